@@ -9,7 +9,7 @@ from shardrules._checkpoint.renames import Rename as Rename
 from shardrules._checkpoint.reshard import reshard as reshard
 from shardrules._correction import Correction as Correction
 from shardrules._correction import RuleSpec as RuleSpec
-from shardrules._files.hardware import read_hardware as read_hardware
+from shardrules._files.public import read_hardware as read_hardware
 from shardrules._files.public import read_model as read_model
 from shardrules._files.public import read_rules as read_rules
 from shardrules._hardware import Hardware as Hardware

@@ -72,13 +72,13 @@ def test_bits_of_other_objects():
 def test_a_manifest(write, pack, params):
     data = pack(json.dumps({"model": "small", "params": params}).encode())
     arrays = read_arrays(write("m.json.gz" if pack is gzip.compress else "m.json", data))
-    assert arrays == ("small", LEAVES, "/", None)
+    assert arrays[:4] == ("small", LEAVES, "/", None)
     assert list(arrays.leaves) == list(LEAVES)
 
 
 def test_names_separators_and_marks(write):
     assert read_arrays(write("flat.v1.json.gz", gzip.compress(b'{"params": []}'))).name == "flat.v1"
-    assert read_arrays(write("m", {"params": [["a.b", [0, 3], "F4"]]})) == (
+    assert read_arrays(write("m", {"params": [["a.b", [0, 3], "F4"]]}))[:4] == (
         "m",
         {"a.b": ArraySpec((0, 3), "float4_e2m1fn")},
         ".",
@@ -214,7 +214,7 @@ ORBAX_LEAVES = {
 def test_an_orbax_checkpoint(orbax, tmp_path, how):
     with orbax.PyTreeCheckpointer(**how) as checkpointer:
         checkpointer.save(tmp_path / "step", {**tree_for_orbax(), "text": "hello"})
-    assert read_arrays(str(tmp_path / "step")) == ("step", ORBAX_LEAVES, "/", None)
+    assert read_arrays(str(tmp_path / "step"))[:4] == ("step", ORBAX_LEAVES, "/", None)
 
 
 def test_sharded_arrays_in_orbax_have_their_whole_shape(orbax, tmp_path, mesh):

@@ -19,9 +19,9 @@ import pytest
 
 import shardrules as sr
 from shardrules import _io as content
-from shardrules._files.hardware import read_hardware
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import Arrays, nested, read_arrays
+from shardrules._files.public import read_hardware
 from shardrules._files.rules import read_rules
 from shardrules._io import FileError, memory_within, parse_json, read_bytes
 from tests.support.command_line import invoke
@@ -43,7 +43,7 @@ from pathlib import Path
 from shardrules import FileError
 from shardrules._files.models import read_arrays
 from shardrules._io import parse_json, read_bytes
-from shardrules._files.hardware import read_hardware
+from shardrules._files.public import read_hardware
 from shardrules._files.rules import read_rules
 read = {"json": lambda path: parse_json(Path(path), read_bytes(Path(path))),
         "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rules(path).rules,

@@ -43,7 +43,7 @@ def test_safetensors(save, tmp_path):
     arrays = arrays_of("a", "b") | {"empty": np.zeros((0, 5)), "scalar": np.ones((), "float32")}
     save(arrays, tmp_path / "model-1.safetensors", metadata={"format": "np"})
     read = read_arrays(str(tmp_path / "model-1.safetensors"))
-    assert read == ("model-1", leaves_of(arrays), ".", None)
+    assert read[:4] == ("model-1", leaves_of(arrays), ".", None)
     assert len({id(a) for a in read.leaves.values()}) == 21
     save({}, tmp_path / "none.safetensors")
     assert read_arrays(str(tmp_path / "none.safetensors")).leaves == {}
@@ -65,7 +65,7 @@ def test_an_index_and_a_directory(save, tmp_path):
         save(arrays, tmp_path / name)
     everything = leaves_of(parts["model-0.safetensors"]) | leaves_of(parts["model-1.safetensors"])
     together = read_arrays(str(tmp_path))
-    assert together == (tmp_path.name, everything, ".", None)
+    assert together[:4] == (tmp_path.name, everything, ".", None)
     assert len({id(a) for a in together.leaves.values()}) == 19
 
     files = {name: file for file, arrays in parts.items() for name in arrays}
@@ -73,7 +73,7 @@ def test_an_index_and_a_directory(save, tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": {n: files[n] for n in order}}))
     read = read_arrays(str(index))
-    assert read == ("model", everything, ".", None)
+    assert read[:4] == ("model", everything, ".", None)
     assert list(read.leaves) == order
     assert read_arrays(str(tmp_path)) == read._replace(name=tmp_path.name)
 

@@ -21,8 +21,8 @@ import numpy as np
 
 import shardrules as sr
 from shardrules import FileError
-from shardrules._files.hardware import read_hardware
 from shardrules._files.models import read_arrays
+from shardrules._files.public import read_hardware
 from shardrules._files.rules import read_rules
 from shardrules._plan import lock as locks
 from shardrules._plan.fold import fold

@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._checkpoint import filling, load, reading, trees
+from shardrules._checkpoint import filling, formats, reading, trees
 from shardrules._dtypes import BITS, SAFETENSORS
-from shardrules._files.leaves import StoredArrays
+from shardrules._files.leaves import ArraySpecs
 from shardrules._files.models import read_arrays
 from tests.support.files import header_file, message
 from tests.support.slow import slow
@@ -241,19 +241,19 @@ def test_bytes_in_flight_are_bounded(checkpoint, monkeypatch, most):
     held, peak, lock = [0], [0], threading.Lock()
 
     def counted(work):
-        def call(job, boxes, *rest):
-            size = sum(map(job.box_bytes, boxes))
+        def call(jobs, boxes, *rest):
+            size = sum(job.box_sizes[box] for job in jobs for box in boxes or job.local_boxes)
             with lock:
                 held[0] += size
                 peak[0] = max(peak[0], held[0])
-            made = work(job, boxes, *rest)
+            made = work(jobs, boxes, *rest)
             with lock:
                 held[0] -= size
             return made
 
         return call
 
-    for name in ("_whole", "_boxes"):
+    for name in ("_arrays", "_boxes"):
         monkeypatch.setattr(filling, name, counted(getattr(filling, name)))
     loaded = sr.load(checkpoint, RULES, mesh_of(), max_bytes_in_flight=most)
     assert 0 < peak[0] <= most
@@ -299,14 +299,14 @@ def test_donating_what_was_loaded_does_not_change_it_elsewhere(checkpoint):
 
 class TestUntrusted:
     def test_a_file_that_changes_before_it_is_read(self, checkpoint, monkeypatch):
-        read = load._read
+        read = formats.BytesInFiles.read
 
         def change(*arguments):
             path = checkpoint / "a.safetensors"
             os.utime(path, ns=(0, 12345))
             return read(*arguments)
 
-        monkeypatch.setattr(load, "_read", change)
+        monkeypatch.setattr(formats.BytesInFiles, "read", change)
         with pytest.raises(
             sr.FileError, match="a.safetensors: the file has changed since its header"
         ):
@@ -370,14 +370,14 @@ class TestUntrusted:
             sr.load(path, P(), mesh_of())
 
     def test_a_fifo_in_the_place_of_a_file(self, checkpoint, monkeypatch):
-        read = load._read
+        read = formats.BytesInFiles.read
 
         def change(*arguments):
             os.remove(checkpoint / "a.safetensors")
             os.mkfifo(checkpoint / "a.safetensors")
             return read(*arguments)
 
-        monkeypatch.setattr(load, "_read", change)
+        monkeypatch.setattr(formats.BytesInFiles, "read", change)
         with pytest.raises(sr.FileError, match="not a regular file"):
             sr.load(checkpoint, RULES, mesh_of())
 
@@ -523,7 +523,7 @@ class TestBounds:
             {"a": whole, "b": np.ones((0, 4), "float32"), "c": whole[:3]},
             tmp_path / "m.safetensors",
         )
-        leaves = read_arrays(str(tmp_path / "m.safetensors"), StoredArrays()).leaves
-        with reading.Reader() as reader:
-            samples = {name: reader.sample(leaf) for name, leaf in leaves.items()}
+        leaves = read_arrays(str(tmp_path / "m.safetensors"), ArraySpecs(keeps_places=True)).leaves
+        with reading.Reader(leaves) as reader:
+            samples = {name: reader.sample(name) for name in leaves}
         assert samples == {"a": bytes(range(18, 82)), "b": b"", "c": b"\x00\x01\x02"}

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._checkpoint.renames import Sized, arrangement, box_shape
+from shardrules._checkpoint.boxes import Sized, arrangement, box_shape
 from tests.moving.test_load import bits, counted, mesh_of  # noqa: F401
 from tests.support.slow import some
 

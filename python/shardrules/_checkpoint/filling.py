@@ -1,9 +1,4 @@
-"""Sharded arrays from stored ones: each local device's boxes, read in parallel within a bound.
-
-A unit of work is one array, or some of its boxes where all of them are too large: buffers are made,
-filled from files, and put onto the devices. As many units are under way as the bound on bytes
-allows. Must not know about names, trees or other processes.
-"""
+"""Sharded arrays from stored ones: boxes of local devices, read in parallel within a bound."""
 
 from __future__ import annotations
 
@@ -14,22 +9,22 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape, slices_in
 from shardrules._checkpoint.reading import (
-    DEFAULT_IN_FLIGHT,
+    STAGING,
+    BoxRequest,
     Reader,
-    WantedBytes,
+    bound_of,
     copy_values,
     numpy_dtype,
 )
-from shardrules._checkpoint.renames import Box, Piece, box_shape
 from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._dtypes import bits_of
-from shardrules._files.leaves import StoredArray
+from shardrules._files.leaves import ArraySpec
 from shardrules._io import FileError
 from shardrules._specs import entries_of, entry_axes
 from shardrules._text import bytes_shown, counted, mesh_shown, printable_lines
@@ -42,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Forecast(NamedTuple):
-    """What each process of a job reads of a checkpoint, each byte once."""
+    """Bytes that each process of a job reads of a checkpoint, each of them once."""
 
     mesh: dict[str, int]
     arrays: int
@@ -61,7 +56,7 @@ class Forecast(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The time of the process that reads most."""
+        """Return the time of the process that reads most."""
         return max(self.read) / self.bandwidth
 
     def __str__(self) -> str:
@@ -90,7 +85,7 @@ class Forecast(NamedTuple):
 def forecast(
     columns: Columns, *, processes: int, in_flight: int | None, bandwidth: int
 ) -> Forecast:
-    """What loading the checkpoint of a plan would read.
+    """Forecast what loading the checkpoint of a plan would read.
 
     Args:
         columns: The plan. Devices are shared out among the processes in the mesh's order.
@@ -123,12 +118,8 @@ def forecast(
             distinct[cuts] = _device_boxes(cuts, columns.axis_sizes, processes)
         read += distinct[cuts].astype(object) * (count * kind.device_bytes)
     largest = max((kind.device_bytes for kind in columns.kinds), default=0)
-    most = max(DEFAULT_IN_FLIGHT, largest) if in_flight is None else in_flight
-    if most < largest:
-        raise ValueError(
-            f"--in-flight is {bytes_shown(most)}, and the largest part on one device has "
-            f"{bytes_shown(largest)}: give at least {largest:,}"
-        )
+    needs = f"the largest part on one device has {bytes_shown(largest)}"
+    most = bound_of(in_flight, largest, needs, "--in-flight")
     return Forecast(
         dict(columns.axis_sizes),
         len(columns.paths),
@@ -147,7 +138,7 @@ def forecast(
 def _device_boxes(
     cuts: tuple[tuple[str, ...], ...], axis_sizes: Mapping[str, int], processes: int
 ) -> npt.NDArray[np.int64]:
-    """Per process, how many different boxes its devices hold of an array that is cut like this."""
+    """Count, per process, the different boxes that its devices hold of an array cut like this."""
     sizes = tuple(axis_sizes.values())
     places = dict(zip(axis_sizes, np.indices(sizes).reshape(len(sizes), -1), strict=True))
     box = np.zeros(prod(sizes), np.int64)
@@ -156,8 +147,8 @@ def _device_boxes(
             box = box * axis_sizes[axis] + places[axis]
     of_processes = np.sort(box.reshape(processes, -1), axis=1)
     changes = np.diff(of_processes, axis=1) != 0
-    found: npt.NDArray[np.int64] = 1 + changes.sum(axis=1, dtype=np.int64)
-    return found
+    counts: npt.NDArray[np.int64] = 1 + changes.sum(axis=1, dtype=np.int64)
+    return counts
 
 
 _THREADS: Final = min(16, 2 + (os.cpu_count() or 1))
@@ -165,12 +156,15 @@ _THREADS: Final = min(16, 2 + (os.cpu_count() or 1))
 _UNITS: Final = 4 * _THREADS
 # What lets the CPU backend use a buffer as it is.
 _ALIGNED: Final = 64
+# So many small arrays are put onto devices in one call.
+_BATCH: Final = 128
+_BATCH_BYTES: Final = 8 << 20
 # Units of at most this size keep all threads busy.
 _SHARE: Final = 4
 
 
 class Job(NamedTuple):
-    """An array to make."""
+    """Array to make."""
 
     path: str
     target: Target
@@ -180,93 +174,105 @@ class Job(NamedTuple):
 
     @property
     def local_boxes(self) -> Mapping[Box, Sequence[Any]]:
-        """The distinct boxes of this process's devices, each with the devices that hold it."""
+        """Return the distinct boxes of this process's devices, each with its devices."""
         return _local_boxes(self.sharding, self.target.shape)
 
     def source_rows(self, box: Box) -> tuple[str, Box]:
-        """The array and the rows of it that are read first for this box."""
+        """Return the array and the rows of it that are read first for this box."""
         for part in self.target.parts:
             for piece in part.pieces(box):
                 return part.source, piece.source[:1]
         return "", ()
 
-    def box_bytes(self, box: Box) -> int:
-        """Bytes in flight for this box: the buffer, and what is read beside it."""
-        count = prod(box_shape(box)) * self.dtype.itemsize
-        for part in self.target.parts:
-            if part.scale is None and part.sized.is_simple:
-                continue
-            for piece in part.pieces(box):
-                if not _fills_view(part, piece):
-                    count += prod(piece.lengths) * (12 if part.scale else 8)
-        return count
+    @property
+    def is_small(self) -> bool:
+        """Say whether it is read in one range, and JAX cuts it into the devices' parts."""
+        shape = self.target.shape
+        size = prod(shape) * self.dtype.itemsize
+        return size <= STAGING and self.sharding.is_fully_addressable
+
+    @property
+    def box_sizes(self) -> Mapping[Box, int]:
+        """The bytes in flight for each local box: the buffer, and what is staged for it."""
+        sizes = _buffer_sizes(self.sharding, self.target.shape, self.dtype.itemsize)
+        parts = [part for part in self.target.parts if part.scale or not part.sized.is_simple]
+        if not parts:
+            return sizes
+        return {
+            box: size
+            + sum(
+                prod(piece.lengths) * (12 if part.scale else 8)
+                for part in parts
+                for piece in part.pieces(box)
+                if not _fills_view(part, piece)
+            )
+            for box, size in sizes.items()
+        }
+
+
+@lru_cache(maxsize=4096)
+def _buffer_sizes(
+    sharding: NamedSharding, shape: tuple[int, ...], item_bytes: int
+) -> dict[Box, int]:
+    return {box: prod(box_shape(box)) * item_bytes for box in _local_boxes(sharding, shape)}
 
 
 class _Unit(NamedTuple):
-    job: int
+    jobs: Sequence[int]
     boxes: Sequence[Box]
-    is_whole: bool
+    """Boxes of the only job; empty for whole arrays."""
     bytes: int
 
 
 @lru_cache(maxsize=4096)
 def _local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
-    """The distinct boxes of this process's devices, each with the devices that hold it."""
-    found: dict[Box, list[Any]] = defaultdict(list)
+    """Return the distinct boxes of this process's devices, each with its devices."""
+    devices_of: dict[Box, list[Any]] = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        found[_box_of(index or (), shape)].append(device)
-    return dict(sorted(found.items()))
+        devices_of[box_of(index or (), shape)].append(device)
+    return dict(sorted(devices_of.items()))
 
 
-def _box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
-
-
-def bytes_in_flight(jobs: Sequence[Job], given: int | None) -> int:
-    """The bound that was given, or the default.
+def bytes_in_flight(jobs: Sequence[Job], bound: int | None) -> int:
+    """Return the bound, or the default.
 
     Raises:
-        ValueError: An array's part on one device alone takes more than was given.
+        ValueError: An array's part on one device alone takes more.
     """
-    needed = ((job.box_bytes(box), job) for job in jobs for box in job.local_boxes)
-    most, largest = max(needed, key=itemgetter(0), default=(0, None))
-    if given is None:
-        return max(DEFAULT_IN_FLIGHT, most)
-    if largest is not None and given < most:
-        raise ValueError(
-            f"max_bytes_in_flight is {bytes_shown(given)}, and {largest.path} with the shape "
-            f"{list(largest.target.shape)} needs {bytes_shown(most)} for its part on one device: "
-            f"give at least {most:,}"
-        )
-    return given
+    sizes = [max(job.box_sizes.values(), default=0) for job in jobs]
+    if not sizes:
+        return bound_of(bound, 0, "")
+    least = max(sizes)
+    path, target, *_ = jobs[sizes.index(least)]
+    return bound_of(
+        bound,
+        least,
+        f"{path} with the shape {list(target.shape)} needs {bytes_shown(least)} for its part on "
+        "one device",
+    )
 
 
-def bytes_to_read(job: Job, stored: Mapping[str, StoredArray]) -> int:
-    """The bytes in files of the array's parts that this process needs, without scales."""
+def bytes_to_read(job: Job, arrays: Mapping[str, ArraySpec]) -> int:
+    """Count the bytes in files that this process needs of the array's parts, without scales."""
     elements = sum(prod(box_shape(box)) for box in job.local_boxes)
-    return elements * bits_of(stored[job.target.parts[0].source].dtype) // 8
+    return elements * bits_of(arrays[job.target.parts[0].source].dtype) // 8
 
 
 def fill(
-    jobs: Sequence[Job],
-    stored: Mapping[str, StoredArray],
-    reader: Reader,
-    most_bytes: int,
-    done: Callable[[], None],
+    jobs: Sequence[Job], reader: Reader, most_bytes: int, done: Callable[[], None]
 ) -> list[Any]:
-    """The arrays of the jobs.
+    """Make the arrays of the jobs.
 
     Args:
         jobs: What to make.
-        stored: The stored arrays by name.
-        reader: The files.
+        reader: The files of the stored arrays.
         most_bytes: Maximum bytes in flight, from `bytes_in_flight`.
         done: Called in this thread after each unit.
 
     Raises:
         FileError: A file has changed, or cannot be read.
     """
-    made: list[Any] = [None] * len(jobs)
+    arrays: list[Any] = [None] * len(jobs)
     parts: dict[int, dict[Any, Any]] = defaultdict(dict)
     under_way: dict[Future[Any], _Unit] = {}
     in_flight = 0
@@ -279,76 +285,98 @@ def fill(
                 try:
                     result = future.result()
                 except MemoryError as error:
+                    path = jobs[unit.jobs[0]].path
                     raise MemoryError(
-                        f"{jobs[unit.job].path}: {error}: the host's memory is full, with up to "
+                        f"{path}: {error}: the host's memory is full, with up to "
                         f"{bytes_shown(most_bytes)} that are read and not on devices yet; give a "
                         "smaller max_bytes_in_flight"
                     ) from error
                 in_flight -= unit.bytes
-                if unit.is_whole:
-                    made[unit.job] = result
+                if unit.boxes:
+                    parts[unit.jobs[0]] |= result
                 else:
-                    parts[unit.job] |= result
+                    for index, array in zip(unit.jobs, result, strict=True):
+                        arrays[index] = array
                 done()
 
     pool = ThreadPoolExecutor(_THREADS, "shardrules-load")
     try:
         for unit in _units(jobs, most_bytes):
             finish(most_bytes - unit.bytes, _UNITS)
-            work = _whole if unit.is_whole else _boxes
-            future = pool.submit(work, jobs[unit.job], unit.boxes, stored, reader)
+            work = _boxes if unit.boxes else _arrays
+            of_unit = [jobs[index] for index in unit.jobs]
+            future = pool.submit(work, of_unit, unit.boxes, reader)
             under_way[future] = unit
             in_flight += unit.bytes
         finish(0, 0)
     finally:
         pool.shutdown(cancel_futures=True)
     for index, of_devices in parts.items():
-        made[index] = _assembled(jobs[index], of_devices)
-    return made
+        arrays[index] = _assembled(jobs[index], of_devices)
+    return arrays
 
 
 def _units(jobs: Sequence[Job], most_bytes: int) -> Iterator[_Unit]:
+    most = max(1, most_bytes // _SHARE)
+    small: list[int] = []
+    small_bytes = 0
     for index, job in enumerate(jobs):
-        boxes = job.local_boxes
-        sizes = {box: job.box_bytes(box) for box in boxes}
-        whole = sum(sizes.values())
-        if whole <= max(1, most_bytes // _SHARE):
-            yield _Unit(index, tuple(boxes), True, whole)
-            continue
-        # Boxes of the same rows stay together, since their rows are read once for all.
-        of_rows: dict[Any, list[Box]] = defaultdict(list)
-        for box in boxes:
-            of_rows[job.source_rows(box)].append(box)
-        for same_rows in of_rows.values():
-            size = sum(map(sizes.__getitem__, same_rows))
-            parts = [same_rows] if size <= most_bytes // 2 else [[box] for box in same_rows]
-            for part in parts:
-                yield _Unit(index, tuple(part), False, sum(map(sizes.__getitem__, part)))
+        sizes = job.box_sizes
+        total = sum(sizes.values())
+        if total <= most and not job.is_small:
+            yield _Unit([index], (), total)
+        elif total <= most:
+            if small and (small_bytes + total > min(most, _BATCH_BYTES) or len(small) == _BATCH):
+                yield _Unit(small, (), small_bytes)
+                small, small_bytes = [], 0
+            small.append(index)
+            small_bytes += total
+        else:
+            yield from _units_of_boxes(index, job, sizes, most_bytes)
+    if small:
+        yield _Unit(small, (), small_bytes)
 
 
-def _whole(
-    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
-) -> Any:
-    """The array; one call puts all its boxes."""
+def _units_of_boxes(
+    index: int, job: Job, sizes: Mapping[Box, int], most_bytes: int
+) -> Iterator[_Unit]:
+    # Boxes of the same rows stay together, since their rows are read once for all.
+    of_rows: dict[Any, list[Box]] = defaultdict(list)
+    for box in sizes:
+        of_rows[job.source_rows(box)].append(box)
+    for same_rows in of_rows.values():
+        size = sum(map(sizes.__getitem__, same_rows))
+        parts = [same_rows] if size <= most_bytes // 2 else [[box] for box in same_rows]
+        for part in parts:
+            yield _Unit([index], part, sum(map(sizes.__getitem__, part)))
+
+
+def _arrays(jobs: Sequence[Job], _: Sequence[Box], reader: Reader) -> list[Any]:
+    """Make whole arrays: one that is large, or several that are small."""
     import jax
 
-    buffers = _filled(job, boxes, stored, reader)
-    shape = job.target.shape
-    return jax.block_until_ready(
-        jax.make_array_from_callback(
-            shape, job.sharding, lambda index: buffers[_box_of(index or (), shape)]
+    job = jobs[0]
+    if not job.is_small:
+        shape = job.target.shape
+        buffers = _filled(job, tuple(job.local_boxes), reader)
+        array = jax.make_array_from_callback(
+            shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
         )
-    )
+        return [jax.block_until_ready(array)]
+    values = []
+    for small in jobs:
+        full = tuple((0, size) for size in small.target.shape)
+        values.append(_filled(small, [full], reader)[full])
+    return list(jax.block_until_ready(jax.device_put(values, [each.sharding for each in jobs])))
 
 
-def _boxes(
-    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
-) -> dict[Any, Any]:
-    """{device: its part} for these boxes."""
+def _boxes(jobs: Sequence[Job], boxes: Sequence[Box], reader: Reader) -> dict[Any, Any]:
+    """Make {device: its part} for these boxes."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
-    buffers = _filled(job, boxes, stored, reader)
+    (job,) = jobs
+    buffers = _filled(job, boxes, reader)
     memory_kind = job.sharding.memory_kind
     return {
         device: jax.block_until_ready(
@@ -368,30 +396,28 @@ def _assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
     )
 
 
-def _filled(
-    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
-) -> dict[Box, npt.NDArray[Any]]:
-    """The boxes, read from the files."""
+def _filled(job: Job, boxes: Sequence[Box], reader: Reader) -> dict[Box, npt.NDArray[Any]]:
+    """Read boxes from the files."""
     buffers = _buffers(boxes, job.dtype)
-    wanted: dict[str, list[WantedBytes]] = defaultdict(list)
-    beside: list[tuple[SourcePart, Piece, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    requests: dict[str, list[BoxRequest]] = defaultdict(list)
+    staged: list[tuple[SourcePart, Piece, npt.NDArray[Any], npt.NDArray[Any]]] = []
     for box, buffer in buffers.items():
         for part in job.target.parts:
             for piece in part.pieces(box):
                 view = _view(buffer, box, piece)
                 if _fills_view(part, piece):
-                    into = view.transpose(np.argsort(piece.order))
+                    into = view.transpose(_inverse(piece.order))
                     into = into.reshape(box_shape(piece.source))
                 else:
-                    dtype = numpy_dtype(stored[part.source].dtype)
+                    dtype = numpy_dtype(reader.arrays[part.source].dtype)
                     into = np.empty(box_shape(piece.source), dtype)
-                    beside.append((part, piece, into, view))
-                wanted[part.source].append(WantedBytes(piece.source, into))
+                    staged.append((part, piece, into, view))
+                requests[part.source].append(BoxRequest(piece.source, into))
     try:
-        for name, of_array in wanted.items():
-            reader.fill(stored[name], of_array)
-        for part, piece, read, view in beside:
-            values = read if part.scale is None else _scaled(read, part, piece, stored, reader)
+        for name, of_array in requests.items():
+            reader.fill(name, of_array)
+        for part, piece, read, view in staged:
+            values = read if part.scale is None else _scaled(read, part, piece, reader)
             copy_values(values.reshape(piece.lengths).transpose(piece.order), view)
     except FloatingPointError as error:
         raise FileError(
@@ -404,34 +430,33 @@ def _filled(
     return buffers
 
 
+@lru_cache(maxsize=256)
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
 def _fills_view(part: SourcePart, piece: Piece) -> bool:
-    """Whether what is read has its place in the result: no dimension is several long axes."""
+    """Say whether the bytes go straight to the result: no dimension is several long axes."""
     long = sum(length > 1 for length in piece.lengths)
     return part.scale is None and long == sum(b - a > 1 for a, b in piece.source)
 
 
 def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
-    """The place of a piece, with a dimension for each of its axes in the result's order."""
-    spans = zip(piece.target, box, strict=True)
-    index: tuple[Any, ...] = (*(slice(a - c, b - c) for (a, b), (c, _) in spans), ...)
-    place: npt.NDArray[Any] = buffer[index]
+    """Return the place of a piece, with a dimension for each of its axes in the result's order."""
+    place: npt.NDArray[Any] = buffer[slices_in(piece.target, box)]
     return place.reshape([piece.lengths[axis] for axis in piece.order])
 
 
 def _scaled(
-    values: npt.NDArray[Any],
-    part: SourcePart,
-    piece: Piece,
-    stored: Mapping[str, StoredArray],
-    reader: Reader,
+    values: npt.NDArray[Any], part: SourcePart, piece: Piece, reader: Reader
 ) -> npt.NDArray[Any]:
-    """The values times the scales of their blocks, in float32."""
+    """Multiply the values by the scales of their blocks, in float32."""
     box = tuple(
         (begin // block, -(-end // block))
         for (begin, end), block in zip(piece.source, part.blocks, strict=True)
     )
     factors = np.empty(box_shape(box), np.float32)
-    reader.fill(stored[part.scale or ""], [WantedBytes(box, factors)])
+    reader.fill(part.scale or "", [BoxRequest(box, factors)])
     for dim, ((begin, end), block) in enumerate(zip(piece.source, part.blocks, strict=True)):
         of_elements = np.arange(begin, end) // block - begin // block
         factors = factors.take(of_elements, dim)
@@ -439,7 +464,7 @@ def _scaled(
 
 
 def _buffers(boxes: Sequence[Box], dtype: np.dtype[Any]) -> dict[Box, npt.NDArray[Any]]:
-    """An array for each box, in one piece of memory: the system gives large ones faster."""
+    """Make an array for each box, in one piece of memory: the system gives large ones faster."""
     sizes = [prod(box_shape(box)) * dtype.itemsize for box in boxes]
     ends = list(accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
     memory = np.empty(ends[-1] + _ALIGNED if ends else 0, np.uint8)

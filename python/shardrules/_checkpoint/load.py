@@ -1,86 +1,31 @@
-"""`load`: the arrays of a checkpoint, straight into sharded arrays.
-
-Reads the headers in each process, lets the processes agree on what comes where, and has each read
-what its own devices hold. Must not know how bytes are read, nor how a sharding was decided.
-"""
+"""`load`: the arrays of a checkpoint, straight into sharded arrays."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_type, each, in_order, integer, listed, texts
-from shardrules._checkpoint.filling import Job, bytes_in_flight, bytes_to_read, fill
-from shardrules._checkpoint.reading import Progress, Reader, checked_progress, reported
+from shardrules._checkpoint.filling import Job, bytes_in_flight
+from shardrules._checkpoint.formats import format_of
+from shardrules._checkpoint.reading import Progress, checked_progress
 from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.targets import Problems
 from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._dtypes import bits_of, given_float
-from shardrules._files.leaves import StoredArray, StoredArrays
+from shardrules._files.leaves import ArraySpecs
 from shardrules._files.models import Arrays, read_arrays
-from shardrules._files.orbax import SEPARATOR, find_checkpoint
-from shardrules._io import FileError
 from shardrules._place.decider import policy_for
 from shardrules._place.named_shardings import asks_for_own_devices, requested_shardings
-from shardrules._place.processes import JointCall, Row, rows_of
+from shardrules._place.processes import JointCall, rows_of
 from shardrules._plan.plan import Plan
-from shardrules._text import printable, shown
 
 if TYPE_CHECKING:
     from shardrules._correction import Correction
     from shardrules._mesh.mesh import MeshLike
     from shardrules._place.decider import RulesLike
     from shardrules._plan.companions import Companion
-
-
-def restore(directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays by their paths in the checkpoint.
-
-    Args:
-        directory: A result of `find_checkpoint`, whose names and files have been checked.
-        wanted: By path, the ShapeDtypeStruct with its sharding.
-
-    Raises:
-        FileError: orbax cannot restore the checkpoint.
-    """
-    import orbax.checkpoint as ocp
-    from etils.epath import Path as OrbaxPath
-    from jax import tree_util
-
-    handler = ocp.PyTreeCheckpointHandler()
-    place = OrbaxPath(directory.absolute())
-    try:
-        # orbax wants the structure that was saved, with its lists and tuples.
-        leaves, treedef = tree_util.tree_flatten_with_path(handler.metadata(place).tree)
-        paths = [SEPARATOR.join(map(_key_text, keys)) for keys, _ in leaves]
-        # What has no shape, such as a string, is left out.
-        item = tree_util.tree_unflatten(
-            treedef, [wanted.get(path, ocp.PLACEHOLDER) for path in paths]
-        )
-        arguments = ocp.checkpoint_utils.construct_restore_args(item)
-        restored = handler.restore(
-            place, args=ocp.args.PyTreeRestore(item=item, restore_args=arguments)
-        )
-    except Exception as error:
-        raise FileError(
-            f"{directory}: orbax cannot restore the checkpoint ({type(error).__name__}: {error}); "
-            "is it whole, and of a version that orbax knows?"
-        ) from error
-    finally:
-        handler.close()
-    return dict(zip(paths, tree_util.tree_leaves(restored), strict=True))
-
-
-def _key_text(key: Any) -> str:
-    """The key of a dict, the index in a list or tuple, or the name of a field."""
-    return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
-
-
-# Of one array some bytes each.
-_MOST_SAMPLES: Final = 512
 
 
 @in_order("path", "rules", "mesh")
@@ -161,9 +106,9 @@ def load(
     with JointCall("load") as call:
         followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
         wanted_dtype = None if dtype is None else given_float("dtype", dtype)
-        given = max_bytes_in_flight
-        if given is not None:
-            given = integer("max_bytes_in_flight", given, 1, what="a number of bytes")
+        bound = max_bytes_in_flight
+        if bound is not None:
+            bound = integer("max_bytes_in_flight", bound, 1, what="a number of bytes")
         deciding: dict[str, Any] = {
             "min_size": min_size,
             "correction": correction,
@@ -173,14 +118,14 @@ def load(
         }
         if isinstance(rules, Plan):
             policy_for(rules, **deciding)
-            chosen = rules if mesh is None else rules.on_mesh(mesh)
-            tree = chosen.abstract() if tree is None else tree
-            rules, mesh = chosen.shardings(), None
+            plan = rules if mesh is None else rules.on_mesh(mesh)
+            tree = plan.abstract() if tree is None else tree
+            rules, mesh = plan.shardings(), None
         if call.joint and asks_for_own_devices(rules, mesh):
             call.alone()
         is_joint = call.joint
-        arrays = read_arrays(os.fspath(source), StoredArrays())
-        in_orbax = _orbax_checkpoint(Path(source), arrays, followed)
+        arrays = read_arrays(os.fspath(source), ArraySpecs(keeps_places=True))
+        checkpoint_format = format_of(arrays, followed)
         problems = Problems(arrays.name)
         _check_dtypes(arrays, problems)
         abstract, targets = matched(arrays.leaves, tree, followed, wanted_dtype, problems)
@@ -189,81 +134,19 @@ def load(
             Job(path, target, leaf.dtype, checked_sharding(path, sharding))
             for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
         ]
-        most = bytes_in_flight(jobs, given)
-        call.agree(lambda: [*_sampled(arrays), *rows_of(abstract, dict(enumerate(shardings)))])
+        most = bytes_in_flight(jobs, bound)
+        call.agree(
+            lambda: [
+                *checkpoint_format.samples(arrays),
+                *rows_of(abstract, dict(enumerate(shardings))),
+            ]
+        )
     with JointCall("load", "while it was reading") as call:
         if not is_joint:
             call.alone()
-        if in_orbax is not None:
-            made = _restored(in_orbax, jobs)
-        else:
-            with reported(reports, printable(f"loading {arrays.name}")) as report:
-                made = _read(jobs, arrays.leaves, most, report)
+        values = checkpoint_format.read(arrays, jobs, most, reports)
         call.agree(lambda: [("the arrays", "read")])
-    return treedef.unflatten(made)
-
-
-def _sampled(arrays: Arrays) -> list[Row]:
-    """A digest of some bytes of the files: those of another model may have equal headers."""
-    stored = [leaf for leaf in arrays.leaves.values() if isinstance(leaf, StoredArray)]
-    if not stored:
-        return []
-    chosen = [stored[i] for i in range(0, len(stored), -(-len(stored) // _MOST_SAMPLES))]
-    with Reader() as reader:
-        data = b"".join(map(reader.sample, chosen))
-    return [("the data of the files", hashlib.sha256(data).hexdigest()[:16])]
-
-
-def _read(
-    jobs: list[Job],
-    stored: Mapping[str, Any],
-    most_bytes: int,
-    report: Progress | None,
-) -> list[Any]:
-    with Reader() as reader:
-        total = sum(bytes_to_read(job, stored) for job in jobs) if report else 0
-
-        def done() -> None:
-            if report is not None:
-                report(reader.bytes_read, total)
-
-        return fill(jobs, stored, reader, most_bytes, done)
-
-
-def _restored(directory: Path, jobs: list[Job]) -> list[Any]:
-    from jax import ShapeDtypeStruct
-
-    names = [job.target.parts[0].source for job in jobs]
-    wanted = {
-        name: ShapeDtypeStruct(job.target.shape, job.dtype, sharding=job.sharding)
-        for name, job in zip(names, jobs, strict=True)
-    }
-    found = restore(directory, wanted)
-    return [found[name] for name in names]
-
-
-def _orbax_checkpoint(source: Path, arrays: Arrays, renames: tuple[Rename, ...]) -> Path | None:
-    """The directory of the orbax checkpoint; None for safetensors files.
-
-    Raises:
-        FileError: The source has no data; or orbax cannot do what a rename says.
-    """
-    if all(isinstance(leaf, StoredArray) for leaf in arrays.leaves.values()):
-        return None
-    found = find_checkpoint(source) if source.is_dir() else None
-    if found is None:
-        raise FileError(
-            f"{source}: it lists arrays and does not have their data; give a safetensors file, its "
-            "index, a directory of them, or an orbax checkpoint"
-        )
-    for rename in renames:
-        if rename.dims or rename.scale:
-            raise FileError(
-                f"{source}: {shown(rename)} changes how arrays lie, and orbax restores them as "
-                "they are; here give records that rename or leave out, and the others to "
-                "shardrules.reshard"
-            )
-    return found
+    return treedef.unflatten(values)
 
 
 def _check_dtypes(arrays: Arrays, problems: Problems) -> None:

@@ -1,17 +1,11 @@
-"""Boxes of arrays in files, read into numpy arrays: exactly their bytes, each range in one call.
-
-What several boxes need of neighbouring bytes is read in one call. A file must be as it was when its
-header was read. Costs a system call per contiguous range, and a copy from the processor's cache
-where ranges are short, or lie otherwise in the result than in the file. Must not know about devices
-or names.
-"""
+"""Boxes of arrays in files, read into numpy arrays: each contiguous range in one call."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import pairwise
@@ -21,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
-from shardrules._checkpoint.renames import Box, box_shape
+from shardrules._checkpoint.boxes import Box, box_shape, hull_of, intersection, slices_in
 from shardrules._dtypes import is_inexact
-from shardrules._files.leaves import StoredArray, StoredFile, state_of
+from shardrules._files.leaves import ArraySpec, StoredFile, state_of
 from shardrules._io import FileError, opened
-from shardrules._text import shown
+from shardrules._text import bytes_shown, shown
 
 if TYPE_CHECKING:
     import io
@@ -36,12 +30,33 @@ DEFAULT_IN_FLIGHT: Final = 2 << 30
 """Bytes that are on their way at once, unless more or less is asked for."""
 
 
+def bound_of(
+    bound: int | None, least: int, needs: str, keyword: str = "max_bytes_in_flight"
+) -> int:
+    """Return the bound on bytes in flight, or the default.
+
+    Args:
+        bound: The bound, if there is one.
+        least: The bytes of the largest part, which are in flight at once.
+        needs: What has so many bytes, for the error.
+        keyword: The name of the bound.
+
+    Raises:
+        ValueError: The bound is too small.
+    """
+    if bound is None:
+        return max(DEFAULT_IN_FLIGHT, least)
+    if bound < least:
+        raise ValueError(f"{keyword} is {bytes_shown(bound)}, and {needs}: give at least {least:,}")
+    return bound
+
+
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
 
 
 def checked_progress(progress: object) -> bool | Progress | None:
-    """The value, if it is a truth value, None or a function.
+    """Check that the value is a truth value, None or a function.
 
     Raises:
         TypeError: It is something else.
@@ -67,7 +82,7 @@ def checked_progress(progress: object) -> bool | Progress | None:
 
 @contextmanager
 def reported(progress: bool | Progress | None, what: str) -> Iterator[Progress | None]:
-    """The function to call; for True it moves a bar, in the first process alone."""
+    """Yield the function to call; for True it moves a bar, in the first process alone."""
     import jax
 
     if progress is not True:
@@ -97,7 +112,7 @@ _MOST_FILES: Final = 64
 _SAMPLE: Final = 64
 
 
-class WantedBytes(NamedTuple):
+class BoxRequest(NamedTuple):
     """A box of a stored array, and the array of its shape to fill; the dtype may be another."""
 
     box: Box
@@ -105,14 +120,14 @@ class WantedBytes(NamedTuple):
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of this name in numpy or ml_dtypes."""
+    """Return the dtype of this name in numpy or ml_dtypes."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 class _OpenFile:
-    """A file, and how many threads read it."""
+    """File, and how many threads read it."""
 
     def __init__(self, stored: StoredFile) -> None:
         self.stored = stored
@@ -121,7 +136,7 @@ class _OpenFile:
         self.file = self._closing.enter_context(opened(stored.path))
 
     def close(self, *, is_checked: bool) -> None:
-        """Closes it; checked, if it is as it was when its header was read."""
+        """Close it; checked, if it is as it was when its header was read."""
         with self._closing:
             if is_checked:
                 _check_unchanged(self.stored, self.file)
@@ -132,11 +147,15 @@ class Reader:
 
     At most `_MOST_FILES` are open; then the one that was used longest ago is checked and closed.
 
+    Args:
+        arrays: The stored arrays by name.
+
     Attributes:
         bytes_read: How many bytes have been read so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arrays: Mapping[str, ArraySpec]) -> None:
+        self.arrays = arrays
         self.bytes_read = 0
         self._files: OrderedDict[StoredFile, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
@@ -152,80 +171,70 @@ class Reader:
             for file in self._files.values():
                 closing.callback(file.close, is_checked=error is None)
 
-    def sample(self, array: StoredArray) -> bytes:
-        """Some bytes in the middle of an array."""
-        size = _Layout(array).dtype.itemsize * prod(array.shape)
-        found = bytearray(min(size, _SAMPLE))
-        begin = array.begin + (size - len(found)) // 2
-        if not found:
-            return b""
-        with self._file(array.file) as file:
-            self._read(array.file, file, begin, [memoryview(found)])
-        return bytes(found)
+    def sample(self, name: str) -> bytes:
+        """Read some bytes in the middle of an array."""
+        array = self.arrays[name]
+        layout = _Layout(array)
+        size = layout.dtype.itemsize * prod(array.shape)
+        data = bytearray(min(size, _SAMPLE))
+        if data:
+            with self._opened(layout.file) as file:
+                self._read(file, array.begin + (size - len(data)) // 2, [memoryview(data)])
+        return bytes(data)
 
-    def fill(self, array: StoredArray, wanted: Sequence[WantedBytes]) -> None:
-        """Fills each wanted box.
+    def fill(self, name: str, requests: Sequence[BoxRequest]) -> None:
+        """Fill each requested box of an array.
 
         Raises:
             FileError: The file has changed, or cannot be read.
         """
-        with self._file(array.file) as file:
-            self._fill(array, file, wanted)
-
-    def _fill(
-        self, array: StoredArray, file: io.BufferedReader, wanted: Sequence[WantedBytes]
-    ) -> None:
-        layout = _Layout(array)
-        direct: dict[Box, WantedBytes] = {}
-        staged: list[WantedBytes] = []
-        for one in wanted:
-            lies_alike = layout.is_direct(one) and layout.range_bytes(one.box) >= _LEAST_RANGE
-            if lies_alike and one.box not in direct:
-                direct[one.box] = one
+        layout = _Layout(self.arrays[name])
+        direct: dict[Box, BoxRequest] = {}
+        staged: list[BoxRequest] = []
+        for request in requests:
+            is_long = len(requests) == 1 or layout.range_bytes(request.box) >= _LEAST_RANGE
+            if is_long and layout.is_direct(request) and request.box not in direct:
+                direct[request.box] = request
             else:
-                staged.append(one)
-        for box, together in _hulls(staged):
-            if len(together) == 1 and layout.is_direct(together[0]):
-                direct[box] = together[0]
-            else:
-                self._fill_staged(array, file, layout, box, together)
-        self._fill_directly(array, file, layout, list(direct.values()))
+                staged.append(request)
+        with self._opened(layout.file) as file:
+            for box, together in _hulls(staged):
+                if len(together) == 1 and layout.is_direct(together[0]):
+                    direct[box] = together[0]
+                else:
+                    self._fill_staged(file, layout, box, together)
+            self._fill_directly(file, layout, list(direct.values()))
 
     def _fill_directly(
-        self,
-        array: StoredArray,
-        file: io.BufferedReader,
-        layout: _Layout,
-        wanted: Sequence[WantedBytes],
+        self, file: _OpenFile, layout: _Layout, requests: Sequence[BoxRequest]
     ) -> None:
-        """Fills boxes that lie as in the file; neighbours in the file are read in one call."""
-        views = [_bytes_of(one.into.reshape(-1).view(np.uint8)) for one in wanted]
-        ranges = [layout.ranges(one.box) for one in wanted]
-        if not sum(map(len, ranges)):
+        """Fill boxes that lie as in the file; neighbours in the file are read in one call."""
+        views = [_bytes_of(request.into.reshape(-1).view(np.uint8)) for request in requests]
+        ranges = [layout.ranges(request.box) for request in requests]
+        counts = list(map(len, ranges))
+        if not sum(counts):
             return
         begins = np.concatenate(ranges)
-        sizes = np.repeat([layout.range_bytes(one.box) for one in wanted], list(map(len, ranges)))
-        whose = np.repeat(np.arange(len(wanted)), list(map(len, ranges)))
-        places = np.concatenate([np.arange(len(of)) for of in ranges]) * sizes
+        if len(begins) == 1:
+            self._read(file, int(begins[0]), [view for view in views if len(view)])
+            return
+        sizes = np.repeat([layout.range_bytes(request.box) for request in requests], counts)
+        view_of = np.repeat(np.arange(len(requests)), counts)
+        places = np.concatenate([np.arange(count) for count in counts]) * sizes
         order = np.argsort(begins, kind="stable")
         gaps = np.flatnonzero(begins[order][1:] != (begins + sizes)[order][:-1]) + 1
-        rows = list(zip(*(one[order].tolist() for one in (whose, places, sizes)), strict=True))
-        bounds = [0, *gaps.tolist(), len(rows)]
-        for start, end in pairwise(bounds):
+        columns = (column[order].tolist() for column in (view_of, places, sizes))
+        rows = list(zip(*columns, strict=True))
+        for start, end in pairwise([0, *gaps.tolist(), len(rows)]):
             for i in range(start, end, _MOST_BUFFERS):
                 buffers = [
                     views[view][at : at + size]
                     for view, at, size in rows[i : min(end, i + _MOST_BUFFERS)]
                 ]
-                self._read(array.file, file, int(begins[order[i]]), buffers)
+                self._read(file, int(begins[order[i]]), buffers)
 
     def _fill_staged(
-        self,
-        array: StoredArray,
-        file: io.BufferedReader,
-        layout: _Layout,
-        box: Box,
-        together: Sequence[WantedBytes],
+        self, file: _OpenFile, layout: _Layout, box: Box, together: Sequence[BoxRequest]
     ) -> None:
         item_bytes = layout.dtype.itemsize
         staging = self._staging()
@@ -234,63 +243,60 @@ class Reader:
             rows = staging[: prod(shape) * item_bytes]
             view, size = _bytes_of(rows), layout.range_bytes(part)
             for i, begin in enumerate(layout.ranges(part).tolist()):
-                self._read(array.file, file, begin, [view[i * size : (i + 1) * size]])
+                self._read(file, begin, [view[i * size : (i + 1) * size]])
             values = rows.view(layout.dtype).reshape(shape)
-            for one in together:
-                common = tuple(
-                    (max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, one.box, strict=True)
-                )
-                if all(a < b for a, b in common):
-                    copy_values(values[_slices(common, part)], one.into[_slices(common, one.box)])
+            for request in together:
+                common = intersection(part, request.box)
+                if prod(box_shape(common)):
+                    into = request.into[slices_in(common, request.box)]
+                    copy_values(values[slices_in(common, part)], into)
 
     def _staging(self) -> npt.NDArray[np.uint8]:
-        """The thread's own rows: memory that is new costs more than a copy."""
+        """Return the thread's own rows: memory that is new costs more than a copy."""
         if not hasattr(self._of_thread, "staging"):
             self._of_thread.staging = np.empty(STAGING, np.uint8)
         return self._of_thread.staging  # type: ignore[no-any-return]
 
-    def _read(
-        self, stored: StoredFile, file: io.BufferedReader, begin: int, buffers: list[memoryview]
-    ) -> None:
-        """Fills the buffers in turn."""
-        at, left = begin, list(buffers)
+    def _read(self, file: _OpenFile, begin: int, buffers: list[memoryview]) -> None:
+        """Fill the buffers in turn."""
+        at = begin
         try:
-            while left:
-                count = _read_at(file, at, left)
+            while buffers:
+                count = _read_at(file.file, at, buffers)
                 if not count:
-                    raise _changed(stored)
+                    raise _changed(file.stored)
                 at += count
-                left = _after(left, count)
+                buffers = _after(buffers, count)
         except OSError as error:
             raise FileError(
-                f"{stored.path}: byte {at:,}: {error.strerror or error}; "
+                f"{file.stored.path}: byte {at:,}: {error.strerror or error}; "
                 "check the disk, and copy or download the file again"
             ) from None
         with self._lock:
             self.bytes_read += at - begin
 
     @contextmanager
-    def _file(self, stored: StoredFile) -> Iterator[io.BufferedReader]:
-        """The file, which stays open meanwhile."""
+    def _opened(self, stored: StoredFile) -> Iterator[_OpenFile]:
+        """Yield the file, which stays open meanwhile."""
         with self._lock:
-            found = self._files.get(stored)
-            if found is None:
-                self._close_one()
-                found = self._files[stored] = _OpenFile(stored)
-                _check_unchanged(stored, found.file)
+            file = self._files.get(stored)
+            if file is None:
+                self._close_oldest()
+                file = self._files[stored] = _OpenFile(stored)
+                _check_unchanged(stored, file.file)
             self._files.move_to_end(stored)
-            found.users += 1
+            file.users += 1
         try:
-            yield found.file
+            yield file
         finally:
             with self._lock:
-                found.users -= 1
+                file.users -= 1
 
-    def _close_one(self) -> None:
-        """Closes the file that was used longest ago, if there are too many."""
+    def _close_oldest(self) -> None:
+        """Close the file that was used longest ago, if there are too many."""
         if len(self._files) < _MOST_FILES:
             return
-        idle = next((one for one, file in self._files.items() if not file.users), None)
+        idle = next((stored for stored, file in self._files.items() if not file.users), None)
         if idle is not None:
             self._files.pop(idle).close(is_checked=True)
 
@@ -312,7 +318,7 @@ def _changed(stored: StoredFile) -> FileError:
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the buffers after this many bytes."""
+    """Return the rest of the buffers after this many bytes."""
     for i, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[i + 1 :]]
@@ -335,48 +341,44 @@ else:  # Windows
 
 
 class _Layout:
-    """Where the elements of a stored array are, in row-major order."""
+    """Places of the elements of a stored array, in row-major order."""
 
-    def __init__(self, array: StoredArray) -> None:
+    def __init__(self, array: ArraySpec) -> None:
+        assert array.file is not None
+        self.file = array.file
         self.dtype = numpy_dtype(array.dtype)
         self._array = array
-        strides = [self.dtype.itemsize]
-        for size in array.shape[:0:-1]:
-            strides.insert(0, strides[0] * size)
-        self._strides = strides[: len(array.shape)]
 
-    def is_direct(self, wanted: WantedBytes) -> bool:
-        """Whether the bytes lie in the result as in the file."""
-        return wanted.into.dtype == self.dtype and wanted.into.flags.c_contiguous
-
-    def _whole_after(self, box: Box) -> int:
-        """The last dimension of which the box has a part only; those after it are whole."""
-        shape = self._array.shape
-        parts = (dim for dim in range(len(shape)) if box[dim] != (0, shape[dim]))
-        return max(parts, default=0)
+    def is_direct(self, request: BoxRequest) -> bool:
+        """Say whether the bytes lie in the result as in the file."""
+        return request.into.dtype == self.dtype and request.into.flags.c_contiguous
 
     def range_bytes(self, box: Box) -> int:
-        """The bytes of each contiguous range of the box."""
-        if not box:
-            return self.dtype.itemsize
-        last = self._whole_after(box)
-        return (box[last][1] - box[last][0]) * self._strides[last]
+        """Return the bytes of each contiguous range of the box."""
+        last = self._last_cut(box)
+        return prod(box_shape(box[last : last + 1])) * self._stride(last)
 
     def ranges(self, box: Box) -> npt.NDArray[np.int64]:
-        """The offset in the file of each contiguous range of the box, in order."""
-        places = np.array([self._array.begin], np.int64)
-        if not box:
-            return places
+        """Return the offset in the file of each contiguous range of the box, in order."""
         if not prod(box_shape(box)):
-            return places[:0]
-        last = self._whole_after(box)
-        for (first, after), stride in zip(box[:last], self._strides, strict=False):
-            places = (places[:, None] + np.arange(first, after) * stride).reshape(-1)
-        return places + box[last][0] * self._strides[last]
+            return np.empty(0, np.int64)
+        last = self._last_cut(box)
+        offsets = np.array([self._array.begin], np.int64)
+        for dim, (begin, end) in enumerate(box[:last]):
+            offsets = (offsets[:, None] + np.arange(begin, end) * self._stride(dim)).reshape(-1)
+        return offsets + box[last][0] * self._stride(last) if box else offsets
+
+    def _last_cut(self, box: Box) -> int:
+        """Return the last dimension of which the box has a part only."""
+        shape = self._array.shape
+        return max((dim for dim, size in enumerate(shape) if box[dim] != (0, size)), default=0)
+
+    def _stride(self, dim: int) -> int:
+        return prod(self._array.shape[dim + 1 :]) * self.dtype.itemsize
 
 
 def copy_values(values: npt.NDArray[Any], into: npt.NDArray[Any]) -> None:
-    """Copies, and converts where the dtypes differ.
+    """Copy, and convert where the dtypes differ.
 
     Raises:
         FloatingPointError: A finite value is too large for the other dtype.
@@ -410,7 +412,7 @@ def _check_range(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> None:
 
 @cache
 def _largest(dtype: np.dtype[Any]) -> float | None:
-    """The largest value of a floating dtype."""
+    """Return the largest value of a floating dtype."""
     import ml_dtypes
 
     finfo: Any = ml_dtypes.finfo
@@ -418,7 +420,7 @@ def _largest(dtype: np.dtype[Any]) -> float | None:
 
 
 def _chunks(box: Box, item_bytes: int) -> Iterator[Box]:
-    """Parts of the box, in order, with at most `STAGING` bytes each."""
+    """Yield parts of the box, in order, with at most `STAGING` bytes each."""
     lengths = box_shape(box)
     if prod(lengths) * item_bytes <= STAGING:
         yield box
@@ -435,26 +437,17 @@ def _chunks(box: Box, item_bytes: int) -> Iterator[Box]:
         yield ((i, min(end, i + rows)), *inner)
 
 
-def _slices(box: Box, of: Box) -> Any:
-    """The box as an index of an array that has the values of another box; it gives a view."""
-    return (*(slice(a - c, b - c) for (a, b), (c, _) in zip(box, of, strict=True)), ...)
-
-
-def _hulls(wanted: Sequence[WantedBytes]) -> Iterator[tuple[Box, list[WantedBytes]]]:
-    """Boxes to read, and what is wanted of each; boxes of the same rows that fill one are one."""
-    of_rows: dict[Any, list[WantedBytes]] = defaultdict(list)
-    for one in wanted:
-        if prod(box_shape(one.box)):
-            of_rows[one.box[:1]].append(one)
+def _hulls(requests: Sequence[BoxRequest]) -> Iterator[tuple[Box, list[BoxRequest]]]:
+    """Yield boxes to read, with their requests; boxes of the same rows that tile one are one."""
+    of_rows: dict[Box, list[BoxRequest]] = defaultdict(list)
+    for request in requests:
+        if prod(box_shape(request.box)):
+            of_rows[request.box[:1]].append(request)
     for together in of_rows.values():
-        distinct = {one.box for one in together}
-        hull = tuple(
-            (min(a for a, _ in spans), max(b for _, b in spans))
-            for spans in zip(*distinct, strict=True)
-        )
-        filled = sum(prod(box_shape(box)) for box in distinct)
-        if filled == prod(box_shape(hull)):
+        distinct = {request.box for request in together}
+        hull = hull_of(distinct)
+        if sum(prod(box_shape(box)) for box in distinct) == prod(box_shape(hull)):
             yield hull, together
         else:
             for box in distinct:
-                yield box, [one for one in together if one.box == box]
+                yield box, [request for request in together if request.box == box]

@@ -1,30 +1,22 @@
-"""`reshard`: live trees to another mesh, other rules, other names, in batches of bounded size.
-
-`jax.device_put` moves; this decides what moves together. Must not know how a sharding was decided,
-nor how devices send to each other.
-"""
+"""`reshard`: live trees to another mesh, other rules, other names, in batches of bounded size."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import starmap
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
 from shardrules._arguments import Tree, boolean, check_tree, each, in_order, integer, listed, texts
-from shardrules._checkpoint.reading import DEFAULT_IN_FLIGHT
-from shardrules._checkpoint.renames import Form, Rename
+from shardrules._checkpoint.boxes import Form
+from shardrules._checkpoint.reading import bound_of
+from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.targets import Problems, Target
-from shardrules._checkpoint.trees import (
-    checked_sharding,
-    matched,
-    paths_of,
-    scales_in,
-    shapes_and_dtypes,
-)
+from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec
 from shardrules._place.decider import BySpecs, policy_for
@@ -35,6 +27,7 @@ from shardrules._place.transfers import check_reachable, has_spread, put, stays_
 from shardrules._plan.plan import Plan
 from shardrules._rules.names import unboxed
 from shardrules._text import bytes_shown, shown
+from shardrules._trees.align import align, leaf_paths, rows_and_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +49,7 @@ class _PartForm(NamedTuple):
 
 
 def is_plain(target: Target, arrays: Mapping[str, Any]) -> bool:
-    """Whether the target is one of the arrays as it is, but for its name and dtype."""
+    """Say whether the target is one of the arrays as it is, but for its name and dtype."""
     (first, *others) = target.parts
     form = first.sized.form
     return (
@@ -68,7 +61,7 @@ def is_plain(target: Target, arrays: Mapping[str, Any]) -> bool:
 
 
 def arranged(target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: NamedSharding) -> Any:
-    """The target, on the devices of its arrays.
+    """Make the target, on the devices of its arrays.
 
     Args:
         target: The target.
@@ -89,8 +82,8 @@ def arranged(target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: Na
     scales = [None if part.scale is None else arrays[part.scale] for part in target.parts]
     starts = [np.array(part.source_at, np.int32) for part in target.parts]
     in_place = all(
-        getattr(getattr(one, "sharding", None), "device_set", None) == sharding.device_set
-        for one in sources
+        getattr(getattr(source, "sharding", None), "device_set", None) == sharding.device_set
+        for source in sources
     )
     program = _program(forms, target.shape, dtype, sharding if in_place else None)
     return program(sources, scales, starts)
@@ -98,34 +91,31 @@ def arranged(target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: Na
 
 @lru_cache(maxsize=512)
 def _program(
-    forms: tuple[_PartForm, ...],
-    shape: tuple[int, ...],
-    dtype: Any,
-    sharding: NamedSharding | None,
+    forms: tuple[_PartForm, ...], shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None
 ) -> Callable[..., Any]:
     import jax
     import jax.numpy as jnp
 
     def make(sources: list[Any], scales: list[Any], starts: list[Any]) -> Any:
-        made = None
-        for one, source, scale, start in zip(forms, sources, scales, starts, strict=True):
-            values = _scaled(jnp, jnp.asarray(source), scale, one.blocks)
-            if one.sizes != values.shape:
-                values = jax.lax.dynamic_slice(values, list(start), one.sizes)
-            axes, order, part = one.form
+        result = None
+        for part_form, source, scale, start in zip(forms, sources, scales, starts, strict=True):
+            values = _scaled(jnp, jnp.asarray(source), scale, part_form.blocks)
+            if part_form.sizes != values.shape:
+                values = jax.lax.dynamic_slice(values, list(start), part_form.sizes)
+            axes, order, part = part_form.form
             values = values.reshape(axes).transpose(order).reshape(part)
             values = values if values.dtype == dtype else values.astype(dtype)
             if part == shape:
                 return values
-            made = _blank(shape, values) if made is None else made
-            made = jax.lax.dynamic_update_slice(made, values, one.target_at)
-        return made
+            result = _blank(shape, values) if result is None else result
+            result = jax.lax.dynamic_update_slice(result, values, part_form.target_at)
+        return result
 
     return jax.jit(make, out_shardings=sharding) if sharding is not None else jax.jit(make)
 
 
 def _blank(shape: tuple[int, ...], values: Any) -> Any:
-    """An array of this shape to put values into. Of random keys there are no zeros."""
+    """Make an array of this shape to put values into. Of random keys there are no zeros."""
     import jax
     import jax.numpy as jnp
 
@@ -145,7 +135,7 @@ def _scaled(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
 
 
 class _Move(NamedTuple):
-    """An array of the result."""
+    """Array of the result."""
 
     sharding: NamedSharding
     shape: tuple[int, ...]
@@ -284,37 +274,37 @@ def reshard(
         }
         if call.joint and _stays_here(tree, rules, mesh):
             call.alone()
-        abstract, wanted = _moves(tree, rules, deciding, followed, name)
-        most = _bound(wanted, most, abstract)
+        abstract, moves_by_leaf = _moves(tree, rules, deciding, followed, name)
+        most = _bound(moves_by_leaf, most, abstract)
         options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
-        shardings = {i: move.sharding for i, move in wanted.items()}
-        made, treedef = tree_util.tree_flatten(abstract)
-        sources = list(made) if abstract is tree else tree_util.tree_leaves(tree)
+        shardings = {i: move.sharding for i, move in moves_by_leaf.items()}
+        values, treedef = tree_util.tree_flatten(abstract)
+        sources = list(values) if abstract is tree else tree_util.tree_leaves(tree)
         if call.joint:
-            for i, move in wanted.items():
+            for i, move in moves_by_leaf.items():
                 for source in move.sources:
                     check_reachable(
                         partial(leaf_path, abstract, i), sources[source], move.sharding, move.shape
                     )
         call.agree(lambda: [("the options", options), *rows_of(abstract, shardings)])
-    left = Counter(source for move in wanted.values() for source in move.sources)
+    uses_left = Counter(source for move in moves_by_leaf.values() for source in move.sources)
     shared: set[int] = set()
-    batches = list(_batches(wanted, most))
+    batches = list(_batches(moves_by_leaf, most))
     for batch in batches:
-        moves = [wanted[i] for i in batch]
+        moves = [moves_by_leaf[i] for i in batch]
         arrays = put([move.make() for move in moves], [move.sharding for move in moves])
         if gives_up or len(batches) > 1:
             jax.block_until_ready(arrays)
         for i, move, array in zip(batch, moves, arrays, strict=True):
-            made[i] = array
+            values[i] = array
             for source in move.sources if gives_up else ():
-                left[source] -= 1
+                uses_left[source] -= 1
                 if stays_in_part(sources[source], array):
                     shared.add(source)
         if gives_up:
-            done = {source for move in moves for source in move.sources if not left[source]}
+            done = {source for move in moves for source in move.sources if not uses_left[source]}
             _delete([sources[source] for source in done - shared])
-    return tree_util.tree_unflatten(treedef, made)
+    return tree_util.tree_unflatten(treedef, values)
 
 
 def _stays_here(tree: Any, rules: Any, mesh: MeshLike | None) -> bool:
@@ -328,7 +318,7 @@ def _moves(
     renames: Sequence[Rename],
     dtype: str | None,
 ) -> tuple[Any, dict[int, _Move]]:
-    """(the result or an abstract one of its structure, the move of each leaf that moves)."""
+    """Return (the result or an abstract one of its structure, the move of each leaf that moves)."""
     from jax import tree_util
 
     target = rules
@@ -351,28 +341,28 @@ def _moves(
 
 
 def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
-    """Whether the tree has the structure of this one, but for boxes; of a plan dtypes too.
+    """Compare structures, but for boxes, and shapes; with a plan dtypes too.
 
     Raises:
         ValueError: An array has another shape than in a tree of arrays.
     """
     from jax import tree_util
 
-    wanted: Any
+    structure: Any
     leaves, treedef = tree_util.tree_flatten(tree)
-    others, wanted = tree_util.tree_flatten(target)
+    others, structure = tree_util.tree_flatten(target)
     # A plan of a tree with names has its arrays without their boxes.
-    without = treedef if wanted == treedef else tree_util.tree_structure(unboxed(tree).tree)
-    if wanted != without:
+    without = treedef if structure == treedef else tree_util.tree_structure(unboxed(tree).tree)
+    if structure != without:
         return False
-    for place, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
-        if has_dtypes and getattr(leaf, "dtype", None) != other.dtype:
+    for place, (leaf, goal) in enumerate(zip(leaves, others, strict=True)):
+        if has_dtypes and getattr(leaf, "dtype", None) != goal.dtype:
             return False
-        if np.shape(leaf) != other.shape:
+        if np.shape(leaf) != goal.shape:
             if has_dtypes:
                 return False
             raise ValueError(
-                f"rules: {leaf_path(target, place)} has the shape {list(other.shape)}, and "
+                f"rules: {leaf_path(target, place)} has the shape {list(goal.shape)}, and "
                 f"in tree it is {list(np.shape(leaf))}; give shardings of arrays of the same "
                 "shape, or renames that turn the one into the other"
             )
@@ -380,7 +370,7 @@ def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
 
 
 def _shardings_in(target: Any) -> list[Any] | None:
-    """The shardings of a tree of arrays, or of abstract ones; None if it is anything else.
+    """Return the shardings of a tree of arrays or abstract arrays; None for anything else.
 
     Raises:
         TypeError: One of them has no sharding.
@@ -401,7 +391,7 @@ def _shardings_in(target: Any) -> list[Any] | None:
 
 
 def _named(sharding: Any) -> Any:
-    """A sharding on a single device as a NamedSharding."""
+    """Turn a sharding on a single device into a NamedSharding."""
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
     if not isinstance(sharding, SingleDeviceSharding):
@@ -413,7 +403,7 @@ def _named(sharding: Any) -> Any:
 def _as_they_are(
     tree: Any, leaves: list[Any], shardings: list[Any], dtype: str | None
 ) -> dict[int, _Move]:
-    """The move of each leaf that moves, by its index."""
+    """Return the move of each leaf that moves, by its index."""
     of_leaf = [dtype] * len(leaves)
     for i in [] if dtype is None else _scales(tree, leaves):
         of_leaf[i] = None
@@ -431,8 +421,8 @@ def _as_they_are(
 
 
 def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
-    """Which of the leaves are scales of codes beside them."""
-    paths = paths_of(tree)
+    """Return the indices of leaves that are scales of quantized arrays."""
+    paths = leaf_paths(tree)
     dtypes = {
         path: str(getattr(leaf, "dtype", "")) for path, leaf in zip(paths, leaves, strict=True)
     }
@@ -441,13 +431,13 @@ def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
 
 
 def _bytes(leaf: Any, dtype: str | None) -> int:
-    """Bytes of the array that a leaf becomes."""
-    own = getattr(leaf, "dtype", None)
-    if own is None:
+    """Count the bytes of the array that a leaf becomes."""
+    dtype_of_leaf = getattr(leaf, "dtype", None)
+    if dtype_of_leaf is None:
         return int(np.asarray(leaf).nbytes)
-    is_converted = dtype is not None and is_plain_float(own.name)
+    is_converted = dtype is not None and is_plain_float(dtype_of_leaf.name)
     # Random keys of older versions of JAX do not know their bytes.
-    bits: int = prod(leaf.shape) * bits_of(dtype if is_converted else own)
+    bits: int = prod(leaf.shape) * bits_of(dtype if is_converted else dtype_of_leaf)
     return -(-bits // 8)
 
 
@@ -458,12 +448,13 @@ def _by_paths(
     renames: Sequence[Rename],
     dtype: str | None,
 ) -> tuple[Any, dict[int, _Move]]:
-    """(the abstract tree of the result, the move of each of its leaves)."""
+    """Return (the abstract tree of the result, the move of each of its leaves)."""
     from jax import tree_util
 
-    names, leaves = paths_of(tree), tree_util.tree_leaves(tree)
-    of_leaves = shapes_and_dtypes(tree, names)
-    arrays = {name: ArraySpec(*of) for name, of in zip(names, of_leaves, strict=True)}
+    names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
+    if isinstance(rules, Plan) and not renames:
+        names = _planned_paths(tree, rules)
+    arrays = dict(zip(names, starmap(ArraySpec, shapes_and_dtypes(tree, names)), strict=True))
     in_tree = None
     if isinstance(rules, Plan):
         in_tree, rules = rules.abstract(), rules.shardings()
@@ -488,6 +479,19 @@ def _by_paths(
     return abstract, moves
 
 
+def _planned_paths(tree: Any, plan: Plan) -> list[str]:
+    """Return the path of each leaf in the plan's tree, or its own if the plan does not have it."""
+    from jax import tree_util
+
+    planned = rows_and_paths(plan.abstract())
+    aligned = align(tree, planned, rows_and_paths)
+    paths = [
+        planned.paths[row] if row >= 0 else path
+        for path, row in zip(aligned.leaves.paths, aligned.rows, strict=True)
+    ]
+    return [paths[row] for row in tree_util.tree_leaves(aligned.leaves.tree)]
+
+
 def _made(target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSharding) -> Any:
     if not is_plain(target, live):
         return arranged(target, live, dtype, sharding)
@@ -495,26 +499,22 @@ def _made(target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSh
     return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
 
-def _bound(moves: Mapping[int, _Move], given: int | None, tree: Any) -> int:
-    """The bound that was given, or the default.
+def _bound(moves: Mapping[int, _Move], bound: int | None, tree: Any) -> int:
+    """Return the bound, or the default.
 
     Raises:
-        ValueError: An array alone is larger than what was given.
+        ValueError: An array alone is larger.
     """
     largest = max(moves, key=lambda i: moves[i].bytes, default=None)
-    most = 0 if largest is None else moves[largest].bytes
-    if given is None:
-        return max(DEFAULT_IN_FLIGHT, most)
-    if largest is not None and most > given:
-        raise ValueError(
-            f"max_bytes_in_flight is {bytes_shown(given)}, and {leaf_path(tree, largest)} has "
-            f"{bytes_shown(most)}: give at least {most:,}"
-        )
-    return given
+    if largest is None:
+        return bound_of(bound, 0, "")
+    size = moves[largest].bytes
+    path = leaf_path(tree, largest) if bound is not None and size > bound else ""
+    return bound_of(bound, size, f"{path} has {bytes_shown(size)}")
 
 
 def _batches(moves: Mapping[int, _Move], most: int) -> Iterator[list[int]]:
-    """The indices of moves that are made together."""
+    """Yield the indices of moves that are made together."""
     batch: list[int] = []
     size = 0
     for i, move in moves.items():

@@ -1,8 +1,4 @@
-"""From the arrays of a checkpoint and renames to the arrays of a tree: which parts make each.
-
-Only names, shapes and dtypes are looked at, once per array. What does not fit together is collected
-and raised as one error. Must not know about files or devices.
-"""
+"""Arrays of a tree from the arrays of a checkpoint and renames: the parts that make each."""
 
 from __future__ import annotations
 
@@ -11,12 +7,23 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import prod
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from shardrules._checkpoint.renames import Arrangement, Box, Piece, Rename, Sized, identity
+from shardrules._checkpoint.boxes import (
+    Arrangement,
+    Box,
+    Piece,
+    Sized,
+    intersection,
+    shifted,
+    sized,
+    unchanged,
+)
+from shardrules._checkpoint.renames import Rename
 from shardrules._dtypes import bits_of, converts
+from shardrules._files.leaves import ArraySpec
 from shardrules._io import FileError
 from shardrules._plan.fold import fold
 from shardrules._text import counted, near_shown
@@ -27,49 +34,46 @@ _PLAIN: Final = Rename("", "")
 _MOST_NEAR: Final = 5
 
 
-class Spec(Protocol):
-    """An array of a checkpoint."""
-
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def dtype(self) -> str: ...
-
-
 class SourcePart(NamedTuple):
-    """An array, or a part of it, that is a part of a target."""
+    """Array, or a part of one, that becomes a part of a target."""
 
     source: str
+    rename: Rename
     sized: Sized
     source_at: Shape
     """Where the part begins in the array."""
-    target_at: Shape
+    stacked: Mapping[str, int]
+    """By axis that stacks, the index among the stacked arrays."""
+    target_at: Shape = ()
     """Where it begins in the target."""
-    scale: str | None
-    blocks: tuple[int, ...]
+    scale: str | None = None
+    """The name of its scales."""
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The elements for which one scale counts, per dimension."""
+        return self.rename.blocks
 
     def pieces(self, box: Box) -> Iterator[Piece]:
-        """The pieces of the array that are in this box of the target."""
-        inside = tuple(
-            (max(begin - at, 0), min(end - at, size))
-            for (begin, end), at, size in zip(
-                box, self.target_at, self.sized.target_shape, strict=True
+        """Yield the pieces of the array that are in this box of the target."""
+        target_shape = self.sized.target_shape
+        full = tuple((at, at + size) for at, size in zip(self.target_at, target_shape, strict=True))
+        inside = intersection(box, full)
+        if any(begin == end for begin, end in inside):
+            return
+        pieces = self.sized.pieces(shifted(inside, tuple(-at for at in self.target_at)))
+        if not (any(self.source_at) or any(self.target_at)):
+            yield from pieces
+            return
+        for piece in pieces:
+            yield piece._replace(
+                source=shifted(piece.source, self.source_at),
+                target=shifted(piece.target, self.target_at),
             )
-        )
-        if all(begin < end for begin, end in inside):
-            for piece in self.sized.pieces(inside):
-                yield piece._replace(
-                    source=_moved(piece.source, self.source_at),
-                    target=_moved(piece.target, self.target_at),
-                )
-
-
-def _moved(box: Box, by: Shape) -> Box:
-    return tuple((begin + at, end + at) for (begin, end), at in zip(box, by, strict=True))
 
 
 class Target(NamedTuple):
-    """An array of the tree."""
+    """Array of the tree."""
 
     shape: Shape
     dtype: str
@@ -79,7 +83,7 @@ class Target(NamedTuple):
 
 
 class Problems:
-    """What does not fit; equal lines with many paths become one, with the paths folded.
+    """Problems with arrays; equal lines with many paths become one, with the paths folded.
 
     Args:
         name: Where the arrays come from.
@@ -93,12 +97,12 @@ class Problems:
         self._among: dict[str, Sequence[str]] = {}
 
     def add(self, what: str, path: str, among: Sequence[str] = ()) -> None:
-        """Notes that this is wrong with the path, which may have been one of others."""
+        """Note what is wrong with the path; the nearest of others is named beside it."""
         self._paths[what].append(path)
         self._among[what] = among
 
     def raise_all(self) -> None:
-        """Raises an error with all of them, if there are any."""
+        """Raise an error with all of them, if there are any."""
         if not self._paths:
             return
         count = sum(map(len, self._paths.values()))
@@ -113,27 +117,16 @@ class Problems:
 
 
 def _folded(paths: Sequence[str]) -> list[str]:
-    return [one.pattern for one in fold(list(paths), np.zeros(len(paths), np.int32))]
-
-
-class _Use(NamedTuple):
-    """A part of an array on its way to a path."""
-
-    name: str
-    rename: Rename
-    sized: Sized
-    source_at: Shape
-    stacked: dict[str, int]
-    """By axis that stacks, which of the stacked arrays it is."""
+    return [group.pattern for group in fold(list(paths), np.zeros(len(paths), np.int32))]
 
 
 def targets_of(
-    arrays: Mapping[str, Spec],
+    arrays: Mapping[str, ArraySpec],
     renames: Sequence[Rename],
     shapes: Mapping[str, Shape],
     problems: Problems,
 ) -> dict[str, Target]:
-    """The arrays of the tree by their paths.
+    """Return the arrays of the tree by their paths.
 
     Args:
         arrays: The arrays of the checkpoint by name.
@@ -141,94 +134,89 @@ def targets_of(
         shapes: The shapes in the tree, which tell sizes of axes; none if there is no tree.
         problems: Where what is wrong is noted.
     """
-    found = {name: _rename_of(name, renames) for name in arrays}
-    for rename in _useless(renames, found):
+    rename_of = {name: _rename_of(name, renames) for name in arrays}
+    for rename in _useless(renames, rename_of):
         problems.add(
             "this Rename finds no array; correct its pattern, or give optional=True if some models "
             "have such arrays and others have not",
             str(getattr(rename.pattern, "pattern", rename.pattern)),
         )
-    scales = {_scale_name(name, one) for name, one in found.items() if one.scale}
-    uses: dict[str, list[_Use]] = defaultdict(list)
-    for name, rename in found.items():
+    scales = {_scale_name(name, record) for name, record in rename_of.items() if record.scale}
+    parts_of: dict[str, list[SourcePart]] = defaultdict(list)
+    for name, rename in rename_of.items():
         if rename.path is None or name in scales:
             continue
         try:
-            for path, use in _uses(name, arrays[name].shape, rename, shapes):
-                uses[path].append(use)
+            for path, part in _parts(name, arrays[name].shape, rename, shapes):
+                parts_of[path].append(part)
         except _MisfitError as error:
             problems.add(str(error), name)
-    made: dict[str, Target] = {}
-    for path, of_path in uses.items():
+    targets: dict[str, Target] = {}
+    for path, parts in parts_of.items():
         try:
-            made[path] = _target(of_path, arrays)
+            targets[path] = _target(parts, arrays)
         except _MisfitError as error:
             problems.add(str(error), path)
-    return made
+    return targets
 
 
-def _useless(renames: Sequence[Rename], found: Mapping[str, Rename]) -> Iterator[Rename]:
-    """The records that have to find an array and find none; those that come too late do find it."""
-    used = {*map(id, found.values())}
+def _useless(renames: Sequence[Rename], rename_of: Mapping[str, Rename]) -> Iterator[Rename]:
+    """Yield the records that must find an array and find none."""
+    used = {*map(id, rename_of.values())}
     for rename in renames:
         may_find_none = rename.optional or id(rename) in used
-        if not may_find_none and not any(re.search(rename.pattern, name) for name in found):
+        if not may_find_none and not any(re.search(rename.pattern, name) for name in rename_of):
             yield rename
 
 
 class _MisfitError(Exception):
-    """What does not fit; it becomes one of the `Problems`."""
+    """Problem of one array."""
 
 
 def _rename_of(name: str, renames: Sequence[Rename]) -> Rename:
-    return next((one for one in renames if re.search(one.pattern, name)), _PLAIN)
+    return next((record for record in renames if re.search(record.pattern, name)), _PLAIN)
 
 
 def _scale_name(name: str, rename: Rename) -> str:
     return re.sub(rename.pattern, rename.scale or "", name, count=1)
 
 
-def _uses(
+def _parts(
     name: str, shape: Shape, rename: Rename, shapes: Mapping[str, Shape]
-) -> Iterator[tuple[str, _Use]]:
-    """(path, use) for each part of the array.
+) -> Iterator[tuple[str, SourcePart]]:
+    """Yield (path, part) for each part of the array.
 
     Raises:
         _MisfitError: The rename does not fit the array.
     """
-    if rename is _PLAIN:
-        yield name, _Use(name, rename, _unchanged(shape), (0,) * len(shape), {})
+    path = name
+    if rename is not _PLAIN:
+        path = re.sub(rename.pattern, rename.path or "", name, count=1)
+    dims = rename.arrangement
+    if dims is None:
+        yield path, SourcePart(name, rename, unchanged(shape), (0,) * len(shape), {})
         return
-    path = re.sub(rename.pattern, rename.path or "", name, count=1)
-    found = rename.arrangement
-    if found is None:
-        yield path, _Use(name, rename, _unchanged(shape), (0,) * len(shape), {})
-        return
-    if len(found.source) != len(shape):
+    if len(dims.source) != len(shape):
         raise _MisfitError(
             f"its shape is {list(shape)}, and the rename that finds it is for {rename.dims!r}; "
             "put another rename before it"
         )
-    stacked = {axis: _position(name, rename, axis) for axis in found.stacked}
-    counts = {axis: _count(rename, axis, found, shape) for axis in found.unstacked}
+    stacked = {axis: _position(name, rename, axis) for axis in dims.stacked}
+    counts = {axis: _count(rename, axis, dims, shape) for axis in dims.unstacked}
     parts: list[tuple[str, dict[str, int], dict[str, int]]] = []
     for numbers in product(*map(range, counts.values())):
         unstacked = dict(zip(counts, numbers, strict=True))
-        whole = _filled(path, rename, unstacked)
-        of_axes = _sizes(rename, {**stacked, **unstacked}, counts, shape, shapes.get(whole))
-        parts.append((whole, unstacked, of_axes))
-    starts = [_starts(group, shape[dim], counts, parts) for dim, group in enumerate(found.source)]
-    for whole, unstacked, of_axes in parts:
-        sized = Sized(found.without((*stacked, *counts)), of_axes)
+        part_path = _filled(path, rename, unstacked)
+        of_axes = _sizes(rename, {**stacked, **unstacked}, counts, shape, shapes.get(part_path))
+        parts.append((part_path, unstacked, of_axes))
+    starts = [_starts(group, shape[dim], counts, parts) for dim, group in enumerate(dims.source)]
+    for part_path, unstacked, of_axes in parts:
+        of_part = sized(dims.without((*stacked, *counts)), tuple(of_axes.items()))
         at = tuple(
             start[unstacked[group[0]]] if group[0] in counts else 0
-            for start, group in zip(starts, found.source, strict=True)
+            for start, group in zip(starts, dims.source, strict=True)
         )
-        yield whole, _Use(name, rename, sized, at, stacked)
-
-
-def _unchanged(shape: Shape) -> Sized:
-    return Sized(identity(len(shape)), {f"dim{i}": size for i, size in enumerate(shape)})
+        yield part_path, SourcePart(name, rename, of_part, at, stacked)
 
 
 def _words(rename: Rename, axis: str) -> list[str] | None:
@@ -237,7 +225,7 @@ def _words(rename: Rename, axis: str) -> list[str] | None:
 
 
 def _position(name: str, rename: Rename, axis: str) -> int:
-    """Which of the arrays that are stacked along the axis this one is."""
+    """Return the index of the array among those that are stacked along the axis."""
     match = re.search(rename.pattern, name)
     word, words = (match[axis] if match else None) or "", _words(rename, axis)
     if words is None and word.isdecimal():
@@ -249,22 +237,22 @@ def _position(name: str, rename: Rename, axis: str) -> int:
     return words.index(word)
 
 
-def _count(rename: Rename, axis: str, found: Arrangement, shape: Shape) -> int:
-    """How many parts there are along an axis that takes the array apart."""
-    if (axis,) in found.source:
-        size = shape[found.source.index((axis,))]
+def _count(rename: Rename, axis: str, dims: Arrangement, shape: Shape) -> int:
+    """Count the parts along an axis that takes the array apart."""
+    if (axis,) in dims.source:
+        size = shape[dims.source.index((axis,))]
         words = rename.words.get(axis)
         if words is not None and len(words) != size:
             raise _MisfitError(
                 f"its dimension {axis!r} has {counted(size, 'element')}, and words {len(words):,}"
             )
         return size
-    given = rename.sizes.get(axis)
+    size_of_axis = rename.sizes.get(axis)
     if axis in rename.words:
         return len(rename.words[axis])
-    if not isinstance(given, int):
+    if not isinstance(size_of_axis, int):
         raise _MisfitError(f"its rename needs words for {axis!r}, or its size")
-    return given
+    return size_of_axis
 
 
 def _filled(path: str, rename: Rename, unstacked: Mapping[str, int]) -> str:
@@ -281,7 +269,7 @@ def _sizes(
     shape: Shape,
     in_tree: Shape | None,
 ) -> dict[str, int]:
-    """The size of each axis of a part: the array's, the rename's, the tree's, or what is left.
+    """Return the size of each axis of a part: the array's, the rename's, the tree's, or the rest.
 
     Args:
         rename: The rename, with dims.
@@ -290,21 +278,21 @@ def _sizes(
         shape: The array's shape.
         in_tree: The shape of the part in the tree, if that is known.
     """
-    found = rename.arrangement
-    assert found is not None
-    dims = list(zip(found.source, shape, strict=True))
+    record_dims = rename.arrangement
+    assert record_dims is not None
+    dims = list(zip(record_dims.source, shape, strict=True))
     sizes = {group[0]: size for group, size in dims if len(group) == 1}
-    for group in (*found.source, *found.target):
+    for group in (*record_dims.source, *record_dims.target):
         for axis in group:
-            given = rename.sizes.get(axis)
-            if isinstance(given, tuple):
+            size_of_axis = rename.sizes.get(axis)
+            if isinstance(size_of_axis, tuple):
                 position = positions.get(group[0])
-                if position is not None and position < len(given):
-                    sizes.setdefault(axis, given[position])
-            elif given is not None:
-                sizes.setdefault(axis, given)
-    if in_tree is not None and len(in_tree) == len(found.target):
-        for group, size in zip(found.target, in_tree, strict=True):
+                if position is not None and position < len(size_of_axis):
+                    sizes.setdefault(axis, size_of_axis[position])
+            elif size_of_axis is not None:
+                sizes.setdefault(axis, size_of_axis)
+    if in_tree is not None and len(in_tree) == len(record_dims.target):
+        for group, size in zip(record_dims.target, in_tree, strict=True):
             if len(group) == 1:
                 sizes.setdefault(group[0], size)
     for group, size in dims:
@@ -313,9 +301,9 @@ def _sizes(
         if len(unknown) > 1:
             raise _MisfitError(f"its rename needs the sizes of all but one of {', '.join(inner)}")
         part = size // counts.get(group[0], 1)
-        known = prod(sizes[axis] for axis in inner if axis in sizes)
+        in_axes = prod(sizes[axis] for axis in inner if axis in sizes)
         if unknown:
-            sizes[unknown[0]] = part // known if known else 0
+            sizes[unknown[0]] = part // in_axes if in_axes else 0
         if (unknown or group[0] not in counts) and (
             prod(sizes[axis] for axis in inner) * counts.get(group[0], 1) != size
         ):
@@ -336,11 +324,11 @@ def _starts(
     counts: Mapping[str, int],
     parts: list[tuple[str, dict[str, int], dict[str, int]]],
 ) -> list[int]:
-    """Where each part begins in a dimension of the array."""
+    """Return where each part begins in a dimension of the array."""
     axis = group[0]
     if axis not in counts:
         return []
-    of_part = {part[axis]: prod(sizes[one] for one in group[1:]) for _, part, sizes in parts}
+    of_part = {part[axis]: prod(sizes[name] for name in group[1:]) for _, part, sizes in parts}
     starts = [0, *accumulate(of_part[i] for i in range(counts[axis]))]
     if starts[-1] != size:
         raise _MisfitError(
@@ -350,71 +338,79 @@ def _starts(
     return starts
 
 
-def _target(uses: list[_Use], arrays: Mapping[str, Spec]) -> Target:
-    """The target that these make.
+def _target(parts: list[SourcePart], arrays: Mapping[str, ArraySpec]) -> Target:
+    """Make one target of its parts.
 
     Raises:
         _MisfitError: They make none.
     """
-    groups = _groups(uses[0])
-    if any(_groups(use) != groups for use in uses):
+    axes = _stacking_axes(parts[0])
+    if any(_stacking_axes(part) != axes for part in parts):
         raise _MisfitError("renames with different dims make it; only one can stack arrays")
-    dtypes = sorted({_dtype(use, arrays) for use in uses})
+    parts = [part._replace(scale=_scale(part, arrays)) for part in parts]
+    dtypes = sorted({_dtype(part, arrays) for part in parts})
     if len(dtypes) > 1:
         raise _MisfitError(f"its parts have the dtypes {', '.join(dtypes)}; give one in dtype")
-    starts = {dim: _stack(dim, group[0], uses) for dim, group in groups.items()}
-    count = prod(len(one) - 1 for one in starts.values())
-    distinct = {tuple(use.stacked.values()) for use in uses}
-    if len(distinct) < len(uses):
-        names = ", ".join(repr(use.name) for use in uses[:3])
+    starts = {dim: _stack(dim, axis, parts) for dim, axis in axes.items()}
+    count = prod(len(starts_of_dim) - 1 for starts_of_dim in starts.values())
+    if len({tuple(part.stacked.values()) for part in parts}) < len(parts):
+        names = ", ".join(repr(part.source) for part in parts[:3])
         raise _MisfitError(f"several arrays would become it: {names}; rename or leave out one")
-    if len(uses) < count:
+    if len(parts) < count:
         raise _MisfitError(
-            f"it stacks {counted(count, 'array')}, and the checkpoint has {len(uses):,}; is it "
+            f"it stacks {counted(count, 'array')}, and the checkpoint has {len(parts):,}; is it "
             "whole?"
         )
     shapes = {
         tuple(
             starts[dim][-1] if dim in starts else size
-            for dim, size in enumerate(use.sized.target_shape)
+            for dim, size in enumerate(part.sized.target_shape)
         )
-        for use in uses
+        for part in parts
     }
     if len(shapes) > 1:
         raise _MisfitError(f"its parts have different shapes: {sorted(map(list, shapes))}")
     (shape,) = shapes
-    parts = tuple(_part(use, len(shape), starts, arrays) for use in uses)
-    return Target(shape, dtypes[0], parts, uses[0].rename.dtype is not None)
+    placed = (
+        part._replace(
+            target_at=tuple(
+                starts[dim][part.stacked[axes[dim]]] if dim in axes else 0
+                for dim in range(len(shape))
+            )
+        )
+        for part in parts
+    )
+    return Target(shape, dtypes[0], tuple(placed), parts[0].rename.dtype is not None)
 
 
-def _groups(use: _Use) -> dict[int, tuple[str, ...]]:
-    """The dimensions of the target along which it is stacked, with their axes."""
-    found = use.rename.arrangement
-    of_dims = () if found is None else found.target
-    return {dim: group for dim, group in enumerate(of_dims) if group[0] in use.stacked}
+def _stacking_axes(part: SourcePart) -> dict[int, str]:
+    """Return the dimensions of the target along which it is stacked, with their axes."""
+    dims = part.rename.arrangement
+    groups = () if dims is None else dims.target
+    return {dim: group[0] for dim, group in enumerate(groups) if group[0] in part.stacked}
 
 
-def _dtype(use: _Use, arrays: Mapping[str, Spec]) -> str:
-    dtype = "float32" if _scale(use, arrays) else arrays[use.name].dtype
-    chosen = use.rename.dtype
-    if chosen is None:
+def _dtype(part: SourcePart, arrays: Mapping[str, ArraySpec]) -> str:
+    dtype = "float32" if part.scale else arrays[part.source].dtype
+    goal = part.rename.dtype
+    if goal is None:
         return dtype
-    if not converts(dtype, chosen):
+    if not converts(dtype, goal):
         raise _MisfitError(
-            f"{use.name!r} is {dtype}, and its Rename has dtype={chosen!r}, to which it cannot be "
+            f"{part.source!r} is {dtype}, and its Rename has dtype={goal!r}, to which it cannot be "
             "converted; quantise with a library that makes scales"
         )
-    return str(chosen)
+    return str(goal)
 
 
-def _stack(dim: int, axis: str, uses: list[_Use]) -> list[int]:
-    """Where each of the stacked arrays begins in a dimension of the target; and the end."""
+def _stack(dim: int, axis: str, parts: list[SourcePart]) -> list[int]:
+    """Return where each stacked array begins in a dimension of the target; and the end."""
     sizes: dict[int, int] = {}
-    for use in uses:
-        size = use.sized.target_shape[dim]
-        if sizes.setdefault(use.stacked[axis], size) != size:
+    for part in parts:
+        size = part.sized.target_shape[dim]
+        if sizes.setdefault(part.stacked[axis], size) != size:
             raise _MisfitError(f"its parts have different sizes along {axis!r}")
-    words = uses[0].rename.words.get(axis)
+    words = parts[0].rename.words.get(axis)
     count = max(sizes) + 1 if words is None else len(words)
     if missing := [i for i in range(count) if i not in sizes]:
         first = missing[0] if words is None else words[missing[0]]
@@ -425,30 +421,20 @@ def _stack(dim: int, axis: str, uses: list[_Use]) -> list[int]:
     return [0, *accumulate(sizes[i] for i in range(count))]
 
 
-def _part(
-    use: _Use, rank: int, starts: Mapping[int, list[int]], arrays: Mapping[str, Spec]
-) -> SourcePart:
-    axes = {dim: group[0] for dim, group in _groups(use).items()}
-    at = tuple(starts[dim][use.stacked[axes[dim]]] if dim in starts else 0 for dim in range(rank))
-    return SourcePart(
-        use.name, use.sized, use.source_at, at, _scale(use, arrays), use.rename.blocks
-    )
-
-
-def _scale(use: _Use, arrays: Mapping[str, Spec]) -> str | None:
-    """The name of the array's scales; None if it has none, as in a checkpoint of whole floats."""
-    if not use.rename.scale:
+def _scale(part: SourcePart, arrays: Mapping[str, ArraySpec]) -> str | None:
+    """Return the name of the array's scales; None without, as in a checkpoint of whole floats."""
+    if not part.rename.scale:
         return None
-    array, name = arrays[use.name], _scale_name(use.name, use.rename)
+    array, name = arrays[part.source], _scale_name(part.source, part.rename)
     if name not in arrays:
         if bits_of(array.dtype) > 8:
             return None
-        raise _MisfitError(f"{use.name!r} is {array.dtype}, and its scales {name!r} are missing")
-    blocks = use.rename.blocks
-    wanted = tuple(-(-size // block) for size, block in zip(array.shape, blocks, strict=False))
-    if len(blocks) != len(array.shape) or arrays[name].shape != wanted:
+        raise _MisfitError(f"{part.source!r} is {array.dtype}, and its scales {name!r} are missing")
+    blocks = part.rename.blocks
+    shape = tuple(-(-size // block) for size, block in zip(array.shape, blocks, strict=False))
+    if len(blocks) != len(array.shape) or arrays[name].shape != shape:
         raise _MisfitError(
-            f"the scales of {use.name!r} have the shape {list(arrays[name].shape)}; "
-            f"{list(array.shape)} in blocks of {list(blocks)} has {list(wanted)}"
+            f"the scales of {part.source!r} have the shape {list(arrays[name].shape)}; "
+            f"{list(array.shape)} in blocks of {list(blocks)} has {list(shape)}"
         )
     return name

@@ -1,12 +1,9 @@
-"""A tree and the arrays that are to fill it: which is which, and what does not fit.
-
-Costs a few look-ups per array. Must not know where the arrays are.
-"""
+"""Arrays matched with the tree that they are to fill, and problems where they do not fit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +15,9 @@ from shardrules._dtypes import bits_of, converts, given_name, is_plain_float, ke
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import Arrays, nested
 from shardrules._mesh.mesh import check_placeable
-from shardrules._plan.survey import survey
-from shardrules._rules.rules import Rules
+from shardrules._trees.align import leaf_paths, match_rows
 
 _ShapeAndDtype = tuple[tuple[int, ...], str]
-
-_ANY_PATH: Final = Rules([("", ())])
 
 
 def matched(
@@ -33,7 +27,7 @@ def matched(
     dtype: str | None,
     problems: Problems,
 ) -> tuple[Any, list[tuple[str, Target]]]:
-    """(the tree of ShapeDtypeStructs, the path and the target of each leaf in order).
+    """Return (the tree of ShapeDtypeStructs, the path and the target of each leaf in order).
 
     Args:
         arrays: The arrays that there are.
@@ -49,52 +43,52 @@ def matched(
         targets = targets_of(arrays, renames, {}, problems)
         problems.raise_all()
         tree = _tree_of(targets)
-        paths = paths_of(tree)
-        wanted = [(targets[path].shape, targets[path].dtype) for path in paths]
+        paths = leaf_paths(tree)
+        tree_specs = [(targets[path].shape, targets[path].dtype) for path in paths]
     else:
         check_tree("tree", tree)
-        paths = paths_of(tree)
-        wanted = shapes_and_dtypes(tree, paths)
+        paths = leaf_paths(tree)
+        tree_specs = shapes_and_dtypes(tree, paths)
         shapes = {}
-        for path, (shape, _) in zip(paths, wanted, strict=True):
+        for path, (shape, _) in zip(paths, tree_specs, strict=True):
             for name in (path, _bare(path)):
                 shapes[name] = shapes[name.replace("/", ".")] = shape
         targets = targets_of(arrays, renames, shapes, problems)
-        targets = _in_tree(targets, paths, wanted, problems)
-    unknown = {dtype for dtype in {own for _, own in wanted} if not _is_known_to_jax(dtype)}
-    for path, (_, own) in zip(paths, wanted, strict=True):
-        if own in unknown:
-            problems.add(f"this version of JAX has no {own}; a Rename to None leaves it out", path)
+        targets = _in_tree(targets, paths, tree_specs, problems)
+    unknown = {name for name in {name for _, name in tree_specs} if not _is_known_to_jax(name)}
+    for path, (_, name) in zip(paths, tree_specs, strict=True):
+        if name in unknown:
+            problems.add(f"this version of JAX has no {name}; a Rename to None leaves it out", path)
     problems.raise_all()
-    found = [targets[path] for path in paths]
+    in_order = [targets[path] for path in paths]
     if dtype is not None:
-        wanted = _converted(wanted, found, arrays, dtype)
-    return _abstract(tree, wanted), list(zip(paths, found, strict=True))
+        tree_specs = _converted(tree_specs, in_order, arrays, dtype)
+    return _abstract(tree, tree_specs), list(zip(paths, in_order, strict=True))
 
 
 def _converted(
-    wanted: list[_ShapeAndDtype],
+    tree_specs: list[_ShapeAndDtype],
     targets: Sequence[Target],
     arrays: Mapping[str, ArraySpec],
     dtype: str,
 ) -> list[_ShapeAndDtype]:
-    """With this dtype for floating arrays, unless a record has one for them, or they are scales."""
+    """Give floating arrays this dtype, unless a record has one for them, or they are scales."""
     scales = scales_in({name: array.dtype for name, array in arrays.items()})
 
-    def of_target(own: str, target: Target) -> str:
+    def of_target(own_dtype: str, target: Target) -> str:
         if target.has_own_dtype:
             return target.dtype
-        is_kept = not is_plain_float(own) or target.parts[0].source in scales
-        return own if is_kept else dtype
+        is_kept = not is_plain_float(own_dtype) or target.parts[0].source in scales
+        return own_dtype if is_kept else dtype
 
     return [
-        (shape, of_target(own, target))
-        for (shape, own), target in zip(wanted, targets, strict=True)
+        (shape, of_target(own_dtype, target))
+        for (shape, own_dtype), target in zip(tree_specs, targets, strict=True)
     ]
 
 
 def scales_in(dtypes: Mapping[str, str]) -> set[str]:
-    """The names of arrays of scales: `scale` is in their last word, and codes are beside them."""
+    """Find arrays of scales: `scale` is in their last word, and codes have the same parent."""
     parents, words = {}, {}
     for name in dtypes:
         parents[name], _, words[name] = _bare(name).rpartition("/")
@@ -105,24 +99,16 @@ def scales_in(dtypes: Mapping[str, str]) -> set[str]:
 
 
 def _bare(path: str) -> str:
-    """The path with slashes alone, and of the box that has an array under `value`."""
-    return path.replace(".", "/").removesuffix("/value")
+    """Return the path with slashes alone, and without the `value` of a box."""
+    return _with_slashes(path).removesuffix("/value")
 
 
 def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
-    """The names as a tree: with levels if there are slashes, as `read_model` has them."""
+    """Make a tree of the names: with levels if there are slashes, as `read_model` has them."""
     leaves = {path: ArraySpec(target.shape, target.dtype) for path, target in targets.items()}
     if not any("/" in path for path in leaves):
         return leaves
     return nested(Arrays("the arrays", leaves, "/"))
-
-
-def paths_of(tree: Any) -> list[str]:
-    """The path of each leaf, in JAX's order."""
-    from jax import tree_util
-
-    leaves = survey(tree, _ANY_PATH)
-    return [leaves.paths[row] for row in tree_util.tree_leaves(leaves.tree)]
 
 
 def shapes_and_dtypes(tree: Any, paths: list[str]) -> list[_ShapeAndDtype]:
@@ -141,20 +127,20 @@ def _dtype_of(leaf: Any) -> Any:
 def _in_tree(
     targets: Mapping[str, Target],
     paths: list[str],
-    wanted: list[_ShapeAndDtype],
+    in_tree: list[_ShapeAndDtype],
     problems: Problems,
 ) -> dict[str, Target]:
-    """The targets by the tree's paths; notes what is missing, left over, or something else."""
-    by_path = {_bare(path): target for path, target in targets.items()}
-    by_path |= {path.replace(".", "/"): target for path, target in targets.items()} | dict(targets)
-    found: dict[str, Target] = {}
-    unused: list[str] = []
-    for path, (shape, dtype) in zip(paths, wanted, strict=True):
-        target = by_path.get(path) or by_path.get(_bare(path))
-        if target is None:
+    """Return the targets by the tree's paths; note what is missing, left over, or differs."""
+    names = list(targets)
+    rows = match_rows(paths, names, _with_slashes, _bare)
+    taken = set(rows)
+    unused = [name for row, name in enumerate(names) if row not in taken]
+    aligned: dict[str, Target] = {}
+    for path, row, (shape, dtype) in zip(paths, rows, in_tree, strict=True):
+        if row < 0:
             problems.add(f"missing: the tree wants {dtype}{list(shape)}", path, unused)
             continue
-        found[path] = target
+        target = aligned[path] = targets[names[row]]
         if target.shape != shape:
             problems.add(
                 f"another shape: the tree wants {list(shape)}, and the array has "
@@ -166,18 +152,18 @@ def _in_tree(
                 f"another kind of dtype: the tree wants {dtype}, and the array has {target.dtype}",
                 path,
             )
-    taken = {id(target) for target in found.values()}
-    left_over = "left over: the tree does not have it; a Rename to None leaves it out"
-    for path, target in targets.items():
-        if id(target) not in taken:
-            problems.add(left_over, path)
-            unused.append(path)
-    return found
+    for name in unused:
+        problems.add("left over: the tree does not have it; a Rename to None leaves it out", name)
+    return aligned
 
 
-def _fits(of: str, to: str) -> bool:
-    """Whether a tree can have an array of this dtype in another; floats of 8 bits are codes."""
-    return of == to or (converts(of, to) and "float8" not in of + to)
+def _with_slashes(path: str) -> str:
+    return path.replace(".", "/")
+
+
+def _fits(source: str, target: str) -> bool:
+    """Say whether an array of one dtype can become another; floats of 8 bits are codes."""
+    return source == target or (converts(source, target) and "float8" not in source + target)
 
 
 def _is_known_to_jax(dtype: str) -> bool:
@@ -193,8 +179,8 @@ def _is_known_to_jax(dtype: str) -> bool:
     return True
 
 
-def _abstract(tree: Any, wanted: list[_ShapeAndDtype]) -> Any:
-    """The tree with ShapeDtypeStructs of the dtypes that arrays get on devices."""
+def _abstract(tree: Any, tree_specs: list[_ShapeAndDtype]) -> Any:
+    """Return the tree with ShapeDtypeStructs of the dtypes that arrays get on devices."""
     import jax
 
     def of_leaf(shape: tuple[int, ...], name: str) -> Any:
@@ -203,13 +189,13 @@ def _abstract(tree: Any, wanted: list[_ShapeAndDtype]) -> Any:
             dtype = jax.dtypes.canonicalize_dtype(numpy_dtype(name))
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    made = {one: of_leaf(*one) for one in set(wanted)}
+    structs = {spec: of_leaf(*spec) for spec in set(tree_specs)}
     treedef = jax.tree_util.tree_structure(tree)
-    return jax.tree_util.tree_unflatten(treedef, [made[one] for one in wanted])
+    return jax.tree_util.tree_unflatten(treedef, [structs[spec] for spec in tree_specs])
 
 
 def checked_sharding(path: str, sharding: Any) -> Any:
-    """The sharding, which has devices to put an array on."""
+    """Check that a sharding has devices to put an array on."""
     if sharding is None:
         raise ValueError(f"rules: {path} gets None; each array needs a spec or a sharding")
     check_placeable(sharding, lambda: path)

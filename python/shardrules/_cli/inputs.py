@@ -144,7 +144,7 @@ def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
 
 def load_hardware(text: str) -> Hardware:
     """Read the hardware in a TOML file, or finds that of this name."""
-    from shardrules._files.hardware import read_hardware
+    from shardrules._files.public import read_hardware
     from shardrules._hardware import as_hardware
 
     is_file = text.endswith(".toml") or "/" in text

@@ -1,19 +1,14 @@
-"""`ArraySpec`, the leaf that stands for an array in a file, and the checks that make leaves.
-
-Names, shapes and dtypes come as columns. Each column is checked as a whole, and each distinct
-(shape, dtype) once, so 100,000 arrays cost milliseconds. The invalid entry is searched for only
-after a check has failed. Must not know the layout of files.
-"""
+"""`ArraySpec`, the leaf that stands for an array in a file, and checks of columns of arrays."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from shardrules._arguments import MOST
 from shardrules._dtypes import numpy_name
@@ -24,6 +19,20 @@ _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 _ODD_SHAPE: Final = "needs a shape that is a list of integers"
 
 
+class StoredFile(NamedTuple):
+    """A file as it was when its header was read."""
+
+    path: Path
+    state: tuple[int, int, int, int]
+    """Its device, inode, bytes, and time of the last change in nanoseconds."""
+
+
+def state_of(file: int) -> tuple[int, int, int, int]:
+    """Return the `state` of a `StoredFile` from the file's descriptor."""
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
     """Shape and dtype of an array. Not a tuple, which JAX would treat as a node of a tree.
@@ -31,51 +40,31 @@ class ArraySpec:
     Args:
         shape: The dimensions.
         dtype: The name of the dtype in numpy or ml_dtypes.
+        file: The file that has its bytes in row-major order, where they are to be read.
+        begin: The offset of its first byte in the file.
     """
 
     shape: tuple[int, ...]
     dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A file as it was when its header was read.
-
-    Args:
-        path: Its path.
-        state: Its device, inode, bytes, and time of the last change in nanoseconds.
-    """
-
-    path: Path
-    state: tuple[int, int, int, int]
-
-
-def state_of(file: int) -> tuple[int, int, int, int]:
-    """The `state` of a `StoredFile`, of the file with this descriptor."""
-    found = os.fstat(file)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArray(ArraySpec):
-    """An array whose bytes stand in a file, in row-major order.
-
-    Args:
-        file: The file.
-        begin: The offset of its first byte in the file.
-    """
-
-    file: StoredFile
-    begin: int
+    file: StoredFile | None = field(default=None, repr=False)
+    begin: int = field(default=0, repr=False)
 
 
 class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
     """{(shape, dtype): leaf} of one model, which may have several files.
 
-    A leaf is made and checked when it is first looked up. Equal leaves are one object.
+    A leaf is made and checked when it is first looked up. Equal leaves are one object. Each column
+    is checked as a whole, and searched for its invalid entry only after a check has failed.
+
+    Args:
+        keeps_places: Whether leaves say where their bytes are, if the file has them.
     """
 
-    __slots__ = ()
+    __slots__ = ("keeps_places",)
+
+    def __init__(self, *, keeps_places: bool = False) -> None:
+        super().__init__()
+        self.keeps_places = keeps_places
 
     def __missing__(self, key: tuple[tuple[int, ...], str]) -> ArraySpec:
         shape, dtype = key
@@ -95,7 +84,7 @@ class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
     def of_columns(
         self, path: Path, names: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
     ) -> dict[str, ArraySpec]:
-        """{name: leaf}, from the names, shapes and dtypes in a file.
+        """Make {name: leaf} of the names, shapes and dtypes in a file.
 
         Raises:
             FileError: An entry of a column is invalid.
@@ -117,18 +106,6 @@ class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
             raise FileError(f"{path}: array {name!r} is there twice; rename or remove one")
         return leaves
 
-    def in_file(
-        self, leaves: dict[str, ArraySpec], file: StoredFile, begins: Iterable[int]
-    ) -> dict[str, ArraySpec]:
-        """The leaves of a file that has their bytes; these are left out here.
-
-        Args:
-            leaves: The leaves of `of_columns`.
-            file: The file.
-            begins: The offset of each leaf's first byte in it.
-        """
-        return leaves
-
     def _first_error(
         self, path: Path, names: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
     ) -> FileError:
@@ -140,22 +117,8 @@ class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
         raise AssertionError("no leaf has an error")
 
 
-class StoredArrays(ArraySpecs):
-    """As `ArraySpecs`, but the leaves know where their bytes are, if the file has them."""
-
-    __slots__ = ()
-
-    def in_file(
-        self, leaves: dict[str, ArraySpec], file: StoredFile, begins: Iterable[int]
-    ) -> dict[str, ArraySpec]:
-        rows = zip(leaves.items(), begins, strict=True)
-        return {
-            name: StoredArray(leaf.shape, leaf.dtype, file, begin) for (name, leaf), begin in rows
-        }
-
-
 def _is_too_large(shape: tuple[int, ...]) -> bool:
-    """Counts dimensions of 0 as 1, as numpy does. Stops before the product gets long."""
+    """Count dimensions of 0 as 1, as numpy does; stop before the product gets long."""
     count = 1
     for size in shape:
         count *= size or 1
@@ -165,7 +128,7 @@ def _is_too_large(shape: tuple[int, ...]) -> bool:
 
 
 def all_are(kind: type, values: Iterable[object]) -> bool:
-    """Whether all values have exactly this type. A list counts faster than a set is made."""
+    """Check for exactly this type; a list counts faster than a set is made."""
     types = list(map(type, values))
     return types.count(kind) == len(types)
 
@@ -173,7 +136,7 @@ def all_are(kind: type, values: Iterable[object]) -> bool:
 def check_column(
     path: Path, names: Sequence[Any], column: Sequence[Any], kind: type, needs: str
 ) -> None:
-    """Checks that all values have exactly this type.
+    """Check that all values have exactly this type.
 
     Raises:
         FileError: One has not. The message has the array's name, `needs`, and the value.
@@ -195,7 +158,7 @@ def _raise_first(
 
 
 def check_text(path: Path, words: Sequence[str], what: str) -> None:
-    """Checks that each word can be encoded, since JSON can escape half a surrogate pair.
+    """Check that each word can be encoded, since JSON can escape half a surrogate pair.
 
     Raises:
         FileError: One cannot. The message calls it `what`.

@@ -1,7 +1,4 @@
-"""Rules for logical axis names in files: tables of ours, and MaxText's YAML.
-
-Costs what parsing costs. Must not know how rules are chosen.
-"""
+"""Rules for logical axis names in files: tables of ours, and YAML of MaxText."""
 
 from __future__ import annotations
 
@@ -28,12 +25,12 @@ _BAD_VALUES: Final = (ArithmeticError, AttributeError, LookupError, TypeError, V
 
 
 def logical_rules(path: Path, rules: list[Any], dialect: LogicalDialect) -> LogicalRules:
-    """The rules of a list of tables {name, axes} or pairs [name, axes].
+    """Read the rules of a list of tables {name, axes} or pairs [name, axes].
 
     Raises:
         FileError: One of them is something else.
     """
-    return LogicalRules([_pair(f"{path}: rule {i}", one) for i, one in enumerate(rules)], dialect)
+    return LogicalRules([_pair(f"{path}: rule {i}", rule) for i, rule in enumerate(rules)], dialect)
 
 
 def _pair(where: str, rule: object) -> tuple[str, str | tuple[str, ...] | None]:
@@ -48,19 +45,19 @@ def _pair(where: str, rule: object) -> tuple[str, str | tuple[str, ...] | None]:
         raise FileError(f"{where}: the name is {shown(name)}; write a logical axis name")
     if isinstance(axes, str) and axes:
         return name, axes
-    listed = [] if axes is None else axes
-    if isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], list):
-        listed = listed[0]  # the one entry of a spec, as for paths
-    if not isinstance(listed, list) or not all(isinstance(a, str) and a for a in listed):
+    entries = [] if axes is None else axes
+    if isinstance(entries, list) and len(entries) == 1 and isinstance(entries[0], list):
+        entries = entries[0]  # the one entry of a spec, as for paths
+    if not isinstance(entries, list) or not all(isinstance(a, str) and a for a in entries):
         raise FileError(
             f"{where}: axes is {shown(axes)}; write an axis, a list of axes, or [] for a dimension "
             "that is not sharded"
         )
-    return name, tuple(listed) or None
+    return name, tuple(entries) or None
 
 
 def rules_of_maxtext(path: Path, content: object, dialect: LogicalDialect) -> LogicalRules:
-    """The rules in the content of a YAML file of MaxText, whose other keys are for MaxText.
+    """Read the rules in the content of a YAML file of MaxText, whose other keys are for MaxText.
 
     Raises:
         FileError: There are none.
@@ -75,7 +72,7 @@ def rules_of_maxtext(path: Path, content: object, dialect: LogicalDialect) -> Lo
 
 
 def parse_yaml(path: Path, data: bytes) -> Any:
-    """Parses bytes of a file as YAML, without tags that make objects.
+    """Parse bytes of a file as YAML, without tags that make objects.
 
     Raises:
         FileError: They are not YAML, or PyYAML is not installed.
@@ -104,14 +101,14 @@ def parse_yaml(path: Path, data: bytes) -> Any:
 
 
 def yaml_nodes(text: str) -> Any:
-    """The nodes of YAML that `parse_yaml` has read, which know their lines."""
+    """Return the nodes of YAML that `parse_yaml` has read, which know their lines."""
     import yaml
 
     return yaml.compose(text, yaml.SafeLoader)
 
 
 def _loader(yaml: Any, most: int) -> type[Any]:
-    """PyYAML's safe loader, which refuses keys that repeat, and more than `most` entries."""
+    """Make a safe loader of PyYAML that refuses keys that repeat, and more than `most` entries."""
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined, unused-ignore]
         entries = 0

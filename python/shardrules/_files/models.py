@@ -1,8 +1,4 @@
-"""`read_arrays`: names, shapes and dtypes of a model's arrays, from any supported file.
-
-The name and the content of a file decide its kind. A list of 100,000 arrays costs about as much as
-parsing its JSON. Must not know about rules or meshes.
-"""
+"""Formats of models, and `read_arrays`: names, shapes and dtypes of a model's arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from shardrules._dtypes import given_name
 from shardrules._files import orbax, safetensors
@@ -25,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def manifest_text(plan: Plan, name: str) -> str:
-    """Writes the arrays of a plan: paths, shapes, dtypes, and logical axis names if they have them.
+    """Write the arrays of a plan: paths, shapes, dtypes, and logical axis names if they have them.
 
     Raises:
         ValueError: The paths are not of keys with "/" between them, two are equal, or a dtype is
@@ -57,10 +53,6 @@ def manifest_text(plan: Plan, name: str) -> str:
 _BYTES_OF_NODE: Final = 320
 _MOST_LEVELS: Final = 1000
 
-_FORMS: Final = (
-    "a *.safetensors file, its *.index.json, a directory of them, an orbax checkpoint, or JSON "
-    '(also gzipped) as {"params": [["name", [4096, 128], "BF16"], ...]}'
-)
 # `Path` makes one slash of two.
 _URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/")
 _COPIED: Final = {
@@ -83,10 +75,11 @@ _NOT_READ: Final = {
     ".keras": "a model of Keras",
 }
 _JSON: Final = (".json", ".json.gz")
+_SAFETENSORS: Final = (safetensors.SUFFIX, safetensors.INDEX_SUFFIX)
 
 
 class Arrays(NamedTuple):
-    """The arrays of a model."""
+    """Arrays of a model."""
 
     name: str
     """The model's name, or else the file's."""
@@ -96,10 +89,30 @@ class Arrays(NamedTuple):
     """The separator of the components of the names: "/" or "."."""
     logical_axes: dict[str, tuple[str | None, ...]] | None = None
     """{name: logical axis names}, if the file has them."""
+    path: Path = Path()
+    """What was read; of an orbax checkpoint, the directory of the tree."""
+
+
+class ModelFormat(Protocol):
+    """Form in which files list the arrays of a model; to add one, put it into `FORMATS`."""
+
+    @property
+    def description(self) -> str:
+        """Return what to give, in words; nothing for files that are not read."""
+
+    def claims(self, path: Path) -> bool:
+        """Say whether the name or the directory is of this form; the first format counts."""
+
+    def read(self, path: Path, make: ArraySpecs) -> Arrays:
+        """Read names, shapes and dtypes, with leaves of `make.of_columns`.
+
+        Raises:
+            FileError: The file is damaged.
+        """
 
 
 def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
-    """The arrays of a model in a file: their names, shapes and dtypes.
+    """Read the arrays of a model in a file: their names, shapes and dtypes.
 
     Args:
         source: A safetensors file, the index of several, a directory of them, the directory of an
@@ -116,19 +129,22 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
     try:
         if not path.exists():
             _check_place(source)
-        with _collector_paused():
-            if path.is_dir():
-                return _of_directory(path, leaves)
-            if path.name.endswith(safetensors.SUFFIX):
-                return _arrays(path, None, safetensors.read_header(path, leaves))
-            _check_kind(path)
-            return _of_json(path, leaves)
+        for model_format in FORMATS:
+            if model_format.claims(path):
+                with _collector_paused():
+                    return model_format.read(path, leaves)
     except OSError as error:
         raise unreadable(path, error) from None
+    raise FileError(f"{path}: the directory has no arrays that can be read; give {_descriptions()}")
+
+
+def _descriptions() -> str:
+    *descriptions, last = [each.description for each in FORMATS if each.description]
+    return f"{', '.join(descriptions)}, or {last}"
 
 
 def _check_place(source: str) -> None:
-    """Checks that the name of nothing here is none of something elsewhere.
+    """Check whether a name that is not here may be one of something elsewhere.
 
     Raises:
         FileError: It is a URL, or may be a repository; the message says what to do.
@@ -145,23 +161,9 @@ def _check_place(source: str) -> None:
         )
 
 
-def _check_kind(path: Path) -> None:
-    """Checks that the file is of none of the kinds that are known and not read.
-
-    Raises:
-        FileError: It is; the message says what to do.
-    """
-    what = _NOT_READ.get(path.suffix.lower())
-    if what is not None:
-        raise FileError(
-            f"{path}: this is {what}, which is not read here; read it with its own library, and "
-            "write it with safetensors.numpy.save_file or safetensors.torch.save_file"
-        )
-
-
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pauses the garbage collector: parsing makes no cycles, but 100,000s of lists to visit."""
+    """Pause the garbage collector: parsing makes no cycles, but 100,000s of lists to visit."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -171,44 +173,105 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _arrays(path: Path, name: object, leaves: dict[str, ArraySpec]) -> Arrays:
+def _arrays(path: Path, leaves: dict[str, ArraySpec], name: object = None) -> Arrays:
     stem = Path(path.name.removesuffix(safetensors.INDEX_SUFFIX).removesuffix(".gz")).stem
     separator = "/" if "/" in "".join(leaves) else "."
-    return Arrays(name if isinstance(name, str) else stem, leaves, separator)
+    return Arrays(name if isinstance(name, str) else stem, leaves, separator, path=path)
 
 
-def _of_directory(path: Path, make: ArraySpecs) -> Arrays:
-    name = path.resolve().name
-    indexes = sorted(path.glob(f"*{safetensors.INDEX_SUFFIX}"))
-    if len(indexes) > 1:
+class SafetensorsFiles:
+    """A safetensors file, or a directory with several or their index."""
+
+    description = "a *.safetensors file, its *.index.json, a directory of them"
+
+    def claims(self, path: Path) -> bool:
+        if path.is_dir():
+            return any(any(path.glob(f"*{end}")) for end in _SAFETENSORS)
+        return path.name.endswith(safetensors.SUFFIX)
+
+    def read(self, path: Path, make: ArraySpecs) -> Arrays:
+        if not path.is_dir():
+            return _arrays(path, safetensors.read_header(path, make))
+        name = path.resolve().name
+        files, indexes = (sorted(path.glob(f"*{end}")) for end in _SAFETENSORS)
+        if len(indexes) > 1:
+            raise FileError(
+                f"{path}: the directory has {len(indexes)} indexes, "
+                f"{', '.join(index.name for index in indexes)}; give the name of one"
+            )
+        if indexes:
+            return ArraysInJson().read(indexes[0], make)._replace(name=name)
+        return _arrays(path, safetensors.read_files(path, files, make), name)
+
+
+class OrbaxDirectory:
+    """The directory of an orbax checkpoint."""
+
+    description = "an orbax checkpoint"
+
+    def claims(self, path: Path) -> bool:
+        return path.is_dir() and orbax.find_checkpoint(path) is not None
+
+    def read(self, path: Path, make: ArraySpecs) -> Arrays:
+        directory = orbax.find_checkpoint(path) or path
+        leaves = orbax.read_checkpoint(directory, make)
+        return Arrays(path.resolve().name, leaves, orbax.SEPARATOR, path=directory)
+
+
+class FileOfOthers:
+    """A file of another library, or a directory with one: its error says what to do."""
+
+    description = ""
+
+    def claims(self, path: Path) -> bool:
+        return self._file(path) is not None
+
+    def read(self, path: Path, make: ArraySpecs) -> Arrays:
+        file = self._file(path) or path
         raise FileError(
-            f"{path}: the directory has {len(indexes)} indexes, "
-            f"{', '.join(index.name for index in indexes)}; give the name of one"
+            f"{file}: this is {_NOT_READ[file.suffix.lower()]}, which is not read here; read it "
+            "with its own library, and write it with safetensors.numpy.save_file or "
+            "safetensors.torch.save_file"
         )
-    if indexes:
-        return _of_json(indexes[0], make)._replace(name=name)
-    if files := sorted(path.glob(f"*{safetensors.SUFFIX}")):
-        return _arrays(path, name, safetensors.read_files(path, files, make))
-    if checkpoint := orbax.find_checkpoint(path):
-        return Arrays(name, orbax.read_checkpoint(checkpoint, make), orbax.SEPARATOR)
-    for file in filter(Path.is_file, sorted(path.iterdir())):
-        _check_kind(file)
-    raise FileError(f"{path}: the directory has no arrays that can be read; give {_FORMS}")
+
+    def _file(self, path: Path) -> Path | None:
+        files = filter(Path.is_file, sorted(path.iterdir())) if path.is_dir() else [path]
+        return next((file for file in files if file.suffix.lower() in _NOT_READ), None)
 
 
-def _of_json(path: Path, make: ArraySpecs) -> Arrays:
-    content = parse_json(path, read_bytes(path))
-    if isinstance(content, dict) and "params" in content:
-        leaves = _of_params(path, content["params"], make)
-    elif isinstance(content, dict) and "weight_map" in content:
-        leaves = safetensors.read_index(path, content["weight_map"], make)
-    else:
-        raise FileError(
-            f"{path}: line 1: this is {shown(content)}, which lists no arrays; give {_FORMS}"
+class ArraysInJson:
+    """A list of arrays in JSON: a manifest, or an index of safetensors files."""
+
+    description = 'JSON (also gzipped) as {"params": [["name", [4096, 128], "BF16"], ...]}'
+
+    def claims(self, path: Path) -> bool:
+        return not path.is_dir()
+
+    def read(self, path: Path, make: ArraySpecs) -> Arrays:
+        content = parse_json(path, read_bytes(path))
+        if isinstance(content, dict) and "params" in content:
+            leaves = _of_params(path, content["params"], make)
+        elif isinstance(content, dict) and "weight_map" in content:
+            leaves = safetensors.read_index(path, content["weight_map"], make)
+        else:
+            raise FileError(
+                f"{path}: line 1: this is {shown(content)}, which lists no arrays; give "
+                f"{_descriptions()}"
+            )
+        names = content.get("logical_axes")
+        arrays = _arrays(path, leaves, content.get("model"))
+        return (
+            arrays if names is None else arrays._replace(logical_axes=_names(path, names, leaves))
         )
-    names = content.get("logical_axes")
-    found = _arrays(path, content.get("model"), leaves)
-    return found if names is None else found._replace(logical_axes=_names(path, names, leaves))
+
+
+FORMATS: Final[list[ModelFormat]] = [
+    SafetensorsFiles(),
+    OrbaxDirectory(),
+    FileOfOthers(),
+    ArraysInJson(),
+]
+"""The formats of models, in the order in which they are asked."""
 
 
 def _names(
@@ -236,7 +299,7 @@ def _of_params(path: Path, params: object, make: ArraySpecs) -> dict[str, ArrayS
         shapes, dtypes = ([entry.get(key) for entry in entries] for key in ("shape", "dtype"))
         return make.of_columns(path, names, shapes, dtypes)
     if not isinstance(params, list):
-        raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_FORMS}")
+        raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_descriptions()}")
     if not (all_are(list, params) and set(map(len, params)) <= {3}):
         _raise_odd_row(path, params)
     # zip(*params) would make an iterator for each row.
@@ -253,17 +316,17 @@ def _raise_odd_row(path: Path, rows: list[Any]) -> None:
 
 
 def nested(arrays: Arrays) -> dict[str, Any]:
-    """The arrays as dicts in dicts, with a level for each component of the names.
+    """Make dicts in dicts of the arrays, with a level for each component of the names.
 
     Raises:
         FileError: A name is a part of another one, or the dicts take more than `max_memory`.
     """
     tree: dict[str, Any] = {}
-    left = max_memory.get() // _BYTES_OF_NODE
+    nodes_left = max_memory.get() // _BYTES_OF_NODE
     for name, leaf in arrays.leaves.items():
         *outer, last = name.split(arrays.separator, _MOST_LEVELS)
-        left -= len(outer)
-        if arrays.separator in last or left < 0:
+        nodes_left -= len(outer)
+        if arrays.separator in last or nodes_left < 0:
             raise FileError(
                 f"{arrays.name}: {name}: the names have more levels than this dialect can take; "
                 "shorten them, or allow more with "
@@ -271,7 +334,7 @@ def nested(arrays: Arrays) -> dict[str, Any]:
             )
         node = tree
         for key in outer:
-            left += key in node  # it takes no new node
+            nodes_left += key in node  # it takes no new node
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
                 raise FileError(f"{arrays.name}: {name}: a part of this name is an array itself")

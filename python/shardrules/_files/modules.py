@@ -1,7 +1,4 @@
-"""`module:name`, the only form that executes anything: it imports the user's module.
-
-Costs what that import costs. Must not know what the object is for.
-"""
+"""`module:name`, the only form that executes anything: it imports the user's module."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<name>[^\W\d][\w.]*)")
 
 
 def is_module_form(text: str) -> bool:
-    """Whether the text has the form `package.module:name`, and no file has this name.
+    """Say whether the text has the form `package.module:name`, and no file has this name.
 
     A single letter may be a drive of Windows, unless it is a module.
     """
@@ -31,7 +28,7 @@ def is_module_form(text: str) -> bool:
 
 
 def load_object(text: str) -> Any:
-    """The object that `package.module:name` names, or its result if it is callable.
+    """Import the object that `package.module:name` names, and call it if that is possible.
 
     The current directory is searched too, as with `python -m`. A name may have dots.
 
@@ -45,11 +42,11 @@ def load_object(text: str) -> Any:
     form = _FORM.fullmatch(text)
     if form is None:
         raise FileError(f"{text}: this is not the name of an object; write package.module:name")
-    found = _attribute(text, _module(text, form["module"]), form["name"])
-    if not callable(found):
-        return found
+    value = _attribute(text, _module(text, form["module"]), form["name"])
+    if not callable(value):
+        return value
     try:
-        return found()
+        return value()
     except (Exception, SystemExit) as error:
         raise FileError(
             f"{text}: the call of {form['name']}() has raised {_shown(error)}; it must work "

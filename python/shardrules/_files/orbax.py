@@ -1,10 +1,7 @@
-"""The metadata of an orbax checkpoint, read through orbax itself.
+"""Metadata of an orbax checkpoint, read through orbax: its JSON lacks dtypes and whole shapes.
 
-The JSON files of a checkpoint have names, but neither dtypes nor whole shapes; these are in the
-arrays' stores. So orbax, and JAX with it, is imported when a checkpoint is read. Only the metadata
-of arrays is read. The files and names of the checkpoint are checked first, because orbax would
-follow links out of the directory and wait for a FIFO. Costs a look at each file, and orbax's own
-time. Must not know about other formats.
+The files and names of the checkpoint are checked first, because orbax would follow links out of the
+directory and wait for a FIFO.
 """
 
 from __future__ import annotations
@@ -28,26 +25,26 @@ _STEP: Final = re.compile(r"(?:.*_)?(\d+)")
 
 
 def find_checkpoint(directory: Path) -> Path | None:
-    """The directory of the tree: this one, its only item, or that of the latest step; or None.
+    """Find the directory of the tree: this one, its only item, or that of the latest step.
 
     Raises:
         FileError: There are several items, or a link leads out of the directory.
     """
-    found = directory if _is_item(directory) else _item_below(directory)
-    if found is not None:
-        _check_inside(directory, found)
-    return found
+    item = directory if is_item(directory) else _item_below(directory)
+    if item is not None:
+        _check_inside(directory, item)
+    return item
 
 
 def _item_below(directory: Path) -> Path | None:
     children = [child for child in directory.iterdir() if child.is_dir()]
     steps = {child: int(step[1]) for child in children if (step := _STEP.fullmatch(child.name))}
-    items = [child for child in children if _is_item(child) and child not in steps]
+    items = [child for child in children if is_item(child) and child not in steps]
     if steps and not items:
         latest = max(steps, key=steps.__getitem__)
-        if _is_item(latest):
+        if is_item(latest):
             return latest
-        items = [child for child in latest.iterdir() if _is_item(child)]
+        items = [child for child in latest.iterdir() if is_item(child)]
     if len(items) > 1:
         names = ", ".join(sorted(str(item.relative_to(directory)) for item in items))
         raise FileError(
@@ -56,12 +53,13 @@ def _item_below(directory: Path) -> Path | None:
     return items[0] if items else None
 
 
-def _is_item(directory: Path) -> bool:
+def is_item(directory: Path) -> bool:
+    """Say whether it is the directory of a checkpoint's tree."""
     return (directory / _METADATA).is_file()
 
 
 def read_checkpoint(directory: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
-    """The arrays and numbers of a checkpoint. Their names are paths in its tree.
+    """Read the arrays and numbers of a checkpoint. Their names are paths in its tree.
 
     Args:
         directory: A result of `find_checkpoint`.
@@ -105,21 +103,21 @@ def read_checkpoint(directory: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
 
 
 def _random_keys(directory: Path) -> dict[str, str]:
-    """The dtypes of the arrays that are random keys, by their names with dots."""
-    found = {}
+    """Return the dtypes of the arrays that are random keys, by their names with dots."""
+    dtypes = {}
     for path in directory.glob("array_metadatas/process_*"):
         try:
             for row in parse_json(path, read_bytes(path))["array_metadatas"]:
                 array = row["array_metadata"]
                 implementation = (array.get("ext_metadata") or {}).get("random_key_impl")
                 if implementation in RANDOM_KEYS:
-                    found[array["param_name"]] = RANDOM_KEYS[implementation]
+                    dtypes[array["param_name"]] = RANDOM_KEYS[implementation]
         except (AttributeError, LookupError, TypeError) as error:
             raise FileError(
                 f"{path}: this does not describe arrays as orbax does ({error!r}); copy or "
                 "download the checkpoint again"
             ) from None
-    return found
+    return dtypes
 
 
 def _check_inside(directory: Path, path: Path) -> None:
@@ -132,7 +130,7 @@ def _check_inside(directory: Path, path: Path) -> None:
 
 
 def _check_files(directory: Path) -> None:
-    """Checks that all files are regular and inside, and none that is read whole is too large."""
+    """Check that all files are regular and inside, and none that is read whole is too large."""
     for parent, directories, files in os.walk(directory):
         for name in (*directories, *files):
             path = Path(parent, name)
@@ -148,7 +146,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _check_names(directory: Path) -> None:
-    """Checks that no array's name leads out, since orbax joins it to the directory."""
+    """Check that no array's name leads out, since orbax joins it to the directory."""
     path = directory / _METADATA
     content = parse_json(path, read_bytes(path))
     try:

@@ -1,13 +1,11 @@
-"""`read_model`, `read_rules` and `read_hardware`: what the command line reads, for Python.
-
-Costs what reading costs. `read_model` imports JAX. Must not execute anything: the form
-`module:name` is the command line's.
-"""
+"""`read_model`, `read_rules` and `read_hardware`: files that the command line reads, for Python."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, Final
 
 from shardrules._arguments import boolean, check_type, integer
 from shardrules._dtypes import key_dtype
@@ -15,16 +13,20 @@ from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import nested as in_levels
 from shardrules._files.models import read_arrays
 from shardrules._files.modules import is_module_form
-from shardrules._files.rules import RuleFile
+from shardrules._files.rules import RuleFile, parse_toml
 from shardrules._files.rules import read_rules as rules_in
-from shardrules._io import DEFAULT_MEMORY, FileError, memory_within, path_of
+from shardrules._hardware import Hardware
+from shardrules._io import DEFAULT_MEMORY, FileError, memory_within, opened, path_of
 from shardrules._rules.dialects import Dialect, LogicalDialect
+from shardrules._text import bytes_shown, misspelt
+
+_MOST_BYTES: Final = 1 << 16
 
 
 def read_model(
     path: str | os.PathLike[str], *, nested: bool | None = None, max_memory: int = DEFAULT_MEMORY
 ) -> dict[str, Any]:
-    """The arrays of a model in a file, as abstract arrays: their names, shapes and dtypes.
+    """Read the arrays of a model in a file, as abstract arrays: their names, shapes and dtypes.
 
     Only the headers of tensor files are read, and nothing is executed. Files may come from anyone.
 
@@ -60,8 +62,8 @@ def read_model(
     splits = nested if nested is None else boolean("nested", nested)
     with memory_within(integer("max_memory", max_memory, what="a number of bytes")):
         arrays = read_arrays(_file(path))
-        made = {leaf: _abstract(leaf) for leaf in set(arrays.leaves.values())}
-        leaves = {name: made[leaf] for name, leaf in arrays.leaves.items()}
+        structs = {leaf: _abstract(leaf) for leaf in set(arrays.leaves.values())}
+        leaves = {name: structs[leaf] for name, leaf in arrays.leaves.items()}
         if splits or (splits is None and arrays.separator == "/"):
             return in_levels(arrays._replace(leaves=leaves))
     return leaves
@@ -73,7 +75,7 @@ def read_rules(
     dialect: Dialect | LogicalDialect | None = None,
     max_memory: int = DEFAULT_MEMORY,
 ) -> RuleFile:
-    """The rules in a TOML or JSON file, or MaxText's YAML, with what the file says about them.
+    """Read the rules in a TOML or JSON file, or MaxText's YAML, and what the file says of them.
 
     Nothing is executed, and files may come from anyone. The planning page shows such a file.
 
@@ -110,6 +112,49 @@ def read_rules(
         return rules_in(_file(path), dialect)
 
 
+def read_hardware(path: str | os.PathLike[str]) -> Hardware:
+    """Read the figures of a device in a TOML file; the hardware page shows one.
+
+    Nothing is executed, and files may come from anyone.
+
+    Args:
+        path: A .toml file whose keys are the fields of `Hardware`.
+
+    Raises:
+        FileError: There is no such file, or its content is invalid; a ValueError.
+
+    Example:
+        >>> import os, tempfile
+        >>> import shardrules as sr
+        >>> keys = {
+        ...     "name": "'node'", "link": "'NVLink'", "link_devices": 8, "memory_bytes": 96e9,
+        ...     "memory_bytes_per_second": 4e12, "link_bytes_per_second": 450e9,
+        ...     "dcn_bytes_per_second": 25e9, "flops_per_second.bfloat16": 989e12,
+        ... }
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with open(os.path.join(directory, "node.toml"), "w") as file:
+        ...         for key, value in keys.items():
+        ...             print(key, "=", value, file=file)
+        ...     sr.read_hardware(file.name).link_devices
+        8
+    """
+    check_type("path", path, str | os.PathLike, "the path of a file")
+    file = path_of(path)
+    with opened(file) as content:
+        data = content.read(_MOST_BYTES + 1) or b""
+    if len(data) > _MOST_BYTES:
+        raise FileError(
+            f"{file}: a device's figures take at most {bytes_shown(_MOST_BYTES)}, and it has more; "
+            "give another file"
+        )
+    table = parse_toml(file, data)
+    _check_keys(file, table)
+    try:
+        return Hardware(**{**table, "memory_bytes": _whole(table["memory_bytes"])})
+    except (TypeError, ValueError) as error:
+        raise FileError(f"{file}: {error}") from None
+
+
 def _abstract(leaf: ArraySpec) -> Any:
     import ml_dtypes
     from jax import ShapeDtypeStruct
@@ -127,3 +172,19 @@ def _file(path: Any) -> str:
             "import it, and use the object itself"
         )
     return name
+
+
+def _check_keys(file: Path, table: dict[str, Any]) -> None:
+    is_required = {field.name: field.default is MISSING for field in fields(Hardware)}
+    for key in table:
+        if key not in is_required:
+            meant = misspelt(key, is_required)
+            hint = f"did you mean {meant!r}?" if meant else f"the keys are {', '.join(is_required)}"
+            raise FileError(f"{file}: key {key!r} is unknown; {hint}")
+    if missing := [key for key, is_needed in is_required.items() if is_needed and key not in table]:
+        raise FileError(f"{file}: it has no {', '.join(missing)}; write them as {missing[0]} = ...")
+
+
+def _whole(count: object) -> object:
+    """Turn a number of bytes such as 96e9 into an integer."""
+    return int(count) if isinstance(count, float) and count.is_integer() else count

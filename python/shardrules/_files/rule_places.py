@@ -1,8 +1,4 @@
-"""On which lines of a file its rules begin, for annotations.
-
-The text is searched, not parsed again: where it does not have as many rules as were read of it, no
-line is known. Costs a pass over the text. Must not know what a rule says.
-"""
+"""Lines on which the rules of a file begin, for annotations."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ _LIST: Final = re.compile(r"^[ \t]*rules[ \t]*=[ \t]*(?=\[)", re.MULTILINE)
 
 
 class RulePlaces(NamedTuple):
-    """A file, and the line on which each of its rules begins."""
+    """File, and the line on which each of its rules begins."""
 
     file: str | None
     """None if the rules are not in a file of the current directory or a given one."""
@@ -39,7 +35,7 @@ NOWHERE: Final = RulePlaces(None, ())
 
 
 def rule_places(source: str, rules: int) -> RulePlaces:
-    """Where the rules of a source stand.
+    """Find the lines of the rules of a source.
 
     Args:
         source: As `read_rules` takes it.
@@ -66,15 +62,15 @@ def _line_at(text: str, place: int) -> int:
 
 def _toml_lines(text: str) -> Iterator[int]:
     bare = without_strings(text)
-    if found := _LIST.search(bare):
-        starts: Iterator[int] = _items_of(bare, found.end())
+    if rules := _LIST.search(bare):
+        starts: Iterator[int] = _items_of(bare, rules.end())
     else:
-        starts = (found.end() for found in _TABLES.finditer(bare))
+        starts = (rules.end() for rules in _TABLES.finditer(bare))
     return (_line_at(bare, start) for start in starts)
 
 
 def _items_of(bare: str, start: int) -> Iterator[int]:
-    """Where each item of the list that begins there stands, in a text without strings."""
+    """Yield the place of each item of the list that begins there, in a text without strings."""
     depth, expected = 0, False
     for place in range(start, len(bare)):
         char = bare[place]
@@ -99,7 +95,7 @@ def _json_lines(text: str) -> Iterator[int]:
 
 
 def json_spans(text: str, at: int) -> list[tuple[int, int]]:
-    """Where each value of the array that begins there stands; in an object, each key and value."""
+    """Find each value of the array that begins there; in an object, each key and value."""
     decoder = json.JSONDecoder()
     spans, at = [], after_separators(text, at + 1)
     while text[at] not in "]}":
@@ -110,57 +106,58 @@ def json_spans(text: str, at: int) -> list[tuple[int, int]]:
 
 
 def after_separators(text: str, at: int) -> int:
-    """Where the next value of valid JSON begins, or an array or object ends."""
-    found = _BETWEEN.match(text, at)
-    assert found is not None
-    return found.end()
+    """Return where the next value of valid JSON begins, or an array or object ends."""
+    gap = _BETWEEN.match(text, at)
+    assert gap is not None
+    return gap.end()
 
 
 def _yaml_lines(text: str) -> Iterator[int]:
     nodes = yaml_nodes(text)
     rules = next(value for key, value in nodes.value if key.value == MAXTEXT_KEY)
-    return (one.start_mark.line + 1 for one in rules.value)
+    return (rule.start_mark.line + 1 for rule in rules.value)
 
 
 _LINES_OF: Final = {".toml": _toml_lines, ".yml": _yaml_lines, ".yaml": _yaml_lines}
 
 
 def _in_module(source: str, rules: int) -> RulePlaces:
-    """The lines of a list, as it is or as an argument, that a name of a module is given."""
+    """Find the lines of a list that a name of a module is given, itself or as an argument."""
     module, _, name = source.partition(":")
     file = getattr(sys.modules.get(module), "__file__", None)
     path = Path(file or "")
     if path.suffix != ".py" or not path.is_relative_to(Path.cwd()):
         return NOWHERE
-    shown = path.relative_to(Path.cwd()).as_posix()
+    relative = path.relative_to(Path.cwd()).as_posix()
     try:
         body = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return RulePlaces(shown, ())
-    for value in filter(None, (_value_of(one, name) for one in reversed(body))):
-        lists = [one for one in (value, *getattr(value, "args", ())[:1]) if _is_plain(one, rules)]
+        return RulePlaces(relative, ())
+    for value in filter(None, (_value_of(node, name) for node in reversed(body))):
+        nodes = (value, *getattr(value, "args", ())[:1])
+        lists = [node for node in nodes if _is_plain(node, rules)]
         if lists:
-            return RulePlaces(shown, tuple(one.lineno for one in lists[0].elts))
+            return RulePlaces(relative, tuple(node.lineno for node in lists[0].elts))
         break
-    return RulePlaces(shown, ())
+    return RulePlaces(relative, ())
 
 
 def _value_of(statement: ast.stmt, name: str) -> ast.expr | None:
-    """What a statement makes the value of the name, or what a function of that name returns."""
+    """Return the expression that a statement gives the name, or a function of that name returns."""
     if isinstance(statement, ast.Assign | ast.AnnAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        if any(isinstance(one, ast.Name) and one.id == name for one in targets):
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return statement.value
     if isinstance(statement, ast.FunctionDef) and statement.name == name:
-        returned = [one.value for one in ast.walk(statement) if isinstance(one, ast.Return)]
+        returned = [node.value for node in ast.walk(statement) if isinstance(node, ast.Return)]
         return returned[0] if len(returned) == 1 else None
     return None
 
 
 def _is_plain(value: Any, rules: int) -> TypeGuard[ast.List | ast.Tuple]:
-    """Whether it is a list whose elements are these rules."""
+    """Say whether it is a list whose elements are these rules."""
     return (
         isinstance(value, ast.List | ast.Tuple)
         and len(value.elts) == rules
-        and not any(isinstance(one, ast.Starred) for one in value.elts)
+        and not any(isinstance(element, ast.Starred) for element in value.elts)
     )

@@ -1,10 +1,9 @@
-"""The headers of safetensors files: of one file, of an index, or of a directory.
+"""Headers of safetensors files: of one file, of an index, or of a directory.
 
-A header is JSON after its length. It is checked as the safetensors library checks it. The data
-after it are never read. Some headers that the library accepts are refused here: a key that occurs
-twice, of which it takes the last; unknown fields of an array; and forms that no writer uses, which
-are an array as a list of its fields, a dtype as an object, and a dimension above 2**63 - 1. Must
-not know about other formats.
+A header is checked as the safetensors library checks it. Some that the library accepts are refused:
+a key that occurs twice, of which it takes the last; unknown fields of an array; and forms that no
+writer uses, which are an array as a list of its fields, a dtype as an object, and a dimension above
+2**63 - 1.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _ODD_OFFSETS: Final = "needs data_offsets that are a list of two integers"
 
 
 def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
-    """The arrays of one file.
+    """Read the arrays of one file.
 
     Args:
         path: The file.
@@ -69,11 +68,17 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     if not set(dtypes) <= SAFETENSORS.keys():
         _raise_odd_dtype(path, names, dtypes)
     _check_offsets(path, leaves, offsets, len(data))
-    return make.in_file(leaves, file, (data.start + begin for begin, _ in offsets))
+    if not make.keeps_places:
+        return leaves
+    rows = zip(leaves.items(), offsets, strict=True)
+    return {
+        name: ArraySpec(leaf.shape, leaf.dtype, file, data.start + begin)
+        for (name, leaf), (begin, _) in rows
+    }
 
 
 def _header(path: Path) -> tuple[dict[str, Any], StoredFile, range]:
-    """(the parsed header, the file, the offsets of the data after the header)."""
+    """Return (the parsed header, the file, the offsets of the data after the header)."""
     with opened(path) as file:
         state = state_of(file.fileno())
         size = state[2]
@@ -100,7 +105,7 @@ def _header(path: Path) -> tuple[dict[str, Any], StoredFile, range]:
 
 
 def _check_marks(path: Path, text: bytes) -> None:
-    """Refuses what parsing JSON would hide: a byte order mark, and the sign of -0."""
+    """Refuse what parsing JSON would hide: a byte order mark, and the sign of -0."""
     if text.startswith(codecs.BOM_UTF8):
         raise FileError(f"{path}: byte 8: the header starts with a byte order mark; write it again")
     if b"-0" in text and b"-" in _STRING.sub(b"", text):
@@ -143,7 +148,7 @@ def _raise_odd_dtype(path: Path, names: list[str], dtypes: Sequence[str]) -> NoR
 def _check_offsets(
     path: Path, leaves: dict[str, ArraySpec], offsets: Sequence[Any], data_bytes: int
 ) -> None:
-    """Checks that each array has the bytes it needs, and that the arrays fill the data."""
+    """Check that each array has the bytes it needs, and that the arrays fill the data."""
     names = list(leaves)
     check_column(path, names, offsets, list, _ODD_OFFSETS)
     if not (set(map(len, offsets)) <= {2} and all_are(int, chain.from_iterable(offsets))):
@@ -189,7 +194,7 @@ def _raise_gap(path: Path, names: list[str], offsets: Sequence[Any], data_bytes:
 
 
 def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, ArraySpec]:
-    """The arrays of the files in an index of Hugging Face, in the order of the index.
+    """Read the arrays of the files in an index of Hugging Face, in the order of the index.
 
     Args:
         path: The index.
@@ -209,7 +214,7 @@ def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, Ar
     for name, shard in weight_map.items():
         names_in.setdefault(shard, []).append(name)
     _check_series(path, [*names_in])
-    found: dict[str, ArraySpec] = {}
+    leaves: dict[str, ArraySpec] = {}
     for shard, names in names_in.items():
         arrays = read_header(_beside(path, shard, names[0]), make)
         for name in names:
@@ -218,8 +223,8 @@ def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, Ar
                     f"{path}: array {name!r}: file {shard!r} should have it and has not"
                     f"{near_shown(name, arrays)}; download the index and its files again"
                 )
-            found[name] = arrays[name]
-    return {name: found[name] for name in weight_map}
+            leaves[name] = arrays[name]
+    return {name: leaves[name] for name in weight_map}
 
 
 def _beside(path: Path, shard: str, name: str) -> Path:
@@ -233,11 +238,12 @@ def _beside(path: Path, shard: str, name: str) -> Path:
 
 
 def _check_series(source: Path, names: list[str]) -> None:
-    """Checks that of files that are numbered, such as model-00001-of-00003, none is missing."""
+    """Check that of files that are numbered, such as model-00001-of-00003, none is missing."""
     series: dict[tuple[str, str], set[int]] = {}
     for name in names:
-        if of := _NUMBERED.fullmatch(name):
-            series.setdefault((of["begin"], of["count"]), set()).add(int(of["number"]))
+        if numbering := _NUMBERED.fullmatch(name):
+            begin, number, count = numbering.groups()
+            series.setdefault((begin, count), set()).add(int(number))
     for (begin, count), numbers in series.items():
         first = min(numbers & {0}, default=1)
         if missing := sorted({*range(first, first + int(count))} - numbers):
@@ -250,7 +256,7 @@ def _check_series(source: Path, names: list[str]) -> None:
 
 
 def read_files(directory: Path, paths: list[Path], make: ArraySpecs) -> dict[str, ArraySpec]:
-    """The arrays of several files of a directory together.
+    """Read the arrays of several files of a directory together.
 
     Raises:
         FileError: A file is damaged or missing, two have an array of the same name, or they are of

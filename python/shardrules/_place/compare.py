@@ -10,7 +10,7 @@ from shardrules._place.decider import ByNames, ByPaths, BySpecs, RulesLike, as_d
 from shardrules._place.spec_trees import broadcast_specs, is_named_sharding
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.matcher import Matcher, checked_min_size
-from shardrules._rules.names import logical_names, named_arrays, rows_and_paths
+from shardrules._rules.names import logical_names
 from shardrules._rules.patterns import Pattern
 from shardrules._rules.resolver import repeated
 from shardrules._rules.rules import Rules, as_rules, matcher_of
@@ -23,6 +23,7 @@ from shardrules._specs import (
     with_entries,
 )
 from shardrules._text import record
+from shardrules._trees.align import named_arrays, rows_and_paths
 
 Problem = Literal["unmatched", "ambiguous", "spec longer than rank", "name twice"]
 

@@ -9,9 +9,10 @@ from shardrules._arguments import check_shapes
 from shardrules._core import resolve_all
 from shardrules._place.shardings import Policy, local_sizes, manual_axes, sharding_or_reasons
 from shardrules._rules.logical_rules import resolver_of
-from shardrules._rules.names import logical_names, named_arrays
+from shardrules._rules.names import logical_names
 from shardrules._rules.resolver import UNASSIGNED, Resolution, Resolver, axes_in
 from shardrules._text import nearest
+from shardrules._trees.align import named_arrays
 from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:

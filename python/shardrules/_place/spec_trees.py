@@ -10,9 +10,9 @@ from shardrules._correction import Correction
 from shardrules._mesh.mesh import local_view, resolve_mesh
 from shardrules._place.shardings import Placement, Policy, sharding_or_reasons
 from shardrules._rules.dialects import EFORMER
-from shardrules._rules.names import leaf_paths
 from shardrules._specs import Fsdp, is_partition_spec, spec_shown
 from shardrules._text import brief, shown, with_article
+from shardrules._trees.align import leaf_paths
 from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import astuple, replace
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,6 +18,7 @@ from shardrules._plan.table import Kind, dtype_shown, placement_shown, problem_s
 from shardrules._rules.rules import Rules
 from shardrules._specs import spec_shown
 from shardrules._text import answer, bytes_shown, counted, mesh_shown, printable, record
+from shardrules._trees.align import match_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -48,15 +49,14 @@ class Pairs(NamedTuple):
 
 def paired(before: Columns, after: Columns) -> Pairs:
     """Return the leaves of both plans. Those of one path are paired in the order of the trees."""
-    keys, other_keys = _keys(before.paths, after.paths)
-    rows = {key: row for row, key in enumerate(other_keys)}
-    matched = np.fromiter((rows.pop(key, -1) for key in keys), np.int64, len(keys))
+    matched = np.array(match_rows(before.paths, after.paths), np.int64)
+    new = np.setdiff1d(np.arange(len(after.paths)), matched)
     then = before.kind_of.astype(np.int64)
     # A kind of -1 stands for a leaf that is not there.
     now = np.where(matched < 0, -1, after.kind_of[matched] if len(after.paths) else -1)
-    paths = before.paths + [after.paths[row] for row in rows.values()]
-    then = np.concatenate([then, np.full(len(rows), -1)])
-    now = np.concatenate([now, after.kind_of[np.fromiter(rows.values(), np.int64, len(rows))]])
+    paths = before.paths + [after.paths[row] for row in new.tolist()]
+    then = np.concatenate([then, np.full(len(new), -1)])
+    now = np.concatenate([now, after.kind_of[new]])
     width = len(after.kinds) + 1
     numbers, group_of = np.unique((then + 1) * width + now + 1, return_inverse=True)
     groups = [
@@ -64,19 +64,6 @@ def paired(before: Columns, after: Columns) -> Pairs:
         for number in numbers.tolist()
     ]
     return Pairs(paths, group_of.astype(np.int32), groups)
-
-
-def _keys(before: list[str], after: list[str]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Distinct keys of the leaves: the path; with a count beside it if two leaves share a path."""
-    if all(len(set(paths)) == len(paths) for paths in (before, after)):
-        return before, after
-    seen: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    keys: tuple[list[Any], list[Any]] = ([], [])
-    for paths, counts, mine in zip((before, after), seen, keys, strict=True):
-        for path in paths:
-            mine.append((path, counts[path]))
-            counts[path] += 1
-    return keys
 
 
 def _kind_of_pair(columns: Columns, number: int) -> Kind | None:

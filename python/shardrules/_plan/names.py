@@ -17,10 +17,11 @@ from shardrules._plan.resolve import Fit, Policies, Problem, fitted, kind_on_mes
 from shardrules._plan.survey import survey
 from shardrules._plan.table import NO_RULE_NEEDED, Columns
 from shardrules._rules.logical_rules import resolver_of
-from shardrules._rules.names import by_row, checked_names, names_beside, unboxed_with_names
+from shardrules._rules.names import checked_names, unboxed_with_names
 from shardrules._rules.resolver import UNASSIGNED, axes_in, repeated
 from shardrules._rules.rules import Rules
 from shardrules._specs import Entries, entry_axes
+from shardrules._trees.align import by_row, names_beside
 
 if TYPE_CHECKING:
     from shardrules._correction import Correction

@@ -50,10 +50,9 @@ from shardrules._plan.resolve import (
     plan_leaves,
     sized_mesh,
 )
-from shardrules._plan.same_paths import beside, surveyed
 from shardrules._plan.show import plan_text
 from shardrules._plan.state import Training
-from shardrules._plan.survey import survey
+from shardrules._plan.survey import leaves_in_plan, survey, survey_planned
 from shardrules._plan.table import DEFAULT_LARGE, Columns
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import check_rules_are_for_paths, unboxed
@@ -72,8 +71,8 @@ if TYPE_CHECKING:
     from shardrules._plan.findings import CheckKind, Findings, Level
     from shardrules._plan.report import Proposal, Proposed
     from shardrules._plan.resolve import OnMesh, SizedMesh
-    from shardrules._plan.same_paths import Beside
     from shardrules._plan.state import Zero1
+    from shardrules._plan.survey import PlannedLeaves
     from shardrules._plan.table import Kind
 
 _PATH = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys of that leaf"
@@ -145,7 +144,7 @@ def plan(
     each("companions", policy.companions, Companion, what)
     optional = policy.optional_axes
     if isinstance(decider, Plan):
-        return decider._for(beside(surveyed(tree, decider._leaves), decider._leaves), mesh)
+        return decider._for(survey_planned(tree, decider._leaves), mesh)
     if isinstance(decider, BySpecs) and mesh is None:
         mesh = mesh_of_shardings(rules)
     # A mesh of the context is taken now: later another one may be in force. One that is wrong is
@@ -402,7 +401,7 @@ class Plan(Estimates, Decider):
         decider = as_decider("rules", rules)
         optional = frozenset(self._declared["optional_axes"])
         if isinstance(decider, Plan):
-            return decider._for(beside(self._leaves, decider._leaves), self._mesh)
+            return decider._for(leaves_in_plan(self._leaves, decider._leaves), self._mesh)
         if isinstance(self.rules, LogicalRules) != isinstance(decider, ByNames):
             raise TypeError(
                 "rules: the plan has logical rules: give LogicalRules, or plan the tree itself"
@@ -429,7 +428,7 @@ class Plan(Estimates, Decider):
         """Returns the same plan, with what `check` is to know about its rules."""
         return Plan(self, self._on_mesh, self._mesh, declared)
 
-    def _for(self, tree: Beside, mesh: MeshLike | None) -> Plan:
+    def _for(self, tree: PlannedLeaves, mesh: MeshLike | None) -> Plan:
         """Plans another tree with leaves of this one, on this mesh or another."""
         from shardrules._plan.resolve import by_plan
 
@@ -450,7 +449,7 @@ class Plan(Estimates, Decider):
         from shardrules._plan import trees
 
         planned = self if mesh is None else self.on_mesh(mesh)
-        leaves, rows = beside(surveyed(tree, self._leaves), self._leaves)
+        leaves, rows = survey_planned(tree, self._leaves)
         return trees.placements_of(planned, planned.mesh, leaves.tree, rows)
 
     def _own_placements(self) -> list[Placement]:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from shardrules._mesh.mesh import MeshLike
     from shardrules._mesh.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh
     from shardrules._plan.companions import Companion
-    from shardrules._plan.same_paths import Beside
+    from shardrules._plan.survey import PlannedLeaves
     from shardrules._plan.table import LeafType, Leaves, Spec
     from shardrules._rules.resolver import LostRule
 
@@ -429,7 +429,7 @@ def _regexes(folded: Folded) -> Iterator[str]:
             yield f"({'|'.join(numbers)})"
 
 
-def by_plan(planned: Columns, tree: Beside) -> Columns:
+def by_plan(planned: Columns, tree: PlannedLeaves) -> Columns:
     """Puts the leaves of a tree on the mesh of a plan, as its leaves of the same paths."""
     leaves, rows = tree
     pairs, kind_of = grouped(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ from shardrules._plan.companions import (
     fits_rank,
     named_dims,
 )
+from shardrules._plan.fold import fold
 from shardrules._plan.table import (
     AMBIGUOUS,
     NO_RULE_NEEDED,
@@ -34,7 +35,9 @@ from shardrules._plan.table import (
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.rules import Rules, matcher_of, remembered_rules
 from shardrules._specs import Dim
-from shardrules._text import brief, shown
+from shardrules._text import brief, counted, near_shown, shown
+from shardrules._trees.align import align, match_rows
+from shardrules._trees.leaf_errors import listing
 
 
 class _Place(NamedTuple):
@@ -326,3 +329,69 @@ def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafTy
     if prod(max(int(size), 1) for size in shape) * bits > _MOST_BITS:
         raise ValueError(f"an array of shape {brief(shape)} has more bytes than can be counted")
     return LeafType(rule, tuple(map(int, shape)), dtype, bits)
+
+
+class PlannedLeaves(NamedTuple):
+    """Leaves of a tree, each with its row in a plan."""
+
+    leaves: Leaves
+    rows: list[int]
+
+
+def survey_planned(tree: Any, planned: Leaves) -> PlannedLeaves:
+    """Walk a tree, and find its leaves in a plan, which may have more.
+
+    Raises:
+        ValueError: The plan has no leaf of some path, or has it in another shape; the message lists
+            the first of them, with the nearest path; or as `survey`.
+        TypeError: As `survey`.
+    """
+    aligned = align(tree, planned, partial(survey, rules=Rules((), planned.paths_dialect)))
+    leaves, boxes = aligned.leaves, aligned.boxes
+    if boxes is not None:
+        leaves = replace(leaves, tree=boxes.boxed(leaves.tree))
+    return _checked(leaves, planned, aligned.rows)
+
+
+def leaves_in_plan(leaves: Leaves, planned: Leaves) -> PlannedLeaves:
+    """Find leaves in a plan; raise as `survey_planned`."""
+    return _checked(leaves, planned, match_rows(leaves.paths, planned.paths))
+
+
+def _checked(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
+    if -1 in rows:
+        unknown = [path for path, row in zip(leaves.paths, rows, strict=True) if row == -1]
+        folded = [group.pattern for group in fold(unknown, np.zeros(len(unknown), np.int32))]
+        planned_patterns = [group.pattern for group in planned.folded]
+        raise ValueError(
+            listing(
+                f"{counted(len(unknown), 'leaf')} of the tree {_have(unknown)} no place in the "
+                "plan, which decides leaves by their paths; plan this tree with plan.rules, or "
+                "the state of an optimizer with plan.for_optimizer(state)",
+                (path + near_shown(path, planned_patterns) for path in folded),
+                len(folded),
+                "line",
+            )
+        )
+    shapes, planned_shapes = ([leaf.shape for leaf in table.types] for table in (leaves, planned))
+    kinds = zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
+    differ = [row for row, (a, b) in enumerate(kinds) if shapes[a] != planned_shapes[b]]
+    if differ:
+        raise ValueError(
+            listing(
+                f"{counted(len(differ), 'leaf')} of the tree {_have(differ)} another shape than "
+                "planned; plan this tree",
+                (
+                    f"{leaves.paths[row]}: {shapes[leaves.kind_of[row]]}, planned as "
+                    f"{planned_shapes[planned.kind_of[rows[row]]]}"
+                    for row in differ
+                ),
+                len(differ),
+                "line",
+            )
+        )
+    return PlannedLeaves(leaves, rows)
+
+
+def _have(leaves: list[Any]) -> str:
+    return "has" if len(leaves) == 1 else "have"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._core import values_beside
-from shardrules._rules.rules import Rules, matcher_of
+from shardrules._rules.rules import Rules
 from shardrules._specs import (
     entries_of,
     is_partition_spec,
@@ -16,7 +15,7 @@ from shardrules._specs import (
     partition_spec,
     with_entries,
 )
-from shardrules._text import and_more, counted, near_shown, printable_lines, shown
+from shardrules._text import shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -113,80 +112,6 @@ def spec_of_names(names: Any, entries: Iterable[Any]) -> PartitionSpec:
     return with_entries(names, entries) if is_partition_spec(names) else partition_spec(*entries)
 
 
-_SHOWN: Final = 10
-
-
-def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:
-    """Return the names of each leaf, by row; None for a leaf without.
-
-    Args:
-        of_rows: The tree with the number of its row for each leaf.
-        paths: The leaves' paths, by row.
-        names: A tree of names that fits the tree, or {path: names}.
-
-    Raises:
-        ValueError: The names do not fit the tree, or are for paths that are not there.
-    """
-    values = values_beside(of_rows, names, len(paths))
-    if values is not None:
-        return values
-    is_by_path = isinstance(names, Mapping) and all(map(_may_be_names, names.values()))
-    if is_by_path and names.keys() <= set(paths):
-        return list(map(names.get, paths))
-    try:
-        return _by_jax(of_rows, names)
-    except ValueError as error:
-        raise (_unknown_paths(paths, names) if is_by_path else error) from None
-
-
-def _may_be_names(names: Any) -> bool:
-    if is_partition_spec(names):
-        return True
-    return isinstance(names, tuple | list) and not any(isinstance(x, Mapping | list) for x in names)
-
-
-def _unknown_paths(paths: list[str], names: Mapping[Any, Any]) -> ValueError:
-    leaf_paths = set(paths)
-    unknown = [path for path in names if path not in leaf_paths]
-    lines = [f"names: {counted(len(unknown), 'path')} of no leaf:"]
-    for path in unknown[:_SHOWN]:
-        near = near_shown(path, paths) if isinstance(path, str) else ""
-        lines.append(f"    {shown(path)}{near}")
-    lines += [f"    {line}" for line in and_more(len(unknown), _SHOWN, "path")]
-    return ValueError(printable_lines(lines))
-
-
-def _by_jax(of_rows: Any, names: Any) -> list[Any]:
-    from jax import tree_util
-
-    rows: list[int]
-    treedef: Any
-    rows, treedef = tree_util.tree_flatten(of_rows)
-    try:
-        values: list[Any] = treedef.flatten_up_to(names)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"names: they do not fit the tree: {str(error).splitlines()[0][:200]}; give a tree of "
-            "the same structure with a tuple of names for each array, or {path: names}"
-        ) from None
-    return by_row(rows, values)
-
-
-def by_row(rows: list[int], values: list[Any]) -> list[Any]:
-    """Return values in the order of JAX's leaves by row; dicts are walked in their own order.
-
-    Args:
-        rows: The row of each leaf, in JAX's order.
-        values: The values, in the same order.
-    """
-    if rows == list(range(len(rows))):
-        return values
-    ordered = values.copy()
-    for row, value in zip(rows, values, strict=True):
-        ordered[row] = value
-    return ordered
-
-
 def loaded(module: str, name: str) -> Any:
     """Return an attribute of a module that is already imported; None if it is not."""
     return getattr(sys.modules.get(module), name, None)
@@ -239,75 +164,6 @@ def named_array_types() -> tuple[type, ...]:
 def axis_names(named: Any) -> tuple[str, ...]:
     """Return the names of a NamedArray's axes."""
     return tuple(axis.name for axis in named.axes)
-
-
-_NO_RULES: Final = Rules(())
-
-
-class NamedArrays(NamedTuple):
-    """Arrays of a tree, and the names of each."""
-
-    tree: Any
-    """The tree without boxes."""
-    names: list[Any]
-    """Of each array in the order of JAX's leaves its names, which can be hashed; None without."""
-    boxes: Unboxed | None
-    """The boxes that the names were in; None if the names were beside the tree."""
-
-    def boxed(self, answers: Any) -> Any:
-        """Return the tree of answers as users expect it; see `Unboxed.boxed`."""
-        return answers if self.boxes is None else self.boxes.boxed(answers)
-
-    def paths(self) -> list[str]:
-        """Return the paths of the arrays, in the order of JAX's leaves."""
-        return leaf_paths(self.tree)
-
-
-def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
-    """Return the arrays of a tree, and their names.
-
-    Args:
-        tree: A tree of arrays, boxes, nnx Variables or haliax arrays.
-        names: As in `plan`.
-
-    Raises:
-        TypeError: Nothing has names.
-        ValueError: As `names_beside`.
-    """
-    from jax import tree_util
-
-    if names is None:
-        boxes = unboxed_with_names(tree)
-        return NamedArrays(boxes.tree, _hashable(boxes.names_of_arrays()), boxes)
-    of_rows, paths = rows_and_paths(tree)
-    named = names_beside(of_rows, paths, names)
-    ordered = [named[row] for row in tree_util.tree_leaves(of_rows)]
-    return NamedArrays(tree, _hashable(ordered), None)
-
-
-def _hashable(names: list[Any]) -> list[Any]:
-    return [tuple(entry) if isinstance(entry, list) else entry for entry in names]
-
-
-def leaf_paths(tree: Any) -> list[str]:
-    """Return the paths of a tree's leaves, in the order of JAX's leaves."""
-    from jax import tree_util
-
-    of_rows, paths = rows_and_paths(tree)
-    return [paths[row] for row in tree_util.tree_leaves(of_rows)]
-
-
-def rows_and_paths(tree: Any, rules: Rules = _NO_RULES) -> tuple[Any, list[str]]:
-    """Return (the tree with the number of its row for each leaf, the path of each row).
-
-    Args:
-        tree: Any pytree.
-        rules: Their dialect spells the paths.
-    """
-    of_rows, paths, *_ = matcher_of(rules).survey(
-        tree, min_size=0, replicated=0, unmatched=0, ambiguous=0
-    )
-    return of_rows, paths
 
 
 _PLAIN: Final = re.compile(r"[\w-]+")
@@ -398,14 +254,6 @@ def _no_names(leaf: Any, instead: str) -> str:
     )
 
 
-def without_boxes(tree: Any) -> Any:
-    """Return the tree with the array in the place of each box, Variable and NamedArray."""
-    from jax import tree_util
-
-    forms = NodeForms()
-    return tree_util.tree_map(forms.array_in, tree, is_leaf=forms.holds_array)
-
-
 class Unboxed(NamedTuple):
     """Tree without the boxes and Variables that give its arrays names."""
 
@@ -438,27 +286,33 @@ class Unboxed(NamedTuple):
         )
 
 
-def unboxed(tree: Any) -> Unboxed:
-    """Return the arrays of a tree with boxes or Variables, and their names.
-
-    Raises:
-        ValueError: A Variable has rules of its own, which rules for the whole tree would not meet.
-    """
+def open_boxes(tree: Any) -> Unboxed:
+    """Return the arrays of a tree with boxes or Variables, and their names."""
     from jax import tree_util
 
     forms = NodeForms()
     leaves: list[Any]
     treedef: Any
     leaves, treedef = tree_util.tree_flatten(tree, is_leaf=forms.holds_array)
-    for leaf in leaves:
-        if forms.of(leaf) == "variable" and (rules := own_rules(leaf)):
+    names = [forms.names_of(leaf) if forms.holds_array(leaf) else None for leaf in leaves]
+    return Unboxed(treedef.unflatten(map(forms.array_in, leaves)), leaves, names, treedef, forms)
+
+
+def unboxed(tree: Any) -> Unboxed:
+    """Return the same, of a tree that rules for all of it may decide.
+
+    Raises:
+        ValueError: A Variable has rules of its own, which rules for the whole tree would not meet.
+    """
+    boxes = open_boxes(tree)
+    for leaf in boxes.leaves:
+        if boxes.forms.of(leaf) == "variable" and (rules := own_rules(leaf)):
             raise ValueError(
                 f"an nnx Variable with the names {shown(variable_sharding(leaf))} has "
                 f"sharding_rules of its own, {shown(rules)}: give all rules in one LogicalRules, "
                 "and leave sharding_rules out"
             )
-    names = [forms.names_of(leaf) if forms.holds_array(leaf) else None for leaf in leaves]
-    return Unboxed(treedef.unflatten(map(forms.array_in, leaves)), leaves, names, treedef, forms)
+    return boxes
 
 
 def unboxed_with_names(tree: Any) -> Unboxed:

@@ -6,6 +6,7 @@ Equal leaves share a record.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._mesh.memory import memory_apart
@@ -13,12 +14,11 @@ from shardrules._mesh.mesh import has_devices, on_axes
 from shardrules._place.decider import check_decided
 from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import axis_sizes_of
-from shardrules._plan.survey import survey
 from shardrules._plan.trees import kind_specs
-from shardrules._rules.names import without_boxes
 from shardrules._rules.rules import Rules
 from shardrules._specs import as_partition_spec, is_partition_spec
 from shardrules._text import brief, counted, mesh_shown, near_shown, printable, shown, with_article
+from shardrules._trees.align import align, rows_and_paths
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -219,27 +219,25 @@ class _Targets:
         begin = len(self.targets)
         arrays = self._side.leaves[begin : begin + treedef.num_leaves]
         tree, rules = treedef.unflatten(arrays), Rules((), leaves.paths_dialect)
-        there = survey(tree, rules, 0)
-        if there.rows.keys() != leaves.rows.keys():
-            # What is in a box has a longer path, unless the plan was made of boxes with names.
-            without = survey(without_boxes(tree), rules, 0)
-            if without.rows.keys() == leaves.rows.keys():
-                there = without
-        for path in there.paths:
-            if path not in leaves.rows:
-                raise _misfit(
-                    f"{at}: the plan is for another tree: it has no leaf {path}"
-                    f"{near_shown(path, leaves.paths)}; plan the tree that the function takes"
-                )
-        for path, row in leaves.rows.items():
+        aligned = align(tree, leaves, partial(rows_and_paths, rules=rules))
+        paths = aligned.leaves.paths
+        if -1 in aligned.rows:
+            path = paths[aligned.rows.index(-1)]
+            raise _misfit(
+                f"{at}: the plan is for another tree: it has no leaf {path}"
+                f"{near_shown(path, aligned.reference_paths)}; plan the tree that the function "
+                "takes"
+            )
+        for row in aligned.missing:
             # What is no array, such as a function in a module of equinox, is no argument either.
-            if path not in there.rows and columns.kinds[columns.kind_of[row]].shape is not None:
+            if columns.kinds[columns.kind_of[row]].shape is not None:
+                path = aligned.reference_paths[row]
                 raise _misfit(
                     f"{at}: the plan is for another tree: there is no leaf {path} in the "
-                    f"{self._side.name}{near_shown(path, there.paths)}; plan the tree that the "
+                    f"{self._side.name}{near_shown(path, paths)}; plan the tree that the "
                     "function takes"
                 )
-        return [leaves.rows[there.paths[row]] for row in tree_util.tree_leaves(there.tree)]
+        return [aligned.rows[row] for row in tree_util.tree_leaves(aligned.leaves.tree)]
 
     def _mesh(self, at: str, axis_sizes: Mapping[str, int] | None) -> Mesh:
         """Return the executable's mesh, which must have these axes."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from numbers import Number
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._core import values_beside
-from shardrules._plan.survey import survey
-from shardrules._rules.names import NodeForms, without_boxes
+from shardrules._rules.names import NodeForms
 from shardrules._rules.rules import Rules
+from shardrules._trees.align import align, rows_and_paths
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
@@ -84,28 +85,19 @@ def _by_structure(tree: Any, leaves: Leaves) -> tuple[list[int], list[Any] | Non
 
 
 def _by_paths(tree: Any, leaves: Leaves) -> LiveLeaves:
-    here, rows = _by_path(tree, leaves), leaves.rows
-    if here.keys() != rows.keys():
-        # What is in a box has a longer path, unless the plan was made of boxes with names.
-        without = _by_path(without_boxes(tree), leaves)
-        here = max(here, without, key=lambda one: len(one.keys() & rows.keys()))
-    both = [path for path in here if path in rows]
+    rules = Rules((), leaves.paths_dialect)
+    aligned = align(tree, leaves, partial(rows_and_paths, rules=rules))
+    pairs = list(zip(aligned.values, aligned.rows, strict=True))
     return LiveLeaves(
-        [here[path] for path in both],
-        [rows[path] for path in both],
-        [row for path, row in rows.items() if path not in here],
-        {path: leaf for path, leaf in here.items() if path not in rows},
+        [value for value, row in pairs if row >= 0],
+        [row for row in aligned.rows if row >= 0],
+        aligned.missing,
+        {
+            path: value
+            for path, (value, row) in zip(aligned.leaves.paths, pairs, strict=True)
+            if row < 0
+        },
     )
-
-
-def _by_path(tree: Any, leaves: Leaves) -> dict[str, Any]:
-    """Return the leaves by path, in the order of the walk."""
-    from jax import tree_util
-
-    read = survey(tree, Rules((), leaves.paths_dialect))
-    in_order = zip(tree_util.tree_leaves(read.tree), tree_util.tree_leaves(tree), strict=True)
-    of_rows = dict(in_order)
-    return {path: of_rows[row] for row, path in enumerate(read.paths)}
 
 
 def _are_arrays(types: set[type]) -> bool:
