@@ -9,7 +9,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._arguments import Tree, in_order, texts
+from shardrules._arguments import Tree, in_order, listed, texts
 from shardrules._correction import Correction, RuleSpec
 from shardrules._jax import trace_state_check
 from shardrules._mesh.memory import moved_inside_jit
@@ -61,8 +61,10 @@ def constrained(tree: Any, rules: RulesLike, mesh: MeshLike | None, keywords: _K
         _check_not_read_once(rules)
         leaves, structure = _names_of_jax().flatten((tree, rules, keywords.names))
         values = tuple([_KEY_OF[type(leaf)](leaf) for leaf in leaves])
-        least = checked_min_size(keywords.min_size)  # None is what the environment says now
-        policy = keywords._replace(min_size=least, names=None)
+        least = keywords.min_size
+        if least is None:  # the environment says how many, and may say otherwise later
+            least = checked_min_size(None)
+        policy = least, keywords.correction, keywords.companions, keywords.optional_axes
         asked = structure, values, mesh, policy, contexts()
         cached = _memory.get(asked)
         key = asked
@@ -221,7 +223,9 @@ def with_sharding_constraint(
     keywords = _Keywords(
         min_size,
         correction,
-        tuple(companions) if isinstance(companions, Iterable) else companions,
+        companions
+        if isinstance(companions, tuple)
+        else listed("companions", companions, "Companions"),
         names,
         texts("optional_axes", optional_axes),
     )

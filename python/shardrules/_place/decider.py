@@ -142,7 +142,11 @@ class BySpecs(Decider):
         self.specs = specs
 
     def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
-        return placements_by_specs(self.parameter, tree, self.specs, mesh, policy)
+        return placements_by_specs(self.parameter, tree, self.specs, mesh, policy)[1]
+
+    def _shardings(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> Any:
+        treedef, placements = placements_by_specs(self.parameter, tree, self.specs, mesh, policy)
+        return treedef.unflatten(placement and placement.sharding for placement in placements)
 
     def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
         from jax import tree_util

@@ -47,8 +47,8 @@ def placements_by_specs(
     specs: Any,
     mesh: MeshLike | None,
     policy: Policy,
-) -> list[Placement | None]:
-    """Return the placement of each leaf; `name` is that of the parameter `specs` in messages."""
+) -> tuple[Any, list[Placement | None]]:
+    """Return (treedef, placements); `name` is that of the parameter `specs` in messages."""
     from jax import tree_util
 
     leaves, treedef = tree_util.tree_flatten(tree)
@@ -66,7 +66,8 @@ def placements_by_specs(
     }
     if any(isinstance(decided, list) for decided in of_kind.values()):
         raise ValueError(_errors(tree, kinds, of_kind, bound))
-    return list(map(of_kind.__getitem__, kinds))  # type: ignore[arg-type]
+    placements: Any = list(map(of_kind.__getitem__, kinds))
+    return treedef, placements
 
 
 def _errors(
