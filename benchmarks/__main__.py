@@ -23,7 +23,7 @@ from benchmarks.scaling import Row
 
 
 def main() -> int:
-    """Prints a table with the garbage collector off, and one with it on."""
+    """Print a table with the garbage collector off, and one with it on."""
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
     console.print("\n".join(environment()))
     console.print(

@@ -27,7 +27,7 @@ CALLS = 200  # constraints in one traced function
 
 
 def rows() -> Iterator[Row]:
-    """Each row's ratio, from medians of interleaved runs."""
+    """Yield each row's ratio, from medians of interleaved runs."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
     with collector(enabled=False), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # eformer's
@@ -108,7 +108,7 @@ def _many(mesh: Mesh) -> Iterator[Row]:
 def _placed_in_turns(
     mesh: Mesh, ways: dict[str, tuple[Any, Any]], leaves: list[Any], shardings: list[Any]
 ) -> Iterator[Row]:
-    """Trees with what decides them, by name, all of these leaves."""
+    """Tree with what decides them, by name, all of these leaves."""
     ours = [partial(sr.shard, tree, given, mesh) for tree, given in ways.values()]
     theirs = partial(jax.device_put, leaves, shardings)
     for what, call in zip(ways, ours, strict=True):
@@ -162,7 +162,7 @@ def _ways_to_decide(tree: Any, mesh: Mesh) -> dict[str, tuple[tuple[Any, ...], A
 
 
 def _inside_jit(what: str, tree: Any, given: tuple[Any, ...], to: Any) -> Row:
-    """A constraint beside JAX's own call, which gets what is decided."""
+    """Return a constraint beside JAX's own call, which gets what is decided."""
     calls = CALLS // len(tree_util.tree_leaves(tree))
 
     def ours(tree: Any) -> Any:

@@ -28,7 +28,7 @@ FAMILY_BARS = {"nnx.State of Params": 0.45, "frozen dataclasses": 0.45}
 
 
 def cases() -> Iterator[Case]:
-    """The cases, each built when its turn comes."""
+    """Yield the cases, each built when its turn comes."""
     deepseek = corpus.manifest(corpus.DEEPSEEK)
     rules = corpus.rules("easydel__deepseek_v2-DeepseekV2Config-v0.0.80")
     tree = deepseek.nested(corpus.abstract)
@@ -72,7 +72,7 @@ def cases() -> Iterator[Case]:
 
 
 def cold_match(rules: Rules, tree: Any) -> Any:
-    """Ours, with rules compiled anew, as they are the first time."""
+    """Our, with rules compiled anew, as they are the first time."""
     return sr.Rules(rules).match(tree)
 
 
@@ -91,7 +91,7 @@ def _matching(name: str, rules: Rules, tree: Any, bars: dict[str, float]) -> Cas
 
 
 def _family(name: str, rules: Rules, tree: Any) -> Case:
-    """The plain loop is there for its result; nobody waits for eformer seven times."""
+    """Return the plain loop is there for its result; nobody waits for eformer seven times."""
     compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
     return Case(
         name=f"match, {name}",
@@ -162,7 +162,7 @@ def after_purge(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def re_loop(compiled: list[tuple[re.Pattern[str], P]], tree: Any) -> Any:
-    """The least that a careful user would write: patterns compiled beforehand, one search each."""
+    """Return what a careful user would write: compiled patterns, one search each."""
 
     def spec_of(path: Any, leaf: Any) -> P:
         if not leaf.shape:
@@ -177,5 +177,5 @@ def re_loop(compiled: list[tuple[re.Pattern[str], P]], tree: Any) -> Any:
 
 
 def cut(spec: P, leaf: Any) -> P:
-    """The spec, no longer than the leaf's rank."""
+    """Return the spec, no longer than the leaf's rank."""
     return P(*tuple(spec)[: leaf.ndim]) if len(spec) > leaf.ndim else spec

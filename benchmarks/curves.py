@@ -38,7 +38,7 @@ class Curve(NamedTuple):
 
 
 def curves() -> Iterator[Curve]:
-    """All curves, each measured when its turn comes, without the garbage collector."""
+    """Yield all curves, each measured when its turn comes, without the garbage collector."""
     for make in (_by_leaves, _by_rules, _by_names):
         with collector(enabled=False):
             yield make()
@@ -100,7 +100,7 @@ def _curve(
 
 
 def _measure(calls: dict[str, Call], size: int, series: dict[str, list[tuple[int, float]]]) -> None:
-    """Adds a point to each series that has not become too slow at the size before."""
+    """Add a point to each series that has not become too slow at the size before."""
     expected = calls["shardrules"]()
     left = {
         name: call
@@ -121,7 +121,7 @@ def _measure(calls: dict[str, Call], size: int, series: dict[str, list[tuple[int
 
 
 def _re2_set(rules: list[tuple[str, P]], tree: Any) -> Any:
-    """All patterns in one automaton of re2, as one would use it for this: the least index wins."""
+    """Return all patterns in one automaton of re2, where the least index wins."""
     options = re2.Options()
     options.max_mem = 1 << 30  # its own bound is too low for 10,000 patterns
     patterns = re2.Set.SearchSet(options)

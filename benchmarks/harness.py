@@ -62,7 +62,7 @@ class Result:
         return {name: median(seconds) for name, seconds in self.rounds.items()}
 
     def ratio(self, reference: str) -> float:
-        """Ours to identity, or a peer to ours: how many times as long the numerator takes.
+        """Our to identity, or a peer to ours: how many times as long the numerator takes.
 
         The median of the rounds' own ratios: a machine that slows down for seconds slows both.
         """
@@ -70,7 +70,7 @@ class Result:
         return median(a / b if reference == "identity" else b / a for a, b in pairs)
 
     def verdict(self) -> str:
-        """Whether each bar is met."""
+        """Return whether each bar is met."""
         words = []
         for reference, bar in self.case.bars.items():
             ratio = self.ratio(reference)
@@ -81,7 +81,7 @@ class Result:
 
 
 def measure(case: Case, *, with_collector: bool, rounds: int = 5, quick_runs: int = 5) -> Result:
-    """Runs everything once to compare results, then times it, interleaved.
+    """Run everything once to compare results, then times it, interleaved.
 
     In each round a peer runs once; ours and identity, which are quick, several times.
     """
@@ -100,7 +100,10 @@ def measure(case: Case, *, with_collector: bool, rounds: int = 5, quick_runs: in
 
 
 def measure_all(cases: Iterable[Case], tell: Callable[[str], None]) -> dict[bool, list[Result]]:
-    """Each case without (False) and with the garbage collector; `tell` hears how far it is."""
+    """Return each case without (False) and with the garbage collector.
+
+    `tell` hears how far it is.
+    """
     results: dict[bool, list[Result]] = {False: [], True: []}
     for case in cases:
         for with_collector, measured in results.items():
@@ -110,7 +113,7 @@ def measure_all(cases: Iterable[Case], tell: Callable[[str], None]) -> dict[bool
 
 
 def interleaved_seconds(calls: list[Call], runs: int) -> list[float]:
-    """The median time of each call, of runs in which all of them take turns."""
+    """Return the median time of each call, of runs in which all of them take turns."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(runs):
         for call, taken in zip(calls, times, strict=True):
@@ -122,7 +125,7 @@ def interleaved_seconds(calls: list[Call], runs: int) -> list[float]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees of specs or shardings are equal."""
+    """Return whether two trees of specs or shardings are equal."""
 
     def flat(tree: Any) -> Any:
         return tree_util.tree_flatten(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))

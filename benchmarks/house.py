@@ -39,7 +39,7 @@ NOUN_STARTS = set(
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     for name, value in figures():
         print(f"{name:55} {value:>10}")
     print(f"\n{'call':40} {'calls':>7} {'functions':>10} {'files':>6}")
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def figures() -> Iterator[tuple[str, Any]]:
-    """Yields what the files of the package count, by name."""
+    """Yield what the files of the package count, by name."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))]
     trees = [ast.parse(text) for text in texts]
     lines = sum(text.count("\n") for text in texts)
@@ -107,7 +107,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def entered() -> Iterator[tuple[str, int, int, int]]:
-    """Yields (call, calls of ours, distinct functions, files) of warm calls of eight leaves."""
+    """Yield (call, calls of ours, distinct functions, files) of warm calls of eight leaves."""
     tree = {f"l{i}": {"kernel": jax.ShapeDtypeStruct((64, 64), "float32")} for i in range(8)}
     arrays = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)
     rules = [("kernel", P("fsdp", "tp")), (".*", P())]
@@ -133,7 +133,7 @@ def entered() -> Iterator[tuple[str, int, int, int]]:
 
 
 def _counted(call: Callable[[], Any]) -> tuple[int, int, int]:
-    """Counts calls into the package, distinct functions and files, of the third call.
+    """Count calls into the package, distinct functions and files, of the third call.
 
     Lambdas, comprehensions and generators do not count.
     """
@@ -142,7 +142,7 @@ def _counted(call: Callable[[], Any]) -> tuple[int, int, int]:
 
 
 def _counted_in_a_process() -> tuple[int, int, int]:
-    """Counts the same of the command in `sys.argv`, with the imports that it makes."""
+    """Count the same of the command in `sys.argv`, with the imports that it makes."""
     code = f"import sys; sys.argv = {sys.argv!r}; from benchmarks.house import main_of_command"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; main_of_command()"],
@@ -153,7 +153,7 @@ def _counted_in_a_process() -> tuple[int, int, int]:
 
 
 def main_of_command() -> None:
-    """Prints what the command in `sys.argv` enters."""
+    """Print what the command in `sys.argv` enters."""
 
     def command() -> None:
         from shardrules._cli import main  # noqa: PLC0415 - its import counts

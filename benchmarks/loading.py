@@ -42,7 +42,7 @@ IN_FLIGHT: Final = 256 << 20
 
 
 def rows(megabytes: int = MEGABYTES) -> Iterator[Row]:
-    """All rows: time and peak of each, and the ratios to ours."""
+    """Yield all rows: time and peak of each, and the ratios to ours."""
     with tempfile.TemporaryDirectory() as folder:
         size = _write(Path(folder), megabytes)
         found = _measured(folder)
@@ -58,7 +58,7 @@ def rows(megabytes: int = MEGABYTES) -> Iterator[Row]:
 
 
 def _write(folder: Path, megabytes: int) -> int:
-    """Writes the checkpoint; returns its bytes."""
+    """Write the checkpoint; returns its bytes."""
     layers = 8
     # 12 * dim^2 elements of 2 bytes in a layer, and 2 * 4 * dim^2 beside them.
     dim = int((megabytes * 2**20 / 2 / (12 * layers + 8)) ** 0.5) // 64 * 64
@@ -167,7 +167,7 @@ def _memory() -> int:
 
 
 def _run(name: str, folder: str) -> None:
-    """Prints [seconds, peak bytes beyond those before, seconds of processors]."""
+    """Print [seconds, peak bytes beyond those before, seconds of processors]."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
     load = LOADERS[name]
     with tempfile.TemporaryDirectory() as small:  # imports and first calls are not counted

@@ -18,7 +18,7 @@ from tests.support.easydel_style import Model
 
 
 def rows() -> Iterator[Row]:
-    """One row for each step from the model's rules to its functions."""
+    """Yield one row for each step from the model's rules to its functions."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(1, 4, 2), ("dp", "fsdp", "tp"))
     tree = corpus.manifest("easydel-deepseek-v3").nested(corpus.abstract)
     model = Model(corpus.rules(RULES), tree, mesh)

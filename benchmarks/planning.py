@@ -28,7 +28,7 @@ BARS = {"plan, then check": 2.0}
 
 
 def rows() -> Iterator[Row]:
-    """All rows, each measured when its turn comes, without this process's garbage collector."""
+    """Yield all rows, each measured in its turn, without the garbage collector."""
     with collector(enabled=False):
         yield from _plans()
         yield from _sweeps()
@@ -113,7 +113,7 @@ def _suggestions() -> Iterator[Row]:
 
 
 def _logical_plans() -> Iterator[Row]:
-    """Plans of 45,000 leaves with logical axis names, beside them and in boxes."""
+    """Plan of 45,000 leaves with logical axis names, beside them and in boxes."""
     rules = sr.LogicalRules(corpus.logical_rules("maxtext__base"), sr.dialects.MAXTEXT)
     tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
     names = jax.tree_util.tree_map(_names_of, tree)
@@ -139,7 +139,7 @@ def _names_of(leaf: Any) -> tuple[str | None, ...]:
 
 
 def _reports() -> Iterator[Row]:
-    """A report of a million leaves that do not fold, in Chromium, if there is one."""
+    """Yield a report of a million leaves that do not fold, in Chromium, if there is one."""
     names = ["".join(letters) for letters in product("abcdefghij", repeat=3)]
     leaf = jax.ShapeDtypeStruct((8, 8), "float32")
     planned = sr.plan(dict.fromkeys(names, dict.fromkeys(names, leaf)), [("", "tp")], {"tp": 4})

@@ -21,7 +21,7 @@ LEAVES = 10_000
 
 
 def rows() -> Iterator[Row]:
-    """All rows, each measured when its turn comes."""
+    """Yield all rows, each measured when its turn comes."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
     layers = attention_layers(LEAVES)
     trees = {"dicts": layers, "nnx.State": families(layers)["nnx.State of Params"]}
@@ -75,7 +75,7 @@ def _placed(plan: sr.Plan) -> Any:
 
 
 def _check_audit(placed: Any, plan: sr.Plan) -> None:
-    """That audit finds nothing, and the one array that is not as planned."""
+    """Return that audit finds nothing, and the one array that is not as planned."""
     leaves, structure = tree_util.tree_flatten(placed)
     is_cut = [any(leaf.sharding.spec) for leaf in leaves]
     wrong = is_cut.index(True)

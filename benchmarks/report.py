@@ -40,7 +40,7 @@ compare ratios. [Performance](performance.md) explains the bars and the missed g
 
 
 def main() -> int:
-    """Measures everything and writes the page."""
+    """Measure everything and writes the page."""
     parts = ["# Benchmarks", "", *(f"- {line}" for line in environment()), METHOD]
     results = measure_all(cases(), partial(print, flush=True))
     for with_collector, measured in results.items():

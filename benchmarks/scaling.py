@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 def rows() -> Iterator[Row]:
-    """All rows, each measured when its turn comes, without the garbage collector."""
+    """Yield all rows, each measured when its turn comes, without the garbage collector."""
     for measure in (_rules_growth, _compiling, _importing, _leaves_growth, _coverage, _bounds):
         with collector(enabled=False):
             yield from measure()
@@ -107,7 +107,7 @@ def _compiling() -> Iterator[Row]:
 
 
 def _importing() -> Iterator[Row]:
-    """The package alone, and with a function, each in a process that has imported numpy."""
+    """Yield the package alone, and with a function, each in a process that has imported numpy."""
     cases = {
         "import shardrules": "",
         "the same for match_partition_rules": ".match_partition_rules",
@@ -142,7 +142,7 @@ def _leaves_growth() -> Iterator[Row]:
 
 
 def _extra_memory(compiled: sr.Rules, tree: Any) -> Iterator[Row]:
-    """What the walk needs at its height beyond the tree that it returns."""
+    """Yield what the walk needs at its height beyond the tree that it returns."""
     clear = Path("/proc/self/clear_refs")
     if not clear.exists():
         return
@@ -162,7 +162,7 @@ def _coverage() -> Iterator[Row]:
 
 
 def _bounds() -> Iterator[Row]:
-    """One search each; `re` is given up after five seconds."""
+    """Yield one search each; `re` is given up after five seconds."""
     for pattern, text in ADVERSARIAL.items():
         rules, compiled = sr.Rules([(pattern, P())]), re.compile(pattern)
         ours = _seconds(lambda rules=rules, text=text: rules.first_match(text), 3)

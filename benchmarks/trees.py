@@ -24,7 +24,7 @@ MakeType = Callable[[str, tuple[str, ...]], Any]
 
 
 def attention_layers(leaves: int) -> dict[str, Any]:
-    """Layers of eight leaves, each with its own dicts, as in a model."""
+    """Layer of eight leaves, each with its own dicts, as in a model."""
     return {
         "layers": {
             str(i): {"attn": {n: {"kernel": LEAF, "bias": LEAF} for n in ATTENTION}}
@@ -34,7 +34,7 @@ def attention_layers(leaves: int) -> dict[str, Any]:
 
 
 def families(nested: dict[str, Any]) -> dict[str, Any]:
-    """The nested dict of arrays as trees of other nodes, by name."""
+    """Return the nested dict of arrays as trees of other nodes, by name."""
     count = jax.ShapeDtypeStruct((), "int32")
     moments = (nested, jax.tree_util.tree_map(lambda leaf: leaf, nested))
     return {
@@ -55,7 +55,7 @@ def _variables(tree: Any) -> Any:
 
 
 def _modules(tree: Any, make: MakeType, types: dict[tuple[str, ...], Any]) -> Any:
-    """Dicts of names become nodes with those fields, one type for each set; numbered ones lists."""
+    """Turn dicts into nodes: those of names become nodes with those fields, one type for each set; numbered ones lists."""
     if not isinstance(tree, dict):
         return tree
     children = {key: _modules(child, make, types) for key, child in tree.items()}

@@ -22,7 +22,7 @@ _LOADED = re.compile(
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Each notebook gets a page of its name, beside the notebook itself."""
+    """Return each notebook gets a page of its name, beside the notebook itself."""
     for file in [one for one in files if one.src_uri.endswith(".ipynb")]:
         page = MarkdownExporter().from_filename(file.abs_src_path)[0]
         name = Path(file.src_uri).name
@@ -33,7 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """A page that loads anything from another host is an error."""
+    """Return a page that loads anything from another host is an error."""
     found = _LOADED.search(output)
     if found:
         raise PluginError(f"{page.file.src_uri} loads something from elsewhere: {found[0]}")
@@ -44,7 +44,7 @@ class ExampleSections(griffe.Extension):
     """Our docstrings say `Example:`, as Google's style guide does; griffe knows `Examples:`."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Renames the section."""
+        """Rename the section."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(
                 r"^Example:$", "Examples:", obj.docstring.value, flags=re.M

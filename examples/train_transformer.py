@@ -86,7 +86,7 @@ OPTIMIZER = optax.adamw(3e-3, weight_decay=1e-4)
 
 
 def init(key: jax.Array) -> State:
-    """The state before the first step."""
+    """Return the state before the first step."""
     params = MODULE.init(key, jnp.zeros((BATCH, LENGTH), jnp.int32))["params"]
     return State(params, OPTIMIZER.init(params))
 
@@ -99,7 +99,7 @@ def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def train_step(state: State, key: jax.Array) -> tuple[State, jax.Array]:
-    """One step on a new random batch; also its loss."""
+    """Return one step on a new random batch; also its loss."""
     half = jax.random.randint(key, (BATCH, LENGTH // 2), 0, VOCAB)
     tokens = sr.with_sharding_constraint(jnp.concatenate([half, half], axis=1), P("fsdp"))
     loss, gradients = jax.value_and_grad(loss_of)(state.params, tokens)
@@ -108,7 +108,7 @@ def train_step(state: State, key: jax.Array) -> tuple[State, jax.Array]:
 
 
 def train(steps: int, fsdp: int, tp: int) -> tuple[State, list[float]]:
-    """The state after the steps, on a mesh of fsdp * tp host devices; and the losses."""
+    """Return the state after the steps, on a mesh of fsdp * tp host devices; and the losses."""
     devices = jax.devices("cpu")[: fsdp * tp]
     mesh = jax.make_mesh((fsdp, tp), ("fsdp", "tp"), (AxisType.Auto,) * 2, devices=devices)
     with jax.set_mesh(mesh):  # from here on, no function needs a mesh argument
@@ -125,7 +125,10 @@ def train(steps: int, fsdp: int, tp: int) -> tuple[State, list[float]]:
 
 
 def print_shardings(params: Any) -> None:
-    """Per parameter, the rule's spec and what the array has; layers after the first left out."""
+    """Return per parameter, the rule's spec and what the array has.
+
+    Layers after the first left out.
+    """
     wanted = jax.tree.leaves(sr.match_partition_rules(RULES, params))
     for (path, array), spec in zip(jax.tree.leaves_with_path(params), wanted, strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -136,7 +139,7 @@ def print_shardings(params: Any) -> None:
 
 
 def main(steps: int = 40) -> tuple[State, list[float]]:
-    """Trains on 8 host devices, prints what was decided and the losses, and returns them."""
+    """Train on 8 host devices, prints what was decided and the losses, and returns them."""
     jax.config.update("jax_num_cpu_devices", 8)
     state, losses = train(steps, fsdp=2, tp=4)
     print_shardings(state.params)

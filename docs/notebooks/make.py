@@ -73,7 +73,7 @@ better.sweep(hbm=100 * 10**6, gradients="bfloat16", optimizer=("float32", "float
 
 
 def main() -> None:
-    """Cells in turn: Markdown if it does not look like code."""
+    """Cell in turn: Markdown if it does not look like code."""
     notebook = new_notebook(
         metadata={
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}

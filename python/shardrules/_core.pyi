@@ -98,7 +98,7 @@ def resolve_all(
     """Of each leaf make(names, shape), from the memo where it was asked before."""
 
 def values_beside(rows: Any, values: Any, leaves: int, /) -> list[Any] | None:
-    """What `values`, a tree like `rows`, has for each leaf, by the leaf's number in `rows`.
+    """Return what `values`, a tree like `rows`, has for each leaf, by its number in `rows`.
 
     None if the trees differ, or have other nodes than dicts, lists and tuples.
     """
@@ -202,7 +202,7 @@ class RuleSet:
         tuple[int, list[tuple[str, tuple[int, Any]]]],
         tuple[int, list[tuple[str, Any]]],
     ]:
-        """The fields of `shardrules._rules.matcher.WalkResult`."""
+        """Return the fields of `shardrules._rules.matcher.WalkResult`."""
 
     def survey(
         self,

@@ -356,7 +356,7 @@ class Fsdp:
 def largest_dim(
     dims: list[int], shape: tuple[int, ...], parts: int, units: Sequence[int] = ()
 ) -> tuple[int, bool]:
-    """(the largest of these dimensions that can be cut into parts, True); or the largest, False."""
+    """Find (the largest dimension that can be cut into parts, True), or (the largest, False)."""
     # Of equal sizes the last comes first, as in a stable argsort that is reversed.
     by_size = sorted(dims, key=lambda dim: (shape[dim], dim), reverse=True)
     for dim in by_size:

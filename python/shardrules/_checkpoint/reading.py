@@ -174,7 +174,7 @@ class Reader:
     def sample(self, name: str) -> bytes:
         """Read some bytes in the middle of an array."""
         array = self.arrays[name]
-        layout = _Layout(array)
+        layout = _StoredLayout(array)
         size = layout.dtype.itemsize * prod(array.shape)
         data = bytearray(min(size, _SAMPLE))
         if data:
@@ -188,7 +188,7 @@ class Reader:
         Raises:
             FileError: The file has changed, or cannot be read.
         """
-        layout = _Layout(self.arrays[name])
+        layout = _StoredLayout(self.arrays[name])
         direct: dict[Box, BoxRequest] = {}
         staged: list[BoxRequest] = []
         for request in requests:
@@ -206,10 +206,10 @@ class Reader:
             self._fill_directly(file, layout, list(direct.values()))
 
     def _fill_directly(
-        self, file: _OpenFile, layout: _Layout, requests: Sequence[BoxRequest]
+        self, file: _OpenFile, layout: _StoredLayout, requests: Sequence[BoxRequest]
     ) -> None:
         """Fill boxes that lie as in the file; neighbours in the file are read in one call."""
-        views = [_bytes_of(request.into.reshape(-1).view(np.uint8)) for request in requests]
+        views = [_byte_range_of(request.into.reshape(-1).view(np.uint8)) for request in requests]
         ranges = [layout.ranges(request.box) for request in requests]
         counts = list(map(len, ranges))
         if not sum(counts):
@@ -234,14 +234,14 @@ class Reader:
                 self._read(file, int(begins[order[i]]), buffers)
 
     def _fill_staged(
-        self, file: _OpenFile, layout: _Layout, box: Box, together: Sequence[BoxRequest]
+        self, file: _OpenFile, layout: _StoredLayout, box: Box, together: Sequence[BoxRequest]
     ) -> None:
         item_bytes = layout.dtype.itemsize
         staging = self._staging()
         for part in _chunks(box, item_bytes):
             shape = box_shape(part)
             rows = staging[: prod(shape) * item_bytes]
-            view, size = _bytes_of(rows), layout.range_bytes(part)
+            view, size = _byte_range_of(rows), layout.range_bytes(part)
             for i, begin in enumerate(layout.ranges(part).tolist()):
                 self._read(file, begin, [view[i * size : (i + 1) * size]])
             values = rows.view(layout.dtype).reshape(shape)
@@ -301,7 +301,7 @@ class Reader:
             self._files.pop(idle).close(is_checked=True)
 
 
-def _bytes_of(array: Any) -> memoryview:
+def _byte_range_of(array: Any) -> memoryview:
     return memoryview(array)
 
 
@@ -340,7 +340,7 @@ else:  # Windows
             return file.raw.readinto(buffers[0]) or 0
 
 
-class _Layout:
+class _StoredLayout:
     """Places of the elements of a stored array, in row-major order."""
 
     def __init__(self, array: ArraySpec) -> None:

@@ -99,7 +99,7 @@ def _program(
     def make(sources: list[Any], scales: list[Any], starts: list[Any]) -> Any:
         result = None
         for part_form, source, scale, start in zip(forms, sources, scales, starts, strict=True):
-            values = _scaled(jnp, jnp.asarray(source), scale, part_form.blocks)
+            values = _scaled_on_devices(jnp, jnp.asarray(source), scale, part_form.blocks)
             if part_form.sizes != values.shape:
                 values = jax.lax.dynamic_slice(values, list(start), part_form.sizes)
             axes, order, part = part_form.form
@@ -124,7 +124,7 @@ def _blank(shape: tuple[int, ...], values: Any) -> Any:
     return jnp.broadcast_to(values.reshape(-1)[0], shape)
 
 
-def _scaled(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
+def _scaled_on_devices(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
     if not blocks:
         return values
     for dim, (block, size) in enumerate(zip(blocks, values.shape, strict=True)):
@@ -332,7 +332,7 @@ def _moves(
         if decided is not None and rules is target:
             rules = tree_util.tree_unflatten(tree_util.tree_structure(target), decided)
         if renames or isinstance(rules, Plan):
-            return _by_paths(tree, rules, deciding, renames, dtype)
+            return _moves_by_paths(tree, rules, deciding, renames, dtype)
         leaves, _, decided = requested_shardings(tree, rules, **deciding)
     else:
         policy_for(BySpecs("rules", decided), **keywords)
@@ -411,7 +411,7 @@ def _as_they_are(
         i: _Move(
             sharding,
             np.shape(leaves[i]),
-            _bytes(leaves[i], of_leaf[i]),
+            _moved_bytes_of(leaves[i], of_leaf[i]),
             (i,),
             partial(converted, leaves[i], of_leaf[i]),
         )
@@ -430,7 +430,7 @@ def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
     return [i for i, path in enumerate(paths) if path in scales]
 
 
-def _bytes(leaf: Any, dtype: str | None) -> int:
+def _moved_bytes_of(leaf: Any, dtype: str | None) -> int:
     """Count the bytes of the array that a leaf becomes."""
     dtype_of_leaf = getattr(leaf, "dtype", None)
     if dtype_of_leaf is None:
@@ -441,7 +441,7 @@ def _bytes(leaf: Any, dtype: str | None) -> int:
     return -(-bits // 8)
 
 
-def _by_paths(
+def _moves_by_paths(
     tree: Any,
     rules: Any,
     deciding: Mapping[str, Any],

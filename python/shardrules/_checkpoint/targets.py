@@ -147,7 +147,7 @@ def targets_of(
         if rename.path is None or name in scales:
             continue
         try:
-            for path, part in _parts(name, arrays[name].shape, rename, shapes):
+            for path, part in _parts_of_target(name, arrays[name].shape, rename, shapes):
                 parts_of[path].append(part)
         except _MisfitError as error:
             problems.add(str(error), name)
@@ -181,7 +181,7 @@ def _scale_name(name: str, rename: Rename) -> str:
     return re.sub(rename.pattern, rename.scale or "", name, count=1)
 
 
-def _parts(
+def _parts_of_target(
     name: str, shape: Shape, rename: Rename, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, SourcePart]]:
     """Yield (path, part) for each part of the array.
@@ -206,7 +206,7 @@ def _parts(
     parts: list[tuple[str, dict[str, int], dict[str, int]]] = []
     for numbers in product(*map(range, counts.values())):
         unstacked = dict(zip(counts, numbers, strict=True))
-        part_path = _filled(path, rename, unstacked)
+        part_path = _filled_stack(path, rename, unstacked)
         of_axes = _sizes(rename, {**stacked, **unstacked}, counts, shape, shapes.get(part_path))
         parts.append((part_path, unstacked, of_axes))
     starts = [_starts(group, shape[dim], counts, parts) for dim, group in enumerate(dims.source)]
@@ -255,7 +255,7 @@ def _count(rename: Rename, axis: str, dims: Arrangement, shape: Shape) -> int:
     return size_of_axis
 
 
-def _filled(path: str, rename: Rename, unstacked: Mapping[str, int]) -> str:
+def _filled_stack(path: str, rename: Rename, unstacked: Mapping[str, int]) -> str:
     for axis, number in unstacked.items():
         words = _words(rename, axis)
         path = path.replace(f"{{{axis}}}", str(number) if words is None else words[number])

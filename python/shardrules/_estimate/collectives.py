@@ -183,7 +183,7 @@ def gradient_rows(
 def _reductions(
     cut: CutPart, schedule: Schedule, others: set[str], full: int
 ) -> Iterator[tuple[CollectiveKind, Iterable[str], int]]:
-    """(collective, axes, payload) of gradients of so many bytes, `others` beside `cut.gathered`."""
+    """Yield (collective, axes, payload) of gradients; `others` are axes beside `cut.gathered`."""
     yield schedule.reduce, cut.gathered, full
     full //= cut.devices(cut.gathered)
     zero1 = schedule.zero1

@@ -183,7 +183,7 @@ class Transmission(NamedTuple):
 
 
 def merged(rows: Iterable[Row], axis_sizes: Mapping[str, int]) -> tuple[Transmission, ...]:
-    """(collective, axes, purpose, count, payload) rows, those that are alike as one.
+    """Merge (collective, axes, purpose, count, payload) rows that are alike.
 
     Rows over a single device, or without bytes, are left out. Those of parameters come first, those
     that send most first of their own.

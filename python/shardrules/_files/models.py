@@ -173,7 +173,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _arrays(path: Path, leaves: dict[str, ArraySpec], name: object = None) -> Arrays:
+def _arrays_in(path: Path, leaves: dict[str, ArraySpec], name: object = None) -> Arrays:
     stem = Path(path.name.removesuffix(safetensors.INDEX_SUFFIX).removesuffix(".gz")).stem
     separator = "/" if "/" in "".join(leaves) else "."
     return Arrays(name if isinstance(name, str) else stem, leaves, separator, path=path)
@@ -191,7 +191,7 @@ class SafetensorsFiles:
 
     def read(self, path: Path, make: ArraySpecs) -> Arrays:
         if not path.is_dir():
-            return _arrays(path, safetensors.read_header(path, make))
+            return _arrays_in(path, safetensors.read_header(path, make))
         name = path.resolve().name
         files, indexes = (sorted(path.glob(f"*{end}")) for end in _SAFETENSORS)
         if len(indexes) > 1:
@@ -201,7 +201,7 @@ class SafetensorsFiles:
             )
         if indexes:
             return ArraysInJson().read(indexes[0], make)._replace(name=name)
-        return _arrays(path, safetensors.read_files(path, files, make), name)
+        return _arrays_in(path, safetensors.read_files(path, files, make), name)
 
 
 class OrbaxDirectory:
@@ -259,7 +259,7 @@ class ArraysInJson:
                 f"{_descriptions()}"
             )
         names = content.get("logical_axes")
-        arrays = _arrays(path, leaves, content.get("model"))
+        arrays = _arrays_in(path, leaves, content.get("model"))
         return (
             arrays if names is None else arrays._replace(logical_axes=_names(path, names, leaves))
         )

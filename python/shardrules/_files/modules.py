@@ -49,7 +49,7 @@ def load_object(text: str) -> Any:
         return value()
     except (Exception, SystemExit) as error:
         raise FileError(
-            f"{text}: the call of {form['name']}() has raised {_shown(error)}; it must work "
+            f"{text}: the call of {form['name']}() has raised {_object_shown(error)}; it must work "
             "without arguments"
         ) from error
 
@@ -72,7 +72,7 @@ def _module(text: str, name: str) -> Any:
                 "that has it"
             ) from error
         raise FileError(
-            f"{text}: the import of {name!r} has raised {_shown(error)}; it must be importable"
+            f"{text}: the import of {name!r} has raised {_object_shown(error)}; it must be importable"
         ) from error
 
 
@@ -85,5 +85,5 @@ def _attribute(text: str, module: Any, name: str) -> Any:
         ) from error
 
 
-def _shown(error: BaseException) -> str:
+def _object_shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -62,7 +62,7 @@ def read_model(
     splits = nested if nested is None else boolean("nested", nested)
     with memory_within(integer("max_memory", max_memory, what="a number of bytes")):
         arrays = read_arrays(_file(path))
-        structs = {leaf: _abstract(leaf) for leaf in set(arrays.leaves.values())}
+        structs = {leaf: _abstract_array(leaf) for leaf in set(arrays.leaves.values())}
         leaves = {name: structs[leaf] for name, leaf in arrays.leaves.items()}
         if splits or (splits is None and arrays.separator == "/"):
             return in_levels(arrays._replace(leaves=leaves))
@@ -155,7 +155,7 @@ def read_hardware(path: str | os.PathLike[str]) -> Hardware:
         raise FileError(f"{file}: {error}") from None
 
 
-def _abstract(leaf: ArraySpec) -> Any:
+def _abstract_array(leaf: ArraySpec) -> Any:
     import ml_dtypes
     from jax import ShapeDtypeStruct
 

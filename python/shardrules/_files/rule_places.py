@@ -56,7 +56,7 @@ def rule_places(source: str, rules: int) -> RulePlaces:
     return RulePlaces(source, tuple(lines) if len(lines) == rules else ())
 
 
-def _line_at(text: str, place: int) -> int:
+def _line_of_offset(text: str, place: int) -> int:
     return text.count("\n", 0, place) + 1
 
 
@@ -66,7 +66,7 @@ def _toml_lines(text: str) -> Iterator[int]:
         starts: Iterator[int] = _items_of(bare, rules.end())
     else:
         starts = (rules.end() for rules in _TABLES.finditer(bare))
-    return (_line_at(bare, start) for start in starts)
+    return (_line_of_offset(bare, start) for start in starts)
 
 
 def _items_of(bare: str, start: int) -> Iterator[int]:
@@ -91,7 +91,7 @@ def _json_lines(text: str) -> Iterator[int]:
         at = next(
             value for (begin, end), (value, _) in keys if json.loads(text[begin:end]) == "rules"
         )
-    return (_line_at(text, begin) for begin, _ in json_spans(text, at))
+    return (_line_of_offset(text, begin) for begin, _ in json_spans(text, at))
 
 
 def json_spans(text: str, at: int) -> list[tuple[int, int]]:

@@ -41,7 +41,7 @@ _CHARACTER: Final = re.compile(r"[^\n]")
 
 
 def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
-    """Parses bytes of a file as TOML.
+    """Parse bytes of a file as TOML.
 
     Raises:
         FileError: They are not TOML, or a key has too many levels.
@@ -60,7 +60,7 @@ def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def without_strings(text: str) -> str:
-    """Makes strings underscores and comments spaces, of the same length and lines."""
+    """Make strings underscores and comments spaces, of the same length and lines."""
 
     def blank(text: re.Match[str]) -> str:
         return _CHARACTER.sub(" " if text[0].startswith("#") else "_", text[0])
@@ -83,7 +83,7 @@ COMPANION_KEYS: Final = ("stacked", "companions", "unstacked")
 def companions_in(
     where: str, table: Mapping[str, Any], also: Mapping[str, list[str]]
 ) -> tuple[Companion, ...]:
-    """Reads the companions of a rule file.
+    """Read the companions of a rule file.
 
     Raises:
         FileError: An entry is invalid.
@@ -179,7 +179,7 @@ def read_rules(
     dialect: Dialect | LogicalDialect | None = None,
     companions: Mapping[str, list[str]] = _NO_COMPANIONS,
 ) -> RuleFile:
-    """Reads the rules in a file or of a module.
+    """Read the rules in a file or of a module.
 
     Args:
         source: A .toml file; a JSON file, which may be gzipped; MaxText's .yml or .yaml; or
@@ -281,7 +281,7 @@ def _check_no_companions(where: object, companions: Mapping[str, list[str]]) -> 
 
 
 def _logical_dialect(where: object, dialect: object, name: object) -> LogicalDialect:
-    """Returns the dialect, or else the one of this name."""
+    """Return the dialect, or else the one of this name."""
     if isinstance(dialect, LogicalDialect):
         return dialect
     if dialect is not None:
@@ -312,7 +312,7 @@ def _dialect(path: Path, name: object) -> Dialect:
 
 
 def _correction(where: str, base: Correction, table: object) -> Correction:
-    """Replaces fields of `base` by those of the table."""
+    """Replace fields of `base` by those of the table."""
     if not isinstance(table, dict):
         raise FileError(f"{where}: it is {shown(table)}; write a table, as {{pad = false}}")
     _check_table(where, table, _CORRECTION_KEYS)
@@ -360,7 +360,7 @@ def _check_length(where: str, pattern: object) -> None:
 
 
 def _file_pattern(where: str, pattern: object, flags: object) -> object:
-    """Returns the pattern for `Rules`, which itself checks a pattern without flags."""
+    """Return the pattern for `Rules`, which itself checks a pattern without flags."""
     if flags == "":
         return pattern
     if not isinstance(flags, str) or not set(flags) <= _FLAGS.keys():
@@ -378,7 +378,7 @@ def _regex(where: str, pattern: str, flags: int) -> re.Pattern[str]:
 
 
 def _file_spec(where: str, spec: object) -> object:
-    """Returns None, a tuple of entries, or the value of `fsdp`."""
+    """Return None, a tuple of entries, or the value of `fsdp`."""
     if spec is None:
         return None
     if isinstance(spec, dict):
@@ -390,7 +390,7 @@ def _file_spec(where: str, spec: object) -> object:
 
 
 def _fsdp(where: str, table: dict[str, Any]) -> Fsdp:
-    """Calls `fsdp` with the arguments in a table."""
+    """Call `fsdp` with the arguments in a table."""
     _check_table(f"{where}: spec", table, _FSDP_KEYS)
     if "fsdp" not in table:
         raise FileError(f'{where}: spec has no fsdp; write the mesh axis, as {{fsdp = "fsdp"}}')

@@ -316,7 +316,7 @@ class SpecOnMesh:
     def _words_of_absent(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
         meant = ", ".join(map(repr, self.meant(lost)))
         hint = f" (did you mean {meant}?)" if meant else ""
-        message = f"the mesh has no {_axes_shown(lost.axes)}{hint}"
+        message = f"the mesh has no {_lost_axes_shown(lost.axes)}{hint}"
         it = "it" if len(lost.axes) == 1 else "them"
         fix = (
             f"rename {it}, add {it} to the mesh, or declare that a mesh may lack {it}: "
@@ -333,7 +333,7 @@ class SpecOnMesh:
 
     def _words_of_optional(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
         it = "it" if len(lost.axes) == 1 else "them"
-        message = f"the mesh has no {_axes_shown(lost.axes)}, which alone the spec is without"
+        message = f"the mesh has no {_lost_axes_shown(lost.axes)}, which alone the spec is without"
         return message, f"leave it so, add {it} to the mesh, or take {it} out of the rule"
 
     def _words_of_duplicate(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
@@ -406,7 +406,7 @@ def _numbered(cuts: list[list[Cut]]) -> list[list[tuple[str, int]]]:
     return numbered
 
 
-def _axes_shown(axes: tuple[str, ...]) -> str:
+def _lost_axes_shown(axes: tuple[str, ...]) -> str:
     return f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(repr, axes))}"
 
 
@@ -487,7 +487,7 @@ class SpecByShape:
         """Return the spec for arrays of this shape and dtype; None if `errors` has reasons."""
         try:
             bits = None if dtype is None else given_bits("dtype", dtype)
-            return self.for_array(_checked(shape), bits)[0]
+            return self.for_array(_checked_entries(shape), bits)[0]
         except ValueError as error:
             self._failed(shape, [str(error)])
             return None
@@ -502,7 +502,7 @@ class SpecByShape:
         return iter(self._errors.get(shape, ()))
 
 
-def _checked(shape: tuple[Any, ...]) -> tuple[int, ...]:
+def _checked_entries(shape: tuple[Any, ...]) -> tuple[int, ...]:
     try:
         sizes = tuple(map(operator.index, shape))
     except TypeError:

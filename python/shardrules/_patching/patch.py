@@ -337,7 +337,7 @@ def unpatch() -> None:
 
 
 def _originals(name: str) -> list[tuple[_Function, _Function]]:
-    """(function, our function) pairs of a library, for functions that are not replaced yet."""
+    """Return (function, our function) pairs of a library for functions not replaced yet."""
     library = _LIBRARIES.get(name)
     if library is None:
         accepted = ", ".join(map(repr, _LIBRARIES))

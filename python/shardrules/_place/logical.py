@@ -278,7 +278,9 @@ def resolved(
         names = list(map(forms.names_of, leaves))
     answers = resolve_all(names, shapes, {}, make)
     if isinstance(make, ErrorCollector):
-        make.check(lambda: zip(_paths(tree, find), names, shapes or repeat(None), strict=False))
+        make.check(
+            lambda: zip(_array_paths(tree, find), names, shapes or repeat(None), strict=False)
+        )
     if names is not leaves:
         answers = [
             # As in flax.nnx.get_partition_spec, a Variable holds the result.
@@ -288,7 +290,7 @@ def resolved(
     return tree_util.tree_unflatten(treedef, answers)
 
 
-def _paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[str]:
+def _array_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[str]:
     from jax import tree_util
 
     leaves = tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]

@@ -68,7 +68,7 @@ def shardings_by_rules(
     tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy, *, may_factor: bool = True
 ) -> Any:
     """Return the tree with each leaf replaced by the NamedSharding of its rule on the mesh."""
-    on_mesh = _bound(tree, matcher, mesh, policy, may_factor)
+    on_mesh = _bound_rules(tree, matcher, mesh, policy, may_factor)
     return _decided(tree, matcher, on_mesh, on_mesh.shardings, policy.min_size)
 
 
@@ -78,7 +78,7 @@ def placements_by_rules(
     """Return the placement of each leaf, in the order of JAX's leaves."""
     from jax import tree_util
 
-    on_mesh = _bound(tree, matcher, mesh, policy)
+    on_mesh = _bound_rules(tree, matcher, mesh, policy)
     placements = _decided(tree, matcher, on_mesh, on_mesh.placements, policy.min_size)
     return tree_util.tree_leaves(placements)
 
@@ -90,7 +90,7 @@ def _decided(
     return decided_tree(matcher, decided, functools.partial(_misfits_message, on_mesh))
 
 
-def _bound(
+def _bound_rules(
     tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy, may_factor: bool = True
 ) -> _OnMesh:
     """Return the rules on the mesh; with indivisible="factor", on the parts that the leaves need.

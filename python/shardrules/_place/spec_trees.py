@@ -152,7 +152,7 @@ def broadcast_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]
         node: Any = structure  # JAX's types do not know its methods
         parts = node.flatten_up_to(tree)
     except (TypeError, ValueError) as error:
-        place = _misfit(specs, tree, "") or str(error).splitlines()[0][:200]
+        place = _misfit_error(specs, tree, "") or str(error).splitlines()[0][:200]
         raise ValueError(
             f"{name}: the tree of specs does not fit the tree: {place}; give one of the same "
             "structure, or one that ends earlier; rules are (pattern, spec) pairs"
@@ -174,7 +174,7 @@ def _leaves_alike(specs: Any, treedef: Any) -> list[Any] | None:
     return None
 
 
-def _misfit(specs: Any, tree: Any, path: str) -> str | None:
+def _misfit_error(specs: Any, tree: Any, path: str) -> str | None:
     """Return the first place where a tree of specs is not a prefix of the tree."""
     here, there = _children(specs, is_spec), _children(tree, lambda node: node is None)
     if here is None:
@@ -190,7 +190,7 @@ def _misfit(specs: Any, tree: Any, path: str) -> str | None:
             f"{at} the specs have {with_article(type(specs).__name__)}, and the tree "
             f"{with_article(type(tree).__name__)}"
         )
-    deeper = (_misfit(spec, there[key], path + key) for key, spec in here.items())
+    deeper = (_misfit_error(spec, there[key], path + key) for key, spec in here.items())
     return next(filter(None, deeper), None)
 
 

@@ -24,7 +24,7 @@ _NUMBER: Final = re.compile(r"[0-9]+$")
 
 
 def use_of(axis: str) -> AxisUse | None:
-    """Reads what an axis is for from the first word of its name that tells; None if none does.
+    """Read what an axis is for from the first word of its name that tells; None if none does.
 
     Example:
         >>> [use_of(axis) for axis in ("fsdp_0", "dcn_data", "tensor_sequence", "PP2", "x")]
@@ -35,7 +35,7 @@ def use_of(axis: str) -> AxisUse | None:
 
 
 def uses_of(axes: Iterable[str]) -> dict[str, AxisUse]:
-    """Says what each axis of a mesh is for. One of another name cuts weights, as fsdp does.
+    """Say what each axis of a mesh is for. One of another name cuts weights, as fsdp does.
 
     If none cuts weights by its name, the first of those for batches does, as big_vision's and
     openpi's `data` do.
@@ -47,12 +47,12 @@ def uses_of(axes: Iterable[str]) -> dict[str, AxisUse]:
 
 
 def is_gathered(axis: str) -> bool:
-    """Says whether devices surely gather the weights that the axis cuts before they use them."""
+    """Say whether devices surely gather the weights that the axis cuts before they use them."""
     return use_of(axis) in ("fsdp", "data")
 
 
 def data_axes_among(axes: Iterable[str]) -> tuple[str, ...]:
-    """Lists the axes that split the tokens of a batch; tensor axes and stages do not.
+    """List the axes that split the tokens of a batch; tensor axes and stages do not.
 
     Those of experts do, as in MaxText, in all that is no expert. Each function that guesses by this
     takes an argument with the true axes, and says what it guessed.
@@ -66,7 +66,7 @@ def data_axes_among(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def expert_axes_among(axes: Iterable[str]) -> tuple[str, ...]:
-    """Lists the axes that are for experts.
+    """List the axes that are for experts.
 
     Example:
         >>> expert_axes_among(["fsdp", "ep"])

@@ -95,12 +95,12 @@ class Link(NamedTuple):
 
 
 def base_path(companion: Companion, path: str) -> str:
-    """Returns the path of the base of the leaf of this path."""
+    """Return the path of the base of the leaf of this path."""
     return re.sub(companion.pattern, companion.base, path, count=1)
 
 
 def fits_rank(companion: Companion, rank: int) -> bool:
-    """Tells whether leaves of this rank can follow their base so."""
+    """Tell whether leaves of this rank can follow their base so."""
     if callable(companion.dims):
         return True
     named, is_open = named_dims(companion.dims)
@@ -109,7 +109,7 @@ def fits_rank(companion: Companion, rank: int) -> bool:
 
 
 def check_dims(dims: Dims) -> None:
-    """Checks that each is a dimension, None, a mesh axis or a tuple of them, or a final ellipsis.
+    """Check that each is a dimension, None, a mesh axis or a tuple of them, or a final ellipsis.
 
     Raises:
         ValueError: One is not.
@@ -123,7 +123,7 @@ def check_dims(dims: Dims) -> None:
 
 
 def named_dims(dims: Dims) -> tuple[tuple[Dim, ...], bool]:
-    """Returns the dims before the ellipsis, and whether there is one."""
+    """Return the dims before the ellipsis, and whether there is one."""
     named = tuple(dim for dim in dims if dim is not ...)
     return named, len(named) < len(dims)
 
@@ -137,7 +137,7 @@ def _is_dim(dim: object) -> bool:
 
 
 def _base_spans(sizes: Shape, base: Shape) -> list[tuple[int, int]] | None:
-    """Finds the leftmost dimensions of the base that each size is; several if they are merged."""
+    """Find the leftmost dimensions of the base that each size is; several if they are merged."""
     spans: list[tuple[int, int]] = []
     start, end = 0, len(base)
     for size in sizes:
@@ -176,7 +176,7 @@ def _constant(
     dims: Dims | Callable[[Shape, Shape | None], tuple[Dim, ...]] = (...,),
     blocks: tuple[int, ...] = (),
 ) -> Companion:
-    """Makes a record of a table below, without the checks of what users give."""
+    """Make a record of a table below, without the checks of what users give."""
     record = object.__new__(Companion)
     for name, value in zip(Companion.__slots__, (pattern, base, dims, blocks), strict=True):
         object.__setattr__(record, name, value)
@@ -239,7 +239,7 @@ DeepSeek's `weight_scale_inv`; `qweight`, `qzeros`, `scales` and `g_idx` of GPTQ
 def stacked(
     at: str, layer: str | None = None, *, axis: int = 0, mesh_axis: str | None = None
 ) -> Companion:
-    r"""Applies rules for single layers to a tree of stacked ones, as `jax.lax.scan` needs them.
+    r"""Apply rules for single layers to a tree of stacked ones, as `jax.lax.scan` needs them.
 
     Args:
         at: The path of the stack, without what is above it: `decoder/layers`. "" is the root: each
@@ -278,7 +278,7 @@ def stacked(
 
 
 def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
-    r"""Applies rules for stacked layers to a tree of single ones: the inverse of `stacked`.
+    r"""Apply rules for stacked layers to a tree of single ones: the inverse of `stacked`.
 
     Args:
         at: The path of the stack that the rules are for, without what is above it. "" is the root.

@@ -214,10 +214,10 @@ def _content_changed(before: list[Any], after: list[Any]) -> Iterator[str]:
 
 def _comparable(rules: AnyRules) -> list[tuple[Any, ...]]:
     """Return per rule what is equal for equal rules, however they are given."""
-    return list(map(_path_rule, rules)) if isinstance(rules, Rules) else list(rules)
+    return list(map(_rule_shown, rules)) if isinstance(rules, Rules) else list(rules)
 
 
-def _path_rule(rule: tuple[Any, Any]) -> tuple[Any, ...]:
+def _rule_shown(rule: tuple[Any, Any]) -> tuple[Any, ...]:
     pattern, spec = rule
     rule_spec_ = rule_spec(spec)
     if isinstance(pattern, re.Pattern):

@@ -43,7 +43,7 @@ class Estimates(Columns):
         optimizer_memory_kind: MemoryKind | None = None,
         activations: Self | None = None,
     ) -> DeviceBytes:
-        """Counts the bytes on each device and in the host's memory, uneven shards included.
+        """Count the bytes on each device and in the host's memory, uneven shards included.
 
         `DeviceBytes` says which leaves count as parameters, as the optimizer's or as activations.
 
@@ -95,7 +95,7 @@ class Estimates(Columns):
         efficiency: float = 1.0,
         schedule: Mapping[str, Any] | None = None,
     ) -> Sweep:
-        """Puts the leaves and rules on many meshes: bytes per device, what fits, time of a step.
+        """Put the leaves and rules on many meshes: bytes per device, what fits, time of a step.
 
         Args:
             meshes: The meshes, each of which may lack axes of the others. Default: all
@@ -208,7 +208,7 @@ class Estimates(Columns):
         optimizer_memory_kind: MemoryKind | None = None,
         schedule: Mapping[str, Any] | None = None,
     ) -> StepTime:
-        """Estimates the time of a training step on hardware by a roofline.
+        """Estimate the time of a training step on hardware by a roofline.
 
         The hardware page says how, and what is left out. It is a lower bound for comparing meshes.
 
@@ -269,7 +269,7 @@ class Estimates(Columns):
         capacity_factor: float = 1.0,
         roles: Mapping[str, Sequence[DimRole]] | None = None,
     ) -> Traffic:
-        """Counts the bytes that each device sends in a training step, by axes and collective.
+        """Count the bytes that each device sends in a training step, by axes and collective.
 
         Parameters and gradients are exact under this schedule: what batch axes cut is gathered over
         them for each use, and its gradient reduced over them; what other axes cut is used as it
@@ -328,13 +328,13 @@ class Estimates(Columns):
 
 
 def _check_unused(**is_set: bool) -> None:
-    """Checks that none of these arguments is set, which are for the time of a step."""
+    """Check that none of these arguments is set, which are for the time of a step."""
     if names := [name for name, value in is_set.items() if value]:
         raise ValueError(f"{names[0]}: it is for the time of a step, which needs tokens=")
 
 
 def room_of(hbm: int | None, host_memory: int | None) -> Room:
-    """Returns the memory that there is for each device.
+    """Return the memory that there is for each device.
 
     Raises:
         ValueError, TypeError: It is not a number of bytes.

@@ -55,7 +55,7 @@ class Templates(NamedTuple):
 
 
 def templates_of(paths: list[str]) -> Templates:
-    """Returns the templates of the paths, in the order of their first paths."""
+    """Return the templates of the paths, in the order of their first paths."""
     texts, of_path, numbers = _core.templates(paths)
     return Templates(texts, np.frombuffer(of_path, np.int32), np.frombuffer(numbers, np.int64))
 
@@ -67,7 +67,7 @@ def _doubled_braces(text: str) -> str:
 def fold(
     paths: list[str], group_of: npt.NDArray[np.int32], templates: Templates | None = None
 ) -> list[Folded]:
-    """Folds the paths of each group into patterns, in the order of their first paths.
+    """Fold the paths of each group into patterns, in the order of their first paths.
 
     Example:
         >>> paths = [f"layers/{i}/{w}" for i in range(3) for w in ("k", "v")] + ["head"]
@@ -105,7 +105,7 @@ def fold(
 def _products(
     group_of: npt.NDArray[np.intp], columns: list[npt.NDArray[np.int64]]
 ) -> npt.NDArray[np.intp]:
-    """Returns, per row of numbers, the index of its product.
+    """Return, per row of numbers, the index of its product.
 
     A product is a set of numbers for each column, all combinations of which are rows of one group.
     The rows of a group are words of an automaton that reads a number for each column. Numbers that
@@ -148,7 +148,7 @@ def _states(parent: npt.NDArray[np.intp], edge: npt.NDArray[np.intp]) -> npt.NDA
 def _ranks(
     values: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
-    """Returns the distinct values, ascending, and the place of each value among them."""
+    """Return the distinct values, ascending, and the place of each value among them."""
     most = int(values.max()) + 1
     if most > 4 * len(values):
         distinct, places = np.unique(values, return_inverse=True)
@@ -160,7 +160,7 @@ def _ranks(
 
 
 def _sets(product_of: npt.NDArray[np.intp], column: npt.NDArray[np.int64]) -> list[list[int]]:
-    """Returns, per product, the numbers of a column, ascending, each once."""
+    """Return, per product, the numbers of a column, ascending, each once."""
     values, place = _ranks(column)
     products, places = np.divmod(_ranks(product_of * len(values) + place)[0], len(values))
     ends = np.cumsum(np.bincount(products)).tolist()
@@ -169,7 +169,7 @@ def _sets(product_of: npt.NDArray[np.intp], column: npt.NDArray[np.int64]) -> li
 
 
 def _parts(template: str, values: list[list[int]]) -> tuple[str, ...]:
-    """Returns the template's texts and the sets of its holes; a set of one number is text."""
+    """Return the template's texts and the sets of its holes; a set of one number is text."""
     first, *texts = template.split(_HOLE)
     parts = [first]
     for numbers, text in zip(values, texts, strict=True):
@@ -181,7 +181,7 @@ def _parts(template: str, values: list[list[int]]) -> tuple[str, ...]:
 
 
 def _set_shown(numbers: list[int]) -> str:
-    """Formats numbers as {0..60}, or {0,2..5}."""
+    """Format numbers as {0..60}, or {0,2..5}."""
     begins = [i for i, number in enumerate(numbers) if i == 0 or number > numbers[i - 1] + 1]
     texts: list[str] = []
     for begin, end in itertools.pairwise([*begins, len(numbers)]):
@@ -191,7 +191,7 @@ def _set_shown(numbers: list[int]) -> str:
 
 
 def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
-    """Yields a pattern's parts: (a text of its paths, None), or ("", a set without its braces).
+    """Yield a pattern's parts: (a text of its paths, None), or ("", a set without its braces).
 
     Raises:
         ValueError: Its braces make no sense.
@@ -212,7 +212,7 @@ def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
 
 
 def runs_of(numbers: str) -> list[range]:
-    """Returns the runs of a set without its braces.
+    """Return the runs of a set without its braces.
 
     Raises:
         ValueError: It is not a set of numbers.

@@ -91,15 +91,15 @@ _PROBLEMS: Final = {"unmatched": UNMATCHED_LEAVES, "ambiguous": AMBIGUOUS_LEAVES
 _ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
-def fingerprint(columns: Columns) -> str:
-    """Returns `Plan.fingerprint`."""
+def plan_fingerprint(columns: Columns) -> str:
+    """Return `Plan.fingerprint`."""
     return leaves_digest(columns.axis_sizes, columns.paths, columns.kind_of, columns.kinds)
 
 
 def leaves_digest(
     axis_sizes: dict[str, int], paths: list[str], kind_of: Any, kinds: list[Kind]
 ) -> str:
-    """Digests what each leaf gets on which mesh, whatever the order of the leaves."""
+    """Digest what each leaf gets on which mesh, whatever the order of the leaves."""
     kind_texts = [f"\t{k.shape}\t{dtype_shown(k)}\t{_placed(k)}\n" for k in kinds]
     rows = map(kind_texts.__getitem__, kind_of.tolist())
     return _sha256(ascii(axis_sizes), map(operator.add, map(ascii, paths), rows))
@@ -111,14 +111,14 @@ def _placed(kind: Kind) -> str:
 
 
 def rules_digest(dialect: Any, rules: Any, patterns: list[str], decided_by: list[str]) -> str:
-    """Digests what decides the leaves, whatever their order."""
+    """Digest what decides the leaves, whatever their order."""
     head = json.dumps([dialect, rules], sort_keys=True)
     rows = (f"{path!a}\t{decider}\n" for path, decider in zip(patterns, decided_by, strict=True))
     return _sha256(head, rows)
 
 
 def _decider_text(entry: dict[str, Any]) -> str:
-    """Returns what decides leaves, from their entry, for `rules_digest`."""
+    """Return what decides leaves, from their entry, for `rules_digest`."""
     decider = [entry["rule"], entry.get("problem")]
     return json.dumps([*decider, entry["names"], entry["rules"]] if "names" in entry else decider)
 
@@ -134,12 +134,12 @@ def _sha256(head: str, rows: Iterable[str]) -> str:
 
 
 def _length(path: str) -> int:
-    """Counts the characters of the path, non-ASCII ones escaped."""
+    """Count the characters of the path, non-ASCII ones escaped."""
     return len(path) if path.isascii() else len(ascii(path))
 
 
 def lock_text(columns: Columns) -> str:
-    """Writes `Plan.lock`."""
+    """Write `Plan.lock`."""
     _check_lockable(columns.paths)
     folded = sorted(columns.folded, key=lambda paths: paths.pattern)
     patterns = [paths.pattern for paths in folded]
@@ -159,7 +159,7 @@ def lock_text(columns: Columns) -> str:
     head = {
         "format": FORMAT,
         **({"kind": _LOGICAL} if is_logical else {}),
-        "fingerprint": fingerprint(columns),
+        "fingerprint": plan_fingerprint(columns),
         "rules_fingerprint": rules_digest(
             dialect, rules, patterns, [deciders[kind] for kind in kinds]
         ),
@@ -197,7 +197,7 @@ def _checked_json(value: Any) -> str:
 
 
 def _each_json(texts: list[str]) -> list[str]:
-    """Writes each text as JSON, all at once: ten times as fast."""
+    """Write each text as JSON, all at once: ten times as fast."""
     for text in texts:
         if not text.isascii():
             _checked_json(text)
@@ -211,7 +211,7 @@ def _line_by_line(key: str, entries: Iterable[str]) -> str:
 
 
 def content_of(lock_or_path: str | os.PathLike[str]) -> tuple[bytes, str]:
-    """Returns (content, name) of a lock that is given as its text or as a file."""
+    """Return (content, name) of a lock that is given as its text or as a file."""
     if isinstance(lock_or_path, str) and lock_or_path.lstrip().startswith("{"):
         return lock_or_path.encode("utf-8", "surrogatepass"), "the lock"
     path = Path(lock_or_path)
@@ -224,7 +224,7 @@ def content_of(lock_or_path: str | os.PathLike[str]) -> tuple[bytes, str]:
 
 
 def read_lock(data: bytes, name: str) -> Columns:
-    """Reads a plan from a lock's content.
+    """Read a plan from a lock's content.
 
     Raises:
         FileError: It is not a lock, or its parts do not agree; `name` is the file's.
@@ -254,7 +254,7 @@ def read_lock(data: bytes, name: str) -> Columns:
         of_rules = rules_digest(
             content["dialect"], rule_entries, leaves.patterns, leaves.decided_by
         )
-        _check_digest("rules' fingerprint", content["rules_fingerprint"], of_rules)
+        _check_digest("rules' plan_fingerprint", content["rules_fingerprint"], of_rules)
     return Columns(
         Leaves(rules, tree, leaves.paths, leaves.paths, kind_of, leaves.types),
         leaves.kinds,
@@ -294,7 +294,7 @@ class _Leaves:
         self._text_left = MOST_TEXT
 
     def add(self, entry: Any) -> None:
-        """Adds the leaves of an entry."""
+        """Add the leaves of an entry."""
         _check_fields(_of_type(entry, dict), _LEAF_FIELDS)
         pattern = _of_type(entry.pop("path"), str)
         text = repr(entry)
@@ -312,7 +312,7 @@ class _Leaves:
 
 
 def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
-    """Lists the paths that a folded pattern stands for."""
+    """List the paths that a folded pattern stands for."""
     characters = _length(pattern)
     choices: list[list[str]] = []
     count = 1
@@ -333,7 +333,7 @@ def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
 
 @contextmanager
 def _lock_errors(place: str) -> Iterator[None]:
-    """Makes a FileError that names the place of whatever is wrong with a lock."""
+    """Make a FileError that names the place of whatever is wrong with a lock."""
     try:
         yield
     except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, re.error) as error:
@@ -551,7 +551,7 @@ def _read_entry(entry: Any) -> Any:
 
 
 def _name_entry(name: Any) -> Any:
-    """Returns the entry of a logical axis name, of several, or of a rule's mesh axes."""
+    """Return the entry of a logical axis name, of several, or of a rule's mesh axes."""
     if is_unconstrained(name):
         return _UNCONSTRAINED
     if name is None or isinstance(name, str):

@@ -34,7 +34,7 @@ _NO_RULES: Final = Rules(())
 
 
 def survey_named(tree: Any, names: Any = None) -> Leaves:
-    """Walks the tree once.
+    """Walk the tree once.
 
     Raises:
         TypeError: Nothing has names, or something else stands in their place.
@@ -53,7 +53,7 @@ def survey_named(tree: Any, names: Any = None) -> Leaves:
 
 
 def _with_names(leaves: Leaves, names: list[Any]) -> Leaves:
-    """Returns the leaves with their kinds told apart by their names as well."""
+    """Return the leaves with their kinds told apart by their names as well."""
     numbers: dict[tuple[Any, int], int] = {}
     types: list[LeafType] = []
     failed: dict[tuple[Any, int], TypeError] = {}
@@ -89,7 +89,7 @@ def plan_by_names(
     correction: Correction | None,
     optional_axes: frozenset[str],
 ) -> OnMesh:
-    """Plans a tree by logical rules; see `shardrules.plan`."""
+    """Plan a tree by logical rules; see `shardrules.plan`."""
     return plan_named(survey_named(tree, names), rules, correction, optional_axes)
 
 
@@ -99,7 +99,7 @@ def plan_named(
     correction: Correction | None,
     optional_axes: frozenset[str],
 ) -> OnMesh:
-    """Plans leaves whose names are known already by logical rules."""
+    """Plan leaves whose names are known already by logical rules."""
     named = replace(leaves, rules=rules)
     policies = Policies(correction or rules.dialect.correction, optional_axes)
     return partial(by_names, named, rules, policies)
@@ -113,7 +113,7 @@ def by_names(
     *,
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
-    """Puts the leaves on the mesh, as `by_rules` does."""
+    """Put the leaves on the mesh, as `by_rules` does."""
     on_mesh = _NamesOnMesh(rules, policies.correction, mesh, policies.optional_axes | may_lack)
     kinds = list(map(on_mesh.kind, leaves.types))
     return Columns(leaves, kinds, mesh.axis_sizes, mesh.explicit_axes)
@@ -139,7 +139,7 @@ class _NamesOnMesh:
         self._here = resolver_of(rules, sizes, correction, optional_axes)
 
     def kind(self, leaf: LeafType) -> Kind:
-        """Returns the kind of such leaves."""
+        """Return the kind of such leaves."""
         if leaf.names is None or leaf.shape is None:
             return kind_on_mesh(leaf, None, Fit(Entries()), self._axis_sizes)
         if twice := repeated(leaf.names, self._here.dialect):
@@ -165,7 +165,7 @@ class _NamesOnMesh:
         )
 
     def _bound(self, spec: Entries) -> SpecOnMesh:
-        """Binds the spec of the rules that win to the mesh."""
+        """Bind the spec of the rules that win to the mesh."""
         bound = bound_spec(
             RuleSpec(spec),
             self._axis_sizes,
@@ -182,7 +182,7 @@ class _NamesOnMesh:
     def _lost_to_other_rules(
         self, bound: SpecOnMesh, by_names: Resolution, here: Resolution, shape: tuple[int, ...]
     ) -> Iterator[Loss]:
-        """Yields the axes of rules that win by names alone, and lose for the mesh or the shape."""
+        """Yield the axes of rules that win by names alone, and lose for the mesh or the shape."""
         why = {(loser.rule, loser.dim): loser.why for loser in here.lost}
         for dim, rule in enumerate(by_names.winners[: len(shape)]):
             if rule is None or rule == here.winners[dim]:
@@ -204,7 +204,7 @@ def _assigned_entries(resolution: Resolution) -> Entries:
 
 
 def _named_with(rules: LogicalRules, axis_sizes: Mapping[str, int]) -> Mapping[str, frozenset[str]]:
-    """Maps each axis that the mesh lacks to the axes that rules name with it."""
+    """Map each axis that the mesh lacks to the axes that rules name with it."""
     others: dict[str, frozenset[str]] = {}
     for named in (frozenset(axes_in(axes)) for _, axes in rules):
         for axis in named.difference(axis_sizes):

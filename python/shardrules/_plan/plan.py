@@ -90,7 +90,7 @@ def plan(
     names: Any = None,
     optional_axes: Iterable[str] = (),
 ) -> Plan:
-    """Plans how each leaf of the tree is sharded on the mesh, and why.
+    """Plan how each leaf of the tree is sharded on the mesh, and why.
 
     The specs are those of `named_shardings`. A leaf that gets none is a finding of `Plan.check`,
     and an error only when the specs are asked for. No device is needed, and no array is kept.
@@ -173,12 +173,6 @@ def plan(
     return Plan(columns, on_mesh, on.form, declared)
 
 
-def _checked_companions(companions: Iterable[Companion]) -> tuple[Companion, ...]:
-    what = "Companion records, such as shardrules.LORA"
-    records = listed("companions", companions, what)
-    return each("companions", records, Companion, "a Companion, such as those of shardrules.LORA")
-
-
 class Plan(Estimates, Decider):
     """Shardings of the leaves of a tree on a mesh; from `shardrules.plan`.
 
@@ -248,7 +242,7 @@ class Plan(Estimates, Decider):
         hbm: int | None = None,
         levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
     ) -> Findings:
-        """Checks the coverage: no leaf is replicated and no rule ignored without a finding.
+        """Check the coverage: no leaf is replicated and no rule ignored without a finding.
 
         A plan of `suggest` knows what its rules declare; arguments add to that.
 
@@ -308,7 +302,7 @@ class Plan(Estimates, Decider):
         )
 
     def specs(self) -> Any:
-        """Returns the tree of PartitionSpecs, corrected; those of `named_shardings`.
+        """Return the tree of PartitionSpecs, corrected; those of `named_shardings`.
 
         Raises:
             ValueError: Some leaves get no spec. The message has their number, and lists the first.
@@ -318,7 +312,7 @@ class Plan(Estimates, Decider):
         return trees.spec_tree(self)
 
     def shardings(self) -> Any:
-        """Returns the tree of NamedShardings; on a dict of sizes they have an AbstractMesh.
+        """Return the tree of NamedShardings; on a dict of sizes they have an AbstractMesh.
 
         Raises:
             ValueError: As `specs`.
@@ -328,7 +322,7 @@ class Plan(Estimates, Decider):
         return trees.sharding_tree(self, self.mesh)
 
     def abstract(self) -> Any:
-        """Returns ShapeDtypeStructs with their shardings, to restore a checkpoint into.
+        """Return ShapeDtypeStructs with their shardings, to restore a checkpoint into.
 
         Raises:
             ValueError: As `specs`.
@@ -365,7 +359,7 @@ class Plan(Estimates, Decider):
         return self
 
     def on_mesh(self, mesh: MeshLike) -> Plan:
-        """Puts the same leaves and rules on another mesh; the tree is not walked again.
+        """Put the same leaves and rules on another mesh; the tree is not walked again.
 
         Raises:
             ValueError, TypeError: It is not a mesh; or the plan comes from a lock.
@@ -380,7 +374,7 @@ class Plan(Estimates, Decider):
         return self._put_on(mesh, self._on_mesh, self._declared)
 
     def with_rules(self, rules: RulesLike) -> Plan:
-        """Plans the same leaves and mesh by other rules; the tree is not walked again.
+        """Plan the same leaves and mesh by other rules; the tree is not walked again.
 
         Companions and the correction of `plan` are left out.
 
@@ -425,11 +419,11 @@ class Plan(Estimates, Decider):
         return Plan(on_mesh(on), on_mesh, on.form, declared)
 
     def _declaring(self, declared: Declared) -> Plan:
-        """Returns the same plan, with what `check` is to know about its rules."""
+        """Return the same plan, with what `check` is to know about its rules."""
         return Plan(self, self._on_mesh, self._mesh, declared)
 
     def _for(self, tree: PlannedLeaves, mesh: MeshLike | None) -> Plan:
-        """Plans another tree with leaves of this one, on this mesh or another."""
+        """Plan another tree with leaves of this one, on this mesh or another."""
         from shardrules._plan.resolve import by_plan
 
         planned = self if mesh is None else self.on_mesh(mesh)
@@ -438,7 +432,7 @@ class Plan(Estimates, Decider):
         return Plan(follow(planned), on_mesh, planned._mesh, self._declared)
 
     def _follow(self, follow: Callable[[Columns], Columns], memory_kind: MemoryKind | None) -> Plan:
-        """Plans leaves that follow those of this plan."""
+        """Plan leaves that follow those of this plan."""
         on_mesh = partial(_put_followers, self, self._on_mesh, follow, memory_kind)
         return Plan(on_mesh(sized_mesh(self.mesh)), on_mesh, self._mesh, self._declared)
 
@@ -457,8 +451,8 @@ class Plan(Estimates, Decider):
 
         return trees.placements_of(self, self.mesh, self._leaves.tree, range(len(self)))
 
-    def fingerprint(self) -> str:
-        """Returns 64 hex digits that change with any path, shape, dtype, spec, memory or mesh axis.
+    def plan_fingerprint(self) -> str:
+        """Return 64 hex digits that change with any path, shape, dtype, spec, memory or mesh axis.
 
         The same in every process and every run, whatever the order of the leaves. That of
         `shardrules.fingerprint` is of shardings: the two differ.
@@ -469,12 +463,12 @@ class Plan(Estimates, Decider):
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
             '229b934b'
         """
-        from shardrules._plan.lock import fingerprint
+        from shardrules._plan.lock import plan_fingerprint
 
-        return fingerprint(self)
+        return plan_fingerprint(self)
 
     def lock(self, path: str | Path | None = None) -> str:
-        """Writes the plan as a text for version control: JSON, a line for each folded path.
+        """Write the plan as a text for version control: JSON, a line for each folded path.
 
         Args:
             path: A file to write it to as well.
@@ -500,7 +494,7 @@ class Plan(Estimates, Decider):
 
     @classmethod
     def from_lock(cls, lock: str | Path) -> Plan:
-        """Reads a locked plan, with the specs as they were decided then.
+        """Read a locked plan, with the specs as they were decided then.
 
         Its tree is a flat dict of the paths. It cannot be put on another mesh.
 
@@ -517,7 +511,7 @@ class Plan(Estimates, Decider):
         return cls(columns, partial(_locked, columns), columns.axis_sizes)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """Compares with another plan: rules, new and missing leaves, other shardings.
+        """Compare with another plan: rules, new and missing leaves, other shardings.
 
         Example:
             >>> import jax, shardrules as sr
@@ -534,7 +528,7 @@ class Plan(Estimates, Decider):
         return diff.diff(self, other)
 
     def transfer(self, other: Plan) -> Transfer:
-        """Counts what moves from these shardings to those of another plan of the same leaves.
+        """Count what moves from these shardings to those of another plan of the same leaves.
 
         What a device holds already it need not receive. Between two meshes of devices these are
         the same devices, in whatever order. If one of the meshes has none, such as a dict, device
@@ -567,7 +561,7 @@ class Plan(Estimates, Decider):
     def for_optimizer(
         self, state: Any, *, zero1: str | Zero1 | None = None, memory_kind: MemoryKind | None = None
     ) -> Plan:
-        """Plans an optimizer's state: each leaf is cut as its parameter is.
+        """Plan an optimizer's state: each leaf is cut as its parameter is.
 
         A leaf's parameter is the one whose path ends the leaf's, whole components only; of several
         the longest. What begins all parameters' paths, or flax's `params`, may be missing there: a
@@ -624,7 +618,7 @@ class Plan(Estimates, Decider):
         return self._follow(follow, memory_kind)
 
     def for_gradients(self, dtype: Any = None, *, unreduced: Iterable[str] = ()) -> Plan:
-        """Plans the parameters' gradients: the same tree and specs, on the device.
+        """Plan the parameters' gradients: the same tree and specs, on the device.
 
         Gradients are those of real and complex numbers, and of parameters: what `DeviceBytes`
         counts as the optimizer's or as activations has none. In the tree, None stands for a leaf
@@ -658,7 +652,7 @@ class Plan(Estimates, Decider):
         return self._follow(follow, None)
 
     def explain(self, path: str) -> Explanation:
-        """Explains why the leaf of this path gets its spec, rule by rule, and each correction.
+        """Explain why the leaf of this path gets its spec, rule by rule, and each correction.
 
         Args:
             path: A leaf's path; or what stands for leaves that are alike, the first of which is
@@ -696,7 +690,7 @@ class Plan(Estimates, Decider):
         optimizer_memory_kind: MemoryKind | None = None,
         suggestion: Proposal | None = None,
     ) -> str:
-        """Writes the plan as one HTML page that works offline.
+        """Write the plan as one HTML page that works offline.
 
         Args:
             path: The file to write, if any; it is replaced in one step.
@@ -755,7 +749,7 @@ class Plan(Estimates, Decider):
         return page
 
     def _proposed(self, suggestion: Proposal, training: Training) -> Proposed:
-        """Returns other rules for these leaves, with their bytes counted in the same way.
+        """Return other rules for these leaves, with their bytes counted in the same way.
 
         Raises:
             ValueError: They are for other leaves.
@@ -784,7 +778,7 @@ class Plan(Estimates, Decider):
         return table_html(self)
 
     def kind(self, path: str) -> Kind:
-        """Returns the kind of the leaf of this path, which may be folded.
+        """Return the kind of the leaf of this path, which may be folded.
 
         Raises:
             KeyError: No leaf has this path; the message has the nearest ones.
@@ -792,7 +786,7 @@ class Plan(Estimates, Decider):
         return self.kinds[int(self.kind_of[self._row(path)])]
 
     def source(self, path: str) -> str:
-        """Returns the path that rules match for this leaf: its own, or that of what it follows.
+        """Return the path that rules match for this leaf: its own, or that of what it follows.
 
         Raises:
             KeyError: As `kind`.
@@ -826,7 +820,7 @@ def _put_followers(
     *,
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
-    """Puts leaves that follow others on the mesh, where these may stand already."""
+    """Put leaves that follow others on the mesh, where these may stand already."""
     if has_devices(mesh.form):
         check_memory_on_mesh("for_optimizer", memory_kind, mesh.form)
     is_there = params._is_on(mesh.axis_sizes) and params._explicit_axes == mesh.explicit_axes

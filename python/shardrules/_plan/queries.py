@@ -88,7 +88,7 @@ def leaves_in(folded: Iterable[Folded]) -> int:
 
 
 def rules_listed(rules: Iterable[int]) -> str:
-    """Indices of rules for a message: rule 3; rules 1, 2; nothing if there are none."""
+    """Format indices of rules for a message: rule 3; rules 1, 2; nothing if there are none."""
     indices = list(rules)
     if not indices:
         return ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_chec
 
 from shardrules._correction import rule_spec_shown
 from shardrules._plan.findings import conclusion
-from shardrules._plan.lock import fingerprint
+from shardrules._plan.lock import plan_fingerprint
 from shardrules._plan.table import (
     DEFAULT_LARGE,
     Kind,
@@ -79,7 +79,7 @@ def report_data(
         "bytes": columns.total_bytes,
         "fullest": budget.max,
         "budget": {name: int(part.max()) for name, part in budget._asdict().items()},
-        "fingerprint": fingerprint(columns),
+        "fingerprint": plan_fingerprint(columns),
         "hbm": room.hbm,
         "fits": None if (fits := room.fits(budget)) is None else {"yes": fits, "room": str(room)},
         "separators": _separators(columns),
@@ -89,7 +89,7 @@ def report_data(
         "kinds": [_kind_data(kind, columns, specs) for kind in columns.kinds],
         "specs": [{"text": text, "replicated": replicated} for text, replicated in specs],
         "rows": _row_data(columns),
-        "sweep": None if sweep is None else [_sweep_row(row, columns) for row in sweep],
+        "sweep": None if sweep is None else [_sweep_row_data(row, columns) for row in sweep],
         "sweep_notes": [] if sweep is None else sweep.notes,
         "suggestion": None if proposed is None else {
             "reasons": proposed.reasons,
@@ -202,7 +202,7 @@ def _asked_shown(columns: Columns, rule: int) -> str:
     return rule_spec_shown(columns.rules[rule][1])
 
 
-def _sweep_row(row: SweepRow, columns: Columns) -> dict[str, Any]:
+def _sweep_row_data(row: SweepRow, columns: Columns) -> dict[str, Any]:
     time = row.time and {
         "shown": seconds_shown(row.time.total),
         "longest": row.time.dominant,
@@ -333,7 +333,7 @@ def plan_json(columns: Columns, memory: DeviceBytes, room: Room, time: StepTime 
         "leaves": len(columns.paths),
         "bytes": columns.total_bytes,
         "device_bytes": {"total": memory.max, **parts},
-        "fingerprint": fingerprint(columns),
+        "fingerprint": plan_fingerprint(columns),
         "folded": leaves,
     }
     if (fits := room.fits(memory)) is not None:

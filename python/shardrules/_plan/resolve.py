@@ -86,7 +86,7 @@ class SizedMesh(NamedTuple):
         return ManualAxes() if isinstance(self.form, Mapping) else manual_axes(self.form)
 
     def with_axes(self, axis_sizes: dict[str, int]) -> SizedMesh:
-        """Returns the mesh with these axes, which are its own or parts of them.
+        """Return the mesh with these axes, which are its own or parts of them.
 
         Raises:
             ValueError: The mesh cannot be factored.
@@ -95,7 +95,7 @@ class SizedMesh(NamedTuple):
 
 
 def sized_mesh(mesh: MeshLike) -> SizedMesh:
-    """Returns the mesh with its axis sizes.
+    """Return the mesh with its axis sizes.
 
     Raises:
         ValueError, TypeError: It is not a mesh, or has more devices than can be counted.
@@ -107,12 +107,12 @@ def sized_mesh(mesh: MeshLike) -> SizedMesh:
 
 
 def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
-    """Returns the devices along each mesh axis, as `sized_mesh` does."""
+    """Return the devices along each mesh axis, as `sized_mesh` does."""
     return sized_mesh(mesh).axis_sizes
 
 
 def mesh_on(mesh: MeshLike, axis_sizes: dict[str, int]) -> MeshLike:
-    """Returns the mesh with these axes, which are its own or parts of them."""
+    """Return the mesh with these axes, which are its own or parts of them."""
     return axis_sizes if isinstance(mesh, Mapping) else on_axes(mesh, axis_sizes)
 
 
@@ -158,7 +158,7 @@ class Fit(NamedTuple):
 
 
 def fitted(rule_spec: SpecOnMesh, shape: tuple[int, ...]) -> Fit:
-    """Fits a spec to an array of this shape."""
+    """Fit a spec to an array of this shape."""
     rank, kept = len(shape), rule_spec.corrector.kept(shape)
     losses = tuple(loss_of(rule_spec, lost, shape) for lost in rule_spec.lost(rank, kept))
     errors = [loss for loss in losses if loss.is_error]
@@ -171,7 +171,7 @@ def fitted(rule_spec: SpecOnMesh, shape: tuple[int, ...]) -> Fit:
 
 
 def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Loss:
-    """Returns the loss of these axes by an array of this shape; its bytes are 0 still."""
+    """Return the loss of these axes by an array of this shape; its bytes are 0 still."""
     words, is_error = rule_spec.words(lost, shape), rule_spec.is_error(lost)
     return Loss(*lost, rule_spec.meant(lost), rule_spec.beside(lost), 0, *words, is_error)
 
@@ -187,7 +187,7 @@ def kind_on_mesh(
     lost_rules: tuple[LostRule, ...] = (),
     memory_kind: MemoryKind | None = None,
 ) -> Kind:
-    """Returns the kind of leaves whose spec is known, with its bytes and those of its losses."""
+    """Return the kind of leaves whose spec is known, with its bytes and those of its losses."""
     counted = fit.counted if fit.spec is None else fit.spec
     # What is not placed is counted as if it were replicated, unless an axis alone is to be dropped.
     parts = held_of(leaf.shape or (), leaf.bits, counted or Entries(), axis_sizes)
@@ -226,7 +226,7 @@ def kind_on_mesh(
 
 
 def _axes_lost(loss: Loss, losses: tuple[Loss, ...], by_rule: Spec | None) -> tuple[str, ...]:
-    """Returns the axes that a loss took: an absent one may take those beside it with it."""
+    """Return the axes that a loss took: an absent one may take those beside it with it."""
     counted = [taken.dim for taken in losses if taken.kind in ("indivisible", "factored")]
     if loss.kind != "absent" or loss.dim in counted:
         return loss.axes
@@ -234,7 +234,7 @@ def _axes_lost(loss: Loss, losses: tuple[Loss, ...], by_rule: Spec | None) -> tu
 
 
 def fit_of(kind: Kind) -> Fit:
-    """Returns the spec of these leaves, and why it is this one."""
+    """Return the spec of these leaves, and why it is this one."""
     problem = Problem(kind.status, kind.message, kind.fix)
     return Fit(kind.spec, kind._counted, kind.losses, problem)
 
@@ -264,7 +264,7 @@ class RulesOnMesh:
         self._unmatched_is_error = rules.dialect.unmatched != "replicate"
 
     def kind(self, leaf: LeafType, derivation: Derivation | None = None) -> Kind:
-        """Returns the kind of such leaves, with their rule's spec or one derived from it."""
+        """Return the kind of such leaves, with their rule's spec or one derived from it."""
         if leaf.rule < 0:
             problem = _WITHOUT_RULE[leaf.rule]
             if problem is UNMATCHED_LEAVES and not self._unmatched_is_error:
@@ -282,7 +282,7 @@ class RulesOnMesh:
         return kind_on_mesh(leaf, written, fit, self._axis_sizes, origin=origin, memory_kind=memory)
 
     def factored(self, leaves: Iterable[tuple[LeafType, Derivation | None]]) -> dict[str, int]:
-        """Returns the axis sizes with the parts of axes that the leaves need."""
+        """Return the axis sizes with the parts of axes that the leaves need."""
         if not any(spec.by_factors for spec in self._specs):
             return self._axis_sizes
         factors: dict[str, set[int]] = defaultdict(set)
@@ -297,7 +297,7 @@ class RulesOnMesh:
     def _spec_for(
         self, leaf: LeafType, derivation: Derivation | None
     ) -> tuple[SpecOnMesh | SpecByShape, str | None]:
-        """Returns (the spec of such leaves, its origin)."""
+        """Return (the spec of such leaves, its origin)."""
         by_rule = self._specs[self._spec_of[leaf.rule]]
         if derivation is None:
             return by_rule, None
@@ -319,7 +319,7 @@ def by_rules(
     *,
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
-    """Puts leaves on the mesh, which may lack the axes of `may_lack` too.
+    """Put leaves on the mesh, which may lack the axes of `may_lack` too.
 
     Raises:
         TypeError: A rule's spec cannot be made a PartitionSpec.
@@ -345,7 +345,7 @@ def plan_by_rules(
     correction: Correction | None,
     optional_axes: frozenset[str],
 ) -> OnMesh:
-    """Plans a tree by rules of paths; see `shardrules.plan`."""
+    """Plan a tree by rules of paths; see `shardrules.plan`."""
     leaves = survey(tree, rules, min_size)
     leaves, derivations = with_companions(leaves, rules, companions, min_size)
     policies = Policies(correction or rules.dialect.correction, optional_axes)
@@ -355,14 +355,14 @@ def plan_by_rules(
 def plan_by_specs(
     leaves: Leaves, specs: Any, correction: Correction | None, optional_axes: frozenset[str]
 ) -> OnMesh:
-    """Plans leaves by specs or shardings, one for all or a tree of them."""
+    """Plan leaves by specs or shardings, one for all or a tree of them."""
     return plan_leaves(leaves, rules_of_specs(leaves, specs), correction, optional_axes)
 
 
 def plan_leaves(
     leaves: Leaves, rules: Rules, correction: Correction | None, optional_axes: frozenset[str]
 ) -> OnMesh:
-    """Plans leaves that were surveyed already by rules of paths."""
+    """Plan leaves that were surveyed already by rules of paths."""
     decided = redecided(leaves, rules)
     policies = Policies(correction or rules.dialect.correction, optional_axes)
     return partial(by_rules, decided, rules, [None] * len(decided.types), policies)
@@ -372,7 +372,7 @@ _GIVE: Final = "give a PartitionSpec, a NamedSharding, or None for a leaf that n
 
 
 def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
-    """Returns the rules that give each leaf, surveyed by no rules, its spec in a tree of specs.
+    """Return the rules that give each leaf, surveyed by no rules, its spec in a tree of specs.
 
     Raises:
         TypeError: A spec is something else, or nothing has one.
@@ -398,7 +398,7 @@ def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
 
 
 def mesh_of_shardings(specs: Any) -> MeshLike | None:
-    """Returns the mesh of the shardings in a tree of specs; None if they have none or several."""
+    """Return the mesh of the shardings in a tree of specs; None if they have none or several."""
     from jax import tree_util
 
     leaves = tree_util.tree_leaves(specs, is_leaf=is_spec)
@@ -407,7 +407,7 @@ def mesh_of_shardings(specs: Any) -> MeshLike | None:
 
 
 def _rule_value(path: str, spec: Any) -> Any:
-    """Returns what a rule says for this spec or sharding."""
+    """Return what a rule says for this spec or sharding."""
     if is_spec_of_mesh(spec):
         return spec
     if not is_named_sharding(spec):
@@ -430,7 +430,7 @@ def _regexes(folded: Folded) -> Iterator[str]:
 
 
 def by_plan(planned: Columns, tree: PlannedLeaves) -> Columns:
-    """Puts the leaves of a tree on the mesh of a plan, as its leaves of the same paths."""
+    """Put the leaves of a tree on the mesh of a plan, as its leaves of the same paths."""
     leaves, rows = tree
     pairs, kind_of = grouped(
         zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)

@@ -59,7 +59,7 @@ class Training:
             object.__setattr__(self, "optimizer", listed("optimizer", self.optimizer, what))
 
     def bytes_with(self, params: Columns) -> DeviceBytes:
-        """Counts the bytes of the parameters and of what training adds to them."""
+        """Count the bytes of the parameters and of what training adds to them."""
         moments: Any = self.optimizer
         return memory.budget(
             params, self.gradients, moments, self.optimizer_memory_kind, self.activations
@@ -147,7 +147,7 @@ def by_parameters(
     zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
 ) -> Columns:
-    """Puts an optimizer's state on the mesh of its parameters.
+    """Put an optimizer's state on the mesh of its parameters.
 
     Raises:
         ValueError: The mesh has no axis `zero1`.
@@ -195,7 +195,7 @@ def by_parameters(
 
 
 def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
-    """Finds the parameters of the leaves of a state, on whatever mesh.
+    """Find the parameters of the leaves of a state, on whatever mesh.
 
     Raises:
         ValueError: The state has moments, by their dtypes and sizes, and none of them follows a
@@ -237,7 +237,7 @@ def _may_be_moment(leaf: LeafType) -> bool:
 
 
 def _rows_without_prefix(params: Leaves, boundary: re.Pattern[str]) -> dict[str, int]:
-    """Maps the parameters' paths to rows, without what begins them all, or flax's `params`.
+    """Map the parameters' paths to rows, without what begins them all, or flax's `params`.
 
     Of {"params": params} the optimizer sees params alone. A path that stands for several parameters
     is that of none, unless they are of one kind.
@@ -254,7 +254,7 @@ def _rows_without_prefix(params: Leaves, boundary: re.Pattern[str]) -> dict[str,
 
 
 def _common_prefix(paths: list[str], boundary: re.Pattern[str]) -> int:
-    """Returns the length of the whole components that begin each of the paths."""
+    """Return the length of the whole components that begin each of the paths."""
     shared = os.path.commonprefix(paths)  # noqa: RUF071 - by characters; components are cut below
     return max((passed.end() for passed in boundary.finditer(shared)), default=0)
 
@@ -266,7 +266,7 @@ def _add_unless_ambiguous(rows: dict[str, int], name: str, row: int, params: Lea
 
 
 def _rows_of_flat_names(params: Leaves) -> dict[str, int]:
-    """Maps paths as Keras's optimizers write them to rows: `net_dense_kernel` of net/dense/kernel.
+    """Map paths as Keras's optimizers write them to rows: `net_dense_kernel` of net/dense/kernel.
 
     A name that stands for several parameters is that of none, unless they are of one kind.
     """
@@ -278,7 +278,7 @@ def _rows_of_flat_names(params: Leaves) -> dict[str, int]:
 
 
 def _row_of_flat_name(name: str, rows: Callable[[], Mapping[str, int]]) -> int:
-    """Returns the row of the longest of these names that `dense_kernel_momentum` begins with."""
+    """Return the row of the longest of these names that `dense_kernel_momentum` begins with."""
     end = name.rfind("_")
     while end > 0:
         if (row := rows().get(name[:end])) is not None:
@@ -294,7 +294,7 @@ def _factor_in(prefix: str) -> int | None:
 
 
 def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) -> _Relation:
-    """Relates an array of this shape to its parameter."""
+    """Relate an array of this shape to its parameter."""
     if parameter is None:
         return _NO_PARAMETER
     full = parameter.shape
@@ -321,7 +321,7 @@ def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) 
 
 
 def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
-    """Returns the dimension of the parameter that this shape lacks; None if that is uncertain."""
+    """Return the dimension of the parameter that this shape lacks; None if that is uncertain."""
     full = parameter.shape or ()
     rank = len(full)
     lacking = [dim for dim in range(rank) if full[:dim] + full[dim + 1 :] == shape]
@@ -351,7 +351,7 @@ def _state_kind(
     zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
 ) -> Kind:
-    """Returns the kind of leaves that have this relation to a parameter of this kind."""
+    """Return the kind of leaves that have this relation to a parameter of this kind."""
     by_rule, fit, origin, rule = None, Fit(Entries()), relation.origin, None
     if parameter is not None and relation.dims is not None:
         by_rule, fit = _followed_fit(parameter, relation.dims)
@@ -371,7 +371,7 @@ def _state_kind(
 
 
 def _followed_fit(parameter: Kind, dims: tuple[Dim, ...]) -> tuple[Spec | None, Fit]:
-    """Returns the rule's spec and the fit of an array that has these of the dimensions."""
+    """Return the rule's spec and the fit of an array that has these of the dimensions."""
     fit = fit_of(parameter)
     if dims == tuple(range(len(parameter.shape or ()))):
         return parameter.wanted, fit
@@ -384,7 +384,7 @@ def _followed_fit(parameter: Kind, dims: tuple[Dim, ...]) -> tuple[Spec | None, 
 
 
 def _part_of_spec(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
-    """Returns the entries of these dimensions; none if no axis is left, as `pad` has it."""
+    """Return the entries of these dimensions; none if no axis is left, as `pad` has it."""
     part = with_dims(spec, dims)
     return part if any(entry is not None for entry in entries_of(part)) else with_entries(part, ())
 
@@ -392,7 +392,7 @@ def _part_of_spec(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
 def _cut_by_zero1(
     zero1: Zero1, shape: _Shape, spec: Spec, axis_sizes: Mapping[str, int]
 ) -> Spec | None:
-    """Adds the axis of ZeRO-1 to the spec; None if it is there already, or nothing divides."""
+    """Add the axis of ZeRO-1 to the spec; None if it is there already, or nothing divides."""
     axis = zero1.axis
     entries = [*entries_of(spec), *[None] * (len(shape) - len(spec))]
     axes_of = [entry_axes(entry) for entry in entries]
@@ -414,7 +414,7 @@ def _cut_by_zero1(
 
 
 def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
-    """Returns the leaves that have gradients, with None in the tree for the others.
+    """Return the leaves that have gradients, with None in the tree for the others.
 
     Raises:
         ValueError: No leaf has a gradient.
@@ -442,7 +442,7 @@ def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
 
 
 def _without_others(params: Leaves, rows: list[int]) -> Any:
-    """Returns the tree with the new number of each of these rows."""
+    """Return the tree with the new number of each of these rows."""
     if len(rows) == len(params.paths):
         return params.tree
     from jax import tree_util
@@ -452,7 +452,7 @@ def _without_others(params: Leaves, rows: list[int]) -> Any:
 
 
 def gradients_of(params: Columns, leaves: Leaves, unreduced: tuple[str, ...]) -> Columns:
-    """Puts the gradients on the mesh of their parameters.
+    """Put the gradients on the mesh of their parameters.
 
     Raises:
         ValueError: The mesh lacks one of these axes, or it is not Explicit; or JAX has no unreduced
@@ -494,7 +494,7 @@ def _gradient_kind(
 
 
 def _gradient_spec(spec: Spec, unreduced: tuple[str, ...]) -> Spec:
-    """Swaps the parameter's reduced and unreduced axes, as JAX does.
+    """Swap the parameter's reduced and unreduced axes, as JAX does.
 
     An axis that cuts the parameter cuts the gradient, which is reduced over it.
     """

@@ -52,7 +52,7 @@ class _Place(NamedTuple):
 
 
 def links_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, tuple[Link, ...]]:
-    """Returns the links of each row that a companion finds, from the leaf on."""
+    """Return the links of each row that a companion finds, from the leaf on."""
     types = [leaves.types[kind] for kind in leaves.kind_of.tolist()]
     shapes: dict[str, Shape | None] = {
         path: leaf.shape for path, leaf in zip(leaves.paths, types, strict=True)
@@ -105,7 +105,7 @@ def _can_find(companion: Companion, rank: int | None) -> bool:
 
 
 def _dims_at(companion: Companion, place: _Place, of_base: Shape | None) -> Dims:
-    """Returns the dims of what the companion finds there."""
+    """Return the dims of what the companion finds there."""
     if not callable(companion.dims):
         return companion.dims
     shape = place.shape or ()
@@ -121,7 +121,7 @@ def _dims_at(companion: Companion, place: _Place, of_base: Shape | None) -> Dims
 
 @lru_cache(maxsize=4096)
 def _shape_of_base(shape: Shape | None, dims: Dims) -> Shape | None:
-    """Returns the shape of a base outside the tree, if the leaf has all of its dimensions."""
+    """Return the shape of a base outside the tree, if the leaf has all of its dimensions."""
     named, is_open = named_dims(dims)
     if shape is None or not is_open:
         return None
@@ -133,7 +133,7 @@ def _shape_of_base(shape: Shape | None, dims: Dims) -> Shape | None:
 
 
 def _closed(named: tuple[Dim, ...], count: int) -> tuple[Dim, ...]:
-    """Returns the dims with `count` of those that an ellipsis after them stands for."""
+    """Return the dims with `count` of those that an ellipsis after them stands for."""
     following = max((dim for dim in named if isinstance(dim, int)), default=-1) + 1
     return (*named, *range(following, following + count))
 
@@ -154,7 +154,7 @@ class Derivation(NamedTuple):
 def with_companions(
     leaves: Leaves, rules: Rules, companions: tuple[Companion, ...], min_size: int
 ) -> tuple[Leaves, list[Derivation | None]]:
-    """Decides leaves that companions find by their bases' rules; adds how each kind follows."""
+    """Decide leaves that companions find by their bases' rules; adds how each kind follows."""
     if not companions:
         return leaves, [None] * len(leaves.types)
     links = links_of(leaves, companions)
@@ -180,7 +180,7 @@ def with_companions(
 
 
 def redecided(leaves: Leaves, rules: Rules) -> Leaves:
-    """Decides the same leaves by other rules; the tree is not walked again.
+    """Decide the same leaves by other rules; the tree is not walked again.
 
     Raises:
         ValueError: The rules' dialect has other paths, or other leaves that need no rule.
@@ -211,7 +211,7 @@ def redecided(leaves: Leaves, rules: Rules) -> Leaves:
 
 
 def _derived(leaf: LeafType, how: Derivation | None, min_size: int) -> LeafType:
-    """Returns the leaf with its base's rule, unless it is too small for any."""
+    """Return the leaf with its base's rule, unless it is too small for any."""
     if how is None:
         return leaf
     is_small = how.rule >= 0 and prod(leaf.shape or ()) < min_size
@@ -219,7 +219,7 @@ def _derived(leaf: LeafType, how: Derivation | None, min_size: int) -> LeafType:
 
 
 def combined(steps: tuple[Step, ...], entries: int) -> tuple[tuple[Dim, ...], tuple[int, ...]]:
-    """Combines steps to a leaf's dims and blocks; the base's spec has that many entries."""
+    """Combine steps to a leaf's dims and blocks; the base's spec has that many entries."""
     dims: tuple[Dim, ...] = tuple(range(entries))
     blocks: tuple[int, ...] = ()
     for place, step in enumerate(reversed(steps)):
@@ -242,7 +242,7 @@ def combined(steps: tuple[Step, ...], entries: int) -> tuple[tuple[Dim, ...], tu
 
 
 def _without_end(dims: tuple[Dim, ...], entries: int) -> tuple[Dim, ...]:
-    """Returns the dims up to the last one that an axis cuts."""
+    """Return the dims up to the last one that an axis cuts."""
     is_cut = [not (dim is None or (isinstance(dim, int) and dim >= entries)) for dim in dims]
     return dims[: max((place + 1 for place, cut in enumerate(is_cut) if cut), default=0)]
 
@@ -252,7 +252,7 @@ def _item_or(values: tuple[_T, ...], place: int, otherwise: _T) -> _T:
 
 
 def dims_for(dims: Dims, rank: int, entries: int) -> tuple[Dim, ...]:
-    """Returns the dims of a leaf of this rank; the base's spec has that many entries.
+    """Return the dims of a leaf of this rank; the base's spec has that many entries.
 
     Surplus entries are kept, so that the correction reports them.
     """
@@ -264,12 +264,12 @@ def dims_for(dims: Dims, rank: int, entries: int) -> tuple[Dim, ...]:
 
 
 def dims_shown(dims: tuple[Dim, ...]) -> str:
-    """Formats the dims of an array as (0, -, 'stage'); - for those that are not cut."""
+    """Format the dims of an array as (0, -, 'stage'); - for those that are not cut."""
     return "(" + ", ".join("-" if dim is None else repr(dim) for dim in dims) + ")"
 
 
 def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """Returns the distinct keys in order, and per key the index of its equal among them."""
+    """Return the distinct keys in order, and per key the index of its equal among them."""
     numbers: dict[_Key, int] = {}
     column = [numbers.setdefault(key, len(numbers)) for key in keys]
     return list(numbers), np.array(column, np.int32)
@@ -279,7 +279,7 @@ _MOST_BITS: Final = 2**63 - 1
 
 
 def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
-    """Walks the tree once.
+    """Walk the tree once.
 
     Raises:
         TypeError: A dimension is not an integer; the message names the path.
@@ -305,7 +305,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
 
 
 def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafType:
-    """Returns the type of leaves whose shape and dtype make sense.
+    """Return the type of leaves whose shape and dtype make sense.
 
     Raises:
         TypeError, ValueError: They do not; no path is named.

@@ -57,7 +57,7 @@ _ACTIVATIONS: Final = ("(?!)", "activations|intermediates")
 
 
 def _component_pattern(anywhere: str, at_top: str) -> re.Pattern[str]:
-    """Compiles a pattern that finds the names as whole components of paths."""
+    """Compile a pattern that finds the names as whole components of paths."""
     begin, end = r"[/.\[\]']", r"(?:[/.\[\]']|$)"
     return re.compile(rf"(?:(?:^|{begin})(?:{anywhere})|^{begin}*(?:{at_top})){end}")
 
@@ -69,17 +69,17 @@ _OF_ACTIVATIONS: Final = _component_pattern(*_ACTIVATIONS)
 
 
 def optimizer_leaves(paths: list[str]) -> list[int]:
-    """Returns the indices of leaves of an optimizer's state, by the names of `DeviceBytes`."""
+    """Return the indices of leaves of an optimizer's state, by the names of `DeviceBytes`."""
     return _matching(paths, _OF_OPTIMIZER, ("opt", "param_states"))
 
 
 def state_leaves(paths: list[str]) -> list[int]:
-    """Returns the indices of the optimizer's state and of averages of the parameters."""
+    """Return the indices of the optimizer's state and of averages of the parameters."""
     return _matching(paths, _OF_STATE, ("opt", "param_states", "ema"))
 
 
 def activation_leaves(paths: list[str]) -> list[int]:
-    """Returns the indices of activations, by the names of `DeviceBytes`."""
+    """Return the indices of activations, by the names of `DeviceBytes`."""
     return _matching(paths, _OF_ACTIVATIONS, ("activ", "interm"))
 
 
@@ -118,7 +118,7 @@ def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
 
 
 def coverage_of(rules: Rules, paths: Iterable[str]) -> Coverage:
-    """Counts, per rule, the paths that it matches and wins. Each path counts once."""
+    """Count, per rule, the paths that it matches and wins. Each path counts once."""
     matcher = matcher_of(rules).for_whole_paths()
     return matcher.coverage(dict.fromkeys(paths, 0), strict=False)
 
@@ -337,7 +337,7 @@ class Kind:
 
 
 def decided_shown(kind: Kind) -> str:
-    """Returns what decides, for a table: a rule, or the names with their rules; - for neither."""
+    """Return what decides, for a table: a rule, or the names with their rules; - for neither."""
     if kind.names is None:
         return "-" if kind.rule is None else str(kind.rule)
     rules = kind.dim_rules or (None,) * len(kind.names)
@@ -349,31 +349,31 @@ def decided_shown(kind: Kind) -> str:
 
 
 def dtype_shown(kind: Kind) -> str:
-    """Returns the dtype's name; - for leaves that are not arrays."""
+    """Return the dtype's name; - for leaves that are not arrays."""
     return "-" if kind.dtype is None else str(kind.dtype)
 
 
 def problem_shown(kind: Kind) -> str | None:
-    """Returns the text in the place of a spec in tables and locks; None for placed leaves."""
+    """Return the text in the place of a spec in tables and locks; None for placed leaves."""
     if kind.status == "placed":
         return None
     return kind.message if kind.status == "misfit" else kind.status
 
 
 def placement_shown(kind: Kind) -> str:
-    """Formats the spec and the memory kind as people write them; - for leaves not placed."""
+    """Format the spec and the memory kind as people write them; - for leaves not placed."""
     return in_memory(spec_shown(kind.spec), kind.memory_kind)
 
 
 def refused(losses: Sequence[Loss]) -> tuple[str, str]:
-    """Returns (message, fix) of leaves with these losses, which the correction forbids."""
+    """Return (message, fix) of leaves with these losses, which the correction forbids."""
     messages = dict.fromkeys(loss.message for loss in losses)
     return "; ".join(messages), "; ".join(dict.fromkeys(loss.fix for loss in losses))
 
 
 @lru_cache(maxsize=4096)
 def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
-    """Returns the axes in a spec."""
+    """Return the axes in a spec."""
     if isinstance(spec, Fsdp):
         return spec.named
     entries = entries_of(spec if spec is not None else Entries())
@@ -381,12 +381,12 @@ def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
 
 
 def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str]:
-    """Returns the axes of more than one device that cut an array with this spec."""
+    """Return the axes of more than one device that cut an array with this spec."""
     return frozenset(axis for axis in axes_named(spec) if axis_sizes.get(axis, 1) > 1)
 
 
 def could_cut(axis: str, kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
-    """Tells whether the axis cuts no dimension of these leaves, and could cut one further."""
+    """Tell whether the axis cuts no dimension of these leaves, and could cut one further."""
     if kind.spec is None or kind.shape is None or len(kind.shape) < 2:
         return False
     if axis in axes_named(kind.spec):
@@ -407,7 +407,7 @@ def _axes_of_dims(spec: Spec) -> tuple[tuple[str, ...] | None, ...]:
 
 
 def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
-    """Tells whether each of several devices holds these leaves whole."""
+    """Tell whether each of several devices holds these leaves whole."""
     several = kind.spec is not None and kind.bytes > 0 and prod(axis_sizes.values()) > 1
     return several and not axes_used(kind.spec, axis_sizes)
 
@@ -415,7 +415,7 @@ def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
 def coverage_of_names(
     rules: Iterable[tuple[Any, Any]], kinds: Iterable[Kind], counts: Iterable[int]
 ) -> Coverage:
-    """Counts, per rule, the leaves with its name, and those of which it decides a dimension."""
+    """Count, per rule, the leaves with its name, and those of which it decides a dimension."""
     pairs = tuple(rules)
     of_name: dict[Any, list[int]] = defaultdict(list)
     for index, (name, _) in enumerate(pairs):
@@ -517,11 +517,11 @@ class Columns:
         return coverage_of(rules, map(self.sources.__getitem__, rows.tolist()))
 
     def _spec_of_rule(self, index: int) -> Spec:
-        """Returns the spec that a rule asks for; of one dimension for a logical rule."""
+        """Return the spec that a rule asks for; of one dimension for a logical rule."""
         value = self.rules[index][1]
         is_for_paths = self._leaves.path_rules is not None
         return plain_spec(value) if is_for_paths else Entries((value,))
 
     def _is_on(self, axis_sizes: Mapping[str, int]) -> bool:
-        """Tells whether the mesh has these axes, in this order."""
+        """Tell whether the mesh has these axes, in this order."""
         return list(self.axis_sizes.items()) == list(axis_sizes.items())

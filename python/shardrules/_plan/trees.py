@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def spec_tree(columns: Columns) -> Any:
-    """Returns `Plan.specs`."""
+    """Return `Plan.specs`."""
     return _mapped(columns, [as_partition_spec(spec) for spec in kind_specs(columns)])
 
 
 def sharding_tree(columns: Columns, mesh: MeshLike) -> Any:
-    """Returns `Plan.shardings`."""
-    return _mapped(columns, _shardings(columns, mesh))
+    """Return `Plan.shardings`."""
+    return _mapped(columns, _kind_shardings(columns, mesh))
 
 
 def placements_of(
@@ -51,15 +51,15 @@ def placements_of(
 
 
 def _kind_placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
-    kinds = zip(columns.kinds, _shardings(columns, mesh), strict=True)
+    kinds = zip(columns.kinds, _kind_shardings(columns, mesh), strict=True)
     return [Placement(sharding, kind.memory_kind is not None) for kind, sharding in kinds]
 
 
 def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
-    """Returns `Plan.abstract`."""
+    """Return `Plan.abstract`."""
     from jax import ShapeDtypeStruct
 
-    kinds = zip(columns.kinds, _shardings(columns, mesh), strict=True)
+    kinds = zip(columns.kinds, _kind_shardings(columns, mesh), strict=True)
     return _mapped(
         columns,
         [
@@ -72,7 +72,7 @@ def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
 
 
 def kind_specs(columns: Columns) -> list[Any]:
-    """Returns the spec of each kind.
+    """Return the spec of each kind.
 
     Raises:
         ValueError: Some kinds are not placed; the message is that of `check`.
@@ -82,7 +82,7 @@ def kind_specs(columns: Columns) -> list[Any]:
     return [kind.spec for kind in columns.kinds]
 
 
-def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
+def _kind_shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
     on_mesh = as_mesh(mesh)
     placed: list[tuple[Any, MemoryKind | None]] = [
         (spec, kind.memory_kind)
@@ -115,7 +115,7 @@ def placement_errors(columns: Columns) -> str:
 
 
 def _refusals(kind: Kind, columns: Columns) -> list[str]:
-    """Returns message and fix of each reason why leaves with a rule get no sharding."""
+    """Return message and fix of each reason why leaves with a rule get no sharding."""
     if kind.status == "placed" and kind.shape is not None:
         return [": ".join(words) for words in refusals(kind, columns)]
     if kind.status in ("placed", "unmatched"):

@@ -66,7 +66,7 @@ class LogicalRules:
             )
         pairs = tuple(items)
         check_rules(pairs)
-        object.__setattr__(self, "_pairs", tuple(map(_checked_pair, range(len(pairs)), pairs)))
+        object.__setattr__(self, "_pairs", tuple(map(_checked_name_pair, range(len(pairs)), pairs)))
         object.__setattr__(self, "dialect", dialect)
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ def check_not_for_paths(rules: object) -> None:
         )
 
 
-def _checked_pair(index: int, rule: Any) -> tuple[Any, Any]:
+def _checked_name_pair(index: int, rule: Any) -> tuple[Any, Any]:
     name, value = rule
     axes = value if isinstance(value, tuple | list) else axes_in(value)
     # In old versions of JAX a PartitionSpec is a tuple.

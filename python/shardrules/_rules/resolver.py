@@ -120,7 +120,7 @@ class Resolver:
             ValueError, TypeError: As `resolve`.
         """
         try:
-            return _remembered_spec(self, tuple(names) if isinstance(names, list) else names)
+            return _spec_of_axes(self, tuple(names) if isinstance(names, list) else names)
         except TypeError:  # not hashable, or not names: this raises the error
             return self.resolve(names).spec(names)
 
@@ -254,7 +254,7 @@ def resolver_for(
     axes = tuple(axis_sizes.items())
     for as_key in (_as_tuple, _as_tuples):  # most rules have no lists in them
         try:
-            return _compiled(as_key(rules), dialect, axes, correction, optional_axes)
+            return _compiled_table(as_key(rules), dialect, axes, correction, optional_axes)
         except TypeError:  # something in it cannot be hashed
             pass
     # Raises the error that names the rule, if one is invalid.
@@ -262,7 +262,7 @@ def resolver_for(
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(
+def _compiled_table(
     rules: Any,
     dialect: LogicalDialect,
     axis_sizes: tuple[tuple[str, int], ...],
@@ -300,7 +300,7 @@ def resolve_core(names: Any, rules: Iterable[tuple[str, Any]]) -> PartitionSpec:
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _remembered_spec(rules: Resolver, names: Any) -> PartitionSpec:
+def _spec_of_axes(rules: Resolver, names: Any) -> PartitionSpec:
     return rules.resolve(names).spec(names)
 
 

@@ -99,7 +99,7 @@ def words_of(folded: Sequence[Folded]) -> list[Path]:
     for words in split:
         stem: tuple[str, ...] = ()
         for word in words:
-            bare = _bare(word)
+            bare = _bare_words(word)
             # What stands before names the place; numbers in it do not.
             texts_of[(*stem, bare) if bare != word.text else ("",)].add(word.text)
             stem = (*stem, bare)
@@ -110,17 +110,17 @@ def words_of(folded: Sequence[Folded]) -> list[Path]:
     if not open_names:
         return split
     return [
-        tuple(_opened(word) if _bare(word) in open_names else word for word in words)
+        tuple(_opened(word) if _bare_words(word) in open_names else word for word in words)
         for words in split
     ]
 
 
-def _bare(word: Word) -> str:
+def _bare_words(word: Word) -> str:
     return _NUMBERS.sub(NUMBER, word.text)
 
 
 def _opened(word: Word) -> Word:
-    return word._replace(text=_bare(word))
+    return word._replace(text=_bare_words(word))
 
 
 def _split(parts: tuple[str, ...]) -> Path:

@@ -317,14 +317,14 @@ class _Audit:
 
 
 def _structure_fix(missing: list[str], extra: list[str], separator: str) -> str:
-    if under := _common_prefix(missing, extra, separator):
+    if under := _prefix_of_paths(missing, extra, separator):
         return f"the plan's leaves are under {under!r} in the tree: audit that part of it"
-    if under := _common_prefix(extra, missing, separator):
+    if under := _prefix_of_paths(extra, missing, separator):
         return f"the tree's leaves are under {under!r} in the plan: audit the whole tree"
     return "audit the tree that was planned, or plan this one"
 
 
-def _common_prefix(paths: list[str], longer: list[str], separator: str) -> str | None:
+def _prefix_of_paths(paths: list[str], longer: list[str], separator: str) -> str | None:
     """Find the prefix with which all of these paths are among the longer ones."""
     end = separator + paths[0] if paths else ""
     first = next((path for path in longer if path.endswith(end)), None) if paths else None

@@ -288,7 +288,7 @@ class _Work:
             shardings = [side.shardings[leaf] for leaf in argument if leaf not in of_states]
             axes = [_sharding_axes(sharding) for sharding in shardings if sharding is not None]
             if axes:
-                self._axes[argument] = _union(axes)
+                self._axes[argument] = _union_of_axes(axes)
 
     def is_the_same_with(self, copy: _Copy, value: Value) -> bool:
         """Say whether what a copy is multiplied by is equal along some of its axes.
@@ -297,7 +297,7 @@ class _Work:
         the batch itself. Rows that are looked up are in no product.
         """
         others = [axes for argument, axes in self._axes.items() if copy.leaf not in argument]
-        batch = _union(others)
+        batch = _union_of_axes(others)
         if not others or batch is None or batch.issuperset(copy.axes):
             return False
         products = [use for use in value_uses(self._hlo, value) if use.opcode in PRODUCTS]
@@ -331,7 +331,7 @@ def _sharding_axes(sharding: Any) -> frozenset[str] | None:
     return None if mesh is None else axes_used(sharding.spec, mesh.shape)
 
 
-def _union(axes: list[frozenset[str] | None]) -> frozenset[str] | None:
+def _union_of_axes(axes: list[frozenset[str] | None]) -> frozenset[str] | None:
     """Join the axes of several shardings; None if one has no mesh."""
     named = [names for names in axes if names is not None]
     return frozenset(chain(*named)) if len(named) == len(axes) else None

@@ -46,7 +46,7 @@ class _PlanLeaves(NamedTuple):
     shapes: list[Any]
 
 
-def targets_of(
+def planned_targets(
     executable: Executable, inputs: Any, outputs: Any
 ) -> tuple[list[PlannedSharding | None], list[PlannedSharding | None]]:
     """Read the targets of the inputs' and of the outputs' leaves.

@@ -56,13 +56,13 @@ def live_leaves(tree: Any, leaves: Leaves) -> LiveLeaves:
 
     rows, values = _by_structure(tree, leaves)
     if values is None:
-        return _by_paths(tree, leaves)
+        return _leaves_by_paths(tree, leaves)
     if not _are_arrays(set(map(type, values))):
         forms = NodeForms()
         values = list(map(forms.array_in, values))
         # The tree may have more levels than the plan's; and None is no leaf.
         if not tree_util.all_leaves(values):
-            return _by_paths(tree, leaves)
+            return _leaves_by_paths(tree, leaves)
     return LiveLeaves(values, rows, [], {})
 
 
@@ -84,7 +84,7 @@ def _by_structure(tree: Any, leaves: Leaves) -> tuple[list[int], list[Any] | Non
         return rows, None
 
 
-def _by_paths(tree: Any, leaves: Leaves) -> LiveLeaves:
+def _leaves_by_paths(tree: Any, leaves: Leaves) -> LiveLeaves:
     rules = Rules((), leaves.paths_dialect)
     aligned = align(tree, leaves, partial(rows_and_paths, rules=rules))
     pairs = list(zip(aligned.values, aligned.rows, strict=True))

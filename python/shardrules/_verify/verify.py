@@ -11,7 +11,7 @@ from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._text import bytes_shown, counted
 from shardrules._verify.executable import Executable, call_of
 from shardrules._verify.gathered import gathered
-from shardrules._verify.inputs import targets_of
+from shardrules._verify.inputs import planned_targets
 from shardrules._verify.placements import (
     changed,
     dropped,
@@ -89,7 +89,7 @@ def verify(
     check_real("large", large)
     executable = Executable(call_of(compiled, inputs))
     library = executable.call.library
-    in_targets, out_targets = targets_of(executable, inputs, outputs)
+    in_targets, out_targets = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
     findings = [
         *placements(executable.inputs, in_targets, library),
@@ -99,7 +99,7 @@ def verify(
         *undonated(executable, carried),
         *not_donated(executable, carried, large),
         *gathered(executable, in_targets, out_targets, carried, large),
-        *_peak(executable, hbm),
+        *_peak_findings(executable, hbm),
     ]
     return Findings(findings, _scope(in_targets, out_targets, hbm, is_compared=outputs is not None))
 
@@ -108,7 +108,7 @@ def verify(
 _SIGNS: Final = {"argument": 1, "output": 1, "temp": 1, "alias": -1, "generated_code": 1}
 
 
-def _peak(executable: Executable, hbm: int | None) -> Iterator[Finding]:
+def _peak_findings(executable: Executable, hbm: int | None) -> Iterator[Finding]:
     """Yield a finding if a device needs more bytes than it has."""
     if hbm is None:
         return
