@@ -55,7 +55,7 @@ def _variables(tree: Any) -> Any:
 
 
 def _modules(tree: Any, make: MakeType, types: dict[tuple[str, ...], Any]) -> Any:
-    """Turn dicts into nodes: those of names become nodes with those fields, one type for each set; numbered ones lists."""
+    """Turn dicts of names into nodes with these fields, and numbered ones into lists."""
     if not isinstance(tree, dict):
         return tree
     children = {key: _modules(child, make, types) for key, child in tree.items()}

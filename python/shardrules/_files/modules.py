@@ -72,7 +72,8 @@ def _module(text: str, name: str) -> Any:
                 "that has it"
             ) from error
         raise FileError(
-            f"{text}: the import of {name!r} has raised {_object_shown(error)}; it must be importable"
+            f"{text}: the import of {name!r} has raised {_object_shown(error)}; it must be "
+            "importable"
         ) from error
 
 

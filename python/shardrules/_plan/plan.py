@@ -451,7 +451,7 @@ class Plan(Estimates, Decider):
 
         return trees.placements_of(self, self.mesh, self._leaves.tree, range(len(self)))
 
-    def plan_fingerprint(self) -> str:
+    def fingerprint(self) -> str:
         """Return 64 hex digits that change with any path, shape, dtype, spec, memory or mesh axis.
 
         The same in every process and every run, whatever the order of the leaves. That of

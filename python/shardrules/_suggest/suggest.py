@@ -327,9 +327,7 @@ def _rule_reasons(rules: Draft) -> tuple[Reason, ...]:
         spec, rank = plain_spec(value), len(units[0].part.shape)
         entries = [*spec] if isinstance(spec, Entries) else []
         entries += [None] * (rank - len(entries))
-        dims = [
-            _without_leaves(units[0], dim, entry_axes(entry)) for dim, entry in enumerate(entries)
-        ]
+        dims = [_cut_reason(units[0], dim, entry_axes(entry)) for dim, entry in enumerate(entries)]
         is_understood = unknown.isdisjoint(map(id, units))
         reasons.append(_reason(number, pattern, units, dims, is_understood=is_understood))
     return tuple(reasons)
@@ -339,7 +337,7 @@ def _reason_of_name(number: int, rule: NameRule) -> Reason:
     """Explain a rule by the first of its dimensions of each size and role."""
     dims: dict[tuple[int, str], CutReason] = {}
     for unit, dim in rule.dims:
-        cut = _without_leaves(unit, dim, rule.axes)
+        cut = _cut_reason(unit, dim, rule.axes)
         dims.setdefault((cut.size, cut.role), cut)
     units = [unit for unit, _ in rule.dims]
     is_understood = not units or any(unit.dims.is_known for unit in units)
@@ -359,5 +357,5 @@ def _reason(
     return Reason(number, pattern, leaves, size, paths, tuple(dims), is_understood)
 
 
-def _without_leaves(unit: Unit, dim: int, axes: Axes) -> CutReason:
+def _cut_reason(unit: Unit, dim: int, axes: Axes) -> CutReason:
     return CutReason(dim, unit.part.shape[dim], unit.dims.sides[dim], tuple(axes))
