@@ -258,7 +258,8 @@ def in_order(
                 return function(*arguments, **named)
             except (TypeError, ValueError, re.error):
                 if renamed in named:
-                    return call(*arguments, **_with_rules(function.__name__, renamed, named))
+                    again: Any = call
+                    return again(*arguments, **_with_rules(function.__name__, renamed, named))  # type: ignore[no-any-return]
                 check_order(function.__name__, kinds, _by_parameter(function, arguments, named))
                 raise
 

@@ -303,7 +303,7 @@ def fill(
     try:
         for unit in _units(jobs, most_bytes):
             finish(most_bytes - unit.bytes, _UNITS)
-            work = _boxes if unit.boxes else _arrays
+            work: Any = _boxes if unit.boxes else _arrays
             of_unit = [jobs[index] for index in unit.jobs]
             future = pool.submit(work, of_unit, unit.boxes, reader)
             under_way[future] = unit

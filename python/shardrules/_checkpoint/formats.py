@@ -33,9 +33,11 @@ class CheckpointFormat(Protocol):
 
     def claims(self, arrays: Arrays) -> bool:
         """Say whether these arrays, which were listed, can be read."""
+        ...
 
     def samples(self, arrays: Arrays) -> list[Row]:
         """Return what several processes compare before they read, beside names and shapes."""
+        ...
 
     def read(
         self, arrays: Arrays, jobs: list[Job], most_bytes: int, progress: bool | Progress | None
@@ -51,6 +53,7 @@ class CheckpointFormat(Protocol):
         Raises:
             FileError: A file is damaged or has changed.
         """
+        ...
 
 
 class BytesInFiles:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import prod
 from operator import itemgetter, sub
@@ -70,10 +70,11 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     _check_offsets(path, leaves, offsets, len(data))
     if not make.keeps_places:
         return leaves
-    rows = zip(leaves.items(), offsets, strict=True)
+    begins: Iterable[Any] = map(itemgetter(0), offsets)
+    rows = zip(leaves.items(), begins, strict=True)
     return {
         name: ArraySpec(leaf.shape, leaf.dtype, file, data.start + begin)
-        for (name, leaf), (begin, _) in rows
+        for (name, leaf), begin in rows
     }
 
 

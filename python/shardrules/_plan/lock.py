@@ -254,7 +254,7 @@ def read_lock(data: bytes, name: str) -> Columns:
         of_rules = rules_digest(
             content["dialect"], rule_entries, leaves.patterns, leaves.decided_by
         )
-        _check_digest("rules' plan_fingerprint", content["rules_fingerprint"], of_rules)
+        _check_digest("rules' fingerprint", content["rules_fingerprint"], of_rules)
     return Columns(
         Leaves(rules, tree, leaves.paths, leaves.paths, kind_of, leaves.types),
         leaves.kinds,

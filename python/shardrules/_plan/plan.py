@@ -350,7 +350,7 @@ class Plan(Estimates, Decider):
                 "plan.on_mesh(mesh.abstract_mesh), which the other process puts on its own mesh "
                 "with on_mesh; or keep plan.lock()"
             )
-        return self.__dict__
+        return dict(vars(self))
 
     def __copy__(self) -> Plan:
         return self  # nothing changes a plan

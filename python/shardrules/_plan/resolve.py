@@ -260,7 +260,7 @@ class RulesOnMesh:
             as_specs=False,
             optional_axes=optional_axes,
         )
-        self._memory_of = [memory_kind_of(value) for _, value in rules]
+        self._memory_of: list[MemoryKind | None] = [memory_kind_of(value) for _, value in rules]
         self._unmatched_is_error = rules.dialect.unmatched != "replicate"
 
     def kind(self, leaf: LeafType, derivation: Derivation | None = None) -> Kind:
