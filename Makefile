@@ -59,9 +59,10 @@ cpp-%: build-%
 # Left out: tests of whole models, of other libraries, and of several processes, which take long. CPython
 # itself leaks by LeakSanitizer's standards; tests/trees/test_leaks.py looks for ours. The stack is for ASan's frames
 # in the deepest trees, and libstdc++ is loaded early for its exceptions to be intercepted.
-ASAN_TESTS := tests/fuzzing tests/logical tests/trees $(addprefix tests/,$(addsuffix .py,\
-  files/test_files matching/test_bad_input matching/test_bounds matching/test_rules matching/test_semantics \
-  planning/test_fold sharding/test_shardings test_correction))
+ASAN_TESTS := tests/fuzzing tests/trees $(addprefix tests/,$(addsuffix .py,\
+  files/test_files rules/test_bad_input rules/test_bounds rules/test_logical rules/test_logical_rules \
+  rules/test_rules rules/test_semantics \
+  plan/test_fold place/test_shardings test_correction))
 ASAN_PACKAGES := build/asan/site
 test-asan: cpp-asan
 	rm -rf $(ASAN_PACKAGES) && mkdir $(ASAN_PACKAGES) && cp -R python/shardrules $(ASAN_PACKAGES)

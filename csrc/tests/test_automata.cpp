@@ -1,5 +1,5 @@
 // The automata without Python: trimming, sharing, cursor, budget, alphabet. Exactness against `re`
-// is tests/matching/test_exactness.py's job.
+// is tests/rules/test_exactness.py's job.
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.moving.test_load import mesh_of
+from tests.checkpoint.test_load import mesh_of
 
 
 def load(path):

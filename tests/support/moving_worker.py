@@ -1,4 +1,4 @@
-"""One of several JAX processes on loopback that load and move, as tests/moving/test_moving_processes.py starts them."""
+"""One of several JAX processes on loopback that load and move, as tests/checkpoint/test_moving_processes.py starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of several JAX processes on loopback, as tests/sharding/test_processes.py starts them.
+"""One of several JAX processes on loopback, as tests/place/test_processes.py starts them.
 
 GPT-2 with EasyDeL's rules is placed on a mesh over all processes, stepped, laid out anew and
 gathered; then the processes disagree on purpose. What was found goes to a JSON file.

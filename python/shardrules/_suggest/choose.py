@@ -154,7 +154,8 @@ def discomfort_of(
         for size, count, side in zip(shape, counts, dims.sides, strict=True)
     )
     for side, axes in zip(dims.sides, cuts, strict=True):
-        for use in [uses[axis] for axis in axes]:
+        for axis in axes:
+            use: AxisUse = uses[axis]
             is_tensor = use == "tensor"
             if side not in _DISCOMFORT[use] or (
                 is_tensor and side not in _TENSOR.get(dims.tensor, (side,))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.sharding.test_processes import needs_collectives, run
+from tests.place.test_processes import needs_collectives, run
 from tests.support.slow import slow
 
 

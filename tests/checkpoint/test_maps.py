@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.moving.test_load import bits, mesh_of
-from tests.moving.test_renames import FLOAT8, save  # noqa: F401
+from tests.checkpoint.test_load import bits, mesh_of
+from tests.checkpoint.test_renames import FLOAT8, save  # noqa: F401
 
 BFLOAT16 = ml_dtypes.bfloat16
 D, F, V, HEAD, KV = 32, 96, 64, 8, 16

@@ -1,4 +1,4 @@
-"""shard and gather in one process; tests/sharding/test_processes.py has several."""
+"""shard and gather in one process; tests/place/test_processes.py has several."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.moving.test_load import bits, mesh_of
+from tests.checkpoint.test_load import bits, mesh_of
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
 NO_FLOATS = ["int8", "int32", "uint16", "int4", "float4_e2m1fn", "bool", "complex64", "float8_e8m0fnu"]  # fmt: skip

@@ -267,7 +267,7 @@ def test_all_models(name):
 @pytest.mark.slow
 def test_deepseek_from_fsdp_64_to_tp_32():
     code = """
-from tests.planning.test_transfer import of_deepseek
+from tests.plan.test_transfer import of_deepseek
 moved = of_deepseek(64, 32)
 assert moved.total == 1_321_081_251_840, moved.total
 """

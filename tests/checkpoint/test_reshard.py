@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._checkpoint import reshard as moving
-from tests.moving.test_load import bits, mesh_of
-from tests.moving.test_maps import deepseek, dequantized, llama, to_flax
+from tests.checkpoint.test_load import bits, mesh_of
+from tests.checkpoint.test_maps import deepseek, dequantized, llama, to_flax
 
 RULES = [("w", ("fsdp", "tp")), ("", ())]
 

@@ -1,7 +1,7 @@
 """Plan.check: each kind of finding on a case made for it, and on one that is nearly the same.
 
 The findings on real models are compared with tests/data/golden. `UPDATE_GOLDEN=1 python -m pytest
-tests/planning/test_check.py` writes them anew; read the difference.
+tests/plan/test_check.py` writes them anew; read the difference.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._checkpoint.boxes import Sized, arrangement, box_shape
-from tests.moving.test_load import bits, counted, mesh_of  # noqa: F401
+from tests.checkpoint.test_load import bits, counted, mesh_of  # noqa: F401
 from tests.support.slow import some
 
 FLOAT8 = ml_dtypes.float8_e4m3fn

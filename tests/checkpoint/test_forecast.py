@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import shardrules as sr
 from shardrules._checkpoint.filling import forecast
-from tests.moving.test_load import LLAMA, RULES
+from tests.checkpoint.test_load import LLAMA, RULES
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])

@@ -1,4 +1,4 @@
-"""shard_local in one process; tests/moving/test_moving_processes.py has several."""
+"""shard_local in one process; tests/checkpoint/test_moving_processes.py has several."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ class TestShown:
         assert "rule 3 'never' -> P('tp') in pinned_host matches no leaf" in dead.message
 
     def test_in_reports(self):
-        from tests.planning.test_report import Page
+        from tests.plan.test_report import Page
 
         plan = sr.plan(TREE, RULES, SIZES)
         moments = {"optimizer": ("float32",) * 2, "optimizer_memory_kind": "pinned_host"}

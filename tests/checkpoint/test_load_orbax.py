@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.moving.test_load import bits, mesh_of
+from tests.checkpoint.test_load import bits, mesh_of
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
 RULES = [("w", ("fsdp", "tp")), ("", ())]
