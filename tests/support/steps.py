@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._verify.hlo import Collective, Hlo, Shape
+from shardrules._program.hlo import Collective, Hlo, Shape
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 96, 256, 4, 2, 40, 352
 BATCH, SEQUENCE, LAYERS = 16, 36, 2

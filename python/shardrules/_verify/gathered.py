@@ -14,9 +14,7 @@ from shardrules._plan.axis_uses import expert_axes_among
 from shardrules._plan.findings import Finding
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
-from shardrules._specs import entry_axes
-from shardrules._text import bytes_shown, counted
-from shardrules._verify.dataflow import (
+from shardrules._program.dataflow import (
     PRODUCTS,
     Value,
     Variation,
@@ -25,14 +23,16 @@ from shardrules._verify.dataflow import (
     source_of,
     value_uses,
 )
-from shardrules._verify.executable import sharding_shown
+from shardrules._program.executable import sharding_shown
+from shardrules._specs import entry_axes
+from shardrules._text import bytes_shown, counted
 from shardrules._verify.placements import is_same
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Level
-    from shardrules._verify.executable import Executable
-    from shardrules._verify.hlo import Collective, Hlo
-    from shardrules._verify.inputs import PlannedSharding
+    from shardrules._program.executable import Executable
+    from shardrules._program.hlo import Collective, Hlo
+    from shardrules._program.inputs import PlannedSharding
     from shardrules._verify.placements import State
 
     _Targets = Sequence[PlannedSharding | None]

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._correction import in_memory
 from shardrules._mesh.memory import memory_apart
+from shardrules._program.dataflow import is_made_from
+from shardrules._program.executable import at, sharding_shown
 from shardrules._specs import is_partition_spec
 from shardrules._text import bytes_shown, counted, printable
-from shardrules._verify.dataflow import is_made_from
-from shardrules._verify.executable import at, sharding_shown
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Finding, Level, VerifyKind
-    from shardrules._verify.executable import Executable, Library, Side
-    from shardrules._verify.inputs import PlannedSharding
+    from shardrules._program.executable import Executable, Library, Side
+    from shardrules._program.inputs import PlannedSharding
 
 
 _FIXES: Final[dict[Library, dict[str, str]]] = {

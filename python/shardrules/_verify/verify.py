@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._arguments import check_real, in_order
 from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.table import DEFAULT_LARGE
+from shardrules._program.executable import Executable, call_of
+from shardrules._program.inputs import planned_targets
 from shardrules._text import bytes_shown, counted
-from shardrules._verify.executable import Executable, call_of
 from shardrules._verify.gathered import gathered
-from shardrules._verify.inputs import planned_targets
 from shardrules._verify.placements import (
     changed,
     dropped,
@@ -22,7 +22,7 @@ from shardrules._verify.placements import (
 )
 
 if TYPE_CHECKING:
-    from shardrules._verify.inputs import PlannedSharding
+    from shardrules._program.inputs import PlannedSharding
 
 
 @in_order("compiled", "plan")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from shardrules._verify.hlo import Hlo, Instruction
+    from shardrules._program.hlo import Hlo, Instruction
 
 _MOVES: Final = frozenset({
     "bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "pad",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardrules._verify.dataflow import (
+from shardrules._program.dataflow import (
     Origin,
     Value,
     Variation,
@@ -14,7 +14,7 @@ from shardrules._verify.dataflow import (
     returned,
     value_uses,
 )
-from shardrules._verify.hlo import Hlo
+from shardrules._program.hlo import Hlo
 
 ASYNCHRONOUS = """\
 HloModule asynchronous, num_partitions=4

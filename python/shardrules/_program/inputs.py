@@ -23,7 +23,7 @@ from shardrules._trees.align import align, rows_and_paths
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from shardrules._verify.executable import Executable, Side
+    from shardrules._program.executable import Executable, Side
 
 _WHAT: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
 

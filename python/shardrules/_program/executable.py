@@ -24,10 +24,10 @@ from shardrules._jax import compiled_inputs, compiled_outputs
 from shardrules._plan.findings import Finding, FindingKind, Level
 from shardrules._plan.fold import fold
 from shardrules._plan.plan import Plan
+from shardrules._program.dataflow import Value, returned
+from shardrules._program.hlo import Hlo
 from shardrules._specs import is_partition_spec, spec_shown
 from shardrules._text import counted, printable, shown
-from shardrules._verify.dataflow import Value, returned
-from shardrules._verify.hlo import Hlo
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
