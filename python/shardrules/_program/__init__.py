@@ -1,1 +1,1 @@
-"""Reads compiled programs: their arguments, collectives and memory, and what these are made from."""
+"""Reads compiled programs: arguments, collectives, memory, and what these are made from."""
