@@ -7,7 +7,6 @@ import pytest
 from shardrules._program.dataflow import (
     Origin,
     Value,
-    Variation,
     held_by_loops,
     is_made_from,
     origin_of,
@@ -15,6 +14,7 @@ from shardrules._program.dataflow import (
     value_uses,
 )
 from shardrules._program.hlo import Hlo
+from shardrules._program.variation import Variation
 
 ASYNCHRONOUS = """\
 HloModule asynchronous, num_partitions=4

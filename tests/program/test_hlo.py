@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardrules._program.hlo import Hlo, ReplicaGroups, Shape, parsed
+from shardrules._program.groups import ReplicaGroups
+from shardrules._program.hlo import Hlo, Shape, parsed
 
 AXES = {"data": 2, "model": 4}
 

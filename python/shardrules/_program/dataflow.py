@@ -1,22 +1,16 @@
-"""Follows values through an HLO module, from definitions to uses and back.
-
-`Variation` says along which mesh axes values differ between devices.
-"""
+"""Follows values through an HLO module, from definitions to uses and back."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, reduce
+from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
-
-import numpy as np
 
 if TYPE_CHECKING:
     from shardrules._program.hlo import Hlo, Instruction
 
-_MOVES: Final = frozenset({
+MOVES: Final = frozenset({
     "bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "pad",
     "reshape", "transpose",
 })  # fmt: skip
@@ -30,7 +24,7 @@ _GATHERS: Final = frozenset({
 _SCALES: Final = frozenset({"add", "divide", "multiply", "subtract"})
 _CALLS: Final = frozenset({"call", "fusion"})
 PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
-_PASSING: Final = _MOVES | _GATHERS | _CALLS | {"get-tuple-element", "tuple", "while"}
+_PASSING: Final = MOVES | _GATHERS | _CALLS | {"get-tuple-element", "tuple", "while"}
 # Collectives after which values are equal along the axes of their groups, or differ along them.
 _EQUALIZING: Final = ("all-gather", "all-reduce")
 _SCATTERING: Final = ("all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
@@ -180,7 +174,7 @@ def _passed_on(hlo: Hlo, value: Value, instruction: Instruction) -> Iterator[Val
     opcode = instruction.opcode
     after = value._replace(name=instruction.name)
     places = [i for i, operand in enumerate(instruction.operands) if operand == value.name]
-    if opcode in _MOVES | _SLICES | _GATHERS:
+    if opcode in MOVES | _SLICES | _GATHERS:
         yield after
     elif opcode == "get-tuple-element":
         if value.element in (None, instruction.element):
@@ -255,7 +249,7 @@ def _moved_value(
     opcode = definition.opcode
     if opcode in through and not opcode.endswith("-done"):
         return element or 0, None  # it may gather several arrays at once
-    if opcode in _MOVES or opcode in _SLICES or opcode in through:
+    if opcode in MOVES or opcode in _SLICES or opcode in through:
         # An asynchronous copy begins with a tuple of its operand and its result.
         return 0, None if opcode == "copy-start" else element
     if opcode == "get-tuple-element":
@@ -318,148 +312,3 @@ def _is_invariant(hlo: Hlo, loop: Instruction, element: int) -> bool:
     source = source_of(hlo, Value(body, hlo[body].root.name, element))
     is_parameter = _definition(hlo, source).parameter is not None
     return is_parameter and source.element == element and source.layers == 1
-
-
-class _Along(NamedTuple):
-    """Mesh axes along which a value differs between devices."""
-
-    axes: frozenset[str]
-    is_number: bool = False
-    """True for the number of the device."""
-    table: frozenset[str] | None = None
-    """Axes along which the entries of a constant differ that has one for each device."""
-
-
-_Elements = tuple[_Along, ...]
-
-
-class Variation:
-    """Mesh axes along which values differ between devices.
-
-    A value differs along an axis if it is computed from an argument that the axis shards, or from
-    the device's number, and no collective has made it equal since.
-
-    Args:
-        hlo: The module.
-        axis_sizes: Devices along each mesh axis, in the mesh's order.
-        parameters: Axes that shard each parameter of the module, by its number.
-    """
-
-    def __init__(
-        self, hlo: Hlo, axis_sizes: Mapping[str, int], parameters: Mapping[int, frozenset[str]]
-    ) -> None:
-        self._hlo = hlo
-        self._axis_sizes = axis_sizes
-        self._parameters = parameters
-        self._values: dict[str, dict[str, _Elements]] = {}
-
-    def of(self, computation: str, names: Iterable[str]) -> frozenset[str]:
-        """Return the axes along which some of these values differ."""
-        values = self._of_module.get(computation, {})
-        return frozenset().union(*(_union(values.get(name, ())).axes for name in names))
-
-    @cached_property
-    def _of_module(self) -> Mapping[str, Mapping[str, _Elements]]:
-        numbers = range(self._hlo[self._hlo.entry].counts[0])
-        arguments = [(_Along(self._parameters.get(i, frozenset())),) for i in numbers]
-        self._run(self._hlo.entry, arguments)
-        return self._values
-
-    def _run(self, computation: str, arguments: Sequence[_Elements]) -> _Elements:
-        """Compute the result of a computation; earlier calls of it count as well."""
-        values: dict[str, _Elements] = {}
-        earlier = self._values.get(computation, {})
-        for instruction in self._hlo[computation]:
-            if instruction.parameter is not None:
-                result = arguments[instruction.parameter]
-            else:
-                result = self._result(instruction, [values[name] for name in instruction.operands])
-            values[instruction.name] = _either(result, earlier.get(instruction.name, result))
-        self._values[computation] = values
-        return values[self._hlo[computation].root.name]
-
-    def _result(self, instruction: Instruction, operands: list[_Elements]) -> _Elements:
-        opcode = instruction.opcode
-        if opcode in _MOVES:
-            return operands[0]
-        if opcode == "get-tuple-element":
-            element = instruction.element or 0
-            return operands[0][element : element + 1] or (_union(operands[0]),)
-        if opcode == "tuple":
-            return tuple(map(_union, operands))
-        if opcode == "while":
-            return self._loop(instruction, operands[0])
-        if opcode in ("call", "conditional", "fusion"):
-            return self._call(instruction, operands)
-        return (self._array(instruction, operands),) * max(1, len(instruction.results))
-
-    def _array(self, instruction: Instruction, operands: list[_Elements]) -> _Along:
-        """Compute the result of an instruction that makes no tuple, and calls nothing."""
-        opcode = instruction.opcode.removesuffix("-start")
-        if opcode in ("partition-id", "replica-id"):
-            return _Along(frozenset(self._axis_sizes), is_number=True)
-        if opcode == "constant":
-            return self._constant(instruction)
-        if opcode == "dynamic-slice" and operands[1][0].is_number:
-            table = operands[0][0].table
-            if table is not None:
-                return _Along(table)
-        axes = _union([element for elements in operands for element in elements]).axes
-        if opcode in _EQUALIZING:
-            axes -= self._group_axes(instruction)
-        elif opcode in _SCATTERING:
-            axes |= self._group_axes(instruction)
-        return _Along(axes)
-
-    def _constant(self, instruction: Instruction) -> _Along:
-        """Read a constant, which may have an entry for each device."""
-        sizes = tuple(self._axis_sizes.values())
-        entries = _NUMBER.findall(instruction.literal)
-        if instruction.results[0].dims != (prod(sizes),) or len(entries) != prod(sizes):
-            return _Along(frozenset())
-        table = np.array(entries).reshape(sizes)
-        axes = enumerate(self._axis_sizes)
-        differing = {axis for i, axis in axes if (table != table.take([0], i)).any()}
-        return _Along(frozenset(), table=frozenset(differing))
-
-    def _loop(self, instruction: Instruction, before: _Elements) -> _Elements:
-        """Run a loop until what goes in again differs no more."""
-        (body,) = instruction.called["body"]
-        while (after := _either(before, self._run(body, [before]))) != before:
-            before = after
-        return after
-
-    def _call(self, instruction: Instruction, operands: list[_Elements]) -> _Elements:
-        elements = [element for operand in operands for element in operand]
-        if instruction.opcode == "fusion" and not any(element.is_number for element in elements):
-            return (_Along(_union(elements).axes),) * max(1, len(instruction.results))
-        bodies = instruction.callees
-        if instruction.opcode != "conditional":
-            return self._run(bodies[0], operands)
-        branches = zip(bodies, operands[1:], strict=True)
-        return reduce(_either, [self._run(body, [operand]) for body, operand in branches])
-
-    def _group_axes(self, instruction: Instruction) -> frozenset[str]:
-        """Return the axes whose devices are all in one group of a collective."""
-        groups = self._hlo.groups(instruction.attributes)
-        axes = groups.axes(self._axis_sizes)
-        is_whole = len(groups[0]) == prod(self._axis_sizes[axis] for axis in axes)
-        return frozenset(axes if is_whole else ())
-
-
-def _union(elements: Sequence[_Along]) -> _Along:
-    if len(elements) == 1:
-        return elements[0]
-    return _Along(frozenset().union(*(element.axes for element in elements)))
-
-
-def _either(some: _Elements, others: _Elements) -> _Elements:
-    """Join elements: they differ along the axes of both."""
-    if some == others:
-        return some
-    if len(some) != len(others):  # of tuples in tuples
-        return (_union([*some, *others]),)
-    return tuple(
-        first if first == second else _Along(first.axes | second.axes)
-        for first, second in zip(some, others, strict=True)
-    )

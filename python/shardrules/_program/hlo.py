@@ -10,18 +10,21 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
-import numpy as np
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from shardrules._program.groups import ReplicaGroups, read_groups
 
 CollectiveOpcode = Literal[
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
 ]
 
 _OPCODES: Final[tuple[CollectiveOpcode, ...]] = get_args(CollectiveOpcode)
@@ -43,14 +46,10 @@ _INDEX: Final = re.compile(r"\bindex=(\d+)")
 _DIMENSION: Final = re.compile(r"\bdimensions=\{(\d+)\}")
 _PARTITIONS: Final = re.compile(r"num_partitions=(\d+)")
 _ALIAS: Final = re.compile(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)")
-_GROUPS: Final = re.compile(r"(?:replica_groups|source_target_pairs)=")
-_EXPLICIT: Final = re.compile(r"\{(?:\{[\d,]*\},?)*\}")
-_IOTA: Final = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH: Final = re.compile(
-    r"mesh\[([^\]]*)\](?:, device_ids=\(((?:\([^)]*\)|[^()]|T\([^)]*\))*)\))? \{([^}]*)\}"
-)
-_AXIS: Final = re.compile(r"'?([^',=]+?)'?=(\d+)")
-_AXIS_PART: Final = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
+_FRAME: Final = re.compile(r"stack_frame_id=(\d+)")
+_SOURCE: Final = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
+_TABLE_ROW: Final = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
+_FIELD: Final = re.compile(r"(\w+)=(\d+)")
 
 
 class Shape(NamedTuple):
@@ -69,6 +68,16 @@ class Shape(NamedTuple):
     def bytes(self) -> int:
         """Bytes of the array; elements of less than a byte are packed."""
         return -(-prod(self.dims) * self.bits // 8)
+
+
+class Place(NamedTuple):
+    """File and line of the user's program."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
 
 
 class Instruction(NamedTuple):
@@ -117,31 +126,6 @@ class Instruction(NamedTuple):
         return [name for names in self.called.values() for name in names]
 
 
-class ReplicaGroups(tuple[tuple[int, ...], ...]):
-    """Partitions that exchange data, by group; of collective-permute (source, target) pairs."""
-
-    __slots__ = ()
-
-    def axes(self, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """List the mesh axes along which members of a group differ, in the mesh's order.
-
-        A group spans these axes if their sizes' product is its size. XLA may split an axis.
-
-        Args:
-            axis_sizes: Devices along each mesh axis; partitions are positions in the mesh.
-        """
-        sizes = tuple(axis_sizes.values())
-        members = np.concatenate([np.array(group, np.int64) for group in self])
-        firsts = np.repeat([group[0] for group in self], [len(group) for group in self])
-        places = zip(
-            axis_sizes,
-            np.unravel_index(members, sizes),
-            np.unravel_index(firsts, sizes),
-            strict=True,
-        )
-        return tuple(axis for axis, place, first in places if (place != first).any())
-
-
 class Collective(NamedTuple):
     """Collective with the shapes that one device has; a start stands for both halves."""
 
@@ -164,13 +148,13 @@ class Computation:
         self.name = header[1] if header else ""
         self.end = end
         self._text = text
-        self._begin = begin
+        self.begin = begin
         self._parsed: dict[str, Instruction] = {}
 
     @cached_property
     def lines(self) -> Mapping[str, str]:
         """Lines by instruction name, as they are scheduled."""
-        lines = self._text[self._begin : self.end].split("\n")[1:]
+        lines = self._text[self.begin : self.end].split("\n")[1:]
         return {_name_of(line): line for line in lines}
 
     def __getitem__(self, name: str) -> Instruction:
@@ -184,14 +168,12 @@ class Computation:
     @cached_property
     def root(self) -> Instruction:
         """Instruction whose result is the computation's."""
-        return parsed(
-            _line_at(self._text, self._text.rfind("\n  ROOT ", self._begin, self.end) + 1)
-        )
+        return parsed(_line_at(self._text, self._text.rfind("\n  ROOT ", self.begin, self.end) + 1))
 
     @property
     def counts(self) -> tuple[int, int]:
         """Numbers of parameters and of results."""
-        header = self._text[self._begin : self._text.find(" {\n", self._begin)]
+        header = self._text[self.begin : self._text.find(" {\n", self.begin)]
         parameters, _, results = header.partition(") -> ")
         return parameters.count("["), results.count("[")
 
@@ -214,7 +196,6 @@ class Hlo:
     def __init__(self, text: str) -> None:
         self.text = text
         self._head = text[: text.find("\n")]
-        self._groups: dict[str, ReplicaGroups] = {}
         self._times: dict[str, int | None] = {}
 
     def __getitem__(self, computation: str) -> Computation:
@@ -299,16 +280,39 @@ class Hlo:
 
     def groups(self, attributes: str) -> ReplicaGroups:
         """Parse the replica groups of a collective, or its (source, target) pairs."""
-        everyone = ReplicaGroups((tuple(range(self.partitions)),))
-        begin = _GROUPS.search(attributes)
-        if begin is None:
-            return everyone
-        for form, read in _FORMS.items():
-            if match := form.match(attributes, begin.end()):
-                if match[0] not in self._groups:
-                    self._groups[match[0]] = ReplicaGroups(read(match)) or everyone
-                return self._groups[match[0]]
-        raise ValueError(f"replica groups of an unknown form: {attributes[begin.start() :][:80]}")
+        return read_groups(attributes, self.partitions)
+
+    def place(self, instruction: Instruction) -> Place | None:
+        """Return the user's file and line of an instruction; None where XLA does not know it."""
+        if match := _SOURCE.search(instruction.attributes):
+            return Place(match[1], int(match[2] or 0))
+        if match := _FRAME.search(instruction.attributes):
+            return self._frames.get(int(match[1]))
+        return None
+
+    @cached_property
+    def _frames(self) -> dict[int, Place]:
+        """Places by the number of their stack frame, from the tables above the computations."""
+        files = dict(self._table("FileNames"))
+        lines = {
+            number: (fields["file_name_id"], fields["line"])
+            for number, row in self._table("FileLocations")
+            if {"file_name_id", "line"} <= (fields := _fields(row)).keys()
+        }
+        return {
+            number: Place(files[file].strip('"'), line)
+            for number, row in self._table("StackFrames")
+            for file, line in [lines.get(_fields(row).get("file_location_id", 0), (0, 0))]
+            if file in files
+        }
+
+    def _table(self, name: str) -> list[tuple[int, str]]:
+        begin = self.text.find(f"\n{name}\n", 0, self._in_order[0].begin if self._in_order else 0)
+        if begin < 0:
+            return []
+        end = self.text.find("\n\n", begin + 1)
+        rows = _TABLE_ROW.findall(self.text, begin + len(name) + 2, end)
+        return [(int(number), row) for number, row in rows]
 
     @cached_property
     def _calls(self) -> dict[str, list[int]]:
@@ -383,6 +387,10 @@ def _number(pattern: re.Pattern[str], text: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def _fields(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in _FIELD.findall(text)}
+
+
 def _array_shapes(text: str) -> tuple[Shape, ...]:
     return tuple(
         Shape(dtype, tuple(int(size.removeprefix("<=")) for size in dims.split(",") if size))
@@ -410,65 +418,3 @@ def _times_within(times: int | None, caller: Instruction, computation: str) -> i
     # The condition is evaluated once more, to end the loop.
     is_condition = computation in caller.called.get("condition", ())
     return None if trips is None else times * (trips + is_condition)
-
-
-_Groups = tuple[tuple[int, ...], ...]
-
-
-def _explicit(text: re.Match[str]) -> _Groups:
-    return tuple(map(_group_numbers, re.findall(r"\{([\d,]+)\}", text[0])))
-
-
-def _iota(text: re.Match[str]) -> _Groups:
-    return _group_rows(_transposed(text[2], text[3]), _group_numbers(text[1])[1])
-
-
-def _mesh(text: re.Match[str]) -> _Groups:
-    """Parse groups along mesh axes, or parts of them: `:(4)2` are 2 parts of each 4."""
-    sizes = {axis: int(size) for axis, size in _AXIS.findall(text[1])}
-    along = [
-        (axis, int(before or 1), int(before or 1) * int(size or sizes[axis]))
-        for axis, before, size in _AXIS_PART.findall(text[3])
-    ]
-    parts = []
-    for axis, size in sizes.items():
-        cuts = {1, size, *(cut for name, *ends in along if name == axis for cut in ends)}
-        parts += [(axis, begin, end) for begin, end in pairwise(sorted(cuts))]
-    inner = [
-        i
-        for name, begin, end in along
-        for i, (axis, first, _) in enumerate(parts)
-        if axis == name and begin <= first < end
-    ]
-    outer = [i for i in range(len(parts)) if i not in inner]
-    dims = [end // begin for _, begin, end in parts]
-    ids = _device_ids(text[2], prod(sizes.values())).reshape(dims).transpose(outer + inner)
-    return _group_rows(ids, prod(dims[i] for i in inner))
-
-
-def _device_ids(text: str | None, count: int) -> npt.NDArray[np.int64]:
-    """Parse the devices of a mesh: [4,2]T(1,0), or one by one; ascending without a text."""
-    if text is None:
-        return np.arange(count)
-    sizes, _, order = text.partition("]")
-    if order:
-        return _transposed(sizes.strip("(["), order.strip("T()"))
-    return np.array(_group_numbers(text), np.int64)
-
-
-def _transposed(sizes: str, order: str | None) -> npt.NDArray[np.int64]:
-    """Flatten 0, 1, 2, ... in an array of these sizes, transposed to this order."""
-    shape = _group_numbers(sizes)
-    ids = np.arange(prod(shape)).reshape(shape)
-    return (ids.transpose(_group_numbers(order)) if order else ids).ravel()
-
-
-def _group_rows(ids: npt.NDArray[np.int64], size: int) -> _Groups:
-    return tuple(map(tuple, ids.reshape(-1, size).tolist()))
-
-
-def _group_numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
-
-
-_FORMS: Final = {_EXPLICIT: _explicit, _IOTA: _iota, _MESH: _mesh}

@@ -17,13 +17,13 @@ from shardrules._plan.table import axes_used
 from shardrules._program.dataflow import (
     PRODUCTS,
     Value,
-    Variation,
     held_by_loops,
     origin_of,
     source_of,
     value_uses,
 )
 from shardrules._program.executable import sharding_shown
+from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
 from shardrules._text import bytes_shown, counted
 from shardrules._verify.placements import is_same
