@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -125,21 +125,33 @@ def held_by_loops(hlo: Hlo, computation: str) -> set[Value]:
     }
 
 
-def is_made_from(hlo: Hlo, value: Value, parameter: int) -> bool:
-    """Say whether a value is a parameter of the module, updated element by element or in part.
+def updated_values(hlo: Hlo, value: Value, seen: Container[Value]) -> Iterator[Value]:
+    """Yield a value, and what it is made of element by element, or by an update of a part.
 
-    A new state is; a gradient, which comes of a product, is not made so from its parameter.
+    A new state is made so from the old one and its gradient; the gradient, which comes of a
+    product, is not made so from other arrays.
+
+    Args:
+        hlo: The module.
+        value: The value to begin with.
+        seen: Values at which the walk does not go on.
     """
-    pending, seen = [value], set()
+    pending, mine = [value], set()
     while pending:
         value = pending.pop()
-        if value in seen:
+        if value in mine or value in seen:
             continue
-        seen.add(value)
-        if value.computation == hlo.entry and _definition(hlo, value).parameter == parameter:
-            return True
+        mine.add(value)
+        yield value
         pending += _before_update(hlo, value)
-    return False
+
+
+def is_made_from(hlo: Hlo, value: Value, parameter: int) -> bool:
+    """Say whether a value is a parameter of the module, updated by element or in part."""
+    return any(
+        source.computation == hlo.entry and _definition(hlo, source).parameter == parameter
+        for source in updated_values(hlo, value, ())
+    )
 
 
 def value_uses(hlo: Hlo, value: Value) -> Iterator[ValueUse]:

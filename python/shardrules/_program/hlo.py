@@ -40,6 +40,9 @@ _NO_CALLS: Final = ("control-predecessors", "control-successors")
 # A fixed beginning makes them fast.
 _CALLS: Final = re.compile(r"=%[^\s,)}]+")
 _BRANCHES: Final = re.compile(r"_computations=\{[^}]*\}")
+_RUNS: Final = re.compile(
+    r" (?:fusion|while|call|conditional|async-start|dot|convolution|custom-call)\("
+)
 _TRIPS: Final = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _INDEX: Final = re.compile(r"\bindex=(\d+)")
@@ -65,9 +68,17 @@ class Shape(NamedTuple):
         return int(digits[0]) if digits else 8 * (self.dtype == "pred")
 
     @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.dims)
+
+    @property
     def bytes(self) -> int:
         """Bytes of the array; elements of less than a byte are packed."""
         return -(-prod(self.dims) * self.bits // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
 class Place(NamedTuple):
@@ -126,7 +137,7 @@ class Instruction(NamedTuple):
         return [name for names in self.called.values() for name in names]
 
 
-class Collective(NamedTuple):
+class CollectiveOp(NamedTuple):
     """Collective with the shapes that one device has; a start stands for both halves."""
 
     kind: CollectiveOpcode
@@ -135,6 +146,8 @@ class Collective(NamedTuple):
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     groups: ReplicaGroups
+    partitions: int
+    """Devices of the program."""
     times: int | None
     """Executions in a run of the program, a branch counted as taken; None within a loop of unknown
     trip count."""
@@ -170,6 +183,21 @@ class Computation:
         """Instruction whose result is the computation's."""
         return parsed(_line_at(self._text, self._text.rfind("\n  ROOT ", self.begin, self.end) + 1))
 
+    @cached_property
+    def parameters(self) -> Sequence[Instruction]:
+        """Parameters, in the order of the text."""
+        names = [name for name, line in self.lines.items() if " parameter(" in line]
+        return [line for line in map(self.__getitem__, names) if line.opcode == "parameter"]
+
+    @property
+    def executed(self) -> Iterator[Instruction]:
+        """Instructions that call computations or multiply; others are not parsed."""
+        return (self[name] for name, line in self.lines.items() if _RUNS.search(line))
+
+    def contains(self, pattern: re.Pattern[str]) -> bool:
+        """Say whether a pattern is found in the text of the computation."""
+        return pattern.search(self._text, self.begin, self.end) is not None
+
     @property
     def counts(self) -> tuple[int, int]:
         """Numbers of parameters and of results."""
@@ -197,6 +225,7 @@ class Hlo:
         self.text = text
         self._head = text[: text.find("\n")]
         self._times: dict[str, int | None] = {}
+        self._contains: dict[tuple[str, re.Pattern[str]], bool] = {}
 
     def __getitem__(self, computation: str) -> Computation:
         return self._computations[computation]
@@ -246,17 +275,24 @@ class Hlo:
         return header[1] if begin and header else ""
 
     @cached_property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[CollectiveOp, ...]:
         """Collectives, in the order of the text."""
         places = sorted(chain.from_iterable(map(self._places, _OPCODES)))
         return tuple(self._collective(*place) for place in places)
 
-    def of_kind(self, kind: CollectiveOpcode, least: int) -> Iterator[Collective]:
+    def of_kind(self, kind: CollectiveOpcode, least: int) -> Iterator[CollectiveOp]:
         """Yield the collectives of a kind with a result of at least so many bytes."""
         for position, _, start in self._places(kind):
             results = parsed(_line_at(self.text, position)).results
             if any(shape.bytes >= least for shape in results):
                 yield self._collective(position, kind, start)
+
+    def contains(self, computation: str, pattern: re.Pattern[str]) -> bool:
+        """Say whether a pattern is found in the text of a computation; answers are remembered."""
+        key = (computation, pattern)
+        if key not in self._contains:
+            self._contains[key] = self[computation].contains(pattern)
+        return self._contains[key]
 
     def callers(self, computation: str) -> Iterator[tuple[str, Instruction]]:
         """Yield the instructions that call a computation, each behind its own computation."""
@@ -337,7 +373,7 @@ class Hlo:
                     yield position, kind, match[2] or ""
             position = self.text.find(f" {kind}", position + 1)
 
-    def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> Collective:
+    def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> CollectiveOp:
         instruction = parsed(_line_at(self.text, position))
         results = instruction.results
         if start and kind != "all-reduce":
@@ -348,7 +384,9 @@ class Hlo:
         dimension, devices = instruction.dimension, len(groups[0])
         operands = tuple(_operand_of(kind, result, dimension, devices) for result in results)
         name = self._computation_at(position)
-        return Collective(kind, instruction, name, operands, results, groups, self.times(name))
+        return CollectiveOp(
+            kind, instruction, name, operands, results, groups, self.partitions, self.times(name)
+        )
 
 
 def parsed(line: str) -> Instruction:

@@ -31,9 +31,9 @@ from shardrules._verify.placements import is_same
 if TYPE_CHECKING:
     from shardrules._plan.findings import Level
     from shardrules._program.executable import Executable
-    from shardrules._program.hlo import Collective, Hlo
+    from shardrules._program.hlo import CollectiveOp, Hlo
     from shardrules._program.inputs import PlannedSharding
-    from shardrules._verify.placements import State
+    from shardrules._program.states import State
 
     _Targets = Sequence[PlannedSharding | None]
 
@@ -92,7 +92,7 @@ _USES: Final[dict[str, tuple[Level, str, str]]] = {
 class _Gather(NamedTuple):
     """All-gather with a large result."""
 
-    collective: Collective
+    collective: CollectiveOp
     number: int
     """Index of the result."""
 
