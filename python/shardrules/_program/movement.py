@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._plan.axis_uses import expert_axes_among
@@ -199,18 +200,17 @@ class Tracer:
                     yield number
 
     def _is_repeated(self, transfer: Transfer, leaf: int) -> bool:
-        """Say whether more is summed in a step than the gradient has."""
-        if transfer.op.times is None:
-            return False
+        """Say whether more is summed in a step than the gradient has.
+
+        Over axes that shard the leaf there is no choice: no device has room for all of the sum.
+        """
         side = self._executable.inputs
-        sharding = side.shardings[leaf]
-        count = 1
-        for axis in self._sharding_axes(sharding) - set(transfer.axes):
-            count *= self._axis_sizes[axis]
-        elements = 1
-        for size in side.shapes[leaf]:
-            elements *= size
-        return transfer.shape.elements * transfer.op.times * count >= 2 * elements
+        sharding = self._sharding_axes(side.shardings[leaf])
+        if transfer.op.times is None or sharding.issuperset(transfer.axes):
+            return False
+        count = prod(self._axis_sizes[axis] for axis in sharding.difference(transfer.axes))
+        summed = transfer.shape.elements * transfer.op.times * count
+        return summed >= 2 * prod(side.shapes[leaf])
 
     def _sent(self, transfer: Transfer) -> int:
         times = transfer.op.times

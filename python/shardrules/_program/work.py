@@ -71,6 +71,7 @@ def _flops(computation: Computation, product: Instruction) -> int:
         return 2 * result * prod(sizes)
     if match := _LABELS.search(product.attributes):
         features = dict(zip(match[1], shapes[1], strict=False)).get("o", 1)
-        return 2 * result * prod(shapes[1]) // max(1, features)
+        window: int = prod(shapes[1]) // max(1, features)
+        return 2 * result * window
     # A call of a library: of (m, k) and (k, n) the root of all elements is m k n.
     return int(2 * sqrt(prod(shapes[0]) * prod(shapes[1]) * result))

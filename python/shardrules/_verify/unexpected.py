@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from shardrules._plan.findings import Finding
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SHARE: Final = 0.05
 """Share of all bytes that are sent, above which a collective is told whatever its size."""
-_ALIKE: Final = 0.1
+_ALIKE: Final = 0.2
 """Share of all products, above which those that devices compute alike are told."""
 _NAMED: Final = 3
 
@@ -92,14 +92,19 @@ def _shown(row: Collective) -> str:
     return f"{row.kind} of {row.shape}{times}{place} ({row.op_name or row.name})"
 
 
-def computed_alike(program: Program) -> Iterator[Finding]:
-    """Yield findings about products that devices along an axis compute alike."""
+def computed_alike(program: Program, told: Container[str]) -> Iterator[Finding]:
+    """Yield findings about products that devices along an axis compute alike.
+
+    Args:
+        program: The report about the program.
+        told: Mesh axes of which another finding says the same.
+    """
     products = program.products
     total = sum(product.flops for product in products)
     for axis, count in program.axis_sizes.items():
         alike = [product for product in products if axis not in product.axes]
         flops = sum(product.flops for product in alike)
-        if count > 1 and flops > _ALIKE * total:
+        if count > 1 and flops > _ALIKE * total and axis not in told:
             yield _alike(axis, sorted(alike, key=lambda product: -product.flops), flops / total)
 
 

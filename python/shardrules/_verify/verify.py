@@ -94,6 +94,8 @@ def verify(
     library = executable.call.library
     in_targets, out_targets = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
+    of_gathers = list(gathered(executable, in_targets, out_targets, carried, large))
+    told = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
     findings = [
         *placements(executable.inputs, in_targets, library),
         *placements(executable.outputs, out_targets, library),
@@ -101,9 +103,9 @@ def verify(
         *changed(executable, carried),
         *undonated(executable, carried),
         *not_donated(executable, carried, large),
-        *gathered(executable, in_targets, out_targets, carried, large),
+        *(gather.finding for gather in of_gathers),
         *unexpected(program, large),
-        *computed_alike(program),
+        *computed_alike(program, told),
         *_peak_findings(executable, hbm),
     ]
     return Findings(findings, _scope(in_targets, out_targets, hbm, is_compared=outputs is not None))
