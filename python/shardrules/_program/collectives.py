@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from shardrules._program.trips import trips
 
 if TYPE_CHECKING:
     from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo, Place, Shape
@@ -17,27 +21,16 @@ class Transfer(NamedTuple):
     op: CollectiveOp
     number: int
     """Index of the array among the results."""
+    kind: CollectiveOpcode
     axes: tuple[str, ...]
     shape: Shape
     """Shape of what is moved, as one device has it before or behind: the larger one."""
     payload: int
     """Bytes of that array, or of all pieces that an all-to-all exchanges."""
-
-    @property
-    def kind(self) -> CollectiveOpcode:
-        """Opcode without -start."""
-        return self.op.kind
-
-    @property
-    def sent_once(self) -> int:
-        """Bytes that one device sends in an execution, by the algorithms that send least."""
-        groups = self.op.groups
-        if self.kind == "collective-permute":
-            pairs = sum(source != target for source, target in groups)
-            return round(self.payload * pairs / max(1, self.op.partitions))
-        devices = len(groups[0])
-        rounds = 2 if self.kind == "all-reduce" else 1
-        return round(rounds * self.payload * (devices - 1) / devices)
+    sent_once: int
+    """Bytes that one device sends in an execution, by the algorithms that send least."""
+    times: int | None
+    """Executions in a step."""
 
 
 class Collective(NamedTuple):
@@ -87,12 +80,77 @@ def transfers(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Transfer]:
         hlo: The module.
         axis_sizes: Devices along each mesh axis; empty if the mesh is not known.
     """
+    windows = _windows(hlo)
+    around = {op.instruction.name for window in windows.values() for op in window.ops}
     for op in hlo.collectives:
         axes = op.groups.axes(axis_sizes) if axis_sizes else ()
-        arrays = op.operands if op.kind == "reduce-scatter" else op.results
-        if op.kind == "all-to-all":
-            # Its results are pieces of one array.
-            yield Transfer(op, 0, axes, arrays[0], sum(shape.bytes for shape in arrays))
+        if window := windows.pop(op.computation, None):
+            yield window.transfer(axes)
+        if op.instruction.name not in around:
+            yield from _arrays(op, axes)
+
+
+def _arrays(op: CollectiveOp, axes: tuple[str, ...]) -> Iterator[Transfer]:
+    """Yield the arrays of a collective, several of which XLA may have combined."""
+    shapes = op.operands if op.kind == "reduce-scatter" else op.results
+    sizes = [shape.bytes for shape in shapes]
+    if op.kind == "all-to-all":
+        sizes = [sum(sizes)]  # its results are pieces of one array
+    for number, size in enumerate(sizes):
+        sent = _sent(op, size)
+        yield Transfer(op, number, op.kind, axes, shapes[number], size, sent, op.times)
+
+
+def _sent(op: CollectiveOp, size: int) -> int:
+    if op.kind == "collective-permute":
+        return size * any(source != target for source, target in op.groups)
+    devices = len(op.groups[0])
+    rounds = 2 if op.kind == "all-reduce" else 1
+    return round(rounds * size * (devices - 1) / devices)
+
+
+class _Window(NamedTuple):
+    """Loop of collective-permutes that XLA has made of one collective and a product."""
+
+    kind: CollectiveOpcode
+    ops: list[CollectiveOp]
+    """Permutes in the loop, and those of its first or last part."""
+    trips: int | None
+    computation: str
+    """Computation that the loop is in."""
+    times: int | None
+
+    def transfer(self, axes: tuple[str, ...]) -> Transfer:
+        """Return what all permutes of the loop move together."""
+        first = self.ops[0]
+        in_loop = [op for op in self.ops if op.computation == first.computation]
+        size = sum(op.results[0].bytes for op in self.ops if op not in in_loop)
+        size += sum(op.results[0].bytes for op in in_loop) * (self.trips or 1)
+        times = None if self.trips is None else self.times
+        return Transfer(first, 0, self.kind, axes, first.results[0], size, size, times)
+
+
+_WINDOW: Final = re.compile(r"windowed_dot_general_body_(ag|rs)")
+_WINDOW_KINDS: Final[dict[str, CollectiveOpcode]] = {"ag": "all-gather", "rs": "reduce-scatter"}
+
+
+def _windows(hlo: Hlo) -> dict[str, _Window]:
+    """Find such loops, by the name of their body."""
+    permutes = defaultdict(list)
+    for op in hlo.collectives if _WINDOW.search(hlo.text) else ():
+        if op.kind == "collective-permute":
+            permutes[op.computation].append(op)
+    windows = {}
+    for body, ops in permutes.items():
+        match, callers = _WINDOW.search(body), list(hlo.callers(body))
+        if match is None or len(callers) != 1:
             continue
-        for number, shape in enumerate(arrays):
-            yield Transfer(op, number, axes, shape, shape.bytes)
+        computation, loop = callers[0]
+        names = (loop.op_name, ops[0].results)
+        parts = [
+            op for op in permutes[computation] if (op.instruction.op_name, op.results) == names
+        ]
+        count = trips(hlo, hlo[computation], loop)
+        kind = _WINDOW_KINDS[match[1]]
+        windows[body] = _Window(kind, ops + parts, count, computation, hlo.times(computation))
+    return windows

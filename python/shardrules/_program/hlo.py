@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Final, Literal, NamedTuple, get_args
 
 from shardrules._program.groups import ReplicaGroups, read_groups
+from shardrules._program.trips import trips
 
 CollectiveOpcode = Literal[
     "all-gather",
@@ -43,7 +44,8 @@ _BRANCHES: Final = re.compile(r"_computations=\{[^}]*\}")
 _RUNS: Final = re.compile(
     r" (?:fusion|while|call|conditional|async-start|dot|convolution|custom-call)\("
 )
-_TRIPS: Final = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ASYNC_START: Final = re.compile(r'custom_call_target="AsyncCollectiveStart"')
+_SCATTERED: Final = re.compile(r"^all-reduce-scatter\b")
 _OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _INDEX: Final = re.compile(r"\bindex=(\d+)")
 _DIMENSION: Final = re.compile(r"\bdimensions=\{(\d+)\}")
@@ -225,6 +227,7 @@ class Hlo:
         self.text = text
         self._head = text[: text.find("\n")]
         self._times: dict[str, int | None] = {}
+        self._fusions: dict[str, tuple[str, Instruction] | None] = {}
         self._contains: dict[tuple[str, re.Pattern[str]], bool] = {}
 
     def __getitem__(self, computation: str) -> Computation:
@@ -278,14 +281,38 @@ class Hlo:
     def collectives(self) -> tuple[CollectiveOp, ...]:
         """Collectives, in the order of the text."""
         places = sorted(chain.from_iterable(map(self._places, _OPCODES)))
-        return tuple(self._collective(*place) for place in places)
+        ops = (self._collective(*place) for place in places)
+        return tuple(op for op in ops if not self._is_part(op))
 
     def of_kind(self, kind: CollectiveOpcode, least: int) -> Iterator[CollectiveOp]:
         """Yield the collectives of a kind with a result of at least so many bytes."""
         for position, _, start in self._places(kind):
             results = parsed(_line_at(self.text, position)).results
             if any(shape.bytes >= least for shape in results):
-                yield self._collective(position, kind, start)
+                op = self._collective(position, kind, start)
+                if not self._is_part(op):
+                    yield op
+
+    def _is_part(self, op: CollectiveOp) -> bool:
+        """Say whether a collective is written again in a fusion that goes on with it, or ends it.
+
+        On TPU, a fusion starts an asynchronous collective, and others have a copy of its line.
+        """
+        if "chain_id=" not in op.instruction.attributes:
+            return False
+        return not self.is_async_start(op.computation)
+
+    def is_async_start(self, computation: str) -> bool:
+        """Say whether a computation is the inside of a fusion that starts a collective."""
+        return self.contains(computation, _ASYNC_START)
+
+    def fusion_of(self, computation: str) -> tuple[str, Instruction] | None:
+        """Return the fusion that a computation is the inside of, behind its own computation."""
+        if computation not in self._fusions:
+            callers = list(self.callers(computation))
+            is_fusion = len(callers) == 1 and callers[0][1].opcode in ("fusion", "fusion-start")
+            self._fusions[computation] = callers[0] if is_fusion else None
+        return self._fusions[computation]
 
     def contains(self, computation: str, pattern: re.Pattern[str]) -> bool:
         """Say whether a pattern is found in the text of a computation; answers are remembered."""
@@ -306,13 +333,24 @@ class Hlo:
         if computation == self.entry:
             return 1
         if computation not in self._times:
+            self._times[computation] = None  # of a computation that calls itself
             runs = [
-                _times_within(self.times(caller), instruction, computation)
+                self._times_within(caller, instruction, computation)
                 for caller, instruction in self.callers(computation)
             ]
             counts = [run for run in runs if run is not None]
             self._times[computation] = sum(counts) if runs and len(counts) == len(runs) else None
         return self._times[computation]
+
+    def _times_within(self, caller: str, instruction: Instruction, computation: str) -> int | None:
+        """Multiply the caller's executions by the trips of its loop, if it is one."""
+        times = self.times(caller)
+        if instruction.opcode != "while" or times is None:
+            return times
+        count = trips(self, self[caller], instruction)
+        # The condition is evaluated once more, to end the loop.
+        is_condition = computation in instruction.called.get("condition", ())
+        return None if count is None else times * (count + is_condition)
 
     def groups(self, attributes: str) -> ReplicaGroups:
         """Parse the replica groups of a collective, or its (source, target) pairs."""
@@ -375,15 +413,19 @@ class Hlo:
 
     def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> CollectiveOp:
         instruction = parsed(_line_at(self.text, position))
+        name = self._computation_at(position)
         results = instruction.results
-        if start and kind != "all-reduce":
+        count = len(instruction.operands)
+        if start and len(results) >= 2 * count:
             # The start's result is (operands, results, what the backend needs besides).
-            count = len(instruction.operands)
             results = results[count : 2 * count]
         groups = self.groups(instruction.attributes)
         dimension, devices = instruction.dimension, len(groups[0])
         operands = tuple(_operand_of(kind, result, dimension, devices) for result in results)
-        name = self._computation_at(position)
+        if kind == "all-reduce" and _SCATTERED.search(name):
+            # On TPU, a fusion that sums and takes the device's part of it.
+            fusion = self.fusion_of(name)
+            kind, results = "reduce-scatter", results if fusion is None else fusion[1].results
         return CollectiveOp(
             kind, instruction, name, operands, results, groups, self.partitions, self.times(name)
         )
@@ -446,13 +488,3 @@ def _operand_of(kind: str, result: Shape, dimension: int | None, devices: int) -
     else:
         dims[dimension] *= devices
     return Shape(result.dtype, tuple(dims))
-
-
-def _times_within(times: int | None, caller: Instruction, computation: str) -> int | None:
-    """Multiply the caller's executions by the trips of its loop, if it is one."""
-    if caller.opcode != "while" or times is None:
-        return times
-    trips = _number(_TRIPS, caller.attributes)
-    # The condition is evaluated once more, to end the loop.
-    is_condition = computation in caller.called.get("condition", ())
-    return None if trips is None else times * (trips + is_condition)

@@ -109,7 +109,7 @@ class Tracer:
         if origin is not None:
             leaf = self._executable.leaf_of.get(origin.parameter)
             return None if leaf is None else ("argument", leaf)
-        leaf = self._next_state_of.get(_result(transfer))
+        leaf = self._next_state_of.get(self._result(transfer))
         return None if leaf is None else ("state", leaf)
 
     @cached_property
@@ -206,14 +206,27 @@ class Tracer:
         """
         side = self._executable.inputs
         sharding = self._sharding_axes(side.shardings[leaf])
-        if transfer.op.times is None or sharding.issuperset(transfer.axes):
+        if transfer.times is None or sharding.issuperset(transfer.axes):
             return False
         count = prod(self._axis_sizes[axis] for axis in sharding.difference(transfer.axes))
-        summed = transfer.shape.elements * transfer.op.times * count
+        summed = transfer.shape.elements * transfer.times * count
         return summed >= 2 * prod(side.shapes[leaf])
 
+    def _result(self, transfer: Transfer) -> Value:
+        """Return the moved array, as the computation has it that the collective is executed in."""
+        op = transfer.op
+        fusion = self._hlo.fusion_of(op.computation)
+        if fusion is None:
+            element = transfer.number if len(op.results) > 1 else None
+            return Value(op.computation, op.instruction.name, element)
+        computation, instruction = fusion
+        if self._hlo.is_async_start(op.computation):
+            return Value(computation, instruction.name, 1)  # behind the operand
+        element = transfer.number if len(instruction.results) > 1 else None
+        return Value(computation, instruction.name, element)
+
     def _sent(self, transfer: Transfer) -> int:
-        times = transfer.op.times
+        times = transfer.times
         return transfer.sent_once * (1 if times is None else times)
 
     def _of_activation(self, transfer: Transfer) -> str:
@@ -277,7 +290,7 @@ class Tracer:
             names = [value.name]
             return is_gather and bool(axes & self.variation.of(value.computation, names))
 
-        return uses(self._hlo, _result(transfer), differs)
+        return uses(self._hlo, self._result(transfer), differs)
 
     def _is_of_table(self, value: Value, axes: frozenset[str]) -> bool:
         """Say whether a value is made of rows of an argument that these axes shard."""
@@ -309,12 +322,6 @@ class Tracer:
 
 def _operand(transfer: Transfer) -> Value:
     return Value(transfer.op.computation, transfer.op.instruction.operands[transfer.number])
-
-
-def _result(transfer: Transfer) -> Value:
-    """Return the moved array; behind an asynchronous start, what its done has."""
-    element = transfer.number if len(transfer.op.results) > 1 else None
-    return Value(transfer.op.computation, transfer.op.instruction.name, element)
 
 
 def _called_name(transfer: Transfer) -> str:

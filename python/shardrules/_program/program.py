@@ -109,7 +109,7 @@ class Program:
             axes=row.axes,
             shape=str(row.shape),
             payload=row.payload,
-            times=row.op.times,
+            times=row.times,
             sent_once=row.sent_once,
             what=movement.what,
             moves=movement.moves,
