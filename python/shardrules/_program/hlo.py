@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from math import prod
 from operator import attrgetter
 from typing import Final, Literal, NamedTuple, get_args
@@ -28,8 +27,8 @@ CollectiveOpcode = Literal[
     "collective-broadcast",
 ]
 
-_OPCODES: Final[tuple[CollectiveOpcode, ...]] = get_args(CollectiveOpcode)
-_COLLECTIVE: Final = re.compile(rf" ({'|'.join(_OPCODES)})(-start)?\(")
+_KINDS: Final[dict[str, CollectiveOpcode]] = {kind: kind for kind in get_args(CollectiveOpcode)}
+_COLLECTIVE: Final = re.compile(rf" ({'|'.join(_KINDS)})(-start)?\(")
 # Layouts, as in {1,0:T(8,128)S(1)}, have no small letters before their parentheses.
 _OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
 _SHAPE: Final = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
@@ -41,9 +40,8 @@ _NO_CALLS: Final = ("control-predecessors", "control-successors")
 # A fixed beginning makes them fast.
 _CALLS: Final = re.compile(r"=%[^\s,)}]+")
 _BRANCHES: Final = re.compile(r"_computations=\{[^}]*\}")
-_RUNS: Final = re.compile(
-    r" (?:fusion|while|call|conditional|async-start|dot|convolution|custom-call)\("
-)
+_MULTIPLIES: Final = (" dot(", " convolution(", " custom-call(")
+_RUNS: Final = (*_MULTIPLIES, " fusion(", " while(", " call(", " conditional(", " async-start(")
 _ASYNC_START: Final = re.compile(r'custom_call_target="AsyncCollectiveStart"')
 _SCATTERED: Final = re.compile(r"^all-reduce-scatter\b")
 _OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -194,7 +192,16 @@ class Computation:
     @property
     def executed(self) -> Iterator[Instruction]:
         """Instructions that call computations or multiply; others are not parsed."""
-        return (self[name] for name, line in self.lines.items() if _RUNS.search(line))
+        places = []
+        for opcode in _RUNS:  # a search for a fixed string is much faster than one for a pattern
+            place = self._text.find(opcode, self.begin, self.end)
+            while place >= 0:
+                places.append((place, opcode))
+                place = self._text.find(opcode, place + 1, self.end)
+        for place, opcode in sorted(places):
+            instruction = self[_name_of(_line_at(self._text, place))]
+            if opcode == f" {instruction.opcode}(":
+                yield instruction
 
     def contains(self, pattern: re.Pattern[str]) -> bool:
         """Say whether a pattern is found in the text of the computation."""
@@ -280,13 +287,14 @@ class Hlo:
     @cached_property
     def collectives(self) -> tuple[CollectiveOp, ...]:
         """Collectives, in the order of the text."""
-        places = sorted(chain.from_iterable(map(self._places, _OPCODES)))
-        ops = (self._collective(*place) for place in places)
+        ops = (self._collective(*place) for place in self._places)
         return tuple(op for op in ops if not self._is_part(op))
 
     def of_kind(self, kind: CollectiveOpcode, least: int) -> Iterator[CollectiveOp]:
         """Yield the collectives of a kind with a result of at least so many bytes."""
-        for position, _, start in self._places(kind):
+        for position, opcode, start in self._places:
+            if opcode != kind:
+                continue
             results = parsed(_line_at(self.text, position)).results
             if any(shape.bytes >= least for shape in results):
                 op = self._collective(position, kind, start)
@@ -313,6 +321,11 @@ class Hlo:
             is_fusion = len(callers) == 1 and callers[0][1].opcode in ("fusion", "fusion-start")
             self._fusions[computation] = callers[0] if is_fusion else None
         return self._fusions[computation]
+
+    @property
+    def has_products(self) -> bool:
+        """True if the module may have a matrix product or a convolution."""
+        return any(opcode in self.text for opcode in _MULTIPLIES)
 
     def contains(self, computation: str, pattern: re.Pattern[str]) -> bool:
         """Say whether a pattern is found in the text of a computation; answers are remembered."""
@@ -398,18 +411,20 @@ class Hlo:
                     calls[name].append(attribute.start())
         return calls
 
-    def _places(self, kind: CollectiveOpcode) -> Iterator[tuple[int, CollectiveOpcode, str]]:
-        """Yield (position, kind, "-start" or "") of the collectives of a kind."""
-        # A search for a fixed string is much faster than one for a pattern.
-        position = self.text.find(f" {kind}")
-        while position >= 0:
-            if match := _COLLECTIVE.match(self.text, position):
-                # In a quoted name the same words are no opcode.
+    @cached_property
+    def _places(self) -> list[tuple[int, CollectiveOpcode, str]]:
+        """List (position, kind, "-start" or "") of the collectives, in the order of the text."""
+        places = []
+        for attribute in (" replica_groups=", " source_target_pairs="):
+            # A search for a fixed string is much faster than one for a pattern.
+            position = self.text.find(attribute)
+            while position >= 0:
                 line = self.text.rfind("\n", 0, position)
-                first = _OPCODE.search(self.text, line, match.end())
-                if first and first.start() == position:
-                    yield position, kind, match[2] or ""
-            position = self.text.find(f" {kind}", position + 1)
+                opcode = _OPCODE.search(self.text, line)
+                if opcode and (match := _COLLECTIVE.match(self.text, opcode.start())):
+                    places.append((opcode.start(), _KINDS[match[1]], match[2] or ""))
+                position = self.text.find(attribute, position + 1)
+        return sorted(places)
 
     def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> CollectiveOp:
         instruction = parsed(_line_at(self.text, position))

@@ -96,9 +96,10 @@ class Program:
     @cached_property
     def products(self) -> Sequence[Product]:
         """Matrix products and convolutions that a device computes."""
-        if self._tracer is None or self._executable.hlo is None:
+        tracer, hlo = self._tracer, self._executable.hlo
+        if tracer is None or hlo is None or not hlo.has_products:
             return ()
-        return list(products(self._executable.hlo, self._tracer.variation))
+        return list(products(hlo, lambda: tracer.variation))
 
     def _collective(self, row: Transfer, movement: Movement) -> Collective:
         assert self._executable.hlo is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -29,14 +29,14 @@ class Product(NamedTuple):
     place: Place | None
 
 
-def products(hlo: Hlo, variation: Variation) -> Iterator[Product]:
+def products(hlo: Hlo, variation: Callable[[], Variation]) -> Iterator[Product]:
     """Yield the products that a module executes."""
     pending, seen = [hlo.entry], {hlo.entry}
     while pending:
         computation = hlo[pending.pop()]
         for instruction in computation.executed:
             if is_product(hlo, instruction):
-                yield _product(hlo, variation, computation, instruction)
+                yield _product(hlo, variation(), computation, instruction)
             elif instruction.opcode != "fusion":
                 pending += [name for name in instruction.callees if name not in seen]
                 seen.update(instruction.callees)
