@@ -47,30 +47,43 @@ WINDOWED = {
 }
 # 4 micro-batches of 3 layers, with two kernels of 1 MiB.
 ACCUMULATE = {"all-gather": 4 * 3 * 2 * 2 * MIB, "reduce-scatter": 4 * 3 * 2 * MIB}
+BRANCHES = {
+    "all-gather": 2 * MIB,
+    # The loop of unknown length once; then seven, which begin at 0.
+    "all-reduce": (1 + 1 + 7) * 512 * KIB + 256 * KIB,
+    "reduce-scatter": 512 * KIB,
+}
+RING = {"collective-permute": 8 * 2 * MIB}
+EXPERTS = {"all-to-all": 2 * 512 * KIB}
+DECODE = {"all-reduce": 4 * 2 * 4 * 1024 * 2}
 SUMS = {
     "train-v5e": TRAIN,
     "train-v5p": TRAIN,
     "train-h100": TRAIN_H100,
     "mlp-v5e": {"all-gather": 3 * 8 * MIB},
+    "mlp-v5e-0.5": {"all-gather": 3 * 8 * MIB},
     "mlp-v5p": {"all-gather": 3 * 8 * MIB},
     "mlp-h100": {"all-gather": 3 * 16 * MIB},
+    "mlp-h100-0.5": {"all-gather": 3 * 16 * MIB},
     "windowed-v5e": WINDOWED,
-    "windowed-v5p": WINDOWED,
+    "windowed-v5e-0.5": WINDOWED,
     "accumulate-v5e": ACCUMULATE,
+    "accumulate-v5e-0.5": ACCUMULATE,
     "accumulate-v5p": {"all-gather": 4 * 3 * 2 * 2 * MIB, "all-reduce": 4 * 3 * 2 * MIB},
     "accumulate-h100": ACCUMULATE,
-    "ring-v5e": {"collective-permute": 8 * 2 * MIB},
-    "ring-h100": {"collective-permute": 8 * 2 * MIB},
-    "decode-v5e": {"all-reduce": 4 * 2 * 4 * 1024 * 2},
-    "decode-h100": {"all-reduce": 4 * 2 * 4 * 1024 * 2},
-    "experts-v5e": {"all-to-all": 2 * 512 * KIB},
-    "experts-h100": {"all-to-all": 2 * 512 * KIB},
-    # The loop of unknown length once; then seven, which begin at 0.
-    "branches-v5e": {
-        "all-gather": 2 * MIB,
-        "all-reduce": (1 + 1 + 7) * 512 * KIB + 256 * KIB,
-        "reduce-scatter": 512 * KIB,
-    },
+    "accumulate-h100-0.5": ACCUMULATE,
+    "ring-v5e": RING,
+    "ring-h100": RING,
+    "ring-h100-0.5": RING,
+    "decode-v5e": DECODE,
+    "decode-h100": DECODE,
+    "experts-v5e": EXPERTS,
+    "experts-h100": EXPERTS,
+    "experts-h100-0.5": EXPERTS,
+    "branches-v5e": BRANCHES,
+    "branches-v5e-0.5": BRANCHES,
+    "branches-h100": BRANCHES,
+    "branches-h100-0.5": BRANCHES,
 }
 
 
