@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._arguments import in_order
 from shardrules._plan.plan import Plan
-from shardrules._program.collectives import Collective, transfers
+from shardrules._program.collectives import Collective, exchanges
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.inputs import PlannedSharding, planned_targets
 from shardrules._program.movement import REASONS, Movement, Tracer
@@ -18,7 +18,7 @@ from shardrules._program.work import Product, products
 from shardrules._text import Column, Table, bytes_shown, mesh_shown, printable
 
 if TYPE_CHECKING:
-    from shardrules._program.collectives import Transfer
+    from shardrules._program.collectives import Exchange
 
 SMALL: Final = 2**16
 """Bytes that a device sends in a step, below which a collective needs no explanation."""
@@ -72,7 +72,7 @@ class Program:
         hlo = self._executable.hlo
         if hlo is None:
             return ()
-        rows = list(transfers(hlo, self.axis_sizes))
+        rows = list(exchanges(hlo, self.axis_sizes))
         if self._tracer is None:
             movements = [_unknown(row) for row in rows]
         else:
@@ -101,7 +101,7 @@ class Program:
             return ()
         return list(products(hlo, lambda: tracer.variation))
 
-    def _collective(self, row: Transfer, movement: Movement) -> Collective:
+    def _collective(self, row: Exchange, movement: Movement) -> Collective:
         assert self._executable.hlo is not None
         instruction = row.op.instruction
         reason = REASONS[movement.reason]
@@ -136,6 +136,14 @@ class Program:
     def is_per_iteration(self) -> bool:
         """True if a collective runs in a loop whose trip count is not known."""
         return any(row.times is None for row in self.collectives)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as `json.dumps` takes it."""
+        rows = [
+            row._asdict() | {"sent": row.sent, "place": row.place and str(row.place)}
+            for row in self.collectives
+        ]
+        return {"mesh": self.axis_sizes, "collectives": rows}
 
     def _table(self, count: int | None = None) -> Table:
         columns = [
@@ -189,7 +197,7 @@ def _cells(row: Collective) -> Sequence[str]:
     )
 
 
-def _unknown(row: Transfer) -> Movement:
+def _unknown(row: Exchange) -> Movement:
     name = row.op.instruction.op_name or row.op.instruction.name
     return Movement("unexplained", name, "unknown")
 
