@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter
 from typing import Final, Literal, NamedTuple, get_args
@@ -20,6 +21,7 @@ from shardrules._program.computation import (
 )
 from shardrules._program.groups import ReplicaGroups, read_groups
 from shardrules._program.trips import trips
+from shardrules._text import record
 
 CollectiveOpcode = Literal[
     "all-gather",
@@ -47,9 +49,11 @@ _ALIAS: Final = re.compile(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)")
 _FRAME: Final = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE: Final = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _TABLE_ROW: Final = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
+_NO_HLO: Final = "the text of the executable is cut, or no HLO as XLA prints it"
 _FIELD: Final = re.compile(r"(\w+)=(\d+)")
 
 
+@record
 class Place(NamedTuple):
     """File and line of the user's program."""
 
@@ -58,6 +62,25 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+
+def check_hlo(text: str) -> None:
+    """Check that a text begins and ends as a module does.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if not text.startswith("HloModule") or not text.rstrip().endswith("}"):
+        raise ValueError(f"{_NO_HLO}: {text[:40]!r} ... {text[-40:]!r}")
+
+
+@contextmanager
+def hlo_errors() -> Iterator[None]:
+    """Make a ValueError of what fails as a text is read that is cut, or no HLO."""
+    try:
+        yield
+    except (LookupError, RecursionError, StopIteration, ZeroDivisionError) as error:
+        raise ValueError(f"{_NO_HLO} ({type(error).__name__}: {error})") from error
 
 
 class CollectiveOp(NamedTuple):

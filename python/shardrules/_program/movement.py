@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -27,8 +27,8 @@ _CALLED: Final = frozenset({
     "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute",
     "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
 })  # fmt: skip
-_BATCH_SHARE: Final = 0.2
-"""Share of all gradient bytes that are reduced over an axis, for it to shard the batch."""
+_BATCH_SHARE: Final = 0.1
+"""Share of the elements of all states whose gradients an axis of the batch sums."""
 
 
 class Cause(NamedTuple):
@@ -127,14 +127,16 @@ class Tracer:
         self, exchanges: Sequence[Exchange], leaves: Sequence[tuple[str, int] | None]
     ) -> frozenset[str]:
         """Return the axes over which gradients are summed, but for those of a few."""
-        sizes: dict[str, int] = {}
-        total = 0
+        leaves_of: dict[str, set[int]] = {}
         for exchange, leaf in zip(exchanges, leaves, strict=True):
             if leaf and leaf[0] == "state" and exchange.kind in _REDUCTIONS:
-                total += exchange.payload
                 for axis in exchange.axes:
-                    sizes[axis] = sizes.get(axis, 0) + exchange.payload
-        return frozenset(axis for axis, size in sizes.items() if size > _BATCH_SHARE * total)
+                    leaves_of.setdefault(axis, set()).add(leaf[1])
+        least = _BATCH_SHARE * self._size(chain(*(state.inputs for state in self._carried)))
+        return frozenset(axis for axis, leaves in leaves_of.items() if self._size(leaves) > least)
+
+    def _size(self, leaves: Iterable[int]) -> int:
+        return sum(prod(self._executable.inputs.shapes[leaf]) for leaf in leaves)
 
     @cached_property
     def batch_axes(self) -> frozenset[str]:

@@ -92,19 +92,19 @@ def _shown(row: Collective) -> str:
     return f"{row.kind} of {row.shape}{times}{place} ({row.op_name or row.name})"
 
 
-def computed_alike(program: Program, told: Container[str]) -> Iterator[Finding]:
+def computed_alike(program: Program, reported: Container[str]) -> Iterator[Finding]:
     """Yield findings about products that devices along an axis compute alike.
 
     Args:
         program: The report about the program.
-        told: Mesh axes of which another finding says the same.
+        reported: Mesh axes of which another finding says the same.
     """
     products = program.products
     total = sum(product.flops for product in products)
     for axis, count in program.axis_sizes.items():
         alike = [product for product in products if axis not in product.axes]
         flops = sum(product.flops for product in alike)
-        if count > 1 and flops > _ALIKE * total and axis not in told:
+        if count > 1 and flops > _ALIKE * total and axis not in reported:
             yield _alike(axis, sorted(alike, key=lambda product: -product.flops), flops / total)
 
 

@@ -9,8 +9,9 @@ from shardrules._arguments import check_real, in_order
 from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.executable import Executable, call_of
+from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import planned_targets
-from shardrules._program.program import Program
+from shardrules._program.program import Program, batches
 from shardrules._program.states import states
 from shardrules._text import bytes_shown, counted
 from shardrules._verify.gathered import gathered
@@ -53,6 +54,9 @@ def verify(
     | gathered | error, warning, info | planned arrays of which a device gets more than its part:
       an error if they are returned so; a warning if a loop holds layers, devices do the same work
       with them, or they are experts; info for what FSDP does |
+    | unexpected | warning | collectives that nothing planned explains, such as activations that are
+      gathered over the batch's axis, or gradients that are summed in every micro-batch |
+    | batch | warning | products that all devices along a mesh axis compute alike |
     | peak | error | more memory than `hbm` |
 
     A warning of donation, gathered or peak may also say that the backend does not tell.
@@ -90,24 +94,25 @@ def verify(
         check_real("hbm", hbm)
     check_real("large", large)
     executable = Executable(call_of(compiled, inputs))
-    program = Program(executable, inputs, outputs)
     library = executable.call.library
     in_targets, out_targets = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
-    of_gathers = list(gathered(executable, in_targets, out_targets, carried, large))
-    told = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
-    findings = [
-        *placements(executable.inputs, in_targets, library),
-        *placements(executable.outputs, out_targets, library),
-        *dropped(executable.inputs, in_targets, executable.kept),
-        *changed(executable, carried),
-        *undonated(executable, carried),
-        *not_donated(executable, carried, large),
-        *(gather.finding for gather in of_gathers),
-        *unexpected(program, large),
-        *computed_alike(program, told),
-        *_peak_findings(executable, hbm),
-    ]
+    program = Program(executable, carried, batches(executable, inputs, carried))
+    with hlo_errors():
+        of_gathers = list(gathered(executable, in_targets, out_targets, carried, large))
+        same_work = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
+        findings = [
+            *placements(executable.inputs, in_targets, library),
+            *placements(executable.outputs, out_targets, library),
+            *dropped(executable.inputs, in_targets, executable.kept),
+            *changed(executable, carried),
+            *undonated(executable, carried),
+            *not_donated(executable, carried, large),
+            *(gather.finding for gather in of_gathers),
+            *unexpected(program, large),
+            *computed_alike(program, same_work),
+            *_peak_findings(executable, hbm),
+        ]
     return Findings(findings, _scope(in_targets, out_targets, hbm, is_compared=outputs is not None))
 
 
