@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Final, NamedTuple
 
@@ -18,7 +18,8 @@ _SHAPE: Final = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _NAME: Final = re.compile(r"%([^\s,(){}]+)")
 _PARENTHESES: Final = re.compile(r"[()]")
 _HEADER: Final = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(")
-_CALLED: Final = re.compile(r"([a-z_-]+)=\{?(%[^\s,)}]+(?:, ?%[^\s,)}]+)*)")
+# A fixed beginning makes it fast; the attribute's name stands before it.
+_CALLED: Final = re.compile(r"=\{?(%[^\s,)}]+(?:, ?%[^\s,)}]+)*)")
 _NO_CALLS: Final = ("control-predecessors", "control-successors")
 _MULTIPLIES: Final = (" dot(", " convolution(", " custom-call(")
 _RUNS: Final = (*_MULTIPLIES, " fusion(", " while(", " call(", " conditional(", " async-start(")
@@ -90,8 +91,12 @@ class Instruction(NamedTuple):
     @property
     def called(self) -> dict[str, tuple[str, ...]]:
         """Names of called computations by attribute, such as "body" or "calls"."""
-        attributes = _CALLED.findall(self.attributes)
-        return {key: tuple(_NAME.findall(text)) for key, text in attributes if key not in _NO_CALLS}
+        called = {}
+        for match in _CALLED.finditer(self.attributes):
+            key = self.attributes[self.attributes.rfind(" ", 0, match.start()) + 1 : match.start()]
+            if key not in _NO_CALLS:
+                called[key] = tuple(_NAME.findall(match[1]))
+        return called
 
     @property
     def callees(self) -> list[str]:
@@ -209,6 +214,7 @@ def number(pattern: re.Pattern[str], text: str) -> int | None:
     return int(match[1]) if match else None
 
 
+@lru_cache(maxsize=2**12)
 def _array_shapes(text: str) -> tuple[Shape, ...]:
     return tuple(
         Shape(dtype, tuple(int(size.removeprefix("<=")) for size in dims.split(",") if size))
