@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterator
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -28,10 +27,6 @@ _CALLS: Final = frozenset({"call", "fusion"})
 _SUMS: Final = ("all-reduce", "reduce-scatter")
 PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
 _PASSING: Final = MOVES | _GATHERS | _CALLS | {"get-tuple-element", "tuple", "while"}
-# Collectives after which values are equal along the axes of their groups, or differ along them.
-_EQUALIZING: Final = ("all-gather", "all-reduce")
-_SCATTERING: Final = ("all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
-_NUMBER: Final = re.compile(r"-?\d+")
 
 
 class Value(NamedTuple):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from shardrules._program.dataflow import PRODUCTS, Value
+from shardrules._program.dataflow import PRODUCTS, Value, source_of
 
 if TYPE_CHECKING:
     from shardrules._program.computation import Instruction, Shape
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 _MOST_STEPS: Final = 20_000
 """Values that a walk visits at most; what lies behind is not known."""
+_MOST_ROW_STEPS: Final = 20
 _PRODUCT: Final = re.compile(r" (?:dot|convolution|custom-call)\(")
 _LOOKUP: Final = re.compile(r" gather\(")
+_ADDED_ROWS: Final = re.compile(r" scatter\(")
 _COLLECTIVES: Final = (
     "all-", "reduce-scatter", "collective-", "ragged-all-to-all", "async-",
 )  # fmt: skip
 _REDUCTIONS: Final = frozenset({"reduce", "reduce-window", "sort", "scatter", "gather"})
 
-UseKind = Literal["product", "collective", "output", "other"]
+UseKind = Literal["product", "collective", "output", "rows", "other"]
 
 
 class Consumer(NamedTuple):
@@ -40,16 +42,40 @@ class Consumer(NamedTuple):
 
 def is_product(hlo: Hlo, instruction: Instruction) -> bool:
     """Say whether an instruction is a matrix product or a convolution, or a fusion with one."""
-    if instruction.opcode == "fusion":
-        return hlo.contains(instruction.callees[0], _PRODUCT)
-    return instruction.opcode in PRODUCTS
+    return instruction.opcode in PRODUCTS or _has(hlo, instruction, "", _PRODUCT)
 
 
-def is_lookup(hlo: Hlo, instruction: Instruction) -> bool:
-    """Say whether an instruction reads rows of a table by their numbers."""
+def lookup_of(hlo: Hlo, value: Value) -> Instruction | None:
+    """Find the instruction that reads rows of a table, of which a value is made.
+
+    Between them rows are moved, scaled or masked, and not added to others.
+    """
+    computation = hlo[value.computation]
+    for _ in range(_MOST_ROW_STEPS):
+        value = source_of(hlo, value)
+        instruction = computation[value.name]
+        if _has(hlo, instruction, "gather", _LOOKUP):
+            return instruction
+        size = elements(hlo, value)
+        arrays = [
+            name
+            for name in instruction.operands
+            if computation[name].results
+            and computation[name].results[0].dtype != "pred"
+            and elements(hlo, Value(value.computation, name)) == size
+            and computation[name].opcode not in ("broadcast", "constant")
+        ]
+        if len(arrays) != 1 or instruction.opcode in PRODUCTS:
+            return None
+        value = Value(value.computation, arrays[0])
+    return None
+
+
+def _has(hlo: Hlo, instruction: Instruction, opcode: str, pattern: re.Pattern[str]) -> bool:
+    """Say whether an instruction is of an opcode, or a fusion with one of a pattern."""
     if instruction.opcode == "fusion":
-        return hlo.contains(instruction.callees[0], _LOOKUP)
-    return instruction.opcode == "gather"
+        return hlo.contains(instruction.callees[0], pattern)
+    return instruction.opcode == opcode
 
 
 def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Consumer]:
@@ -121,6 +147,8 @@ def _through(hlo: Hlo, value: Value, user: Instruction, size: int) -> Iterator[V
         yield Consumer("collective", value, user)
     elif is_product(hlo, user):
         yield Consumer("product", value, user)
+    elif _has(hlo, user, "scatter", _ADDED_ROWS):
+        yield Consumer("rows", value, user)
     else:
         yield from _elementwise(value, user, size)
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._plan.axis_uses import expert_axes_among
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
 from shardrules._program.dataflow import Value, origin_of, updated_values
-from shardrules._program.flow import is_lookup, uses
+from shardrules._program.flow import Consumer, lookup_of, uses
 from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
 
@@ -141,22 +141,17 @@ class Tracer:
     @cached_property
     def batch_axes(self) -> frozenset[str]:
         """Mesh axes that shard the batch: those of its leaves, or else those that sum gradients."""
-        shardings = self._executable.inputs.shardings
-        of_batches = (self._sharding_axes(shardings[leaf]) for leaf in self._batches)
+        of_batches = (self._leaf_axes(leaf) for leaf in self._batches)
         return frozenset().union(*of_batches) or self._reduced
 
-    def _sharding_axes(self, sharding: Any) -> frozenset[str]:
-        spec = getattr(sharding, "spec", None)
+    def _leaf_axes(self, leaf: int) -> frozenset[str]:
+        spec = getattr(self._executable.inputs.shardings[leaf], "spec", None)
         return frozenset() if spec is None else axes_used(spec, self._axis_sizes)
 
     @cached_property
     def variation(self) -> Variation:
         """Axes along which values differ between devices."""
-        side = self._executable.inputs
-        axes = {
-            number: self._sharding_axes(side.shardings[leaf])
-            for number, leaf in self._executable.leaf_of.items()
-        }
+        axes = {number: self._leaf_axes(leaf) for number, leaf in self._executable.leaf_of.items()}
         return Variation(self._hlo, self._axis_sizes, axes)
 
     def _movement(self, exchange: Exchange, leaf: tuple[str, int] | None) -> Movement:
@@ -182,7 +177,7 @@ class Tracer:
             number == self._executable.parameter_of[leaf]
             for number in self._parameters_of(_operand(exchange))
         )
-        is_sharded = bool(axes & self._sharding_axes(self._executable.inputs.shardings[leaf]))
+        is_sharded = bool(axes & self._leaf_axes(leaf))
         if is_update:
             reason = "cache" if is_sharded and exchange.kind == "all-gather" else "update"
             return Movement("state", f"new {path}", reason, leaf)
@@ -207,7 +202,7 @@ class Tracer:
         Over axes that shard the leaf there is no choice: no device has room for all of the sum.
         """
         side = self._executable.inputs
-        sharding = self._sharding_axes(side.shardings[leaf])
+        sharding = self._leaf_axes(leaf)
         if exchange.times is None or sharding.issuperset(exchange.axes):
             return False
         count = prod(self._axis_sizes[axis] for axis in sharding.difference(exchange.axes))
@@ -248,7 +243,7 @@ class Tracer:
         else:
             reason = "called" if is_called else self._of_moved_activation(exchange, axes, is_batch)
         is_bad = not REASONS[reason].is_expected
-        return "rows" if is_bad and self._is_of_table(_operand(exchange), axes) else reason
+        return "rows" if is_bad and self._is_of_table(exchange, axes) else reason
 
     def _of_moved_activation(self, exchange: Exchange, axes: frozenset[str], is_batch: bool) -> str:
         """Return the reason of an all-to-all, or a collective-permute, that XLA has inserted."""
@@ -284,7 +279,7 @@ class Tracer:
                     if axes & self.variation.of(computation, [name])
                 ]
 
-    def _uses(self, exchange: Exchange) -> Iterator[Any]:
+    def _uses(self, exchange: Exchange) -> Iterator[Consumer]:
         axes = frozenset(exchange.axes)
         is_gather = exchange.kind == "all-gather"
 
@@ -294,20 +289,19 @@ class Tracer:
 
         return uses(self._hlo, self._result(exchange), differs)
 
-    def _is_of_table(self, value: Value, axes: frozenset[str]) -> bool:
-        """Say whether a value is made of rows of an argument that these axes shard."""
-        for source in updated_values(self._hlo, value, {}):
-            instruction = self._hlo[source.computation][source.name]
-            if not is_lookup(self._hlo, instruction):
-                continue
-            for name in instruction.operands:
-                origin = origin_of(self._hlo, Value(source.computation, name))
-                leaf = origin and self._executable.leaf_of.get(origin.parameter)
-                if leaf is None:
-                    continue
-                if axes & self._sharding_axes(self._executable.inputs.shardings[leaf]):
-                    return True
-        return False
+    def _is_of_table(self, exchange: Exchange, axes: frozenset[str]) -> bool:
+        """Say whether rows of an argument that these axes shard are moved, or their gradients."""
+        operand = _operand(exchange)
+        lookup = lookup_of(self._hlo, operand)
+        names = () if lookup is None else lookup.operands
+        origins = [origin_of(self._hlo, Value(operand.computation, name)) for name in names]
+        leaves = [origin and self._executable.leaf_of.get(origin.parameter) for origin in origins]
+        if lookup is None:
+            sums = [(use.kind, _result_of(use)) for use in self._uses(exchange)]
+            leaves = [self._next_state_of.get(total) for kind, total in sums if kind == "rows"]
+            if len(leaves) < len(sums):
+                return False
+        return any(leaf is not None and bool(axes & self._leaf_axes(leaf)) for leaf in leaves)
 
     @cached_property
     def _expert_axes(self) -> frozenset[str]:
@@ -324,6 +318,10 @@ class Tracer:
 
 def _operand(exchange: Exchange) -> Value:
     return Value(exchange.op.computation, exchange.op.instruction.operands[exchange.number])
+
+
+def _result_of(use: Consumer) -> Value:
+    return Value(use.value.computation, use.instruction.name)
 
 
 def _called_name(exchange: Exchange) -> str:
