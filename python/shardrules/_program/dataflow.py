@@ -23,6 +23,8 @@ _GATHERS: Final = frozenset({
 # With a broadcast or a constant, such as the scales and the zero points of quantized weights.
 _SCALES: Final = frozenset({"add", "divide", "multiply", "subtract"})
 _CALLS: Final = frozenset({"call", "fusion"})
+# Of several arrays at once, each its own.
+_SUMS: Final = ("all-reduce", "reduce-scatter")
 PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
 _PASSING: Final = MOVES | _GATHERS | _CALLS | {"get-tuple-element", "tuple", "while"}
 # Collectives after which values are equal along the axes of their groups, or differ along them.
@@ -216,6 +218,8 @@ def _before_update(hlo: Hlo, value: Value) -> Iterator[Value]:
             yield Value(body, hlo[body].root.name, value.element)
     elif (moved := _moved_value(hlo, definition, value.element, _GATHERS)) is not None:
         yield Value(value.computation, definition.operands[moved[0]], moved[1])
+    elif definition.opcode.startswith(_SUMS) and not definition.opcode.endswith("-done"):
+        yield Value(value.computation, definition.operands[value.element or 0])
     elif definition.opcode == "dynamic-update-slice":
         yield from (Value(value.computation, name) for name in definition.operands[:2])
     elif definition.opcode not in PRODUCTS and definition.results:

@@ -314,7 +314,7 @@ class Tracer:
         axes = set(expert_axes_among(self._axis_sizes))
         for leaf, sharding in enumerate(side.shardings):
             spec = getattr(sharding, "spec", None)
-            dim = spec and experts_dim(side.paths[leaf], side.shapes[leaf])
+            dim = experts_dim(side.paths[leaf], side.shapes[leaf])
             if dim is not None and spec is not None:
                 axes.update(chain(*map(entry_axes, spec[dim : dim + 1])))
         return frozenset(axes)
