@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._arguments import check_real, in_order
@@ -13,6 +13,7 @@ from shardrules._program.inputs import planned_targets
 from shardrules._program.program import Program
 from shardrules._program.states import states
 from shardrules._text import bytes_shown, counted
+from shardrules._verify.budget import limits_of, over_budget, scope_of
 from shardrules._verify.gathered import gathered
 from shardrules._verify.placements import (
     changed,
@@ -35,6 +36,7 @@ def verify(
     *,
     hbm: int | None = None,
     large: int = DEFAULT_LARGE,
+    budget: Mapping[str, int | str] | None = None,
 ) -> Findings:
     """Find where a compiled function differs from the plan, and what that costs.
 
@@ -53,6 +55,7 @@ def verify(
     | gathered | error, warning, info | planned arrays of which a device gets more than its part:
       an error if they are returned so; a warning if a loop holds layers, devices do the same work
       with them, or they are experts; info for what FSDP does |
+    | budget | error, warning | more bytes than `budget`; a warning if they are not known |
     | peak | error | more memory than `hbm` |
 
     A warning of donation, gathered or peak may also say that the backend does not tell.
@@ -67,13 +70,18 @@ def verify(
         hbm: Bytes of memory of a device, for `peak`. Default: it is not asked.
         large: Minimum bytes on a device of what is `gathered`, and of states that are not donated.
             Default: 16 MiB.
+        budget: Bytes, as a number or "25 GB", by what they are of: "peak" is the memory that a
+            device needs at most; all else is what a device sends in a step: "total", mesh axes
+            ("fsdp"), a kind of collective ("all-gather"), or both ("fsdp all-gather"). An axis
+            counts each collective over it, also over it and others; "data,fsdp" those over both.
 
     Returns:
         All findings, the worst first.
 
     Raises:
         TypeError: It is not a compiled function, or something else is planned.
-        ValueError: A plan does not fit its argument or the mesh.
+        ValueError: A plan does not fit its argument or the mesh, or the budget is for an axis that
+            the mesh lacks.
 
     Example:
         >>> import jax, shardrules as sr
@@ -91,6 +99,7 @@ def verify(
     check_real("large", large)
     executable = Executable(call_of(compiled, inputs))
     program = Program(executable, inputs, outputs)
+    limits = limits_of({} if budget is None else budget, tuple(program.axis_sizes))
     library = executable.call.library
     in_targets, out_targets = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
@@ -106,9 +115,11 @@ def verify(
         *(gather.finding for gather in of_gathers),
         *unexpected(program, large),
         *computed_alike(program, told),
+        *over_budget(program, limits),
         *_peak_findings(executable, hbm),
     ]
-    return Findings(findings, _scope(in_targets, out_targets, hbm, is_compared=outputs is not None))
+    scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
+    return Findings(findings, scope + scope_of(limits))
 
 
 # Signs of XLA's numbers of bytes: aliased bytes are counted as argument and as output.
