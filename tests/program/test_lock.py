@@ -93,7 +93,9 @@ def test_a_wrong_lock_is_a_file_error_with_its_place_and_the_fix(one, name, tmp_
     with pytest.raises(sr.FileError, match=told) as caught:
         one.diff(text)
     assert str(caught.value).startswith("the lock: ")
-    assert str(caught.value).endswith("make the lock again with Program.lock")
+    assert str(caught.value).endswith(
+        "make the lock again: Program.lock, or shardrules verify --update-lock"
+    )
     file = tmp_path / "step.lock"
     file.write_text(text)
     for path in (file, str(file)):

@@ -74,7 +74,7 @@ class Collective(NamedTuple):
 
     @property
     def sent_at_least(self) -> int:
-        """Bytes that one device sends in a step, or in an iteration if it is not known how often."""
+        """Bytes that one device sends in a step; or in an iteration, if the trip count is unknown."""
         return self.sent_once if self.sent is None else self.sent
 
     def __str__(self) -> str:

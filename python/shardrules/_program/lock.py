@@ -24,7 +24,7 @@ KINDS: Final = get_args(CollectiveOpcode)
 _FORMAT: Final = "shardrules program lock 1"
 _FIELDS: Final = frozenset(("format", "versions", "mesh", "peak", "sent"))
 _ENTRY_FIELDS: Final = frozenset(("axes", "kind", "bytes", "per_iteration"))
-_FIX: Final = "make the lock again with Program.lock"
+_FIX: Final = "make the lock again: Program.lock, or shardrules verify --update-lock"
 _GROWN: Final = "look at what has changed there; or, if it is meant, make the lock again"
 _NAMED: Final = 3
 

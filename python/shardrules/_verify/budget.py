@@ -92,9 +92,7 @@ def over_budget(program: Program, limits: Sequence[Limit]) -> Iterator[Finding]:
 def _of_peak(program: Program, limit: Limit) -> Iterator[Finding]:
     peak = program._peak
     if peak is None:
-        message = (
-            "peak: this backend does not tell the memory that executables need: it is not known"
-        )
+        message = "peak: this backend does not tell the memory of executables: it is not known"
         yield budget_finding("warning", message, 0, _ELSEWHERE)
     elif peak > limit.bytes:
         yield _over(limit, f"needs {bytes_shown(peak)}", peak, "")
