@@ -38,6 +38,7 @@ from shardrules._plan.findings import FindingsError as FindingsError
 from shardrules._plan.plan import Plan as Plan
 from shardrules._plan.plan import plan as plan
 from shardrules._plan.state import Zero1 as Zero1
+from shardrules._program.compiling import compiling as compiling
 from shardrules._rules.logical_rules import LogicalRules as LogicalRules
 from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_rules
 from shardrules._rules.rules import Rules as Rules
@@ -108,6 +109,7 @@ __all__ = [
     "Zero1",
     "audit",
     "compare",
+    "compiling",
     "explain_logical",
     "fingerprint",
     "fsdp",

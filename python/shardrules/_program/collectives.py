@@ -74,7 +74,7 @@ class Collective(NamedTuple):
 
     @property
     def sent_at_least(self) -> int:
-        """Bytes that one device sends in a step; or in an iteration, if the trip count is unknown."""
+        """Bytes that one device sends in a step; an unknown trip count counts as 1."""
         return self.sent_once if self.sent is None else self.sent
 
     def __str__(self) -> str:

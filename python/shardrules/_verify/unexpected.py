@@ -40,17 +40,18 @@ _FIXES: Final = {
 }
 
 
-def unexpected(program: Program, large: int) -> Iterator[Finding]:
+def unexpected(program: Program, large: int, told: Container[Collective] = ()) -> Iterator[Finding]:
     """Yield findings about what the program sends without need.
 
     Args:
         program: The report about the program.
         large: Minimum bytes that a device sends in a step, for what is no large share of all.
+        told: Collectives that other findings are about.
     """
     total = sum(program.sent.values())
     groups: defaultdict[tuple[str, tuple[str, ...]], list[Collective]] = defaultdict(list)
     for row in program.collectives:
-        if not row.is_expected:
+        if not row.is_expected and row not in told:
             groups[row.reason, row.axes].append(row)
     for (reason, axes), rows in groups.items():
         size = sum(row.sent_at_least for row in rows)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._arguments import check_real, in_order
+from shardrules._arguments import check_real, check_type, in_order
 from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.table import DEFAULT_LARGE
+from shardrules._program.compiling import CompileLog
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.inputs import planned_targets
 from shardrules._program.program import Program
@@ -22,6 +23,7 @@ from shardrules._verify.placements import (
     placements,
     undonated,
 )
+from shardrules._verify.resharded import resharded
 from shardrules._verify.unexpected import computed_alike, unexpected
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ def verify(
     hbm: int | None = None,
     large: int = DEFAULT_LARGE,
     budget: Mapping[str, int | str] | None = None,
+    log: CompileLog | None = None,
 ) -> Findings:
     """Find where a compiled function differs from the plan, and what that costs.
 
@@ -74,6 +77,8 @@ def verify(
             device needs at most; all else is what a device sends in a step: "total", mesh axes
             ("fsdp"), a kind of collective ("all-gather"), or both ("fsdp all-gather"). An axis
             counts each collective over it, also over it and others; "data,fsdp" those over both.
+        log: Warnings of XLA while it compiled the function, from `compiling`; those that send
+            `large` bytes in a step are `unexpected`.
 
     Returns:
         All findings, the worst first.
@@ -81,7 +86,7 @@ def verify(
     Raises:
         TypeError: It is not a compiled function, or something else is planned.
         ValueError: A plan does not fit its argument or the mesh, or the budget is for an axis that
-            the mesh lacks.
+            the mesh lacks; or the `with` block of the log has not ended.
 
     Example:
         >>> import jax, shardrules as sr
@@ -97,6 +102,8 @@ def verify(
     if hbm is not None:
         check_real("hbm", hbm)
     check_real("large", large)
+    log = CompileLog(()) if log is None else log
+    check_type("log", log, CompileLog, "what shardrules.compiling gives")
     executable = Executable(call_of(compiled, inputs))
     program = Program(executable, inputs, outputs)
     limits = limits_of({} if budget is None else budget, tuple(program.axis_sizes))
@@ -105,6 +112,7 @@ def verify(
     carried = states(executable, inputs, outputs)
     of_gathers = list(gathered(executable, in_targets, out_targets, carried, large))
     told = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
+    reshards = list(resharded(program, log, large))
     findings = [
         *placements(executable.inputs, in_targets, library),
         *placements(executable.outputs, out_targets, library),
@@ -113,7 +121,8 @@ def verify(
         *undonated(executable, carried),
         *not_donated(executable, carried, large),
         *(gather.finding for gather in of_gathers),
-        *unexpected(program, large),
+        *(finding for finding, _ in reshards),
+        *unexpected(program, large, {row for _, rows in reshards for row in rows}),
         *computed_alike(program, told),
         *over_budget(program, limits),
         *_peak_findings(executable, hbm),
