@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import demo
 from shardrules._arguments import check_tree
+from shardrules._program.compiling import CompileLog
 from shardrules._rules import matcher
 from shardrules._text import shown
 from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan
@@ -202,6 +203,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
         (*NOT_NUMBER, None, 0, -1.0, math.inf, math.nan, True)),
     **dict.fromkeys(("memory_bytes", "link_devices", "torus_dimensions"), (*NOT_SIZE, 0, None)),
     "link": NOT_TEXT,
+    "budget": (3, 0, [], "fsdp=1GB", THING, {3: 1}, {"no such axis": 1}, {"total": "much"},
+               {"total": -1}, {"total": THING}, {"total": True}),
+    "log": (3, 0, [], "log", THING, HUGE, CompileLog()),
     "sources": (3, "x", None, [3], THING, HUGE),
 }  # fmt: skip
 CHOICES = ("indivisible", "rank", "unconstrained", "pad", "keys", "precedence",
@@ -388,6 +392,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "min_size": 0, "strict": True}),
     "Traffic.by_axes": (PLAN.traffic(tokens=8).by_axes, {}),
     "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0, "names": None}),
+    "compiling": (sr.compiling, {}),
     "explain_logical": (sr.explain_logical, {
         "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.dialects.LINEN}),
     "audit": (sr.audit, {"tree": TREE, "plan": PLAN}),
@@ -435,7 +440,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "unstacked": (sr.unstacked, {"at": "layers", "layer": None, "axis": 0}),
     "verify": (sr.verify, {
         "compiled": jax.jit(lambda x: x).lower(np.ones(3)).compile(), "inputs": (None,),
-        "outputs": None, "hbm": None, "large": 1}),
+        "outputs": None, "hbm": None, "large": 1, "budget": {"total": "1 GB"}, "log": None}),
     "with_logical_constraint": (sr.with_logical_constraint, {
         "tree": np.ones(8), "logical_names": ("embed",), "rules": LOGICAL, "mesh": MESH,
         "fallback": sr.types.RulesFallback.NO_CONSTRAINT}),

@@ -17,9 +17,10 @@ from shardrules._text import answer, counted, printable_lines, record
 
 # "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}
 # efficiently for HLO operation %add = f32[8,16]{1,0} add(...), ..., metadata={op_name="..."}"
+_BRACES: Final = r"(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})"
 _WARNING: Final = re.compile(
-    r"Involuntary full rematerialization\. The compiler \D{,30} go from sharding (\{.*?\}) to "
-    r"(\{.*?\}) (?:efficiently|without) .*?for HLO operation:? %?\S+ = (\w+)\[([\d,]*)\](.*)"
+    rf"Involuntary full rematerialization\. The compiler \D{{,30}} go from sharding {_BRACES} to "
+    rf"{_BRACES} (?:efficiently|without) .*?for HLO operation:? %?\S+ = (\w+)\[([\d,]*)\](.*)"
 )
 _OP_NAME: Final = re.compile(r'op_name="([^"]*)"')
 _AXIS: Final = re.compile(r"'([^']+)'(?::\(\d+\))?=?(\d*)")
