@@ -142,7 +142,7 @@ def test_a_lock_is_small_stable_and_has_a_line_for_each_entry(one, gathers, tmp_
     for entry in content["sent"]:
         assert f"  {json.dumps(entry)}" in text.replace(",\n", "\n").splitlines()
     memory = content["peak"]
-    assert memory > 3 * 16384
+    assert memory > 2 * 16384
     assert len(text.splitlines()) < 12
 
 
