@@ -34,6 +34,7 @@ SIZES = {"tp": 1}
 MESH = Mesh(np.array(jax.devices()[:1]), ("tp",))
 LOGICAL = [("embed", "tp")]
 PLAN = sr.plan(TREE, RULES, SIZES)
+COMPILED = jax.jit(lambda x: x).lower(np.ones(3)).compile()
 DUMP = "tests/data/maxtext-dumps/qwen3-0.6b_tpu7x-16_default.json.gz"
 DUMPED = maxtext.read_dump(DUMP).leaves
 # Something whose text is far too long for a message.
@@ -399,6 +400,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "fingerprint": (sr.fingerprint, {"tree": TREE, "shardings": {"w": None}}),
     "fsdp": (sr.fsdp, {"axis": "fsdp", "min_bytes": 0, "min_rank": 2, "within": ("tp",)}),
     "gather": (sr.gather, {"tree": TREE}),
+    "inspect": (sr.inspect, {
+        "compiled": COMPILED, "inputs": (None,), "outputs": None}),
     "load": (sr.load, {
         "source": CHECKPOINT, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
         "companions": (), "names": None, "optional_axes": (), "tree": None, "renames": (), "dtype": None,
@@ -439,8 +442,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "unpatch": (sr.unpatch, {}),
     "unstacked": (sr.unstacked, {"at": "layers", "layer": None, "axis": 0}),
     "verify": (sr.verify, {
-        "compiled": jax.jit(lambda x: x).lower(np.ones(3)).compile(), "inputs": (None,),
-        "outputs": None, "hbm": None, "large": 1, "budget": {"total": "1 GB"}, "log": None}),
+        "compiled": COMPILED, "inputs": (None,),
+        "outputs": None, "hbm": None, "large": 1, "budget": {"total": "1 GB"},
+        "log": None}),
     "with_logical_constraint": (sr.with_logical_constraint, {
         "tree": np.ones(8), "logical_names": ("embed",), "rules": LOGICAL, "mesh": MESH,
         "fallback": sr.types.RulesFallback.NO_CONSTRAINT}),
@@ -450,6 +454,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 CALLS |= {
+    "Program.to_json": (sr.inspect(COMPILED, (None,)).to_json, {}),
     "Plan.with_rules": (PLAN.with_rules, {"rules": RULES}),
     "Suggestion.compare": (sr.suggest(TREE, {"tp": 2}).compare, {"rules": RULES}),
     "Suggestion.to_python": (sr.suggest(TREE, {"tp": 2}).to_python, {}),
@@ -519,9 +524,9 @@ CALLS |= {
 }
 
 # Records that the package makes, for reading; values.
-MADE_BY_US = {"Change", "Comparison", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
-              "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Plan",
-              "PlanDiff", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Traffic", "Transfer",
+MADE_BY_US = {"Change", "Collective", "Comparison", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
+              "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Place", "Plan",
+              "PlanDiff", "Program", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (

@@ -39,6 +39,7 @@ from shardrules._plan.plan import Plan as Plan
 from shardrules._plan.plan import plan as plan
 from shardrules._plan.state import Zero1 as Zero1
 from shardrules._program.compiling import compiling as compiling
+from shardrules._program.program import inspect as inspect
 from shardrules._rules.logical_rules import LogicalRules as LogicalRules
 from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_rules
 from shardrules._rules.rules import Rules as Rules
@@ -114,6 +115,7 @@ __all__ = [
     "fingerprint",
     "fsdp",
     "gather",
+    "inspect",
     "load",
     "logical_axis_rules",
     "logical_to_mesh",

@@ -8,7 +8,8 @@ from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from shardrules._program.hlo import Hlo, Instruction
+    from shardrules._program.computation import Instruction
+    from shardrules._program.hlo import Hlo
 
 MOVES: Final = frozenset({
     "bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "pad",

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from shardrules._program.dataflow import PRODUCTS, Value
 
 if TYPE_CHECKING:
-    from shardrules._program.hlo import Hlo, Instruction, Shape
+    from shardrules._program.computation import Instruction, Shape
+    from shardrules._program.hlo import Hlo
 
 _MOST_STEPS: Final = 20_000
 """Values that a walk visits at most; what lies behind is not known."""
@@ -26,7 +27,7 @@ _REDUCTIONS: Final = frozenset({"reduce", "reduce-window", "sort", "scatter", "g
 UseKind = Literal["product", "collective", "output", "other"]
 
 
-class Use(NamedTuple):
+class Consumer(NamedTuple):
     """Instruction at which a walk ends."""
 
     kind: UseKind
@@ -51,7 +52,7 @@ def is_lookup(hlo: Hlo, instruction: Instruction) -> bool:
     return instruction.opcode == "gather"
 
 
-def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Use]:
+def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Consumer]:
     """Yield the instructions in which a value, or what is made of it by element, ends.
 
     Args:
@@ -63,7 +64,7 @@ def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Us
     pending, seen = [value], {value}
     while pending and len(seen) < _MOST_STEPS:
         for step in _steps(hlo, pending.pop(), size):
-            if isinstance(step, Use):
+            if isinstance(step, Consumer):
                 yield step
             elif step not in seen:
                 seen.add(step)
@@ -81,7 +82,7 @@ def shape_of(hlo: Hlo, value: Value) -> Shape:
     return hlo[value.computation][value.name].results[value.element or 0]
 
 
-def _steps(hlo: Hlo, value: Value, size: int) -> Iterator[Value | Use]:
+def _steps(hlo: Hlo, value: Value, size: int) -> Iterator[Value | Consumer]:
     computation = hlo[value.computation]
     if value.name == computation.root.name:
         yield from _out_of(hlo, value, computation.root)
@@ -90,10 +91,10 @@ def _steps(hlo: Hlo, value: Value, size: int) -> Iterator[Value | Use]:
         yield from _through(hlo, value, user, size)
 
 
-def _out_of(hlo: Hlo, value: Value, root: Instruction) -> Iterator[Value | Use]:
+def _out_of(hlo: Hlo, value: Value, root: Instruction) -> Iterator[Value | Consumer]:
     """Yield where the result of a computation goes: to its caller, and around a loop."""
     if value.computation == hlo.entry:
-        yield Use("output", value, root, value.element or 0)
+        yield Consumer("output", value, root, value.element or 0)
         return
     for name, caller in hlo.callers(value.computation):
         if caller.opcode == "while" and value.computation in caller.called.get("body", ()):
@@ -102,7 +103,7 @@ def _out_of(hlo: Hlo, value: Value, root: Instruction) -> Iterator[Value | Use]:
             yield Value(name, caller.name, value.element)
 
 
-def _through(hlo: Hlo, value: Value, user: Instruction, size: int) -> Iterator[Value | Use]:
+def _through(hlo: Hlo, value: Value, user: Instruction, size: int) -> Iterator[Value | Consumer]:
     opcode = user.opcode
     after = Value(value.computation, user.name)
     places = [i for i, operand in enumerate(user.operands) if operand == value.name]
@@ -117,9 +118,9 @@ def _through(hlo: Hlo, value: Value, user: Instruction, size: int) -> Iterator[V
     elif opcode.endswith("-done"):
         yield after._replace(element=value.element)
     elif opcode.startswith(_COLLECTIVES):
-        yield Use("collective", value, user)
+        yield Consumer("collective", value, user)
     elif is_product(hlo, user):
-        yield Use("product", value, user)
+        yield Consumer("product", value, user)
     else:
         yield from _elementwise(value, user, size)
 
@@ -134,11 +135,11 @@ def _bodies(caller: Instruction, places: list[int]) -> Iterator[tuple[str, int]]
         yield from ((caller.callees[place - 1], 0) for place in places if place)
 
 
-def _elementwise(value: Value, user: Instruction, size: int) -> Iterator[Value | Use]:
+def _elementwise(value: Value, user: Instruction, size: int) -> Iterator[Value | Consumer]:
     is_tuple = len(user.results) > 1
     alike = [i for i, shape in enumerate(user.results) if shape.elements == size]
     if user.opcode in _REDUCTIONS or not alike:
-        yield Use("other", value, user)
+        yield Consumer("other", value, user)
     for i in alike:
         yield Value(value.computation, user.name, i if is_tuple else None)
 

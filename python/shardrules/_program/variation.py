@@ -13,7 +13,8 @@ import numpy as np
 from shardrules._program.dataflow import MOVES
 
 if TYPE_CHECKING:
-    from shardrules._program.hlo import Hlo, Instruction
+    from shardrules._program.computation import Instruction
+    from shardrules._program.hlo import Hlo
 
 # Collectives after which values are equal along the axes of their groups, or differ along them.
 _EQUALIZING: Final = ("all-gather", "all-reduce")

@@ -12,6 +12,8 @@ from shardrules._program.lock import KINDS, budget_finding, largest
 from shardrules._text import brief, byte_count, bytes_shown, counted, nearest
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from shardrules._plan.findings import Finding
     from shardrules._program.program import Program
 
@@ -30,19 +32,20 @@ class Limit(NamedTuple):
     bytes: int
 
 
-def limits_of(budget: Any, axes: Sequence[str]) -> list[Limit]:
+def limits_of(budget: Any, mesh: Mesh | None) -> list[Limit]:
     """Parse a budget.
 
     Args:
         budget: Bytes by "total", "peak", mesh axes ("data,fsdp"), a kind of collective, or both
             ("fsdp all-gather").
-        axes: Axes of the program's mesh.
+        mesh: Mesh of the program.
 
     Raises:
         TypeError: It is no mapping of texts to bytes.
         ValueError: A key names no axis and no kind, or a text is no number of bytes.
     """
     check_type("budget", budget, Mapping, "a dict such as {'fsdp': '25 GB', 'peak': '90 GB'}")
+    axes = () if mesh is None else mesh.axis_names
     return [_limit(key, value, axes) for key, value in budget.items()]
 
 
@@ -90,7 +93,7 @@ def over_budget(program: Program, limits: Sequence[Limit]) -> Iterator[Finding]:
 
 
 def _of_peak(program: Program, limit: Limit) -> Iterator[Finding]:
-    peak = program._peak
+    peak = program._costs.peak
     if peak is None:
         message = "peak: this backend does not tell the memory of executables: it is not known"
         yield budget_finding("warning", message, 0, _ELSEWHERE)
@@ -99,7 +102,7 @@ def _of_peak(program: Program, limit: Limit) -> Iterator[Finding]:
 
 
 def _of_sent(program: Program, limit: Limit) -> Iterator[Finding]:
-    if program._executable.hlo is None:
+    if not program.has_text:
         message = f"{limit.key}: this backend does not show the text of executables: what they send"
         yield budget_finding("warning", f"{message} is not known", 0, _ELSEWHERE)
         return

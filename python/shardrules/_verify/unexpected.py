@@ -40,18 +40,20 @@ _FIXES: Final = {
 }
 
 
-def unexpected(program: Program, large: int, told: Container[Collective] = ()) -> Iterator[Finding]:
+def unexpected(
+    program: Program, large: int, reported: Container[Collective] = ()
+) -> Iterator[Finding]:
     """Yield findings about what the program sends without need.
 
     Args:
         program: The report about the program.
         large: Minimum bytes that a device sends in a step, for what is no large share of all.
-        told: Collectives that other findings are about.
+        reported: Collectives that other findings are about.
     """
     total = sum(program.sent.values())
     groups: defaultdict[tuple[str, tuple[str, ...]], list[Collective]] = defaultdict(list)
     for row in program.collectives:
-        if not row.is_expected and row not in told:
+        if not row.is_expected and row not in reported:
             groups[row.reason, row.axes].append(row)
     for (reason, axes), rows in groups.items():
         size = sum(row.sent_at_least for row in rows)
@@ -82,19 +84,19 @@ def _finding(
     )
 
 
-def computed_alike(program: Program, told: Container[str]) -> Iterator[Finding]:
+def computed_alike(program: Program, reported: Container[str]) -> Iterator[Finding]:
     """Yield findings about products that devices along an axis compute alike.
 
     Args:
         program: The report about the program.
-        told: Mesh axes of which another finding says the same.
+        reported: Mesh axes of which another finding says the same.
     """
     products = program.products
     total = sum(product.flops for product in products)
     for axis, count in program.axis_sizes.items():
         alike = [product for product in products if axis not in product.axes]
         flops = sum(product.flops for product in alike)
-        if count > 1 and flops > _ALIKE * total and axis not in told:
+        if count > 1 and flops > _ALIKE * total and axis not in reported:
             yield _alike(axis, sorted(alike, key=lambda product: -product.flops), flops / total)
 
 

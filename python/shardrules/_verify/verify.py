@@ -10,8 +10,9 @@ from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.compiling import CompileLog
 from shardrules._program.executable import Executable, call_of
+from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import planned_targets
-from shardrules._program.program import Program
+from shardrules._program.program import Program, batches
 from shardrules._program.states import states
 from shardrules._text import bytes_shown, counted
 from shardrules._verify.budget import limits_of, over_budget, scope_of
@@ -58,6 +59,9 @@ def verify(
     | gathered | error, warning, info | planned arrays of which a device gets more than its part:
       an error if they are returned so; a warning if a loop holds layers, devices do the same work
       with them, or they are experts; info for what FSDP does |
+    | unexpected | warning | collectives that nothing planned explains, such as activations that are
+      gathered over the batch's axis, or gradients that are summed in every micro-batch |
+    | batch | warning | products that all devices along a mesh axis compute alike |
     | budget | error, warning | more bytes than `budget`; a warning if they are not known |
     | peak | error | more memory than `hbm` |
 
@@ -105,28 +109,29 @@ def verify(
     log = CompileLog(()) if log is None else log
     check_type("log", log, CompileLog, "what shardrules.compiling gives")
     executable = Executable(call_of(compiled, inputs))
-    program = Program(executable, inputs, outputs)
-    limits = limits_of({} if budget is None else budget, tuple(program.axis_sizes))
+    limits = limits_of({} if budget is None else budget, executable.mesh)
     library = executable.call.library
     in_targets, out_targets = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
-    of_gathers = list(gathered(executable, in_targets, out_targets, carried, large))
-    told = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
-    reshards = list(resharded(program, log, large))
-    findings = [
-        *placements(executable.inputs, in_targets, library),
-        *placements(executable.outputs, out_targets, library),
-        *dropped(executable.inputs, in_targets, executable.kept),
-        *changed(executable, carried),
-        *undonated(executable, carried),
-        *not_donated(executable, carried, large),
-        *(gather.finding for gather in of_gathers),
-        *(finding for finding, _ in reshards),
-        *unexpected(program, large, {row for _, rows in reshards for row in rows}),
-        *computed_alike(program, told),
-        *over_budget(program, limits),
-        *_peak_findings(executable, hbm),
-    ]
+    program = Program(executable, carried, batches(executable, inputs, carried))
+    with hlo_errors():
+        reshards = list(resharded(program, log, large))
+        of_gathers = list(gathered(executable, in_targets, out_targets, carried, large))
+        same_work = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
+        findings = [
+            *placements(executable.inputs, in_targets, library),
+            *placements(executable.outputs, out_targets, library),
+            *dropped(executable.inputs, in_targets, executable.kept),
+            *changed(executable, carried),
+            *undonated(executable, carried),
+            *not_donated(executable, carried, large),
+            *(gather.finding for gather in of_gathers),
+            *(finding for finding, _ in reshards),
+            *unexpected(program, large, {row for _, rows in reshards for row in rows}),
+            *computed_alike(program, same_work),
+            *over_budget(program, limits),
+            *_peak_findings(executable, hbm),
+        ]
     scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
     return Findings(findings, scope + scope_of(limits))
 
