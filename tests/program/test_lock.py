@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 
 import jax
@@ -79,6 +80,8 @@ WRONG = {
     "kinds": (lambda c: c["sent"][0].update(kind=["all-gather"]), r"sent\[0\]: kind is"),
     "axes": (lambda c: c["sent"][0].update(axes="fsdp"), r"sent\[0\]: .*a list belongs"),
     "axis": (lambda c: c["sent"][0].update(axes=["fdsp"]), r"sent\[0\]: .*'fdsp'"),
+    "order": (lambda c: c["sent"][0].update(axes=["tp", "fsdp"]), r"sent\[0\]: .*mesh order"),
+    "axis twice": (lambda c: c["sent"][0].update(axes=["tp", "tp"]), r"sent\[0\]: .*once"),
     "no axis": (lambda c: c["sent"][0].update(axes=[{}]), r"sent\[0\]: "),
     "field": (lambda c: c["sent"][0].update(byte=1), r"sent\[0\]: .*'byte'"),
     "twice": (lambda c: c["sent"].append(c["sent"][0]), r"sent\[2\]: .*twice"),
@@ -195,6 +198,21 @@ def test_growth_within_the_tolerance_is_none(one):
     assert not one.diff(of(1.021), tolerance=0.03)
     assert len(one.diff(of(1.001), tolerance=0)) == 2
     assert {f.level for f in one.diff(of(0.9))} == {"info"}
+
+
+def test_a_copied_program_has_the_same_lock(one, gathers):
+    copied = pickle.loads(pickle.dumps(one))
+    assert copied.lock() == one.lock()
+    assert str(gathers(2).diff(copied)) == str(gathers(2).diff(one))
+
+
+def test_a_backend_that_does_not_show_the_program(one, monkeypatch):
+    compiled = jax.jit(lambda x: x * 2).lower(np.ones(3)).compile()
+    monkeypatch.setattr(type(compiled), "as_text", lambda _: None)
+    program = sr.inspect(compiled, (None,))
+    for call in (program.lock, lambda: program.diff(one), lambda: one.diff(program)):
+        with pytest.raises(ValueError, match="does not show the text of executables"):
+            call()
 
 
 def test_another_mesh_is_not_compared(one, gathers):

@@ -111,7 +111,7 @@ def _text(data: bytes) -> str:
 
 
 def _flush() -> None:
-    if sys.stderr is not None:
+    with suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
         sys.stderr.flush()
 
 

@@ -124,6 +124,8 @@ def _read_entry(entry: Any, mesh: Mapping[str, int]) -> tuple[Key, Sent]:
     axes = tuple(of_type(axis, str) for axis in of_type(entry["axes"], list))
     for axis in axes:
         check_choice("an axis", axis, tuple(mesh))
+    if axes != tuple(axis for axis in mesh if axis in axes):
+        raise ValueError(f"its axes are {', '.join(axes)}: each stands there once, in mesh order")
     check_choice("kind", entry["kind"], KINDS)
     check_choice("per_iteration", entry.get("per_iteration", True), (True,))
     return (axes, entry["kind"]), Sent(integer("bytes", entry["bytes"]), "per_iteration" in entry)
@@ -171,7 +173,8 @@ def _changes(
             message = f"{_label(key)}: the trip count is not known {where}: {largest(of_key)}"
             yield budget_finding("error", message, new.bytes, _GROWN)
             continue
-        what = f"{_label(key)}: each device sends {bytes_shown(new.bytes)} in a step"
+        step = "an iteration" if new.is_per_iteration else "a step"
+        what = f"{_label(key)}: each device sends {bytes_shown(new.bytes)} in {step}"
         yield from _change(what, new.bytes, old.bytes, tolerance, largest(of_key))
     if now.peak is not None and before.peak is not None:
         what = f"peak: each device needs {bytes_shown(now.peak)}"

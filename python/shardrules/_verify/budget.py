@@ -52,10 +52,10 @@ def limits_of(budget: Any, mesh: Mesh | None) -> list[Limit]:
 def _limit(key: Any, value: Any, axes: Sequence[str]) -> Limit:
     check_type("a key of budget", key, str, "a mesh axis, a kind of collective, total or peak")
     name = f"budget[{brief(key)}]"
-    size = _bytes(name, value)
+    key, size = key.strip(), _bytes(name, value)
     if key in _WORDS:
         return Limit(key, frozenset(), KINDS, size)
-    words = re.split(r"[,\s]+", key.strip())
+    words = re.split(r"[,\s]+", key)
     for word in words:
         if word not in (*axes, *KINDS):
             near = nearest(word, [*axes, *KINDS, *_WORDS])

@@ -6,6 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardrules._plan.findings import Finding
@@ -51,6 +52,7 @@ def _replicating(op_name: str, shape: str, rows: Sequence[Collective]) -> list[C
     return [row for row in gathers if row.op_name in users and count % _elements(row.shape) == 0]
 
 
+@lru_cache(maxsize=4096)
 def _elements(shape: str) -> int:
     """Count the elements of f32[16,512], at least one."""
     return max(1, math.prod(map(int, re.findall(r"\d+", shape.partition("[")[2]))))
