@@ -168,44 +168,28 @@ def _reshard(line: str) -> Reshard | None:
     match = _WARNING.search(line)
     if match is None:
         return None
-    source, target, dtype, dims, rest = match.groups()
+    *shardings, dtype, dims, rest = match.groups()
     local = [int(size) for size in dims.split(",") if size]
-    parts = _parts(source, len(local))
-    if parts is None:
+    source, target = (_read(sharding, len(local)) for sharding in shardings)
+    if source is None or target is None:
         return None
-    whole = ",".join(str(size * count) for size, count in zip(local, parts, strict=True))
+    whole = ",".join(str(size * parts) for size, parts in zip(local, source[0], strict=True))
     op_name = _OP_NAME.search(rest)
-    name = op_name[1] if op_name else ""
-    return Reshard(f"{dtype}[{whole}]", _spec(source), _spec(target), name)
+    return Reshard(f"{dtype}[{whole}]", source[1], target[1], op_name[1] if op_name else "")
 
 
-def _parts(sharding: str, rank: int) -> list[int] | None:
-    """Count the parts of each dimension; None if the form is not known."""
-    if tiles := _TILES.match(sharding):
-        counts = [int(count) for count in tiles[1].split(",")]
-        return counts[:rank] if len(counts) >= rank else None
+def _read(sharding: str, rank: int) -> tuple[list[int], str] | None:
+    """Return the parts of each dimension, and a text: a spec if mesh axes are named."""
     if mesh := _MESH.match(sharding):
-        sizes = {axis: int(size) for axis, size in _AXIS.findall(mesh[1])}
-        entries = _entries(mesh[2])
+        sizes = dict(_AXIS.findall(mesh[1]))
+        entries = [_AXIS.findall(entry) for entry in re.findall(r"\{([^}]*)\}", mesh[2])]
         if len(entries) != rank or any(axis not in sizes for axes in entries for axis, _ in axes):
             return None
-        return [math.prod(int(size or sizes[axis]) for axis, size in axes) for axes in entries]
-    return [1] * rank if sharding.startswith(("{replicated", "{maximal")) else None
-
-
-def _entries(dims: str) -> list[list[tuple[str, str]]]:
-    """List the (axis, size of a part of it or "") of each dimension."""
-    return [_AXIS.findall(entry) for entry in re.findall(r"\{([^}]*)\}", dims)]
-
-
-def _spec(sharding: str) -> str:
-    """Format a sharding that names mesh axes as a spec, another one as XLA has it."""
-    mesh = _MESH.match(sharding)
-    if mesh is None:
-        return sharding
-    names = [[axis for axis, _ in axes] for axes in _entries(mesh[2])]
-    return f"P({', '.join(_entry(axes) for axes in names)})"
-
-
-def _entry(axes: list[str]) -> str:
-    return repr(axes[0] if len(axes) == 1 else tuple(axes) or None)
+        parts = [math.prod(int(size or sizes[axis]) for axis, size in axes) for axes in entries]
+        names = [tuple(axis for axis, _ in axes) for axes in entries]
+        spec = ", ".join(repr(axes[0] if len(axes) == 1 else axes or None) for axes in names)
+        return parts, f"P({spec})"
+    tiles = _TILES.match(sharding)
+    parts = [int(size) for size in tiles[1].split(",")][:rank] if tiles else [1] * rank
+    is_known = tiles or sharding.startswith(("{replicated", "{maximal"))
+    return (parts, sharding) if is_known and len(parts) == rank else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._arguments import check_real, check_type
 from shardrules._program.lock import KINDS, budget_finding, largest
-from shardrules._text import brief, byte_count, bytes_shown, counted, nearest
+from shardrules._text import brief, byte_count, bytes_shown, nearest
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -131,8 +131,3 @@ def _over(limit: Limit, what: str, size: int, rows: str) -> Finding:
         f"{bytes_shown(limit.bytes)}{rows}"
     )
     return budget_finding("error", message, excess, _FIX)
-
-
-def scope_of(limits: Sequence[Limit]) -> str:
-    """Say in words how many budgets are kept, for a text that says nothing is over them."""
-    return f"; {counted(len(limits), 'budget')} kept" if limits else ""

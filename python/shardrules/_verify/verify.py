@@ -15,7 +15,7 @@ from shardrules._program.inputs import planned_targets
 from shardrules._program.program import Program, batches
 from shardrules._program.states import states
 from shardrules._text import bytes_shown, counted
-from shardrules._verify.budget import limits_of, over_budget, scope_of
+from shardrules._verify.budget import limits_of, over_budget
 from shardrules._verify.gathered import gathered
 from shardrules._verify.placements import (
     changed,
@@ -133,7 +133,8 @@ def verify(
             *_peak_findings(executable, hbm),
         ]
     scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
-    return Findings(findings, scope + scope_of(limits))
+    kept = f"; {counted(len(limits), 'budget')} kept" if limits else ""
+    return Findings(findings, scope + kept)
 
 
 # Signs of XLA's numbers of bytes: aliased bytes are counted as argument and as output.
