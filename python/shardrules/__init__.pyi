@@ -38,6 +38,7 @@ from shardrules._plan.findings import FindingsError as FindingsError
 from shardrules._plan.plan import Plan as Plan
 from shardrules._plan.plan import plan as plan
 from shardrules._plan.state import Zero1 as Zero1
+from shardrules._program.compiling import compiling as compiling
 from shardrules._program.program import inspect as inspect
 from shardrules._rules.logical_rules import LogicalRules as LogicalRules
 from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_rules
@@ -109,6 +110,7 @@ __all__ = [
     "Zero1",
     "audit",
     "compare",
+    "compiling",
     "explain_logical",
     "fingerprint",
     "fsdp",

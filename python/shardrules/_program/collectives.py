@@ -75,6 +75,16 @@ class Collective(NamedTuple):
         """Bytes that are moved in a step: payload times executions."""
         return None if self.times is None else self.payload * self.times
 
+    @property
+    def sent_at_least(self) -> int:
+        """Bytes that one device sends in a step; an unknown trip count counts as 1."""
+        return self.sent_once if self.sent is None else self.sent
+
+    def __str__(self) -> str:
+        times = "" if self.times in (None, 1) else f", {self.times:,} times"
+        place = "" if self.place is None else f" at {self.place}"
+        return f"{self.kind} of {self.shape}{times}{place} ({self.op_name or self.name})"
+
 
 def exchanges(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Exchange]:
     """Yield the arrays that collectives move, in the order of the text.

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._arguments import in_order
+from shardrules._arguments import check_file, check_type, in_order
+from shardrules._io import write_text
+from shardrules._locks import content_of
 from shardrules._plan.plan import Plan
 from shardrules._program.collectives import Collective, exchanges
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import planned_targets
+from shardrules._program.lock import compared, costs_of, lock_text, read_lock
 from shardrules._program.movement import REASONS, Movement, Tracer
 from shardrules._program.states import State, states
 from shardrules._program.work import Product, products
 from shardrules._text import Column, Table, answer, bytes_shown, mesh_shown, printable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardrules._plan.findings import Findings
     from shardrules._program.collectives import Exchange
+    from shardrules._program.lock import Costs
 
 SMALL: Final = 2**16
 """Bytes that a device sends in a step, below which a collective needs no explanation."""
-_ANSWERS: Final = ("axis_sizes", "batch_axes", "collectives", "has_text", "products")
+_ANSWERS: Final = ("_costs", "axis_sizes", "batch_axes", "collectives", "has_text", "products")
 _KEPT_IN_TEXT: Final = 20
 _COLUMNS: Final = (
     Column("sent", is_right=True),
@@ -138,6 +146,67 @@ class Program:
     def is_per_iteration(self) -> bool:
         """True if a collective runs in a loop whose trip count is not known."""
         return any(row.times is None for row in self.collectives)
+
+    @cached_property
+    def _costs(self) -> Costs:
+        return costs_of(self._executable, self.collectives)
+
+    def _shown_costs(self) -> Costs:
+        if not self.has_text:
+            raise ValueError(
+                "this backend does not show the text of executables: what they send cannot be "
+                "locked, nor compared; compile the function for another backend"
+            )
+        return self._costs
+
+    def lock(self, path: str | Path | None = None) -> str:
+        """Write what the program costs as a text for version control: JSON, a line for each sum.
+
+        It has the bytes that a device sends by mesh axes and kind, the peak, and versions.
+
+        Args:
+            path: A file to write it to as well.
+
+        Raises:
+            ValueError: The backend does not show the program.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> step = jax.jit(lambda x: x * 2)
+            >>> compiled = step.lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile()
+            >>> program = sr.inspect(compiled, (None,))
+            >>> program.diff(program.lock())
+            nothing found: 0 sums of bytes and the peak compared with the lock
+        """
+        check_file("path", path)
+        text = lock_text(self._shown_costs())
+        if path is not None:
+            write_text(path, text)
+        return text
+
+    def diff(self, other: Program | str | Path, *, tolerance: float = 0.02) -> Findings:
+        """Find what the program sends or needs beyond an earlier one: a line for a test.
+
+        Growth is an error, for `raise_for`; shrinkage an info, as the lock should be made again.
+
+        Args:
+            other: The earlier program, its lock's text, or the path of its lock.
+            tolerance: Growth, as a share, that is accepted for each sum and the peak.
+
+        Raises:
+            FileError: It is not a lock; a ValueError.
+            ValueError: The backend does not show the program.
+        """
+        check_type(
+            "other", other, Program | str | os.PathLike,
+            "a Program, a lock's text, or the path of its file",
+        )  # fmt: skip
+        if isinstance(other, Program):
+            before, name = other._shown_costs(), "the program"
+        else:
+            data, name = content_of(other)
+            before = read_lock(data, name)
+        return compared(self._shown_costs(), before, self.collectives, tolerance, name)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as `json.dumps` takes it."""
