@@ -88,9 +88,10 @@ class ObjectPairs:
         numbers, positions = self._groups
         differ = [number for number, i in enumerate(positions) if not self._is_equal(i, are_equal)]
         merged: dict[_Texts, list[int]] = defaultdict(list)
-        if differ:
-            order, ends = np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))
-            groups = np.split(order, ends[:-1])
+        if not differ:
+            return iter(())
+        order, ends = np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))
+        groups = np.split(order, ends[:-1])
         for number in differ:
             group = groups[number].tolist()
             merged[texts(group[0])] += group
