@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _MOST_STEPS: Final = 20_000
 """Values that a walk visits at most; what lies behind is not known."""
 _MOST_ROW_STEPS: Final = 20
+_PADDED: Final = 8
+"""Fraction of an array that padding may add to it, or a slice take away."""
 _PRODUCT: Final = re.compile(r" (?:dot|convolution|custom-call)\(")
 _LOOKUP: Final = re.compile(r" gather\(")
 _ADDED_ROWS: Final = re.compile(r" scatter\(")
@@ -76,6 +78,18 @@ def _has(hlo: Hlo, instruction: Instruction, opcode: str, pattern: re.Pattern[st
     if instruction.opcode == "fusion":
         return hlo.contains(instruction.callees[0], pattern)
     return instruction.opcode == opcode
+
+
+def joined(hlo: Hlo, pieces: Value, count: int) -> Value:
+    """Return the array that the pieces of an all-to-all are concatenated to; else the first one."""
+    computation = hlo[pieces.computation]
+    elements_of = [computation[name] for name in computation.users(pieces.name)]
+    users = [set(computation.users(piece.name)) for piece in elements_of]
+    whole = count * elements(hlo, pieces._replace(element=0))
+    for name in set.intersection(*users) if users else ():
+        if computation[name].results[0].elements == whole:
+            return pieces._replace(name=name)
+    return pieces._replace(element=0)
 
 
 def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Consumer]:
@@ -165,7 +179,9 @@ def _bodies(caller: Instruction, places: list[int]) -> Iterator[tuple[str, int]]
 
 def _elementwise(value: Value, user: Instruction, size: int) -> Iterator[Value | Consumer]:
     is_tuple = len(user.results) > 1
-    alike = [i for i, shape in enumerate(user.results) if shape.elements == size]
+    alike = [
+        i for i, shape in enumerate(user.results) if abs(shape.elements - size) <= size // _PADDED
+    ]
     if user.opcode in _REDUCTIONS or not alike:
         yield Consumer("other", value, user)
     for i in alike:

@@ -12,7 +12,7 @@ from shardrules._plan.axis_uses import expert_axes_among
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
 from shardrules._program.dataflow import Value, origin_of, updated_values
-from shardrules._program.flow import Consumer, lookup_of, uses
+from shardrules._program.flow import Consumer, joined, lookup_of, uses
 from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
 
@@ -214,6 +214,9 @@ class Tracer:
         op = exchange.op
         fusion = self._hlo.fusion_of(op.computation)
         if fusion is None:
+            if op.kind == "all-to-all" and len(op.results) > 1:
+                pieces = Value(op.computation, op.instruction.name)
+                return joined(self._hlo, pieces, len(op.results))
             element = exchange.number if len(op.results) > 1 else None
             return Value(op.computation, op.instruction.name, element)
         computation, instruction = fusion
@@ -252,7 +255,7 @@ class Tracer:
         if axes <= self._expert_axes:
             return "experts"
         if is_batch:
-            return "batch"
+            return "parts" if self._is_for_gradient(exchange) else "batch"
         is_used = any(use.kind == "product" for use in self._uses(exchange))
         return "between" if is_used else "reshard"
 
@@ -260,12 +263,29 @@ class Tracer:
         self, exchange: Exchange, axes: frozenset[str], *, is_batch: bool
     ) -> str:
         products = [factors for factors in self._factors(exchange, axes) if factors]
+        if not products:
+            return "batch" if is_batch else "alike"
+        if not is_batch or self._is_for_gradient(exchange):
+            return "parts"
         is_with_weights = any(
             origin_of(self._hlo, factor) is not None for factors in products for factor in factors
         )
-        if products and not (is_batch and is_with_weights):
-            return "parts"
-        return "batch" if is_batch else "alike"
+        is_gradient = all(total in self._next_state_of for total in self._totals(exchange))
+        return "batch" if is_with_weights or is_gradient else "parts"
+
+    def _is_for_gradient(self, exchange: Exchange) -> bool:
+        """Say whether a gradient is computed in parts of what is moved, for fewer bytes.
+
+        Otherwise each device would compute a sum over its part of the batch, in float32, for all
+        devices to reduce.
+        """
+        leaves = {self._next_state_of.get(total) for total in self._totals(exchange)}
+        sizes = [4 * self._size([leaf]) for leaf in leaves if leaf is not None]
+        return len(sizes) == len(leaves) == 1 and self._sent(exchange) <= sizes[0]
+
+    def _totals(self, exchange: Exchange) -> list[Value]:
+        """List the products with what is moved."""
+        return [_result_of(use) for use in self._uses(exchange) if use.kind == "product"]
 
     def _factors(self, exchange: Exchange, axes: frozenset[str]) -> Iterator[list[Value]]:
         """Yield, for each product with what is moved, the factors that differ along the axes."""
