@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter
+from pathlib import Path
 from typing import Final, Literal, NamedTuple, get_args
 
 from shardrules._program.computation import (
@@ -61,7 +62,9 @@ class Place(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        file = Path(self.file)
+        folder = Path.cwd()
+        return f"{file.relative_to(folder) if file.is_relative_to(folder) else file}:{self.line}"
 
 
 def check_hlo(text: str) -> None:
