@@ -139,6 +139,11 @@ class Hlo:
         """Devices over which the module is partitioned."""
         return number(_PARTITIONS, self._head) or 1
 
+    @property
+    def is_scheduled(self) -> bool:
+        """True if the order of lines is the order of execution."""
+        return "is_scheduled=true" in self._head
+
     @cached_property
     def aliases(self) -> dict[int, int]:
         """Number of the parameter whose memory an output takes, by index of the output."""
