@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from shardrules._program.hlo import Hlo
 
 _MOST_DEPTH: Final = 100
-_MOST_VISITS: Final = 20_000_000
 _NOTHING: Final = 0
 """Buffer of what takes no memory of the device, such as tokens and arrays on the host."""
 _VIEWS: Final = frozenset({
@@ -132,10 +131,8 @@ class _Run:
         self, computation: Computation, arguments: Sequence[list[int]], depth: int
     ) -> list[int]:
         """Run a computation, and return the buffers of its result."""
-        if depth > _MOST_DEPTH or self._time > _MOST_VISITS:
-            raise ValueError(
-                f"computations of the HLO call each other too often: {computation.name}"
-            )
+        if depth > _MOST_DEPTH or self._time > self._hlo.most_visits:
+            raise LookupError(f"computations call each other too often: {computation.name}")
         values: dict[str, list[int]] = {}
         for line in computation:
             self._time += 1

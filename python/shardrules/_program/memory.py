@@ -84,6 +84,8 @@ class Memory(NamedTuple):
     """Sum of the arrays that are alive at the peak, by the order of the instructions."""
     saved: int
     """Part of it that the forward pass keeps for the backward pass."""
+    is_recomputed: bool
+    """True if the backward pass computes something again, as `jax.checkpoint` has it."""
     buffers: tuple[Buffer, ...]
     """The largest of these arrays; () if the backend does not show the schedule."""
     saved_buffers: tuple[Buffer, ...]
@@ -96,12 +98,12 @@ class Memory(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return all numbers, and the arrays, as `json.dumps` takes them."""
-        numbers = {"peak": self.peak, **self.totals._asdict()}
+        numbers = {"peak": self.peak, "totals": self.totals._asdict()}
         arrays = {
             name: [row._asdict() | {"place": row.place and str(row.place)} for row in rows]
             for name, rows in (("buffers", self.buffers), ("saved_buffers", self.saved_buffers))
         }
-        return {**numbers, "alive": self.alive, "saved": self.saved, **arrays}
+        return self._asdict() | numbers | arrays
 
     def __str__(self) -> str:
         head = f"{bytes_shown(self.peak)} on each device: {self.totals}"
@@ -132,13 +134,18 @@ def memory_of(executable: Executable) -> Memory | None:
     if totals is None:
         return None
     if hlo is None or not hlo.is_scheduled:
-        return Memory(totals, 0, 0, (), ())
+        return Memory(totals, 0, 0, False, (), ())
     with hlo_errors():
         rows = alive_at_peak(hlo)
         saved = [row for row in rows if _is_saved(hlo, row)]
-        sums = [sum(row.shape.bytes for row in some) for some in (rows, saved)]
-        largest = [tuple(_buffers(executable, some[:_LARGEST])) for some in (rows, saved)]
-    return Memory(totals, sums[0], sums[1], largest[0], largest[1])
+        return Memory(
+            totals=totals,
+            alive=sum(row.shape.bytes for row in rows),
+            saved=sum(row.shape.bytes for row in saved),
+            is_recomputed="/rematted_computation" in hlo.text,
+            buffers=tuple(_buffers(executable, rows[:_LARGEST])),
+            saved_buffers=tuple(_buffers(executable, saved[:_LARGEST])),
+        )
 
 
 def _is_saved(hlo: Hlo, row: Alive) -> bool:

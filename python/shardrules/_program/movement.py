@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from shardrules._plan.axis_uses import expert_axes_among
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
-from shardrules._program.dataflow import Value, origin_of, updated_values
+from shardrules._program.dataflow import Value, origin_of, source_of, updated_values
 from shardrules._program.flow import Consumer, joined, lookup_of, uses
 from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
@@ -110,7 +110,20 @@ class Tracer:
             leaf = self._executable.leaf_of.get(origin.parameter)
             return None if leaf is None else ("argument", leaf)
         leaf = self._next_state_of.get(self._result(exchange))
+        if leaf is None and exchange.kind == "all-gather":
+            leaf = self._gathered_state(_operand(exchange))
         return None if leaf is None else ("state", leaf)
+
+    def _gathered_state(self, value: Value) -> int | None:
+        """Find the leaf of a new state that is gathered and not returned so, as if evaluated."""
+        leaf = self._next_state_of.get(source_of(self._hlo, value))
+        is_new = leaf is not None and self._is_update(leaf, value)
+        return leaf if is_new else None
+
+    def _is_update(self, leaf: int, value: Value) -> bool:
+        """Say whether a value is made of the state's old value, element by element."""
+        number = self._executable.parameter_of[leaf]
+        return number in self._parameters_of(value)
 
     @cached_property
     def _next_state_of(self) -> Mapping[Value, int]:
@@ -173,12 +186,11 @@ class Tracer:
         if exchange.kind in _REDUCTIONS:
             reason = "microbatch" if self._is_repeated(exchange, leaf) else "gradient"
             return Movement("gradient", f"gradient of {path}", reason, leaf)
-        is_update = any(
-            number == self._executable.parameter_of[leaf]
-            for number in self._parameters_of(_operand(exchange))
-        )
+        is_update = self._is_update(leaf, _operand(exchange))
         is_sharded = bool(axes & self._leaf_axes(leaf))
         if is_update:
+            if self._result(exchange) not in self._next_state_of:
+                return Movement("state", f"new {path}", "gather", leaf)
             reason = "cache" if is_sharded and exchange.kind == "all-gather" else "update"
             return Movement("state", f"new {path}", reason, leaf)
         if self._sent(exchange) < self._small:

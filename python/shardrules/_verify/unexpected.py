@@ -126,7 +126,9 @@ def kept_activations(program: Program, large: int) -> Iterator[Finding]:
     if totals is None or totals.temporaries < max(large, _KEPT * totals.peak):
         return  # without a walk through the schedule
     memory = program.memory
-    if memory is None or memory.saved < max(large, _KEPT * totals.peak):
+    if memory is None or memory.is_recomputed:
+        return
+    if memory.saved < max(large, _KEPT * totals.peak):
         return
     names = "; ".join(
         f"{row.shape} ({row.what})" + ("" if row.place is None else f" at {row.place}")
