@@ -12,7 +12,14 @@ from shardrules._plan.axis_uses import expert_axes_among
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
 from shardrules._program.dataflow import Value, origin_of, source_of, updated_values
-from shardrules._program.flow import Consumer, joined, lookup_of, uses
+from shardrules._program.flow import (
+    Consumer,
+    is_slice_of_whole,
+    joined,
+    lookup_of,
+    product_of,
+    uses,
+)
 from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
 
@@ -56,6 +63,7 @@ REASONS: Final[dict[str, Cause]] = {
     "batch": Cause("an activation, moved along an axis that shards the batch", False),
     "alike": Cause("an activation, gathered, and then used alike on all devices", False),
     "reshard": Cause("an activation, sharded otherwise and back", False),
+    "turned": Cause("sums of products whose factor each device has whole", False),
     "again": Cause("equal on all devices before it is summed", False),
     "unknown": Cause("nothing planned explains it", False),
 }
@@ -253,12 +261,35 @@ class Tracer:
             if not axes & self.variation.of(operand.computation, [operand.name]):
                 return "again"
             reason = "called" if is_called else "batch" if is_batch else "partial"
+            if reason == "partial" and self._is_of_whole_factor(operand, axes):
+                reason = "turned"
         elif exchange.kind == "all-gather":
             reason = self._of_gathered_activation(exchange, axes, is_batch=is_batch)
         else:
             reason = "called" if is_called else self._of_moved_activation(exchange, axes, is_batch)
         is_bad = not REASONS[reason].is_expected
         return "rows" if is_bad and self._is_of_table(exchange, axes) else reason
+
+    def _is_of_whole_factor(self, value: Value, axes: frozenset[str]) -> bool:
+        """Say whether devices compute sums in parts of an array that each has whole.
+
+        A kernel is sharded then along the dimension that is summed, though along the other one
+        there would be nothing to sum.
+        """
+        product = product_of(self._hlo, value)
+        factors = () if product is None else product.operands
+        count = prod(self._axis_sizes[axis] for axis in axes)
+        values = [Value(value.computation, name) for name in factors]
+        return any(origin_of(self._hlo, factor) is not None for factor in values) and any(
+            is_slice_of_whole(
+                self._hlo,
+                factor,
+                count,
+                lambda whole: bool(axes & self.variation.of(whole.computation, [whole.name])),
+            )
+            for factor in values
+            if origin_of(self._hlo, factor) is None
+        )
 
     def _of_moved_activation(self, exchange: Exchange, axes: frozenset[str], is_batch: bool) -> str:
         """Return the reason of an all-to-all, or a collective-permute, that XLA has inserted."""

@@ -36,6 +36,8 @@ _FIXES: Final = {
     "of it, to be sharded by {axes}{line}",
     "reshard": "constrain both sides alike{line}: the array is sharded in another way and back, "
     "and multiplied in between with nothing",
+    "turned": "let {axes} shard the other dimension of the kernel{line}: then each device computes "
+    "its part of the result, and nothing is summed",
     "again": "do not sum over {axes}{line}: all devices along it have the same array",
     "unknown": "look at the line{line}: slices, rolls and concatenations along a sharded "
     "dimension move data; or constrain the array to be sharded along another one",
