@@ -23,6 +23,8 @@ _PADDED: Final = 8
 """Fraction of an array that padding may add to it, or a slice take away."""
 _PRODUCT: Final = re.compile(r" (?:dot|convolution|custom-call)\(")
 _LOOKUP: Final = re.compile(r" gather\(")
+_SLICES: Final = re.compile(r" slice\(")
+_WRITTEN: Final = re.compile(r" (?:dynamic-update-slice|scatter)\(")
 _SLICED: Final = re.compile(r" dynamic-slice\(")
 _ADDED_ROWS: Final = re.compile(r" scatter\(")
 _COLLECTIVES: Final = (
@@ -78,6 +80,22 @@ def is_slice_of_whole(hlo: Hlo, value: Value, count: int, differs: Callable[[Val
     size = count * elements(hlo, value)
     wholes = (Value(value.computation, name) for name in line.operands)
     return any(elements(hlo, whole) == size and not differs(whole) for whole in wholes)
+
+
+def is_written_in_part(hlo: Hlo, line: Instruction) -> bool:
+    """Say whether an instruction writes a part of an array, and keeps the rest."""
+    return line.opcode == "scatter" or _has(hlo, line, "dynamic-update-slice", _WRITTEN)
+
+
+def whole_of_piece(hlo: Hlo, piece: Value) -> Value:
+    """Return the array that a piece is sliced from, or else the piece."""
+    line = hlo[piece.computation][piece.name]
+    if _has(hlo, line, "slice", _SLICES):
+        for name in line.operands:
+            whole = source_of(hlo, Value(piece.computation, name))
+            if elements(hlo, whole) > elements(hlo, piece):
+                return whole
+    return piece
 
 
 def _maker(hlo: Hlo, value: Value, is_maker: Callable[[Instruction], bool]) -> Instruction | None:

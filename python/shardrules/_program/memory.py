@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._program.dataflow import Value, source_of
+from shardrules._program.flow import is_written_in_part
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.liveness import alive_at_peak
 from shardrules._text import Column, Table, answer, bytes_shown, printable, record
@@ -25,6 +26,7 @@ _NUMBERS: Final = {
     "temporaries": ("temp", 1),
     "code": ("generated_code", 1),
 }
+_FEW_STACKS: Final = 3
 _MOST_STEPS: Final = 10
 _COLUMNS: Final = (
     Column("bytes", is_right=True),
@@ -142,10 +144,16 @@ def memory_of(executable: Executable) -> Memory | None:
             totals=totals,
             alive=sum(row.shape.bytes for row in rows),
             saved=sum(row.shape.bytes for row in saved),
-            is_recomputed="/rematted_computation" in hlo.text,
+            is_recomputed="/rematted_computation" in hlo.text and not _is_all_kept(hlo, saved),
             buffers=tuple(_buffers(executable, rows[:_LARGEST])),
             saved_buffers=tuple(_buffers(executable, saved[:_LARGEST])),
         )
+
+
+def _is_all_kept(hlo: Hlo, saved: Sequence[Alive]) -> bool:
+    """Say whether loops keep more than a few arrays of each trip."""
+    stacks = (row for row in saved if is_written_in_part(hlo, hlo[row.computation][row.name]))
+    return len(list(stacks)) > _FEW_STACKS
 
 
 def _is_saved(hlo: Hlo, row: Alive) -> bool:

@@ -8,17 +8,19 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._plan.axis_uses import expert_axes_among
+from shardrules._plan.axis_uses import expert_axes_among, is_gathered
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
 from shardrules._program.dataflow import Value, origin_of, source_of, updated_values
 from shardrules._program.flow import (
     Consumer,
     is_slice_of_whole,
+    is_written_in_part,
     joined,
     lookup_of,
     product_of,
     uses,
+    whole_of_piece,
 )
 from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
@@ -49,6 +51,7 @@ REASONS: Final[dict[str, Cause]] = {
     "gather": Cause("a planned array, gathered where it is used"),
     "copy": Cause("an argument, moved"),
     "gradient": Cause("a gradient, summed over the batch"),
+    "state": Cause("a state, or its gradient, sharded along another dimension"),
     "update": Cause("a new state, gathered as it is returned"),
     "partial": Cause("sums of products that devices compute in parts"),
     "parts": Cause("gathered for products that devices compute in parts"),
@@ -59,7 +62,7 @@ REASONS: Final[dict[str, Cause]] = {
     "small": Cause("statistics of a few bytes"),
     "microbatch": Cause("a gradient, summed in every micro-batch", is_expected=False),
     "whole gradient": Cause("a gradient, gathered though its parameter is sharded", False),
-    "cache": Cause("a state, gathered though it is planned to be sharded", False),
+    "cache": Cause("a state, gathered though it is sharded, or only a part of it is new", False),
     "batch": Cause("an activation, moved along an axis that shards the batch", False),
     "alike": Cause("an activation, gathered, and then used alike on all devices", False),
     "reshard": Cause("an activation, sharded otherwise and back", False),
@@ -118,6 +121,8 @@ class Tracer:
             leaf = self._executable.leaf_of.get(origin.parameter)
             return None if leaf is None else ("argument", leaf)
         leaf = self._next_state_of.get(self._result(exchange))
+        if leaf is None and exchange.kind == "all-to-all":
+            leaf = self._next_state_of.get(whole_of_piece(self._hlo, _operand(exchange)))
         if leaf is None and exchange.kind == "all-gather":
             leaf = self._gathered_state(_operand(exchange))
         return None if leaf is None else ("state", leaf)
@@ -161,9 +166,13 @@ class Tracer:
 
     @cached_property
     def batch_axes(self) -> frozenset[str]:
-        """Mesh axes that shard the batch: those of its leaves, or else those that sum gradients."""
+        """Mesh axes that shard the batch: those of its leaves, or else those that sum gradients.
+
+        If the whole batch is on each device, it is those that are for it by their names.
+        """
         of_batches = (self._leaf_axes(leaf) for leaf in self._batches)
-        return frozenset().union(*of_batches) or self._reduced
+        axes = frozenset().union(*of_batches) or self._reduced
+        return axes or frozenset(axis for axis in self._axis_sizes if is_gathered(axis))
 
     def _leaf_axes(self, leaf: int) -> frozenset[str]:
         spec = getattr(self._executable.inputs.shardings[leaf], "spec", None)
@@ -194,18 +203,28 @@ class Tracer:
         if exchange.kind in _REDUCTIONS:
             reason = "microbatch" if self._is_repeated(exchange, leaf) else "gradient"
             return Movement("gradient", f"gradient of {path}", reason, leaf)
+        if exchange.kind == "all-to-all":
+            return Movement("state", path, "state", leaf)
         is_update = self._is_update(leaf, _operand(exchange))
         is_sharded = bool(axes & self._leaf_axes(leaf))
         if is_update:
             if self._result(exchange) not in self._next_state_of:
                 return Movement("state", f"new {path}", "gather", leaf)
-            reason = "cache" if is_sharded and exchange.kind == "all-gather" else "update"
+            is_bad = is_sharded or self._is_written_in_part(_operand(exchange))
+            reason = "cache" if is_bad and exchange.kind == "all-gather" else "update"
             return Movement("state", f"new {path}", reason, leaf)
         if self._sent(exchange) < self._small:
             return Movement("gradient", f"gradient of {path}", "small", leaf)
         is_gather = exchange.kind == "all-gather" and is_sharded
         return Movement(
             "gradient", f"gradient of {path}", "whole gradient" if is_gather else "gradient", leaf
+        )
+
+    def _is_written_in_part(self, value: Value) -> bool:
+        """Say whether a new state has a part of the old one written anew, as a cache has."""
+        return any(
+            is_written_in_part(self._hlo, self._hlo[source.computation][source.name])
+            for source in updated_values(self._hlo, value, {})
         )
 
     def _parameters_of(self, value: Value) -> Iterator[int]:
@@ -223,10 +242,10 @@ class Tracer:
         """
         side = self._executable.inputs
         sharding = self._leaf_axes(leaf)
-        if exchange.times is None or sharding.issuperset(exchange.axes):
+        if exchange.times in (None, 1) or sharding.issuperset(exchange.axes):
             return False
         count = prod(self._axis_sizes[axis] for axis in sharding.difference(exchange.axes))
-        summed = exchange.shape.elements * exchange.times * count
+        summed = exchange.shape.elements * (exchange.times or 1) * count
         return summed >= 2 * prod(side.shapes[leaf])
 
     def _result(self, exchange: Exchange) -> Value:
@@ -264,7 +283,8 @@ class Tracer:
             if reason == "partial" and self._is_of_whole_factor(operand, axes):
                 reason = "turned"
         elif exchange.kind == "all-gather":
-            reason = self._of_gathered_activation(exchange, axes, is_batch=is_batch)
+            reason = "called" if is_called else ""
+            reason = reason or self._of_gathered_activation(exchange, axes, is_batch=is_batch)
         else:
             reason = "called" if is_called else self._of_moved_activation(exchange, axes, is_batch)
         is_bad = not REASONS[reason].is_expected

@@ -197,6 +197,24 @@ def dropped(
         yield side.finding("info", "input", message, fix, leaves)
 
 
+def returned(
+    side: Side, targets: Sequence[PlannedSharding | None], carried: Sequence[State], large: int
+) -> Iterator[Finding]:
+    """Yield a finding about large results of a step that are neither its state nor planned."""
+    states = {leaf for state in carried for leaf in state.outputs}
+    rest = [i for i, target in enumerate(targets) if target is None and i not in states]
+    least = max(large, _RETURNED * sum(map(side.bytes_of, states)))
+    leaves = [leaf for leaf in rest if states and side.bytes_of(leaf) >= least]
+    if leaves:
+        size = sum(map(side.bytes_of, leaves))
+        message = (
+            f"{counted(len(leaves), 'leaf')} of the result, {bytes_shown(size)} on each device, "
+            "not planned and no new state: the memory is taken until the caller drops them"
+        )
+        fix = "return what is needed of them, such as a sum; or plan them"
+        yield side.finding("info", "output", message, fix, leaves, bytes=size)
+
+
 def placement_text(sharding: Any) -> str:
     """Format a sharding with its memory kind, if that is not the default."""
     kind: Any = memory_apart(sharding)
@@ -222,6 +240,8 @@ def _check_fits(target: PlannedSharding | None, side: Side, leaf: int) -> None:
     )
 
 
+_RETURNED: Final = 0.01
+"""Share of the states' bytes, above which other results are told."""
 _STATE_WORDS: Final[dict[Evidence, tuple[str, str]]] = {
     "updated": ("a module, which comes back from the call", "the next step"),
     "donated": ("a donated state", "the next step"),

@@ -22,6 +22,7 @@ from shardrules._verify.placements import (
     dropped,
     not_donated,
     placements,
+    returned,
     undonated,
 )
 from shardrules._verify.resharded import resharded
@@ -50,7 +51,8 @@ def verify(
     |---|---|---|
     | input | error, info | arguments that the executable takes in another sharding than planned;
       info for those that jit has dropped, as the function does not use them |
-    | output | error | results that come out in another sharding than planned |
+    | output | error, info | results that come out in another sharding than planned; info for
+      large ones of a step that are neither its state nor planned |
     | fixed-point | error, warning | a state that comes out otherwise than it goes in; a warning if
       only its likeness tells that it is one |
     | memory-kind | error | arguments or results in another memory than planned |
@@ -123,6 +125,7 @@ def verify(
             *placements(executable.inputs, in_targets, library),
             *placements(executable.outputs, out_targets, library),
             *dropped(executable.inputs, in_targets, executable.kept),
+            *returned(executable.outputs, out_targets, carried, large),
             *changed(executable, carried),
             *undonated(executable, carried),
             *not_donated(executable, carried, large),
