@@ -14,6 +14,7 @@ from shardrules._plan.table import axes_used
 from shardrules._program.dataflow import Value, origin_of, source_of, updated_values
 from shardrules._program.flow import (
     Consumer,
+    elements,
     is_slice_of_whole,
     is_written_in_part,
     joined,
@@ -67,6 +68,7 @@ REASONS: Final[dict[str, Cause]] = {
     "alike": Cause("an activation, gathered, and then used alike on all devices", False),
     "reshard": Cause("an activation, sharded otherwise and back", False),
     "turned": Cause("sums of products whose factor each device has whole", False),
+    "sliced": Cause("gathered, though each device uses only one of the parts", False),
     "again": Cause("equal on all devices before it is summed", False),
     "unknown": Cause("nothing planned explains it", False),
 }
@@ -201,24 +203,36 @@ class Tracer:
         """Say what is moved on the way to the next state of a leaf."""
         axes = frozenset(exchange.axes)
         if exchange.kind in _REDUCTIONS:
-            reason = "microbatch" if self._is_repeated(exchange, leaf) else "gradient"
+            reason = "gradient" if axes & self.batch_axes else "partial"
+            reason = "microbatch" if self._is_repeated(exchange, leaf) else reason
             return Movement("gradient", f"gradient of {path}", reason, leaf)
         if exchange.kind == "all-to-all":
             return Movement("state", path, "state", leaf)
-        is_update = self._is_update(leaf, _operand(exchange))
-        is_sharded = bool(axes & self._leaf_axes(leaf))
-        if is_update:
-            if self._result(exchange) not in self._next_state_of:
-                return Movement("state", f"new {path}", "gather", leaf)
-            is_bad = is_sharded or self._is_written_in_part(_operand(exchange))
-            reason = "cache" if is_bad and exchange.kind == "all-gather" else "update"
-            return Movement("state", f"new {path}", reason, leaf)
+        if self._is_update(leaf, _operand(exchange)):
+            return Movement("state", f"new {path}", self._of_update(exchange, leaf), leaf)
+        is_gather = exchange.kind == "all-gather" and bool(axes & self._leaf_axes(leaf))
+        if not self._has_gradients:
+            return Movement("state", f"new {path}", "cache" if is_gather else "state", leaf)
+        reason = "whole gradient" if is_gather else "gradient"
         if self._sent(exchange) < self._small:
-            return Movement("gradient", f"gradient of {path}", "small", leaf)
-        is_gather = exchange.kind == "all-gather" and is_sharded
-        return Movement(
-            "gradient", f"gradient of {path}", "whole gradient" if is_gather else "gradient", leaf
+            reason = "small"
+        return Movement("gradient", f"gradient of {path}", reason, leaf)
+
+    def _of_update(self, exchange: Exchange, leaf: int) -> str:
+        """Return the reason for which a new state is moved."""
+        if self._result(exchange) not in self._next_state_of:
+            return "gather"
+        is_bad = exchange.kind == "all-gather" and (
+            exchange.times != 1
+            or bool(self._leaf_axes(leaf).intersection(exchange.axes))
+            or self._is_written_in_part(_operand(exchange))
         )
+        return "cache" if is_bad else "update"
+
+    @cached_property
+    def _has_gradients(self) -> bool:
+        """True if JAX has transposed something in the program."""
+        return "transpose(" in self._hlo.text
 
     def _is_written_in_part(self, value: Value) -> bool:
         """Say whether a new state has a part of the old one written anew, as a cache has."""
@@ -283,8 +297,11 @@ class Tracer:
             if reason == "partial" and self._is_of_whole_factor(operand, axes):
                 reason = "turned"
         elif exchange.kind == "all-gather":
-            reason = "called" if is_called else ""
-            reason = reason or self._of_gathered_activation(exchange, axes, is_batch=is_batch)
+            reason = self._of_gathered_activation(exchange, axes, is_batch=is_batch)
+            if reason == "alike" and self._is_sliced_again(exchange, axes):
+                reason = "sliced"
+            elif is_called and not is_batch:
+                reason = "called"
         else:
             reason = "called" if is_called else self._of_moved_activation(exchange, axes, is_batch)
         is_bad = not REASONS[reason].is_expected
@@ -309,6 +326,17 @@ class Tracer:
             )
             for factor in values
             if origin_of(self._hlo, factor) is None
+        )
+
+    def _is_sliced_again(self, exchange: Exchange, axes: frozenset[str]) -> bool:
+        """Say whether each device uses one of the parts that it has gathered."""
+        count = prod(self._axis_sizes[axis] for axis in axes)
+        ends = [(use, _result_of(use)) for use in self._uses(exchange)]
+        return bool(ends) and all(
+            use.kind == "other"
+            and elements(self._hlo, part) * count <= elements(self._hlo, use.value)
+            and bool(axes & self.variation.of(part.computation, [part.name]))
+            for use, part in ends
         )
 
     def _of_moved_activation(self, exchange: Exchange, axes: frozenset[str], is_batch: bool) -> str:

@@ -38,6 +38,8 @@ _FIXES: Final = {
     "and multiplied in between with nothing",
     "turned": "let {axes} shard the other dimension of the kernel{line}: then each device computes "
     "its part of the result, and nothing is summed",
+    "sliced": "let each device send only the part that another one uses, such as by "
+    "jax.lax.ppermute or jax.lax.all_to_all{line}; or let what comes in be sharded by {axes}",
     "again": "do not sum over {axes}{line}: all devices along it have the same array",
     "unknown": "look at the line{line}: slices, rolls and concatenations along a sharded "
     "dimension move data; or constrain the array to be sharded along another one",
