@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.hlo import Collective, Hlo, Shape
+from shardrules._program.hlo import CollectiveOp, Hlo, Shape
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 96, 256, 4, 2, 40, 352
 BATCH, SEQUENCE, LAYERS = 16, 36, 2
@@ -251,7 +251,7 @@ def sent(hlo: Hlo, model: Model, sizes: Mapping[str, int]) -> Counter[Key]:
     return found
 
 
-def _of(shape: Shape, one: Collective, model: Model, sizes: Mapping[str, int]) -> str:
+def _of(shape: Shape, one: CollectiveOp, model: Model, sizes: Mapping[str, int]) -> str:
     """What an array of this shape is, as `Transmission.of` has it; or what no model counts."""
     if not shape.dtype.startswith("f"):
         return "numbers of tokens"

@@ -202,7 +202,7 @@ def test_a_table_of_rows_that_are_looked_up_is_in_no_product(mesh, spec):
         table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, P()))
         return jnp.tanh(x @ table @ kernel)
 
-    table, kernel = shape(mesh, (512, 64), *spec), shape(mesh, (64, 64))
+    table, kernel = shape(mesh, (512, 64), *spec), shape(mesh, (64, 64), None, "tp")
     tokens = shape(mesh, (16, 32), "fsdp", dtype="int32")
     compiled = jax.jit(looked_up).lower(table, kernel, tokens).compile()
     findings = sr.verify(compiled, (spec, None, None), large=LARGE)

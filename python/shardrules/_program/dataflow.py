@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -23,6 +23,8 @@ _GATHERS: Final = frozenset({
 # With a broadcast or a constant, such as the scales and the zero points of quantized weights.
 _SCALES: Final = frozenset({"add", "divide", "multiply", "subtract"})
 _CALLS: Final = frozenset({"call", "fusion"})
+# Of several arrays at once, each its own.
+_SUMS: Final = ("all-reduce", "reduce-scatter")
 PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
 _PASSING: Final = MOVES | _GATHERS | _CALLS | {"get-tuple-element", "tuple", "while"}
 # Collectives after which values are equal along the axes of their groups, or differ along them.
@@ -125,21 +127,33 @@ def held_by_loops(hlo: Hlo, computation: str) -> set[Value]:
     }
 
 
-def is_made_from(hlo: Hlo, value: Value, parameter: int) -> bool:
-    """Say whether a value is a parameter of the module, updated element by element or in part.
+def updated_values(hlo: Hlo, value: Value, seen: Container[Value]) -> Iterator[Value]:
+    """Yield a value, and what it is made of element by element, or by an update of a part.
 
-    A new state is; a gradient, which comes of a product, is not made so from its parameter.
+    A new state is made so from the old one and its gradient; the gradient, which comes of a
+    product, is not made so from other arrays.
+
+    Args:
+        hlo: The module.
+        value: The value to begin with.
+        seen: Values at which the walk does not go on.
     """
-    pending, seen = [value], set()
+    pending, mine = [value], set()
     while pending:
         value = pending.pop()
-        if value in seen:
+        if value in mine or value in seen:
             continue
-        seen.add(value)
-        if value.computation == hlo.entry and _definition(hlo, value).parameter == parameter:
-            return True
+        mine.add(value)
+        yield value
         pending += _before_update(hlo, value)
-    return False
+
+
+def is_made_from(hlo: Hlo, value: Value, parameter: int) -> bool:
+    """Say whether a value is a parameter of the module, updated by element or in part."""
+    return any(
+        source.computation == hlo.entry and _definition(hlo, source).parameter == parameter
+        for source in updated_values(hlo, value, ())
+    )
 
 
 def value_uses(hlo: Hlo, value: Value) -> Iterator[ValueUse]:
@@ -204,6 +218,8 @@ def _before_update(hlo: Hlo, value: Value) -> Iterator[Value]:
             yield Value(body, hlo[body].root.name, value.element)
     elif (moved := _moved_value(hlo, definition, value.element, _GATHERS)) is not None:
         yield Value(value.computation, definition.operands[moved[0]], moved[1])
+    elif definition.opcode.startswith(_SUMS) and not definition.opcode.endswith("-done"):
+        yield Value(value.computation, definition.operands[value.element or 0])
     elif definition.opcode == "dynamic-update-slice":
         yield from (Value(value.computation, name) for name in definition.operands[:2])
     elif definition.opcode not in PRODUCTS and definition.results:

@@ -10,12 +10,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from math import prod
 from operator import attrgetter
 from typing import Final, Literal, NamedTuple, get_args
 
 from shardrules._program.groups import ReplicaGroups, read_groups
+from shardrules._program.trips import trips
 
 CollectiveOpcode = Literal[
     "all-gather",
@@ -27,8 +27,8 @@ CollectiveOpcode = Literal[
     "collective-broadcast",
 ]
 
-_OPCODES: Final[tuple[CollectiveOpcode, ...]] = get_args(CollectiveOpcode)
-_COLLECTIVE: Final = re.compile(rf" ({'|'.join(_OPCODES)})(-start)?\(")
+_KINDS: Final[dict[str, CollectiveOpcode]] = {kind: kind for kind in get_args(CollectiveOpcode)}
+_COLLECTIVE: Final = re.compile(rf" ({'|'.join(_KINDS)})(-start)?\(")
 # Layouts, as in {1,0:T(8,128)S(1)}, have no small letters before their parentheses.
 _OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
 _SHAPE: Final = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
@@ -40,7 +40,10 @@ _NO_CALLS: Final = ("control-predecessors", "control-successors")
 # A fixed beginning makes them fast.
 _CALLS: Final = re.compile(r"=%[^\s,)}]+")
 _BRANCHES: Final = re.compile(r"_computations=\{[^}]*\}")
-_TRIPS: Final = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_MULTIPLIES: Final = (" dot(", " convolution(", " custom-call(")
+_RUNS: Final = (*_MULTIPLIES, " fusion(", " while(", " call(", " conditional(", " async-start(")
+_ASYNC_START: Final = re.compile(r'custom_call_target="AsyncCollectiveStart"')
+_SCATTERED: Final = re.compile(r"^all-reduce-scatter\b")
 _OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _INDEX: Final = re.compile(r"\bindex=(\d+)")
 _DIMENSION: Final = re.compile(r"\bdimensions=\{(\d+)\}")
@@ -65,9 +68,17 @@ class Shape(NamedTuple):
         return int(digits[0]) if digits else 8 * (self.dtype == "pred")
 
     @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.dims)
+
+    @property
     def bytes(self) -> int:
         """Bytes of the array; elements of less than a byte are packed."""
         return -(-prod(self.dims) * self.bits // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
 class Place(NamedTuple):
@@ -126,7 +137,7 @@ class Instruction(NamedTuple):
         return [name for names in self.called.values() for name in names]
 
 
-class Collective(NamedTuple):
+class CollectiveOp(NamedTuple):
     """Collective with the shapes that one device has; a start stands for both halves."""
 
     kind: CollectiveOpcode
@@ -135,6 +146,8 @@ class Collective(NamedTuple):
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     groups: ReplicaGroups
+    partitions: int
+    """Devices of the program."""
     times: int | None
     """Executions in a run of the program, a branch counted as taken; None within a loop of unknown
     trip count."""
@@ -170,6 +183,30 @@ class Computation:
         """Instruction whose result is the computation's."""
         return parsed(_line_at(self._text, self._text.rfind("\n  ROOT ", self.begin, self.end) + 1))
 
+    @cached_property
+    def parameters(self) -> Sequence[Instruction]:
+        """Parameters, in the order of the text."""
+        names = [name for name, line in self.lines.items() if " parameter(" in line]
+        return [line for line in map(self.__getitem__, names) if line.opcode == "parameter"]
+
+    @property
+    def executed(self) -> Iterator[Instruction]:
+        """Instructions that call computations or multiply; others are not parsed."""
+        places = []
+        for opcode in _RUNS:  # a search for a fixed string is much faster than one for a pattern
+            place = self._text.find(opcode, self.begin, self.end)
+            while place >= 0:
+                places.append((place, opcode))
+                place = self._text.find(opcode, place + 1, self.end)
+        for place, opcode in sorted(places):
+            instruction = self[_name_of(_line_at(self._text, place))]
+            if opcode == f" {instruction.opcode}(":
+                yield instruction
+
+    def contains(self, pattern: re.Pattern[str]) -> bool:
+        """Say whether a pattern is found in the text of the computation."""
+        return pattern.search(self._text, self.begin, self.end) is not None
+
     @property
     def counts(self) -> tuple[int, int]:
         """Numbers of parameters and of results."""
@@ -197,6 +234,8 @@ class Hlo:
         self.text = text
         self._head = text[: text.find("\n")]
         self._times: dict[str, int | None] = {}
+        self._fusions: dict[str, tuple[str, Instruction] | None] = {}
+        self._contains: dict[tuple[str, re.Pattern[str]], bool] = {}
 
     def __getitem__(self, computation: str) -> Computation:
         return self._computations[computation]
@@ -246,17 +285,54 @@ class Hlo:
         return header[1] if begin and header else ""
 
     @cached_property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[CollectiveOp, ...]:
         """Collectives, in the order of the text."""
-        places = sorted(chain.from_iterable(map(self._places, _OPCODES)))
-        return tuple(self._collective(*place) for place in places)
+        ops = (self._collective(*place) for place in self._places)
+        return tuple(op for op in ops if not self._is_part(op))
 
-    def of_kind(self, kind: CollectiveOpcode, least: int) -> Iterator[Collective]:
+    def of_kind(self, kind: CollectiveOpcode, least: int) -> Iterator[CollectiveOp]:
         """Yield the collectives of a kind with a result of at least so many bytes."""
-        for position, _, start in self._places(kind):
+        for position, opcode, start in self._places:
+            if opcode != kind:
+                continue
             results = parsed(_line_at(self.text, position)).results
             if any(shape.bytes >= least for shape in results):
-                yield self._collective(position, kind, start)
+                op = self._collective(position, kind, start)
+                if not self._is_part(op):
+                    yield op
+
+    def _is_part(self, op: CollectiveOp) -> bool:
+        """Say whether a collective is written again in a fusion that goes on with it, or ends it.
+
+        On TPU, a fusion starts an asynchronous collective, and others have a copy of its line.
+        """
+        if "chain_id=" not in op.instruction.attributes:
+            return False
+        return not self.is_async_start(op.computation)
+
+    def is_async_start(self, computation: str) -> bool:
+        """Say whether a computation is the inside of a fusion that starts a collective."""
+        return self.contains(computation, _ASYNC_START)
+
+    def fusion_of(self, computation: str) -> tuple[str, Instruction] | None:
+        """Return the fusion that a computation is the inside of, behind its own computation."""
+        if computation not in self._fusions:
+            callers = list(self.callers(computation))
+            is_fusion = len(callers) == 1 and callers[0][1].opcode in ("fusion", "fusion-start")
+            self._fusions[computation] = callers[0] if is_fusion else None
+        return self._fusions[computation]
+
+    @property
+    def has_products(self) -> bool:
+        """True if the module may have a matrix product or a convolution."""
+        return any(opcode in self.text for opcode in _MULTIPLIES)
+
+    def contains(self, computation: str, pattern: re.Pattern[str]) -> bool:
+        """Say whether a pattern is found in the text of a computation; answers are remembered."""
+        key = (computation, pattern)
+        if key not in self._contains:
+            self._contains[key] = self[computation].contains(pattern)
+        return self._contains[key]
 
     def callers(self, computation: str) -> Iterator[tuple[str, Instruction]]:
         """Yield the instructions that call a computation, each behind its own computation."""
@@ -270,13 +346,24 @@ class Hlo:
         if computation == self.entry:
             return 1
         if computation not in self._times:
+            self._times[computation] = None  # of a computation that calls itself
             runs = [
-                _times_within(self.times(caller), instruction, computation)
+                self._times_within(caller, instruction, computation)
                 for caller, instruction in self.callers(computation)
             ]
             counts = [run for run in runs if run is not None]
             self._times[computation] = sum(counts) if runs and len(counts) == len(runs) else None
         return self._times[computation]
+
+    def _times_within(self, caller: str, instruction: Instruction, computation: str) -> int | None:
+        """Multiply the caller's executions by the trips of its loop, if it is one."""
+        times = self.times(caller)
+        if instruction.opcode != "while" or times is None:
+            return times
+        count = trips(self, self[caller], instruction)
+        # The condition is evaluated once more, to end the loop.
+        is_condition = computation in instruction.called.get("condition", ())
+        return None if count is None else times * (count + is_condition)
 
     def groups(self, attributes: str) -> ReplicaGroups:
         """Parse the replica groups of a collective, or its (source, target) pairs."""
@@ -324,31 +411,39 @@ class Hlo:
                     calls[name].append(attribute.start())
         return calls
 
-    def _places(self, kind: CollectiveOpcode) -> Iterator[tuple[int, CollectiveOpcode, str]]:
-        """Yield (position, kind, "-start" or "") of the collectives of a kind."""
-        # A search for a fixed string is much faster than one for a pattern.
-        position = self.text.find(f" {kind}")
-        while position >= 0:
-            if match := _COLLECTIVE.match(self.text, position):
-                # In a quoted name the same words are no opcode.
+    @cached_property
+    def _places(self) -> list[tuple[int, CollectiveOpcode, str]]:
+        """List (position, kind, "-start" or "") of the collectives, in the order of the text."""
+        places = []
+        for attribute in (" replica_groups=", " source_target_pairs="):
+            # A search for a fixed string is much faster than one for a pattern.
+            position = self.text.find(attribute)
+            while position >= 0:
                 line = self.text.rfind("\n", 0, position)
-                first = _OPCODE.search(self.text, line, match.end())
-                if first and first.start() == position:
-                    yield position, kind, match[2] or ""
-            position = self.text.find(f" {kind}", position + 1)
+                opcode = _OPCODE.search(self.text, line)
+                if opcode and (match := _COLLECTIVE.match(self.text, opcode.start())):
+                    places.append((opcode.start(), _KINDS[match[1]], match[2] or ""))
+                position = self.text.find(attribute, position + 1)
+        return sorted(places)
 
-    def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> Collective:
+    def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> CollectiveOp:
         instruction = parsed(_line_at(self.text, position))
+        name = self._computation_at(position)
         results = instruction.results
-        if start and kind != "all-reduce":
+        count = len(instruction.operands)
+        if start and len(results) >= 2 * count:
             # The start's result is (operands, results, what the backend needs besides).
-            count = len(instruction.operands)
             results = results[count : 2 * count]
         groups = self.groups(instruction.attributes)
         dimension, devices = instruction.dimension, len(groups[0])
         operands = tuple(_operand_of(kind, result, dimension, devices) for result in results)
-        name = self._computation_at(position)
-        return Collective(kind, instruction, name, operands, results, groups, self.times(name))
+        if kind == "all-reduce" and _SCATTERED.search(name):
+            # On TPU, a fusion that sums and takes the device's part of it.
+            fusion = self.fusion_of(name)
+            kind, results = "reduce-scatter", results if fusion is None else fusion[1].results
+        return CollectiveOp(
+            kind, instruction, name, operands, results, groups, self.partitions, self.times(name)
+        )
 
 
 def parsed(line: str) -> Instruction:
@@ -408,13 +503,3 @@ def _operand_of(kind: str, result: Shape, dimension: int | None, devices: int) -
     else:
         dims[dimension] *= devices
     return Shape(result.dtype, tuple(dims))
-
-
-def _times_within(times: int | None, caller: Instruction, computation: str) -> int | None:
-    """Multiply the caller's executions by the trips of its loop, if it is one."""
-    if caller.opcode != "while" or times is None:
-        return times
-    trips = _number(_TRIPS, caller.attributes)
-    # The condition is evaluated once more, to end the loop.
-    is_condition = computation in caller.called.get("condition", ())
-    return None if trips is None else times * (trips + is_condition)

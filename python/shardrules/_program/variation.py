@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Collectives after which values are equal along the axes of their groups, or differ along them.
 _EQUALIZING: Final = ("all-gather", "all-reduce")
 _SCATTERING: Final = ("all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
+_COMMUNICATES: Final = re.compile(r" (?:all-|reduce-scatter|collective-permute|partition-id)")
 _NUMBER: Final = re.compile(r"-?\d+")
 
 
@@ -90,7 +91,7 @@ class Variation:
             return tuple(map(_union, operands))
         if opcode == "while":
             return self._loop(instruction, operands[0])
-        if opcode in ("call", "conditional", "fusion"):
+        if opcode in ("call", "conditional", "fusion", "fusion-start"):
             return self._call(instruction, operands)
         return (self._array(instruction, operands),) * max(1, len(instruction.results))
 
@@ -132,9 +133,12 @@ class Variation:
 
     def _call(self, instruction: Instruction, operands: list[_Elements]) -> _Elements:
         elements = [element for operand in operands for element in operand]
-        if instruction.opcode == "fusion" and not any(element.is_number for element in elements):
-            return (_Along(_union(elements).axes),) * max(1, len(instruction.results))
         bodies = instruction.callees
+        if instruction.opcode.startswith("fusion") and not (
+            any(element.is_number for element in elements)
+            or self._hlo.contains(bodies[0], _COMMUNICATES)
+        ):
+            return (_Along(_union(elements).axes),) * max(1, len(instruction.results))
         if instruction.opcode != "conditional":
             return self._run(bodies[0], operands)
         branches = zip(bodies, operands[1:], strict=True)

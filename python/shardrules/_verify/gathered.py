@@ -31,9 +31,9 @@ from shardrules._verify.placements import is_same
 if TYPE_CHECKING:
     from shardrules._plan.findings import Level
     from shardrules._program.executable import Executable
-    from shardrules._program.hlo import Collective, Hlo
+    from shardrules._program.hlo import CollectiveOp, Hlo
     from shardrules._program.inputs import PlannedSharding
-    from shardrules._verify.placements import State
+    from shardrules._program.states import State
 
     _Targets = Sequence[PlannedSharding | None]
 
@@ -92,7 +92,7 @@ _USES: Final[dict[str, tuple[Level, str, str]]] = {
 class _Gather(NamedTuple):
     """All-gather with a large result."""
 
-    collective: Collective
+    collective: CollectiveOp
     number: int
     """Index of the result."""
 
@@ -140,6 +140,15 @@ class _Copy(NamedTuple):
     """True if its dtype is wider than the argument's, whose numbers have a byte or less."""
 
 
+class GatherFinding(NamedTuple):
+    """Finding about gathered arrays, with the axes over which they are gathered."""
+
+    finding: Finding
+    axes: tuple[str, ...] = ()
+    is_same_work: bool = False
+    """True if devices along the axes multiply the same with them."""
+
+
 _Copies = dict[tuple[str, tuple[str, ...], str], dict[int, int]]
 """Bytes on a device of each leaf that is gathered, by planned spec, axes and use."""
 
@@ -150,14 +159,14 @@ def gathered(
     outputs: _Targets,
     carried: Sequence[State],
     large: int,
-) -> Iterator[Finding]:
+) -> Iterator[GatherFinding]:
     """Yield findings about planned arrays that are gathered, and are then large."""
     if executable.hlo is None:
         message = (
             "this backend does not show the text of executables: what they gather is not known"
         )
         fix = "verify the same function on another backend, such as CPU devices"
-        yield Finding("warning", "gathered", message, (), 0, None, 0, fix)
+        yield GatherFinding(Finding("warning", "gathered", message, (), 0, None, 0, fix))
         return
     gathers = [
         _Gather(collective, index)
@@ -185,7 +194,8 @@ def gathered(
                 f"{counted(len(sizes), 'leaf')} planned {spec} gathered over {', '.join(axes)} "
                 + words.format(size=bytes_shown(size))
             )
-            yield side.finding(level, "gathered", message, fix, sorted(sizes), bytes=size)
+            finding = side.finding(level, "gathered", message, fix, sorted(sizes), bytes=size)
+            yield GatherFinding(finding, axes, use == "model axis")
 
 
 def _returned_copies(executable: Executable, targets: _Targets, gathers: list[_Gather]) -> _Copies:

@@ -10,6 +10,8 @@ from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.inputs import planned_targets
+from shardrules._program.program import Program
+from shardrules._program.states import states
 from shardrules._text import bytes_shown, counted
 from shardrules._verify.gathered import gathered
 from shardrules._verify.placements import (
@@ -17,9 +19,9 @@ from shardrules._verify.placements import (
     dropped,
     not_donated,
     placements,
-    states,
     undonated,
 )
+from shardrules._verify.unexpected import computed_alike, unexpected
 
 if TYPE_CHECKING:
     from shardrules._program.inputs import PlannedSharding
@@ -88,9 +90,12 @@ def verify(
         check_real("hbm", hbm)
     check_real("large", large)
     executable = Executable(call_of(compiled, inputs))
+    program = Program(executable, inputs, outputs)
     library = executable.call.library
     in_targets, out_targets = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
+    of_gathers = list(gathered(executable, in_targets, out_targets, carried, large))
+    told = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
     findings = [
         *placements(executable.inputs, in_targets, library),
         *placements(executable.outputs, out_targets, library),
@@ -98,7 +103,9 @@ def verify(
         *changed(executable, carried),
         *undonated(executable, carried),
         *not_donated(executable, carried, large),
-        *gathered(executable, in_targets, out_targets, carried, large),
+        *(gather.finding for gather in of_gathers),
+        *unexpected(program, large),
+        *computed_alike(program, told),
         *_peak_findings(executable, hbm),
     ]
     return Findings(findings, _scope(in_targets, out_targets, hbm, is_compared=outputs is not None))

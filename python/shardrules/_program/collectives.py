@@ -1,0 +1,156 @@
+"""Collectives that a program executes: kind, mesh axes, bytes, executions and source line."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from shardrules._program.trips import trips
+
+if TYPE_CHECKING:
+    from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo, Place, Shape
+
+Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
+
+
+class Transfer(NamedTuple):
+    """Array that a collective moves, without what it is."""
+
+    op: CollectiveOp
+    number: int
+    """Index of the array among the results."""
+    kind: CollectiveOpcode
+    axes: tuple[str, ...]
+    shape: Shape
+    """Shape of what is moved, as one device has it before or behind: the larger one."""
+    payload: int
+    """Bytes of that array, or of all pieces that an all-to-all exchanges."""
+    sent_once: int
+    """Bytes that one device sends in an execution, by the algorithms that send least."""
+    times: int | None
+    """Executions in a step."""
+
+
+class Collective(NamedTuple):
+    """Array that a program moves between devices: a row of `Program.collectives`."""
+
+    kind: CollectiveOpcode
+    axes: tuple[str, ...]
+    """Mesh axes along which devices exchange data; empty if the mesh is not known."""
+    shape: str
+    """Dtype and dimensions of the whole array, such as "f32[16,512]"."""
+    payload: int
+    """Bytes of the whole array that is moved in one execution: of all-gather its result, of
+    reduce-scatter its operand."""
+    times: int | None
+    """Executions in a step; None within a loop whose trip count is not known."""
+    sent_once: int
+    """Bytes that one device sends in an execution."""
+    what: Moved
+    """Kind of array that is moved."""
+    moves: str
+    """Path of the argument or output that is moved, or JAX's name of the operation."""
+    reason: str
+    """Explains why the program moves it; of what is unexplained, the likely cause."""
+    is_expected: bool
+    """False for a collective that no planned array and no product needs."""
+    op_name: str
+    place: Place | None
+    """File and line of the user's program."""
+    name: str
+    """Name of the instruction in the HLO."""
+
+    @property
+    def sent(self) -> int | None:
+        """Bytes that one device sends in a step; None without the number of executions."""
+        return None if self.times is None else self.sent_once * self.times
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes that are moved in a step: payload times executions."""
+        return None if self.times is None else self.payload * self.times
+
+
+def transfers(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Transfer]:
+    """Yield the arrays that collectives move, in the order of the text.
+
+    Args:
+        hlo: The module.
+        axis_sizes: Devices along each mesh axis; empty if the mesh is not known.
+    """
+    windows = _windows(hlo)
+    around = {op.instruction.name for window in windows.values() for op in window.ops}
+    for op in hlo.collectives:
+        axes = op.groups.axes(axis_sizes) if axis_sizes else ()
+        if window := windows.pop(op.computation, None):
+            yield window.transfer(axes)
+        if op.instruction.name not in around:
+            yield from _arrays(op, axes)
+
+
+def _arrays(op: CollectiveOp, axes: tuple[str, ...]) -> Iterator[Transfer]:
+    """Yield the arrays of a collective, several of which XLA may have combined."""
+    shapes = op.operands if op.kind == "reduce-scatter" else op.results
+    sizes = [shape.bytes for shape in shapes]
+    if op.kind == "all-to-all":
+        sizes = [sum(sizes)]  # its results are pieces of one array
+    for number, size in enumerate(sizes):
+        sent = _sent(op, size)
+        yield Transfer(op, number, op.kind, axes, shapes[number], size, sent, op.times)
+
+
+def _sent(op: CollectiveOp, size: int) -> int:
+    if op.kind == "collective-permute":
+        return size * any(source != target for source, target in op.groups)
+    devices = len(op.groups[0])
+    rounds = 2 if op.kind == "all-reduce" else 1
+    return round(rounds * size * (devices - 1) / devices)
+
+
+class _Window(NamedTuple):
+    """Loop of collective-permutes that XLA has made of one collective and a product."""
+
+    kind: CollectiveOpcode
+    ops: list[CollectiveOp]
+    """Permutes in the loop, and those of its first or last part."""
+    trips: int | None
+    computation: str
+    """Computation that the loop is in."""
+    times: int | None
+
+    def transfer(self, axes: tuple[str, ...]) -> Transfer:
+        """Return what all permutes of the loop move together."""
+        first = self.ops[0]
+        in_loop = [op for op in self.ops if op.computation == first.computation]
+        size = sum(op.results[0].bytes for op in self.ops if op not in in_loop)
+        size += sum(op.results[0].bytes for op in in_loop) * (self.trips or 1)
+        times = None if self.trips is None else self.times
+        return Transfer(first, 0, self.kind, axes, first.results[0], size, size, times)
+
+
+_WINDOW: Final = re.compile(r"windowed_dot_general_body_(ag|rs)")
+_WINDOW_KINDS: Final[dict[str, CollectiveOpcode]] = {"ag": "all-gather", "rs": "reduce-scatter"}
+
+
+def _windows(hlo: Hlo) -> dict[str, _Window]:
+    """Find such loops, by the name of their body."""
+    permutes = defaultdict(list)
+    for op in hlo.collectives if _WINDOW.search(hlo.text) else ():
+        if op.kind == "collective-permute":
+            permutes[op.computation].append(op)
+    windows = {}
+    for body, ops in permutes.items():
+        match, callers = _WINDOW.search(body), list(hlo.callers(body))
+        if match is None or len(callers) != 1:
+            continue
+        computation, loop = callers[0]
+        names = (loop.op_name, ops[0].results)
+        parts = [
+            op for op in permutes[computation] if (op.instruction.op_name, op.results) == names
+        ]
+        count = trips(hlo, hlo[computation], loop)
+        kind = _WINDOW_KINDS[match[1]]
+        windows[body] = _Window(kind, ops + parts, count, computation, hlo.times(computation))
+    return windows

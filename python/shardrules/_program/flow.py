@@ -1,0 +1,149 @@
+"""Walks from a value of an HLO module to its uses, and back to what it is computed from.
+
+Fusions are one step. A walk goes on through operations that keep the number of elements.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from shardrules._program.dataflow import PRODUCTS, Value
+
+if TYPE_CHECKING:
+    from shardrules._program.hlo import Hlo, Instruction, Shape
+
+_MOST_STEPS: Final = 20_000
+"""Values that a walk visits at most; what lies behind is not known."""
+_PRODUCT: Final = re.compile(r" (?:dot|convolution|custom-call)\(")
+_LOOKUP: Final = re.compile(r" gather\(")
+_COLLECTIVES: Final = (
+    "all-", "reduce-scatter", "collective-", "ragged-all-to-all", "async-",
+)  # fmt: skip
+_REDUCTIONS: Final = frozenset({"reduce", "reduce-window", "sort", "scatter", "gather"})
+
+UseKind = Literal["product", "collective", "output", "other"]
+
+
+class Use(NamedTuple):
+    """Instruction at which a walk ends."""
+
+    kind: UseKind
+    value: Value
+    """What is used: an operand of the instruction."""
+    instruction: Instruction
+    output: int | None = None
+    """Index of the module's output."""
+
+
+def is_product(hlo: Hlo, instruction: Instruction) -> bool:
+    """Say whether an instruction is a matrix product or a convolution, or a fusion with one."""
+    if instruction.opcode == "fusion":
+        return hlo.contains(instruction.callees[0], _PRODUCT)
+    return instruction.opcode in PRODUCTS
+
+
+def is_lookup(hlo: Hlo, instruction: Instruction) -> bool:
+    """Say whether an instruction reads rows of a table by their numbers."""
+    if instruction.opcode == "fusion":
+        return hlo.contains(instruction.callees[0], _LOOKUP)
+    return instruction.opcode == "gather"
+
+
+def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Use]:
+    """Yield the instructions in which a value, or what is made of it by element, ends.
+
+    Args:
+        hlo: The module.
+        value: The value to begin with.
+        is_end: Says of a value that the walk does not go on from it.
+    """
+    size = elements(hlo, value)
+    pending, seen = [value], {value}
+    while pending and len(seen) < _MOST_STEPS:
+        for step in _steps(hlo, pending.pop(), size):
+            if isinstance(step, Use):
+                yield step
+            elif step not in seen:
+                seen.add(step)
+                if not is_end(step):
+                    pending.append(step)
+
+
+def elements(hlo: Hlo, value: Value) -> int:
+    """Count the elements of a value on a device."""
+    return shape_of(hlo, value).elements
+
+
+def shape_of(hlo: Hlo, value: Value) -> Shape:
+    """Return the shape of a value on a device."""
+    return hlo[value.computation][value.name].results[value.element or 0]
+
+
+def _steps(hlo: Hlo, value: Value, size: int) -> Iterator[Value | Use]:
+    computation = hlo[value.computation]
+    if value.name == computation.root.name:
+        yield from _out_of(hlo, value, computation.root)
+    for name in computation.users(value.name):
+        user = computation[name]
+        yield from _through(hlo, value, user, size)
+
+
+def _out_of(hlo: Hlo, value: Value, root: Instruction) -> Iterator[Value | Use]:
+    """Yield where the result of a computation goes: to its caller, and around a loop."""
+    if value.computation == hlo.entry:
+        yield Use("output", value, root, value.element or 0)
+        return
+    for name, caller in hlo.callers(value.computation):
+        if caller.opcode == "while" and value.computation in caller.called.get("body", ()):
+            yield from _parameters(hlo, value.computation, 0, value.element)
+        if caller.opcode in ("while", "call", "conditional", "async-start"):
+            yield Value(name, caller.name, value.element)
+
+
+def _through(hlo: Hlo, value: Value, user: Instruction, size: int) -> Iterator[Value | Use]:
+    opcode = user.opcode
+    after = Value(value.computation, user.name)
+    places = [i for i, operand in enumerate(user.operands) if operand == value.name]
+    if opcode == "tuple":
+        yield from (after._replace(element=i) for i in places)
+    elif opcode == "get-tuple-element":
+        if value.element in (None, user.element):
+            yield after
+    elif opcode in ("while", "call", "conditional"):
+        for computation, number in _bodies(user, places):
+            yield from _parameters(hlo, computation, number, value.element)
+    elif opcode.endswith("-done"):
+        yield after._replace(element=value.element)
+    elif opcode.startswith(_COLLECTIVES):
+        yield Use("collective", value, user)
+    elif is_product(hlo, user):
+        yield Use("product", value, user)
+    else:
+        yield from _elementwise(value, user, size)
+
+
+def _bodies(caller: Instruction, places: list[int]) -> Iterator[tuple[str, int]]:
+    """Yield the computations, and the numbers of their parameters, that get these operands."""
+    if caller.opcode == "while":
+        yield caller.called["body"][0], 0
+    elif caller.opcode == "call":
+        yield from ((caller.callees[0], place) for place in places)
+    else:
+        yield from ((caller.callees[place - 1], 0) for place in places if place)
+
+
+def _elementwise(value: Value, user: Instruction, size: int) -> Iterator[Value | Use]:
+    is_tuple = len(user.results) > 1
+    alike = [i for i, shape in enumerate(user.results) if shape.elements == size]
+    if user.opcode in _REDUCTIONS or not alike:
+        yield Use("other", value, user)
+    for i in alike:
+        yield Value(value.computation, user.name, i if is_tuple else None)
+
+
+def _parameters(hlo: Hlo, computation: str, number: int, element: int | None) -> Iterator[Value]:
+    for inner in hlo[computation].parameters:
+        if inner.parameter == number:
+            yield Value(computation, inner.name, element)

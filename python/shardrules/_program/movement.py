@@ -1,0 +1,328 @@
+"""Finds by dataflow what each collective moves, and whether a planned array explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._plan.axis_uses import expert_axes_among
+from shardrules._plan.roles import experts_dim
+from shardrules._plan.table import axes_used
+from shardrules._program.dataflow import Value, origin_of, updated_values
+from shardrules._program.flow import is_lookup, uses
+from shardrules._program.variation import Variation
+from shardrules._specs import entry_axes
+
+if TYPE_CHECKING:
+    from shardrules._program.collectives import Moved, Transfer
+    from shardrules._program.executable import Executable
+    from shardrules._program.states import State
+
+_REDUCTIONS: Final = ("all-reduce", "reduce-scatter")
+# Names of collectives in user programs, as JAX has them in op_name.
+_CALLED: Final = frozenset({
+    "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute",
+    "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
+})  # fmt: skip
+_BATCH_SHARE: Final = 0.2
+"""Share of all gradient bytes that are reduced over an axis, for it to shard the batch."""
+
+
+class Reason(NamedTuple):
+    """Reason for which a program moves an array."""
+
+    text: str
+    is_expected: bool = True
+
+
+REASONS: Final[dict[str, Reason]] = {
+    "gather": Reason("a planned array, gathered where it is used"),
+    "copy": Reason("an argument, moved"),
+    "gradient": Reason("a gradient, summed over the batch"),
+    "update": Reason("a new state, gathered as it is returned"),
+    "partial": Reason("sums of products that devices compute in parts"),
+    "parts": Reason("gathered for products that devices compute in parts"),
+    "between": Reason("sharded otherwise between products"),
+    "experts": Reason("tokens, exchanged between experts"),
+    "rows": Reason("rows of a planned table, looked up by number"),
+    "called": Reason("called by the program, in shard_map"),
+    "small": Reason("statistics of a few bytes"),
+    "microbatch": Reason("a gradient, summed in every micro-batch", is_expected=False),
+    "whole gradient": Reason("a gradient, gathered though its parameter is sharded", False),
+    "cache": Reason("a state, gathered though it is planned to be sharded", False),
+    "batch": Reason("an activation, moved along an axis that shards the batch", False),
+    "alike": Reason("an activation, gathered, and then used alike on all devices", False),
+    "reshard": Reason("an activation, sharded otherwise and back", False),
+    "again": Reason("equal on all devices before it is summed", False),
+    "unknown": Reason("nothing planned explains it", False),
+}
+"""Reasons by key; findings have a fix for each that is not expected."""
+
+
+class Movement(NamedTuple):
+    """What a collective moves, and why."""
+
+    what: Moved
+    moves: str
+    reason: str
+    """Key of `REASONS`."""
+    leaf: int | None = None
+    """Leaf of the inputs."""
+
+
+class Tracer:
+    """Traces what collectives move to arguments, to outputs, and to products.
+
+    Args:
+        executable: The compiled function; it has an HLO text and a mesh.
+        carried: States, which come back changed.
+        batches: Leaves of the inputs that are no states and no planned parameters.
+        small: Bytes that a device sends, below which a collective needs no reason.
+    """
+
+    def __init__(
+        self, executable: Executable, carried: Sequence[State], batches: Sequence[int], small: int
+    ) -> None:
+        assert executable.hlo is not None
+        assert executable.mesh is not None
+        self._executable = executable
+        self._hlo = executable.hlo
+        self._carried = carried
+        self._batches = batches
+        self._small = small
+        self._axis_sizes: dict[str, int] = dict(executable.mesh.shape)
+
+    def movements(self, transfers: Sequence[Transfer]) -> list[Movement]:
+        """Trace each of a module's transfers."""
+        leaves = [self._leaf_of(transfer) for transfer in transfers]
+        self._reduced = self._gradient_axes(transfers, leaves)
+        return [
+            self._movement(transfer, leaf) for transfer, leaf in zip(transfers, leaves, strict=True)
+        ]
+
+    def _leaf_of(self, transfer: Transfer) -> tuple[str, int] | None:
+        """Find the argument that is moved, or else the one whose new state is made of it."""
+        origin = origin_of(self._hlo, _operand(transfer))
+        if origin is not None:
+            leaf = self._executable.leaf_of.get(origin.parameter)
+            return None if leaf is None else ("argument", leaf)
+        leaf = self._next_state_of.get(self._result(transfer))
+        return None if leaf is None else ("state", leaf)
+
+    @cached_property
+    def _next_state_of(self) -> Mapping[Value, int]:
+        """Leaf of the inputs whose next state is made of a value, element by element."""
+        leaf_of: dict[Value, int] = {}
+        sources = self._executable.sources
+        for state in self._carried:
+            for before, after in zip(state.inputs, state.outputs, strict=True):
+                for value in updated_values(self._hlo, sources[after], leaf_of):
+                    leaf_of[value] = before
+        return leaf_of
+
+    def _gradient_axes(
+        self, transfers: Sequence[Transfer], leaves: Sequence[tuple[str, int] | None]
+    ) -> frozenset[str]:
+        """Return the axes over which gradients are summed, but for those of a few."""
+        sizes: dict[str, int] = {}
+        total = 0
+        for transfer, leaf in zip(transfers, leaves, strict=True):
+            if leaf and leaf[0] == "state" and transfer.kind in _REDUCTIONS:
+                total += transfer.payload
+                for axis in transfer.axes:
+                    sizes[axis] = sizes.get(axis, 0) + transfer.payload
+        return frozenset(axis for axis, size in sizes.items() if size > _BATCH_SHARE * total)
+
+    @cached_property
+    def batch_axes(self) -> frozenset[str]:
+        """Mesh axes that shard the batch: those of its leaves, or else those that sum gradients."""
+        shardings = self._executable.inputs.shardings
+        of_batches = (self._sharding_axes(shardings[leaf]) for leaf in self._batches)
+        return frozenset().union(*of_batches) or self._reduced
+
+    def _sharding_axes(self, sharding: Any) -> frozenset[str]:
+        spec = getattr(sharding, "spec", None)
+        return frozenset() if spec is None else axes_used(spec, self._axis_sizes)
+
+    @cached_property
+    def variation(self) -> Variation:
+        """Axes along which values differ between devices."""
+        side = self._executable.inputs
+        axes = {
+            number: self._sharding_axes(side.shardings[leaf])
+            for number, leaf in self._executable.leaf_of.items()
+        }
+        return Variation(self._hlo, self._axis_sizes, axes)
+
+    def _movement(self, transfer: Transfer, leaf: tuple[str, int] | None) -> Movement:
+        if leaf is not None:
+            kind, number = leaf
+            path = self._executable.inputs.paths[number]
+            if kind == "argument":
+                is_gather = transfer.kind == "all-gather"
+                return Movement("argument", path, "gather" if is_gather else "copy", number)
+            return self._of_state(transfer, number, path)
+        name = transfer.op.instruction.op_name or transfer.op.instruction.name
+        reason = self._of_activation(transfer)
+        is_known = reason != "unknown"
+        return Movement("activation" if is_known else "unexplained", name, reason)
+
+    def _of_state(self, transfer: Transfer, leaf: int, path: str) -> Movement:
+        """Say what is moved on the way to the next state of a leaf."""
+        axes = frozenset(transfer.axes)
+        if transfer.kind in _REDUCTIONS:
+            reason = "microbatch" if self._is_repeated(transfer, leaf) else "gradient"
+            return Movement("gradient", f"gradient of {path}", reason, leaf)
+        is_update = any(
+            number == self._executable.parameter_of[leaf]
+            for number in self._parameters_of(_operand(transfer))
+        )
+        is_sharded = bool(axes & self._sharding_axes(self._executable.inputs.shardings[leaf]))
+        if is_update:
+            reason = "cache" if is_sharded and transfer.kind == "all-gather" else "update"
+            return Movement("state", f"new {path}", reason, leaf)
+        if self._sent(transfer) < self._small:
+            return Movement("gradient", f"gradient of {path}", "small", leaf)
+        is_gather = transfer.kind == "all-gather" and is_sharded
+        return Movement(
+            "gradient", f"gradient of {path}", "whole gradient" if is_gather else "gradient", leaf
+        )
+
+    def _parameters_of(self, value: Value) -> Iterator[int]:
+        """Yield the module's parameters that a value is made of, element by element."""
+        for source in updated_values(self._hlo, value, {}):
+            if source.computation == self._hlo.entry:
+                number = self._hlo[source.computation][source.name].parameter
+                if number is not None:
+                    yield number
+
+    def _is_repeated(self, transfer: Transfer, leaf: int) -> bool:
+        """Say whether more is summed in a step than the gradient has.
+
+        Over axes that shard the leaf there is no choice: no device has room for all of the sum.
+        """
+        side = self._executable.inputs
+        sharding = self._sharding_axes(side.shardings[leaf])
+        if transfer.times is None or sharding.issuperset(transfer.axes):
+            return False
+        count = prod(self._axis_sizes[axis] for axis in sharding.difference(transfer.axes))
+        summed = transfer.shape.elements * transfer.times * count
+        return summed >= 2 * prod(side.shapes[leaf])
+
+    def _result(self, transfer: Transfer) -> Value:
+        """Return the moved array, as the computation has it that the collective is executed in."""
+        op = transfer.op
+        fusion = self._hlo.fusion_of(op.computation)
+        if fusion is None:
+            element = transfer.number if len(op.results) > 1 else None
+            return Value(op.computation, op.instruction.name, element)
+        computation, instruction = fusion
+        if self._hlo.is_async_start(op.computation):
+            return Value(computation, instruction.name, 1)  # behind the operand
+        element = transfer.number if len(instruction.results) > 1 else None
+        return Value(computation, instruction.name, element)
+
+    def _sent(self, transfer: Transfer) -> int:
+        times = transfer.times
+        return transfer.sent_once * (1 if times is None else times)
+
+    def _of_activation(self, transfer: Transfer) -> str:
+        """Return the reason for which an activation is moved."""
+        if self._sent(transfer) < self._small:
+            return "small"
+        axes = frozenset(transfer.axes)
+        is_batch = not axes.isdisjoint(self.batch_axes)
+        is_called = _called_name(transfer) in _CALLED
+        if transfer.kind in _REDUCTIONS:
+            operand = _operand(transfer)
+            if not axes & self.variation.of(operand.computation, [operand.name]):
+                return "again"
+            reason = "called" if is_called else "batch" if is_batch else "partial"
+        elif transfer.kind == "all-gather":
+            reason = self._of_gathered_activation(transfer, axes, is_batch=is_batch)
+        else:
+            reason = "called" if is_called else self._of_exchange(transfer, axes, is_batch)
+        is_bad = not REASONS[reason].is_expected
+        return "rows" if is_bad and self._is_of_table(_operand(transfer), axes) else reason
+
+    def _of_exchange(self, transfer: Transfer, axes: frozenset[str], is_batch: bool) -> str:
+        """Return the reason of an all-to-all, or a collective-permute, that XLA has inserted."""
+        if transfer.kind == "collective-permute":
+            return "batch" if is_batch else "unknown"
+        if axes <= self._expert_axes:
+            return "experts"
+        if is_batch:
+            return "batch"
+        is_used = any(use.kind == "product" for use in self._uses(transfer))
+        return "between" if is_used else "reshard"
+
+    def _of_gathered_activation(
+        self, transfer: Transfer, axes: frozenset[str], *, is_batch: bool
+    ) -> str:
+        products = [factors for factors in self._factors(transfer, axes) if factors]
+        is_with_weights = any(
+            origin_of(self._hlo, factor) is not None for factors in products for factor in factors
+        )
+        if products and not (is_batch and is_with_weights):
+            return "parts"
+        return "batch" if is_batch else "alike"
+
+    def _factors(self, transfer: Transfer, axes: frozenset[str]) -> Iterator[list[Value]]:
+        """Yield, for each product with what is moved, the factors that differ along the axes."""
+        for use in self._uses(transfer):
+            if use.kind == "product":
+                computation = use.value.computation
+                others = [name for name in use.instruction.operands if name != use.value.name]
+                yield [
+                    Value(computation, name)
+                    for name in others
+                    if axes & self.variation.of(computation, [name])
+                ]
+
+    def _uses(self, transfer: Transfer) -> Iterator[Any]:
+        axes = frozenset(transfer.axes)
+        is_gather = transfer.kind == "all-gather"
+
+        def differs(value: Value) -> bool:
+            names = [value.name]
+            return is_gather and bool(axes & self.variation.of(value.computation, names))
+
+        return uses(self._hlo, self._result(transfer), differs)
+
+    def _is_of_table(self, value: Value, axes: frozenset[str]) -> bool:
+        """Say whether a value is made of rows of an argument that these axes shard."""
+        for source in updated_values(self._hlo, value, {}):
+            instruction = self._hlo[source.computation][source.name]
+            if not is_lookup(self._hlo, instruction):
+                continue
+            for name in instruction.operands:
+                origin = origin_of(self._hlo, Value(source.computation, name))
+                leaf = origin and self._executable.leaf_of.get(origin.parameter)
+                if leaf is None:
+                    continue
+                if axes & self._sharding_axes(self._executable.inputs.shardings[leaf]):
+                    return True
+        return False
+
+    @cached_property
+    def _expert_axes(self) -> frozenset[str]:
+        """Mesh axes that shard the experts of arguments, or have a name for experts."""
+        side = self._executable.inputs
+        axes = set(expert_axes_among(self._axis_sizes))
+        for leaf, sharding in enumerate(side.shardings):
+            spec = getattr(sharding, "spec", None)
+            dim = experts_dim(side.paths[leaf], side.shapes[leaf])
+            if dim is not None and spec is not None:
+                axes.update(chain(*map(entry_axes, spec[dim : dim + 1])))
+        return frozenset(axes)
+
+
+def _operand(transfer: Transfer) -> Value:
+    return Value(transfer.op.computation, transfer.op.instruction.operands[transfer.number])
+
+
+def _called_name(transfer: Transfer) -> str:
+    return (transfer.op.instruction.op_name or "").rpartition("/")[2]

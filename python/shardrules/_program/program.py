@@ -1,0 +1,227 @@
+"""Reads a compiled program whole: what it sends, why, and the memory it needs: `inspect`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from shardrules._arguments import in_order
+from shardrules._plan.plan import Plan
+from shardrules._program.collectives import Collective, transfers
+from shardrules._program.executable import Executable, call_of
+from shardrules._program.inputs import PlannedSharding, planned_targets
+from shardrules._program.movement import REASONS, Movement, Tracer
+from shardrules._program.states import State, states
+from shardrules._program.work import Product, products
+from shardrules._text import Column, Table, bytes_shown, mesh_shown, printable
+
+if TYPE_CHECKING:
+    from shardrules._program.collectives import Transfer
+
+SMALL: Final = 2**16
+"""Bytes that a device sends in a step, below which a collective needs no explanation."""
+_KEPT_IN_TEXT: Final = 20
+
+
+class Program:
+    """Report about a compiled function: collectives, what they move, and memory.
+
+    `inspect` makes it. Nothing is read before it is asked for.
+    """
+
+    def __init__(self, executable: Executable, inputs: Any, outputs: Any) -> None:
+        self._executable = executable
+        self._inputs = inputs
+        self._outputs = outputs
+
+    @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis; empty if no argument or result has a mesh."""
+        mesh = self._executable.mesh
+        return {} if mesh is None else dict(mesh.shape)
+
+    @cached_property
+    def _targets(
+        self,
+    ) -> tuple[list[PlannedSharding | None], list[PlannedSharding | None]]:
+        return planned_targets(self._executable, self._inputs, self._outputs)
+
+    @cached_property
+    def _carried(self) -> list[State]:
+        return states(self._executable, self._inputs, self._outputs)
+
+    @cached_property
+    def _batches(self) -> list[int]:
+        """Leaves of the inputs that are neither states nor planned parameters."""
+        side = self._executable.inputs
+        carried = {leaf for state in self._carried for leaf in state.inputs}
+        plans = side.plans_of(self._inputs)
+        return [
+            leaf
+            for (_, leaves), plan in zip(side.subtrees, plans, strict=True)
+            if not isinstance(plan, Plan)
+            for leaf in leaves
+            if leaf not in carried
+        ]
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Arrays that the program moves between devices, those with most bytes first."""
+        hlo = self._executable.hlo
+        if hlo is None:
+            return ()
+        rows = list(transfers(hlo, self.axis_sizes))
+        if self._tracer is None:
+            movements = [_unknown(row) for row in rows]
+        else:
+            movements = self._tracer.movements(rows)
+        pairs = zip(rows, movements, strict=True)
+        collectives = [self._collective(row, movement) for row, movement in pairs]
+        return tuple(sorted(collectives, key=lambda row: -(row.sent or row.sent_once)))
+
+    @cached_property
+    def _tracer(self) -> Tracer | None:
+        if self._executable.hlo is None or self._executable.mesh is None:
+            return None
+        return Tracer(self._executable, self._carried, self._batches, SMALL)
+
+    @cached_property
+    def batch_axes(self) -> frozenset[str]:
+        """Mesh axes that shard the batch, as the program has it."""
+        _ = self.collectives  # those that sum gradients
+        return frozenset() if self._tracer is None else self._tracer.batch_axes
+
+    @cached_property
+    def products(self) -> Sequence[Product]:
+        """Matrix products and convolutions that a device computes."""
+        tracer, hlo = self._tracer, self._executable.hlo
+        if tracer is None or hlo is None or not hlo.has_products:
+            return ()
+        return list(products(hlo, lambda: tracer.variation))
+
+    def _collective(self, row: Transfer, movement: Movement) -> Collective:
+        assert self._executable.hlo is not None
+        instruction = row.op.instruction
+        reason = REASONS[movement.reason]
+        return Collective(
+            kind=row.kind,
+            axes=row.axes,
+            shape=str(row.shape),
+            payload=row.payload,
+            times=row.times,
+            sent_once=row.sent_once,
+            what=movement.what,
+            moves=movement.moves,
+            reason=reason.text,
+            is_expected=reason.is_expected,
+            op_name=instruction.op_name or "",
+            place=self._executable.hlo.place(instruction),
+            name=instruction.name,
+        )
+
+    @cached_property
+    def sent(self) -> Mapping[tuple[tuple[str, ...], str], int]:
+        """Bytes that one device sends in a step by (mesh axes, kind of collective).
+
+        What runs in a loop of unknown trip count is counted once; `is_per_iteration` says so.
+        """
+        sums: defaultdict[tuple[tuple[str, ...], str], int] = defaultdict(int)
+        for row in self.collectives:
+            sums[row.axes, row.kind] += row.sent_once if row.sent is None else row.sent
+        return dict(sums)
+
+    @property
+    def is_per_iteration(self) -> bool:
+        """True if a collective runs in a loop whose trip count is not known."""
+        return any(row.times is None for row in self.collectives)
+
+    def _table(self, count: int | None = None) -> Table:
+        columns = [
+            Column("sent", is_right=True),
+            Column("times", is_right=True),
+            Column("collective"),
+            Column("over"),
+            Column("array"),
+            Column("moves", is_elided=True),
+            Column("why", is_elided=True),
+            Column("line", is_elided=True),
+        ]
+        return Table(columns, [_cells(row) for row in self.collectives[:count]])
+
+    def __str__(self) -> str:
+        if self._executable.hlo is None:
+            return "this backend does not show the text of executables: what they send is not known"
+        lines = [self._summary()]
+        if self.collectives:
+            lines += self._table(_KEPT_IN_TEXT).lines()
+        rest = len(self.collectives) - _KEPT_IN_TEXT
+        if rest > 0:
+            lines.append(f"and {rest} more")
+        return "\n".join(map(printable, lines))
+
+    def _summary(self) -> str:
+        total = sum(self.sent.values())
+        unexpected = [row for row in self.collectives if not row.is_expected]
+        lost = sum(row.sent or row.sent_once for row in unexpected)
+        most = "at least " if self.is_per_iteration else ""
+        mesh = mesh_shown(self.axis_sizes)
+        text = f"each device sends {most}{bytes_shown(total)} in a step on {mesh}"
+        if unexpected:
+            text += f"; nothing planned explains {bytes_shown(lost)} of it"
+        return text
+
+    def _repr_html_(self) -> str:
+        return self._table().html(self._summary())
+
+
+def _cells(row: Collective) -> Sequence[str]:
+    return (
+        bytes_shown(row.sent_once if row.sent is None else row.sent),
+        "per iteration" if row.times is None else f"{row.times:,}",
+        row.kind,
+        ", ".join(row.axes) or "?",
+        row.shape,
+        row.moves,
+        row.reason,
+        "" if row.place is None else str(row.place),
+    )
+
+
+def _unknown(row: Transfer) -> Movement:
+    name = row.op.instruction.op_name or row.op.instruction.name
+    return Movement("unexplained", name, "unknown")
+
+
+@in_order("compiled", "plan")
+def inspect(compiled: Any, inputs: Any, outputs: Any = None) -> Program:
+    """Read what a compiled function sends between devices, what that moves, and why.
+
+    Nothing is run. `verify` gives the findings of the same report.
+
+    Args:
+        compiled: `jax.jit(f).lower(...).compile()`, or the same of `flax.nnx.jit` or
+            `equinox.filter_jit`.
+        inputs: A tuple with an entry for each positional argument, as `verify` takes it.
+        outputs: The same for what the function returns. Default: nothing is planned for it.
+
+    Returns:
+        A `Program`: its collectives, their bytes by mesh axis and kind, and its memory.
+
+    Raises:
+        TypeError: It is not a compiled function, or something else is planned.
+        ValueError: A plan does not fit its argument or the mesh, or the text is no HLO.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], mesh)
+        >>> step = jax.jit(lambda params, x: x @ params["w"])
+        >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
+        >>> print(sr.inspect(step.lower(plan.abstract(), x).compile(), (plan, None)))
+        each device sends 0 B in a step on fsdp=1
+    """
+    program = Program(Executable(call_of(compiled, inputs)), inputs, outputs)
+    _ = program._targets  # what does not fit is an error now
+    return program

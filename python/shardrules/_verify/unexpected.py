@@ -1,0 +1,121 @@
+"""Finds collectives that nothing planned explains, and products that devices compute alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from shardrules._plan.findings import Finding
+from shardrules._program.movement import REASONS
+from shardrules._text import and_more, bytes_shown, counted
+
+if TYPE_CHECKING:
+    from shardrules._program.collectives import Collective
+    from shardrules._program.program import Program
+    from shardrules._program.work import Product
+
+_SHARE: Final = 0.05
+"""Share of all bytes that are sent, above which a collective is told whatever its size."""
+_ALIKE: Final = 0.2
+"""Share of all products, above which those that devices compute alike are told."""
+_NAMED: Final = 3
+
+_FIXES: Final = {
+    "microbatch": "sum the gradients of the micro-batches on each device, and over devices once "
+    "behind the loop: let the accumulator be sharded as the sums are before they are reduced",
+    "whole gradient": "constrain the gradients to be sharded as their parameters: "
+    "jax.lax.with_sharding_constraint(gradients, plan.shardings())",
+    "cache": "constrain the state inside the function to be sharded as it comes in, and what is "
+    "computed with it to be sharded by the same axes",
+    "batch": "constrain the activations where they are made, so that XLA gathers the parameters "
+    "in their place: jax.lax.with_sharding_constraint(x, {spec}){line}",
+    "alike": "let what comes behind be computed in parts: constrain the array, and what is made "
+    "of it, to be sharded by {axes}{line}",
+    "reshard": "constrain both sides alike{line}: the array is sharded in another way and back, "
+    "and multiplied in between with nothing",
+    "again": "do not sum over {axes}{line}: all devices along it have the same array",
+    "unknown": "look at the line{line}: slices, rolls and concatenations along a sharded "
+    "dimension move data; or constrain the array to be sharded along another one",
+}
+
+
+def unexpected(program: Program, large: int) -> Iterator[Finding]:
+    """Yield findings about what the program sends without need.
+
+    Args:
+        program: The report about the program.
+        large: Minimum bytes that a device sends in a step, for what is no large share of all.
+    """
+    total = sum(program.sent.values())
+    groups: defaultdict[tuple[str, tuple[str, ...]], list[Collective]] = defaultdict(list)
+    for row in program.collectives:
+        if not row.is_expected:
+            groups[row.reason, row.axes].append(row)
+    for (reason, axes), rows in groups.items():
+        size = sum(map(_sent, rows))
+        if size >= large or (size >= _SHARE * total and total >= large):
+            yield _finding(program, reason, axes, rows, size)
+
+
+def _sent(row: Collective) -> int:
+    return row.sent_once if row.sent is None else row.sent
+
+
+def _finding(
+    program: Program, reason: str, axes: tuple[str, ...], rows: Sequence[Collective], size: int
+) -> Finding:
+    (key,) = [name for name, entry in REASONS.items() if entry.text == reason]
+    names = "; ".join([*map(_shown, rows[:_NAMED]), *and_more(len(rows), _NAMED, "collective")])
+    step = "an iteration" if any(row.times is None for row in rows) else "a step"
+    message = (
+        f"{bytes_shown(size)} sent by each device in {step} over {', '.join(axes)}: {reason}: "
+        f"{names}"
+    )
+    first = rows[0]
+    batch = [axis for axis in program.axis_sizes if axis in program.batch_axes]
+    rank = first.shape.count(",") + 1
+    entry = repr(batch[0] if len(batch) == 1 else tuple(batch))
+    spec = f"P({', '.join([entry, *['None'] * (rank - 1)])})"
+    line = "" if first.place is None else f" at {first.place}"
+    fix = _FIXES[key].format(spec=spec, axes=", ".join(axes), line=line)
+    paths = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
+    return Finding(
+        "warning", "unexpected", message, tuple(dict.fromkeys(paths)), len(paths), None, size, fix
+    )
+
+
+def _shown(row: Collective) -> str:
+    """Format a collective: all-gather of f32[16,512], 3 times, at train.py:31 (jit(step)/dot)."""
+    times = "" if row.times in (None, 1) else f", {row.times:,} times"
+    place = "" if row.place is None else f" at {row.place}"
+    return f"{row.kind} of {row.shape}{times}{place} ({row.op_name or row.name})"
+
+
+def computed_alike(program: Program, told: Container[str]) -> Iterator[Finding]:
+    """Yield findings about products that devices along an axis compute alike.
+
+    Args:
+        program: The report about the program.
+        told: Mesh axes of which another finding says the same.
+    """
+    products = program.products
+    total = sum(product.flops for product in products)
+    for axis, count in program.axis_sizes.items():
+        alike = [product for product in products if axis not in product.axes]
+        flops = sum(product.flops for product in alike)
+        if count > 1 and flops > _ALIKE * total and axis not in told:
+            yield _alike(axis, sorted(alike, key=lambda product: -product.flops), flops / total)
+
+
+def _alike(axis: str, products: Sequence[Product], share: float) -> Finding:
+    names = [f"{p.op_name}" + (f" at {p.place}" if p.place else "") for p in products[:_NAMED]]
+    message = (
+        f"{counted(len(products), 'product')}, {share:.0%} of the work of a device, are computed "
+        f"alike by all devices along {axis}: {'; '.join(dict.fromkeys(names))}"
+    )
+    fix = (
+        f"let {axis} shard the batch, or a dimension of what is multiplied: constrain the "
+        f"activations by {axis} where the products begin"
+    )
+    return Finding("warning", "batch", message, (), 0, None, 0, fix)

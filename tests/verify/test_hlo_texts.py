@@ -1,0 +1,125 @@
+"""The recorded HLO texts, and what is expected of a reader of them, against sums by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import hlo_counts
+
+FOLDER = Path(__file__).parents[1] / "data" / "hlo"
+EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
+KIB, MIB = 2**10, 2**20
+
+# From the shapes and the loops of the steps, on a device. Kernels of the train step are bfloat16 of
+# 512 x 4 x 64 (q, k, v, o) and 512 x 1024 (gate, up, down); its activations of 4 x 256 x 512.
+LAYER = 4 * 512 * 4 * 64 * 2 + 3 * 512 * 1024 * 2
+ACTIVATION = 4 * 256 * 512 * 2
+TRAIN = {
+    # Forward, and again in the backward pass; embedding, tokens on it, ids, head, the constraint.
+    "all-gather": 2 * 3 * LAYER + 2 * MIB + 8 * 256 * 4 + 512 * 2048 * 2 + 16 * 256 * 512 * 2,
+    # Attention and MLP forward; one recomputed and two gradients; the kernels' gradients but two;
+    # behind the loop the logits' gradient, their greatest, two sums, and those of norms and loss.
+    "all-reduce": 3 * 2 * ACTIVATION
+    + 3 * (3 * ACTIVATION + 4 * 512 * 4 * 64 * 2 + 512 * 1024 * 2)
+    + ACTIVATION
+    + 4 * 256 * (2 + 2 * 4)
+    + (2 * 3 * 512 + 512 + 1) * 4,
+    "all-to-all": 4 * 4 * 256 * 128 * 2,
+    "collective-permute": 4 * 256 * 4,
+    # gate and up in the loop; embedding and head.
+    "reduce-scatter": 3 * 2 * 512 * 1024 * 2 + 4096 * 128 * 2 + 512 * 2048 * 2,
+}
+# Its embedding's and its head's gather are as above, but the head is gathered twice in a tuple; all
+# gradients of kernels are scattered; the greatest logit is float32.
+TRAIN_H100 = TRAIN | {
+    "all-gather": TRAIN["all-gather"] + 512 * 2048 * 2,
+    "all-reduce": 3 * 5 * ACTIVATION + ACTIVATION + 4 * 256 * 3 * 4 + (2 * 3 * 512 + 512 + 1) * 4,
+    "reduce-scatter": 3 * LAYER + 4096 * 128 * 2 + 512 * 2048 * 2,
+}
+# 2 layers; a window of 8 shards sends 9 permutes, 2 forward and 3 in the backward pass.
+WINDOWED = {
+    "all-gather": 2 * 4096 * 16384 * 2,
+    "collective-permute": 2 * 5 * 9 * (4096 // 8) * 16384 * 2,
+}
+# 4 micro-batches of 3 layers, with two kernels of 1 MiB.
+ACCUMULATE = {"all-gather": 4 * 3 * 2 * 2 * MIB, "reduce-scatter": 4 * 3 * 2 * MIB}
+BRANCHES = {
+    "all-gather": 2 * MIB,
+    # The loop of unknown length once; then seven, which begin at 0.
+    "all-reduce": (1 + 1 + 7) * 512 * KIB + 256 * KIB,
+    "reduce-scatter": 512 * KIB,
+}
+RING = {"collective-permute": 8 * 2 * MIB}
+EXPERTS = {"all-to-all": 2 * 512 * KIB}
+DECODE = {"all-reduce": 4 * 2 * 4 * 1024 * 2}
+SUMS = {
+    "train-v5e": TRAIN,
+    "train-v5p": TRAIN,
+    "train-h100": TRAIN_H100,
+    "mlp-v5e": {"all-gather": 3 * 8 * MIB},
+    "mlp-v5e-0.5": {"all-gather": 3 * 8 * MIB},
+    "mlp-v5p": {"all-gather": 3 * 8 * MIB},
+    "mlp-h100": {"all-gather": 3 * 16 * MIB},
+    "mlp-h100-0.5": {"all-gather": 3 * 16 * MIB},
+    "windowed-v5e": WINDOWED,
+    "windowed-v5e-0.5": WINDOWED,
+    "accumulate-v5e": ACCUMULATE,
+    "accumulate-v5e-0.5": ACCUMULATE,
+    "accumulate-v5p": {"all-gather": 4 * 3 * 2 * 2 * MIB, "all-reduce": 4 * 3 * 2 * MIB},
+    "accumulate-h100": ACCUMULATE,
+    "accumulate-h100-0.5": ACCUMULATE,
+    "ring-v5e": RING,
+    "ring-h100": RING,
+    "ring-h100-0.5": RING,
+    "decode-v5e": DECODE,
+    "decode-h100": DECODE,
+    "experts-v5e": EXPERTS,
+    "experts-h100": EXPERTS,
+    "experts-h100-0.5": EXPERTS,
+    "branches-v5e": BRANCHES,
+    "branches-v5e-0.5": BRANCHES,
+    "branches-h100": BRANCHES,
+    "branches-h100-0.5": BRANCHES,
+}
+
+
+def text_of(name: str) -> str:
+    return gzip.decompress((FOLDER / f"{name}.txt.gz").read_bytes()).decode()
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_expected_sums_are_those_by_hand(name):
+    assert EXPECTED[name]["totals"] == SUMS[name]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_expected_rows_are_those_of_the_text(name):
+    text = text_of(name)
+    rows = hlo_counts.collectives(text)
+    assert rows == EXPECTED[name]["collectives"]
+    assert hlo_counts.windows(text) == EXPECTED[name]["windows"]
+    assert hlo_counts.totals(rows) == EXPECTED[name]["totals"]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_trip_counts_are_the_steps_scan_lengths(name):
+    module, _ = hlo_counts.parse(text_of(name))
+    scans = set(EXPECTED[name]["scans"])
+    for computation in module.values():
+        for line in computation.values():
+            if line.opcode != "while" or "scatter-add" in line.rest:
+                continue
+            is_window = "windowed_dot_general" in line.rest
+            count = hlo_counts.trips(module, computation, line)
+            assert count in ({2} if is_window else scans | {None}), line.name
+
+
+def test_every_text_is_expected_and_small():
+    files = sorted(FOLDER.glob("*.txt.gz"))
+    assert {file.name.removesuffix(".txt.gz") for file in files} == set(EXPECTED)
+    assert max(file.stat().st_size for file in files) < 64 * KIB
+    assert sum(file.stat().st_size for file in files) < 640 * KIB
