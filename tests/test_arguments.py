@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import demo
 from shardrules._arguments import check_tree
+from shardrules._program.compiling import CompileLog
 from shardrules._rules import matcher
 from shardrules._text import shown
 from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan
@@ -33,6 +34,7 @@ SIZES = {"tp": 1}
 MESH = Mesh(np.array(jax.devices()[:1]), ("tp",))
 LOGICAL = [("embed", "tp")]
 PLAN = sr.plan(TREE, RULES, SIZES)
+COMPILED = jax.jit(lambda x: x).lower(np.ones(3)).compile()
 DUMP = "tests/data/maxtext-dumps/qwen3-0.6b_tpu7x-16_default.json.gz"
 DUMPED = maxtext.read_dump(DUMP).leaves
 # Something whose text is far too long for a message.
@@ -202,6 +204,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
         (*NOT_NUMBER, None, 0, -1.0, math.inf, math.nan, True)),
     **dict.fromkeys(("memory_bytes", "link_devices", "torus_dimensions"), (*NOT_SIZE, 0, None)),
     "link": NOT_TEXT,
+    "tolerance": (*NOT_NUMBER, -0.1, math.inf, math.nan, True, None),
+    "budget": (3, 0, [], "fsdp=1GB", THING, {3: 1}, {"no such axis": 1}, {"total": "much"},
+               {"total": -1}, {"total": THING}, {"total": True}),
+    "log": (3, 0, [], "log", THING, HUGE, CompileLog()),
     "sources": (3, "x", None, [3], THING, HUGE),
 }  # fmt: skip
 CHOICES = ("indivisible", "rank", "unconstrained", "pad", "keys", "precedence",
@@ -235,6 +241,8 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
     "Plan.sweep.tokens": (*NOT_SIZE, 0),
     "Plan.lock.path": NOT_FILE,
+    "Program.lock.path": NOT_FILE,
+    "Program.diff.other": (*WRONG["lock"], PLAN),
     "Plan.to_html.path": NOT_FILE,
     "Plan.to_html.suggestion": (3, "x", THING, PLAN),
     "Plan.explain.path": (*NOT_TEXT, "no such leaf", "x" * 10**5),
@@ -287,6 +295,7 @@ CALLED = {
     "axes": "axes",
     "path": "path|group",
     "lock": "lock",
+    "other": "other|lock",
     "shardings": "sharding",
     "names": "names",
     "logical_names": "names|spec",
@@ -388,12 +397,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "min_size": 0, "strict": True}),
     "Traffic.by_axes": (PLAN.traffic(tokens=8).by_axes, {}),
     "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0, "names": None}),
+    "compiling": (sr.compiling, {}),
     "explain_logical": (sr.explain_logical, {
         "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.dialects.LINEN}),
     "audit": (sr.audit, {"tree": TREE, "plan": PLAN}),
     "fingerprint": (sr.fingerprint, {"tree": TREE, "shardings": {"w": None}}),
     "fsdp": (sr.fsdp, {"axis": "fsdp", "min_bytes": 0, "min_rank": 2, "within": ("tp",)}),
     "gather": (sr.gather, {"tree": TREE}),
+    "inspect": (sr.inspect, {
+        "compiled": COMPILED, "inputs": (None,), "outputs": None}),
     "load": (sr.load, {
         "source": CHECKPOINT, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
         "companions": (), "names": None, "optional_axes": (), "tree": None, "renames": (), "dtype": None,
@@ -434,8 +446,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "unpatch": (sr.unpatch, {}),
     "unstacked": (sr.unstacked, {"at": "layers", "layer": None, "axis": 0}),
     "verify": (sr.verify, {
-        "compiled": jax.jit(lambda x: x).lower(np.ones(3)).compile(), "inputs": (None,),
-        "outputs": None, "hbm": None, "large": 1}),
+        "compiled": COMPILED, "inputs": (None,),
+        "outputs": None, "hbm": None, "large": 1, "budget": {"total": "1 GB"},
+        "log": None}),
     "with_logical_constraint": (sr.with_logical_constraint, {
         "tree": np.ones(8), "logical_names": ("embed",), "rules": LOGICAL, "mesh": MESH,
         "fallback": sr.types.RulesFallback.NO_CONSTRAINT}),
@@ -445,6 +458,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 CALLS |= {
+    "Program.diff": (sr.inspect(COMPILED, (None,)).diff, {
+        "other": sr.inspect(COMPILED, (None,)), "tolerance": 0.02}),
+    "Program.lock": (sr.inspect(COMPILED, (None,)).lock, {"path": None}),
+    "Program.to_json": (sr.inspect(COMPILED, (None,)).to_json, {}),
     "Plan.with_rules": (PLAN.with_rules, {"rules": RULES}),
     "Suggestion.compare": (sr.suggest(TREE, {"tp": 2}).compare, {"rules": RULES}),
     "Suggestion.to_python": (sr.suggest(TREE, {"tp": 2}).to_python, {}),
@@ -514,9 +531,9 @@ CALLS |= {
 }
 
 # Records that the package makes, for reading; values.
-MADE_BY_US = {"Change", "Comparison", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
-              "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Plan",
-              "PlanDiff", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Traffic", "Transfer",
+MADE_BY_US = {"Change", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
+              "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Place", "Plan",
+              "PlanDiff", "Program", "Reshard", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (

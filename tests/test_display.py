@@ -58,6 +58,17 @@ def suggestion() -> sr.types.Suggestion:
     return sr.suggest({"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}, {"tp": 4})
 
 
+@cache
+def program() -> sr.types.Program:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp"))
+    x = jax.ShapeDtypeStruct((64,), "float32", sharding=sharding)
+    return sr.inspect(jax.jit(lambda x: x.sum()).lower(x).compile(), (None,))
+
+
+RESHARD = sr.types.Reshard("f32[16,512]", "P('tp', None)", "P(None, 'tp')", "jit(step)/add")
+
+
 def rule_file() -> sr.types.RuleFile:
     return sr.types.RuleFile(plan().rules, {}, sr.LORA, "own.toml")
 
@@ -80,6 +91,8 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "Traffic": (lambda: plan().traffic(tokens=4096), "each device sends "),
     "StepTime": (lambda: plan().step_time(tokens=4096, hardware="v5p"), " of the peak"),
     "DeviceBytes": (lambda: plan().bytes_per_device(), " on the fullest device"),
+    "Program": (program, "each device sends "),
+    "CompileLog": (lambda: sr.types.CompileLog((RESHARD,)), "f32[16,512] (jit(step)/add) from "),
     "Coverage": (lambda: plan().coverage, "rule 3: dead, matches no leaf"),
 }
 # What stands in lists: one short line, as of any NamedTuple.
@@ -98,6 +111,9 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "Decision": lambda: sr.compare(TREE, RULES, [(".*", ())])[0].a,
     "Difference": lambda: sr.compare(TREE, RULES, [(".*", ())])[0],
     "RuleFile": rule_file,
+    "Reshard": lambda: RESHARD,
+    "Collective": lambda: program().collectives[0],
+    "Place": lambda: program().collectives[0].place,
 }
 # What users write: the `repr` is how, without what they leave out.
 WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
@@ -212,7 +228,7 @@ def test_a_record_with_long_fields_is_short():
 
 # They have arrays or kinds, which `==` does not compare.
 WITH_IDENTITY = {"Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "Comparison", "DeviceBytes", "Change",
-                 "TransferRow", "Kind"}  # fmt: skip
+                 "TransferRow", "Kind", "Program", "CompileLog"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -188,6 +188,11 @@ CENSUS: dict[str, Row] = {
         lambda given: sr.audit(sr.shard(TREE, PLAN), given).raise_for("error") or ANSWER, PLAN_ONLY,
         "a plan says as well which leaves there must be, of which shape and dtype",
     ),
+    "inspect.inputs": Row(
+        lambda given: (sr.inspect(COMPILED, (given,)), ANSWER)[1],
+        dict.fromkeys(("pairs", "Rules", "LogicalRules"), "shardrules.plan"),
+        "an executable has no paths of its own to decide by",
+    ),
     "verify.inputs": Row(
         lambda given: sr.verify(COMPILED, (given,)).raise_for("error") or ANSWER,
         dict.fromkeys(("pairs", "Rules", "LogicalRules"), "shardrules.plan"),
@@ -232,7 +237,7 @@ def taking_rules() -> set[str]:
 
 # Fields of records that we make.
 RECORDS = {"RuleFile.rules", "Comparison.rules", "RuleSpec.spec", "Decision.spec",
-           "PlanDiff.rules", "Kind.spec", "Suggestion.plan"}  # fmt: skip
+           "PlanDiff.rules", "Kind.spec", "Program.inputs", "Suggestion.plan"}  # fmt: skip
 
 
 def test_every_callable_that_takes_rules_is_in_the_census():

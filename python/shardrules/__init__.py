@@ -31,6 +31,7 @@ _PUBLIC = {
     "_plan.findings": "FindingsError",
     "_plan.plan": "Plan plan",
     "_plan.state": "Zero1",
+    "_program.compiling": "compiling",
     "_program.program": "inspect",
     "_rules.logical_rules": "LogicalRules logical_axis_rules",
     "_rules.rules": "Rules match_partition_rules",

@@ -38,6 +38,8 @@ from shardrules._plan.findings import FindingsError as FindingsError
 from shardrules._plan.plan import Plan as Plan
 from shardrules._plan.plan import plan as plan
 from shardrules._plan.state import Zero1 as Zero1
+from shardrules._program.compiling import compiling as compiling
+from shardrules._program.program import inspect as inspect
 from shardrules._rules.logical_rules import LogicalRules as LogicalRules
 from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_rules
 from shardrules._rules.rules import Rules as Rules
@@ -108,10 +110,12 @@ __all__ = [
     "Zero1",
     "audit",
     "compare",
+    "compiling",
     "explain_logical",
     "fingerprint",
     "fsdp",
     "gather",
+    "inspect",
     "load",
     "logical_axis_rules",
     "logical_to_mesh",

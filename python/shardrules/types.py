@@ -21,6 +21,11 @@ from shardrules._plan.findings import Findings as Findings
 from shardrules._plan.memory import DeviceBytes as DeviceBytes
 from shardrules._plan.table import Kind as Kind
 from shardrules._plan.table import Loss as Loss
+from shardrules._program.collectives import Collective as Collective
+from shardrules._program.compiling import CompileLog as CompileLog
+from shardrules._program.compiling import Reshard as Reshard
+from shardrules._program.hlo import Place as Place
+from shardrules._program.program import Program as Program
 from shardrules._rules.matcher import Coverage as Coverage
 from shardrules._suggest.suggestion import Comparison as Comparison
 from shardrules._suggest.suggestion import CutReason as CutReason

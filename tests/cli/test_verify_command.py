@@ -113,6 +113,56 @@ def test_what_it_prints(verify):
     assert re.fullmatch(r"nothing found: .* planned; .*\n", verify("as_planned").stdout)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--budget", "data"], "--budget 'data': write what it is of and its bytes, as fsdp=25GB"),
+        (["--budget", "data=1GB", "--budget", "data=2GB"], "two budgets, '1GB' and '2GB'"),
+        (["--budget", "dta=1GB"], "did you mean data?"),
+        (["--budget", "data=much"], "'much' is not a number of bytes"),
+        (["--budget", "data=25"], "write 25 GB"),
+        (["--budget", "=25GB"], "budget['']"),
+        (["--lock", "none.lock"], "none.lock: no such file; write it with --update-lock"),
+        (["--lock", "verified.py"], "this is not JSON"),
+        (["--update-lock"], "give --lock as well"),
+    ],
+)
+def test_wrong_budgets_and_locks(verify, options, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = verify("as_planned", *options)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_budgets(verify):
+    assert verify("as_planned", "--budget", "data=0", "--budget", "peak=1GB").exit_code == 0
+    result = verify("gathering", "--budget", "data=1kB", "--budget", "all-gather=1GB")
+    assert result.exit_code == 1
+    assert "error[budget]: data: each device sends " in result.stdout
+    assert "over the budget of 1.00 kB" in result.stdout
+    assert "all-gather: " not in result.stdout
+
+
+def test_a_lock_is_written_and_compared(verify, tmp_path):
+    lock = tmp_path / "step.lock"
+    done = verify("as_planned", "--lock", lock, "--update-lock", "--fail-on", "info")
+    assert (done.exit_code, done.stderr.count("step.lock")) == (0, 1)
+    before = lock.read_text()
+    assert json.loads(before)["mesh"] == {"data": 8}
+    done = verify("as_planned", "--lock", lock, "--fail-on", "info")
+    assert done.exit_code == 0
+    assert "the peak compared with " in done.stdout
+    done = verify("gathering", "--lock", lock, "--format", "json")
+    assert (done.exit_code, lock.read_text()) == (1, before)
+    kinds = [one["kind"] for one in json.loads(done.stdout)["findings"]]
+    assert kinds.count("budget") == 2
+    assert verify("gathering", "--lock", lock, "--update-lock", "--fail-on", "never").exit_code == 0
+    done = verify("as_planned", "--lock", lock, "--fail-on", "warning")
+    assert done.exit_code == 0
+    assert "info[budget]: all-gather over data: each device sends 0 B in a step" in done.stdout
+
+
 def test_what_a_function_must_return(verify):
     message = verify("plan_alone").stderr
     assert "verified:plan_alone" in message

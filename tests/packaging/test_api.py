@@ -65,8 +65,10 @@ def test_the_stub_says_what_is_there():
 @pytest.mark.parametrize("name", shardrules._MOVED)
 def test_names_that_have_moved_warn_and_are_the_same(name):
     module = importlib.import_module(f"shardrules.{name}")
-    assert exported(Path(module.__file__)).keys() == set(shardrules._MOVED[name].split())
-    for each in shardrules._MOVED[name].split():
+    new = {"Collective", "CompileLog", "Place", "Program", "Reshard"}
+    moved = set(shardrules._MOVED[name].split())
+    assert exported(Path(module.__file__)).keys() - new == moved
+    for each in moved:
         vars(shardrules).pop(each, None)
         with pytest.warns(DeprecationWarning, match=rf"use shardrules\.{name}\.{each}$"):
             assert getattr(shardrules, each) is getattr(module, each)

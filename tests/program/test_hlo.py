@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardrules._program.computation import Shape, parsed
 from shardrules._program.groups import ReplicaGroups
-from shardrules._program.hlo import Hlo, Shape, parsed
+from shardrules._program.hlo import Hlo
 
 AXES = {"data": 2, "model": 4}
 

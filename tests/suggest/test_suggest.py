@@ -602,10 +602,11 @@ class TestTraining:
         found = sr.suggest(params, mesh)
         assert_proven(found)
         assert specs(found)["experts/up/kernel"] == ("ep", "fsdp")
+        batch = jax.sharding.NamedSharding(mesh, P("fsdp"))
 
         def step(params):
             def loss(params):
-                x = params["embed"]["embedding"][tokens]
+                x = jax.lax.with_sharding_constraint(params["embed"]["embedding"][tokens], batch)
                 layer = params["layers"]["0"]
                 moe, norm = layer["moe"], x * layer["norm"]["scale"]
                 gates = jax.nn.softmax(norm @ moe["router"]["kernel"])

@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.hlo import CollectiveOp, Hlo, Shape
+from shardrules._program.computation import Shape
+from shardrules._program.hlo import CollectiveOp, Hlo
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 96, 256, 4, 2, 40, 352
 BATCH, SEQUENCE, LAYERS = 16, 36, 2

@@ -129,10 +129,11 @@ def check(args: Args) -> int:
 
 
 @_command(
-    "my_package.train:compiled_step --hbm 96GB",
-    "function large hbm fail_on format",
+    "my_package.train:compiled_step --budget fsdp=25GB --budget peak=90GB --lock step.lock",
+    "function large budget hbm fail_on format lock update_lock",
     format=_FINDINGS,
     large={"help": "Minimum bytes on a device of a gathered array to be reported."},
+    lock={"help": "Compare the bytes that are sent, and the peak, with those in this file."},
 )
 def verify(args: Args) -> int:
     """Compare a compiled function with its plan.
@@ -142,9 +143,14 @@ def verify(args: Args) -> int:
     from shardrules._cli import inputs, show
     from shardrules._files.modules import load_object
     from shardrules._io import FileError
+    from shardrules._plan.findings import Findings
+    from shardrules._program.program import inspect
     from shardrules._text import byte_count, shown
     from shardrules._verify.verify import verify
 
+    if args.update_lock and args.lock is None:
+        raise ValueError("--update-lock writes the file of --lock, so give --lock as well")
+    budget = inputs.budget(args.budget)
     large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
     step = load_object(args.function)
     if not isinstance(step, tuple) or len(step) not in (2, 3):
@@ -152,7 +158,16 @@ def verify(args: Args) -> int:
             f"{args.function}: this gives {shown(step)}; it must be (compiled, inputs, outputs) or "
             "(compiled, inputs)"
         )
-    return show.show_findings(args, verify(*step, large=large, hbm=hbm))
+    findings = verify(*step, large=large, hbm=hbm, budget=budget)
+    if args.update_lock:
+        inspect(*step).lock(args.lock)
+        hint(args, f"{args.lock}: what the step sends and needs, for later runs to compare with")
+    elif args.lock:
+        if not Path(args.lock).exists():
+            raise FileError(f"{args.lock}: no such file; write it with --update-lock")
+        grown = inspect(*step).diff(Path(args.lock))
+        findings = Findings([*findings, *grown], f"{findings.scope}; {grown.scope}")
+    return show.show_findings(args, findings)
 
 
 @_command(

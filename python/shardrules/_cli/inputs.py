@@ -276,14 +276,23 @@ def memory(option: str, owner: str, text: str | None) -> int | None:
 
 def levels(texts: Iterable[str]) -> dict[Any, Any]:
     """Return levels by kind; that these exist is for `Plan.check` to say."""
-    levels: dict[str, str] = {}
+    return _pairs("--level", "level", texts, "a kind and its level, as dead=off")
+
+
+def budget(texts: Iterable[str]) -> dict[str, str]:
+    """Return budgets by what they are of; that they are sizes is for `verify` to say."""
+    return _pairs("--budget", "budget", texts, "what it is of and its bytes, as fsdp=25GB")
+
+
+def _pairs(option: str, noun: str, texts: Iterable[str], form: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
     for text in texts:
-        kind, equals, level = text.partition("=")
+        key, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"--level {text!r}: write a kind and its level, as dead=off")
-        if levels.setdefault(kind, level) != level:
-            raise ValueError(f"--level gives {kind!r} two levels, {levels[kind]!r} and {level!r}")
-    return levels
+            raise ValueError(f"{option} {text!r}: write {form}")
+        if pairs.setdefault(key, value) != value:
+            raise ValueError(f"{option} gives {key!r} two {noun}s, {pairs[key]!r} and {value!r}")
+    return pairs
 
 
 def refuse(why: str, args: Args, *options: str) -> None:

@@ -96,6 +96,9 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "sp,ep.", {}),
         "data_axes": ("--data-axes AXES", "Mesh axes that shard only batches, and no leaf, such as "
             "dp.", {}),
+        "budget": ("--budget WHAT=BYTES...", "Maximum bytes that a device sends in a step, over a "
+            "mesh axis (fsdp=25GB), by a kind of collective (all-gather=20GB) or in all "
+            "(total=40GB), or needs at once (peak=90GB); repeatable.", {}),
         "level": ("--level KIND=LEVEL...", "Level for a kind of finding: dead=off, siblings=error; "
             "repeatable.", {}),
         "fix": ("--fix", "Print the rules that are missing, instead of findings: as a patch of a "
@@ -104,6 +107,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
     "Output": {
         "format": ("--format {text,json}", "Output format.", {"default": "text"}),
         "lock": ("--lock FILE", "Write a lockfile to this path.", {}),
+        "update_lock": ("--update-lock", "Write the file of --lock, instead of comparing with it.",
+            {}),
         "html": ("--html FILE", "Write an HTML report to this path; it works offline.", {}),
         "manifest": ("--manifest FILE", "Write the model's shapes to this path, as a model for "
             "later commands.", {}),

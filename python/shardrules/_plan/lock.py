@@ -7,18 +7,17 @@ import hashlib
 import itertools
 import json
 import operator
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from shardrules._correction import Correction, RuleSpec, check_memory_kind, rule_spec
-from shardrules._io import FileError, parse_json, read_bytes
+from shardrules._io import parse_json
+from shardrules._locks import check_fields, checked_json, line_by_line, lock_errors, of_type
 from shardrules._mesh_sizes import checked_sizes
 from shardrules._plan.fold import parts_of, runs_of
 from shardrules._plan.resolve import (
@@ -58,7 +57,7 @@ from shardrules._specs import (
     tags_of,
     with_tags,
 )
-from shardrules._text import brief, shown, with_article
+from shardrules._text import brief, shown
 
 FORMAT: Final = "shardrules lock 2"
 _FORMAT_1: Final = "shardrules lock 1"
@@ -87,8 +86,6 @@ _ROWS_HASHED_AT_ONCE: Final = 1000
 _FIX: Final = "make the lock again with Plan.lock"
 _RULE_OF: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
 _PROBLEMS: Final = {"unmatched": UNMATCHED_LEAVES, "ambiguous": AMBIGUOUS_LEAVES}
-# JSON's reader takes the two for the one character that they would stand for.
-_ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def plan_fingerprint(columns: Columns) -> str:
@@ -145,7 +142,7 @@ def lock_text(columns: Columns) -> str:
     patterns = [paths.pattern for paths in folded]
     kinds = [paths.group for paths in folded]
     entries = list(map(_leaf_entry, columns.kinds))
-    leaf_of = [_checked_json(entry).removeprefix("{") for entry in entries]
+    leaf_of = [checked_json(entry).removeprefix("{") for entry in entries]
     leaves = [
         f'{{"path": {pattern}, {leaf_of[kind]}'
         for pattern, kind in zip(_each_json(patterns), kinds, strict=True)
@@ -166,8 +163,8 @@ def lock_text(columns: Columns) -> str:
         "mesh": columns.axis_sizes,
         "dialect": dialect,
     }
-    parts = [f" {json.dumps(key)}: {_checked_json(value)}" for key, value in head.items()]
-    parts += [_line_by_line("rules", map(_checked_json, rules)), _line_by_line("leaves", leaves)]
+    parts = [f" {json.dumps(key)}: {checked_json(value)}" for key, value in head.items()]
+    parts += [line_by_line("rules", map(checked_json, rules)), line_by_line("leaves", leaves)]
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -187,40 +184,13 @@ def _check_lockable(paths: list[str]) -> None:
         )
 
 
-def _checked_json(value: Any) -> str:
-    if _ADJACENT_SURROGATES.search(json.dumps(value, ensure_ascii=False)):
-        raise ValueError(
-            f"a lock cannot hold adjacent lone surrogates, as in {shown(value)}: give the leaf, "
-            "pattern or axis another name"
-        )
-    return json.dumps(value)
-
-
 def _each_json(texts: list[str]) -> list[str]:
     """Write each text as JSON, all at once: ten times as fast."""
     for text in texts:
         if not text.isascii():
-            _checked_json(text)
+            checked_json(text)
     # In JSON a newline is escaped.
     return json.dumps(texts, separators=("\n", ":"))[1:-1].split("\n") if texts else []
-
-
-def _line_by_line(key: str, entries: Iterable[str]) -> str:
-    lines = ",\n".join("  " + entry for entry in entries)
-    return f" {json.dumps(key)}: [\n{lines}\n ]"
-
-
-def content_of(lock_or_path: str | os.PathLike[str]) -> tuple[bytes, str]:
-    """Return (content, name) of a lock that is given as its text or as a file."""
-    if isinstance(lock_or_path, str) and lock_or_path.lstrip().startswith("{"):
-        return lock_or_path.encode("utf-8", "surrogatepass"), "the lock"
-    path = Path(lock_or_path)
-    try:
-        return read_bytes(path), str(path)
-    except ValueError as error:  # such as a FileError, or no name that a file can have
-        name = path if isinstance(lock_or_path, os.PathLike) else shown(lock_or_path)
-        why = str(error).removeprefix(f"{path}: ")
-        raise FileError(f"{name}: neither a lock nor a file with one: {why}") from error
 
 
 def read_lock(data: bytes, name: str) -> Columns:
@@ -230,23 +200,23 @@ def read_lock(data: bytes, name: str) -> Columns:
         FileError: It is not a lock, or its parts do not agree; `name` is the file's.
     """
     content = parse_json(Path(name), data)
-    with _lock_errors(name):
+    with lock_errors(name, _FIX):
         _check_format(content)
-        axis_sizes = checked_sizes(_of_type(content["mesh"], dict))
-        rule_entries = _of_type(content["rules"], list)
-        leaf_entries = _of_type(content["leaves"], list)
-    with _lock_errors(f"{name}: rules"):
+        axis_sizes = checked_sizes(of_type(content["mesh"], dict))
+        rule_entries = of_type(content["rules"], list)
+        leaf_entries = of_type(content["leaves"], list)
+    with lock_errors(f"{name}: rules", _FIX):
         if content.get("kind", _LOGICAL) != _LOGICAL:
             raise ValueError(f"its kind is {shown(content['kind'])}, which is not known")
-        rules = _read_rules(rule_entries, _of_type(content["dialect"], dict), "kind" in content)
+        rules = _read_rules(rule_entries, of_type(content["dialect"], dict), "kind" in content)
     leaves = _Leaves(len(rules), axis_sizes)
     for number, entry in enumerate(leaf_entries):
-        with _lock_errors(f"{name}: leaves[{number}]"):
+        with lock_errors(f"{name}: leaves[{number}]", _FIX):
             leaves.add(entry)
         leaf_entries[number] = None  # so that what is made of them takes their place in the memory
     tree = {path: row for row, path in enumerate(leaves.paths)}
     kind_of = np.array(leaves.kind_of, np.int32)
-    with _lock_errors(name):
+    with lock_errors(name, _FIX):
         if len(tree) < len(leaves.paths):
             raise ValueError("two of its patterns stand for the same path")
         of_leaves = leaves_digest(axis_sizes, leaves.paths, kind_of, leaves.kinds)
@@ -270,7 +240,7 @@ def _check_format(content: Any) -> None:
         )
     if form != FORMAT:
         raise ValueError(f"not a lock: its format is not {FORMAT!r}")
-    _check_fields(content, _FIELDS)
+    check_fields(content, _FIELDS)
 
 
 def _check_digest(what: str, written: object, digest: str) -> None:
@@ -295,8 +265,8 @@ class _Leaves:
 
     def add(self, entry: Any) -> None:
         """Add the leaves of an entry."""
-        _check_fields(_of_type(entry, dict), _LEAF_FIELDS)
-        pattern = _of_type(entry.pop("path"), str)
+        check_fields(of_type(entry, dict), _LEAF_FIELDS)
+        pattern = of_type(entry.pop("path"), str)
         text = repr(entry)
         if text not in self._kinds:
             self.types.append(_read_leaf(entry, self._rules))
@@ -331,28 +301,6 @@ def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
     return ["".join(texts) for texts in itertools.product(*choices)]
 
 
-@contextmanager
-def _lock_errors(place: str) -> Iterator[None]:
-    """Make a FileError that names the place of whatever is wrong with a lock."""
-    try:
-        yield
-    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, re.error) as error:
-        what = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise FileError(f"{place}: {what}; {_FIX}") from error
-
-
-def _check_fields(entry: dict[str, Any], fields: frozenset[str]) -> None:
-    if not entry.keys() <= fields:
-        unknown = sorted(entry.keys() - fields)
-        raise ValueError(f"there are fields that are not known: {shown(unknown)}")
-
-
-def _of_type(value: Any, kind: type) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{shown(value)} stands where {with_article(kind.__name__)} belongs")
-    return value
-
-
 # Each part of a lock is written by `_..._entry` and read by `_read_...`.
 
 
@@ -376,9 +324,9 @@ def _read_leaf(entry: dict[str, Any], rules: int) -> LeafType:
     _check_rule(rule, rules)
     if problem is None and entry["spec"] is None:
         raise ValueError("a leaf has a spec, or a problem")
-    dtype = _of_type(entry["dtype"], str)
+    dtype = of_type(entry["dtype"], str)
     if shape is not None:
-        shape = tuple(_of_type(shape, list))
+        shape = tuple(of_type(shape, list))
     elif dtype != "-":
         raise ValueError(f"a leaf that is no array has the dtype {shown(dtype)}")
     if rule is None:
@@ -386,7 +334,7 @@ def _read_leaf(entry: dict[str, Any], rules: int) -> LeafType:
     leaf, names = checked_type(rule, shape, dtype), entry.get("names")
     if names is None:
         return leaf
-    return leaf._replace(names=tuple(map(_read_name, _of_type(names, list))))
+    return leaf._replace(names=tuple(map(_read_name, of_type(names, list))))
 
 
 def _read_kind(
@@ -401,7 +349,7 @@ def _read_kind(
     what = entry.get("problem")
     problem = PLACED
     if what is not None:
-        problem = _PROBLEMS.get(_of_type(what, str)) or Problem("misfit", what)
+        problem = _PROBLEMS.get(of_type(what, str)) or Problem("misfit", what)
     return kind_on_mesh(
         leaf,
         None,
@@ -416,7 +364,7 @@ def _read_kind(
 def _read_dim_rules(leaf: LeafType, entry: dict[str, Any], rules: int) -> tuple[int | None, ...]:
     if leaf.names is None:
         return ()
-    dim_rules = _of_type(entry["rules"], list)
+    dim_rules = of_type(entry["rules"], list)
     if dim_rules and len(dim_rules) != len(leaf.names):
         raise ValueError("there is not one rule, or null, for each name")
     for rule in dim_rules:
@@ -425,7 +373,7 @@ def _read_dim_rules(leaf: LeafType, entry: dict[str, Any], rules: int) -> tuple[
 
 
 def _check_rule(rule: Any, rules: int) -> None:
-    if rule is not None and not 0 <= _of_type(rule, int) < rules:
+    if rule is not None and not 0 <= of_type(rule, int) < rules:
         raise ValueError(f"there is no rule {rule}")
 
 
@@ -437,15 +385,15 @@ def _read_rules(
     )
     pairs = []
     for index, entry in enumerate(entries):
-        _check_fields(_of_type(entry, dict), fields)
-        if _of_type(entry["rule"], int) != index:
+        check_fields(of_type(entry, dict), fields)
+        if of_type(entry["rule"], int) != index:
             raise ValueError(f"rule {index} is {shown(entry)}")
         pairs.append(read(entry))
-    _of_type(dialect["name"], str)
-    values = {**dialect, "correction": Correction(**_of_type(dialect["correction"], dict))}
+    of_type(dialect["name"], str)
+    values = {**dialect, "correction": Correction(**of_type(dialect["correction"], dict))}
     if is_logical:
         return LogicalRules(pairs, LogicalDialect(**values))
-    match = tuple(_of_type(mode, str) for mode in _of_type(dialect["match"], list))
+    match = tuple(of_type(mode, str) for mode in of_type(dialect["match"], list))
     return Rules(pairs, Dialect(**{**values, "match": match}))
 
 
@@ -478,14 +426,14 @@ def _read_rule(entry: dict[str, Any]) -> tuple[Any, RuleSpec]:
     if isinstance(pattern, list):
         pattern = tuple(pattern)
     if "flags" in entry:
-        flags = _of_type(entry["flags"], int)
+        flags = of_type(entry["flags"], int)
         if flags & ~_FLAGS:
             raise ValueError(f"rule {entry['rule']} has flags that do not exist: {flags}")
-        pattern = re.compile(_of_type(pattern, str), flags)
+        pattern = re.compile(of_type(pattern, str), flags)
     correction = None
     if "correction" in entry:
-        correction = Correction(**_of_type(entry["correction"], dict))
-    units, optional = (_of_type(entry.get(key, []), list) for key in ("units", "optional_axes"))
+        correction = Correction(**of_type(entry["correction"], dict))
+    units, optional = (of_type(entry.get(key, []), list) for key in ("units", "optional_axes"))
     memory = entry.get("memory_kind")
     is_fsdp = isinstance(value, dict) and "fsdp" in value
     spec = _read_fsdp(value) if is_fsdp else _read_spec(value)
@@ -502,11 +450,11 @@ def _fsdp_entry(spec: Fsdp) -> dict[str, Any]:
 
 
 def _read_fsdp(entry: dict[str, Any]) -> Fsdp:
-    _check_fields(entry, _FSDP_FIELDS)
+    check_fields(entry, _FSDP_FIELDS)
     return fsdp(
-        _of_type(entry["fsdp"], list),
-        min_bytes=_of_type(entry["min_bytes"], int),
-        min_rank=_of_type(entry["min_rank"], int),
+        of_type(entry["fsdp"], list),
+        min_bytes=of_type(entry["min_bytes"], int),
+        min_rank=of_type(entry["min_rank"], int),
         within=_read_spec(entry["within"]),
     )
 
@@ -520,18 +468,18 @@ def _spec_entry(spec: Any) -> list[Any] | dict[str, Any]:
 def _read_spec(entry: Any) -> Any:
     if not isinstance(entry, dict):
         return _read_entries(entry)
-    _check_fields(entry, _TAG_FIELDS)
+    check_fields(entry, _TAG_FIELDS)
     tags = {name: value for name, value in entry.items() if name != "entries"}
     for name, value in tags.items():
         if name == "unreduced_kind":
-            _of_type(value, str)
-        elif not _of_type(value, list) or not all(isinstance(axis, str) for axis in value):
+            of_type(value, str)
+        elif not of_type(value, list) or not all(isinstance(axis, str) for axis in value):
             raise TypeError(f"the {name} axes of a spec are {shown(value)}")
     return with_tags(_read_entries(entry["entries"]), tags)
 
 
 def _read_entries(entries: Any) -> Any:
-    plain = [_read_entry(entry) for entry in _of_type(entries, list)]
+    plain = [_read_entry(entry) for entry in of_type(entries, list)]
     if _UNCONSTRAINED not in plain:
         return Entries(plain)
     from jax.sharding import PartitionSpec
@@ -542,7 +490,7 @@ def _read_entries(entries: Any) -> Any:
 
 def _read_entry(entry: Any) -> Any:
     if isinstance(entry, list):
-        return tuple(_of_type(axis, str) for axis in entry)
+        return tuple(of_type(axis, str) for axis in entry)
     if entry is None or isinstance(entry, str):
         return entry
     if isinstance(entry, dict) and entry == _UNCONSTRAINED and entry["unconstrained"] is True:

@@ -504,7 +504,8 @@ class Plan(Estimates, Decider):
         Raises:
             FileError: It is not a lock; a ValueError.
         """
-        from shardrules._plan.lock import content_of, read_lock
+        from shardrules._locks import content_of
+        from shardrules._plan.lock import read_lock
 
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
         columns = read_lock(*content_of(lock))

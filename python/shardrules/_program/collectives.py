@@ -8,14 +8,16 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardrules._program.trips import trips
+from shardrules._text import record
 
 if TYPE_CHECKING:
-    from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo, Place, Shape
+    from shardrules._program.computation import Shape
+    from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo, Place
 
 Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
 
 
-class Transfer(NamedTuple):
+class Exchange(NamedTuple):
     """Array that a collective moves, without what it is."""
 
     op: CollectiveOp
@@ -33,6 +35,7 @@ class Transfer(NamedTuple):
     """Executions in a step."""
 
 
+@record
 class Collective(NamedTuple):
     """Array that a program moves between devices: a row of `Program.collectives`."""
 
@@ -72,8 +75,18 @@ class Collective(NamedTuple):
         """Bytes that are moved in a step: payload times executions."""
         return None if self.times is None else self.payload * self.times
 
+    @property
+    def sent_at_least(self) -> int:
+        """Bytes that one device sends in a step; an unknown trip count counts as 1."""
+        return self.sent_once if self.sent is None else self.sent
 
-def transfers(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Transfer]:
+    def __str__(self) -> str:
+        times = "" if self.times in (None, 1) else f", {self.times:,} times"
+        place = "" if self.place is None else f" at {self.place}"
+        return f"{self.kind} of {self.shape}{times}{place} ({self.op_name or self.name})"
+
+
+def exchanges(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Exchange]:
     """Yield the arrays that collectives move, in the order of the text.
 
     Args:
@@ -85,12 +98,12 @@ def transfers(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Transfer]:
     for op in hlo.collectives:
         axes = op.groups.axes(axis_sizes) if axis_sizes else ()
         if window := windows.pop(op.computation, None):
-            yield window.transfer(axes)
+            yield window.exchange(axes)
         if op.instruction.name not in around:
             yield from _arrays(op, axes)
 
 
-def _arrays(op: CollectiveOp, axes: tuple[str, ...]) -> Iterator[Transfer]:
+def _arrays(op: CollectiveOp, axes: tuple[str, ...]) -> Iterator[Exchange]:
     """Yield the arrays of a collective, several of which XLA may have combined."""
     shapes = op.operands if op.kind == "reduce-scatter" else op.results
     sizes = [shape.bytes for shape in shapes]
@@ -98,7 +111,7 @@ def _arrays(op: CollectiveOp, axes: tuple[str, ...]) -> Iterator[Transfer]:
         sizes = [sum(sizes)]  # its results are pieces of one array
     for number, size in enumerate(sizes):
         sent = _sent(op, size)
-        yield Transfer(op, number, op.kind, axes, shapes[number], size, sent, op.times)
+        yield Exchange(op, number, op.kind, axes, shapes[number], size, sent, op.times)
 
 
 def _sent(op: CollectiveOp, size: int) -> int:
@@ -120,14 +133,14 @@ class _Window(NamedTuple):
     """Computation that the loop is in."""
     times: int | None
 
-    def transfer(self, axes: tuple[str, ...]) -> Transfer:
+    def exchange(self, axes: tuple[str, ...]) -> Exchange:
         """Return what all permutes of the loop move together."""
         first = self.ops[0]
         in_loop = [op for op in self.ops if op.computation == first.computation]
         size = sum(op.results[0].bytes for op in self.ops if op not in in_loop)
         size += sum(op.results[0].bytes for op in in_loop) * (self.trips or 1)
         times = None if self.trips is None else self.times
-        return Transfer(first, 0, self.kind, axes, first.results[0], size, size, times)
+        return Exchange(first, 0, self.kind, axes, first.results[0], size, size, times)
 
 
 _WINDOW: Final = re.compile(r"windowed_dot_general_body_(ag|rs)")
@@ -150,7 +163,7 @@ def _windows(hlo: Hlo) -> dict[str, _Window]:
         parts = [
             op for op in permutes[computation] if (op.instruction.op_name, op.results) == names
         ]
-        count = trips(hlo, hlo[computation], loop)
+        count = trips(hlo.computations, hlo[computation], loop)
         kind = _WINDOW_KINDS[match[1]]
         windows[body] = _Window(kind, ops + parts, count, computation, hlo.times(computation))
     return windows

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterator
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from shardrules._program.hlo import Hlo, Instruction
+    from shardrules._program.computation import Instruction
+    from shardrules._program.hlo import Hlo
 
 MOVES: Final = frozenset({
     "bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "pad",
@@ -27,10 +27,6 @@ _CALLS: Final = frozenset({"call", "fusion"})
 _SUMS: Final = ("all-reduce", "reduce-scatter")
 PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
 _PASSING: Final = MOVES | _GATHERS | _CALLS | {"get-tuple-element", "tuple", "while"}
-# Collectives after which values are equal along the axes of their groups, or differ along them.
-_EQUALIZING: Final = ("all-gather", "all-reduce")
-_SCATTERING: Final = ("all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
-_NUMBER: Final = re.compile(r"-?\d+")
 
 
 class Value(NamedTuple):

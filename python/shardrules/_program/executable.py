@@ -25,7 +25,7 @@ from shardrules._plan.findings import Finding, FindingKind, Level
 from shardrules._plan.fold import fold
 from shardrules._plan.plan import Plan
 from shardrules._program.dataflow import Value, returned
-from shardrules._program.hlo import Hlo
+from shardrules._program.hlo import Hlo, check_hlo
 from shardrules._specs import is_partition_spec, spec_shown
 from shardrules._text import counted, printable, shown
 
@@ -198,7 +198,10 @@ class Executable:
     def hlo(self) -> Hlo | None:
         """Optimized module; None where the backend does not show it."""
         text = self._compiled.as_text()
-        return Hlo(text) if text else None
+        if not text:
+            return None
+        check_hlo(text)
+        return Hlo(text)
 
     @cached_property
     def mesh(self) -> Mesh | None:

@@ -9,24 +9,27 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from shardrules._program.dataflow import PRODUCTS, Value
+from shardrules._program.dataflow import PRODUCTS, Value, source_of
 
 if TYPE_CHECKING:
-    from shardrules._program.hlo import Hlo, Instruction, Shape
+    from shardrules._program.computation import Instruction, Shape
+    from shardrules._program.hlo import Hlo
 
 _MOST_STEPS: Final = 20_000
 """Values that a walk visits at most; what lies behind is not known."""
+_MOST_ROW_STEPS: Final = 20
 _PRODUCT: Final = re.compile(r" (?:dot|convolution|custom-call)\(")
 _LOOKUP: Final = re.compile(r" gather\(")
+_ADDED_ROWS: Final = re.compile(r" scatter\(")
 _COLLECTIVES: Final = (
     "all-", "reduce-scatter", "collective-", "ragged-all-to-all", "async-",
 )  # fmt: skip
 _REDUCTIONS: Final = frozenset({"reduce", "reduce-window", "sort", "scatter", "gather"})
 
-UseKind = Literal["product", "collective", "output", "other"]
+UseKind = Literal["product", "collective", "output", "rows", "other"]
 
 
-class Use(NamedTuple):
+class Consumer(NamedTuple):
     """Instruction at which a walk ends."""
 
     kind: UseKind
@@ -39,19 +42,43 @@ class Use(NamedTuple):
 
 def is_product(hlo: Hlo, instruction: Instruction) -> bool:
     """Say whether an instruction is a matrix product or a convolution, or a fusion with one."""
+    return instruction.opcode in PRODUCTS or _has(hlo, instruction, "", _PRODUCT)
+
+
+def lookup_of(hlo: Hlo, value: Value) -> Instruction | None:
+    """Find the instruction that reads rows of a table, of which a value is made.
+
+    Between them rows are moved, scaled or masked, and not added to others.
+    """
+    computation = hlo[value.computation]
+    for _ in range(_MOST_ROW_STEPS):
+        value = source_of(hlo, value)
+        instruction = computation[value.name]
+        if _has(hlo, instruction, "gather", _LOOKUP):
+            return instruction
+        size = elements(hlo, value)
+        arrays = [
+            name
+            for name in instruction.operands
+            if computation[name].results
+            and computation[name].results[0].dtype != "pred"
+            and elements(hlo, Value(value.computation, name)) == size
+            and computation[name].opcode not in ("broadcast", "constant")
+        ]
+        if len(arrays) != 1 or instruction.opcode in PRODUCTS:
+            return None
+        value = Value(value.computation, arrays[0])
+    return None
+
+
+def _has(hlo: Hlo, instruction: Instruction, opcode: str, pattern: re.Pattern[str]) -> bool:
+    """Say whether an instruction is of an opcode, or a fusion with one of a pattern."""
     if instruction.opcode == "fusion":
-        return hlo.contains(instruction.callees[0], _PRODUCT)
-    return instruction.opcode in PRODUCTS
+        return hlo.contains(instruction.callees[0], pattern)
+    return instruction.opcode == opcode
 
 
-def is_lookup(hlo: Hlo, instruction: Instruction) -> bool:
-    """Say whether an instruction reads rows of a table by their numbers."""
-    if instruction.opcode == "fusion":
-        return hlo.contains(instruction.callees[0], _LOOKUP)
-    return instruction.opcode == "gather"
-
-
-def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Use]:
+def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Consumer]:
     """Yield the instructions in which a value, or what is made of it by element, ends.
 
     Args:
@@ -63,7 +90,7 @@ def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Us
     pending, seen = [value], {value}
     while pending and len(seen) < _MOST_STEPS:
         for step in _steps(hlo, pending.pop(), size):
-            if isinstance(step, Use):
+            if isinstance(step, Consumer):
                 yield step
             elif step not in seen:
                 seen.add(step)
@@ -81,7 +108,7 @@ def shape_of(hlo: Hlo, value: Value) -> Shape:
     return hlo[value.computation][value.name].results[value.element or 0]
 
 
-def _steps(hlo: Hlo, value: Value, size: int) -> Iterator[Value | Use]:
+def _steps(hlo: Hlo, value: Value, size: int) -> Iterator[Value | Consumer]:
     computation = hlo[value.computation]
     if value.name == computation.root.name:
         yield from _out_of(hlo, value, computation.root)
@@ -90,10 +117,10 @@ def _steps(hlo: Hlo, value: Value, size: int) -> Iterator[Value | Use]:
         yield from _through(hlo, value, user, size)
 
 
-def _out_of(hlo: Hlo, value: Value, root: Instruction) -> Iterator[Value | Use]:
+def _out_of(hlo: Hlo, value: Value, root: Instruction) -> Iterator[Value | Consumer]:
     """Yield where the result of a computation goes: to its caller, and around a loop."""
     if value.computation == hlo.entry:
-        yield Use("output", value, root, value.element or 0)
+        yield Consumer("output", value, root, value.element or 0)
         return
     for name, caller in hlo.callers(value.computation):
         if caller.opcode == "while" and value.computation in caller.called.get("body", ()):
@@ -102,7 +129,7 @@ def _out_of(hlo: Hlo, value: Value, root: Instruction) -> Iterator[Value | Use]:
             yield Value(name, caller.name, value.element)
 
 
-def _through(hlo: Hlo, value: Value, user: Instruction, size: int) -> Iterator[Value | Use]:
+def _through(hlo: Hlo, value: Value, user: Instruction, size: int) -> Iterator[Value | Consumer]:
     opcode = user.opcode
     after = Value(value.computation, user.name)
     places = [i for i, operand in enumerate(user.operands) if operand == value.name]
@@ -117,9 +144,11 @@ def _through(hlo: Hlo, value: Value, user: Instruction, size: int) -> Iterator[V
     elif opcode.endswith("-done"):
         yield after._replace(element=value.element)
     elif opcode.startswith(_COLLECTIVES):
-        yield Use("collective", value, user)
+        yield Consumer("collective", value, user)
     elif is_product(hlo, user):
-        yield Use("product", value, user)
+        yield Consumer("product", value, user)
+    elif _has(hlo, user, "scatter", _ADDED_ROWS):
+        yield Consumer("rows", value, user)
     else:
         yield from _elementwise(value, user, size)
 
@@ -134,11 +163,11 @@ def _bodies(caller: Instruction, places: list[int]) -> Iterator[tuple[str, int]]
         yield from ((caller.callees[place - 1], 0) for place in places if place)
 
 
-def _elementwise(value: Value, user: Instruction, size: int) -> Iterator[Value | Use]:
+def _elementwise(value: Value, user: Instruction, size: int) -> Iterator[Value | Consumer]:
     is_tuple = len(user.results) > 1
     alike = [i for i, shape in enumerate(user.results) if shape.elements == size]
     if user.opcode in _REDUCTIONS or not alike:
-        yield Use("other", value, user)
+        yield Consumer("other", value, user)
     for i in alike:
         yield Value(value.computation, user.name, i if is_tuple else None)
 

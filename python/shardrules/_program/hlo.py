@@ -1,21 +1,27 @@
-"""Parses the text of an optimized HLO module: computations, instructions, collectives, aliases.
-
-Lines are parsed only when they are asked for: texts have many megabytes.
-"""
+"""Reads the text of an optimized HLO module: calls, collectives, aliases and source lines."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
-from math import prod
 from operator import attrgetter
 from typing import Final, Literal, NamedTuple, get_args
 
+from shardrules._program.computation import (
+    Computation,
+    Instruction,
+    Shape,
+    line_at,
+    number,
+    parsed,
+)
 from shardrules._program.groups import ReplicaGroups, read_groups
 from shardrules._program.trips import trips
+from shardrules._text import record
 
 CollectiveOpcode = Literal[
     "all-gather",
@@ -26,61 +32,28 @@ CollectiveOpcode = Literal[
     "collective-permute",
     "collective-broadcast",
 ]
-
 _KINDS: Final[dict[str, CollectiveOpcode]] = {kind: kind for kind in get_args(CollectiveOpcode)}
 _COLLECTIVE: Final = re.compile(rf" ({'|'.join(_KINDS)})(-start)?\(")
 # Layouts, as in {1,0:T(8,128)S(1)}, have no small letters before their parentheses.
 _OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
-_SHAPE: Final = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _NAME: Final = re.compile(r"%([^\s,(){}]+)")
-_PARENTHESES: Final = re.compile(r"[()]")
 _HEADER: Final = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(")
-_CALLED: Final = re.compile(r"([a-z_-]+)=\{?(%[^\s,)}]+(?:, ?%[^\s,)}]+)*)")
-_NO_CALLS: Final = ("control-predecessors", "control-successors")
 # A fixed beginning makes them fast.
 _CALLS: Final = re.compile(r"=%[^\s,)}]+")
 _BRANCHES: Final = re.compile(r"_computations=\{[^}]*\}")
 _MULTIPLIES: Final = (" dot(", " convolution(", " custom-call(")
-_RUNS: Final = (*_MULTIPLIES, " fusion(", " while(", " call(", " conditional(", " async-start(")
 _ASYNC_START: Final = re.compile(r'custom_call_target="AsyncCollectiveStart"')
 _SCATTERED: Final = re.compile(r"^all-reduce-scatter\b")
-_OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_INDEX: Final = re.compile(r"\bindex=(\d+)")
-_DIMENSION: Final = re.compile(r"\bdimensions=\{(\d+)\}")
 _PARTITIONS: Final = re.compile(r"num_partitions=(\d+)")
 _ALIAS: Final = re.compile(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)")
 _FRAME: Final = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE: Final = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _TABLE_ROW: Final = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
+_NO_HLO: Final = "the text of the executable is cut, or no HLO as XLA prints it"
 _FIELD: Final = re.compile(r"(\w+)=(\d+)")
 
 
-class Shape(NamedTuple):
-    """Dtype of an array by XLA's name, such as bf16, and its dimensions on a device."""
-
-    dtype: str
-    dims: tuple[int, ...]
-
-    @property
-    def bits(self) -> int:
-        """Bits of an element; 0 for tokens."""
-        digits = re.search(r"\d+", self.dtype)
-        return int(digits[0]) if digits else 8 * (self.dtype == "pred")
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return prod(self.dims)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the array; elements of less than a byte are packed."""
-        return -(-prod(self.dims) * self.bits // 8)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
-
+@record
 class Place(NamedTuple):
     """File and line of the user's program."""
 
@@ -91,50 +64,23 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-class Instruction(NamedTuple):
-    """Fields of a line of a computation."""
+def check_hlo(text: str) -> None:
+    """Check that a text begins and ends as a module does.
 
-    name: str
-    opcode: str
-    results: tuple[Shape, ...]
-    """Shape of the result; of a tuple, of its arrays in order."""
-    operands: tuple[str, ...]
-    literal: str
-    """Text of the operands: of a parameter its number, of a constant its value."""
-    attributes: str
-    """Text behind the operands."""
+    Raises:
+        ValueError: It does not.
+    """
+    if not text.startswith("HloModule") or not text.rstrip().endswith("}"):
+        raise ValueError(f"{_NO_HLO}: {text[:40]!r} ... {text[-40:]!r}")
 
-    @property
-    def op_name(self) -> str | None:
-        """JAX's name of the operation, which names its place in the user's functions."""
-        match = _OP_NAME.search(self.attributes)
-        return match and match[1].replace("\\", "")
 
-    @property
-    def dimension(self) -> int | None:
-        """Number in the attribute `dimensions`, if it has just one."""
-        return _number(_DIMENSION, self.attributes)
-
-    @property
-    def element(self) -> int | None:
-        """Index that get-tuple-element reads."""
-        return _number(_INDEX, self.attributes)
-
-    @property
-    def parameter(self) -> int | None:
-        """Number of the parameter; None for other opcodes."""
-        return int(self.literal) if self.opcode == "parameter" else None
-
-    @property
-    def called(self) -> dict[str, tuple[str, ...]]:
-        """Names of called computations by attribute, such as "body" or "calls"."""
-        attributes = _CALLED.findall(self.attributes)
-        return {key: tuple(_NAME.findall(text)) for key, text in attributes if key not in _NO_CALLS}
-
-    @property
-    def callees(self) -> list[str]:
-        """Names of all called computations."""
-        return [name for names in self.called.values() for name in names]
+@contextmanager
+def hlo_errors() -> Iterator[None]:
+    """Make a ValueError of what fails as a text is read that is cut, or no HLO."""
+    try:
+        yield
+    except (LookupError, RecursionError, StopIteration, ZeroDivisionError) as error:
+        raise ValueError(f"{_NO_HLO} ({type(error).__name__}: {error})") from error
 
 
 class CollectiveOp(NamedTuple):
@@ -153,80 +99,6 @@ class CollectiveOp(NamedTuple):
     trip count."""
 
 
-class Computation:
-    """Instructions of a computation by name: definitions, users and the root."""
-
-    def __init__(self, text: str, begin: int, end: int) -> None:
-        header = _HEADER.match(text, begin)
-        self.name = header[1] if header else ""
-        self.end = end
-        self._text = text
-        self.begin = begin
-        self._parsed: dict[str, Instruction] = {}
-
-    @cached_property
-    def lines(self) -> Mapping[str, str]:
-        """Lines by instruction name, as they are scheduled."""
-        lines = self._text[self.begin : self.end].split("\n")[1:]
-        return {_name_of(line): line for line in lines}
-
-    def __getitem__(self, name: str) -> Instruction:
-        if name not in self._parsed:
-            self._parsed[name] = parsed(self.lines[name])
-        return self._parsed[name]
-
-    def __iter__(self) -> Iterator[Instruction]:
-        return map(self.__getitem__, self.lines)
-
-    @cached_property
-    def root(self) -> Instruction:
-        """Instruction whose result is the computation's."""
-        return parsed(_line_at(self._text, self._text.rfind("\n  ROOT ", self.begin, self.end) + 1))
-
-    @cached_property
-    def parameters(self) -> Sequence[Instruction]:
-        """Parameters, in the order of the text."""
-        names = [name for name, line in self.lines.items() if " parameter(" in line]
-        return [line for line in map(self.__getitem__, names) if line.opcode == "parameter"]
-
-    @property
-    def executed(self) -> Iterator[Instruction]:
-        """Instructions that call computations or multiply; others are not parsed."""
-        places = []
-        for opcode in _RUNS:  # a search for a fixed string is much faster than one for a pattern
-            place = self._text.find(opcode, self.begin, self.end)
-            while place >= 0:
-                places.append((place, opcode))
-                place = self._text.find(opcode, place + 1, self.end)
-        for place, opcode in sorted(places):
-            instruction = self[_name_of(_line_at(self._text, place))]
-            if opcode == f" {instruction.opcode}(":
-                yield instruction
-
-    def contains(self, pattern: re.Pattern[str]) -> bool:
-        """Say whether a pattern is found in the text of the computation."""
-        return pattern.search(self._text, self.begin, self.end) is not None
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Numbers of parameters and of results."""
-        header = self._text[self.begin : self._text.find(" {\n", self.begin)]
-        parameters, _, results = header.partition(") -> ")
-        return parameters.count("["), results.count("[")
-
-    def users(self, name: str) -> Sequence[str]:
-        """List the instructions that have this operand."""
-        return self._users.get(name, ())
-
-    @cached_property
-    def _users(self) -> Mapping[str, list[str]]:
-        users = defaultdict(list)
-        for instruction in self:
-            for operand in set(instruction.operands):
-                users[operand].append(instruction.name)
-        return users
-
-
 class Hlo:
     """Optimized module, as `jax.stages.Compiled.as_text()` prints it: computations by name."""
 
@@ -238,10 +110,11 @@ class Hlo:
         self._contains: dict[tuple[str, re.Pattern[str]], bool] = {}
 
     def __getitem__(self, computation: str) -> Computation:
-        return self._computations[computation]
+        return self.computations[computation]
 
     @cached_property
-    def _computations(self) -> dict[str, Computation]:
+    def computations(self) -> dict[str, Computation]:
+        """Computations by name."""
         computations = {}
         after = 0
         while (end := self.text.find("\n}", after)) >= 0:
@@ -253,7 +126,7 @@ class Hlo:
 
     @cached_property
     def _in_order(self) -> list[Computation]:
-        return list(self._computations.values())
+        return list(self.computations.values())
 
     def _computation_at(self, position: int) -> str:
         return self._in_order[bisect_left(self._in_order, position, key=attrgetter("end"))].name
@@ -261,7 +134,7 @@ class Hlo:
     @cached_property
     def partitions(self) -> int:
         """Devices over which the module is partitioned."""
-        return _number(_PARTITIONS, self._head) or 1
+        return number(_PARTITIONS, self._head) or 1
 
     @cached_property
     def aliases(self) -> dict[int, int]:
@@ -295,7 +168,7 @@ class Hlo:
         for position, opcode, start in self._places:
             if opcode != kind:
                 continue
-            results = parsed(_line_at(self.text, position)).results
+            results = parsed(line_at(self.text, position)).results
             if any(shape.bytes >= least for shape in results):
                 op = self._collective(position, kind, start)
                 if not self._is_part(op):
@@ -337,7 +210,7 @@ class Hlo:
     def callers(self, computation: str) -> Iterator[tuple[str, Instruction]]:
         """Yield the instructions that call a computation, each behind its own computation."""
         for position in self._calls.get(computation, ()):
-            instruction = parsed(_line_at(self.text, position))
+            instruction = parsed(line_at(self.text, position))
             if instruction.opcode not in ("async-update", "async-done"):
                 yield self._computation_at(position), instruction
 
@@ -360,7 +233,7 @@ class Hlo:
         times = self.times(caller)
         if instruction.opcode != "while" or times is None:
             return times
-        count = trips(self, self[caller], instruction)
+        count = trips(self.computations, self[caller], instruction)
         # The condition is evaluated once more, to end the loop.
         is_condition = computation in instruction.called.get("condition", ())
         return None if count is None else times * (count + is_condition)
@@ -427,7 +300,7 @@ class Hlo:
         return sorted(places)
 
     def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> CollectiveOp:
-        instruction = parsed(_line_at(self.text, position))
+        instruction = parsed(line_at(self.text, position))
         name = self._computation_at(position)
         results = instruction.results
         count = len(instruction.operands)
@@ -446,51 +319,8 @@ class Hlo:
         )
 
 
-def parsed(line: str) -> Instruction:
-    """Parse the line of an instruction."""
-    name, _, rest = line.partition(" = ")
-    opcode = _OPCODE.search(f" {rest}")
-    if opcode is None:
-        raise ValueError(f"not an instruction of HLO: {line[:80]}")
-    begin = opcode.end() - 1
-    end, depth = begin, 1
-    for parenthesis in _PARENTHESES.finditer(rest, begin):
-        end, depth = parenthesis.start(), depth + (1 if parenthesis[0] == "(" else -1)
-        if not depth:
-            break
-    return Instruction(
-        name=_name_of(name),
-        opcode=opcode[1],
-        results=_array_shapes(rest[: opcode.start()]),
-        operands=tuple(_NAME.findall(rest[begin:end])),
-        literal=rest[begin:end],
-        attributes=rest[end + 1 :],
-    )
-
-
-def _line_at(text: str, position: int) -> str:
-    end = text.find("\n", position)
-    return text[text.rfind("\n", 0, position) + 1 : end if end >= 0 else None]
-
-
-def _name_of(line: str) -> str:
-    return line.partition(" = ")[0].strip().removeprefix("ROOT ").removeprefix("%")
-
-
-def _number(pattern: re.Pattern[str], text: str) -> int | None:
-    match = pattern.search(text)
-    return int(match[1]) if match else None
-
-
 def _fields(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in _FIELD.findall(text)}
-
-
-def _array_shapes(text: str) -> tuple[Shape, ...]:
-    return tuple(
-        Shape(dtype, tuple(int(size.removeprefix("<=")) for size in dims.split(",") if size))
-        for dtype, dims in _SHAPE.findall(text)
-    )
 
 
 def _operand_of(kind: str, result: Shape, dimension: int | None, devices: int) -> Shape:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._plan.axis_uses import expert_axes_among
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
 from shardrules._program.dataflow import Value, origin_of, updated_values
-from shardrules._program.flow import is_lookup, uses
+from shardrules._program.flow import Consumer, lookup_of, uses
 from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
 
 if TYPE_CHECKING:
-    from shardrules._program.collectives import Moved, Transfer
+    from shardrules._program.collectives import Exchange, Moved
     from shardrules._program.executable import Executable
     from shardrules._program.states import State
 
@@ -27,37 +27,37 @@ _CALLED: Final = frozenset({
     "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute",
     "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
 })  # fmt: skip
-_BATCH_SHARE: Final = 0.2
-"""Share of all gradient bytes that are reduced over an axis, for it to shard the batch."""
+_BATCH_SHARE: Final = 0.1
+"""Share of the elements of all states whose gradients an axis of the batch sums."""
 
 
-class Reason(NamedTuple):
+class Cause(NamedTuple):
     """Reason for which a program moves an array."""
 
     text: str
     is_expected: bool = True
 
 
-REASONS: Final[dict[str, Reason]] = {
-    "gather": Reason("a planned array, gathered where it is used"),
-    "copy": Reason("an argument, moved"),
-    "gradient": Reason("a gradient, summed over the batch"),
-    "update": Reason("a new state, gathered as it is returned"),
-    "partial": Reason("sums of products that devices compute in parts"),
-    "parts": Reason("gathered for products that devices compute in parts"),
-    "between": Reason("sharded otherwise between products"),
-    "experts": Reason("tokens, exchanged between experts"),
-    "rows": Reason("rows of a planned table, looked up by number"),
-    "called": Reason("called by the program, in shard_map"),
-    "small": Reason("statistics of a few bytes"),
-    "microbatch": Reason("a gradient, summed in every micro-batch", is_expected=False),
-    "whole gradient": Reason("a gradient, gathered though its parameter is sharded", False),
-    "cache": Reason("a state, gathered though it is planned to be sharded", False),
-    "batch": Reason("an activation, moved along an axis that shards the batch", False),
-    "alike": Reason("an activation, gathered, and then used alike on all devices", False),
-    "reshard": Reason("an activation, sharded otherwise and back", False),
-    "again": Reason("equal on all devices before it is summed", False),
-    "unknown": Reason("nothing planned explains it", False),
+REASONS: Final[dict[str, Cause]] = {
+    "gather": Cause("a planned array, gathered where it is used"),
+    "copy": Cause("an argument, moved"),
+    "gradient": Cause("a gradient, summed over the batch"),
+    "update": Cause("a new state, gathered as it is returned"),
+    "partial": Cause("sums of products that devices compute in parts"),
+    "parts": Cause("gathered for products that devices compute in parts"),
+    "between": Cause("sharded otherwise between products"),
+    "experts": Cause("tokens, exchanged between experts"),
+    "rows": Cause("rows of a planned table, looked up by number"),
+    "called": Cause("called by the program, in shard_map"),
+    "small": Cause("statistics of a few bytes"),
+    "microbatch": Cause("a gradient, summed in every micro-batch", is_expected=False),
+    "whole gradient": Cause("a gradient, gathered though its parameter is sharded", False),
+    "cache": Cause("a state, gathered though it is planned to be sharded", False),
+    "batch": Cause("an activation, moved along an axis that shards the batch", False),
+    "alike": Cause("an activation, gathered, and then used alike on all devices", False),
+    "reshard": Cause("an activation, sharded otherwise and back", False),
+    "again": Cause("equal on all devices before it is summed", False),
+    "unknown": Cause("nothing planned explains it", False),
 }
 """Reasons by key; findings have a fix for each that is not expected."""
 
@@ -95,21 +95,21 @@ class Tracer:
         self._small = small
         self._axis_sizes: dict[str, int] = dict(executable.mesh.shape)
 
-    def movements(self, transfers: Sequence[Transfer]) -> list[Movement]:
-        """Trace each of a module's transfers."""
-        leaves = [self._leaf_of(transfer) for transfer in transfers]
-        self._reduced = self._gradient_axes(transfers, leaves)
+    def movements(self, exchanges: Sequence[Exchange]) -> list[Movement]:
+        """Trace each of a module's exchanges."""
+        leaves = [self._leaf_of(exchange) for exchange in exchanges]
+        self._reduced = self._gradient_axes(exchanges, leaves)
         return [
-            self._movement(transfer, leaf) for transfer, leaf in zip(transfers, leaves, strict=True)
+            self._movement(exchange, leaf) for exchange, leaf in zip(exchanges, leaves, strict=True)
         ]
 
-    def _leaf_of(self, transfer: Transfer) -> tuple[str, int] | None:
+    def _leaf_of(self, exchange: Exchange) -> tuple[str, int] | None:
         """Find the argument that is moved, or else the one whose new state is made of it."""
-        origin = origin_of(self._hlo, _operand(transfer))
+        origin = origin_of(self._hlo, _operand(exchange))
         if origin is not None:
             leaf = self._executable.leaf_of.get(origin.parameter)
             return None if leaf is None else ("argument", leaf)
-        leaf = self._next_state_of.get(self._result(transfer))
+        leaf = self._next_state_of.get(self._result(exchange))
         return None if leaf is None else ("state", leaf)
 
     @cached_property
@@ -124,69 +124,66 @@ class Tracer:
         return leaf_of
 
     def _gradient_axes(
-        self, transfers: Sequence[Transfer], leaves: Sequence[tuple[str, int] | None]
+        self, exchanges: Sequence[Exchange], leaves: Sequence[tuple[str, int] | None]
     ) -> frozenset[str]:
         """Return the axes over which gradients are summed, but for those of a few."""
-        sizes: dict[str, int] = {}
-        total = 0
-        for transfer, leaf in zip(transfers, leaves, strict=True):
-            if leaf and leaf[0] == "state" and transfer.kind in _REDUCTIONS:
-                total += transfer.payload
-                for axis in transfer.axes:
-                    sizes[axis] = sizes.get(axis, 0) + transfer.payload
-        return frozenset(axis for axis, size in sizes.items() if size > _BATCH_SHARE * total)
+        leaves_of: dict[str, set[int]] = {}
+        for exchange, leaf in zip(exchanges, leaves, strict=True):
+            if leaf and leaf[0] == "state" and exchange.kind in _REDUCTIONS:
+                for axis in exchange.axes:
+                    leaves_of.setdefault(axis, set()).add(leaf[1])
+        least = _BATCH_SHARE * self._size(chain(*(state.inputs for state in self._carried)))
+        return frozenset(axis for axis, leaves in leaves_of.items() if self._size(leaves) > least)
+
+    def _size(self, leaves: Iterable[int]) -> int:
+        return sum(prod(self._executable.inputs.shapes[leaf]) for leaf in leaves)
 
     @cached_property
     def batch_axes(self) -> frozenset[str]:
         """Mesh axes that shard the batch: those of its leaves, or else those that sum gradients."""
-        shardings = self._executable.inputs.shardings
-        of_batches = (self._sharding_axes(shardings[leaf]) for leaf in self._batches)
+        of_batches = (self._leaf_axes(leaf) for leaf in self._batches)
         return frozenset().union(*of_batches) or self._reduced
 
-    def _sharding_axes(self, sharding: Any) -> frozenset[str]:
-        spec = getattr(sharding, "spec", None)
+    def _leaf_axes(self, leaf: int) -> frozenset[str]:
+        spec = getattr(self._executable.inputs.shardings[leaf], "spec", None)
         return frozenset() if spec is None else axes_used(spec, self._axis_sizes)
 
     @cached_property
     def variation(self) -> Variation:
         """Axes along which values differ between devices."""
-        side = self._executable.inputs
-        axes = {
-            number: self._sharding_axes(side.shardings[leaf])
-            for number, leaf in self._executable.leaf_of.items()
-        }
+        axes = {number: self._leaf_axes(leaf) for number, leaf in self._executable.leaf_of.items()}
         return Variation(self._hlo, self._axis_sizes, axes)
 
-    def _movement(self, transfer: Transfer, leaf: tuple[str, int] | None) -> Movement:
+    def _movement(self, exchange: Exchange, leaf: tuple[str, int] | None) -> Movement:
         if leaf is not None:
             kind, number = leaf
             path = self._executable.inputs.paths[number]
             if kind == "argument":
-                is_gather = transfer.kind == "all-gather"
+                is_gather = exchange.kind == "all-gather"
                 return Movement("argument", path, "gather" if is_gather else "copy", number)
-            return self._of_state(transfer, number, path)
-        name = transfer.op.instruction.op_name or transfer.op.instruction.name
-        reason = self._of_activation(transfer)
+            return self._of_state(exchange, number, path)
+        name = exchange.op.instruction.op_name or exchange.op.instruction.name
+        reason = self._of_activation(exchange)
         is_known = reason != "unknown"
         return Movement("activation" if is_known else "unexplained", name, reason)
 
-    def _of_state(self, transfer: Transfer, leaf: int, path: str) -> Movement:
+    def _of_state(self, exchange: Exchange, leaf: int, path: str) -> Movement:
         """Say what is moved on the way to the next state of a leaf."""
-        axes = frozenset(transfer.axes)
-        if transfer.kind in _REDUCTIONS:
-            reason = "microbatch" if self._is_repeated(transfer, leaf) else "gradient"
+        axes = frozenset(exchange.axes)
+        if exchange.kind in _REDUCTIONS:
+            reason = "microbatch" if self._is_repeated(exchange, leaf) else "gradient"
             return Movement("gradient", f"gradient of {path}", reason, leaf)
         is_update = any(
             number == self._executable.parameter_of[leaf]
-            for number in self._parameters_of(_operand(transfer))
+            for number in self._parameters_of(_operand(exchange))
         )
-        is_sharded = bool(axes & self._sharding_axes(self._executable.inputs.shardings[leaf]))
+        is_sharded = bool(axes & self._leaf_axes(leaf))
         if is_update:
-            reason = "cache" if is_sharded and transfer.kind == "all-gather" else "update"
+            reason = "cache" if is_sharded and exchange.kind == "all-gather" else "update"
             return Movement("state", f"new {path}", reason, leaf)
-        if self._sent(transfer) < self._small:
+        if self._sent(exchange) < self._small:
             return Movement("gradient", f"gradient of {path}", "small", leaf)
-        is_gather = transfer.kind == "all-gather" and is_sharded
+        is_gather = exchange.kind == "all-gather" and is_sharded
         return Movement(
             "gradient", f"gradient of {path}", "whole gradient" if is_gather else "gradient", leaf
         )
@@ -199,70 +196,70 @@ class Tracer:
                 if number is not None:
                     yield number
 
-    def _is_repeated(self, transfer: Transfer, leaf: int) -> bool:
+    def _is_repeated(self, exchange: Exchange, leaf: int) -> bool:
         """Say whether more is summed in a step than the gradient has.
 
         Over axes that shard the leaf there is no choice: no device has room for all of the sum.
         """
         side = self._executable.inputs
-        sharding = self._sharding_axes(side.shardings[leaf])
-        if transfer.times is None or sharding.issuperset(transfer.axes):
+        sharding = self._leaf_axes(leaf)
+        if exchange.times is None or sharding.issuperset(exchange.axes):
             return False
-        count = prod(self._axis_sizes[axis] for axis in sharding.difference(transfer.axes))
-        summed = transfer.shape.elements * transfer.times * count
+        count = prod(self._axis_sizes[axis] for axis in sharding.difference(exchange.axes))
+        summed = exchange.shape.elements * exchange.times * count
         return summed >= 2 * prod(side.shapes[leaf])
 
-    def _result(self, transfer: Transfer) -> Value:
+    def _result(self, exchange: Exchange) -> Value:
         """Return the moved array, as the computation has it that the collective is executed in."""
-        op = transfer.op
+        op = exchange.op
         fusion = self._hlo.fusion_of(op.computation)
         if fusion is None:
-            element = transfer.number if len(op.results) > 1 else None
+            element = exchange.number if len(op.results) > 1 else None
             return Value(op.computation, op.instruction.name, element)
         computation, instruction = fusion
         if self._hlo.is_async_start(op.computation):
             return Value(computation, instruction.name, 1)  # behind the operand
-        element = transfer.number if len(instruction.results) > 1 else None
+        element = exchange.number if len(instruction.results) > 1 else None
         return Value(computation, instruction.name, element)
 
-    def _sent(self, transfer: Transfer) -> int:
-        times = transfer.times
-        return transfer.sent_once * (1 if times is None else times)
+    def _sent(self, exchange: Exchange) -> int:
+        times = exchange.times
+        return exchange.sent_once * (1 if times is None else times)
 
-    def _of_activation(self, transfer: Transfer) -> str:
+    def _of_activation(self, exchange: Exchange) -> str:
         """Return the reason for which an activation is moved."""
-        if self._sent(transfer) < self._small:
+        if self._sent(exchange) < self._small:
             return "small"
-        axes = frozenset(transfer.axes)
+        axes = frozenset(exchange.axes)
         is_batch = not axes.isdisjoint(self.batch_axes)
-        is_called = _called_name(transfer) in _CALLED
-        if transfer.kind in _REDUCTIONS:
-            operand = _operand(transfer)
+        is_called = _called_name(exchange) in _CALLED
+        if exchange.kind in _REDUCTIONS:
+            operand = _operand(exchange)
             if not axes & self.variation.of(operand.computation, [operand.name]):
                 return "again"
             reason = "called" if is_called else "batch" if is_batch else "partial"
-        elif transfer.kind == "all-gather":
-            reason = self._of_gathered_activation(transfer, axes, is_batch=is_batch)
+        elif exchange.kind == "all-gather":
+            reason = self._of_gathered_activation(exchange, axes, is_batch=is_batch)
         else:
-            reason = "called" if is_called else self._of_exchange(transfer, axes, is_batch)
+            reason = "called" if is_called else self._of_moved_activation(exchange, axes, is_batch)
         is_bad = not REASONS[reason].is_expected
-        return "rows" if is_bad and self._is_of_table(_operand(transfer), axes) else reason
+        return "rows" if is_bad and self._is_of_table(exchange, axes) else reason
 
-    def _of_exchange(self, transfer: Transfer, axes: frozenset[str], is_batch: bool) -> str:
+    def _of_moved_activation(self, exchange: Exchange, axes: frozenset[str], is_batch: bool) -> str:
         """Return the reason of an all-to-all, or a collective-permute, that XLA has inserted."""
-        if transfer.kind == "collective-permute":
+        if exchange.kind == "collective-permute":
             return "batch" if is_batch else "unknown"
         if axes <= self._expert_axes:
             return "experts"
         if is_batch:
             return "batch"
-        is_used = any(use.kind == "product" for use in self._uses(transfer))
+        is_used = any(use.kind == "product" for use in self._uses(exchange))
         return "between" if is_used else "reshard"
 
     def _of_gathered_activation(
-        self, transfer: Transfer, axes: frozenset[str], *, is_batch: bool
+        self, exchange: Exchange, axes: frozenset[str], *, is_batch: bool
     ) -> str:
-        products = [factors for factors in self._factors(transfer, axes) if factors]
+        products = [factors for factors in self._factors(exchange, axes) if factors]
         is_with_weights = any(
             origin_of(self._hlo, factor) is not None for factors in products for factor in factors
         )
@@ -270,9 +267,9 @@ class Tracer:
             return "parts"
         return "batch" if is_batch else "alike"
 
-    def _factors(self, transfer: Transfer, axes: frozenset[str]) -> Iterator[list[Value]]:
+    def _factors(self, exchange: Exchange, axes: frozenset[str]) -> Iterator[list[Value]]:
         """Yield, for each product with what is moved, the factors that differ along the axes."""
-        for use in self._uses(transfer):
+        for use in self._uses(exchange):
             if use.kind == "product":
                 computation = use.value.computation
                 others = [name for name in use.instruction.operands if name != use.value.name]
@@ -282,30 +279,29 @@ class Tracer:
                     if axes & self.variation.of(computation, [name])
                 ]
 
-    def _uses(self, transfer: Transfer) -> Iterator[Any]:
-        axes = frozenset(transfer.axes)
-        is_gather = transfer.kind == "all-gather"
+    def _uses(self, exchange: Exchange) -> Iterator[Consumer]:
+        axes = frozenset(exchange.axes)
+        is_gather = exchange.kind == "all-gather"
 
         def differs(value: Value) -> bool:
             names = [value.name]
             return is_gather and bool(axes & self.variation.of(value.computation, names))
 
-        return uses(self._hlo, self._result(transfer), differs)
+        return uses(self._hlo, self._result(exchange), differs)
 
-    def _is_of_table(self, value: Value, axes: frozenset[str]) -> bool:
-        """Say whether a value is made of rows of an argument that these axes shard."""
-        for source in updated_values(self._hlo, value, {}):
-            instruction = self._hlo[source.computation][source.name]
-            if not is_lookup(self._hlo, instruction):
-                continue
-            for name in instruction.operands:
-                origin = origin_of(self._hlo, Value(source.computation, name))
-                leaf = origin and self._executable.leaf_of.get(origin.parameter)
-                if leaf is None:
-                    continue
-                if axes & self._sharding_axes(self._executable.inputs.shardings[leaf]):
-                    return True
-        return False
+    def _is_of_table(self, exchange: Exchange, axes: frozenset[str]) -> bool:
+        """Say whether rows of an argument that these axes shard are moved, or their gradients."""
+        operand = _operand(exchange)
+        lookup = lookup_of(self._hlo, operand)
+        names = () if lookup is None else lookup.operands
+        origins = [origin_of(self._hlo, Value(operand.computation, name)) for name in names]
+        leaves = [origin and self._executable.leaf_of.get(origin.parameter) for origin in origins]
+        if lookup is None:
+            sums = [(use.kind, _result_of(use)) for use in self._uses(exchange)]
+            leaves = [self._next_state_of.get(total) for kind, total in sums if kind == "rows"]
+            if len(leaves) < len(sums):
+                return False
+        return any(leaf is not None and bool(axes & self._leaf_axes(leaf)) for leaf in leaves)
 
     @cached_property
     def _expert_axes(self) -> frozenset[str]:
@@ -320,9 +316,13 @@ class Tracer:
         return frozenset(axes)
 
 
-def _operand(transfer: Transfer) -> Value:
-    return Value(transfer.op.computation, transfer.op.instruction.operands[transfer.number])
+def _operand(exchange: Exchange) -> Value:
+    return Value(exchange.op.computation, exchange.op.instruction.operands[exchange.number])
 
 
-def _called_name(transfer: Transfer) -> str:
-    return (transfer.op.instruction.op_name or "").rpartition("/")[2]
+def _result_of(use: Consumer) -> Value:
+    return Value(use.value.computation, use.instruction.name)
+
+
+def _called_name(exchange: Exchange) -> str:
+    return (exchange.op.instruction.op_name or "").rpartition("/")[2]

@@ -2,39 +2,71 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._arguments import in_order
+from shardrules._arguments import check_file, check_type, in_order
+from shardrules._io import write_text
+from shardrules._locks import content_of
 from shardrules._plan.plan import Plan
-from shardrules._program.collectives import Collective, transfers
+from shardrules._program.collectives import Collective, exchanges
 from shardrules._program.executable import Executable, call_of
-from shardrules._program.inputs import PlannedSharding, planned_targets
+from shardrules._program.hlo import hlo_errors
+from shardrules._program.inputs import planned_targets
+from shardrules._program.lock import compared, costs_of, lock_text, read_lock
 from shardrules._program.movement import REASONS, Movement, Tracer
 from shardrules._program.states import State, states
 from shardrules._program.work import Product, products
-from shardrules._text import Column, Table, bytes_shown, mesh_shown, printable
+from shardrules._text import Column, Table, answer, bytes_shown, mesh_shown, printable
 
 if TYPE_CHECKING:
-    from shardrules._program.collectives import Transfer
+    from pathlib import Path
+
+    from shardrules._plan.findings import Findings
+    from shardrules._program.collectives import Exchange
+    from shardrules._program.lock import Costs
 
 SMALL: Final = 2**16
 """Bytes that a device sends in a step, below which a collective needs no explanation."""
+_ANSWERS: Final = ("_costs", "axis_sizes", "batch_axes", "collectives", "has_text", "products")
 _KEPT_IN_TEXT: Final = 20
+_COLUMNS: Final = (
+    Column("sent", is_right=True),
+    Column("times", is_right=True),
+    Column("collective"),
+    Column("over"),
+    Column("array"),
+    Column("moves", is_elided=True),
+    Column("why", is_elided=True),
+    Column("line", is_elided=True),
+)
 
 
+@answer
 class Program:
     """Report about a compiled function: collectives, what they move, and memory.
 
     `inspect` makes it. Nothing is read before it is asked for.
     """
 
-    def __init__(self, executable: Executable, inputs: Any, outputs: Any) -> None:
+    def __init__(
+        self, executable: Executable, carried: Sequence[State], batches: Sequence[int]
+    ) -> None:
         self._executable = executable
-        self._inputs = inputs
-        self._outputs = outputs
+        self._carried = carried
+        self._batches = batches
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An executable cannot be copied.
+        return {name: getattr(self, name) for name in _ANSWERS}
+
+    @cached_property
+    def has_text(self) -> bool:
+        """False where the backend does not show what it has compiled."""
+        return self._executable.hlo is not None
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -43,40 +75,17 @@ class Program:
         return {} if mesh is None else dict(mesh.shape)
 
     @cached_property
-    def _targets(
-        self,
-    ) -> tuple[list[PlannedSharding | None], list[PlannedSharding | None]]:
-        return planned_targets(self._executable, self._inputs, self._outputs)
-
-    @cached_property
-    def _carried(self) -> list[State]:
-        return states(self._executable, self._inputs, self._outputs)
-
-    @cached_property
-    def _batches(self) -> list[int]:
-        """Leaves of the inputs that are neither states nor planned parameters."""
-        side = self._executable.inputs
-        carried = {leaf for state in self._carried for leaf in state.inputs}
-        plans = side.plans_of(self._inputs)
-        return [
-            leaf
-            for (_, leaves), plan in zip(side.subtrees, plans, strict=True)
-            if not isinstance(plan, Plan)
-            for leaf in leaves
-            if leaf not in carried
-        ]
-
-    @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Arrays that the program moves between devices, those with most bytes first."""
         hlo = self._executable.hlo
         if hlo is None:
             return ()
-        rows = list(transfers(hlo, self.axis_sizes))
-        if self._tracer is None:
-            movements = [_unknown(row) for row in rows]
-        else:
-            movements = self._tracer.movements(rows)
+        with hlo_errors():
+            rows = list(exchanges(hlo, self.axis_sizes))
+            if self._tracer is None:
+                movements = [_unknown(row) for row in rows]
+            else:
+                movements = self._tracer.movements(rows)
         pairs = zip(rows, movements, strict=True)
         collectives = [self._collective(row, movement) for row, movement in pairs]
         return tuple(sorted(collectives, key=lambda row: -(row.sent or row.sent_once)))
@@ -99,9 +108,10 @@ class Program:
         tracer, hlo = self._tracer, self._executable.hlo
         if tracer is None or hlo is None or not hlo.has_products:
             return ()
-        return list(products(hlo, lambda: tracer.variation))
+        with hlo_errors():
+            return list(products(hlo, lambda: tracer.variation))
 
-    def _collective(self, row: Transfer, movement: Movement) -> Collective:
+    def _collective(self, row: Exchange, movement: Movement) -> Collective:
         assert self._executable.hlo is not None
         instruction = row.op.instruction
         reason = REASONS[movement.reason]
@@ -137,25 +147,81 @@ class Program:
         """True if a collective runs in a loop whose trip count is not known."""
         return any(row.times is None for row in self.collectives)
 
-    def _table(self, count: int | None = None) -> Table:
-        columns = [
-            Column("sent", is_right=True),
-            Column("times", is_right=True),
-            Column("collective"),
-            Column("over"),
-            Column("array"),
-            Column("moves", is_elided=True),
-            Column("why", is_elided=True),
-            Column("line", is_elided=True),
+    @cached_property
+    def _costs(self) -> Costs:
+        return costs_of(self._executable, self.collectives)
+
+    def _shown_costs(self) -> Costs:
+        if not self.has_text:
+            raise ValueError(
+                "this backend does not show the text of executables: what they send cannot be "
+                "locked, nor compared; compile the function for another backend"
+            )
+        return self._costs
+
+    def lock(self, path: str | Path | None = None) -> str:
+        """Write what the program costs as a text for version control: JSON, a line for each sum.
+
+        It has the bytes that a device sends by mesh axes and kind, the peak, and versions.
+
+        Args:
+            path: A file to write it to as well.
+
+        Raises:
+            ValueError: The backend does not show the program.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> step = jax.jit(lambda x: x * 2)
+            >>> compiled = step.lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile()
+            >>> program = sr.inspect(compiled, (None,))
+            >>> program.diff(program.lock())
+            nothing found: 0 sums of bytes and the peak compared with the lock
+        """
+        check_file("path", path)
+        text = lock_text(self._shown_costs())
+        if path is not None:
+            write_text(path, text)
+        return text
+
+    def diff(self, other: Program | str | Path, *, tolerance: float = 0.02) -> Findings:
+        """Find what the program sends or needs beyond an earlier one: a line for a test.
+
+        Growth is an error, for `raise_for`; shrinkage an info, as the lock should be made again.
+
+        Args:
+            other: The earlier program, its lock's text, or the path of its lock.
+            tolerance: Growth, as a share, that is accepted for each sum and the peak.
+
+        Raises:
+            FileError: It is not a lock; a ValueError.
+            ValueError: The backend does not show the program.
+        """
+        check_type(
+            "other", other, Program | str | os.PathLike,
+            "a Program, a lock's text, or the path of its file",
+        )  # fmt: skip
+        if isinstance(other, Program):
+            before, name = other._shown_costs(), "the program"
+        else:
+            data, name = content_of(other)
+            before = read_lock(data, name)
+        return compared(self._shown_costs(), before, self.collectives, tolerance, name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as `json.dumps` takes it."""
+        rows = [
+            row._asdict() | {"sent": row.sent, "place": row.place and str(row.place)}
+            for row in self.collectives
         ]
-        return Table(columns, [_cells(row) for row in self.collectives[:count]])
+        return {"mesh": self.axis_sizes, "collectives": rows}
 
     def __str__(self) -> str:
-        if self._executable.hlo is None:
+        if not self.has_text:
             return "this backend does not show the text of executables: what they send is not known"
         lines = [self._summary()]
         if self.collectives:
-            lines += self._table(_KEPT_IN_TEXT).lines()
+            lines += Table(_COLUMNS, list(map(_cells, self.collectives[:_KEPT_IN_TEXT]))).lines()
         rest = len(self.collectives) - _KEPT_IN_TEXT
         if rest > 0:
             lines.append(f"and {rest} more")
@@ -172,8 +238,19 @@ class Program:
             text += f"; nothing planned explains {bytes_shown(lost)} of it"
         return text
 
-    def _repr_html_(self) -> str:
-        return self._table().html(self._summary())
+
+def batches(executable: Executable, inputs: Any, carried: Sequence[State]) -> list[int]:
+    """List the leaves of the inputs that are neither states nor planned by a plan."""
+    side = executable.inputs
+    of_states = {leaf for state in carried for leaf in state.inputs}
+    plans = side.plans_of(inputs)
+    return [
+        leaf
+        for (_, leaves), plan in zip(side.subtrees, plans, strict=True)
+        if not isinstance(plan, Plan)
+        for leaf in leaves
+        if leaf not in of_states
+    ]
 
 
 def _cells(row: Collective) -> Sequence[str]:
@@ -189,7 +266,7 @@ def _cells(row: Collective) -> Sequence[str]:
     )
 
 
-def _unknown(row: Transfer) -> Movement:
+def _unknown(row: Exchange) -> Movement:
     name = row.op.instruction.op_name or row.op.instruction.name
     return Movement("unexplained", name, "unknown")
 
@@ -222,6 +299,7 @@ def inspect(compiled: Any, inputs: Any, outputs: Any = None) -> Program:
         >>> print(sr.inspect(step.lower(plan.abstract(), x).compile(), (plan, None)))
         each device sends 0 B in a step on fsdp=1
     """
-    program = Program(Executable(call_of(compiled, inputs)), inputs, outputs)
-    _ = program._targets  # what does not fit is an error now
-    return program
+    executable = Executable(call_of(compiled, inputs))
+    planned_targets(executable, inputs, outputs)  # what does not fit is an error
+    carried = states(executable, inputs, outputs)
+    return Program(executable, carried, batches(executable, inputs, carried))

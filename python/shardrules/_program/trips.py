@@ -6,7 +6,9 @@ import re
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from shardrules._program.hlo import Computation, Hlo, Instruction
+    from collections.abc import Mapping
+
+    from shardrules._program.computation import Computation, Instruction
 
 _KNOWN: Final = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _DIRECTION: Final = re.compile(r"direction=(\w+)")
@@ -16,17 +18,19 @@ _MOST_COPIES: Final = 100
 _LAST: Final = {"LT": 0, "LE": 1, "NE": 0}
 
 
-def trips(hlo: Hlo, computation: Computation, loop: Instruction) -> int | None:
+def trips(
+    computations: Mapping[str, Computation], computation: Computation, loop: Instruction
+) -> int | None:
     """Count the trips of a loop; None if its text does not tell.
 
     Args:
-        hlo: The module.
+        computations: Those of the module, by name.
         computation: The computation that the loop is in.
         loop: The while instruction.
     """
     if match := _KNOWN.search(loop.attributes):
         return int(match[1])
-    condition, body = (hlo[loop.called[key][0]] for key in ("condition", "body"))
+    condition, body = (computations[loop.called[key][0]] for key in ("condition", "body"))
     test = condition.root
     direction = _DIRECTION.search(test.attributes)
     last = _LAST.get(direction[1]) if direction else None

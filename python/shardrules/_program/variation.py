@@ -13,7 +13,8 @@ import numpy as np
 from shardrules._program.dataflow import MOVES
 
 if TYPE_CHECKING:
-    from shardrules._program.hlo import Hlo, Instruction
+    from shardrules._program.computation import Instruction
+    from shardrules._program.hlo import Hlo
 
 # Collectives after which values are equal along the axes of their groups, or differ along them.
 _EQUALIZING: Final = ("all-gather", "all-reduce")
@@ -116,8 +117,10 @@ class Variation:
     def _constant(self, instruction: Instruction) -> _Along:
         """Read a constant, which may have an entry for each device."""
         sizes = tuple(self._axis_sizes.values())
+        if instruction.results[0].dims != (prod(sizes),):
+            return _Along(frozenset())
         entries = _NUMBER.findall(instruction.literal)
-        if instruction.results[0].dims != (prod(sizes),) or len(entries) != prod(sizes):
+        if len(entries) != prod(sizes):
             return _Along(frozenset())
         table = np.array(entries).reshape(sizes)
         axes = enumerate(self._axis_sizes)

@@ -11,7 +11,8 @@ from shardrules._program.dataflow import PRODUCTS
 from shardrules._program.flow import is_product
 
 if TYPE_CHECKING:
-    from shardrules._program.hlo import Computation, Hlo, Instruction, Place
+    from shardrules._program.computation import Computation, Instruction
+    from shardrules._program.hlo import Hlo, Place
     from shardrules._program.variation import Variation
 
 _CONTRACTED: Final = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")

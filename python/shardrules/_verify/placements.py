@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from shardrules._correction import in_memory
 from shardrules._mesh.memory import memory_apart
@@ -14,6 +17,8 @@ from shardrules._program.executable import at, sharding_shown
 from shardrules._text import bytes_shown, counted, printable
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from shardrules._plan.findings import Finding, Level, VerifyKind
     from shardrules._program.executable import Executable, Library, Side
     from shardrules._program.inputs import PlannedSharding
@@ -54,8 +59,22 @@ class ObjectPairs:
         self._firsts = firsts
         self._seconds = seconds
         # A list of None says that nothing is planned.
-        count = len(firsts) if firsts.count(None) < len(firsts) else 0
-        self._position_of = dict(zip(self._ids(), range(count), strict=False))
+        self._count = len(firsts) if firsts.count(None) < len(firsts) else 0
+
+    @cached_property
+    def _groups(self) -> tuple[NDArray[np.intp], list[int]]:
+        """Number of the pair at each position, and a position of each pair."""
+        (firsts, count), (seconds, _) = map(self._numbers, (self._firsts, self._seconds))
+        _, positions, numbers = np.unique(
+            firsts + seconds * count, return_index=True, return_inverse=True
+        )
+        return numbers, positions.tolist()
+
+    def _numbers(self, objects: Sequence[Any]) -> tuple[NDArray[np.intp], int]:
+        """Give each object a number, by its identity."""
+        ids = np.fromiter(map(id, objects), np.uintp, self._count)
+        distinct, numbers = np.unique(ids, return_inverse=True)
+        return numbers, len(distinct)
 
     def differences(
         self, are_equal: Callable[[Any, Any, int], bool], texts: Callable[[int], _Texts]
@@ -66,22 +85,21 @@ class ObjectPairs:
             are_equal: Called once for each pair of the same objects, with one of its positions.
             texts: Formats both objects at a position.
         """
-        differ = {key for key, i in self._position_of.items() if not self._is_equal(i, are_equal)}
-        positions = defaultdict(list)
-        for i, key in enumerate(self._ids()) if differ else ():
-            if key in differ:
-                positions[key].append(i)
+        numbers, positions = self._groups
+        differ = [number for number, i in enumerate(positions) if not self._is_equal(i, are_equal)]
         merged: dict[_Texts, list[int]] = defaultdict(list)
-        for group in positions.values():
+        if not differ:
+            return iter(())
+        order, ends = np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))
+        groups = np.split(order, ends[:-1])
+        for number in differ:
+            group = groups[number].tolist()
             merged[texts(group[0])] += group
         return ((pair, sorted(group)) for pair, group in merged.items())
 
     def _is_equal(self, position: int, are_equal: Callable[[Any, Any, int], bool]) -> bool:
         first, second = self._firsts[position], self._seconds[position]
         return first is None or second is None or are_equal(first, second, position)
-
-    def _ids(self) -> Iterator[tuple[int, int]]:
-        return zip(map(id, self._firsts), map(id, self._seconds), strict=True)
 
 
 _Texts = tuple[str | None, str | None]

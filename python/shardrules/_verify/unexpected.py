@@ -40,33 +40,32 @@ _FIXES: Final = {
 }
 
 
-def unexpected(program: Program, large: int) -> Iterator[Finding]:
+def unexpected(
+    program: Program, large: int, reported: Container[Collective] = ()
+) -> Iterator[Finding]:
     """Yield findings about what the program sends without need.
 
     Args:
         program: The report about the program.
         large: Minimum bytes that a device sends in a step, for what is no large share of all.
+        reported: Collectives that other findings are about.
     """
     total = sum(program.sent.values())
     groups: defaultdict[tuple[str, tuple[str, ...]], list[Collective]] = defaultdict(list)
     for row in program.collectives:
-        if not row.is_expected:
+        if not row.is_expected and row not in reported:
             groups[row.reason, row.axes].append(row)
     for (reason, axes), rows in groups.items():
-        size = sum(map(_sent, rows))
+        size = sum(row.sent_at_least for row in rows)
         if size >= large or (size >= _SHARE * total and total >= large):
             yield _finding(program, reason, axes, rows, size)
-
-
-def _sent(row: Collective) -> int:
-    return row.sent_once if row.sent is None else row.sent
 
 
 def _finding(
     program: Program, reason: str, axes: tuple[str, ...], rows: Sequence[Collective], size: int
 ) -> Finding:
     (key,) = [name for name, entry in REASONS.items() if entry.text == reason]
-    names = "; ".join([*map(_shown, rows[:_NAMED]), *and_more(len(rows), _NAMED, "collective")])
+    names = "; ".join([*map(str, rows[:_NAMED]), *and_more(len(rows), _NAMED, "collective")])
     step = "an iteration" if any(row.times is None for row in rows) else "a step"
     message = (
         f"{bytes_shown(size)} sent by each device in {step} over {', '.join(axes)}: {reason}: "
@@ -85,26 +84,19 @@ def _finding(
     )
 
 
-def _shown(row: Collective) -> str:
-    """Format a collective: all-gather of f32[16,512], 3 times, at train.py:31 (jit(step)/dot)."""
-    times = "" if row.times in (None, 1) else f", {row.times:,} times"
-    place = "" if row.place is None else f" at {row.place}"
-    return f"{row.kind} of {row.shape}{times}{place} ({row.op_name or row.name})"
-
-
-def computed_alike(program: Program, told: Container[str]) -> Iterator[Finding]:
+def computed_alike(program: Program, reported: Container[str]) -> Iterator[Finding]:
     """Yield findings about products that devices along an axis compute alike.
 
     Args:
         program: The report about the program.
-        told: Mesh axes of which another finding says the same.
+        reported: Mesh axes of which another finding says the same.
     """
     products = program.products
     total = sum(product.flops for product in products)
     for axis, count in program.axis_sizes.items():
         alike = [product for product in products if axis not in product.axes]
         flops = sum(product.flops for product in alike)
-        if count > 1 and flops > _ALIKE * total and axis not in told:
+        if count > 1 and flops > _ALIKE * total and axis not in reported:
             yield _alike(axis, sorted(alike, key=lambda product: -product.flops), flops / total)
 
 

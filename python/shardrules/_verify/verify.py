@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._arguments import check_real, in_order
+from shardrules._arguments import check_real, check_type, in_order
 from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.table import DEFAULT_LARGE
+from shardrules._program.compiling import CompileLog
 from shardrules._program.executable import Executable, call_of
+from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import planned_targets
-from shardrules._program.program import Program
+from shardrules._program.program import Program, batches
 from shardrules._program.states import states
 from shardrules._text import bytes_shown, counted
+from shardrules._verify.budget import limits_of, over_budget
 from shardrules._verify.gathered import gathered
 from shardrules._verify.placements import (
     changed,
@@ -21,6 +24,7 @@ from shardrules._verify.placements import (
     placements,
     undonated,
 )
+from shardrules._verify.resharded import resharded
 from shardrules._verify.unexpected import computed_alike, unexpected
 
 if TYPE_CHECKING:
@@ -35,6 +39,8 @@ def verify(
     *,
     hbm: int | None = None,
     large: int = DEFAULT_LARGE,
+    budget: Mapping[str, int | str] | None = None,
+    log: CompileLog | None = None,
 ) -> Findings:
     """Find where a compiled function differs from the plan, and what that costs.
 
@@ -53,6 +59,10 @@ def verify(
     | gathered | error, warning, info | planned arrays of which a device gets more than its part:
       an error if they are returned so; a warning if a loop holds layers, devices do the same work
       with them, or they are experts; info for what FSDP does |
+    | unexpected | warning | collectives that nothing planned explains, such as activations that are
+      gathered over the batch's axis, or gradients that are summed in every micro-batch |
+    | batch | warning | products that all devices along a mesh axis compute alike |
+    | budget | error, warning | more bytes than `budget`; a warning if they are not known |
     | peak | error | more memory than `hbm` |
 
     A warning of donation, gathered or peak may also say that the backend does not tell.
@@ -67,13 +77,20 @@ def verify(
         hbm: Bytes of memory of a device, for `peak`. Default: it is not asked.
         large: Minimum bytes on a device of what is `gathered`, and of states that are not donated.
             Default: 16 MiB.
+        budget: Bytes, as a number or "25 GB", by what they are of: "peak" is the memory that a
+            device needs at most; all else is what a device sends in a step: "total", mesh axes
+            ("fsdp"), a kind of collective ("all-gather"), or both ("fsdp all-gather"). An axis
+            counts each collective over it, also over it and others; "data,fsdp" those over both.
+        log: Warnings of XLA while it compiled the function, from `compiling`; those that send
+            `large` bytes in a step are `unexpected`.
 
     Returns:
         All findings, the worst first.
 
     Raises:
         TypeError: It is not a compiled function, or something else is planned.
-        ValueError: A plan does not fit its argument or the mesh.
+        ValueError: A plan does not fit its argument or the mesh, or the budget is for an axis that
+            the mesh lacks; or the `with` block of the log has not ended.
 
     Example:
         >>> import jax, shardrules as sr
@@ -89,26 +106,35 @@ def verify(
     if hbm is not None:
         check_real("hbm", hbm)
     check_real("large", large)
+    log = CompileLog(()) if log is None else log
+    check_type("log", log, CompileLog, "what shardrules.compiling gives")
     executable = Executable(call_of(compiled, inputs))
-    program = Program(executable, inputs, outputs)
+    limits = limits_of({} if budget is None else budget, executable.mesh)
     library = executable.call.library
     in_targets, out_targets = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
-    of_gathers = list(gathered(executable, in_targets, out_targets, carried, large))
-    told = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
-    findings = [
-        *placements(executable.inputs, in_targets, library),
-        *placements(executable.outputs, out_targets, library),
-        *dropped(executable.inputs, in_targets, executable.kept),
-        *changed(executable, carried),
-        *undonated(executable, carried),
-        *not_donated(executable, carried, large),
-        *(gather.finding for gather in of_gathers),
-        *unexpected(program, large),
-        *computed_alike(program, told),
-        *_peak_findings(executable, hbm),
-    ]
-    return Findings(findings, _scope(in_targets, out_targets, hbm, is_compared=outputs is not None))
+    program = Program(executable, carried, batches(executable, inputs, carried))
+    with hlo_errors():
+        reshards = list(resharded(program, log, large))
+        of_gathers = list(gathered(executable, in_targets, out_targets, carried, large))
+        same_work = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
+        findings = [
+            *placements(executable.inputs, in_targets, library),
+            *placements(executable.outputs, out_targets, library),
+            *dropped(executable.inputs, in_targets, executable.kept),
+            *changed(executable, carried),
+            *undonated(executable, carried),
+            *not_donated(executable, carried, large),
+            *(gather.finding for gather in of_gathers),
+            *(finding for finding, _ in reshards),
+            *unexpected(program, large, {row for _, rows in reshards for row in rows}),
+            *computed_alike(program, same_work),
+            *over_budget(program, limits),
+            *_peak_findings(executable, hbm),
+        ]
+    scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
+    kept = f"; {counted(len(limits), 'budget')} kept" if limits else ""
+    return Findings(findings, scope + kept)
 
 
 # Signs of XLA's numbers of bytes: aliased bytes are counted as argument and as output.

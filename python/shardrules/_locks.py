@@ -1,0 +1,82 @@
+"""Texts of locks: JSON with a line for each entry, and checks of what is read from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from shardrules._io import FileError, read_bytes
+from shardrules._text import shown, with_article
+
+# JSON's reader takes the two for the one character that they would stand for.
+_ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+
+
+def checked_json(value: Any) -> str:
+    """Write a value as JSON in one line, if reading gives the same value.
+
+    Raises:
+        ValueError: A text in it is not read as it is written.
+    """
+    if _ADJACENT_SURROGATES.search(json.dumps(value, ensure_ascii=False)):
+        raise ValueError(
+            f"a lock cannot hold adjacent lone surrogates, as in {shown(value)}: give the leaf, "
+            "pattern or axis another name"
+        )
+    return json.dumps(value)
+
+
+def line_by_line(key: str, entries: Iterable[str]) -> str:
+    """Write an item of an object whose value is a list, with a line for each entry."""
+    lines = ",\n".join("  " + entry for entry in entries)
+    return f" {json.dumps(key)}: [\n{lines}\n ]"
+
+
+def content_of(lock_or_path: str | os.PathLike[str]) -> tuple[bytes, str]:
+    """Return (content, name) of a lock that is given as its text or as a file."""
+    if isinstance(lock_or_path, str) and lock_or_path.lstrip().startswith("{"):
+        return lock_or_path.encode("utf-8", "surrogatepass"), "the lock"
+    path = Path(lock_or_path)
+    try:
+        return read_bytes(path), str(path)
+    except ValueError as error:  # such as a FileError, or no name that a file can have
+        name = path if isinstance(lock_or_path, os.PathLike) else shown(lock_or_path)
+        why = str(error).removeprefix(f"{path}: ")
+        raise FileError(f"{name}: neither a lock nor a file with one: {why}") from error
+
+
+@contextmanager
+def lock_errors(place: str, fix: str) -> Iterator[None]:
+    """Make a FileError, with the place and the fix, of whatever is wrong with a lock."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, re.error) as error:
+        what = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise FileError(f"{place}: {what}; {fix}") from error
+
+
+def check_fields(entry: dict[str, Any], fields: frozenset[str]) -> None:
+    """Check that an object has no other fields.
+
+    Raises:
+        ValueError: It has.
+    """
+    if not entry.keys() <= fields:
+        unknown = sorted(entry.keys() - fields)
+        raise ValueError(f"there are fields that are not known: {shown(unknown)}")
+
+
+def of_type(value: Any, kind: type) -> Any:
+    """Return the value, if it is of the type.
+
+    Raises:
+        TypeError: It is not. A bool is no int.
+    """
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{shown(value)} stands where {with_article(kind.__name__)} belongs")
+    return value

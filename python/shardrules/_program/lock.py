@@ -1,0 +1,212 @@
+"""Locks of programs: bytes sent by mesh axes and kind, and the peak, as JSON; what has grown."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+
+from shardrules._arguments import check_choice, check_real, integer
+from shardrules._io import parse_json
+from shardrules._locks import check_fields, checked_json, line_by_line, lock_errors, of_type
+from shardrules._mesh_sizes import checked_sizes
+from shardrules._plan.findings import Finding, Findings, Level
+from shardrules._program.hlo import CollectiveOpcode
+from shardrules._text import and_more, bytes_shown, counted, mesh_shown, shown
+
+if TYPE_CHECKING:
+    from shardrules._program.collectives import Collective
+    from shardrules._program.executable import Executable
+
+KINDS: Final = get_args(CollectiveOpcode)
+_FORMAT: Final = "shardrules program lock 1"
+_FIELDS: Final = frozenset(("format", "versions", "mesh", "peak", "sent"))
+_ENTRY_FIELDS: Final = frozenset(("axes", "kind", "bytes", "per_iteration"))
+_FIX: Final = "make the lock again: Program.lock, or shardrules verify --update-lock"
+_GROWN: Final = "look at what has changed there; or, if it is meant, make the lock again"
+_NAMED: Final = 3
+
+Key = tuple[tuple[str, ...], str]
+"""Mesh axes and kind of collectives."""
+
+
+class Sent(NamedTuple):
+    """Bytes that a device sends in a step."""
+
+    bytes: int = 0
+    is_per_iteration: bool = False
+    """True if some are of a loop of unknown trip count, counted once."""
+
+
+class Costs(NamedTuple):
+    """What a step costs a device: the content of a lock."""
+
+    versions: Mapping[str, str]
+    mesh: Mapping[str, int]
+    peak: int | None
+    sent: Mapping[Key, Sent]
+
+
+def peak_of(executable: Executable) -> int | None:
+    """Return the bytes that a device needs at most; None where the backend does not tell."""
+    memory: Any = executable.call.compiled.memory_analysis()
+    if memory is None:
+        return None
+    names = ("argument", "output", "temp", "generated_code")
+    sizes = [getattr(memory, f"{name}_size_in_bytes") for name in names]
+    return int(sum(sizes) - memory.alias_size_in_bytes)
+
+
+def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
+    """Sum up the collectives of a program."""
+    import jax
+    from jaxlib.version import __version__ as jaxlib_version
+
+    mesh = executable.mesh
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib_version}
+    if mesh is not None:
+        versions["devices"] = mesh.devices.flat[0].device_kind
+    sent: dict[Key, Sent] = {}
+    for row in rows:
+        size, is_per_iteration = sent.get((row.axes, row.kind), Sent())
+        sent[row.axes, row.kind] = Sent(
+            size + row.sent_at_least, is_per_iteration or row.times is None
+        )
+    sizes = {} if mesh is None else dict(mesh.shape)
+    return Costs(versions, sizes, peak_of(executable), sent)
+
+
+def lock_text(costs: Costs) -> str:
+    """Write `Program.lock`."""
+    entries = [
+        {"axes": axes, "kind": kind, "bytes": size}
+        | ({"per_iteration": True} if is_per_iteration else {})
+        for (axes, kind), (size, is_per_iteration) in sorted(costs.sent.items())
+    ]
+    head = {"format": _FORMAT} | {name: getattr(costs, name) for name in Costs._fields[:3]}
+    parts = [f" {json.dumps(key)}: {checked_json(value)}" for key, value in head.items()]
+    parts.append(line_by_line("sent", map(checked_json, entries)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def read_lock(data: bytes, name: str) -> Costs:
+    """Read a lock.
+
+    Raises:
+        FileError: It is no lock of a program; `name` is the file's.
+    """
+    content = parse_json(Path(name), data)
+    with lock_errors(name, _FIX):
+        form = content.get("format") if isinstance(content, dict) else None
+        if form != _FORMAT:
+            raise ValueError(f"not a lock of a program: its format is {shown(form)}, not {_FORMAT}")
+        check_fields(content, _FIELDS)
+        versions, sizes = (of_type(content[key], dict) for key in ("versions", "mesh"))
+        for version in versions.values():
+            of_type(version, str)
+        mesh = checked_sizes(sizes) if sizes else {}
+        peak = None if content["peak"] is None else integer("peak", content["peak"])
+        entries = of_type(content["sent"], list)
+    sent: dict[Key, Sent] = {}
+    for number, entry in enumerate(entries):
+        with lock_errors(f"{name}: sent[{number}]", _FIX):
+            key, size = _read_entry(entry, mesh)
+            if key in sent:
+                raise ValueError(f"{_label(key)} stands there twice")
+            sent[key] = size
+    return Costs(versions, mesh, peak, sent)
+
+
+def _read_entry(entry: Any, mesh: Mapping[str, int]) -> tuple[Key, Sent]:
+    check_fields(of_type(entry, dict), _ENTRY_FIELDS)
+    axes = tuple(of_type(axis, str) for axis in of_type(entry["axes"], list))
+    for axis in axes:
+        check_choice("an axis", axis, tuple(mesh))
+    if axes != tuple(axis for axis in mesh if axis in axes):
+        raise ValueError(f"its axes are {', '.join(axes)}: each stands there once, in mesh order")
+    check_choice("kind", entry["kind"], KINDS)
+    check_choice("per_iteration", entry.get("per_iteration", True), (True,))
+    return (axes, entry["kind"]), Sent(integer("bytes", entry["bytes"]), "per_iteration" in entry)
+
+
+def compared(
+    now: Costs, before: Costs, rows: Sequence[Collective], tolerance: float, name: str
+) -> Findings:
+    """Find what has grown, and what has shrunk.
+
+    Args:
+        now: Costs of the program.
+        before: Those that it is compared with.
+        rows: The program's collectives.
+        tolerance: Growth, as a share, that is accepted.
+        name: What `before` is of: "the lock".
+    """
+    check_real("tolerance", tolerance)
+    if isinstance(tolerance, bool) or not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance is {tolerance}; it must be a share such as 0.02")
+    findings = list(_changes(now, before, rows, tolerance, name))
+    versions = ((key, before.versions.get(key, "?"), new) for key, new in now.versions.items())
+    changed = [f"{key} {old} -> {new}" for key, old, new in versions if old != new]
+    if findings and changed:
+        message = f"{name} was made with other versions: {', '.join(changed)}"
+        findings.append(budget_finding("info", message, 0, "versions may explain what has changed"))
+    peak = "the peak" if now.peak is not None else "no peak, which the backend does not tell,"
+    sums = counted(len(now.sent.keys() | before.sent.keys()), "sum")
+    return Findings(findings, f"{sums} of bytes and {peak} compared with {name}")
+
+
+def _changes(
+    now: Costs, before: Costs, rows: Sequence[Collective], tolerance: float, name: str
+) -> Iterator[Finding]:
+    if list(now.mesh.items()) != list(before.mesh.items()):
+        meshes = f"{mesh_shown(before.mesh)} -> {mesh_shown(now.mesh)}"
+        message = f"{name} is of another mesh, {meshes}: nothing else is compared"
+        yield budget_finding("error", message, 0, _FIX)
+        return
+    for key in sorted(now.sent.keys() | before.sent.keys()):
+        new, old = now.sent.get(key, Sent()), before.sent.get(key, Sent())
+        of_key = [row for row in rows if (row.axes, row.kind) == key]
+        if old.bytes and new.is_per_iteration != old.is_per_iteration and new.bytes:
+            where = "now" if new.is_per_iteration else f"in {name}"
+            message = f"{_label(key)}: the trip count is not known {where}: {largest(of_key)}"
+            yield budget_finding("error", message, new.bytes, _GROWN)
+            continue
+        step = "an iteration" if new.is_per_iteration else "a step"
+        what = f"{_label(key)}: each device sends {bytes_shown(new.bytes)} in {step}"
+        yield from _change(what, new.bytes, old.bytes, tolerance, largest(of_key))
+    if now.peak is not None and before.peak is not None:
+        what = f"peak: each device needs {bytes_shown(now.peak)}"
+        yield from _change(what, now.peak, before.peak, tolerance, "")
+    elif now.peak != before.peak:
+        where = "now, as this backend does not tell it" if now.peak is None else f"in {name}"
+        message = f"the peak is not known {where}: it is not compared"
+        yield budget_finding("warning", message, 0, _FIX)
+
+
+def _change(what: str, new: int, old: int, tolerance: float, rows: str) -> Iterator[Finding]:
+    if abs(new - old) <= tolerance * old:
+        return
+    share = f" ({100 * (new - old) / old:+.3g} %)" if old else ""
+    message = f"{what}, {bytes_shown(old)} before{share}{rows and f': {rows}'}"
+    if new > old:
+        yield budget_finding("error", message, new - old, _GROWN)
+    else:
+        yield budget_finding("info", message, 0, f"to keep it so, {_FIX}")
+
+
+def _label(key: Key) -> str:
+    axes, kind = key
+    return f"{kind} over {','.join(axes) or 'an unknown axis'}"
+
+
+def budget_finding(level: Level, message: str, size: int, fix: str) -> Finding:
+    """Make a finding about the bytes of a program."""
+    return Finding(level, "budget", message, (), 0, None, size, fix)
+
+
+def largest(rows: Sequence[Collective]) -> str:
+    """Name the collectives that send most, with their bytes and lines."""
+    names = [f"{bytes_shown(row.sent_at_least)} by {row}" for row in rows[:_NAMED]]
+    return "; ".join([*names, *and_more(len(rows), _NAMED, "collective")])

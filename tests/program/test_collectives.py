@@ -1,0 +1,146 @@
+"""What a program sends: the sum of the rows of `inspect` is what is in the HLO, to the byte."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+from collections import Counter
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._program.collectives import exchanges
+from shardrules._program.hlo import Hlo
+from tests.support.folders import ROOT
+
+FOLDER = ROOT / "tests" / "data" / "hlo"
+EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
+MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
+
+
+def text_of(name):
+    return gzip.decompress((FOLDER / f"{name}.txt.gz").read_bytes()).decode("utf-8")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_rows_of_a_recorded_program_are_all_that_it_sends(name):
+    expected = EXPECTED[name]
+    totals = Counter()
+    for row in exchanges(Hlo(text_of(name)), {}):
+        totals[row.kind] += row.payload * (1 if row.times is None else row.times)
+    if expected["windows"]:  # their permutes are all-gathers and reduce-scatters
+        assert totals["all-gather"] > expected["totals"]["all-gather"]
+        assert sum(totals.values()) == sum(expected["totals"].values())
+    else:
+        assert totals == expected["totals"]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_executions_in_loops_of_unknown_length_are_not_known(name):
+    unknown = [row for row in exchanges(Hlo(text_of(name)), {}) if row.times is None]
+    assert bool(unknown) == any(row["times"] is None for row in EXPECTED[name]["collectives"])
+
+
+@pytest.fixture
+def print_as(monkeypatch):
+    """Return what lets compiled functions print another text."""
+    return lambda text: monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda _: text)
+
+
+def compiled_layers(layers=3):
+    def step(params, batch):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        return jax.lax.scan(layer, batch, params)[0]
+
+    weights = NamedSharding(MESH, P(None, "fsdp", "tp"))
+    rows = NamedSharding(MESH, P("fsdp"))
+    params = jax.ShapeDtypeStruct((layers, 256, 256), "float32", sharding=weights)
+    batch = jax.ShapeDtypeStruct((512, 256), "float32", sharding=rows)
+    return jax.jit(step, out_shardings=rows).lower(params, batch).compile()
+
+
+COMPILED = compiled_layers()
+TEXT = COMPILED.as_text()
+PLANNED = (P(None, "fsdp", "tp"), P("fsdp"))
+
+
+class TestProgram:
+    def test_rows_say_what_moves_how_often_and_why(self):
+        program = sr.inspect(COMPILED, PLANNED)
+        gather = next(row for row in program.collectives if row.kind == "all-gather")
+        assert (gather.what, gather.moves, gather.axes) == ("argument", "inputs/0", ("fsdp",))
+        assert gather.times == 3
+        assert gather.payload == 256 * 128 * 4
+        assert gather.sent == 3 * gather.payload * 3 // 4
+        assert gather.is_expected
+        assert program.axis_sizes == {"fsdp": 4, "tp": 2}
+        assert sum(program.sent.values()) == sum(row.sent for row in program.collectives)
+
+    def test_the_report_is_text_html_and_json(self):
+        program = sr.inspect(COMPILED, PLANNED)
+        assert str(program).startswith("each device sends ")
+        assert "all-gather" in str(program)
+        assert "all-gather" in program._repr_html_()
+        content = json.loads(json.dumps(program.to_json()))
+        assert content["mesh"] == {"fsdp": 4, "tp": 2}
+        assert [row["kind"] for row in content["collectives"]] == [
+            row.kind for row in program.collectives
+        ]
+
+    def test_a_backend_without_text_says_so(self, print_as):
+        print_as(None)
+        program = sr.inspect(COMPILED, PLANNED)
+        assert program.collectives == ()
+        assert "not known" in str(program)
+
+    def test_a_plan_that_does_not_fit_is_an_error(self):
+        with pytest.raises(ValueError, match="inputs"):
+            sr.inspect(COMPILED, (P(None, "fsdp", "tp"),))
+        with pytest.raises(TypeError, match="compiled"):
+            sr.inspect(lambda: None, PLANNED)
+
+
+def damaged(text):
+    """Texts that are cut, or have lost lines, names or brackets."""
+    chance = random.Random(0)
+    for _ in range(60):
+        yield text[: chance.randrange(len(text))]
+        begin, end = sorted(chance.randrange(len(text)) for _ in range(2))
+        yield text[:begin] + text[end:]
+        word = chance.choice(["%", "(", "}", "replica_groups=", "[", "to_apply=", "body=", ","])
+        yield text.replace(word, "", chance.randrange(1, 40))
+    lines = text.splitlines(keepends=True)
+    chance.shuffle(lines)
+    yield "".join(lines)
+
+
+@pytest.mark.parametrize("read", [sr.inspect, sr.verify])
+def test_a_damaged_text_is_an_error_or_an_answer(read, print_as):
+    errors = set()
+    for text in damaged(TEXT):
+        print_as(text)
+        try:
+            str(read(COMPILED, PLANNED))
+        except ValueError as error:
+            errors.add(str(error)[:60])
+    assert any("the text of the executable is cut" in error for error in errors), errors
+
+
+def test_a_computation_that_calls_itself_is_an_error_or_an_answer(print_as):
+    names = re.findall(r"^(?:ENTRY )?%?(\S+) \(", TEXT, re.M)
+    for first, second in pairwise(names):
+        print_as(re.sub(rf"=%{re.escape(first)}\b", f"=%{second}", TEXT))
+        try:
+            str(sr.inspect(COMPILED, PLANNED))
+        except ValueError as error:
+            assert "HLO" in str(error)

@@ -1,0 +1,191 @@
+"""`verify(budget=)`: what is over a budget is an error, and what cannot be known is told."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+SIZE = 64 * 64 * 4
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "fsdp", "tp"))
+
+
+@pytest.fixture(scope="module")
+def compiled(mesh):
+    """A step that gathers over fsdp, sums over tp, and sums over data and fsdp together."""
+
+    def step(x, w, v):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
+        return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P())), v.T @ v
+
+    specs = [P("fsdp"), P("tp"), P(("data", "fsdp"))]
+    args = [
+        jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec))
+        for spec in specs
+    ]
+    out = NamedSharding(mesh, P())
+    return jax.jit(step, out_shardings=out).lower(*args).compile()
+
+
+@pytest.fixture(scope="module")
+def sent(compiled):
+    """Bytes by axes and kind, which other tests compare with the HLO."""
+    return sr.inspect(compiled, (None,) * 3).sent
+
+
+def budgeted(compiled, budget, count=3, **options):
+    findings = sr.verify(compiled, (None,) * count, budget=budget, large=10**9, **options)
+    return [finding for finding in findings if finding.kind == "budget"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "told"),
+    [
+        ({"fdsp": 1}, r"budget\['fdsp'\].*'fdsp'.*did you mean fsdp\?"),
+        ({"data,tpp": 1}, r"'tpp'.*did you mean tp\?"),
+        ({"all-gathr": 1}, r"did you mean all-gather\?"),
+        ({"fsdp all-gathr": 1}, r"did you mean all-gather\?"),
+        ({"totl": 1}, r"did you mean total\?"),
+        ({"xyz": 1}, r"'xyz'.*data, fsdp, tp.*all-gather.*total.*peak"),
+        ({"": 1}, r"budget\[''\]"),
+        ({"fsdp,": 1}, r"budget\['fsdp,'\]"),
+        ({"fsdp": "25 TP"}, r"budget\['fsdp'\].*'25 TP'.*96GB"),
+        ({"fsdp": "much"}, r"budget\['fsdp'\].*'much'"),
+        ({"fsdp": "25"}, r"budget\['fsdp'\].*25 GB"),
+        ({"fsdp": -1}, r"budget\['fsdp'\] is -1"),
+        ({"fsdp": "-1 GB"}, r"budget\['fsdp'\].*negative"),
+        ({"fsdp": float("nan")}, r"budget\['fsdp'\] is nan"),
+    ],
+)
+def test_a_wrong_budget_is_a_value_error(compiled, budget, told):
+    with pytest.raises(ValueError, match=told):
+        budgeted(compiled, budget)
+
+
+@pytest.mark.parametrize(
+    "budget", [3, "fsdp=1GB", ["fsdp"], {3: 1}, {"fsdp": None}, {"fsdp": True}, {"fsdp": b"1"}]
+)
+def test_what_is_no_budget_is_a_type_error(compiled, budget):
+    with pytest.raises(TypeError, match="budget"):
+        budgeted(compiled, budget)
+
+
+def test_an_axis_of_a_program_without_a_mesh():
+    compiled = jax.jit(lambda x: x * 2).lower(np.ones(3)).compile()
+    with pytest.raises(ValueError, match=r"'fsdp'.*no mesh"):
+        budgeted(compiled, {"fsdp": 1}, 1)
+    assert budgeted(compiled, {"total": 0, "all-gather": 0, "peak": "1 GB"}, 1) == []
+
+
+def sums(sent, axes=(), kind=None):
+    return sum(
+        size for (on, what), size in sent.items() if set(axes) <= set(on) and kind in (None, what)
+    )
+
+
+KEYS = {
+    "fsdp": (("fsdp",), None),
+    "tp": (("tp",), None),
+    "data": (("data",), None),
+    "data,fsdp": (("data", "fsdp"), None),
+    " fsdp, data ": (("data", "fsdp"), None),
+    "all-gather": ((), "all-gather"),
+    "all-reduce": ((), "all-reduce"),
+    "fsdp all-gather": (("fsdp",), "all-gather"),
+    "data,fsdp all-reduce": (("data", "fsdp"), "all-reduce"),
+    "total": ((), None),
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_bytes_over_a_budget_are_an_error_and_equal_bytes_are_none(compiled, sent, key):
+    size = sums(sent, *KEYS[key])
+    assert budgeted(compiled, {key: size}) == []
+    if size:
+        (finding,) = budgeted(compiled, {key: size - 1})
+        assert (finding.level, finding.kind, finding.bytes) == ("error", "budget", 1)
+        assert finding.message.startswith(f"{key.strip()}: each device sends ")
+        assert re.search(r" by (all|reduce|collective)-\S+ of f32\[", finding.message)
+
+
+def test_the_program_has_what_the_keys_are_about(sent):
+    assert {("fsdp",), ("tp",)} <= {axes for axes, _ in sent}
+    assert sums(sent, ("data", "fsdp")) > 0
+    assert sums(sent, ("fsdp",)) > sums(sent, ("data", "fsdp"))
+
+
+def test_a_text_is_a_number_of_bytes_with_its_unit(compiled, sent):
+    for text in ("8 kB", "8kB", " 8 KB", "0.008 MB"):
+        (finding,) = budgeted(compiled, {"tp": text})
+        assert finding.bytes == sums(sent, ("tp",)) - 8000
+    (finding,) = budgeted(compiled, {"tp": "0"})
+    assert "over the budget of 0 B" in finding.message
+    assert len(budgeted(compiled, {"tp": 8e3, "peak": np.int64(10**9), "total": 1})) == 2
+
+
+def test_the_message_names_the_largest_collectives_with_their_lines(compiled):
+    (finding,) = budgeted(compiled, {"data,fsdp": 0})
+    assert re.search(r"test_budget\.py:\d+ \(jit\(step\)/", finding.message), finding.message
+    assert finding.fix
+
+
+def test_the_peak(compiled):
+    memory = compiled.memory_analysis()
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.generated_code_size_in_bytes
+    )
+    assert budgeted(compiled, {"peak": peak}) == []
+    (finding,) = budgeted(compiled, {"peak": peak - 5})
+    assert (finding.level, finding.bytes) == ("error", 5)
+    assert finding.message.startswith("peak: each device needs ")
+
+
+def test_an_unknown_trip_count_is_told(mesh):
+    def step(x):
+        def body(x):
+            y = jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P()))
+            return jax.lax.with_sharding_constraint(y * 2, NamedSharding(mesh, P("fsdp")))
+
+        return jax.lax.while_loop(lambda x: x.sum() < 1e9, body, x)
+
+    x = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+    compiled = jax.jit(step).lower(x).compile()
+    (finding,) = budgeted(compiled, {"fsdp": "1 GB"}, 1)
+    assert finding.level == "warning"
+    assert "trip count is not known" in finding.message
+    assert "all-gather of f32[64,64]" in finding.message
+    (finding,) = budgeted(compiled, {"fsdp": 0}, 1)
+    assert finding.level == "error"
+    assert "sends at least" in finding.message
+    assert budgeted(compiled, {"tp": 0}, 1) == []
+
+
+def test_a_backend_that_does_not_tell(compiled, monkeypatch):
+    monkeypatch.setattr(type(compiled), "memory_analysis", lambda _: None)
+    monkeypatch.setattr(type(compiled), "as_text", lambda _: None)
+    findings = budgeted(compiled, {"peak": "1 GB", "fsdp": "1 GB", "total": 0})
+    assert [finding.level for finding in findings] == ["warning"] * 3
+    assert all("does not" in f.message and "not known" in f.message for f in findings)
+
+
+def test_what_was_looked_at_is_said(compiled):
+    for options, said in (
+        ({"budget": {"tp": "1 GB", "peak": "2 GB"}}, "peak memory not asked for; 2 budgets kept"),
+        ({"budget": {}, "hbm": 10**9}, "peak memory within 1.00 GB"),
+        ({}, "peak memory not asked for"),
+    ):
+        assert sr.verify(compiled, (None,) * 3, **options).scope.endswith(said)
