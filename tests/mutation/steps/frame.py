@@ -135,11 +135,14 @@ def _outcome(step: Step, switches: Mapping[str, Any]) -> Outcome:
             raise
         return Outcome(None, (), 0, f"{type(error).__name__}: {str(error)[:200]}")
     findings = sr.verify(built.compiled, built.inputs, built.outputs, large=LARGE)
-    rows = sr.inspect(built.compiled, built.inputs, built.outputs).collectives
-    unexplained = sum(row.bytes or 0 for row in rows if row.what == "unexplained")
-    total = sum(row.bytes or 0 for row in rows)
     warnings = tuple(one for one in findings if one.level in ("warning", "error"))
-    return Outcome(cost(built), warnings, unexplained / total if total else 0)
+    return Outcome(cost(built), warnings, 0 if switches else _unexplained(built))
+
+
+def _unexplained(built: Built) -> float:
+    rows = sr.inspect(built.compiled, built.inputs, built.outputs).collectives
+    total = sum(row.bytes or 0 for row in rows)
+    return sum(row.bytes or 0 for row in rows if not row.is_expected) / total if total else 0
 
 
 def score(steps: Iterable[Step]) -> Iterator[Row]:
