@@ -66,7 +66,6 @@ def _moe(
     remat: bool = True,
     metrics: str = "",
     dense: bool = False,
-    capacity: float = 1.25,
     sorted_: bool = False,
     length: int = _LENGTH,
 ) -> Built:
@@ -102,7 +101,7 @@ def _moe(
 
     def by_einsum(y: Any, w: Any) -> Any:
         y = cut(y, tokens_spec)
-        rows = int(capacity * 2 * length / _EXPERTS)
+        rows = int(1.25 * 2 * length / _EXPERTS)
         dispatch, weights = route(y, w["router"], rows)
         dispatch, weights = cut(dispatch, routed), cut(weights, routed)
         up, down = cut(w["experts_up"], experts), cut(w["experts_down"], experts)
@@ -115,7 +114,7 @@ def _moe(
         return cut(jnp.einsum("btec,ebcd->btd", weights, z), combined)
 
     def by_exchange(y: Any, w: Any) -> Any:
-        rows = int(capacity * 2 * length / _EXPERTS)
+        rows = int(1.25 * 2 * length / _EXPERTS)
         several = _EXPERTS // 4
 
         def mine(x: Any, dimension: int) -> Any:
@@ -209,7 +208,6 @@ _BOTH: Final = {
     "no remat": {"remat": False},
     "outputs of experts are returned": {"metrics": "states"},
     "logits are returned": {"metrics": "logits"},
-    "a capacity of four times as much": {"capacity": 4.0},
     # These look wrong.
     "no out_shardings": {"returned": False},
     "the batch comes in whole": {"batch": P()},
