@@ -192,6 +192,15 @@ _EQUINOX_FAULTS: Final = {
 
 # haliax
 
+
+def _dot(x: Any, y: Any, axis: Any) -> Any:
+    """Return hax.dot, which some versions of haliax do not have on a new JAX."""
+    contracted = axis if isinstance(axis, tuple) else (axis,)
+    axes = list(dict.fromkeys((*x.axes, *y.axes)))
+    kept = [a for a in axes if a not in contracted]
+    x_, y_, out = ("".join(chr(97 + axes.index(a)) for a in part) for part in (x.axes, y.axes, kept))
+    return hax.named(jnp.einsum(f"{x_},{y_}->{out}", x.array, y.array), kept)
+
 _AXES: Final = {"batch": "fsdp", "embed": None, "mlp": "tp", "heads": "tp", "vocab": "tp"}
 _STORED: Final = {"embed": "fsdp", "mlp": "tp", "heads": "tp", "vocab": "tp"}
 
@@ -249,9 +258,9 @@ def _haliax(
         if compute:
             w = {k: shard_by(v, dict(compute)) for k, v in w.items()}
         y = x * hax.rsqrt(hax.mean(x * x, embed) + 1e-6) * w["scale"]
-        q, k, v = (shard(hax.dot(y, w[n], axis=embed).rearrange((batch_, pos, heads, size)), "heads") for n in "qkv")
+        q, k, v = (shard(_dot(y, w[n], axis=embed).rearrange((batch_, pos, heads, size)), "heads") for n in "qkv")
         k, v = k.rename({"pos": "keys"}), v.rename({"pos": "keys"})
-        scores = hax.dot(q, k, axis=size).rearrange((batch_, heads, pos, keys))
+        scores = _dot(q, k, axis=size).rearrange((batch_, heads, pos, keys))
         allowed = hax.arange(keys).broadcast_axis(pos) <= hax.arange(pos)
         if mask:  # a mask for each row and head
             allowed = allowed.broadcast_axis(heads).broadcast_axis(batch_)
@@ -259,10 +268,10 @@ def _haliax(
             scores = scores + hax.named(cut(bias.array, P()), bias.axes)
         else:
             scores = hax.where(allowed, scores, -1e9)
-        mixed = hax.dot(hax.nn.softmax(scores, keys), v, axis=keys)
-        x = shard(x + hax.dot(mixed, w["o"], axis=(heads, size)).rearrange((batch_, pos, embed)), "residual")
-        y = shard(hax.nn.gelu(hax.dot(x, w["up"], axis=embed)).rearrange((batch_, pos, mlp)), "hidden")
-        return shard(x + hax.dot(y, w["down"], axis=mlp).rearrange((batch_, pos, embed)), "residual")
+        mixed = _dot(hax.nn.softmax(scores, keys), v, axis=keys)
+        x = shard(x + _dot(mixed, w["o"], axis=(heads, size)).rearrange((batch_, pos, embed)), "residual")
+        y = shard(hax.nn.gelu(_dot(x, w["up"], axis=embed)).rearrange((batch_, pos, mlp)), "hidden")
+        return shard(x + _dot(y, w["down"], axis=mlp).rearrange((batch_, pos, embed)), "residual")
 
     def loss(params: Any, batch: Any) -> Any:
         tokens, targets = (hax.named(batch[n], (batch_, pos)) for n in ("tokens", "targets"))
@@ -270,7 +279,7 @@ def _haliax(
         x = shard(table.take(vocab, tokens).rearrange((batch_, pos, embed)), "residual")
         apply = jax.checkpoint(layer) if remat else layer
         x = hax.fold(apply, depth)(x, params["layers"])
-        scores = hax.dot(x, params["head"], axis=embed).rearrange((batch_, pos, vocab))
+        scores = _dot(x, params["head"], axis=embed).rearrange((batch_, pos, vocab))
         scores = shard(scores, "logits")
         hot = hax.nn.one_hot(targets, vocab)
         value = hax.nn.logsumexp(scores, vocab) - hax.sum(scores * hot, vocab)
