@@ -252,4 +252,19 @@ _FAULTS: Final = {
     "the table is looked up as it is cut": {"looked_up": None},
 }  # fmt: skip
 
-STEPS: Final = (Step("a Llama in plain JAX", _llama, _FAULTS),)
+_BOTH: Final = ("data", "fsdp")
+_accumulating = partial(
+    _llama,
+    axes=(("data", 2), ("fsdp", 2), ("tp", 2)),
+    accumulate=4,
+    batch=P(_BOTH),
+    residual=P(_BOTH),
+    heads=P(_BOTH, None, "tp"),
+    keys=P(_BOTH, None, "tp"),
+    hidden=P(_BOTH, None, "tp"),
+    logits=P(_BOTH, None, "tp"),
+)
+STEPS: Final = (
+    Step("a Llama in plain JAX", _llama, _FAULTS),
+    Step("accumulated gradients", _accumulating, {}),
+)
