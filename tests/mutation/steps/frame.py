@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -165,6 +166,7 @@ def _unwrapped(compiled: Any) -> Any:
     return compiled
 
 
-def _essence(finding: sr.types.Finding) -> tuple[str, tuple[str, ...]]:
-    """What makes a finding another one."""
-    return finding.kind, finding.paths
+def _essence(finding: sr.types.Finding) -> tuple[str, tuple[str, ...], str]:
+    """What makes a finding another one: its kind, and paths and mesh axes; not its bytes."""
+    axes = re.search(r"\b(?:over|along) ([\w, ]+?)(?:[:.]| to )", finding.message)
+    return finding.kind, finding.paths, axes[1] if axes else ""

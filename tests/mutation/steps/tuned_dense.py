@@ -86,6 +86,7 @@ def _llama(
     mesh = mesh_of(**dict(axes))
     cut = cutter(mesh)
     queries, count, size = _HEADS
+    rows = batch
     shapes = _shapes()
     rules = [
         ("norm", P()),
@@ -168,11 +169,10 @@ def _llama(
             if split == "rows":  # consecutive rows: they are on one device
                 return x.reshape(accumulate, -1, _LENGTH)
             x = x.reshape(-1, accumulate, _LENGTH).swapaxes(0, 1)
-            return cut(x, P() if split == "whole" else P(None, *batch_spec))
+            return cut(x, {"whole": P(), "over tp": P(None, "tp")}.get(split, P(None, *rows)))
 
-        batch_spec = batch
-        batch = tuple(parts(batch[name]) for name in ("tokens", "targets"))
-        grads, values = jax.lax.scan(micro, place(jax.tree.map(jnp.zeros_like, params)), batch)
+        texts = tuple(parts(batch[name]) for name in ("tokens", "targets"))
+        grads, values = jax.lax.scan(micro, place(jax.tree.map(jnp.zeros_like, params)), texts)
         return (values.mean(), None), jax.tree.map(lambda g: g / accumulate, grads)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
@@ -253,18 +253,48 @@ _FAULTS: Final = {
 }  # fmt: skip
 
 _BOTH: Final = ("data", "fsdp")
-_accumulating = partial(
-    _llama,
-    axes=(("data", 2), ("fsdp", 2), ("tp", 2)),
-    accumulate=4,
-    batch=P(_BOTH),
-    residual=P(_BOTH),
-    heads=P(_BOTH, None, "tp"),
-    keys=P(_BOTH, None, "tp"),
-    hidden=P(_BOTH, None, "tp"),
-    logits=P(_BOTH, None, "tp"),
-)
+_ACCUMULATING: Final = {
+    "gradients are summed over data in every micro-batch": {
+        "axes": (("data", 2), ("fsdp", 2), ("tp", 2)), "batch": P(_BOTH), "residual": P(_BOTH),
+        **{name: P(_BOTH, None, "tp") for name in ("heads", "keys", "hidden", "logits")},
+    },
+    "the batch is cut over data, activations are not": {
+        "axes": (("data", 2), ("fsdp", 2), ("tp", 2)), "batch": P(_BOTH),
+    },
+    "sums are not constrained": {"accumulator": None},
+    "sums are whole": {"accumulator": P()},
+    "sums are whole, and what is returned is not constrained": {"accumulator": P(), "returned": False},
+    "micro-batches are whole": {"split": "whole"},
+    "micro-batches are whole, and activations not constrained": {
+        "split": "whole", "residual": None, "looked_up": None, "heads": None, "keys": None, "hidden": None,
+        "logits": None,
+    },
+    "micro-batches are cut over tp": {"split": "over tp"},
+    "micro-batches of consecutive rows, and activations not constrained": {
+        "split": "rows", "residual": None, "looked_up": None, "heads": None, "keys": None, "hidden": None,
+        "logits": None,
+    },
+    "kernels are gathered whole before the loops": {"stacked": P()},
+    **{
+        name: _FAULTS[name]
+        for name in (
+            "the residual is whole",
+            "hidden is whole over tp",
+            "logits are whole",
+            "logits are whole over the batch",
+            "the last states are whole",
+            "up is transposed",
+            "gradients are whole",
+            "not donated",
+            "no remat",
+        )
+    },
+    # These look wrong.
+    "micro-batches of consecutive rows": {"split": "rows"},
+    "the batch comes in whole": {"batch": P()},
+}  # fmt: skip
+
 STEPS: Final = (
     Step("a Llama in plain JAX", _llama, _FAULTS),
-    Step("accumulated gradients", _accumulating, {}),
+    Step("accumulated gradients", partial(_llama, accumulate=4), _ACCUMULATING),
 )

@@ -50,7 +50,6 @@ _AXES: Final = {
 class _Layer(nn.Module):
     """A layer whose arrays have names of axes."""
 
-    dropout: float
     named: bool
     mesh: Any
 
@@ -75,7 +74,6 @@ class _Layer(nn.Module):
         y = nn.RMSNorm()(x)
         y = nn.gelu(dense(_INNER, ("embed", "mlp"), "up")(y))
         y = name(y, ("batch", "length", "mlp"))
-        y = nn.Dropout(self.dropout, deterministic=not self.dropout)(y)
         y = dense(_WIDTH, ("mlp", "embed"), "down")(y)
         return name(x + y, ("batch", "length", "features")), None
 
@@ -84,7 +82,6 @@ class _Decoder(nn.Module):
     """A table, scanned layers and a head."""
 
     remat: bool
-    dropout: float
     named: tuple[bool, bool, bool]
     mesh: Any
 
@@ -101,10 +98,10 @@ class _Decoder(nn.Module):
         x, _ = nn.scan(
             block,
             variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
+            split_rngs={"params": True},
             length=3,
             metadata_params={nn.PARTITION_NAME: "layers"},
-        )(self.dropout, self.named[1], self.mesh, name="layers")(x, None)
+        )(self.named[1], self.mesh, name="layers")(x, None)
         kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "vocab"))
         x = nn.Dense(_WORDS, use_bias=False, kernel_init=kernel, name="head")(nn.RMSNorm()(x))
         return constrain(x, ("batch", "length", "vocab")) if self.named[2] else x
@@ -117,7 +114,6 @@ def _linen(
     batch: P = P(("data", "fsdp")),
     named: tuple[bool, bool, bool] = (True, True, True),
     is_in_mesh: bool = True,
-    dropout: float = 0.0,
     remat: bool = True,
     donate: bool = True,
     returned: bool = True,
@@ -128,7 +124,7 @@ def _linen(
     """Train it with Lion; `axes` are of activations, `planned` of parameters."""
     mesh = mesh_of(data=2, fsdp=2, tp=2)
     cut = cutter(mesh)
-    model = _Decoder(remat, dropout, named, mesh if is_in_mesh else None)
+    model = _Decoder(remat, named, mesh if is_in_mesh else None)
     texts = jax.ShapeDtypeStruct((_BATCH, _LENGTH), "int32")
     boxed = jax.eval_shape(model.init, jax.random.key(0), texts)["params"]
     names = nn.get_partition_spec(boxed)
@@ -141,8 +137,7 @@ def _linen(
     activations = list({**_AXES, **dict(axes)}.items())
 
     def loss(params: Any, batch: Any) -> Any:
-        keys = {"dropout": jax.random.key(0)} if dropout else {}
-        scores = model.apply({"params": params}, batch["tokens"], rngs=keys)
+        scores = model.apply({"params": params}, batch["tokens"])
         value = _cross_entropy(scores, batch["targets"])
         whole = {"logits": scores, "chances": cut(jax.nn.softmax(scores), P("data"))}
         return value, whole.get(measured)
@@ -192,7 +187,6 @@ _LINEN_FAULTS: Final = {
     "the batch comes in whole": {"batch": P()},
     "no out_shardings": {"returned": False},
     "gradients are clipped by their norm": {"clipped": True},
-    "dropout": {"dropout": 0.1},
 }  # fmt: skip
 
 
