@@ -461,6 +461,7 @@ CALLS |= {
     "Program.diff": (sr.inspect(COMPILED, (None,)).diff, {
         "other": sr.inspect(COMPILED, (None,)), "tolerance": 0.02}),
     "Program.lock": (sr.inspect(COMPILED, (None,)).lock, {"path": None}),
+    "Memory.to_json": (sr.inspect(COMPILED, (None,)).memory.to_json, {}),
     "Program.to_json": (sr.inspect(COMPILED, (None,)).to_json, {}),
     "Plan.with_rules": (PLAN.with_rules, {"rules": RULES}),
     "Suggestion.compare": (sr.suggest(TREE, {"tp": 2}).compare, {"rules": RULES}),
@@ -531,9 +532,9 @@ CALLS |= {
 }
 
 # Records that the package makes, for reading; values.
-MADE_BY_US = {"Change", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
-              "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Place", "Plan",
-              "PlanDiff", "Program", "Reshard", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Traffic", "Transfer",
+MADE_BY_US = {"Buffer", "Change", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
+              "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "Place", "Plan",
+              "PlanDiff", "Program", "Reshard", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (

@@ -92,6 +92,7 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "StepTime": (lambda: plan().step_time(tokens=4096, hardware="v5p"), " of the peak"),
     "DeviceBytes": (lambda: plan().bytes_per_device(), " on the fullest device"),
     "Program": (program, "each device sends "),
+    "Memory": (lambda: program().memory, " on each device: "),
     "CompileLog": (lambda: sr.types.CompileLog((RESHARD,)), "f32[16,512] (jit(step)/add) from "),
     "Coverage": (lambda: plan().coverage, "rule 3: dead, matches no leaf"),
 }
@@ -113,6 +114,8 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "RuleFile": rule_file,
     "Reshard": lambda: RESHARD,
     "Collective": lambda: program().collectives[0],
+    "Buffer": lambda: program().memory.buffers[0],
+    "Totals": lambda: program().memory.totals,
     "Place": lambda: program().collectives[0].place,
 }
 # What users write: the `repr` is how, without what they leave out.

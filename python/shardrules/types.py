@@ -25,6 +25,9 @@ from shardrules._program.collectives import Collective as Collective
 from shardrules._program.compiling import CompileLog as CompileLog
 from shardrules._program.compiling import Reshard as Reshard
 from shardrules._program.hlo import Place as Place
+from shardrules._program.memory import Buffer as Buffer
+from shardrules._program.memory import Memory as Memory
+from shardrules._program.memory import Totals as Totals
 from shardrules._program.program import Program as Program
 from shardrules._rules.matcher import Coverage as Coverage
 from shardrules._suggest.suggestion import Comparison as Comparison

@@ -136,6 +136,42 @@ def test_a_damaged_text_is_an_error_or_an_answer(read, print_as):
     assert any("the text of the executable is cut" in error for error in errors), errors
 
 
+CYCLE = """HloModule m, is_scheduled=true, num_partitions=8
+
+%a (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %c = f32[8]{0} copy(%d)
+  %d = f32[8]{0} copy(%c)
+}
+
+ENTRY %main (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %call = f32[8]{0} call(%q), to_apply=%a
+  ROOT %sum = f32[8]{0} all-reduce(%call), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%a
+}
+"""
+
+
+def doubled(depth):
+    """Each computation calls the next one twice."""
+    body = "  %p = f32[8]{{0}} parameter(0)\n  %x = f32[8]{{0}} call(%p), to_apply=%c{n}\n"
+    last = "%c{n} (p: f32[8]) -> f32[8] {{\n  ROOT %p = f32[8]{{0}} parameter(0)\n}}\n\n"
+    text = "HloModule m, is_scheduled=true, num_partitions=8\n\n" + last.format(n=depth)
+    for n in reversed(range(depth)):
+        name = f"ENTRY %c{n}" if n == 0 else f"%c{n}"
+        root = f"  ROOT %y = f32[8]{{0}} call(%x), to_apply=%c{n + 1}\n}}\n\n"
+        text += f"{name} (p: f32[8]) -> f32[8] {{\n" + body.format(n=n + 1) + root
+    return text
+
+
+@pytest.mark.parametrize("text", [CYCLE, doubled(60)], ids=["cycle", "doubled"])
+def test_a_text_that_never_ends_is_an_error(text, print_as):
+    compiled = jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((8,), "float32")).compile()
+    print_as(text)
+    with pytest.raises(ValueError, match="cut, or no HLO"):
+        str(sr.inspect(compiled, (None,)))
+
+
 def test_a_computation_that_calls_itself_is_an_error_or_an_answer(print_as):
     names = re.findall(r"^(?:ENTRY )?%?(\S+) \(", TEXT, re.M)
     for first, second in pairwise(names):

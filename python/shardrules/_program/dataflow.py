@@ -26,6 +26,9 @@ _CALLS: Final = frozenset({"call", "fusion"})
 # Of several arrays at once, each its own.
 _SUMS: Final = ("all-reduce", "reduce-scatter")
 PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
+_NOT_ELEMENTWISE: Final = PRODUCTS | {"gather", "reduce", "reduce-window", "sort"}
+# The array that is updated, and what is written, if all of it is as large as a part.
+_UPDATES: Final = {"dynamic-update-slice": 2, "scatter": 1}
 _PASSING: Final = MOVES | _GATHERS | _CALLS | {"get-tuple-element", "tuple", "while"}
 
 
@@ -74,7 +77,7 @@ def origin_of(hlo: Hlo, value: Value) -> Origin | None:
 
     None if it is computed, or has several origins in different calls or trips of a loop.
     """
-    while True:
+    for _ in range(len(hlo.computations) + 1):
         value = _local_source(hlo, value, through=_GATHERS | _SCALES)
         number = _definition(hlo, value).parameter
         if number is None:
@@ -92,6 +95,7 @@ def origin_of(hlo: Hlo, value: Value) -> Origin | None:
         if operand is None:
             return None
         value = value._replace(computation=computation, name=operand)
+    raise LookupError(f"{value.computation} calls itself")
 
 
 def source_of(hlo: Hlo, value: Value) -> Value:
@@ -216,9 +220,10 @@ def _before_update(hlo: Hlo, value: Value) -> Iterator[Value]:
         yield Value(value.computation, definition.operands[moved[0]], moved[1])
     elif definition.opcode.startswith(_SUMS) and not definition.opcode.endswith("-done"):
         yield Value(value.computation, definition.operands[value.element or 0])
-    elif definition.opcode == "dynamic-update-slice":
-        yield from (Value(value.computation, name) for name in definition.operands[:2])
-    elif definition.opcode not in PRODUCTS and definition.results:
+    elif definition.opcode in _UPDATES:
+        names = definition.operands[: _UPDATES[definition.opcode]]
+        yield from (Value(value.computation, name) for name in names)
+    elif definition.opcode not in _NOT_ELEMENTWISE and definition.results:
         size = prod(definition.results[0].dims)
         for name in definition.operands:
             results = computation[name].results
@@ -232,9 +237,12 @@ def _definition(hlo: Hlo, value: Value) -> Instruction:
 
 def _local_source(hlo: Hlo, value: Value, through: frozenset[str]) -> Value:
     """Trace a value back within its computation, as far as it goes."""
-    while (before := _step(hlo, value, through)) is not None:
+    for _ in range(len(hlo[value.computation].lines) + 1):
+        before = _step(hlo, value, through)
+        if before is None:
+            return value
         value = before
-    return value
+    raise LookupError(f"{value.name} is made of itself")
 
 
 def _step(hlo: Hlo, value: Value, through: frozenset[str]) -> Value | None:

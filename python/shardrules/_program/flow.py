@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardrules._program.dataflow import PRODUCTS, Value, source_of
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
 
 _MOST_STEPS: Final = 20_000
 """Values that a walk visits at most; what lies behind is not known."""
-_MOST_ROW_STEPS: Final = 20
+_MOST_MAKERS: Final = 20
+_PADDED: Final = 8
+"""Fraction of an array that padding may add to it, or a slice take away."""
 _PRODUCT: Final = re.compile(r" (?:dot|convolution|custom-call)\(")
 _LOOKUP: Final = re.compile(r" gather\(")
+_SLICED: Final = re.compile(r" dynamic-slice\(")
 _ADDED_ROWS: Final = re.compile(r" scatter\(")
 _COLLECTIVES: Final = (
     "all-", "reduce-scatter", "collective-", "ragged-all-to-all", "async-",
@@ -50,11 +54,38 @@ def lookup_of(hlo: Hlo, value: Value) -> Instruction | None:
 
     Between them rows are moved, scaled or masked, and not added to others.
     """
+    return _maker(hlo, value, lambda line: _has(hlo, line, "gather", _LOOKUP))
+
+
+def product_of(hlo: Hlo, value: Value) -> Instruction | None:
+    """Find the product of which a value is a moved, scaled or masked result."""
+    return _maker(hlo, value, partial(is_product, hlo))
+
+
+def is_slice_of_whole(hlo: Hlo, value: Value, count: int, differs: Callable[[Value], bool]) -> bool:
+    """Say whether each device takes its part of an array that it has whole.
+
+    Args:
+        hlo: The module.
+        value: The part.
+        count: Number of parts.
+        differs: Says of a value whether devices have different ones.
+    """
+    value = source_of(hlo, value)
+    line = hlo[value.computation][value.name]
+    if not _has(hlo, line, "dynamic-slice", _SLICED):
+        return False
+    size = count * elements(hlo, value)
+    wholes = (Value(value.computation, name) for name in line.operands)
+    return any(elements(hlo, whole) == size and not differs(whole) for whole in wholes)
+
+
+def _maker(hlo: Hlo, value: Value, is_maker: Callable[[Instruction], bool]) -> Instruction | None:
     computation = hlo[value.computation]
-    for _ in range(_MOST_ROW_STEPS):
+    for _ in range(_MOST_MAKERS):
         value = source_of(hlo, value)
         instruction = computation[value.name]
-        if _has(hlo, instruction, "gather", _LOOKUP):
+        if is_maker(instruction):
             return instruction
         size = elements(hlo, value)
         arrays = [
@@ -76,6 +107,18 @@ def _has(hlo: Hlo, instruction: Instruction, opcode: str, pattern: re.Pattern[st
     if instruction.opcode == "fusion":
         return hlo.contains(instruction.callees[0], pattern)
     return instruction.opcode == opcode
+
+
+def joined(hlo: Hlo, pieces: Value, count: int) -> Value:
+    """Return the array that the pieces of an all-to-all are concatenated to; else the first one."""
+    computation = hlo[pieces.computation]
+    elements_of = [computation[name] for name in computation.users(pieces.name)]
+    users = [set(computation.users(piece.name)) for piece in elements_of]
+    whole = count * elements(hlo, pieces._replace(element=0))
+    for name in set.intersection(*users) if users else ():
+        if computation[name].results[0].elements == whole:
+            return pieces._replace(name=name)
+    return pieces._replace(element=0)
 
 
 def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Consumer]:
@@ -165,7 +208,9 @@ def _bodies(caller: Instruction, places: list[int]) -> Iterator[tuple[str, int]]
 
 def _elementwise(value: Value, user: Instruction, size: int) -> Iterator[Value | Consumer]:
     is_tuple = len(user.results) > 1
-    alike = [i for i, shape in enumerate(user.results) if shape.elements == size]
+    alike = [
+        i for i, shape in enumerate(user.results) if abs(shape.elements - size) <= size // _PADDED
+    ]
     if user.opcode in _REDUCTIONS or not alike:
         yield Consumer("other", value, user)
     for i in alike:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter
+from pathlib import Path
 from typing import Final, Literal, NamedTuple, get_args
 
 from shardrules._program.computation import (
@@ -48,7 +49,9 @@ _PARTITIONS: Final = re.compile(r"num_partitions=(\d+)")
 _ALIAS: Final = re.compile(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)")
 _FRAME: Final = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE: Final = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
+_LIBRARY: Final = re.compile(r"[/\\](?:site|dist)-packages[/\\]|^<")
 _TABLE_ROW: Final = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
+_LEAST_VISITS: Final = 200_000
 _NO_HLO: Final = "the text of the executable is cut, or no HLO as XLA prints it"
 _FIELD: Final = re.compile(r"(\w+)=(\d+)")
 
@@ -61,7 +64,9 @@ class Place(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        file = Path(self.file)
+        folder = Path.cwd()
+        return f"{file.relative_to(folder) if file.is_relative_to(folder) else file}:{self.line}"
 
 
 def check_hlo(text: str) -> None:
@@ -135,6 +140,16 @@ class Hlo:
     def partitions(self) -> int:
         """Devices over which the module is partitioned."""
         return number(_PARTITIONS, self._head) or 1
+
+    @cached_property
+    def most_visits(self) -> int:
+        """Instructions that a run of the module may visit, with each loop run once."""
+        return _LEAST_VISITS + 3 * self.text.count("\n")
+
+    @property
+    def is_scheduled(self) -> bool:
+        """True if the order of lines is the order of execution."""
+        return "is_scheduled=true" in self._head
 
     @cached_property
     def aliases(self) -> dict[int, int]:
@@ -243,28 +258,36 @@ class Hlo:
         return read_groups(attributes, self.partitions)
 
     def place(self, instruction: Instruction) -> Place | None:
-        """Return the user's file and line of an instruction; None where XLA does not know it."""
-        if match := _SOURCE.search(instruction.attributes):
-            return Place(match[1], int(match[2] or 0))
-        if match := _FRAME.search(instruction.attributes):
-            return self._frames.get(int(match[1]))
-        return None
+        """Return the user's file and line of an instruction; None where XLA does not know it.
+
+        It is the innermost frame outside of installed libraries.
+        """
+        if (frame := number(_FRAME, instruction.attributes)) is not None:
+            return self._frames.get(frame)
+        match = _SOURCE.search(instruction.attributes)
+        if not match or not match[2] or _LIBRARY.search(match[1]):
+            return None
+        return Place(match[1], int(match[2]))
 
     @cached_property
     def _frames(self) -> dict[int, Place]:
-        """Places by the number of their stack frame, from the tables above the computations."""
+        """Files and lines by the number of a stack frame."""
         files = dict(self._table("FileNames"))
         lines = {
-            number: (fields["file_name_id"], fields["line"])
-            for number, row in self._table("FileLocations")
-            if {"file_name_id", "line"} <= (fields := _fields(row)).keys()
+            location: Place(files[fields["file_name_id"]].strip('"'), fields["line"])
+            for location, row in self._table("FileLocations")
+            if (fields := _fields(row)).get("file_name_id") in files and "line" in fields
         }
-        return {
-            number: Place(files[file].strip('"'), line)
-            for number, row in self._table("StackFrames")
-            for file, line in [lines.get(_fields(row).get("file_location_id", 0), (0, 0))]
-            if file in files
-        }
+        places: dict[int, Place] = {}
+        for frame, row in self._table("StackFrames"):  # callers come first
+            fields = _fields(row)
+            place = lines.get(fields.get("file_location_id", 0))
+            if place is None or _LIBRARY.search(place.file):
+                # XLA's numbers of callers are one too large, and 1 is none.
+                place = places.get(fields.get("parent_frame_id", 1) - 1)
+            if place is not None:
+                places[frame] = place
+        return places
 
     def _table(self, name: str) -> list[tuple[int, str]]:
         begin = self.text.find(f"\n{name}\n", 0, self._in_order[0].begin if self._in_order else 0)

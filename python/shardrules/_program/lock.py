@@ -14,6 +14,7 @@ from shardrules._locks import check_fields, checked_json, line_by_line, lock_err
 from shardrules._mesh_sizes import checked_sizes
 from shardrules._plan.findings import Finding, Findings, Level
 from shardrules._program.hlo import CollectiveOpcode
+from shardrules._program.memory import totals_of
 from shardrules._text import and_more, bytes_shown, counted, mesh_shown, shown
 
 if TYPE_CHECKING:
@@ -49,16 +50,6 @@ class Costs(NamedTuple):
     sent: Mapping[Key, Sent]
 
 
-def peak_of(executable: Executable) -> int | None:
-    """Return the bytes that a device needs at most; None where the backend does not tell."""
-    memory: Any = executable.call.compiled.memory_analysis()
-    if memory is None:
-        return None
-    names = ("argument", "output", "temp", "generated_code")
-    sizes = [getattr(memory, f"{name}_size_in_bytes") for name in names]
-    return int(sum(sizes) - memory.alias_size_in_bytes)
-
-
 def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
     """Sum up the collectives of a program."""
     import jax
@@ -75,7 +66,8 @@ def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
             size + row.sent_at_least, is_per_iteration or row.times is None
         )
     sizes = {} if mesh is None else dict(mesh.shape)
-    return Costs(versions, sizes, peak_of(executable), sent)
+    totals = totals_of(executable)
+    return Costs(versions, sizes, totals and totals.peak, sent)
 
 
 def lock_text(costs: Costs) -> str:

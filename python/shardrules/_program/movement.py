@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from shardrules._plan.axis_uses import expert_axes_among
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
-from shardrules._program.dataflow import Value, origin_of, updated_values
-from shardrules._program.flow import Consumer, lookup_of, uses
+from shardrules._program.dataflow import Value, origin_of, source_of, updated_values
+from shardrules._program.flow import (
+    Consumer,
+    is_slice_of_whole,
+    joined,
+    lookup_of,
+    product_of,
+    uses,
+)
 from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
 
@@ -56,6 +63,7 @@ REASONS: Final[dict[str, Cause]] = {
     "batch": Cause("an activation, moved along an axis that shards the batch", False),
     "alike": Cause("an activation, gathered, and then used alike on all devices", False),
     "reshard": Cause("an activation, sharded otherwise and back", False),
+    "turned": Cause("sums of products whose factor each device has whole", False),
     "again": Cause("equal on all devices before it is summed", False),
     "unknown": Cause("nothing planned explains it", False),
 }
@@ -110,7 +118,20 @@ class Tracer:
             leaf = self._executable.leaf_of.get(origin.parameter)
             return None if leaf is None else ("argument", leaf)
         leaf = self._next_state_of.get(self._result(exchange))
+        if leaf is None and exchange.kind == "all-gather":
+            leaf = self._gathered_state(_operand(exchange))
         return None if leaf is None else ("state", leaf)
+
+    def _gathered_state(self, value: Value) -> int | None:
+        """Find the leaf of a new state that is gathered and not returned so, as if evaluated."""
+        leaf = self._next_state_of.get(source_of(self._hlo, value))
+        is_new = leaf is not None and self._is_update(leaf, value)
+        return leaf if is_new else None
+
+    def _is_update(self, leaf: int, value: Value) -> bool:
+        """Say whether a value is made of the state's old value, element by element."""
+        number = self._executable.parameter_of[leaf]
+        return number in self._parameters_of(value)
 
     @cached_property
     def _next_state_of(self) -> Mapping[Value, int]:
@@ -173,12 +194,11 @@ class Tracer:
         if exchange.kind in _REDUCTIONS:
             reason = "microbatch" if self._is_repeated(exchange, leaf) else "gradient"
             return Movement("gradient", f"gradient of {path}", reason, leaf)
-        is_update = any(
-            number == self._executable.parameter_of[leaf]
-            for number in self._parameters_of(_operand(exchange))
-        )
+        is_update = self._is_update(leaf, _operand(exchange))
         is_sharded = bool(axes & self._leaf_axes(leaf))
         if is_update:
+            if self._result(exchange) not in self._next_state_of:
+                return Movement("state", f"new {path}", "gather", leaf)
             reason = "cache" if is_sharded and exchange.kind == "all-gather" else "update"
             return Movement("state", f"new {path}", reason, leaf)
         if self._sent(exchange) < self._small:
@@ -214,6 +234,9 @@ class Tracer:
         op = exchange.op
         fusion = self._hlo.fusion_of(op.computation)
         if fusion is None:
+            if op.kind == "all-to-all" and len(op.results) > 1:
+                pieces = Value(op.computation, op.instruction.name)
+                return joined(self._hlo, pieces, len(op.results))
             element = exchange.number if len(op.results) > 1 else None
             return Value(op.computation, op.instruction.name, element)
         computation, instruction = fusion
@@ -238,12 +261,35 @@ class Tracer:
             if not axes & self.variation.of(operand.computation, [operand.name]):
                 return "again"
             reason = "called" if is_called else "batch" if is_batch else "partial"
+            if reason == "partial" and self._is_of_whole_factor(operand, axes):
+                reason = "turned"
         elif exchange.kind == "all-gather":
             reason = self._of_gathered_activation(exchange, axes, is_batch=is_batch)
         else:
             reason = "called" if is_called else self._of_moved_activation(exchange, axes, is_batch)
         is_bad = not REASONS[reason].is_expected
         return "rows" if is_bad and self._is_of_table(exchange, axes) else reason
+
+    def _is_of_whole_factor(self, value: Value, axes: frozenset[str]) -> bool:
+        """Say whether devices compute sums in parts of an array that each has whole.
+
+        A kernel is sharded then along the dimension that is summed, though along the other one
+        there would be nothing to sum.
+        """
+        product = product_of(self._hlo, value)
+        factors = () if product is None else product.operands
+        count = prod(self._axis_sizes[axis] for axis in axes)
+        values = [Value(value.computation, name) for name in factors]
+        return any(origin_of(self._hlo, factor) is not None for factor in values) and any(
+            is_slice_of_whole(
+                self._hlo,
+                factor,
+                count,
+                lambda whole: bool(axes & self.variation.of(whole.computation, [whole.name])),
+            )
+            for factor in values
+            if origin_of(self._hlo, factor) is None
+        )
 
     def _of_moved_activation(self, exchange: Exchange, axes: frozenset[str], is_batch: bool) -> str:
         """Return the reason of an all-to-all, or a collective-permute, that XLA has inserted."""
@@ -252,7 +298,7 @@ class Tracer:
         if axes <= self._expert_axes:
             return "experts"
         if is_batch:
-            return "batch"
+            return "parts" if self._is_for_gradient(exchange) else "batch"
         is_used = any(use.kind == "product" for use in self._uses(exchange))
         return "between" if is_used else "reshard"
 
@@ -260,12 +306,29 @@ class Tracer:
         self, exchange: Exchange, axes: frozenset[str], *, is_batch: bool
     ) -> str:
         products = [factors for factors in self._factors(exchange, axes) if factors]
+        if not products:
+            return "batch" if is_batch else "alike"
+        if not is_batch or self._is_for_gradient(exchange):
+            return "parts"
         is_with_weights = any(
             origin_of(self._hlo, factor) is not None for factors in products for factor in factors
         )
-        if products and not (is_batch and is_with_weights):
-            return "parts"
-        return "batch" if is_batch else "alike"
+        is_gradient = all(total in self._next_state_of for total in self._totals(exchange))
+        return "batch" if is_with_weights or is_gradient else "parts"
+
+    def _is_for_gradient(self, exchange: Exchange) -> bool:
+        """Say whether a gradient is computed in parts of what is moved, for fewer bytes.
+
+        Otherwise each device would compute a sum over its part of the batch, in float32, for all
+        devices to reduce.
+        """
+        leaves = {self._next_state_of.get(total) for total in self._totals(exchange)}
+        sizes = [4 * self._size([leaf]) for leaf in leaves if leaf is not None]
+        return len(sizes) == len(leaves) == 1 and self._sent(exchange) <= sizes[0]
+
+    def _totals(self, exchange: Exchange) -> list[Value]:
+        """List the products with what is moved."""
+        return [_result_of(use) for use in self._uses(exchange) if use.kind == "product"]
 
     def _factors(self, exchange: Exchange, axes: frozenset[str]) -> Iterator[list[Value]]:
         """Yield, for each product with what is moved, the factors that differ along the axes."""

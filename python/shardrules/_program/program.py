@@ -17,6 +17,7 @@ from shardrules._program.executable import Executable, call_of
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import planned_targets
 from shardrules._program.lock import compared, costs_of, lock_text, read_lock
+from shardrules._program.memory import memory_of, totals_of
 from shardrules._program.movement import REASONS, Movement, Tracer
 from shardrules._program.states import State, states
 from shardrules._program.work import Product, products
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
     from shardrules._plan.findings import Findings
     from shardrules._program.collectives import Exchange
     from shardrules._program.lock import Costs
+    from shardrules._program.memory import Memory, Totals
 
 SMALL: Final = 2**16
 """Bytes that a device sends in a step, below which a collective needs no explanation."""
-_ANSWERS: Final = ("_costs", "axis_sizes", "batch_axes", "collectives", "has_text", "products")
+_ANSWERS: Final = (
+    "_costs", "axis_sizes", "batch_axes", "collectives", "has_text", "memory", "products", "totals",
+)  # fmt: skip
 _KEPT_IN_TEXT: Final = 20
 _COLUMNS: Final = (
     Column("sent", is_right=True),
@@ -101,6 +105,16 @@ class Program:
         """Mesh axes that shard the batch, as the program has it."""
         _ = self.collectives  # those that sum gradients
         return frozenset() if self._tracer is None else self._tracer.batch_axes
+
+    @cached_property
+    def totals(self) -> Totals | None:
+        """XLA's numbers of bytes; None if the backend does not tell."""
+        return totals_of(self._executable)
+
+    @cached_property
+    def memory(self) -> Memory | None:
+        """Memory that a device needs, and the largest arrays; None if the backend does not tell."""
+        return memory_of(self._executable)
 
     @cached_property
     def products(self) -> Sequence[Product]:
@@ -214,7 +228,8 @@ class Program:
             row._asdict() | {"sent": row.sent, "place": row.place and str(row.place)}
             for row in self.collectives
         ]
-        return {"mesh": self.axis_sizes, "collectives": rows}
+        memory = self.memory and self.memory.to_json()
+        return {"mesh": self.axis_sizes, "collectives": rows, "memory": memory}
 
     def __str__(self) -> str:
         if not self.has_text:
@@ -225,6 +240,7 @@ class Program:
         rest = len(self.collectives) - _KEPT_IN_TEXT
         if rest > 0:
             lines.append(f"and {rest} more")
+        lines += [] if self.memory is None else str(self.memory).split("\n")
         return "\n".join(map(printable, lines))
 
     def _summary(self) -> str:
@@ -296,8 +312,11 @@ def inspect(compiled: Any, inputs: Any, outputs: Any = None) -> Program:
         >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], mesh)
         >>> step = jax.jit(lambda params, x: x @ params["w"])
         >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
-        >>> print(sr.inspect(step.lower(plan.abstract(), x).compile(), (plan, None)))
-        each device sends 0 B in a step on fsdp=1
+        >>> program = sr.inspect(step.lower(plan.abstract(), x).compile(), (plan, None))
+        >>> program.sent
+        {}
+        >>> program.memory.buffers[0].what
+        'inputs/0/w'
     """
     executable = Executable(call_of(compiled, inputs))
     planned_targets(executable, inputs, outputs)  # what does not fit is an error

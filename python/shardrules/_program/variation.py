@@ -55,6 +55,7 @@ class Variation:
         self._axis_sizes = axis_sizes
         self._parameters = parameters
         self._values: dict[str, dict[str, _Elements]] = {}
+        self._visits = 0
 
     def of(self, computation: str, names: Iterable[str]) -> frozenset[str]:
         """Return the axes along which some of these values differ."""
@@ -70,6 +71,9 @@ class Variation:
 
     def _run(self, computation: str, arguments: Sequence[_Elements]) -> _Elements:
         """Compute the result of a computation; earlier calls of it count as well."""
+        self._visits += len(self._hlo[computation].lines)
+        if self._visits > self._hlo.most_visits:
+            raise LookupError(f"computations call each other too often: {computation}")
         values: dict[str, _Elements] = {}
         earlier = self._values.get(computation, {})
         for instruction in self._hlo[computation]:

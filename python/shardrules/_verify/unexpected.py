@@ -1,4 +1,4 @@
-"""Finds collectives that nothing planned explains, and products that devices compute alike."""
+"""Finds collectives without a reason, products computed alike, and activations kept in memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _SHARE: Final = 0.05
 """Share of all bytes that are sent, above which a collective is told whatever its size."""
 _ALIKE: Final = 0.2
 """Share of all products, above which those that devices compute alike are told."""
+_KEPT: Final = 0.5
+"""Share of the memory at the peak, above which activations that are kept are told."""
 _NAMED: Final = 3
 
 _FIXES: Final = {
@@ -34,6 +36,8 @@ _FIXES: Final = {
     "of it, to be sharded by {axes}{line}",
     "reshard": "constrain both sides alike{line}: the array is sharded in another way and back, "
     "and multiplied in between with nothing",
+    "turned": "let {axes} shard the other dimension of the kernel{line}: then each device computes "
+    "its part of the result, and nothing is summed",
     "again": "do not sum over {axes}{line}: all devices along it have the same array",
     "unknown": "look at the line{line}: slices, rolls and concatenations along a sharded "
     "dimension move data; or constrain the array to be sharded along another one",
@@ -111,3 +115,33 @@ def _alike(axis: str, products: Sequence[Product], share: float) -> Finding:
         f"activations by {axis} where the products begin"
     )
     return Finding("warning", "batch", message, (), 0, None, 0, fix)
+
+
+def kept_activations(program: Program, large: int) -> Iterator[Finding]:
+    """Yield a finding if most of the memory has what the forward pass keeps for the backward pass.
+
+    Args:
+        program: The report about the program.
+        large: Minimum bytes of these arrays.
+    """
+    totals = program.totals
+    if totals is None or totals.temporaries < max(large, _KEPT * totals.peak):
+        return  # without a walk through the schedule
+    memory = program.memory
+    if memory is None or memory.is_recomputed:
+        return
+    if memory.saved < max(large, _KEPT * totals.peak):
+        return
+    names = "; ".join(
+        f"{row.shape} ({row.what})" + ("" if row.place is None else f" at {row.place}")
+        for row in memory.saved_buffers[:_NAMED]
+    )
+    message = (
+        f"{bytes_shown(memory.saved)}, {memory.saved / totals.peak:.0%} of the memory at the peak, "
+        f"are activations that the forward pass keeps for the backward pass: {names}"
+    )
+    fix = (
+        "recompute them: wrap the layer in jax.checkpoint, or give its policy less to save; in a "
+        "scan, jax.lax.scan(jax.checkpoint(layer), ...)"
+    )
+    yield Finding("info", "remat", message, (), 0, None, memory.saved, fix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_real, check_type, in_order
 from shardrules._plan.findings import Finding, Findings
@@ -25,7 +25,7 @@ from shardrules._verify.placements import (
     undonated,
 )
 from shardrules._verify.resharded import resharded
-from shardrules._verify.unexpected import computed_alike, unexpected
+from shardrules._verify.unexpected import computed_alike, kept_activations, unexpected
 
 if TYPE_CHECKING:
     from shardrules._program.inputs import PlannedSharding
@@ -62,6 +62,7 @@ def verify(
     | unexpected | warning | collectives that nothing planned explains, such as activations that are
       gathered over the batch's axis, or gradients that are summed in every micro-batch |
     | batch | warning | products that all devices along a mesh axis compute alike |
+    | remat | info | activations that the forward pass keeps, for most of the memory |
     | budget | error, warning | more bytes than `budget`; a warning if they are not known |
     | peak | error | more memory than `hbm` |
 
@@ -129,24 +130,21 @@ def verify(
             *(finding for finding, _ in reshards),
             *unexpected(program, large, {row for _, rows in reshards for row in rows}),
             *computed_alike(program, same_work),
+            *kept_activations(program, large),
             *over_budget(program, limits),
-            *_peak_findings(executable, hbm),
+            *_peak_findings(program, hbm),
         ]
     scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
     kept = f"; {counted(len(limits), 'budget')} kept" if limits else ""
     return Findings(findings, scope + kept)
 
 
-# Signs of XLA's numbers of bytes: aliased bytes are counted as argument and as output.
-_SIGNS: Final = {"argument": 1, "output": 1, "temp": 1, "alias": -1, "generated_code": 1}
-
-
-def _peak_findings(executable: Executable, hbm: int | None) -> Iterator[Finding]:
+def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
     """Yield a finding if a device needs more bytes than it has."""
     if hbm is None:
         return
-    memory: Any = executable.call.compiled.memory_analysis()
-    if memory is None:
+    totals = program.totals
+    if totals is None:
         message = (
             "this backend does not tell the memory that executables need: whether it fits is not "
             "known"
@@ -154,19 +152,15 @@ def _peak_findings(executable: Executable, hbm: int | None) -> Iterator[Finding]
         fix = "verify the same function on another backend"
         yield Finding("warning", "peak", message, (), 0, None, 0, fix)
         return
-    sizes = {name: getattr(memory, f"{name}_size_in_bytes") for name in _SIGNS}
-    total = sum(sign * sizes[name] for name, sign in _SIGNS.items())
-    if total > hbm:
-        terms = [f"{name.replace('_', ' ')} {bytes_shown(n)}" for name, n in sizes.items() if n]
+    if totals.peak > hbm:
         message = (
-            f"{bytes_shown(total)} on each device ({', '.join(terms)}), which has "
-            f"{bytes_shown(hbm)}"
+            f"{bytes_shown(totals.peak)} on each device ({totals}), which has {bytes_shown(hbm)}"
         )
         fix = (
             "cut more of the arguments or activations, rematerialize, donate the state, or take a "
             "smaller batch"
         )
-        yield Finding("error", "peak", message, (), 0, None, total - hbm, fix)
+        yield Finding("error", "peak", message, (), 0, None, totals.peak - hbm, fix)
 
 
 def _scope(

@@ -1,0 +1,129 @@
+"""The memory of programs: XLA's numbers, and the arrays that are alive at the peak."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._program.hlo import Hlo
+from shardrules._program.liveness import alive_at_peak
+from tests.support.folders import ROOT
+
+FOLDER = ROOT / "tests" / "data" / "hlo"
+EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
+MESH = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+KERNELS, ROWS = P(None, "fsdp"), P("fsdp")
+PLAN = sr.plan({"w": jax.ShapeDtypeStruct((16, 256, 256), "float32")}, [("w", KERNELS)], MESH)
+
+
+def ratio(name):
+    """Sum of the arrays at the peak, to what XLA has allocated, or knows to be alive."""
+    numbers = EXPECTED[name]["memory"]
+    text = gzip.decompress((FOLDER / f"{name}.txt.gz").read_bytes()).decode("utf-8")
+    alive = sum(row.shape.bytes for row in alive_at_peak(Hlo(text)))
+    signs = {"argument": 1, "output": 1, "alias": -1, "temp": 1}
+    allocated = sum(sign * numbers[f"{part}_size_in_bytes"] for part, sign in signs.items())
+    return alive / allocated
+
+
+def test_the_arrays_at_the_peak_are_about_what_xla_allocates():
+    ratios = {name: ratio(name) for name, row in EXPECTED.items() if row["memory"]}
+    errors = {name: abs(ratio - 1) for name, ratio in ratios.items()}
+    assert statistics.median(errors.values()) < 0.11, ratios
+    assert max(errors.values()) < 0.4, ratios
+    assert max(error for name, error in errors.items() if "cpu" in name) < 0.02
+
+
+def compile_layers(*, recompute=False, rows=2048):
+    def layer(x, w):
+        h = jax.nn.gelu(jnp.tanh(x @ w) @ w)
+        return x + h @ w, None
+
+    def loss(params, x):
+        body = jax.checkpoint(layer) if recompute else layer
+        return (jax.lax.scan(body, x, params["w"])[0] ** 2).mean()
+
+    def step(params, x):
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, x))
+
+    x = jax.ShapeDtypeStruct((rows, 256), "float32", sharding=NamedSharding(MESH, ROWS))
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=PLAN.shardings())
+    return jitted.lower(PLAN.abstract(), x).compile()
+
+
+class TestMemory:
+    def test_its_numbers_are_those_of_xla(self):
+        compiled = compile_layers()
+        memory = sr.inspect(compiled, (PLAN, ROWS), PLAN).memory
+        numbers = compiled.memory_analysis()
+        assert memory.totals.arguments == numbers.argument_size_in_bytes
+        assert memory.totals.aliased == numbers.alias_size_in_bytes > 0
+        assert memory.peak == (
+            numbers.argument_size_in_bytes
+            + numbers.output_size_in_bytes
+            - numbers.alias_size_in_bytes
+            + numbers.temp_size_in_bytes
+            + numbers.generated_code_size_in_bytes
+        )
+        assert 0.9 < memory.alive / memory.peak < 1.1
+
+    def test_the_largest_arrays_have_a_name_and_a_line(self):
+        memory = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN).memory
+        assert len(memory.buffers) == 10
+        sizes = [row.bytes for row in memory.buffers]
+        assert sizes == sorted(sizes, reverse=True)
+        kept = memory.saved_buffers[0]
+        assert kept.shape == "f32[16,256,256]"
+        assert kept.place.file == __file__
+        assert any(row.what == "inputs/0/w" for row in memory.buffers)
+
+    def test_recomputed_activations_are_not_kept(self):
+        whole = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN).memory
+        less = sr.inspect(compile_layers(recompute=True), (PLAN, ROWS), PLAN).memory
+        layer_inputs = 16 * 2048 // 8 * 256 * 4
+        assert less.saved == layer_inputs
+        assert whole.saved > 5 * layer_inputs
+        assert less.peak < whole.peak
+
+    def test_it_is_shown_and_written_as_json(self):
+        program = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN)
+        assert "kept for the backward pass" in str(program)
+        content = json.loads(json.dumps(program.to_json()))
+        assert content["memory"]["peak"] == program.memory.peak
+        assert content["memory"]["buffers"][0]["bytes"] == program.memory.buffers[0].bytes
+
+    def test_a_backend_that_does_not_tell_is_not_guessed(self, monkeypatch):
+        compiled = compile_layers()
+        monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda _: None)
+        memory = sr.inspect(compiled, (PLAN, ROWS), PLAN).memory
+        assert memory.buffers == ()
+        assert "does not show which arrays" in str(memory)
+        monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda _: None)
+        assert sr.inspect(compiled, (PLAN, ROWS), PLAN).memory is None
+
+
+class TestRemat:
+    def findings(self, compiled, **options):
+        return [
+            row for row in sr.verify(compiled, (PLAN, ROWS), PLAN, **options) if row.kind == "remat"
+        ]
+
+    def test_activations_that_are_most_of_the_memory_are_told(self):
+        (finding,) = self.findings(compile_layers(), large=2**20)
+        assert finding.level == "info"
+        assert "jax.checkpoint" in finding.fix
+        assert f"at {sr.types.Place(__file__, 1)}"[:-2] in finding.message
+
+    @pytest.mark.parametrize("options", [{"large": 2**20}, {}])
+    def test_recomputed_or_small_ones_are_not(self, options):
+        assert not self.findings(compile_layers(recompute=True), **options)
+        assert not self.findings(compile_layers(rows=256))
