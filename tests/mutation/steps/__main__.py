@@ -26,7 +26,9 @@ def main(group: str, name: str = "", is_clean: bool = False) -> None:
     if is_clean:
         for step in chosen:
             built = step.build()
-            print(f"# {step.name}\n{cost(built)}\n{sr.inspect(built.compiled, built.inputs, built.outputs)}")
+            print(
+                f"# {step.name}\n{cost(built)}\n{sr.inspect(built.compiled, built.inputs, built.outputs)}"
+            )
         return
     table, costly, told = [], 0, 0
     for row in score(chosen):

@@ -86,7 +86,9 @@ class Row(NamedTuple):
     def costly(self) -> dict[str, Outcome]:
         """Faults that cost more than the clean step."""
         assert self.clean.cost, self.clean.error
-        return {k: v for k, v in self.outcomes.items() if v.cost and v.cost.exceeds(self.clean.cost)}
+        return {
+            k: v for k, v in self.outcomes.items() if v.cost and v.cost.exceeds(self.clean.cost)
+        }
 
     @property
     def told(self) -> list[str]:
@@ -156,7 +158,11 @@ def steps(group: str) -> list[Step]:
     """Return the steps of the modules whose names begin with a group's, such as "tuned"."""
     package = importlib.import_module(__package__ or "")
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    modules = (importlib.import_module(f"{package.__name__}.{name}") for name in names if name.startswith(group))
+    modules = (
+        importlib.import_module(f"{package.__name__}.{name}")
+        for name in names
+        if name.startswith(group)
+    )
     return [step for module in modules for step in getattr(module, "STEPS", ())]
 
 

@@ -77,7 +77,7 @@ def _llama(
     fused: bool = False,
     evaluated: bool = False,
     accumulate: int = 1,
-    accumulator: P | None | str = "planned",
+    accumulator: P | str | None = "planned",
     split: str = "",
     unrolled: bool = False,
     ema: P | None = None,
@@ -105,7 +105,9 @@ def _llama(
         k, v = (cut(jnp.einsum("btd,dhk->bthk", y, w[name]), keys) for name in "kv")
         if merged:
             q, k, v = (x.reshape(*x.shape[:2], -1) for x in (q, k, v))
-            q, k, v = jnp.split(jnp.concatenate([q, k, v], -1), [queries * size, (queries + count) * size], -1)
+            q, k, v = jnp.split(
+                jnp.concatenate([q, k, v], -1), [queries * size, (queries + count) * size], -1
+            )
             q, k, v = (x.reshape(*x.shape[:2], -1, size) for x in (q, k, v))
         q = q.reshape(*q.shape[:2], count, queries // count, size)
         weights = jnp.einsum("btgrk,bsgk->bgrts", q, k) * size**-0.5
@@ -194,8 +196,11 @@ def _llama(
     given = None
     if moments is not None:
         sharding = NamedSharding(mesh, moments)
-        given = plan.abstract(), jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state
+        given = (
+            plan.abstract(),
+            jax.tree.map(
+                lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state
+            ),
         )
     tokens = abstract(mesh, batch, (64 if accumulate > 1 else 32, _LENGTH))
     texts = {"tokens": tokens, "targets": tokens}

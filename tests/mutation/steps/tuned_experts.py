@@ -39,7 +39,8 @@ def _shapes() -> Any:
     return {
         "embed": jax.ShapeDtypeStruct((_WORDS, _WIDTH), "float32"),
         "layers": {
-            name: jax.ShapeDtypeStruct((_LAYERS, *shape), "float32") for name, shape in layers.items()
+            name: jax.ShapeDtypeStruct((_LAYERS, *shape), "float32")
+            for name, shape in layers.items()
         },
         "norm": jax.ShapeDtypeStruct((_WIDTH,), "float32"),
         "head": jax.ShapeDtypeStruct((_WIDTH, _WORDS), "float32"),
@@ -119,7 +120,9 @@ def _moe(
 
         def mine(x: Any, dimension: int) -> Any:
             share = x.shape[dimension] // 4
-            return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("ep") * share, share, dimension)
+            return jax.lax.dynamic_slice_in_dim(
+                x, jax.lax.axis_index("ep") * share, share, dimension
+            )
 
         def whole(x: Any, dimension: int, axis: str = "ep") -> Any:
             return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
@@ -152,7 +155,9 @@ def _moe(
             if exchange == "outputs are summed again":
                 first = jax.lax.axis_index("ep") * z.shape[0]
                 spread = jnp.zeros((4 * z.shape[0], *z.shape[1:]), z.dtype)
-                z = mine(jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(spread, z, first, 0), "ep"), 0)
+                z = mine(
+                    jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(spread, z, first, 0), "ep"), 0
+                )
             return z
 
         expert = None if exchange == "specs of experts are whole" else "ep"
@@ -256,5 +261,9 @@ _EXCHANGED: Final = {
 
 STEPS: Final = (
     Step("experts dispatched by einsum", _moe, _EINSUM),
-    Step("experts that exchange tokens in shard_map", partial(_moe, exchange="all-to-all"), _EXCHANGED),
+    Step(
+        "experts that exchange tokens in shard_map",
+        partial(_moe, exchange="all-to-all"),
+        _EXCHANGED,
+    ),
 )

@@ -66,7 +66,9 @@ class _Layer(nn.Module):
         y = nn.RMSNorm()(x)
         heads = (_HEADS, _WIDTH // _HEADS)
         q, k, v = (
-            name(dense(heads, ("embed", "heads", "keys"), n)(y), ("batch", "length", "heads", "keys"))
+            name(
+                dense(heads, ("embed", "heads", "keys"), n)(y), ("batch", "length", "heads", "keys")
+            )
             for n in "qkv"
         )
         y = dense(_WIDTH, ("heads", "keys", "embed"), "o", (-2, -1))(_attend(q, k, v))
@@ -131,7 +133,9 @@ def _linen(
     logical = list({**_AXES, **dict(planned)}.items())
     specs = nn.logical_to_mesh(names, logical)
     plan = sr.plan(nn.unbox(boxed), [(".*", P())], mesh)
-    rules = [(f"^{path}$", spec) for path, spec in zip(plan.paths, jax.tree.leaves(specs), strict=True)]
+    rules = [
+        (f"^{path}$", spec) for path, spec in zip(plan.paths, jax.tree.leaves(specs), strict=True)
+    ]
     plan = sr.plan(nn.unbox(boxed), rules, mesh)
     tx = optax.lion(1e-4)
     activations = list({**_AXES, **dict(axes)}.items())
@@ -204,7 +208,10 @@ class _Block(nnx.Module):
 
     def __call__(self, x: Any, specs: Any, cut: Any) -> Any:
         y = self.norm1(x)
-        q, k, v = (cut(f(y), specs["wide"]).reshape(*y.shape[:2], _HEADS, -1) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            cut(f(y), specs["wide"]).reshape(*y.shape[:2], _HEADS, -1)
+            for f in (self.q, self.k, self.v)
+        )
         q, k, v = (cut(a, specs["heads"]) for a in (q, k, v))
         x = cut(x + self.o(_attend(q, k, v).reshape(y.shape)), specs["residual"])
         y = cut(nnx.gelu(self.up(self.norm2(x))), specs["hidden"])
@@ -291,7 +298,9 @@ def _nnx(
         scores = model(batch["tokens"], places, cut, remat)
         value = _cross_entropy(scores, batch["targets"])
         if penalized:
-            value += 1e-4 * sum((cut(p, P()) ** 2).sum() for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+            value += 1e-4 * sum(
+                (cut(p, P()) ** 2).sum() for p in jax.tree.leaves(nnx.state(model, nnx.Param))
+            )
         return value, {"logits": scores, "whole": cut(scores, P())}.get(measured)
 
     def train(model: Any, optimizer: Any, batch: Any) -> Any:

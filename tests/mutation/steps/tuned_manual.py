@@ -45,7 +45,11 @@ def _pipeline(
     """Train perceptrons in four stages of two layers, by GPipe's schedule."""
     mesh, micro = mesh_of(data=2, pp=4), 8
     cut = cutter(mesh)
-    layers = {"up": _float32(8, _WIDTH, _INNER), "down": _float32(8, _INNER, _WIDTH), "norm": _float32(8, _WIDTH)}
+    layers = {
+        "up": _float32(8, _WIDTH, _INNER),
+        "down": _float32(8, _INNER, _WIDTH),
+        "norm": _float32(8, _WIDTH),
+    }
     shapes = {"embed": _float32(_WORDS, _WIDTH), "layers": layers, "head": _float32(_WIDTH, _WORDS)}
     rules = [("layers", weights), ("embed|head", tables)]
     plan = sr.plan(shapes, rules, mesh)
@@ -70,8 +74,12 @@ def _pipeline(
         def tick(carry: Any, i: Any) -> Any:
             incoming, done = carry
             if mode == "weights are gathered in every tick":
-                used = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, "pp", axis=0, tiled=True), w)
-                used = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, 2 * stage, 2, 0), used)
+                used = jax.tree.map(
+                    lambda leaf: jax.lax.all_gather(leaf, "pp", axis=0, tiled=True), w
+                )
+                used = jax.tree.map(
+                    lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, 2 * stage, 2, 0), used
+                )
             else:
                 used = w
             first = jax.lax.dynamic_index_in_dim(x, jnp.clip(i, 0, micro - 1), 0, False)
@@ -87,11 +95,14 @@ def _pipeline(
                 spread = jnp.zeros((count, *y.shape), y.dtype).at[(stage + 1) % count].set(y)
                 incoming = jax.lax.psum(spread, "pp")[stage]
             elif sends == "outputs too":
-                incoming, done = jax.lax.ppermute(y, "pp", ring), jax.lax.psum(
-                    jnp.where(stage == count - 1, done, 0), "pp"
+                incoming, done = (
+                    jax.lax.ppermute(y, "pp", ring),
+                    jax.lax.psum(jnp.where(stage == count - 1, done, 0), "pp"),
                 )
             elif sends == "twice":
-                incoming = jax.lax.ppermute(jax.lax.ppermute(y, "pp", ring), "pp", [(b, a) for a, b in ring])
+                incoming = jax.lax.ppermute(
+                    jax.lax.ppermute(y, "pp", ring), "pp", [(b, a) for a, b in ring]
+                )
                 incoming = jax.lax.ppermute(incoming, "pp", ring)
             else:
                 incoming = jax.lax.ppermute(y, "pp", ring)
@@ -116,9 +127,14 @@ def _pipeline(
             stages, mesh=mesh, in_specs=(inside, P(None, "data")), out_specs=out, check_vma=False
         )(params["layers"], x)
         place = P("data", None, "pp") if outputs == "last" else logits and P("data")
-        y = cut(y.swapaxes(0, 1).reshape(-1, _LENGTH, _WIDTH), P("data", "pp") if outputs == "last" else place)
+        y = cut(
+            y.swapaxes(0, 1).reshape(-1, _LENGTH, _WIDTH),
+            P("data", "pp") if outputs == "last" else place,
+        )
         scores = y @ cut(params["head"], P())
-        scores = cut(scores, P("data", "pp") if outputs == "last" and logits is not None else logits)
+        scores = cut(
+            scores, P("data", "pp") if outputs == "last" and logits is not None else logits
+        )
         hot = jax.nn.one_hot(batch["targets"], _WORDS)
         value = (jax.nn.logsumexp(scores, -1) - (scores * hot).sum(-1)).mean()
         return value, {"logits": scores, "states": y}.get(measured)
@@ -132,7 +148,9 @@ def _pipeline(
 
     tokens = abstract(mesh, batch, (64, _LENGTH))
     arrays = {"tokens": tokens, "targets": tokens}
-    return train_step(step, plan, jax.eval_shape(tx.init, shapes), arrays, donate=donate, returned=returned)
+    return train_step(
+        step, plan, jax.eval_shape(tx.init, shapes), arrays, donate=donate, returned=returned
+    )
 
 
 _PIPELINE_FAULTS: Final = {
@@ -230,7 +248,9 @@ def _ring(
             old, new = jnp.exp(most - higher), jnp.exp(high - higher)
             mixed, total = mixed * old + y * new, total * old + weight * new
             if mode == "queries are sent too":
-                mixed = jax.lax.ppermute(jax.lax.ppermute(mixed, "sp", around), "sp", [(b, a) for a, b in around])
+                mixed = jax.lax.ppermute(
+                    jax.lax.ppermute(mixed, "sp", around), "sp", [(b, a) for a, b in around]
+                )
             if mode == "all is gathered in every turn":
                 ks, vs = jax.lax.all_gather(k, "sp"), jax.lax.all_gather(v, "sp")
                 k, v = ks[(here - 1) % 4], vs[(here - 1) % 4]
@@ -285,7 +305,9 @@ def _ring(
 
     tokens = abstract(mesh, batch, (16, length))
     arrays = {"tokens": tokens, "targets": tokens}
-    return train_step(step, plan, jax.eval_shape(tx.init, shapes), arrays, donate=donate, returned=returned)
+    return train_step(
+        step, plan, jax.eval_shape(tx.init, shapes), arrays, donate=donate, returned=returned
+    )
 
 
 _RING_FAULTS: Final = {

@@ -42,7 +42,12 @@ class _Layer(eqx.Module):
     def __init__(self, key: Any) -> None:
         keys = jax.random.split(key, 4)
         self.norm1, self.norm2 = (eqx.nn.RMSNorm(_WIDTH, use_bias=False) for _ in range(2))
-        sizes = {"qkv": (_WIDTH, 3 * _WIDTH), "o": (_WIDTH, _WIDTH), "up": (_WIDTH, _INNER), "down": (_INNER, _WIDTH)}
+        sizes = {
+            "qkv": (_WIDTH, 3 * _WIDTH),
+            "o": (_WIDTH, _WIDTH),
+            "up": (_WIDTH, _INNER),
+            "down": (_INNER, _WIDTH),
+        }
         for k, (name, size) in zip(keys, sizes.items(), strict=True):
             setattr(self, name, eqx.nn.Linear(*size, use_bias=False, key=k))
 
@@ -133,7 +138,11 @@ def _equinox(
         scores = cut(jnp.einsum("btd,vd->btv", x, model.head.weight), places["logits"])
         hot = jax.nn.one_hot(batch["targets"], _WORDS)
         value = (jax.nn.logsumexp(scores, -1) - (scores * hot).sum(-1)).mean()
-        kept = {"logits": scores, "whole": cut(scores, P()), "guesses": cut(scores, P("fsdp")).argmax(-1)}
+        kept = {
+            "logits": scores,
+            "whole": cut(scores, P()),
+            "guesses": cut(scores, P("fsdp")).argmax(-1),
+        }
         return value, kept.get(measured)
 
     def step(model: Any, state: Any, batch: Any) -> Any:
@@ -157,7 +166,9 @@ def _equinox(
     )
     arguments = (eqx.combine(given[0], shapes), *given[1:])
     compiled = eqx.filter_jit(step, donate=donate).lower(*arguments).compile()
-    return Built(compiled, (plan, moments, {"tokens": batch, "targets": batch}), (plan, moments, None))
+    return Built(
+        compiled, (plan, moments, {"tokens": batch, "targets": batch}), (plan, moments, None)
+    )
 
 
 _EQUINOX_FAULTS: Final = {
@@ -198,8 +209,11 @@ def _dot(x: Any, y: Any, axis: Any) -> Any:
     contracted = axis if isinstance(axis, tuple) else (axis,)
     axes = list(dict.fromkeys((*x.axes, *y.axes)))
     kept = [a for a in axes if a not in contracted]
-    x_, y_, out = ("".join(chr(97 + axes.index(a)) for a in part) for part in (x.axes, y.axes, kept))
+    x_, y_, out = (
+        "".join(chr(97 + axes.index(a)) for a in part) for part in (x.axes, y.axes, kept)
+    )
     return hax.named(jnp.einsum(f"{x_},{y_}->{out}", x.array, y.array), kept)
+
 
 _AXES: Final = {"batch": "fsdp", "embed": None, "mlp": "tp", "heads": "tp", "vocab": "tp"}
 _STORED: Final = {"embed": "fsdp", "mlp": "tp", "heads": "tp", "vocab": "tp"}
@@ -224,7 +238,16 @@ def _haliax(
     cut = cutter(mesh)
     places = {**_AXES, **dict(axes)}
     of_parameters = {**_STORED, **dict(stored)}
-    sizes = hax.make_axes(batch=64, pos=_LENGTH, embed=_WIDTH, mlp=_INNER, heads=_HEADS, size=32, vocab=_WORDS, layer=2)
+    sizes = hax.make_axes(
+        batch=64,
+        pos=_LENGTH,
+        embed=_WIDTH,
+        mlp=_INNER,
+        heads=_HEADS,
+        size=32,
+        vocab=_WORDS,
+        layer=2,
+    )
     batch_, pos, embed, mlp, heads, size, vocab, depth = sizes
     keys = pos.alias("keys")
 
@@ -258,7 +281,10 @@ def _haliax(
         if compute:
             w = {k: shard_by(v, dict(compute)) for k, v in w.items()}
         y = x * hax.rsqrt(hax.mean(x * x, embed) + 1e-6) * w["scale"]
-        q, k, v = (shard(_dot(y, w[n], axis=embed).rearrange((batch_, pos, heads, size)), "heads") for n in "qkv")
+        q, k, v = (
+            shard(_dot(y, w[n], axis=embed).rearrange((batch_, pos, heads, size)), "heads")
+            for n in "qkv"
+        )
         k, v = k.rename({"pos": "keys"}), v.rename({"pos": "keys"})
         scores = _dot(q, k, axis=size).rearrange((batch_, heads, pos, keys))
         allowed = hax.arange(keys).broadcast_axis(pos) <= hax.arange(pos)
@@ -269,7 +295,9 @@ def _haliax(
         else:
             scores = hax.where(allowed, scores, -1e9)
         mixed = _dot(hax.nn.softmax(scores, keys), v, axis=keys)
-        x = shard(x + _dot(mixed, w["o"], axis=(heads, size)).rearrange((batch_, pos, embed)), "residual")
+        x = shard(
+            x + _dot(mixed, w["o"], axis=(heads, size)).rearrange((batch_, pos, embed)), "residual"
+        )
         y = shard(hax.nn.gelu(_dot(x, w["up"], axis=embed)).rearrange((batch_, pos, mlp)), "hidden")
         return shard(x + _dot(y, w["down"], axis=mlp).rearrange((batch_, pos, embed)), "residual")
 

@@ -103,7 +103,10 @@ def _lora(
 
     def layer(x: Any, both: Any) -> Any:
         w, ab = both
-        q, k, v = (a.reshape(*a.shape[:2], 8, -1) for a in jnp.split(project(_norm(x), w["qkv"], ab["qkv"]), 3, -1))
+        q, k, v = (
+            a.reshape(*a.shape[:2], 8, -1)
+            for a in jnp.split(project(_norm(x), w["qkv"], ab["qkv"]), 3, -1)
+        )
         x = cut(x + project(_attend(q, k, v).reshape(x.shape), w["o"], ab["o"]), residual)
         y = cut(jax.nn.gelu(project(_norm(x), w["up"], ab["up"])), hidden)
         return cut(x + project(y, w["down"], ab["down"]), residual), None
@@ -118,13 +121,14 @@ def _lora(
             layers = jax.tree.map(lambda w: cut(w, P()), layers)
         if mode == "the stack is dequantized":
             layers = {
-                n: {"q8": w["q8"].astype("float32") * w["scale"][:, None], "scale": jnp.ones_like(w["scale"])}
+                n: {
+                    "q8": w["q8"].astype("float32") * w["scale"][:, None],
+                    "scale": jnp.ones_like(w["scale"]),
+                }
                 for n, w in layers.items()
             }
         if trained == "all":
-            layers = {
-                n: {**w, "q8": w["q8"] + adapters["kernels"][n]} for n, w in layers.items()
-            }
+            layers = {n: {**w, "q8": w["q8"] + adapters["kernels"][n]} for n, w in layers.items()}
         body = jax.checkpoint(layer) if remat else layer
         stacked = {n: ab for n, ab in adapters.items() if n != "kernels"}
         x, _ = jax.lax.scan(body, x, (layers, stacked))
@@ -143,7 +147,9 @@ def _lora(
     tokens = abstract(mesh, batch, (64, _LENGTH))
     state = jax.eval_shape(tx.init, adapters)
     arrays = {"tokens": tokens, "targets": tokens}
-    return train_step(step, plan, state, arrays, donate=donate, returned=returned, constants=(constants,))
+    return train_step(
+        step, plan, state, arrays, donate=donate, returned=returned, constants=(constants,)
+    )
 
 
 _LORA_FAULTS: Final = {
@@ -211,7 +217,9 @@ def _muon(
     def layer(x: Any, w: Any) -> Any:
         if kernels is not None:
             w = jax.tree.map(lambda leaf: cut(leaf, kernels), w)
-        q, k, v = (a.reshape(*a.shape[:2], 8, -1) for a in jnp.split(rms_norm(x, 1.0) @ w["qkv"], 3, -1))
+        q, k, v = (
+            a.reshape(*a.shape[:2], 8, -1) for a in jnp.split(rms_norm(x, 1.0) @ w["qkv"], 3, -1)
+        )
         x = cut(x + _attend(q, k, v).reshape(x.shape) @ w["o"], residual)
         y = cut(jax.nn.gelu(rms_norm(x, 1.0) @ w["up"]), hidden)
         return cut(x + y @ w["down"], residual), None
@@ -251,7 +259,9 @@ def _muon(
         return cut(m.swapaxes(-1, -2) if flip else m, spec)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
-        (value, kept), grads = jax.value_and_grad(loss, has_aux=True)(params, batch["tokens"], batch["targets"])
+        (value, kept), grads = jax.value_and_grad(loss, has_aux=True)(
+            params, batch["tokens"], batch["targets"]
+        )
         if gradients is not None:
             grads = jax.tree.map(lambda g: cut(g, gradients), grads)
         else:
@@ -259,7 +269,9 @@ def _muon(
         state = jax.tree.map(lambda m, g: 0.95 * m + g, state, grads)
         if momentum is not None:
             state = jax.tree.map(lambda m: cut(m, momentum), state)
-        updates = jax.tree.map(lambda m, spec: orthogonal(m, spec) if m.ndim == 3 else jnp.sign(m), state, specs)
+        updates = jax.tree.map(
+            lambda m, spec: orthogonal(m, spec) if m.ndim == 3 else jnp.sign(m), state, specs
+        )
         params = jax.tree.map(lambda p, u: p - 1e-3 * u, params, updates)
         return params, state, (value, kept)
 
@@ -386,12 +398,16 @@ def _decode(
         def word(carry: Any, _: Any) -> Any:
             held, tokens, at = carry
             x = cut(params["embed"][tokens], residual)
-            x, held = jax.lax.scan(lambda x, parts: layer(x, parts, at), x, (params["layers"], held))
+            x, held = jax.lax.scan(
+                lambda x, parts: layer(x, parts, at), x, (params["layers"], held)
+            )
             scores = cut(rms_norm(x, 1.0) @ params["head"], logits)
             best = cut(scores, guess).argmax(-1)
             return (held, best, at + 1), (best, scores if measured == "logits" else None)
 
-        (held, *_), (words, kept) = jax.lax.scan(word, (held, batch["tokens"], batch["at"]), None, steps)
+        (held, *_), (words, kept) = jax.lax.scan(
+            word, (held, batch["tokens"], batch["at"]), None, steps
+        )
         return held, (words, kept, held["k"][-1] if measured == "cache" else None)
 
     tokens, at = abstract(mesh, batch, (rows, 1)), abstract(mesh, P(), ())
