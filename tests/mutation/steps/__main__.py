@@ -46,7 +46,8 @@ def main(group: str, name: str = "", is_clean: bool = False) -> None:
                 print(f"- {fault}: refused by JAX: {one.error.splitlines()[0]}")
                 continue
             is_costly, new = fault in row.costly, row.new(one)
-            word = ("told" if new else "MISSED") if is_costly else "told, cheap" if new else "cheap"
+            missed = "MISSED, as the clean step has such a warning" if one.findings else "MISSED"
+            word = ("told" if new else missed) if is_costly else "told, cheap" if new else "cheap"
             print(f"- {fault}: {word}; {one.cost.over(row.clean.cost or one.cost)}", flush=True)
             for finding in new[:2]:
                 print("    " + str(finding).replace("\n", "\n    ")[:600])

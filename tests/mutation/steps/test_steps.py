@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutation.steps.frame import Built, Cost, Step, cost, outcome, score, steps
+from tests.mutation.steps.frame import Built, Cost, Step, outcome, score, steps
 
 LEAST = 0.95
 SMALL = {
@@ -61,7 +61,7 @@ def test_a_fault_that_jax_refuses_is_not_counted():
     def build(refused: bool = False) -> Built:
         if refused:
             raise ValueError("no")
-        return small()[0].build()
+        return small()[1].build()
 
     (row,) = score([Step("refused", build, {"it is refused": {"refused": True}})])
     assert row.outcomes["it is refused"].error == "ValueError: no"
@@ -78,5 +78,6 @@ def test_costs_are_compared_with_the_clean_step():
 
 def test_loops_are_counted():
     """Three layers send three times what one does."""
-    built = small()[0].build()
-    assert cost(built).sent > 3 * 8 * 8 * 128 * 256 * 4
+    clean = outcome(small()[0]).cost
+    assert clean
+    assert clean.sent > 3 * 8 * 8 * 128 * 256 * 4
