@@ -22,22 +22,22 @@ def main(group: str, name: str = "", is_clean: bool = False) -> None:
     import shardrules as sr
     from tests.mutation.steps.frame import cost, score, steps
 
-    chosen = [step for step in steps(group) if name in step.name]
+    selected = [step for step in steps(group) if name in step.name]
     if is_clean:
-        for step in chosen:
+        for step in selected:
             built = step.build()
             print(
                 f"# {step.name}\n{cost(built)}\n{sr.inspect(built.compiled, built.inputs, built.outputs)}"
             )
         return
-    table, costly, told = [], 0, 0
-    for row in score(chosen):
-        costly, told = costly + len(row.costly), told + len(row.told)
+    table, costly, reported = [], 0, 0
+    for row in score(selected):
+        costly, reported = costly + len(row.costly), reported + len(row.reported)
         table.append(
-            f"| {row.step} | {len(row.outcomes)} | {len(row.costly)} | {len(row.told)} | "
+            f"| {row.step} | {len(row.outcomes)} | {len(row.costly)} | {len(row.reported)} | "
             f"{len(row.clean.findings)} | {row.clean.unexplained:.1%} |"
         )
-        print(f"\n## {row.step}: {len(row.told)} of {len(row.costly)} costly faults are told")
+        print(f"\n## {row.step}: {len(row.reported)} of {len(row.costly)} costly faults are told")
         print(f"clean: {row.clean.cost}, unexplained {row.clean.unexplained:.1%}")
         for finding in row.clean.findings:
             print(f"  CLEAN WARNING {finding}")
@@ -53,7 +53,7 @@ def main(group: str, name: str = "", is_clean: bool = False) -> None:
                 print("    " + str(finding).replace("\n", "\n    ")[:600])
     heads = ("step", "faults", "costly", "told", "clean warnings", "clean unexplained bytes")
     print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", *table, sep="\n")
-    print(f"told {told} of {costly} costly faults ({told / max(costly, 1):.1%})")
+    print(f"told {reported} of {costly} costly faults ({reported / max(costly, 1):.1%})")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class Row(NamedTuple):
         }
 
     @property
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         """Costly faults that `verify` finds."""
         return [name for name, one in self.costly.items() if self.new(one)]
 

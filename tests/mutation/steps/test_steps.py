@@ -44,9 +44,9 @@ def test_some_faults_of_steps_are_told(step):
 def test_costly_faults_are_told():
     rows = [*score(steps("tuned"))]
     costly = sum(len(row.costly) for row in rows)
-    told = sum(len(row.told) for row in rows)
+    reported = sum(len(row.reported) for row in rows)
     assert costly > 200
-    assert told >= LEAST * costly, {row.step: row.missed for row in rows if row.missed}
+    assert reported >= LEAST * costly, {row.step: row.missed for row in rows if row.missed}
 
 
 @pytest.mark.slow
