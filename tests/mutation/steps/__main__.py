@@ -1,0 +1,61 @@
+"""Prints the score of steps: `python -m tests.mutation.steps tuned|fresh [part of a step's name]`.
+
+`--clean` compiles the clean steps alone, and lists their collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+    ]
+)
+
+
+def main(group: str, name: str = "", is_clean: bool = False) -> None:
+    """Print a row for each step, and what is told of each fault."""
+    import shardrules as sr
+    from tests.mutation.steps.frame import cost, score, steps
+
+    selected = [step for step in steps(group) if name in step.name]
+    if is_clean:
+        for step in selected:
+            built = step.build()
+            print(
+                f"# {step.name}\n{cost(built)}\n{sr.inspect(built.compiled, built.inputs, built.outputs)}"
+            )
+        return
+    table, costly, reported = [], 0, 0
+    for row in score(selected):
+        costly, reported = costly + len(row.costly), reported + len(row.reported)
+        table.append(
+            f"| {row.step} | {len(row.outcomes)} | {len(row.costly)} | {len(row.reported)} | "
+            f"{len(row.clean.findings)} | {row.clean.unexplained:.1%} |"
+        )
+        print(f"\n## {row.step}: {len(row.reported)} of {len(row.costly)} costly faults are told")
+        print(f"clean: {row.clean.cost}, unexplained {row.clean.unexplained:.1%}")
+        for finding in row.clean.findings:
+            print(f"  CLEAN WARNING {finding}")
+        for fault, one in row.outcomes.items():
+            if one.cost is None:
+                print(f"- {fault}: refused by JAX: {one.error.splitlines()[0]}")
+                continue
+            is_costly, new = fault in row.costly, row.new(one)
+            missed = "MISSED, as the clean step has such a warning" if one.findings else "MISSED"
+            word = ("told" if new else missed) if is_costly else "told, cheap" if new else "cheap"
+            print(f"- {fault}: {word}; {one.cost.over(row.clean.cost or one.cost)}", flush=True)
+            for finding in new[:2]:
+                print("    " + str(finding).replace("\n", "\n    ")[:600])
+    heads = ("step", "faults", "costly", "told", "clean warnings", "clean unexplained bytes")
+    print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", *table, sep="\n")
+    print(f"told {reported} of {costly} costly faults ({reported / max(costly, 1):.1%})")
+
+
+if __name__ == "__main__":
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    main(*words[:2], is_clean="--clean" in sys.argv)

@@ -1,0 +1,83 @@
+"""The score of `verify` on whole steps: the costly faults of real steps are in its findings."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutation.steps.frame import Built, Cost, Step, outcome, score, steps
+
+LEAST = 0.95
+SMALL = {
+    "a Llama in plain JAX": ("no constraints", "hidden is whole over tp", "not donated"),
+    "decoding with a KV cache": (
+        "the cache is constrained to be whole inside",
+        "keys and values are gathered to be used",
+        "the cache is not donated",
+    ),
+}
+
+pytest.importorskip("flax.nnx", reason="flax is not installed")
+pytest.importorskip("optax", reason="optax is not installed")
+pytest.importorskip("equinox", reason="equinox is not installed")
+pytest.importorskip("haliax", reason="haliax is not installed", exc_type=ImportError)
+
+
+def small() -> list[Step]:
+    """Two steps, with three of their faults."""
+    return [
+        step._replace(faults={name: step.faults[name] for name in SMALL[step.name]})
+        for step in steps("tuned")
+        if step.name in SMALL
+    ]
+
+
+@pytest.mark.parametrize("step", small(), ids=lambda step: step.name)
+def test_some_faults_of_steps_are_told(step):
+    (row,) = score([step])
+    assert not row.clean.findings
+    assert row.clean.unexplained == 0
+    assert len(row.costly) == 3
+    assert not row.missed
+
+
+@pytest.mark.slow
+def test_costly_faults_are_told():
+    rows = [*score(steps("tuned"))]
+    costly = sum(len(row.costly) for row in rows)
+    reported = sum(len(row.reported) for row in rows)
+    assert costly > 200
+    assert reported >= LEAST * costly, {row.step: row.missed for row in rows if row.missed}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", steps("tuned"), ids=lambda step: step.name)
+def test_clean_steps_are_clean(step):
+    clean = outcome(step)
+    assert not clean.findings
+    assert clean.unexplained < 0.01
+
+
+def test_a_fault_that_jax_refuses_is_not_counted():
+    def build(refused: bool = False) -> Built:
+        if refused:
+            raise ValueError("no")
+        return small()[1].build()
+
+    (row,) = score([Step("refused", build, {"it is refused": {"refused": True}})])
+    assert row.outcomes["it is refused"].error == "ValueError: no"
+    assert not row.costly
+
+
+def test_costs_are_compared_with_the_clean_step():
+    clean = Cost(sent=2**20, peak=2**20)
+    assert not Cost(sent=2**20 + 2**15, peak=2**20).exceeds(clean)
+    assert Cost(sent=2**20 + 2**17, peak=2**20).exceeds(clean)
+    assert Cost(sent=0, peak=2**20 + 2**15).exceeds(clean)
+    assert not Cost(sent=2**16 - 1, peak=2**20).exceeds(Cost(0, 2**20))
+
+
+def test_loops_are_counted():
+    """Three layers send three times what one does."""
+    clean = outcome(small()[0]).cost
+    assert clean
+    assert clean.sent > 3 * 8 * 8 * 128 * 256 * 4
