@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardrules._program.dataflow import PRODUCTS, Value, source_of
@@ -80,6 +81,37 @@ def is_slice_of_whole(hlo: Hlo, value: Value, count: int, differs: Callable[[Val
     size = count * elements(hlo, value)
     wholes = (Value(value.computation, name) for name in line.operands)
     return any(elements(hlo, whole) == size and not differs(whole) for whole in wholes)
+
+
+def is_summed(hlo: Hlo, use: Consumer, begin: int, end: int) -> bool:
+    """Say whether a product sums over a dimension of what it uses.
+
+    Args:
+        hlo: The module.
+        use: The use of an array by the product.
+        begin: Elements from one index of the dimension to the next, in row-major order.
+        end: The same, from the first index of the next outer dimension to its second.
+    """
+    computation, product = hlo[use.value.computation], use.instruction
+    names = {use.value.name}
+    if product.opcode == "fusion":
+        place = product.operands.index(use.value.name)
+        computation = hlo[product.callees[0]]
+        product = next((line for line in computation.executed if line.opcode == "dot"), product)
+        sources = {
+            name: computation[source_of(hlo, Value(computation.name, name)).name].parameter
+            for name in product.operands
+        }
+        names = {name for name, parameter in sources.items() if parameter == place}
+    for side, name in zip(("lhs", "rhs"), product.operands, strict=False):
+        match = re.search(rf"{side}_contracting_dims={{([\d,]*)}}", product.attributes)
+        if name in names and match:
+            dims = computation[name].results[0].dims
+            strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
+            numbers = [int(number) for number in match[1].split(",") if number]
+            if any(strides[i] <= begin < end <= strides[i] * dims[i] for i in numbers):
+                return True
+    return False
 
 
 def is_written_in_part(hlo: Hlo, line: Instruction) -> bool:

@@ -16,6 +16,7 @@ from shardrules._program.flow import (
     Consumer,
     elements,
     is_slice_of_whole,
+    is_summed,
     is_written_in_part,
     joined,
     lookup_of,
@@ -67,6 +68,7 @@ REASONS: Final[dict[str, Cause]] = {
     "batch": Cause("an activation, moved along an axis that shards the batch", False),
     "alike": Cause("an activation, gathered, and then used alike on all devices", False),
     "reshard": Cause("an activation, sharded otherwise and back", False),
+    "summed": Cause("gathered along the dimension that a product sums", False),
     "turned": Cause("sums of products whose factor each device has whole", False),
     "sliced": Cause("gathered, though each device uses only one of the parts", False),
     "again": Cause("equal on all devices before it is summed", False),
@@ -207,7 +209,7 @@ class Tracer:
             reason = "microbatch" if self._is_repeated(exchange, leaf) else reason
             return Movement("gradient", f"gradient of {path}", reason, leaf)
         if exchange.kind == "all-to-all":
-            return Movement("state", path, "state", leaf)
+            return Movement("state", path, "state" if self._has_gradients else "cache", leaf)
         if self._is_update(leaf, _operand(exchange)):
             return Movement("state", f"new {path}", self._of_update(exchange, leaf), leaf)
         is_gather = exchange.kind == "all-gather" and bool(axes & self._leaf_axes(leaf))
@@ -356,13 +358,38 @@ class Tracer:
         products = [factors for factors in self._factors(exchange, axes) if factors]
         if not products:
             return "batch" if is_batch else "alike"
-        if not is_batch or self._is_for_gradient(exchange):
+        if not is_batch:
+            return "summed" if self._is_along_sum(exchange, axes) else "parts"
+        if self._is_for_gradient(exchange):
             return "parts"
         is_with_weights = any(
             origin_of(self._hlo, factor) is not None for factors in products for factor in factors
         )
         is_gradient = all(total in self._next_state_of for total in self._totals(exchange))
         return "batch" if is_with_weights or is_gradient else "parts"
+
+    def _is_along_sum(self, exchange: Exchange, axes: frozenset[str]) -> bool:
+        """Say whether a kernel's factor is gathered along the dimension that is summed.
+
+        What comes of a sum over these axes may be sharded anyhow; what a product has computed in
+        parts fits a kernel that is sharded along the dimension that is summed.
+        """
+        dims, dimension = exchange.shape.dims, exchange.op.instruction.dimension
+        sources = updated_values(self._hlo, _operand(exchange), {})
+        lines = (self._hlo[source.computation][source.name] for source in sources)
+        if dimension is None or any(line.opcode.startswith(_REDUCTIONS) for line in lines):
+            return False
+        inner = prod(dims[dimension + 1 :])
+        return any(
+            is_summed(self._hlo, use, inner, inner * dims[dimension])
+            and any(
+                origin_of(self._hlo, Value(use.value.computation, name)) is not None
+                for name in use.instruction.operands
+                if name != use.value.name
+            )
+            for use in self._uses(exchange)
+            if use.kind == "product"
+        )
 
     def _is_for_gradient(self, exchange: Exchange) -> bool:
         """Say whether a gradient is computed in parts of what is moved, for fewer bytes.

@@ -36,6 +36,8 @@ _FIXES: Final = {
     "of it, to be sharded by {axes}{line}",
     "reshard": "constrain both sides alike{line}: the array is sharded in another way and back, "
     "and multiplied in between with nothing",
+    "summed": "let {axes} shard the other dimension of the kernel{line}, along which what it is "
+    "multiplied by comes in parts: then only the result is summed",
     "turned": "let {axes} shard the other dimension of the kernel{line}: then each device computes "
     "its part of the result, and nothing is summed",
     "sliced": "let each device send only the part that another one uses, such as by "

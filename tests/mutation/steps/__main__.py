@@ -20,7 +20,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 def main(group: str, name: str = "", is_clean: bool = False) -> None:
     """Print a row for each step, and what is told of each fault."""
     import shardrules as sr
-    from tests.mutation.steps.frame import cost, score, steps
+    from tests.mutation.steps.frame import cost, score, steps, warnings
 
     selected = [step for step in steps(group) if name in step.name]
     if is_clean:
@@ -35,11 +35,11 @@ def main(group: str, name: str = "", is_clean: bool = False) -> None:
         costly, reported = costly + len(row.costly), reported + len(row.reported)
         table.append(
             f"| {row.step} | {len(row.outcomes)} | {len(row.costly)} | {len(row.reported)} | "
-            f"{len(row.clean.findings)} | {row.clean.unexplained:.1%} |"
+            f"{len(warnings(row.clean))} | {row.clean.unexplained:.1%} |"
         )
         print(f"\n## {row.step}: {len(row.reported)} of {len(row.costly)} costly faults are told")
         print(f"clean: {row.clean.cost}, unexplained {row.clean.unexplained:.1%}")
-        for finding in row.clean.findings:
+        for finding in warnings(row.clean):
             print(f"  CLEAN WARNING {finding}")
         for fault, one in row.outcomes.items():
             if one.cost is None:

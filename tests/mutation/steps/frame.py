@@ -69,10 +69,15 @@ class Outcome(NamedTuple):
     cost: Cost | None
     """None if JAX refuses it."""
     findings: tuple[sr.types.Finding, ...]
-    """Warnings and errors."""
+    """All but infos of what FSDP gathers."""
     unexplained: float
     """Share of the bytes."""
     error: str = ""
+
+
+def warnings(outcome: Outcome) -> list[sr.types.Finding]:
+    """Return the warnings and errors of a step."""
+    return [finding for finding in outcome.findings if finding.level != "info"]
 
 
 class Row(NamedTuple):
@@ -138,8 +143,8 @@ def _outcome(step: Step, switches: Mapping[str, Any]) -> Outcome:
             raise
         return Outcome(None, (), 0, f"{type(error).__name__}: {str(error)[:200]}")
     findings = sr.verify(built.compiled, built.inputs, built.outputs, large=LARGE)
-    warnings = tuple(one for one in findings if one.level in ("warning", "error"))
-    return Outcome(cost(built), warnings, 0 if switches else _unexplained(built))
+    reported = tuple(one for one in findings if one.kind != "gathered" or one.level != "info")
+    return Outcome(cost(built), reported, 0 if switches else _unexplained(built))
 
 
 def _unexplained(built: Built) -> float:

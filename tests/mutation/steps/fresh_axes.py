@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.mutation.steps.fresh_parts import abstract, cutter, mesh_of, rms_norm, train_step
 from tests.mutation.steps.frame import Built, Step
+from tests.mutation.steps.fresh_parts import abstract, cutter, mesh_of, rms_norm, train_step
 
 __all__ = ["STEPS"]
 
@@ -59,7 +59,7 @@ def _explicit(
     reshard = jax.sharding.reshard
     width, count, size, inner, length = 256, 8, 32, 1024, 128
     tx = optax.adamw(1e-3)
-    kernels = {name: (width, count, size) for name in "qkv"}
+    kernels = dict.fromkeys("qkv", (width, count, size))
     kernels |= {"o": (count, size, width), "up": (width, inner), "down": (inner, width)}
     shapes = _shapes({**kernels, "norm1": (width,), "norm2": (width,)}, width)
     rules = [
@@ -99,9 +99,7 @@ def _explicit(
 
         layers = params["layers"]
         if stacked is not None:
-            layers = {
-                name: reshard(w, stacked) if w.ndim == 3 else w for name, w in layers.items()
-            }
+            layers = {name: reshard(w, stacked) if w.ndim == 3 else w for name, w in layers.items()}
         x, kept = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, layers)
         head = reshard(params["head"], columns)
         scores = jnp.einsum("btd,dv->btv", x, head, out_sharding=logits)
@@ -115,7 +113,9 @@ def _explicit(
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
         if gradients is not None:
             grads = jax.tree.map(lambda leaf: reshard(leaf, gradients), grads)
-            grads = jax.tree.map(lambda leaf, p: reshard(leaf, jax.typeof(p).sharding), grads, params)
+            grads = jax.tree.map(
+                lambda leaf, p: reshard(leaf, jax.typeof(p).sharding), grads, params
+            )
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, (value, metrics)
 

@@ -10,8 +10,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.mutation.steps.fresh_parts import abstract, cutter, mesh_of, rms_norm, train_step
 from tests.mutation.steps.frame import Built, Step
+from tests.mutation.steps.fresh_parts import abstract, cutter, mesh_of, rms_norm, train_step
 
 __all__ = ["STEPS"]
 
@@ -137,7 +137,9 @@ def _decode(
         layers = weights["layers"]
         if first:
             layers = {
-                name: {"w": w["q8"].astype(x.dtype) * w["scale"][:, None]} if "norm" not in name else w
+                name: {"w": w["q8"].astype(x.dtype) * w["scale"][:, None]}
+                if "norm" not in name
+                else w
                 for name, w in layers.items()
             }
         x, (k, v, states) = jax.lax.scan(layer, x, (layers, cache["k"], cache["v"]))
@@ -212,6 +214,7 @@ _DECODE_FAULTS: Final = {
     "no out_shardings": {"returned": False},
     "logits of each position are returned as they are cut": {"every_position": True},
 }
+
 
 def _long_context(
     *,

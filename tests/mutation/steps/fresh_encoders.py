@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.mutation.steps.fresh_parts import abstract, cutter, mesh_of, train_step
 from tests.mutation.steps.frame import Built, Step
+from tests.mutation.steps.fresh_parts import abstract, cutter, mesh_of, train_step
 
 __all__ = ["STEPS"]
 
@@ -351,9 +351,7 @@ def _encoder_decoder(
 
 
 _ENCODER_DECODER_FAULTS: Final = {
-    "no constraints": {
-        name: None for name in ("residual", "heads", "keys", "hidden", "encoded", "logits", "bias", "looked_up")
-    },
+    "no constraints": dict.fromkeys(("residual", "heads", "keys", "hidden", "encoded", "logits", "bias", "looked_up")),
     "no constraints, and the batch whole": {
         "batch": P(), "residual": None, "heads": None, "keys": None, "hidden": None, "encoded": None, "logits": None,
     },

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.mutation.steps.fresh_parts import abstract, cutter, mesh_of
 from tests.mutation.steps.frame import Built, Step
+from tests.mutation.steps.fresh_parts import abstract, cutter, mesh_of
 
 __all__ = ["STEPS"]
 
@@ -62,7 +62,10 @@ class _ResBlock(nn.Module):
     def __call__(self, x: Any, time: Any) -> Any:
         y = nn.silu(nn.GroupNorm(self.groups, use_bias=False)(x))
         y = _Conv(self.features, self.cut, self.columns, name="conv_in")(y)
-        y = self.cut(y + nn.Dense(self.features, use_bias=False, name="time")(time)[:, None, None], self.inner)
+        y = self.cut(
+            y + nn.Dense(self.features, use_bias=False, name="time")(time)[:, None, None],
+            self.inner,
+        )
         y = nn.silu(nn.GroupNorm(self.groups, use_bias=False)(y))
         y = self.cut(_Conv(self.features, self.cut, self.rows, name="conv_out")(y), self.outer)
         if x.shape[-1] != self.features:
@@ -84,7 +87,9 @@ class _UNet(nn.Module):
     def __call__(self, x: Any, time: Any) -> Any:
         cut, outer = self.cut, self.outer
         angles = time[:, None] * jnp.exp(-jnp.arange(32) / 8)
-        time = nn.silu(nn.Dense(256, name="time")(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)))
+        time = nn.silu(
+            nn.Dense(256, name="time")(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1))
+        )
         x = cut(_Conv(64, cut, name="first")(x), outer)
         x = self.block(64, name="down")(x, time)
         skip = cut(x, self.skip)
@@ -137,7 +142,9 @@ def _unet(
     model = _UNet(cut, block, outer, keys, skip, mixed)
     tx = optax.adamw(1e-4)
     images = (32, 32, 32, 4)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros(images), jnp.zeros(32))["params"]
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros(images), jnp.zeros(32))[
+        "params"
+    ]
     rules = [
         ("conv_in/.*kernel", P(None, None, "fsdp", "tp")),
         ("conv_out/.*kernel", conv_out),
@@ -173,7 +180,11 @@ def _unet(
         ema = jax.tree.map(lambda e, p: cut(0.99 * e + 0.01 * p, averages), state["ema"], params)
         if moments is not None:
             opt = jax.tree.map(lambda leaf: cut(leaf, moments), opt)
-        metrics = (value, guess if predictions else None, optax.global_norm(grads) if norms else None)
+        metrics = (
+            value,
+            guess if predictions else None,
+            optax.global_norm(grads) if norms else None,
+        )
         return {"params": params, "ema": ema, "opt": opt}, metrics
 
     shardings = {name: p.shardings() for name, p in plans.items()}
@@ -234,9 +245,13 @@ class _Block(nn.Module):
         y = nn.LayerNorm()(x)
         q, k, v = (nn.DenseGeneral((8, 32), name=n)(y) for n in ("query", "key", "value"))
         q, k, v = (self.cut(leaf, self.heads) for leaf in (q, k, v))
-        x = x + nn.DenseGeneral(x.shape[-1], (-2, -1), name="out")(nn.dot_product_attention(q, k, v))
+        x = x + nn.DenseGeneral(x.shape[-1], (-2, -1), name="out")(
+            nn.dot_product_attention(q, k, v)
+        )
         x = self.cut(x, self.tokens)
-        y = nn.Dense(x.shape[-1], name="down")(nn.gelu(nn.Dense(1024, name="up")(nn.LayerNorm()(x))))
+        y = nn.Dense(x.shape[-1], name="down")(
+            nn.gelu(nn.Dense(1024, name="up")(nn.LayerNorm()(x)))
+        )
         x = self.cut(x + y, self.tokens)
         return x, x if self.inspected else None
 
@@ -263,7 +278,9 @@ class _ViT(nn.Module):
         x = self.cut(x, self.joined)
         layer = nn.remat(_Block, prevent_cse=False) if self.remat else _Block
         scanned = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-        x, states = scanned(self.cut, self.tokens, self.heads, self.inspected, name="layers")(x, None)
+        x, states = scanned(self.cut, self.tokens, self.heads, self.inspected, name="layers")(
+            x, None
+        )
         head = self.param("head", nn.initializers.zeros, (256, self.classes))
         return nn.LayerNorm()(x)[:, 0] @ self.cut(head, self.head), states
 
@@ -321,7 +338,11 @@ def _vit(
         images, targets = batch["images"], batch["labels"]
         params, ema, opt = state["params"], state["ema"], state["opt"]
         if mixup:
-            twin = images[::-1] if mixup == "batch" else images.reshape(8, 8, *images.shape[1:])[:, ::-1].reshape(images.shape)
+            twin = (
+                images[::-1]
+                if mixup == "batch"
+                else images.reshape(8, 8, *images.shape[1:])[:, ::-1].reshape(images.shape)
+            )
             images = 0.8 * images + 0.2 * twin
         (value, states), grads = jax.value_and_grad(loss, has_aux=True)(params, images, targets)
         if gradients is not None:
