@@ -52,12 +52,17 @@ def is_product(hlo: Hlo, instruction: Instruction) -> bool:
     return instruction.opcode in PRODUCTS or _has(hlo, instruction, "", _PRODUCT)
 
 
+def is_lookup(hlo: Hlo, instruction: Instruction) -> bool:
+    """Say whether an instruction reads rows of a table by their numbers."""
+    return _has(hlo, instruction, "gather", _LOOKUP)
+
+
 def lookup_of(hlo: Hlo, value: Value) -> Instruction | None:
     """Find the instruction that reads rows of a table, of which a value is made.
 
     Between them rows are moved, scaled or masked, and not added to others.
     """
-    return _maker(hlo, value, lambda line: _has(hlo, line, "gather", _LOOKUP))
+    return _maker(hlo, value, partial(is_lookup, hlo))
 
 
 def product_of(hlo: Hlo, value: Value) -> Instruction | None:

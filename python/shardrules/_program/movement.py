@@ -15,6 +15,7 @@ from shardrules._program.dataflow import Value, origin_of, source_of, updated_va
 from shardrules._program.flow import (
     Consumer,
     elements,
+    is_lookup,
     is_slice_of_whole,
     is_summed,
     is_written_in_part,
@@ -38,6 +39,8 @@ _CALLED: Final = frozenset({
     "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute",
     "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
 })  # fmt: skip
+_REDUCED: Final = 256
+"""Ratio of elements of an array to those of its sums."""
 _BATCH_SHARE: Final = 0.1
 """Share of the elements of all states whose gradients an axis of the batch sums."""
 
@@ -62,6 +65,9 @@ REASONS: Final[dict[str, Cause]] = {
     "rows": Cause("rows of a planned table, looked up by number"),
     "called": Cause("called by the program, in shard_map"),
     "small": Cause("statistics of a few bytes"),
+    "moved": Cause("an argument, sharded otherwise where it is used", False),
+    "reduced": Cause("gathered, though only sums of it are used", False),
+    "back": Cause("sent back to where it came from", False),
     "microbatch": Cause("a gradient, summed in every micro-batch", is_expected=False),
     "whole gradient": Cause("a gradient, gathered though its parameter is sharded", False),
     "cache": Cause("a state, gathered though it is sharded, or only a part of it is new", False),
@@ -193,13 +199,31 @@ class Tracer:
             kind, number = leaf
             path = self._executable.inputs.paths[number]
             if kind == "argument":
-                is_gather = exchange.kind == "all-gather"
-                return Movement("argument", path, "gather" if is_gather else "copy", number)
+                return Movement("argument", path, self._of_argument(exchange), number)
             return self._of_state(exchange, number, path)
         name = exchange.op.instruction.op_name or exchange.op.instruction.name
         reason = self._of_activation(exchange)
         is_known = reason != "unknown"
         return Movement("activation" if is_known else "unexplained", name, reason)
+
+    def _of_argument(self, exchange: Exchange) -> str:
+        """Return the reason for which an argument is moved."""
+        is_small = self._sent(exchange) < self._small
+        if exchange.kind != "all-gather":
+            return "copy" if is_small or exchange.kind in _REDUCTIONS else "moved"
+        if not is_small and self._is_sliced_again(exchange, frozenset(exchange.axes)):
+            return "sliced"
+        return "reduced" if not is_small and self._is_only_reduced(exchange) else "gather"
+
+    def _is_only_reduced(self, exchange: Exchange) -> bool:
+        """Say whether sums, or the like, are all that is made of an array."""
+        ends = [(use, _result_of(use)) for use in self._uses(exchange)]
+        return bool(ends) and all(
+            use.kind == "other"
+            and not is_lookup(self._hlo, use.instruction)
+            and elements(self._hlo, result) * _REDUCED <= elements(self._hlo, use.value)
+            for use, result in ends
+        )
 
     def _of_state(self, exchange: Exchange, leaf: int, path: str) -> Movement:
         """Say what is moved on the way to the next state of a leaf."""
@@ -234,7 +258,7 @@ class Tracer:
     @cached_property
     def _has_gradients(self) -> bool:
         """True if JAX has transposed something in the program."""
-        return "transpose(" in self._hlo.text
+        return "transpose(jvp(" in self._hlo.text
 
     def _is_written_in_part(self, value: Value) -> bool:
         """Say whether a new state has a part of the old one written anew, as a cache has."""
@@ -288,6 +312,8 @@ class Tracer:
         """Return the reason for which an activation is moved."""
         if self._sent(exchange) < self._small:
             return "small"
+        if exchange.kind == "collective-permute" and self._is_sent_back(exchange):
+            return "back"
         axes = frozenset(exchange.axes)
         is_batch = not axes.isdisjoint(self.batch_axes)
         is_called = _called_name(exchange) in _CALLED
@@ -330,12 +356,26 @@ class Tracer:
             if origin_of(self._hlo, factor) is None
         )
 
+    def _is_sent_back(self, exchange: Exchange) -> bool:
+        """Say whether each device sends what it has just got to where that came from."""
+        source = source_of(self._hlo, _operand(exchange))
+        line = self._hlo[source.computation][source.name]
+        if line.opcode.startswith("collective-permute") and line.opcode.endswith("-done"):
+            line = self._hlo[source.computation][line.operands[0]]
+        if not line.opcode.startswith("collective-permute"):
+            return False
+        pairs = self._hlo.groups(line.attributes)
+        return sorted(map(tuple, pairs)) == sorted(
+            (target, sender) for sender, target in exchange.op.groups
+        )
+
     def _is_sliced_again(self, exchange: Exchange, axes: frozenset[str]) -> bool:
         """Say whether each device uses one of the parts that it has gathered."""
         count = prod(self._axis_sizes[axis] for axis in axes)
         ends = [(use, _result_of(use)) for use in self._uses(exchange)]
         return bool(ends) and all(
             use.kind == "other"
+            and not is_lookup(self._hlo, use.instruction)
             and elements(self._hlo, part) * count <= elements(self._hlo, use.value)
             and bool(axes & self.variation.of(part.computation, [part.name]))
             for use, part in ends

@@ -40,6 +40,9 @@ _FIXES: Final = {
     "multiplied by comes in parts: then only the result is summed",
     "turned": "let {axes} shard the other dimension of the kernel{line}: then each device computes "
     "its part of the result, and nothing is summed",
+    "moved": "plan it to be sharded as it is used{line}",
+    "reduced": "reduce it as it is sharded: leave it without a constraint{line}",
+    "back": "leave out both transfers{line}",
     "sliced": "let each device send only the part that another one uses, such as by "
     "jax.lax.ppermute or jax.lax.all_to_all{line}; or let what comes in be sharded by {axes}",
     "again": "do not sum over {axes}{line}: all devices along it have the same array",
