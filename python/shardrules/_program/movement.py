@@ -321,9 +321,7 @@ class Tracer:
             operand = _operand(exchange)
             if not axes & self.variation.of(operand.computation, [operand.name]):
                 return "again"
-            reason = "called" if is_called else "batch" if is_batch else "partial"
-            if reason == "partial" and self._is_of_whole_factor(operand, axes):
-                reason = "turned"
+            reason = "called" if is_called else self._of_sum(operand, axes, is_batch=is_batch)
         elif exchange.kind == "all-gather":
             reason = self._of_gathered_activation(exchange, axes, is_batch=is_batch)
             if reason == "alike" and self._is_sliced_again(exchange, axes):
@@ -335,26 +333,33 @@ class Tracer:
         is_bad = not REASONS[reason].is_expected
         return "rows" if is_bad and self._is_of_table(exchange, axes) else reason
 
-    def _is_of_whole_factor(self, value: Value, axes: frozenset[str]) -> bool:
-        """Say whether devices compute sums in parts of an array that each has whole.
+    def _of_sum(self, value: Value, axes: frozenset[str], *, is_batch: bool) -> str:
+        """Return the reason for which sums are reduced, as those of products in parts.
+
+        Along an axis of the batch there are some of activations alone, as where keys of a sequence
+        have gradients from queries on other devices.
+        """
+        product = product_of(self._hlo, value)
+        factors = () if product is None else product.operands
+        values = [Value(value.computation, name) for name in factors]
+        weights = [origin_of(self._hlo, factor) is not None for factor in values]
+        if is_batch:
+            return "partial" if values and not any(weights) else "batch"
+        rest = [factor for factor, is_weight in zip(values, weights, strict=True) if not is_weight]
+        return "turned" if any(weights) and self._are_parts_of_whole(rest, axes) else "partial"
+
+    def _are_parts_of_whole(self, values: Iterable[Value], axes: frozenset[str]) -> bool:
+        """Say whether sums are computed in parts of an array that each device has whole.
 
         A kernel is sharded then along the dimension that is summed, though along the other one
         there would be nothing to sum.
         """
-        product = product_of(self._hlo, value)
-        factors = () if product is None else product.operands
         count = prod(self._axis_sizes[axis] for axis in axes)
-        values = [Value(value.computation, name) for name in factors]
-        return any(origin_of(self._hlo, factor) is not None for factor in values) and any(
-            is_slice_of_whole(
-                self._hlo,
-                factor,
-                count,
-                lambda whole: bool(axes & self.variation.of(whole.computation, [whole.name])),
-            )
-            for factor in values
-            if origin_of(self._hlo, factor) is None
-        )
+
+        def differs(value: Value) -> bool:
+            return bool(axes & self.variation.of(value.computation, [value.name]))
+
+        return any(is_slice_of_whole(self._hlo, value, count, differs) for value in values)
 
     def _is_sent_back(self, exchange: Exchange) -> bool:
         """Say whether each device sends what it has just got to where that came from."""
