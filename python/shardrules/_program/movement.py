@@ -58,7 +58,7 @@ REASONS: Final[dict[str, Cause]] = {
     "gradient": Cause("a gradient, summed over the batch"),
     "state": Cause("a state, or its gradient, sharded along another dimension"),
     "update": Cause("a new state, gathered as it is returned"),
-    "partial": Cause("sums of products that devices compute in parts"),
+    "partial": Cause("sums that devices compute in parts"),
     "parts": Cause("gathered for products that devices compute in parts"),
     "between": Cause("sharded otherwise between products"),
     "experts": Cause("tokens, exchanged between experts"),
@@ -336,15 +336,15 @@ class Tracer:
     def _of_sum(self, value: Value, axes: frozenset[str], *, is_batch: bool) -> str:
         """Return the reason for which sums are reduced, as those of products in parts.
 
-        Along an axis of the batch there are some of activations alone, as where keys of a sequence
-        have gradients from queries on other devices.
+        Along an axis of the batch there are sums without a kernel: of statistics, of gradients on
+        their way to a table, and of keys whose queries are on other devices.
         """
         product = product_of(self._hlo, value)
         factors = () if product is None else product.operands
         values = [Value(value.computation, name) for name in factors]
         weights = [origin_of(self._hlo, factor) is not None for factor in values]
         if is_batch:
-            return "partial" if values and not any(weights) else "batch"
+            return "batch" if any(weights) else "partial"
         rest = [factor for factor, is_weight in zip(values, weights, strict=True) if not is_weight]
         return "turned" if any(weights) and self._are_parts_of_whole(rest, axes) else "partial"
 

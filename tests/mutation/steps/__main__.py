@@ -33,8 +33,12 @@ def main(group: str, name: str = "", is_clean: bool = False) -> None:
     table, costly, reported = [], 0, 0
     for row in score(selected):
         costly, reported = costly + len(row.costly), reported + len(row.reported)
+        names = [
+            one for one in row.costly if any(f.level != "info" for f in row.new(row.costly[one]))
+        ]
+        by_warning = len(names)
         table.append(
-            f"| {row.step} | {len(row.outcomes)} | {len(row.costly)} | {len(row.reported)} | "
+            f"| {row.step} | {len(row.outcomes)} | {len(row.costly)} | {len(row.reported)} | {by_warning} | "
             f"{len(warnings(row.clean))} | {row.clean.unexplained:.1%} |"
         )
         print(f"\n## {row.step}: {len(row.reported)} of {len(row.costly)} costly faults are told")
@@ -51,7 +55,15 @@ def main(group: str, name: str = "", is_clean: bool = False) -> None:
             print(f"- {fault}: {word}; {one.cost.over(row.clean.cost or one.cost)}", flush=True)
             for finding in new[:2]:
                 print("    " + str(finding).replace("\n", "\n    ")[:600])
-    heads = ("step", "faults", "costly", "told", "clean warnings", "clean unexplained bytes")
+    heads = (
+        "step",
+        "faults",
+        "costly",
+        "told",
+        "by a warning",
+        "clean warnings",
+        "clean unexplained bytes",
+    )
     print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", *table, sep="\n")
     print(f"told {reported} of {costly} costly faults ({reported / max(costly, 1):.1%})")
 
