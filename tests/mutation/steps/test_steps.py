@@ -48,6 +48,7 @@ MISSED = {
         "the base is cut over layers",
         "all kernels are trained too",
         "adapters are sharded",
+        "merged with adapters",
     },
     "decoding with a KV cache": {"keys are repeated for queries"},
     "experts that exchange tokens in shard_map": {"outputs are summed again"},
@@ -59,6 +60,8 @@ MISSED = {
     },
     "attention by a ring": {
         "keys and values are gathered",
+        "attention without a ring",
+        "scores are cut over keys",
         "kernels are cut over sp alone",
         "gradients are whole",
     },
