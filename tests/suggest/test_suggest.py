@@ -531,6 +531,7 @@ class TestTraining:
             lambda leaf: 0.1 * random.standard_normal(leaf.shape, dtype=np.float32), tree
         )
         tokens = random.integers(0, 256, (8, 16))
+        batch = jax.sharding.NamedSharding(mesh, P("fsdp" if "fsdp" in sizes else None))
         found = sr.suggest(params, mesh)
         assert_proven(found)
 
@@ -545,6 +546,7 @@ class TestTraining:
 
         def loss(params):
             x = params["model"]["embed_tokens"]["embedding"][tokens]
+            x = jax.lax.with_sharding_constraint(x, batch)
             for p in params["model"]["layers"].values():
                 x = layer(x, p)
             logits = (x * params["model"]["norm"]["scale"]) @ params["lm_head"]["kernel"]

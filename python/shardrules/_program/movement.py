@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -194,6 +194,9 @@ class Tracer:
         axes = {number: self._leaf_axes(leaf) for number, leaf in self._executable.leaf_of.items()}
         return Variation(self._hlo, self._axis_sizes, axes)
 
+    def _differs(self, axes: frozenset[str], value: Value) -> bool:
+        return bool(axes) and bool(axes & self.variation.of(value.computation, [value.name]))
+
     def _movement(self, exchange: Exchange, leaf: tuple[str, int] | None) -> Movement:
         if leaf is not None:
             kind, number = leaf
@@ -319,7 +322,7 @@ class Tracer:
         is_called = _called_name(exchange) in _CALLED
         if exchange.kind in _REDUCTIONS:
             operand = _operand(exchange)
-            if not axes & self.variation.of(operand.computation, [operand.name]):
+            if not self._differs(axes, operand):
                 return "again"
             reason = "called" if is_called else self._of_sum(operand, axes, is_batch=is_batch)
         elif exchange.kind == "all-gather":
@@ -355,10 +358,7 @@ class Tracer:
         there would be nothing to sum.
         """
         count = prod(self._axis_sizes[axis] for axis in axes)
-
-        def differs(value: Value) -> bool:
-            return bool(axes & self.variation.of(value.computation, [value.name]))
-
+        differs = partial(self._differs, axes)
         return any(is_slice_of_whole(self._hlo, value, count, differs) for value in values)
 
     def _is_sent_back(self, exchange: Exchange) -> bool:
@@ -382,7 +382,7 @@ class Tracer:
             use.kind == "other"
             and not is_lookup(self._hlo, use.instruction)
             and elements(self._hlo, part) * count <= elements(self._hlo, use.value)
-            and bool(axes & self.variation.of(part.computation, [part.name]))
+            and self._differs(axes, part)
             for use, part in ends
         )
 
@@ -456,21 +456,14 @@ class Tracer:
             if use.kind == "product":
                 computation = use.value.computation
                 others = [name for name in use.instruction.operands if name != use.value.name]
-                yield [
-                    Value(computation, name)
-                    for name in others
-                    if axes & self.variation.of(computation, [name])
-                ]
+                values = (Value(computation, name) for name in others)
+                yield [value for value in values if self._differs(axes, value)]
 
     def _uses(self, exchange: Exchange) -> Iterator[Consumer]:
-        axes = frozenset(exchange.axes)
+        # Only what is equal on all devices behind a gather can come to differ again.
         is_gather = exchange.kind == "all-gather"
-
-        def differs(value: Value) -> bool:
-            names = [value.name]
-            return is_gather and bool(axes & self.variation.of(value.computation, names))
-
-        return uses(self._hlo, self._result(exchange), differs)
+        axes = frozenset(exchange.axes if is_gather else ())
+        return uses(self._hlo, self._result(exchange), partial(self._differs, axes))
 
     def _is_of_table(self, exchange: Exchange, axes: frozenset[str]) -> bool:
         """Say whether rows of an argument that these axes shard are moved, or their gradients."""

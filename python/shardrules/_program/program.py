@@ -153,7 +153,7 @@ class Program:
         """
         sums: defaultdict[tuple[tuple[str, ...], str], int] = defaultdict(int)
         for row in self.collectives:
-            sums[row.axes, row.kind] += row.sent_once if row.sent is None else row.sent
+            sums[row.axes, row.kind] += row.sent_at_least
         return dict(sums)
 
     @property
@@ -271,7 +271,7 @@ def batches(executable: Executable, inputs: Any, carried: Sequence[State]) -> li
 
 def _cells(row: Collective) -> Sequence[str]:
     return (
-        bytes_shown(row.sent_once if row.sent is None else row.sent),
+        bytes_shown(row.sent_at_least),
         "per iteration" if row.times is None else f"{row.times:,}",
         row.kind,
         ", ".join(row.axes) or "?",
