@@ -244,6 +244,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Program.lock.path": NOT_FILE,
     "Program.diff.other": (*WRONG["lock"], PLAN),
     "Plan.to_html.path": NOT_FILE,
+    "Plan.to_html.program": (3, "x", THING, PLAN),
     "Plan.to_html.suggestion": (3, "x", THING, PLAN),
     "Plan.explain.path": (*NOT_TEXT, "no such leaf", "x" * 10**5),
     "Plan.kind.path": (*NOT_TEXT, "no such leaf"),
@@ -377,7 +378,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.to_html": (PLAN.to_html, {
         "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
-        "optimizer_memory_kind": None, "suggestion": sr.suggest(TREE, {"tp": 2})}),
+        "optimizer_memory_kind": None, "program": None, "suggestion": sr.suggest(TREE, {"tp": 2})}),
     "Plan.traffic": (PLAN.traffic, {
         "tokens": 8, "batch_axes": (), "gathers": 1, "accumulate": 1, "reduce": "all-reduce",
         "zero1": None, "gradients": None, "activations": "float32", "sequence_parallel": False,

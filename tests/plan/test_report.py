@@ -12,6 +12,7 @@ from time import perf_counter, process_time
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -480,6 +481,43 @@ def test_browser_shows_suggested_rules_last(opened, deepseek):
         *map(str, suggestion.reasons),
     ):
         assert text in last
+
+
+@pytest.fixture(scope="module")
+def program():
+    """A plan, and a step under it that sums gradients and returns what is too large."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",))
+    plan = sr.plan({"w": jax.ShapeDtypeStruct((256, 512), "float32")}, [("w", (None, "tp"))], mesh)
+    x = jax.ShapeDtypeStruct((512, 256), "float32")
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    step = jax.jit(lambda params, x: jnp.tanh(x @ params["w"]), out_shardings=whole)
+    return plan, sr.inspect(step.lower(plan.abstract(), x).compile(), (plan, None))
+
+
+def test_the_page_has_the_compiled_program(program):
+    plan, report = program
+    data = Page(plan.to_html(program=report)).data["program"]
+    assert data == json.loads(json.dumps(report.to_json()))
+    assert [row["kind"] for row in data["collectives"]] == ["all-gather"]
+    assert data["memory"]["buffers"][0]["bytes"] == 2**20
+    assert Page(plan.to_html()).data["program"] is None
+
+
+def test_a_program_on_another_mesh_is_refused(program, deepseek):
+    with pytest.raises(ValueError, match="program: it is for tp=2, the plan for fsdp="):
+        deepseek.to_html(program=program[1])
+
+
+def test_browser_shows_the_compiled_program(opened, program):
+    plan, report = program
+    page = opened(plan, sweep=None, program=report)
+    shown = page.locator("#memory .slice.leaf").all_inner_texts()
+    assert len(shown) == len(report.memory.buffers)
+    assert shown[0].split("\n")[:2] == ["f32[512,512]", "1.05 MB"]
+    page.hover("#memory .slice.leaf >> nth=0")
+    assert "f32[512,512]" in page.inner_text("#tip")
+    (row,) = page.locator("#program tbody tr").all_inner_texts()
+    assert row.split("\t")[:5] == ["524 kB", "1", "all-gather", "tp", "f32[512,512]"]
 
 
 @pytest.mark.slow

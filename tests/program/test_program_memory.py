@@ -78,7 +78,8 @@ class TestMemory:
 
     def test_the_largest_arrays_have_a_name_and_a_line(self):
         memory = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN).memory
-        assert len(memory.buffers) == 10
+        assert 10 < len(memory.buffers) <= 100
+        assert len(str(memory).splitlines()) == 13
         sizes = [row.bytes for row in memory.buffers]
         assert sizes == sorted(sizes, reverse=True)
         kept = memory.saved_buffers[0]

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from shardrules._plan.diff import PlanDiff
     from shardrules._plan.explain import Explanation
     from shardrules._plan.findings import CheckKind, Findings, Level
-    from shardrules._plan.report import Proposal, Proposed
+    from shardrules._plan.report import CompiledProgram, Proposal, Proposed
     from shardrules._plan.resolve import OnMesh, SizedMesh
     from shardrules._plan.state import Zero1
     from shardrules._plan.survey import PlannedLeaves
@@ -689,6 +689,7 @@ class Plan(Estimates, Decider):
         gradients: Any = None,
         optimizer: Plan | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
+        program: CompiledProgram | None = None,
         suggestion: Proposal | None = None,
     ) -> str:
         """Write the plan as one HTML page that works offline.
@@ -704,6 +705,8 @@ class Plan(Estimates, Decider):
             gradients: As in `bytes_per_device`.
             optimizer: As in `bytes_per_device`.
             optimizer_memory_kind: As in `bytes_per_device`.
+            program: The `Program` of `inspect`, for a compiled step on the plan's mesh: the arrays
+                in the memory of a device at the peak, and all collectives. Default: neither.
             suggestion: The `Suggestion` of `suggest` for the same leaves, with which the page ends:
                 why each rule says what it says, and its bytes beside the plan's. Default: none.
 
@@ -711,8 +714,8 @@ class Plan(Estimates, Decider):
             The page.
 
         Raises:
-            ValueError: The sweep counts other bytes for the plan's mesh; the suggestion is for
-                other leaves; or as `bytes_per_device`.
+            ValueError: The sweep counts other bytes for the plan's mesh; the program is for another
+                mesh; the suggestion is for other leaves; or as `bytes_per_device`.
             TypeError: A suggestion comes with an optimizer that is a Plan.
             OSError: The file cannot be written.
 
@@ -725,13 +728,19 @@ class Plan(Estimates, Decider):
         """
         from shardrules._estimate.sweep import Sweep
         from shardrules._plan.findings import Findings
-        from shardrules._plan.report import Proposal, report_html
+        from shardrules._plan.report import CompiledProgram, Proposal, report_html
 
         check_file("path", path)
         check_type("findings", findings, Findings | None, "the Findings of Plan.check")
         check_type("sweep", sweep, Sweep | None, "the Sweep of Plan.sweep")
         check_type("title", title, str, "a string")
         room = room_of(hbm, host_memory)
+        check_type("program", program, CompiledProgram | None, "the Program of shardrules.inspect")
+        if program is not None and program.axis_sizes != self.axis_sizes:
+            raise ValueError(
+                f"program: it is for {mesh_shown(program.axis_sizes)}, the plan for "
+                f"{mesh_shown(self.axis_sizes)}: inspect a step that is compiled for this mesh"
+            )
         check_type(
             "suggestion", suggestion, Proposal | None, "the Suggestion of shardrules.suggest"
         )
@@ -744,6 +753,7 @@ class Plan(Estimates, Decider):
             room=room,
             budget=training.bytes_with(self),
             proposed=None if suggestion is None else self._proposed(suggestion, training),
+            program=program,
         )
         if path is not None:
             write_text(path, page)

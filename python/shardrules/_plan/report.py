@@ -50,6 +50,20 @@ class Proposal(Protocol):
         ...
 
 
+@runtime_checkable
+class CompiledProgram(Protocol):
+    """A compiled function's report: all that is known here of a `Program`."""
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its collectives and memory."""
+        ...
+
+
 class Proposed(NamedTuple):
     """What the page shows of other rules for its leaves."""
 
@@ -67,6 +81,7 @@ def report_data(
     room: Room,
     budget: DeviceBytes,
     proposed: Proposed | None,
+    program: CompiledProgram | None,
 ) -> dict[str, Any]:
     """Everything that a report shows; see `report_html`."""
     _check_same_budget(columns, sweep, budget)
@@ -91,6 +106,7 @@ def report_data(
         "rows": _row_data(columns),
         "sweep": None if sweep is None else [_sweep_row_data(row, columns) for row in sweep],
         "sweep_notes": [] if sweep is None else sweep.notes,
+        "program": None if program is None else program.to_json(),
         "suggestion": None if proposed is None else {
             "reasons": proposed.reasons,
             "plans": [
@@ -231,6 +247,7 @@ def report_html(
     room: Room,
     budget: DeviceBytes,
     proposed: Proposed | None = None,
+    program: CompiledProgram | None = None,
 ) -> str:
     """Return a plan as one HTML page that works offline: no part of it may fetch anything.
 
@@ -242,6 +259,7 @@ def report_html(
         room: The memory that there is, for the verdict and a line in that chart.
         budget: The bytes on each device.
         proposed: Other rules, shown at the end; without them there is nothing.
+        program: The report about a compiled function, shown before them; the same.
 
     Raises:
         ValueError: The sweep has other bytes for the plan's mesh.
@@ -255,7 +273,14 @@ def report_html(
         styles=styles,
         data=_embedded_json(
             report_data(
-                columns, findings, sweep, title, room=room, budget=budget, proposed=proposed
+                columns,
+                findings,
+                sweep,
+                title,
+                room=room,
+                budget=budget,
+                proposed=proposed,
+                program=program,
             )
         ),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from shardrules._program.hlo import Hlo, Place
     from shardrules._program.liveness import Alive
 
-_LARGEST: Final = 10
+_LARGEST: Final = 100
+_IN_TEXT: Final = 10
 # XLA's numbers of bytes, with their signs: aliased bytes are counted as argument and as output.
 _NUMBERS: Final = {
     "arguments": ("argument", 1),
@@ -45,6 +46,7 @@ class Buffer(NamedTuple):
     """Dtype and dimensions on a device, such as "f32[16,128]"."""
     what: str
     """Path of an argument, "output", or JAX's name of the operation that makes it."""
+    is_argument: bool
     is_saved: bool
     """True for what the forward pass keeps for the backward pass."""
     place: Place | None
@@ -89,7 +91,7 @@ class Memory(NamedTuple):
     is_recomputed: bool
     """True if the backward pass computes something again, as `jax.checkpoint` has it."""
     buffers: tuple[Buffer, ...]
-    """The largest of these arrays; () if the backend does not show the schedule."""
+    """The largest of these arrays, 100 at most; () if the backend does not show the schedule."""
     saved_buffers: tuple[Buffer, ...]
     """The largest that are kept for the backward pass."""
 
@@ -118,7 +120,7 @@ class Memory(NamedTuple):
         )
         if self.saved:
             largest += f"; {bytes_shown(self.saved)} are kept for the backward pass"
-        rows = Table(_COLUMNS, list(map(_cells, self.buffers))).lines()
+        rows = Table(_COLUMNS, list(map(_cells, self.buffers[:_IN_TEXT]))).lines()
         return "\n".join(map(printable, [head, largest, *rows]))
 
 
@@ -146,7 +148,7 @@ def memory_of(executable: Executable) -> Memory | None:
             saved=sum(row.shape.bytes for row in saved),
             is_recomputed="/rematted_computation" in hlo.text and not _is_all_kept(hlo, saved),
             buffers=tuple(_buffers(executable, rows[:_LARGEST])),
-            saved_buffers=tuple(_buffers(executable, saved[:_LARGEST])),
+            saved_buffers=tuple(_buffers(executable, saved[:_IN_TEXT])),
         )
 
 
@@ -177,7 +179,12 @@ def _buffers(executable: Executable, rows: Iterable[Alive]) -> Iterable[Buffer]:
         if row.parameter is not None:
             what = f"parameter {row.parameter}" if leaf is None else executable.inputs.paths[leaf]
         yield Buffer(
-            row.shape.bytes, str(row.shape), what, _is_saved(hlo, row), hlo.place(instruction)
+            bytes=row.shape.bytes,
+            shape=str(row.shape),
+            what=what,
+            is_argument=row.parameter is not None,
+            is_saved=_is_saved(hlo, row),
+            place=hlo.place(instruction),
         )
 
 

@@ -180,16 +180,51 @@
       ...rows.map(bar));
   }
 
+  // The arrays at the peak; those that are not named are one box.
+  const MEMORY_COLOURS = [["arguments", PALETTE[0]], ["kept for the backward pass", PALETTE[3]],
+    ["other arrays", PALETTE[1]]];
+  const memoryPlace = document.getElementById("memory");
+
+  function drawMemory() {
+    const { buffers, alive } = report.program.memory;
+    const rest = alive - buffers.reduce((total, buffer) => total + buffer.bytes, 0);
+    const smaller = { bytes: rest, shape: "smaller arrays", what: "", place: null };
+    const rows = [...buffers, ...(rest > 0 ? [smaller] : [])].sort((a, b) => b.bytes - a.bytes);
+    const area = { x: 0, y: 0, width: memoryPlace.clientWidth, height: memoryPlace.clientHeight };
+    const scale = (area.width * area.height) / alive;
+    const boxes = squarified(rows.map(({ bytes }) => bytes * scale), area);
+    memoryPlace.replaceChildren(...rows.map((buffer, i) => {
+      const { bytes, shape, what, place: line } = buffer;
+      const lines = [shape, bytesShown(bytes), what, line].filter((text) => text);
+      const isRest = buffer === smaller;
+      const made = box(isRest ? "others" : "leaf", boxes[i], { node: null, lines: () => lines }, ...lines);
+      const colour = MEMORY_COLOURS[buffer.is_argument ? 0 : buffer.is_saved ? 1 : 2][1];
+      if (!isRest) Object.assign(made.style, { backgroundColor: colour, color: inkOn(colour) });
+      return made;
+    }));
+  }
+
+  function watch(chart, draw) {
+    chart.addEventListener("pointermove", hover);
+    chart.addEventListener("pointerleave", () => { tip.hidden = true; });
+    // Draws at once, and whenever the page's width changes.
+    new ResizeObserver(draw).observe(chart);
+  }
+
+  if (report.program?.memory?.alive) {
+    document.getElementById("memory-legend").replaceChildren(...MEMORY_COLOURS.map(
+      ([name, colour]) => element("span", {}, swatch(colour), name)));
+    watch(memoryPlace, drawMemory);
+  } else {
+    memoryPlace.remove();
+  }
   if (report.sweep?.length) drawSweep();
   if (!wholeTree || wholeTree.held === 0) {
     place.replaceWith(element("p", { class: "hint" }, "No leaf has any bytes."));
   } else {
     trail = [wholeTree];
-    place.addEventListener("pointermove", hover);
-    place.addEventListener("pointerleave", () => { tip.hidden = true; });
     place.addEventListener("click", zoom);
-    // Draws at once, and whenever the page's width changes.
-    new ResizeObserver(drawTreemap).observe(place);
+    watch(place, drawTreemap);
   }
   document.getElementById("footer").append("Made by shardrules. This file fetches nothing.");
 })();

@@ -110,6 +110,28 @@
 })();
 
 (() => {
+  if (report.program === null) return;
+  const section = document.getElementById("program");
+  section.hidden = false;
+  const { memory, collectives } = report.program;
+  const atPeak = memory && `${bytesShown(memory.peak)} on each device at the peak${memory.alive
+    ? `, of which these arrays are ${bytesShown(memory.alive)}` : ""}.`;
+  document.getElementById("program-title").after(
+    element("p", { class: "hint" }, atPeak ?? "This backend does not tell the memory of programs."));
+  const code = (text, kind = null) => element("td", { class: kind }, element("code", {}, text));
+  const [made, body] = table(
+    ["Sent", "Times", "Collective", "Over", "Array", "Moves", "Why", "Line"], [0, 1]);
+  appendPaged(body, collectives, (row) =>
+    element("tr", { class: row.is_expected ? null : "large" },
+      element("td", { class: "number" }, bytesShown(row.sent ?? row.sent_once)),
+      element("td", { class: "number" }, row.times === null ? "per iteration" : counted(row.times)),
+      ...[row.kind, row.axes.join(", "), row.shape].map((text) => code(text, "shape")),
+      code(row.moves), element("td", {}, row.reason), code(row.place ?? "", "shape")), section);
+  section.append(collectives.length ? element("div", { class: "scroll" }, made)
+    : element("p", { class: "hint" }, "No array moves between devices."));
+})();
+
+(() => {
   if (report.suggestion === null) return;
   const section = document.getElementById("suggestion");
   section.hidden = false;
