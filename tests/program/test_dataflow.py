@@ -13,6 +13,7 @@ from shardrules._program.dataflow import (
     returned,
     value_uses,
 )
+from shardrules._program.flow import Consumer, is_summed
 from shardrules._program.hlo import Hlo
 from shardrules._program.variation import Variation
 
@@ -191,3 +192,27 @@ def test_the_axes_along_which_values_differ():
     expected |= {"both": "xy", "sum": "y", "all": "", "step": "xy"}
     assert {name: "".join(sorted(variation.of("main", [name]))) for name in expected} == expected
     assert variation.of("body", ["x", "w"]) == {"x"}
+
+
+FUSED_CONVOLUTION = """\
+HloModule convolution, num_partitions=2
+
+%wrapped (x: f32[1,4,4,8], k: f32[3,3,8,8]) -> f32[1,4,4,8] {
+  %x = f32[1,4,4,8]{3,2,1,0} parameter(0)
+  %k = f32[3,3,8,8]{3,2,1,0} parameter(1)
+  %turned = f32[1,4,4,8]{3,2,1,0} copy(%x)
+  ROOT %conv = f32[1,4,4,8]{3,2,1,0} convolution(%turned, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f
+}
+
+ENTRY %main (a: f32[1,4,4,8], b: f32[3,3,8,8]) -> f32[1,4,4,8] {
+  %a = f32[1,4,4,8]{3,2,1,0} parameter(0)
+  %b = f32[3,3,8,8]{3,2,1,0} parameter(1)
+  ROOT %outer = f32[1,4,4,8]{3,2,1,0} fusion(%a, %b), kind=kOutput, calls=%wrapped
+}
+"""
+
+
+def test_of_a_convolution_in_a_fusion_it_is_not_known_what_it_sums():
+    hlo = Hlo(FUSED_CONVOLUTION)
+    use = Consumer("product", Value("main", "a"), hlo["main"]["outer"])
+    assert not is_summed(hlo, use, 1, 8)

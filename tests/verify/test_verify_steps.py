@@ -278,3 +278,45 @@ def test_experts_that_are_gathered_over_an_axis_for_experts():
         told = [] if is_sent else [("gathered", ("inputs/0/experts/down", "inputs/0/experts/up"))]
         assert warnings(findings) == told
         assert is_sent or "all_to_all" in findings[0].fix
+
+
+# What decoding gathers
+
+
+@pytest.mark.parametrize("tokens", [8, 2**14])
+@pytest.mark.parametrize("spec", [None, P()])
+def test_a_table_that_is_gathered_for_a_few_rows(mesh, spec, tokens):
+    cut = partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, spec or P()))
+
+    def rows(params, tokens):
+        table = params["table"] if spec is None else cut(params["table"])
+        return jnp.take(table, tokens, axis=0) * 2
+
+    table = {"table": jax.ShapeDtypeStruct((2048, 64), "float32")}
+    plan = sr.plan(table, [("table", "tp")], mesh)
+    batch = shape(mesh, (tokens,), "fsdp", dtype="int32")
+    compiled = jax.jit(rows).lower(plan.abstract(), batch).compile()
+    findings = sr.verify(compiled, (plan, None), large=LARGE)
+    # Many rows may cost more than the table.
+    is_bad = spec is not None and tokens == 8
+    assert [one.kind for one in findings.at_least("warning")] == ["unexpected"] * is_bad
+    if is_bad:
+        assert "a planned table, gathered for a few of its rows" in findings[0].message
+
+
+@pytest.mark.parametrize("read", [P("fsdp"), P()])
+def test_a_cache_that_is_gathered_where_it_is_read(mesh, read):
+    cache = shape(mesh, (8, 256, 64), "fsdp")
+    x = shape(mesh, (8, 1, 64), "fsdp")
+
+    def decode(cache, x, position):
+        cache = jax.lax.dynamic_update_slice(cache, x, (0, position, 0))
+        keys = jax.lax.with_sharding_constraint(cache, NamedSharding(mesh, read))
+        scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, keys))
+        return cache, jnp.einsum("bts,bsd->btd", scores, keys)
+
+    rows = NamedSharding(mesh, P("fsdp"))
+    compiled = jax.jit(decode, donate_argnums=0, out_shardings=rows).lower(cache, x, 3).compile()
+    findings = sr.verify(compiled, (P("fsdp"), P("fsdp"), None), P("fsdp"), large=LARGE)
+    told = [one for one in findings.at_least("warning") if one.kind == "unexpected"]
+    assert len(told) == (read == P())

@@ -102,7 +102,10 @@ def is_summed(hlo: Hlo, use: Consumer, begin: int, end: int) -> bool:
     if product.opcode == "fusion":
         place = product.operands.index(use.value.name)
         computation = hlo[product.callees[0]]
-        product = next((line for line in computation.executed if line.opcode == "dot"), product)
+        inner = next((line for line in computation.executed if line.opcode == "dot"), None)
+        if inner is None:
+            return False  # a convolution, of which this is not known
+        product = inner
         sources = {
             name: computation[source_of(hlo, Value(computation.name, name)).name].parameter
             for name in product.operands

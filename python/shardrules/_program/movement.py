@@ -65,6 +65,7 @@ REASONS: Final[dict[str, Cause]] = {
     "rows": Cause("rows of a planned table, looked up by number"),
     "called": Cause("called by the program, in shard_map"),
     "small": Cause("statistics of a few bytes"),
+    "table": Cause("a planned table, gathered for a few of its rows", False),
     "moved": Cause("an argument, sharded otherwise where it is used", False),
     "reduced": Cause("gathered, though only sums of it are used", False),
     "back": Cause("sent back to where it came from", False),
@@ -216,7 +217,24 @@ class Tracer:
             return "copy" if is_small or exchange.kind in _REDUCTIONS else "moved"
         if not is_small and self._is_sliced_again(exchange, frozenset(exchange.axes)):
             return "sliced"
-        return "reduced" if not is_small and self._is_only_reduced(exchange) else "gather"
+        if not is_small and self._is_only_reduced(exchange):
+            return "reduced"
+        return "table" if not is_small and self._is_for_rows(exchange) else "gather"
+
+    def _is_for_rows(self, exchange: Exchange) -> bool:
+        """Say whether a few rows are all that is used of a gathered table.
+
+        The devices could look them up in their parts of it, and sum what they get. An axis of the
+        batch, over which parameters are gathered, is none that the table would be whole without.
+        """
+        ends = [(use, _result_of(use)) for use in self._uses(exchange)]
+        rows = sum(elements(self._hlo, result) for _, result in ends)
+        return (
+            self.batch_axes.isdisjoint(exchange.axes)
+            and bool(ends)
+            and all(is_lookup(self._hlo, use.instruction) for use, _ in ends)
+            and 2 * rows <= exchange.shape.elements
+        )
 
     def _is_only_reduced(self, exchange: Exchange) -> bool:
         """Say whether sums, or the like, are all that is made of an array."""
@@ -250,7 +268,9 @@ class Tracer:
     def _of_update(self, exchange: Exchange, leaf: int) -> str:
         """Return the reason for which a new state is moved."""
         if self._result(exchange) not in self._next_state_of:
-            return "gather"
+            is_cache = not self._has_gradients and self._is_written_in_part(_operand(exchange))
+            is_sharded = bool(self._leaf_axes(leaf).intersection(exchange.axes))
+            return "cache" if is_cache and is_sharded else "gather"
         is_bad = exchange.kind == "all-gather" and (
             exchange.times != 1
             or bool(self._leaf_axes(leaf).intersection(exchange.axes))

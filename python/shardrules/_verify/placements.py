@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -72,8 +73,9 @@ class ObjectPairs:
 
     def _numbers(self, objects: Sequence[Any]) -> tuple[NDArray[np.intp], int]:
         """Give each object a number, by its identity."""
-        ids = np.fromiter(map(id, objects), np.uintp, self._count)
-        distinct, numbers = np.unique(ids, return_inverse=True)
+        # Their addresses: `id` is slow once anybody, such as filelock, listens to audit events.
+        raw = np.fromiter(islice(objects, self._count), object, self._count).tobytes()
+        distinct, numbers = np.unique(np.frombuffer(raw, np.uintp), return_inverse=True)
         return numbers, len(distinct)
 
     def differences(

@@ -40,6 +40,8 @@ _FIXES: Final = {
     "multiplied by comes in parts: then only the result is summed",
     "turned": "let {axes} shard the other dimension of the kernel{line}: then each device computes "
     "its part of the result, and nothing is summed",
+    "table": "look the rows up in the table as it is sharded: leave it without a constraint{line}; "
+    "or plan it to be whole over {axes}",
     "moved": "plan it to be sharded as it is used{line}",
     "reduced": "reduce it as it is sharded: leave it without a constraint{line}",
     "back": "leave out both transfers{line}",
