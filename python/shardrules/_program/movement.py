@@ -70,7 +70,7 @@ REASONS: Final[dict[str, Cause]] = {
     "reduced": Cause("gathered, though only sums of it are used", False),
     "back": Cause("sent back to where it came from", False),
     "microbatch": Cause("a gradient, summed in every micro-batch", is_expected=False),
-    "whole gradient": Cause("a gradient, gathered though its parameter is sharded", False),
+    "whole gradient": Cause("a gradient, made whole though its parameter is sharded", False),
     "cache": Cause("a state, gathered though it is sharded, or only a part of it is new", False),
     "batch": Cause("an activation, moved along an axis that shards the batch", False),
     "alike": Cause("an activation, gathered, and then used alike on all devices", False),
@@ -252,6 +252,7 @@ class Tracer:
         if exchange.kind in _REDUCTIONS:
             reason = "gradient" if axes & self.batch_axes else "partial"
             reason = "microbatch" if self._is_repeated(exchange, leaf) else reason
+            reason = "whole gradient" if self._is_stacked_whole(exchange, leaf) else reason
             return Movement("gradient", f"gradient of {path}", reason, leaf)
         if exchange.kind == "all-to-all":
             return Movement("state", path, "state" if self._has_gradients else "cache", leaf)
@@ -310,6 +311,17 @@ class Tracer:
         count = prod(self._axis_sizes[axis] for axis in sharding.difference(exchange.axes))
         summed = exchange.shape.elements * (exchange.times or 1) * count
         return summed >= 2 * prod(side.shapes[leaf])
+
+    def _is_stacked_whole(self, exchange: Exchange, leaf: int) -> bool:
+        """Say whether a loop keeps the whole gradients of its layers, of which devices have parts."""
+        if exchange.times in (None, 1) or self._leaf_axes(leaf).isdisjoint(exchange.axes):
+            return False
+        stack = (exchange.times or 1) * exchange.shape.elements
+        return any(
+            is_written_in_part(self._hlo, use.instruction)
+            and elements(self._hlo, _result_of(use)) >= stack
+            for use in self._uses(exchange)
+        )
 
     def _result(self, exchange: Exchange) -> Value:
         """Return the moved array, as the computation has it that the collective is executed in."""
