@@ -35,6 +35,7 @@ MESH = Mesh(np.array(jax.devices()[:1]), ("tp",))
 LOGICAL = [("embed", "tp")]
 PLAN = sr.plan(TREE, RULES, SIZES)
 COMPILED = jax.jit(lambda x: x).lower(np.ones(3)).compile()
+DOUBLED = jax.jit(lambda x: x * 2)
 DUMP = "tests/data/maxtext-dumps/qwen3-0.6b_tpu7x-16_default.json.gz"
 DUMPED = maxtext.read_dump(DUMP).leaves
 # Something whose text is far too long for a message.
@@ -171,6 +172,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "dtype": (3, 0, "f23", [], THING, HUGE),
     "min_bytes": NOT_SIZE,
     "min_rank": NOT_SIZE,
+    "step": (3, None, "step", THING, HUGE, PLAN),
+    "on": (3, "v5p:8x8x8", SIZES, THING, HUGE, PLAN),
+    "effort": (3, None, "some", THING, HUGE),
+    "slices": (0, -1, None, 1.5, "2", THING),
     "compiled": (3, None, "step", THING, HUGE, jax.jit(print)),
     "inputs": (3, 0, None, "w", THING, HUGE, {}, PLAN, (), (3,), (None, None), ("w",), ([P()],)),
     "outputs": (3, 0, "w", THING, HUGE, {"w": 3}, [P()], (P(), P())),
@@ -244,6 +249,8 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Program.lock.path": NOT_FILE,
     "Program.diff.other": (*WRONG["lock"], PLAN),
     "Plan.to_html.path": NOT_FILE,
+    "Topology.name": (3, None, THING, HUGE, "v5q:8x8", "v5p", "v5p:3x3x3", "v5p-7", "v5e:64x64"),
+    "prove.inputs": (3, 0, "w", THING, HUGE, {}, PLAN),
     "Plan.to_html.program": (3, "x", THING, PLAN),
     "Plan.to_html.suggestion": (3, "x", THING, PLAN),
     "Plan.explain.path": (*NOT_TEXT, "no such leaf", "x" * 10**5),
@@ -398,6 +405,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "min_size": 0, "strict": True}),
     "Traffic.by_axes": (PLAN.traffic(tokens=8).by_axes, {}),
     "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0, "names": None}),
+    "compile": (lambda step, args, on, effort: sr.compile(step, *args, on=on, effort=effort), {"step": DOUBLED, "args": (np.ones(3),), "on": None, "effort": "fast"}),
     "compiling": (sr.compiling, {}),
     "explain_logical": (sr.explain_logical, {
         "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.dialects.LINEN}),
@@ -446,6 +454,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "stacked": (sr.stacked, {"at": "layers", "layer": None, "axis": 0, "mesh_axis": None}),
     "unpatch": (sr.unpatch, {}),
     "unstacked": (sr.unstacked, {"at": "layers", "layer": None, "axis": 0}),
+    "prove": (lambda step, args, **named: sr.prove(step, *args, **named), {
+        "step": DOUBLED, "args": (np.ones(3),), "on": None, "inputs": (None,), "outputs": None, "hbm": None, "large": 1,
+        "budget": None, "effort": "full"}),
+    "Proof.raise_for": (sr.prove(DOUBLED, np.ones(3)).raise_for, {"level": "error"}),
+    "Topology": (sr.Topology, {"name": "v5p-8", "slices": 2}),
     "verify": (sr.verify, {
         "compiled": COMPILED, "inputs": (None,),
         "outputs": None, "hbm": None, "large": 1, "budget": {"total": "1 GB"},
@@ -534,15 +547,17 @@ CALLS |= {
 
 # Records that the package makes, for reading; values.
 MADE_BY_US = {"Buffer", "Change", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
-              "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "Place", "Plan",
-              "PlanDiff", "Program", "Reshard", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
+              "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place", "Plan",
+              "PlanDiff", "Program", "Proof", "Reshard", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
+# What needs the TPU's compiler; tests/program/test_topology.py calls them.
+NEEDS_LIBTPU = {"Topology.links", "Topology.mesh", "Topology.mesh_code", "Topology.meshes"}
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (
     "compat.big_vision", "compat.eformer", "compat.flax", "compat.keras", "compat.maxtext.add_data_to_sharding",
 )  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
-TAKES_ANYTHING = {"RuleSpec.spec", "compat.easylm.match_partition_rules.params",
+TAKES_ANYTHING = {"compile.args", "prove.args", "RuleSpec.spec", "compat.easylm.match_partition_rules.params",
                   "compat.jaxseq.match_partition_rules.params"}  # fmt: skip
 
 
@@ -592,7 +607,7 @@ CASES = cases()
 
 
 def test_every_public_callable_and_parameter_is_here():
-    assert PUBLIC.keys() == CALLS.keys() | MADE_BY_US
+    assert PUBLIC.keys() == CALLS.keys() | MADE_BY_US | NEEDS_LIBTPU
     for name, (_, arguments) in CALLS.items():
         assert name == "patch" or list(arguments) == PUBLIC[name], name
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -93,6 +94,7 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "DeviceBytes": (lambda: plan().bytes_per_device(), " on the fullest device"),
     "Program": (program, "each device sends "),
     "Memory": (lambda: program().memory, " on each device: "),
+    "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), "compiled for one device"),
     "CompileLog": (lambda: sr.types.CompileLog((RESHARD,)), "f32[16,512] (jit(step)/add) from "),
     "Coverage": (lambda: plan().coverage, "rule 3: dead, matches no leaf"),
 }
@@ -140,6 +142,7 @@ WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "Rename": (lambda: sr.Rename("^model", "m"), "Rename(pattern='^model', path='m')"),
     "Hardware": (lambda: sr.Hardware.named("v5p"), "Hardware(name='v5p', flops_per_second={"),
+    "Topology": (lambda: sr.Topology("v5p:8x8x8"), "Topology(name='v5p:8x8x8')"),
 }
 MADE: dict[str, Callable[[], Any]] = {
     **{name: make for name, (make, _) in ANSWERS.items()},
@@ -231,7 +234,7 @@ def test_a_record_with_long_fields_is_short():
 
 # They have arrays or kinds, which `==` does not compare.
 WITH_IDENTITY = {"Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "Comparison", "DeviceBytes", "Change",
-                 "TransferRow", "Kind", "Program", "CompileLog"}  # fmt: skip
+                 "TransferRow", "Kind", "Program", "Proof", "CompileLog"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MADE)

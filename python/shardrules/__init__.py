@@ -18,6 +18,7 @@ _PUBLIC = {
     "_hardware": "Hardware",
     "_io": "FileError",
     "_mesh.mesh": "resolve_mesh",
+    "_mesh.topology": "Topology",
     "_patching.patch": "patch unpatch",
     "_place.compare": "compare",
     "_place.constraint": "with_sharding_constraint",
@@ -31,6 +32,7 @@ _PUBLIC = {
     "_plan.findings": "FindingsError",
     "_plan.plan": "Plan plan",
     "_plan.state": "Zero1",
+    "_program.compile": "OutOfMemory compile",
     "_program.compiling": "compiling",
     "_program.program": "inspect",
     "_rules.logical_rules": "LogicalRules logical_axis_rules",
@@ -38,6 +40,7 @@ _PUBLIC = {
     "_specs": "fsdp",
     "_suggest.suggest": "suggest",
     "_verify.audit": "audit",
+    "_verify.prove": "prove",
     "_verify.verify": "verify",
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}

@@ -15,6 +15,7 @@ from shardrules._files.public import read_rules as read_rules
 from shardrules._hardware import Hardware as Hardware
 from shardrules._io import FileError as FileError
 from shardrules._mesh.mesh import resolve_mesh as resolve_mesh
+from shardrules._mesh.topology import Topology as Topology
 from shardrules._patching.patch import patch as patch
 from shardrules._patching.patch import unpatch as unpatch
 from shardrules._place.compare import compare as compare
@@ -38,6 +39,8 @@ from shardrules._plan.findings import FindingsError as FindingsError
 from shardrules._plan.plan import Plan as Plan
 from shardrules._plan.plan import plan as plan
 from shardrules._plan.state import Zero1 as Zero1
+from shardrules._program.compile import OutOfMemory as OutOfMemory
+from shardrules._program.compile import compile as compile
 from shardrules._program.compiling import compiling as compiling
 from shardrules._program.program import inspect as inspect
 from shardrules._rules.logical_rules import LogicalRules as LogicalRules
@@ -47,6 +50,7 @@ from shardrules._rules.rules import match_partition_rules as match_partition_rul
 from shardrules._specs import fsdp as fsdp
 from shardrules._suggest.suggest import suggest as suggest
 from shardrules._verify.audit import audit as audit
+from shardrules._verify.prove import prove as prove
 from shardrules._verify.verify import verify as verify
 
 # Deprecated here: names of 0.2 that have moved.

@@ -34,3 +34,4 @@ from shardrules._suggest.suggestion import Comparison as Comparison
 from shardrules._suggest.suggestion import CutReason as CutReason
 from shardrules._suggest.suggestion import Reason as Reason
 from shardrules._suggest.suggestion import Suggestion as Suggestion
+from shardrules._verify.prove import Proof as Proof

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._program.dataflow import Value, source_of
@@ -120,8 +120,12 @@ class Memory(NamedTuple):
         )
         if self.saved:
             largest += f"; {bytes_shown(self.saved)} are kept for the backward pass"
-        rows = Table(_COLUMNS, list(map(_cells, self.buffers[:_IN_TEXT]))).lines()
-        return "\n".join(map(printable, [head, largest, *rows]))
+        return "\n".join(map(printable, [head, largest, *table_of(self.buffers)]))
+
+
+def table_of(buffers: Sequence[Buffer]) -> list[str]:
+    """Return the lines of a table of the largest of these arrays."""
+    return Table(_COLUMNS, list(map(_cells, buffers[:_IN_TEXT]))).lines()
 
 
 def totals_of(executable: Executable) -> Totals | None:
@@ -139,6 +143,11 @@ def memory_of(executable: Executable) -> Memory | None:
         return None
     if hlo is None or not hlo.is_scheduled:
         return Memory(totals, 0, 0, False, (), ())
+
+    def path_of(parameter: int) -> str | None:
+        leaf = executable.leaf_of.get(parameter)
+        return None if leaf is None else executable.inputs.paths[leaf]
+
     with hlo_errors():
         rows = alive_at_peak(hlo)
         saved = [row for row in rows if _is_saved(hlo, row)]
@@ -147,8 +156,8 @@ def memory_of(executable: Executable) -> Memory | None:
             alive=sum(row.shape.bytes for row in rows),
             saved=sum(row.shape.bytes for row in saved),
             is_recomputed="/rematted_computation" in hlo.text and not _is_all_kept(hlo, saved),
-            buffers=tuple(_buffers(executable, rows[:_LARGEST])),
-            saved_buffers=tuple(_buffers(executable, saved[:_IN_TEXT])),
+            buffers=tuple(buffers_of(hlo, rows[:_LARGEST], path_of)),
+            saved_buffers=tuple(buffers_of(hlo, saved[:_IN_TEXT], path_of)),
         )
 
 
@@ -169,15 +178,15 @@ def _is_saved(hlo: Hlo, row: Alive) -> bool:
     return "jvp(" in maker and "transpose(" not in maker and "transpose(" in user
 
 
-def _buffers(executable: Executable, rows: Iterable[Alive]) -> Iterable[Buffer]:
-    hlo = executable.hlo
-    assert hlo is not None
+def buffers_of(
+    hlo: Hlo, rows: Iterable[Alive], path_of: Callable[[int], str | None]
+) -> Iterator[Buffer]:
+    """Yield what is known of arrays that are alive; `path_of` names the module's parameters."""
     for row in rows:
         instruction = _named(hlo, hlo[row.computation], row.name)
-        leaf = None if row.parameter is None else executable.leaf_of.get(row.parameter)
         what = "output" if row.is_output else instruction.op_name or instruction.name
         if row.parameter is not None:
-            what = f"parameter {row.parameter}" if leaf is None else executable.inputs.paths[leaf]
+            what = path_of(row.parameter) or instruction.op_name or f"parameter {row.parameter}"
         yield Buffer(
             bytes=row.shape.bytes,
             shape=str(row.shape),

@@ -39,6 +39,7 @@ _CALLED: Final = frozenset({
     "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute",
     "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
 })  # fmt: skip
+_PRODUCTS: Final = ("conv_general_dilated", "dot_general")
 _REDUCED: Final = 256
 """Ratio of elements of an array to those of its sums."""
 _BATCH_SHARE: Final = 0.1
@@ -61,6 +62,7 @@ REASONS: Final[dict[str, Cause]] = {
     "partial": Cause("sums that devices compute in parts"),
     "parts": Cause("gathered for products that devices compute in parts"),
     "between": Cause("sharded otherwise between products"),
+    "aligned": Cause("parts, moved by XLA to the devices that keep them"),
     "experts": Cause("tokens, exchanged between experts"),
     "rows": Cause("rows of a planned table, looked up by number"),
     "called": Cause("called by the program, in shard_map"),
@@ -213,6 +215,8 @@ class Tracer:
     def _of_argument(self, exchange: Exchange) -> str:
         """Return the reason for which an argument is moved."""
         is_small = self._sent(exchange) < self._small
+        if exchange.kind == "collective-permute" and self._is_turn(exchange):
+            return "gather"
         if exchange.kind != "all-gather":
             return "copy" if is_small or exchange.kind in _REDUCTIONS else "moved"
         if not is_small and self._is_sliced_again(exchange, frozenset(exchange.axes)):
@@ -235,6 +239,17 @@ class Tracer:
             and all(is_lookup(self._hlo, use.instruction) for use, _ in ends)
             and 2 * rows <= exchange.shape.elements
         )
+
+    def _is_turn(self, exchange: Exchange) -> bool:
+        """Say whether a product gets one part after another, each sent on around a ring.
+
+        TPUs compute so what is gathered for a product, or scattered behind it.
+        """
+        if _called_name(exchange) not in _PRODUCTS:
+            return False
+        target_of = {pair[0]: pair[1] for pair in exchange.op.groups}
+        count = prod(self._axis_sizes[axis] for axis in exchange.axes)
+        return all(_cycle(target_of, device) == count for device in target_of)
 
     def _is_only_reduced(self, exchange: Exchange) -> bool:
         """Say whether sums, or the like, are all that is made of an array."""
@@ -313,7 +328,7 @@ class Tracer:
         return summed >= 2 * prod(side.shapes[leaf])
 
     def _is_stacked_whole(self, exchange: Exchange, leaf: int) -> bool:
-        """Say whether a loop keeps the whole gradients of its layers, of which devices have parts."""
+        """Say whether a loop keeps whole gradients of its layers, of which devices have parts."""
         if exchange.times in (None, 1) or self._leaf_axes(leaf).isdisjoint(exchange.axes):
             return False
         stack = (exchange.times or 1) * exchange.shape.elements
@@ -421,7 +436,10 @@ class Tracer:
     def _of_moved_activation(self, exchange: Exchange, axes: frozenset[str], is_batch: bool) -> str:
         """Return the reason of an all-to-all, or a collective-permute, that XLA has inserted."""
         if exchange.kind == "collective-permute":
-            return "batch" if is_batch else "unknown"
+            if not exchange.op.instruction.op_name:
+                return "aligned"
+            is_part = not is_batch and self._is_turn(exchange)
+            return "batch" if is_batch else "parts" if is_part else "unknown"
         if axes <= self._expert_axes:
             return "experts"
         if is_batch:
@@ -433,6 +451,9 @@ class Tracer:
         self, exchange: Exchange, axes: frozenset[str], *, is_batch: bool
     ) -> str:
         products = [factors for factors in self._factors(exchange, axes) if factors]
+        is_window = exchange.op.kind == "collective-permute"  # a loop that sends and multiplies
+        if is_window and not is_batch:
+            return "parts"
         if not products:
             return "batch" if is_batch else "alike"
         if not is_batch:
@@ -526,6 +547,16 @@ class Tracer:
 
 def _operand(exchange: Exchange) -> Value:
     return Value(exchange.op.computation, exchange.op.instruction.operands[exchange.number])
+
+
+def _cycle(target_of: Mapping[int, int], device: int) -> int:
+    """Count the sends until what a device sends is back; 0 if it never is."""
+    place = device
+    for count in range(1, len(target_of) + 1):
+        place = target_of.get(place, -1)
+        if place == device:
+            return count
+    return 0
 
 
 def _result_of(use: Consumer) -> Value:

@@ -26,6 +26,8 @@ from shardrules._text import Column, Table, answer, bytes_shown, mesh_shown, pri
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from jax.sharding import Mesh
+
     from shardrules._plan.findings import Findings
     from shardrules._program.collectives import Exchange
     from shardrules._program.lock import Costs
@@ -71,6 +73,11 @@ class Program:
     def has_text(self) -> bool:
         """False where the backend does not show what it has compiled."""
         return self._executable.hlo is not None
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Mesh of the arguments and results; None if none of them has one."""
+        return self._executable.mesh
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:

@@ -106,6 +106,23 @@ def verify(
         nothing found: 1 of 2 inputs planned, 1 of 1 output planned; peak memory not asked for
         >>> sr.verify(compiled, (plan, None)).raise_for("error")
     """
+    findings, _ = findings_and_program(
+        compiled, inputs, outputs, hbm=hbm, large=large, budget=budget, log=log
+    )
+    return findings
+
+
+def findings_and_program(
+    compiled: Any,
+    inputs: Any,
+    outputs: Any,
+    *,
+    hbm: int | None,
+    large: int,
+    budget: Mapping[str, int | str] | None,
+    log: CompileLog | None = None,
+) -> tuple[Findings, Program]:
+    """Return what `verify` finds, and the report of `inspect`."""
     if hbm is not None:
         check_real("hbm", hbm)
     check_real("large", large)
@@ -139,7 +156,7 @@ def verify(
         ]
     scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
     kept = f"; {counted(len(limits), 'budget')} kept" if limits else ""
-    return Findings(findings, scope + kept)
+    return Findings(findings, scope + kept), program
 
 
 def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:

@@ -1,0 +1,272 @@
+"""Compiles a step for devices that need not be there: `compile`."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from shardrules._arguments import check_choice, check_type
+from shardrules._mesh.memory import memory_apart
+from shardrules._mesh.mesh import as_mesh, has_devices
+from shardrules._mesh.topology import Topology, topology_shown
+from shardrules._plan.plan import Plan
+from shardrules._program.computation import with_elements
+from shardrules._program.hlo import Hlo
+from shardrules._program.liveness import alive_at_peak
+from shardrules._program.memory import Buffer, buffers_of, table_of
+from shardrules._text import bytes_shown, mesh_shown, printable_lines, shown
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from jax.stages import Compiled
+
+Effort = Literal["full", "fast"]
+# "Ran out of memory on HBM, the total memory required for HLO temporaries (18.14G) exceeds
+# available HBM (15.75G)."; older ones: "Used 18.14G of 15.75G hbm."
+_REFUSALS: Final = (
+    re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"),
+    re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
+)
+_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_MODULE: Final = "*oom_intermediate_module.txt"
+_KEPT: Final = 0.5
+_LEVELS: Final = {"full": None, "fast": "O1"}
+"""JAX's `jax_optimization_level` by effort."""
+
+
+class OutOfMemory(MemoryError):  # noqa: N818
+    """The compiler's refusal of a step that needs more memory than a device has.
+
+    Attributes:
+        required: Bytes that the step needs on a device for its temporary arrays.
+        available: Bytes that the compiler lets it use.
+        buffers: The largest arrays that are alive at the peak, with their lines; () if XLA does
+            not tell.
+
+    Example:
+        >>> import shardrules as sr
+        >>> refusal = sr.OutOfMemory(required=20 * 10**9, available=16 * 10**9, buffers=())
+        >>> str(refusal).partition(";")[0][-37:]
+        ' arrays, and the compiler has 16.0 GB'
+    """
+
+    def __init__(self, required: int, available: int, buffers: tuple[Buffer, ...]) -> None:
+        self.required = required
+        self.available = available
+        self.buffers = buffers
+        super().__init__(self._message())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.required, self.available, self.buffers)
+
+    def _message(self) -> str:
+        head = (
+            f"the step needs {bytes_shown(self.required)} on each device for its temporary arrays, "
+            f"and the compiler has {bytes_shown(self.available)}"
+        )
+        if not self.buffers:
+            return f"{head}; XLA does not say for which arrays"
+        lines = [f"{head}. The largest arrays at the peak:", *table_of(self.buffers), self._fix()]
+        return printable_lines(lines)
+
+    def _fix(self) -> str:
+        """Say what would mend it."""
+        largest = self.buffers[0]
+        kept = sum(buffer.bytes for buffer in self.buffers if buffer.is_saved)
+        of_arguments = sum(buffer.bytes for buffer in self.buffers if buffer.is_argument)
+        total = sum(buffer.bytes for buffer in self.buffers)
+        if kept > _KEPT * total:
+            return (
+                "most of it is kept for the backward pass: recompute it by jax.checkpoint around "
+                "the layer, or take a smaller batch"
+            )
+        if of_arguments > _KEPT * total:
+            return "most of it are arguments: shard them over more devices, and donate the state"
+        line = "" if largest.place is None else f" at {largest.place}"
+        return (
+            f"shard {largest.shape}{line} by the axes of the batch or of the model, by "
+            "jax.lax.with_sharding_constraint; or take a smaller batch"
+        )
+
+
+def compile(
+    step: Any, *args: Any, on: Topology | Mesh | None = None, effort: Effort = "full"
+) -> Compiled:
+    """Compile a step for the devices of a mesh, which may be described ones, and run nothing.
+
+    Args:
+        step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;
+            give the jitted one for donation and `out_shardings`.
+        *args: Its arguments: arrays, ShapeDtypeStructs with shardings, or a Plan in the place of
+            the tree that it plans. What has no sharding is on all devices.
+        on: The devices. With a Topology the mesh is `Topology.mesh` of the axes of the arguments'
+            mesh; with a Mesh it is that one. Default: the arguments' own devices.
+        effort: "fast" compiles at JAX's optimization level O1: the collectives and the memory are
+            much the same, the estimated times are not.
+
+    Returns:
+        What `jax.jit(step).lower(*args).compile()` gives; for `verify` and `inspect`.
+
+    Raises:
+        OutOfMemory: The compiler refuses the step, as it does not fit.
+        ImportError: The package libtpu is not installed, which has the TPU's compiler.
+        ValueError: Nothing says what mesh the arguments are on; or the step names another mesh.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], mesh)
+        >>> compiled = sr.compile(lambda params: params["w"] * 2, plan, on=mesh)
+        >>> compiled.memory_analysis().argument_size_in_bytes
+        256
+    """
+    check_choice("effort", effort, tuple(_LEVELS))
+    mesh = None if on is None else target_mesh(on, args)
+    lowered = _lowered(step, placed_on(args, mesh), mesh)
+    with _optimization_level(_LEVELS[effort]):
+        try:
+            return lowered.compile()  # type: ignore[no-any-return]
+        except Exception as error:
+            refusal = _refusal(str(error))
+            if refusal is None:
+                raise
+            required, available = refusal
+            raise OutOfMemory(required, available, tuple(_buffers_of(lowered))) from None
+
+
+def target_mesh(on: Topology | Mesh, args: Iterable[Any]) -> Mesh:
+    """Return the mesh of devices to compile for: with a topology, of the axes of the arguments.
+
+    Raises:
+        ValueError: The arguments have no mesh, several, or one of another size.
+    """
+    from jax.sharding import Mesh
+
+    check_type("on", on, Topology | Mesh, "a Topology, a jax.sharding.Mesh, or None")
+    if not isinstance(on, Topology):
+        mesh = as_mesh(on)
+        if not has_devices(mesh):
+            raise ValueError(
+                f"on: {mesh_shown(mesh.shape)} is a mesh without devices; give such as "
+                "shardrules.Topology('v5p:8x8x8').mesh(fsdp=64, tp=8)"
+            )
+        return mesh
+    meshes = list(dict.fromkeys(_meshes_of(args)))
+    for mesh in meshes:
+        if has_devices(mesh) and set(on.devices).issuperset(mesh.devices.flat):
+            return mesh
+    sizes = {tuple(mesh.shape.items()) for mesh in meshes}
+    if len(sizes) != 1:
+        text = "; ".join(mesh_shown(dict(items)) for items in sizes) or "none"
+        raise ValueError(
+            f"the meshes of the arguments are {text}: nothing says the axes on {topology_shown(on)}; "
+            "give on=topology.mesh(fsdp=64, tp=8)"
+        )
+    (items,) = sizes
+    return on.mesh(dict(items))
+
+
+def _meshes_of(args: Iterable[Any]) -> Iterator[Any]:
+    """Yield the meshes of plans and shardings among the arguments."""
+    from jax import tree_util
+
+    for arg in args:
+        if isinstance(arg, Plan):
+            yield as_mesh(arg._mesh)
+            continue
+        for leaf in tree_util.tree_leaves(arg):
+            mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+            if mesh is not None:
+                yield mesh
+
+
+def placed_on(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
+    """Return the arguments as shapes that are sharded on the mesh by the same axes."""
+    from jax import tree_util
+
+    def on_mesh(leaf: Any) -> Any:
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        if mesh is None or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return leaf
+        target = NamedSharding(mesh, PartitionSpec())
+        if isinstance(leaf.sharding, NamedSharding):
+            target = NamedSharding(
+                mesh, leaf.sharding.spec, memory_kind=memory_apart(leaf.sharding)
+            )
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+
+    return tuple(
+        (arg if mesh is None else arg.on_mesh(mesh)).abstract()
+        if isinstance(arg, Plan)
+        else tree_util.tree_map(on_mesh, arg)
+        for arg in args
+    )
+
+
+def _lowered(step: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
+    """Lower a step, with the mesh as the context's for the specs in it."""
+    import jax
+
+    if not callable(step):
+        raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
+    jitted = step if hasattr(step, "lower") else jax.jit(step)
+    with ExitStack() as stack:
+        if mesh is not None:
+            stack.enter_context(jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh)
+        try:
+            return jitted.lower(*args)
+        except ValueError as error:
+            if "incompatible devices" not in str(error).lower():
+                raise
+            raise ValueError(
+                "the step names other devices than those that it is compiled for: let its "
+                "constraints and shardings be of the mesh of on=, made once by Topology.mesh; or "
+                f"give them as PartitionSpecs, for which that mesh is in force. JAX says: {error}"
+            ) from error
+
+
+@contextmanager
+def _optimization_level(level: str | None) -> Iterator[None]:
+    """Set JAX's level of optimization for a while."""
+    import jax
+
+    if level is None:
+        yield
+        return
+    config: Any = jax.config
+    before = config.jax_optimization_level
+    config.update("jax_optimization_level", level)
+    try:
+        yield
+    finally:
+        config.update("jax_optimization_level", before)
+
+
+def _refusal(message: str) -> tuple[int, int] | None:
+    """Read the bytes that are required and available, if XLA says that a step does not fit."""
+    for pattern in _REFUSALS:
+        if match := pattern.search(message):
+            required, unit, available, limit = match.groups()
+            return int(float(required) * _UNITS[unit]), int(float(available) * _UNITS[limit])
+    return None
+
+
+def _buffers_of(lowered: Any) -> Iterator[Buffer]:
+    """Yield the largest arrays of a step that does not fit, from the module that XLA writes."""
+    with tempfile.TemporaryDirectory(prefix="shardrules-") as folder:
+        options: Mapping[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        try:
+            lowered.compile(compiler_options=options)
+        except Exception:  # the same refusal
+            texts = [file.read_text("utf-8", "replace") for file in Path(folder).glob(_MODULE)]
+        else:
+            return
+    for text in texts[:1]:
+        hlo = Hlo(with_elements(text))
+        yield from buffers_of(hlo, alive_at_peak(hlo)[:10], lambda _: None)

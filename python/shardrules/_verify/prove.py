@@ -1,0 +1,147 @@
+"""Compiles a step for devices that need not be there, and compares it with the plan: `prove`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardrules._mesh.topology import Topology, topology_shown
+from shardrules._plan.findings import Findings, Level
+from shardrules._plan.plan import Plan
+from shardrules._plan.table import DEFAULT_LARGE
+from shardrules._program.compile import Effort, compile, target_mesh
+from shardrules._program.program import Program
+from shardrules._text import answer, mesh_shown
+from shardrules._verify.verify import findings_and_program
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from jax.stages import Compiled
+
+    from shardrules._program.collectives import Collective
+    from shardrules._program.memory import Memory
+
+
+@answer
+class Proof(NamedTuple):
+    """What a step does on the devices that it is compiled for: `prove` makes it."""
+
+    target: str
+    """The devices, and their mesh."""
+    findings: Findings
+    """Where the program differs from the plan, and what that costs."""
+    program: Program
+    """All that it sends, and its memory."""
+    compiled: Compiled | None
+    """What JAX has compiled; None in a copy."""
+    seconds: float
+    """Time to compile it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(self._replace(compiled=None))
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Arrays that the program moves between devices, those with most bytes first."""
+        return self.program.collectives
+
+    @property
+    def memory(self) -> Memory | None:
+        """Memory that a device needs, and the largest arrays."""
+        return self.program.memory
+
+    def raise_for(self, level: Level = "error") -> None:
+        """Raise `FindingsError` if a finding has at least this level."""
+        self.findings.raise_for(level)
+
+    def __str__(self) -> str:
+        head = f"compiled for {self.target} in {self.seconds:.1f} s"
+        return f"{head}\n{self.findings}\n{self.program}"
+
+
+def prove(
+    step: Any,
+    *args: Any,
+    on: Topology | Mesh | None = None,
+    inputs: Sequence[Any] | None = None,
+    outputs: Any = None,
+    hbm: int | None = None,
+    large: int = DEFAULT_LARGE,
+    budget: Mapping[str, int | str] | None = None,
+    effort: Effort = "full",
+) -> Proof:
+    """Compile a step for its devices, which need not be there, and compare it with the plan.
+
+    `compile`, then `verify` and `inspect`.
+
+    Args:
+        step: As `compile` takes it.
+        *args: The same; a Plan stands for its tree, and is planned for that argument.
+        on: The devices, as `compile` takes them; a plan for a mesh without devices, such as
+            {"fsdp": 64, "tp": 8}, is one for a mesh of them with these axes.
+        inputs: As `verify` takes it. Default: the plans among the arguments.
+        outputs: The same.
+        hbm: Bytes of memory of a device. Default: with a Topology, those of its hardware.
+        large: As `verify` takes it.
+        budget: As `verify` takes it.
+        effort: As `compile` takes it.
+
+    Returns:
+        A `Proof`: the findings, the program, and what was compiled.
+
+    Raises:
+        OutOfMemory: The compiler refuses the step, as it does not fit.
+        ImportError: The package libtpu is not installed, which has the TPU's compiler.
+        ValueError: As `compile` and `verify`.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], mesh)
+        >>> step = jax.jit(lambda params: {"w": params["w"] * 2}, donate_argnums=0)
+        >>> proof = sr.prove(step, plan, on=mesh, outputs=plan)
+        >>> proof.raise_for("warning")
+    """
+    mesh = None if on is None else target_mesh(on, args)
+    begin = time.perf_counter()
+    compiled = compile(step, *args, on=mesh, effort=effort)
+    seconds = time.perf_counter() - begin
+    if hbm is None and isinstance(on, Topology):
+        hbm = on.hardware.memory_bytes
+    if inputs is None:
+        inputs = tuple(arg if isinstance(arg, Plan) else None for arg in args)
+    if mesh is not None:
+        inputs, outputs = _planned_on(mesh, (inputs, outputs))
+    findings, program = findings_and_program(
+        compiled, inputs, outputs, hbm=hbm, large=large, budget=budget
+    )
+    target = _target(on, mesh or program.mesh)
+    return Proof(target, findings, program, compiled, seconds)
+
+
+def _planned_on(mesh: Mesh, planned: Any) -> Any:
+    """Return what is planned, with plans for the mesh in the place of those for its axes."""
+    from jax import tree_util
+
+    plans: dict[int, Plan] = {}  # the plan of a state is one object on both sides
+
+    def on_mesh(plan: Any) -> Any:
+        if not isinstance(plan, Plan):
+            return plan
+        if id(plan) not in plans:
+            plans[id(plan)] = plan.on_mesh(mesh)
+        return plans[id(plan)]
+
+    return tree_util.tree_map(on_mesh, planned, is_leaf=lambda node: isinstance(node, Plan))
+
+
+def _target(on: Any, mesh: Any) -> str:
+    """Name the devices of a mesh, and how its axes lie."""
+    if mesh is None:
+        return "one device"
+    sizes = mesh_shown(mesh.shape)
+    if not isinstance(on, Topology):
+        return f"{mesh.devices.flat[0].device_kind}, {sizes}"
+    links = ", ".join(f"{axis} a {link}" for axis, link in on.links(mesh).items())
+    return f"{topology_shown(on)}, {sizes} ({links})"
