@@ -99,8 +99,9 @@ def compile(
     """Compile a step for the devices of a mesh, which may be described ones, and run nothing.
 
     Args:
-        step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;
-            give the jitted one for donation and `out_shardings`.
+        step: A function, or what `jax.jit` or `flax.nnx.jit` makes of one; give the jitted one for
+            donation and `out_shardings`. Without `on` also of `equinox.filter_jit`, which takes
+            no shapes.
         *args: Its arguments: arrays, ShapeDtypeStructs with shardings, or a Plan in the place of
             the tree that it plans. What has no sharding is on all devices.
         on: The devices. With a Topology the mesh is `Topology.mesh` of the axes of the arguments'
@@ -114,6 +115,7 @@ def compile(
     Raises:
         OutOfMemory: The compiler refuses the step, as it does not fit.
         ImportError: The package libtpu is not installed, which has the TPU's compiler.
+        TypeError: The step is no function, or of `equinox.filter_jit` and `on` is given.
         ValueError: Nothing says what mesh the arguments are on; or the step names another mesh.
 
     Example:
@@ -146,15 +148,10 @@ def target_mesh(on: Topology | Mesh, args: Iterable[Any]) -> Mesh:
     """
     from jax.sharding import Mesh
 
-    check_type("on", on, Topology | Mesh, "a Topology, a jax.sharding.Mesh, or None")
+    what = "such as shardrules.Topology('v5p:8x8x8'), or a jax.sharding.Mesh of devices"
+    check_type("on", on, Topology | Mesh, what)
     if not isinstance(on, Topology):
-        mesh = as_mesh(on)
-        if not has_devices(mesh):
-            raise ValueError(
-                f"on: {mesh_shown(mesh.shape)} is a mesh without devices; give such as "
-                "shardrules.Topology('v5p:8x8x8').mesh(fsdp=64, tp=8)"
-            )
-        return mesh
+        return on
     meshes = list(dict.fromkeys(_meshes_of(args)))
     for mesh in meshes:
         if has_devices(mesh) and set(on.devices).issuperset(mesh.devices.flat):
@@ -163,8 +160,8 @@ def target_mesh(on: Topology | Mesh, args: Iterable[Any]) -> Mesh:
     if len(sizes) != 1:
         text = "; ".join(mesh_shown(dict(items)) for items in sizes) or "none"
         raise ValueError(
-            f"the meshes of the arguments are {text}: nothing says the axes on {topology_shown(on)}; "
-            "give on=topology.mesh(fsdp=64, tp=8)"
+            f"the meshes of the arguments are {text}: nothing says the axes on "
+            f"{topology_shown(on)}; give on=topology.mesh(fsdp=64, tp=8)"
         )
     (items,) = sizes
     return on.mesh(dict(items))
@@ -216,6 +213,11 @@ def _lowered(step: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
     if not callable(step):
         raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
     jitted = step if hasattr(step, "lower") else jax.jit(step)
+    if mesh is not None and type(step).__module__.startswith("equinox."):
+        raise TypeError(
+            "step is of equinox.filter_jit, for which shapes are no arrays; give jax.jit of the "
+            "function, and the model's arrays, equinox.filter(model, equinox.is_array)"
+        )
     with ExitStack() as stack:
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh)

@@ -22,6 +22,7 @@ LARGE: Final = 2**16
 """The `large` of `verify` that suits these sizes."""
 _SENT: Final = 1.05
 _PEAK: Final = 1.02
+_MORE: Final = 3
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,13 @@ class Row(NamedTuple):
         return [name for name, one in self.costly.items() if not self.new(one)]
 
     def new(self, one: Outcome) -> list[sr.types.Finding]:
-        """Return the findings of a fault that the clean step has not."""
-        before = {_essence(finding) for finding in self.clean.findings}
-        return [finding for finding in one.findings if _essence(finding) not in before]
+        """Return the findings of a fault that the clean step has not, or of far fewer bytes."""
+        before = {_essence(finding): finding.bytes for finding in self.clean.findings}
+        return [
+            finding
+            for finding in one.findings
+            if (bytes := before.get(_essence(finding))) is None or finding.bytes > _MORE * bytes > 0
+        ]
 
 
 def cost(built: Built) -> Cost:

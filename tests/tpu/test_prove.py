@@ -1,0 +1,291 @@
+"""`compile` and `prove`: on the devices that are here, and for TPUs that are not."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._program.computation import with_elements
+from shardrules._program.hlo import Hlo
+from tests.support.plans import shard_bytes
+from tests.tpu.marks import needs_libtpu
+
+SIZES = {"fsdp": 4, "tp": 2}
+needs_set_mesh = pytest.mark.skipif(
+    not hasattr(jax, "set_mesh"), reason="this JAX has no jax.set_mesh"
+)
+
+
+def params(layers=3, width=256):
+    stack = jax.ShapeDtypeStruct((layers, width, 4 * width), "float32")
+    return {"up": stack, "down": jax.ShapeDtypeStruct((layers, 4 * width, width), "float32")}
+
+
+RULES = [("up", P(None, "fsdp", "tp")), ("down", P(None, "tp", "fsdp"))]
+
+
+def loss(params, x, hidden="tp", is_kept=False):
+    def layer(x, w):
+        h = jax.lax.with_sharding_constraint(jnp.tanh(x @ w["up"]), P("fsdp", hidden))
+        return jax.lax.with_sharding_constraint(x + h @ w["down"], P("fsdp")), None
+
+    return jnp.mean(jax.lax.scan(layer if is_kept else jax.checkpoint(layer), x, params)[0] ** 2)
+
+
+def step(params, x, **changes):
+    gradients = jax.grad(partial(loss, **changes))(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+
+def batch(mesh, rows=512, width=256):
+    return jax.ShapeDtypeStruct((rows, width), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+
+
+def cpu_mesh():
+    return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
+
+
+# On the devices that are here
+
+
+@needs_set_mesh
+def test_a_step_is_proved_on_the_devices_that_are_here():
+    mesh = cpu_mesh()
+    plan = sr.plan(params(), RULES, SIZES)  # without devices
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=plan.on_mesh(mesh).shardings())
+    proof = sr.prove(jitted, plan, batch(mesh), on=mesh, outputs=plan, large=2**16)
+    proof.raise_for("warning")
+    assert proof.target.endswith(", fsdp=4,tp=2")
+    assert proof.collectives == proof.program.collectives
+    assert proof.memory.totals.arguments == sum(shard_bytes(plan)) + 512 * 256
+    bad = sr.prove(
+        jax.jit(partial(step, hidden=None)), plan, batch(mesh), on=mesh, outputs=plan, large=2**16
+    )
+    assert {"donation", "unexpected"} <= {one.kind for one in bad.findings.at_least("warning")}
+    with pytest.raises(sr.FindingsError):
+        bad.raise_for("warning")
+
+
+def test_arguments_without_a_plan_are_compiled_as_they_are():
+    compiled = sr.compile(lambda x, y: x + y, jnp.ones(8), np.ones(8))
+    assert compiled.memory_analysis().argument_size_in_bytes == 64
+    mesh = cpu_mesh()
+    on = sr.compile(lambda x: x * 2, jax.ShapeDtypeStruct((8,), "float32"), on=mesh)
+    assert on.input_shardings[0][0].mesh == mesh
+    moved = sr.compile(lambda x: x * 2, batch(Mesh(mesh.devices[::-1], mesh.axis_names)), on=mesh)
+    assert moved.input_shardings[0][0] == NamedSharding(mesh, P("fsdp"))
+
+
+def test_what_cannot_be_compiled_is_told():
+    mesh = cpu_mesh()
+    with pytest.raises(TypeError, match="step is 3"):
+        sr.compile(3)
+    with pytest.raises(TypeError, match=r"on is AbstractMesh.* such as shardrules\.Topology\('v5p"):
+        sr.compile(lambda x: x, jnp.ones(8), on=mesh.abstract_mesh)
+    with pytest.raises(ZeroDivisionError):  # of the step itself
+        sr.compile(lambda x: 1 / 0, jnp.ones(8))
+
+
+def test_a_step_that_names_other_devices_is_told():
+    mesh = cpu_mesh()
+    other = Mesh(np.array(jax.devices()[:4]).reshape(4), ("fsdp",))
+
+    def fixed(x):
+        return jax.lax.with_sharding_constraint(x * 2, NamedSharding(other, P("fsdp")))
+
+    with pytest.raises(ValueError, match="names other devices than those that it is compiled for"):
+        sr.compile(fixed, jax.ShapeDtypeStruct((8,), "float32"), on=mesh)
+
+
+# A refusal
+
+
+class Refused:
+    """A step that no device has room for."""
+
+    def __init__(self, message):
+        self._message = message
+
+    def __call__(self, _):
+        """Stand for a function."""
+
+    def lower(self, *_):
+        return self
+
+    def compile(self, **_):
+        raise RuntimeError(self._message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
+        "required for HLO temporaries (18.14G) exceeds available HBM (15.75G). HLO module: jit_f.",
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.14G of 15.75G hbm. "
+        "Exceeded hbm capacity by 2.39G.",
+    ],
+)
+def test_a_refusal_for_memory_has_the_bytes(message):
+    with pytest.raises(
+        sr.OutOfMemory, match="needs 19.5 GB .* has 16.9 GB; XLA does not"
+    ) as caught:
+        sr.compile(Refused(message), 1)
+    refusal = caught.value
+    assert refusal.required > refusal.available == int(15.75 * 2**30)
+    assert str(pickle.loads(pickle.dumps(refusal))) == str(refusal)
+    with pytest.raises(RuntimeError, match="something else"):
+        sr.compile(Refused("something else"), 1)
+
+
+DUMPED = """\
+HloModule dumped, is_scheduled=true
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %next = s32[] add(%p#0, %p#0)
+  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %p#1)
+}
+"""
+
+
+def test_elements_of_tuples_by_number_are_written_out():
+    hlo = Hlo(
+        with_elements(
+            DUMPED + "\nENTRY %main (a: s32[]) -> s32[] {\n  ROOT %a = s32[] parameter(0)\n}\n"
+        )
+    )
+    element = hlo["body"]["p#1"]
+    assert (element.opcode, element.element, str(element.results[0])) == (
+        "get-tuple-element", 1, "f32[8]",
+    )  # fmt: skip
+    assert list(hlo["body"].lines) == ["p", "p#0", "next", "p#1", "t"]
+
+
+# For TPUs that are not here
+
+
+TOPOLOGIES = {
+    "v5e:2x2": {"fsdp": 2, "tp": 2},
+    "v5e:4x4": {"fsdp": 8, "tp": 2},
+    "v5p:2x2x2": {"fsdp": 4, "tp": 2},
+    "v6e:4x4": {"fsdp": 4, "tp": 4},
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_clean_step_has_no_warning_and_its_arguments_are_the_plan_s_bytes(name):
+    topology = sr.Topology(name)
+    mesh = topology.mesh(TOPOLOGIES[name])
+    plan = sr.plan(params(), RULES, mesh)
+    x = batch(mesh, rows=4096)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=plan.shardings())
+    proof = sr.prove(jitted, plan, x, on=topology, outputs=plan)
+    proof.raise_for("warning")
+    rows = 4 * 4096 * 256 // mesh.shape["fsdp"]
+    assert proof.memory.totals.arguments == sum(shard_bytes(plan)) + rows
+    assert proof.target.startswith(f"{name}, fsdp=")
+    assert proof.program.sent
+    assert not proof.program.is_per_iteration
+    assert all(row.is_expected for row in proof.collectives)
+    assert "within" in proof.findings.scope  # the memory of the hardware
+
+
+@needs_libtpu
+def test_plans_and_arguments_on_other_devices_are_taken_by_their_axes():
+    here = cpu_mesh()
+    plan = sr.plan(params(), RULES, here)
+    topology = sr.Topology("v5e:2x4")
+    proof = sr.prove(jax.jit(step, donate_argnums=0), plan, batch(here), on=topology, outputs=plan)
+    assert proof.program.mesh == topology.mesh(SIZES)
+    assert not proof.findings.at_least("error")
+    with pytest.raises(ValueError, match="fsdp=4,tp=2 are 8 devices, and v5e:4x4 has 16"):
+        sr.prove(step, plan, on=sr.Topology("v5e:4x4"))
+    with pytest.raises(ValueError, match="the meshes of the arguments are none"):
+        sr.compile(lambda x: x, jnp.ones(8), on=topology)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_step_that_does_not_fit_names_what_is_large(is_kept):
+    topology = sr.Topology("v5e:2x4")
+    mesh = topology.mesh(SIZES)
+    plan = sr.plan(params(layers=32, width=4096), RULES, mesh)
+    x = batch(mesh, 2**19, 4096)
+    with pytest.raises(sr.OutOfMemory) as caught:
+        sr.compile(jax.jit(partial(step, is_kept=is_kept), donate_argnums=0), plan, x, on=mesh)
+    refusal = caught.value
+    assert refusal.required > refusal.available
+    assert abs(refusal.available - topology.hardware.memory_bytes) < 2**24
+    largest = refusal.buffers[0]
+    assert largest.bytes > 2**30
+    assert largest.place.file.endswith("test_prove.py")
+    assert (
+        "params['up']" in {buffer.what for buffer in refusal.buffers} or len(refusal.buffers) == 10
+    )
+    assert ("jax.checkpoint" in str(refusal)) == is_kept or "smaller batch" in str(refusal)
+
+
+@needs_libtpu
+def test_a_faulty_step_is_told_as_on_the_pod():
+    topology = sr.Topology("v5e:2x4")
+    plan = sr.plan(params(), RULES, SIZES)
+    x = batch(topology.mesh(SIZES))
+    proof = sr.prove(
+        jax.jit(partial(step, hidden=None)), plan, x, on=topology, outputs=plan, large=2**16
+    )
+    kinds = {one.kind for one in proof.findings.at_least("warning")}
+    assert {"donation", "unexpected"} & kinds
+
+
+@needs_libtpu
+def test_steps_of_flax_and_equinox():
+    eqx = pytest.importorskip("equinox")
+    nnx = pytest.importorskip("flax.nnx")
+    topology = sr.Topology("v5e:2x4")
+    mesh = topology.mesh(SIZES)
+
+    model = eqx.nn.Linear(256, 512, key=jax.random.key(0))  # on the device that is here
+    plan = sr.plan(
+        eqx.filter(model, eqx.is_array), [("weight", P("tp", "fsdp")), ("bias", "tp")], mesh
+    )
+    static = eqx.filter(model, eqx.is_array, inverse=True)
+
+    def apply(params, x):
+        return jax.vmap(eqx.combine(params, static))(x).sum()
+
+    proof = sr.prove(jax.jit(apply), plan, batch(mesh), on=mesh)
+    assert not proof.findings.at_least("error")
+    with pytest.raises(TypeError, match=r"filter_jit.* give jax\.jit of the function"):
+        sr.prove(eqx.filter_jit(apply), plan, batch(mesh), on=mesh)
+
+    layer = nnx.eval_shape(lambda: nnx.Linear(256, 512, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(layer)
+    plan = sr.plan(state, [("kernel", P("fsdp", "tp")), ("bias", P("tp"))], mesh)
+    proof = sr.prove(lambda state, x: nnx.merge(graph, state)(x).sum(), plan, batch(mesh), on=mesh)
+    assert not proof.findings.at_least("error")
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "slices", "sizes"), [
+    ("v5p:8x8x8", 1, {"fsdp": 64, "tp": 8}),
+    ("v5p:16x16x16", 1, {"fsdp": 512, "tp": 8}),
+    ("v5e:16x16", 2, {"data": 2, "fsdp": 32, "tp": 8}),
+])  # fmt: skip
+def test_thousands_of_devices(name, slices, sizes):
+    topology = sr.Topology(name, slices)
+    mesh = topology.mesh(sizes)
+    plan = sr.plan(params(layers=8, width=8192), RULES, mesh)
+    x = batch(mesh, 4096, 8192)
+    proof = sr.prove(jax.jit(step, donate_argnums=0), plan, x, on=topology, outputs=plan)
+    assert not proof.findings.at_least("error")
+    assert proof.memory.totals.arguments >= sum(shard_bytes(plan))

@@ -1,0 +1,161 @@
+"""`Topology`: names, shapes, meshes along the torus. What needs libtpu is skipped without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.tpu.marks import needs_libtpu
+
+SHAPES = {
+    "v5p:8x8x8": ((8, 8, 8), 512, "v5p"),
+    "v5p-8": ((2, 2, 1), 4, "v5p"),
+    "v5p-16": ((2, 2, 2), 8, "v5p"),
+    "v5p-64": ((2, 4, 4), 32, "v5p"),
+    "v5p-1024": ((8, 8, 8), 512, "v5p"),
+    "v5p-1536": ((8, 8, 12), 768, "v5p"),
+    "v5p-12288": ((16, 16, 24), 6144, "v5p"),
+    "v4-512": ((4, 8, 8), 256, "v4"),
+    "v5litepod-1": ((1, 1), 1, "v5e"),
+    "v5litepod-8": ((2, 4), 8, "v5e"),
+    "v5e-32": ((4, 8), 32, "v5e"),
+    "v6e-256": ((16, 16), 256, "v6e"),
+    "V6E:16x16": ((16, 16), 256, "v6e"),
+    "tpu7x:4x4x4": ((4, 4, 4), 128, "7x"),
+    "7x:2x2x1": ((2, 2, 1), 8, "7x"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_names_have_shapes_and_devices(name):
+    topology = sr.Topology(name)
+    assert (topology.shape, topology.device_count, topology.hardware.name) == SHAPES[name]
+    assert sr.Topology(name, slices=3).device_count == 3 * topology.device_count
+
+
+WRONG = {
+    "v5lite:8x8": "there is no topology of 'v5lite'; did you mean 'v5litepod'?",
+    "h100:8x8": "there is no topology of 'h100'; there are those of v4, v5e",
+    "v5p": "is no topology's: give a name such as 'v5p:8x8x8'",
+    "v5e:4x": "is no topology's",
+    "v5p:4x4": "connected in 3 dimensions: give such as 'v5p:4x4x4'",
+    "v5e:3x4": "give even numbers of chips along the first two dimensions, such as 4x4",
+    "v5p-7": "no slice with so many cores; give its shape, such as 'v5p:4x4x4'",
+    "v5e-3": "no slice with so many chips",
+    "v5e:32x32": "a slice of 1,024 devices, and the largest of v5e has 256; give slices=",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_topology_is_told(name):
+    with pytest.raises(ValueError, match="^the name ") as caught:
+        sr.Topology(name)
+    assert WRONG[name] in str(caught.value)
+
+
+def test_without_the_compiler_the_extra_is_named(monkeypatch):
+    topology = sr.Topology("v5p:2x2x4")  # a value as it is
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
+    )
+    with pytest.raises(ImportError, match=r"pip install 'shardrules\[tpu\]'"):
+        topology.mesh(fsdp=16)
+
+
+LINKS = [
+    ("v5p:8x8x8", 1, {"fsdp": 64, "tp": 8}, {"fsdp": "ring", "tp": "ring"}),
+    ("v5p:8x8x8", 1, {"fsdp": 128, "tp": 4}, {"fsdp": "split", "tp": "split"}),
+    ("v5p:2x2x4", 1, {"fsdp": 4, "tp": 4}, {"fsdp": "line", "tp": "ring"}),
+    ("v5e:16x16", 1, {"fsdp": 16, "tp": 16}, {"fsdp": "ring", "tp": "ring"}),
+    ("v5e:4x4", 1, {"fsdp": 4, "tp": 4}, {"fsdp": "line", "tp": "line"}),
+    ("v6e:8x16", 1, {"fsdp": 16, "tp": 8}, {"fsdp": "ring", "tp": "line"}),
+    ("v5e:4x8", 2, {"data": 2, "fsdp": 8, "tp": 4}, {"data": "DCN", "fsdp": "line", "tp": "line"}),
+    ("v5e:2x2", 2, {"fsdp": 8, "tp": 1}, {"fsdp": "DCN and ring", "tp": "one device"}),
+    ("tpu7x:4x4x4", 1, {"fsdp": 16, "tp": 8}, {"fsdp": "ring", "tp": "ring"}),
+    ("v4:4x4x4", 1, {"fsdp": 16, "tp": 4}, {"fsdp": "ring", "tp": "ring"}),
+]
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("name", "slices", "sizes", "links"), LINKS)
+def test_axes_lie_along_rings_where_that_is_possible(name, slices, sizes, links):
+    topology = sr.Topology(name, slices)
+    mesh = topology.mesh(sizes)
+    assert dict(mesh.shape) == sizes
+    assert len(set(mesh.devices.flat)) == topology.device_count
+    assert topology.links(mesh) == links
+    assert topology.mesh(**sizes) == mesh == sr.Topology(name, slices).mesh(sizes)
+
+
+@needs_libtpu
+def test_meshes_are_those_that_need_no_split():
+    topology = sr.Topology("v5p:8x8x8")
+    meshes = topology.meshes(("fsdp", "tp"))
+    assert [tuple(sizes.values()) for sizes in meshes] == [(1, 512), (8, 64), (64, 8), (512, 1)]
+    assert not any("split" in topology.links(topology.mesh(m)).values() for m in meshes)
+    plan = sr.plan({"w": jax.ShapeDtypeStruct((512, 512), "bfloat16")}, [("w", "fsdp")], meshes[0])
+    assert len(plan.sweep(meshes)) == 4
+
+
+@needs_libtpu
+def test_a_mesh_of_another_size_is_told():
+    with pytest.raises(ValueError, match="fsdp=4,tp=4 are 16 devices, and v5e:2x4 has 8"):
+        sr.Topology("v5e:2x4").mesh(fsdp=4, tp=4)
+    with pytest.raises(ValueError, match="no axis is divisible by the 4 slices"):
+        sr.Topology("v5e:2x2", slices=4).mesh(dp=2, fsdp=2, sp=2, tp=2)
+    with pytest.raises(ValueError, match="other devices than v5e:2x4"):
+        sr.Topology("v5e:2x4").links(jax.make_mesh((1,), ("x",)))
+
+
+@needs_libtpu
+def test_the_code_of_a_mesh_builds_the_same_one(monkeypatch):
+    topology = sr.Topology("v5e:2x4")
+    mesh = topology.mesh(fsdp=2, tp=4)
+    devices = list(topology.devices)
+    np.random.default_rng(0).shuffle(devices)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    names = {}
+    exec(topology.mesh_code(mesh), names)
+    assert names["mesh"] == mesh
+
+
+@needs_libtpu
+def test_all_that_takes_a_mesh_takes_one_of_a_topology():
+    mesh = sr.Topology("v5e:2x4").mesh(fsdp=4, tp=2)
+    tree = {"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}
+    rules = [("w", P("fsdp", "tp"))]
+    plan = sr.plan(tree, rules, mesh)
+    assert not plan.check()
+    assert plan.abstract()["w"].sharding.mesh == mesh
+    assert sr.named_shardings(tree, rules, mesh)["w"].mesh == mesh
+    assert sr.spec_for("w", (64, 64), rules, mesh) == P("fsdp", "tp")
+    assert len(plan.sweep([mesh.shape])) == 1
+
+
+@needs_libtpu
+def test_two_processes_at_once_leave_nothing_behind(tmp_path):
+    program = (
+        "import shardrules as sr, jax\n"
+        "mesh = sr.Topology('v5e:2x2').mesh(fsdp=4)\n"
+        "plan = sr.plan({'w': jax.ShapeDtypeStruct((64, 64), 'bfloat16')}, [('w', 'fsdp')], mesh)\n"
+        "sr.compile(lambda p: p['w'] * 2, plan, on=mesh)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", program]
+    processes = [
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.communicate(timeout=120)[1] == ""
+        assert process.returncode == 0
+    assert list(tmp_path.iterdir()) == []
