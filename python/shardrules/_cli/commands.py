@@ -171,6 +171,74 @@ def verify(args: Args) -> int:
 
 
 @_command(
+    "my_package.train:step_on --on v5p:8x8x8 --mesh fsdp=64,tp=8 --budget peak=90GB",
+    "function on slices mesh fast large budget hbm fail_on format html",
+    function={
+        "help": "package.module:function, which takes the mesh, and returns (step, arguments, "
+        "outputs) or (step, arguments), as shardrules.prove takes them."
+    },
+    mesh={"help": "Devices per mesh axis, such as fsdp=64,tp=8.", **_NEEDED},
+    hbm={
+        "help": "Memory that XLA's count of bytes may have, such as 90GB. The compiler itself "
+        "refuses what does not fit."
+    },
+    large={"help": "Minimum bytes on a device of a gathered array to be reported."},
+    format=_FINDINGS,
+)
+def prove(args: Args) -> int:
+    """Compile a step for TPUs that need not be there, and compare it with its plan.
+
+    Exits with 1 for findings of at least the level --fail-on, and if the step does not fit.
+    """
+    from shardrules._cli import inputs, show
+    from shardrules._files.modules import load_object
+    from shardrules._io import FileError, write_text
+    from shardrules._mesh.topology import Topology
+    from shardrules._mesh_sizes import parse_mesh
+    from shardrules._plan.plan import Plan
+    from shardrules._program.compile import OutOfMemory
+    from shardrules._text import byte_count, printable_json, shown
+    from shardrules._verify.prove import prove
+
+    budget = inputs.budget(args.budget)
+    large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
+    topology = Topology(args.on, args.slices)
+    mesh = topology.mesh(parse_mesh(args.mesh))
+    result = load_object(args.function, mesh)
+    is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
+    if not is_tuple or not isinstance(result[1], tuple):
+        raise FileError(
+            f"{args.function}: this gives {shown(result)}; it must be (step, arguments, outputs) "
+            "or (step, arguments), where arguments is a tuple"
+        )
+    step, arguments, *outputs = result
+    plans = [argument for argument in arguments if isinstance(argument, Plan)]
+    if args.html and not plans:
+        raise ValueError("--html: none of the arguments is a Plan, of which the report is")
+    try:
+        with working(args, f"compiling for {args.on}"):
+            proof = prove(
+                step, *arguments, on=topology, outputs=outputs[0] if outputs else None,
+                large=large, hbm=hbm, budget=budget, effort="fast" if args.fast else "full",
+            )  # fmt: skip
+    except OutOfMemory as refusal:
+        print(f"does not fit: {refusal}")
+        return 1
+    if args.html:
+        plan = plans[0].on_mesh(mesh)
+        page = plan.to_html(title=args.function, findings=proof.findings, program=proof.program)
+        write_text(Path(args.html), page)
+        hint(args, f"{args.html}: a report in one file, which works offline")
+    if args.format == "json":
+        print(printable_json(proof.to_json()))
+        return show.exit_code(args, proof.findings)
+    if args.format == "text" and not args.quiet:
+        print(f"compiled for {proof.target} in {proof.seconds:.1f} s: it fits")
+        print(proof.program)
+    return show.show_findings(args, proof.findings)
+
+
+@_command(
     "model.json layers/0/wq/kernel -r rules.toml -m fsdp=8,tp=4",
     _PLAN.replace(" ", " path ", 1),
 )

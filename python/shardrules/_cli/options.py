@@ -20,6 +20,11 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "common: a folded path, a glob such as 'layers/*/wq', or the end of their paths.", {}),
         "function": ("FUNCTION", "package.module:function, which returns (compiled, inputs, "
             "outputs) or (compiled, inputs), as shardrules.verify takes them.", {}),
+        "on": ("--on TOPOLOGY", "The devices to compile for: v5p:8x8x8, v5e:4x4, v6e:16x16, "
+            "v4:4x4x4, tpu7x:4x4x4, or as clouds have it v5p-1024.", {"required": True}),
+        "slices": ("--slices NUMBER", "Slices of these devices, which the data centre's network "
+            "connects.", {"least": 1, "default": 1}),
+        "fast": ("--fast", "Compile at JAX's optimization level O1.", {}),
         "before": ("BEFORE", "A lockfile or a model.", {}),
         "after": ("AFTER", "A lockfile or a model.", {}),
     },

@@ -106,10 +106,10 @@ def show_findings(args: Args, findings: Findings, planned: Planned | None = None
             kinds = {finding.kind for finding in findings.at_least("warning")}
             if planned and args.rules and not planned.rules.companions and kinds & _ADDED:
                 print("--fix prints the missing rules")
-    return _code(args, findings)
+    return exit_code(args, findings)
 
 
-def _code(args: Args, findings: Findings) -> int:
+def exit_code(args: Args, findings: Findings) -> int:
     """Return 1 if there are findings of at least the level --fail-on."""
     return 1 if args.fail_on != "never" and findings.at_least(cast("Level", args.fail_on)) else 0
 
@@ -138,7 +138,7 @@ def show_fix(args: Args, planned: Planned, findings: Findings) -> int:
     if not text:
         if findings.at_least("warning"):
             hint(args, f"no rule is to be added; check without --fix: {findings.summary}")
-        return _code(args, findings)
+        return exit_code(args, findings)
     _check_obeyed(text)
     # As bytes: a file's line ends and characters, whatever those of standard output are.
     sys.stdout.buffer.write(text.encode())

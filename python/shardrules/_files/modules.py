@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardrules._io import FileError
+from shardrules._text import brief
 
 _FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<name>[^\W\d][\w.]*)")
 
@@ -27,13 +28,14 @@ def is_module_form(text: str) -> bool:
     return len(form["module"]) > 1 or (os.name != "nt" and _is_module(form["module"]))
 
 
-def load_object(text: str) -> Any:
+def load_object(text: str, *arguments: Any) -> Any:
     """Import the object that `package.module:name` names, and call it if that is possible.
 
     The current directory is searched too, as with `python -m`. A name may have dots.
 
     Args:
         text: A text for which `is_module_form` is true.
+        *arguments: What it is called with.
 
     Raises:
         FileError: There is no such module or name, or its code has raised an error, which is
@@ -46,11 +48,11 @@ def load_object(text: str) -> Any:
     if not callable(value):
         return value
     try:
-        return value()
+        return value(*arguments)
     except (Exception, SystemExit) as error:
         raise FileError(
-            f"{text}: the call of {form['name']}() has raised {_object_shown(error)}; it must work "
-            "without arguments"
+            f"{text}: the call of {form['name']}({', '.join(map(brief, arguments))}) has raised "
+            f"{_object_shown(error)}; it must work {'so' if arguments else 'without arguments'}"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
@@ -129,7 +130,10 @@ class Tracer:
 
     def _leaf_of(self, exchange: Exchange) -> tuple[str, int] | None:
         """Find the argument that is moved, or else the one whose new state is made of it."""
-        origin = origin_of(self._hlo, _operand(exchange))
+        operand = _operand(exchange)
+        if _is_window(exchange):
+            operand = self._before_loop(operand)
+        origin = origin_of(self._hlo, operand)
         if origin is not None:
             leaf = self._executable.leaf_of.get(origin.parameter)
             return None if leaf is None else ("argument", leaf)
@@ -139,6 +143,20 @@ class Tracer:
         if leaf is None and exchange.kind == "all-gather":
             leaf = self._gathered_state(_operand(exchange))
         return None if leaf is None else ("state", leaf)
+
+    def _before_loop(self, value: Value) -> Value:
+        """Return what a loop begins with in the place of a value that it sends on."""
+        inner = source_of(self._hlo, value)
+        callers = list(self._hlo.callers(inner.computation))
+        if self._hlo[inner.computation][inner.name].parameter is None or len(callers) != 1:
+            return value
+        computation, loop = callers[0]
+        before = source_of(self._hlo, Value(computation, loop.operands[0], inner.element))
+        line = self._hlo[computation][before.name]
+        while line.opcode.startswith("collective-permute"):  # the first part is sent before it
+            before = source_of(self._hlo, Value(computation, line.operands[0]))
+            line = self._hlo[computation][before.name]
+        return before
 
     def _gathered_state(self, value: Value) -> int | None:
         """Find the leaf of a new state that is gathered and not returned so, as if evaluated."""
@@ -156,11 +174,24 @@ class Tracer:
         """Leaf of the inputs whose next state is made of a value, element by element."""
         leaf_of: dict[Value, int] = {}
         sources = self._executable.sources
-        for state in self._carried:
-            for before, after in zip(state.inputs, state.outputs, strict=True):
-                for value in updated_values(self._hlo, sources[after], leaf_of):
-                    leaf_of[value] = before
+        pairs = [pair for state in self._carried for pair in zip(*state[:2], strict=True)]
+        # A gradient is that of the parameter, which more is made of than of its moments.
+        for before, after in sorted(pairs, key=lambda pair: -self._uses_of_leaf[pair[0]]):
+            for value in updated_values(self._hlo, sources[after], leaf_of):
+                leaf_of[value] = before
         return leaf_of
+
+    @cached_property
+    def _uses_of_leaf(self) -> Mapping[int, int]:
+        """Number of instructions that have an argument as an operand, by leaf of the inputs."""
+        entry = self._hlo[self._hlo.entry]
+        names = {line.parameter: line.name for line in entry.parameters}
+        uses = {
+            leaf: len(entry.users(names[number]))
+            for number, leaf in self._executable.leaf_of.items()
+            if number in names
+        }
+        return defaultdict(int, uses)
 
     def _gradient_axes(
         self, exchanges: Sequence[Exchange], leaves: Sequence[tuple[str, int] | None]
@@ -215,7 +246,9 @@ class Tracer:
     def _of_argument(self, exchange: Exchange) -> str:
         """Return the reason for which an argument is moved."""
         is_small = self._sent(exchange) < self._small
-        if exchange.kind == "collective-permute" and self._is_turn(exchange):
+        if _is_window(exchange) or (
+            exchange.kind == "collective-permute" and self._is_turn(exchange)
+        ):
             return "gather"
         if exchange.kind != "all-gather":
             return "copy" if is_small or exchange.kind in _REDUCTIONS else "moved"
@@ -451,8 +484,7 @@ class Tracer:
         self, exchange: Exchange, axes: frozenset[str], *, is_batch: bool
     ) -> str:
         products = [factors for factors in self._factors(exchange, axes) if factors]
-        is_window = exchange.op.kind == "collective-permute"  # a loop that sends and multiplies
-        if is_window and not is_batch:
+        if _is_window(exchange) and not is_batch:
             return "parts"
         if not products:
             return "batch" if is_batch else "alike"
@@ -543,6 +575,11 @@ class Tracer:
             if dim is not None and spec is not None:
                 axes.update(chain(*map(entry_axes, spec[dim : dim + 1])))
         return frozenset(axes)
+
+
+def _is_window(exchange: Exchange) -> bool:
+    """Say whether a loop sends parts on and multiplies them, in the place of one collective."""
+    return exchange.kind != exchange.op.kind
 
 
 def _operand(exchange: Exchange) -> Value:

@@ -51,6 +51,15 @@ class Proof(NamedTuple):
         """Memory that a device needs, and the largest arrays."""
         return self.program.memory
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the devices, the findings and the program as `json.dumps` takes them."""
+        return {
+            "target": self.target,
+            "seconds": self.seconds,
+            "findings": [finding._asdict() for finding in self.findings],
+            "program": self.program.to_json(),
+        }
+
     def raise_for(self, level: Level = "error") -> None:
         """Raise `FindingsError` if a finding has at least this level."""
         self.findings.raise_for(level)
@@ -82,7 +91,8 @@ def prove(
             {"fsdp": 64, "tp": 8}, is one for a mesh of them with these axes.
         inputs: As `verify` takes it. Default: the plans among the arguments.
         outputs: The same.
-        hbm: Bytes of memory of a device. Default: with a Topology, those of its hardware.
+        hbm: As `verify` takes it. Default: it is not asked; what does not fit, the TPU's compiler
+            refuses by its own count, which `memory_analysis` exceeds at times.
         large: As `verify` takes it.
         budget: As `verify` takes it.
         effort: As `compile` takes it.
@@ -107,8 +117,6 @@ def prove(
     begin = time.perf_counter()
     compiled = compile(step, *args, on=mesh, effort=effort)
     seconds = time.perf_counter() - begin
-    if hbm is None and isinstance(on, Topology):
-        hbm = on.hardware.memory_bytes
     if inputs is None:
         inputs = tuple(arg if isinstance(arg, Plan) else None for arg in args)
     if mesh is not None:
@@ -143,5 +151,5 @@ def _target(on: Any, mesh: Any) -> str:
     sizes = mesh_shown(mesh.shape)
     if not isinstance(on, Topology):
         return f"{mesh.devices.flat[0].device_kind}, {sizes}"
-    links = ", ".join(f"{axis} a {link}" for axis, link in on.links(mesh).items())
+    links = ", ".join(f"{axis}: {link}" for axis, link in on.links(mesh).items())
     return f"{topology_shown(on)}, {sizes} ({links})"
