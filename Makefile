@@ -6,6 +6,7 @@ VENV := .venv/$(VERSION)
 OLDEST := .venv/$(VERSION)-oldest-jax
 DOCS := .venv/$(VERSION)-docs
 DIST := .venv/$(VERSION)-dist
+TPU := .venv/$(VERSION)-tpu
 # A new environment each time, with nothing but a wheel and what it depends on.
 CLEAN := .venv/$(VERSION)-clean
 WHEEL := $(abspath dist)/shardrules-*-cp$(subst py,,$(subst .,,$(VERSION)))-*.whl
@@ -19,7 +20,7 @@ PYTEST = -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 # How long `make fuzz` spends on each target.
 SECONDS ?= 300
 
-.PHONY: demo test test-all test-newest test-cpp test-oldest test-asan bench bench-report docs fuzz fuzz-cpp fuzz-python \
+.PHONY: demo test test-all test-newest test-tpu test-cpp test-oldest test-asan bench bench-report docs fuzz fuzz-cpp fuzz-python \
 	fuzz-differential lint format sanitize clean dist test-dist api
 
 demo: $(VENV)/installed
@@ -31,6 +32,16 @@ test: $(VENV)/installed test-cpp
 # And what is marked slow, with ten times as many examples of each property.
 test-all: PYTEST_ARGS += -m "" --hypothesis-profile=many
 test-all: test
+
+# The TPU's compiler, in the version that this JAX wants, in a directory of its own: with it in the
+# environment, JAX would look for a TPU in each process.
+test-tpu: $(VENV)/installed $(TPU)/installed
+	PYTHONPATH=$(abspath $(TPU)) JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -m "" tests/tpu "tests/docs/test_docs.py::test_page[docs/pod.md]"
+
+$(TPU)/installed: $(VENV)/dependencies
+	$(VENV)/bin/python -m pip $(INSTALL) --no-deps --upgrade --target $(TPU) "$$($(VENV)/bin/python -c \
+	  'import importlib.metadata as m; print(next(r for r in m.requires("jax") if r[:6] == "libtpu").split(";")[0])')"
+	touch $@
 
 # The newest Python, for which nothing but a python3.14 is needed.
 test-newest:

@@ -3,7 +3,8 @@
     pip install 'shardrules[tpu]'
     shardrules prove examples.prove_405b:step_on --on v5p:8x8x8 --mesh fsdp=64,tp=8
 
-`step_on` takes the mesh of described devices, and returns the step, its arguments and what comes out.
+`step_on` takes the mesh of described devices, and returns the step, its arguments, and what is
+planned for its results.
 """
 
 from __future__ import annotations

@@ -79,6 +79,13 @@ class OutOfMemory(MemoryError):  # noqa: N818
         kept = sum(buffer.bytes for buffer in self.buffers if buffer.is_saved)
         of_arguments = sum(buffer.bytes for buffer in self.buffers if buffer.is_argument)
         total = sum(buffer.bytes for buffer in self.buffers)
+        line = "" if largest.place is None else f" at {largest.place}"
+        if kept > _KEPT * total and any("/checkpoint" in row.what for row in self.buffers):
+            return (
+                "most of it are the inputs of layers that are computed again: shard them by "
+                f"another axis too{line}, keep them in the host's memory by a policy of jax.checkpoint, or "
+                "take a smaller batch"
+            )
         if kept > _KEPT * total:
             return (
                 "most of it is kept for the backward pass: recompute it by jax.checkpoint around "
@@ -86,7 +93,6 @@ class OutOfMemory(MemoryError):  # noqa: N818
             )
         if of_arguments > _KEPT * total:
             return "most of it are arguments: shard them over more devices, and donate the state"
-        line = "" if largest.place is None else f" at {largest.place}"
         return (
             f"shard {largest.shape}{line} by the axes of the batch or of the model, by "
             "jax.lax.with_sharding_constraint; or take a smaller batch"
