@@ -101,7 +101,8 @@ def test_every_block_runs_or_says_why_not():
                 words = {command.split()[0] for command, _ in commands(block)}
                 assert words <= {"shardrules", *docs_pages.OTHER_COMMANDS}, (page, words)
             if "not run" in block.markers:
-                ast.parse(block.code)
+                if block.language == "python":
+                    ast.parse(block.code)
                 not_run.setdefault(page, []).append(block.markers["not run"])
         fences = re.findall(r"^```\w", (ROOT / page).read_text(), re.M)
         assert len(fences) == sum(block.language != "markdown" for block in blocks(page)), page

@@ -83,8 +83,8 @@ class OutOfMemory(MemoryError):  # noqa: N818
         if kept > _KEPT * total and any("/checkpoint" in row.what for row in self.buffers):
             return (
                 "most of it are the inputs of layers that are computed again: shard them by "
-                f"another axis too{line}, keep them in the host's memory by a policy of jax.checkpoint, or "
-                "take a smaller batch"
+                f"another axis too{line}, keep them in the host's memory by a policy of "
+                "jax.checkpoint, or take a smaller batch"
             )
         if kept > _KEPT * total:
             return (
