@@ -405,7 +405,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "min_size": 0, "strict": True}),
     "Traffic.by_axes": (PLAN.traffic(tokens=8).by_axes, {}),
     "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0, "names": None}),
-    "compile": (lambda step, args, on, effort: sr.compile(step, *args, on=on, effort=effort), {"step": DOUBLED, "args": (np.ones(3),), "on": None, "effort": "fast"}),
+    "compile": (lambda step, args, on, effort: sr.compile(step, *args, on=on, effort=effort), {"step": DOUBLED, "args": (np.ones(3),), "on": None, "effort": "full"}),
     "compiling": (sr.compiling, {}),
     "explain_logical": (sr.explain_logical, {
         "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.dialects.LINEN}),

@@ -122,7 +122,8 @@ def compile(
         OutOfMemory: The compiler refuses the step, as it does not fit.
         ImportError: The package libtpu is not installed, which has the TPU's compiler.
         TypeError: The step is no function, or of `equinox.filter_jit` and `on` is given.
-        ValueError: Nothing says what mesh the arguments are on; or the step names another mesh.
+        ValueError: Nothing says what mesh the arguments are on; the step names another mesh; or
+            this JAX has no "fast".
 
     Example:
         >>> import jax, shardrules as sr
@@ -248,6 +249,8 @@ def _optimization_level(level: str | None) -> Iterator[None]:
         yield
         return
     config: Any = jax.config
+    if not hasattr(config, "jax_optimization_level"):
+        raise ValueError('effort: this JAX has no levels of optimization; leave out effort="fast"')
     before = config.jax_optimization_level
     config.update("jax_optimization_level", level)
     try:

@@ -362,9 +362,14 @@ class Tracer:
 
     def _is_stacked_whole(self, exchange: Exchange, leaf: int) -> bool:
         """Say whether a loop keeps whole gradients of its layers, of which devices have parts."""
-        if exchange.times in (None, 1) or self._leaf_axes(leaf).isdisjoint(exchange.axes):
+        sharding = self._leaf_axes(leaf)
+        if exchange.times in (None, 1) or sharding.isdisjoint(exchange.axes):
             return False
         stack = (exchange.times or 1) * exchange.shape.elements
+        count = prod(self._axis_sizes[axis] for axis in sharding.difference(exchange.axes))
+        parts, rest = divmod(prod(self._executable.inputs.shapes[leaf]), stack)
+        if rest or not parts or count % parts:
+            return False  # of an activation, on its way to the gradient
         return any(
             is_written_in_part(self._hlo, use.instruction)
             and elements(self._hlo, _result_of(use)) >= stack
