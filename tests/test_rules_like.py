@@ -193,6 +193,11 @@ CENSUS: dict[str, Row] = {
         dict.fromkeys(("pairs", "Rules", "LogicalRules"), "shardrules.plan"),
         "an executable has no paths of its own to decide by",
     ),
+    "prove.inputs": Row(
+        lambda given: sr.prove(lambda tree: tree, PLAN, inputs=(given,)).raise_for() or ANSWER,
+        dict.fromkeys(("pairs", "Rules", "LogicalRules"), "shardrules.plan"),
+        "an executable has no paths of its own to decide by",
+    ),
     "verify.inputs": Row(
         lambda given: sr.verify(COMPILED, (given,)).raise_for("error") or ANSWER,
         dict.fromkeys(("pairs", "Rules", "LogicalRules"), "shardrules.plan"),
