@@ -457,6 +457,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "prove": (lambda step, args, **named: sr.prove(step, *args, **named), {
         "step": DOUBLED, "args": (np.ones(3),), "on": None, "inputs": (None,), "outputs": None, "hbm": None, "large": 1,
         "budget": None, "effort": "full"}),
+    "ProgramTime.to_json": (sr.types.ProgramTime(3.0, 1.0, (), ()).to_json, {}),
     "Proof.to_json": (sr.prove(DOUBLED, np.ones(3)).to_json, {}),
     "Proof.raise_for": (sr.prove(DOUBLED, np.ones(3)).raise_for, {"level": "error"}),
     "Topology": (sr.Topology, {"name": "v5p-8", "slices": 2}),
@@ -549,10 +550,16 @@ CALLS |= {
 # Records that the package makes, for reading; values.
 MADE_BY_US = {"Buffer", "Change", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place", "Plan",
-              "PlanDiff", "Program", "Proof", "Reshard", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
+              "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # What needs the TPU's compiler; tests/program/test_topology.py calls them.
-NEEDS_LIBTPU = {"Topology.links", "Topology.mesh", "Topology.mesh_code", "Topology.meshes"}
+NEEDS_LIBTPU = {
+    "Topology.link_rate",
+    "Topology.links",
+    "Topology.mesh",
+    "Topology.mesh_code",
+    "Topology.meshes",
+}
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (
     "compat.big_vision", "compat.eformer", "compat.flax", "compat.keras", "compat.maxtext.add_data_to_sharding",

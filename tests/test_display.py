@@ -94,6 +94,10 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "DeviceBytes": (lambda: plan().bytes_per_device(), " on the fullest device"),
     "Program": (program, "each device sends "),
     "Memory": (lambda: program().memory, " on each device: "),
+    "ProgramTime": (
+        lambda: sr.types.ProgramTime(3.0, 1.0, (("train.py:3", 3.0),), ()),
+        "a step takes 3.00 s to 4.00 s, by the compiler's estimate",
+    ),
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), "compiled for one device"),
     "CompileLog": (lambda: sr.types.CompileLog((RESHARD,)), "f32[16,512] (jit(step)/add) from "),
     "Coverage": (lambda: plan().coverage, "rule 3: dead, matches no leaf"),

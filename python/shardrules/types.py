@@ -29,6 +29,7 @@ from shardrules._program.memory import Buffer as Buffer
 from shardrules._program.memory import Memory as Memory
 from shardrules._program.memory import Totals as Totals
 from shardrules._program.program import Program as Program
+from shardrules._program.step_seconds import ProgramTime as ProgramTime
 from shardrules._rules.matcher import Coverage as Coverage
 from shardrules._suggest.suggestion import Comparison as Comparison
 from shardrules._suggest.suggestion import CutReason as CutReason

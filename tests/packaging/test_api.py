@@ -73,6 +73,7 @@ def test_names_that_have_moved_warn_and_are_the_same(name):
         "CompileLog",
         "Place",
         "Program",
+        "ProgramTime",
         "Proof",
         "Reshard",
     }

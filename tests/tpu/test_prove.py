@@ -196,6 +196,11 @@ def test_a_clean_step_has_no_warning_and_its_arguments_are_the_plan_s_bytes(name
     assert proof.program.sent
     assert not proof.program.is_per_iteration
     assert all(row.is_expected for row in proof.collectives)
+    time = proof.time
+    assert 0 < time.shortest == max(time.computing, time.sending) < time.longest
+    assert sum(seconds for _, seconds in time.lines) == pytest.approx(time.computing)
+    assert any("test_prove.py" in line for line, _ in time.lines)
+    assert sr.prove(jitted, plan, x, on=mesh, outputs=plan).time is None
 
 
 @needs_libtpu
@@ -290,6 +295,41 @@ def test_thousands_of_devices(name, slices, sizes):
     proof = sr.prove(jax.jit(step, donate_argnums=0), plan, x, on=topology, outputs=plan)
     assert not proof.findings.at_least("error")
     assert proof.memory.totals.arguments >= sum(shard_bytes(plan))
+
+
+@needs_libtpu
+def test_the_time_of_products_is_near_the_peak_and_above_it():
+    """Of one large product, which nothing sends."""
+    topology = sr.Topology("v5p:2x2x1")
+    mesh = topology.mesh(tp=4)
+    size = 2**13
+    x = jax.ShapeDtypeStruct((4 * size, size), "bfloat16", sharding=NamedSharding(mesh, P("tp")))
+    w = jax.ShapeDtypeStruct((size, size), "bfloat16", sharding=NamedSharding(mesh, P()))
+    proof = sr.prove(lambda x, w: x @ w, x, w, on=topology)
+    at_peak = 2 * size**3 / topology.hardware.flops_per_second["bfloat16"]
+    assert 1 < proof.time.computing / at_peak < 1.5
+    assert proof.time.sending == 0
+    twice = sr.prove(
+        lambda x, w: jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x), x, w, on=topology
+    )
+    assert 4.5 < twice.time.computing / proof.time.computing < 6.5
+
+
+@needs_libtpu
+def test_a_pallas_kernel_has_no_cycles():
+    pallas = pytest.importorskip("jax.experimental.pallas")
+
+    def double(x):
+        def kernel(source, target):
+            target[...] = source[...] * 2
+
+        return pallas.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype))(x) @ x
+
+    mesh = sr.Topology("v5e:1x1").mesh(tp=1)
+    x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=NamedSharding(mesh, P()))
+    proof = sr.prove(double, x, on=sr.Topology("v5e:1x1"))
+    assert len(proof.time.uncounted) == 1
+    assert "without 1 Pallas kernel, of which it says nothing" in str(proof.time)
 
 
 @needs_libtpu

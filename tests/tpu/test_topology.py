@@ -107,6 +107,27 @@ def test_meshes_are_those_that_need_no_split():
 
 
 @needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "sizes", "shares"),
+    [
+        ("v5p:8x8x8", {"fsdp": 64, "tp": 8}, {"fsdp": 2 / 3, "tp": 1 / 3}),
+        ("v5p:8x8x8", {"fsdp": 128, "tp": 4}, {"tp": 1 / 6}),
+        ("v5e:4x4", {"fsdp": 4, "tp": 4}, {"fsdp": 1 / 4}),
+        ("v5e:16x16", {"fsdp": 256}, {"fsdp": 1}),
+    ],
+)
+def test_an_axis_has_the_links_of_its_dimensions(name, sizes, shares):
+    topology = sr.Topology(name)
+    mesh = topology.mesh(sizes)
+    for axis, share in shares.items():
+        rate = topology.link_rate(mesh, (axis,))
+        assert rate == pytest.approx(share * topology.hardware.link_bytes_per_second)
+    two = sr.Topology(name, 2)
+    rate = two.link_rate(two.mesh(dcn=2, **sizes), ("dcn",))
+    assert rate == topology.hardware.dcn_bytes_per_second
+
+
+@needs_libtpu
 def test_a_mesh_of_another_size_is_told():
     with pytest.raises(ValueError, match="fsdp=4,tp=4 are 16 devices, and v5e:2x4 has 8"):
         sr.Topology("v5e:2x4").mesh(fsdp=4, tp=4)

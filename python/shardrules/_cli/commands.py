@@ -235,6 +235,8 @@ def prove(args: Args) -> int:
     if args.format == "text" and not args.quiet:
         print(f"compiled for {proof.target} in {proof.seconds:.1f} s: it fits")
         print(proof.program)
+        if proof.time is not None:
+            print(proof.time)
     return show.show_findings(args, proof.findings)
 
 

@@ -36,6 +36,8 @@ class _Generation(NamedTuple):
     """A dimension of so many chips, or in three dimensions a multiple of it, has links around."""
     cores_counted: int
     """Cores of a chip by which clouds count in names such as v5p-1024."""
+    clock: float
+    """Cycles of a device in a second: the peak by the operations of its MXUs in a cycle."""
     options: Mapping[str, Any] = {}
     """Options for libtpu."""
 
@@ -43,13 +45,13 @@ class _Generation(NamedTuple):
 # Names as clouds and JAX have them. Rings: "How to scale your model", TPUs
 # (https://jax-ml.github.io/scaling-book/tpus). A chip of v4 is one device, as on the hardware.
 _GENERATIONS: Final = {
-    "v4": _Generation("v4", "v4", 3, 4, 2, {"chip_config_name": "megacore"}),
-    "v5e": _Generation("v5e", "v5e", 2, 16, 1),
-    "v5litepod": _Generation("v5e", "v5e", 2, 16, 1),
-    "v5p": _Generation("v5p", "v5p", 3, 4, 2),
-    "v6e": _Generation("v6e", "v6e", 2, 16, 1),
-    "tpu7x": _Generation("7x", "tpu7x", 3, 4, 2),
-    "7x": _Generation("7x", "tpu7x", 3, 4, 2),
+    "v4": _Generation("v4", "v4", 3, 4, 2, 1.05e9, {"chip_config_name": "megacore"}),
+    "v5e": _Generation("v5e", "v5e", 2, 16, 1, 1.5e9),
+    "v5litepod": _Generation("v5e", "v5e", 2, 16, 1, 1.5e9),
+    "v5p": _Generation("v5p", "v5p", 3, 4, 2, 1.75e9),
+    "v6e": _Generation("v6e", "v6e", 2, 16, 1, 1.75e9),
+    "tpu7x": _Generation("7x", "tpu7x", 3, 4, 2, 2.2e9),
+    "7x": _Generation("7x", "tpu7x", 3, 4, 2, 2.2e9),
 }
 _CORES: Final = {"7x": 2}
 """Devices of a chip, where it has more than one."""
@@ -291,6 +293,34 @@ class Topology:
             is_ring = all(i == len(sizes) - 1 or self._is_ring(i) for i in varied)
             words.append("ring" if is_ring else "line")
         return " and ".join(words)
+
+    @property
+    def clock(self) -> float:
+        """Cycles of a device in a second, as its peak and the size of its MXUs have them."""
+        return self._kind.clock
+
+    def link_rate(self, mesh: Mesh, axes: Sequence[str]) -> float:
+        """Return the bytes that a device sends in a second over axes of a mesh of these devices.
+
+        Each dimension of the torus has its share of the links; without links around, or as a part
+        of it alone, half of that.
+        """
+        import numpy as np
+
+        numbers = [mesh.axis_names.index(axis) for axis in axes]
+        places = np.moveaxis(self._places(mesh), numbers, range(len(numbers)))
+        count = int(np.prod(places.shape[: len(numbers)]))
+        line = places.reshape(count, -1, places.shape[-1])[:, 0]
+        varied = [len(np.unique(line[:, i])) for i in range(line.shape[1])]
+        if varied[0] > 1:
+            return self.hardware.dcn_bytes_per_second
+        dimensions = self._kind.dimensions
+        shares = [
+            1.0 if varied[1 + i] == self.shape[i] and self._is_ring(i) else 0.5
+            for i in range(dimensions)
+            if varied[1 + i] > 1
+        ]
+        return self.hardware.link_bytes_per_second * min(1.0, (sum(shares) or 1.0) / dimensions)
 
     def _is_ring(self, dimension: int) -> bool:
         """Say whether a dimension has links around; two chips are neighbours anyway."""

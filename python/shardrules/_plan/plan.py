@@ -736,9 +736,10 @@ class Plan(Estimates, Decider):
         check_type("title", title, str, "a string")
         room = room_of(hbm, host_memory)
         check_type("program", program, CompiledProgram | None, "the Program of shardrules.inspect")
-        if program is not None and program.axis_sizes != self.axis_sizes:
+        axis_sizes = self.axis_sizes if program is None else program.to_json()["mesh"]
+        if axis_sizes != self.axis_sizes:
             raise ValueError(
-                f"program: it is for {mesh_shown(program.axis_sizes)}, the plan for "
+                f"program: it is for {mesh_shown(axis_sizes)}, the plan for "
                 f"{mesh_shown(self.axis_sizes)}: inspect a step that is compiled for this mesh"
             )
         check_type(

@@ -54,13 +54,12 @@ class Proposal(Protocol):
 class CompiledProgram(Protocol):
     """A compiled function's report: all that is known here of a `Program`."""
 
-    @property
-    def axis_sizes(self) -> dict[str, int]:
-        """Devices along each mesh axis."""
+    def to_json(self) -> dict[str, Any]:
+        """Return its mesh, collectives and memory."""
         ...
 
-    def to_json(self) -> dict[str, Any]:
-        """Return its collectives and memory."""
+    def diff(self, other: Any) -> Findings:
+        """Find what the program sends or needs beyond an earlier one."""
         ...
 
 

@@ -219,7 +219,7 @@ def _lowered(step: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
 
     if not callable(step):
         raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
-    jitted = step if hasattr(step, "lower") else jax.jit(step)
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     if mesh is not None and type(step).__module__.startswith("equinox."):
         raise TypeError(
             "step is of equinox.filter_jit, for which shapes are no arrays; give jax.jit of the "

@@ -159,6 +159,10 @@ class Computation:
         """Say whether a pattern is found in the text of the computation."""
         return pattern.search(self._text, self.begin, self.end) is not None
 
+    def matches(self, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
+        """Yield the matches of a pattern in the text of the computation."""
+        return pattern.finditer(self._text, self.begin, self.end)
+
     @property
     def counts(self) -> tuple[int, int]:
         """Numbers of parameters and of results."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +20,7 @@ from shardrules._program.lock import compared, costs_of, lock_text, read_lock
 from shardrules._program.memory import memory_of, totals_of
 from shardrules._program.movement import REASONS, Movement, Tracer
 from shardrules._program.states import State, states
+from shardrules._program.step_seconds import program_time
 from shardrules._program.work import Product, products
 from shardrules._text import Column, Table, answer, bytes_shown, mesh_shown, printable
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shardrules._program.collectives import Exchange
     from shardrules._program.lock import Costs
     from shardrules._program.memory import Memory, Totals
+    from shardrules._program.step_seconds import ProgramTime
 
 SMALL: Final = 2**16
 """Bytes that a device sends in a step, below which a collective needs no explanation."""
@@ -274,6 +276,20 @@ def batches(executable: Executable, inputs: Any, carried: Sequence[State]) -> li
         for leaf in leaves
         if leaf not in of_states
     ]
+
+
+def time_of(
+    program: Program, clock: float, link_rate: Callable[[Sequence[str]], float]
+) -> ProgramTime | None:
+    """Estimate the seconds of a step by the compiler's cycles; None if it tells none.
+
+    Args:
+        program: The report about the step.
+        clock: Cycles of a device in a second.
+        link_rate: Bytes that a device sends in a second over these mesh axes.
+    """
+    hlo = program._executable.hlo
+    return None if hlo is None else program_time(hlo, program.collectives, clock, link_rate)
 
 
 def _cells(row: Collective) -> Sequence[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._mesh.topology import Topology, topology_shown
@@ -11,7 +12,7 @@ from shardrules._plan.findings import Findings, Level
 from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.compile import Effort, compile, target_mesh
-from shardrules._program.program import Program
+from shardrules._program.program import Program, time_of
 from shardrules._text import answer, mesh_shown
 from shardrules._verify.verify import findings_and_program
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from shardrules._program.collectives import Collective
     from shardrules._program.memory import Memory
+    from shardrules._program.step_seconds import ProgramTime
 
 
 @answer
@@ -37,6 +39,8 @@ class Proof(NamedTuple):
     """What JAX has compiled; None in a copy."""
     seconds: float
     """Time to compile it."""
+    time: ProgramTime | None
+    """Estimate of a step's time; None without a Topology, or if the compiler tells no cycles."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self._replace(compiled=None))
@@ -58,6 +62,7 @@ class Proof(NamedTuple):
             "seconds": self.seconds,
             "findings": [finding._asdict() for finding in self.findings],
             "program": self.program.to_json(),
+            "time": self.time and self.time.to_json(),
         }
 
     def raise_for(self, level: Level = "error") -> None:
@@ -66,7 +71,8 @@ class Proof(NamedTuple):
 
     def __str__(self) -> str:
         head = f"compiled for {self.target} in {self.seconds:.1f} s"
-        return f"{head}\n{self.findings}\n{self.program}"
+        time = "" if self.time is None else f"\n{self.time}"
+        return f"{head}\n{self.findings}\n{self.program}{time}"
 
 
 def prove(
@@ -125,7 +131,18 @@ def prove(
         compiled, inputs, outputs, hbm=hbm, large=large, budget=budget
     )
     target = _target(on, mesh or program.mesh)
-    return Proof(target, findings, program, compiled, seconds)
+    estimate = None
+    if isinstance(on, Topology) and effort == "full":
+        estimate = _estimate(on, program)
+    return Proof(target, findings, program, compiled, seconds, estimate)
+
+
+def _estimate(topology: Topology, program: Program) -> ProgramTime | None:
+    """Estimate the time of a step; at O1 the compiler expects nearly three times the cycles."""
+    mesh = program.mesh
+    if mesh is None:
+        return None
+    return time_of(program, topology.clock, partial(topology.link_rate, mesh))
 
 
 def _planned_on(mesh: Mesh, planned: Any) -> Any:
