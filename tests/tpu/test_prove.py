@@ -253,6 +253,18 @@ def test_a_faulty_step_is_told_as_on_the_pod():
 
 
 @needs_libtpu
+def test_a_program_for_other_devices_is_not_the_one_that_will_run():
+    here, there = cpu_mesh(), sr.Topology("v5e:2x4").mesh(SIZES)
+    plan = sr.plan(params(), RULES, there)
+    compiled = sr.compile(jax.jit(step, donate_argnums=0), plan, batch(here), on=here)
+    (finding,) = [one for one in sr.verify(compiled, (plan, None), plan) if one.kind == "input"]
+    assert finding.level == "info"
+    assert finding.message.startswith("compiled for cpu devices, and planned on TPU v5 lite: ")
+    proof = sr.prove(jax.jit(step, donate_argnums=0), plan, batch(there), on=there, outputs=plan)
+    assert not [one for one in proof.findings if one.kind == "input"]
+
+
+@needs_libtpu
 def test_steps_of_flax_and_equinox():
     eqx = pytest.importorskip("equinox")
     nnx = pytest.importorskip("flax.nnx")

@@ -203,7 +203,10 @@ class _Targets:
         from jax.sharding import NamedSharding
 
         columns, planned = plan._columns, plan._mesh
-        base = planned if has_devices(planned) else self._mesh(at, axis_sizes_of(planned))
+        if has_devices(planned) and not is_of_other_kind(self._executable, planned):
+            base: Any = planned
+        else:
+            base = self._mesh(at, axis_sizes_of(planned))
         mesh = on_axes(base, columns.axis_sizes)
         return [
             PlannedSharding(NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind)
@@ -253,6 +256,28 @@ class _Targets:
                 f"{mesh_shown(mesh.shape)}; give plan.on_mesh(mesh)"
             )
         return mesh
+
+
+def is_of_other_kind(executable: Executable, mesh: Any) -> bool:
+    """Say whether a mesh has devices of another kind than those of the executable."""
+    mine = executable.mesh
+    return (
+        mine is not None
+        and has_devices(mesh)
+        and mesh.devices.flat[0].device_kind != mine.devices.flat[0].device_kind
+    )
+
+
+def other_kinds(executable: Executable, planned: Any) -> list[str]:
+    """List the kinds of devices that plans are for, and the executable is not."""
+    from jax import tree_util
+
+    leaves = tree_util.tree_leaves(planned, is_leaf=lambda node: isinstance(node, Plan))
+    meshes: list[Any] = [leaf._mesh for leaf in leaves if isinstance(leaf, Plan)]
+    kinds = [
+        mesh.devices.flat[0].device_kind for mesh in meshes if is_of_other_kind(executable, mesh)
+    ]
+    return sorted(set(kinds))
 
 
 def _misfit(message: str) -> ValueError:

@@ -11,7 +11,7 @@ from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.compiling import CompileLog
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.hlo import hlo_errors
-from shardrules._program.inputs import planned_targets
+from shardrules._program.inputs import other_kinds, planned_targets
 from shardrules._program.program import Program, batches
 from shardrules._program.states import states
 from shardrules._text import bytes_shown, counted
@@ -50,7 +50,8 @@ def verify(
     | kind | level | what |
     |---|---|---|
     | input | error, info | arguments that the executable takes in another sharding than planned;
-      info for those that jit has dropped, as the function does not use them |
+      info for those that jit has dropped, as the function does not use them, and if the plan is
+      for devices of another kind, which run another program |
     | output | error, info | results that come out in another sharding than planned; info for
       large ones of a step that are neither its state nor planned |
     | fixed-point | error, warning | a state that comes out otherwise than it goes in; a warning if
@@ -142,6 +143,7 @@ def findings_and_program(
             *placements(executable.inputs, in_targets, library),
             *placements(executable.outputs, out_targets, library),
             *dropped(executable.inputs, in_targets, executable.kept),
+            *_for_other_devices(executable, (inputs, outputs)),
             *returned(executable.outputs, out_targets, carried, large),
             *changed(executable, carried),
             *undonated(executable, carried),
@@ -157,6 +159,19 @@ def findings_and_program(
     scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
     kept = f"; {counted(len(limits), 'budget')} kept" if limits else ""
     return Findings(findings, scope + kept), program
+
+
+def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding]:
+    """Yield a finding if the program is not the one that runs on the plan's devices."""
+    if kinds := other_kinds(executable, planned):
+        assert executable.mesh is not None
+        message = (
+            f"compiled for {executable.mesh.devices.flat[0].device_kind} devices, and planned on "
+            f"{', '.join(kinds)}: this is not the program that will run there, whose collectives "
+            "and memory are others"
+        )
+        fix = "compile it for those: shardrules.prove(step, ..., on=mesh)"
+        yield Finding("info", "input", message, (), 0, None, 0, fix)
 
 
 def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
