@@ -150,9 +150,10 @@ def test_processes_that_waited_forever(processes, tmp_path):
         left_out = ways - {case for other, case in seen if other == odd}
         assert left_out <= {"memory", "axis types"}
         assert not left_out or not hasattr(jax, "set_mesh")
-    # Of 120 calls, the last two are still in the store, and perhaps the exit of a process that is ahead.
+    # Of 120 calls, those still in the store are the last, the one before, which process 0 may be about to
+    # delete, and the exit of a process that is ahead.
     for process in found:
-        assert len({key.split("/")[2] for key in process["keys"]}) <= 3
+        assert len({key.split("/")[2] for key in process["keys"]} - {"note"}) <= 3
     for index, process in enumerate(found):
         check_audits(process["audited"], index)
 

@@ -253,6 +253,24 @@ def test_a_faulty_step_is_told_as_on_the_pod():
 
 
 @needs_libtpu
+def test_the_cache_of_jax_is_left_alone(tmp_path):
+    """It is written for described devices, and cannot be read."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in zip(names, (str(tmp_path), 0), strict=True):
+        jax.config.update(name, value)
+    try:
+        mesh = sr.Topology("v5e:2x4").mesh(SIZES)
+        plan = sr.plan(params(layers=2), RULES, mesh)
+        sr.compile(lambda params, x: loss(params, x) * 3, plan, batch(mesh), on=mesh)
+        assert jax.config.jax_enable_compilation_cache
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_libtpu
 def test_a_program_for_other_devices_is_not_the_one_that_will_run():
     here, there = cpu_mesh(), sr.Topology("v5e:2x4").mesh(SIZES)
     plan = sr.plan(params(), RULES, there)

@@ -364,7 +364,16 @@ def _described(kind: str, shape: tuple[int, ...], slices: int) -> tuple[Any, ...
         options["chips_per_host_bounds"] = (1, 1, 1)
     name = f"{kind}:{'x'.join(map(str, shape))}"
     described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    _DESCRIBED.update(described.devices)
     return tuple(described.devices)
+
+
+_DESCRIBED: Final[set[Any]] = set()
+
+
+def is_described(mesh: Mesh) -> bool:
+    """Say whether the devices of a mesh are those of a topology, on which nothing runs."""
+    return mesh.devices.flat[0] in _DESCRIBED
 
 
 def use_libtpu() -> None:

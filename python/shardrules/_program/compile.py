@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from shardrules._arguments import check_choice, check_type
 from shardrules._mesh.memory import memory_apart
 from shardrules._mesh.mesh import as_mesh, has_devices
-from shardrules._mesh.topology import Topology, topology_shown
+from shardrules._mesh.topology import Topology, is_described, topology_shown
 from shardrules._plan.plan import Plan
 from shardrules._program.computation import with_elements
 from shardrules._program.hlo import Hlo
@@ -136,7 +136,9 @@ def compile(
     check_choice("effort", effort, tuple(_LEVELS))
     mesh = None if on is None else target_mesh(on, args)
     lowered = _lowered(step, placed_on(args, mesh), mesh)
-    with _optimization_level(_LEVELS[effort]):
+    # What is compiled for described devices, JAX can write to its cache and cannot read.
+    is_cached = mesh is None or not is_described(mesh)
+    with _options(_LEVELS[effort], is_cached=is_cached):
         try:
             return lowered.compile()  # type: ignore[no-any-return]
         except Exception as error:
@@ -241,22 +243,24 @@ def _lowered(step: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
 
 
 @contextmanager
-def _optimization_level(level: str | None) -> Iterator[None]:
-    """Set JAX's level of optimization for a while."""
+def _options(level: str | None, *, is_cached: bool) -> Iterator[None]:
+    """Set JAX's level of optimization, and whether it caches what it compiles, for a while."""
     import jax
 
-    if level is None:
-        yield
-        return
     config: Any = jax.config
-    if not hasattr(config, "jax_optimization_level"):
+    if level is not None and not hasattr(config, "jax_optimization_level"):
         raise ValueError('effort: this JAX has no levels of optimization; leave out effort="fast"')
-    before = config.jax_optimization_level
-    config.update("jax_optimization_level", level)
+    values: dict[str, Any] = {} if level is None else {"jax_optimization_level": level}
+    if not is_cached:
+        values["jax_enable_compilation_cache"] = False
+    before = {name: getattr(config, name) for name in values}
     try:
+        for name, value in values.items():
+            config.update(name, value)
         yield
     finally:
-        config.update("jax_optimization_level", before)
+        for name, value in before.items():
+            config.update(name, value)
 
 
 def _refusal(message: str) -> tuple[int, int] | None:
