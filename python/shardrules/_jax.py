@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -234,3 +235,25 @@ def _public_level(node: Any) -> tuple[list[tuple[Any, Any]], Any] | None:
     if auxiliary is None and hasattr(node_type, "_fields"):
         auxiliary = node_type  # as the registry has it of a namedtuple
     return [(path[0], child) for path, child in paths], auxiliary
+
+
+def user_line(eqn: Any) -> tuple[str, int] | None:
+    """Return the file and line of the program that makes an equation of a jaxpr.
+
+    It is the innermost frame that is not of JAX or a library of layers on it. Fallback: None.
+    """
+    frames: Any = _private(eqn, "source_info.traceback.frames") or ()
+    libraries = _library_folders()
+    for frame in frames:
+        if not frame.file_name.startswith(libraries):
+            return frame.file_name, frame.line_num
+    return None
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    names = ("jax", "jaxlib", "flax", "equinox", "optax", "shardrules", "functools", "contextlib")
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    return tuple(
+        str(Path(file).parent if file.endswith("__init__.py") else file) for file in files if file
+    )

@@ -1,0 +1,159 @@
+"""Roles of classes of dimensions, by what a step does with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from shardrules._program.dimensions import Dims
+    from shardrules._program.equations import Body, Equations, Operation
+
+ClassRole = Literal[
+    "layers", "experts", "vocabulary", "KV heads", "heads", "query heads of a KV head", "head size",
+    "model width", "hidden", "batch", "sequence", "",
+]  # fmt: skip
+# What only changes the dtype, the shape or the order of one array.
+_SHAPED: Final = frozenset(
+    "convert_element_type reshape transpose squeeze slice dynamic_slice copy optimization_barrier "
+    "sharding_constraint reshard broadcast_in_dim rev name copy_p pvary".split()
+)
+_DOTS: Final = frozenset({"dot_general"})
+
+
+def weight_arrays(equations: Equations, weights: Iterable[int]) -> set[int]:
+    """Return the arrays that are weights, or slices, casts and other shapes of them."""
+    found = set(weights)
+
+    def walk(body: Body) -> None:
+        for operation in body.operations:
+            for inner in operation.bodies:
+                for outer, number in operation.arguments(inner):
+                    if outer in found:
+                        found.add(number)
+                walk(inner)
+            if operation.name in _SHAPED or (operation.rule and operation.rule.is_identity):
+                for before, after in zip(operation.inputs, operation.outputs, strict=False):
+                    if before in found:
+                        found.add(after)
+
+    walk(equations.body)
+    return found
+
+
+class Roles:
+    """Roles by class of dimensions.
+
+    Args:
+        equations: Of the step.
+        weights: Numbers of the arguments that are the model's parameters.
+        data: Numbers of the arguments that are not, and no state of the optimizer.
+    """
+
+    def __init__(self, equations: Equations, weights: Iterable[int], data: Iterable[int]) -> None:
+        self._equations = equations
+        weights = tuple(weights)
+        self._weights = weight_arrays(equations, weights)
+        self._of_weights = Counter(self._classes_of(weights))
+        self._of_data = [list(self._dims_of(number)) for number in data]
+        self.of: dict[int, ClassRole] = {}
+        self.contracted: dict[int, list[Operation]] = {}
+        operations = [operation for operation, _ in equations.operations()]
+        self._name_stacks(equations.body)
+        for operation in operations:
+            self._see(operation)
+        self._name_data()
+        self._name_rest()
+
+    def _classes_of(self, numbers: Iterable[int]) -> Iterator[int]:
+        for number in numbers:
+            yield from dict.fromkeys(c for dims in self._dims_of(number) for c in dims)
+
+    def _dims_of(self, number: int) -> Iterator[Dims]:
+        for dim in self._equations.values[number].dims:
+            yield self._equations.dims.classes(dim)
+
+    def _name(self, classes: Iterable[int], role: ClassRole) -> None:
+        for name in classes:
+            self.of.setdefault(name, role)
+
+    def _name_stacks(self, body: Body) -> None:
+        for operation in body.operations:
+            for inner in operation.bodies:
+                if operation.name == "scan":
+                    stop = operation.first + operation.carries
+                    for outer, _ in operation.arguments(inner)[stop:]:
+                        if outer in self._weights:
+                            self._name(next(self._dims_of(outer)), "layers")
+                self._name_stacks(inner)
+
+    def _see(self, operation: Operation) -> None:
+        """Name the classes that one operation tells of."""
+        rule = operation.rule
+        if rule is None or not operation.inputs:
+            return
+        if operation.name in _DOTS:
+            self._see_dot(operation)
+        elif operation.name.startswith("ragged_dot"):
+            group = operation.inputs[1]
+            if group is not None:
+                self._name(next(self._dims_of(group)), "experts")
+        elif operation.name == "top_k" and operation.inputs[0] is not None:
+            *_, last = self._dims_of(operation.inputs[0])
+            self._name((c for c in last if c in self._of_weights), "experts")
+        for number, dims in zip(operation.inputs, rule.operands, strict=True):
+            if number is None:
+                continue
+            for classes, factors in zip(self._dims_of(number), dims, strict=True):
+                if rule.looked_up.intersection(factors):
+                    named = [c for c in classes if c in self._of_weights and c not in self.of]
+                    self._name(named, "vocabulary")
+
+    def _see_dot(self, operation: Operation) -> None:
+        numbers = operation.eqn.params["dimension_numbers"]
+        (left, right), (left_batch, _) = numbers
+        first, second = operation.inputs
+        if first is None or second is None:
+            return
+        dims = list(self._dims_of(first)), list(self._dims_of(second))
+        for dim in left:
+            for name in dims[0][dim]:
+                self.contracted.setdefault(name, []).append(operation)
+        batch = [c for dim in left_batch for c in dims[0][dim]]
+        is_weight = first in self._weights or second in self._weights
+        if is_weight:
+            self._name((c for c in batch if c in self._of_weights), "experts")
+        elif batch and any(c not in self._of_weights for c in batch):
+            self._see_attention(dims, left, right, batch)
+
+    def _see_attention(
+        self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int], right: Iterable[int], batch: list[int]
+    ) -> None:
+        """Name the classes of a product of two activations, one for each sequence and head."""
+        summed = {c for dim in left for c in dims[0][dim]}
+        free = [
+            {c for classes in operand for c in classes} - summed - set(batch) for operand in dims
+        ]
+        self._name((c for c in summed if c in self._of_weights), "head size")
+        grouped = [c for part in free for c in part if c in self._of_weights]
+        if summed & self._of_weights.keys() or not grouped:
+            self._name((c for c in batch if c in self._of_weights), "KV heads" if grouped else "heads")
+        if summed & self._of_weights.keys():
+            self._name(grouped, "query heads of a KV head")
+            self._name((c for part in free for c in part if c not in self._of_weights), "sequence")
+            self._name((c for c in batch if c not in self._of_weights), "batch")
+
+    def _name_data(self) -> None:
+        for array in self._of_data:
+            for place, classes in enumerate(array):
+                for name in classes:
+                    if name not in self._of_weights:
+                        self._name([name], "sequence" if place else "batch")
+
+    def _name_rest(self) -> None:
+        """Name what is left of the classes that weights have."""
+        rest = [c for c, _ in self._of_weights.most_common() if c not in self.of]
+        if rest and self._of_weights[rest[0]] > 1 and rest[0] in self.contracted:
+            self._name([rest.pop(0)], "model width")
+        self._name((c for c in rest if c in self.contracted), "hidden")

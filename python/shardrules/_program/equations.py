@@ -1,0 +1,322 @@
+"""Reads the jaxpr of a step as operations on numbered arrays, with its loops and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from shardrules._program.dimensions import Dimensions, Dims
+from shardrules._program.factors import Rule, Shape, rule_of, same_rule, shape_of
+
+# What holds one jaxpr that runs once, by the name of the parameter that has it.
+_CALLS: Final = {
+    **dict.fromkeys(
+        "jit pjit closed_call core_closed_call checkpoint remat remat2 custom_lin run_state".split(),
+        "jaxpr",
+    ),
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+_MOST_DEPTH: Final = 200
+
+
+class Value(NamedTuple):
+    """Array of a step."""
+
+    shape: Shape
+    dtype: Any
+    dims: Dims
+
+
+@dataclass(slots=True)
+class Operation:
+    """Equation of a jaxpr; one with bodies is a loop, a branch, or code by device."""
+
+    eqn: Any
+    rule: Rule | None
+    """None if it has bodies, or is not modelled."""
+    inputs: list[int | None]
+    """Numbers of the arrays that it reads; None for a constant of the program."""
+    outputs: list[int]
+    scope: str = ""
+    """JAX's names around it, such as "transpose(jvp(loss))"."""
+    bodies: list[Body] = field(default_factory=list)
+    trips: int = 1
+    """How often a body runs; 1 if that is not known."""
+    first: int = 0
+    """Place of the first carried array among the inputs of the body."""
+    carries: int = 0
+    """How many arrays the body carries; what follows is sliced, and among the results stacked."""
+
+    def arguments(self, body: Body) -> list[tuple[int | None, int]]:
+        """Return pairs of an input of the operation, and the input of a body that it is."""
+        return list(zip(self.inputs[-len(body.inputs) :], body.inputs, strict=True))
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive."""
+        return self.eqn.primitive.name  # type: ignore[no-any-return]
+
+
+class Body(NamedTuple):
+    """Operations that run together: a step, or what is in a loop or a branch."""
+
+    inputs: list[int]
+    outputs: list[int | None]
+    operations: list[Operation]
+
+
+class Equations:
+    """Operations of a step, its arrays, and the classes of their dimensions."""
+
+    def __init__(self, closed: Any) -> None:
+        self.dims = Dimensions()
+        self.values: list[Value] = []
+        self.missing: dict[str, int] = {}
+        """Primitives without a rule, and how many operations of them there are."""
+        self.endless: list[Operation] = []
+        """Loops of which the jaxpr does not say how often they run."""
+        self.manual: dict[int, dict[int, tuple[str, ...]]] = {}
+        """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
+        inputs = [self._new(var) for var in closed.jaxpr.invars]
+        self._scope = ""
+        self.body = self._body(closed, inputs)
+
+    def _new(self, var: Any, dims: Dims | None = None) -> int:
+        shape = shape_of(var)
+        dtype = getattr(var.aval, "dtype", None)
+        self.values.append(Value(shape, dtype, self.dims.shape(shape) if dims is None else dims))
+        return len(self.values) - 1
+
+    def _body(self, closed: Any, inputs: Sequence[int | None], depth: int = 0) -> Body:
+        """Read a jaxpr, or one with its constants, whose inputs are these arrays."""
+        jaxpr = getattr(closed, "jaxpr", closed)
+        if depth > _MOST_DEPTH:
+            raise RecursionError(f"the jaxpr has more than {_MOST_DEPTH} levels of calls and loops")
+        of: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        of |= {var: self._new(var) for var in jaxpr.constvars}
+        operations: list[Operation] = []
+
+        def number(atom: Any) -> int | None:
+            return None if hasattr(atom, "val") else of[atom]
+
+        for eqn in jaxpr.eqns:
+            read = [number(atom) for atom in eqn.invars]
+            inner = _CALLS.get(eqn.primitive.name)
+            if inner is not None and inner in eqn.params:
+                # Arguments that are written in the program have no number.
+                arguments = [
+                    self._new(atom) if i is None else i
+                    for i, atom in zip(read, eqn.invars, strict=True)
+                ]
+                around, self._scope = self._scope, self._scope_of(eqn)
+                if _is_barred(eqn):
+                    barrier = self._barrier(eqn, arguments)
+                    operations.append(barrier)
+                    arguments = barrier.outputs
+                call = self._body(eqn.params[inner], arguments, depth + 1)
+                self._scope = around
+                operations += call.operations
+                made = call.outputs
+            else:
+                around, self._scope = self._scope, self._scope_of(eqn)
+                operation = self._operation(eqn, read, depth + 1)
+                operation.scope, self._scope = self._scope, around
+                operations.append(operation)
+                made = list(operation.outputs)
+            of |= zip(eqn.outvars, made, strict=True)
+        return Body([i for i in inputs if i is not None], list(map(number, jaxpr.outvars)), operations)
+
+    def _scope_of(self, eqn: Any) -> str:
+        """Return JAX's names around an equation, those around its jaxpr first."""
+        own = str(eqn.source_info.name_stack)
+        return f"{self._scope}/{own}" if self._scope and own else self._scope or own
+
+    def _operation(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
+        structured = _STRUCTURED.get(eqn.primitive.name)
+        if structured is not None:
+            return structured(self, eqn, read, depth)
+        rule = rule_of(eqn)
+        if rule is None:
+            self.missing[_named(eqn)] = self.missing.get(_named(eqn), 0) + 1
+            return Operation(eqn, None, read, [self._new(var) for var in eqn.outvars])
+        operands = [
+            self.dims.shape(shape_of(atom)) if i is None else self.values[i].dims
+            for i, atom in zip(read, eqn.invars, strict=True)
+        ]
+        made = self.dims.apply(rule, operands)
+        outputs = [self._new(var, dims) for var, dims in zip(eqn.outvars, made, strict=True)]
+        return Operation(eqn, rule, read, outputs)
+
+    def _barrier(self, eqn: Any, arguments: list[int]) -> Operation:
+        """Return the barrier before what is recomputed, which XLA does not take for the first."""
+        shapes = [self.values[i].shape for i in arguments]
+        rule = same_rule(shapes)
+        outputs = [
+            self._new(atom, self.values[i].dims)
+            for atom, i in zip(eqn.invars, arguments, strict=True)
+        ]
+        return Operation(eqn, rule, list(arguments), outputs, self._scope)
+
+    def _numbered(self, eqn: Any, read: list[int | None]) -> list[int]:
+        pairs = zip(read, eqn.invars, strict=True)
+        return [self._new(atom) if i is None else i for i, atom in pairs]
+
+    def _scan(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
+        """Read a scan: what it carries, and what it slices and stacks along one dimension."""
+        params = eqn.params
+        closed, (consts, carries) = params["jaxpr"], _scan_counts(params)
+        numbers = self._numbered(eqn, read)
+        invars = getattr(closed, "jaxpr", closed).invars
+        stacked = consts + carries
+        length = self.dims.new(params["length"])
+        inside = numbers[:consts]
+        inside += [
+            self._new(var, self.values[i].dims)
+            for var, i in zip(invars[consts:stacked], numbers[consts:stacked], strict=True)
+        ]
+        for var, i in zip(invars[stacked:], numbers[stacked:], strict=True):
+            dims = self.values[i].dims
+            self.dims.unite(dims[0], length)
+            inside.append(self._new(var, dims[1:]))
+        body = self._body(closed, inside, depth)
+        outputs = []
+        for place, (var, made) in enumerate(zip(eqn.outvars, body.outputs, strict=True)):
+            if place < carries:
+                dims = self.values[inside[consts + place]].dims
+                if made is not None:
+                    self.dims.unite_all(dims, self.values[made].dims)
+            else:
+                inner = self.dims.shape(shape_of(var)[1:])
+                dims = (length, *(inner if made is None else self.values[made].dims))
+            outputs.append(self._new(var, dims))
+        trips = params["length"]
+        return Operation(eqn, None, list(numbers), outputs, bodies=[body], trips=trips, first=consts, carries=carries)
+
+    def _while(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
+        params = eqn.params
+        numbers = self._numbered(eqn, read)
+        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+        begin = of_cond + of_body
+        closed = params["body_jaxpr"]
+        invars = getattr(closed, "jaxpr", closed).invars[of_body:]
+        carried = [
+            self._new(var, self.values[i].dims)
+            for var, i in zip(invars, numbers[begin:], strict=True)
+        ]
+        body = self._body(params["body_jaxpr"], numbers[of_cond:begin] + carried, depth)
+        for i, made in zip(carried, body.outputs, strict=True):
+            if made is not None:
+                self.dims.unite_all(self.values[i].dims, self.values[made].dims)
+        outputs = [
+            self._new(var, self.values[i].dims)
+            for var, i in zip(eqn.outvars, carried, strict=True)
+        ]
+        operation = Operation(eqn, None, list(numbers), outputs, bodies=[body], first=of_body, carries=len(carried))
+        self.endless.append(operation)
+        return operation
+
+    def _cond(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
+        numbers = self._numbered(eqn, read)
+        bodies = [self._body(branch, numbers[1:], depth) for branch in eqn.params["branches"]]
+        outputs = [self._new(var) for var in eqn.outvars]
+        for body in bodies:
+            for i, made in zip(outputs, body.outputs, strict=True):
+                if made is not None:
+                    self.dims.unite_all(self.values[i].dims, self.values[made].dims)
+        return Operation(eqn, None, list(numbers), outputs, bodies=bodies, carries=len(outputs))
+
+    def _shard_map(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
+        """Read the code of one device, whose specs are facts."""
+        params = eqn.params
+        numbers = self._numbered(eqn, read)
+        jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+        inside = [
+            self._local(i, var, axes)
+            for i, var, axes in zip(numbers, jaxpr.invars, _axes_by_dim(params, "in"), strict=True)
+        ]
+        body = self._body(params["jaxpr"], inside, depth)
+        outputs = []
+        for var, made, axes in zip(eqn.outvars, body.outputs, _axes_by_dim(params, "out"), strict=True):
+            outputs.append(self._new(var))
+            self.manual[outputs[-1]] = axes
+            if made is not None:
+                self._relate(outputs[-1], made, axes)
+        return Operation(eqn, None, list(numbers), outputs, bodies=[body])
+
+    def _local(self, outside: int, var: Any, axes: dict[int, tuple[str, ...]]) -> int:
+        inside = self._new(var)
+        self.manual[inside] = axes
+        self._relate(outside, inside, axes)
+        return inside
+
+    def _relate(self, outside: int, inside: int, axes: dict[int, tuple[str, ...]]) -> None:
+        pairs = zip(self.values[outside].dims, self.values[inside].dims, strict=True)
+        for place, (whole, local) in enumerate(pairs):
+            if place in axes:
+                self.dims.parts.append((whole, local))
+            else:
+                self.dims.unite(whole, local)
+
+    def operations(self, body: Body | None = None, trips: int = 1) -> Iterator[tuple[Operation, int]]:
+        """Yield each operation with a rule, or none known, and how often it runs in a step."""
+        for operation in (self.body if body is None else body).operations:
+            if not operation.bodies:
+                yield operation, trips
+            for inner in operation.bodies:
+                yield from self.operations(inner, trips * operation.trips * _devices(operation))
+
+
+def _is_barred(eqn: Any) -> bool:
+    """Say whether an equation is what `jax.checkpoint` recomputes, behind a barrier."""
+    barred = eqn.params.get("prevent_cse", False)
+    is_any = any(barred) if isinstance(barred, tuple) else bool(barred)
+    return is_any and bool(eqn.params.get("differentiated", False))
+
+
+def _devices(operation: Operation) -> int:
+    """Return on how many devices code by device runs, each with its part."""
+    if operation.name != "shard_map":
+        return 1
+    sizes = dict(operation.eqn.params["mesh"].shape)
+    manual = operation.eqn.params.get("manual_axes", sizes)
+    return prod(sizes[axis] for axis in manual)
+
+
+def _axes_by_dim(params: Any, side: str) -> Iterable[dict[int, tuple[str, ...]]]:
+    """Return for each array the mesh axes by dimension: JAX has had them as dicts, and as specs."""
+    from shardrules._specs import entries_of, entry_axes
+
+    for spec in params[f"{side}_specs"] if f"{side}_specs" in params else params[f"{side}_names"]:
+        if isinstance(spec, dict):
+            yield {dim: tuple(axes) for dim, axes in spec.items() if axes}
+        else:
+            axes = [entry_axes(entry) for entry in entries_of(spec)]
+            yield {dim: tuple(names) for dim, names in enumerate(axes) if names}
+
+
+def _scan_counts(params: Any) -> tuple[int, int]:
+    """Return how many constants and how many carried arrays a scan begins with."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carries, _ = params["ft_in"].unpack()  # since JAX 0.11
+    return len(consts), len(carries)
+
+
+def _named(eqn: Any) -> str:
+    """Name what is not modelled: a kernel by its own name."""
+    name = eqn.primitive.name
+    kernel = eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", None)
+    return f"{name} {kernel}" if isinstance(kernel, str) and kernel else str(name)
+
+
+_STRUCTURED: Final[dict[str, Any]] = {
+    "scan": Equations._scan,
+    "while": Equations._while,
+    "cond": Equations._cond,
+    "shard_map": Equations._shard_map,
+}

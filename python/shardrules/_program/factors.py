@@ -1,0 +1,512 @@
+"""Factors of operations: which dimensions of operands and results are the same one.
+
+Each primitive of a jaxpr has a rule, which names the factors of an operation and says of which each
+dimension consists, the major one first, as Shardy's op sharding rules do. `dot_general` of [8, 64]
+and [64, 32] has three factors: 8 and 32 are kept, and 64 is summed. Reshaping 4096 to 32 x 128 has
+two, of which the dimension of 4096 consists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import gcd, prod
+from typing import Any, Final, NamedTuple
+
+Factors = tuple[int, ...]
+"""Numbers of the factors of one dimension, the major one first; () for a dimension of size 1."""
+Shape = tuple[int, ...]
+
+
+class Rule(NamedTuple):
+    """Factors of an operation."""
+
+    sizes: tuple[int, ...]
+    """Per factor."""
+    operands: tuple[tuple[Factors, ...], ...]
+    """Per operand and dimension."""
+    results: tuple[tuple[Factors, ...], ...]
+    summed: frozenset[int] = frozenset()
+    """Factors that results lack, over which terms are added or one term is chosen: a device that
+    has a part of them has a term of the results."""
+    whole: frozenset[int] = frozenset()
+    """Factors that a device needs whole: along them results are not computed element by element."""
+    parts: tuple[tuple[int, int], ...] = ()
+    """Pairs of factors of which one is a part of the other: of slices, pads, concatenations."""
+    flops: int = 0
+    """Operations as XLA counts them, without transcendental ones."""
+    looked_up: frozenset[int] = frozenset()
+    """Factors of which an index chooses the rows: those of a table."""
+    is_identity: bool = False
+    """True if each result is one of the operands, in their order."""
+
+
+class _Builder:
+    """Factors of an operation while its rule is made."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.summed: set[int] = set()
+        self.whole: set[int] = set()
+        self.parts: list[tuple[int, int]] = []
+        self.looked_up: set[int] = set()
+
+    def dimension(self, size: int) -> Factors:
+        """Return a new factor for a dimension; none for one of size 1."""
+        if size == 1:
+            return ()
+        self.sizes.append(size)
+        return (len(self.sizes) - 1,)
+
+    def dimensions(self, shape: Iterable[int]) -> list[Factors]:
+        return [self.dimension(size) for size in shape]
+
+    def apart(self, before: int, after: int) -> tuple[Factors, Factors]:
+        """Return the factors of two dimensions of which one is a part of the other."""
+        pair = self.dimension(before), self.dimension(after)
+        if all(pair):
+            self.parts.append((pair[0][0], pair[1][0]))
+        for factors in pair:
+            self.whole.update(factors)
+        return pair
+
+    def rule(
+        self,
+        operands: Iterable[Iterable[Factors]],
+        results: Iterable[Iterable[Factors]],
+        flops: int = 0,
+    ) -> Rule:
+        dims = [tuple(map(tuple, arrays)) for arrays in (operands, results)]  # may make factors
+        return Rule(
+            tuple(self.sizes),
+            *dims,
+            frozenset(self.summed),
+            frozenset(self.whole),
+            tuple(self.parts),
+            flops,
+            frozenset(self.looked_up),
+        )
+
+
+def rule_of(eqn: Any) -> Rule | None:
+    """Return the rule of an equation without a jaxpr in it; None if it is not modelled.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> (eqn,) = jax.make_jaxpr(jnp.dot)(jnp.ones((8, 64)), jnp.ones((64, 32))).eqns
+        >>> rule = rule_of(eqn)
+        >>> rule.sizes, rule.operands, rule.results, rule.summed, rule.flops
+        ((64, 8, 32), (((1,), (0,)), ((0,), (2,))), (((1,), (2,)),), frozenset({0}), 32768)
+    """
+    name = eqn.primitive.name
+    shapes = [shape_of(var) for var in eqn.invars]
+    results = [shape_of(var) for var in eqn.outvars]
+    if name in _ELEMENTWISE:
+        return _elementwise(shapes, results, 0 if name in _UNCOUNTED else 1)
+    make = _RULES.get(name)
+    return None if make is None else make(eqn.params, shapes, results)
+
+
+def shape_of(var: Any) -> Shape:
+    """Return the shape of a variable; () for a token or another value without one."""
+    return tuple(getattr(var.aval, "shape", ()))
+
+
+def _elementwise(shapes: list[Shape], results: list[Shape], flops: int = 1) -> Rule:
+    builder = _Builder()
+    shape = max([*shapes, *results], key=len)
+    factors = builder.dimensions(shape)
+    count = flops * sum(map(prod, results))
+    return builder.rule(*[_of_shapes(factors, some) for some in (shapes, results)], count)
+
+
+def _of_shapes(factors: list[Factors], shapes: Iterable[Shape]) -> Iterator[list[Factors]]:
+    """Yield the factors for each shape: scalars among the operands have none."""
+    return (factors if shape else [] for shape in shapes)
+
+
+def _broadcast(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    builder = _Builder()
+    factors = builder.dimensions(results[0])
+    operand = [
+        factors[dim] if size == results[0][dim] else ()
+        for size, dim in zip(shapes[0], params["broadcast_dimensions"], strict=True)
+    ]
+    return builder.rule([operand, *[[] for _ in shapes[1:]]], [factors])
+
+
+def _transpose(params: Any, shapes: list[Shape], _: list[Shape]) -> Rule:
+    builder = _Builder()
+    factors = builder.dimensions(shapes[0])
+    return builder.rule([factors], [[factors[dim] for dim in params["permutation"]]])
+
+
+def _reshape(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    """Split both shapes into their greatest common factors, from the major end."""
+    builder = _Builder()
+    before, after = shapes[0], results[0]
+    operand: list[Factors] = [() for _ in before]
+    result: list[Factors] = [() for _ in after]
+    if 0 in before:
+        return builder.rule([builder.dimensions(before)], [builder.dimensions(after)])
+    i = j = 0
+    left = right = 1
+    while True:
+        while left == 1 and i < len(before):
+            left, i = before[i], i + 1
+        while right == 1 and j < len(after):
+            right, j = after[j], j + 1
+        if left == right == 1:
+            break
+        common = gcd(left, right)
+        if common == 1:  # sizes that share no factor: what is left of both has one of its own
+            first, second = builder.apart(left, right)
+            operand[i - 1] += first
+            result[j - 1] += second
+            left, right, i, j = _skip(before, after, i, j, left, right)
+            continue
+        factor = builder.dimension(common)
+        operand[i - 1] += factor
+        result[j - 1] += factor
+        left, right = left // common, right // common
+    return builder.rule([operand, *[[] for _ in shapes[1:]]], [result])
+
+
+def _skip(
+    before: Shape, after: Shape, i: int, j: int, left: int, right: int
+) -> tuple[int, int, int, int]:
+    """Leave out dimensions until both sides have as many elements again."""
+    while left != right:
+        if left < right and i < len(before):
+            left, i = left * before[i], i + 1
+        elif j < len(after):
+            right, j = right * after[j], j + 1
+        else:
+            break
+    return 1, 1, i, j
+
+
+def _squeeze(params: Any, shapes: list[Shape], _: list[Shape]) -> Rule:
+    builder = _Builder()
+    factors = builder.dimensions(shapes[0])
+    rank = len(shapes[0])
+    gone = {dim % rank for dim in params["dimensions"]}
+    return builder.rule([factors], [[f for dim, f in enumerate(factors) if dim not in gone]])
+
+
+def _reduce(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    builder = _Builder()
+    axes = params["axes"] if "axes" in params else params["dimensions"]
+    arrays = [shape for shape in shapes if shape] or shapes[:1]
+    factors = builder.dimensions(arrays[0])
+    for dim in axes:
+        builder.summed.update(factors[dim])
+    rest = [f for dim, f in enumerate(factors) if dim not in axes]
+    flops = max(0, prod(arrays[0]) - prod(results[0])) * len(results)
+    return builder.rule(_of_shapes(factors, shapes), [rest for _ in results], flops)
+
+
+def _dot(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    (left_summed, right_summed), (left_batch, right_batch) = params["dimension_numbers"]
+    builder = _Builder()
+    left: list[Factors | None] = [None] * len(shapes[0])
+    right: list[Factors | None] = [None] * len(shapes[1])
+    result: list[Factors] = []
+    for i, j in zip(left_batch, right_batch, strict=True):
+        left[i] = right[j] = builder.dimension(shapes[0][i])
+        result.append(left[i] or ())
+    for i, j in zip(left_summed, right_summed, strict=True):
+        left[i] = right[j] = builder.dimension(shapes[0][i])
+        builder.summed.update(left[i] or ())
+    for dims, shape in ((left, shapes[0]), (right, shapes[1])):
+        for dim, size in enumerate(shape):
+            if dims[dim] is None:
+                dims[dim] = builder.dimension(size)
+                result.append(dims[dim] or ())
+    flops = 2 * prod(results[0]) * prod(shapes[0][dim] for dim in left_summed)
+    operands = [[f or () for f in dims] for dims in (left, right)]
+    return builder.rule(operands, [result], flops)
+
+
+def _ragged_dot(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule | None:
+    """Return the rule of tokens sorted by expert, each multiplied by the kernel of its expert."""
+    numbers = params.get("ragged_dot_dimension_numbers")
+    plain = ((1,), (1,)), ((), ())
+    is_plain = numbers is None or (
+        tuple(map(tuple, numbers.dot_dimension_numbers[0])) == plain[0]
+        and tuple(numbers.lhs_ragged_dimensions) == (0,)
+        and tuple(numbers.rhs_group_dimensions) == (0,)
+    )
+    if not is_plain or [len(shape) for shape in shapes[:2]] != [2, 3]:
+        return None
+    builder = _Builder()
+    rows, inputs = builder.dimensions(shapes[0])
+    experts, _, outputs = builder.dimensions(shapes[1])
+    builder.summed.update(inputs, experts)
+    return builder.rule(
+        [[rows, inputs], [experts, inputs, outputs], [experts]],
+        [[rows, outputs]],
+        2 * prod(results[0]) * shapes[0][1],
+    )
+
+
+def _convolution(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    lhs, rhs, out = (getattr(params["dimension_numbers"], f"{x}_spec") for x in ("lhs", "rhs", "out"))
+    groups = params["feature_group_count"]
+    builder = _Builder()
+    operands = [builder.dimensions(shape) for shape in shapes]
+    result = builder.dimensions(results[0])
+    if params["batch_group_count"] == 1:
+        result[out[0]] = operands[0][lhs[0]]
+    if groups == 1:
+        operands[1][rhs[1]] = operands[0][lhs[1]]
+        result[out[1]] = operands[1][rhs[0]]
+        builder.summed.update(operands[0][lhs[1]])
+    elif shapes[0][lhs[1]] == groups == shapes[1][rhs[0]]:  # of one channel each
+        operands[1][rhs[0]] = result[out[1]] = operands[0][lhs[1]]
+    for dim in lhs[2:]:
+        builder.whole.update(operands[0][dim])
+    for dim in rhs[2:]:
+        builder.whole.update(operands[1][dim])
+    flops = 2 * prod(results[0]) * prod(shapes[1]) // max(1, shapes[1][rhs[0]])
+    return builder.rule(operands, [result], flops)
+
+
+def _gather(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    numbers = params["dimension_numbers"]
+    slices = params["slice_sizes"]
+    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    index_batching = tuple(getattr(numbers, "start_indices_batching_dims", ()))
+    builder = _Builder()
+    operand, indices = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
+    for dim, other in zip(batching, index_batching, strict=True):
+        indices[other] = operand[dim]
+    window = [d for d in range(len(slices)) if d not in {*numbers.collapsed_slice_dims, *batching}]
+    offsets = dict(zip(numbers.offset_dims, window, strict=True))
+    rows = iter(indices[:-1])
+    result: list[Factors] = []
+    for place, size in enumerate(results[0]):
+        if place not in offsets:
+            result.append(next(rows))
+        elif size == shapes[0][offsets[place]]:
+            result.append(operand[offsets[place]])
+        else:
+            before, after = builder.apart(shapes[0][offsets[place]], size)
+            operand[offsets[place]] = before
+            result.append(after)
+    for dim in numbers.collapsed_slice_dims:
+        builder.summed.update(operand[dim])
+        builder.looked_up.update(operand[dim])
+    return builder.rule([operand, indices], [result])
+
+
+def _scatter(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    numbers = params["dimension_numbers"]
+    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    index_batching = tuple(getattr(numbers, "scatter_indices_batching_dims", ()))
+    builder = _Builder()
+    operand, indices = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
+    for dim, other in zip(batching, index_batching, strict=True):
+        indices[other] = operand[dim]
+    window = [
+        dim
+        for dim in range(len(shapes[0]))
+        if dim not in {*numbers.inserted_window_dims, *batching}
+    ]
+    offsets = dict(zip(numbers.update_window_dims, window, strict=True))
+    rows = iter(indices[:-1])
+    updates: list[Factors] = []
+    for place, size in enumerate(shapes[2]):
+        if place not in offsets:
+            updates.append(next(rows))
+        elif size == shapes[0][offsets[place]]:
+            updates.append(operand[offsets[place]])
+        else:
+            updates.append(builder.dimension(size))
+            builder.whole.update(updates[-1])
+    kept = {f for factors in operand for f in factors}
+    builder.summed.update(f for factors in updates for f in factors if f not in kept)
+    for dim in numbers.inserted_window_dims:
+        builder.looked_up.update(operand[dim])
+    flops = prod(shapes[2]) if "update_jaxpr" in params and len(results) == 1 else 0
+    return builder.rule([operand, indices, updates], [operand], flops)
+
+
+def _cut(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    """Return the rule of slices and pads: a dimension of another size is another one."""
+    builder = _Builder()
+    operand: list[Factors] = []
+    result: list[Factors] = []
+    for before, after in zip(shapes[0], results[0], strict=True):
+        first, second = (
+            (builder.dimension(before),) * 2 if before == after else builder.apart(before, after)
+        )
+        operand.append(first)
+        result.append(second)
+    return builder.rule([operand, *[[] for _ in shapes[1:]]], [result])
+
+
+def _update(_: Any, shapes: list[Shape], __: list[Shape]) -> Rule:
+    builder = _Builder()
+    operand = builder.dimensions(shapes[0])
+    update: list[Factors] = []
+    for factors, before, after in zip(operand, shapes[0], shapes[1], strict=True):
+        update.append(factors if before == after else builder.dimension(after))
+        if before != after:
+            builder.whole.update(update[-1])
+            builder.parts += [(f, u) for f in factors for u in update[-1]]
+    return builder.rule([operand, update, *[[] for _ in shapes[2:]]], [operand])
+
+
+def _concatenate(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    builder = _Builder()
+    dim = params["dimension"]
+    result = builder.dimensions(results[0])
+    builder.whole.update(result[dim])
+    operands = []
+    for shape in shapes:
+        part = builder.dimension(shape[dim])
+        builder.whole.update(part)
+        builder.parts += [(p, f) for p in part for f in result[dim]]
+        operands.append([*result[:dim], part, *result[dim + 1 :]])
+    return builder.rule(operands, [result])
+
+
+def _split(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    rule = _concatenate({"dimension": params["axis"]}, results, shapes)
+    return rule._replace(operands=rule.results, results=rule.operands)
+
+
+def _along(name: str, flops: int = 0) -> Callable[[Any, list[Shape], list[Shape]], Rule]:
+    """Return the rule of what goes along one dimension, or several, and keeps the shape."""
+
+    def make(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+        builder = _Builder()
+        factors = builder.dimensions(shapes[0])
+        dims = params[name]
+        for dim in (dims,) if isinstance(dims, int) else dims:
+            builder.whole.update(factors[dim])
+        count = flops * prod(shapes[0])
+        return builder.rule(_of_shapes(factors, shapes), _of_shapes(factors, results), count)
+
+    return make
+
+
+def _last(count: int) -> Callable[[Any, list[Shape], list[Shape]], Rule]:
+    """Return the rule of what computes with the last dimensions as a whole."""
+
+    def make(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+        builder = _Builder()
+        lead = builder.dimensions(max(shapes, key=len)[:-count])
+
+        def dimensions(shape: Shape) -> list[Factors]:
+            rest = builder.dimensions(shape[len(lead) :])
+            builder.whole.update(f for factors in rest for f in factors)
+            return [*lead[: len(shape)], *rest]
+
+        return builder.rule(map(dimensions, shapes), map(dimensions, results))
+
+    return make
+
+
+def _windows(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    rule = _cut(params, shapes, results)
+    return rule._replace(flops=prod(results[0]) * prod(params["window_dimensions"]))
+
+
+def _new(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    """Return the rule of what is made from nothing, or from a key."""
+    builder = _Builder()
+    operands = [builder.dimensions(shape) for shape in shapes]
+    for dims in operands:
+        builder.whole.update(f for factors in dims for f in factors)
+    return builder.rule(operands, [builder.dimensions(shape) for shape in results])
+
+
+def _across(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    """Return the rule of what goes between devices, in the code of one of them."""
+    alike = len(shapes) == len(results) and all(
+        len(before) == len(after) for before, after in zip(shapes, results, strict=True)
+    )
+    if not alike or len(shapes) != 1:
+        return _new(params, shapes, results)
+    return _cut(params, shapes, results)
+
+
+def same_rule(shapes: Iterable[Shape]) -> Rule:
+    """Return the rule of what gives back each of its operands, changed in no dimension."""
+    builder = _Builder()
+    operands = [builder.dimensions(shape) for shape in shapes]
+    return builder.rule(operands, operands)._replace(is_identity=True)
+
+
+def _same(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    rule = same_rule(shapes)
+    return rule._replace(results=rule.operands[: len(results)])
+
+
+_TRANSCENDENTAL: Final = frozenset(
+    "exp exp2 expm1 log log1p logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh "
+    "atanh sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e".split()
+)
+_UNCOUNTED: Final = _TRANSCENDENTAL | frozenset(
+    "copy copy_p stop_gradient name bitcast_convert_type pvary reduce_precision random_wrap".split()
+)
+_ELEMENTWISE: Final = _TRANSCENDENTAL | frozenset(
+    "add add_any sub mul div rem max min neg sign abs floor ceil round is_finite not and or xor "
+    "eq ne lt le gt ge lt_to le_to shift_left shift_right_logical shift_right_arithmetic select_n "
+    "clamp convert_element_type reduce_precision integer_pow square nextafter real imag complex "
+    "conj population_count clz copy copy_p stop_gradient name bitcast_convert_type threefry2x32 "
+    "pvary clamp_p regularized_incomplete_beta igamma igammac polygamma zeta mulhi".split()
+)
+_RULES: Final[dict[str, Callable[[Any, list[Shape], list[Shape]], Rule | None]]] = {
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    **dict.fromkeys(
+        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin "
+        "reduce".split(),
+        _reduce,
+    ),
+    "dot_general": _dot,
+    "ragged_dot": _ragged_dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+    "gather": _gather,
+    **dict.fromkeys(
+        ["scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter_max",
+         "scatter-max", "scatter_min", "scatter-min", "scatter-sub", "scatter_sub"],
+        _scatter,
+    ),
+    "slice": _cut,
+    "dynamic_slice": _cut,
+    "pad": _cut,
+    "dynamic_update_slice": _update,
+    "concatenate": _concatenate,
+    "split": _split,
+    "rev": _along("dimensions"),
+    "sort": _along("dimension"),
+    **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _along("axis", 1)),
+    "top_k": _last(1),
+    "fft": _last(1),
+    **dict.fromkeys(
+        "cholesky triangular_solve eigh qr lu svd householder_product schur tridiagonal_solve".split(),
+        _last(2),
+    ),
+    **dict.fromkeys(
+        "reduce_window reduce_window_sum reduce_window_max reduce_window_min cumred".split(), _windows
+    ),
+    **dict.fromkeys(
+        "iota rng_bit_generator rng_uniform random_bits random_seed random_wrap random_unwrap "
+        "random_fold_in random_split random_clone axis_index empty create_token".split(),
+        _new,
+    ),
+    **dict.fromkeys(
+        "sharding_constraint reshard mesh_cast optimization_barrier device_put layout_constraint "
+        "reduce_vma pbroadcast ppermute psum psum2 psum_invariant pmax pmin".split(),
+        _same,
+    ),
+    **dict.fromkeys(
+        "all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all".split(), _across
+    ),
+}  # fmt: skip

@@ -1,0 +1,473 @@
+"""Spreads specs over the arrays of a step, and counts what is sent between devices for it.
+
+Each operation computes with the axes that cost least to send, as GSPMD chooses: an operand that is
+cut by an axis which another needs elsewhere is gathered, and terms of a sum are added over the axes
+that cut what is summed. Constraints, arguments and results are facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._dtypes import bits_of
+from shardrules._specs import entries_of, entry_axes
+
+if TYPE_CHECKING:
+    from shardrules._estimate.schedule import CollectiveKind
+    from shardrules._program.equations import Body, Equations, Operation
+    from shardrules._program.factors import Factors, Rule, Shape
+
+Cuts = tuple[tuple[str, ...], ...]
+"""The mesh axes that cut each dimension of an array."""
+
+_MOST_CHOICES: Final = 256
+_ADDS: Final = frozenset({"add", "add_any"})
+_CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
+# Collectives that code by device has, by the name of the primitive.
+_EXPLICIT: Final[dict[str, CollectiveKind | str]] = {
+    **dict.fromkeys(["psum", "psum2", "psum_invariant", "pmax", "pmin"], "all-reduce"),
+    **dict.fromkeys(["all_gather", "all_gather_invariant"], "all-gather"),
+    **dict.fromkeys(["reduce_scatter", "psum_scatter"], "reduce-scatter"),
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+class _Result:
+    """User of what a step or a loop gives back."""
+
+    name = "result"
+
+
+_RESULT: Final[Any] = _Result()
+
+
+class Sent(NamedTuple):
+    """A collective of one operation."""
+
+    kind: str
+    axes: tuple[str, ...]
+    payload: int
+    """Bytes on a device: the result of an all-gather, the operand of all others."""
+    trips: int
+    operation: Operation
+    value: int | None
+    """The array that is gathered, or of whose terms the sum is; None in code by device."""
+
+
+class Spread:
+    """Specs of all arrays of a step on a mesh, and what is sent.
+
+    Args:
+        equations: Of the step.
+        sizes: Devices by mesh axis.
+        arguments: Cuts of each argument; None if it is whole on each device.
+        results: Cuts of each result; None if nothing says.
+        merges_sums: Whether terms of several products are added before devices add up theirs, as
+            XLA has it for TPUs.
+    """
+
+    def __init__(
+        self,
+        equations: Equations,
+        sizes: Mapping[str, int],
+        arguments: Sequence[Cuts | None],
+        results: Sequence[Cuts | None],
+        *,
+        merges_sums: bool = True,
+    ) -> None:
+        self._equations = equations
+        self._merges_sums = merges_sums
+        self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        self.cuts: dict[int, Cuts] = {}
+        self.sent: list[Sent] = []
+        self._wishes: dict[int, Cuts] = {}
+        self._copies: set[tuple[int, Cuts]] = set()
+        self._trips: dict[int, int] = {}
+        self._terms: dict[int, tuple[str, ...]] = {}
+        self._users: dict[int, list[Operation]] = {}
+        self.shares: dict[int, int] = {}
+        """Devices that share the work of each operation, by its identity."""
+        body = equations.body
+        self._find_users(body)
+        for number, cuts in zip(body.inputs, arguments, strict=True):
+            self.cuts[number] = self._known(number, cuts or ())
+        self._wish(body, [None if cuts is None else cuts for cuts in results])
+        self._run(body, 1)
+        for number, cuts in zip(body.outputs, results, strict=True):
+            if number is not None and cuts is not None:
+                self._move(number, self._known(number, cuts), 1, body.operations[-1])
+
+    def bytes(self, number: int, cuts: Cuts | None = None) -> int:
+        """Return the bytes of an array on a device."""
+        value = self._equations.values[number]
+        return self._bytes(value.shape, value.dtype, self.cuts.get(number, ()) if cuts is None else cuts)
+
+    def _bytes(self, shape: Shape, dtype: Any, cuts: Cuts) -> int:
+        sizes = list(shape)
+        for dim, axes in enumerate(cuts):
+            sizes[dim] = -(-sizes[dim] // self._count(axes))
+        return -(-prod(sizes) * _bits(dtype) // 8)
+
+    def _count(self, axes: Iterable[str]) -> int:
+        return prod(self.sizes[axis] for axis in axes)
+
+    def _known(self, number: int, cuts: Sequence[Sequence[str]]) -> Cuts:
+        """Return cuts without axes of one device, or that are not in the mesh."""
+        rank = len(self._equations.values[number].shape)
+        rows = [tuple(axis for axis in axes if axis in self.sizes) for axes in cuts]
+        return tuple(rows[:rank] + [()] * (rank - len(rows)))
+
+    def _of(self, number: int) -> Cuts:
+        cuts = self.cuts.get(number)
+        return ((),) * len(self._equations.values[number].shape) if cuts is None else cuts
+
+    # What operations wish for: from constraints and results backwards.
+
+    def _wish(self, body: Body, outputs: Sequence[Cuts | None]) -> None:
+        for number, cuts in zip(body.outputs, outputs, strict=True):
+            if number is not None and cuts is not None:
+                self._wishes.setdefault(number, self._known(number, cuts))
+        for operation in reversed(body.operations):
+            if operation.name in _CONSTRAINTS:
+                self._wishes[operation.outputs[0]] = self._constraint(operation)
+            if operation.bodies:
+                self._wish_inside(operation)
+            elif operation.rule is not None and not operation.rule.summed:
+                self._wish_of_operands(operation, operation.rule)
+
+    def _wish_of_operands(self, operation: Operation, rule: Rule) -> None:
+        axes: dict[int, tuple[str, ...]] = {}
+        for number, dims in zip(operation.outputs, rule.results, strict=True):
+            if number in self._wishes:
+                self._project(rule, dims, self._wishes[number], axes)
+        if not axes:
+            for number, dims in zip(operation.inputs, rule.operands, strict=True):
+                if number is not None and number in self.cuts:
+                    self._project(rule, dims, self.cuts[number], axes)
+        if axes:
+            for number, dims in zip(operation.inputs, rule.operands, strict=True):
+                if number is not None and number not in self.cuts:
+                    self._wishes.setdefault(number, _cuts_of(dims, axes))
+
+    def _wish_inside(self, operation: Operation) -> None:
+        if operation.name == "shard_map":
+            return
+        for body in operation.bodies:
+            arguments = operation.arguments(body)
+            carried = range(operation.first, operation.first + operation.carries)
+            for place, (outer, inner) in enumerate(arguments):
+                if outer in self.cuts and inner not in self.cuts and place not in carried:
+                    self.cuts[inner] = self.cuts[outer][place >= carried.stop :]
+            outputs: list[Cuts | None] = []
+            for place, number in enumerate(operation.outputs):
+                wish = self._wishes.get(number)
+                if place >= operation.carries:
+                    outputs.append(None if wish is None else wish[1:])
+                elif wish is None and operation.name != "cond":
+                    outputs.append(self.cuts.get(arguments[operation.first + place][0] or -1))
+                else:
+                    outputs.append(wish)
+            self._wish(body, outputs)
+
+    def _constraint(self, operation: Operation) -> Cuts:
+        sharding = operation.eqn.params.get("sharding") or operation.eqn.params.get("dst_sharding")
+        spec = getattr(sharding, "spec", None)
+        number = operation.inputs[0]
+        if spec is None or number is None:
+            return () if number is None else self._of(number)
+        free = operation.eqn.params.get("unconstrained_dims") or ()
+        before = self._of(number)
+        rows = [entry_axes(entry) for entry in entries_of(spec)]
+        rows += [()] * (len(before) - len(rows))
+        rows = [before[dim] if dim in free else row for dim, row in enumerate(rows)]
+        return self._known(number, rows)
+
+    # What operations compute with, and send: forwards.
+
+    def _run(self, body: Body, trips: int) -> None:
+        for number in body.inputs:
+            self._trips.setdefault(number, trips)
+        for operation in body.operations:
+            self._trips.update(dict.fromkeys(operation.outputs, trips))
+            if operation.name in _EXPLICIT:
+                self._explicit(operation, trips)
+            if operation.name in _CONSTRAINTS and operation.inputs[0] is not None:
+                cuts = self._constraint(operation)
+                self._move(operation.inputs[0], cuts, trips, operation)
+                self.cuts[operation.outputs[0]] = cuts
+            elif operation.bodies:
+                self._run_inside(operation, trips)
+            elif operation.rule is not None:
+                self._compute(operation, operation.rule, trips)
+
+    def _explicit(self, operation: Operation, trips: int) -> None:
+        params = operation.eqn.params
+        names = params.get("axes", params.get("axis_name", ()))
+        names = (names,) if isinstance(names, str) else tuple(names)
+        axes = tuple(axis for axis in names if axis in self.sizes)
+        kind = _EXPLICIT[operation.name]
+        arrays = operation.outputs if kind == "all-gather" else operation.inputs
+        payload = sum(self.bytes(number) for number in arrays if number is not None)
+        if axes and payload:
+            self.sent.append(Sent(kind, axes, payload, trips, operation, None))
+
+    def _run_inside(self, operation: Operation, trips: int) -> None:
+        if operation.name == "shard_map":
+            self._run_manual(operation, trips)
+            return
+        for body in operation.bodies:
+            self._enter(operation, body, trips)
+            self._run(body, trips * operation.trips)
+            for place, (number, made) in enumerate(
+                zip(operation.outputs, body.outputs, strict=True)
+            ):
+                cuts = () if made is None else self._of(made)
+                is_stack = place >= operation.carries
+                self.cuts[number] = self._known(number, ((), *cuts) if is_stack else cuts)
+
+    def _enter(self, operation: Operation, body: Body, trips: int) -> None:
+        """Give the inputs of a body their cuts: what is carried has those of its results."""
+        stop = operation.first + operation.carries
+        for place, (outer, inner) in enumerate(operation.arguments(body)):
+            if outer is None or inner == outer:
+                continue
+            cuts = self._of(outer)
+            if place >= stop:
+                if cuts[0]:
+                    self._move(outer, ((), *cuts[1:]), trips, operation)
+                cuts = cuts[1:]
+            elif place >= operation.first and operation.name != "cond":
+                made = body.outputs[place - operation.first]
+                wish = None if made is None else self._wishes.get(made)
+                if wish is not None and wish != cuts:
+                    self._move(outer, wish, trips, operation)
+                    cuts = wish
+            self.cuts[inner] = cuts
+
+    def _run_manual(self, operation: Operation, trips: int) -> None:
+        """Bring arguments to the specs of code by device, and run it."""
+        manual = self._equations.manual
+        (body,) = operation.bodies
+
+        def cuts_of(number: int, axes: Mapping[int, tuple[str, ...]]) -> Cuts:
+            rank = len(self._equations.values[number].shape)
+            return self._known(number, [axes.get(dim, ()) for dim in range(rank)])
+
+        for outer, inner in operation.arguments(body):
+            if outer is not None:
+                self._move(outer, cuts_of(outer, manual[inner]), trips, operation)
+        self._run(body, trips)
+        for number in operation.outputs:
+            self.cuts[number] = cuts_of(number, manual[number])
+
+    def _find_users(self, body: Body) -> None:
+        for operation in body.operations:
+            for number in operation.inputs:
+                if number is not None:
+                    self._users.setdefault(number, []).append(operation)
+            for inner in operation.bodies:
+                self._find_users(inner)
+        for number in body.outputs:
+            if number is not None:
+                self._users.setdefault(number, []).append(_RESULT)
+
+    def _compute(self, operation: Operation, rule: Rule, trips: int) -> None:
+        """Choose the axes of an operation's factors, move its operands, and add up its terms."""
+        if rule.is_identity:
+            for before, after in zip(operation.inputs, operation.outputs, strict=False):
+                self.cuts[after] = self._known(after, () if before is None else self._of(before))
+            return
+        options: dict[str, list[int]] = {}
+        for number, dims in zip(operation.inputs, rule.operands, strict=True):
+            if number is not None:
+                axes: dict[int, tuple[str, ...]] = {}
+                self._project(rule, dims, self._of(number), axes)
+                for factor, names in axes.items():
+                    for name in names:
+                        places = options.setdefault(name, [])
+                        if factor not in places and factor not in rule.whole:
+                            places.append(factor)
+        for number, dims in zip(operation.outputs, rule.results, strict=True):
+            axes = {}
+            self._project(rule, dims, self._wishes.get(number, ()), axes)
+            for factor, names in axes.items():
+                if factor not in rule.whole:  # a device needs only its part, and has the whole
+                    for name in names:
+                        options.setdefault(name, [factor])
+        choice = self._cheapest(operation, rule, options)
+        self.shares[id(operation)] = prod(map(self._count, choice.values()))
+        if operation.name in _ADDS and self._add_terms(operation, choice, rule, trips):
+            return
+        for number, dims in zip(operation.inputs, rule.operands, strict=True):
+            if number is not None:
+                self._move(number, _cuts_of(dims, choice), trips, operation)
+        for number, dims in zip(operation.outputs, rule.results, strict=True):
+            self.cuts[number] = _cuts_of(dims, choice)
+            summed = [axis for factor in sorted(rule.summed) for axis in choice.get(factor, ())]
+            self._add_up(operation, number, tuple(summed), trips)
+
+    def _cheapest(
+        self, operation: Operation, rule: Rule, options: Mapping[str, list[int]]
+    ) -> dict[int, tuple[str, ...]]:
+        """Return the axes by factor for which least is sent."""
+        axes = list(options)
+        choices = [options[axis] or [None] for axis in axes]
+        if all(len(places) == 1 for places in choices):
+            return _by_factor(axes, [places[0] for places in choices], rule, self.sizes)
+        best: tuple[float, dict[int, tuple[str, ...]]] | None = None
+        if prod(map(len, choices)) > _MOST_CHOICES:
+            choices = [places[:1] for places in choices]
+        for places in product(*choices):
+            by_factor = _by_factor(axes, places, rule, self.sizes)
+            cost = self._cost(operation, rule, by_factor)
+            if best is None or cost < best[0]:
+                best = cost, by_factor
+        return {} if best is None else best[1]
+
+    def _cost(self, operation: Operation, rule: Rule, choice: dict[int, tuple[str, ...]]) -> float:
+        """Return the bytes that a device sends if an operation computes with these axes."""
+        total = 0.0
+        for number, dims in zip(operation.inputs, rule.operands, strict=True):
+            if number is not None:
+                total += sum(
+                    self._ring(kind, axes, payload)
+                    for kind, axes, payload in self._moves(number, self._of(number), _cuts_of(dims, choice))
+                )
+        summed = [axis for factor in rule.summed for axis in choice.get(factor, ())]
+        for number, dims in zip(operation.outputs, rule.results, strict=True):
+            cuts = _cuts_of(dims, choice)
+            if summed:
+                total += self._ring("all-reduce", summed, self.bytes(number, cuts))
+            if (wish := self._wishes.get(number)) is not None:
+                total += sum(
+                    self._ring(kind, axes, payload)
+                    for kind, axes, payload in self._moves(number, cuts, wish)
+                )
+        return total
+
+    def _ring(self, kind: str, axes: Iterable[str], payload: int) -> float:
+        count = self._count(axes)
+        return (2 if kind == "all-reduce" else 1) * payload * (count - 1) / count
+
+    def _add_terms(
+        self, operation: Operation, choice: Mapping[int, tuple[str, ...]], rule: Rule, trips: int
+    ) -> bool:
+        """Add terms that devices have not added up yet; False if there are others among them."""
+        numbers = [number for number in operation.inputs if number is not None]
+        axes = {self._terms.get(number) for number in numbers}
+        if len(numbers) == len(operation.inputs) and len(axes) == 1 and None not in axes:
+            (result,) = operation.outputs
+            self.cuts[result] = _cuts_of(rule.results[0], choice)
+            self._add_up(operation, result, self._terms[numbers[0]], trips)
+            return True
+        for number in numbers:
+            if number in self._terms:
+                self._send_sum(operation, number, self._terms.pop(number), trips)
+        return False
+
+    def _add_up(
+        self, operation: Operation, number: int, axes: tuple[str, ...], trips: int
+    ) -> None:
+        """Add the terms of a result over axes, or let the addition that reads it do so."""
+        if not axes:
+            return
+        users = self._users.get(number, [])
+        if self._merges_sums and len(users) == 1 and users[0].name in _ADDS:
+            self._terms[number] = axes
+        else:
+            self._send_sum(operation, number, axes, trips)
+
+    def _send_sum(
+        self, operation: Operation, number: int, axes: tuple[str, ...], trips: int
+    ) -> None:
+        """Count the collective that adds the terms of a result over the axes."""
+        cuts, wish = self.cuts[number], self._wishes.get(number)
+        payload = self.bytes(number)
+        taken = {axis for row in cuts for axis in row}
+        scattered: tuple[str, ...] = ()
+        if wish is not None:
+            scattered = tuple(a for row in wish for a in row if a in axes and a not in taken)
+        if scattered and all(
+            tuple(a for a in row if a not in scattered) == before
+            for row, before in zip(wish or (), cuts, strict=True)
+        ):
+            self.sent.append(Sent("reduce-scatter", scattered, payload, trips, operation, number))
+            self.cuts[number] = wish or ()
+            payload = self.bytes(number)
+            axes = tuple(axis for axis in axes if axis not in scattered)
+        if axes:
+            self.sent.append(Sent("all-reduce", axes, payload, trips, operation, number))
+
+    def _move(self, number: int, cuts: Cuts, trips: int, operation: Operation) -> None:
+        """Bring an array to other cuts; a copy that is there already is used again."""
+        before = self._of(number)
+        if before == cuts or (number, cuts) in self._copies:
+            return
+        moves = list(self._moves(number, before, cuts))
+        self._copies.add((number, cuts))
+        # What a loop does not change is moved before it.
+        trips = min(trips, self._trips.get(number, 1))
+        for kind, axes, payload in moves:
+            self.sent.append(Sent(kind, axes, payload, trips, operation, number))
+
+    def _moves(self, number: int, before: Cuts, after: Cuts) -> Iterator[tuple[str, tuple[str, ...], int]]:
+        """Yield (collective, axes, payload) that bring an array from some cuts to others."""
+        if before == after:
+            return
+        place = {axis: dim for dim, row in enumerate(after) for axis in row}
+        gathered = [a for dim, row in enumerate(before) for a in row if a not in place]
+        turned = [a for dim, row in enumerate(before) for a in row if place.get(a, dim) != dim]
+        if turned:
+            yield "all-to-all", tuple(turned), self.bytes(number, before)
+        if gathered:
+            rows = tuple(
+                tuple(a for a in row if a not in gathered and place.get(a) == dim)
+                for dim, row in enumerate(before)
+            )
+            yield "all-gather", tuple(gathered), self.bytes(number, rows)
+
+    def _project(
+        self, rule: Rule, dims: Sequence[Factors], cuts: Cuts, axes: dict[int, tuple[str, ...]]
+    ) -> None:
+        """Put the axes of an array's dimensions on the factors that these consist of."""
+        for factors, names in zip(dims, cuts, strict=bool(cuts)):
+            if not names or not factors:
+                continue
+            place, count = 0, 1
+            rows: dict[int, tuple[str, ...]] = {}
+            for name in names:
+                size = self.sizes[name]
+                while place < len(factors) - 1 and rule.sizes[factors[place]] % (count * size):
+                    place, count = place + 1, 1
+                count *= size
+                rows[factors[place]] = (*rows.get(factors[place], ()), name)
+            for factor, row in rows.items():
+                axes.setdefault(factor, row)
+
+
+def _by_factor(
+    axes: Sequence[str], places: Sequence[int | None], rule: Rule, sizes: Mapping[str, int]
+) -> dict[int, tuple[str, ...]]:
+    by_factor: dict[int, tuple[str, ...]] = {}
+    for axis, factor in zip(axes, places, strict=True):
+        if factor is not None:
+            row = (*by_factor.get(factor, ()), axis)
+            if prod(sizes[name] for name in row) <= rule.sizes[factor]:
+                by_factor[factor] = row
+    return by_factor
+
+
+def _cuts_of(dims: Iterable[Factors], axes: Mapping[int, tuple[str, ...]]) -> Cuts:
+    """Return the cuts of an array by those of its factors."""
+    return tuple(
+        axes.get(factors[0], ()) if len(factors) == 1 else tuple(a for f in factors for a in axes.get(f, ()))
+        for factors in dims
+    )
+
+
+def _bits(dtype: Any) -> int:
+    return 0 if dtype is None else bits_of(dtype)  # a token has none

@@ -1,0 +1,469 @@
+"""A step before it is compiled: `trace` reads its jaxpr, `Step` says what it does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._jax import user_line
+from shardrules._mesh.mesh import as_mesh, has_devices
+from shardrules._mesh.topology import Topology
+from shardrules._plan.plan import Plan
+from shardrules._plan.trees import kind_specs
+from shardrules._program.compile import placed_on, target_mesh
+from shardrules._program.dimension_roles import ClassRole, Roles
+from shardrules._program.equations import Equations
+from shardrules._program.hlo import Place
+from shardrules._program.memory import Buffer, Memory, Totals
+from shardrules._program.peak import AliveArray, alive_arrays
+from shardrules._program.spread import Cuts, Spread
+from shardrules._specs import entries_of, entry_axes
+from shardrules._text import (
+    Column,
+    Table,
+    and_more,
+    answer,
+    counted,
+    mesh_shown,
+    near_shown,
+    printable_lines,
+    record,
+    shown,
+)
+from shardrules._trees.align import leaf_paths
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from shardrules._program.equations import Operation
+
+_LARGEST: Final = 100
+_IN_TEXT: Final = 12
+_ARRAYS_SHOWN: Final = 4
+_COLUMNS: Final = (
+    Column("role"),
+    Column("size", is_right=True),
+    Column("arrays", is_elided=True),
+)
+_WORK: Final = (
+    Column("FLOPs", is_right=True),
+    Column("share", is_right=True),
+    Column("operation"),
+    Column("pass"),
+    Column("line", is_elided=True),
+)
+
+
+@record
+class DimensionClass(NamedTuple):
+    """Dimensions of a step that must be sharded alike; a row of `Step.dimensions`."""
+
+    role: ClassRole
+    """What the step does with them; "" if nothing tells."""
+    size: int
+    arrays: tuple[tuple[str, int], ...]
+    """(path, dimension) of each argument that has them."""
+    contracted: tuple[str, ...]
+    """Lines of the products that sum over them."""
+
+
+@record
+class Work(NamedTuple):
+    """Arithmetic of the operations of one line; a row of `Step.work`."""
+
+    operation: str
+    part: str
+    """"forward", "backward", "recomputed" or "other"."""
+    line: str
+    times: int
+    """How many there are in a step, loops multiplied."""
+    flops: int
+    """As XLA counts them, without transcendental ones."""
+
+
+@answer
+class Step:
+    """What a step does, by its jaxpr: dimensions, FLOPs and memory; `trace` makes it.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
+        >>> plan = sr.plan(tree, [("up", ("fsdp", "tp"))], {"fsdp": 2, "tp": 4})
+        >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
+        >>> step = sr.trace(lambda params, x: x @ params["up"], plan, x)
+        >>> step.flops
+        262144
+        >>> [(row.role, row.size, row.arrays) for row in step.dimensions][0]
+        ('hidden', 64, (('inputs/0/up', 0), ('inputs/1', 1)))
+    """
+
+    def __init__(
+        self, name: str, closed: Any, args: tuple[Any, ...], paths: list[str], mesh: Any
+    ) -> None:
+        self.name = name
+        self.mesh = mesh
+        """The mesh that constraints are of; None without one."""
+        self._args = args
+        self._paths = paths
+        self._equations = Equations(closed)
+        self._call = _only_call(closed)
+
+    @cached_property
+    def _ranges(self) -> list[range]:
+        """The places of each argument's leaves."""
+        from jax import tree_util
+
+        ranges, begin = [], 0
+        for arg in placed_on(self._args, None):
+            count = len(tree_util.tree_leaves(arg))
+            ranges.append(range(begin, begin + count))
+            begin += count
+        return ranges
+
+    @property
+    def _weights(self) -> list[int]:
+        """Numbers of the arguments' leaves that are planned, or else of the first argument's."""
+        planned = [i for i, arg in enumerate(self._args) if isinstance(arg, Plan)] or [0]
+        inputs = self._equations.body.inputs
+        return [inputs[row] for i in planned[: len(self._args)] for row in self._ranges[i]]
+
+    @cached_property
+    def _roles(self) -> Roles:
+        weights = set(self._weights)
+        data = [number for number in self._equations.body.inputs if number not in weights]
+        return Roles(self._equations, self._weights, data)
+
+    @cached_property
+    def dimensions(self) -> tuple[DimensionClass, ...]:
+        """Classes of dimensions that must be sharded alike, of which arguments have some."""
+        equations = self._equations
+        arrays: dict[int, list[tuple[str, int]]] = {}
+        for path, number in zip(self._paths, equations.body.inputs, strict=True):
+            for place, dim in enumerate(equations.values[number].dims):
+                for name in equations.dims.classes(dim):
+                    arrays.setdefault(name, []).append((path, place))
+        roles = self._roles
+        rows = [
+            DimensionClass(
+                roles.of.get(name, ""),
+                equations.dims.sizes[name],
+                tuple(places),
+                tuple(dict.fromkeys(map(_line, roles.contracted.get(name, ())))),
+            )
+            for name, places in arrays.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: (-len(row.arrays), -row.size)))
+
+    @cached_property
+    def work(self) -> tuple[Work, ...]:
+        """Arithmetic by line, the most first."""
+        flops: Counter[tuple[str, str, str]] = Counter()
+        times: Counter[tuple[str, str, str]] = Counter()
+        for operation, trips in self._equations.operations():
+            if operation.rule is not None and operation.rule.flops:
+                key = operation.name, _part(operation.scope), _line(operation)
+                flops[key] += operation.rule.flops * trips
+                times[key] += trips
+        return tuple(Work(*key, times[key], count) for key, count in flops.most_common())
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a step on all devices, without transcendental ones."""
+        return sum(row.flops for row in self.work)
+
+    @property
+    def unmodelled(self) -> tuple[str, ...]:
+        """What is not looked into: kernels, and primitives without a rule."""
+        rows = [f"{name} ({count:,} times)" for name, count in self._equations.missing.items()]
+        rows += [f"{_line(loop)}: a loop whose length is not known" for loop in self._equations.endless]
+        return tuple(rows)
+
+    def spread(self, plan: Plan | None = None) -> Spread:
+        """Spread the specs of a plan, and of the arguments' shardings, over all arrays.
+
+        Args:
+            plan: The plan in the place of the first that the step was traced with; None for that.
+
+        Raises:
+            ValueError: The plan is of another tree; or the step has code by device, which was
+                traced for another mesh.
+        """
+        args = self._with_plan(plan)
+        sizes = self._sizes(args)
+        cuts = [row for arg in args for row in _cuts_of(arg)]
+        results = _result_cuts(self._call, self._equations, cuts, self._donated)
+        return Spread(self._equations, sizes, cuts, results)
+
+    def _with_plan(self, plan: Plan | None) -> tuple[Any, ...]:
+        if plan is None:
+            return self._args
+        place = next((i for i, arg in enumerate(self._args) if isinstance(arg, Plan)), None)
+        if place is None:
+            raise ValueError("plan: the step was traced without a Plan among its arguments")
+        before = self._args[place]
+        if before.paths != plan.paths:
+            raise ValueError(
+                f"plan: it has {counted(len(plan), 'leaf')}, and the step was traced with a plan "
+                f"of {counted(len(before), 'leaf')} that are not the same: trace the step with it"
+            )
+        if self._equations.manual and before.axis_sizes != plan.axis_sizes:
+            raise ValueError(
+                f"plan: its mesh is {mesh_shown(plan.axis_sizes)}, and the step has code by device "
+                f"for {mesh_shown(before.axis_sizes)}: trace the step on that mesh"
+            )
+        return (*self._args[:place], plan, *self._args[place + 1 :])
+
+    def _sizes(self, args: tuple[Any, ...]) -> dict[str, int]:
+        for arg in args:
+            if isinstance(arg, Plan):
+                return dict(arg.axis_sizes)
+        return {} if self.mesh is None else dict(self.mesh.shape)
+
+    @cached_property
+    def _donated(self) -> list[int]:
+        """Numbers of the arguments whose memory results take."""
+        flags = [] if self._call is None else self._call.params.get("donated_invars", ())
+        inputs = self._equations.body.inputs
+        if self._call is None or len(flags) != len(inputs):
+            return []
+        return [number for number, is_donated in zip(inputs, flags, strict=True) if is_donated]
+
+    def memory(self, plan: Plan | None = None) -> Memory:
+        """Estimate the memory that the step needs on a device, before it is compiled.
+
+        Args:
+            plan: As `spread` takes it.
+
+        Returns:
+            A `Memory`: arguments, results and temporary arrays, and the largest that are alive when
+            a device needs most, each with its line. XLA needs somewhat more.
+        """
+        spread = self.spread(plan)
+        rows, numbers = alive_arrays(self._equations, spread, self._donated)
+        alive = sum(row.bytes for row in rows)
+        of_arguments = sum(row.bytes for row in rows if row.operation is None)
+        totals = Totals(**numbers, temporaries=alive - of_arguments, code=0)
+        buffers = tuple(self._buffer(row, spread) for row in rows[:_LARGEST])
+        saved = tuple(row for row in buffers if row.is_saved)
+        scopes = (operation.scope for operation, _ in self._equations.operations())
+        return Memory(
+            totals,
+            alive,
+            sum(row.bytes for row in saved),
+            any("rematted" in scope for scope in scopes),
+            buffers,
+            saved,
+        )
+
+    def _buffer(self, row: AliveArray, spread: Spread) -> Buffer:
+        value = self._equations.values[row.number]
+        sizes = list(value.shape)
+        for dim, axes in enumerate(() if row.is_gathered else spread.cuts.get(row.number, ())):
+            sizes[dim] = -(-sizes[dim] // prod(spread.sizes[axis] for axis in axes))
+        shape = f"{getattr(value.dtype, 'name', value.dtype)}[{','.join(map(str, sizes))}]"
+        if row.operation is None:
+            places = dict(zip(self._equations.body.inputs, self._paths, strict=True))
+            what = places.get(row.number, "output")
+            return Buffer(row.bytes, shape, what, row.number in places, False, None)
+        what = f"{row.operation.scope}/{row.operation.name}".lstrip("/")
+        what = f"gathered for {what}" if row.is_gathered else what
+        is_saved = row.operation.name == "scan" and "transpose(" not in row.operation.scope
+        return Buffer(row.bytes, shape, what, False, is_saved, _place(row.operation))
+
+    def explain(self, path: str) -> str:
+        """Say of each dimension of an argument what the step does with it.
+
+        Args:
+            path: Of an array, such as "inputs/0/layers/up", or its end, such as "layers/up".
+
+        Raises:
+            KeyError: There is no such array; the message lists near paths.
+        """
+        row = next((i for i, name in enumerate(self._paths) if name == path), None)
+        if row is None:
+            ends = [i for i, name in enumerate(self._paths) if name.endswith(f"/{path}")]
+            if len(ends) != 1:
+                why = "is in several arguments" if ends else "is no argument's"
+                raise KeyError(f"the path {path!r} {why}{near_shown(path, self._paths)}")
+            row = ends[0]
+        equations = self._equations
+        value = equations.values[equations.body.inputs[row]]
+        lines = [f"{self._paths[row]} {getattr(value.dtype, 'name', value.dtype)}{list(value.shape)}"]
+        for place, dim in enumerate(value.dims):
+            lines += self._dimension_lines(place, value.shape[place], equations.dims.classes(dim))
+        return printable_lines(lines)
+
+    def _dimension_lines(self, place: int, size: int, classes: Iterable[int]) -> Iterator[str]:
+        roles, sizes = self._roles, self._equations.dims.sizes
+        names = [f"{roles.of.get(c, '') or 'no role'} {sizes[c]:,}" for c in classes]
+        yield f"  dimension {place}, {size:,}: {' x '.join(names) or 'one element'}"
+        for name in classes:
+            lines = list(dict.fromkeys(map(_line, roles.contracted.get(name, ()))))
+            for line in lines[:_ARRAYS_SHOWN]:
+                yield f"    summed over at {line}"
+            yield from (f"    {text}" for text in and_more(len(lines), _ARRAYS_SHOWN, "line"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return dimensions, work and what is not modelled as `json.dumps` takes them."""
+        return {
+            "name": self.name,
+            "flops": self.flops,
+            "dimensions": [row._asdict() for row in self.dimensions],
+            "work": [row._asdict() for row in self.work],
+            "unmodelled": list(self.unmodelled),
+        }
+
+    def __str__(self) -> str:
+        rows = self.work
+        total = self.flops or 1
+        work = [
+            (f"{row.flops:.3g}", f"{row.flops / total:.1%}", row.operation, row.part, row.line)
+            for row in rows[:_IN_TEXT]
+        ]
+        lines = [f"{self.name}: {self.flops:.3g} FLOPs on all devices"]
+        lines += Table(_WORK, work).lines() if work else []
+        lines += and_more(len(rows), _IN_TEXT, "line")
+        lines += ["", f"{counted(len(self.dimensions), 'class')} of dimensions that are sharded alike"]
+        lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
+        lines += [f"not looked into: {text}" for text in self.unmodelled]
+        return printable_lines(lines)
+
+
+def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
+    """Read what a step does from its jaxpr: nothing is compiled, and nothing runs.
+
+    Args:
+        step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;
+            give the jitted one for donation and `out_shardings`.
+        *args: Its arguments, as `compile` takes them: a Plan stands for the tree that it plans.
+        on: The mesh of the constraints in it, as `compile` takes it. Default: that of the plans.
+
+    Returns:
+        A `Step`: classes of dimensions with their roles, FLOPs by line, and memory.
+
+    Raises:
+        TypeError: The step is no function.
+        ValueError: The arguments have several meshes.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"w": jax.ShapeDtypeStruct((64, 256), "float32")}
+        >>> plan = sr.plan(tree, [("w", ("fsdp", "tp"))], {"fsdp": 2, "tp": 4})
+        >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
+        >>> print(sr.trace(lambda params, x: x @ params["w"], plan, x).explain("w"))
+        inputs/0/w float32[64, 256]
+          dimension 0, 64: hidden 64
+            summed over at <doctest ...>:1
+          dimension 1, 256: no role 256
+    """
+    import jax
+
+    if not callable(step):
+        raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
+    mesh = _mesh_of(on, args)
+    trees = placed_on(args, mesh if on is not None else None)
+    make: Any = jax.make_jaxpr
+    if type(step).__module__.startswith("equinox."):
+        import equinox
+
+        make = equinox.filter_make_jaxpr
+    with _in_force(mesh):
+        closed = make(step)(*trees)
+    closed = closed[0] if isinstance(closed, tuple) else closed
+    paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]
+    name = getattr(step, "__name__", type(step).__name__)
+    return Step(name, closed, args, paths, mesh)
+
+
+def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
+    """Return the mesh of constraints; None if nothing says."""
+    if on is not None:
+        return target_mesh(on, args)
+    meshes = list(dict.fromkeys(as_mesh(arg._mesh) for arg in args if isinstance(arg, Plan)))
+    if len({tuple(mesh.shape.items()) for mesh in meshes}) > 1:
+        texts = "; ".join(mesh_shown(mesh.shape) for mesh in meshes)
+        raise ValueError(f"the plans among the arguments have several meshes: {texts}")
+    return meshes[0] if meshes else None
+
+
+def _in_force(mesh: Any) -> AbstractContextManager[Any]:
+    """Return the context in which specs are of a mesh, with devices or without them."""
+    import jax
+
+    if mesh is None:
+        return nullcontext()
+    if not has_devices(mesh):
+        use = getattr(jax.sharding, "use_abstract_mesh", None)
+        return nullcontext() if use is None else use(mesh)  # type: ignore[no-any-return]
+    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh  # type: ignore[no-any-return]
+
+
+def _paths_of(place: int, tree: Any) -> Iterator[str]:
+    for path in leaf_paths(tree):
+        yield f"inputs/{place}/{path}" if path else f"inputs/{place}"
+
+
+def _cuts_of(arg: Any) -> Iterator[Cuts | None]:
+    """Yield the mesh axes of each dimension, for each leaf of an argument."""
+    from jax import tree_util
+
+    if isinstance(arg, Plan):
+        arg = arg.abstract()
+    for leaf in tree_util.tree_leaves(arg):
+        spec = getattr(getattr(leaf, "sharding", None), "spec", None)
+        yield None if spec is None else tuple(map(entry_axes, entries_of(spec)))
+
+
+def _only_call(closed: Any) -> Any:
+    """Return the equation of the jitted function that a jaxpr consists of; None without one."""
+    eqns = closed.jaxpr.eqns
+    is_call = len(eqns) == 1 and eqns[0].primitive.name in ("jit", "pjit")
+    return eqns[0] if is_call and list(eqns[0].invars) == list(closed.jaxpr.invars) else None
+
+
+def _result_cuts(
+    call: Any, equations: Equations, arguments: Sequence[Cuts | None], donated: Iterable[int]
+) -> list[Cuts | None]:
+    """Return the cuts of results: of `out_shardings`, or of a donated argument that is alike."""
+    outputs = equations.body.outputs
+    shardings = () if call is None else call.params.get("out_shardings", ())
+    if len(shardings) != len(outputs):
+        shardings = [None] * len(outputs)
+    of = dict(zip(equations.body.inputs, arguments, strict=True))
+    free = [number for number in donated if of.get(number) is not None]
+    results: list[Cuts | None] = []
+    for number, sharding in zip(outputs, shardings, strict=True):
+        spec = getattr(sharding, "spec", None)
+        cuts = None if spec is None else tuple(map(entry_axes, entries_of(spec)))
+        results.append(cuts)
+    return results
+
+
+def _part(scope: str) -> str:
+    """Return the pass of the step that an operation is in, by JAX's names around it."""
+    if "rematted_computation" in scope:
+        return "recomputed"
+    if "transpose(" in scope:
+        return "backward"
+    return "forward" if "jvp(" in scope else "other"
+
+
+def _place(operation: Operation) -> Place | None:
+    line = user_line(operation.eqn)
+    return None if line is None else Place(*line)
+
+
+def _line(operation: Operation) -> str:
+    place = _place(operation)
+    return operation.name if place is None else str(place)
+
+
+def _class_cells(row: DimensionClass) -> tuple[str, ...]:
+    shown_arrays = [f"{path}[{dim}]" for path, dim in row.arrays[:_ARRAYS_SHOWN]]
+    more = len(row.arrays) - _ARRAYS_SHOWN
+    text = ", ".join(shown_arrays) + (f" and {more} more" if more > 0 else "")
+    return row.role, f"{row.size:,}", text
