@@ -13,7 +13,8 @@ from shardrules._program.factors import Rule, Shape, rule_of, same_rule, shape_o
 # What holds one jaxpr that runs once, by the name of the parameter that has it.
 _CALLS: Final = {
     **dict.fromkeys(
-        "jit pjit closed_call core_closed_call checkpoint remat remat2 custom_lin run_state".split(),
+        "jit pjit closed_call core_closed_call checkpoint remat remat2 run_state "
+        "eval_jaxpr composite".split(),
         "jaxpr",
     ),
     "core_call": "call_jaxpr",

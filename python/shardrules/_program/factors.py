@@ -113,15 +113,16 @@ def shape_of(var: Any) -> Shape:
 
 def _elementwise(shapes: list[Shape], results: list[Shape], flops: int = 1) -> Rule:
     builder = _Builder()
-    shape = max([*shapes, *results], key=len)
-    factors = builder.dimensions(shape)
+    factors = builder.dimensions(results[0])
     count = flops * sum(map(prod, results))
     return builder.rule(*[_of_shapes(factors, some) for some in (shapes, results)], count)
 
 
 def _of_shapes(factors: list[Factors], shapes: Iterable[Shape]) -> Iterator[list[Factors]]:
-    """Yield the factors for each shape: scalars among the operands have none."""
-    return (factors if shape else [] for shape in shapes)
+    """Yield the factors for each shape: scalars, and dimensions that are broadcast, have none."""
+    for shape in shapes:
+        pairs = zip(factors, shape, strict=bool(shape))
+        yield [() if size == 1 else factor for factor, size in pairs]
 
 
 def _broadcast(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
@@ -376,6 +377,26 @@ def _split(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     return rule._replace(operands=rule.results, results=rule.operands)
 
 
+def _unstack(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    builder = _Builder()
+    factors = builder.dimensions(shapes[0])
+    axis = params["axis"] % len(shapes[0])
+    builder.whole.update(factors[axis])
+    rest = [f for dim, f in enumerate(factors) if dim != axis]
+    return builder.rule([factors], [rest for _ in results])
+
+
+def _stack(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    rule = _unstack(params, results, shapes)
+    return rule._replace(operands=rule.results, results=rule.operands)
+
+
+def _scatter_of_windows(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    """Return the rule of the gradient of a maximum over windows."""
+    rule = _cut(params, shapes[:1], results)
+    return rule._replace(operands=(rule.operands[0], rule.results[0], *[()] * (len(shapes) - 2)))
+
+
 def _along(name: str, flops: int = 0) -> Callable[[Any, list[Shape], list[Shape]], Rule]:
     """Return the rule of what goes along one dimension, or several, and keeps the shape."""
 
@@ -446,7 +467,7 @@ def _same(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
 
 _TRANSCENDENTAL: Final = frozenset(
     "exp exp2 expm1 log log1p logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh "
-    "atanh sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e".split()
+    "atanh log2 sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e".split()
 )
 _UNCOUNTED: Final = _TRANSCENDENTAL | frozenset(
     "copy copy_p stop_gradient name bitcast_convert_type pvary reduce_precision random_wrap".split()
@@ -456,7 +477,8 @@ _ELEMENTWISE: Final = _TRANSCENDENTAL | frozenset(
     "eq ne lt le gt ge lt_to le_to shift_left shift_right_logical shift_right_arithmetic select_n "
     "clamp convert_element_type reduce_precision integer_pow square nextafter real imag complex "
     "conj population_count clz copy copy_p stop_gradient name bitcast_convert_type threefry2x32 "
-    "pvary clamp_p regularized_incomplete_beta igamma igammac polygamma zeta mulhi".split()
+    "pvary regularized_incomplete_beta igamma igammac igamma_grad_a random_gamma_grad polygamma "
+    "zeta mulhi one_minus_square eq_to to_edtype from_edtype tie".split()
 )
 _RULES: Final[dict[str, Callable[[Any, list[Shape], list[Shape]], Rule | None]]] = {
     "broadcast_in_dim": _broadcast,
@@ -484,6 +506,10 @@ _RULES: Final[dict[str, Callable[[Any, list[Shape], list[Shape]], Rule | None]]]
     "dynamic_update_slice": _update,
     "concatenate": _concatenate,
     "split": _split,
+    "unstack": _unstack,
+    "stack": _stack,
+    "tile": _cut,
+    "select_and_scatter_add": _scatter_of_windows,
     "rev": _along("dimensions"),
     "sort": _along("dimension"),
     **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _along("axis", 1)),
@@ -503,7 +529,7 @@ _RULES: Final[dict[str, Callable[[Any, list[Shape], list[Shape]], Rule | None]]]
     ),
     **dict.fromkeys(
         "sharding_constraint reshard mesh_cast optimization_barrier device_put layout_constraint "
-        "reduce_vma pbroadcast ppermute psum psum2 psum_invariant pmax pmin".split(),
+        "reduce_vma vary_unreduced_cast pbroadcast ppermute psum psum2 psum_invariant pmax pmin".split(),
         _same,
     ),
     **dict.fromkeys(
