@@ -10,18 +10,12 @@ from typing import Any, Final, NamedTuple
 from shardrules._program.dimensions import Dimensions, Dims
 from shardrules._program.factors import Rule, Shape, rule_of, same_rule, shape_of
 
-# What holds one jaxpr that runs once, by the name of the parameter that has it.
-_CALLS: Final = {
-    **dict.fromkeys(
-        "jit pjit closed_call core_closed_call checkpoint remat remat2 run_state "
-        "eval_jaxpr composite".split(),
-        "jaxpr",
-    ),
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
+# What holds one jaxpr that runs once, and the names of the parameter that has it.
+_CALLS: Final = frozenset(
+    "jit pjit closed_call core_closed_call core_call checkpoint remat remat2 run_state eval_jaxpr "
+    "composite custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
+)
+_INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _MOST_DEPTH: Final = 200
 
 
@@ -85,7 +79,8 @@ class Equations:
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
         inputs = [self._new(var) for var in closed.jaxpr.invars]
         self._scope = ""
-        self.body = self._body(closed, inputs)
+        body = self._body(closed, inputs)
+        self.body = _without_dead(body)
 
     def _new(self, var: Any, dims: Dims | None = None) -> int:
         shape = shape_of(var)
@@ -107,8 +102,8 @@ class Equations:
 
         for eqn in jaxpr.eqns:
             read = [number(atom) for atom in eqn.invars]
-            inner = _CALLS.get(eqn.primitive.name)
-            if inner is not None and inner in eqn.params:
+            inner = _inner_jaxpr(eqn)
+            if inner is not None:
                 # Arguments that are written in the program have no number.
                 arguments = [
                     self._new(atom) if i is None else i
@@ -119,7 +114,7 @@ class Equations:
                     barrier = self._barrier(eqn, arguments)
                     operations.append(barrier)
                     arguments = barrier.outputs
-                call = self._body(eqn.params[inner], arguments, depth + 1)
+                call = self._body(inner, arguments, depth + 1)
                 self._scope = around
                 operations += call.operations
                 made = call.outputs
@@ -130,7 +125,8 @@ class Equations:
                 operations.append(operation)
                 made = list(operation.outputs)
             of |= zip(eqn.outvars, made, strict=True)
-        return Body([i for i in inputs if i is not None], list(map(number, jaxpr.outvars)), operations)
+        outputs = list(map(number, jaxpr.outvars))
+        return Body([i for i in inputs if i is not None], outputs, operations)
 
     def _scope_of(self, eqn: Any) -> str:
         """Return JAX's names around an equation, those around its jaxpr first."""
@@ -270,6 +266,36 @@ class Equations:
                 yield operation, trips
             for inner in operation.bodies:
                 yield from self.operations(inner, trips * operation.trips * _devices(operation))
+
+
+def _without_dead(body: Body) -> Body:
+    """Leave out the operations whose results nothing reads, as XLA does."""
+    live = {number for number in body.outputs if number is not None}
+    operations = []
+    for operation in reversed(body.operations):
+        if operation.eqn.effects or not live.isdisjoint(operation.outputs):
+            operation.bodies = list(map(_without_dead, operation.bodies))
+            live.update(number for number in operation.inputs if number is not None)
+            for inner in operation.bodies:
+                live.update(_read_inside(inner))
+            operations.append(operation)
+    return body._replace(operations=operations[::-1])
+
+
+def _read_inside(body: Body) -> Iterator[int]:
+    """Yield the arrays that a body reads, those from outside among them."""
+    yield from (number for number in body.outputs if number is not None)
+    for operation in body.operations:
+        yield from (number for number in operation.inputs if number is not None)
+        for inner in operation.bodies:
+            yield from _read_inside(inner)
+
+
+def _inner_jaxpr(eqn: Any) -> Any:
+    """Return the jaxpr that an equation runs once; None if it is no such call."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    return next((eqn.params[name] for name in _INNER if name in eqn.params), None)
 
 
 def _is_barred(eqn: Any) -> bool:

@@ -87,7 +87,7 @@ class Spread:
         self._wishes: dict[int, Cuts] = {}
         self._copies: set[tuple[int, Cuts]] = set()
         self._trips: dict[int, int] = {}
-        self._terms: dict[int, tuple[str, ...]] = {}
+        self._terms: dict[int, tuple[tuple[str, ...], ...]] = {}
         self._users: dict[int, list[Operation]] = {}
         self.shares: dict[int, int] = {}
         """Devices that share the work of each operation, by its identity."""
@@ -307,8 +307,8 @@ class Spread:
                 self._move(number, _cuts_of(dims, choice), trips, operation)
         for number, dims in zip(operation.outputs, rule.results, strict=True):
             self.cuts[number] = _cuts_of(dims, choice)
-            summed = [axis for factor in sorted(rule.summed) for axis in choice.get(factor, ())]
-            self._add_up(operation, number, tuple(summed), trips)
+            rows = [choice[factor] for factor in sorted(rule.summed) if factor in choice]
+            self._add_up(operation, number, tuple(rows), trips)
 
     def _cheapest(
         self, operation: Operation, rule: Rule, options: Mapping[str, list[int]]
@@ -370,37 +370,50 @@ class Spread:
         return False
 
     def _add_up(
-        self, operation: Operation, number: int, axes: tuple[str, ...], trips: int
+        self, operation: Operation, number: int, rows: tuple[tuple[str, ...], ...], trips: int
     ) -> None:
-        """Add the terms of a result over axes, or let the addition that reads it do so."""
-        if not axes:
+        """Add the terms of a result over the axes of each row, or let an addition do so."""
+        if not rows:
             return
         users = self._users.get(number, [])
         if self._merges_sums and len(users) == 1 and users[0].name in _ADDS:
-            self._terms[number] = axes
+            self._terms[number] = rows
         else:
-            self._send_sum(operation, number, axes, trips)
+            self._send_sum(operation, number, rows, trips)
 
     def _send_sum(
-        self, operation: Operation, number: int, axes: tuple[str, ...], trips: int
+        self, operation: Operation, number: int, rows: tuple[tuple[str, ...], ...], trips: int
     ) -> None:
-        """Count the collective that adds the terms of a result over the axes."""
-        cuts, wish = self.cuts[number], self._wishes.get(number)
-        payload = self.bytes(number)
-        taken = {axis for row in cuts for axis in row}
-        scattered: tuple[str, ...] = ()
-        if wish is not None:
-            scattered = tuple(a for row in wish for a in row if a in axes and a not in taken)
-        if scattered and all(
-            tuple(a for a in row if a not in scattered) == before
-            for row, before in zip(wish or (), cuts, strict=True)
-        ):
-            self.sent.append(Sent("reduce-scatter", scattered, payload, trips, operation, number))
-            self.cuts[number] = wish or ()
-            payload = self.bytes(number)
-            axes = tuple(axis for axis in axes if axis not in scattered)
-        if axes:
-            self.sent.append(Sent("all-reduce", axes, payload, trips, operation, number))
+        """Count the collectives that add the terms of a result over axes, a row after the other."""
+        wish = self._wishes.get(number)
+        for axes in rows:
+            before, payload = self.cuts[number], self.bytes(number)
+            taken = {axis for row in before for axis in row}
+            scattered = tuple(
+                axis for row in wish or () for axis in row if axis in axes and axis not in taken
+            )
+            rest = tuple(axis for axis in axes if axis not in scattered)
+            if scattered and wish is not None:
+                after = tuple(
+                    (*row, *(axis for axis in target if axis in scattered))
+                    for row, target in zip(before, wish, strict=True)
+                )
+                self._send("reduce-scatter", scattered, payload, trips, operation, number)
+                self.cuts[number] = after
+                payload = self.bytes(number)
+            if rest:
+                self._send("all-reduce", rest, payload, trips, operation, number)
+
+    def _send(
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        payload: int,
+        trips: int,
+        operation: Operation,
+        number: int,
+    ) -> None:
+        self.sent.append(Sent(kind, axes, payload, trips, operation, number))
 
     def _move(self, number: int, cuts: Cuts, trips: int, operation: Operation) -> None:
         """Bring an array to other cuts; a copy that is there already is used again."""
@@ -412,7 +425,7 @@ class Spread:
         # What a loop does not change is moved before it.
         trips = min(trips, self._trips.get(number, 1))
         for kind, axes, payload in moves:
-            self.sent.append(Sent(kind, axes, payload, trips, operation, number))
+            self._send(kind, axes, payload, trips, operation, number)
 
     def _moves(self, number: int, before: Cuts, after: Cuts) -> Iterator[tuple[str, tuple[str, ...], int]]:
         """Yield (collective, axes, payload) that bring an array from some cuts to others."""
