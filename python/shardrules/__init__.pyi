@@ -41,10 +41,10 @@ from shardrules._plan.plan import plan as plan
 from shardrules._plan.state import Zero1 as Zero1
 from shardrules._program.compile import OutOfMemory as OutOfMemory
 from shardrules._program.compile import compile as compile
-from shardrules._program.step import Step as Step
-from shardrules._program.step import trace as trace
 from shardrules._program.compiling import compiling as compiling
 from shardrules._program.program import inspect as inspect
+from shardrules._program.step import Step as Step
+from shardrules._program.step import trace as trace
 from shardrules._rules.logical_rules import LogicalRules as LogicalRules
 from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_rules
 from shardrules._rules.rules import Rules as Rules

@@ -150,7 +150,9 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
 """By argument, the function of its name and value that checks it and makes it what is used."""
 
 
-CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+CollectiveKind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
+]
 Of = Literal["params", "gradients", "activations", "experts"]
 Row = tuple[CollectiveKind, Iterable[str], Of, int, int]
 """(collective, axes, of, count, payload), as in `Transmission`."""

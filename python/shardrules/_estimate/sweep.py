@@ -85,6 +85,8 @@ class Sweep(tuple[SweepRow, ...]):
         times = [row.time for row in self if row.time is not None]
         if not times:
             return {}
+        if "batch_axes" not in times[0].assumptions:  # of a step, which says it
+            return times[0].assumptions
         batch = dict.fromkeys(axis for time in times for axis in time.assumptions["batch_axes"])
         return {**times[0].assumptions, "batch_axes": tuple(batch)}
 
@@ -134,8 +136,12 @@ def sweep(
     optimizer: tuple[Any, ...] | None,
     optimizer_memory_kind: MemoryKind | None,
     run: Run | None,
+    measure: Callable[[Columns], tuple[int, StepTime | None]] | None = None,
 ) -> Sweep:
-    """See `Plan.sweep`; `on_mesh` gives the columns on a mesh, which may lack axes."""
+    """See `Plan.sweep`; `on_mesh` gives the columns on a mesh, which may lack axes.
+
+    `measure` gives the bytes and the time of a step there, if one was traced.
+    """
     meshes_ = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(meshes_) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
@@ -144,8 +150,13 @@ def sweep(
     for mesh in meshes_:
         there = on_mesh(mesh, axes)
         device_bytes = by_class(there, gradients, optimizer, optimizer_memory_kind)
-        rows.append(_sweep_row(there, device_bytes, room, run))
-    if run is not None:
+        row = _sweep_row(there, device_bytes, room, run)
+        if measure is not None and not row.problems:
+            peak, time = measure(there)
+            fits = None if room.hbm is None else peak <= room.hbm
+            row = row._replace(bytes=peak, fits=fits, time=time)
+        rows.append(row)
+    if any(row.time is not None for row in rows):
         return Sweep(_best_first(rows, _seconds))
     return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)))
 
@@ -187,7 +198,8 @@ def _held_bytes(row: SweepRow) -> int:
 
 def _tensor_devices(row: SweepRow) -> int:
     """By how much axes that do not split tokens cut the arrays."""
-    batch = row.time.assumptions["batch_axes"] if row.time else data_axes_among(row.mesh)
+    assumed = {} if row.time is None else row.time.assumptions
+    batch = assumed.get("batch_axes", data_axes_among(row.mesh))
     return prod(row.mesh.values()) // prod(row.mesh[axis] for axis in batch)
 
 

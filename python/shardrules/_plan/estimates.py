@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardrules._arguments import check_real, check_type, integer, listed, texts
 from shardrules._correction import check_memory_kind
 from shardrules._mesh.mesh import as_mesh
+from shardrules._mesh.topology import Topology
 from shardrules._mesh_sizes import checked_sizes
 from shardrules._plan.memory import Room
 from shardrules._plan.resolve import sized_mesh
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from shardrules._plan.memory import DeviceBytes
     from shardrules._plan.resolve import OnMesh
     from shardrules._plan.roles import DimRole
+    from shardrules._program.step import Step
 
 _SIZES: Final = "a dict of axis sizes"
 
@@ -42,6 +45,7 @@ class Estimates(Columns):
         optimizer: Self | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
         activations: Self | None = None,
+        step: Step | None = None,
     ) -> DeviceBytes:
         """Count the bytes on each device and in the host's memory, uneven shards included.
 
@@ -56,6 +60,8 @@ class Estimates(Columns):
                 "pinned_host". Default: that of its plan, or of the parameters.
             activations: The plan of the activations that are there at once, if they are not in the
                 tree.
+            step: The step of `trace`, in the place of all others: what it needs beside the leaves
+                of this plan counts as activations.
 
         Raises:
             ValueError: The plan of the optimizer or the activations is for another mesh; a dtype or
@@ -73,6 +79,18 @@ class Estimates(Columns):
             >>> print(plan.bytes_per_device(optimizer=adam, optimizer_memory_kind="pinned_host"))
             64 B on the fullest device: params 64 B; 256 B in the host's memory
         """
+        if step is not None:
+            _check_alone(
+                "bytes_per_device",
+                gradients=gradients,
+                optimizer=optimizer,
+                optimizer_memory_kind=optimizer_memory_kind,
+                activations=activations,
+            )
+            held = Training().bytes_with(self)
+            plan: Any = self
+            rest = max(0, step.memory(plan).peak - held.max)
+            return held._replace(activations=held.activations + rest)
         training = Training(gradients, optimizer, optimizer_memory_kind, activations)
         return training.bytes_with(self)
 
@@ -80,7 +98,7 @@ class Estimates(Columns):
         self,
         meshes: Iterable[Mapping[str, int]] | None = None,
         *,
-        devices: int | None = None,
+        devices: int | str | None = None,
         axes: Iterable[str] | None = None,
         fixed: Mapping[str, int] | None = None,
         hbm: int | None = None,
@@ -94,13 +112,16 @@ class Estimates(Columns):
         overlap: Iterable[Of] = OVERLAP,
         efficiency: float = 1.0,
         schedule: Mapping[str, Any] | None = None,
+        step: Step | None = None,
     ) -> Sweep:
         """Put the leaves and rules on many meshes: bytes per device, what fits, time of a step.
 
         Args:
             meshes: The meshes, each of which may lack axes of the others. Default: all
                 factorizations of `devices` over `axes`.
-            devices: Devices of these factorizations. Default: as many as the plan has.
+            devices: Devices of these factorizations; or the name of a `Topology`, such as
+                "v5p:8x8x8", for the meshes that JAX builds on it without splitting a dimension of
+                the torus. Default: as many as the plan has.
             axes: Axes of these factorizations. Default: those of the plan that are not in `fixed`.
             fixed: Further axes, with the size that each has in all meshes.
             hbm: Bytes of memory of a device, for `SweepRow.fits`. Default: those of `hardware`.
@@ -114,6 +135,8 @@ class Estimates(Columns):
             overlap: As in `step_time`.
             efficiency: As in `step_time`.
             schedule: As in `step_time`.
+            step: The step of `trace`, in the place of tokens and of what training adds: bytes are
+                those at its peak, and with hardware the time is that of what it computes and sends.
 
         Returns:
             A row for each mesh, those with the fewest problems first, of these what fits, of these
@@ -136,12 +159,37 @@ class Estimates(Columns):
         from shardrules._estimate import step_time, sweep
         from shardrules._hardware import as_hardware
 
+        if isinstance(devices, str):
+            topology = Topology(devices)
+            hardware = topology.hardware if hardware is None else hardware
+            check_none("meshes: they are those of the topology", meshes)
+            check_none("fixed: the meshes are those of the topology", fixed)
+            names = tuple(sized_mesh(self._mesh).axis_sizes)
+            meshes = topology.meshes(names if axes is None else texts("axes", axes))
+            devices = None
         device = None if hardware is None else as_hardware("hardware", hardware)
         if hbm is None and device is not None:
             hbm = device.memory_bytes
         room = room_of(hbm, host_memory)
-        run = None
-        if tokens is None:
+        run = measure = None
+        if step is not None:
+            _check_alone(
+                "sweep",
+                tokens=tokens,
+                gradients=gradients,
+                optimizer=optimizer,
+                optimizer_memory_kind=optimizer_memory_kind,
+                schedule=schedule,
+            )
+            measure = partial(
+                self._measured,
+                step,
+                device,
+                texts("axes_over_dcn", axes_over_dcn),
+                overlap,
+                efficiency,
+            )
+        elif tokens is None:
             _check_unused(
                 axes_over_dcn=axes_over_dcn != (),
                 overlap=overlap != OVERLAP,
@@ -181,7 +229,35 @@ class Estimates(Columns):
             optimizer=moments,
             optimizer_memory_kind=optimizer_memory_kind,
             run=run,
+            measure=measure,
         )
+
+    def _measured(  # noqa: PLR0917
+        self,
+        step: Step,
+        device: Hardware | None,
+        axes_over_dcn: tuple[str, ...],
+        overlap: Iterable[Of],
+        efficiency: float,
+        there: Columns,
+    ) -> tuple[int, StepTime | None]:
+        """Return the bytes at the peak of a step, and its time if the hardware is known."""
+        from shardrules._estimate.step_traffic import step_seconds
+
+        make: Any = type(self)
+        plan = make(there, self._on_mesh, there.axis_sizes)
+        peak = step.memory(plan).peak
+        if device is None:
+            return peak, None
+        time = step_seconds(
+            step,
+            plan,
+            hardware=device,
+            axes_over_dcn=axes_over_dcn,
+            overlap=overlap,
+            efficiency=efficiency,
+        )
+        return peak, time
 
     def _factorizations(
         self, devices: int | None, axes: Iterable[str] | None, fixed: Mapping[str, int] | None
@@ -198,8 +274,9 @@ class Estimates(Columns):
     def step_time(
         self,
         *,
-        tokens: int,
         hardware: Hardware | str,
+        tokens: int | None = None,
+        step: Step | None = None,
         axes_over_dcn: Iterable[str] = (),
         overlap: Iterable[Of] = OVERLAP,
         efficiency: float = 1.0,
@@ -213,8 +290,10 @@ class Estimates(Columns):
         The hardware page says how, and what is left out. It is a lower bound for comparing meshes.
 
         Args:
-            tokens: Tokens of the whole batch of a step.
             hardware: The devices: a `Hardware`, or the name of one such as "v5p".
+            tokens: Tokens of the whole batch of a step.
+            step: The step of `trace`, in the place of tokens, of what training adds, and of the
+                schedule: what it computes and sends is counted, and nothing is assumed about it.
             axes_over_dcn: Mesh axes between slices or nodes. Default: none, but what does not fit
                 into one; the last axes of the mesh are the innermost.
             overlap: What is sent while devices compute: some of "params", "gradients",
@@ -239,8 +318,29 @@ class Estimates(Columns):
         """
         from shardrules._estimate import step_time
 
+        if step is not None:
+            from shardrules._estimate.step_traffic import step_seconds
+            from shardrules._hardware import as_hardware
+
+            _check_alone(
+                "step_time",
+                tokens=tokens,
+                gradients=gradients,
+                optimizer=optimizer,
+                optimizer_memory_kind=optimizer_memory_kind,
+                schedule=schedule,
+            )
+            plan: Any = self
+            return step_seconds(
+                step,
+                plan,
+                hardware=as_hardware("hardware", hardware),
+                axes_over_dcn=texts("axes_over_dcn", axes_over_dcn),
+                overlap=texts("overlap", overlap),
+                efficiency=efficiency,
+            )
         run = step_time.run_of(
-            tokens=tokens,
+            tokens=_needed("step_time", tokens),
             hardware=hardware,
             axes_over_dcn=axes_over_dcn,
             overlap=overlap,
@@ -255,7 +355,8 @@ class Estimates(Columns):
     def traffic(
         self,
         *,
-        tokens: int,
+        tokens: int | None = None,
+        step: Step | None = None,
         batch_axes: Iterable[str] | None = None,
         gathers: int = 2,
         accumulate: int = 1,
@@ -278,6 +379,8 @@ class Estimates(Columns):
 
         Args:
             tokens: Tokens of the whole batch of a step.
+            step: The step of `trace`, in the place of all others: what its jaxpr sends is counted,
+                and nothing is assumed about it.
             batch_axes: The mesh axes that cut the tokens: of the batch or the sequence. Default:
                 all but those with names of tensor axes and of pipelines, such as tp, model or pp.
             gathers: How often a step gathers a parameter: 2 for forward and again for backward, 1
@@ -320,11 +423,51 @@ class Estimates(Columns):
             input_gradients=once, experts_per_token=None, capacity_factor=1.0, roles=None
         """
         arguments = dict(locals())
-        del arguments["self"]
+        del arguments["self"], arguments["step"]
         from shardrules._estimate import traffic
         from shardrules._estimate.schedule import schedule_of
 
+        if step is not None:
+            from shardrules._estimate.step_traffic import step_traffic
+
+            defaults = Estimates.traffic.__kwdefaults__ or {}
+            changed = {name: v for name, v in arguments.items() if v != defaults[name]}
+            _check_alone("traffic", **changed)
+            plan: Any = self
+            return step_traffic(step, plan)
+        arguments["tokens"] = _needed("traffic", tokens)
         return traffic.traffic(self, schedule_of(self.axis_sizes, **arguments))
+
+
+def _needed(function: str, tokens: int | None) -> int:
+    """Return the tokens of a step.
+
+    Raises:
+        TypeError: They are not given.
+    """
+    if tokens is None:
+        raise TypeError(f"{function}: give tokens=, those of the whole batch, or step= of trace")
+    return tokens
+
+
+def _check_alone(function: str, **arguments: Any) -> None:
+    """Check that nothing is given beside a step, which says it itself.
+
+    Raises:
+        ValueError: It is.
+    """
+    if names := [name for name, value in arguments.items() if value is not None]:
+        raise ValueError(f"{function}: {names[0]} is given beside step=, which says it itself")
+
+
+def check_none(what: str, value: Any) -> None:
+    """Check that an argument is left out.
+
+    Raises:
+        ValueError: It is given.
+    """
+    if value is not None:
+        raise ValueError(f"{what}, and cannot be given beside it")
 
 
 def _check_unused(**is_set: bool) -> None:

@@ -16,8 +16,23 @@ ClassRole = Literal[
 ]  # fmt: skip
 # What only changes the dtype, the shape or the order of one array.
 _SHAPED: Final = frozenset(
-    "convert_element_type reshape transpose squeeze slice dynamic_slice copy optimization_barrier "
-    "sharding_constraint reshard broadcast_in_dim rev name copy_p pvary".split()
+    [
+        "convert_element_type",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "slice",
+        "dynamic_slice",
+        "copy",
+        "optimization_barrier",
+        "sharding_constraint",
+        "reshard",
+        "broadcast_in_dim",
+        "rev",
+        "name",
+        "copy_p",
+        "pvary",
+    ]
 )
 _DOTS: Final = frozenset({"dot_general"})
 
@@ -54,8 +69,8 @@ class Roles:
     def __init__(self, equations: Equations, weights: Iterable[int], data: Iterable[int]) -> None:
         self._equations = equations
         weights = tuple(weights)
-        self._weights = weight_arrays(equations, weights)
-        self._of_weights = Counter(self._classes_of(weights))
+        self.weights = weight_arrays(equations, weights)
+        self.of_weights = Counter(self._classes_of(weights))
         self._of_data = [list(self._dims_of(number)) for number in data]
         self.of: dict[int, ClassRole] = {}
         self.contracted: dict[int, list[Operation]] = {}
@@ -84,7 +99,7 @@ class Roles:
                 if operation.name == "scan":
                     stop = operation.first + operation.carries
                     for outer, _ in operation.arguments(inner)[stop:]:
-                        if outer in self._weights:
+                        if outer in self.weights:
                             self._name(next(self._dims_of(outer)), "layers")
                 self._name_stacks(inner)
 
@@ -101,13 +116,13 @@ class Roles:
                 self._name(next(self._dims_of(group)), "experts")
         elif operation.name == "top_k" and operation.inputs[0] is not None:
             *_, last = self._dims_of(operation.inputs[0])
-            self._name((c for c in last if c in self._of_weights), "experts")
+            self._name((c for c in last if c in self.of_weights), "experts")
         for number, dims in zip(operation.inputs, rule.operands, strict=True):
             if number is None:
                 continue
             for classes, factors in zip(self._dims_of(number), dims, strict=True):
                 if rule.looked_up.intersection(factors):
-                    named = [c for c in classes if c in self._of_weights and c not in self.of]
+                    named = [c for c in classes if c in self.of_weights and c not in self.of]
                     self._name(named, "vocabulary")
 
     def _see_dot(self, operation: Operation) -> None:
@@ -121,39 +136,45 @@ class Roles:
             for name in dims[0][dim]:
                 self.contracted.setdefault(name, []).append(operation)
         batch = [c for dim in left_batch for c in dims[0][dim]]
-        is_weight = first in self._weights or second in self._weights
+        is_weight = first in self.weights or second in self.weights
         if is_weight:
-            self._name((c for c in batch if c in self._of_weights), "experts")
-        elif batch and any(c not in self._of_weights for c in batch):
+            self._name((c for c in batch if c in self.of_weights), "experts")
+        elif batch and any(c not in self.of_weights for c in batch):
             self._see_attention(dims, left, right, batch)
 
     def _see_attention(
-        self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int], right: Iterable[int], batch: list[int]
+        self,
+        dims: tuple[list[Dims], list[Dims]],
+        left: Iterable[int],
+        right: Iterable[int],
+        batch: list[int],
     ) -> None:
         """Name the classes of a product of two activations, one for each sequence and head."""
         summed = {c for dim in left for c in dims[0][dim]}
         free = [
             {c for classes in operand for c in classes} - summed - set(batch) for operand in dims
         ]
-        self._name((c for c in summed if c in self._of_weights), "head size")
-        grouped = [c for part in free for c in part if c in self._of_weights]
-        if summed & self._of_weights.keys() or not grouped:
-            self._name((c for c in batch if c in self._of_weights), "KV heads" if grouped else "heads")
-        if summed & self._of_weights.keys():
+        self._name((c for c in summed if c in self.of_weights), "head size")
+        grouped = [c for part in free for c in part if c in self.of_weights]
+        if summed & self.of_weights.keys() or not grouped:
+            self._name(
+                (c for c in batch if c in self.of_weights), "KV heads" if grouped else "heads"
+            )
+        if summed & self.of_weights.keys():
             self._name(grouped, "query heads of a KV head")
-            self._name((c for part in free for c in part if c not in self._of_weights), "sequence")
-            self._name((c for c in batch if c not in self._of_weights), "batch")
+            self._name((c for part in free for c in part if c not in self.of_weights), "sequence")
+            self._name((c for c in batch if c not in self.of_weights), "batch")
 
     def _name_data(self) -> None:
         for array in self._of_data:
             for place, classes in enumerate(array):
                 for name in classes:
-                    if name not in self._of_weights:
+                    if name not in self.of_weights:
                         self._name([name], "sequence" if place else "batch")
 
     def _name_rest(self) -> None:
         """Name what is left of the classes that weights have."""
-        rest = [c for c, _ in self._of_weights.most_common() if c not in self.of]
-        if rest and self._of_weights[rest[0]] > 1 and rest[0] in self.contracted:
+        rest = [c for c, _ in self.of_weights.most_common() if c not in self.of]
+        if rest and self.of_weights[rest[0]] > 1 and rest[0] in self.contracted:
             self._name([rest.pop(0)], "model width")
         self._name((c for c in rest if c in self.contracted), "hidden")

@@ -131,6 +131,8 @@ class Dimensions:
     def _of(self, factors: Factors, dims: dict[int, int]) -> int:
         if not factors:
             return self.new(1)
-        return dims[factors[0]] if len(factors) == 1 else self.product(
-            tuple(dims[factor] for factor in factors)
+        return (
+            dims[factors[0]]
+            if len(factors) == 1
+            else self.product(tuple(dims[factor] for factor in factors))
         )

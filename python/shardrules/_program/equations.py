@@ -12,8 +12,22 @@ from shardrules._program.factors import Rule, Shape, rule_of, same_rule, shape_o
 
 # What holds one jaxpr that runs once, and the names of the parameter that has it.
 _CALLS: Final = frozenset(
-    "jit pjit closed_call core_closed_call core_call checkpoint remat remat2 run_state eval_jaxpr "
-    "composite custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
+    [
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_closed_call",
+        "core_call",
+        "checkpoint",
+        "remat",
+        "remat2",
+        "run_state",
+        "eval_jaxpr",
+        "composite",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+    ]
 )
 _INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _MOST_DEPTH: Final = 200
@@ -136,7 +150,8 @@ class Equations:
     def _operation(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
         structured = _STRUCTURED.get(eqn.primitive.name)
         if structured is not None:
-            return structured(self, eqn, read, depth)
+            operation: Operation = structured(self, eqn, read, depth)
+            return operation
         rule = rule_of(eqn)
         if rule is None:
             self.missing[_named(eqn)] = self.missing.get(_named(eqn), 0) + 1
@@ -192,7 +207,16 @@ class Equations:
                 dims = (length, *(inner if made is None else self.values[made].dims))
             outputs.append(self._new(var, dims))
         trips = params["length"]
-        return Operation(eqn, None, list(numbers), outputs, bodies=[body], trips=trips, first=consts, carries=carries)
+        return Operation(
+            eqn,
+            None,
+            list(numbers),
+            outputs,
+            bodies=[body],
+            trips=trips,
+            first=consts,
+            carries=carries,
+        )
 
     def _while(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
         params = eqn.params
@@ -210,10 +234,11 @@ class Equations:
             if made is not None:
                 self.dims.unite_all(self.values[i].dims, self.values[made].dims)
         outputs = [
-            self._new(var, self.values[i].dims)
-            for var, i in zip(eqn.outvars, carried, strict=True)
+            self._new(var, self.values[i].dims) for var, i in zip(eqn.outvars, carried, strict=True)
         ]
-        operation = Operation(eqn, None, list(numbers), outputs, bodies=[body], first=of_body, carries=len(carried))
+        operation = Operation(
+            eqn, None, list(numbers), outputs, bodies=[body], first=of_body, carries=len(carried)
+        )
         self.endless.append(operation)
         return operation
 
@@ -238,7 +263,9 @@ class Equations:
         ]
         body = self._body(params["jaxpr"], inside, depth)
         outputs = []
-        for var, made, axes in zip(eqn.outvars, body.outputs, _axes_by_dim(params, "out"), strict=True):
+        for var, made, axes in zip(
+            eqn.outvars, body.outputs, _axes_by_dim(params, "out"), strict=True
+        ):
             outputs.append(self._new(var))
             self.manual[outputs[-1]] = axes
             if made is not None:
@@ -259,7 +286,9 @@ class Equations:
             else:
                 self.dims.unite(whole, local)
 
-    def operations(self, body: Body | None = None, trips: int = 1) -> Iterator[tuple[Operation, int]]:
+    def operations(
+        self, body: Body | None = None, trips: int = 1
+    ) -> Iterator[tuple[Operation, int]]:
         """Yield each operation with a rule, or none known, and how often it runs in a step."""
         for operation in (self.body if body is None else body).operations:
             if not operation.bodies:

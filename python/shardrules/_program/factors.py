@@ -8,7 +8,7 @@ two, of which the dimension of 4096 consists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from math import gcd, prod
 from typing import Any, Final, NamedTuple
 
@@ -75,10 +75,11 @@ class _Builder:
         results: Iterable[Iterable[Factors]],
         flops: int = 0,
     ) -> Rule:
-        dims = [tuple(map(tuple, arrays)) for arrays in (operands, results)]  # may make factors
+        first, second = (tuple(map(tuple, arrays)) for arrays in (operands, results))
         return Rule(
-            tuple(self.sizes),
-            *dims,
+            tuple(self.sizes),  # behind both: they may make factors
+            first,
+            second,
             frozenset(self.summed),
             frozenset(self.whole),
             tuple(self.parts),
@@ -115,7 +116,7 @@ def _elementwise(shapes: list[Shape], results: list[Shape], flops: int = 1) -> R
     builder = _Builder()
     factors = builder.dimensions(results[0])
     count = flops * sum(map(prod, results))
-    return builder.rule(*[_of_shapes(factors, some) for some in (shapes, results)], count)
+    return builder.rule(_of_shapes(factors, shapes), _of_shapes(factors, results), count)
 
 
 def _of_shapes(factors: list[Factors], shapes: Iterable[Shape]) -> Iterator[list[Factors]]:
@@ -163,7 +164,8 @@ def _reshape(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
             first, second = builder.apart(left, right)
             operand[i - 1] += first
             result[j - 1] += second
-            left, right, i, j = _skip(before, after, i, j, left, right)
+            i, j = _aligned(before, after, i, j)
+            left = right = 1
             continue
         factor = builder.dimension(common)
         operand[i - 1] += factor
@@ -172,18 +174,14 @@ def _reshape(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     return builder.rule([operand, *[[] for _ in shapes[1:]]], [result])
 
 
-def _skip(
-    before: Shape, after: Shape, i: int, j: int, left: int, right: int
-) -> tuple[int, int, int, int]:
-    """Leave out dimensions until both sides have as many elements again."""
-    while left != right:
-        if left < right and i < len(before):
-            left, i = left * before[i], i + 1
-        elif j < len(after):
-            right, j = right * after[j], j + 1
+def _aligned(before: Shape, after: Shape, i: int, j: int) -> tuple[int, int]:
+    """Return the next places before which both shapes have as many elements."""
+    while (left := prod(before[:i])) != (right := prod(after[:j])):
+        if left < right:
+            i += 1
         else:
-            break
-    return 1, 1, i, j
+            j += 1
+    return i, j
 
 
 def _squeeze(params: Any, shapes: list[Shape], _: list[Shape]) -> Rule:
@@ -251,7 +249,9 @@ def _ragged_dot(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule 
 
 
 def _convolution(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    lhs, rhs, out = (getattr(params["dimension_numbers"], f"{x}_spec") for x in ("lhs", "rhs", "out"))
+    lhs, rhs, out = (
+        getattr(params["dimension_numbers"], f"{x}_spec") for x in ("lhs", "rhs", "out")
+    )
     groups = params["feature_group_count"]
     builder = _Builder()
     operands = [builder.dimensions(shape) for shape in shapes]
@@ -465,74 +465,55 @@ def _same(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     return rule._replace(results=rule.operands[: len(results)])
 
 
-_TRANSCENDENTAL: Final = frozenset(
-    "exp exp2 expm1 log log1p logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh "
-    "atanh log2 sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e".split()
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_TRANSCENDENTAL: Final = _names(
+    """exp exp2 expm1 log log1p log2 logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh
+    acosh atanh sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e"""
 )
-_UNCOUNTED: Final = _TRANSCENDENTAL | frozenset(
-    "copy copy_p stop_gradient name bitcast_convert_type pvary reduce_precision random_wrap".split()
+_UNCOUNTED: Final = _TRANSCENDENTAL | _names(
+    "copy copy_p stop_gradient name bitcast_convert_type pvary reduce_precision"
 )
-_ELEMENTWISE: Final = _TRANSCENDENTAL | frozenset(
-    "add add_any sub mul div rem max min neg sign abs floor ceil round is_finite not and or xor "
-    "eq ne lt le gt ge lt_to le_to shift_left shift_right_logical shift_right_arithmetic select_n "
-    "clamp convert_element_type reduce_precision integer_pow square nextafter real imag complex "
-    "conj population_count clz copy copy_p stop_gradient name bitcast_convert_type threefry2x32 "
-    "pvary regularized_incomplete_beta igamma igammac igamma_grad_a random_gamma_grad polygamma "
-    "zeta mulhi one_minus_square eq_to to_edtype from_edtype tie".split()
+_ELEMENTWISE: Final = _UNCOUNTED | _names(
+    """add add_any sub mul div rem max min neg sign abs floor ceil round is_finite not and or xor
+    eq ne lt le gt ge lt_to le_to eq_to shift_left shift_right_logical shift_right_arithmetic
+    select_n clamp convert_element_type integer_pow square one_minus_square nextafter real imag
+    complex conj population_count clz threefry2x32 mulhi regularized_incomplete_beta igamma igammac
+    igamma_grad_a random_gamma_grad polygamma zeta to_edtype from_edtype tie"""
 )
-_RULES: Final[dict[str, Callable[[Any, list[Shape], list[Shape]], Rule | None]]] = {
+_BY_NAME: Final[dict[str, Callable[[Any, list[Shape], list[Shape]], Rule | None]]] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,
     "squeeze": _squeeze,
-    **dict.fromkeys(
-        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin "
-        "reduce".split(),
-        _reduce,
-    ),
+    """reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax
+    argmin""": _reduce,
     "dot_general": _dot,
-    "ragged_dot": _ragged_dot,
-    "ragged_dot_general": _ragged_dot,
+    "ragged_dot ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
     "gather": _gather,
-    **dict.fromkeys(
-        ["scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter_max",
-         "scatter-max", "scatter_min", "scatter-min", "scatter-sub", "scatter_sub"],
-        _scatter,
-    ),
-    "slice": _cut,
-    "dynamic_slice": _cut,
-    "pad": _cut,
+    """scatter scatter-add scatter_add scatter-mul scatter_mul scatter-max scatter_max scatter-min
+    scatter_min scatter-sub scatter_sub""": _scatter,
+    "slice dynamic_slice pad tile": _cut,
     "dynamic_update_slice": _update,
     "concatenate": _concatenate,
     "split": _split,
     "unstack": _unstack,
     "stack": _stack,
-    "tile": _cut,
     "select_and_scatter_add": _scatter_of_windows,
     "rev": _along("dimensions"),
     "sort": _along("dimension"),
-    **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _along("axis", 1)),
-    "top_k": _last(1),
-    "fft": _last(1),
-    **dict.fromkeys(
-        "cholesky triangular_solve eigh qr lu svd householder_product schur tridiagonal_solve".split(),
-        _last(2),
-    ),
-    **dict.fromkeys(
-        "reduce_window reduce_window_sum reduce_window_max reduce_window_min cumred".split(), _windows
-    ),
-    **dict.fromkeys(
-        "iota rng_bit_generator rng_uniform random_bits random_seed random_wrap random_unwrap "
-        "random_fold_in random_split random_clone axis_index empty create_token".split(),
-        _new,
-    ),
-    **dict.fromkeys(
-        "sharding_constraint reshard mesh_cast optimization_barrier device_put layout_constraint "
-        "reduce_vma vary_unreduced_cast pbroadcast ppermute psum psum2 psum_invariant pmax pmin".split(),
-        _same,
-    ),
-    **dict.fromkeys(
-        "all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all".split(), _across
-    ),
-}  # fmt: skip
+    "cumsum cumprod cummax cummin cumlogsumexp": _along("axis", 1),
+    "top_k approx_top_k fft": _last(1),
+    """cholesky triangular_solve eigh qr lu svd householder_product schur
+    tridiagonal_solve""": _last(2),
+    "reduce_window reduce_window_sum reduce_window_max reduce_window_min": _windows,
+    """iota rng_bit_generator rng_uniform random_bits random_seed random_wrap random_unwrap
+    random_fold_in random_split random_clone axis_index empty empty2 create_token""": _new,
+    """sharding_constraint reshard mesh_cast optimization_barrier device_put layout_constraint
+    reduce_vma vary_unreduced_cast pbroadcast ppermute psum psum2 psum_invariant pmax pmin""": _same,
+    "all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all": _across,
+}
+_RULES: Final = {name: rule for names, rule in _BY_NAME.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""Estimates which arrays of a step are alive when a device needs most memory, before it is compiled.
+"""Estimates which arrays of a step are alive when a device needs most memory.
 
 Operations run in the order of the jaxpr. What XLA computes within the operation that reads it, such
 as elementwise arithmetic, takes no memory of its own, and keeps alive what it is computed from.
@@ -17,17 +17,64 @@ if TYPE_CHECKING:
 
 # What XLA makes an operation of its own; all else it computes where it is read.
 _MADE: Final = frozenset(
-    "dot_general ragged_dot ragged_dot_general conv_general_dilated gather scatter scatter-add "
-    "scatter_add scatter-mul scatter_mul scatter_max scatter_min sort top_k concatenate fft cholesky "
-    "triangular_solve eigh qr lu svd cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum "
-    "reduce_window_max dynamic_update_slice rng_bit_generator random_bits psum psum2 all_gather "
-    "psum_invariant all_to_all ppermute reduce_scatter psum_scatter all_gather_invariant".split()
+    [
+        "dot_general",
+        "ragged_dot",
+        "ragged_dot_general",
+        "conv_general_dilated",
+        "gather",
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+        "scatter-mul",
+        "scatter_mul",
+        "scatter_max",
+        "scatter_min",
+        "sort",
+        "top_k",
+        "concatenate",
+        "fft",
+        "cholesky",
+        "triangular_solve",
+        "eigh",
+        "qr",
+        "lu",
+        "svd",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "cumlogsumexp",
+        "reduce_window_sum",
+        "reduce_window_max",
+        "dynamic_update_slice",
+        "rng_bit_generator",
+        "random_bits",
+        "psum",
+        "psum2",
+        "all_gather",
+        "psum_invariant",
+        "all_to_all",
+        "ppermute",
+        "reduce_scatter",
+        "psum_scatter",
+        "all_gather_invariant",
+    ]
 )
 _REDUCED: Final = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split()
+    [
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_and",
+        "reduce_or",
+        "argmax",
+        "argmin",
+    ]
 )
 _IN_PLACE: Final = frozenset(
-    "dynamic_update_slice scatter scatter-add scatter_add scatter-mul scatter_mul".split()
+    ["dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"]
 )
 _MOST_ROOTS: Final = 64
 
@@ -51,6 +98,11 @@ def alive_arrays(
     return run.peak(set(donated))
 
 
+def is_apart(operation: Operation) -> bool:
+    """Say whether XLA computes an operation by itself, and not where its result is read."""
+    return operation.name in _MADE or operation.name in _REDUCED or operation.rule is None
+
+
 class _Run:
     """One run of a step, with each loop run once."""
 
@@ -70,7 +122,9 @@ class _Run:
                 rows = self._gathered.setdefault(id(sent.operation), [])
                 rows.append((sent.value, sent.payload))
 
-    def _buffer(self, number: int, size: int, maker: Operation | None, is_copy: bool = False) -> int:
+    def _buffer(
+        self, number: int, size: int, maker: Operation | None, is_copy: bool = False
+    ) -> int:
         self._same.append(len(self._same))
         self._size.append(size)
         self._begin.append(self._time)
@@ -178,11 +232,9 @@ class _Run:
                 self._read(operation)
 
     def _is_made(self, operation: Operation) -> bool:
-        if operation.name in _MADE or operation.rule is None:
-            return True
-        if operation.name in _REDUCED:
-            return True
-        return any(self._users.get(number, 0) > 1 for number in operation.outputs)
+        return is_apart(operation) or any(
+            self._users.get(number, 0) > 1 for number in operation.outputs
+        )
 
     def _make(self, operation: Operation) -> None:
         for number in operation.inputs:
@@ -203,7 +255,10 @@ class _Run:
                 self._roots[after] = self._roots.get(before, ()) if before is not None else ()
             return
         roots = dict.fromkeys(
-            root for number in operation.inputs if number is not None for root in self._roots.get(number, ())
+            root
+            for number in operation.inputs
+            if number is not None
+            for root in self._roots.get(number, ())
         )
         for number in operation.outputs:
             size = self._spread.bytes(number)
@@ -218,10 +273,14 @@ class _Run:
     def _loop(self, operation: Operation) -> None:
         for number in operation.inputs:
             self._use(number)
-        stacked = {
-            number: self._buffer(number, self._spread.bytes(number), operation)
-            for number in operation.outputs[operation.carries :]
-        } if operation.name == "scan" else {}
+        stacked = (
+            {
+                number: self._buffer(number, self._spread.bytes(number), operation)
+                for number in operation.outputs[operation.carries :]
+            }
+            if operation.name == "scan"
+            else {}
+        )
         for body in operation.bodies:
             for outer, inner in operation.arguments(body):
                 if inner != outer:
@@ -231,7 +290,9 @@ class _Run:
             self._time += 1
             for number in operation.inputs:
                 self._use(number)
-            for place, (number, made) in enumerate(zip(operation.outputs, body.outputs, strict=True)):
+            for place, (number, made) in enumerate(
+                zip(operation.outputs, body.outputs, strict=True)
+            ):
                 self._use(made)
                 if number in stacked:
                     self._roots[number] = (stacked[number],)

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 Cuts = tuple[tuple[str, ...], ...]
 """The mesh axes that cut each dimension of an array."""
 
+_Move = tuple["CollectiveKind", tuple[str, ...], int]
+"""(collective, axes, payload), as in `Sent`."""
 _MOST_CHOICES: Final = 256
 _ADDS: Final = frozenset({"add", "add_any"})
 _CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
 # Collectives that code by device has, by the name of the primitive.
-_EXPLICIT: Final[dict[str, CollectiveKind | str]] = {
+_EXPLICIT: Final[dict[str, CollectiveKind]] = {
     **dict.fromkeys(["psum", "psum2", "psum_invariant", "pmax", "pmin"], "all-reduce"),
     **dict.fromkeys(["all_gather", "all_gather_invariant"], "all-gather"),
     **dict.fromkeys(["reduce_scatter", "psum_scatter"], "reduce-scatter"),
@@ -48,7 +50,7 @@ _RESULT: Final[Any] = _Result()
 class Sent(NamedTuple):
     """A collective of one operation."""
 
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...]
     payload: int
     """Bytes on a device: the result of an all-gather, the operand of all others."""
@@ -97,14 +99,16 @@ class Spread:
             self.cuts[number] = self._known(number, cuts or ())
         self._wish(body, [None if cuts is None else cuts for cuts in results])
         self._run(body, 1)
-        for number, cuts in zip(body.outputs, results, strict=True):
-            if number is not None and cuts is not None:
-                self._move(number, self._known(number, cuts), 1, body.operations[-1])
+        for result, cuts in zip(body.outputs, results, strict=True):
+            if result is not None and cuts is not None and body.operations:
+                self._move(result, self._known(result, cuts), 1, body.operations[-1])
 
     def bytes(self, number: int, cuts: Cuts | None = None) -> int:
         """Return the bytes of an array on a device."""
         value = self._equations.values[number]
-        return self._bytes(value.shape, value.dtype, self.cuts.get(number, ()) if cuts is None else cuts)
+        return self._bytes(
+            value.shape, value.dtype, self.cuts.get(number, ()) if cuts is None else cuts
+        )
 
     def _bytes(self, shape: Shape, dtype: Any, cuts: Cuts) -> int:
         sizes = list(shape)
@@ -141,16 +145,20 @@ class Spread:
 
     def _wish_of_operands(self, operation: Operation, rule: Rule) -> None:
         axes: dict[int, tuple[str, ...]] = {}
-        for number, dims in zip(operation.outputs, rule.results, strict=True):
-            if number in self._wishes:
-                self._project(rule, dims, self._wishes[number], axes)
+        for result, dims in zip(operation.outputs, rule.results, strict=True):
+            if result in self._wishes:
+                self._project(rule, dims, self._wishes[result], axes)
+        operands = [
+            (number, dims)
+            for number, dims in zip(operation.inputs, rule.operands, strict=True)
+            if number is not None
+        ]
         if not axes:
-            for number, dims in zip(operation.inputs, rule.operands, strict=True):
-                if number is not None and number in self.cuts:
-                    self._project(rule, dims, self.cuts[number], axes)
+            for number, dims in operands:
+                self._project(rule, dims, self.cuts.get(number, ()), axes)
         if axes:
-            for number, dims in zip(operation.inputs, rule.operands, strict=True):
-                if number is not None and number not in self.cuts:
+            for number, dims in operands:
+                if number not in self.cuts:
                     self._wishes.setdefault(number, _cuts_of(dims, axes))
 
     def _wish_inside(self, operation: Operation) -> None:
@@ -281,23 +289,7 @@ class Spread:
             for before, after in zip(operation.inputs, operation.outputs, strict=False):
                 self.cuts[after] = self._known(after, () if before is None else self._of(before))
             return
-        options: dict[str, list[int]] = {}
-        for number, dims in zip(operation.inputs, rule.operands, strict=True):
-            if number is not None:
-                axes: dict[int, tuple[str, ...]] = {}
-                self._project(rule, dims, self._of(number), axes)
-                for factor, names in axes.items():
-                    for name in names:
-                        places = options.setdefault(name, [])
-                        if factor not in places and factor not in rule.whole:
-                            places.append(factor)
-        for number, dims in zip(operation.outputs, rule.results, strict=True):
-            axes = {}
-            self._project(rule, dims, self._wishes.get(number, ()), axes)
-            for factor, names in axes.items():
-                if factor not in rule.whole:  # a device needs only its part, and has the whole
-                    for name in names:
-                        options.setdefault(name, [factor])
+        options = self._options(operation, rule)
         choice = self._cheapest(operation, rule, options)
         self.shares[id(operation)] = prod(map(self._count, choice.values()))
         if operation.name in _ADDS and self._add_terms(operation, choice, rule, trips):
@@ -310,12 +302,37 @@ class Spread:
             rows = [choice[factor] for factor in sorted(rule.summed) if factor in choice]
             self._add_up(operation, number, tuple(rows), trips)
 
+    def _options(self, operation: Operation, rule: Rule) -> dict[str, list[int]]:
+        """Return by axis the factors of an operation that it may cut."""
+        options: dict[str, list[int]] = {}
+        for number, dims in zip(operation.inputs, rule.operands, strict=True):
+            if number is not None:
+                for factor, names in self._by_factor(rule, dims, self._of(number)).items():
+                    for name in names:
+                        places = options.setdefault(name, [])
+                        if factor not in places and factor not in rule.whole:
+                            places.append(factor)
+        for result, dims in zip(operation.outputs, rule.results, strict=True):
+            wish = self._by_factor(rule, dims, self._wishes.get(result, ()))
+            for factor, names in wish.items():
+                if factor not in rule.whole:  # a device needs only its part, and has the whole
+                    for name in names:
+                        options.setdefault(name, [factor])
+        return options
+
+    def _by_factor(
+        self, rule: Rule, dims: Sequence[Factors], cuts: Cuts
+    ) -> dict[int, tuple[str, ...]]:
+        axes: dict[int, tuple[str, ...]] = {}
+        self._project(rule, dims, cuts, axes)
+        return axes
+
     def _cheapest(
         self, operation: Operation, rule: Rule, options: Mapping[str, list[int]]
     ) -> dict[int, tuple[str, ...]]:
         """Return the axes by factor for which least is sent."""
         axes = list(options)
-        choices = [options[axis] or [None] for axis in axes]
+        choices: list[list[int | None]] = [[*options[axis]] or [None] for axis in axes]
         if all(len(places) == 1 for places in choices):
             return _by_factor(axes, [places[0] for places in choices], rule, self.sizes)
         best: tuple[float, dict[int, tuple[str, ...]]] | None = None
@@ -335,7 +352,9 @@ class Spread:
             if number is not None:
                 total += sum(
                     self._ring(kind, axes, payload)
-                    for kind, axes, payload in self._moves(number, self._of(number), _cuts_of(dims, choice))
+                    for kind, axes, payload in self._moves(
+                        number, self._of(number), _cuts_of(dims, choice)
+                    )
                 )
         summed = [axis for factor in rule.summed for axis in choice.get(factor, ())]
         for number, dims in zip(operation.outputs, rule.results, strict=True):
@@ -398,22 +417,13 @@ class Spread:
                     (*row, *(axis for axis in target if axis in scattered))
                     for row, target in zip(before, wish, strict=True)
                 )
-                self._send("reduce-scatter", scattered, payload, trips, operation, number)
+                self.sent.append(
+                    Sent("reduce-scatter", scattered, payload, trips, operation, number)
+                )
                 self.cuts[number] = after
                 payload = self.bytes(number)
             if rest:
-                self._send("all-reduce", rest, payload, trips, operation, number)
-
-    def _send(
-        self,
-        kind: str,
-        axes: tuple[str, ...],
-        payload: int,
-        trips: int,
-        operation: Operation,
-        number: int,
-    ) -> None:
-        self.sent.append(Sent(kind, axes, payload, trips, operation, number))
+                self.sent.append(Sent("all-reduce", rest, payload, trips, operation, number))
 
     def _move(self, number: int, cuts: Cuts, trips: int, operation: Operation) -> None:
         """Bring an array to other cuts; a copy that is there already is used again."""
@@ -425,9 +435,9 @@ class Spread:
         # What a loop does not change is moved before it.
         trips = min(trips, self._trips.get(number, 1))
         for kind, axes, payload in moves:
-            self._send(kind, axes, payload, trips, operation, number)
+            self.sent.append(Sent(kind, axes, payload, trips, operation, number))
 
-    def _moves(self, number: int, before: Cuts, after: Cuts) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    def _moves(self, number: int, before: Cuts, after: Cuts) -> Iterator[_Move]:
         """Yield (collective, axes, payload) that bring an array from some cuts to others."""
         if before == after:
             return
@@ -477,7 +487,9 @@ def _by_factor(
 def _cuts_of(dims: Iterable[Factors], axes: Mapping[int, tuple[str, ...]]) -> Cuts:
     """Return the cuts of an array by those of its factors."""
     return tuple(
-        axes.get(factors[0], ()) if len(factors) == 1 else tuple(a for f in factors for a in axes.get(f, ()))
+        axes.get(factors[0], ())
+        if len(factors) == 1
+        else tuple(a for f in factors for a in axes.get(f, ()))
         for factors in dims
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from math import prod
@@ -13,13 +13,12 @@ from shardrules._jax import user_line
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
-from shardrules._plan.trees import kind_specs
 from shardrules._program.compile import placed_on, target_mesh
 from shardrules._program.dimension_roles import ClassRole, Roles
 from shardrules._program.equations import Equations
 from shardrules._program.hlo import Place
 from shardrules._program.memory import Buffer, Memory, Totals
-from shardrules._program.peak import AliveArray, alive_arrays
+from shardrules._program.peak import AliveArray, alive_arrays, is_apart
 from shardrules._program.spread import Cuts, Spread
 from shardrules._specs import entries_of, entry_axes
 from shardrules._text import (
@@ -176,10 +175,36 @@ class Step:
         return sum(row.flops for row in self.work)
 
     @property
+    def weight_arrays(self) -> set[int]:
+        """Numbers of the arrays that are weights, or slices, casts and other shapes of them."""
+        return self._roles.weights
+
+    def is_like_weights(self, number: int) -> bool:
+        """Say whether weights have all dimensions of an array, as their gradients do."""
+        equations = self._equations
+        classes = [c for d in equations.values[number].dims for c in equations.dims.classes(d)]
+        return bool(classes) and all(map(self._roles.of_weights.__contains__, classes))
+
+    def operations(self) -> Iterator[tuple[Operation, int]]:
+        """Yield each operation, and how often it runs."""
+        return self._equations.operations()
+
+    def dtype_of(self, operation: Operation) -> Any:
+        """Return the dtype of the first array that an operation reads."""
+        number = next((i for i in operation.inputs if i is not None), None)
+        return None if number is None else self._equations.values[number].dtype
+
+    def is_apart(self, operation: Operation) -> bool:
+        """Say whether XLA computes an operation by itself, and not where its result is read."""
+        return is_apart(operation)
+
+    @property
     def unmodelled(self) -> tuple[str, ...]:
         """What is not looked into: kernels, and primitives without a rule."""
         rows = [f"{name} ({count:,} times)" for name, count in self._equations.missing.items()]
-        rows += [f"{_line(loop)}: a loop whose length is not known" for loop in self._equations.endless]
+        rows += [
+            f"{_line(loop)}: a loop whose length is not known" for loop in self._equations.endless
+        ]
         return tuple(rows)
 
     def spread(self, plan: Plan | None = None) -> Spread:
@@ -195,7 +220,7 @@ class Step:
         args = self._with_plan(plan)
         sizes = self._sizes(args)
         cuts = [row for arg in args for row in _cuts_of(arg)]
-        results = _result_cuts(self._call, self._equations, cuts, self._donated)
+        results = _result_cuts(self._call, self._equations)
         return Spread(self._equations, sizes, cuts, results)
 
     def _with_plan(self, plan: Plan | None) -> tuple[Any, ...]:
@@ -292,7 +317,9 @@ class Step:
             row = ends[0]
         equations = self._equations
         value = equations.values[equations.body.inputs[row]]
-        lines = [f"{self._paths[row]} {getattr(value.dtype, 'name', value.dtype)}{list(value.shape)}"]
+        lines = [
+            f"{self._paths[row]} {getattr(value.dtype, 'name', value.dtype)}{list(value.shape)}"
+        ]
         for place, dim in enumerate(value.dims):
             lines += self._dimension_lines(place, value.shape[place], equations.dims.classes(dim))
         return printable_lines(lines)
@@ -327,7 +354,10 @@ class Step:
         lines = [f"{self.name}: {self.flops:.3g} FLOPs on all devices"]
         lines += Table(_WORK, work).lines() if work else []
         lines += and_more(len(rows), _IN_TEXT, "line")
-        lines += ["", f"{counted(len(self.dimensions), 'class')} of dimensions that are sharded alike"]
+        lines += [
+            "",
+            f"{counted(len(self.dimensions), 'class')} of dimensions that are sharded alike",
+        ]
         lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
         lines += [f"not looked into: {text}" for text in self.unmodelled]
         return printable_lines(lines)
@@ -398,8 +428,8 @@ def _in_force(mesh: Any) -> AbstractContextManager[Any]:
         return nullcontext()
     if not has_devices(mesh):
         use = getattr(jax.sharding, "use_abstract_mesh", None)
-        return nullcontext() if use is None else use(mesh)  # type: ignore[no-any-return]
-    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh  # type: ignore[no-any-return]
+        return nullcontext() if use is None else use(mesh)
+    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh
 
 
 def _paths_of(place: int, tree: Any) -> Iterator[str]:
@@ -425,22 +455,14 @@ def _only_call(closed: Any) -> Any:
     return eqns[0] if is_call and list(eqns[0].invars) == list(closed.jaxpr.invars) else None
 
 
-def _result_cuts(
-    call: Any, equations: Equations, arguments: Sequence[Cuts | None], donated: Iterable[int]
-) -> list[Cuts | None]:
-    """Return the cuts of results: of `out_shardings`, or of a donated argument that is alike."""
+def _result_cuts(call: Any, equations: Equations) -> list[Cuts | None]:
+    """Return the cuts of results by `out_shardings`; None where nothing says."""
     outputs = equations.body.outputs
     shardings = () if call is None else call.params.get("out_shardings", ())
     if len(shardings) != len(outputs):
-        shardings = [None] * len(outputs)
-    of = dict(zip(equations.body.inputs, arguments, strict=True))
-    free = [number for number in donated if of.get(number) is not None]
-    results: list[Cuts | None] = []
-    for number, sharding in zip(outputs, shardings, strict=True):
-        spec = getattr(sharding, "spec", None)
-        cuts = None if spec is None else tuple(map(entry_axes, entries_of(spec)))
-        results.append(cuts)
-    return results
+        return [None] * len(outputs)
+    specs = (getattr(sharding, "spec", None) for sharding in shardings)
+    return [None if spec is None else tuple(map(entry_axes, entries_of(spec))) for spec in specs]
 
 
 def _part(scope: str) -> str:
