@@ -192,26 +192,19 @@ def prove(args: Args) -> int:
     """
     from shardrules._cli import inputs, show
     from shardrules._files.modules import load_object
-    from shardrules._io import FileError, write_text
+    from shardrules._io import write_text
     from shardrules._mesh.topology import Topology
     from shardrules._mesh_sizes import parse_mesh
     from shardrules._plan.plan import Plan
     from shardrules._program.compile import OutOfMemory
-    from shardrules._text import byte_count, printable_json, shown
+    from shardrules._text import byte_count, printable_json
     from shardrules._verify.prove import prove
 
     budget = inputs.budget(args.budget)
     large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
     topology = Topology(args.on, args.slices)
     mesh = topology.mesh(parse_mesh(args.mesh))
-    result = load_object(args.function, mesh)
-    is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
-    if not is_tuple or not isinstance(result[1], tuple):
-        raise FileError(
-            f"{args.function}: this gives {shown(result)}; it must be (step, arguments, outputs) "
-            "or (step, arguments), where arguments is a tuple"
-        )
-    step, arguments, *outputs = result
+    step, arguments, *outputs = inputs.step_of(args.function, load_object(args.function, mesh))
     plans = [argument for argument in arguments if isinstance(argument, Plan)]
     if args.html and not plans:
         raise ValueError("--html: none of the arguments is a Plan, of which the report is")
@@ -238,6 +231,50 @@ def prove(args: Args) -> int:
         if proof.time is not None:
             print(proof.time)
     return show.show_findings(args, proof.findings)
+
+
+@_command(
+    "my_package.train:step_on --mesh fsdp=64,tp=8 --hardware v5p",
+    "function array mesh hardware axes_over_dcn format",
+    function={
+        "help": "package.module:function, which takes the mesh, here one without devices, and "
+        "returns (step, arguments), as shardrules.trace takes them, or further outputs."
+    },
+    mesh={"help": "Devices per mesh axis, such as fsdp=64,tp=8.", **_NEEDED},
+    hardware={
+        "help": "The devices, for the time of a step: v4, v5e, v5p, v6e, 7x, A100, H100, H200, "
+        "B200; or a TOML file."
+    },
+)
+def step(args: Args) -> None:
+    """Show what a step does before it is compiled: dimensions, FLOPs, memory, traffic, time."""
+    from shardrules._cli import inputs
+    from shardrules._files.modules import load_object
+    from shardrules._mesh.mesh import as_mesh
+    from shardrules._mesh_sizes import parse_mesh
+    from shardrules._plan.report import step_json
+    from shardrules._program.step import trace
+
+    with working(args, "tracing"):
+        function, arguments, *_ = inputs.step_of(
+            args.function, load_object(args.function, as_mesh(parse_mesh(args.mesh)))
+        )
+        traced = trace(function, *arguments)
+    if args.array:
+        print(traced.explain(args.array))
+        return
+    memory, traffic, time = traced.memory(), None, None
+    if traced.plan is not None:
+        traffic = traced.plan.traffic(step=traced)
+        if args.hardware:
+            device, over_dcn = inputs.load_hardware(args.hardware), args.axes_over_dcn
+            time = traced.plan.step_time(
+                step=traced, hardware=device, axes_over_dcn=inputs.names(over_dcn)
+            )
+    if args.format == "json":
+        print(step_json(traced.to_json(), memory, traffic, time))
+    else:
+        print(*filter(None, (traced, memory, traffic, time)), sep="\n\n")
 
 
 @_command(

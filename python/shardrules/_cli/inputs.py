@@ -24,7 +24,7 @@ from shardrules._plan.plan import Plan, plan
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
-from shardrules._text import and_more, byte_count, mesh_shown
+from shardrules._text import and_more, byte_count, mesh_shown, shown
 
 if TYPE_CHECKING:
     from shardrules._hardware import Hardware
@@ -201,6 +201,21 @@ def _tree(source: str, dialect: Dialect | LogicalDialect | None) -> tuple[str, A
         return arrays.name, arrays.leaves, arrays.logical_axes
     joins_keys = dialect.keys != "text" or dialect.hidden_key is not None
     return arrays.name, nested(arrays) if joins_keys else arrays.leaves, None
+
+
+def step_of(source: str, result: Any) -> tuple[Any, ...]:
+    """Return (step, arguments, outputs) or (step, arguments) of what a user's function returns.
+
+    Raises:
+        FileError: It returns something else.
+    """
+    is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
+    if not is_tuple or not isinstance(result[1], tuple):
+        raise FileError(
+            f"{source}: this gives {shown(result)}; it must be (step, arguments, outputs) "
+            "or (step, arguments), where arguments is a tuple"
+        )
+    return tuple(result)
 
 
 def sweep_axes(text: str) -> tuple[list[str], dict[str, int]]:

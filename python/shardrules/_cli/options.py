@@ -20,6 +20,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "common: a folded path, a glob such as 'layers/*/wq', or the end of their paths.", {}),
         "function": ("FUNCTION", "package.module:function, which returns (compiled, inputs, "
             "outputs) or (compiled, inputs), as shardrules.verify takes them.", {}),
+        "array": ("--array PATH", "Say of this argument alone what the step does with its "
+            "dimensions.", {}),
         "on": ("--on TOPOLOGY", "The devices to compile for: v5p:8x8x8, v5e:4x4, v6e:16x16, "
             "v4:4x4x4, tpu7x:4x4x4, or as clouds have it v5p-1024.", {"required": True}),
         "slices": ("--slices NUMBER", "Slices of these devices, which the data centre's network "

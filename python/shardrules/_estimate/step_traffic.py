@@ -43,7 +43,7 @@ def _purpose(step: Step, sent: Sent) -> Of:
         return "params"
     if sent.value is not None and step.is_like_weights(sent.value) and "reduce" in sent.kind:
         return "gradients"
-    return "experts" if sent.kind == "all-to-all" else "activations"
+    return "experts" if sent.kind == "all-to-all" and step.has_experts else "activations"
 
 
 def step_seconds(

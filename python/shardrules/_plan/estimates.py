@@ -82,6 +82,7 @@ class Estimates(Columns):
         if step is not None:
             _check_alone(
                 "bytes_per_device",
+                step,
                 gradients=gradients,
                 optimizer=optimizer,
                 optimizer_memory_kind=optimizer_memory_kind,
@@ -175,6 +176,7 @@ class Estimates(Columns):
         if step is not None:
             _check_alone(
                 "sweep",
+                step,
                 tokens=tokens,
                 gradients=gradients,
                 optimizer=optimizer,
@@ -324,6 +326,7 @@ class Estimates(Columns):
 
             _check_alone(
                 "step_time",
+                step,
                 tokens=tokens,
                 gradients=gradients,
                 optimizer=optimizer,
@@ -432,7 +435,7 @@ class Estimates(Columns):
 
             defaults = Estimates.traffic.__kwdefaults__ or {}
             changed = {name: v for name, v in arguments.items() if v != defaults[name]}
-            _check_alone("traffic", **changed)
+            _check_alone("traffic", step, **changed)
             plan: Any = self
             return step_traffic(step, plan)
         arguments["tokens"] = _needed("traffic", tokens)
@@ -450,12 +453,16 @@ def _needed(function: str, tokens: int | None) -> int:
     return tokens
 
 
-def _check_alone(function: str, **arguments: Any) -> None:
-    """Check that nothing is given beside a step, which says it itself.
+def _check_alone(function: str, step: Any, **arguments: Any) -> None:
+    """Check that a step is one, and that nothing is given beside it, as it says all itself.
 
     Raises:
-        ValueError: It is.
+        TypeError: It is none.
+        ValueError: Something is given.
     """
+    from shardrules._program.step import Step
+
+    check_type("step", step, Step, "give that of trace")
     if names := [name for name, value in arguments.items() if value is not None]:
         raise ValueError(f"{function}: {names[0]} is given beside step=, which says it itself")
 

@@ -39,6 +39,15 @@ class Rule(NamedTuple):
     is_identity: bool = False
     """True if each result is one of the operands, in their order."""
 
+    @property
+    def minor(self) -> frozenset[int]:
+        """Factors of which a dimension consists together with others that are before them.
+
+        Devices have contiguous parts of a dimension, and so parts of its major factor.
+        """
+        arrays = (*self.operands, *self.results)
+        return frozenset(f for array in arrays for dims in array for f in dims[1:])
+
 
 class _Builder:
     """Factors of an operation while its rule is made."""
@@ -268,6 +277,8 @@ def _convolution(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule
         builder.whole.update(operands[0][dim])
     for dim in rhs[2:]:
         builder.whole.update(operands[1][dim])
+    for dim in out[2:]:
+        builder.whole.update(result[dim])
     flops = 2 * prod(results[0]) * prod(shapes[1]) // max(1, shapes[1][rhs[0]])
     return builder.rule(operands, [result], flops)
 
@@ -474,12 +485,12 @@ _TRANSCENDENTAL: Final = _names(
     acosh atanh sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e"""
 )
 _UNCOUNTED: Final = _TRANSCENDENTAL | _names(
-    "copy copy_p stop_gradient name bitcast_convert_type pvary reduce_precision"
+    "copy copy_p stop_gradient name bitcast_convert_type pvary reduce_precision select_n"
 )
 _ELEMENTWISE: Final = _UNCOUNTED | _names(
     """add add_any sub mul div rem max min neg sign abs floor ceil round is_finite not and or xor
     eq ne lt le gt ge lt_to le_to eq_to shift_left shift_right_logical shift_right_arithmetic
-    select_n clamp convert_element_type integer_pow square one_minus_square nextafter real imag
+    clamp convert_element_type integer_pow square one_minus_square nextafter real imag
     complex conj population_count clz threefry2x32 mulhi regularized_incomplete_beta igamma igammac
     igamma_grad_a random_gamma_grad polygamma zeta to_edtype from_edtype tie"""
 )
@@ -513,7 +524,8 @@ _BY_NAME: Final[dict[str, Callable[[Any, list[Shape], list[Shape]], Rule | None]
     """iota rng_bit_generator rng_uniform random_bits random_seed random_wrap random_unwrap
     random_fold_in random_split random_clone axis_index empty empty2 create_token""": _new,
     """sharding_constraint reshard mesh_cast optimization_barrier device_put layout_constraint
-    reduce_vma vary_unreduced_cast pbroadcast ppermute psum psum2 psum_invariant pmax pmin""": _same,
+    reduce_vma vary_unreduced_cast pbroadcast ppermute psum psum2 psum_invariant pmax
+    pmin""": _same,
     "all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all": _across,
 }
 _RULES: Final = {name: rule for names, rule in _BY_NAME.items() for name in names.split()}

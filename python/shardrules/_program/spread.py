@@ -305,17 +305,19 @@ class Spread:
     def _options(self, operation: Operation, rule: Rule) -> dict[str, list[int]]:
         """Return by axis the factors of an operation that it may cut."""
         options: dict[str, list[int]] = {}
+        minor = rule.minor
         for number, dims in zip(operation.inputs, rule.operands, strict=True):
             if number is not None:
+                free = rule.whole | minor.difference(f for row in dims for f in row[1:])
                 for factor, names in self._by_factor(rule, dims, self._of(number)).items():
                     for name in names:
                         places = options.setdefault(name, [])
-                        if factor not in places and factor not in rule.whole:
+                        if factor not in places and factor not in free:
                             places.append(factor)
         for result, dims in zip(operation.outputs, rule.results, strict=True):
             wish = self._by_factor(rule, dims, self._wishes.get(result, ()))
             for factor, names in wish.items():
-                if factor not in rule.whole:  # a device needs only its part, and has the whole
+                if factor not in rule.whole | minor:  # a device has the whole, and needs its part
                     for name in names:
                         options.setdefault(name, [factor])
         return options

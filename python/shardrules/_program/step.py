@@ -124,6 +124,11 @@ class Step:
         return ranges
 
     @property
+    def plan(self) -> Plan | None:
+        """The first Plan among the arguments; None without one."""
+        return next((arg for arg in self._args if isinstance(arg, Plan)), None)
+
+    @property
     def _weights(self) -> list[int]:
         """Numbers of the arguments' leaves that are planned, or else of the first argument's."""
         planned = [i for i, arg in enumerate(self._args) if isinstance(arg, Plan)] or [0]
@@ -178,6 +183,11 @@ class Step:
     def weight_arrays(self) -> set[int]:
         """Numbers of the arrays that are weights, or slices, casts and other shapes of them."""
         return self._roles.weights
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some dimension is that of experts."""
+        return "experts" in self._roles.of.values()
 
     def is_like_weights(self, number: int) -> bool:
         """Say whether weights have all dimensions of an array, as their gradients do."""
@@ -353,10 +363,10 @@ class Step:
         ]
         lines = [f"{self.name}: {self.flops:.3g} FLOPs on all devices"]
         lines += Table(_WORK, work).lines() if work else []
-        lines += and_more(len(rows), _IN_TEXT, "line")
+        lines += and_more(len(rows), _IN_TEXT, "row")
         lines += [
             "",
-            f"{counted(len(self.dimensions), 'class')} of dimensions that are sharded alike",
+            "dimensions of the arguments, by what must be sharded alike",
         ]
         lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
         lines += [f"not looked into: {text}" for text in self.unmodelled]

@@ -1,0 +1,380 @@
+"""`trace`: what a step does, by its jaxpr; small programs with known answers, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support.hlo_steps import shard_map
+
+SIZES = {"fsdp": 4, "tp": 2}
+needs_abstract_mesh = pytest.mark.skipif(
+    not hasattr(jax.sharding, "use_abstract_mesh"), reason="this JAX has no use_abstract_mesh"
+)
+
+
+def shape(*sizes, dtype="float32", **sharding):
+    return jax.ShapeDtypeStruct(sizes, dtype, **sharding)
+
+
+def planned(tree, rules, sizes=SIZES):
+    return sr.plan(tree, rules, sizes)
+
+
+def batch_on(plan, *sizes, spec=P("fsdp"), dtype="float32"):
+    mesh = jax.tree.leaves(plan.abstract())[0].sharding.mesh
+    return shape(*sizes, dtype=dtype, sharding=NamedSharding(mesh, spec))
+
+
+def roles(step):
+    return {array: row.role for row in step.dimensions for array in row.arrays}
+
+
+# Dimensions and their roles
+
+
+def decoder(params, tokens, kv_heads=2, size=4):
+    """Two scanned layers of grouped attention and a gated MLP, with a table and a head."""
+    x = params["embed"][tokens]
+
+    def layer(x, w):
+        rows, length, _ = x.shape
+        q = (x @ w["q"]).reshape(rows, length, kv_heads, -1, size)
+        k = (x @ w["k"]).reshape(rows, length, kv_heads, size)
+        v = (x @ w["v"]).reshape(rows, length, kv_heads, size)
+        chances = jax.nn.softmax(jnp.einsum("btkgd,bskd->bkgts", q, k))
+        mixed = jnp.einsum("bkgts,bskd->btkgd", chances, v).reshape(rows, length, -1)
+        x = x + mixed @ w["o"]
+        return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"], None
+
+    x, _ = lax.scan(layer, x, params["layers"])
+    return x @ params["head"]
+
+
+def decoder_params(layers=2, width=48, heads=6, kv_heads=2, size=4, hidden=96, words=80):
+    stack = partial(shape, layers)
+    return {
+        "embed": shape(words, width),
+        "head": shape(width, words),
+        "layers": {
+            "q": stack(width, heads * size),
+            "k": stack(width, kv_heads * size),
+            "v": stack(width, kv_heads * size),
+            "o": stack(heads * size, width),
+            "gate": stack(width, hidden),
+            "up": stack(width, hidden),
+            "down": stack(hidden, width),
+        },
+    }
+
+
+def train(params, tokens):
+    def loss(params):
+        logits = decoder(params, tokens[:, :-1])
+        of_next = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - of_next)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def test_roles_of_a_decoder_come_from_what_it_does():
+    step = sr.trace(jax.jit(train), decoder_params(), shape(8, 17, dtype="int32"))
+    by_array = roles(step)
+    of = {
+        path.removeprefix("inputs/0/"): [by_array[path, dim] for dim in range(rank)]
+        for path, rank in {
+            "inputs/0/embed": 2,
+            "inputs/0/head": 2,
+            "inputs/0/layers/gate": 3,
+        }.items()
+    }
+    assert of == {
+        "embed": ["vocabulary", "model width"],
+        "head": ["model width", "vocabulary"],
+        "layers/gate": ["layers", "model width", "hidden"],
+    }
+    # 24 outputs of q are 2 x 3 x 4: split by a reshape, and named by attention.
+    text = step.explain("layers/q")
+    assert "24: KV heads 2 x query heads of a KV head 3 x head size 4" in text
+    assert "8: KV heads 2 x head size 4" in step.explain("layers/k")
+    assert "24: KV heads 2 x query heads of a KV head 3 x head size 4" in step.explain("layers/o")
+    assert by_array["inputs/1", 0] == "batch"
+    assert not step.unmodelled
+
+
+def test_names_do_not_matter():
+    """The same roles if nothing is called by what it is."""
+    names = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), "abcdefg", strict=True))
+
+    def renamed(params, tokens):
+        layers = {name: params["x"][letter] for name, letter in names.items()}
+        return train({"embed": params["y"], "head": params["z"], "layers": layers}, tokens)
+
+    params = decoder_params()
+    layers = {letter: params["layers"][name] for name, letter in names.items()}
+    tree = {"x": layers, "y": params["embed"], "z": params["head"]}
+    tokens = shape(8, 17, dtype="int32")
+    named, unnamed = sr.trace(train, params, tokens), sr.trace(renamed, tree, tokens)
+    counts = [
+        sorted((row.role, row.size, len(row.arrays)) for row in step.dimensions)
+        for step in (named, unnamed)
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_experts_are_those_that_kernels_are_apart_for():
+    def moe(params, x):
+        chances = jax.nn.softmax(x @ params["a"])
+        weight, chosen = lax.top_k(chances, 2)
+        mask = (jax.nn.one_hot(chosen, 8) * weight[..., None]).sum(1)
+        inputs = jnp.einsum("te,td->etd", mask, x)
+        return jnp.einsum(
+            "eth,ehd->td", jax.nn.relu(jnp.einsum("etd,edh->eth", inputs, params["b"])), params["c"]
+        )
+
+    tree = {"a": shape(16, 8), "b": shape(8, 16, 24), "c": shape(8, 24, 16)}
+    by_array = roles(sr.trace(moe, tree, shape(32, 16)))
+    assert {by_array["inputs/0/a", 1], by_array["inputs/0/b", 0], by_array["inputs/0/c", 0]} == {
+        "experts"
+    }
+    assert by_array["inputs/0/b", 2] == by_array["inputs/0/c", 1] == "hidden"
+    assert by_array["inputs/0/b", 1] == "model width"
+
+
+def test_states_follow_their_parameters_by_flow():
+    def update(state, x):
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p["w"])))(state["p"])
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["zzz"], grads)
+        return {"p": jax.tree.map(jnp.subtract, state["p"], moments), "zzz": moments}
+
+    tree = {"w": shape(16, 24)}
+    step = sr.trace(update, {"p": tree, "zzz": tree}, shape(8, 16))
+    assert {("inputs/0/p/w", 1), ("inputs/0/zzz/w", 1)} in [
+        set(row.arrays) for row in step.dimensions
+    ]
+
+
+def test_sizes_that_are_equal_are_not_one_dimension():
+    step = sr.trace(lambda p, x: x @ p["w"], {"w": shape(16, 16)}, shape(8, 16))
+    rows = {frozenset(row.arrays) for row in step.dimensions}
+    assert frozenset({("inputs/0/w", 0), ("inputs/1", 1)}) in rows
+    assert frozenset({("inputs/0/w", 1)}) in rows
+
+
+# Arithmetic
+
+
+def test_loops_are_multiplied():
+    def looped(p, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p)[0]
+
+    step = sr.trace(looped, shape(5, 16, 16), shape(8, 16))
+    assert step.flops == 5 * 2 * 8 * 16 * 16
+    assert [(row.operation, row.times) for row in step.work] == [("dot_general", 5)]
+
+
+def test_passes_are_told_apart():
+    def loss(p, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        return jnp.sum(lax.scan(jax.checkpoint(layer), x, p)[0])
+
+    step = sr.trace(jax.grad(loss), shape(5, 16, 16), shape(8, 16))
+    products = {}
+    for row in step.work:
+        if row.operation == "dot_general":
+            products[row.part] = products.get(row.part, 0) + row.flops
+    once = 5 * 2 * 8 * 16 * 16
+    assert products == {"forward": once, "recomputed": once, "backward": 2 * once}
+
+
+def test_operations_of_a_whole_step_are_counted_as_by_xla():
+    params, tokens = decoder_params(layers=1), shape(8, 17, dtype="int32")
+    step = sr.trace(train, params, tokens)
+    cost = jax.jit(train).lower(params, tokens).cost_analysis()
+    flops = (cost[0] if isinstance(cost, list) else cost)["flops"]
+    assert step.flops == pytest.approx(flops, rel=0.01)
+
+
+def test_code_by_device_counts_on_all_devices():
+    mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
+    double = shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    assert sr.trace(double, shape(32, 16), shape(16, 16)).flops == 2 * 32 * 16 * 16
+
+
+def test_what_is_not_modelled_is_named():
+    def step(x):
+        y = jax.pure_callback(lambda a: a, x, x)
+        return lax.while_loop(lambda c: jnp.sum(c) < 100, lambda c: c * 2, y)
+
+    told = sr.trace(step, shape(8)).unmodelled
+    assert told[0] == "pure_callback (1 times)"
+    assert "test_step.py" in told[1]
+    assert "a loop whose length is not known" in told[1]
+
+
+# What is sent, and memory
+
+
+def mlp_step(plan, hidden=("fsdp", None, "tp"), rows=64):
+    def loss(params, x):
+        def layer(x, w):
+            y = jnp.tanh(x @ w["up"])
+            if hidden is not None:
+                y = lax.with_sharding_constraint(y, P(*hidden))
+            y = x + y @ w["down"]
+            return lax.with_sharding_constraint(y, P("fsdp")), None
+
+        return jnp.mean(lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    def step(params, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+
+    x = batch_on(plan, rows, 32, 128)
+    return sr.trace(jax.jit(step, donate_argnums=0, out_shardings=plan.shardings()), plan, x)
+
+
+def mlp_plan(sizes=SIZES):
+    tree = {"up": shape(3, 128, 512), "down": shape(3, 512, 128)}
+    return planned(tree, [("up", P(None, "fsdp", "tp")), ("down", P(None, "tp", "fsdp"))], sizes)
+
+
+@needs_abstract_mesh
+def test_traffic_of_a_step_is_counted():
+    plan = mlp_plan()
+    traffic = plan.traffic(step=mlp_step(plan))
+    rows = {(row.of, row.collective, row.axes): row.payload for row in traffic}
+    kernel = 128 * 512 * 4 // 2  # of one layer, cut by tp, in whole over fsdp
+    stream = 64 // 4 * 32 * 128 * 4
+    # Of each layer two kernels are gathered in either pass; down is not computed again.
+    assert rows["params", "all-gather", ("fsdp",)] == 3 * 4 * kernel
+    assert rows["gradients", "reduce-scatter", ("fsdp",)] == 3 * 2 * kernel
+    assert rows["activations", "all-reduce", ("tp",)] == 3 * 2 * stream
+    assert not traffic.uncounted
+    assert plan.traffic(step=mlp_step(plan)).by_axes().keys() == {("fsdp",), ("tp",)}
+
+
+@needs_abstract_mesh
+def test_a_step_on_another_mesh_is_spread_anew():
+    plan = mlp_plan()
+    step = mlp_step(plan)
+    other = plan.on_mesh({"fsdp": 8, "tp": 1})
+    assert {row.axes for row in other.traffic(step=step)} == {("fsdp",)}
+    assert step.memory(other).totals.arguments < step.memory().totals.arguments
+
+
+@needs_abstract_mesh
+def test_memory_has_the_largest_arrays_with_their_lines():
+    plan = mlp_plan()
+    memory = mlp_step(plan).memory()
+    assert memory.totals.arguments == memory.totals.aliased + 64 // 4 * 32 * 128 * 4
+    assert memory.is_recomputed
+    kept = next(row for row in memory.buffers if row.is_saved)
+    assert kept.bytes == 3 * 64 // 4 * 32 * 128 * 4
+    assert kept.shape == "float32[3,16,32,128]"
+    assert "test_step.py" in str(kept.place)
+    more = mlp_step(plan, rows=128).memory()
+    assert more.peak > memory.peak
+
+
+@needs_abstract_mesh
+def test_what_is_not_donated_takes_memory_twice():
+    plan = mlp_plan()
+
+    def double(params):
+        return jax.tree.map(lambda p: p * 2, params)
+
+    peaks = [
+        sr.trace(jax.jit(double, donate_argnums=given), plan).memory().peak for given in ((0,), ())
+    ]
+    assert peaks[1] == 2 * peaks[0]
+
+
+@needs_abstract_mesh
+def test_estimates_take_a_step_in_the_place_of_assumptions():
+    plan = mlp_plan()
+    step = mlp_step(plan)
+    assert plan.bytes_per_device(step=step).max == step.memory().peak
+    time = plan.step_time(step=step, hardware="v5p")
+    assert time.total > 0
+    assert "tokens" not in time.assumptions
+    rows = plan.sweep(step=step, hardware="v5p", devices=8)
+    assert {row.devices for row in rows} == {8}
+    assert all(row.time is not None and row.fits for row in rows)
+    # The best is not a mesh on which one axis has no work.
+    assert rows[0].time.total <= rows[-1].time.total
+    bytes_alone = plan.sweep(step=step, devices=8)
+    assert all(row.time is None for row in bytes_alone)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda p, s: p.traffic(), TypeError, "give tokens=, .* or step= of trace"),
+        (lambda p, s: p.step_time(hardware="v5p"), TypeError, "give tokens="),
+        (lambda p, s: p.traffic(step=s, tokens=8), ValueError, "tokens is given beside step="),
+        (lambda p, s: p.traffic(step=s, gathers=1), ValueError, "gathers is given beside"),
+        (
+            lambda p, s: p.step_time(step=s, hardware="v5p", optimizer=("float32",)),
+            ValueError,
+            "optimizer",
+        ),
+        (lambda p, s: p.bytes_per_device(step=s, gradients="float32"), ValueError, "gradients is"),
+        (lambda p, s: p.sweep(step=s, tokens=8, hardware="v5p"), ValueError, "tokens is given"),
+        (lambda p, s: p.traffic(step=3), TypeError, "step is 3 .*give that of trace"),
+        (lambda p, s: s.explain("nothing"), KeyError, "is no argument's"),
+        (lambda p, s: s.explain("downn"), KeyError, "down"),
+        (lambda p, s: sr.trace(3), TypeError, "step is 3 .*give the function"),
+        (lambda p, s: sr.trace(lambda x: 1 / 0, 1.0), ZeroDivisionError, "division"),
+        (
+            lambda p, s: sr.trace(lambda x, y: x, p, p.on_mesh({"fsdp": 8, "tp": 1})),
+            ValueError,
+            "several meshes",
+        ),
+        (
+            lambda p, s: planned({"other": shape(8)}, [("other", None)]).traffic(step=s),
+            ValueError,
+            "it has 1 leaf, and the step was traced with a plan of 2 leaves",
+        ),
+    ],
+)
+@needs_abstract_mesh
+def test_what_cannot_be_answered_is_told(call, error, text):
+    plan = mlp_plan()
+    with pytest.raises(error, match=text):
+        call(plan, mlp_step(plan))
+
+
+@needs_abstract_mesh
+def test_code_by_device_is_of_one_mesh():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
+    plan = sr.plan({"w": shape(8, 16)}, [("w", P("fsdp"))], mesh)
+    summed = shard_map(
+        lambda w: lax.psum(w, "fsdp"), mesh=mesh, in_specs=P("fsdp"), out_specs=P(None)
+    )
+    step = sr.trace(lambda params: summed(params["w"]), plan)
+    (row,) = plan.traffic(step=step)
+    assert (row.collective, row.axes, row.payload) == ("all-reduce", ("fsdp",), 2 * 16 * 4)
+    with pytest.raises(ValueError, match="code by device for fsdp=4,tp=2: trace the step on that"):
+        plan.on_mesh({"fsdp": 2, "tp": 4}).traffic(step=step)
+
+
+def test_what_nothing_reads_is_left_out():
+    def step(x):
+        lax.with_sharding_constraint(x @ x, P())  # a user's debugging line
+        return x * 2
+
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+    plan = sr.plan({"x": shape(64, 64)}, [("x", P("fsdp"))], mesh)
+    traced = sr.trace(lambda params: step(params["x"]), plan)
+    assert traced.flops == 64 * 64
+    assert not plan.traffic(step=traced)
