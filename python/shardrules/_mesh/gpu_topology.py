@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 GPUS: Final = {"h100": "H100", "h200": "H200", "b200": "B200", "gb200": "GB200"}
 """Names in `hardware.toml` by those in topologies."""
-_PLUGINS: Final = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+PLUGINS: Final = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 # Of compute capabilities 9 and 10, by the names of XLA's GpuTargetConfigProto.
 _LIMITS: Final = {
     "threads_per_block_limit": 1024,
@@ -101,7 +101,7 @@ class Hosts:
         """
         from jax.experimental import topologies
 
-        if not _has_plugin():
+        if not has_plugin():
             raise ImportError(
                 "the compiler for CUDA is JAX's plugin, which is not installed: pip install "
                 "'shardrules[gpu]', which needs neither a GPU nor NVIDIA's libraries"
@@ -184,7 +184,8 @@ def _proto_lines(fields: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: {value}"
 
 
-def _has_plugin() -> bool:
+def has_plugin() -> bool:
+    """Say whether JAX's plugin for CUDA is installed."""
     if importlib.util.find_spec("jax_plugins") is None:
         return False
-    return any(importlib.util.find_spec(name) is not None for name in _PLUGINS)
+    return any(importlib.util.find_spec(name) is not None for name in PLUGINS)
