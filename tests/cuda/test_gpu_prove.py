@@ -54,7 +54,7 @@ def test_a_faulty_step_is_told_as_on_the_cluster():
     assert {"donation", "unexpected"} & kinds
 
 
-def test_a_step_that_does_not_fit_is_an_error_by_default(has_on):
+def test_a_step_that_does_not_fit_is_an_error_by_default():
     topology = sr.Topology("h100:8")
     mesh = topology.mesh(SIZES)
     plan = sr.plan(params(layers=32, width=4096), RULES, mesh)
