@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from shardrules._program.hlo import Hlo
 
 MOVES: Final = frozenset({
-    "bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "pad",
-    "reshape", "transpose",
+    "bitcast", "convert", "copy", "copy-done", "copy-start", "fusion-done", "optimization-barrier",
+    "pad", "reshape", "transpose",
 })  # fmt: skip
 _SLICES: Final = frozenset({"dynamic-slice", "slice"})
 # Move shards between devices: still a copy of the same array.
@@ -22,7 +22,8 @@ _GATHERS: Final = frozenset({
 })  # fmt: skip
 # With a broadcast or a constant, such as the scales and the zero points of quantized weights.
 _SCALES: Final = frozenset({"add", "divide", "multiply", "subtract"})
-_CALLS: Final = frozenset({"call", "fusion"})
+# An asynchronous fusion has the elements of its results, as its end has them.
+_CALLS: Final = frozenset({"call", "fusion", "fusion-start"})
 # Of several arrays at once, each its own.
 _SUMS: Final = ("all-reduce", "reduce-scatter")
 PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
