@@ -216,3 +216,35 @@ def test_of_a_convolution_in_a_fusion_it_is_not_known_what_it_sums():
     hlo = Hlo(FUSED_CONVOLUTION)
     use = Consumer("product", Value("main", "a"), hlo["main"]["outer"])
     assert not is_summed(hlo, use, 1, 8)
+
+
+ASYNCHRONOUS_FUSION = """\
+HloModule asynchronous_fusion, num_partitions=4
+
+%sliced (s: f32[4,2,8], i: s32[]) -> (f32[1,2,8], f32[2,8]) {
+  %s = f32[4,2,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %layer = f32[1,2,8]{2,1,0} dynamic-slice(%s, %i, %i, %i), dynamic_slice_sizes={1,2,8}
+  %flat = f32[2,8]{1,0} bitcast(%layer)
+  %sum = f32[2,8]{1,0} add(%flat, %flat)
+  ROOT %both = (f32[1,2,8]{2,1,0}, f32[2,8]{1,0}) tuple(%layer, %sum)
+}
+
+ENTRY %main (v: f32[4,2,8], i: s32[]) -> (f32[4,2,8], f32[2,8]) {
+  %v = f32[4,2,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %fs = ((f32[4,2,8]{2,1,0}, s32[]), (f32[1,2,8]{2,1,0}, f32[2,8]{1,0}), u32[]) fusion-start(%v, %i), kind=kLoop, calls=%sliced
+  %fd = (f32[1,2,8]{2,1,0}, f32[2,8]{1,0}) fusion-done(%fs)
+  %layer = f32[1,2,8]{2,1,0} get-tuple-element(%fd), index=0
+  %sum = f32[2,8]{1,0} get-tuple-element(%fd), index=1
+  %gathered = f32[4,2,8]{2,1,0} all-gather(%layer), replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %out = (f32[4,2,8]{2,1,0}, f32[2,8]{1,0}) tuple(%gathered, %sum)
+}
+"""
+
+
+def test_an_asynchronous_fusion_is_one_of_the_elements_of_its_results():
+    hlo = Hlo(ASYNCHRONOUS_FUSION)
+    assert origin_of(hlo, Value("main", "gathered")) == Origin(0, 4)
+    assert origin_of(hlo, Value("main", "sum")) is None
+    assert {use.opcode for use in value_uses(hlo, Value("main", "v"))} == {"dynamic-slice", "add"}
