@@ -11,6 +11,7 @@ from shardrules._program.dataflow import (
     is_made_from,
     origin_of,
     returned,
+    updated_values,
     value_uses,
 )
 from shardrules._program.flow import Consumer, is_summed
@@ -248,3 +249,28 @@ def test_an_asynchronous_fusion_is_one_of_the_elements_of_its_results():
     assert origin_of(hlo, Value("main", "gathered")) == Origin(0, 4)
     assert origin_of(hlo, Value("main", "sum")) is None
     assert {use.opcode for use in value_uses(hlo, Value("main", "v"))} == {"dynamic-slice", "add"}
+
+
+ASYNCHRONOUS_SUM = """\
+HloModule asynchronous_sum, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (old: f32[2,8], g: f32[8,8]) -> f32[2,8] {
+  %old = f32[2,8]{1,0} parameter(0)
+  %g = f32[8,8]{1,0} parameter(1)
+  %rs = ((f32[8,8]{1,0}), f32[2,8]{1,0}) reduce-scatter-start(%g), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+  %rd = f32[2,8]{1,0} reduce-scatter-done(%rs)
+  ROOT %new = f32[2,8]{1,0} subtract(%old, %rd)
+}
+"""
+
+
+def test_a_new_state_is_made_from_an_asynchronous_sum():
+    hlo = Hlo(ASYNCHRONOUS_SUM)
+    assert Value("main", "rs") in set(updated_values(hlo, Value("main", "new"), ()))
+    assert is_made_from(hlo, Value("main", "new"), 1)

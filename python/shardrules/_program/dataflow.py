@@ -219,7 +219,9 @@ def _before_update(hlo: Hlo, value: Value) -> Iterator[Value]:
             yield Value(body, hlo[body].root.name, value.element)
     elif (moved := _moved_value(hlo, definition, value.element, _GATHERS)) is not None:
         yield Value(value.computation, definition.operands[moved[0]], moved[1])
-    elif definition.opcode.startswith(_SUMS) and not definition.opcode.endswith("-done"):
+    elif definition.opcode.startswith(_SUMS) and definition.opcode.endswith("-done"):
+        yield value._replace(name=definition.operands[0])
+    elif definition.opcode.startswith(_SUMS):
         yield Value(value.computation, definition.operands[value.element or 0])
     elif definition.opcode in _UPDATES:
         names = definition.operands[: _UPDATES[definition.opcode]]
