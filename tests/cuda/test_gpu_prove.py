@@ -136,3 +136,17 @@ def test_the_command_proves_for_gpus(run):
     assert (code, ": it does not fit\n" in out, "error[peak]" in out) == (1, True, True)
     code, _, err = run("step_on", "--on", "h100:8x2", "--slices", "2", "--mesh", "fsdp=32")
     assert (code, "GPUs have hosts, not slices; give 'h100:8x4'" in err) == (2, True), err
+
+
+@pytest.mark.slow
+def test_the_example_of_405_billion_parameters():
+    """The same bytes as on 512 TPUs, and a reason for all but a few."""
+    from examples import prove_405b
+
+    topology = sr.Topology("h100:8x64")
+    step, arguments, outputs = prove_405b.step_on(topology.mesh(fsdp=64, tp=8))
+    proof = sr.prove(step, *arguments, on=topology, outputs=outputs, effort="fast")
+    proof.raise_for("warning")
+    lost = sum(row.sent for row in proof.collectives if not row.is_expected)
+    assert lost < 0.001 * sum(proof.program.sent.values())
+    assert 0.8 < proof.memory.alive / proof.memory.peak < 1.1

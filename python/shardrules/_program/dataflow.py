@@ -219,10 +219,12 @@ def _before_update(hlo: Hlo, value: Value) -> Iterator[Value]:
             yield Value(body, hlo[body].root.name, value.element)
     elif (moved := _moved_value(hlo, definition, value.element, _GATHERS)) is not None:
         yield Value(value.computation, definition.operands[moved[0]], moved[1])
-    elif definition.opcode.startswith(_SUMS) and definition.opcode.endswith("-done"):
-        yield value._replace(name=definition.operands[0])
     elif definition.opcode.startswith(_SUMS):
-        yield Value(value.computation, definition.operands[value.element or 0])
+        # The end of an asynchronous sum has the elements of its start, which has those of operands.
+        number, element = value.element or 0, None
+        if definition.opcode.endswith("-done"):
+            number, element = 0, value.element
+        yield Value(value.computation, definition.operands[number], element)
     elif definition.opcode in _UPDATES:
         names = definition.operands[: _UPDATES[definition.opcode]]
         yield from (Value(value.computation, name) for name in names)
