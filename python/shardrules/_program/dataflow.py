@@ -221,9 +221,8 @@ def _before_update(hlo: Hlo, value: Value) -> Iterator[Value]:
         yield Value(value.computation, definition.operands[moved[0]], moved[1])
     elif definition.opcode.startswith(_SUMS):
         # The end of an asynchronous sum has the elements of its start, which has those of operands.
-        number, element = value.element or 0, None
-        if definition.opcode.endswith("-done"):
-            number, element = 0, value.element
+        is_done = definition.opcode.endswith("-done")
+        number, element = (0, value.element) if is_done else (value.element or 0, None)
         yield Value(value.computation, definition.operands[number], element)
     elif definition.opcode in _UPDATES:
         names = definition.operands[: _UPDATES[definition.opcode]]
