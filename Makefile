@@ -7,6 +7,7 @@ OLDEST := .venv/$(VERSION)-oldest-jax
 DOCS := .venv/$(VERSION)-docs
 DIST := .venv/$(VERSION)-dist
 TPU := .venv/$(VERSION)-tpu
+CUDA := .venv/$(VERSION)-cuda
 # A new environment each time, with nothing but a wheel and what it depends on.
 CLEAN := .venv/$(VERSION)-clean
 WHEEL := $(abspath dist)/shardrules-*-cp$(subst py,,$(subst .,,$(VERSION)))-*.whl
@@ -20,7 +21,7 @@ PYTEST = -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 # How long `make fuzz` spends on each target.
 SECONDS ?= 300
 
-.PHONY: demo test test-all test-newest test-tpu test-cpp test-oldest test-asan bench bench-report docs fuzz fuzz-cpp fuzz-python \
+.PHONY: demo test test-all test-newest test-tpu test-cuda test-cpp test-oldest test-asan bench bench-report docs fuzz fuzz-cpp fuzz-python \
 	fuzz-differential lint format sanitize clean dist test-dist api
 
 demo: $(VENV)/installed
@@ -41,6 +42,17 @@ test-tpu: $(VENV)/installed $(TPU)/installed
 $(TPU)/installed: $(VENV)/dependencies
 	$(VENV)/bin/python -m pip $(INSTALL) --no-deps --upgrade --target $(TPU) "$$($(VENV)/bin/python -c \
 	  'import importlib.metadata as m; print(next(r for r in m.requires("jax") if r[:6] == "libtpu").split(";")[0])')"
+	touch $@
+
+# The compiler for CUDA, in the version that this JAX wants, in the same way: 0.5 GB, so not in CI.
+test-cuda: $(VENV)/installed $(CUDA)/installed
+	PYTHONPATH=$(abspath $(CUDA)) JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -m "" tests/cuda
+
+$(CUDA)/installed: $(VENV)/dependencies
+	$(VENV)/bin/python -m pip $(INSTALL) --no-deps --upgrade --target $(CUDA) $$($(VENV)/bin/python -c \
+	  'import importlib.metadata as m; name = "jax-cuda12-plugin"; \
+	  pin = next(r for r in m.requires("jax") if r.startswith(name) and "local" in r).split(";")[0][len(name):]; \
+	  print(name + pin, "jax-cuda12-pjrt" + pin)')
 	touch $@
 
 # The newest Python, for which nothing but a python3.14 is needed.

@@ -249,7 +249,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Program.lock.path": NOT_FILE,
     "Program.diff.other": (*WRONG["lock"], PLAN),
     "Plan.to_html.path": NOT_FILE,
-    "Topology.name": (3, None, THING, HUGE, "v5q:8x8", "v5p", "v5p:3x3x3", "v5p-7", "v5e:64x64"),
+    "Topology.name": (3, None, THING, HUGE, "v5q:8x8", "v5p", "v5p:3x3x3", "v5p-7", "v5e:64x64", "h100", "h100:64"),
     "prove.inputs": (3, 0, "w", THING, HUGE, {}, PLAN),
     "Plan.to_html.program": (3, "x", THING, PLAN),
     "Plan.to_html.suggestion": (3, "x", THING, PLAN),
@@ -552,7 +552,7 @@ MADE_BY_US = {"Buffer", "Change", "Collective", "Comparison", "CompileLog", "Cut
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place", "Plan",
               "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
-# What needs the TPU's compiler; tests/program/test_topology.py calls them.
+# What needs a compiler; tests/tpu and tests/cuda call them.
 NEEDS_LIBTPU = {
     "Topology.link_rate",
     "Topology.links",

@@ -25,6 +25,8 @@ BOOK = {
     "H100": (9.9e14, 3.4e12, 450e9, 50e9),
     "H200": (9.9e14, 4.8e12, 450e9, 50e9),
     "B200": (2.3e15, 8.0e12, 900e9, 50e9),
+    # A chip as B200; NVL72 sends 3.6 TB/s.
+    "GB200": (2.3e15, 8.0e12, 900e9, 3.6e12 / 72),
 }
 
 # GiB that a program can use, by the TPU compiler's own message about one that is too large; a v4

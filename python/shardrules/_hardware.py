@@ -6,11 +6,14 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from shardrules._arguments import check_real, check_type, integer, texts
 from shardrules._dtypes import numpy_name
 from shardrules._text import brief, nearest, shown
+
+_COMPILER: Final = "compiler"
+"""The table of a device in `hardware.toml` that is for XLA alone."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str) -> Hardware:
-        """Return public figures of a device: v4, v5e, v5p, v6e, 7x, A100, H100, H200 or B200.
+        """Return public figures of a device: v4, v5e, v5p, v6e, 7x, A100, H100, H200, B200, GB200.
 
         The hardware page has them with their sources. On 7x a chip is two devices.
 
@@ -90,11 +93,25 @@ class Hardware:
 @functools.cache
 def public_hardware() -> dict[str, Hardware]:
     """Return the devices with public figures, by name."""
+    return {
+        name: Hardware(name, **{key: table[key] for key in table.keys() - {_COMPILER}})
+        for name, table in _tables().items()
+    }
+
+
+def compiler_facts(name: str) -> Mapping[str, Any]:
+    """Return what XLA's compiler is told of a GPU, by keys that `hardware.toml` explains."""
+    facts: Mapping[str, Any] = _tables()[name][_COMPILER]
+    return facts
+
+
+@functools.cache
+def _tables() -> dict[str, dict[str, Any]]:
     import tomllib
     from importlib import resources
 
     text = (resources.files("shardrules") / "hardware.toml").read_text(encoding="utf-8")
-    return {name: Hardware(name, **table) for name, table in tomllib.loads(text).items()}
+    return tomllib.loads(text)
 
 
 def as_hardware(name: str, hardware: Any) -> Hardware:

@@ -11,6 +11,7 @@ from shardrules._program.dataflow import (
     is_made_from,
     origin_of,
     returned,
+    updated_values,
     value_uses,
 )
 from shardrules._program.flow import Consumer, is_summed
@@ -216,3 +217,60 @@ def test_of_a_convolution_in_a_fusion_it_is_not_known_what_it_sums():
     hlo = Hlo(FUSED_CONVOLUTION)
     use = Consumer("product", Value("main", "a"), hlo["main"]["outer"])
     assert not is_summed(hlo, use, 1, 8)
+
+
+ASYNCHRONOUS_FUSION = """\
+HloModule asynchronous_fusion, num_partitions=4
+
+%sliced (s: f32[4,2,8], i: s32[]) -> (f32[1,2,8], f32[2,8]) {
+  %s = f32[4,2,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %layer = f32[1,2,8]{2,1,0} dynamic-slice(%s, %i, %i, %i), dynamic_slice_sizes={1,2,8}
+  %flat = f32[2,8]{1,0} bitcast(%layer)
+  %sum = f32[2,8]{1,0} add(%flat, %flat)
+  ROOT %both = (f32[1,2,8]{2,1,0}, f32[2,8]{1,0}) tuple(%layer, %sum)
+}
+
+ENTRY %main (v: f32[4,2,8], i: s32[]) -> (f32[4,2,8], f32[2,8]) {
+  %v = f32[4,2,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %fs = ((f32[4,2,8]{2,1,0}, s32[]), (f32[1,2,8]{2,1,0}, f32[2,8]{1,0}), u32[]) fusion-start(%v, %i), kind=kLoop, calls=%sliced
+  %fd = (f32[1,2,8]{2,1,0}, f32[2,8]{1,0}) fusion-done(%fs)
+  %layer = f32[1,2,8]{2,1,0} get-tuple-element(%fd), index=0
+  %sum = f32[2,8]{1,0} get-tuple-element(%fd), index=1
+  %gathered = f32[4,2,8]{2,1,0} all-gather(%layer), replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %out = (f32[4,2,8]{2,1,0}, f32[2,8]{1,0}) tuple(%gathered, %sum)
+}
+"""
+
+
+def test_an_asynchronous_fusion_is_one_of_the_elements_of_its_results():
+    hlo = Hlo(ASYNCHRONOUS_FUSION)
+    assert origin_of(hlo, Value("main", "gathered")) == Origin(0, 4)
+    assert origin_of(hlo, Value("main", "sum")) is None
+    assert {use.opcode for use in value_uses(hlo, Value("main", "v"))} == {"dynamic-slice", "add"}
+
+
+ASYNCHRONOUS_SUM = """\
+HloModule asynchronous_sum, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (old: f32[2,8], g: f32[8,8]) -> f32[2,8] {
+  %old = f32[2,8]{1,0} parameter(0)
+  %g = f32[8,8]{1,0} parameter(1)
+  %rs = ((f32[8,8]{1,0}), f32[2,8]{1,0}) reduce-scatter-start(%g), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+  %rd = f32[2,8]{1,0} reduce-scatter-done(%rs)
+  ROOT %new = f32[2,8]{1,0} subtract(%old, %rd)
+}
+"""
+
+
+def test_a_new_state_is_made_from_an_asynchronous_sum():
+    hlo = Hlo(ASYNCHRONOUS_SUM)
+    assert Value("main", "rs") in set(updated_values(hlo, Value("main", "new"), ()))
+    assert is_made_from(hlo, Value("main", "new"), 1)

@@ -1,9 +1,10 @@
 """Compiles small steps for TPU, CUDA and CPU without their hardware, and records the HLO.
 
     python -m tests.support.hlo_texts tpu                 where jax and libtpu are installed
-    python -m tests.support.hlo_texts cuda SPEC           where jax[cuda12] is; SPEC is XLA's text
-                                                          proto of an H100 (its target_config/specs;
-                                                          an old JAX knows fewer of its fields)
+    python -m tests.support.hlo_texts cuda                where jax[cuda12-local] is; for an old
+                                                          JAX, which knows fewer fields of it, then
+                                                          XLA's text proto of an H100 as a file (its
+                                                          target_config/specs)
     python -m tests.support.hlo_texts cpu                 with any JAX
 
 Names behind these restrict it to texts whose names begin with one of them. Each text is written to
@@ -68,6 +69,8 @@ RECORDS: dict[str, dict[str, Record]] = {
     "cuda": {
         "train-h100": TRAIN,
         **{f"{name}-h100": record for name, record in COMMON.items()},
+        "mlp-b200": Record("mlp", {"fsdp": 16}, topology="b200:8x2"),
+        "accumulate-gb200": Record("accumulate", {"fsdp": 16}, (4, 3), topology="gb200:16"),
     },
     "cpu": {"train-cpu": TRAIN._replace(arguments=SMALL)},
 }
@@ -101,8 +104,9 @@ def main(backend: str, *rest: str) -> None:
 
 def record(backend: str, version: str, dump: Path, *rest: str) -> None:
     """Write the texts, each with its entry as soon as it is compiled."""
-    spec = Path(rest[0]).read_text(encoding="utf-8") if backend == "cuda" else ""
-    prefixes = rest[backend == "cuda" :] or ("",)
+    has_spec = bool(rest) and Path(rest[0]).is_file()
+    spec = Path(rest[0]).read_text(encoding="utf-8") if has_spec else ""
+    prefixes = rest[has_spec:] or ("",)
     path = FOLDER / "expected.json"
     expected = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for name, step in RECORDS[backend].items():
@@ -135,7 +139,7 @@ def recorded(
         "backend": backend,
         "jax": _version("jax"),
         **({"libtpu": _version("libtpu")} if backend == "tpu" else {}),
-        "topology": record.topology or {"cuda": "h100 1x1x8", "cpu": "8 devices"}[backend],
+        "topology": record.topology or {"cuda": "h100:8", "cpu": "8 devices"}[backend],
         "mesh": dict(record.mesh),
         "step": record.step,
         "arguments": dict(record.arguments),
@@ -155,12 +159,16 @@ def _mesh(backend: str, record: Record, spec: str) -> Any:
     import jax
     import numpy as np
 
+    import shardrules
+
     if backend == "cpu":
         devices = jax.devices()
+    elif backend == "cuda" and not spec:
+        devices = shardrules.Topology(record.topology or "h100:8").devices
     else:
         from jax.experimental import topologies
 
-        options = {"target_config": spec, "topology": "1x1x8"} if backend == "cuda" else {}
+        options = {"target_config": spec, "topology": "1x1x8"} if spec else {}
         devices = topologies.get_topology_desc(
             platform=backend, topology_name=record.topology, **options
         ).devices

@@ -43,7 +43,7 @@ def test_names_have_shapes_and_devices(name):
 
 WRONG = {
     "v5lite:8x8": "there is no topology of 'v5lite'; did you mean 'v5litepod'?",
-    "h100:8x8": "there is no topology of 'h100'; there are those of v4, v5e",
+    "mi300:8x8": "there is no topology of 'mi300'; there are those of v4, v5e",
     "v5p": "is no topology's: give a name such as 'v5p:8x8x8'",
     "v5e:4x": "is no topology's",
     "v5p:4x4": "connected in 3 dimensions: give such as 'v5p:4x4x4'",

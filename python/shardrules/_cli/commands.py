@@ -179,14 +179,14 @@ def verify(args: Args) -> int:
     },
     mesh={"help": "Devices per mesh axis, such as fsdp=64,tp=8.", **_NEEDED},
     hbm={
-        "help": "Memory that XLA's count of bytes may have, such as 90GB. The compiler itself "
-        "refuses what does not fit."
+        "help": "Memory that XLA's count of bytes may have, such as 90GB. The TPU's compiler "
+        "itself refuses what does not fit; for GPUs their memory is the default."
     },
     large={"help": "Minimum bytes on a device of a gathered array to be reported."},
     format=_FINDINGS,
 )
 def prove(args: Args) -> int:
-    """Compile a step for TPUs that need not be there, and compare it with its plan.
+    """Compile a step for TPUs or GPUs that need not be there, and compare it with its plan.
 
     Exits with 1 for findings of at least the level --fail-on, and if the step does not fit.
     """
@@ -226,7 +226,9 @@ def prove(args: Args) -> int:
         print(printable_json(proof.to_json()))
         return show.exit_code(args, proof.findings)
     if args.format == "text" and not args.quiet:
-        print(f"compiled for {proof.target} in {proof.seconds:.1f} s: it fits")
+        errors = {finding.kind for finding in proof.findings.at_least("error")}
+        fits = "it does not fit" if "peak" in errors else "it fits"
+        print(f"compiled for {proof.target} in {proof.seconds:.1f} s: {fits}")
         print(proof.program)
         if proof.time is not None:
             print(proof.time)

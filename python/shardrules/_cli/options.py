@@ -23,9 +23,10 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "array": ("--array PATH", "Say of this argument alone what the step does with its "
             "dimensions.", {}),
         "on": ("--on TOPOLOGY", "The devices to compile for: v5p:8x8x8, v5e:4x4, v6e:16x16, "
-            "v4:4x4x4, tpu7x:4x4x4, or as clouds have it v5p-1024.", {"required": True}),
-        "slices": ("--slices NUMBER", "Slices of these devices, which the data centre's network "
-            "connects.", {"least": 1, "default": 1}),
+            "v4:4x4x4, tpu7x:4x4x4, or as clouds have it v5p-1024; or GPUs of a host, and hosts: "
+            "h100:8x16, h200:8, b200:8x2, gb200:72x2.", {"required": True}),
+        "slices": ("--slices NUMBER", "Slices of TPUs, which the data centre's network connects.",
+            {"least": 1, "default": 1}),
         "fast": ("--fast", "Compile at JAX's optimization level O1.", {}),
         "before": ("BEFORE", "A lockfile or a model.", {}),
         "after": ("AFTER", "A lockfile or a model.", {}),
@@ -76,7 +77,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
     "Time of a step": {
         "tokens": ("--tokens NUMBER", "Tokens of a step, to estimate its time.", {"least": 1}),
         "hardware": ("--hardware NAME", "The devices: v4, v5e, v5p, v6e, 7x, A100, H100, H200, "
-            "B200; or a TOML file. Without --hbm, their memory counts.", {}),
+            "B200, GB200; or a TOML file. Without --hbm, their memory counts.", {}),
         "axes_over_dcn": ("--axes-over-dcn AXES", "Mesh axes between slices or nodes, such as dp.",
             {}),
         "experts_per_token": ("--experts-per-token NUMBER", "Experts of a layer that each token is "

@@ -119,8 +119,9 @@ def compile(
         What `jax.jit(step).lower(*args).compile()` gives; for `verify` and `inspect`.
 
     Raises:
-        OutOfMemory: The compiler refuses the step, as it does not fit.
-        ImportError: The package libtpu is not installed, which has the TPU's compiler.
+        OutOfMemory: The compiler refuses the step, as it does not fit. That for GPUs refuses
+            none: `prove` compares the memory.
+        ImportError: The compiler is not installed, as for `Topology`.
         TypeError: The step is no function, or of `equinox.filter_jit` and `on` is given.
         ValueError: Nothing says what mesh the arguments are on; the step names another mesh; or
             this JAX has no "fast".
@@ -174,6 +175,11 @@ def target_mesh(on: Topology | Mesh, args: Iterable[Any]) -> Mesh:
         )
     (items,) = sizes
     return on.mesh(dict(items))
+
+
+def mesh_of(args: Iterable[Any]) -> Mesh | None:
+    """Return the mesh of devices that arguments are on; None if no argument is on any."""
+    return next((mesh for mesh in _meshes_of(args) if has_devices(mesh)), None)
 
 
 def _meshes_of(args: Iterable[Any]) -> Iterator[Any]:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from shardrules._program.hlo import Hlo
 
 MOVES: Final = frozenset({
-    "bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "pad",
-    "reshape", "transpose",
+    "bitcast", "convert", "copy", "copy-done", "copy-start", "fusion-done", "optimization-barrier",
+    "pad", "reshape", "transpose",
 })  # fmt: skip
 _SLICES: Final = frozenset({"dynamic-slice", "slice"})
 # Move shards between devices: still a copy of the same array.
@@ -22,7 +22,8 @@ _GATHERS: Final = frozenset({
 })  # fmt: skip
 # With a broadcast or a constant, such as the scales and the zero points of quantized weights.
 _SCALES: Final = frozenset({"add", "divide", "multiply", "subtract"})
-_CALLS: Final = frozenset({"call", "fusion"})
+# An asynchronous fusion has the elements of its results, as its end has them.
+_CALLS: Final = frozenset({"call", "fusion", "fusion-start"})
 # Of several arrays at once, each its own.
 _SUMS: Final = ("all-reduce", "reduce-scatter")
 PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
@@ -218,8 +219,11 @@ def _before_update(hlo: Hlo, value: Value) -> Iterator[Value]:
             yield Value(body, hlo[body].root.name, value.element)
     elif (moved := _moved_value(hlo, definition, value.element, _GATHERS)) is not None:
         yield Value(value.computation, definition.operands[moved[0]], moved[1])
-    elif definition.opcode.startswith(_SUMS) and not definition.opcode.endswith("-done"):
-        yield Value(value.computation, definition.operands[value.element or 0])
+    elif definition.opcode.startswith(_SUMS):
+        # The end of an asynchronous sum has the elements of its start, which has those of operands.
+        is_done = definition.opcode.endswith("-done")
+        number, element = (0, value.element) if is_done else (value.element or 0, None)
+        yield Value(value.computation, definition.operands[number], element)
     elif definition.opcode in _UPDATES:
         names = definition.operands[: _UPDATES[definition.opcode]]
         yield from (Value(value.computation, name) for name in names)

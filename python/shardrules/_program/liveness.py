@@ -169,7 +169,7 @@ class _Run:
         if opcode.endswith("-done"):
             return self._done(line, operands[0])
         value = [_NOTHING] if opcode in _UNCOUNTED else self._made(computation, line)
-        if opcode.endswith("-start") and opcode != "fusion-start":
+        if opcode.endswith("-start"):
             return self._started(line, value, operands)
         self._place(line, value, operands)
         return value
@@ -226,10 +226,16 @@ class _Run:
             return made
         for buffer in made[: len(before)]:
             self._same[buffer] = _NOTHING
-        return [*before, *made[len(before) :]]
+        results = made[len(before) :]
+        if line.opcode == "fusion-start":
+            results = results[: len(self._hlo[line.callees[0]].root.results)]
+            self._place(line, results, operands)
+        return [*before, *results]
 
     def _done(self, line: Instruction, value: list[int]) -> list[int]:
         count = len(line.results)
+        if line.opcode == "fusion-done":
+            return value[-count:]
         if line.opcode in ("copy-done", "all-reduce-done") or len(value) == count:
             return value[:count]
         return value[1 : count + 1] if len(value) <= count + 3 else value[count : 2 * count]

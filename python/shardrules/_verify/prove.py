@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardrules._mesh.topology import Topology, topology_shown
+from shardrules._mesh.topology import Topology, memory_limit, topology_shown
 from shardrules._plan.findings import Findings, Level
 from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE
-from shardrules._program.compile import Effort, compile, target_mesh
+from shardrules._program.compile import Effort, compile, mesh_of, target_mesh
 from shardrules._program.program import Program, time_of
 from shardrules._text import answer, mesh_shown
 from shardrules._verify.verify import findings_and_program
@@ -40,7 +40,8 @@ class Proof(NamedTuple):
     seconds: float
     """Time to compile it."""
     time: ProgramTime | None
-    """Estimate of a step's time; None without a Topology, or if the compiler tells no cycles."""
+    """Estimate of a step's time; None without a Topology, and for GPUs, whose compiler tells no
+    cycles."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self._replace(compiled=None))
@@ -97,8 +98,9 @@ def prove(
             {"fsdp": 64, "tp": 8}, is one for a mesh of them with these axes.
         inputs: As `verify` takes it. Default: the plans among the arguments.
         outputs: The same.
-        hbm: As `verify` takes it. Default: it is not asked; what does not fit, the TPU's compiler
-            refuses by its own count, which `memory_analysis` exceeds at times.
+        hbm: As `verify` takes it. Default: for described GPUs the memory of their hardware, as
+            their compiler refuses nothing; else it is not asked: what does not fit, the TPU's
+            compiler refuses by its own count, which `memory_analysis` exceeds at times.
         large: As `verify` takes it.
         budget: As `verify` takes it.
         effort: As `compile` takes it.
@@ -108,7 +110,7 @@ def prove(
 
     Raises:
         OutOfMemory: The compiler refuses the step, as it does not fit.
-        ImportError: The package libtpu is not installed, which has the TPU's compiler.
+        ImportError: The compiler is not installed, as for `Topology`.
         ValueError: As `compile` and `verify`.
 
     Example:
@@ -127,6 +129,8 @@ def prove(
         inputs = tuple(arg if isinstance(arg, Plan) else None for arg in args)
     if mesh is not None:
         inputs, outputs = _planned_on(mesh, (inputs, outputs))
+    if hbm is None and (described := mesh or mesh_of(args)) is not None:
+        hbm = memory_limit(described)
     findings, program = findings_and_program(
         compiled, inputs, outputs, hbm=hbm, large=large, budget=budget
     )

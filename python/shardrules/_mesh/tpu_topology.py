@@ -1,0 +1,273 @@
+"""Slices of TPUs as their compiler, libtpu, sees them, without the hardware."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._hardware import Hardware
+from shardrules._text import mesh_shown
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+class _Generation(NamedTuple):
+    """TPUs of one kind."""
+
+    hardware: str
+    """Name in `hardware.toml`."""
+    compiler_name: str
+    """Name for libtpu."""
+    dimensions: int
+    """Dimensions of the torus of chips."""
+    ring: int
+    """A dimension of so many chips, or in three dimensions a multiple of it, has links around."""
+    cores_counted: int
+    """Cores of a chip by which clouds count in names such as v5p-1024."""
+    clock: float
+    """Cycles of a device in a second: the peak by the operations of its MXUs in a cycle."""
+    options: Mapping[str, Any] = {}
+    """Options for libtpu."""
+
+
+# Names as clouds and JAX have them. Rings: "How to scale your model", TPUs
+# (https://jax-ml.github.io/scaling-book/tpus). A chip of v4 is one device, as on the hardware.
+GENERATIONS: Final = {
+    "v4": _Generation("v4", "v4", 3, 4, 2, 1.05e9, {"chip_config_name": "megacore"}),
+    "v5e": _Generation("v5e", "v5e", 2, 16, 1, 1.5e9),
+    "v5litepod": _Generation("v5e", "v5e", 2, 16, 1, 1.5e9),
+    "v5p": _Generation("v5p", "v5p", 3, 4, 2, 1.75e9),
+    "v6e": _Generation("v6e", "v6e", 2, 16, 1, 1.75e9),
+    "tpu7x": _Generation("7x", "tpu7x", 3, 4, 2, 2.2e9),
+    "7x": _Generation("7x", "tpu7x", 3, 4, 2, 2.2e9),
+}
+_CORES: Final = {"7x": 2}
+"""Devices of a chip, where it has more than one."""
+# What libtpu reads from its environment: it asks no metadata server, several processes may load it,
+# and its log lines go neither to the terminal nor to files.
+_ENVIRONMENT: Final = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5e-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_LOG_DIR": "disabled",
+}
+_LARGEST_HOST: Final = 8
+_FORM: Final = "a name such as 'v5p:8x8x8', or as clouds have it 'v5p-1024'"
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Slices of TPUs: in each a torus of links, between them the data centre's network."""
+
+    generation: str
+    """Name for libtpu."""
+    shape: tuple[int, ...]
+    """Chips along each dimension of a slice."""
+    slices: int
+
+    places = "slice, coordinates and core"
+    """What `place` says, in words, and as code for the device d."""
+    place_code = "(getattr(d, 'slice_index', None) or 0, *d.coords, d.core_on_chip)"
+    memory_limit = None
+    """The compiler refuses what does not fit."""
+
+    @classmethod
+    def parse(cls, name: str, slices: int) -> Slices:
+        """Return the slices that a topology's name says.
+
+        Raises:
+            ValueError: There is no slice of this shape.
+        """
+        kind = GENERATIONS[re.split(r"[:-]", name, maxsplit=1)[0].lower()]
+        layout = cls(kind.compiler_name, _shape_of(name, kind), slices)
+        hardware = Hardware.named(kind.hardware)
+        if (devices := layout.device_count // slices) > hardware.link_devices:
+            raise ValueError(
+                f"the name {name!r}: a slice of {devices:,} devices, and the largest of "
+                f"{hardware.name} has {hardware.link_devices:,}; give slices= for several"
+            )
+        return layout
+
+    @property
+    def _kind(self) -> _Generation:
+        return GENERATIONS[self.generation]
+
+    @property
+    def hardware(self) -> str:
+        """Name in `hardware.toml`."""
+        return self._kind.hardware
+
+    @property
+    def clock(self) -> float:
+        """Cycles of a device in a second."""
+        return self._kind.clock
+
+    @property
+    def _cores(self) -> int:
+        return _CORES.get(self.hardware, 1)
+
+    @property
+    def device_count(self) -> int:
+        """Devices of all slices, as JAX counts them."""
+        return self.slices * prod(self.shape) * self._cores
+
+    def described(self) -> tuple[Any, ...]:
+        """Return the devices as the compiler has them.
+
+        Raises:
+            ImportError: The package libtpu is not installed.
+        """
+        use_libtpu()
+        from jax.experimental import topologies
+
+        options: dict[str, Any] = dict(self._kind.options)
+        if self.slices > 1:
+            options["num_slices"] = self.slices
+        if prod(self.shape) == 1:
+            options["chips_per_host_bounds"] = (1, 1, 1)
+        name = f"{self.generation}:{'x'.join(map(str, self.shape))}"
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        return tuple(topology.devices)
+
+    def arrange(
+        self, devices: Sequence[Any], sizes: Mapping[str, int], *, is_split: bool
+    ) -> npt.NDArray[np.object_]:
+        """Lay the axes of a mesh along dimensions, as jax.experimental.mesh_utils does.
+
+        Raises:
+            NotImplementedError: A dimension would have to be split.
+            ValueError: No axis is divisible by the slices.
+        """
+        from jax.experimental import mesh_utils
+
+        shape = tuple(sizes.values())
+        if self.slices == 1:
+            return mesh_utils.create_device_mesh(
+                shape, list(devices), allow_split_physical_axes=is_split
+            )
+        number = next((i for i, size in enumerate(shape) if size % self.slices == 0), None)
+        if number is None:
+            raise ValueError(
+                f"{mesh_shown(sizes)}: no axis is divisible by the {self.slices} slices, over "
+                "which one has to be"
+            )
+        between = [self.slices if i == number else 1 for i in range(len(shape))]
+        within = [size // count for size, count in zip(shape, between, strict=True)]
+        return mesh_utils.create_hybrid_device_mesh(
+            within, between, list(devices), allow_split_physical_axes=is_split
+        )
+
+    def place(self, device: Any) -> tuple[int, ...]:
+        """Return slice, coordinates and core of a device."""
+        slice_number = getattr(device, "slice_index", None) or 0
+        return (slice_number, *device.coords, device.core_on_chip)
+
+    def word(self, counts: Sequence[int]) -> str:
+        """Say how devices of a slice are connected that differ in so many coordinates."""
+        sizes = [*self.shape, *[1] * (3 - len(self.shape)), self._cores]
+        varied = [i for i, count in enumerate(counts) if count > 1]
+        if any(counts[i] < sizes[i] for i in varied):
+            return "split"
+        if not varied:
+            return ""
+        is_ring = all(i == len(sizes) - 1 or self._is_ring(i) for i in varied)
+        return "ring" if is_ring else "line"
+
+    def share(self, counts: Sequence[int]) -> float:
+        """Return the share of a device's links between devices of so many coordinates.
+
+        Each dimension of the torus has its share; without links around, or as a part of it alone,
+        half of that.
+        """
+        shares = [
+            1.0 if counts[i] == size and self._is_ring(i) else 0.5
+            for i, size in enumerate(self.shape)
+            if counts[i] > 1
+        ]
+        return min(1.0, (sum(shares) or 1.0) / len(self.shape))
+
+    def _is_ring(self, dimension: int) -> bool:
+        """Say whether a dimension has links around; two chips are neighbours anyway."""
+        kind, size = self._kind, self.shape[dimension]
+        if size <= 2:
+            return True
+        if kind.dimensions == 2:
+            return size == kind.ring
+        return all(count % kind.ring == 0 for count in self.shape)
+
+
+def _shape_of(name: str, kind: _Generation) -> tuple[int, ...]:
+    """Return the chips along each dimension of a slice, by its name."""
+    example = repr(f"{kind.compiler_name}:{'x'.join(['4'] * kind.dimensions)}")
+    match = re.fullmatch(r"\w+:(\d{1,5}(?:x\d{1,5})*)|\w+-(\d{1,6})", name)
+    if match is None:
+        raise ValueError(f"the name {name!r} is no topology's: give {_FORM}")
+    if match[1]:
+        shape = tuple(map(int, match[1].split("x")))
+        if len(shape) != kind.dimensions or 0 in shape:
+            raise ValueError(
+                f"the name {name!r}: chips of {kind.hardware} are connected in "
+                f"{kind.dimensions} dimensions: give such as {example}"
+            )
+        if not _has_whole_hosts(shape):
+            raise ValueError(
+                f"the name {name!r}: a host has 2x2 chips; give even numbers of chips "
+                f"along the first two dimensions, such as {_near_shape(shape)}"
+            )
+        return shape
+    shapes = list(_slices_of(int(match[2]) // kind.cores_counted, kind.dimensions))
+    if int(match[2]) % kind.cores_counted or not shapes:
+        raise ValueError(
+            f"the name {name!r}: there is no slice with so many "
+            f"{'cores' if kind.cores_counted > 1 else 'chips'}; give its shape, such as {example}"
+        )
+    return min(shapes, key=sum)
+
+
+def use_libtpu() -> None:
+    """Set what libtpu reads from its environment, as far as it is not set.
+
+    Raises:
+        ImportError: The package is not installed.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ImportError(
+            "the TPU's compiler is in the package libtpu, which is not installed: pip install "
+            "'shardrules[tpu]' (Google's terms: https://pypi.org/project/libtpu)"
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def _has_whole_hosts(shape: Sequence[int]) -> bool:
+    """Say whether hosts of 2x2 chips fill a slice; a smaller one is a part of a host."""
+    return prod(shape) <= 2 or (shape[0] % 2 == 0 and shape[1] % 2 == 0)
+
+
+def _near_shape(shape: Sequence[int]) -> str:
+    even = [size + size % 2 for size in shape[:2]]
+    return "x".join(map(str, [*even, *shape[2:]]))
+
+
+def _slices_of(chips: int, dimensions: int) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of slices of so many chips that clouds have: 1, 2, and multiples of 4."""
+    if chips == 4 and dimensions == 3:
+        yield 2, 2, 1
+        return
+    sizes = [
+        size for size in range(1, chips + 1) if chips % size == 0 and (size < 3 or size % 4 == 0)
+    ]
+    for shape in combinations_with_replacement(sizes, dimensions):
+        if prod(shape) == chips and (chips <= _LARGEST_HOST or _has_whole_hosts(shape)):
+            yield shape

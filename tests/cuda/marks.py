@@ -1,0 +1,14 @@
+"""What tests of the compiler for CUDA need."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from shardrules._mesh.gpu_topology import has_plugin
+
+needs_cuda = pytest.mark.skipif(
+    not has_plugin() or os.environ.get("JAX_PLATFORMS") != "cpu",
+    reason="JAX's plugin for CUDA is not installed, or JAX_PLATFORMS not cpu: make test-cuda",
+)

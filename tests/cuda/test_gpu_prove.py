@@ -1,0 +1,152 @@
+"""`compile` and `prove` for GPUs that are not here, by XLA's compiler for CUDA."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+import shardrules as sr
+from tests.cuda.marks import needs_cuda
+from tests.support.command_line import invoke
+from tests.support.plans import shard_bytes
+from tests.tpu.test_prove import RULES, batch, cpu_mesh, params, step
+from tests.tpu.test_prove_command import MODULE
+
+pytestmark = needs_cuda
+SIZES = {"fsdp": 4, "tp": 2}
+TOPOLOGIES = {
+    "h100:8": SIZES,
+    "h200:4x2": SIZES,
+    "b200:8x2": {"fsdp": 8, "tp": 2},
+    "gb200:16": {"fsdp": 4, "tp": 4},
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_clean_step_has_no_warning_and_its_arguments_are_the_plan_s_bytes(name):
+    topology = sr.Topology(name)
+    mesh = topology.mesh(TOPOLOGIES[name])
+    plan = sr.plan(params(), RULES, mesh)
+    x = batch(mesh, rows=4096)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=plan.shardings())
+    proof = sr.prove(jitted, plan, x, on=topology, outputs=plan)
+    proof.raise_for("warning")
+    rows = 4 * 4096 * 256 // mesh.shape["fsdp"]
+    assert proof.memory.totals.arguments == sum(shard_bytes(plan)) + rows
+    assert proof.target.startswith(f"{name}, fsdp=")
+    assert proof.program.sent
+    assert not proof.program.is_per_iteration
+    assert all(row.is_expected for row in proof.collectives)
+    assert proof.time is None  # the compiler tells no cycles
+
+
+def test_a_faulty_step_is_told_as_on_the_cluster():
+    topology = sr.Topology("h100:8")
+    plan = sr.plan(params(), RULES, SIZES)
+    x = batch(topology.mesh(SIZES))
+    proof = sr.prove(
+        jax.jit(partial(step, hidden=None)), plan, x, on=topology, outputs=plan, large=2**16
+    )
+    kinds = {finding.kind for finding in proof.findings.at_least("warning")}
+    assert {"donation", "unexpected"} & kinds
+
+
+def test_a_step_that_does_not_fit_is_an_error_by_default():
+    topology = sr.Topology("h100:8")
+    mesh = topology.mesh(SIZES)
+    plan = sr.plan(params(layers=32, width=4096), RULES, mesh)
+    x = batch(mesh, 2**19, 4096)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=plan.shardings())
+    proof = sr.prove(jitted, plan, x, on=topology, outputs=plan)
+    (finding,) = [row for row in proof.findings if row.kind == "peak"]
+    assert finding.level == "error"
+    assert finding.bytes == proof.memory.peak - 80 * 10**9 > 0
+    assert "which has 80.0 GB" in finding.message
+    roomy = sr.prove(jitted, plan, x, on=mesh, outputs=plan, hbm=2**40)
+    assert not [row for row in roomy.findings if row.kind == "peak"]
+
+
+def test_arguments_on_described_gpus_say_their_memory():
+    x = batch(sr.Topology("h200:8").mesh(SIZES), 2**18, 2**17)
+    proof = sr.prove(lambda x: (x @ x.T).sum(), x)
+    (finding,) = proof.findings.at_least("error")
+    assert (finding.kind, "which has 141 GB" in finding.message) == ("peak", True)
+
+
+def test_plans_on_other_devices_are_taken_by_their_axes():
+    here = cpu_mesh()
+    plan = sr.plan(params(), RULES, here)
+    topology = sr.Topology("h100:8")
+    proof = sr.prove(jax.jit(step, donate_argnums=0), plan, batch(here), on=topology, outputs=plan)
+    assert proof.program.mesh == topology.mesh(SIZES)
+    assert not proof.findings.at_least("error")
+
+
+def test_hosts_change_the_order_of_what_is_sent_and_not_its_bytes():
+    """The same mesh of 16 GPUs on one NVLink domain and on two."""
+    totals = []
+    for name in ("gb200:16", "gb200:8x2"):
+        mesh = sr.Topology(name).mesh(fsdp=8, tp=2)
+        plan = sr.plan(params(), RULES, mesh)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=plan.shardings())
+        totals.append(sr.prove(jitted, plan, batch(mesh), on=mesh, outputs=plan).program.sent)
+    assert totals[0] == totals[1]
+
+
+def test_the_cache_of_jax_is_left_alone(tmp_path):
+    """What is compiled for described devices cannot be read from it."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in zip(names, (str(tmp_path), 0), strict=True):
+        jax.config.update(name, value)
+    try:
+        mesh = sr.Topology("h100:8").mesh(SIZES)
+        assert isinstance(mesh, Mesh)
+        plan = sr.plan(params(layers=2), RULES, mesh)
+        sr.compile(lambda params, x: (x @ params["up"][0]).sum(), plan, batch(mesh), on=mesh)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(function, *options): exit code, standard output and error."""
+    (tmp_path / "own_gpu_step.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def call(name, *options):
+        result = invoke("prove", f"own_gpu_step:{name}", *options)
+        return result.exit_code, result.stdout, result.stderr
+
+    return call
+
+
+def test_the_command_proves_for_gpus(run):
+    code, out, err = run("step_on", "--on", "h100:4x2", "--mesh", "fsdp=8", "--fail-on", "warning")
+    assert code == 0, (out, err)
+    assert out.startswith("compiled for h100:4x2, fsdp=8 (fsdp: DCN and NVLink) in ")
+    assert ": it fits\n" in out
+    code, out, _ = run("too_large", "--on", "h100:4", "--mesh", "fsdp=4")
+    assert (code, ": it does not fit\n" in out, "error[peak]" in out) == (1, True, True)
+    code, _, err = run("step_on", "--on", "h100:8x2", "--slices", "2", "--mesh", "fsdp=32")
+    assert (code, "GPUs have hosts, not slices; give 'h100:8x4'" in err) == (2, True), err
+
+
+@pytest.mark.slow
+def test_the_example_of_405_billion_parameters():
+    """The same bytes as on 512 TPUs, and a reason for all but a few."""
+    from examples import prove_405b
+
+    topology = sr.Topology("h100:8x64")
+    step, arguments, outputs = prove_405b.step_on(topology.mesh(fsdp=64, tp=8))
+    proof = sr.prove(step, *arguments, on=topology, outputs=outputs, effort="fast")
+    proof.raise_for("warning")
+    lost = sum(row.sent for row in proof.collectives if not row.is_expected)
+    assert lost < 0.001 * sum(proof.program.sent.values())
+    assert 0.8 < proof.memory.alive / proof.memory.peak < 1.1

@@ -1,0 +1,157 @@
+"""`Topology` of GPUs: names, hosts, meshes. What needs the compiler for CUDA is skipped without it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._hardware import compiler_facts
+from shardrules._mesh import gpu_topology
+from tests.cuda.marks import needs_cuda
+
+SHAPES = {
+    "h100:8": ((8, 1), 8, "H100"),
+    "H100:8x16": ((8, 16), 128, "H100"),
+    "h200:4x2": ((4, 2), 8, "H200"),
+    "b200:8x2": ((8, 2), 16, "B200"),
+    "gb200:72x4": ((72, 4), 288, "GB200"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_names_have_gpus_of_a_host_and_hosts(name):
+    topology = sr.Topology(name)
+    assert (topology.shape, topology.device_count, topology.hardware.name) == SHAPES[name]
+    assert topology.clock == compiler_facts(topology.hardware.name)["clock"]
+
+
+WRONG = {
+    ("h10:8", 1): "did you mean 'h100'?",
+    ("mi300:8", 1): "those of v4, v5e, v5litepod, v5p, v6e, tpu7x, 7x, h100, h200, b200, gb200",
+    ("h100", 1): "is no topology's: GPUs of a host, and hosts, are 'h100:8x16'",
+    ("h100-8", 1): "is no topology's",
+    ("h100:8x0", 1): "is no topology's",
+    ("h100:8x2x2", 1): "is no topology's",
+    ("h100:64", 1): "64 GPUs of a host, of which NVLink connects 8 at most; give the hosts behind "
+    "them, such as 'h100:8x2'",
+    ("gb200:73", 1): "NVLink connects 72 at most",
+    ("h100:8x2", 3): "with slices=3: GPUs have hosts, not slices; give 'h100:8x6'",
+}
+
+
+@pytest.mark.parametrize(("name", "slices"), WRONG)
+def test_what_is_no_topology_is_told(name, slices):
+    with pytest.raises(ValueError, match="^the name ") as caught:
+        sr.Topology(name, slices)
+    assert WRONG[name, slices] in str(caught.value)
+
+
+def test_without_the_plugin_the_extra_is_named(monkeypatch):
+    find = importlib.util.find_spec
+    missing = ("jax_plugins", *gpu_topology.PLUGINS)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else find(name)
+    )
+    with pytest.raises(ImportError, match=r"pip install 'shardrules\[gpu\]'"):
+        sr.Topology("h100:3").mesh(fsdp=3)
+
+
+def test_a_plugin_that_jax_has_not_loaded_is_told(monkeypatch):
+    from jax.experimental import topologies
+
+    def unknown(*_, **__):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(gpu_topology, "has_plugin", lambda: True)
+    monkeypatch.setattr(topologies, "get_topology_desc", unknown)
+    with pytest.raises(ImportError, match=r"set JAX_PLATFORMS=cpu .* not implemented for cuda"):
+        sr.Topology("h100:3").mesh(fsdp=3)
+
+
+def test_facts_are_rendered_as_the_compiler_reads_them():
+    lines = gpu_topology.target_config("GB200").splitlines()
+    assert [line for line in lines if "GB200" in line] == [
+        '  name: "NVIDIA GB200"', 'device_description_str: "NVIDIA GB200"',
+    ]  # fmt: skip
+    for line in ("  core_count: 152", "  memory_bandwidth: 7928064000000", "    active_links: 18"):
+        assert line in lines
+    assert sum(line.count("{") - line.count("}") for line in lines) == 0
+
+
+@pytest.mark.parametrize("name", gpu_topology.GPUS.values())
+def test_facts_of_the_driver_are_near_the_public_figures(name):
+    """Of the memory all, of which the vendor's figure is what programs can use."""
+    facts, device = compiler_facts(name), sr.Hardware.named(name)
+    assert 0.9 < device.memory_bytes / facts["memory_bytes"] < 1
+    assert facts["memory_bytes_per_second"] == pytest.approx(device.memory_bytes_per_second, 0.05)
+    per_link = device.link_bytes_per_second / facts["nvlinks"]
+    assert per_link == {9: 25e9, 10: 50e9}[facts["compute_capability"]]
+
+
+LINKS = [
+    ("h100:8", {"fsdp": 4, "tp": 2}, {"fsdp": "NVLink", "tp": "NVLink"}),
+    ("h100:8x8", {"fsdp": 8, "tp": 8}, {"fsdp": "DCN", "tp": "NVLink"}),
+    ("h100:8x8", {"fsdp": 64, "tp": 1}, {"fsdp": "DCN and NVLink", "tp": "one device"}),
+    ("b200:8x2", {"fsdp": 8, "tp": 2}, {"fsdp": "DCN and NVLink", "tp": "NVLink"}),
+    # The second of three lines of tp is on both hosts.
+    ("h200:6x2", {"fsdp": 3, "tp": 4}, {"fsdp": "DCN and NVLink", "tp": "DCN and NVLink"}),
+    ("gb200:72x2", {"fsdp": 2, "tp": 72}, {"fsdp": "DCN", "tp": "NVLink"}),
+]
+
+
+@needs_cuda
+@pytest.mark.parametrize(("name", "sizes", "links"), LINKS)
+def test_the_last_axes_are_within_a_host(name, sizes, links):
+    topology = sr.Topology(name)
+    mesh = topology.mesh(sizes)
+    assert dict(mesh.shape) == sizes
+    assert len(set(mesh.devices.flat)) == topology.device_count
+    assert topology.links(mesh) == links
+    assert topology.mesh(**sizes) == mesh == sr.Topology(name).mesh(sizes)
+    for axis, link in links.items():
+        hardware = topology.hardware
+        rate = hardware.dcn_bytes_per_second if "DCN" in link else hardware.link_bytes_per_second
+        assert topology.link_rate(mesh, (axis,)) == rate
+
+
+@needs_cuda
+def test_each_host_is_a_process_of_its_own():
+    devices = sr.Topology("h100:8x3").devices
+    assert [device.process_index for device in devices] == [i // 8 for i in range(24)]
+    assert {device.device_kind for device in devices} == {"NVIDIA H100 80GB HBM3"}
+
+
+@needs_cuda
+def test_all_meshes_of_gpus_need_no_split():
+    topology = sr.Topology("h100:4x2")
+    meshes = topology.meshes(("fsdp", "tp"))
+    assert [tuple(sizes.values()) for sizes in meshes] == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    with pytest.raises(ValueError, match="fsdp=3 are 3 devices, and h100:4x2 has 8"):
+        topology.mesh(fsdp=3)
+
+
+@needs_cuda
+def test_the_code_of_a_mesh_builds_the_same_one(monkeypatch):
+    topology = sr.Topology("h200:4x2")
+    mesh = topology.mesh(fsdp=2, tp=4)
+    devices = list(topology.devices)
+    np.random.default_rng(0).shuffle(devices)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    names = {}
+    exec(topology.mesh_code(mesh), names)
+    assert names["mesh"] == mesh
+
+
+@needs_cuda
+def test_all_that_takes_a_mesh_takes_one_of_gpus():
+    mesh = sr.Topology("h100:8").mesh(fsdp=4, tp=2)
+    tree = {"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}
+    rules = [("w", P("fsdp", "tp"))]
+    plan = sr.plan(tree, rules, mesh)
+    assert not plan.check()
+    assert sr.named_shardings(tree, rules, mesh)["w"].mesh == mesh
