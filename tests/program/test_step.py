@@ -330,7 +330,7 @@ def test_estimates_take_a_step_in_the_place_of_assumptions():
         ),
         (lambda p, s: p.bytes_per_device(step=s, gradients="float32"), ValueError, "gradients is"),
         (lambda p, s: p.sweep(step=s, tokens=8, hardware="v5p"), ValueError, "tokens is given"),
-        (lambda p, s: p.traffic(step=3), TypeError, "step is 3 .*give that of trace"),
+        (lambda p, s: p.traffic(step=3), TypeError, "step is 3 .*must be a Step, as"),
         (lambda p, s: s.explain("nothing"), KeyError, "is no argument's"),
         (lambda p, s: s.explain("downn"), KeyError, "down"),
         (lambda p, s: sr.trace(3), TypeError, "step is 3 .*give the function"),

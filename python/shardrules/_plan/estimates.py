@@ -462,7 +462,7 @@ def _check_alone(function: str, step: Any, **arguments: Any) -> None:
     """
     from shardrules._program.step import Step
 
-    check_type("step", step, Step, "give that of trace")
+    check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     if names := [name for name, value in arguments.items() if value is not None]:
         raise ValueError(f"{function}: {names[0]} is given beside step=, which says it itself")
 
