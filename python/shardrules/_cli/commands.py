@@ -198,7 +198,7 @@ def prove(args: Args) -> int:
     from shardrules._plan.plan import Plan
     from shardrules._program.compile import OutOfMemory
     from shardrules._text import byte_count, printable_json, shown
-    from shardrules._verify.prove import prove
+    from shardrules._verify.prove import head_of, prove
 
     budget = inputs.budget(args.budget)
     large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
@@ -233,7 +233,7 @@ def prove(args: Args) -> int:
         print(printable_json(proof.to_json()))
         return show.exit_code(args, proof.findings)
     if args.format == "text" and not args.quiet:
-        print(f"compiled for {proof.target} in {proof.seconds:.1f} s: it fits")
+        print(f"{head_of(proof)}; it fits" if proof.is_cached else f"{head_of(proof)}: it fits")
         print(proof.program)
         if proof.time is not None:
             print(proof.time)

@@ -364,16 +364,24 @@ def _described(kind: str, shape: tuple[int, ...], slices: int) -> tuple[Any, ...
         options["chips_per_host_bounds"] = (1, 1, 1)
     name = f"{kind}:{'x'.join(map(str, shape))}"
     described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-    _DESCRIBED.update(described.devices)
+    _DESCRIBED.update(dict.fromkeys(described.devices, f"{name}, {options}"))
     return tuple(described.devices)
 
 
-_DESCRIBED: Final[set[Any]] = set()
+_DESCRIBED: Final[dict[Any, str]] = {}
+"""By device, of what description it is."""
 
 
 def is_described(mesh: Mesh) -> bool:
     """Say whether the devices of a mesh are those of a topology, on which nothing runs."""
     return mesh.devices.flat[0] in _DESCRIBED
+
+
+def device_identity(mesh: Mesh) -> tuple[Any, ...]:
+    """Return what tells the devices of a mesh, and their order, from all others: for a key."""
+    first = mesh.devices.flat[0]
+    numbers = [device.id for device in mesh.devices.flat]
+    return _DESCRIBED.get(first), first.device_kind, first.client.platform_version, numbers
 
 
 def use_libtpu() -> None:

@@ -36,10 +36,53 @@ if TYPE_CHECKING:
 Library = Literal["jax", "nnx", "equinox"]
 
 
+SIZES: Final = tuple(
+    f"{name}_size_in_bytes" for name in ("argument", "output", "alias", "temp", "generated_code")
+)
+"""What is read of `Compiled.memory_analysis()`."""
+
+
+class StoredProgram:
+    """What is read here of a `jax.stages.Compiled`, where a file has it.
+
+    Args:
+        lowered: The function's `jax.stages.Lowered`: its structure, shapes and donation.
+        inputs: The sharding of each leaf of the arguments; None of those that jit has dropped.
+        outputs: The same of the results.
+        text: The optimized module.
+        memory: The `SIZES` as attributes.
+
+    Raises:
+        ValueError: The leaves are not so many.
+    """
+
+    def __init__(
+        self, lowered: Any, inputs: list[Any], outputs: list[Any], text: str, memory: Any
+    ) -> None:
+        check_hlo(text)
+        self.in_tree = lowered.in_tree
+        self.out_tree = lowered.out_tree
+        self.args_info = lowered.args_info
+        self.out_info = lowered.out_info
+        self.input_shardings = self.in_tree.unflatten(inputs)
+        self.output_shardings = self.out_tree.unflatten(outputs)
+        self._text = text
+        self._memory = memory
+
+    def as_text(self) -> str:
+        """Return the optimized module."""
+        return self._text
+
+    def memory_analysis(self) -> Any:
+        """Return the bytes that a device needs."""
+        return self._memory
+
+
 class Call(NamedTuple):
     """Compiled function as its caller knows it, with the executable's leaves behind it."""
 
-    compiled: Compiled
+    compiled: Any
+    """A `jax.stages.Compiled`, or a `StoredProgram`."""
     in_tree: Any
     """Structure of (positional, keyword) arguments."""
     in_leaves: Sequence[int]
@@ -295,15 +338,16 @@ def call_of(compiled: Any, inputs: Any) -> Call:
     """
     from jax.stages import Compiled
 
-    if isinstance(compiled, Compiled):
+    if isinstance(compiled, Compiled | StoredProgram):
         trees: list[Any] = [compiled.in_tree, compiled.out_tree]
         in_tree, out_tree = trees
         return Call(
             compiled, in_tree, range(in_tree.num_leaves), out_tree, range(out_tree.num_leaves)
         )
     library = type(compiled).__module__.partition(".")[0]
-    inner = getattr(compiled, "compiled", None)
-    if library not in _READERS or not isinstance(inner, Compiled):
+    inner: Any = getattr(compiled, "compiled", None)
+    is_boxed = isinstance(inner, Compiled | StoredProgram)
+    if library not in _READERS or not is_boxed:
         raise TypeError(
             f"compiled is {shown(compiled)}; give a compiled function, {_EXPECTED}, or the same of "
             "flax.nnx.jit or equinox.filter_jit"
