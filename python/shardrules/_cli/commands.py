@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace as Args
 from typing import Any, Final, NamedTuple
 
-from shardrules._cli.process import hint, working
+from shardrules._cli.process import hint, interruptible, working
 
 Function = Callable[[Args], int | None]
 
@@ -172,7 +172,7 @@ def verify(args: Args) -> int:
 
 @_command(
     "my_package.train:step_on --on v5p:8x8x8 --mesh fsdp=64,tp=8 --budget peak=90GB",
-    "function on slices mesh fast large budget hbm fail_on format html",
+    "function on slices mesh fast timeout large budget hbm fail_on format html",
     function={
         "help": "package.module:function, which takes the mesh, and returns (step, arguments, "
         "outputs) or (step, arguments), as shardrules.prove takes them."
@@ -216,11 +216,18 @@ def prove(args: Args) -> int:
     if args.html and not plans:
         raise ValueError("--html: none of the arguments is a Plan, of which the report is")
     try:
-        with working(args, f"compiling for {args.on}"):
-            proof = prove(
+        proof = interruptible(
+            args,
+            f"compiling for {args.on}",
+            lambda: prove(
                 step, *arguments, on=topology, outputs=outputs[0] if outputs else None,
                 large=large, hbm=hbm, budget=budget, effort="fast" if args.fast else "full",
-            )  # fmt: skip
+            ),
+            args.timeout,
+        )  # fmt: skip
+    except TimeoutError as error:
+        faster = "" if args.fast else ", or --fast, which takes less"
+        raise ValueError(f"{error}; give --timeout more{faster}") from error
     except OutOfMemory as refusal:
         print(f"does not fit: {refusal}")
         return 1
