@@ -39,6 +39,7 @@ SLOW_PAGES = [
     "docs/guides/moe.md",
     "docs/guides/nnx.md",
     "docs/guides/offload.md",
+    "docs/guides/prove.md",
     "docs/guides/rl.md",
 ]
 # The other pages are about today's JAX.
@@ -47,7 +48,10 @@ NOT_RUN = {
     "docs/guides/eformer.md": ["EasyLM is not on PyPI"] * 4,
     "docs/guides/maxtext.md": ["MaxText's own modules are not installed"] * 2,
     "README.md": ["the time differs; tests/tpu runs the example"],
-    "docs/pod.md": ["the time differs; tests/tpu runs the example"],
+    "docs/pod.md": [
+        "the time differs; tests/tpu runs the example",
+        "the time differs; tests/tpu proves a step twice",
+    ],
     "docs/multihost.md": [
         "needs several processes; tests/support/process_worker.py is the one that runs"
     ],

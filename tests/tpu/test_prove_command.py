@@ -156,3 +156,20 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, limit):
     assert ("it has not ended in 1 s; give --timeout more, or --fast" in message) == bool(limit)
     assert list((tmp_path / "files").iterdir()) == []
     assert not (tmp_path / "cache").exists()
+
+
+@needs_libtpu
+def test_a_lock_of_a_step(run):
+    lock = ("--lock", "step.lock")
+    code, _, err = run("step_on", *ON, *lock)
+    assert (code, "step.lock: no such file; write it with --update-lock" in err) == (2, True)
+    code, _, err = run("step_on", *ON, "--update-lock")
+    assert (code, "so give --lock as well" in err) == (2, True)
+    code, _, err = run("step_on", *ON, *lock, "--html", "step.lock")
+    assert (code, "would replace --lock" in err) == (2, True)
+    code, _, err = run("step_on", *ON, *lock, "--update-lock")
+    assert (code, "for later runs to compare with" in err) == (0, True), err
+    code, out, _ = run("step_on", *ON, *lock)
+    assert (code, "compared with the lock" in out) == (0, True), out
+    code, out, _ = run("forgotten", *ON, *lock)
+    assert (code, "error[budget]" in out) == (1, True), out
