@@ -28,7 +28,9 @@ from shardrules._jax import lowered_options
 from shardrules._locks import of_type
 from shardrules._mesh.topology import device_identity, is_described
 from shardrules._program.compile import Refusal
-from shardrules._program.executable import SIZES, Executable, StoredProgram, call_of
+from shardrules._program.executable import Executable, call_of
+from shardrules._program.memory import SIZES
+from shardrules._program.stored import StoredProgram
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

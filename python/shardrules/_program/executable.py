@@ -26,6 +26,7 @@ from shardrules._plan.fold import fold
 from shardrules._plan.plan import Plan
 from shardrules._program.dataflow import Value, returned
 from shardrules._program.hlo import Hlo, check_hlo
+from shardrules._program.stored import StoredProgram
 from shardrules._specs import is_partition_spec, spec_shown
 from shardrules._text import counted, printable, shown
 
@@ -34,48 +35,6 @@ if TYPE_CHECKING:
     from jax.stages import Compiled
 
 Library = Literal["jax", "nnx", "equinox"]
-
-
-SIZES: Final = tuple(
-    f"{name}_size_in_bytes" for name in ("argument", "output", "alias", "temp", "generated_code")
-)
-"""What is read of `Compiled.memory_analysis()`."""
-
-
-class StoredProgram:
-    """What is read here of a `jax.stages.Compiled`, where a file has it.
-
-    Args:
-        lowered: The function's `jax.stages.Lowered`: its structure, shapes and donation.
-        inputs: The sharding of each leaf of the arguments; None of those that jit has dropped.
-        outputs: The same of the results.
-        text: The optimized module.
-        memory: The `SIZES` as attributes.
-
-    Raises:
-        ValueError: The leaves are not so many.
-    """
-
-    def __init__(
-        self, lowered: Any, inputs: list[Any], outputs: list[Any], text: str, memory: Any
-    ) -> None:
-        check_hlo(text)
-        self.in_tree = lowered.in_tree
-        self.out_tree = lowered.out_tree
-        self.args_info = lowered.args_info
-        self.out_info = lowered.out_info
-        self.input_shardings = self.in_tree.unflatten(inputs)
-        self.output_shardings = self.out_tree.unflatten(outputs)
-        self._text = text
-        self._memory = memory
-
-    def as_text(self) -> str:
-        """Return the optimized module."""
-        return self._text
-
-    def memory_analysis(self) -> Any:
-        """Return the bytes that a device needs."""
-        return self._memory
 
 
 class Call(NamedTuple):
