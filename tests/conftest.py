@@ -18,6 +18,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0",
     ]
 )
+# No test takes from the cache of the person who runs it.
+os.environ["SHARDRULES_CACHE"] = "off"
 
 import jax
 import numpy as np

@@ -219,9 +219,18 @@ TESTED = {
     "global_state", "_convert_element_type", "_executable._in_shardings",
     "_executable._out_shardings", "_executable.out_avals", "_params.const_args", "_aval",
     "_device_assignment", "_axis_rules", "default_registry.flatten_one_level_with_keys",
-    "_registry",
+    "_registry", "_lowering._compiler_options_kvs", "_lowering.compile_args",
     "TransferToMemoryKind",  # of JAX before jax.memory alone
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["_lowering._compiler_options_kvs", "_lowering.compile_args"])
+def test_without_the_options_of_a_lowered_function_it_is_not_kept(without, name):
+    lowered = jax.jit(lambda x: x * 2).lower(jnp.ones(8))
+    if jax.__version_info__ >= (0, 10):  # as for described devices
+        assert _jax.lowered_options(lowered) is not None
+    without(name)
+    assert _jax.lowered_options(lowered) is None
 
 
 def test_every_name_is_taken_away_by_a_test():

@@ -276,7 +276,11 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         OSError: The file cannot be written. The error has its name and the reason.
     """
-    data = text.encode()
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file as `write_text` does."""
     try:
         before = _status(path)
         if before is None or _is_replaceable(before):

@@ -185,6 +185,28 @@ def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
     return list(shardings), list(values)
 
 
+_COMPILED_WITH = ("in_shardings", "out_shardings", "in_layouts", "out_layouts", "kept_var_idx")
+
+
+def lowered_options(lowered: Any) -> tuple[Any, ...] | None:
+    """Return what a lowered function is compiled with beside its text; None if it is not known.
+
+    These are shardings and layouts, which arguments are not dropped, and the `compiler_options` of
+    `jax.jit`. Fallback: None, so that the result is kept in no cache. None also for a function that
+    calls Python, whose text has addresses in this process.
+
+    Args:
+        lowered: A `jax.stages.Lowered`.
+    """
+    options = _private(lowered, "_lowering._compiler_options_kvs")
+    arguments = _private(lowered, "_lowering.compile_args") or {}
+    if options is None or arguments.get("host_callbacks", True):
+        return None
+    if not arguments.keys() >= set(_COMPILED_WITH):
+        return None
+    return options, *(arguments[name] for name in _COMPILED_WITH)
+
+
 def device_order(sharding: Any) -> tuple[Any, ...]:
     """Return the devices of a sharding without a mesh, in its order.
 

@@ -1,11 +1,13 @@
 """`shardrules demo`: DeepSeek-V3 (671B parameters) meets EasyDeL's real rules for it.
 
 It shows the plan, the finding, the fix, the bytes on each device, the report, the rules that
-`suggest` writes instead, and the time, compared with eformer if that is installed.
+`suggest` writes instead, the time, compared with eformer if that is installed, and the proof of a
+step, if the TPU's compiler is.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,11 +19,13 @@ from typing import Any, Final
 from shardrules import Hardware, match_partition_rules, named_shardings, plan
 from shardrules._files.models import nested, read_arrays
 from shardrules._files.rules import read_rules
+from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._rules.rules import Rules
 from shardrules._suggest.suggest import suggest
 from shardrules._suggest.suggestion import Suggestion
 from shardrules._text import bytes_shown
+from shardrules._verify.prove import head_of, prove
 
 __all__ = ["main"]
 
@@ -89,6 +93,8 @@ def main() -> int:
     _print_suggestion(console, suggestion, took)
     _title(console, "7. The time")
     _print_times(console, list(fixed))
+    _title(console, "8. The proof: what the TPU's compiler makes of a step, without a TPU")
+    _print_proof(console)
     return 0
 
 
@@ -166,6 +172,37 @@ def _print_times(console: Any, rules: list[tuple[Any, Any]]) -> None:
         f"eformer {eformer.__version__}, same specs: {theirs:.0f} ms, "
         f"{theirs / ours:.0f} times as long"
     )
+
+
+def _print_proof(console: Any) -> None:
+    """Compile a step of one layer, if the TPU's compiler is there."""
+    if importlib.util.find_spec("libtpu") is None:
+        console.print("its compiler is not installed here: pip install 'shardrules[tpu]'")
+        return
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    topology = Topology("v5p:4x4x4")
+    mesh = topology.mesh(fsdp=16, tp=4)
+    shapes = {"up": (7168, 18432), "down": (18432, 7168)}  # a dense layer of DeepSeek-V3
+    params = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    layer = plan(params, [("up", ("fsdp", "tp")), ("down", ("tp", "fsdp"))], mesh)
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    x = jax.ShapeDtypeStruct((2**17, 7168), "bfloat16", sharding=rows)
+
+    def train(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            hidden = PartitionSpec("fsdp", "tp")
+            y = jax.lax.with_sharding_constraint(jax.nn.silu(x @ params["up"]), hidden)
+            return ((y @ params["down"]).astype("float32") ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    step = jax.jit(train, donate_argnums=0, out_shardings=layer.shardings())
+    proof = prove(step, layer, x, on=topology, outputs=layer, effort="fast")
+    console.print(head_of(proof))
+    console.print(str(proof.program).partition("\n")[0], soft_wrap=True)
+    console.print(str(proof.findings.at_least("warning")), soft_wrap=True)
 
 
 def _milliseconds(call: Callable[[], object], runs: int) -> float:

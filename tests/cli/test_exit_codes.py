@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -317,3 +319,64 @@ def test_two_locks_take_no_options_of_models(small, tmp_path, monkeypatch, capsy
         f"leave out --{'rules' if option[0] == '-r' else 'mesh' if option[0] == '-m' else option[0][2:]}"
         in err
     )
+
+
+DEAF = textwrap.dedent("""
+    import ctypes, pathlib, signal, sys, tempfile
+    from types import SimpleNamespace
+    from shardrules._cli import process
+
+    def compile():  # as a compiler: it never comes back, and Python sees no signal
+        tempfile.mkdtemp()
+        lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(256)
+        lock(mutex)
+        pathlib.Path("begun").touch()
+        lock(mutex)
+
+    def command():
+        args = SimpleNamespace(quiet=True)
+        return process.interruptible(args, "compiling", compile, LIMIT)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    process.exit_with(command)
+""")
+
+
+@POSIX
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", None])
+def test_what_hears_no_signal_ends_with_its_files(tmp_path, name):
+    (tmp_path / "files").mkdir()
+    program = DEAF.replace("LIMIT", "None" if name else "1")
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "files")}
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as process:
+        while name and not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+            assert process.poll() is None
+        if name:
+            assert len(list((tmp_path / "files").iterdir())) == 1
+            process.send_signal(getattr(signal, name))
+        message = b"" if name else b"error: compiling: it has not ended in 1 s\n"
+        assert process.stderr.read() == message
+        assert process.wait(120) == (128 + getattr(signal, name) if name else 2)
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+def test_the_result_or_the_error_of_an_interruptible_call_is_the_caller_s(capsys):
+    args = SimpleNamespace(quiet=False)
+    assert process.interruptible(args, "computing", lambda: 6 * 7, 60) == 42
+    with pytest.raises(ZeroDivisionError):
+        process.interruptible(args, "computing", lambda: 1 / 0)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_the_seconds(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    process.interruptible(SimpleNamespace(quiet=False), "computing", lambda: time.sleep(1.5))
+    assert stream.getvalue().startswith("computing ...\r\x1b[Kcomputing: 1 s ...\r")
+    assert stream.getvalue().endswith("\x1b[K")

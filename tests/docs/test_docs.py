@@ -39,6 +39,7 @@ SLOW_PAGES = [
     "docs/guides/moe.md",
     "docs/guides/nnx.md",
     "docs/guides/offload.md",
+    "docs/guides/prove.md",
     "docs/guides/rl.md",
 ]
 # The other pages are about today's JAX.
@@ -50,6 +51,7 @@ NOT_RUN = {
     "docs/pod.md": [
         "the time differs; tests/tpu runs the example",
         "it needs the compiler for CUDA; tests/cuda proves such a step",
+        "the time differs; tests/tpu proves a step twice",
     ],
     "docs/multihost.md": [
         "needs several processes; tests/support/process_worker.py is the one that runs"

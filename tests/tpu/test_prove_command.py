@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import textwrap
+import time
 
 import pytest
 
@@ -106,3 +111,65 @@ def test_what_is_wrong_is_told(run, function, options, message):
 def test_a_topology_that_is_none_is_told(run):
     code, _, err = run("step_on", "--on", "v5e:3x3", "--mesh", "fsdp=9")
     assert (code, "a host has 2x2 chips" in err) == (2, True), err
+
+
+@needs_libtpu
+def test_a_second_run_takes_it_from_the_cache(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDRULES_CACHE", str(tmp_path / "cache"))
+    texts = [run("step_on", *ON)[1] for _ in range(2)]
+    assert texts[1].splitlines()[0].endswith(" s, earlier: it is in the cache; it fits")
+    assert texts[0].splitlines()[1:] == texts[1].splitlines()[1:]
+    refusals = [run("too_large", *ON) for _ in range(2)]
+    assert refusals[0] == refusals[1]
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@needs_libtpu
+@pytest.mark.parametrize("limit", [None, 1])
+def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, limit):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "own_step.py").write_text(
+        "import pathlib\n"
+        "from examples import prove_405b\n"
+        "def step_on(mesh):\n"
+        "    answer = prove_405b.step_on(mesh)\n"
+        "    pathlib.Path('begun').touch()\n"
+        "    return answer\n"
+    )
+    environment = {
+        **os.environ, "SHARDRULES_CACHE": "cache", "TMPDIR": str(tmp_path / "files"),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd(), *sys.path]),
+    }  # fmt: skip
+    words = [sys.executable, "-m", "shardrules", "prove", "own_step:step_on", "--on", "v5p:8x8x8",
+             "--mesh", "fsdp=64,tp=8", *(["--timeout", str(limit)] if limit else [])]  # fmt: skip
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+            assert process.poll() is None
+        if limit is None:
+            time.sleep(3)  # within the compiler, which takes longer
+            process.terminate()
+        message = process.stderr.read()
+        assert process.wait(120) == (128 + signal.SIGTERM if limit is None else 2)
+    assert ("it has not ended in 1 s; give --timeout more, or --fast" in message) == bool(limit)
+    assert list((tmp_path / "files").iterdir()) == []
+    assert not (tmp_path / "cache").exists()
+
+
+@needs_libtpu
+def test_a_lock_of_a_step(run):
+    lock = ("--lock", "step.lock")
+    code, _, err = run("step_on", *ON, *lock)
+    assert (code, "step.lock: no such file; write it with --update-lock" in err) == (2, True)
+    code, _, err = run("step_on", *ON, "--update-lock")
+    assert (code, "so give --lock as well" in err) == (2, True)
+    code, _, err = run("step_on", *ON, *lock, "--update-lock", "--html", "step.lock")
+    assert (code, "would replace --lock" in err) == (2, True), err
+    code, _, err = run("step_on", *ON, *lock, "--update-lock")
+    assert (code, "for later runs to compare with" in err) == (0, True), err
+    code, out, _ = run("step_on", *ON, *lock)
+    assert (code, "error" in out.splitlines()[-1].replace("0 errors", "")) == (0, False), out
+    code, out, _ = run("forgotten", *ON, *lock)
+    assert (code, "error[budget]" in out) == (1, True), out

@@ -135,7 +135,7 @@ def _parameter(name: str, changes: dict[str, Any]) -> click.Parameter:
         return argument
     if value == "FILE":
         attributes["type"] = click.Path(readable=False)  # whose names shells complete
-    if value == "NUMBER":
+    if "least" in attributes:
         attributes["type"] = click.IntRange(min=attributes.pop("least"))
     if value.startswith("{"):
         attributes["type"] = OneOf(value[1:-1].split(","))

@@ -9,9 +9,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace as Args
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._cli.process import hint, working
+from shardrules._cli.process import hint, interruptible, working
+
+if TYPE_CHECKING:
+    from shardrules._plan.findings import Findings
+    from shardrules._program.program import Program
 
 Function = Callable[[Args], int | None]
 
@@ -143,13 +147,11 @@ def verify(args: Args) -> int:
     from shardrules._cli import inputs, show
     from shardrules._files.modules import load_object
     from shardrules._io import FileError
-    from shardrules._plan.findings import Findings
     from shardrules._program.program import inspect
     from shardrules._text import byte_count, shown
     from shardrules._verify.verify import verify
 
-    if args.update_lock and args.lock is None:
-        raise ValueError("--update-lock writes the file of --lock, so give --lock as well")
+    _check_lock(args)
     budget = inputs.budget(args.budget)
     large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
     step = load_object(args.function)
@@ -159,20 +161,36 @@ def verify(args: Args) -> int:
             "(compiled, inputs)"
         )
     findings = verify(*step, large=large, hbm=hbm, budget=budget)
-    if args.update_lock:
-        inspect(*step).lock(args.lock)
-        hint(args, f"{args.lock}: what the step sends and needs, for later runs to compare with")
-    elif args.lock:
-        if not Path(args.lock).exists():
-            raise FileError(f"{args.lock}: no such file; write it with --update-lock")
-        grown = inspect(*step).diff(Path(args.lock))
-        findings = Findings([*findings, *grown], f"{findings.scope}; {grown.scope}")
+    if args.lock:
+        findings = _locked(args, inspect(*step), findings)
     return show.show_findings(args, findings)
+
+
+def _check_lock(args: Args) -> None:
+    """Check the options of a lock before anything takes time."""
+    from shardrules._io import FileError
+
+    if args.update_lock and args.lock is None:
+        raise ValueError("--update-lock writes the file of --lock, so give --lock as well")
+    if args.lock and not args.update_lock and not Path(args.lock).exists():
+        raise FileError(f"{args.lock}: no such file; write it with --update-lock")
+
+
+def _locked(args: Args, program: Program, findings: Findings) -> Findings:
+    """Write the lock of a program, or add what has grown since it was written."""
+    from shardrules._plan.findings import Findings
+
+    if args.update_lock:
+        program.lock(args.lock)
+        hint(args, f"{args.lock}: what the step sends and needs, for later runs to compare with")
+        return findings
+    grown = program.diff(Path(args.lock))
+    return Findings([*findings, *grown], f"{findings.scope}; {grown.scope}")
 
 
 @_command(
     "my_package.train:step_on --on v5p:8x8x8 --mesh fsdp=64,tp=8 --budget peak=90GB",
-    "function on slices mesh fast large budget hbm fail_on format html",
+    "function on slices mesh fast timeout large budget hbm fail_on format lock update_lock html",
     function={
         "help": "package.module:function, which takes the mesh, and returns (step, arguments, "
         "outputs) or (step, arguments), as shardrules.prove takes them."
@@ -184,6 +202,7 @@ def verify(args: Args) -> int:
     },
     large={"help": "Minimum bytes on a device of a gathered array to be reported."},
     format=_FINDINGS,
+    lock={"help": "Compare the bytes that are sent, and the peak, with those in this file."},
 )
 def prove(args: Args) -> int:
     """Compile a step for TPUs or GPUs that need not be there, and compare it with its plan.
@@ -197,9 +216,11 @@ def prove(args: Args) -> int:
     from shardrules._mesh_sizes import parse_mesh
     from shardrules._plan.plan import Plan
     from shardrules._program.compile import OutOfMemory
-    from shardrules._text import byte_count, printable_json
-    from shardrules._verify.prove import prove
+    from shardrules._text import byte_count, printable_json, shown
+    from shardrules._verify.prove import head_of, prove
 
+    _check_lock(args)
+    _check_targets({"--lock": args.lock, "--html": args.html}, ())
     budget = inputs.budget(args.budget)
     large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
     topology = Topology(args.on, args.slices)
@@ -209,14 +230,23 @@ def prove(args: Args) -> int:
     if args.html and not plans:
         raise ValueError("--html: none of the arguments is a Plan, of which the report is")
     try:
-        with working(args, f"compiling for {args.on}"):
-            proof = prove(
+        proof = interruptible(
+            args,
+            f"compiling for {args.on}",
+            lambda: prove(
                 step, *arguments, on=topology, outputs=outputs[0] if outputs else None,
                 large=large, hbm=hbm, budget=budget, effort="fast" if args.fast else "full",
-            )  # fmt: skip
+            ),
+            args.timeout,
+        )  # fmt: skip
+    except TimeoutError as error:
+        faster = "" if args.fast else ", or --fast, which takes less"
+        raise ValueError(f"{error}; give --timeout more{faster}") from error
     except OutOfMemory as refusal:
         print(f"does not fit: {refusal}")
         return 1
+    if args.lock:
+        proof = proof._replace(findings=_locked(args, proof.program, proof.findings))
     if args.html:
         plan = plans[0].on_mesh(mesh)
         page = plan.to_html(title=args.function, findings=proof.findings, program=proof.program)
@@ -228,7 +258,7 @@ def prove(args: Args) -> int:
     if args.format == "text" and not args.quiet:
         errors = {finding.kind for finding in proof.findings.at_least("error")}
         fits = "it does not fit" if "peak" in errors else "it fits"
-        print(f"compiled for {proof.target} in {proof.seconds:.1f} s: {fits}")
+        print(f"{head_of(proof)}{';' if proof.is_cached else ':'} {fits}")
         print(proof.program)
         if proof.time is not None:
             print(proof.time)

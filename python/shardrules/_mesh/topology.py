@@ -279,12 +279,12 @@ def topology_shown(topology: Topology) -> str:
 def _described(layout: _Layout) -> tuple[Any, ...]:
     """Return the devices of a topology; those of another description would be others to JAX."""
     devices = layout.described()
-    _DESCRIBED.update(dict.fromkeys(devices, layout.memory_limit))
+    _DESCRIBED.update(dict.fromkeys(devices, layout))
     return devices
 
 
-_DESCRIBED: Final[dict[Any, int | None]] = {}
-"""The bytes that a program may need, where the compiler refuses none, by described device."""
+_DESCRIBED: Final[dict[Any, _Layout]] = {}
+"""By device, the layout of its topology."""
 
 
 def is_described(mesh: Mesh) -> bool:
@@ -294,7 +294,16 @@ def is_described(mesh: Mesh) -> bool:
 
 def memory_limit(mesh: Mesh) -> int | None:
     """Return the bytes of a described device, if its compiler takes what needs more."""
-    return _DESCRIBED.get(mesh.devices.flat[0])
+    layout = _DESCRIBED.get(mesh.devices.flat[0])
+    return None if layout is None else layout.memory_limit
+
+
+def device_identity(mesh: Mesh) -> tuple[Any, ...]:
+    """Return what tells the devices of a mesh, and their order, from all others: for a key."""
+    first = mesh.devices.flat[0]
+    numbers = [device.id for device in mesh.devices.flat]
+    layout = repr(_DESCRIBED.get(first))
+    return layout, first.device_kind, first.client.platform_version, numbers
 
 
 def _factors(count: int, axes: int) -> Iterator[tuple[int, ...]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._arguments import check_choice, check_type
 from shardrules._mesh.memory import memory_apart
@@ -134,20 +134,40 @@ def compile(
         >>> compiled.memory_analysis().argument_size_in_bytes
         256
     """
-    check_choice("effort", effort, tuple(_LEVELS))
     mesh = None if on is None else target_mesh(on, args)
-    lowered = _lowered(step, placed_on(args, mesh), mesh)
-    # What is compiled for described devices, JAX can write to its cache and cannot read.
-    is_cached = mesh is None or not is_described(mesh)
-    with _options(_LEVELS[effort], is_cached=is_cached):
-        try:
-            return lowered.compile()  # type: ignore[no-any-return]
-        except Exception as error:
-            refusal = _refusal(str(error))
-            if refusal is None:
-                raise
-            required, available = refusal
-            raise OutOfMemory(required, available, tuple(_buffers_of(lowered))) from None
+    with options_for(mesh, effort):
+        result = result_of(lowered_on(mesh, step, args))
+    if isinstance(result, Refusal):
+        raise result.error()
+    return result
+
+
+class Refusal(NamedTuple):
+    """What the compiler says of a step that does not fit."""
+
+    required: int
+    available: int
+    text: str
+    """The module at the peak; "" if XLA does not write it."""
+
+    def error(self) -> OutOfMemory:
+        """Return it as the error to raise."""
+        buffers: Iterable[Buffer] = ()
+        if self.text:
+            hlo = Hlo(with_elements(self.text))
+            buffers = buffers_of(hlo, alive_at_peak(hlo)[:10], lambda _: None)
+        return OutOfMemory(self.required, self.available, tuple(buffers))
+
+
+def result_of(lowered: Any) -> Compiled | Refusal:
+    """Compile a lowered step, within `options_for` its mesh."""
+    try:
+        return lowered.compile()  # type: ignore[no-any-return]
+    except Exception as error:
+        numbers = _refusal(str(error))
+        if numbers is None:
+            raise
+    return Refusal(*numbers, _module_at_peak(lowered))
 
 
 def target_mesh(on: Topology | Mesh, args: Iterable[Any]) -> Mesh:
@@ -221,8 +241,8 @@ def placed_on(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
     )
 
 
-def _lowered(step: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
-    """Lower a step, with the mesh as the context's for the specs in it."""
+def lowered_on(mesh: Mesh | None, step: Any, args: tuple[Any, ...]) -> Any:
+    """Lower a step for its arguments on a mesh, which is the context's for the specs in it."""
     import jax
 
     if not callable(step):
@@ -233,11 +253,12 @@ def _lowered(step: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
             "step is of equinox.filter_jit, for which shapes are no arrays; give jax.jit of the "
             "function, and the model's arrays, equinox.filter(model, equinox.is_array)"
         )
+    placed = placed_on(args, mesh)
     with ExitStack() as stack:
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh)
         try:
-            return jitted.lower(*args)
+            return jitted.lower(*placed)
         except ValueError as error:
             if "incompatible devices" not in str(error).lower():
                 raise
@@ -249,15 +270,18 @@ def _lowered(step: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
 
 
 @contextmanager
-def _options(level: str | None, *, is_cached: bool) -> Iterator[None]:
+def options_for(mesh: Mesh | None, effort: Effort) -> Iterator[None]:
     """Set JAX's level of optimization, and whether it caches what it compiles, for a while."""
     import jax
 
+    check_choice("effort", effort, tuple(_LEVELS))
     config: Any = jax.config
+    level = _LEVELS[effort]
     if level is not None and not hasattr(config, "jax_optimization_level"):
         raise ValueError('effort: this JAX has no levels of optimization; leave out effort="fast"')
     values: dict[str, Any] = {} if level is None else {"jax_optimization_level": level}
-    if not is_cached:
+    # What is compiled for described devices, JAX can write to its cache and cannot read.
+    if mesh is not None and is_described(mesh):
         values["jax_enable_compilation_cache"] = False
     before = {name: getattr(config, name) for name in values}
     try:
@@ -278,16 +302,12 @@ def _refusal(message: str) -> tuple[int, int] | None:
     return None
 
 
-def _buffers_of(lowered: Any) -> Iterator[Buffer]:
-    """Yield the largest arrays of a step that does not fit, from the module that XLA writes."""
+def _module_at_peak(lowered: Any) -> str:
+    """Return the module that XLA writes of a step that does not fit; "" if it writes none."""
     with tempfile.TemporaryDirectory(prefix="shardrules-") as folder:
         options: Mapping[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        try:
+        with suppress(Exception):  # the same refusal
             lowered.compile(compiler_options=options)
-        except Exception:  # the same refusal
-            texts = [file.read_text("utf-8", "replace") for file in Path(folder).glob(_MODULE)]
-        else:
-            return
-    for text in texts[:1]:
-        hlo = Hlo(with_elements(text))
-        yield from buffers_of(hlo, alive_at_peak(hlo)[:10], lambda _: None)
+            return ""
+        texts = [file.read_text("utf-8", "replace") for file in Path(folder).glob(_MODULE)]
+    return texts[0] if texts else ""

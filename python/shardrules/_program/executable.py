@@ -26,6 +26,7 @@ from shardrules._plan.fold import fold
 from shardrules._plan.plan import Plan
 from shardrules._program.dataflow import Value, returned
 from shardrules._program.hlo import Hlo, check_hlo
+from shardrules._program.stored import StoredProgram
 from shardrules._specs import is_partition_spec, spec_shown
 from shardrules._text import counted, printable, shown
 
@@ -39,7 +40,8 @@ Library = Literal["jax", "nnx", "equinox"]
 class Call(NamedTuple):
     """Compiled function as its caller knows it, with the executable's leaves behind it."""
 
-    compiled: Compiled
+    compiled: Any
+    """A `jax.stages.Compiled`, or a `StoredProgram`."""
     in_tree: Any
     """Structure of (positional, keyword) arguments."""
     in_leaves: Sequence[int]
@@ -295,15 +297,16 @@ def call_of(compiled: Any, inputs: Any) -> Call:
     """
     from jax.stages import Compiled
 
-    if isinstance(compiled, Compiled):
+    if isinstance(compiled, Compiled | StoredProgram):
         trees: list[Any] = [compiled.in_tree, compiled.out_tree]
         in_tree, out_tree = trees
         return Call(
             compiled, in_tree, range(in_tree.num_leaves), out_tree, range(out_tree.num_leaves)
         )
     library = type(compiled).__module__.partition(".")[0]
-    inner = getattr(compiled, "compiled", None)
-    if library not in _READERS or not isinstance(inner, Compiled):
+    inner: Any = getattr(compiled, "compiled", None)
+    is_boxed = isinstance(inner, Compiled | StoredProgram)
+    if library not in _READERS or not is_boxed:
         raise TypeError(
             f"compiled is {shown(compiled)}; give a compiled function, {_EXPECTED}, or the same of "
             "flax.nnx.jit or equinox.filter_jit"

@@ -27,6 +27,8 @@ _NUMBERS: Final = {
     "temporaries": ("temp", 1),
     "code": ("generated_code", 1),
 }
+SIZES: Final = tuple(f"{name}_size_in_bytes" for name, _ in _NUMBERS.values())
+"""What is read of `Compiled.memory_analysis()`."""
 _FEW_STACKS: Final = 3
 _MOST_STEPS: Final = 10
 _COLUMNS: Final = (
@@ -133,7 +135,7 @@ def totals_of(executable: Executable) -> Totals | None:
     stats: Any = executable.call.compiled.memory_analysis()
     if stats is None:
         return None
-    return Totals(*(getattr(stats, f"{name}_size_in_bytes") for name, _ in _NUMBERS.values()))
+    return Totals(*(getattr(stats, name) for name in SIZES))
 
 
 def memory_of(executable: Executable) -> Memory | None:

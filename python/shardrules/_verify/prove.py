@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +10,16 @@ from shardrules._mesh.topology import Topology, memory_limit, topology_shown
 from shardrules._plan.findings import Findings, Level
 from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE
-from shardrules._program.compile import Effort, compile, mesh_of, target_mesh
+from shardrules._program.cache import cached_result
+from shardrules._program.compile import (
+    Effort,
+    Refusal,
+    lowered_on,
+    mesh_of,
+    options_for,
+    result_of,
+    target_mesh,
+)
 from shardrules._program.program import Program, time_of
 from shardrules._text import answer, mesh_shown
 from shardrules._verify.verify import findings_and_program
@@ -36,12 +44,14 @@ class Proof(NamedTuple):
     program: Program
     """All that it sends, and its memory."""
     compiled: Compiled | None
-    """What JAX has compiled; None in a copy."""
+    """What JAX has compiled; None in a copy, and of the cache: `compile` always compiles."""
     seconds: float
-    """Time to compile it."""
+    """Time to compile it, now or when the cache got it."""
     time: ProgramTime | None
     """Estimate of a step's time; None without a Topology, and for GPUs, whose compiler tells no
     cycles."""
+    is_cached: bool = False
+    """True if it was compiled before, and the cache has it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self._replace(compiled=None))
@@ -61,6 +71,7 @@ class Proof(NamedTuple):
         return {
             "target": self.target,
             "seconds": self.seconds,
+            "is_cached": self.is_cached,
             "findings": [finding._asdict() for finding in self.findings],
             "program": self.program.to_json(),
             "time": self.time and self.time.to_json(),
@@ -71,9 +82,14 @@ class Proof(NamedTuple):
         self.findings.raise_for(level)
 
     def __str__(self) -> str:
-        head = f"compiled for {self.target} in {self.seconds:.1f} s"
         time = "" if self.time is None else f"\n{self.time}"
-        return f"{head}\n{self.findings}\n{self.program}{time}"
+        return f"{head_of(self)}\n{self.findings}\n{self.program}{time}"
+
+
+def head_of(proof: Proof) -> str:
+    """Say for what a step is compiled, and how long that took."""
+    head = f"compiled for {proof.target} in {proof.seconds:.1f} s"
+    return f"{head}, earlier: it is in the cache" if proof.is_cached else head
 
 
 def prove(
@@ -89,7 +105,9 @@ def prove(
 ) -> Proof:
     """Compile a step for its devices, which need not be there, and compare it with the plan.
 
-    `compile`, then `verify` and `inspect`.
+    `compile`, then `verify` and `inspect`. What is compiled for a Topology is kept in
+    `~/.cache/shardrules`, or in the folder that the environment variable SHARDRULES_CACHE names,
+    "off" for none: the same step is not compiled twice.
 
     Args:
         step: As `compile` takes it.
@@ -122,9 +140,11 @@ def prove(
         >>> proof.raise_for("warning")
     """
     mesh = None if on is None else target_mesh(on, args)
-    begin = time.perf_counter()
-    compiled = compile(step, *args, on=mesh, effort=effort)
-    seconds = time.perf_counter() - begin
+    with options_for(mesh, effort):
+        result = cached_result(lowered_on(mesh, step, args), mesh, result_of)
+    compiled = result.content
+    if isinstance(compiled, Refusal):
+        raise compiled.error()
     if inputs is None:
         inputs = tuple(arg if isinstance(arg, Plan) else None for arg in args)
     if mesh is not None:
@@ -138,7 +158,9 @@ def prove(
     estimate = None
     if isinstance(on, Topology) and effort == "full":
         estimate = _estimate(on, program)
-    return Proof(target, findings, program, compiled, seconds, estimate)
+    executable = None if result.is_cached else compiled
+    seconds, is_cached = result.seconds, result.is_cached
+    return Proof(target, findings, program, executable, seconds, estimate, is_cached)
 
 
 def _estimate(topology: Topology, program: Program) -> ProgramTime | None:
