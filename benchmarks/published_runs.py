@@ -1,0 +1,229 @@
+"""Compares the time that the TPU's compiler expects with published runs.
+
+    python -m benchmarks.published_runs build/runs
+
+It needs libtpu, and takes about an hour. What each run gives is kept in the folder as JSON; what is
+there already is not compiled again. Assumptions are in docs/pod.md, "Time".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from shardrules._io import write_text
+
+FILE = Path(__file__).with_suffix(".toml")
+LAYERS_COMPILED = 2
+"""Trips of the loop over layers; the times of the step are those of its layers by these."""
+FLAGS = {"whole": "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"}
+"""Options of the compiler by their names in the table: the products of gathered arrays are whole."""
+PARTS = ("layers", "ends")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile what is not in the folder, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--limit", type=float, default=240, help="seconds for a compilation")
+    parser.add_argument("--only", default="", help="runs whose title has this")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    data = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    runs = [run for run in data["runs"] if options.only in title(run)]
+    if options.part:
+        print(json.dumps(compiled(data["models"], runs[0], options.part)))
+        return 0
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        for part in PARTS:
+            keep(options.folder, run, part, options.limit)
+    print("\n".join(table(data["models"], runs, options.folder)))
+    return 0
+
+
+def title(run: Mapping[str, Any]) -> str:
+    """Name a run."""
+    mesh = ",".join(f"{axis}={size}" for axis, size in run["mesh"].items())
+    slices = f"{run['slices']} x " if "slices" in run else ""
+    return f"{run['model']}, {slices}{run['on']}, {mesh}, {run['rows']} x {run['length']}"
+
+
+def file_of(folder: Path, run: Mapping[str, Any], part: str) -> Path:
+    """Return the file of a result."""
+    name = "".join(c if c.isalnum() else "-" for c in f"{title(run)} {part}")
+    return folder / f"{name}.json"
+
+
+def keep(folder: Path, run: Mapping[str, Any], part: str, limit: float) -> None:
+    """Compile a part in a process of its own, with a limit, unless its result is there."""
+    file = file_of(folder, run, part)
+    if file.exists():
+        return
+    flags = " ".join(FLAGS[flag] for flag in run["flags"])
+    command = [sys.executable, "-m", "benchmarks.published_runs", str(folder), "--part", part]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags}
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [*command, "--only", title(run)], env=environment, timeout=limit, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        result: Any = {"failure": f"not compiled in {limit:.0f} s"}
+    else:
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            result = {"failure": next((one for one in lines if "Error" in one), lines[-1])[:300]}
+        else:
+            result = json.loads(done.stdout.splitlines()[-1])
+    seconds = time.perf_counter() - begin
+    write_text(file, json.dumps(result | {"seconds": seconds}, indent=1))
+    print(f"{title(run)}, {part}: {seconds:.0f} s {result.get('failure', '')}", file=sys.stderr)
+
+
+def compiled(models: Mapping[str, Any], run: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Compile a part of a step, of fewer sequences if those of the run do not fit.
+
+    What is sent along "tp", and computed, is by sequences; what is sent along the others is not.
+    """
+    import shardrules as sr
+
+    rows = 1 if part == "ends" else run["rows"]
+    while True:
+        try:
+            return _proved(models, run, part, rows)
+        except sr.OutOfMemory as refusal:
+            if rows == 1:
+                return {"failure": str(refusal).splitlines()[0]}
+            rows = max(1, rows // 2)
+
+
+def _proved(models: Mapping[str, Any], run: Mapping[str, Any], part: str, rows: int) -> Any:
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import shardrules as sr
+    from benchmarks import published_model as code
+
+    model = code.Model(**models[run["model"]])
+    topology = sr.Topology(run["on"], run.get("slices", 1))
+    mesh = topology.mesh(run["mesh"])
+    step = code.Step(model, run["length"], run["saved"], run["mesh"])
+    params, loss = code.shapes(model, LAYERS_COMPILED), partial(code.loss_of_layers, step)
+    if part == "ends":
+        params = {
+            "embed": jax.ShapeDtypeStruct((model.vocab, model.width), "float32"),
+            "head": jax.ShapeDtypeStruct((model.width, model.vocab), "float32"),
+        }
+        loss = partial(code.loss_of_ends, step)
+    plan = sr.plan({"params": params, "mu": params, "nu": params}, code.rules(run["mesh"]), mesh)
+    sequences = rows * prod(run["mesh"].values())
+    sharding = NamedSharding(mesh, P(step.batch, None, step.tp))
+    x = jax.ShapeDtypeStruct((sequences, run["length"], model.width), "bfloat16", sharding=sharding)
+    tokens = jax.ShapeDtypeStruct(
+        (sequences, run["length"]), "int32", sharding=NamedSharding(mesh, P(step.batch))
+    )
+    jitted = jax.jit(
+        partial(code.train, loss), donate_argnums=0, out_shardings=(plan.shardings(), sharding)
+    )
+    proof = sr.prove(jitted, plan, x, *([tokens] if part == "ends" else []), on=topology)
+    assert proof.time is not None
+    by_sequences = sum(
+        count / topology.link_rate(mesh, axes)
+        for (axes, _), count in proof.program.sent.items()
+        if "tp" in axes
+    )
+    times = 1.0 if part == "ends" else model.layers / (LAYERS_COMPILED * model.layers_of_body)
+    of_rows = run["rows"] / rows
+    estimate = proof.time.to_json()
+    return {
+        "computing": times * of_rows * estimate["computing"],
+        "kernels": times * of_rows * estimate["kernels"],
+        "sending": times * (estimate["sending"] + (of_rows - 1) * by_sequences),
+        "rows": rows,
+        "parts": estimate["parts"],
+        "uncounted": estimate["uncounted"],
+        "lines": estimate["lines"][:20],
+        "sent": [
+            [",".join(axes), kind, count] for (axes, kind), count in proof.program.sent.items()
+        ],
+    }
+
+
+def published(models: Mapping[str, Any], run: Mapping[str, Any]) -> float:
+    """Return the seconds of a run, from its operations in a second if those are published."""
+    if "seconds" in run:
+        return float(run["seconds"])
+    from benchmarks import published_model as code
+
+    model, length = code.Model(**models[run["model"]]), run["length"]
+    attention = 12 * model.layers * model.heads * code.HEAD * length
+    flops = (6 * model.matmul_parameters + attention) * run["rows"] * length
+    return float(flops / (run["tflops"] * 1e12))
+
+
+def table(
+    models: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], folder: Path
+) -> Iterator[str]:
+    """Yield the lines of a table in Markdown, and what it says."""
+    yield "| run | published | computing | sending | range | middle / published | in it |"
+    yield "|---|--:|--:|--:|--:|--:|---|"
+    rows: list[tuple[float, float, float]] = []
+    for run in runs:
+        told = published(models, run)
+        parts = {}
+        for part in PARTS:
+            file = file_of(folder, run, part)
+            parts[part] = json.loads(file.read_text("utf-8")) if file.exists() else {"failure": "-"}
+        failures = [f"{part}: {one['failure']}" for part, one in parts.items() if "failure" in one]
+        if failures:
+            yield f"| {title(run)} | {told:.2f} s | {'; '.join(failures)} | | | | |"
+            continue
+        computing, sending = (
+            sum(one[name] for one in parts.values()) for name in ("computing", "sending")
+        )
+        low, high = max(computing, sending), computing + sending
+        middle = (low + high) / 2
+        rows.append((told, low, high))
+        yield (
+            f"| {title(run)} | {told:.2f} s | {computing:.2f} s | {sending:.2f} s | "
+            f"{low:.2f} to {high:.2f} s | {middle / told:.2f} | "
+            f"{'yes' if low <= told <= high else 'no'} |"
+        )
+    yield ""
+    yield from _summary(rows)
+
+
+def _summary(rows: Sequence[tuple[float, float, float]]) -> Iterator[str]:
+    middles = [(low + high) / 2 / told for told, low, high in rows]
+    inside = sum(low <= told <= high for told, low, high in rows)
+    near = sum(abs(middle - 1) <= 0.15 for middle in middles)
+    yield (
+        f"{len(rows)} runs: the range holds {inside} of the published times, its middle is within "
+        f"15 % for {near}; Spearman's rank correlation "
+        f"{_spearman([row[0] for row in rows], [row[1] + row[2] for row in rows]):.3f}"
+    )
+
+
+def _spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Correlate the ranks."""
+    import numpy as np
+
+    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
+    return float(np.corrcoef(ranks)[0, 1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
