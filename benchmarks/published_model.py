@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 HEAD = 128
 Params = dict[str, Any]
-# Of the published block sizes of 2,048 the largest for which the default scoped memory is enough.
-BLOCK, BLOCK_COMPUTED = 2048, 1024
+# Blocks of splash attention, and what is computed of one at once: the largest for which the default
+# scoped memory is enough. MaxText's default on v5e and v5p are two kernels in the backward pass.
+BLOCKS = {"v6e": (2048, 1024), "tpu7x": (2048, 1024), "v5e": (1024, 512), "v5p": (1024, 512)}
+FUSED = ("v6e", "tpu7x")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Model:
     dense: int = 0
     """Hidden size of every other layer's MLP, which has no experts."""
     latent: Sequence[int] = ()
-    """Of multi-head latent attention: ranks of queries and of keys with values, and rotated size."""
+    """Of latent attention: ranks of queries and of keys with values, and rotated size."""
 
     @property
     def layers_of_body(self) -> int:
@@ -63,6 +65,8 @@ class Step:
     length: int
     saved: Sequence[str]
     axes: Mapping[str, int]
+    kind: str
+    """Of TPUs, as a topology's name begins."""
 
     @property
     def batch(self) -> Any:
@@ -168,18 +172,23 @@ def attention(step: Step, x: jax.Array, w: Params) -> jax.Array:
         for a, name in zip((q, k, v), "qkv", strict=True)
     )
     spec = P(step.batch, step.tp)
-    attend = jax.shard_map(_attend, in_specs=spec, out_specs=spec, check_vma=False)
+    attend = jax.shard_map(
+        partial(_attend, step.kind), in_specs=spec, out_specs=spec, check_vma=False
+    )
     mixed = attend(*(jnp.swapaxes(a, 1, 2) for a in (q, k, v)))
     mixed = checkpoint_name(jnp.swapaxes(mixed, 1, 2), "context")
     return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, w["o"]), "out")
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _attend(kind: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     heads, length = q.shape[1:3]
-    block, computed = min(BLOCK, length), min(BLOCK_COMPUTED, length)
+    block, computed = (min(size, length) for size in BLOCKS[kind])
+    is_fused = kind in FUSED
     sizes = splash.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=computed, block_q_dkv=computed,
-        block_kv_dkv=block, block_kv_dkv_compute=computed, use_fused_bwd_kernel=True,
+        block_q=computed, block_kv=block, block_kv_compute=computed,
+        block_q_dkv=computed, block_kv_dkv=block, block_kv_dkv_compute=computed,
+        block_q_dq=None if is_fused else computed, block_kv_dq=None if is_fused else block,
+        use_fused_bwd_kernel=is_fused,
     )  # fmt: skip
     mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
     kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)

@@ -21,13 +21,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from benchmarks import published_model as code
 from shardrules._io import write_text
 
 FILE = Path(__file__).with_suffix(".toml")
 LAYERS_COMPILED = 2
 """Trips of the loop over layers; the times of the step are those of its layers by these."""
 FLAGS = {"whole": "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"}
-"""Options of the compiler by their names in the table: the products of gathered arrays are whole."""
+"""Options of the compiler by their names in the table: products of gathered arrays are whole."""
 PARTS = ("layers", "ends")
 
 
@@ -97,8 +104,6 @@ def compiled(models: Mapping[str, Any], run: Mapping[str, Any], part: str) -> di
 
     What is sent along "tp", and computed, is by sequences; what is sent along the others is not.
     """
-    import shardrules as sr
-
     rows = 1 if part == "ends" else run["rows"]
     while True:
         try:
@@ -110,17 +115,10 @@ def compiled(models: Mapping[str, Any], run: Mapping[str, Any], part: str) -> di
 
 
 def _proved(models: Mapping[str, Any], run: Mapping[str, Any], part: str, rows: int) -> Any:
-    import jax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import shardrules as sr
-    from benchmarks import published_model as code
-
     model = code.Model(**models[run["model"]])
     topology = sr.Topology(run["on"], run.get("slices", 1))
     mesh = topology.mesh(run["mesh"])
-    step = code.Step(model, run["length"], run["saved"], run["mesh"])
+    step = code.Step(model, run["length"], run["saved"], run["mesh"], run["on"].split(":")[0])
     params, loss = code.shapes(model, LAYERS_COMPILED), partial(code.loss_of_layers, step)
     if part == "ends":
         params = {
@@ -166,8 +164,6 @@ def published(models: Mapping[str, Any], run: Mapping[str, Any]) -> float:
     """Return the seconds of a run, from its operations in a second if those are published."""
     if "seconds" in run:
         return float(run["seconds"])
-    from benchmarks import published_model as code
-
     model, length = code.Model(**models[run["model"]]), run["length"]
     attention = 12 * model.layers * model.heads * code.HEAD * length
     flops = (6 * model.matmul_parameters + attention) * run["rows"] * length
@@ -219,8 +215,6 @@ def _summary(rows: Sequence[tuple[float, float, float]]) -> Iterator[str]:
 
 def _spearman(first: Sequence[float], second: Sequence[float]) -> float:
     """Correlate the ranks."""
-    import numpy as np
-
     ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
     return float(np.corrcoef(ranks)[0, 1])
 
