@@ -212,10 +212,10 @@ def dropping_experts(step: Step, x: jax.Array, w: Params) -> jax.Array:
     room = int(length * model.chosen * model.capacity / model.experts)
     weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ w["router"]), model.chosen)
     is_of = jax.nn.one_hot(chosen, model.experts, dtype="int32")
-    place = jnp.cumsum(is_of.reshape(len(x), -1, model.experts), 1).reshape(is_of.shape) * is_of - 1
-    slot = jax.nn.one_hot(place, room, dtype=x.dtype)
-    sent = slot.sum(2)
-    combined = jnp.einsum("btkec,btk->btec", slot, weights)
+    places = jnp.cumsum(is_of.reshape(len(x), -1, model.experts), 1).reshape(is_of.shape) * is_of
+    # A token goes to an expert once at most.
+    sent = jax.nn.one_hot(places.sum(2) - 1, room, dtype=x.dtype)
+    combined = sent * jnp.einsum("btke,btk->bte", is_of.astype(x.dtype), weights)[..., None]
     experts = w["experts"]
     ep = "ep" if "ep" in step.axes else None
     batch = tuple(axis for axis in step.batch if axis != "ep")

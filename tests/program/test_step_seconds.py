@@ -70,7 +70,7 @@ def test_loops_are_multiplied_and_fusions_count_once():
     time = time_of(module())
     assert time.computing == pytest.approx(3 * 100 / CLOCK)
     assert time.parts == (("mlp", "forward", time.computing),)
-    assert "forward 0.30 us" in str(time)
+    assert "\ncomputing: forward 0.30 us; mlp 0.30 us\n" in str(time)
 
 
 def test_parts_are_scopes_and_phases():
@@ -88,7 +88,7 @@ def test_parts_are_scopes_and_phases():
         ("mlp", "forward"): 300, ("mlp", "backward"): 50, ("mlp", "recomputed"): 40,
         ("", "forward"): 30, ("optimizer", "other"): 20, ("", "other"): 10,
     }  # fmt: skip
-    assert "computing by part: mlp 0.39 us, optimizer 0.02 us" in str(time)
+    assert "; mlp 0.39 us, optimizer 0.02 us\n" in str(time)
 
 
 def test_a_kernel_counts_by_the_operations_that_it_estimates():
@@ -101,7 +101,9 @@ def test_a_kernel_counts_by_the_operations_that_it_estimates():
     assert known.kernels == pytest.approx(123456789 / (PEAK * KERNEL_EFFICIENCY))
     assert known.computing == pytest.approx(known.kernels + 3 * 100 / CLOCK)
     assert known.uncounted == ()
-    assert "Pallas kernels 247 us, as if they reached 50% of the peak" in str(known)
+    assert "of it 247 us in Pallas kernels, by their FLOPs, if they reach 50% of the peak" in str(
+        known
+    )
     assert json.loads(json.dumps(known.to_json()))["kernel_efficiency"] == KERNEL_EFFICIENCY
     unknown = time_of(module(line.replace("COST", "")))
     assert (unknown.kernels, unknown.uncounted) == (0, ("jit(f)/twice/pallas_call",))

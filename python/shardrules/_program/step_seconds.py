@@ -91,11 +91,13 @@ class ProgramTime(NamedTuple):
         ]
         phases = _sums((phase, seconds) for _, phase, seconds in self.parts)
         scopes = _sums((scope, seconds) for scope, _, seconds in self.parts if scope)
-        lines += [_listed(sums) for sums in (phases, scopes) if sums]
+        if phases:
+            listed = "; ".join(_listed(sums) for sums in (phases, scopes) if sums)
+            lines.append(f"computing: {listed}")
         if self.kernels:
             lines.append(
-                f"of it Pallas kernels {seconds_shown(self.kernels)}, as if they reached "
-                f"{KERNEL_EFFICIENCY:.0%} of the peak"
+                f"of it {seconds_shown(self.kernels)} in Pallas kernels, by their FLOPs, if they "
+                f"reach {KERNEL_EFFICIENCY:.0%} of the peak"
             )
         if self.uncounted:
             kernels = counted(len(self.uncounted), "Pallas kernel")
@@ -150,8 +152,7 @@ def _sums(items: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 
 def _listed(sums: dict[str, float]) -> str:
-    items = list(sums.items())[:_IN_TEXT]
-    return "computing by part: " + ", ".join(f"{name} {seconds_shown(s)}" for name, s in items)
+    return ", ".join(f"{name} {seconds_shown(s)}" for name, s in list(sums.items())[:_IN_TEXT])
 
 
 def _cycles(hlo: Hlo) -> Iterator[tuple[Instruction, int]]:
