@@ -303,7 +303,8 @@ class Topology:
         """Return the bytes that a device sends in a second over axes of a mesh of these devices.
 
         Each dimension of the torus has its share of the links; without links around, or as a part
-        of it alone, half of that.
+        of it alone, half of that. Over slices and within them, as if a device exchanged its own
+        part with those of other slices alone.
         """
         import numpy as np
 
@@ -311,16 +312,18 @@ class Topology:
         places = np.moveaxis(self._places(mesh), numbers, range(len(numbers)))
         count = int(np.prod(places.shape[: len(numbers)]))
         line = places.reshape(count, -1, places.shape[-1])[:, 0]
-        varied = [len(np.unique(line[:, i])) for i in range(line.shape[1])]
-        if varied[0] > 1:
-            return self.hardware.dcn_bytes_per_second
+        slices, *varied = (len(np.unique(line[:, i])) for i in range(line.shape[1]))
         dimensions = self._kind.dimensions
         shares = [
-            1.0 if varied[1 + i] == self.shape[i] and self._is_ring(i) else 0.5
+            1.0 if varied[i] == self.shape[i] and self._is_ring(i) else 0.5
             for i in range(dimensions)
-            if varied[1 + i] > 1
+            if varied[i] > 1
         ]
-        return self.hardware.link_bytes_per_second * min(1.0, (sum(shares) or 1.0) / dimensions)
+        within = self.hardware.link_bytes_per_second * min(1.0, (sum(shares) or 1.0) / dimensions)
+        if slices == 1:
+            return within
+        between = (slices - 1) / (count - 1)
+        return 1 / (between / self.hardware.dcn_bytes_per_second + (1 - between) / within)
 
     def _is_ring(self, dimension: int) -> bool:
         """Say whether a dimension has links around; two chips are neighbours anyway."""
