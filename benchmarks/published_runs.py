@@ -32,10 +32,11 @@ from shardrules._io import write_text
 
 FILE = Path(__file__).with_suffix(".toml")
 LAYERS_COMPILED = 2
-"""Trips of the loop over layers; the times of the step are those of its layers by these."""
+"""Trips of the loop over layers: the step has more."""
 FLAGS = {"whole": "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"}
 """Options of the compiler by their names in the table: products of gathered arrays are whole."""
 PARTS = ("layers", "ends")
+Run = Mapping[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,25 +55,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
         for part in PARTS:
-            keep(options.folder, run, part, options.limit)
-    print("\n".join(table(data["models"], runs, options.folder)))
+            keep(options.folder, compiled_for(data["runs"], run, part), part, options.limit)
+    print("\n".join(table(data["models"], data["runs"], runs, options.folder)))
     return 0
 
 
-def title(run: Mapping[str, Any]) -> str:
+def title(run: Run) -> str:
     """Name a run."""
     mesh = ",".join(f"{axis}={size}" for axis, size in run["mesh"].items())
     slices = f"{run['slices']} x " if "slices" in run else ""
     return f"{run['model']}, {slices}{run['on']}, {mesh}, {run['rows']} x {run['length']}"
 
 
-def file_of(folder: Path, run: Mapping[str, Any], part: str) -> Path:
+def compiled_for(runs: Sequence[Run], run: Run, part: str) -> Run:
+    """Return the first run of the same layers on such devices; for the ends, of such devices."""
+
+    def key(other: Run) -> Any:
+        kind = other["on"].split(":")[0]
+        if part == "ends":
+            return kind
+        return kind, *(other[name] for name in ("model", "length", "saved")), "tp" in other["mesh"]
+
+    return next(other for other in runs if key(other) == key(run))
+
+
+def file_of(folder: Path, run: Run, part: str) -> Path:
     """Return the file of a result."""
     name = "".join(c if c.isalnum() else "-" for c in f"{title(run)} {part}")
     return folder / f"{name}.json"
 
 
-def keep(folder: Path, run: Mapping[str, Any], part: str, limit: float) -> None:
+def keep(folder: Path, run: Run, part: str, limit: float) -> None:
     """Compile a part in a process of its own, with a limit, unless its result is there."""
     file = file_of(folder, run, part)
     if file.exists():
@@ -99,11 +112,8 @@ def keep(folder: Path, run: Mapping[str, Any], part: str, limit: float) -> None:
     print(f"{title(run)}, {part}: {seconds:.0f} s {result.get('failure', '')}", file=sys.stderr)
 
 
-def compiled(models: Mapping[str, Any], run: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """Compile a part of a step, of fewer sequences if those of the run do not fit.
-
-    What is sent along "tp", and computed, is by sequences; what is sent along the others is not.
-    """
+def compiled(models: Mapping[str, Any], run: Run, part: str) -> dict[str, Any]:
+    """Compile a part of a step, of fewer sequences if those of the run do not fit."""
     rows = 1 if part == "ends" else run["rows"]
     while True:
         try:
@@ -114,7 +124,7 @@ def compiled(models: Mapping[str, Any], run: Mapping[str, Any], part: str) -> di
             rows = max(1, rows // 2)
 
 
-def _proved(models: Mapping[str, Any], run: Mapping[str, Any], part: str, rows: int) -> Any:
+def _proved(models: Mapping[str, Any], run: Run, part: str, rows: int) -> Any:
     model = code.Model(**models[run["model"]])
     topology = sr.Topology(run["on"], run.get("slices", 1))
     mesh = topology.mesh(run["mesh"])
@@ -138,29 +148,41 @@ def _proved(models: Mapping[str, Any], run: Mapping[str, Any], part: str, rows: 
     )
     proof = sr.prove(jitted, plan, x, *([tokens] if part == "ends" else []), on=topology)
     assert proof.time is not None
-    by_sequences = sum(
-        count / topology.link_rate(mesh, axes)
-        for (axes, _), count in proof.program.sent.items()
-        if "tp" in axes
-    )
-    times = 1.0 if part == "ends" else model.layers / (LAYERS_COMPILED * model.layers_of_body)
-    of_rows = run["rows"] / rows
-    estimate = proof.time.to_json()
     return {
-        "computing": times * of_rows * estimate["computing"],
-        "kernels": times * of_rows * estimate["kernels"],
-        "sending": times * (estimate["sending"] + (of_rows - 1) * by_sequences),
         "rows": rows,
-        "parts": estimate["parts"],
-        "uncounted": estimate["uncounted"],
-        "lines": estimate["lines"][:20],
-        "sent": [
-            [",".join(axes), kind, count] for (axes, kind), count in proof.program.sent.items()
-        ],
+        **{name: getattr(proof.time, name) for name in ("computing", "kernels", "parts")},
+        "uncounted": proof.time.uncounted,
+        "sent": [[axes, kind, count] for (axes, kind), count in proof.program.sent.items()],
     }
 
 
-def published(models: Mapping[str, Any], run: Mapping[str, Any]) -> float:
+def seconds_of(
+    models: Mapping[str, Any], run: Run, other: Run, part: str, result: Mapping[str, Any]
+) -> tuple[float, float]:
+    """Compute the seconds of a part of a run: computing, sending.
+
+    What is computed, and sent along "tp" and "ep", is by sequences; what is sent along "fsdp" is
+    not, but by the share of an array that the others have.
+    """
+    model, whole = (code.Model(**models[one["model"]]) for one in (run, other))
+    times = model.layers / (LAYERS_COMPILED * model.layers_of_body)
+    if part == "ends":
+        times = (model.vocab * model.width * run["length"] / run["mesh"].get("tp", 1)) / (
+            whole.vocab * whole.width * other["length"] / other["mesh"].get("tp", 1)
+        )
+    of_rows = run["rows"] / result["rows"]
+    topology = sr.Topology(run["on"], run.get("slices", 1))
+    mesh = topology.mesh(run["mesh"])
+    sending = 0.0
+    for axes, _, count in result["sent"] if part == "layers" else ():
+        by_weights = axes == ["fsdp"]
+        sizes = [1 - 1 / one["mesh"]["fsdp"] for one in (run, other)]
+        factor = sizes[0] / sizes[1] if by_weights else of_rows
+        sending += factor * count / topology.link_rate(mesh, axes)
+    return times * of_rows * result["computing"], times * sending
+
+
+def published(models: Mapping[str, Any], run: Run) -> float:
     """Return the seconds of a run, from its operations in a second if those are published."""
     if "seconds" in run:
         return float(run["seconds"])
@@ -171,42 +193,45 @@ def published(models: Mapping[str, Any], run: Mapping[str, Any]) -> float:
 
 
 def table(
-    models: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], folder: Path
+    models: Mapping[str, Any], all_runs: Sequence[Run], runs: Sequence[Run], folder: Path
 ) -> Iterator[str]:
     """Yield the lines of a table in Markdown, and what it says."""
     yield "| run | published | computing | sending | range | middle / published | in it |"
     yield "|---|--:|--:|--:|--:|--:|---|"
     rows: list[tuple[float, float, float]] = []
     for run in runs:
-        told = published(models, run)
-        parts = {}
+        seconds = published(models, run)
+        computing = sending = 0.0
+        failures = []
         for part in PARTS:
-            file = file_of(folder, run, part)
-            parts[part] = json.loads(file.read_text("utf-8")) if file.exists() else {"failure": "-"}
-        failures = [f"{part}: {one['failure']}" for part, one in parts.items() if "failure" in one]
+            other = compiled_for(all_runs, run, part)
+            file = file_of(folder, other, part)
+            result = json.loads(file.read_text("utf-8")) if file.exists() else {"failure": "none"}
+            if "failure" in result:
+                failures.append(f"{part}: {result['failure']}")
+                continue
+            more = seconds_of(models, run, other, part, result)
+            computing, sending = computing + more[0], sending + more[1]
         if failures:
-            yield f"| {title(run)} | {told:.2f} s | {'; '.join(failures)} | | | | |"
+            yield f"| {title(run)} | {seconds:.2f} s | {'; '.join(failures)} | | | | |"
             continue
-        computing, sending = (
-            sum(one[name] for one in parts.values()) for name in ("computing", "sending")
-        )
         low, high = max(computing, sending), computing + sending
-        middle = (low + high) / 2
-        rows.append((told, low, high))
+        rows.append((seconds, low, high))
         yield (
-            f"| {title(run)} | {told:.2f} s | {computing:.2f} s | {sending:.2f} s | "
-            f"{low:.2f} to {high:.2f} s | {middle / told:.2f} | "
-            f"{'yes' if low <= told <= high else 'no'} |"
+            f"| {title(run)} | {seconds:.2f} s | {computing:.2f} s | {sending:.2f} s | "
+            f"{low:.2f} to {high:.2f} s | {(low + high) / 2 / seconds:.2f} | "
+            f"{'yes' if low <= seconds <= high else 'no'} |"
         )
     yield ""
-    yield from _summary(rows)
+    if len(rows) > 1:
+        yield _summary(rows)
 
 
-def _summary(rows: Sequence[tuple[float, float, float]]) -> Iterator[str]:
-    middles = [(low + high) / 2 / told for told, low, high in rows]
-    inside = sum(low <= told <= high for told, low, high in rows)
+def _summary(rows: Sequence[tuple[float, float, float]]) -> str:
+    middles = [(low + high) / 2 / seconds for seconds, low, high in rows]
+    inside = sum(low <= seconds <= high for seconds, low, high in rows)
     near = sum(abs(middle - 1) <= 0.15 for middle in middles)
-    yield (
+    return (
         f"{len(rows)} runs: the range holds {inside} of the published times, its middle is within "
         f"15 % for {near}; Spearman's rank correlation "
         f"{_spearman([row[0] for row in rows], [row[1] + row[2] for row in rows]):.3f}"
