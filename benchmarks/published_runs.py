@@ -3,7 +3,7 @@
     python -m benchmarks.published_runs build/runs
 
 It needs libtpu, and takes about an hour. What each run gives is kept in the folder as JSON; what is
-there already is not compiled again. Assumptions are in docs/pod.md, "Time".
+there already is not compiled again. Assumptions are in docs/pod.md.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile what is not in the folder, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--limit", type=float, default=240, help="seconds for a compilation")
+    parser.add_argument("--limit", type=float, default=480, help="seconds for a compilation")
     parser.add_argument("--only", default="", help="runs whose title has this")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
