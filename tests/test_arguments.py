@@ -457,7 +457,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "prove": (lambda step, args, **named: sr.prove(step, *args, **named), {
         "step": DOUBLED, "args": (np.ones(3),), "on": None, "inputs": (None,), "outputs": None, "hbm": None, "large": 1,
         "budget": None, "effort": "full"}),
-    "ProgramTime.to_json": (sr.types.ProgramTime(3.0, 1.0, (), ()).to_json, {}),
+    "ProgramTime.to_json": (sr.types.ProgramTime(3.0, 1.0, (), (), 0.0, ()).to_json, {}),
     "Proof.to_json": (sr.prove(DOUBLED, np.ones(3)).to_json, {}),
     "Proof.raise_for": (sr.prove(DOUBLED, np.ones(3)).raise_for, {"level": "error"}),
     "Topology": (sr.Topology, {"name": "v5p-8", "slices": 2}),

@@ -95,7 +95,9 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "Program": (program, "each device sends "),
     "Memory": (lambda: program().memory, " on each device: "),
     "ProgramTime": (
-        lambda: sr.types.ProgramTime(3.0, 1.0, (("train.py:3", 3.0),), ()),
+        lambda: sr.types.ProgramTime(
+            3.0, 1.0, (("train.py:3", 3.0),), (("mlp", "forward", 3.0),), 0.0, ()
+        ),
         "a step takes 3.00 s to 4.00 s, by the compiler's estimate",
     ),
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), "compiled for one device"),

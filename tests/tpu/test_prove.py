@@ -346,20 +346,55 @@ def test_the_time_of_products_is_near_the_peak_and_above_it():
 
 
 @needs_libtpu
-def test_a_pallas_kernel_has_no_cycles():
+@pytest.mark.parametrize("flops", [None, 10**9])
+def test_a_pallas_kernel_has_no_cycles_and_counts_by_its_own_estimate(flops):
     pallas = pytest.importorskip("jax.experimental.pallas")
+    cost = flops and pallas.CostEstimate(flops=flops, bytes_accessed=0, transcendentals=0)
 
     def double(x):
         def kernel(source, target):
             target[...] = source[...] * 2
 
-        return pallas.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype))(x) @ x
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas.pallas_call(kernel, shape, cost_estimate=cost)(x) @ x
 
-    mesh = sr.Topology("v5e:1x1").mesh(tp=1)
+    topology = sr.Topology("v5e:1x1")
+    mesh = topology.mesh(tp=1)
     x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=NamedSharding(mesh, P()))
-    proof = sr.prove(double, x, on=sr.Topology("v5e:1x1"))
-    assert len(proof.time.uncounted) == 1
-    assert "without 1 Pallas kernel, of which it says nothing" in str(proof.time)
+    time = sr.prove(double, x, on=topology).time
+    if flops is None:
+        assert len(time.uncounted) == 1
+        assert "without 1 Pallas kernel, of which it says nothing" in str(time)
+    else:
+        at_peak = flops / topology.hardware.flops_per_second["bfloat16"]
+        assert (time.kernels, time.uncounted) == (pytest.approx(2 * at_peak), ())
+
+
+@needs_libtpu
+def test_splash_attention_is_read_and_counts_by_its_shapes():
+    """JAX writes its metadata on lines of its own, and it estimates no cost."""
+    folder = "jax.experimental.pallas.ops.tpu.splash_attention"
+    splash = pytest.importorskip(f"{folder}.splash_attention_kernel")
+    masks = pytest.importorskip(f"{folder}.splash_attention_mask")
+    heads, length, size = 4, 1024, 128
+
+    def attend(q, k, v):
+        mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+        with jax.named_scope("attention"):
+            kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
+            return jnp.sum(kernel(q, k, v).astype("float32"))
+
+    topology = sr.Topology("v5e:1x1")
+    sharding = NamedSharding(topology.mesh(tp=1), P())
+    x = jax.ShapeDtypeStruct((heads, length, size), "bfloat16", sharding=sharding)
+    time = sr.prove(jax.jit(jax.grad(attend, argnums=(0, 1, 2))), x, x, x, on=topology).time
+    # Two products forward; with another kernel for dq, seven backward. Half of them are masked.
+    flops = (2 + 7) * heads * length**2 * size
+    at_peak = flops / topology.hardware.flops_per_second["bfloat16"]
+    assert time.kernels == pytest.approx(2 * at_peak)
+    assert not time.uncounted
+    phases = {phase for scope, phase, _ in time.parts if scope == "attention"}
+    assert phases >= {"forward", "backward"}
 
 
 @needs_libtpu

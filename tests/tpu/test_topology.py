@@ -128,6 +128,16 @@ def test_an_axis_has_the_links_of_its_dimensions(name, sizes, shares):
 
 
 @needs_libtpu
+def test_an_axis_over_slices_sends_its_own_part_between_them():
+    one, two = sr.Topology("v5e:4x4"), sr.Topology("v5e:4x4", 2)
+    within = one.link_rate(one.mesh(fsdp=16), ("fsdp",))
+    rate = two.link_rate(two.mesh(fsdp=32), ("fsdp",))
+    # Of 31 parts of an array that is gathered, one comes from the other slice.
+    seconds = 1 / two.hardware.dcn_bytes_per_second + 30 / within
+    assert rate == pytest.approx(31 / seconds)
+
+
+@needs_libtpu
 def test_a_mesh_of_another_size_is_told():
     with pytest.raises(ValueError, match="fsdp=4,tp=4 are 16 devices, and v5e:2x4 has 8"):
         sr.Topology("v5e:2x4").mesh(fsdp=4, tp=4)

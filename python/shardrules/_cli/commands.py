@@ -216,7 +216,7 @@ def prove(args: Args) -> int:
     from shardrules._mesh_sizes import parse_mesh
     from shardrules._plan.plan import Plan
     from shardrules._program.compile import OutOfMemory
-    from shardrules._text import byte_count, printable_json, shown
+    from shardrules._text import byte_count, printable_json
     from shardrules._verify.prove import head_of, prove
 
     _check_lock(args)

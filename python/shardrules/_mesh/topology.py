@@ -236,13 +236,17 @@ class Topology:
         """Return the bytes that a device sends in a second over axes of a mesh of these devices.
 
         Each dimension of the torus has its share of the links; without links around, or as a part
-        of it alone, half of that. Within a host of GPUs each has all of its links.
+        of it alone, half of that; within a host of GPUs each has all of its links. Over slices or
+        hosts and within them, as if a device exchanged its own part with those of others alone.
         """
         numbers = [mesh.axis_names.index(axis) for axis in axes]
+        count = prod(mesh.devices.shape[number] for number in numbers)
         between, *within = _most_along(self._places(mesh), numbers)
-        if between > 1:
-            return self.hardware.dcn_bytes_per_second
-        return self.hardware.link_bytes_per_second * self._layout.share(within)
+        inner = self.hardware.link_bytes_per_second * self._layout.share(within)
+        if between == 1:
+            return inner
+        outer = (between - 1) / (count - 1)
+        return 1 / (outer / self.hardware.dcn_bytes_per_second + (1 - outer) / inner)
 
     def mesh_code(self, mesh: Mesh) -> str:
         """Write the order of a mesh's devices as code, so that a job builds the same mesh."""

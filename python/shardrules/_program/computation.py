@@ -27,6 +27,8 @@ _RUNS: Final = (*_MULTIPLIES, " fusion(", " while(", " call(", " conditional(", 
 _OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _INDEX: Final = re.compile(r"\bindex=(\d+)")
 _DIMENSION: Final = re.compile(r"\bdimensions=\{(\d+)\}")
+# The metadata of a Pallas kernel is on lines of its own.
+_BROKEN: Final = re.compile(r'\n(?="|\}\})')
 
 
 class Shape(NamedTuple):
@@ -198,18 +200,23 @@ def parsed(line: str) -> Instruction:
     return Instruction(
         name=name_of(name),
         opcode=opcode[1],
-        results=_array_shapes(rest[: opcode.start()]),
+        results=shapes_in(rest[: opcode.start()]),
         operands=tuple(_NAME.findall(rest[begin:end])),
         literal=rest[begin:end],
         attributes=rest[end + 1 :],
     )
 
 
+def with_whole_lines(text: str) -> str:
+    """Put each instruction on one line."""
+    return _BROKEN.sub("", text) if "={\n" in text else text
+
+
 def with_elements(text: str) -> str:
     """Write out the elements of tuples that dumped modules name by number, as %while.1#2."""
     lines: list[str] = []
     results: dict[str, tuple[Shape, ...]] = {}
-    for line in text.split("\n"):
+    for line in with_whole_lines(text).split("\n"):
         if not line.startswith("  "):
             results = {}
         elif " = " in line:
@@ -241,7 +248,8 @@ def number(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 @lru_cache(maxsize=2**12)
-def _array_shapes(text: str) -> tuple[Shape, ...]:
+def shapes_in(text: str) -> tuple[Shape, ...]:
+    """Read the shapes that are written in a text, in order."""
     return tuple(
         Shape(dtype, tuple(int(size.removeprefix("<=")) for size in dims.split(",") if size))
         for dtype, dims in _SHAPE.findall(text)

@@ -19,6 +19,7 @@ from shardrules._program.computation import (
     line_at,
     number,
     parsed,
+    with_whole_lines,
 )
 from shardrules._program.groups import ReplicaGroups, read_groups
 from shardrules._program.trips import trips
@@ -108,7 +109,7 @@ class Hlo:
     """Optimized module, as `jax.stages.Compiled.as_text()` prints it: computations by name."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
+        self.text = text = with_whole_lines(text)
         self._head = text[: text.find("\n")]
         self._times: dict[str, int | None] = {}
         self._fusions: dict[str, tuple[str, Instruction] | None] = {}

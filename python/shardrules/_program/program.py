@@ -279,7 +279,7 @@ def batches(executable: Executable, inputs: Any, carried: Sequence[State]) -> li
 
 
 def time_of(
-    program: Program, clock: float, link_rate: Callable[[Sequence[str]], float]
+    program: Program, clock: float, link_rate: Callable[[Sequence[str]], float], peak: float
 ) -> ProgramTime | None:
     """Estimate the seconds of a step by the compiler's cycles; None if it tells none.
 
@@ -287,9 +287,10 @@ def time_of(
         program: The report about the step.
         clock: Cycles of a device in a second.
         link_rate: Bytes that a device sends in a second over these mesh axes.
+        peak: Floating-point operations of a device in a second.
     """
     hlo = program._executable.hlo
-    return None if hlo is None else program_time(hlo, program.collectives, clock, link_rate)
+    return None if hlo is None else program_time(hlo, program.collectives, clock, link_rate, peak)
 
 
 def _cells(row: Collective) -> Sequence[str]:

@@ -5,22 +5,46 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from shardrules._program.computation import line_at, parsed
+from shardrules._program.computation import line_at, parsed, shapes_in
 from shardrules._program.hlo import hlo_errors
 from shardrules._text import Column, Table, answer, counted, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._program.collectives import Collective
+    from shardrules._program.computation import Instruction
     from shardrules._program.hlo import Hlo
 
 _CYCLES: Final = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN: Final = 2**62
 """Cycles from which on XLA does not know them."""
 _KERNEL: Final = re.compile(r' custom-call\(.*custom_call_target="(tpu_custom_call|Mosaic[^"]*)"')
+_FLOPS: Final = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
+_LAYOUTS: Final = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
+KERNEL_EFFICIENCY: Final = 0.5
+"""Share of the peak that Pallas kernels are assumed to reach."""
+# JAX's splash attention estimates no cost. Products by its kernels, of the size of the queries and
+# of that of the values; with three results, the backward kernel has those of the other one too.
+_SPLASH: Final = {"_fwd": (1, 1), "_dkv": (2, 2), "_dq": (2, 1)}
+_SPLASH_NAME: Final = re.compile(r"splash_m[hq]a(_fwd|_dkv|_dq)")
+_UNMASKED: Final = 0.5
+# Names of an operation, from the first that fits.
+_PHASES: Final = (
+    ("recomputed", "rematted_computation"),
+    ("backward", "transpose("),
+    ("forward", "jvp("),
+)
+_OTHER: Final = "other"
+_SCOPE: Final = re.compile(r"(?:\w+\()*([\w.\- ]*)\)*")
+_NO_SCOPES: Final = frozenset(
+    ("while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "eval_jaxpr",
+     "shard_map", "remat", "pjit", "jit", "branch_0_fun", "branch_1_fun", "custom_vjp_call", "")
+)  # fmt: skip
 _IN_TEXT: Final = 10
 _COLUMNS: Final = (Column("computing", is_right=True), Column("line", is_elided=True))
+_Key = TypeVar("_Key")
 
 
 @answer
@@ -33,8 +57,13 @@ class ProgramTime(NamedTuple):
     """Of what it sends, by bytes and links, one collective after the other."""
     lines: tuple[tuple[str, float], ...]
     """The seconds of computing by line of the program, the longest first."""
+    parts: tuple[tuple[str, str, float], ...]
+    """The same by part, the longest first: the outermost `jax.named_scope` or module, "" without
+    one; "forward", "backward", "recomputed", or "other", as of the optimizer; and the seconds."""
+    kernels: float
+    """Of computing, the seconds of Pallas kernels: by their FLOPs, at half of the peak."""
     uncounted: tuple[str, ...]
-    """What has no cycles: Pallas kernels, by the name of their operation."""
+    """Pallas kernels of unknown FLOPs, by the name of their operation."""
 
     @property
     def shortest(self) -> float:
@@ -48,15 +77,28 @@ class ProgramTime(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return the seconds as `json.dumps` takes them."""
-        return self._asdict() | {"shortest": self.shortest, "longest": self.longest}
+        return self._asdict() | {
+            "kernel_efficiency": KERNEL_EFFICIENCY,
+            "shortest": self.shortest,
+            "longest": self.longest,
+        }
 
     def __str__(self) -> str:
-        head = (
+        lines = [
             f"a step takes {seconds_shown(self.shortest)} to {seconds_shown(self.longest)}, by the "
             f"compiler's estimate: {seconds_shown(self.computing)} computing, "
             f"{seconds_shown(self.sending)} sending, hidden or not"
-        )
-        lines = [head]
+        ]
+        phases = _sums((phase, seconds) for _, phase, seconds in self.parts)
+        scopes = _sums((scope, seconds) for scope, _, seconds in self.parts if scope)
+        if phases:
+            listed = "; ".join(_listed(sums) for sums in (phases, scopes) if sums)
+            lines.append(f"computing: {listed}")
+        if self.kernels:
+            lines.append(
+                f"of it {seconds_shown(self.kernels)} in Pallas kernels, by their FLOPs, if they "
+                f"reach {KERNEL_EFFICIENCY:.0%} of the peak"
+            )
         if self.uncounted:
             kernels = counted(len(self.uncounted), "Pallas kernel")
             lines.append(f"without {kernels}, of which it says nothing: {self.uncounted[0]}")
@@ -69,6 +111,7 @@ def program_time(
     collectives: Iterable[Collective],
     clock: float,
     link_rate: Callable[[Sequence[str]], float],
+    peak: float,
 ) -> ProgramTime | None:
     """Estimate the time of a program; None if its text has no cycles.
 
@@ -77,34 +120,89 @@ def program_time(
         collectives: All that it sends.
         clock: Cycles of a device in a second.
         link_rate: Bytes that a device sends in a second over these mesh axes.
+        peak: Its floating-point operations in a second.
     """
     with hlo_errors():
-        cycles = list(_cycles(hlo))
+        cycles = [(one, count / clock) for one, count in _cycles(hlo)]
         if not cycles:
             return None
-        by_line: defaultdict[str, float] = defaultdict(float)
-        for line, count in cycles:
-            by_line[line] += count / clock
+        flops = list(_kernels(hlo))
+        kernels = [(one, count / (peak * KERNEL_EFFICIENCY)) for one, count in flops if count]
+        by_line = _sums((_line(hlo, one), seconds) for one, seconds in cycles + kernels)
+        parts = _sums((_scope_and_phase(one), seconds) for one, seconds in cycles + kernels)
         sending = sum(row.sent_at_least / link_rate(row.axes) for row in collectives if row.axes)
-        kernels = tuple(dict.fromkeys(_kernels(hlo)))
-    longest = sorted(by_line.items(), key=lambda item: -item[1])
-    return ProgramTime(sum(by_line.values()), sending, tuple(longest), kernels)
+    return ProgramTime(
+        computing=sum(by_line.values()),
+        sending=sending,
+        lines=tuple(by_line.items()),
+        parts=tuple((*key, seconds) for key, seconds in parts.items()),
+        kernels=sum(seconds for _, seconds in kernels),
+        uncounted=tuple(
+            dict.fromkeys(one.op_name or one.name for one, count in flops if not count)
+        ),
+    )
 
 
-def _cycles(hlo: Hlo) -> Iterator[tuple[str, int]]:
-    """Yield the program's line, and the cycles in a step, of each instruction that has some."""
+def _sums(items: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
+    """Add up the seconds of each key, the longest first."""
+    sums: defaultdict[_Key, float] = defaultdict(float)
+    for key, seconds in items:
+        sums[key] += seconds
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def _listed(sums: dict[str, float]) -> str:
+    return ", ".join(f"{name} {seconds_shown(s)}" for name, s in list(sums.items())[:_IN_TEXT])
+
+
+def _cycles(hlo: Hlo) -> Iterator[tuple[Instruction, int]]:
+    """Yield each instruction that has cycles, and those that it takes in a step."""
     for name, computation in hlo.computations.items():
         if hlo.fusion_of(name) is not None:
             continue  # the fusion has them
         for match in computation.matches(_CYCLES):
             if (cycles := int(match[1])) < _UNKNOWN:
-                instruction = parsed(line_at(hlo.text, match.start()))
-                place = hlo.place(instruction)
-                line = str(place) if place else instruction.op_name or "of no line"
-                yield line, cycles * (hlo.times(name) or 1)
+                yield parsed(line_at(hlo.text, match.start())), cycles * (hlo.times(name) or 1)
 
 
-def _kernels(hlo: Hlo) -> Iterator[str]:
-    for match in _KERNEL.finditer(hlo.text):
-        instruction = parsed(line_at(hlo.text, match.start()))
-        yield instruction.op_name or instruction.name
+def _kernels(hlo: Hlo) -> Iterator[tuple[Instruction, int]]:
+    """Yield each Pallas kernel, and its operations in a step; 0 if they are not known."""
+    for name, computation in hlo.computations.items():
+        for match in computation.matches(_KERNEL):
+            line = line_at(hlo.text, match.start())
+            instruction = parsed(line)
+            estimate = _FLOPS.search(line)
+            flops = int(estimate[1]) if estimate else _splash_flops(instruction)
+            yield instruction, flops * (hlo.times(name) or 1)
+
+
+def _splash_flops(kernel: Instruction) -> int:
+    """Count the operations of a kernel of splash attention, as if half of its mask were empty."""
+    match = _SPLASH_NAME.search(kernel.name) or _SPLASH_NAME.search(kernel.op_name or "")
+    layouts = _LAYOUTS.search(kernel.attributes)
+    if match is None or layouts is None:
+        return 0
+    arrays = [shape.dims for shape in shapes_in(layouts[1]) if shape.dtype in ("bf16", "f32")]
+    query, key, value = arrays[:3]
+    of_query, of_value = _SPLASH[match[1]]
+    if match[1] == "_dkv" and len(kernel.results) == 3:
+        of_query += 1
+    width = of_query * query[-1] + of_value * value[-1]
+    return int(2 * prod(query[:-1]) * key[-2] * width * _UNMASKED)
+
+
+def _line(hlo: Hlo, instruction: Instruction) -> str:
+    place = hlo.place(instruction)
+    return str(place) if place else instruction.op_name or "of no line"
+
+
+def _scope_and_phase(instruction: Instruction) -> tuple[str, str]:
+    """Read the outermost scope and the phase of an operation from its name."""
+    op_name = instruction.op_name or ""
+    phase = next((phase for phase, mark in _PHASES if mark in op_name), _OTHER)
+    for word in op_name.split("/")[:-1]:
+        if not word.startswith(("jit(", "pjit(")):
+            match = _SCOPE.fullmatch(word)
+            if match and match[1] not in _NO_SCOPES:
+                return match[1], phase
+    return "", phase

@@ -168,7 +168,8 @@ def _estimate(topology: Topology, program: Program) -> ProgramTime | None:
     mesh = program.mesh
     if mesh is None:
         return None
-    return time_of(program, topology.clock, partial(topology.link_rate, mesh))
+    peak = topology.hardware.flops_per_second["bfloat16"]
+    return time_of(program, topology.clock, partial(topology.link_rate, mesh), peak)
 
 
 def _planned_on(mesh: Mesh, planned: Any) -> Any:

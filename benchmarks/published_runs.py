@@ -1,0 +1,285 @@
+"""Compares the time that the TPU's compiler expects with published runs.
+
+    python -m benchmarks.published_runs build/runs
+
+It needs libtpu, and takes about an hour. What each run gives is kept in the folder as JSON; what is
+there already is not compiled again. Assumptions are in docs/pod.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from benchmarks import published_model as code
+from shardrules._io import write_text
+
+FILE = Path(__file__).with_suffix(".toml")
+LAYERS_COMPILED = 2
+"""Trips of the loop over layers: the step has more."""
+FLAGS = {"whole": "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"}
+"""Options of the compiler by their names in the table: products of gathered arrays are whole."""
+PARTS = ("layers", "ends")
+Run = Mapping[str, Any]
+NEAR = 0.15
+FITTED_ON = "v6e"
+"""Kind of TPUs on whose runs a factor is fitted, for the others."""
+
+
+class Row(NamedTuple):
+    """Seconds of a run."""
+
+    kind: str
+    seconds: float
+    computing: float
+    sending: float
+
+    @property
+    def low(self) -> float:
+        """Seconds with all communication hidden."""
+        return max(self.computing, self.sending)
+
+    @property
+    def high(self) -> float:
+        """Seconds with none hidden."""
+        return self.computing + self.sending
+
+    @property
+    def middle(self) -> float:
+        """Seconds in the middle."""
+        return (self.low + self.high) / 2
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the range holds what is published."""
+        return self.low <= self.seconds <= self.high
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile what is not in the folder, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--limit", type=float, default=480, help="seconds for a compilation")
+    parser.add_argument("--only", default="", help="runs whose title has this")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    data = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    runs = [run for run in data["runs"] if options.only in title(run)]
+    if options.part:
+        print(json.dumps(compiled(data["models"], runs[0], options.part)))
+        return 0
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        for part in PARTS:
+            keep(options.folder, compiled_for(data["runs"], run, part), part, options.limit)
+    print("\n".join(table(data["models"], data["runs"], runs, options.folder)))
+    return 0
+
+
+def title(run: Run) -> str:
+    """Name a run."""
+    mesh = ",".join(f"{axis}={size}" for axis, size in run["mesh"].items())
+    slices = f"{run['slices']} x " if "slices" in run else ""
+    return f"{run['model']}, {slices}{run['on']}, {mesh}, {run['rows']} x {run['length']}"
+
+
+def compiled_for(runs: Sequence[Run], run: Run, part: str) -> Run:
+    """Return the first run of the same layers on such devices; for the ends, of such devices."""
+
+    def key(other: Run) -> Any:
+        kind = other["on"].split(":")[0]
+        if part == "ends":
+            return kind
+        return kind, *(other[name] for name in ("model", "length", "saved")), "tp" in other["mesh"]
+
+    return next(other for other in runs if key(other) == key(run))
+
+
+def file_of(folder: Path, run: Run, part: str) -> Path:
+    """Return the file of a result."""
+    name = "".join(c if c.isalnum() else "-" for c in f"{title(run)} {part}")
+    return folder / f"{name}.json"
+
+
+def keep(folder: Path, run: Run, part: str, limit: float) -> None:
+    """Compile a part in a process of its own, with a limit, unless its result is there."""
+    file = file_of(folder, run, part)
+    if file.exists():
+        return
+    flags = " ".join(FLAGS[flag] for flag in run["flags"])
+    command = [sys.executable, "-m", "benchmarks.published_runs", str(folder), "--part", part]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags}
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [*command, "--only", title(run)], env=environment, timeout=limit, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        result: Any = {"failure": f"not compiled in {limit:.0f} s"}
+    else:
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            result = {"failure": next((one for one in lines if "Error" in one), lines[-1])[:300]}
+        else:
+            result = json.loads(done.stdout.splitlines()[-1])
+    seconds = time.perf_counter() - begin
+    write_text(file, json.dumps(result | {"seconds": seconds}, indent=1))
+    print(f"{title(run)}, {part}: {seconds:.0f} s {result.get('failure', '')}", file=sys.stderr)
+
+
+def compiled(models: Mapping[str, Any], run: Run, part: str) -> dict[str, Any]:
+    """Compile a part of a step, of fewer sequences if those of the run do not fit."""
+    rows = 1 if part == "ends" else run["rows"]
+    while True:
+        try:
+            return _proved(models, run, part, rows)
+        except sr.OutOfMemory as refusal:
+            if rows == 1:
+                return {"failure": str(refusal).splitlines()[0]}
+            rows = max(1, rows // 2)
+
+
+def _proved(models: Mapping[str, Any], run: Run, part: str, rows: int) -> Any:
+    model = code.Model(**models[run["model"]])
+    topology = sr.Topology(run["on"], run.get("slices", 1))
+    mesh = topology.mesh(run["mesh"])
+    step = code.Step(model, run["length"], run["saved"], run["mesh"], run["on"].split(":")[0])
+    params, loss = code.shapes(model, LAYERS_COMPILED), partial(code.loss_of_layers, step)
+    if part == "ends":
+        params = {
+            "embed": jax.ShapeDtypeStruct((model.vocab, model.width), "float32"),
+            "head": jax.ShapeDtypeStruct((model.width, model.vocab), "float32"),
+        }
+        loss = partial(code.loss_of_ends, step)
+    plan = sr.plan({"params": params, "mu": params, "nu": params}, code.rules(run["mesh"]), mesh)
+    sequences = rows * prod(run["mesh"].values())
+    sharding = NamedSharding(mesh, P(step.batch, None, step.tp))
+    x = jax.ShapeDtypeStruct((sequences, run["length"], model.width), "bfloat16", sharding=sharding)
+    tokens = jax.ShapeDtypeStruct(
+        (sequences, run["length"]), "int32", sharding=NamedSharding(mesh, P(step.batch))
+    )
+    jitted = jax.jit(
+        partial(code.train, loss), donate_argnums=0, out_shardings=(plan.shardings(), sharding)
+    )
+    proof = sr.prove(jitted, plan, x, *([tokens] if part == "ends" else []), on=topology)
+    assert proof.time is not None
+    return {
+        "rows": rows,
+        **{name: getattr(proof.time, name) for name in ("computing", "kernels", "parts")},
+        "uncounted": proof.time.uncounted,
+        "sent": [[axes, kind, count] for (axes, kind), count in proof.program.sent.items()],
+    }
+
+
+def seconds_of(
+    models: Mapping[str, Any], run: Run, other: Run, part: str, result: Mapping[str, Any]
+) -> tuple[float, float]:
+    """Compute the seconds of a part of a run: computing, sending.
+
+    What is computed, and sent along "tp" and "ep", is by sequences; what is sent along "fsdp" is
+    not, but by the share of an array that the others have.
+    """
+    model, whole = (code.Model(**models[one["model"]]) for one in (run, other))
+    times = model.layers / (LAYERS_COMPILED * model.layers_of_body)
+    if part == "ends":
+        times = (model.vocab * model.width * run["length"] / run["mesh"].get("tp", 1)) / (
+            whole.vocab * whole.width * other["length"] / other["mesh"].get("tp", 1)
+        )
+    of_rows = run["rows"] / result["rows"]
+    topology = sr.Topology(run["on"], run.get("slices", 1))
+    mesh = topology.mesh(run["mesh"])
+    sending = 0.0
+    for axes, _, count in result["sent"] if part == "layers" else ():
+        by_weights = axes == ["fsdp"]
+        sizes = [1 - 1 / one["mesh"]["fsdp"] for one in (run, other)]
+        factor = sizes[0] / sizes[1] if by_weights else of_rows
+        sending += factor * count / topology.link_rate(mesh, axes)
+    return times * of_rows * result["computing"], times * sending
+
+
+def published(models: Mapping[str, Any], run: Run) -> float:
+    """Return the seconds of a run, from its operations in a second if those are published."""
+    if "seconds" in run:
+        return float(run["seconds"])
+    model, length = code.Model(**models[run["model"]]), run["length"]
+    attention = 12 * model.layers * model.heads * code.HEAD * length
+    flops = (6 * model.matmul_parameters + attention) * run["rows"] * length
+    return float(flops / (run["tflops"] * 1e12))
+
+
+def table(
+    models: Mapping[str, Any], all_runs: Sequence[Run], runs: Sequence[Run], folder: Path
+) -> Iterator[str]:
+    """Yield the lines of a table in Markdown, and what it says."""
+    yield "| run | published | computing | sending | range | middle / published | in it |"
+    yield "|---|--:|--:|--:|--:|--:|---|"
+    rows: list[Row] = []
+    for run in runs:
+        seconds = published(models, run)
+        computing = sending = 0.0
+        failures = []
+        for part in PARTS:
+            other = compiled_for(all_runs, run, part)
+            file = file_of(folder, other, part)
+            result = json.loads(file.read_text("utf-8")) if file.exists() else {"failure": "none"}
+            if "failure" in result:
+                failures.append(f"{part}: {result['failure']}")
+                continue
+            more = seconds_of(models, run, other, part, result)
+            computing, sending = computing + more[0], sending + more[1]
+        if failures:
+            yield f"| {title(run)} | {seconds:.2f} s | {'; '.join(failures)} | | | | |"
+            continue
+        row = Row(run["on"].split(":")[0], seconds, computing, sending)
+        rows.append(row)
+        yield (
+            f"| {title(run)} | {seconds:.2f} s | {computing:.2f} s | {sending:.2f} s | "
+            f"{row.low:.2f} to {row.high:.2f} s | {row.middle / seconds:.2f} | "
+            f"{'yes' if row.is_inside else 'no'} |"
+        )
+    yield ""
+    if len(rows) > 1:
+        yield f"As computed: {_summary(rows)}"
+        fitted = [row for row in rows if row.kind == FITTED_ON]
+        factor = float(np.exp(np.mean([np.log(row.seconds / row.middle) for row in fitted])))
+        scaled = [row._replace(computing=factor * row.computing) for row in rows]
+        others = [row for row in scaled if row.kind != FITTED_ON]
+        yield f"Computing x {factor:.3f}, fitted on {FITTED_ON}: {_summary(scaled)}"
+        yield f"Of these, those of other kinds: {_summary(others)}"
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    inside = sum(row.is_inside for row in rows)
+    near = sum(abs(row.middle / row.seconds - 1) <= NEAR for row in rows)
+    ranks = _spearman([row.seconds for row in rows], [row.middle for row in rows])
+    return (
+        f"{len(rows)} runs: the range holds {inside} of the published times, its middle is within "
+        f"{NEAR:.0%} of {near}; Spearman's rank correlation {ranks:.3f}"
+    )
+
+
+def _spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Correlate the ranks."""
+    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
+    return float(np.corrcoef(ranks)[0, 1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""`ProgramTime`: the compiler's cycles, kernels, and parts of a step, against sums by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardrules._program.computation import with_elements
+from shardrules._program.hlo import Hlo
+from shardrules._program.step_seconds import KERNEL_EFFICIENCY, program_time
+
+CLOCK, PEAK = 1e9, 1e12
+# Of 2 heads, 64 queries of 128 elements, 32 keys, and values of 64; JAX writes a kernel's metadata
+# on lines of its own.
+SPLASH = """\
+  %{name}.1 = ({results}) custom-call(%x, %y), custom_call_target="tpu_custom_call", \
+operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, bf16[2,64,128]{{2,1,0}}, bf16[1,32,128]{{2,1,0}}, \
+bf16[1,32,64]{{2,1,0}}, f32[2,64,64]{{2,1,0}}}}, frontend_attributes={{kernel_metadata={{
+"xprof_metadata":"{{\\"block_q\\": 64}}"
+}}}}, metadata={{op_name="jit(f)/transpose(jvp(attention))/jit(_splash)/{name}/pallas_call"}}, \
+backend_config={{"custom_call_config":{{"body":"AA=="}}}}
+"""
+PRODUCTS = 2 * 64 * 32  # halved by the mask, doubled by multiplication and addition
+
+
+def module(*lines):
+    """Return a module with a loop of 3 trips, and these lines behind it."""
+    lines = "".join(line if line.endswith("\n") else f"  {line}\n" for line in lines)
+    return f"""\
+HloModule step, is_scheduled=true
+
+%inner (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  ROOT %q = f32[8]{{0}} negate(%p), backend_config={{"estimated_cycles":"999"}}
+}}
+
+%body (p.1: f32[8]) -> f32[8] {{
+  %p.1 = f32[8]{{0}} parameter(0)
+  ROOT %fusion.1 = f32[8]{{0}} fusion(%p.1), kind=kLoop, calls=%inner, \
+metadata={{op_name="jit(f)/jvp(mlp)/while/body/closed_call/mul"}}, \
+backend_config={{"estimated_cycles":"100"}}
+}}
+
+%cond (p.2: f32[8]) -> pred[] {{
+  %p.2 = f32[8]{{0}} parameter(0)
+  ROOT %t = pred[] constant(true)
+}}
+
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+{lines}  ROOT %while = f32[8]{{0}} while(%x), condition=%cond, body=%body, \
+backend_config={{"known_trip_count":{{"n":"3"}}}}
+}}
+"""
+
+
+def cycles(name, op_name, count):
+    return (
+        f'%{name} = f32[8]{{0}} copy(%x), metadata={{op_name="{op_name}"}}, '
+        f'backend_config={{"estimated_cycles":"{count}"}}'
+    )
+
+
+def time_of(text):
+    return program_time(Hlo(text), [], CLOCK, lambda _: 1.0, PEAK)
+
+
+def test_loops_are_multiplied_and_fusions_count_once():
+    time = time_of(module())
+    assert time.computing == pytest.approx(3 * 100 / CLOCK)
+    assert time.parts == (("mlp", "forward", time.computing),)
+    assert "\ncomputing: forward 0.30 us; mlp 0.30 us\n" in str(time)
+
+
+def test_parts_are_scopes_and_phases():
+    time = time_of(
+        module(
+            cycles("a", "jit(f)/transpose(jvp(mlp))/while/body/dot_general", 50),
+            cycles("b", "jit(f)/transpose(jvp())/checkpoint/rematted_computation/mlp/mul", 40),
+            cycles("c", "jit(f)/jvp()/btd,dhk->bthk/dot_general", 30),
+            cycles("d", "jit(f)/optimizer/add", 20),
+            cycles("e", "", 10),
+            cycles("unknown", "jit(f)/optimizer/add", 2**63 - 1),
+        )
+    )
+    assert {(scope, phase): round(seconds * CLOCK) for scope, phase, seconds in time.parts} == {
+        ("mlp", "forward"): 300, ("mlp", "backward"): 50, ("mlp", "recomputed"): 40,
+        ("", "forward"): 30, ("optimizer", "other"): 20, ("", "other"): 10,
+    }  # fmt: skip
+    assert "; mlp 0.39 us, optimizer 0.02 us\n" in str(time)
+
+
+def test_a_kernel_counts_by_the_operations_that_it_estimates():
+    line = (
+        '%twice = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", '
+        'metadata={op_name="jit(f)/twice/pallas_call"}, backend_config={"custom_call_config":'
+        '{"body":"AA==",COST"needs_layout_passes":true}}'
+    )
+    known = time_of(module(line.replace("COST", '"cost_estimate":{"flops":"123456789"},')))
+    assert known.kernels == pytest.approx(123456789 / (PEAK * KERNEL_EFFICIENCY))
+    assert known.computing == pytest.approx(known.kernels + 3 * 100 / CLOCK)
+    assert known.uncounted == ()
+    assert "of it 247 us in Pallas kernels, by their FLOPs, if they reach 50% of the peak" in str(
+        known
+    )
+    assert json.loads(json.dumps(known.to_json()))["kernel_efficiency"] == KERNEL_EFFICIENCY
+    unknown = time_of(module(line.replace("COST", "")))
+    assert (unknown.kernels, unknown.uncounted) == (0, ("jit(f)/twice/pallas_call",))
+    assert "without 1 Pallas kernel, of which it says nothing: jit(f)/twice" in str(unknown)
+
+
+@pytest.mark.parametrize(
+    ("name", "results", "width"),
+    [
+        ("splash_mha_fwd_residuals", "bf16[2,64,64]{2,1,0}, f32[2,64,128]{2,1,0}", 128 + 64),
+        ("splash_mha_dkv_no_residuals", "bf16[1,32,128]{2,1,0}, bf16[1,32,64]{2,1,0}",
+         2 * 128 + 2 * 64),
+        ("splash_mha_dkv_no_residuals",
+         "bf16[2,2,64,128]{3,2,1,0}, bf16[1,32,128]{2,1,0}, bf16[1,32,64]{2,1,0}",
+         3 * 128 + 2 * 64),
+        ("splash_mha_dq_no_residuals", "bf16[2,64,128]{2,1,0}", 2 * 128 + 64),
+    ],
+)  # fmt: skip
+def test_splash_attention_counts_by_its_shapes(name, results, width):
+    text = module(SPLASH.format(name=name, results=results))
+    time = time_of(text)
+    assert time.kernels == pytest.approx(PRODUCTS * width / (PEAK * KERNEL_EFFICIENCY))
+    assert ("attention", "backward", time.kernels) in time.parts
+    # A dumped module is read by lines.
+    assert time_of(with_elements(text)).kernels == time.kernels
+
+
+def test_a_text_without_cycles_has_no_time():
+    assert time_of(module().replace("estimated_cycles", "cycles")) is None
