@@ -43,13 +43,13 @@ from shardrules._program.compile import OutOfMemory as OutOfMemory
 from shardrules._program.compile import compile as compile
 from shardrules._program.compiling import compiling as compiling
 from shardrules._program.program import inspect as inspect
-from shardrules._program.step import Step as Step
-from shardrules._program.step import trace as trace
 from shardrules._rules.logical_rules import LogicalRules as LogicalRules
 from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_rules
 from shardrules._rules.rules import Rules as Rules
 from shardrules._rules.rules import match_partition_rules as match_partition_rules
 from shardrules._specs import fsdp as fsdp
+from shardrules._step.step import Step as Step
+from shardrules._step.step import trace as trace
 from shardrules._suggest.suggest import suggest as suggest
 from shardrules._verify.audit import audit as audit
 from shardrules._verify.prove import prove as prove

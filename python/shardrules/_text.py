@@ -15,6 +15,7 @@ import reprlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 # GitHub's runner obeys ::name:: at the beginning of a line, after white space. It and the runners
@@ -413,3 +414,16 @@ def readable(cls: type[_T]) -> type[_T]:
         }
         cls.__annotations__ = cls.__new__.__annotations__ = plain
     return cls
+
+
+@record
+class Place(NamedTuple):
+    """File and line of the user's program."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        file = Path(self.file)
+        folder = Path.cwd()
+        return f"{file.relative_to(folder) if file.is_relative_to(folder) else file}:{self.line}"

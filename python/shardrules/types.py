@@ -1,5 +1,8 @@
 """Types of results, for annotations and `isinstance`; nobody needs to construct them."""
 
+from shardrules._estimate.buffers import Buffer as Buffer
+from shardrules._estimate.buffers import Memory as Memory
+from shardrules._estimate.buffers import Totals as Totals
 from shardrules._estimate.schedule import Transmission as Transmission
 from shardrules._estimate.step_time import StepTime as StepTime
 from shardrules._estimate.sweep import Sweep as Sweep
@@ -24,10 +27,6 @@ from shardrules._plan.table import Loss as Loss
 from shardrules._program.collectives import Collective as Collective
 from shardrules._program.compiling import CompileLog as CompileLog
 from shardrules._program.compiling import Reshard as Reshard
-from shardrules._program.hlo import Place as Place
-from shardrules._program.memory import Buffer as Buffer
-from shardrules._program.memory import Memory as Memory
-from shardrules._program.memory import Totals as Totals
 from shardrules._program.program import Program as Program
 from shardrules._program.step_seconds import ProgramTime as ProgramTime
 from shardrules._rules.matcher import Coverage as Coverage
@@ -35,4 +34,5 @@ from shardrules._suggest.suggestion import Comparison as Comparison
 from shardrules._suggest.suggestion import CutReason as CutReason
 from shardrules._suggest.suggestion import Reason as Reason
 from shardrules._suggest.suggestion import Suggestion as Suggestion
+from shardrules._text import Place as Place
 from shardrules._verify.prove import Proof as Proof

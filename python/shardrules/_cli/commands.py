@@ -285,7 +285,7 @@ def step(args: Args) -> None:
     from shardrules._mesh.mesh import as_mesh
     from shardrules._mesh_sizes import parse_mesh
     from shardrules._plan.report import step_json
-    from shardrules._program.step import trace
+    from shardrules._step.step import trace
 
     with working(args, "tracing"):
         function, arguments, *_ = inputs.step_of(

@@ -117,29 +117,26 @@ _PRODUCTS: Final = 3
 _UPDATED: Final = 2
 
 
-class Run(NamedTuple):
-    """The arguments of `Plan.step_time`, checked; each is an assumption."""
+class Machine(NamedTuple):
+    """Hardware, and how well a step uses it: arguments of `Plan.step_time`, checked."""
 
-    tokens: int
     hardware: Hardware
     axes_over_dcn: tuple[str, ...]
     overlap: tuple[str, ...]
     efficiency: float
-    schedule: dict[str, Any]
-    """Arguments of `Plan.traffic`."""
+
+    def assumptions(self) -> dict[str, Any]:
+        """Return these arguments by their names."""
+        return self._asdict() | {"hardware": self.hardware.name}
 
 
-def run_of(
-    *,
-    tokens: int,
+def machine_of(
     hardware: Hardware | str,
     axes_over_dcn: Iterable[str],
     overlap: Iterable[str],
     efficiency: float,
-    schedule: Mapping[str, Any] | None,
-    gradients: Any,
-) -> Run:
-    """Return the run of what a user gives; `gradients` is as in `Plan.bytes_per_device`.
+) -> Machine:
+    """Return the machine of what a user gives.
 
     Raises:
         ValueError, TypeError: An argument is wrong; the message names it.
@@ -150,6 +147,31 @@ def run_of(
     meanwhile = texts("overlap", overlap)
     for purpose in meanwhile:
         check_choice("overlap: one of them", purpose, get_args(Of))
+    return Machine(
+        as_hardware("hardware", hardware),
+        texts("axes_over_dcn", axes_over_dcn),
+        meanwhile,
+        float(efficiency),
+    )
+
+
+class Run(NamedTuple):
+    """A step of so many tokens, and what else is assumed of it."""
+
+    tokens: int
+    machine: Machine
+    schedule: dict[str, Any]
+    """Arguments of `Plan.traffic`."""
+
+
+def run_of(
+    tokens: int, machine: Machine, *, schedule: Mapping[str, Any] | None, gradients: Any
+) -> Run:
+    """Return the run of what a user gives; `gradients` is as in `Plan.bytes_per_device`.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong; the message names it.
+    """
     check_type("schedule", schedule, Mapping | None, "a dict of arguments of Plan.traffic")
     of_traffic = dict(schedule or {})
     names = [field.name for field in fields(Schedule) if field.name != "tokens"]
@@ -157,14 +179,7 @@ def run_of(
         check_choice("schedule: an argument", name, tuple(names))
     if gradients not in (None, False, True):
         of_traffic.setdefault("gradients", gradients)
-    return Run(
-        tokens=integer("tokens", tokens, 1),
-        hardware=as_hardware("hardware", hardware),
-        axes_over_dcn=texts("axes_over_dcn", axes_over_dcn),
-        overlap=meanwhile,
-        efficiency=float(efficiency),
-        schedule=of_traffic,
-    )
+    return Run(integer("tokens", tokens, 1), machine, of_traffic)
 
 
 @answer
@@ -250,41 +265,43 @@ def step_time(
         device_bytes: The bytes of parameters, gradients and optimizer.
         state: Of the optimizer's state, if it has a plan.
     """
-    hardware = run.hardware
+    machine, hardware = run.machine, run.machine.hardware
     assumed = {"batch_axes": None, "roles": None, **run.schedule}
     schedule = schedule_of(columns.axis_sizes, tokens=run.tokens, **assumed)
     dtype = str(given_dtype("activations", schedule.activations))
     work, peak = flops(columns, schedule), _peak(hardware, dtype)
-    compute = work.per_device / (peak * run.efficiency)
+    compute = work.per_device / (peak * machine.efficiency)
     moved = _memory_bytes(columns, schedule, device_bytes, bits_of(dtype))
     memory = moved / hardware.memory_bytes_per_second
-    network = Network(hardware, columns.axis_sizes, run.axes_over_dcn)
-    sent: dict[tuple[str, ...], float] = defaultdict(float)
-    alone = 0.0
     collectives = traffic(columns, schedule)
-    for row in collectives:
-        seconds = network.seconds(row)
-        sent[row.axes] += seconds
-        alone += 0.0 if row.of in run.overlap else seconds
+    sent, alone = sent_seconds(machine, columns.axis_sizes, collectives)
     total = max(compute, memory, sum(sent.values()) - alone) + alone
     return StepTime(
         total=total,
         compute=compute,
         memory=memory,
-        sent=dict(sent),
+        sent=sent,
         alone=alone,
         utilization=work.total / (columns.devices * peak * total) if total else 0.0,
         uncounted=collectives.uncounted
         if state is None
         else (*collectives.uncounted, *of_muon(state, range(len(state.paths)))),
-        assumptions={
-            "hardware": hardware.name,
-            "axes_over_dcn": run.axes_over_dcn,
-            "overlap": run.overlap,
-            "efficiency": run.efficiency,
-            **schedule.assumptions,
-        },
+        assumptions=machine.assumptions() | schedule.assumptions,
     )
+
+
+def sent_seconds(
+    machine: Machine, sizes: Mapping[str, int], collectives: Iterable[Transmission]
+) -> tuple[dict[tuple[str, ...], float], float]:
+    """Return the seconds of collectives by their axes, and of those that nothing else overlaps."""
+    network = Network(machine.hardware, sizes, machine.axes_over_dcn)
+    sent: dict[tuple[str, ...], float] = defaultdict(float)
+    alone = 0.0
+    for row in collectives:
+        seconds = network.seconds(row)
+        sent[row.axes] += seconds
+        alone += 0.0 if row.of in machine.overlap else seconds
+    return dict(sent), alone
 
 
 def _peak(hardware: Hardware, dtype: str) -> float:

@@ -246,7 +246,8 @@ class Topology:
         if between == 1:
             return inner
         outer = (between - 1) / (count - 1)
-        return 1 / (outer / self.hardware.dcn_bytes_per_second + (1 - outer) / inner)
+        seconds: float = outer / self.hardware.dcn_bytes_per_second + (1 - outer) / inner
+        return 1 / seconds
 
     def mesh_code(self, mesh: Mesh) -> str:
         """Write the order of a mesh's devices as code, so that a job builds the same mesh."""

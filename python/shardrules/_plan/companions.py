@@ -75,7 +75,7 @@ class Companion:
             object.__setattr__(self, "blocks", tuple(checked))
 
 
-class Step(NamedTuple):
+class DimStep(NamedTuple):
     """Dimensions of a leaf in terms of its base's."""
 
     dims: Dims
@@ -91,7 +91,7 @@ class Link(NamedTuple):
     companion: Companion
     base: str
     """The path to which it leads."""
-    step: Step
+    step: DimStep
 
 
 def base_path(companion: Companion, path: str) -> str:

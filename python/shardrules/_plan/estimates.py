@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardrules._arguments import check_real, check_type, integer, listed, texts
 from shardrules._correction import check_memory_kind
+from shardrules._estimate.traced import TracedStep
 from shardrules._mesh.mesh import as_mesh
 from shardrules._mesh.topology import Topology
 from shardrules._mesh_sizes import checked_sizes
@@ -19,7 +20,7 @@ from shardrules._plan.table import OVERLAP, Columns
 if TYPE_CHECKING:
     from shardrules._correction import MemoryKind
     from shardrules._estimate.schedule import InputGradients, Of, Reduce
-    from shardrules._estimate.step_time import StepTime
+    from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._estimate.sweep import Sweep
     from shardrules._estimate.traffic import Traffic
     from shardrules._hardware import Hardware
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from shardrules._plan.memory import DeviceBytes
     from shardrules._plan.resolve import OnMesh
     from shardrules._plan.roles import DimRole
-    from shardrules._program.step import Step
 
 _SIZES: Final = "a dict of axis sizes"
 
@@ -45,7 +45,7 @@ class Estimates(Columns):
         optimizer: Self | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
         activations: Self | None = None,
-        step: Step | None = None,
+        step: TracedStep | None = None,
     ) -> DeviceBytes:
         """Count the bytes on each device and in the host's memory, uneven shards included.
 
@@ -89,8 +89,7 @@ class Estimates(Columns):
                 activations=activations,
             )
             held = Training().bytes_with(self)
-            plan: Any = self
-            rest = max(0, step.memory(plan).peak - held.max)
+            rest = max(0, step.memory(self).peak - held.max)
             return held._replace(activations=held.activations + rest)
         training = Training(gradients, optimizer, optimizer_memory_kind, activations)
         return training.bytes_with(self)
@@ -113,7 +112,7 @@ class Estimates(Columns):
         overlap: Iterable[Of] = OVERLAP,
         efficiency: float = 1.0,
         schedule: Mapping[str, Any] | None = None,
-        step: Step | None = None,
+        step: TracedStep | None = None,
     ) -> Sweep:
         """Put the leaves and rules on many meshes: bytes per device, what fits, time of a step.
 
@@ -183,14 +182,10 @@ class Estimates(Columns):
                 optimizer_memory_kind=optimizer_memory_kind,
                 schedule=schedule,
             )
-            measure = partial(
-                self._measured,
-                step,
-                device,
-                texts("axes_over_dcn", axes_over_dcn),
-                overlap,
-                efficiency,
-            )
+            machine = None
+            if device is not None:
+                machine = step_time.machine_of(device, axes_over_dcn, overlap, efficiency)
+            measure = partial(self._measured, step, machine)
         elif tokens is None:
             _check_unused(
                 axes_over_dcn=axes_over_dcn != (),
@@ -201,15 +196,8 @@ class Estimates(Columns):
         elif device is None:
             raise ValueError("tokens: the time of a step needs hardware=, such as 'v5p'")
         else:
-            run = step_time.run_of(
-                tokens=tokens,
-                hardware=device,
-                axes_over_dcn=axes_over_dcn,
-                overlap=overlap,
-                efficiency=efficiency,
-                schedule=schedule,
-                gradients=gradients,
-            )
+            machine = step_time.machine_of(device, axes_over_dcn, overlap, efficiency)
+            run = step_time.run_of(tokens, machine, schedule=schedule, gradients=gradients)
         check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
         moments = None if optimizer is None else listed("optimizer", optimizer, DTYPES)
         if meshes is None:
@@ -234,32 +222,14 @@ class Estimates(Columns):
             measure=measure,
         )
 
-    def _measured(  # noqa: PLR0917
-        self,
-        step: Step,
-        device: Hardware | None,
-        axes_over_dcn: tuple[str, ...],
-        overlap: Iterable[Of],
-        efficiency: float,
-        there: Columns,
+    def _measured(
+        self, step: TracedStep, machine: Machine | None, there: Columns
     ) -> tuple[int, StepTime | None]:
         """Return the bytes at the peak of a step, and its time if the hardware is known."""
-        from shardrules._estimate.step_traffic import step_seconds
-
         make: Any = type(self)
         plan = make(there, self._on_mesh, there.axis_sizes)
         peak = step.memory(plan).peak
-        if device is None:
-            return peak, None
-        time = step_seconds(
-            step,
-            plan,
-            hardware=device,
-            axes_over_dcn=axes_over_dcn,
-            overlap=overlap,
-            efficiency=efficiency,
-        )
-        return peak, time
+        return peak, None if machine is None else step.time(machine, plan)
 
     def _factorizations(
         self, devices: int | None, axes: Iterable[str] | None, fixed: Mapping[str, int] | None
@@ -278,7 +248,7 @@ class Estimates(Columns):
         *,
         hardware: Hardware | str,
         tokens: int | None = None,
-        step: Step | None = None,
+        step: TracedStep | None = None,
         axes_over_dcn: Iterable[str] = (),
         overlap: Iterable[Of] = OVERLAP,
         efficiency: float = 1.0,
@@ -320,10 +290,8 @@ class Estimates(Columns):
         """
         from shardrules._estimate import step_time
 
+        machine = step_time.machine_of(hardware, axes_over_dcn, overlap, efficiency)
         if step is not None:
-            from shardrules._estimate.step_traffic import step_seconds
-            from shardrules._hardware import as_hardware
-
             _check_alone(
                 "step_time",
                 step,
@@ -333,24 +301,9 @@ class Estimates(Columns):
                 optimizer_memory_kind=optimizer_memory_kind,
                 schedule=schedule,
             )
-            plan: Any = self
-            return step_seconds(
-                step,
-                plan,
-                hardware=as_hardware("hardware", hardware),
-                axes_over_dcn=texts("axes_over_dcn", axes_over_dcn),
-                overlap=texts("overlap", overlap),
-                efficiency=efficiency,
-            )
-        run = step_time.run_of(
-            tokens=_needed("step_time", tokens),
-            hardware=hardware,
-            axes_over_dcn=axes_over_dcn,
-            overlap=overlap,
-            efficiency=efficiency,
-            schedule=schedule,
-            gradients=gradients,
-        )
+            return step.time(machine, self)
+        tokens = _needed("step_time", tokens)
+        run = step_time.run_of(tokens, machine, schedule=schedule, gradients=gradients)
         training = Training(gradients, optimizer, optimizer_memory_kind)
         state = training.optimizer if isinstance(training.optimizer, Columns) else None
         return step_time.step_time(self, run, training.bytes_with(self), state)
@@ -359,7 +312,7 @@ class Estimates(Columns):
         self,
         *,
         tokens: int | None = None,
-        step: Step | None = None,
+        step: TracedStep | None = None,
         batch_axes: Iterable[str] | None = None,
         gathers: int = 2,
         accumulate: int = 1,
@@ -431,13 +384,10 @@ class Estimates(Columns):
         from shardrules._estimate.schedule import schedule_of
 
         if step is not None:
-            from shardrules._estimate.step_traffic import step_traffic
-
             defaults = Estimates.traffic.__kwdefaults__ or {}
             changed = {name: v for name, v in arguments.items() if v != defaults[name]}
             _check_alone("traffic", step, **changed)
-            plan: Any = self
-            return step_traffic(step, plan)
+            return step.traffic(self)
         arguments["tokens"] = _needed("traffic", tokens)
         return traffic.traffic(self, schedule_of(self.axis_sizes, **arguments))
 
@@ -460,9 +410,7 @@ def _check_alone(function: str, step: Any, **arguments: Any) -> None:
         TypeError: It is none.
         ValueError: Something is given.
     """
-    from shardrules._program.step import Step
-
-    check_type("step", step, Step, "a Step, as shardrules.trace gives one")
+    check_type("step", step, TracedStep, "a Step, as shardrules.trace gives one")
     if names := [name for name, value in arguments.items() if value is not None]:
         raise ValueError(f"{function}: {names[0]} is given beside step=, which says it itself")
 

@@ -27,13 +27,13 @@ from shardrules._specs import spec_shown
 from shardrules._text import printable_json, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
+    from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.sweep import Sweep, SweepRow
     from shardrules._estimate.traffic import Traffic
     from shardrules._plan.findings import Findings
     from shardrules._plan.memory import DeviceBytes, Room
     from shardrules._plan.table import Columns
-    from shardrules._program.memory import Memory
     from shardrules._rules.patterns import Pattern
 
 

@@ -15,9 +15,9 @@ from shardrules._dtypes import bits_of
 from shardrules._plan.companions import (
     Companion,
     Dims,
+    DimStep,
     Link,
     Shape,
-    Step,
     base_path,
     check_dims,
     fits_rank,
@@ -70,7 +70,7 @@ def links_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, tup
             base = base_path(companion, place.path)
             dims = _dims_at(companion, place, shapes.get(base))
             rank = None if place.shape is None else len(place.shape)
-            link = Link(companion, base, Step(dims, companion.blocks, rank))
+            link = Link(companion, base, DimStep(dims, companion.blocks, rank))
             links[place.row] = (*links.get(place.row, ()), link)
             shape = shapes.get(base) or _shape_of_base(place.shape, dims)
             if shape is not None:
@@ -147,7 +147,7 @@ class Derivation(NamedTuple):
 
     rule: int
     """The index of the base's rule; may be AMBIGUOUS."""
-    steps: tuple[Step, ...]
+    steps: tuple[DimStep, ...]
     """From the leaf to the base: more than one where companions are combined."""
 
 
@@ -218,7 +218,7 @@ def _derived(leaf: LeafType, how: Derivation | None, min_size: int) -> LeafType:
     return leaf._replace(rule=NO_RULE_NEEDED if is_small else how.rule)
 
 
-def combined(steps: tuple[Step, ...], entries: int) -> tuple[tuple[Dim, ...], tuple[int, ...]]:
+def combined(steps: tuple[DimStep, ...], entries: int) -> tuple[tuple[Dim, ...], tuple[int, ...]]:
     """Combine steps to a leaf's dims and blocks; the base's spec has that many entries."""
     dims: tuple[Dim, ...] = tuple(range(entries))
     blocks: tuple[int, ...] = ()

@@ -23,13 +23,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._estimate.buffers import SIZES
 from shardrules._io import opened, write_bytes
 from shardrules._jax import lowered_options
 from shardrules._locks import of_type
 from shardrules._mesh.topology import device_identity, is_described
 from shardrules._program.compile import Refusal
 from shardrules._program.executable import Executable, call_of
-from shardrules._program.memory import SIZES
 from shardrules._program.stored import StoredProgram
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from shardrules._text import record
 
 if TYPE_CHECKING:
     from shardrules._program.computation import Shape
-    from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo, Place
+    from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo
+    from shardrules._text import Place
 
 Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._arguments import check_choice, check_type
+from shardrules._estimate.buffers import Buffer, table_of
 from shardrules._mesh.memory import memory_apart
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology, is_described, topology_shown
@@ -17,7 +18,7 @@ from shardrules._plan.plan import Plan
 from shardrules._program.computation import with_elements
 from shardrules._program.hlo import Hlo
 from shardrules._program.liveness import alive_at_peak
-from shardrules._program.memory import Buffer, buffers_of, table_of
+from shardrules._program.memory import buffers_of
 from shardrules._text import bytes_shown, mesh_shown, printable_lines, shown
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter
-from pathlib import Path
 from typing import Final, Literal, NamedTuple, get_args
 
 from shardrules._program.computation import (
@@ -23,7 +22,7 @@ from shardrules._program.computation import (
 )
 from shardrules._program.groups import ReplicaGroups, read_groups
 from shardrules._program.trips import trips
-from shardrules._text import record
+from shardrules._text import Place
 
 CollectiveOpcode = Literal[
     "all-gather",
@@ -55,19 +54,6 @@ _TABLE_ROW: Final = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
 _LEAST_VISITS: Final = 200_000
 _NO_HLO: Final = "the text of the executable is cut, or no HLO as XLA prints it"
 _FIELD: Final = re.compile(r"(\w+)=(\d+)")
-
-
-@record
-class Place(NamedTuple):
-    """File and line of the user's program."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        file = Path(self.file)
-        folder = Path.cwd()
-        return f"{file.relative_to(folder) if file.is_relative_to(folder) else file}:{self.line}"
 
 
 def check_hlo(text: str) -> None:

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
+    from shardrules._estimate.buffers import Memory, Totals
     from shardrules._plan.findings import Findings
     from shardrules._program.collectives import Exchange
     from shardrules._program.lock import Costs
-    from shardrules._program.memory import Memory, Totals
     from shardrules._program.step_seconds import ProgramTime
 
 SMALL: Final = 2**16

@@ -15,7 +15,7 @@ class StoredProgram:
         inputs: The sharding of each leaf of the arguments; None of those that jit has dropped.
         outputs: The same of the results.
         text: The optimized module.
-        memory: The `SIZES` of `memory.py` as attributes.
+        memory: The `SIZES` of `buffers.py` as attributes.
 
     Raises:
         ValueError: The leaves are not so many.

@@ -12,8 +12,9 @@ from shardrules._program.flow import is_product
 
 if TYPE_CHECKING:
     from shardrules._program.computation import Computation, Instruction
-    from shardrules._program.hlo import Hlo, Place
+    from shardrules._program.hlo import Hlo
     from shardrules._program.variation import Variation
+    from shardrules._text import Place
 
 _CONTRACTED: Final = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS: Final = re.compile(r"dim_labels=\w+_(\w+)->")

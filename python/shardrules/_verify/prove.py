@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.stages import Compiled
 
+    from shardrules._estimate.buffers import Memory
     from shardrules._program.collectives import Collective
-    from shardrules._program.memory import Memory
     from shardrules._program.step_seconds import ProgramTime
 
 

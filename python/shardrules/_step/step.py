@@ -9,20 +9,22 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._estimate.buffers import Buffer, Memory, Totals
+from shardrules._estimate.traced import TracedStep
 from shardrules._jax import user_line
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._program.compile import placed_on, target_mesh
-from shardrules._program.dimension_roles import ClassRole, Roles
-from shardrules._program.equations import Equations
-from shardrules._program.hlo import Place
-from shardrules._program.memory import Buffer, Memory, Totals
-from shardrules._program.peak import AliveArray, alive_arrays, is_apart
-from shardrules._program.spread import Cuts, Spread
 from shardrules._specs import entries_of, entry_axes
+from shardrules._step.dimension_roles import ClassRole, Roles
+from shardrules._step.equations import Equations
+from shardrules._step.peak import AliveArray, alive_arrays
+from shardrules._step.price import Price
+from shardrules._step.spread import Cuts, Spread
 from shardrules._text import (
     Column,
+    Place,
     Table,
     and_more,
     answer,
@@ -38,7 +40,9 @@ from shardrules._trees.align import leaf_paths
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from shardrules._program.equations import Operation
+    from shardrules._estimate.step_time import Machine, StepTime
+    from shardrules._estimate.traffic import Traffic
+    from shardrules._step.equations import TracedOperation
 
 _LARGEST: Final = 100
 _IN_TEXT: Final = 12
@@ -85,7 +89,7 @@ class Work(NamedTuple):
 
 
 @answer
-class Step:
+class Step(TracedStep):
     """What a step does, by its jaxpr: dimensions, FLOPs and memory; `trace` makes it.
 
     Example:
@@ -180,35 +184,6 @@ class Step:
         return sum(row.flops for row in self.work)
 
     @property
-    def weight_arrays(self) -> set[int]:
-        """Numbers of the arrays that are weights, or slices, casts and other shapes of them."""
-        return self._roles.weights
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether some dimension is that of experts."""
-        return "experts" in self._roles.of.values()
-
-    def is_like_weights(self, number: int) -> bool:
-        """Say whether weights have all dimensions of an array, as their gradients do."""
-        equations = self._equations
-        classes = [c for d in equations.values[number].dims for c in equations.dims.classes(d)]
-        return bool(classes) and all(map(self._roles.of_weights.__contains__, classes))
-
-    def operations(self) -> Iterator[tuple[Operation, int]]:
-        """Yield each operation, and how often it runs."""
-        return self._equations.operations()
-
-    def dtype_of(self, operation: Operation) -> Any:
-        """Return the dtype of the first array that an operation reads."""
-        number = next((i for i in operation.inputs if i is not None), None)
-        return None if number is None else self._equations.values[number].dtype
-
-    def is_apart(self, operation: Operation) -> bool:
-        """Say whether XLA computes an operation by itself, and not where its result is read."""
-        return is_apart(operation)
-
-    @property
     def unmodelled(self) -> tuple[str, ...]:
         """What is not looked into: kernels, and primitives without a rule."""
         rows = [f"{name} ({count:,} times)" for name, count in self._equations.missing.items()]
@@ -293,6 +268,27 @@ class Step:
             buffers,
             saved,
         )
+
+    def traffic(self, plan: Plan | None = None) -> Traffic:
+        """Count the bytes that each device sends in the step; `Plan.traffic` with `step`.
+
+        Args:
+            plan: As `spread` takes it.
+        """
+        return self._price(plan).traffic()
+
+    def time(self, machine: Machine, plan: Plan | None = None) -> StepTime:
+        """Estimate the time of the step on a machine; `Plan.step_time` with `step`.
+
+        Args:
+            machine: Hardware, and how well the step uses it.
+            plan: As `spread` takes it.
+        """
+        return self._price(plan).time(machine)
+
+    def _price(self, plan: Plan | None) -> Price:
+        spread = self.spread(plan)
+        return Price(self.name, self._equations, self._roles, spread, self.unmodelled)
 
     def _buffer(self, row: AliveArray, spread: Spread) -> Buffer:
         value = self._equations.values[row.number]
@@ -484,12 +480,12 @@ def _part(scope: str) -> str:
     return "forward" if "jvp(" in scope else "other"
 
 
-def _place(operation: Operation) -> Place | None:
+def _place(operation: TracedOperation) -> Place | None:
     line = user_line(operation.eqn)
     return None if line is None else Place(*line)
 
 
-def _line(operation: Operation) -> str:
+def _line(operation: TracedOperation) -> str:
     place = _place(operation)
     return operation.name if place is None else str(place)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
-    from shardrules._program.dimensions import Dims
-    from shardrules._program.equations import Body, Equations, Operation
+    from shardrules._step.dimensions import Dims
+    from shardrules._step.equations import Body, Equations, TracedOperation
 
 ClassRole = Literal[
     "layers", "experts", "vocabulary", "KV heads", "heads", "query heads of a KV head", "head size",
@@ -73,7 +73,7 @@ class Roles:
         self.of_weights = Counter(self._classes_of(weights))
         self._of_data = [list(self._dims_of(number)) for number in data]
         self.of: dict[int, ClassRole] = {}
-        self.contracted: dict[int, list[Operation]] = {}
+        self.contracted: dict[int, list[TracedOperation]] = {}
         operations = [operation for operation, _ in equations.operations()]
         self._name_stacks(equations.body)
         for operation in operations:
@@ -103,7 +103,7 @@ class Roles:
                             self._name(next(self._dims_of(outer)), "layers")
                 self._name_stacks(inner)
 
-    def _see(self, operation: Operation) -> None:
+    def _see(self, operation: TracedOperation) -> None:
         """Name the classes that one operation tells of."""
         rule = operation.rule
         if rule is None or not operation.inputs:
@@ -125,7 +125,7 @@ class Roles:
                     named = [c for c in classes if c in self.of_weights and c not in self.of]
                     self._name(named, "vocabulary")
 
-    def _see_dot(self, operation: Operation) -> None:
+    def _see_dot(self, operation: TracedOperation) -> None:
         numbers = operation.eqn.params["dimension_numbers"]
         (left, right), (left_batch, _) = numbers
         first, second = operation.inputs

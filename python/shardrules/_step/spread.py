@@ -17,14 +17,14 @@ from shardrules._specs import entries_of, entry_axes
 
 if TYPE_CHECKING:
     from shardrules._estimate.schedule import CollectiveKind
-    from shardrules._program.equations import Body, Equations, Operation
-    from shardrules._program.factors import Factors, Rule, Shape
+    from shardrules._step.equations import Body, Equations, TracedOperation
+    from shardrules._step.factors import Factors, Rule, Shape
 
 Cuts = tuple[tuple[str, ...], ...]
 """The mesh axes that cut each dimension of an array."""
 
 _Move = tuple["CollectiveKind", tuple[str, ...], int]
-"""(collective, axes, payload), as in `Sent`."""
+"""(collective, axes, payload), as in `SpreadCollective`."""
 _MOST_CHOICES: Final = 256
 _ADDS: Final = frozenset({"add", "add_any"})
 _CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
@@ -47,7 +47,7 @@ class _Result:
 _RESULT: Final[Any] = _Result()
 
 
-class Sent(NamedTuple):
+class SpreadCollective(NamedTuple):
     """A collective of one operation."""
 
     kind: CollectiveKind
@@ -55,7 +55,7 @@ class Sent(NamedTuple):
     payload: int
     """Bytes on a device: the result of an all-gather, the operand of all others."""
     trips: int
-    operation: Operation
+    operation: TracedOperation
     value: int | None
     """The array that is gathered, or of whose terms the sum is; None in code by device."""
 
@@ -85,12 +85,12 @@ class Spread:
         self._merges_sums = merges_sums
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self.cuts: dict[int, Cuts] = {}
-        self.sent: list[Sent] = []
+        self.sent: list[SpreadCollective] = []
         self._wishes: dict[int, Cuts] = {}
         self._copies: set[tuple[int, Cuts]] = set()
         self._trips: dict[int, int] = {}
         self._terms: dict[int, tuple[tuple[str, ...], ...]] = {}
-        self._users: dict[int, list[Operation]] = {}
+        self._users: dict[int, list[TracedOperation]] = {}
         self.shares: dict[int, int] = {}
         """Devices that share the work of each operation, by its identity."""
         body = equations.body
@@ -143,7 +143,7 @@ class Spread:
             elif operation.rule is not None and not operation.rule.summed:
                 self._wish_of_operands(operation, operation.rule)
 
-    def _wish_of_operands(self, operation: Operation, rule: Rule) -> None:
+    def _wish_of_operands(self, operation: TracedOperation, rule: Rule) -> None:
         axes: dict[int, tuple[str, ...]] = {}
         for result, dims in zip(operation.outputs, rule.results, strict=True):
             if result in self._wishes:
@@ -161,7 +161,7 @@ class Spread:
                 if number not in self.cuts:
                     self._wishes.setdefault(number, _cuts_of(dims, axes))
 
-    def _wish_inside(self, operation: Operation) -> None:
+    def _wish_inside(self, operation: TracedOperation) -> None:
         if operation.name == "shard_map":
             return
         for body in operation.bodies:
@@ -181,7 +181,7 @@ class Spread:
                     outputs.append(wish)
             self._wish(body, outputs)
 
-    def _constraint(self, operation: Operation) -> Cuts:
+    def _constraint(self, operation: TracedOperation) -> Cuts:
         sharding = operation.eqn.params.get("sharding") or operation.eqn.params.get("dst_sharding")
         spec = getattr(sharding, "spec", None)
         number = operation.inputs[0]
@@ -212,7 +212,7 @@ class Spread:
             elif operation.rule is not None:
                 self._compute(operation, operation.rule, trips)
 
-    def _explicit(self, operation: Operation, trips: int) -> None:
+    def _explicit(self, operation: TracedOperation, trips: int) -> None:
         params = operation.eqn.params
         names = params.get("axes", params.get("axis_name", ()))
         names = (names,) if isinstance(names, str) else tuple(names)
@@ -221,9 +221,9 @@ class Spread:
         arrays = operation.outputs if kind == "all-gather" else operation.inputs
         payload = sum(self.bytes(number) for number in arrays if number is not None)
         if axes and payload:
-            self.sent.append(Sent(kind, axes, payload, trips, operation, None))
+            self.sent.append(SpreadCollective(kind, axes, payload, trips, operation, None))
 
-    def _run_inside(self, operation: Operation, trips: int) -> None:
+    def _run_inside(self, operation: TracedOperation, trips: int) -> None:
         if operation.name == "shard_map":
             self._run_manual(operation, trips)
             return
@@ -237,7 +237,7 @@ class Spread:
                 is_stack = place >= operation.carries
                 self.cuts[number] = self._known(number, ((), *cuts) if is_stack else cuts)
 
-    def _enter(self, operation: Operation, body: Body, trips: int) -> None:
+    def _enter(self, operation: TracedOperation, body: Body, trips: int) -> None:
         """Give the inputs of a body their cuts: what is carried has those of its results."""
         stop = operation.first + operation.carries
         for place, (outer, inner) in enumerate(operation.arguments(body)):
@@ -256,7 +256,7 @@ class Spread:
                     cuts = wish
             self.cuts[inner] = cuts
 
-    def _run_manual(self, operation: Operation, trips: int) -> None:
+    def _run_manual(self, operation: TracedOperation, trips: int) -> None:
         """Bring arguments to the specs of code by device, and run it."""
         manual = self._equations.manual
         (body,) = operation.bodies
@@ -283,7 +283,7 @@ class Spread:
             if number is not None:
                 self._users.setdefault(number, []).append(_RESULT)
 
-    def _compute(self, operation: Operation, rule: Rule, trips: int) -> None:
+    def _compute(self, operation: TracedOperation, rule: Rule, trips: int) -> None:
         """Choose the axes of an operation's factors, move its operands, and add up its terms."""
         if rule.is_identity:
             for before, after in zip(operation.inputs, operation.outputs, strict=False):
@@ -302,7 +302,7 @@ class Spread:
             rows = [choice[factor] for factor in sorted(rule.summed) if factor in choice]
             self._add_up(operation, number, tuple(rows), trips)
 
-    def _options(self, operation: Operation, rule: Rule) -> dict[str, list[int]]:
+    def _options(self, operation: TracedOperation, rule: Rule) -> dict[str, list[int]]:
         """Return by axis the factors of an operation that it may cut."""
         options: dict[str, list[int]] = {}
         minor = rule.minor
@@ -330,7 +330,7 @@ class Spread:
         return axes
 
     def _cheapest(
-        self, operation: Operation, rule: Rule, options: Mapping[str, list[int]]
+        self, operation: TracedOperation, rule: Rule, options: Mapping[str, list[int]]
     ) -> dict[int, tuple[str, ...]]:
         """Return the axes by factor for which least is sent."""
         axes = list(options)
@@ -347,7 +347,9 @@ class Spread:
                 best = cost, by_factor
         return {} if best is None else best[1]
 
-    def _cost(self, operation: Operation, rule: Rule, choice: dict[int, tuple[str, ...]]) -> float:
+    def _cost(
+        self, operation: TracedOperation, rule: Rule, choice: dict[int, tuple[str, ...]]
+    ) -> float:
         """Return the bytes that a device sends if an operation computes with these axes."""
         total = 0.0
         for number, dims in zip(operation.inputs, rule.operands, strict=True):
@@ -375,7 +377,11 @@ class Spread:
         return (2 if kind == "all-reduce" else 1) * payload * (count - 1) / count
 
     def _add_terms(
-        self, operation: Operation, choice: Mapping[int, tuple[str, ...]], rule: Rule, trips: int
+        self,
+        operation: TracedOperation,
+        choice: Mapping[int, tuple[str, ...]],
+        rule: Rule,
+        trips: int,
     ) -> bool:
         """Add terms that devices have not added up yet; False if there are others among them."""
         numbers = [number for number in operation.inputs if number is not None]
@@ -391,7 +397,7 @@ class Spread:
         return False
 
     def _add_up(
-        self, operation: Operation, number: int, rows: tuple[tuple[str, ...], ...], trips: int
+        self, operation: TracedOperation, number: int, rows: tuple[tuple[str, ...], ...], trips: int
     ) -> None:
         """Add the terms of a result over the axes of each row, or let an addition do so."""
         if not rows:
@@ -403,7 +409,7 @@ class Spread:
             self._send_sum(operation, number, rows, trips)
 
     def _send_sum(
-        self, operation: Operation, number: int, rows: tuple[tuple[str, ...], ...], trips: int
+        self, operation: TracedOperation, number: int, rows: tuple[tuple[str, ...], ...], trips: int
     ) -> None:
         """Count the collectives that add the terms of a result over axes, a row after the other."""
         wish = self._wishes.get(number)
@@ -420,14 +426,16 @@ class Spread:
                     for row, target in zip(before, wish, strict=True)
                 )
                 self.sent.append(
-                    Sent("reduce-scatter", scattered, payload, trips, operation, number)
+                    SpreadCollective("reduce-scatter", scattered, payload, trips, operation, number)
                 )
                 self.cuts[number] = after
                 payload = self.bytes(number)
             if rest:
-                self.sent.append(Sent("all-reduce", rest, payload, trips, operation, number))
+                self.sent.append(
+                    SpreadCollective("all-reduce", rest, payload, trips, operation, number)
+                )
 
-    def _move(self, number: int, cuts: Cuts, trips: int, operation: Operation) -> None:
+    def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
         """Bring an array to other cuts; a copy that is there already is used again."""
         before = self._of(number)
         if before == cuts or (number, cuts) in self._copies:
@@ -437,7 +445,7 @@ class Spread:
         # What a loop does not change is moved before it.
         trips = min(trips, self._trips.get(number, 1))
         for kind, axes, payload in moves:
-            self.sent.append(Sent(kind, axes, payload, trips, operation, number))
+            self.sent.append(SpreadCollective(kind, axes, payload, trips, operation, number))
 
     def _moves(self, number: int, before: Cuts, after: Cuts) -> Iterator[_Move]:
         """Yield (collective, axes, payload) that bring an array from some cuts to others."""

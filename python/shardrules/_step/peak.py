@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from shardrules._program.equations import Body, Equations, Operation
-    from shardrules._program.spread import Spread
+    from shardrules._step.equations import Body, Equations, TracedOperation
+    from shardrules._step.spread import Spread
 
 # What XLA makes an operation of its own; all else it computes where it is read.
 _MADE: Final = frozenset(
@@ -84,7 +84,7 @@ class AliveArray(NamedTuple):
 
     bytes: int
     number: int
-    operation: Operation | None
+    operation: TracedOperation | None
     """What makes it; None for an argument."""
     is_gathered: bool
     """True for the copy that a collective makes."""
@@ -98,7 +98,7 @@ def alive_arrays(
     return run.peak(set(donated))
 
 
-def is_apart(operation: Operation) -> bool:
+def is_apart(operation: TracedOperation) -> bool:
     """Say whether XLA computes an operation by itself, and not where its result is read."""
     return operation.name in _MADE or operation.name in _REDUCED or operation.rule is None
 
@@ -113,7 +113,7 @@ class _Run:
         self._size: list[int] = []
         self._begin: list[int] = []
         self._end: list[int] = []
-        self._number: list[tuple[int, Operation | None, bool]] = []
+        self._number: list[tuple[int, TracedOperation | None, bool]] = []
         self._roots: dict[int, tuple[int, ...]] = {}
         self._users: dict[int, int] = {}
         self._gathered: dict[int, list[tuple[int, int]]] = {}
@@ -123,7 +123,7 @@ class _Run:
                 rows.append((sent.value, sent.payload))
 
     def _buffer(
-        self, number: int, size: int, maker: Operation | None, is_copy: bool = False
+        self, number: int, size: int, maker: TracedOperation | None, is_copy: bool = False
     ) -> int:
         self._same.append(len(self._same))
         self._size.append(size)
@@ -231,12 +231,12 @@ class _Run:
             else:
                 self._read(operation)
 
-    def _is_made(self, operation: Operation) -> bool:
+    def _is_made(self, operation: TracedOperation) -> bool:
         return is_apart(operation) or any(
             self._users.get(number, 0) > 1 for number in operation.outputs
         )
 
-    def _make(self, operation: Operation) -> None:
+    def _make(self, operation: TracedOperation) -> None:
         for number in operation.inputs:
             self._use(number)
         before = operation.inputs[0] if operation.inputs else None
@@ -248,7 +248,7 @@ class _Run:
                 if len(roots) == 1 and self._size[self._first(roots[0])] == self._size[buffer]:
                     self._unite(roots[0], buffer)
 
-    def _read(self, operation: Operation) -> None:
+    def _read(self, operation: TracedOperation) -> None:
         """Let results live in what they are computed from."""
         if operation.rule is not None and operation.rule.is_identity:
             for before, after in zip(operation.inputs, operation.outputs, strict=False):
@@ -270,7 +270,7 @@ class _Run:
             else:
                 self._roots[number] = tuple(roots)
 
-    def _loop(self, operation: Operation) -> None:
+    def _loop(self, operation: TracedOperation) -> None:
         for number in operation.inputs:
             self._use(number)
         stacked = (
@@ -306,7 +306,7 @@ class _Run:
                         self._buffer(number, self._spread.bytes(number), operation),
                     )
 
-    def _carry(self, operation: Operation, body: Body) -> dict[int, int]:
+    def _carry(self, operation: TracedOperation, body: Body) -> dict[int, int]:
         """Give each array that a loop carries a buffer, which is changed in place."""
         if operation.name not in ("scan", "while"):
             return {}

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardrules._program.factors import rule_of
+from shardrules._step.factors import rule_of
 from tests.support import hlo_counts
 
 N = 8

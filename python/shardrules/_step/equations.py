@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from shardrules._program.dimensions import Dimensions, Dims
-from shardrules._program.factors import Rule, Shape, rule_of, same_rule, shape_of
+from shardrules._step.dimensions import Dimensions, Dims
+from shardrules._step.factors import Rule, Shape, rule_of, same_rule, shape_of
 
 # What holds one jaxpr that runs once, and the names of the parameter that has it.
 _CALLS: Final = frozenset(
@@ -33,7 +33,7 @@ _INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _MOST_DEPTH: Final = 200
 
 
-class Value(NamedTuple):
+class TracedArray(NamedTuple):
     """Array of a step."""
 
     shape: Shape
@@ -42,7 +42,7 @@ class Value(NamedTuple):
 
 
 @dataclass(slots=True)
-class Operation:
+class TracedOperation:
     """Equation of a jaxpr; one with bodies is a loop, a branch, or code by device."""
 
     eqn: Any
@@ -76,7 +76,7 @@ class Body(NamedTuple):
 
     inputs: list[int]
     outputs: list[int | None]
-    operations: list[Operation]
+    operations: list[TracedOperation]
 
 
 class Equations:
@@ -84,10 +84,10 @@ class Equations:
 
     def __init__(self, closed: Any) -> None:
         self.dims = Dimensions()
-        self.values: list[Value] = []
+        self.values: list[TracedArray] = []
         self.missing: dict[str, int] = {}
         """Primitives without a rule, and how many operations of them there are."""
-        self.endless: list[Operation] = []
+        self.endless: list[TracedOperation] = []
         """Loops of which the jaxpr does not say how often they run."""
         self.manual: dict[int, dict[int, tuple[str, ...]]] = {}
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
@@ -99,7 +99,9 @@ class Equations:
     def _new(self, var: Any, dims: Dims | None = None) -> int:
         shape = shape_of(var)
         dtype = getattr(var.aval, "dtype", None)
-        self.values.append(Value(shape, dtype, self.dims.shape(shape) if dims is None else dims))
+        self.values.append(
+            TracedArray(shape, dtype, self.dims.shape(shape) if dims is None else dims)
+        )
         return len(self.values) - 1
 
     def _body(self, closed: Any, inputs: Sequence[int | None], depth: int = 0) -> Body:
@@ -109,7 +111,7 @@ class Equations:
             raise RecursionError(f"the jaxpr has more than {_MOST_DEPTH} levels of calls and loops")
         of: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         of |= {var: self._new(var) for var in jaxpr.constvars}
-        operations: list[Operation] = []
+        operations: list[TracedOperation] = []
 
         def number(atom: Any) -> int | None:
             return None if hasattr(atom, "val") else of[atom]
@@ -147,24 +149,24 @@ class Equations:
         own = str(eqn.source_info.name_stack)
         return f"{self._scope}/{own}" if self._scope and own else self._scope or own
 
-    def _operation(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
+    def _operation(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         structured = _STRUCTURED.get(eqn.primitive.name)
         if structured is not None:
-            operation: Operation = structured(self, eqn, read, depth)
+            operation: TracedOperation = structured(self, eqn, read, depth)
             return operation
         rule = rule_of(eqn)
         if rule is None:
             self.missing[_named(eqn)] = self.missing.get(_named(eqn), 0) + 1
-            return Operation(eqn, None, read, [self._new(var) for var in eqn.outvars])
+            return TracedOperation(eqn, None, read, [self._new(var) for var in eqn.outvars])
         operands = [
             self.dims.shape(shape_of(atom)) if i is None else self.values[i].dims
             for i, atom in zip(read, eqn.invars, strict=True)
         ]
         made = self.dims.apply(rule, operands)
         outputs = [self._new(var, dims) for var, dims in zip(eqn.outvars, made, strict=True)]
-        return Operation(eqn, rule, read, outputs)
+        return TracedOperation(eqn, rule, read, outputs)
 
-    def _barrier(self, eqn: Any, arguments: list[int]) -> Operation:
+    def _barrier(self, eqn: Any, arguments: list[int]) -> TracedOperation:
         """Return the barrier before what is recomputed, which XLA does not take for the first."""
         shapes = [self.values[i].shape for i in arguments]
         rule = same_rule(shapes)
@@ -172,13 +174,13 @@ class Equations:
             self._new(atom, self.values[i].dims)
             for atom, i in zip(eqn.invars, arguments, strict=True)
         ]
-        return Operation(eqn, rule, list(arguments), outputs, self._scope)
+        return TracedOperation(eqn, rule, list(arguments), outputs, self._scope)
 
     def _numbered(self, eqn: Any, read: list[int | None]) -> list[int]:
         pairs = zip(read, eqn.invars, strict=True)
         return [self._new(atom) if i is None else i for i, atom in pairs]
 
-    def _scan(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
+    def _scan(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         """Read a scan: what it carries, and what it slices and stacks along one dimension."""
         params = eqn.params
         closed, (consts, carries) = params["jaxpr"], _scan_counts(params)
@@ -207,7 +209,7 @@ class Equations:
                 dims = (length, *(inner if made is None else self.values[made].dims))
             outputs.append(self._new(var, dims))
         trips = params["length"]
-        return Operation(
+        return TracedOperation(
             eqn,
             None,
             list(numbers),
@@ -218,7 +220,7 @@ class Equations:
             carries=carries,
         )
 
-    def _while(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
+    def _while(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         params = eqn.params
         numbers = self._numbered(eqn, read)
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
@@ -236,13 +238,13 @@ class Equations:
         outputs = [
             self._new(var, self.values[i].dims) for var, i in zip(eqn.outvars, carried, strict=True)
         ]
-        operation = Operation(
+        operation = TracedOperation(
             eqn, None, list(numbers), outputs, bodies=[body], first=of_body, carries=len(carried)
         )
         self.endless.append(operation)
         return operation
 
-    def _cond(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
+    def _cond(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         numbers = self._numbered(eqn, read)
         bodies = [self._body(branch, numbers[1:], depth) for branch in eqn.params["branches"]]
         outputs = [self._new(var) for var in eqn.outvars]
@@ -250,9 +252,11 @@ class Equations:
             for i, made in zip(outputs, body.outputs, strict=True):
                 if made is not None:
                     self.dims.unite_all(self.values[i].dims, self.values[made].dims)
-        return Operation(eqn, None, list(numbers), outputs, bodies=bodies, carries=len(outputs))
+        return TracedOperation(
+            eqn, None, list(numbers), outputs, bodies=bodies, carries=len(outputs)
+        )
 
-    def _shard_map(self, eqn: Any, read: list[int | None], depth: int) -> Operation:
+    def _shard_map(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         """Read the code of one device, whose specs are facts."""
         params = eqn.params
         numbers = self._numbered(eqn, read)
@@ -270,7 +274,7 @@ class Equations:
             self.manual[outputs[-1]] = axes
             if made is not None:
                 self._relate(outputs[-1], made, axes)
-        return Operation(eqn, None, list(numbers), outputs, bodies=[body])
+        return TracedOperation(eqn, None, list(numbers), outputs, bodies=[body])
 
     def _local(self, outside: int, var: Any, axes: dict[int, tuple[str, ...]]) -> int:
         inside = self._new(var)
@@ -288,7 +292,7 @@ class Equations:
 
     def operations(
         self, body: Body | None = None, trips: int = 1
-    ) -> Iterator[tuple[Operation, int]]:
+    ) -> Iterator[tuple[TracedOperation, int]]:
         """Yield each operation with a rule, or none known, and how often it runs in a step."""
         for operation in (self.body if body is None else body).operations:
             if not operation.bodies:
@@ -334,7 +338,7 @@ def _is_barred(eqn: Any) -> bool:
     return is_any and bool(eqn.params.get("differentiated", False))
 
 
-def _devices(operation: Operation) -> int:
+def _devices(operation: TracedOperation) -> int:
     """Return on how many devices code by device runs, each with its part."""
     if operation.name != "shard_map":
         return 1

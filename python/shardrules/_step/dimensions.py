@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import prod
 
-from shardrules._program.factors import Factors, Rule
+from shardrules._step.factors import Factors, Rule
 
 Dims = tuple[int, ...]
 """Numbers of the dimensions of an array."""

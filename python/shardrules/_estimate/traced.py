@@ -1,0 +1,27 @@
+"""What estimates ask of a step that `trace` has read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardrules._estimate.buffers import Memory
+    from shardrules._estimate.step_time import Machine, StepTime
+    from shardrules._estimate.traffic import Traffic
+
+
+class TracedStep(ABC):
+    """A step before it is compiled, as `Step` is; `plan` is as `Step.spread` takes it."""
+
+    @abstractmethod
+    def memory(self, plan: Any = None) -> Memory:
+        """Estimate the memory that the step needs on a device."""
+
+    @abstractmethod
+    def traffic(self, plan: Any = None) -> Traffic:
+        """Count the bytes that each device sends; see `Plan.traffic`."""
+
+    @abstractmethod
+    def time(self, machine: Machine, plan: Any = None) -> StepTime:
+        """Estimate the time of the step on a machine; see `Plan.step_time`."""

@@ -1,0 +1,1 @@
+"""Reads a step before it is compiled: its dimensions, arithmetic, memory and traffic."""

@@ -1,0 +1,113 @@
+"""Traffic and time of a step by its jaxpr, without assumptions about what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from shardrules._dtypes import is_inexact
+from shardrules._estimate.schedule import merged
+from shardrules._estimate.step_time import Machine, StepTime, sent_seconds
+from shardrules._estimate.traffic import Traffic
+from shardrules._step.peak import is_apart
+
+if TYPE_CHECKING:
+    from shardrules._estimate.schedule import Of, Row
+    from shardrules._hardware import Hardware
+    from shardrules._step.dimension_roles import Roles
+    from shardrules._step.equations import Equations, TracedOperation
+    from shardrules._step.spread import Spread, SpreadCollective
+
+
+@dataclass
+class Price:
+    """What a step costs on a mesh."""
+
+    name: str
+    """The step's."""
+    equations: Equations
+    roles: Roles
+    spread: Spread
+    unmodelled: tuple[str, ...]
+
+    def traffic(self) -> Traffic:
+        """Count what the step sends; what it is traced from is the only assumption."""
+        return Traffic(
+            merged(self._rows(), self.spread.sizes), {"step": self.name}, self.unmodelled
+        )
+
+    def _rows(self) -> Iterator[Row]:
+        for sent in self.spread.sent:
+            yield sent.kind, sent.axes, self._purpose(sent), sent.trips, sent.payload * sent.trips
+
+    def _purpose(self, sent: SpreadCollective) -> Of:
+        """Say of what a collective is."""
+        if sent.value in self.roles.weights:
+            return "params"
+        if sent.value is not None and self._is_like_weights(sent.value) and "reduce" in sent.kind:
+            return "gradients"
+        has_experts = "experts" in self.roles.of.values()
+        return "experts" if sent.kind == "all-to-all" and has_experts else "activations"
+
+    def _is_like_weights(self, number: int) -> bool:
+        """Say whether weights have all dimensions of an array, as their gradients do."""
+        dims = self.equations.values[number].dims
+        classes = [name for dim in dims for name in self.equations.dims.classes(dim)]
+        return bool(classes) and all(map(self.roles.of_weights.__contains__, classes))
+
+    def time(self, machine: Machine) -> StepTime:
+        """Estimate the time of the step: of each operation, of its products or of its memory."""
+        sizes, hardware = self.spread.sizes, machine.hardware
+        compute, memory, total = self._busy(hardware, machine.efficiency)
+        sent, alone = sent_seconds(machine, sizes, self.traffic())
+        longest = max(compute + memory, sum(sent.values()) - alone) + alone
+        peak = prod(sizes.values()) * hardware.flops_per_second["bfloat16"]
+        return StepTime(
+            total=longest,
+            compute=compute,
+            memory=memory,
+            sent=sent,
+            alone=alone,
+            utilization=total / (peak * longest) if longest else 0.0,
+            uncounted=self.unmodelled,
+            assumptions=machine.assumptions() | {"step": self.name},
+        )
+
+    def _busy(self, hardware: Hardware, efficiency: float) -> tuple[float, float, int]:
+        """Return the seconds of products, those of reading and writing, and all FLOPs."""
+        compute = memory = 0.0
+        total = 0
+        for operation, trips in self.equations.operations():
+            flops, moved, peak = self._of_operation(operation, hardware)
+            total += operation.rule.flops * trips if operation.rule else 0
+            seconds = flops / (peak * efficiency), moved / hardware.memory_bytes_per_second
+            if seconds[0] >= seconds[1]:
+                compute += seconds[0] * trips
+            else:
+                memory += seconds[1] * trips
+        return compute, memory, total
+
+    def _of_operation(
+        self, operation: TracedOperation, hardware: Hardware
+    ) -> tuple[float, float, float]:
+        """Return the products of an operation on a device, the bytes that it moves, the peak."""
+        rule = operation.rule
+        if rule is None or not is_apart(operation):
+            return 0.0, 0.0, 1.0
+        flops = rule.flops / self.spread.shares.get(id(operation), 1)
+        numbers = {n for n in (*operation.inputs, *operation.outputs) if n is not None}
+        moved = sum(map(self.spread.bytes, numbers))
+        number = next((n for n in operation.inputs if n is not None), None)
+        dtype = None if number is None else self.equations.values[number].dtype
+        return flops, moved, _peak(hardware.flops_per_second, dtype)
+
+
+def _peak(rates: Mapping[str, float], dtype: Any) -> float:
+    """Return the peak for operands of a dtype; of those without a figure that of bfloat16."""
+    name = getattr(dtype, "name", "")
+    if name in rates:
+        return rates[name]
+    least = min(rates.values())
+    return rates.get("bfloat16", least) if dtype is None or is_inexact(dtype) else least
