@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import demo
 from shardrules._arguments import check_tree
+from shardrules._estimate.step_time import machine_of
 from shardrules._program.compiling import CompileLog
 from shardrules._rules import matcher
 from shardrules._text import shown
@@ -36,6 +37,7 @@ LOGICAL = [("embed", "tp")]
 PLAN = sr.plan(TREE, RULES, SIZES)
 COMPILED = jax.jit(lambda x: x).lower(np.ones(3)).compile()
 DOUBLED = jax.jit(lambda x: x * 2)
+STEP = sr.trace(lambda params: params["w"] * 2, PLAN)
 DUMP = "tests/data/maxtext-dumps/qwen3-0.6b_tpu7x-16_default.json.gz"
 DUMPED = maxtext.read_dump(DUMP).leaves
 # Something whose text is far too long for a message.
@@ -245,6 +247,17 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "load.tree": NOT_TREE,
     "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
     "Plan.sweep.tokens": (*NOT_SIZE, 0),
+    "Plan.sweep.devices": (*(size for size in NOT_SIZE if not isinstance(size, str)), "v5q:8"),
+    **{
+        f"Plan.{name}.step": (3, "step", THING, HUGE, DOUBLED)
+        for name in ("bytes_per_device", "step_time", "sweep", "traffic")
+    },
+    **{
+        f"Step.{name}.plan": ("plan", 3, 0, {}, THING, HUGE)
+        for name in ("memory", "spread", "time", "traffic")
+    },
+    "Step.time.machine": ("v5p", None, 3, THING, HUGE),
+    "Step.explain.path": (*NOT_TEXT, "no such leaf"),
     "Plan.lock.path": NOT_FILE,
     "Program.lock.path": NOT_FILE,
     "Program.diff.other": (*WRONG["lock"], PLAN),
@@ -355,7 +368,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "LogicalRules": (sr.LogicalRules, {"rules": [("w", "tp")], "dialect": sr.dialects.MAXTEXT}),
     "Plan.abstract": (PLAN.abstract, {}),
     "Plan.bytes_per_device": (PLAN.bytes_per_device, {
-        "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": "device", "activations": PLAN}),
+        "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": "device", "activations": PLAN, "step": None}),
     "Plan.check": (
         PLAN.check,
         {"large": 1, "replicated": (), "optional_axes": (), "data_axes": (), "head_dim": 1, "hbm": 1, "levels": {}},
@@ -374,20 +387,20 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.source": (PLAN.source, {"path": "w"}),
     "Plan.specs": (PLAN.specs, {}),
     "Plan.step_time": (PLAN.step_time, {
-        "tokens": 1, "hardware": "v5p", "axes_over_dcn": (), "overlap": (), "efficiency": 1.0,
+        "hardware": "v5p", "tokens": 1, "step": None, "axes_over_dcn": (), "overlap": (), "efficiency": 1.0,
         "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": None, "schedule": None}),
     "Plan.sweep": (PLAN.sweep, {
         "meshes": None, "devices": 4, "axes": ["tp"], "fixed": None, "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
         "optimizer_memory_kind": None, "tokens": 1, "hardware": "v5p", "axes_over_dcn": (),
-        "overlap": (), "efficiency": 1.0, "schedule": None}),
+        "overlap": (), "efficiency": 1.0, "schedule": None, "step": None}),
     "Plan.transfer": (PLAN.transfer, {"other": PLAN}),
     "Plan.to_html": (PLAN.to_html, {
         "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
         "optimizer_memory_kind": None, "program": None, "suggestion": sr.suggest(TREE, {"tp": 2})}),
     "Plan.traffic": (PLAN.traffic, {
-        "tokens": 8, "batch_axes": (), "gathers": 1, "accumulate": 1, "reduce": "all-reduce",
+        "tokens": 8, "step": None, "batch_axes": (), "gathers": 1, "accumulate": 1, "reduce": "all-reduce",
         "zero1": None, "gradients": None, "activations": "float32", "sequence_parallel": False,
         "input_gradients": "each", "experts_per_token": None, "capacity_factor": 1.0,
         "roles": {"w": ("in", "out")}}),
@@ -479,6 +492,13 @@ CALLS |= {
     "Program.lock": (sr.inspect(COMPILED, (None,)).lock, {"path": None}),
     "Memory.to_json": (sr.inspect(COMPILED, (None,)).memory.to_json, {}),
     "Program.to_json": (sr.inspect(COMPILED, (None,)).to_json, {}),
+    "Step.explain": (STEP.explain, {"path": "w"}),
+    "Step.memory": (STEP.memory, {"plan": PLAN}),
+    "Step.spread": (STEP.spread, {"plan": PLAN}),
+    "Step.time": (STEP.time, {"machine": machine_of("v5p", (), (), 1.0), "plan": PLAN}),
+    "Step.to_json": (STEP.to_json, {}),
+    "Step.traffic": (STEP.traffic, {"plan": PLAN}),
+    "trace": (lambda step, args, on: sr.trace(step, *args, on=on), {"step": DOUBLED, "args": (np.ones(3),), "on": None}),
     "Plan.with_rules": (PLAN.with_rules, {"rules": RULES}),
     "Suggestion.compare": (sr.suggest(TREE, {"tp": 2}).compare, {"rules": RULES}),
     "Suggestion.to_python": (sr.suggest(TREE, {"tp": 2}).to_python, {}),
@@ -548,9 +568,9 @@ CALLS |= {
 }
 
 # Records that the package makes, for reading; values.
-MADE_BY_US = {"Buffer", "Change", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
+MADE_BY_US = {"Buffer", "Change", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes", "DimensionClass",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place", "Plan",
-              "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
+              "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "Step", "StepTime", "Work", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.
 NEEDS_LIBTPU = {
@@ -565,7 +585,7 @@ THEIRS = (
     "compat.big_vision", "compat.eformer", "compat.flax", "compat.keras", "compat.maxtext.add_data_to_sharding",
 )  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
-TAKES_ANYTHING = {"compile.args", "prove.args", "RuleSpec.spec", "compat.easylm.match_partition_rules.params",
+TAKES_ANYTHING = {"compile.args", "prove.args", "trace.args", "RuleSpec.spec", "compat.easylm.match_partition_rules.params",
                   "compat.jaxseq.match_partition_rules.params"}  # fmt: skip
 
 

@@ -67,6 +67,13 @@ def program() -> sr.types.Program:
     return sr.inspect(jax.jit(lambda x: x.sum()).lower(x).compile(), (None,))
 
 
+@cache
+def step() -> sr.types.Step:
+    params = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+    x = jax.ShapeDtypeStruct((8, 64), "float32")
+    return sr.trace(lambda params, x: x @ params["up"]["kernel"], params, x)
+
+
 RESHARD = sr.types.Reshard("f32[16,512]", "P('tp', None)", "P(None, 'tp')", "jit(step)/add")
 
 
@@ -101,6 +108,7 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
         "a step takes 3.00 s to 4.00 s, by the compiler's estimate",
     ),
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), "compiled for one device"),
+    "Step": (step, "dimensions of the arguments, by what must be sharded alike"),
     "CompileLog": (lambda: sr.types.CompileLog((RESHARD,)), "f32[16,512] (jit(step)/add) from "),
     "Coverage": (lambda: plan().coverage, "rule 3: dead, matches no leaf"),
 }
@@ -124,6 +132,8 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "Collective": lambda: program().collectives[0],
     "Buffer": lambda: program().memory.buffers[0],
     "Totals": lambda: program().memory.totals,
+    "DimensionClass": lambda: step().dimensions[0],
+    "Work": lambda: step().work[0],
     "Place": lambda: program().collectives[0].place,
 }
 # What users write: the `repr` is how, without what they leave out.
@@ -240,7 +250,7 @@ def test_a_record_with_long_fields_is_short():
 
 # They have arrays or kinds, which `==` does not compare.
 WITH_IDENTITY = {"Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "Comparison", "DeviceBytes", "Change",
-                 "TransferRow", "Kind", "Program", "Proof", "CompileLog"}  # fmt: skip
+                 "TransferRow", "Kind", "Program", "Proof", "Step", "CompileLog"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -251,6 +261,10 @@ WITH_IDENTITY = {"Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "C
 )
 def test_everything_is_copied_and_pickled(name, duplicate):
     value = MADE[name]()
+    if name == "Step" and duplicate not in {copy.copy, copy.deepcopy}:
+        with pytest.raises(TypeError, match="JAX cannot pickle: trace the step again"):
+            duplicate(value)
+        return
     again = duplicate(value)
     assert type(again) is type(value)
     assert (repr(again), str(again)) == (repr(value), str(value))

@@ -33,7 +33,7 @@ _PUBLIC = {
     "_plan.plan": "Plan plan",
     "_plan.state": "Zero1",
     "_program.compile": "OutOfMemory compile",
-    "_step.step": "Step trace",
+    "_step.step": "trace",
     "_program.compiling": "compiling",
     "_program.program": "inspect",
     "_rules.logical_rules": "LogicalRules logical_axis_rules",

@@ -48,7 +48,6 @@ from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_r
 from shardrules._rules.rules import Rules as Rules
 from shardrules._rules.rules import match_partition_rules as match_partition_rules
 from shardrules._specs import fsdp as fsdp
-from shardrules._step.step import Step as Step
 from shardrules._step.step import trace as trace
 from shardrules._suggest.suggest import suggest as suggest
 from shardrules._verify.audit import audit as audit

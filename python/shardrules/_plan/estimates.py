@@ -160,7 +160,10 @@ class Estimates(Columns):
         from shardrules._hardware import as_hardware
 
         if isinstance(devices, str):
-            topology = Topology(devices)
+            try:
+                topology = Topology(devices)
+            except ValueError as error:
+                raise ValueError(f"devices: {error}") from error
             hardware = topology.hardware if hardware is None else hardware
             check_none("meshes: they are those of the topology", meshes)
             check_none("fixed: the meshes are those of the topology", fixed)

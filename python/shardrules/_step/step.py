@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
+from shardrules._arguments import check_type
 from shardrules._estimate.buffers import Buffer, Memory, Totals
+from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
 from shardrules._jax import user_line
 from shardrules._mesh.mesh import as_mesh, has_devices
@@ -40,7 +42,7 @@ from shardrules._trees.align import leaf_paths
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from shardrules._estimate.step_time import Machine, StepTime
+    from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.traffic import Traffic
     from shardrules._step.equations import TracedOperation
 
@@ -114,6 +116,15 @@ class Step(TracedStep):
         self._paths = paths
         self._equations = Equations(closed)
         self._call = _only_call(closed)
+
+    def __copy__(self) -> Step:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Step:
+        return self
+
+    def __reduce__(self) -> Never:
+        raise TypeError("a Step has a jaxpr, which JAX cannot pickle: trace the step again")
 
     @cached_property
     def _ranges(self) -> list[range]:
@@ -211,6 +222,7 @@ class Step(TracedStep):
     def _with_plan(self, plan: Plan | None) -> tuple[Any, ...]:
         if plan is None:
             return self._args
+        check_type("plan", plan, Plan, "that of shardrules.plan, or None")
         place = next((i for i, arg in enumerate(self._args) if isinstance(arg, Plan)), None)
         if place is None:
             raise ValueError("plan: the step was traced without a Plan among its arguments")
@@ -284,6 +296,7 @@ class Step(TracedStep):
             machine: Hardware, and how well the step uses it.
             plan: As `spread` takes it.
         """
+        check_type("machine", machine, Machine, "what Plan.step_time makes of its arguments")
         return self._price(plan).time(machine)
 
     def _price(self, plan: Plan | None) -> Price:
@@ -314,6 +327,7 @@ class Step(TracedStep):
         Raises:
             KeyError: There is no such array; the message lists near paths.
         """
+        check_type("path", path, str, "a text, such as 'inputs/0/layers/up'")
         row = next((i for i, name in enumerate(self._paths) if name == path), None)
         if row is None:
             ends = [i for i, name in enumerate(self._paths) if name.endswith(f"/{path}")]
@@ -393,7 +407,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
         >>> print(sr.trace(lambda params, x: x @ params["w"], plan, x).explain("w"))
         inputs/0/w float32[64, 256]
           dimension 0, 64: hidden 64
-            summed over at <doctest ...>:1
+            summed over at <doctest shardrules._step.step.trace[4]>:1
           dimension 1, 256: no role 256
     """
     import jax
