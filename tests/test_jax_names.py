@@ -220,6 +220,7 @@ TESTED = {
     "_executable._out_shardings", "_executable.out_avals", "_params.const_args", "_aval",
     "_device_assignment", "_axis_rules", "default_registry.flatten_one_level_with_keys",
     "_registry", "_lowering._compiler_options_kvs", "_lowering.compile_args",
+    "source_info.traceback.frames",
     "TransferToMemoryKind",  # of JAX before jax.memory alone
 }  # fmt: skip
 
@@ -231,6 +232,16 @@ def test_without_the_options_of_a_lowered_function_it_is_not_kept(without, name)
         assert _jax.lowered_options(lowered) is not None
     without(name)
     assert _jax.lowered_options(lowered) is None
+
+
+def test_without_frames_an_equation_has_no_line(without):
+    (equation,) = jax.make_jaxpr(lambda x: x * 2)(1.0).eqns
+    file, line = _jax.user_line(equation)
+    assert (file, line > 0) == (__file__, True)
+    without("source_info.traceback.frames")
+    assert _jax.user_line(equation) is None
+    step = sr.trace(lambda x: x @ x, jax.ShapeDtypeStruct((8, 8), "float32"))
+    assert [row.line for row in step.work] == ["dot_general"]
 
 
 def test_every_name_is_taken_away_by_a_test():

@@ -47,6 +47,7 @@ def test_a_file_is_a_record(write):
 def test_every_public_device_can_be_written_as_a_file(write, name):
     shipped = tomllib.loads((resources.files("shardrules") / "hardware.toml").read_text())
     table = {"name": name, **shipped[name]}
+    table.pop("compiler", None)  # what a compiler for described devices reads, and no file has
     flops = table.pop("flops_per_second")
     lines = [f"{key} = {value!r}" for key, value in table.items()]
     lines += ["[flops_per_second]", *(f"{key} = {value}" for key, value in flops.items())]
