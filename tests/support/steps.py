@@ -120,22 +120,40 @@ def rules(model: Model) -> list[tuple[str, tuple[Any, ...]]]:
     return [(pattern, spec[1:] if spec[:1] == (None,) else spec) for pattern, spec in own]
 
 
-def compiled(model: Model, sizes: Mapping[str, int]) -> tuple[sr.Plan, Hlo]:
-    """The plan of a training step on this mesh, and the optimized HLO of the step."""
+def jitted(model: Model, sizes: Mapping[str, int]) -> tuple[Any, sr.Plan, Any]:
+    """A training step on this mesh, the plan of its parameters, and the abstract tokens."""
     devices = prod(sizes.values())
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(*sizes.values()), tuple(sizes))
     tree = parameters(model)
     plan = sr.plan(tree, rules(model), mesh)
     held = plan.shardings()
     tokens = NamedSharding(mesh, P(BATCH_AXES))
-    ids = jax.ShapeDtypeStruct((BATCH, SEQUENCE), "int32")
+    ids = jax.ShapeDtypeStruct((BATCH, SEQUENCE), "int32", sharding=tokens)
 
     def step(params: Any, read: Any, wanted: Any) -> Any:
         gradients = _gradients(params, read, wanted, model, mesh)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
 
     made = jax.jit(step, in_shardings=(held, tokens, tokens), out_shardings=held, donate_argnums=0)
-    return plan, Hlo(made.lower(tree, ids, ids).compile().as_text())
+    return made, plan, ids
+
+
+def compiled(model: Model, sizes: Mapping[str, int]) -> tuple[sr.Plan, Hlo]:
+    """The plan of a training step on this mesh, and the optimized HLO of the step."""
+    made, plan, ids = jitted(model, sizes)
+    return plan, Hlo(made.lower(plan.abstract(), ids, ids).compile().as_text())
+
+
+def spread(model: Model, sizes: Mapping[str, int]) -> Counter[tuple[str, tuple[str, ...]]]:
+    """Payloads by collective and axes of the step's jaxpr, as the CPU backend sends them."""
+    made, plan, ids = jitted(model, sizes)
+    step = sr.trace(made, plan, ids, ids)
+    rows: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    # It adds the parts of each product up, before it adds the products.
+    for row in step.spread(merges_sums=False).sent:
+        axes = tuple(axis for axis in sizes if axis in row.axes)
+        rows[row.kind, axes] += row.payload * row.trips
+    return rows
 
 
 def _gradients(params: Any, read: Any, wanted: Any, model: Model, mesh: Mesh) -> Any:

@@ -203,11 +203,13 @@ class Step(TracedStep):
         ]
         return tuple(rows)
 
-    def spread(self, plan: Plan | None = None) -> Spread:
+    def spread(self, plan: Plan | None = None, *, merges_sums: bool = True) -> Spread:
         """Spread the specs of a plan, and of the arguments' shardings, over all arrays.
 
         Args:
             plan: The plan in the place of the first that the step was traced with; None for that.
+            merges_sums: False as XLA does it for CPU: parts of each product are added up before
+                the products are.
 
         Raises:
             ValueError: The plan is of another tree; or the step has code by device, which was
@@ -217,7 +219,7 @@ class Step(TracedStep):
         sizes = self._sizes(args)
         cuts = [row for arg in args for row in _cuts_of(arg)]
         results = _result_cuts(self._call, self._equations)
-        return Spread(self._equations, sizes, cuts, results)
+        return Spread(self._equations, sizes, cuts, results, merges_sums=merges_sums)
 
     def _with_plan(self, plan: Plan | None) -> tuple[Any, ...]:
         if plan is None:

@@ -1,0 +1,32 @@
+"""What steps send by their jaxprs, and by what the CPU's compiler makes of them."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from tests.support import step_table
+from tests.support.step_traffic import CASES
+
+PAGE_VERSION = (0, 12)
+# Some that compile quickly; `make test-all` has them all.
+QUICK = ("dense, scanned fsdp=4,tp=2", "dense, square output transposed tp=4", "MoE data=2,ep=4")
+STEPS = [
+    pytest.param(i, id=case.id, marks=() if case.id in QUICK else pytest.mark.slow)
+    for i, case in enumerate(CASES)
+]
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="older XLAs choose other collectives")
+@pytest.mark.parametrize("index", STEPS)
+def test_a_step_sends_what_its_jaxpr_says(index):
+    ours, real = step_table.compared(index)
+    assert (abs(ours / real - 1) <= 0.05) == (CASES[index].id not in step_table.WHY)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    jax.__version_info__[:2] != PAGE_VERSION, reason="the page's rows are of JAX 0.12"
+)
+def test_the_page_has_the_table_of_all_steps():
+    assert step_table.shown() == step_table.table()
