@@ -29,8 +29,8 @@ CASES = {
     "merge": (lambda a: lax.reshape(a, (16, 32 * 24)), array(16, 32, 24)),
     "split": (lambda a: lax.reshape(a, (16, 32, 24)), array(16, 32 * 24)),
     "squeeze": (lambda a: lax.squeeze(a, (1,)), array(16, 1, 24)),
-    "sum": (lambda a: lax.reduce_sum_p.bind(a, axes=(1,), out_sharding=None), array(16, 32, 24)),
-    "max": (lambda a: lax.reduce_max_p.bind(a, axes=(0,), out_sharding=None), array(16, 24)),
+    "sum": (lambda a: lax.reduce(a, 0.0, lax.add, (1,)), array(16, 32, 24)),
+    "max": (lambda a: lax.reduce(a, -np.inf, lax.max, (0,)), array(16, 24)),
     "dot": (lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ()))), array(16, 32), array(32, 24)),
     "batched dot": (
         lambda a, b: lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,)))),
@@ -77,9 +77,10 @@ def equation(name):
 
 
 def specs_of(rule, factor):
-    """Return the specs of all operands and results for which one factor is cut."""
+    """Return the specs of all operands and results for which one factor, and its parts, are cut."""
+    cut = {(factor,), *((part,) for part, whole in rule.parts if whole == factor)}
     return [
-        [P(*("x" if dims[:1] == (factor,) else None for dims in array)) for array in arrays]
+        [P(*("x" if dims[:1] in cut else None for dims in array)) for array in arrays]
         for arrays in (rule.operands, rule.results)
     ]
 

@@ -194,7 +194,10 @@ def test_passes_are_told_apart():
         if row.operation == "dot_general":
             products[row.part] = products.get(row.part, 0) + row.flops
     once = 5 * 2 * 8 * 16 * 16
-    assert products == {"forward": once, "recomputed": once, "backward": 2 * once}
+    if jax.__version_info__ >= (0, 10):
+        assert products == {"forward": once, "recomputed": once, "backward": 2 * once}
+    else:  # this JAX writes no more than "rematted_computation" into the jaxpr
+        assert products == {"other": 3 * once, "recomputed": once}
 
 
 def test_operations_of_a_whole_step_are_counted_as_by_xla():

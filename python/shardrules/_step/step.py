@@ -82,7 +82,7 @@ class Work(NamedTuple):
 
     operation: str
     part: str
-    """"forward", "backward", "recomputed" or "other"."""
+    """"forward", "backward", "recomputed" or "other"; JAX 0.5 tells only "recomputed" apart."""
     line: str
     times: int
     """How many there are in a step, loops multiplied."""
