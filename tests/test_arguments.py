@@ -254,7 +254,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     },
     **{
         f"Step.{name}.plan": ("plan", 3, 0, {}, THING, HUGE)
-        for name in ("memory", "spread", "time", "traffic")
+        for name in ("memory", "time", "traffic")
     },
     "Step.time.machine": ("v5p", None, 3, THING, HUGE),
     "Step.explain.path": (*NOT_TEXT, "no such leaf"),
@@ -494,7 +494,6 @@ CALLS |= {
     "Program.to_json": (sr.inspect(COMPILED, (None,)).to_json, {}),
     "Step.explain": (STEP.explain, {"path": "w"}),
     "Step.memory": (STEP.memory, {"plan": PLAN}),
-    "Step.spread": (STEP.spread, {"plan": PLAN}),
     "Step.time": (STEP.time, {"machine": machine_of("v5p", (), (), 1.0), "plan": PLAN}),
     "Step.to_json": (STEP.to_json, {}),
     "Step.traffic": (STEP.traffic, {"plan": PLAN}),

@@ -150,7 +150,7 @@ def spread(model: Model, sizes: Mapping[str, int]) -> Counter[tuple[str, tuple[s
     step = sr.trace(made, plan, ids, ids)
     rows: Counter[tuple[str, tuple[str, ...]]] = Counter()
     # It adds the parts of each product up, before it adds the products.
-    for row in step.spread(merges_sums=False).sent:
+    for row in step._spread(None, merges_sums=False).sent:
         axes = tuple(axis for axis in sizes if axis in row.axes)
         rows[row.kind, axes] += row.payload * row.trips
     return rows

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TracedStep(ABC):
-    """A step before it is compiled, as `Step` is; `plan` is as `Step.spread` takes it."""
+    """A step before it is compiled, as `Step` is; `plan` is as `Step.memory` takes it."""
 
     @abstractmethod
     def memory(self, plan: Any = None) -> Memory:

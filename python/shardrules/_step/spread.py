@@ -315,12 +315,21 @@ class Spread:
                         if factor not in places and factor not in free:
                             places.append(factor)
         for result, dims in zip(operation.outputs, rule.results, strict=True):
-            wish = self._by_factor(rule, dims, self._wishes.get(result, ()))
+            wished = self._wishes.get(result) or self._sibling(result)
+            wish = self._by_factor(rule, dims, wished)
             for factor, names in wish.items():
                 if factor not in rule.whole | minor:  # a device has the whole, and needs its part
                     for name in names:
                         options.setdefault(name, [factor])
         return options
+
+    def _sibling(self, number: int) -> Cuts:
+        """Return the cuts of what the only user of an array adds to it; () if there is none."""
+        users = self._users.get(number, [])
+        if len(users) != 1 or users[0].name not in _ADDS:
+            return ()
+        others = (other for other in users[0].inputs if other != number and other is not None)
+        return next((self.cuts[other] for other in others if other in self.cuts), ())
 
     def _by_factor(
         self, rule: Rule, dims: Sequence[Factors], cuts: Cuts

@@ -203,17 +203,11 @@ class Step(TracedStep):
         ]
         return tuple(rows)
 
-    def spread(self, plan: Plan | None = None, *, merges_sums: bool = True) -> Spread:
+    def _spread(self, plan: Plan | None, *, merges_sums: bool = True) -> Spread:
         """Spread the specs of a plan, and of the arguments' shardings, over all arrays.
 
-        Args:
-            plan: The plan in the place of the first that the step was traced with; None for that.
-            merges_sums: False as XLA does it for CPU: parts of each product are added up before
-                the products are.
-
-        Raises:
-            ValueError: The plan is of another tree; or the step has code by device, which was
-                traced for another mesh.
+        Without `merges_sums`, parts of each product are added up before the products are, as XLA
+        does it for CPU.
         """
         args = self._with_plan(plan)
         sizes = self._sizes(args)
@@ -260,13 +254,17 @@ class Step(TracedStep):
         """Estimate the memory that the step needs on a device, before it is compiled.
 
         Args:
-            plan: As `spread` takes it.
+            plan: The plan in the place of the first that the step was traced with; None for that.
 
         Returns:
             A `Memory`: arguments, results and temporary arrays, and the largest that are alive when
             a device needs most, each with its line. XLA needs somewhat more.
+
+        Raises:
+            ValueError: The plan is of another tree; or the step has code by device, which was
+                traced for another mesh.
         """
-        spread = self.spread(plan)
+        spread = self._spread(plan)
         rows, numbers = alive_arrays(self._equations, spread, self._donated)
         alive = sum(row.bytes for row in rows)
         of_arguments = sum(row.bytes for row in rows if row.operation is None)
@@ -287,7 +285,7 @@ class Step(TracedStep):
         """Count the bytes that each device sends in the step; `Plan.traffic` with `step`.
 
         Args:
-            plan: As `spread` takes it.
+            plan: As `memory` takes it.
         """
         return self._price(plan).traffic()
 
@@ -296,13 +294,13 @@ class Step(TracedStep):
 
         Args:
             machine: Hardware, and how well the step uses it.
-            plan: As `spread` takes it.
+            plan: As `memory` takes it.
         """
         check_type("machine", machine, Machine, "what Plan.step_time makes of its arguments")
         return self._price(plan).time(machine)
 
     def _price(self, plan: Plan | None) -> Price:
-        spread = self.spread(plan)
+        spread = self._spread(plan)
         return Price(self.name, self._equations, self._roles, spread, self.unmodelled)
 
     def _buffer(self, row: AliveArray, spread: Spread) -> Buffer:
@@ -348,12 +346,13 @@ class Step(TracedStep):
 
     def _dimension_lines(self, place: int, size: int, classes: Iterable[int]) -> Iterator[str]:
         roles, sizes = self._roles, self._equations.dims.sizes
-        names = [f"{roles.of.get(c, '') or 'no role'} {sizes[c]:,}" for c in classes]
-        yield f"  dimension {place}, {size:,}: {' x '.join(names) or 'one element'}"
-        for name in classes:
+        names = {c: f"{roles.of.get(c, '') or 'no role'} {sizes[c]:,}" for c in classes}
+        yield f"  dimension {place}, {size:,}: {' x '.join(names.values()) or 'one element'}"
+        for name, text in names.items():
             lines = list(dict.fromkeys(map(_line, roles.contracted.get(name, ()))))
+            part = f"{text} " if len(names) > 1 else ""
             for line in lines[:_ARRAYS_SHOWN]:
-                yield f"    summed over at {line}"
+                yield f"    {part}summed over at {line}"
             yield from (f"    {text}" for text in and_more(len(lines), _ARRAYS_SHOWN, "line"))
 
     def to_json(self) -> dict[str, Any]:
