@@ -381,3 +381,13 @@ def test_what_nothing_reads_is_left_out():
     traced = sr.trace(lambda params: step(params["x"]), plan)
     assert traced.flops == 64 * 64
     assert not plan.traffic(step=traced)
+
+
+@needs_abstract_mesh
+def test_a_batch_on_a_mesh_of_explicit_axes_is_of_the_plans_mesh():
+    """`jax.sharding.AbstractMesh` has explicit axes unless told otherwise, and plans of sizes have not."""
+    plan = mlp_plan()
+    mesh = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tp"))
+    x = shape(64, 128, sharding=NamedSharding(mesh, P("fsdp")))
+    step = sr.trace(lambda params, x: x @ params["up"][0], plan, x)
+    assert step.flops == 2 * 64 * 128 * 512

@@ -416,7 +416,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
     if not callable(step):
         raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
     mesh = _mesh_of(on, args)
-    trees = placed_on(args, mesh if on is not None else None)
+    trees = placed_on(args, mesh)
     make: Any = jax.make_jaxpr
     if type(step).__module__.startswith("equinox."):
         import equinox
