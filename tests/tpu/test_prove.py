@@ -415,3 +415,16 @@ def test_the_example_of_405_billion_parameters():
     held = sum(shard_bytes(arguments[0])) + 4 * prove_405b.LENGTH
     # The compiler pads 126 scales to 128.
     assert held <= proof.memory.totals.arguments <= 1.0001 * held
+
+
+@needs_libtpu
+def test_fast_is_another_program_than_full_of_the_same_jitted_step():
+    mesh = sr.Topology("v5e:2x4").mesh(fsdp=8)
+    plan = sr.plan({"w": jax.ShapeDtypeStruct((1024, 4096), "bfloat16")}, [("w", "fsdp")], mesh)
+    x = jax.ShapeDtypeStruct((256, 1024), "bfloat16", sharding=NamedSharding(mesh, P("fsdp")))
+    step = jax.jit(jax.grad(lambda params, x: (x @ params["w"]).astype("float32").sum()))
+    full, fast, again = (
+        sr.compile(step, plan, x, on=mesh, effort=effort).as_text()
+        for effort in ("full", "fast", "full")
+    )
+    assert full == again != fast

@@ -162,8 +162,13 @@ class Refusal(NamedTuple):
 
 def result_of(lowered: Any) -> Compiled | Refusal:
     """Compile a lowered step, within `options_for` its mesh."""
+    import jax
+
+    level = getattr(jax.config, "jax_optimization_level", None)
+    # With options, JAX neither takes nor keeps the executable of the same step at another level.
+    options = {"xla_dump_hlo_as_text": False} if level == _LEVELS["fast"] else None
     try:
-        return lowered.compile()  # type: ignore[no-any-return]
+        return lowered.compile(compiler_options=options)  # type: ignore[no-any-return]
     except Exception as error:
         numbers = _refusal(str(error))
         if numbers is None:
