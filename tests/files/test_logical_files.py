@@ -163,7 +163,20 @@ class TestRules:
         lines = ["m0: &m0 {a: 1, b: 2}"]
         lines += [f"m{i}: &m{i} {{<<: [{', '.join([f'*m{i - 1}'] * 9)}]}}" for i in range(1, 30)]
         text = "\n".join([*lines, "logical_axis_rules: [[embed, tp]]"])
-        with pytest.raises(sr.FileError, match=r"line 4, column 5: .*merge keys \(<<\) make it"):
+        file = written(tmp_path, "rules.yml", text)
+        try:
+            with memory_within(2**28):
+                count = len(read_rules(file).rules)
+        except sr.FileError as error:
+            assert re.search(r"line 4, column 5: .*merge keys \(<<\) make it", str(error))
+        else:  # PyYAML 6.0.4 merges the same entry once
+            assert count == 1
+
+    def test_many_merged_entries_are_refused(self, tmp_path):
+        lines = [f"m0: &m0 {{{', '.join(f'k{i}: {i}' for i in range(300))}}}"]
+        lines += [f"m{i}: &m{i} {{<<: *m{i - 1}, n{i}: 1}}" for i in range(1, 100)]
+        text = "\n".join([*lines, "logical_axis_rules: [[embed, tp]]"])
+        with pytest.raises(sr.FileError, match=r"column 6: .*merge keys \(<<\) make it"):
             read_rules(written(tmp_path, "rules.yml", text))
 
     def test_ordinary_merge_keys_are_read(self, tmp_path):

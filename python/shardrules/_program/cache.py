@@ -159,7 +159,7 @@ def _write(path: Path, result: Result, mesh: Mesh) -> None:
         if described is None:
             return
         facts, text = described
-    head = json.dumps({"seconds": result.seconds, **facts})
+    head = json.dumps({"seconds": result.seconds, "characters": len(text), **facts})
     packed = gzip.compress(f"{head}\n{text}".encode(), _LEVEL, mtime=0)
     if len(packed) <= _LIMIT:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -223,6 +223,8 @@ def _read(path: Path, lowered: Any, mesh: Mesh) -> Result:
     head, _, text = data.decode().partition("\n")
     facts = json.loads(head)
     seconds = float(facts["seconds"])
+    if facts["characters"] != len(text):
+        raise ValueError("cut")
     if "refusal" in facts:
         required, available = (of_type(number, int) for number in facts["refusal"])
         return Result(Refusal(required, available, text), seconds, True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
+from shardrules._estimate.kernels import KERNEL_EFFICIENCY, splash_flops
 from shardrules._program.computation import line_at, parsed, shapes_in
 from shardrules._program.hlo import hlo_errors
 from shardrules._text import Column, Table, answer, counted, printable_lines, seconds_shown
@@ -23,13 +23,6 @@ _UNKNOWN: Final = 2**62
 _KERNEL: Final = re.compile(r' custom-call\(.*custom_call_target="(tpu_custom_call|Mosaic[^"]*)"')
 _FLOPS: Final = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _LAYOUTS: Final = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
-KERNEL_EFFICIENCY: Final = 0.5
-"""Share of the peak that Pallas kernels are assumed to reach."""
-# JAX's splash attention estimates no cost. Products by its kernels, of the size of the queries and
-# of that of the values; with three results, the backward kernel has those of the other one too.
-_SPLASH: Final = {"_fwd": (1, 1), "_dkv": (2, 2), "_dq": (2, 1)}
-_SPLASH_NAME: Final = re.compile(r"splash_m[hq]a(_fwd|_dkv|_dq)")
-_UNMASKED: Final = 0.5
 # Names of an operation, from the first that fits.
 _PHASES: Final = (
     ("recomputed", "rematted_computation"),
@@ -177,18 +170,12 @@ def _kernels(hlo: Hlo) -> Iterator[tuple[Instruction, int]]:
 
 
 def _splash_flops(kernel: Instruction) -> int:
-    """Count the operations of a kernel of splash attention, as if half of its mask were empty."""
-    match = _SPLASH_NAME.search(kernel.name) or _SPLASH_NAME.search(kernel.op_name or "")
     layouts = _LAYOUTS.search(kernel.attributes)
-    if match is None or layouts is None:
+    if layouts is None:
         return 0
     arrays = [shape.dims for shape in shapes_in(layouts[1]) if shape.dtype in ("bf16", "f32")]
-    query, key, value = arrays[:3]
-    of_query, of_value = _SPLASH[match[1]]
-    if match[1] == "_dkv" and len(kernel.results) == 3:
-        of_query += 1
-    width = of_query * query[-1] + of_value * value[-1]
-    return int(2 * prod(query[:-1]) * key[-2] * width * _UNMASKED)
+    name = f"{kernel.name} {kernel.op_name or ''}"
+    return splash_flops(name, arrays, len(kernel.results))
 
 
 def _line(hlo: Hlo, instruction: Instruction) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, NamedTuple
 
+from shardrules._dtypes import is_inexact
+from shardrules._estimate.kernels import splash_flops
 from shardrules._step.dimensions import Dimensions, Dims
 from shardrules._step.factors import Rule, Shape, rule_of, same_rule, shape_of
 
@@ -64,6 +66,13 @@ class TracedOperation:
     def arguments(self, body: Body) -> list[tuple[int | None, int]]:
         """Return pairs of an input of the operation, and the input of a body that it is."""
         return list(zip(self.inputs[-len(body.inputs) :], body.inputs, strict=True))
+
+    @property
+    def flops(self) -> int:
+        """Operations of one run; of a kernel those that it estimates, 0 if they are not known."""
+        if self.rule is not None:
+            return self.rule.flops
+        return _kernel_flops(self.eqn) if self.name == "pallas_call" else 0
 
     @property
     def name(self) -> str:
@@ -291,14 +300,20 @@ class Equations:
                 self.dims.unite(whole, local)
 
     def operations(
-        self, body: Body | None = None, trips: int = 1
+        self, body: Body | None = None, trips: int = 1, *, on_device: bool = False
     ) -> Iterator[tuple[TracedOperation, int]]:
-        """Yield each operation with a rule, or none known, and how often it runs in a step."""
+        """Yield each operation with a rule, or none known, and how often it runs in a step.
+
+        Code by device runs on each of them, unless it is asked how often it runs `on_device`.
+        """
         for operation in (self.body if body is None else body).operations:
             if not operation.bodies:
                 yield operation, trips
+            devices = 1 if on_device else _devices(operation)
             for inner in operation.bodies:
-                yield from self.operations(inner, trips * operation.trips * _devices(operation))
+                yield from self.operations(
+                    inner, trips * operation.trips * devices, on_device=on_device
+                )
 
 
 def _without_dead(body: Body) -> Body:
@@ -372,6 +387,15 @@ def _named(eqn: Any) -> str:
     name = eqn.primitive.name
     kernel = eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", None)
     return f"{name} {kernel}" if isinstance(kernel, str) and kernel else str(name)
+
+
+def _kernel_flops(eqn: Any) -> int:
+    """Count the operations of a Pallas kernel by its estimate; those of splash attention."""
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None:
+        return int(estimate.flops)
+    arrays = [shape_of(var) for var in eqn.invars if is_inexact(var.aval.dtype)]
+    return splash_flops(_named(eqn), arrays, len(eqn.outvars))
 
 
 _STRUCTURED: Final[dict[str, Any]] = {

@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardrules._dtypes import is_inexact
+from shardrules._estimate.kernels import KERNEL_EFFICIENCY
 from shardrules._estimate.schedule import merged
 from shardrules._estimate.step_time import Machine, StepTime, sent_seconds
 from shardrules._estimate.traffic import Traffic
@@ -78,25 +79,24 @@ class Price:
     def _busy(self, hardware: Hardware, efficiency: float) -> tuple[float, float, int]:
         """Return the seconds of products, those of reading and writing, and all FLOPs."""
         compute = memory = 0.0
-        total = 0
-        for operation, trips in self.equations.operations():
+        for operation, trips in self.equations.operations(on_device=True):
             flops, moved, peak = self._of_operation(operation, hardware)
-            total += operation.rule.flops * trips if operation.rule else 0
-            seconds = flops / (peak * efficiency), moved / hardware.memory_bytes_per_second
+            share = KERNEL_EFFICIENCY if operation.rule is None else efficiency
+            seconds = flops / (peak * share), moved / hardware.memory_bytes_per_second
             if seconds[0] >= seconds[1]:
                 compute += seconds[0] * trips
             else:
                 memory += seconds[1] * trips
+        total = sum(operation.flops * trips for operation, trips in self.equations.operations())
         return compute, memory, total
 
     def _of_operation(
         self, operation: TracedOperation, hardware: Hardware
     ) -> tuple[float, float, float]:
         """Return the products of an operation on a device, the bytes that it moves, the peak."""
-        rule = operation.rule
-        if rule is None or not is_apart(operation):
+        if not is_apart(operation):
             return 0.0, 0.0, 1.0
-        flops = rule.flops / self.spread.shares.get(id(operation), 1)
+        flops = operation.flops / self.spread.shares.get(id(operation), 1)
         numbers = {n for n in (*operation.inputs, *operation.outputs) if n is not None}
         moved = sum(map(self.spread.bytes, numbers))
         number = next((n for n in operation.inputs if n is not None), None)

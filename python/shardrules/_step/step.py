@@ -183,9 +183,9 @@ class Step(TracedStep):
         flops: Counter[tuple[str, str, str]] = Counter()
         times: Counter[tuple[str, str, str]] = Counter()
         for operation, trips in self._equations.operations():
-            if operation.rule is not None and operation.rule.flops:
+            if operation.flops:
                 key = operation.name, _part(operation.scope), _line(operation)
-                flops[key] += operation.rule.flops * trips
+                flops[key] += operation.flops * trips
                 times[key] += trips
         return tuple(Work(*key, times[key], count) for key, count in flops.most_common())
 
