@@ -391,3 +391,15 @@ def test_a_batch_on_a_mesh_of_explicit_axes_is_of_the_plans_mesh():
     x = shape(64, 128, sharding=NamedSharding(mesh, P("fsdp")))
     step = sr.trace(lambda params, x: x @ params["up"][0], plan, x)
     assert step.flops == 2 * 64 * 128 * 512
+
+
+@needs_abstract_mesh
+def test_a_scalar_that_is_added_to_an_array_takes_none_of_its_cuts():
+    """`router` chooses where a permutation begins, as in the experts of some models."""
+    plan = planned({"router": shape(128, 8)}, [("router", P("fsdp"))])
+
+    def step(params, x):
+        chosen = jnp.argmax(x @ params["router"], -1)
+        return x[(jnp.arange(64) * 7 + chosen[0]) % 64]
+
+    assert sr.trace(step, plan, batch_on(plan, 64, 128)).traffic().sent > 0

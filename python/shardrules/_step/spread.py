@@ -328,8 +328,15 @@ class Spread:
         users = self._users.get(number, [])
         if len(users) != 1 or users[0].name not in _ADDS:
             return ()
-        others = (other for other in users[0].inputs if other != number and other is not None)
-        return next((self.cuts[other] for other in others if other in self.cuts), ())
+        values = self._equations.values
+        cuts = (
+            self.cuts[other]
+            for other in users[0].inputs
+            if other in self.cuts
+            and other != number
+            and values[other].shape == values[number].shape  # a scalar is added to an array, too
+        )
+        return next(cuts, ())
 
     def _by_factor(
         self, rule: Rule, dims: Sequence[Factors], cuts: Cuts
