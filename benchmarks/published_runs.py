@@ -268,14 +268,14 @@ def table(
 def _summary(rows: Sequence[Row]) -> str:
     inside = sum(row.is_inside for row in rows)
     near = sum(abs(row.middle / row.seconds - 1) <= NEAR for row in rows)
-    ranks = _spearman([row.seconds for row in rows], [row.middle for row in rows])
+    ranks = spearman([row.seconds for row in rows], [row.middle for row in rows])
     return (
         f"{len(rows)} runs: the range holds {inside} of the published times, its middle is within "
         f"{NEAR:.0%} of {near}; Spearman's rank correlation {ranks:.3f}"
     )
 
 
-def _spearman(first: Sequence[float], second: Sequence[float]) -> float:
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     """Correlate the ranks."""
     ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
     return float(np.corrcoef(ranks)[0, 1])
