@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -12,7 +13,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
 
 HEAD = 128
 Params = dict[str, Any]
@@ -115,6 +119,14 @@ def shapes(model: Model, repeats: int) -> Params:
         {str(number): layer for number, layer in enumerate(body)},
         is_leaf=lambda node: isinstance(node, tuple),
     )
+
+
+def shapes_of_ends(model: Model) -> Params:
+    """Return the tables of the tokens and of the logits."""
+    return {
+        "embed": jax.ShapeDtypeStruct((model.vocab, model.width), "float32"),
+        "head": jax.ShapeDtypeStruct((model.width, model.vocab), "float32"),
+    }
 
 
 def rules(axes: Mapping[str, int]) -> list[tuple[str, P]]:
@@ -280,8 +292,8 @@ def layer(step: Step, x: jax.Array, w: Params) -> jax.Array:
     return step.cut(sum(added, x), None, step.tp)
 
 
-def loss_of_layers(step: Step, params: Params, x: jax.Array) -> jax.Array:
-    """Scan over the layers; the sum stands for what follows."""
+def layers(step: Step, params: Params, x: jax.Array) -> jax.Array:
+    """Scan over the layers, with what is saved of each."""
     policy = jax.checkpoint_policies.save_only_these_names(*step.saved)
 
     def body(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
@@ -289,7 +301,12 @@ def loss_of_layers(step: Step, params: Params, x: jax.Array) -> jax.Array:
             x = jax.checkpoint(partial(layer, step), policy=policy)(x, w[number])
         return x, None
 
-    return jnp.sum(jax.lax.scan(body, x, params)[0].astype("float32"))
+    return jax.lax.scan(body, x, params)[0]
+
+
+def loss_of_layers(step: Step, params: Params, x: jax.Array) -> jax.Array:
+    """Apply the layers; the sum stands for what follows."""
+    return jnp.sum(layers(step, params, x).astype("float32"))
 
 
 def loss_of_ends(step: Step, params: Params, x: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -316,3 +333,20 @@ def train(loss: Callable[..., jax.Array], state: Params, x: jax.Array, *rest: ja
         lambda p, m, n: p - 1e-4 * m / (jnp.sqrt(n) + 1e-8), state["params"], mu, nu
     )
     return {"params": params, "mu": mu, "nu": nu}, going_on
+
+
+def jitted_on(
+    mesh: Any, step: Step, loss: Callable[..., jax.Array], params: Params, rows: int
+) -> tuple[Any, sr.Plan, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Return a step of Adam, and its arguments: the plan of its state, inputs, and tokens."""
+    plan = sr.plan({"params": params, "mu": params, "nu": params}, rules(step.axes), mesh)
+    shape = rows * prod(step.axes.values()), step.length
+    by_batch = NamedSharding(mesh, P(step.batch, None, step.tp))
+    x = jax.ShapeDtypeStruct((*shape, step.model.width), "bfloat16", sharding=by_batch)
+    tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=NamedSharding(mesh, P(step.batch)))
+    jitted = jax.jit(
+        partial(train, partial(loss, step)),
+        donate_argnums=0,
+        out_shardings=(plan.shardings(), by_batch),
+    )
+    return jitted, plan, x, tokens

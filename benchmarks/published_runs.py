@@ -16,15 +16,10 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from benchmarks import published_model as code
@@ -161,23 +156,11 @@ def _proved(models: Mapping[str, Any], run: Run, part: str, rows: int) -> Any:
     topology = sr.Topology(run["on"], run.get("slices", 1))
     mesh = topology.mesh(run["mesh"])
     step = code.Step(model, run["length"], run["saved"], run["mesh"], run["on"].split(":")[0])
-    params, loss = code.shapes(model, LAYERS_COMPILED), partial(code.loss_of_layers, step)
     if part == "ends":
-        params = {
-            "embed": jax.ShapeDtypeStruct((model.vocab, model.width), "float32"),
-            "head": jax.ShapeDtypeStruct((model.width, model.vocab), "float32"),
-        }
-        loss = partial(code.loss_of_ends, step)
-    plan = sr.plan({"params": params, "mu": params, "nu": params}, code.rules(run["mesh"]), mesh)
-    sequences = rows * prod(run["mesh"].values())
-    sharding = NamedSharding(mesh, P(step.batch, None, step.tp))
-    x = jax.ShapeDtypeStruct((sequences, run["length"], model.width), "bfloat16", sharding=sharding)
-    tokens = jax.ShapeDtypeStruct(
-        (sequences, run["length"]), "int32", sharding=NamedSharding(mesh, P(step.batch))
-    )
-    jitted = jax.jit(
-        partial(code.train, loss), donate_argnums=0, out_shardings=(plan.shardings(), sharding)
-    )
+        loss, params = code.loss_of_ends, code.shapes_of_ends(model)
+    else:
+        loss, params = code.loss_of_layers, code.shapes(model, LAYERS_COMPILED)
+    jitted, plan, x, tokens = code.jitted_on(mesh, step, loss, params, rows)
     proof = sr.prove(jitted, plan, x, *([tokens] if part == "ends" else []), on=topology)
     assert proof.time is not None
     return {

@@ -16,7 +16,7 @@ from shardrules._estimate.traffic import traffic
 from shardrules._plan import roles as roles_module
 from shardrules._plan.axis_uses import data_axes_among
 from shardrules._plan.table import axes_named
-from tests.support import corpus, step_traffic
+from tests.support import corpus, page_table, step_traffic
 from tests.support.step_traffic import CASES, COUNTED, compared
 from tests.support.steps import Model, parameters, sizes_of
 from tests.support.steps import rules as step_rules
@@ -548,4 +548,4 @@ def test_a_step_sends_what_is_predicted(index):
     jax.__version_info__[:2] != PAGE_VERSION, reason="the page's rows are of JAX 0.10"
 )
 def test_the_page_has_the_table_of_all_steps():
-    assert step_traffic.shown() == step_traffic.table()
+    assert page_table.shown(step_traffic.PAGE) == step_traffic.table()

@@ -403,3 +403,34 @@ def test_a_scalar_that_is_added_to_an_array_takes_none_of_its_cuts():
         return x[(jnp.arange(64) * 7 + chosen[0]) % 64]
 
     assert sr.trace(step, plan, batch_on(plan, 64, 128)).traffic().sent > 0
+
+
+@needs_abstract_mesh
+def test_code_by_device_takes_the_time_of_a_device():
+    plan = planned({"w": shape(512, 512)}, [("w", P())], {"data": 8})
+    x = batch_on(plan, 1024, 512, spec=P("data"))
+    by_device = shard_map(
+        lambda w, x: x @ w, mesh=x.sharding.mesh, in_specs=(P(), P("data")), out_specs=P("data")
+    )
+    plain, manual = (
+        plan.step_time(step=sr.trace(step, plan, x), hardware="v5p")
+        for step in (lambda p, x: x @ p["w"], lambda p, x: by_device(p["w"], x))
+    )
+    assert manual == plain._replace(assumptions=manual.assumptions)
+
+
+def test_a_kernel_counts_by_what_it_estimates():
+    pallas = pytest.importorskip("jax.experimental.pallas")
+
+    def double(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    def step(x, **options):
+        return pallas.pallas_call(double, out_shape=shape(8, 128), name="double", **options)(x)
+
+    estimate = pallas.CostEstimate(flops=10**9, transcendentals=0, bytes_accessed=8192)
+    known = sr.trace(partial(step, cost_estimate=estimate), shape(8, 128))
+    unknown = sr.trace(step, shape(8, 128))
+    assert (known.flops, unknown.flops) == (10**9, 0)
+    assert unknown.unmodelled == known.unmodelled
+    assert "pallas_call double" in known.unmodelled[0]

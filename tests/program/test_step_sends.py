@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from tests.support import step_table
+from tests.support import page_table, step_table
 from tests.support.step_traffic import CASES
 
 PAGE_VERSION = (0, 12)
@@ -29,4 +29,4 @@ def test_a_step_sends_what_its_jaxpr_says(index):
     jax.__version_info__[:2] != PAGE_VERSION, reason="the page's rows are of JAX 0.12"
 )
 def test_the_page_has_the_table_of_all_steps():
-    assert step_table.shown() == step_table.table()
+    assert page_table.shown(step_table.PAGE) == step_table.table()

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
+from math import prod
 
 from shardrules._text import bytes_shown, mesh_shown
+from tests.support import page_table
 from tests.support.folders import ROOT
 from tests.support.step_traffic import CASES
 from tests.support.steps import compiled, sent, spread
 
 PAGE = ROOT / "docs" / "step.md"
-BEGIN, END = "<!-- table of steps -->\n\n", "\n<!-- /table of steps -->"
 # Rows that differ by more than 5 %, and why.
 WHY = {
     "dense, table as held fsdp=8": "XLA does not gather the table: it exchanges parts of the "
@@ -41,9 +42,7 @@ def _ring(rows: Mapping[tuple[str, tuple[str, ...]], int], sizes: Mapping[str, i
     """The bytes that a device sends; a reduce-scatter is an all-reduce for CPU, and a slice."""
     total = 0.0
     for (collective, axes), payload in rows.items():
-        devices = 1
-        for axis in axes:
-            devices *= sizes[axis]
+        devices = prod(sizes[axis] for axis in axes)
         twice = 2 if collective in {"all-reduce", "reduce-scatter"} else 1
         total += payload * twice * (devices - 1) / devices
     return round(total)
@@ -66,13 +65,5 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def shown() -> str:
-    """The table that the page has."""
-    text = PAGE.read_text(encoding="utf-8")
-    return text[text.index(BEGIN) + len(BEGIN) : text.index(END)]
-
-
 if __name__ == "__main__":
-    page = PAGE.read_text(encoding="utf-8")
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{after}", encoding="utf-8")
+    page_table.write(PAGE, table())

@@ -12,6 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from shardrules._text import bytes_shown, mesh_shown
+from tests.support import page_table
 from tests.support.folders import ROOT
 from tests.support.steps import (
     BATCH_AXES,
@@ -26,7 +27,6 @@ from tests.support.steps import (
 )
 
 PAGE = ROOT / "docs" / "traffic.md"
-BEGIN, END = "<!-- table of steps -->\n\n", "\n<!-- /table of steps -->"
 COUNTED = ("params", "gradients", "activations", "experts")
 WHOLE_TABLE = (
     "The gathered table's gradient is constrained to be whole: it is reduced over all batch axes "
@@ -148,13 +148,5 @@ def _of(rows: Mapping[Key, int], of: str) -> int:
     return sum(payload for key, payload in rows.items() if key[0] == of)
 
 
-def shown() -> str:
-    """The table that the page has."""
-    text = PAGE.read_text(encoding="utf-8")
-    return text[text.index(BEGIN) + len(BEGIN) : text.index(END)]
-
-
 if __name__ == "__main__":
-    page = PAGE.read_text(encoding="utf-8")
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{after}", encoding="utf-8")
+    page_table.write(PAGE, table())

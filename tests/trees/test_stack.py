@@ -37,7 +37,7 @@ def test_a_deep_tree_on_a_small_stack_does_not_crash(kib):
 
 
 def say_the_error():
-    """Print the error of a thread with a small stack; what the main thread says is none."""
+    """Print the error of a thread with a small stack; the main thread matches the tree."""
     tree = jax.ShapeDtypeStruct((4,), "float32")
     for _ in range(900):
         tree = {"a": tree}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -298,6 +299,11 @@ class Equations:
                 self.dims.parts.append((whole, local))
             else:
                 self.dims.unite(whole, local)
+
+    @cached_property
+    def flops(self) -> int:
+        """Operations of a step on all devices."""
+        return sum(operation.flops * trips for operation, trips in self.operations())
 
     def operations(
         self, body: Body | None = None, trips: int = 1, *, on_device: bool = False

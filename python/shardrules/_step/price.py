@@ -61,7 +61,7 @@ class Price:
     def time(self, machine: Machine) -> StepTime:
         """Estimate the time of the step: of each operation, of its products or of its memory."""
         sizes, hardware = self.spread.sizes, machine.hardware
-        compute, memory, total = self._busy(hardware, machine.efficiency)
+        compute, memory = self._busy(hardware, machine.efficiency)
         sent, alone = sent_seconds(machine, sizes, self.traffic())
         longest = max(compute + memory, sum(sent.values()) - alone) + alone
         peak = prod(sizes.values()) * hardware.flops_per_second["bfloat16"]
@@ -71,13 +71,13 @@ class Price:
             memory=memory,
             sent=sent,
             alone=alone,
-            utilization=total / (peak * longest) if longest else 0.0,
+            utilization=self.equations.flops / (peak * longest) if longest else 0.0,
             uncounted=self.unmodelled,
             assumptions=machine.assumptions() | {"step": self.name},
         )
 
-    def _busy(self, hardware: Hardware, efficiency: float) -> tuple[float, float, int]:
-        """Return the seconds of products, those of reading and writing, and all FLOPs."""
+    def _busy(self, hardware: Hardware, efficiency: float) -> tuple[float, float]:
+        """Return the seconds of products, and those of reading and writing."""
         compute = memory = 0.0
         for operation, trips in self.equations.operations(on_device=True):
             flops, moved, peak = self._of_operation(operation, hardware)
@@ -87,8 +87,7 @@ class Price:
                 compute += seconds[0] * trips
             else:
                 memory += seconds[1] * trips
-        total = sum(operation.flops * trips for operation, trips in self.equations.operations())
-        return compute, memory, total
+        return compute, memory
 
     def _of_operation(
         self, operation: TracedOperation, hardware: Hardware

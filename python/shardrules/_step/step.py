@@ -192,7 +192,7 @@ class Step(TracedStep):
     @property
     def flops(self) -> int:
         """Floating-point operations of a step on all devices, without transcendental ones."""
-        return sum(row.flops for row in self.work)
+        return self._equations.flops
 
     @property
     def unmodelled(self) -> tuple[str, ...]:
