@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "hardware": (3, 0, [], "no such device", THING, HUGE),
     "axes_over_dcn": ("tp", 3, 0, [3], [None], ["no such axis"], THING, HUGE),
     "overlap": ("params", 3, 0, [3], ["parms"], THING, HUGE),
-    "efficiency": (*NOT_NUMBER, None, 0, -1, 1.5),
+    "efficiency": (*NOT_NUMBER, 0, -1, 1.5),
     "schedule": (3, 0, [], "x", THING, HUGE, {"gather": 2}, {"gathers": 0}, {3: 3}),
     "flops_per_second": (3, None, [], {}, {3: 1.0}, {"bf17": 1.0}, {"int8": 0}, {"int8": "1"}, THING),
     **dict.fromkeys(
@@ -360,7 +360,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Hardware": (sr.Hardware, {
         "name": "x", "flops_per_second": {"bfloat16": 1.0}, "memory_bytes": 1,
         "memory_bytes_per_second": 1.0, "link": "x", "link_bytes_per_second": 1.0,
-        "link_devices": 1, "dcn_bytes_per_second": 1.0, "torus_dimensions": 1, "sources": ()}),
+        "link_devices": 1, "dcn_bytes_per_second": 1.0, "torus_dimensions": 1, "efficiency": 1.0, "sources": ()}),
     "Hardware.named": (sr.Hardware.named, {"name": "v5p"}),
     "LogicalDialect": (sr.dialects.LogicalDialect, {
         "name": "x", "last_wins": True, "keeps_unknown": False, "correction": sr.Correction(),
@@ -371,7 +371,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": "device", "activations": PLAN, "step": None}),
     "Plan.check": (
         PLAN.check,
-        {"large": 1, "replicated": (), "optional_axes": (), "data_axes": (), "head_dim": 1, "hbm": 1, "levels": {}},
+        {"large": 1, "replicated": (), "optional_axes": (), "data_axes": (), "head_dim": 1, "hbm": 1, "levels": {}, "step": None},
     ),
     "Plan.diff": (PLAN.diff, {"other": PLAN}),
     "Plan.explain": (PLAN.explain, {"path": "w"}),

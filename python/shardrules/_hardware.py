@@ -32,6 +32,8 @@ class Hardware:
         dcn_bytes_per_second: Bytes that a device sends per second to other slices or nodes.
         torus_dimensions: Dimensions of the torus that the links make; 1 for a switch, which gives
             each pair of devices all of the bandwidth. Default: 1.
+        efficiency: The part of its peak that the products of a whole step reach, by which the time
+            of a traced step is more than at best. Default: 1.
         sources: Where the figures are from.
 
     Raises:
@@ -54,6 +56,7 @@ class Hardware:
     link_devices: int
     dcn_bytes_per_second: float
     torus_dimensions: int = 1
+    efficiency: float = 1.0
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,6 +77,7 @@ class Hardware:
             _check_rate(name, getattr(self, name))
         for name in ("memory_bytes", "link_devices", "torus_dimensions"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        check_share("efficiency", self.efficiency)
         object.__setattr__(self, "flops_per_second", flops)
         object.__setattr__(self, "sources", texts("sources", self.sources))
 
@@ -136,6 +140,17 @@ def _public_hardware(parameter: str, name: str) -> Hardware:
             f"{', '.join(by_name)}; give those of others as a Hardware, or in a TOML file"
         )
     return match
+
+
+def check_share(name: str, value: Any) -> None:
+    """Check a part of a whole.
+
+    Raises:
+        ValueError, TypeError: It is no number above 0 and at most 1.
+    """
+    check_real(name, value)
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} is {shown(value)}; it must be above 0 and at most 1")
 
 
 def _check_rate(name: str, value: Any) -> None:

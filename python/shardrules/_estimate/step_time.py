@@ -8,13 +8,13 @@ from dataclasses import fields
 from math import log2, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
-from shardrules._arguments import check_choice, check_real, check_type, integer, texts
+from shardrules._arguments import check_choice, check_type, integer, texts
 from shardrules._dtypes import bits_of, given_dtype
 from shardrules._estimate.collectives import cut_parts, kernel_uses
 from shardrules._estimate.schedule import Of, Schedule, schedule_of
 from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
-from shardrules._hardware import Hardware, as_hardware
-from shardrules._text import answer, brief, mesh_shown, printable, seconds_shown, shown
+from shardrules._hardware import Hardware, as_hardware, check_share
+from shardrules._text import answer, brief, mesh_shown, printable, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.collectives import CutPart
@@ -134,21 +134,24 @@ def machine_of(
     hardware: Hardware | str,
     axes_over_dcn: Iterable[str],
     overlap: Iterable[str],
-    efficiency: float,
+    efficiency: float | None,
+    *,
+    is_traced: bool = False,
 ) -> Machine:
-    """Return the machine of what a user gives.
+    """Return the machine of what a user gives; a traced step has the efficiency of the hardware.
 
     Raises:
         ValueError, TypeError: An argument is wrong; the message names it.
     """
-    check_real("efficiency", efficiency)
-    if not 0 < efficiency <= 1:
-        raise ValueError(f"efficiency is {shown(efficiency)}; it must be above 0 and at most 1")
+    device = as_hardware("hardware", hardware)
+    if efficiency is None:
+        efficiency = device.efficiency if is_traced else 1.0
+    check_share("efficiency", efficiency)
     meanwhile = texts("overlap", overlap)
     for purpose in meanwhile:
         check_choice("overlap: one of them", purpose, get_args(Of))
     return Machine(
-        as_hardware("hardware", hardware),
+        device,
         texts("axes_over_dcn", axes_over_dcn),
         meanwhile,
         float(efficiency),
@@ -197,6 +200,8 @@ class StepTime(NamedTuple):
 
     total: float
     """The longest of compute, memory and what is sent meanwhile; then what is sent alone."""
+    best: float
+    """The same if products reach the peak of the hardware: no step takes less."""
     compute: float
     memory: float
     sent: dict[tuple[str, ...], float]
@@ -222,12 +227,21 @@ class StepTime(NamedTuple):
         terms |= {f"sent over {','.join(axes)}": seconds for axes, seconds in self.sent.items()}
         width = max(map(len, terms))
         lines = [
-            f"{seconds_shown(self.total)} a step at best: at most "
-            f"{self.utilization:.0%} of the peak",
+            f"{_range_shown(self)}: at most {self.utilization:.0%} of the peak",
             *(f"  {name:<{width}}  {seconds_shown(seconds):>8}" for name, seconds in terms.items()),
             *assumed_lines(self.assumptions, self.uncounted),
         ]
         return "\n".join(map(printable, lines))
+
+
+def _range_shown(time: StepTime) -> str:
+    if time.best >= time.total:
+        return f"{seconds_shown(time.total)} a step at best"
+    efficiency = time.assumptions["efficiency"]
+    return (
+        f"{seconds_shown(time.best)} a step at best, {seconds_shown(time.total)} with products at "
+        f"{efficiency:.0%} of the peak"
+    )
 
 
 def time_shown(time: StepTime) -> str:
@@ -278,6 +292,7 @@ def step_time(
     total = max(compute, memory, sum(sent.values()) - alone) + alone
     return StepTime(
         total=total,
+        best=max(compute * machine.efficiency, memory, sum(sent.values()) - alone) + alone,
         compute=compute,
         memory=memory,
         sent=sent,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._estimate.traffic import Traffic
+    from shardrules._plan.findings import Finding
 
 
 class TracedStep(ABC):
@@ -17,6 +19,10 @@ class TracedStep(ABC):
     @abstractmethod
     def memory(self, plan: Any = None) -> Memory:
         """Estimate the memory that the step needs on a device."""
+
+    @abstractmethod
+    def findings(self, plan: Any, large: int) -> Iterator[Finding]:
+        """Yield what is wrong with a plan for the step; see `Plan.check`."""
 
     @abstractmethod
     def traffic(self, plan: Any = None) -> Traffic:

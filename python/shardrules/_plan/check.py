@@ -5,18 +5,20 @@ Each check is one function from a plan to findings; all run, and all is reported
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardrules._arguments import check_choice
 from shardrules._plan import check_leaves, check_names, check_rules
 from shardrules._plan.findings import LEVELS, Findings
-from shardrules._plan.queries import CHECKS, KINDS, Queries
+from shardrules._plan.queries import CHECKS, KINDS, OF_STEP, Queries
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._text import counted, mesh_shown
 
 if TYPE_CHECKING:
-    from shardrules._plan.findings import CheckKind, Declared, FindingKind, Level
+    from shardrules._estimate.traced import TracedStep
+    from shardrules._plan.findings import CheckKind, Declared, Finding, FindingKind, Level
     from shardrules._plan.table import Columns
 
 _MODULES: Final = (check_leaves, check_rules, check_names)
@@ -31,22 +33,32 @@ def check(
     head_dim: int | None = None,
     hbm: int | None = None,
     levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
+    step: TracedStep | None = None,
 ) -> Findings:
-    """See `Plan.check`."""
+    """See `Plan.check`; a step knows what heads are, whatever paths are."""
     new_levels: dict[FindingKind, Level | Literal["off"]] = dict((levels or {}).items())
     for kind, level in new_levels.items():
-        check_choice("levels: a kind of finding", kind, tuple(KINDS))
+        check_choice("levels: a kind of finding", kind, (*KINDS, *OF_STEP))
         check_choice(f"levels: the level of {kind!r}", level, (*LEVELS, "off"))
     queries = Queries(columns, large, declared, head_dim, hbm)
-    findings = (finding for check_ in CHECKS for finding in check_(queries))
-    levelled = ((finding, new_levels.get(finding.kind, finding.level)) for finding in findings)
-    kept = (finding._replace(level=level) for finding, level in levelled if level != "off")
-    return Findings(
-        kept, _scope_of_check(columns, [kind for kind in new_levels if new_levels[kind] == "off"])
+    off: list[str] = [kind for kind, level in new_levels.items() if level == "off"]
+    of_step: Iterable[Finding] = ()
+    checks = list(CHECKS)
+    if step is not None and all(kind.status == "placed" for kind in columns.kinds):
+        of_step = step.findings(columns, large)
+        checks.remove(check_names.half_heads)
+    elif step is not None:
+        off += OF_STEP
+    findings = (finding for check_ in checks for finding in check_(queries))
+    levelled = (
+        (finding, new_levels.get(finding.kind, finding.level))
+        for finding in chain(findings, of_step)
     )
+    kept = (finding._replace(level=level) for finding, level in levelled if level != "off")
+    return Findings(kept, _scope_of_check(columns, off))
 
 
-def _scope_of_check(columns: Columns, off: list[FindingKind]) -> str:
+def _scope_of_check(columns: Columns, off: Iterable[str]) -> str:
     """Return what is looked at, in words."""
     counts = f"{counted(len(columns.paths), 'leaf')}, {counted(len(columns.rules), 'rule')}"
     mesh = mesh_shown(columns.axis_sizes) or "one device"

@@ -110,7 +110,7 @@ class Estimates(Columns):
         hardware: Hardware | str | None = None,
         axes_over_dcn: Iterable[str] = (),
         overlap: Iterable[Of] = OVERLAP,
-        efficiency: float = 1.0,
+        efficiency: float | None = None,
         schedule: Mapping[str, Any] | None = None,
         step: TracedStep | None = None,
     ) -> Sweep:
@@ -187,13 +187,15 @@ class Estimates(Columns):
             )
             machine = None
             if device is not None:
-                machine = step_time.machine_of(device, axes_over_dcn, overlap, efficiency)
+                machine = step_time.machine_of(
+                    device, axes_over_dcn, overlap, efficiency, is_traced=True
+                )
             measure = partial(self._measured, step, machine)
         elif tokens is None:
             _check_unused(
                 axes_over_dcn=axes_over_dcn != (),
                 overlap=overlap != OVERLAP,
-                efficiency=efficiency != 1.0,
+                efficiency=efficiency is not None,
                 schedule=schedule is not None,
             )
         elif device is None:
@@ -254,7 +256,7 @@ class Estimates(Columns):
         step: TracedStep | None = None,
         axes_over_dcn: Iterable[str] = (),
         overlap: Iterable[Of] = OVERLAP,
-        efficiency: float = 1.0,
+        efficiency: float | None = None,
         gradients: Any = None,
         optimizer: Self | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
@@ -273,7 +275,8 @@ class Estimates(Columns):
                 into one; the last axes of the mesh are the innermost.
             overlap: What is sent while devices compute: some of "params", "gradients",
                 "activations", "experts". Default: the first two.
-            efficiency: The part of the peak FLOP/s that products reach. Default: 1.
+            efficiency: The part of the peak FLOP/s that products reach. Default: 1; with a step
+                that of the hardware.
             gradients: As in `bytes_per_device`.
             optimizer: As in `bytes_per_device`.
             optimizer_memory_kind: As in `bytes_per_device`.
@@ -293,7 +296,9 @@ class Estimates(Columns):
         """
         from shardrules._estimate import step_time
 
-        machine = step_time.machine_of(hardware, axes_over_dcn, overlap, efficiency)
+        machine = step_time.machine_of(
+            hardware, axes_over_dcn, overlap, efficiency, is_traced=step is not None
+        )
         if step is not None:
             _check_alone(
                 "step_time",

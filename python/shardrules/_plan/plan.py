@@ -27,6 +27,7 @@ from shardrules._arguments import (
 )
 from shardrules._correction import Correction, MemoryKind, check_memory_kind
 from shardrules._dtypes import given_dtype
+from shardrules._estimate.traced import TracedStep
 from shardrules._io import write_text
 from shardrules._mesh.mesh import as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._place.decider import (
@@ -241,6 +242,7 @@ class Plan(Estimates, Decider):
         head_dim: int | None = None,
         hbm: int | None = None,
         levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
+        step: TracedStep | None = None,
     ) -> Findings:
         """Check the coverage: no leaf is replicated and no rule ignored without a finding.
 
@@ -259,12 +261,15 @@ class Plan(Estimates, Decider):
                 projections, if there is one.
             hbm: Bytes of memory of a device, into which the leaves are to fit. Default: any.
             levels: Other levels by kind of finding: "error", "warning", "info" or "off".
+            step: The step of `trace` with this plan among its arguments: what devices along an axis
+                repeat, heads by what the step does with them, activations that lose the batch, and
+                matrices that the optimizer gathers. Not looked at where leaves get no spec.
 
         Returns:
             All findings, the worst first.
 
         Raises:
-            ValueError: A kind or a level does not exist.
+            ValueError: A kind or a level does not exist; or the step was traced with another tree.
             re.error: A pattern is invalid.
 
         Example:
@@ -277,6 +282,7 @@ class Plan(Estimates, Decider):
         from shardrules._plan import check
 
         check_real("large", large)
+        check_type("step", step, TracedStep | None, "a Step, as shardrules.trace gives one")
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
         patterns = listed("replicated", replicated, "patterns")
         if patterns:
@@ -299,6 +305,7 @@ class Plan(Estimates, Decider):
             head_dim=size,
             hbm=room_of(hbm, None).hbm,
             levels=levels,
+            step=step,
         )
 
     def specs(self) -> Any:

@@ -32,29 +32,31 @@ _SHAPED: Final = frozenset(
         "name",
         "copy_p",
         "pvary",
+        "all_gather",
+        "all_gather_invariant",
     ]
 )
 _DOTS: Final = frozenset({"dot_general"})
 
 
-def weight_arrays(equations: Equations, weights: Iterable[int]) -> set[int]:
-    """Return the arrays that are weights, or slices, casts and other shapes of them."""
-    found = set(weights)
+def weight_arrays(equations: Equations, weights: Iterable[int]) -> dict[int, int]:
+    """Return {array that is a weight, or a slice, cast or other shape of it: the weight}."""
+    sources = {number: number for number in weights}
 
     def walk(body: Body) -> None:
         for operation in body.operations:
             for inner in operation.bodies:
                 for outer, number in operation.arguments(inner):
-                    if outer in found:
-                        found.add(number)
+                    if outer in sources:
+                        sources[number] = sources[outer]
                 walk(inner)
             if operation.name in _SHAPED or (operation.rule and operation.rule.is_identity):
                 for before, after in zip(operation.inputs, operation.outputs, strict=False):
-                    if before in found:
-                        found.add(after)
+                    if before in sources:
+                        sources[after] = sources[before]
 
     walk(equations.body)
-    return found
+    return sources
 
 
 class Roles:
@@ -80,6 +82,11 @@ class Roles:
             self._see(operation)
         self._name_data()
         self._name_rest()
+
+    def is_like_weights(self, number: int) -> bool:
+        """Say whether weights have all dimensions of an array, as their gradients do."""
+        classes = list(self._classes_of([number]))
+        return bool(classes) and all(map(self.of_weights.__contains__, classes))
 
     def _classes_of(self, numbers: Iterable[int]) -> Iterator[int]:
         for number in numbers:

@@ -47,26 +47,24 @@ class Price:
         """Say of what a collective is."""
         if sent.value in self.roles.weights:
             return "params"
-        if sent.value is not None and self._is_like_weights(sent.value) and "reduce" in sent.kind:
+        is_sum = "reduce" in sent.kind
+        if is_sum and sent.value is not None and self.roles.is_like_weights(sent.value):
             return "gradients"
         has_experts = "experts" in self.roles.of.values()
         return "experts" if sent.kind == "all-to-all" and has_experts else "activations"
-
-    def _is_like_weights(self, number: int) -> bool:
-        """Say whether weights have all dimensions of an array, as their gradients do."""
-        dims = self.equations.values[number].dims
-        classes = [name for dim in dims for name in self.equations.dims.classes(dim)]
-        return bool(classes) and all(map(self.roles.of_weights.__contains__, classes))
 
     def time(self, machine: Machine) -> StepTime:
         """Estimate the time of the step: of each operation, of its products or of its memory."""
         sizes, hardware = self.spread.sizes, machine.hardware
         compute, memory = self._busy(hardware, machine.efficiency)
         sent, alone = sent_seconds(machine, sizes, self.traffic())
-        longest = max(compute + memory, sum(sent.values()) - alone) + alone
+        meanwhile = sum(sent.values()) - alone
+        longest = max(compute + memory, meanwhile) + alone
+        best = max(sum(self._busy(hardware, 1.0)), meanwhile) + alone
         peak = prod(sizes.values()) * hardware.flops_per_second["bfloat16"]
         return StepTime(
             total=longest,
+            best=best,
             compute=compute,
             memory=memory,
             sent=sent,
@@ -95,7 +93,7 @@ class Price:
         """Return the products of an operation on a device, the bytes that it moves, the peak."""
         if not is_apart(operation):
             return 0.0, 0.0, 1.0
-        flops = operation.flops / self.spread.shares.get(id(operation), 1)
+        flops = operation.flops / self.spread.share(operation)
         numbers = {n for n in (*operation.inputs, *operation.outputs) if n is not None}
         moved = sum(map(self.spread.bytes, numbers))
         number = next((n for n in operation.inputs if n is not None), None)

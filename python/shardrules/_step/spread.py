@@ -91,8 +91,7 @@ class Spread:
         self._trips: dict[int, int] = {}
         self._terms: dict[int, tuple[tuple[str, ...], ...]] = {}
         self._users: dict[int, list[TracedOperation]] = {}
-        self.shares: dict[int, int] = {}
-        """Devices that share the work of each operation, by its identity."""
+        self._axes: dict[int, tuple[str, ...]] = {}
         body = equations.body
         self._find_users(body)
         for number, cuts in zip(body.inputs, arguments, strict=True):
@@ -102,6 +101,14 @@ class Spread:
         for result, cuts in zip(body.outputs, results, strict=True):
             if result is not None and cuts is not None and body.operations:
                 self._move(result, self._known(result, cuts), 1, body.operations[-1])
+
+    def axes_of(self, operation: TracedOperation) -> tuple[str, ...]:
+        """Return the mesh axes along which devices share the work of an operation."""
+        return self._axes.get(id(operation), ())
+
+    def share(self, operation: TracedOperation) -> int:
+        """Return how many devices share the work of an operation."""
+        return self._count(self.axes_of(operation))
 
     def bytes(self, number: int, cuts: Cuts | None = None) -> int:
         """Return the bytes of an array on a device."""
@@ -291,7 +298,7 @@ class Spread:
             return
         options = self._options(operation, rule)
         choice = self._cheapest(operation, rule, options)
-        self.shares[id(operation)] = prod(map(self._count, choice.values()))
+        self._axes[id(operation)] = tuple(axis for axes in choice.values() for axis in axes)
         if operation.name in _ADDS and self._add_terms(operation, choice, rule, trips):
             return
         for number, dims in zip(operation.inputs, rule.operands, strict=True):

@@ -21,6 +21,7 @@ from shardrules._program.compile import placed_on, target_mesh
 from shardrules._specs import entries_of, entry_axes
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
+from shardrules._step.findings import View, step_findings
 from shardrules._step.peak import AliveArray, alive_arrays
 from shardrules._step.price import Price
 from shardrules._step.spread import Cuts, Spread
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.traffic import Traffic
+    from shardrules._plan.findings import Finding
     from shardrules._step.equations import TracedOperation
 
 _LARGEST: Final = 100
@@ -298,6 +300,21 @@ class Step(TracedStep):
         """
         check_type("machine", machine, Machine, "what Plan.step_time makes of its arguments")
         return self._price(plan).time(machine)
+
+    def findings(self, plan: Plan, large: int) -> Iterator[Finding]:
+        """Yield what is wrong with a plan for the step; `Plan.check` with `step`.
+
+        Args:
+            plan: As `memory` takes it.
+            large: Bytes on a device from which on an array is reported.
+        """
+        spread = self._spread(plan)
+        place = next(i for i, arg in enumerate(self._args) if isinstance(arg, Plan))
+        paths = {
+            self._equations.body.inputs[row]: self._paths[row].removeprefix(f"inputs/{place}/")
+            for row in self._ranges[place]
+        }
+        yield from step_findings(View(self._equations, self._roles, spread, paths, _line, large))
 
     def _price(self, plan: Plan | None) -> Price:
         spread = self._spread(plan)

@@ -1,0 +1,269 @@
+"""Findings of a traced step under a plan: what the names of its parameters cannot tell.
+
+Each is a function from a `View` to findings, which `Plan.check` gives with its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from shardrules._plan.findings import CheckKind, Finding
+from shardrules._text import bytes_shown, counted
+
+if TYPE_CHECKING:
+    from shardrules._step.dimension_roles import ClassRole, Roles
+    from shardrules._step.equations import Body, Equations, TracedOperation
+    from shardrules._step.spread import Spread
+
+# Less than this part of a step's work may be repeated without a word: norms, routers, KV heads.
+_REPEATED: Final = 0.1
+_PRODUCTS: Final = frozenset(
+    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
+)
+_SHOWN: Final = 3
+_HEADS: Final[tuple[ClassRole, ...]] = ("heads", "KV heads", "query heads of a KV head")
+
+
+@dataclass
+class View:
+    """A step under a plan."""
+
+    equations: Equations
+    roles: Roles
+    spread: Spread
+    paths: dict[int, str]
+    """Of the plan's leaves, by the number of the array."""
+    line: Callable[[TracedOperation], str]
+    large: int
+    """Bytes on a device from which on an array is reported."""
+
+
+def step_findings(view: View) -> Iterator[Finding]:
+    """Yield all findings of a step."""
+    yield from _repeated(view)
+    yield from _half_heads(view)
+    yield from _whole_batches(view)
+    yield from _gathered_state(view)
+
+
+def _computing(view: View, body: Body) -> Iterator[tuple[TracedOperation, int]]:
+    """Yield what computes, and how often, but code by device, which says itself who does."""
+    for operation in body.operations:
+        for inner in operation.bodies if operation.name != "shard_map" else ():
+            for inside, trips in _computing(view, inner):
+                yield inside, trips * operation.trips
+        if operation.rule is not None and operation.flops:
+            yield operation, 1
+
+
+def _repeated(view: View) -> Iterator[Finding]:
+    """Yield for each mesh axis the products that all devices along it compute."""
+    spread = view.spread
+    body = view.equations.body
+    products = [
+        (operation, operation.flops * trips / spread.share(operation))
+        for operation, trips in _computing(view, body)
+        if operation.name in _PRODUCTS
+    ]
+    total = sum(
+        operation.flops * trips / spread.share(operation)
+        for operation, trips in view.equations.operations(on_device=True)
+        if operation.name in _PRODUCTS or operation.rule is None
+    )
+    gathered = _gathered_weights(view)
+    for axis, size in spread.sizes.items():
+        lines: defaultdict[str, float] = defaultdict(float)
+        weights: dict[str, None] = {}
+        for operation, flops in products:
+            if axis not in spread.axes_of(operation):
+                lines[view.line(operation)] += flops * (1 - 1 / size)
+                weights |= dict.fromkeys(gathered.get((id(operation), axis), ()))
+        wasted = sum(lines.values())
+        if wasted <= _REPEATED * total:
+            continue
+        shown = ", ".join(sorted(lines, key=lambda line: -lines[line])[:_SHOWN])
+        more = len(lines) - _SHOWN
+        where = shown + (f" and {counted(more, 'more line')}" if more > 0 else "")
+        cause, fix = _cause(axis, list(weights))
+        yield _finding(
+            "repeated",
+            f"the {size} devices along '{axis}' compute the same: {wasted / total:.0%} of the "
+            f"work of each of them, at {where}{cause}",
+            fix,
+            paths=tuple(weights)[:_SHOWN],
+            leaves=len(weights),
+        )
+
+
+def _cause(axis: str, weights: list[str]) -> tuple[str, str]:
+    """Return why devices along an axis compute the same, and the way out."""
+    if weights:
+        rest = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
+        return (
+            f", for which {weights[0]}{rest} is gathered over '{axis}'",
+            f"cut by '{axis}' the dimension that the product keeps or that its input is cut by "
+            "too, or cut the batch by it as well",
+        )
+    return (
+        "",
+        f"cut the batch by '{axis}', or the dimensions of weights that these products have; where "
+        f"the step loses the axis, constrain it: with_sharding_constraint(x, P(...'{axis}'...))",
+    )
+
+
+def _gathered_weights(view: View) -> dict[tuple[int, str], list[str]]:
+    """Return by operation and axis the weights that are gathered for it."""
+    gathered: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for sent in view.spread.sent:
+        source = view.roles.weights.get(sent.value) if sent.value is not None else None
+        if sent.kind == "all-gather" and source in view.paths:
+            for axis in sent.axes:
+                gathered[id(sent.operation), axis].append(view.paths[source])
+    return gathered
+
+
+def _half_heads(view: View) -> Iterator[Finding]:
+    """Yield the weights that are cut inside a head, and are not gathered before they are used."""
+    equations, roles = view.equations, view.roles.of
+    gathered = {
+        (path, axis) for (_, axis), paths in _gathered_weights(view).items() for path in paths
+    }
+    groups: dict[str, list[str]] = defaultdict(list)
+    for number, path in view.paths.items():
+        cuts = view.spread.cuts.get(number, ())
+        dims = [equations.dims.classes(dim) for dim in equations.values[number].dims]
+        if not any(roles.get(c) in _HEADS for classes in dims for c in classes):
+            continue
+        for place, (classes, names) in enumerate(zip(dims, cuts, strict=False)):
+            heads = [c for c in classes if roles.get(c) in _HEADS]
+            rest = [c for c in classes if c not in heads]
+            axes = [axis for axis in names if (path, axis) not in gathered]
+            if not axes or [roles.get(c) for c in rest] != ["head size"]:
+                continue
+            count = prod(equations.dims.sizes[c] for c in heads)
+            devices = prod(view.spread.sizes[axis] for axis in axes)
+            if count % devices:
+                size = equations.dims.sizes[rest[0]]
+                groups[
+                    f"dimension {place}, {counted(count, 'head')} of {size}, is cut into "
+                    f"{devices} parts by {','.join(axes)}"
+                ].append(path)
+    for text, paths in groups.items():
+        yield _finding(
+            "half-head",
+            f"{text}; devices exchange parts of heads in each step",
+            "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)",
+            paths=tuple(paths[:_SHOWN]),
+            leaves=len(paths),
+        )
+
+
+class _WholeArray(NamedTuple):
+    """Array with the batch that an axis of the batch does not cut."""
+
+    bytes: int
+    line: str
+    spec: str
+
+
+def _whole_batches(view: View) -> Iterator[Finding]:
+    """Yield for each axis of the batch what has the batch and is not cut by it."""
+    for axis, (batch, sizes) in _batch_axes(view).items():
+        rows = sorted(_whole_arrays(view, axis, batch), key=lambda row: -row.bytes)
+        if not rows:
+            continue
+        first = rows[0]
+        lines = list(dict.fromkeys(row.line for row in rows))
+        more = f" and at {counted(len(lines) - 1, 'more line')}" if len(lines) > 1 else ""
+        yield _finding(
+            "whole-batch",
+            f"'{axis}' cuts the batch of the inputs, but not {bytes_shown(first.bytes)} at "
+            f"{first.line}{more}: each of the {sizes} devices along it has the same",
+            f"constrain it there: x = jax.lax.with_sharding_constraint(x, {first.spec})",
+            bytes=first.bytes,
+        )
+
+
+def _batch_axes(view: View) -> dict[str, tuple[set[int], int]]:
+    """Return {axis that cuts the batch of an argument: (classes that it cuts, its devices)}."""
+    equations, spread = view.equations, view.spread
+    axes: dict[str, tuple[set[int], int]] = {}
+    for number in equations.body.inputs:
+        if number in view.roles.weights:
+            continue
+        for dim, names in zip(
+            equations.values[number].dims, spread.cuts.get(number, ()), strict=False
+        ):
+            classes = {c for c in equations.dims.classes(dim) if view.roles.of.get(c) == "batch"}
+            for axis in names if classes else ():
+                axes.setdefault(axis, (set(), spread.sizes[axis]))[0].update(classes)
+    return axes
+
+
+def _whole_arrays(view: View, axis: str, batch: set[int]) -> Iterator[_WholeArray]:
+    """Yield the large results of products and constraints with the batch that an axis leaves."""
+    equations, spread = view.equations, view.spread
+    for operation, _ in _computing(view, equations.body):
+        for number in operation.outputs:
+            cuts = spread.cuts.get(number)
+            if cuts is None or any(axis in names for names in cuts):
+                continue
+            dims = equations.values[number].dims
+            places = [
+                place
+                for place, dim in enumerate(dims)
+                if batch.intersection(equations.dims.classes(dim))
+            ]
+            size = spread.bytes(number)
+            if places and size >= view.large:
+                entries = [tuple(names) for names in cuts]
+                entries[places[0]] = (*entries[places[0]], axis)
+                yield _WholeArray(size, view.line(operation), _spec_shown(entries))
+
+
+def _spec_shown(entries: list[tuple[str, ...]]) -> str:
+    texts = [
+        repr(names[0]) if len(names) == 1 else repr(names) if names else "None" for names in entries
+    ]
+    while texts and texts[-1] == "None":
+        texts.pop()
+    return f"P({', '.join(texts)})"
+
+
+def _gathered_state(view: View) -> Iterator[Finding]:
+    """Yield what products of the optimizer gather, such as the matrices of Muon."""
+    lines: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
+    for sent in view.spread.sent:
+        if (
+            sent.kind == "all-gather"
+            and sent.operation.name == "dot_general"
+            and sent.value not in view.roles.weights
+            and all(n is not None and view.roles.is_like_weights(n) for n in sent.operation.inputs)
+        ):
+            lines[view.line(sent.operation), sent.axes] += sent.payload * sent.trips
+    for (line, axes), size in lines.items():
+        if size >= view.large:
+            yield _finding(
+                "gathered-state",
+                f"a product of the optimizer gathers matrices over {','.join(axes)}: "
+                f"{bytes_shown(size)} on each device in a step, at {line}",
+                "give each device whole matrices, cut along layers or experts, with a constraint "
+                "before the product",
+                bytes=size,
+            )
+
+
+def _finding(
+    kind: CheckKind,
+    message: str,
+    fix: str,
+    *,
+    paths: tuple[str, ...] = (),
+    leaves: int = 0,
+    bytes: int = 0,
+) -> Finding:
+    return Finding("warning", kind, message, paths, leaves, None, bytes, fix)
