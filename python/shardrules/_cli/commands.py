@@ -110,7 +110,7 @@ def _check_targets(outputs: Mapping[str, str | None], sources: Iterable[str]) ->
     format=_FINDINGS,
 )  # fmt: skip
 def check(args: Args) -> int:
-    """Find mistakes in the rules.
+    """Find mistakes in the rules; without SOURCE, in all jobs of the project file.
 
     Exits with 1 for findings of at least the level --fail-on.
     """
@@ -207,6 +207,7 @@ def _locked(args: Args, program: Program, findings: Findings) -> Findings:
 def prove(args: Args) -> int:
     """Compile a step for TPUs or GPUs that need not be there, and compare it with its plan.
 
+    Without FUNCTION, it does so for all jobs of the project file that have one.
     Exits with 1 for findings of at least the level --fail-on, and if the step does not fit.
     """
     from shardrules._cli import inputs, show
@@ -431,6 +432,7 @@ def suggest(args: Args) -> int:
 def diff(args: Args) -> int:
     """Show the differences between two plans.
 
+    Without BEFORE, of all jobs of the project file that have one: between it and their models.
     Exits with 1 if there are any.
     """
     from shardrules._cli import inputs

@@ -89,12 +89,14 @@ def show_sweep(rows: Sweep, most: int) -> None:
 
 def show_findings(args: Args, findings: Findings, planned: Planned | None = None) -> int:
     """Show findings in the format of the options, and returns the exit code."""
-    from shardrules._plan.findings import conclusion, finding_lines
+    from shardrules._plan.findings import conclusion, finding_lines, github_commands
 
     if args.format == "json":
         print(findings.to_json())
     elif args.format == "github":
-        print(findings.to_github(*_rule_lines(args, planned)) or conclusion(findings))
+        title = " ".join(filter(None, [getattr(args, "job", None), "shardrules"]))
+        commands = github_commands(findings, *_rule_lines(args, planned), title)
+        print(commands or conclusion(findings))
     else:
         for finding in findings:
             label, message, *lines = finding_lines(finding)
@@ -115,16 +117,19 @@ def exit_code(args: Args, findings: Findings) -> int:
 
 
 def _rule_lines(args: Args, planned: Planned | None) -> tuple[str | None, Sequence[int]]:
-    """Return the rule file from the root of GitHub's checkout, and the lines of its rules."""
+    """Return the rule file from the root of the checkout, and the lines of its rules."""
     from shardrules._files.rule_places import rule_places
 
     if planned is None or args.rules is None:
         return None, ()
     file, lines = rule_places(args.rules, len(planned.plan.rules))
-    root = os.environ.get("GITHUB_WORKSPACE")
-    if file and root:
-        path, top = Path(file).resolve(), Path(root).resolve()
-        file = path.relative_to(top).as_posix() if path.is_relative_to(top) else file
+    if file:
+        path = Path(file).resolve()
+        root = os.environ.get("GITHUB_WORKSPACE") or next(
+            (folder for folder in path.parents if (folder / ".git").exists()), None
+        )
+        if root and path.is_relative_to(top := Path(root).resolve()):
+            file = path.relative_to(top).as_posix()
     return file, lines
 
 

@@ -248,9 +248,16 @@ class Findings(tuple[Finding, ...]):
         check_file("file", file)
         numbers = listed("lines", lines, "line numbers")
         first_lines = [integer(f"lines[{i}]", line, 1) for i, line in enumerate(numbers)]
-        return "\n".join(
-            _github_command(finding, file, _line_of(finding, first_lines)) for finding in self
-        )
+        return github_commands(self, file, first_lines)
+
+
+def github_commands(
+    findings: Findings, file: str | None, lines: Sequence[int], title: str = "shardrules"
+) -> str:
+    """Return the text of `Findings.to_github`, with this title before the kind of each."""
+    return "\n".join(
+        _github_command(finding, file, _line_of(finding, lines), title) for finding in findings
+    )
 
 
 def conclusion(findings: Findings) -> str:
@@ -260,7 +267,7 @@ def conclusion(findings: Findings) -> str:
     return printable(f"nothing found: {findings.scope}" if findings.scope else "nothing found")
 
 
-def _line_of(finding: Finding, lines: list[int]) -> int | None:
+def _line_of(finding: Finding, lines: Sequence[int]) -> int | None:
     if finding.rule is None or not lines:
         return None
     if finding.rule >= len(lines):
@@ -271,11 +278,11 @@ def _line_of(finding: Finding, lines: list[int]) -> int | None:
     return lines[finding.rule]
 
 
-def _github_command(finding: Finding, file: str | None, line: int | None) -> str:
+def _github_command(finding: Finding, file: str | None, line: int | None, title: str) -> str:
     properties = {
         "file": file,
         "line": None if file is None or line is None else str(line),
-        "title": f"shardrules {finding.kind}",
+        "title": f"{title} {finding.kind}",
     }
     texts = ",".join(
         f"{name}={_percent_escaped(text, ':,')}" for name, text in properties.items() if text
