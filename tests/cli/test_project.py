@@ -153,3 +153,55 @@ def test_each_form_of_a_value_is_an_option(project):
         0,
         "a:\nnothing found: 2 leaves, 2 rules, on tp=2,dp=2; not looked for: dead\n",
     )
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """A folder with a model alone."""
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / ".git").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_init_writes_a_project_that_is_checked(bare):
+    done = invoke("init", "model.json", "--mesh", "fsdp=2,tp=2", "--hbm", "16GB")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith("wrote rules.toml\nwrote shardrules.toml\n")
+    assert (bare / "shardrules.toml").read_text() == (
+        '[jobs."model"]\nmodel = "model.json"\nrules = "rules.toml"\nmesh = "fsdp=2,tp=2"\nhbm = "16GB"\n'
+    )
+    done = invoke("check", "--fail-on", "warning")
+    assert (done.exit_code, done.stdout) == (
+        0,
+        "model:\nnothing found: 2 leaves, 2 rules, on fsdp=2,tp=2\n",
+    )
+
+
+def test_init_of_a_function(bare, monkeypatch):
+    (bare / "own_tree.py").write_text(
+        "class A: shape, dtype = (512, 512), 'float32'\ndef ünder(): return {'wq': A()}"
+    )
+    monkeypatch.syspath_prepend(str(bare))
+    assert invoke("init", "own_tree:ünder", "--devices", "4").exit_code == 0
+    assert invoke("check").stdout.startswith("ünder:\n")
+
+
+@pytest.mark.parametrize("name", ["rules.toml", "shardrules.toml", "pyproject.toml"])
+def test_init_replaces_nothing(bare, name):
+    text = (
+        '[tool.shardrules.jobs.a]\nmodel = "m"\n'
+        if name == "pyproject.toml"
+        else '[jobs.a]\nmodel = "m"\n'
+    )
+    (bare / name).write_text(text)
+    done = invoke("init", "model.json", "--mesh", "tp=2")
+    assert (done.exit_code, name in done.stderr) == (2, True)
+    assert {path.name for path in bare.iterdir()} == {".git", "model.json", name}
+    assert (bare / name).read_text() == text
+
+
+@pytest.mark.parametrize("words", ["", "--mesh tp=2 --devices 2"])
+def test_init_needs_a_mesh_or_devices(bare, words):
+    done = invoke("init", "model.json", *words.split())
+    assert (done.exit_code, "give a mesh with --mesh, or --devices" in done.stderr) == (2, True)

@@ -93,7 +93,8 @@ class Command(click.Command):
         if isinstance(ctx.obj, tuple):
             from shardrules._cli.project import run_jobs
 
-            return run_jobs(self, ctx, *ctx.obj, usage_message=usage_message)
+            project, words = ctx.obj
+            return run_jobs(self, ctx, project, words, usage_message)
         args = SimpleNamespace(**ctx.params, job=ctx.obj)
         try:
             return self.entry.function(args) or 0

@@ -424,6 +424,51 @@ def suggest(args: Args) -> int:
 
 
 @_command(
+    "model.json --devices 512 --hbm 96GB",
+    "source mesh devices axes dialect head_dim max_memory optimizer optimizer_dtype hbm",
+    mesh={"help": "The mesh, such as fsdp=64,tp=8."},
+    optimizer={"default": "adam"},
+)
+def init(args: Args) -> int:
+    """Write a project file, shardrules.toml, and rules for a model, rules.toml.
+
+    Replaces no file. Exits with 1 if check warns of the rules.
+    """
+    from shardrules._cli import inputs
+    from shardrules._files.project import OWN_FILE, find_table, project_text
+    from shardrules._io import write_text
+    from shardrules._mesh_sizes import parse_mesh
+    from shardrules._suggest.suggest import suggest
+    from shardrules._text import mesh_shown
+
+    rules = "rules.toml"
+    if project := find_table(Path.cwd()):
+        raise ValueError(f"{project[0]}: the project has this file; add a job to it")
+    if there := next(filter(os.path.lexists, (OWN_FILE, rules)), None):
+        raise ValueError(f"{there} exists, and is not replaced; rename it")
+    if (args.mesh is None) == (args.devices is None):
+        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    hbm, moments = inputs.memory("--hbm", "a device", args.hbm), inputs.moments(args)
+    mesh = None if args.mesh is None else parse_mesh(args.mesh)
+    axes = None if args.axes is None else inputs.names(args.axes)
+    tree, about = inputs.load_model(args)
+    suggestion = suggest(
+        tree, mesh, devices=args.devices, axes=axes, hbm=hbm, optimizer=moments,
+        head_dim=args.head_dim, **about,
+    )  # fmt: skip
+    job = {"model": args.source, "rules": rules, "mesh": mesh_shown(suggestion.mesh)}
+    job |= {"hbm": args.hbm} if args.hbm else {}
+    texts = {rules: suggestion.to_toml(), OWN_FILE: project_text(job)}
+    for path, text in texts.items():
+        write_text(path, text)
+        print(f"wrote {path}")
+    print("shardrules check checks all jobs of the project file")
+    for warning in suggestion.warnings:
+        hint(args, str(warning))
+    return 1 if suggestion.warnings else 0
+
+
+@_command(
     "plan.lock model.json -r rules.toml",
     "before after", _PLAN.removeprefix("source "),
     rules={"help": "Rules for models."},

@@ -132,10 +132,11 @@ def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
     """Read a model that rules are to be written for, and arguments of `suggest` about it."""
     with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
         dialect = dialect_of(args)
-        rules = None if args.like is None else read_rules(args.like, dialect).rules
+        like = getattr(args, "like", None)
+        rules = None if like is None else read_rules(like, dialect).rules
         if isinstance(rules, LogicalRules):
             raise TypeError(
-                f"{args.like}: it is for logical axis names; rules that are mended are for paths"
+                f"{like}: it is for logical axis names; rules that are mended are for paths"
             )
         dialect = dialect if rules is None else rules.dialect
         _, tree, axis_names = _tree(args.source, dialect)

@@ -109,6 +109,8 @@ def _run_job(command: click.Command, ctx: click.Context, job: ProjectJob, words:
     name = str(command.name)
     options = [option.replace("_", "-") for option in COMMANDS[name].options]
     arguments = [job.arguments[key] for key in ARGUMENTS_OF[name]]
+    if "lock" not in job.options:
+        words = [word for word in words if word != "--update-lock"]
     line = [*job.words(options), *words, "--", *arguments]
     try:
         with command.make_context(name, line, parent=ctx.parent, obj=job.name) as job_ctx:

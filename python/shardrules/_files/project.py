@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -45,7 +46,7 @@ class ProjectFile(NamedTuple):
 def read_project(folder: Path, forms: Mapping[str, str]) -> ProjectFile | None:
     """Read the project file of a folder or the nearest above it; None if there is none.
 
-    The search ends at the root of the repository. Nothing is executed.
+    Nothing is executed.
 
     Args:
         folder: The absolute path of the folder.
@@ -54,6 +55,18 @@ def read_project(folder: Path, forms: Mapping[str, str]) -> ProjectFile | None:
     Raises:
         FileError: A folder has two project files, or the content is invalid.
     """
+    found = find_table(folder)
+    return None if found is None else ProjectFile(found[0], _jobs(*found, forms))
+
+
+def find_table(folder: Path) -> tuple[Path, Any] | None:
+    """Find (the project file of a folder or the nearest above it, its table).
+
+    The search ends at the root of the repository.
+
+    Raises:
+        FileError: As `read_project`, but the table is not read.
+    """
     for place in (folder, *folder.parents):
         tables = {path: table for path in (place / OWN_FILE, place / _PYPROJECT)
                   if (table := _table_of(path)) is not None}  # fmt: skip
@@ -61,11 +74,19 @@ def read_project(folder: Path, forms: Mapping[str, str]) -> ProjectFile | None:
             raise FileError(
                 f"{place / OWN_FILE}: {_PYPROJECT} beside it has [tool.shardrules] too; keep one"
             )
-        for path, table in tables.items():
-            return ProjectFile(path, _jobs(path, table, forms))
+        if tables:
+            return tables.popitem()
         if (place / ".git").exists():
             return None
     return None
+
+
+def project_text(job: Mapping[str, str]) -> str:
+    """Write a project file with one job, whose name is that of its model."""
+    _, _, name = job["model"].rpartition(":")
+    name = Path(name).name.partition(".")[0]
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in job.items()]
+    return "\n".join([f"[jobs.{json.dumps(name, ensure_ascii=False)}]", *lines, ""])
 
 
 def form_of(value: str) -> str:
