@@ -991,3 +991,45 @@ def test_warnings_of_suggested_rules_are_lines(tmp_path):
     assert (label.partition(":")[0], path) == ("warning[replicated]", "    up/kernel")
     quiet = run("suggest", model, "-m", "fsdp=3", "-q")
     assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, result.stdout, "")
+
+
+@pytest.mark.parametrize("target", ["out.json", "out.json.gz", "stream"])
+def test_a_manifest_is_written_without_rules(tmp_path, monkeypatch, target):
+    (tmp_path / "shapes_here.py").write_text(
+        "import jax\n"
+        "def model():\n"
+        "    leaf = jax.ShapeDtypeStruct((8, 16), 'bfloat16')\n"
+        "    return {'layers': [{'w': leaf}] * 3, 'n': 3}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ("manifest", "shapes_here:model")
+    if target == "stream":
+        (tmp_path / "out.json.gz").write_bytes(run(*words).stdout_bytes)
+        target = "out.json.gz"
+    else:
+        assert run(*words, "-o", target).exit_code == 0
+    assert ((tmp_path / target).read_bytes()[:2] == b"\x1f\x8b") is target.endswith(".gz")
+    plan = sr.plan(sr.read_model(target), [], {"tp": 2})
+    assert list(plan.paths) == [f"layers/{i}/w" for i in range(3)]
+    assert {(kind.shape, str(kind.dtype)) for kind in plan.kinds} == {((8, 16), "bfloat16")}
+    twice = run("manifest", target, "-o", "second.json.gz")
+    assert twice.exit_code == 0
+    clash = run("manifest", target, "-o", target)
+    assert (clash.exit_code, "would replace" in clash.stderr) == (2, True)
+    assert run("manifest", target, "--dialect", "jaxseq").exit_code == 2
+
+
+def test_a_manifest_of_boxes_has_their_names(tmp_path, monkeypatch):
+    nn = pytest.importorskip("flax.linen")
+    jax = pytest.importorskip("jax")
+    leaf = jax.ShapeDtypeStruct((8, 16), "float32")
+    tree = {"w": nn.LogicallyPartitioned(leaf, ("embed", None)), "b": leaf}
+    plan = sr.plan(tree, sr.LogicalRules([("embed", "fsdp")]), {"fsdp": 2})
+    text = plan.manifest(tmp_path / "m.json.gz")
+    assert json.loads(text)["logical_axes"] == {"w": ["embed", None]}
+    assert gzip.decompress((tmp_path / "m.json.gz").read_bytes()).decode() == text
+    monkeypatch.chdir(tmp_path)
+    done = run("manifest", "m.json.gz", "-o", "n.json")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert json.loads((tmp_path / "n.json").read_text())["logical_axes"] == {"w": ["embed", None]}

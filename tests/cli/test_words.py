@@ -104,7 +104,7 @@ def test_the_example_of_each_command_runs(name, tmp_path, monkeypatch):
         Path("rules.toml").unlink()
     done = invoke(name, *COMMANDS[name].example.partition(" > ")[0].split())
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout
+    assert done.stdout_bytes
 
 
 def test_the_help_names_what_there_is():

@@ -6,6 +6,7 @@ Functions import what they need, so that the help of all commands costs no more 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace as Args
@@ -57,8 +58,8 @@ def plan(args: Args) -> int:
     Exits with 1 if the bytes do not fit and --must-fit is given.
     """
     from shardrules._cli import inputs, show
-    from shardrules._files.models import manifest_text
     from shardrules._io import write_text
+    from shardrules._plan.manifest import manifest_text, write_manifest
     from shardrules._plan.report import plan_json
 
     step, training = inputs.step(args), inputs.training(args)
@@ -73,11 +74,11 @@ def plan(args: Args) -> int:
     time = None if args.tokens is None else plan.step_time(**step, **training)
     # Made before anything is written: a failure leaves no file behind.
     report = args.html and show.report(args, planned, room, training, step)
-    shapes = args.manifest and manifest_text(plan, planned.model)
+    shapes = args.manifest and manifest_text(plan._columns, planned.model)
     if args.lock:
         plan.lock(args.lock)
     if shapes:
-        write_text(Path(args.manifest), shapes)
+        write_manifest(args.manifest, shapes)
     if report:
         write_text(Path(args.html), report)
         hint(args, f"{args.html}: a report in one file, which works offline")
@@ -421,6 +422,25 @@ def suggest(args: Args) -> int:
         for line in str(warning).splitlines():
             hint(args, line)
     return 1 if suggestion.warnings else 0
+
+
+@_command("model.json > shapes.json.gz", "source dialect max_memory output")
+def manifest(args: Args) -> None:
+    """Write the shapes of a model, as a model for places without its code.
+
+    Without --output it goes to standard output, gzipped unless that is a terminal.
+    """
+    from shardrules._cli import inputs
+    from shardrules._plan.manifest import manifest_text, packed, write_manifest
+
+    _check_targets({"--output": args.output}, [args.source])
+    text = manifest_text(*inputs.load_arrays(args))
+    if args.output:
+        write_manifest(args.output, text)
+    elif sys.stdout.isatty():
+        print(text, end="")
+    else:
+        sys.stdout.buffer.write(packed(text))
 
 
 @_command(

@@ -23,6 +23,7 @@ from shardrules._plan.memory import Room
 from shardrules._plan.plan import Plan, plan
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.names import has_names
 from shardrules._rules.rules import Rules
 from shardrules._text import and_more, byte_count, mesh_shown, shown
 
@@ -141,6 +142,21 @@ def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
         dialect = dialect if rules is None else rules.dialect
         _, tree, axis_names = _tree(args.source, dialect)
     return tree, {"names": axis_names, "dialect": dialect, "like": rules}
+
+
+def load_arrays(args: Args) -> tuple[Plan, str]:
+    """Read (a model that is planned without rules, on any mesh; its name)."""
+    with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
+        dialect = dialect_of(args)
+        name, tree, axis_names = _tree(args.source, dialect)
+        if dialect is None:
+            dialect = EFORMER if axis_names is None and not has_names(tree) else LINEN
+        none: Rules | LogicalRules
+        if isinstance(dialect, LogicalDialect):
+            none = LogicalRules((), dialect)
+        else:
+            none = Rules((), dialect)
+        return plan(tree, none, {"devices": 1}, names=axis_names), name
 
 
 def load_hardware(text: str) -> Hardware:
