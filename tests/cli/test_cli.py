@@ -1033,3 +1033,47 @@ def test_a_manifest_of_boxes_has_their_names(tmp_path, monkeypatch):
     done = run("manifest", "m.json.gz", "-o", "n.json")
     assert (done.exit_code, done.stdout) == (0, "")
     assert json.loads((tmp_path / "n.json").read_text())["logical_axes"] == {"w": ["embed", None]}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        ("--hbm 80MB", 0, ""),
+        ("--hbm 80MB --must-fit", 0, ""),
+        ("--hbm 80MB --must-fit --optimizer adam", 1, "error[memory]: 2"),
+        ("--hbm 300MB --must-fit --optimizer adam", 0, ""),
+        ("--hbm 60MB --must-fit", 1, "error[memory]: 67"),
+        ("--hbm 1GB --host-memory 1MB --must-fit --optimizer adam --optimizer-memory pinned_host", 1, "1.00 MB of the host's memory"),
+        ("--must-fit", 2, "--must-fit: give the memory that it must fit into"),
+        ("--hbm 80MB --optimizer adam", 2, "without --must-fit, only the parameters are counted, so leave out --optimizer"),
+    ],
+)  # fmt: skip
+def test_check_counts_what_must_fit(small, options, code, told):
+    model, rules = small
+    done = run(
+        "check",
+        model,
+        "-r",
+        rules,
+        "-m",
+        "fsdp=2,tp=1",
+        "--level",
+        "catch-all=off",
+        *options.split(),
+    )
+    assert (done.exit_code, told in done.output, done.stdout.count("error[memory]")) == (
+        code, True, int(code == 1)
+    ), done.output  # fmt: skip
+
+
+def test_a_diff_is_an_annotation(small, lock, monkeypatch):
+    model, rules = small
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(model.parent))
+    words = ("diff", lock, model, "-r", rules, "--format", "github")
+    assert run(*words).stdout == "no differences\n"
+    rules.write_text(rules.read_text().replace('["fsdp", "tp"]', '["fsdp"]'))
+    done = run(*words)
+    assert done.exit_code == 1
+    assert done.stdout.startswith("::warning file=rules.toml,title=shardrules diff::rules: ")
+    assert "%0A~ layers/{0,1}/wq/kernel  P('fsdp', 'tp') -> P('fsdp', None)" in done.stdout
+    assert len(done.stdout.splitlines()) == 1

@@ -64,8 +64,8 @@ def plan(args: Args) -> int:
 
     step, training = inputs.step(args), inputs.training(args)
     room = inputs.room(args, step["hardware"])
-    if args.must_fit and not any(room):
-        raise ValueError("--must-fit: give the memory that it must fit into, as --hbm 96GB")
+    if args.must_fit:
+        inputs.check_room(room)
     targets = {"--lock": args.lock, "--html": args.html, "--manifest": args.manifest}
     _check_targets(targets, filter(None, (args.source, args.rules)))
     planned = inputs.load(args)
@@ -107,13 +107,15 @@ def _check_targets(outputs: Mapping[str, str | None], sources: Iterable[str]) ->
 
 @_command(
     "model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning",
-    _PLAN, "head_dim hbm fail_on large replicated optional_axes data_axes level fix format",
+    _PLAN, _TRAINING, "must_fit head_dim fail_on large replicated optional_axes data_axes level",
+    "fix format",
     format=_FINDINGS,
 )  # fmt: skip
 def check(args: Args) -> int:
     """Find mistakes in the rules; without SOURCE, in all jobs of the project file.
 
-    Exits with 1 for findings of at least the level --fail-on.
+    Exits with 1 for findings of at least the level --fail-on. With --must-fit, one of them is that
+    parameters, gradients and optimizer do not fit together; without it, --hbm is of the parameters.
     """
     from shardrules._cli import inputs, show
     from shardrules._text import byte_count
@@ -123,11 +125,18 @@ def check(args: Args) -> int:
     if args.fix and args.rules is None:
         raise ValueError("--fix adds to a rule file, so give a model, and --rules")
     large, levels = byte_count(args.large), inputs.levels(args.level)
-    hbm = inputs.memory("--hbm", "a device", args.hbm)
+    room, training = inputs.room(args, None), inputs.training(args)
+    if args.must_fit:
+        inputs.check_room(room)
+    else:
+        why = "without --must-fit, only the parameters are counted"
+        inputs.refuse(why, args, "gradients", "optimizer", "host_memory")
     planned = inputs.load(args)
     findings = planned.plan.check(
-        **planned.rules.declared, large=large, head_dim=args.head_dim, hbm=hbm, levels=levels
+        **planned.rules.declared, large=large, head_dim=args.head_dim, hbm=room.hbm, levels=levels
     )
+    if args.must_fit:
+        findings = inputs.must_fit(findings, planned.plan, room, training)
     if args.fix:
         return show.show_fix(args, planned, findings)
     return show.show_findings(args, findings, planned)
@@ -490,7 +499,8 @@ def init(args: Args) -> int:
 
 @_command(
     "plan.lock model.json -r rules.toml",
-    "before after", _PLAN.removeprefix("source "),
+    "before after", _PLAN.removeprefix("source "), "format",
+    format={"usage": "--format {text,github}"},
     rules={"help": "Rules for models."},
     mesh={"help": "Mesh for models. Default: that of a lock."},
 )  # fmt: skip
@@ -500,11 +510,14 @@ def diff(args: Args) -> int:
     Without BEFORE, of all jobs of the project file that have one: between it and their models.
     Exits with 1 if there are any.
     """
-    from shardrules._cli import inputs
+    from shardrules._cli import inputs, show
 
     before, after = inputs.load_sides(args)
     differences = before.diff(after)
-    print(differences)
+    if differences and args.format == "github":
+        print(show.annotation(args, "diff", str(differences).splitlines()))
+    else:
+        print(differences)
     return 1 if differences else 0
 
 

@@ -18,7 +18,7 @@ from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
 from shardrules._io import FileError, memory_within
 from shardrules._mesh_sizes import parse_mesh
-from shardrules._plan.findings import Declared, all_declared, compiled_replicated
+from shardrules._plan.findings import Declared, Findings, all_declared, compiled_replicated
 from shardrules._plan.memory import Room
 from shardrules._plan.plan import Plan, plan
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
@@ -293,6 +293,27 @@ def room(args: Args, hardware: Hardware | None) -> Room:
     if hbm is None and hardware is not None:
         hbm = hardware.memory_bytes
     return Room(hbm, memory("--host-memory", "a host", args.host_memory))
+
+
+def check_room(room: Room) -> None:
+    """Check that there is a memory for --must-fit."""
+    if not any(room):
+        raise ValueError("--must-fit: give the memory that it must fit into, as --hbm 96GB")
+
+
+def must_fit(findings: Findings, plan: Plan, room: Room, training: dict[str, Any]) -> Findings:
+    """Add an error if the bytes of a step do not fit; it has the place of that of `hbm`."""
+    from shardrules._plan.check_leaves import no_room
+
+    needed, kinds = plan.bytes_per_device(**training), plan.kinds
+    if room.fits(needed):
+        return findings
+    by_bytes = sorted(
+        plan._columns.folded,
+        key=lambda part: -kinds[part.group].device_bytes * len(part.rows),
+    )
+    others = (finding for finding in findings if finding.kind != "memory")
+    return Findings([no_room(needed, room, by_bytes), *others], findings.scope)
 
 
 def memory(option: str, owner: str, text: str | None) -> int | None:

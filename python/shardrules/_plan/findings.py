@@ -279,17 +279,24 @@ def _line_of(finding: Finding, lines: Sequence[int]) -> int | None:
 
 
 def _github_command(finding: Finding, file: str | None, line: int | None, title: str) -> str:
+    lines = [finding.message, *finding.paths[:_MOST_PATHS], finding.fix]
+    return github_command(finding.level, f"{title} {finding.kind}", lines, file, line)
+
+
+def github_command(
+    level: Level, title: str, lines: Iterable[str], file: str | None, line: int | None = None
+) -> str:
+    """Return the workflow command for one annotation, of several lines."""
     properties = {
         "file": file,
         "line": None if file is None or line is None else str(line),
-        "title": f"{title} {finding.kind}",
+        "title": title,
     }
     texts = ",".join(
         f"{name}={_percent_escaped(text, ':,')}" for name, text in properties.items() if text
     )
-    message = printable_lines([finding.message, *finding.paths[:_MOST_PATHS], finding.fix])
-    what = printable(f"{texts}::{_percent_escaped(message)}")
-    return f"::{_GITHUB_COMMANDS[finding.level]} {what}"
+    what = printable(f"{texts}::{_percent_escaped(printable_lines(lines))}")
+    return f"::{_GITHUB_COMMANDS[level]} {what}"
 
 
 def _percent_escaped(text: str, reserved: str = "") -> str:
