@@ -6,6 +6,10 @@ import json
 
 import pytest
 
+from shardrules._cli.project import forms
+from shardrules._files.project import ARGUMENTS, _jobs
+from shardrules._io import FileError
+from tests.support import project_schema
 from tests.support.command_line import invoke
 
 MODEL = {"params": [["wq", [512, 512], "F32"], ["norm", [512], "F32"]]}
@@ -205,3 +209,48 @@ def test_init_replaces_nothing(bare, name):
 def test_init_needs_a_mesh_or_devices(bare, words):
     done = invoke("init", "model.json", *words.split())
     assert (done.exit_code, "give a mesh with --mesh, or --devices" in done.stderr) == (2, True)
+
+
+VALUES = [
+    True,
+    3,
+    1.5,
+    "adam",
+    "",
+    ["a"],
+    [1],
+    [],
+    {"a": 1},
+    {"a": "b"},
+    {"a": True},
+    {"a": 1.5},
+    {},
+]
+
+
+def test_the_schema_for_editors_agrees_with_the_reader(tmp_path):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads(project_schema.SCHEMA.read_text(encoding="utf-8"))
+    assert schema == project_schema.schema(), (
+        "python -m tests.support.project_schema writes it anew"
+    )
+    checker = jsonschema.Draft7Validator(schema)
+    checker.check_schema(schema)
+
+    def accepted(table):
+        try:
+            _jobs(tmp_path / "shardrules.toml", table, forms())
+        except FileError:
+            return False
+        return True
+
+    keys = [*ARGUMENTS, *forms(), "unknown", "quiet"]
+    tables = [{"model": "m", "jobs": {"a": {key: value}}} for key in keys for value in VALUES]
+    tables += [{key: value, "jobs": {"a": {"model": "m"}}} for key in keys for value in VALUES]
+    tables += [{}, {"jobs": {}}, {"jobs": 3}, {"jobs": {"a": 3}}, {"jobs": {"a": {}}}]
+    tables += [
+        {"jobs": {"a": {"function": "f"}, "b": {"before": "x"}}},
+        {"function": "f", "jobs": {"a": {}}},
+    ]
+    assert [table for table in tables if accepted(table) != checker.is_valid(table)] == []
+    assert {accepted(table) for table in tables} == {True, False}

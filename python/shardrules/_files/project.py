@@ -90,7 +90,11 @@ def project_text(job: Mapping[str, str]) -> str:
 
 
 def form_of(value: str) -> str:
-    """Return the form of an option's value, by its text in the help, such as BYTES or AXES."""
+    """Return the form of an option's value, by its text in the help, such as BYTES or AXES.
+
+    It is flag, text, number (or text), list or table (or text, which has commas), lists or tables
+    (of which each item is an option of its own), or the choices in braces.
+    """
     if value.startswith("-"):
         return "flag"
     if value.startswith("{"):
@@ -121,27 +125,41 @@ def _jobs(path: Path, table: object, forms: Mapping[str, str]) -> list[ProjectJo
             f'{path}: there are no jobs; write [{start}.NAME] with model = "model.json", rules and '
             "mesh"
         )
-    shared = {key: value for key, value in table.items() if key != "jobs"}
-    _check_keys(f"{path}", shared, [*ARGUMENTS, *forms, "jobs"])
+    shared = _entries(f"{path}", {key: table[key] for key in table if key != "jobs"}, forms)
     return [_job(f"{path}: job {name}", name, shared, job, forms) for name, job in jobs.items()]
 
 
 def _job(
-    where: str, name: str, shared: dict[str, Any], job: object, forms: Mapping[str, str]
+    where: str, name: str, shared: _Entries, job: object, forms: Mapping[str, str]
 ) -> ProjectJob:
     if not isinstance(job, dict):
         raise FileError(f'{where}: it is {shown(job)}; write a table with model = "model.json"')
-    _check_keys(where, job, [*ARGUMENTS, *forms])
-    content = shared | job
-    arguments = {key: content[key] for key in ARGUMENTS if key in content}
+    own = _entries(where, job, forms)
+    arguments, options = shared.arguments | own.arguments, shared.options | own.options
+    if not arguments.keys() & {"model", "function"}:
+        raise FileError(f"{where}: it has neither a model to check nor a function to prove")
+    return ProjectJob(name, arguments, options)
+
+
+class _Entries(NamedTuple):
+    """What a table says, as `ProjectJob` has it."""
+
+    arguments: dict[str, str]
+    options: dict[str, list[str]]
+
+
+def _entries(where: str, table: dict[str, Any], forms: Mapping[str, str]) -> _Entries:
+    _check_keys(where, table, [*ARGUMENTS, *forms])
+    arguments = {key: table[key] for key in ARGUMENTS if key in table}
     for key, value in arguments.items():
         if not isinstance(value, str) or not value:
             raise FileError(f"{where}: {key} is {shown(value)}; write a file or module:function")
-    if not arguments.keys() & {"model", "function"}:
-        raise FileError(f"{where}: it has neither a model to check nor a function to prove")
-    options = {key: _words(f"{where}: {key}", key, form, content[key])
-               for key, form in forms.items() if key in content}  # fmt: skip
-    return ProjectJob(name, arguments, options)
+    options = {
+        key: _words(f"{where}: {key}", key, form, table[key])
+        for key, form in forms.items()
+        if key in table
+    }
+    return _Entries(arguments, options)
 
 
 def _check_keys(where: str, table: dict[str, Any], known: list[str]) -> None:
@@ -165,6 +183,8 @@ def _words(where: str, key: str, form: str, value: object) -> list[str]:
                  for index, item in enumerate(value)]  # fmt: skip
     else:
         texts = [_text(where, value, is_number=form == "number")]
+    if form.startswith("{") and texts[0] not in (choices := form[1:-1].split(",")):
+        raise FileError(f"{where} is {shown(value)}; it is one of {', '.join(choices)}")
     if form in ("table", "list"):
         texts = [",".join(texts)]
     return [f"--{key}={text}" for text in texts]
