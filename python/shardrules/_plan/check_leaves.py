@@ -131,6 +131,7 @@ def cut_ranks(queries: Queries) -> Iterator[Finding]:
             "give companions=shardrules.LORA, by which factors follow their kernels and no rank is "
             "cut; or let the pattern not match them",
             folded=folded,
+            mend="companions=shardrules.LORA",
             rule=rule,
         )
 
@@ -246,6 +247,7 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
             + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
             + "; or declare them replicated",
             folded=folded,
+            mend=queries.example(folded[0]),
             rule=rule,
             bytes=cost,
         )

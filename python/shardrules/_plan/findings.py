@@ -132,6 +132,9 @@ class Finding(NamedTuple):
     bytes: int
     """Bytes at stake on the fullest device; 0 if it is not about bytes."""
     fix: str
+    mend: str = ""
+    """Code to copy, if one piece of it may mend this, or else "": a rule, in which P(...) stands
+    for the spec to choose; a line that constrains arrays; or an argument."""
 
     def __str__(self) -> str:
         label, message, *lines = finding_lines(self)
