@@ -991,3 +991,89 @@ def test_warnings_of_suggested_rules_are_lines(tmp_path):
     assert (label.partition(":")[0], path) == ("warning[replicated]", "    up/kernel")
     quiet = run("suggest", model, "-m", "fsdp=3", "-q")
     assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, result.stdout, "")
+
+
+@pytest.mark.parametrize("target", ["out.json", "out.json.gz", "stream"])
+def test_a_manifest_is_written_without_rules(tmp_path, monkeypatch, target):
+    (tmp_path / "shapes_here.py").write_text(
+        "import jax\n"
+        "def model():\n"
+        "    leaf = jax.ShapeDtypeStruct((8, 16), 'bfloat16')\n"
+        "    return {'layers': [{'w': leaf}] * 3, 'n': 3}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ("manifest", "shapes_here:model")
+    if target == "stream":
+        (tmp_path / "out.json.gz").write_bytes(run(*words).stdout_bytes)
+        target = "out.json.gz"
+    else:
+        assert run(*words, "-o", target).exit_code == 0
+    assert ((tmp_path / target).read_bytes()[:2] == b"\x1f\x8b") is target.endswith(".gz")
+    plan = sr.plan(sr.read_model(target), [], {"tp": 2})
+    assert list(plan.paths) == [f"layers/{i}/w" for i in range(3)]
+    assert {(kind.shape, str(kind.dtype)) for kind in plan.kinds} == {((8, 16), "bfloat16")}
+    twice = run("manifest", target, "-o", "second.json.gz")
+    assert twice.exit_code == 0
+    clash = run("manifest", target, "-o", target)
+    assert (clash.exit_code, "would replace" in clash.stderr) == (2, True)
+    assert run("manifest", target, "--dialect", "jaxseq").exit_code == 2
+
+
+def test_a_manifest_of_boxes_has_their_names(tmp_path, monkeypatch):
+    nn = pytest.importorskip("flax.linen")
+    jax = pytest.importorskip("jax")
+    leaf = jax.ShapeDtypeStruct((8, 16), "float32")
+    tree = {"w": nn.LogicallyPartitioned(leaf, ("embed", None)), "b": leaf}
+    plan = sr.plan(tree, sr.LogicalRules([("embed", "fsdp")]), {"fsdp": 2})
+    text = plan.manifest(tmp_path / "m.json.gz")
+    assert json.loads(text)["logical_axes"] == {"w": ["embed", None]}
+    assert gzip.decompress((tmp_path / "m.json.gz").read_bytes()).decode() == text
+    monkeypatch.chdir(tmp_path)
+    done = run("manifest", "m.json.gz", "-o", "n.json")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert json.loads((tmp_path / "n.json").read_text())["logical_axes"] == {"w": ["embed", None]}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        ("--hbm 80MB", 0, ""),
+        ("--hbm 80MB --must-fit", 0, ""),
+        ("--hbm 80MB --must-fit --optimizer adam", 1, "error[memory]: 2"),
+        ("--hbm 300MB --must-fit --optimizer adam", 0, ""),
+        ("--hbm 60MB --must-fit", 1, "error[memory]: 67"),
+        ("--hbm 1GB --host-memory 1MB --must-fit --optimizer adam --optimizer-memory pinned_host", 1, "1.00 MB of the host's memory"),
+        ("--must-fit", 2, "--must-fit: give the memory that it must fit into"),
+        ("--hbm 80MB --optimizer adam", 2, "without --must-fit, only the parameters are counted, so leave out --optimizer"),
+    ],
+)  # fmt: skip
+def test_check_counts_what_must_fit(small, options, code, told):
+    model, rules = small
+    done = run(
+        "check",
+        model,
+        "-r",
+        rules,
+        "-m",
+        "fsdp=2,tp=1",
+        "--level",
+        "catch-all=off",
+        *options.split(),
+    )
+    assert (done.exit_code, told in done.output, done.stdout.count("error[memory]")) == (
+        code, True, int(code == 1)
+    ), done.output  # fmt: skip
+
+
+def test_a_diff_is_an_annotation(small, lock, monkeypatch):
+    model, rules = small
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(model.parent))
+    words = ("diff", lock, model, "-r", rules, "--format", "github")
+    assert run(*words).stdout == "no differences\n"
+    rules.write_text(rules.read_text().replace('["fsdp", "tp"]', '["fsdp"]'))
+    done = run(*words)
+    assert done.exit_code == 1
+    assert done.stdout.startswith("::warning file=rules.toml,title=shardrules diff::rules: ")
+    assert "%0A~ layers/{0,1}/wq/kernel  P('fsdp', 'tp') -> P('fsdp', None)" in done.stdout
+    assert len(done.stdout.splitlines()) == 1

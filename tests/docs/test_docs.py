@@ -59,7 +59,9 @@ NOT_RUN = {
 }
 NOTEBOOK = DOCS / "notebooks" / "plan.ipynb"
 # Names of files that pages tell users to have.
-USERS_FILES = {"base.yml", "model.safetensors.index.json", "plan.lock", "rules.toml"}
+USERS_FILES = {
+    "base.yml", "model.safetensors.index.json", "plan.lock", "rules.toml", "shardrules.toml",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -107,6 +107,33 @@ def test_the_action_annotates_the_rule(job, rules, code):
     assert (dead in result.stdout) is bool(code)
 
 
+PROJECT = """model = "model.json"
+mesh = { tp = 2 }
+fail-on = "warning"
+[jobs.small]
+rules = "rules.toml"
+"""
+
+
+@pytest.mark.parametrize(("rules", "code"), [(RIGHT, 0), (DEAD, 1)])
+def test_the_action_and_the_hook_run_the_project_file(job, rules, code):
+    (job / "shardrules.toml").write_text(PROJECT)
+    (job / "rules.toml").write_text(rules)
+    result = run_step(CHECK, given())
+    assert result.returncode == code, result.stderr
+    dead = "::warning file=rules.toml,line=8,title=small shardrules dead::rule 2 'gone'"
+    assert (dead in result.stdout) is bool(code)
+    assert run_step(CHECK, given(fail_on="error")).returncode == 0
+    hook = subprocess.run(shlex.split(HOOK["entry"]), capture_output=True, check=False)
+    assert hook.returncode == code
+
+
+def test_the_action_needs_a_model_or_a_project(job):
+    result = run_step(CHECK, given())
+    assert result.returncode == 2
+    assert "the following arguments are required: SOURCE; or a project file" in result.stderr
+
+
 def test_modules_of_the_checkout_do_not_run_instead(job):
     """A pull request with a shardrules.py would otherwise pass its own check."""
     for name in ("shardrules", "pip", "json", "tomllib", "numpy", "argparse"):

@@ -920,7 +920,7 @@ class TestCompanion:
         assert set(one.paths) == {"up/lora_a", "up/lora_b"}
         assert "rule 0 'up' -> P('fsdp', 'tp') is for kernels" in one.message
         assert "it cuts their rank" in one.message
-        assert "companions=shardrules.LORA" in one.fix
+        assert (one.mend, one.mend in one.fix) == ("companions=shardrules.LORA", True)
         assert self.found(FACTORS, loose, sr.LORA) == []
 
     def test_factors_whose_rank_is_not_cut_or_that_have_a_rule_of_their_own(self):
@@ -1251,3 +1251,33 @@ def test_the_kinds_of_status():
     assert kinds["a"].message == "dim 0 of size 6 is not divisible by tp=4"
     assert kinds["a"].fix.startswith("use fewer axes or pad the array")
     assert sr.plan(tree, [("a", None)], MESH).kind("d").status == "unmatched"
+
+
+class TestMends:
+    """Data to copy: what is copied mends the finding, and only what would hide it is left out."""
+
+    def test_a_rule(self):
+        tree = {"w": LARGE, "x": [array(8, 2)] * 3}
+        mend = only(findings(tree, SHARDED), "unmatched").mend
+        assert mend == r"(r'x/\d+', P(...))"
+        rule = eval(mend, {"P": lambda _: P()})
+        assert findings(tree, [*SHARDED, rule]) == ()
+        whole = only(findings({"w": LARGE, "x": LARGE}, [*SHARDED, (".*", P())]), "catch-all")
+        assert whole.mend == "(r'x', P(...))"
+
+    def test_an_argument(self):
+        plan = sr.plan({"w": LARGE}, [("w", ("fsdp", "sp"))], MESH)
+        mend = only(plan.check(), "unknown-axis").mend
+        assert mend == "optional_axes=['sp']"
+        assert of_kind(plan.check(**eval(f"dict({mend})")), "unknown-axis") == []
+        plan = sr.plan({"w": array(8, 8)}, [("w", "tp")], {"tp": 4, "dp": 2})
+        mend = only(plan.check(), "unused-axis").mend
+        assert mend == "data_axes=['dp']"
+        assert plan.check(**eval(f"dict({mend})")) == ()
+
+    def test_none_that_would_hide_a_mistake(self):
+        misspelt = findings({"w": LARGE}, [("w", ("fdsp", "tp"))])
+        assert only(misspelt, "unknown-axis").mend == ""
+        forgotten = findings({"w": [LARGE] * 100}, SHARDED, {"dp": 4, **MESH})
+        assert only(forgotten, "unused-axis").level == "warning"
+        assert only(forgotten, "unused-axis").mend == ""

@@ -820,3 +820,11 @@ def test_browser_dark_and_print(opened, deepseek):
     page.emulate_media(media="print", color_scheme="dark")
     assert page.evaluate(background) == light
     assert not page.is_visible("#search")
+
+
+@pytest.mark.parametrize("mend", ["", "(r'<b>\\d+', P(...))"])
+def test_a_card_begins_with_code_to_copy(opened, mend):
+    plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], {"fsdp": 8})
+    page = opened(plan, findings=sr.types.Findings([finding(mend=mend)]), sweep=None)
+    assert page.locator(".finding .mend").all_inner_texts() == ([mend] if mend else [])
+    assert page.locator(".finding b").all_inner_texts() == ["Fix: "]

@@ -173,3 +173,22 @@ def test_a_lock_of_a_step(run):
     assert (code, "error" in out.splitlines()[-1].replace("0 errors", "")) == (0, False), out
     code, out, _ = run("forgotten", *ON, *lock)
     assert (code, "error[budget]" in out) == (1, True), out
+
+
+@needs_libtpu
+def test_the_jobs_of_a_project_file(run, tmp_path):
+    (tmp_path / "shardrules.toml").write_text(
+        'on = "v5e:2x2"\nmesh = {fsdp = 4}\nfast = true\n'
+        '[jobs.right]\nfunction = "own_step:step_on"\nhbm = "15GB"\nlock = "step.lock"\n'
+        '[jobs.large]\nfunction = "own_step:too_large"\n[jobs.model]\nmodel = "model.json"\n'
+    )
+    done = invoke("prove")
+    assert done.exit_code == 2
+    assert "error: right: step.lock: no such file; write it with --update-lock" in done.stderr
+    assert invoke("prove", "--update-lock").exit_code == 1
+    assert (tmp_path / "step.lock").exists()
+    done = invoke("prove", "--format", "json")
+    jobs = json.loads(done.stdout)["jobs"]
+    assert (done.exit_code, [*jobs]) == (1, ["right", "large"])
+    assert jobs["right"]["program"]["mesh"] == {"fsdp": 4}
+    assert jobs["large"].startswith("does not fit: ")

@@ -109,6 +109,7 @@ def test_an_input_that_is_not_as_planned(mesh):
     assert "takes P('model')" in finding.message
     assert "1.02 kB on each device instead of 512 B" in finding.message
     assert "plan.abstract()" in finding.fix
+    assert finding.mend == "in_shardings=plan.shardings()"
     assert not sr.verify(compiled, (P("data"), P("model")))
 
 

@@ -69,10 +69,33 @@ class Command(click.Command):
         super().__init__(name, _CONTEXT, params=parameters, help=about, short_help=line)
         self.entry = entry
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words; without an argument, some commands are for the project file's jobs."""
+        words = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            from shardrules._cli.project import ARGUMENTS_OF, find_project
+
+            arguments = [each for each in self.params if isinstance(each, Argument)]
+            if self.name not in ARGUMENTS_OF or error.param is not arguments[0]:
+                raise
+            project = find_project()
+            if project is None:
+                text = f"{usage_message(error)}; or a project file, which shardrules init writes"
+                raise click.UsageError(text, ctx) from None
+            ctx.obj = (project, words)
+            return []
+
     def invoke(self, ctx: click.Context) -> int:
         """Run the command, and returns its exit code."""
-        args = SimpleNamespace(**ctx.params)
-        ctx.color = _color(args.color)
+        ctx.color = _color(ctx.params.get("color", "auto"))
+        if isinstance(ctx.obj, tuple):
+            from shardrules._cli.project import run_jobs
+
+            project, words = ctx.obj
+            return run_jobs(self, ctx, project, words, usage_message)
+        args = SimpleNamespace(**ctx.params, job=ctx.obj)
         try:
             return self.entry.function(args) or 0
         except (TypeError, ValueError) as error:
@@ -150,7 +173,7 @@ def _color(choice: str) -> bool | None:
     return choice == "always"
 
 
-def _usage(error: click.UsageError) -> str:
+def usage_message(error: click.UsageError) -> str:
     """Return the message of wrong words, as one line."""
     if isinstance(error, click.NoSuchOption):
         options = [] if error.ctx is None else error.ctx.command.get_params(error.ctx)
@@ -212,5 +235,5 @@ def run() -> int:
     except click.exceptions.Exit as end:
         return end.exit_code if words else FAILED
     except click.UsageError as error:
-        print_note(f"error: {printable(_usage(error))}; see --help")
+        print_note(f"error: {printable(usage_message(error))}; see --help")
         return FAILED

@@ -6,6 +6,7 @@ Functions import what they need, so that the help of all commands costs no more 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace as Args
@@ -57,14 +58,14 @@ def plan(args: Args) -> int:
     Exits with 1 if the bytes do not fit and --must-fit is given.
     """
     from shardrules._cli import inputs, show
-    from shardrules._files.models import manifest_text
     from shardrules._io import write_text
+    from shardrules._plan.manifest import manifest_text, write_manifest
     from shardrules._plan.report import plan_json
 
     step, training = inputs.step(args), inputs.training(args)
     room = inputs.room(args, step["hardware"])
-    if args.must_fit and not any(room):
-        raise ValueError("--must-fit: give the memory that it must fit into, as --hbm 96GB")
+    if args.must_fit:
+        inputs.check_room(room)
     targets = {"--lock": args.lock, "--html": args.html, "--manifest": args.manifest}
     _check_targets(targets, filter(None, (args.source, args.rules)))
     planned = inputs.load(args)
@@ -73,11 +74,11 @@ def plan(args: Args) -> int:
     time = None if args.tokens is None else plan.step_time(**step, **training)
     # Made before anything is written: a failure leaves no file behind.
     report = args.html and show.report(args, planned, room, training, step)
-    shapes = args.manifest and manifest_text(plan, planned.model)
+    shapes = args.manifest and manifest_text(plan._columns, planned.model)
     if args.lock:
         plan.lock(args.lock)
     if shapes:
-        write_text(Path(args.manifest), shapes)
+        write_manifest(args.manifest, shapes)
     if report:
         write_text(Path(args.html), report)
         hint(args, f"{args.html}: a report in one file, which works offline")
@@ -106,13 +107,15 @@ def _check_targets(outputs: Mapping[str, str | None], sources: Iterable[str]) ->
 
 @_command(
     "model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning",
-    _PLAN, "head_dim hbm fail_on large replicated optional_axes data_axes level fix format",
+    _PLAN, _TRAINING, "must_fit head_dim fail_on large replicated optional_axes data_axes level",
+    "fix format",
     format=_FINDINGS,
 )  # fmt: skip
 def check(args: Args) -> int:
-    """Find mistakes in the rules.
+    """Find mistakes in the rules; without SOURCE, in all jobs of the project file.
 
-    Exits with 1 for findings of at least the level --fail-on.
+    Exits with 1 for findings of at least the level --fail-on. With --must-fit, one of them is that
+    parameters, gradients and optimizer do not fit together; without it, --hbm is of the parameters.
     """
     from shardrules._cli import inputs, show
     from shardrules._text import byte_count
@@ -122,11 +125,18 @@ def check(args: Args) -> int:
     if args.fix and args.rules is None:
         raise ValueError("--fix adds to a rule file, so give a model, and --rules")
     large, levels = byte_count(args.large), inputs.levels(args.level)
-    hbm = inputs.memory("--hbm", "a device", args.hbm)
+    room, training = inputs.room(args, None), inputs.training(args)
+    if args.must_fit:
+        inputs.check_room(room)
+    else:
+        why = "without --must-fit, only the parameters are counted"
+        inputs.refuse(why, args, "gradients", "optimizer", "host_memory")
     planned = inputs.load(args)
     findings = planned.plan.check(
-        **planned.rules.declared, large=large, head_dim=args.head_dim, hbm=hbm, levels=levels
+        **planned.rules.declared, large=large, head_dim=args.head_dim, hbm=room.hbm, levels=levels
     )
+    if args.must_fit:
+        findings = inputs.must_fit(findings, planned.plan, room, training)
     if args.fix:
         return show.show_fix(args, planned, findings)
     return show.show_findings(args, findings, planned)
@@ -207,6 +217,7 @@ def _locked(args: Args, program: Program, findings: Findings) -> Findings:
 def prove(args: Args) -> int:
     """Compile a step for TPUs or GPUs that need not be there, and compare it with its plan.
 
+    Without FUNCTION, it does so for all jobs of the project file that have one.
     Exits with 1 for findings of at least the level --fail-on, and if the step does not fit.
     """
     from shardrules._cli import inputs, show
@@ -422,22 +433,91 @@ def suggest(args: Args) -> int:
     return 1 if suggestion.warnings else 0
 
 
+@_command("model.json > shapes.json.gz", "source dialect max_memory output")
+def manifest(args: Args) -> None:
+    """Write the shapes of a model, as a model for places without its code.
+
+    Without --output it goes to standard output, gzipped unless that is a terminal.
+    """
+    from shardrules._cli import inputs
+    from shardrules._plan.manifest import manifest_text, packed, write_manifest
+
+    _check_targets({"--output": args.output}, [args.source])
+    text = manifest_text(*inputs.load_arrays(args))
+    if args.output:
+        write_manifest(args.output, text)
+    elif sys.stdout.isatty():
+        print(text, end="")
+    else:
+        sys.stdout.buffer.write(packed(text))
+
+
+@_command(
+    "model.json --devices 512 --hbm 96GB",
+    "source mesh devices axes dialect head_dim max_memory optimizer optimizer_dtype hbm",
+    mesh={"help": "The mesh, such as fsdp=64,tp=8."},
+    optimizer={"default": "adam"},
+)
+def init(args: Args) -> int:
+    """Write a project file, shardrules.toml, and rules for a model, rules.toml.
+
+    Replaces no file. Exits with 1 if check warns of the rules.
+    """
+    from shardrules._cli import inputs
+    from shardrules._files.project import OWN_FILE, find_table, project_text
+    from shardrules._io import write_text
+    from shardrules._mesh_sizes import parse_mesh
+    from shardrules._suggest.suggest import suggest
+    from shardrules._text import mesh_shown
+
+    rules = "rules.toml"
+    if project := find_table(Path.cwd()):
+        raise ValueError(f"{project[0]}: the project has this file; add a job to it")
+    if there := next(filter(os.path.lexists, (OWN_FILE, rules)), None):
+        raise ValueError(f"{there} exists, and is not replaced; rename it")
+    if (args.mesh is None) == (args.devices is None):
+        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    hbm, moments = inputs.memory("--hbm", "a device", args.hbm), inputs.moments(args)
+    mesh = None if args.mesh is None else parse_mesh(args.mesh)
+    axes = None if args.axes is None else inputs.names(args.axes)
+    tree, about = inputs.load_model(args)
+    suggestion = suggest(
+        tree, mesh, devices=args.devices, axes=axes, hbm=hbm, optimizer=moments,
+        head_dim=args.head_dim, **about,
+    )  # fmt: skip
+    job = {"model": args.source, "rules": rules, "mesh": mesh_shown(suggestion.mesh)}
+    job |= {"hbm": args.hbm} if args.hbm else {}
+    texts = {rules: suggestion.to_toml(), OWN_FILE: project_text(job)}
+    for path, text in texts.items():
+        write_text(path, text)
+        print(f"wrote {path}")
+    print("shardrules check checks all jobs of the project file")
+    for warning in suggestion.warnings:
+        hint(args, str(warning))
+    return 1 if suggestion.warnings else 0
+
+
 @_command(
     "plan.lock model.json -r rules.toml",
-    "before after", _PLAN.removeprefix("source "),
+    "before after", _PLAN.removeprefix("source "), "format",
+    format={"usage": "--format {text,github}"},
     rules={"help": "Rules for models."},
     mesh={"help": "Mesh for models. Default: that of a lock."},
 )  # fmt: skip
 def diff(args: Args) -> int:
     """Show the differences between two plans.
 
+    Without BEFORE, of all jobs of the project file that have one: between it and their models.
     Exits with 1 if there are any.
     """
-    from shardrules._cli import inputs
+    from shardrules._cli import inputs, show
 
     before, after = inputs.load_sides(args)
     differences = before.diff(after)
-    print(differences)
+    if differences and args.format == "github":
+        print(show.annotation(args, "diff", str(differences).splitlines()))
+    else:
+        print(differences)
     return 1 if differences else 0
 
 

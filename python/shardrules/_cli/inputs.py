@@ -18,11 +18,12 @@ from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
 from shardrules._io import FileError, memory_within
 from shardrules._mesh_sizes import parse_mesh
-from shardrules._plan.findings import Declared, all_declared, compiled_replicated
+from shardrules._plan.findings import Declared, Findings, all_declared, compiled_replicated
 from shardrules._plan.memory import Room
 from shardrules._plan.plan import Plan, plan
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.names import has_names
 from shardrules._rules.rules import Rules
 from shardrules._text import and_more, byte_count, mesh_shown, shown
 
@@ -132,14 +133,30 @@ def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
     """Read a model that rules are to be written for, and arguments of `suggest` about it."""
     with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
         dialect = dialect_of(args)
-        rules = None if args.like is None else read_rules(args.like, dialect).rules
+        like = getattr(args, "like", None)
+        rules = None if like is None else read_rules(like, dialect).rules
         if isinstance(rules, LogicalRules):
             raise TypeError(
-                f"{args.like}: it is for logical axis names; rules that are mended are for paths"
+                f"{like}: it is for logical axis names; rules that are mended are for paths"
             )
         dialect = dialect if rules is None else rules.dialect
         _, tree, axis_names = _tree(args.source, dialect)
     return tree, {"names": axis_names, "dialect": dialect, "like": rules}
+
+
+def load_arrays(args: Args) -> tuple[Plan, str]:
+    """Read (a model that is planned without rules, on any mesh; its name)."""
+    with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
+        dialect = dialect_of(args)
+        name, tree, axis_names = _tree(args.source, dialect)
+        if dialect is None:
+            dialect = EFORMER if axis_names is None and not has_names(tree) else LINEN
+        none: Rules | LogicalRules
+        if isinstance(dialect, LogicalDialect):
+            none = LogicalRules((), dialect)
+        else:
+            none = Rules((), dialect)
+        return plan(tree, none, {"devices": 1}, names=axis_names), name
 
 
 def load_hardware(text: str) -> Hardware:
@@ -276,6 +293,27 @@ def room(args: Args, hardware: Hardware | None) -> Room:
     if hbm is None and hardware is not None:
         hbm = hardware.memory_bytes
     return Room(hbm, memory("--host-memory", "a host", args.host_memory))
+
+
+def check_room(room: Room) -> None:
+    """Check that there is a memory for --must-fit."""
+    if not any(room):
+        raise ValueError("--must-fit: give the memory that it must fit into, as --hbm 96GB")
+
+
+def must_fit(findings: Findings, plan: Plan, room: Room, training: dict[str, Any]) -> Findings:
+    """Add an error if the bytes of a step do not fit; it has the place of that of `hbm`."""
+    from shardrules._plan.check_leaves import no_room
+
+    needed, kinds = plan.bytes_per_device(**training), plan.kinds
+    if room.fits(needed):
+        return findings
+    by_bytes = sorted(
+        plan._columns.folded,
+        key=lambda part: -kinds[part.group].device_bytes * len(part.rows),
+    )
+    others = (finding for finding in findings if finding.kind != "memory")
+    return Findings([no_room(needed, room, by_bytes), *others], findings.scope)
 
 
 def memory(option: str, owner: str, text: str | None) -> int | None:

@@ -122,6 +122,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "html": ("--html FILE", "Write an HTML report to this path; it works offline.", {}),
         "manifest": ("--manifest FILE", "Write the model's shapes to this path, as a model for "
             "later commands.", {}),
+        "output": ("-o --output FILE", "The file; gzipped if its name ends with .gz.", {}),
         "most": ("--most NUMBER", "Maximum number of rows to show.", {"least": 1, "default": 20}),
     },
     "General": {

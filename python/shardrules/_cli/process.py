@@ -68,10 +68,11 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-def code_of(error: BaseException) -> int:
+def code_of(error: BaseException, where: str = "") -> int:
     """Return the exit code for an exception, and prints a line about an error to stderr.
 
-    In Python's development mode (PYTHONDEVMODE=1) it prints the traceback above that line.
+    The message begins with `where`. In Python's development mode (PYTHONDEVMODE=1) it prints the
+    traceback above that line.
     """
     if isinstance(error, BrokenPipeError | SystemExit):  # which rich makes of it
         return _OF_SIGNALS + _SIGPIPE
@@ -81,7 +82,7 @@ def code_of(error: BaseException) -> int:
         return _OF_SIGNALS + int(error.args[0])
     if sys.flags.dev_mode:
         sys.excepthook(type(error), error, error.__traceback__)
-    print_note(f"error: {_signal_message(error)}")
+    print_note(f"error: {where}{_signal_message(error)}")
     return FAILED
 
 

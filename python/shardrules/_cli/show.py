@@ -36,6 +36,7 @@ _STYLES: Final[dict[str, dict[str, Any]]] = {
     "info": {"fg": "cyan"},
 }
 _MOST_BARS: Final = 40
+_MOST_LINES: Final = 20
 _ADDED: Final = frozenset({"unmatched", "catch-all"})
 """Kinds of findings that --fix writes rules for."""
 # Set by the runners of GitHub, Azure and TeamCity, which take commands from a job's output.
@@ -89,12 +90,13 @@ def show_sweep(rows: Sweep, most: int) -> None:
 
 def show_findings(args: Args, findings: Findings, planned: Planned | None = None) -> int:
     """Show findings in the format of the options, and returns the exit code."""
-    from shardrules._plan.findings import conclusion, finding_lines
+    from shardrules._plan.findings import conclusion, finding_lines, github_commands
 
     if args.format == "json":
         print(findings.to_json())
     elif args.format == "github":
-        print(findings.to_github(*_rule_lines(args, planned)) or conclusion(findings))
+        commands = github_commands(findings, *_rule_lines(args, planned), _title(args))
+        print(commands or conclusion(findings))
     else:
         for finding in findings:
             label, message, *lines = finding_lines(finding)
@@ -115,17 +117,39 @@ def exit_code(args: Args, findings: Findings) -> int:
 
 
 def _rule_lines(args: Args, planned: Planned | None) -> tuple[str | None, Sequence[int]]:
-    """Return the rule file from the root of GitHub's checkout, and the lines of its rules."""
+    """Return the rule file from the root of the checkout, and the lines of its rules."""
     from shardrules._files.rule_places import rule_places
 
     if planned is None or args.rules is None:
         return None, ()
     file, lines = rule_places(args.rules, len(planned.plan.rules))
-    root = os.environ.get("GITHUB_WORKSPACE")
-    if file and root:
-        path, top = Path(file).resolve(), Path(root).resolve()
-        file = path.relative_to(top).as_posix() if path.is_relative_to(top) else file
-    return file, lines
+    return _from_root(file), lines
+
+
+def annotation(args: Args, what: str, lines: Sequence[str]) -> str:
+    """Return a warning for GitHub about the rules, or else the file that comes after."""
+    from shardrules._plan.findings import github_command
+
+    file = args.rules or args.after
+    shown = [*lines[:_MOST_LINES], *and_more(len(lines), _MOST_LINES, "line")]
+    place = _from_root(file if Path(file).is_file() else None)
+    return github_command("warning", f"{_title(args)} {what}", shown, place)
+
+
+def _title(args: Args) -> str:
+    return " ".join(filter(None, [getattr(args, "job", None), "shardrules"]))
+
+
+def _from_root(file: str | None) -> str | None:
+    """Return a file from the root of GitHub's checkout, or of the repository."""
+    if file:
+        path = Path(file).resolve()
+        root = os.environ.get("GITHUB_WORKSPACE") or next(
+            (folder for folder in path.parents if (folder / ".git").exists()), None
+        )
+        if root and path.is_relative_to(top := Path(root).resolve()):
+            file = path.relative_to(top).as_posix()
+    return file
 
 
 def show_fix(args: Args, planned: Planned, findings: Findings) -> int:

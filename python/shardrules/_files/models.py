@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import gc
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
-from shardrules._dtypes import given_name
 from shardrules._files import orbax, safetensors
 from shardrules._files.leaves import ArraySpec, ArraySpecs, all_are, check_column
 from shardrules._io import FileError, max_memory, parse_json, path_of, read_bytes, unreadable
 from shardrules._text import near_shown, shown
-
-if TYPE_CHECKING:
-    from shardrules._plan.plan import Plan
-
-
-def manifest_text(plan: Plan, name: str) -> str:
-    """Write the arrays of a plan: paths, shapes, dtypes, and logical axis names if they have them.
-
-    Raises:
-        ValueError: The paths are not of keys with "/" between them, two are equal, or a dtype is
-            one that files do not have.
-    """
-    leaves = plan._columns._leaves
-    if leaves.paths_dialect.separator != "/":
-        raise ValueError(
-            f"a manifest has paths such as layers/0/w, not {plan.paths[:1]}: give rules of another "
-            "dialect, such as eformer"
-        )
-    if len(set(plan.paths)) < len(plan.paths):
-        raise ValueError("two leaves have one path, and a manifest has each path once")
-    kinds = [plan.kinds[number] for number in plan.kind_of]
-    arrays = [
-        (path, kind) for path, kind in zip(plan.paths, kinds, strict=True) if kind.shape is not None
-    ]
-    rows = [
-        json.dumps([path, list(kind.shape or ()), given_name(f"the dtype of {path}", kind.dtype)])
-        for path, kind in arrays
-    ]
-    named = {path: kind.names for path, kind in arrays if kind.names is not None}
-    head = f'{{"model": {json.dumps(name)}, "params": [\n'
-    tail = f'\n], "logical_axes": {json.dumps(named)}}}\n' if named else "\n]}\n"
-    return head + ",\n".join(rows) + tail
-
 
 # A dict with one key, and the key. No tree is walked deeper than about 1,000 levels.
 _BYTES_OF_NODE: Final = 320

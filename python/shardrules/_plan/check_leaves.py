@@ -13,7 +13,7 @@ from shardrules._correction import is_on_host
 from shardrules._plan.companions import base_path, fits_rank
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
-from shardrules._plan.memory import by_class
+from shardrules._plan.memory import DeviceBytes, Room, by_class
 from shardrules._plan.queries import Queries, check, finding, leaves_in, rules_listed
 from shardrules._plan.table import Kind, axes_named, first_rules
 from shardrules._rules.rules import Rules
@@ -131,6 +131,7 @@ def cut_ranks(queries: Queries) -> Iterator[Finding]:
             "give companions=shardrules.LORA, by which factors follow their kernels and no rank is "
             "cut; or let the pattern not match them",
             folded=folded,
+            mend="companions=shardrules.LORA",
             rule=rule,
         )
 
@@ -170,18 +171,22 @@ _MOST_LEAVES: Final = 5
 @check("memory", "error", "leaves that do not fit into `hbm`")
 def too_large(queries: Queries) -> Iterator[Finding]:
     """Leaves that do not fit into the memory of a device."""
-    columns, hbm = queries.columns, queries.hbm
-    held_bytes = by_class(columns)
-    if hbm is None or held_bytes.max <= hbm:
-        return
-    largest = queries.folded(lambda kind: not is_on_host(kind.memory_kind))[:_MOST_LEAVES]
-    yield finding(
+    held_bytes = by_class(queries.columns)
+    if queries.hbm is not None and held_bytes.max > queries.hbm:
+        largest = queries.folded(lambda kind: not is_on_host(kind.memory_kind))
+        yield no_room(held_bytes, Room(queries.hbm, None), largest)
+
+
+def no_room(needed: DeviceBytes, room: Room, largest: list[Folded]) -> Finding:
+    """Return the error that these bytes do not fit; the leaves have most bytes first."""
+    pairs = ((needed.max, room.hbm), (needed.max_host, room.host))
+    return finding(
         "error",
         "memory",
-        f"{held_bytes}; a device has {bytes_shown(hbm)}",
+        f"{needed}; a device has {room}",
         "cut these by more axes, or take a mesh of more devices: `sweep` compares meshes",
-        folded=largest,
-        bytes=held_bytes.max - hbm,
+        folded=largest[:_MOST_LEAVES],
+        bytes=max(count - limit for count, limit in pairs if limit is not None),
     )
 
 
@@ -242,6 +247,7 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
             + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
             + "; or declare them replicated",
             folded=folded,
+            mend=queries.example(folded[0]),
             rule=rule,
             bytes=cost,
         )

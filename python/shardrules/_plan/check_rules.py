@@ -198,13 +198,17 @@ def unused_axes(queries: Queries) -> Iterator[Finding]:
             fix = "correct the rule" if len(dead) == 1 else "correct the rules"
         alone = dead if axis not in named else []
         is_said = alone and _are_for_others(queries)
+        is_warning = queries.is_much(cost) and not is_said
+        # Where a rule should name the axis, the declaration would only hide that.
+        is_for_data = not (is_warning or dead or axis in named)
         yield finding(
-            "warning" if queries.is_much(cost) and not is_said else "info",
+            "warning" if is_warning else "info",
             "unused-axis",
             f"the mesh axis {axis!r} cuts no leaf: {costs}",
             f"{fix}; or declare that it cuts data alone: data_axes=[{axis!r}]",
             rule=alone[0] if len(alone) == 1 else None,
             bytes=cost,
+            mend=f"data_axes=[{axis!r}]" if is_for_data else "",
         )
 
 
@@ -238,6 +242,7 @@ def unmatched(queries: Queries) -> Iterator[Finding]:
             f"add rules for them, such as {queries.example(folded[0])}; or replicate them by a "
             f"last rule ('.*', P()){advice(queries, folded)}",
             folded=folded,
+            mend=queries.example(folded[0]),
             bytes=queries.device_bytes(folded),
         )
 
@@ -358,6 +363,7 @@ def corrections(queries: Queries) -> Iterator[Finding]:
         # The message has the size of the first.
         is_like = lost.has_several_shapes and lost.loss.kind in ("indivisible", "factored")
         free = "" if lost.is_unknown else "; costs nothing"
+        may_lack = lost.is_unknown and not lost.loss.meant
         yield finding(
             "error" if lost.is_unknown else "warning" if is_much and not is_accepted else "info",
             "unknown-axis" if lost.is_unknown else "correction",
@@ -367,6 +373,7 @@ def corrections(queries: Queries) -> Iterator[Finding]:
             folded=lost.folded,
             rule=lost.rules[0] if len(lost.rules) == 1 else None,
             bytes=lost.bytes,
+            mend=f"optional_axes={list(lost.loss.axes)}" if may_lack else "",
         )
 
 

@@ -135,6 +135,9 @@ class Finding(NamedTuple):
     bytes: int
     """Bytes at stake on the fullest device; 0 if it is not about bytes."""
     fix: str
+    mend: str = ""
+    """Code to copy, if one piece of it may mend this, or else "": a rule, in which P(...) stands
+    for the spec to choose; a line that constrains arrays; or an argument."""
 
     def __str__(self) -> str:
         label, message, *lines = finding_lines(self)
@@ -251,9 +254,16 @@ class Findings(tuple[Finding, ...]):
         check_file("file", file)
         numbers = listed("lines", lines, "line numbers")
         first_lines = [integer(f"lines[{i}]", line, 1) for i, line in enumerate(numbers)]
-        return "\n".join(
-            _github_command(finding, file, _line_of(finding, first_lines)) for finding in self
-        )
+        return github_commands(self, file, first_lines)
+
+
+def github_commands(
+    findings: Findings, file: str | None, lines: Sequence[int], title: str = "shardrules"
+) -> str:
+    """Return the text of `Findings.to_github`, with this title before the kind of each."""
+    return "\n".join(
+        _github_command(finding, file, _line_of(finding, lines), title) for finding in findings
+    )
 
 
 def conclusion(findings: Findings) -> str:
@@ -263,7 +273,7 @@ def conclusion(findings: Findings) -> str:
     return printable(f"nothing found: {findings.scope}" if findings.scope else "nothing found")
 
 
-def _line_of(finding: Finding, lines: list[int]) -> int | None:
+def _line_of(finding: Finding, lines: Sequence[int]) -> int | None:
     if finding.rule is None or not lines:
         return None
     if finding.rule >= len(lines):
@@ -274,18 +284,25 @@ def _line_of(finding: Finding, lines: list[int]) -> int | None:
     return lines[finding.rule]
 
 
-def _github_command(finding: Finding, file: str | None, line: int | None) -> str:
+def _github_command(finding: Finding, file: str | None, line: int | None, title: str) -> str:
+    lines = [finding.message, *finding.paths[:_MOST_PATHS], finding.fix]
+    return github_command(finding.level, f"{title} {finding.kind}", lines, file, line)
+
+
+def github_command(
+    level: Level, title: str, lines: Iterable[str], file: str | None, line: int | None = None
+) -> str:
+    """Return the workflow command for one annotation, of several lines."""
     properties = {
         "file": file,
         "line": None if file is None or line is None else str(line),
-        "title": f"shardrules {finding.kind}",
+        "title": title,
     }
     texts = ",".join(
         f"{name}={_percent_escaped(text, ':,')}" for name, text in properties.items() if text
     )
-    message = printable_lines([finding.message, *finding.paths[:_MOST_PATHS], finding.fix])
-    what = printable(f"{texts}::{_percent_escaped(message)}")
-    return f"::{_GITHUB_COMMANDS[finding.level]} {what}"
+    what = printable(f"{texts}::{_percent_escaped(printable_lines(lines))}")
+    return f"::{_GITHUB_COMMANDS[level]} {what}"
 
 
 def _percent_escaped(text: str, reserved: str = "") -> str:

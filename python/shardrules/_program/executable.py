@@ -147,11 +147,12 @@ class Side:
         leaves: Sequence[int],
         *,
         bytes: int = 0,
+        mend: str = "",
     ) -> Finding:
         """Make a finding about leaves, with their paths folded."""
         folded = fold([self.paths[leaf] for leaf in leaves], np.zeros(len(leaves), np.int32))
         patterns = tuple(group.pattern for group in folded)
-        return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix)
+        return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix, mend)
 
 
 class Executable:

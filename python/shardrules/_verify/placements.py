@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from shardrules._program.states import Evidence, State
 
 
+_CONSTRAINT: Final = "jax.lax.with_sharding_constraint(arrays, plan.shardings())"
+_NNX_SHARDINGS: Final = "in_shardings=nnx.StateSharding(plan.shardings())"
+_MENDS: Final[dict[Library, dict[str, str]]] = {
+    "jax": {
+        "inputs": "in_shardings=plan.shardings()",
+        "outputs": "out_shardings=plan.shardings()",
+    },
+    "nnx": dict.fromkeys(("inputs", "outputs", "states"), _NNX_SHARDINGS),
+    "equinox": dict.fromkeys(("outputs", "states"), _CONSTRAINT),
+}
 _FIXES: Final[dict[Library, dict[str, str]]] = {
     "jax": {
         "inputs": "lower the function with arrays or shapes that are sharded as planned "
@@ -37,7 +47,7 @@ _FIXES: Final[dict[Library, dict[str, str]]] = {
     },
     "nnx": {
         "inputs": "lower the function with modules that are sharded as planned, or give nnx.jit "
-        "in_shardings=nnx.StateSharding(plan.shardings())",
+        + _NNX_SHARDINGS,
         "outputs": "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()) for what is "
         "updated, and out_shardings for what is returned, or constrain it inside the function",
         "states": "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()), which "
@@ -45,10 +55,8 @@ _FIXES: Final[dict[Library, dict[str, str]]] = {
     },
     "equinox": {
         "inputs": "lower the function with arrays that are sharded as planned",
-        "outputs": "constrain the result inside the function, as by "
-        "jax.lax.with_sharding_constraint(arrays, plan.shardings())",
-        "states": "constrain the arrays of the new state inside the function, as by "
-        "jax.lax.with_sharding_constraint(arrays, plan.shardings())",
+        "outputs": f"constrain the result inside the function, as by {_CONSTRAINT}",
+        "states": "constrain the arrays of the new state inside the function, as by " + _CONSTRAINT,
     },
 }
 
@@ -126,14 +134,15 @@ def placements(
 ) -> Iterator[Finding]:
     """Yield findings about leaves that are not sharded or kept in memory as planned."""
     pairs = ObjectPairs(targets, side.shardings)
-    yield from _shardings(side, targets, pairs, _FIXES[library][side.name])
+    yield from _shardings(side, targets, pairs, library)
     yield from _memory_kinds(side, targets, pairs, _FIXES[library][side.name])
 
 
 def _shardings(
-    side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, fix: str
+    side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, library: Library
 ) -> Iterator[Finding]:
     kind, verb, cost = _SIDE_WORDS[side.name]
+    fix, mend = _FIXES[library][side.name], _MENDS[library].get(side.name, "")
 
     def are_equal(target: PlannedSharding, sharding: Any, leaf: int) -> bool:
         if target.sharding == sharding:
@@ -156,7 +165,7 @@ def _shardings(
             f"{actual}{order} with {bytes_shown(size)} on each device instead of "
             f"{bytes_shown(budget)}: {cost}"
         )
-        yield side.finding("error", kind, message, fix, leaves, bytes=size)
+        yield side.finding("error", kind, message, fix, leaves, bytes=size, mend=mend)
 
 
 def _memory_kinds(
@@ -282,7 +291,8 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
 
     level: Level = "warning" if state.evidence == "alike" else "error"
     name, when = _STATE_WORDS[state.evidence]
-    fix = _FIXES[executable.call.library]["states"]
+    library = executable.call.library
+    fix, mend = _FIXES[library]["states"], _MENDS[library].get("states", "")
     for (old, new), rows in ObjectPairs(before, after).differences(are_equal, texts):
         leaves = [state.inputs[i] for i in rows]
         moved = sum(map(inputs.bytes_of, leaves))
@@ -290,7 +300,7 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
             f"{counted(len(rows), 'leaf')} of {name}: in as {old}, out as {new}: {when} compiles "
             f"again, or moves them back, {bytes_shown(moved)} to each device"
         )
-        yield inputs.finding(level, "fixed-point", message, fix, leaves, bytes=moved)
+        yield inputs.finding(level, "fixed-point", message, fix, leaves, bytes=moved, mend=mend)
 
 
 def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
@@ -371,8 +381,8 @@ def not_donated(executable: Executable, carried: Sequence[State], large: int) ->
                 f"{counted(len(leaves), 'leaf')} of {name}: not donated, so the old and the new "
                 f"ones take {bytes_shown(size)} each on each device"
             )
-            fix = _donation(executable, leaves)
-            yield side.finding("warning", "donation", message, fix, leaves, bytes=size)
+            fix, mend = _donation(executable, leaves)
+            yield side.finding("warning", "donation", message, fix, leaves, bytes=size, mend=mend)
 
 
 def _kept_twice(executable: Executable, state: State, large: int) -> list[int]:
@@ -396,13 +406,14 @@ def _kept_twice(executable: Executable, state: State, large: int) -> list[int]:
     ]
 
 
-def _donation(executable: Executable, leaves: Sequence[int]) -> str:
-    """Write the arguments of jit that donate leaves."""
+def _donation(executable: Executable, leaves: Sequence[int]) -> tuple[str, str]:
+    """Write (the fix, the arguments of jit) that donate leaves."""
     library, side = executable.call.library, executable.inputs
     if library == "equinox":
         return (
             'give filter_jit donate="all", or donate="all-except-first" with all that is used '
-            "again in the first argument"
+            "again in the first argument",
+            'donate="all"',
         )
     count, changes = len(side.subtrees) - len(side.keywords), set(leaves)
     places = [i for i, (_, part) in enumerate(side.subtrees) if not changes.isdisjoint(part)]
@@ -418,4 +429,4 @@ def _donation(executable: Executable, leaves: Sequence[int]) -> str:
     fix = f"give {library}.jit {' and '.join(options)}, if the old ones are not used again"
     if library == "nnx":
         fix += "; a function that only reads the module needs graph_updates=False instead"
-    return fix
+    return fix, ", ".join(options)

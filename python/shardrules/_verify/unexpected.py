@@ -23,15 +23,18 @@ _KEPT: Final = 0.5
 """Share of the memory at the peak, above which activations that are kept are told."""
 _NAMED: Final = 3
 
+_MENDS: Final = {
+    "whole gradient": "jax.lax.with_sharding_constraint(gradients, plan.shardings())",
+    "batch": "jax.lax.with_sharding_constraint(x, {spec})",
+}
 _FIXES: Final = {
     "microbatch": "sum the gradients of the micro-batches on each device, and over devices once "
     "behind the loop: let the accumulator be sharded as the sums are before they are reduced",
-    "whole gradient": "constrain the gradients to be sharded as their parameters: "
-    "jax.lax.with_sharding_constraint(gradients, plan.shardings())",
+    "whole gradient": "constrain the gradients to be sharded as their parameters: {mend}",
     "cache": "constrain the state inside the function to be sharded as it comes in, and what is "
     "computed with it to be sharded by the same axes",
     "batch": "constrain the activations where they are made, so that XLA gathers the parameters "
-    "in their place: jax.lax.with_sharding_constraint(x, {spec}){line}",
+    "in their place: {mend}{line}",
     "alike": "let what comes behind be computed in parts: constrain the array, and what is made "
     "of it, to be sharded by {axes}{line}",
     "reshard": "constrain both sides alike{line}: the array is sharded in another way and back, "
@@ -90,10 +93,19 @@ def _finding(
     entry = repr(batch[0] if len(batch) == 1 else tuple(batch))
     spec = f"P({', '.join([entry, *['None'] * (rank - 1)])})"
     line = "" if first.place is None else f" at {first.place}"
-    fix = _FIXES[key].format(spec=spec, axes=", ".join(axes), line=line)
+    mend = _MENDS.get(key, "").format(spec=spec)
+    fix = _FIXES[key].format(mend=mend, axes=", ".join(axes), line=line)
     paths = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
     return Finding(
-        "warning", "unexpected", message, tuple(dict.fromkeys(paths)), len(paths), None, size, fix
+        "warning",
+        "unexpected",
+        message,
+        tuple(dict.fromkeys(paths)),
+        len(paths),
+        None,
+        size,
+        fix,
+        mend,
     )
 
 

@@ -46,6 +46,7 @@
         element("span", { class: "badge" }, finding.level),
         element("strong", {}, finding.kind),
         element("span", { class: "hint" }, facts.join(" · "))),
+      finding.mend ? element("pre", { class: "mend" }, finding.mend) : null,
       element("p", {}, finding.message),
       element("ul", { class: "paths" },
         finding.paths.slice(0, SHOWN_PATHS).map((path) =>

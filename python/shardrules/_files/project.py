@@ -1,0 +1,196 @@
+"""Project file: `shardrules.toml`, or `[tool.shardrules]` of pyproject.toml, with its jobs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from shardrules._files.rules import parse_toml
+from shardrules._io import FileError, read_bytes
+from shardrules._text import misspelt, shown
+
+OWN_FILE: Final = "shardrules.toml"
+_PYPROJECT: Final = "pyproject.toml"
+# As of rule files in TOML: a table's name takes most.
+_PER_BYTE: Final = 512
+ARGUMENTS: Final[tuple[str, ...]] = ("model", "function", "before")
+"""Keys of a job that are arguments of commands; the others are options, by their names."""
+_TABLES: Final = ("MESH", "WHAT=BYTES...", "KIND=LEVEL...")
+_LISTS: Final = ("AXES", "NAMES")
+_NUMBERS: Final = ("NUMBER", "BYTES", "SECONDS")
+
+
+class ProjectJob(NamedTuple):
+    """One model or step, with the options of the commands that check it."""
+
+    name: str
+    arguments: dict[str, str]
+    """Of `ARGUMENTS`, those that it has."""
+    options: dict[str, list[str]]
+    """{key: words of a command line}."""
+
+    def words(self, keys: Iterable[str]) -> list[str]:
+        """Return the words of its options that are among these."""
+        return [word for key in keys for word in self.options.get(key, ())]
+
+
+class ProjectFile(NamedTuple):
+    """The jobs of a project file, in its order. Their paths are relative to its folder."""
+
+    path: Path
+    jobs: list[ProjectJob]
+
+
+def read_project(folder: Path, forms: Mapping[str, str]) -> ProjectFile | None:
+    """Read the project file of a folder or the nearest above it; None if there is none.
+
+    Nothing is executed.
+
+    Args:
+        folder: The absolute path of the folder.
+        forms: {key: form of its value}, as `form_of` has it.
+
+    Raises:
+        FileError: A folder has two project files, or the content is invalid.
+    """
+    found = find_table(folder)
+    return None if found is None else ProjectFile(found[0], _jobs(*found, forms))
+
+
+def find_table(folder: Path) -> tuple[Path, Any] | None:
+    """Find (the project file of a folder or the nearest above it, its table).
+
+    The search ends at the root of the repository.
+
+    Raises:
+        FileError: As `read_project`, but the table is not read.
+    """
+    for place in (folder, *folder.parents):
+        tables = {path: table for path in (place / OWN_FILE, place / _PYPROJECT)
+                  if (table := _table_of(path)) is not None}  # fmt: skip
+        if len(tables) > 1:
+            raise FileError(
+                f"{place / OWN_FILE}: {_PYPROJECT} beside it has [tool.shardrules] too; keep one"
+            )
+        if tables:
+            return tables.popitem()
+        if (place / ".git").exists():
+            return None
+    return None
+
+
+def project_text(job: Mapping[str, str]) -> str:
+    """Write a project file with one job, whose name is that of its model."""
+    _, _, name = job["model"].rpartition(":")
+    name = Path(name).name.partition(".")[0]
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in job.items()]
+    return "\n".join([f"[jobs.{json.dumps(name, ensure_ascii=False)}]", *lines, ""])
+
+
+def form_of(value: str) -> str:
+    """Return the form of an option's value, by its text in the help, such as BYTES or AXES.
+
+    It is flag, text, number (or text), list or table (or text, which has commas), lists or tables
+    (of which each item is an option of its own), or the choices in braces.
+    """
+    if value.startswith("-"):
+        return "flag"
+    if value.startswith("{"):
+        return value
+    if value in _TABLES:
+        return "tables" if value.endswith("...") else "table"
+    if value.endswith("...") or value in _LISTS:
+        return "lists" if value.endswith("...") else "list"
+    return "number" if value in _NUMBERS else "text"
+
+
+def _table_of(path: Path) -> Any:
+    """Return the table of a project file; None if the file has none, or is not there."""
+    if not path.is_file():
+        return None
+    table = parse_toml(path, read_bytes(path, _PER_BYTE))
+    if path.name == OWN_FILE:
+        return table
+    tools = table.get("tool", {})
+    return tools.get("shardrules") if isinstance(tools, dict) else None
+
+
+def _jobs(path: Path, table: object, forms: Mapping[str, str]) -> list[ProjectJob]:
+    jobs = table.get("jobs") if isinstance(table, dict) else None
+    if not isinstance(table, dict) or not isinstance(jobs, dict) or not jobs:
+        start = "jobs" if path.name == OWN_FILE else "tool.shardrules.jobs"
+        raise FileError(
+            f'{path}: there are no jobs; write [{start}.NAME] with model = "model.json", rules and '
+            "mesh"
+        )
+    shared = _entries(f"{path}", {key: table[key] for key in table if key != "jobs"}, forms)
+    return [_job(f"{path}: job {name}", name, shared, job, forms) for name, job in jobs.items()]
+
+
+def _job(
+    where: str, name: str, shared: _Entries, job: object, forms: Mapping[str, str]
+) -> ProjectJob:
+    if not isinstance(job, dict):
+        raise FileError(f'{where}: it is {shown(job)}; write a table with model = "model.json"')
+    own = _entries(where, job, forms)
+    arguments, options = shared.arguments | own.arguments, shared.options | own.options
+    if not arguments.keys() & {"model", "function"}:
+        raise FileError(f"{where}: it has neither a model to check nor a function to prove")
+    return ProjectJob(name, arguments, options)
+
+
+class _Entries(NamedTuple):
+    """What a table says, as `ProjectJob` has it."""
+
+    arguments: dict[str, str]
+    options: dict[str, list[str]]
+
+
+def _entries(where: str, table: dict[str, Any], forms: Mapping[str, str]) -> _Entries:
+    _check_keys(where, table, [*ARGUMENTS, *forms])
+    arguments = {key: table[key] for key in ARGUMENTS if key in table}
+    for key, value in arguments.items():
+        if not isinstance(value, str) or not value:
+            raise FileError(f"{where}: {key} is {shown(value)}; write a file or module:function")
+    options = {
+        key: _words(f"{where}: {key}", key, form, table[key])
+        for key, form in forms.items()
+        if key in table
+    }
+    return _Entries(arguments, options)
+
+
+def _check_keys(where: str, table: dict[str, Any], known: list[str]) -> None:
+    for key in table:
+        if key not in known:
+            near = misspelt(key, known) or misspelt(key.replace("_", "-"), known)
+            hint = f"did you mean {near!r}?" if near else f"the keys are {', '.join(known)}"
+            raise FileError(f"{where}: key {key!r} is unknown; {hint}")
+
+
+def _words(where: str, key: str, form: str, value: object) -> list[str]:
+    """Return the words of a command line for the value of a key."""
+    if form == "flag":
+        if not isinstance(value, bool):
+            raise FileError(f"{where} is {shown(value)}; write true or false")
+        return [f"--{key}"] if value else []
+    if isinstance(value, dict) and form in ("table", "tables"):
+        texts = [f"{name}={_text(f'{where}: {name}', size)}" for name, size in value.items()]
+    elif isinstance(value, list) and form in ("list", "lists", "tables"):
+        texts = [_text(f"{where}[{index}]", item, is_number=False)
+                 for index, item in enumerate(value)]  # fmt: skip
+    else:
+        texts = [_text(where, value, is_number=form == "number")]
+    if form.startswith("{") and texts[0] not in (choices := form[1:-1].split(",")):
+        raise FileError(f"{where} is {shown(value)}; it is one of {', '.join(choices)}")
+    if form in ("table", "list"):
+        texts = [",".join(texts)]
+    return [f"--{key}={text}" for text in texts]
+
+
+def _text(where: str, value: object, *, is_number: bool = True) -> str:
+    if isinstance(value, str) or (is_number and type(value) is int):
+        return str(value)
+    raise FileError(f"{where} is {shown(value)}; write a {'number or ' * is_number}text")

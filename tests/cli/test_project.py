@@ -1,0 +1,256 @@
+"""Commands that run for each job of a project file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardrules._cli.project import forms
+from shardrules._files.project import ARGUMENTS, _jobs
+from shardrules._io import FileError
+from tests.support import project_schema
+from tests.support.command_line import invoke
+
+MODEL = {"params": [["wq", [512, 512], "F32"], ["norm", [512], "F32"]]}
+RIGHT = '[[rules]]\npattern = "wq"\nspec = ["tp"]\n\n[[rules]]\npattern = "norm"\nspec = []\n'
+DEAD = RIGHT + '[[rules]]\npattern = "gone"\nspec = []\n'
+PROJECT = """
+mesh = { tp = 2 }
+model = "model.json"
+fail-on = "warning"
+[jobs.clean]
+rules = "rules.toml"
+[jobs.dead]
+rules = "dead.toml"
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """The folder of a project with a job that has no findings, and one that has."""
+    folder = tmp_path / "project"
+    (folder / "deep" / "folder").mkdir(parents=True)
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "rules.toml").write_text(RIGHT)
+    (folder / "dead.toml").write_text(DEAD)
+    (folder / "shardrules.toml").write_text(PROJECT)
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    monkeypatch.chdir(folder / "deep" / "folder")
+    return folder
+
+
+def test_check_runs_all_jobs_and_exits_as_the_worst(project):
+    done = invoke("check")
+    assert (done.exit_code, done.stderr) == (1, "")
+    clean, dead = done.stdout.split("dead:\n")
+    assert clean == "clean:\nnothing found: 2 leaves, 2 rules, on tp=2\n"
+    assert "warning[dead]: rule 2 'gone'" in dead
+    assert invoke("check", "--fail-on", "error").exit_code == 0
+    (project / "rules.toml").unlink()
+    done = invoke("check")
+    assert done.exit_code == 2
+    assert (
+        done.stderr
+        == "error: clean: rules.toml: No such file or directory; check the name and the permissions\n"
+    )
+    assert "warning[dead]" in done.stdout
+
+
+def test_the_table_of_pyproject_is_one_too(project):
+    text = (project / "shardrules.toml").read_text()
+    (project / "shardrules.toml").unlink()
+    text = text.replace("[jobs", "[tool.shardrules.jobs").replace(
+        "\nmesh", "[tool.shardrules]\nmesh"
+    )
+    (project / "pyproject.toml").write_text(text)
+    assert invoke("check").exit_code == 1
+    (project / "shardrules.toml").write_text(PROJECT)
+    done = invoke("check")
+    assert done.exit_code == 2
+    assert "has [tool.shardrules] too; keep one" in done.stderr
+
+
+def test_formats_name_the_job(project):
+    done = invoke("check", "--format", "json")
+    jobs = json.loads(done.stdout)["jobs"]
+    assert jobs["clean"] == {"findings": []}
+    assert [finding["kind"] for finding in jobs["dead"]["findings"]] == ["dead"]
+    assert invoke("check", "-q").stdout.startswith("dead:\nwarning[dead]")
+    done = invoke("check", "--format", "github")
+    assert "::warning file=dead.toml,line=8,title=dead shardrules dead::rule 2" in done.stdout
+    assert "clean:\nnothing found" in done.stdout
+    (project.parent / ".git").mkdir()
+    done = invoke("check", "--format", "github")
+    assert "::warning file=project/dead.toml,line=8," in done.stdout
+
+
+def test_the_search_ends_at_the_root_of_the_repository(project):
+    (project / "deep" / ".git").mkdir()
+    done = invoke("check")
+    assert done.exit_code == 2
+    assert "the following arguments are required: SOURCE; or a project file" in done.stderr
+
+
+def test_diff_compares_the_lock_of_each_job(project, monkeypatch):
+    monkeypatch.chdir(project)
+    lines = 'before = "plan.lock"\n'
+    (project / "shardrules.toml").write_text(lines + PROJECT)
+    assert (
+        invoke(
+            "plan", "model.json", "-r", "rules.toml", "-m", "tp=2", "--lock", "plan.lock"
+        ).exit_code
+        == 0
+    )
+    done = invoke("diff")
+    assert done.exit_code == 1
+    assert done.stdout.startswith("clean:\nno differences\ndead:\nrules: 1 added (2)\n")
+    assert invoke("check").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("mesh = 'tp=2'", "there are no jobs; write [jobs.NAME]"),
+        ("jobs = 3", "there are no jobs"),
+        ("[jobs.a]\nmodel = 3", "job a: model is 3 (an int); write a file or module:function"),
+        ("[jobs.a]\nrules = 'r'", "job a: it has neither a model to check nor a function to prove"),
+        ("[jobs.a]\nmodel = 'm'\nmehs = 'tp=2'", "job a: key 'mehs' is unknown; did you mean 'mesh'?"),
+        ("[jobs.a]\nmodel = 'm'\nfail_on = 'info'", "key 'fail_on' is unknown; did you mean 'fail-on'?"),
+        ("[jobs.a]\nmodel = 'm'\nzzzzzz = 1", "key 'zzzzzz' is unknown; the keys are model, function"),
+        ("quiet = true\n[jobs.a]\nmodel = 'm'", "key 'quiet' is unknown"),
+        ("[jobs.a]\nmodel = 'm'\nmesh = 2", "job a: mesh is 2 (an int); write a text"),
+        ("[jobs.a]\nmodel = 'm'\nmesh = ['tp']", "job a: mesh is ['tp'] (a list); write a text"),
+        ("[jobs.a]\nmodel = 'm'\nmesh = {tp = 1.5}", "job a: mesh: tp is 1.5 (a float); write a number or text"),
+        ("[jobs.a]\nmodel = 'm'\nreplicated = ['a', 2]", "job a: replicated[1] is 2 (an int); write a text"),
+        ("[jobs.a]\nmodel = 'm'\nmin-size = true", "job a: min-size is True (a bool); write a number or text"),
+        ("[jobs.a]\nmodel = 'm'\nno-fallbacks = 1", "job a: no-fallbacks is 1 (an int); write true or false"),
+        ("[jobs]\na = 1", "job a: it is 1 (an int); write a table"),
+        ("[jobs.a]\nfunction = 'a:b'", "no job has model, which check needs"),
+        ("[jobs.a]\nmodel = 'm'", "error: a: the following arguments are required: --rules/-r, --mesh/-m"),
+        ("[jobs.a]\nmodel = 'm'\nrules='r'\nmesh='tp=2'\nmin-size=-1", "error: a: invalid value for '--min-size'"),
+        ("[jobs.", "this is not TOML"),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_told(project, lines, told):
+    (project / "shardrules.toml").write_text(lines)
+    done = invoke("check")
+    assert (done.exit_code, told in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [("-r x", "--rules is of one job"), ("--fix", "--fix is of one job")]
+)
+def test_options_of_one_job_are_refused(project, words, told):
+    done = invoke("check", *words.split())
+    assert (done.exit_code, told in done.stderr) == (2, True), done.stderr
+
+
+def test_each_form_of_a_value_is_an_option(project):
+    (project / "shardrules.toml").write_text(
+        '[jobs.a]\nmodel = "model.json"\nrules = "rules.toml"\nmesh = {tp = 2, dp = 2}\n'
+        'data-axes = ["dp"]\nlevel = {dead = "off"}\nreplicated = ["norm", "-x"]\nlarge = 100\n'
+        'hbm = "1GB"\nno-fallbacks = true\nfail-on = "info"\n'
+    )
+    done = invoke("check")
+    assert (done.exit_code, done.stdout) == (
+        0,
+        "a:\nnothing found: 2 leaves, 2 rules, on tp=2,dp=2; not looked for: dead\n",
+    )
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """A folder with a model alone."""
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / ".git").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_init_writes_a_project_that_is_checked(bare):
+    done = invoke("init", "model.json", "--mesh", "fsdp=2,tp=2", "--hbm", "16GB")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith("wrote rules.toml\nwrote shardrules.toml\n")
+    assert (bare / "shardrules.toml").read_text() == (
+        '[jobs."model"]\nmodel = "model.json"\nrules = "rules.toml"\nmesh = "fsdp=2,tp=2"\nhbm = "16GB"\n'
+    )
+    done = invoke("check", "--fail-on", "warning")
+    assert (done.exit_code, done.stdout) == (
+        0,
+        "model:\nnothing found: 2 leaves, 2 rules, on fsdp=2,tp=2\n",
+    )
+
+
+def test_init_of_a_function(bare, monkeypatch):
+    (bare / "own_tree.py").write_text(
+        "class A: shape, dtype = (512, 512), 'float32'\ndef ünder(): return {'wq': A()}"
+    )
+    monkeypatch.syspath_prepend(str(bare))
+    assert invoke("init", "own_tree:ünder", "--devices", "4").exit_code == 0
+    assert invoke("check").stdout.startswith("ünder:\n")
+
+
+@pytest.mark.parametrize("name", ["rules.toml", "shardrules.toml", "pyproject.toml"])
+def test_init_replaces_nothing(bare, name):
+    text = (
+        '[tool.shardrules.jobs.a]\nmodel = "m"\n'
+        if name == "pyproject.toml"
+        else '[jobs.a]\nmodel = "m"\n'
+    )
+    (bare / name).write_text(text)
+    done = invoke("init", "model.json", "--mesh", "tp=2")
+    assert (done.exit_code, name in done.stderr) == (2, True)
+    assert {path.name for path in bare.iterdir()} == {".git", "model.json", name}
+    assert (bare / name).read_text() == text
+
+
+@pytest.mark.parametrize("words", ["", "--mesh tp=2 --devices 2"])
+def test_init_needs_a_mesh_or_devices(bare, words):
+    done = invoke("init", "model.json", *words.split())
+    assert (done.exit_code, "give a mesh with --mesh, or --devices" in done.stderr) == (2, True)
+
+
+VALUES = [
+    True,
+    3,
+    1.5,
+    "adam",
+    "",
+    ["a"],
+    [1],
+    [],
+    {"a": 1},
+    {"a": "b"},
+    {"a": True},
+    {"a": 1.5},
+    {},
+]
+
+
+def test_the_schema_for_editors_agrees_with_the_reader(tmp_path):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads(project_schema.SCHEMA.read_text(encoding="utf-8"))
+    assert schema == project_schema.schema(), (
+        "python -m tests.support.project_schema writes it anew"
+    )
+    checker = jsonschema.Draft7Validator(schema)
+    checker.check_schema(schema)
+
+    def accepted(table):
+        try:
+            _jobs(tmp_path / "shardrules.toml", table, forms())
+        except FileError:
+            return False
+        return True
+
+    keys = [*ARGUMENTS, *forms(), "unknown", "quiet"]
+    tables = [{"model": "m", "jobs": {"a": {key: value}}} for key in keys for value in VALUES]
+    tables += [{key: value, "jobs": {"a": {"model": "m"}}} for key in keys for value in VALUES]
+    tables += [{}, {"jobs": {}}, {"jobs": 3}, {"jobs": {"a": 3}}, {"jobs": {"a": {}}}]
+    tables += [
+        {"jobs": {"a": {"function": "f"}, "b": {"before": "x"}}},
+        {"function": "f", "jobs": {"a": {}}},
+    ]
+    assert [table for table in tables if accepted(table) != checker.is_valid(table)] == []
+    assert {accepted(table) for table in tables} == {True, False}
