@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 COMMANDS: Final[dict[str, Entry]] = {}
 _PLAN: Final = "source rules mesh dialect stacked companions min_size max_memory no_fallbacks"
 _TRAINING: Final = "gradients optimizer optimizer_dtype optimizer_memory hbm host_memory"
-_STEP: Final = "tokens hardware axes_over_dcn experts_per_token"
+_STEP: Final = "step tokens hardware axes_over_dcn experts_per_token"
 _NEEDED: Final = {"required": True}
 _FINDINGS: Final = {"usage": "--format {text,json,github}"}
 
@@ -70,8 +70,9 @@ def plan(args: Args) -> int:
     _check_targets(targets, filter(None, (args.source, args.rules)))
     planned = inputs.load(args)
     plan = planned.plan
-    memory = plan.bytes_per_device(**training)
-    time = None if args.tokens is None else plan.step_time(**step, **training)
+    memory = plan.bytes_per_device(**training, step=step.get("step"))
+    has_time = step["hardware"] is not None and len(step) > 1
+    time = plan.step_time(**step, **training) if has_time else None
     # Made before anything is written: a failure leaves no file behind.
     report = args.html and show.report(args, planned, room, training, step)
     shapes = args.manifest and manifest_text(plan._columns, planned.model)
@@ -108,7 +109,7 @@ def _check_targets(outputs: Mapping[str, str | None], sources: Iterable[str]) ->
 @_command(
     "model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning",
     _PLAN, _TRAINING, "must_fit head_dim fail_on large replicated optional_axes data_axes level",
-    "fix format",
+    "fix step format",
     format=_FINDINGS,
 )  # fmt: skip
 def check(args: Args) -> int:
@@ -133,8 +134,9 @@ def check(args: Args) -> int:
         inputs.refuse(why, args, "gradients", "optimizer", "host_memory")
     planned = inputs.load(args)
     findings = planned.plan.check(
-        **planned.rules.declared, large=large, head_dim=args.head_dim, hbm=room.hbm, levels=levels
-    )
+        **planned.rules.declared, large=large, head_dim=args.head_dim, hbm=room.hbm,
+        levels=levels, step=inputs.traced(args),
+    )  # fmt: skip
     if args.must_fit:
         findings = inputs.must_fit(findings, planned.plan, room, training)
     if args.fix:
@@ -200,10 +202,11 @@ def _locked(args: Args, program: Program, findings: Findings) -> Findings:
 
 @_command(
     "my_package.train:step_on --on v5p:8x8x8 --mesh fsdp=64,tp=8 --budget peak=90GB",
-    "function on slices mesh fast timeout large budget hbm fail_on format lock update_lock html",
+    "function on slices mesh rules fast timeout large budget hbm fail_on format lock update_lock",
+    "html",
     function={
-        "help": "package.module:function, which takes the mesh, and returns (step, arguments, "
-        "outputs) or (step, arguments), as shardrules.prove takes them."
+        "help": "package.module:function, which takes the mesh, and the rules of --rules, and "
+        "returns (step, arguments, outputs) or (step, arguments), as shardrules.prove takes them."
     },
     mesh={"help": "Devices per mesh axis, such as fsdp=64,tp=8.", **_NEEDED},
     hbm={
@@ -221,7 +224,6 @@ def prove(args: Args) -> int:
     Exits with 1 for findings of at least the level --fail-on, and if the step does not fit.
     """
     from shardrules._cli import inputs, show
-    from shardrules._files.modules import load_object
     from shardrules._io import write_text
     from shardrules._mesh.topology import Topology
     from shardrules._mesh_sizes import parse_mesh
@@ -236,7 +238,7 @@ def prove(args: Args) -> int:
     large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
     topology = Topology(args.on, args.slices)
     mesh = topology.mesh(parse_mesh(args.mesh))
-    step, arguments, *outputs = inputs.step_of(args.function, load_object(args.function, mesh))
+    step, arguments, *outputs = inputs.step_on(args.function, mesh, args.rules)
     plans = [argument for argument in arguments if isinstance(argument, Plan)]
     if args.html and not plans:
         raise ValueError("--html: none of the arguments is a Plan, of which the report is")
@@ -278,10 +280,11 @@ def prove(args: Args) -> int:
 
 @_command(
     "my_package.train:step_on --mesh fsdp=64,tp=8 --hardware v5p",
-    "function array mesh hardware axes_over_dcn format",
+    "function array mesh rules hardware axes_over_dcn format",
     function={
-        "help": "package.module:function, which takes the mesh, here one without devices, and "
-        "returns (step, arguments), as shardrules.trace takes them, or further outputs."
+        "help": "package.module:function, which takes the mesh, here one without devices, and the "
+        "rules of --rules, and returns (step, arguments), as shardrules.trace takes them, or "
+        "further outputs."
     },
     mesh={"help": "Devices per mesh axis, such as fsdp=64,tp=8.", **_NEEDED},
     hardware={
@@ -292,17 +295,9 @@ def prove(args: Args) -> int:
 def step(args: Args) -> None:
     """Show what a step does before it is compiled: dimensions, FLOPs, memory, traffic, time."""
     from shardrules._cli import inputs
-    from shardrules._files.modules import load_object
-    from shardrules._mesh.mesh import as_mesh
-    from shardrules._mesh_sizes import parse_mesh
     from shardrules._plan.report import step_json
-    from shardrules._step.step import trace
 
-    with working(args, "tracing"):
-        function, arguments, *_ = inputs.step_of(
-            args.function, load_object(args.function, as_mesh(parse_mesh(args.mesh)))
-        )
-        traced = trace(function, *arguments)
+    traced = inputs.trace_on(args, args.function, args.mesh, args.rules)
     if args.array:
         print(traced.explain(args.array))
         return
@@ -333,9 +328,11 @@ def explain(args: Args) -> None:
 
 @_command(
     "model.json -r rules.toml --devices 512 --axes fsdp,tp --hbm 96GB",
-    _PLAN, "devices axes", _TRAINING, _STEP, "format most",
+    _PLAN, "on devices axes", _TRAINING, _STEP, "format most",
     rules=_NEEDED,
     mesh={"usage": "-m --mesh MESH...", "help": "A mesh to compare; repeatable."},
+    on={"required": False, "help": "Compare the meshes that exist on these TPUs or GPUs, such as "
+        "v5p:8x8x8, with the axes of --axes."},
     devices={"help": "Compare all meshes of this many devices."},
     axes={"help": "Axes of these meshes, such as fsdp,tp,sp=1, where sp has a fixed size."},
 )  # fmt: skip
@@ -346,18 +343,25 @@ def sweep(args: Args) -> None:
     from shardrules._plan.report import sweep_json
 
     if args.mesh:
-        inputs.refuse("the meshes are those of --mesh", args, "devices", "axes")
-    elif args.devices is None or args.axes is None:
-        raise ValueError("give meshes with --mesh, or --devices and --axes for all factorizations")
-    step, training = inputs.step(args), inputs.training(args)
-    room = inputs.room(args, step["hardware"])
+        inputs.refuse("the meshes are those of --mesh", args, "on", "devices", "axes")
+    elif (args.devices is None) == (args.on is None) or args.axes is None:
+        raise ValueError(
+            "give meshes with --mesh; or --devices and --axes for all factorizations, or --on and "
+            "--axes for those of a topology"
+        )
     meshes = [parse_mesh(mesh) for mesh in args.mesh]
     axes, fixed = inputs.sweep_axes(args.axes or "")
-    first = args.mesh[0] if meshes else f"{axes[0]}={args.devices}"
+    if args.on and fixed:
+        raise ValueError("--axes: the meshes of --on have no fixed sizes")
+    sizes = dict.fromkeys(axes, 1) | fixed
+    first = args.mesh[0] if meshes else ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    step, training = inputs.step(args, first), inputs.training(args)
+    room = inputs.room(args, step["hardware"])
     plan = inputs.load(args, mesh=first).plan
     with working(args, "trying meshes"):
         rows = plan.sweep(
-            meshes or None, devices=args.devices, axes=axes, fixed=fixed,
+            meshes or None, devices=args.on or args.devices, axes=None if meshes else axes,
+            fixed=fixed or None,
             hbm=room.hbm, host_memory=room.host, **step, **training,
         )  # fmt: skip
     if args.format == "json":
@@ -391,7 +395,7 @@ def load(args: Args) -> None:
 @_command(
     "model.json --devices 512 --hbm 96GB > rules.toml",
     "source mesh devices axes like dialect head_dim max_memory optimizer optimizer_dtype hbm",
-    _STEP.replace("axes_over_dcn ", ""), "format",
+    _STEP.removeprefix("step ").replace("axes_over_dcn ", ""), "format",
     mesh={"help": "The mesh, such as fsdp=64,tp=8."},
     optimizer={"default": "adam"},
     format={"usage": "--format {toml,python,text}", "default": "toml",

@@ -29,6 +29,7 @@ from shardrules._text import and_more, byte_count, mesh_shown, shown
 
 if TYPE_CHECKING:
     from shardrules._hardware import Hardware
+    from shardrules._step.step import Step
 
 _MOST_FALLBACKS: Final = 5
 # A device or a host has more.
@@ -270,9 +271,47 @@ def training(args: Args) -> dict[str, Any]:
     }
 
 
-def step(args: Args) -> dict[str, Any]:
-    """Return the arguments of `Plan.sweep` for the time of a step."""
+def step_on(source: str, mesh: Any, rules: str | None = None) -> tuple[Any, ...]:
+    """Return what `step_of` gives for a function of the mesh, and of the rules in a file.
+
+    Raises:
+        FileError: As `step_of`; or the rules are wrong.
+    """
+    arguments = (mesh,) if rules is None else (mesh, read_rules(rules).rules)
+    return step_of(source, load_object(source, *arguments))
+
+
+def traced(args: Args, mesh: str | None = None) -> Step | None:
+    """Trace the step of --step on a mesh, by default that of the command line; None without one."""
+    mesh = mesh or args.mesh
+    if args.step is not None and mesh is None:
+        raise ValueError("--step: give the mesh that it is traced on, as --mesh fsdp=64,tp=8")
+    return None if args.step is None else trace_on(args, args.step, mesh)
+
+
+def trace_on(args: Args, source: str, mesh: str, rules: str | None = None) -> Step:
+    """Trace the step that a function returns for a mesh without devices."""
+    from shardrules._mesh.mesh import as_mesh
+    from shardrules._step.step import trace
+
+    with working(args, "tracing"):
+        function, arguments, *_ = step_on(source, as_mesh(parse_mesh(mesh)), rules)
+        return trace(function, *arguments)
+
+
+def step(args: Args, mesh: str | None = None) -> dict[str, Any]:
+    """Return the arguments of `Plan.sweep` for the time of a step.
+
+    Args:
+        args: The command line.
+        mesh: That on which the step of --step is traced. Default: that of the command line.
+    """
     device = None if args.hardware is None else load_hardware(args.hardware)
+    if getattr(args, "step", None) is not None:
+        said = ("tokens", "experts_per_token", "gradients", "optimizer", "optimizer_memory")
+        refuse("--step says it itself", args, *said)
+        over = {} if device is None else {"axes_over_dcn": tuple(names(args.axes_over_dcn))}
+        return {"hardware": device, "step": traced(args, mesh), **over}
     if args.tokens is None:
         why = "without --tokens there is no time of a step"
         refuse(why, args, "axes_over_dcn", "experts_per_token")
