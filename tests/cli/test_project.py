@@ -113,6 +113,7 @@ def test_diff_compares_the_lock_of_each_job(project, monkeypatch):
     [
         ("mesh = 'tp=2'", "there are no jobs; write [jobs.NAME]"),
         ("jobs = 3", "there are no jobs"),
+        ("[job.a]\nmodel = 'm'", "key 'job' is unknown; did you mean 'jobs'?"),
         ("[jobs.a]\nmodel = 3", "job a: model is 3 (an int); write a file or module:function"),
         ("[jobs.a]\nrules = 'r'", "job a: it has neither a model to check nor a function to prove"),
         ("[jobs.a]\nmodel = 'm'\nmehs = 'tp=2'", "job a: key 'mehs' is unknown; did you mean 'mesh'?"),
@@ -173,7 +174,7 @@ def test_init_writes_a_project_that_is_checked(bare):
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.startswith("wrote rules.toml\nwrote shardrules.toml\n")
     assert (bare / "shardrules.toml").read_text() == (
-        '[jobs."model"]\nmodel = "model.json"\nrules = "rules.toml"\nmesh = "fsdp=2,tp=2"\nhbm = "16GB"\n'
+        '[jobs.model]\nmodel = "model.json"\nrules = "rules.toml"\nmesh = "fsdp=2,tp=2"\nhbm = "16GB"\n'
     )
     done = invoke("check", "--fail-on", "warning")
     assert (done.exit_code, done.stdout) == (
@@ -254,3 +255,17 @@ def test_the_schema_for_editors_agrees_with_the_reader(tmp_path):
     ]
     assert [table for table in tables if accepted(table) != checker.is_valid(table)] == []
     assert {accepted(table) for table in tables} == {True, False}
+
+
+def test_names_of_jobs_are_no_commands_of_a_runner(project):
+    for name in ("::error::x", "##[error]x", "a\nb\x1b[1m"):
+        (project / "shardrules.toml").write_text(
+            f'model = "model.json"\nmesh = "tp=2"\n[jobs.{json.dumps(name)}]\nrules = "dead.toml"\n'
+        )
+        done = invoke("check", "--format", "github")
+        assert done.exit_code == 0
+        head, annotation = done.stdout.splitlines()
+        assert not head.startswith("::")
+        assert "##[" not in head
+        assert annotation.startswith("::warning file=dead.toml,line=8,title=")
+        assert "\x1b" not in done.stdout

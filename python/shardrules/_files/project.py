@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,6 +18,7 @@ _PYPROJECT: Final = "pyproject.toml"
 _PER_BYTE: Final = 512
 ARGUMENTS: Final[tuple[str, ...]] = ("model", "function", "before")
 """Keys of a job that are arguments of commands; the others are options, by their names."""
+_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _TABLES: Final = ("MESH", "WHAT=BYTES...", "KIND=LEVEL...")
 _LISTS: Final = ("AXES", "NAMES")
 _NUMBERS: Final = ("NUMBER", "BYTES", "SECONDS")
@@ -86,7 +88,8 @@ def project_text(job: Mapping[str, str]) -> str:
     _, _, name = job["model"].rpartition(":")
     name = Path(name).name.partition(".")[0]
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in job.items()]
-    return "\n".join([f"[jobs.{json.dumps(name, ensure_ascii=False)}]", *lines, ""])
+    key = name if _BARE_KEY.fullmatch(name) else json.dumps(name, ensure_ascii=False)
+    return "\n".join([f"[jobs.{key}]", *lines, ""])
 
 
 def form_of(value: str) -> str:
@@ -118,6 +121,8 @@ def _table_of(path: Path) -> Any:
 
 
 def _jobs(path: Path, table: object, forms: Mapping[str, str]) -> list[ProjectJob]:
+    if isinstance(table, dict):
+        _check_keys(f"{path}", table, ["jobs", *ARGUMENTS, *forms])
     jobs = table.get("jobs") if isinstance(table, dict) else None
     if not isinstance(table, dict) or not isinstance(jobs, dict) or not jobs:
         start = "jobs" if path.name == OWN_FILE else "tool.shardrules.jobs"
