@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
 from shardrules._dtypes import is_inexact
@@ -299,6 +301,39 @@ class Equations:
                 self.dims.parts.append((whole, local))
             else:
                 self.dims.unite(whole, local)
+
+    def resized(self, name: int, share: Fraction) -> Equations:
+        """Return the same operations with the dimensions of a class that many times as large."""
+        other = copy(self)
+        other.values = [
+            value._replace(
+                shape=tuple(
+                    ceil(size * share) if name in self.dims.classes(dim) else size
+                    for size, dim in zip(value.shape, value.dims, strict=True)
+                )
+            )
+            for value in self.values
+        ]
+        return other
+
+    @cached_property
+    def looped(self) -> set[int]:
+        """Return the classes over which loops go."""
+        return {
+            name
+            for operation in self._all(self.body)
+            if operation.name == "scan"
+            for body in operation.bodies
+            for outer, _ in operation.arguments(body)[operation.first + operation.carries :]
+            if outer is not None
+            for name in self.dims.classes(self.values[outer].dims[0])
+        }
+
+    def _all(self, body: Body) -> Iterator[TracedOperation]:
+        for operation in body.operations:
+            yield operation
+            for inner in operation.bodies:
+                yield from self._all(inner)
 
     @cached_property
     def flops(self) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
-from shardrules._arguments import check_type
+from shardrules._arguments import check_type, integer
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from shardrules._step.equations import TracedOperation
 
 _LARGEST: Final = 100
+_MOST_ROWS: Final = 2**32
 _IN_TEXT: Final = 12
 _ARRAYS_SHOWN: Final = 4
 _COLUMNS: Final = (
@@ -205,17 +207,24 @@ class Step(TracedStep):
         ]
         return tuple(rows)
 
-    def _spread(self, plan: Plan | None, *, merges_sums: bool = True) -> Spread:
+    def _spread(
+        self,
+        plan: Plan | None,
+        *,
+        merges_sums: bool = True,
+        equations: Equations | None = None,
+    ) -> Spread:
         """Spread the specs of a plan, and of the arguments' shardings, over all arrays.
 
         Without `merges_sums`, parts of each product are added up before the products are, as XLA
-        does it for CPU.
+        does it for CPU. `equations` are those with another batch.
         """
+        equations = equations or self._equations
         args = self._with_plan(plan)
         sizes = self._sizes(args)
         cuts = [row for arg in args for row in _cuts_of(arg)]
-        results = _result_cuts(self._call, self._equations)
-        return Spread(self._equations, sizes, cuts, results, merges_sums=merges_sums)
+        results = _result_cuts(self._call, equations)
+        return Spread(equations, sizes, cuts, results, merges_sums=merges_sums)
 
     def _with_plan(self, plan: Plan | None) -> tuple[Any, ...]:
         if plan is None:
@@ -282,6 +291,66 @@ class Step(TracedStep):
             buffers,
             saved,
         )
+
+    def largest_batch(self, plan: Plan | None, hbm: int) -> int:
+        """Return the largest batch with which the step fits, by the estimate of `memory`.
+
+        Args:
+            plan: As `memory` takes it.
+            hbm: Bytes of memory of a device.
+
+        Returns:
+            Rows of the first dimension of the step's data, such as sequences of all devices
+            together: a multiple of the devices that cut it, at most 2**32. 0 if none fits.
+
+        Raises:
+            ValueError: No argument but parameters and state has a batch; or the plan is of another
+                tree.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+            >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
+            >>> sr.trace(lambda params, x: x @ params["w"], plan, x).largest_batch(plan, hbm=4096)
+            61
+        """
+        size = integer("hbm", hbm, 1)
+        inputs = self._equations.body.inputs
+        batches = ((number, self._batch_class(number)) for number in inputs)
+        number, name = next((row for row in batches if row[1] is not None), (0, None))
+        if name is None:
+            raise ValueError(f"{self.name}: no argument but the model's has a batch")
+        rows = self._equations.values[number].shape[0]
+        spread = self._spread(plan)
+        axes = spread.cuts[number][0]
+        least = prod(spread.sizes[axis] for axis in axes) * rows // self._equations.dims.sizes[name]
+
+        def is_over(count: int) -> bool:
+            resized = self._equations.resized(name, Fraction(count * least, rows))
+            alive, _ = alive_arrays(resized, self._spread(plan, equations=resized), self._donated)
+            return sum(row.bytes for row in alive) > size
+
+        low, high = 0, 1
+        while high * least < _MOST_ROWS and not is_over(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_over(middle) else (middle, high)
+        return least * low
+
+    def _batch_class(self, number: int) -> int | None:
+        """Return the class of the batch in the first dimension of an array; None without one."""
+        dims = self._equations.values[number].dims
+        if number in self._roles.weights or not dims:
+            return None
+        looped = self._equations.looped
+        classes = [
+            name
+            for name in self._equations.dims.classes(dims[0])
+            if self._roles.of.get(name) == "batch" and name not in looped
+        ]
+        return max(classes, key=self._equations.dims.sizes.__getitem__, default=None)
 
     def traffic(self, plan: Plan | None = None) -> Traffic:
         """Count the bytes that each device sends in the step; `Plan.traffic` with `step`.

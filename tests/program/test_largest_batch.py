@@ -1,0 +1,64 @@
+"""`Step.largest_batch`, against steps that are traced anew with the batch that it gives."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+WIDTH, LENGTH = 64, 32
+
+
+def traced(rows, steps=1):
+    """Trace a step that accumulates gradients of so many rows on two devices."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    tree = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")}
+    plan = sr.plan(tree, [("w", "fsdp")], mesh)
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params["w"]) @ params["w"])
+
+    def train(params, x):
+        parts = x.reshape(steps, -1, LENGTH, WIDTH)
+        parts = jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, P(None, "fsdp")))
+
+        def add(sums, part):
+            return jax.tree.map(jnp.add, sums, jax.grad(loss)(params, part)), None
+
+        sums, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+        return jax.tree.map(lambda p, g: p - g, params, sums)
+
+    sharding = NamedSharding(mesh, P("fsdp"))
+    x = jax.ShapeDtypeStruct((rows, LENGTH, WIDTH), "float32", sharding=sharding)
+    return sr.trace(jax.jit(train, donate_argnums=0), plan, x), plan
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("hbm", [3 * 10**5, 10**6, 7 * 10**6])
+def test_the_batch_fits_and_the_next_does_not(hbm, steps):
+    step, plan = traced(8, steps)
+    rows = step.largest_batch(plan, hbm)
+    assert rows > 0 and rows % (2 * steps) == 0
+    for more, fits in ((0, True), (2 * steps, False)):
+        again, there = traced(rows + more, steps)
+        assert (again.memory(there).peak <= hbm) == fits
+
+
+def test_what_does_not_fit_with_any_batch():
+    step, plan = traced(8)
+    assert step.largest_batch(plan, 1000) == 0
+
+
+def test_a_step_without_a_batch():
+    tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+    plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+    step = sr.trace(lambda params: params["w"] * 2, plan)
+    with pytest.raises(ValueError, match="no argument but the model's has a batch"):
+        step.largest_batch(plan, 10**9)
+    with pytest.raises(ValueError, match="hbm is 0"):
+        step.largest_batch(plan, 0)
