@@ -105,7 +105,7 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sr.types.ProgramTime(
             3.0, 1.0, (("train.py:3", 3.0),), (("mlp", "forward", 3.0),), 0.0, ()
         ),
-        "a step takes 3.00 s to 4.00 s, by the compiler's estimate",
+        "a step takes 2.61 s to 4.00 s, by the compiler's estimate",
     ),
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), "compiled for one device"),
     "Step": (step, "dimensions of the arguments, by what must be sharded alike"),

@@ -243,7 +243,8 @@ def _through(hlo: Hlo, value: Value, user: Instruction, size: int) -> Iterator[V
         for computation, number in _bodies(user, places):
             yield from _parameters(hlo, computation, number, value.element)
     elif opcode.endswith("-done"):
-        yield after._replace(element=value.element)
+        # A copy's start has its source beside the result; its end has the result alone.
+        yield after._replace(element=value.element if len(user.results) > 1 else None)
     elif opcode.startswith(_COLLECTIVES):
         yield Consumer("collective", value, user)
     elif is_product(hlo, user):

@@ -234,7 +234,8 @@ class Step(TracedStep):
         if place is None:
             raise ValueError("plan: the step was traced without a Plan among its arguments")
         before = self._args[place]
-        if before.paths != plan.paths:
+        # JAX sorts the keys of dicts, in whatever order they are planned.
+        if sorted(before.paths) != sorted(plan.paths):
             raise ValueError(
                 f"plan: it has {counted(len(plan), 'leaf')}, and the step was traced with a plan "
                 f"of {counted(len(before), 'leaf')} that are not the same: trace the step with it"
