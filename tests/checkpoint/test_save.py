@@ -2,13 +2,16 @@
 
 import errno
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._checkpoint import saving
@@ -89,3 +92,29 @@ def test_bad_trees(tmp_path, tree):
     with pytest.raises(ValueError, match="tree"):
         saving.save(tree, tmp_path / "m")
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "rename"])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_what_a_killed_process_leaves_does_not_load(tmp_path, call, at):
+    code = f"""
+import os, signal
+import numpy as np
+from shardrules._checkpoint import saving
+calls, plain = [], os.{call}
+def killed(*arguments):
+    calls.append(arguments)
+    if len(calls) == {at}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(*arguments)
+os.{call} = killed
+saving.save({{c: np.ones(4) for c in "abc"}}, {str(tmp_path / "m")!r}, shard_bytes=64)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], timeout=120, check=False)
+    assert ended.returncode == -9
+    (left,) = os.listdir(tmp_path)
+    assert left == ".m.saving"
+    # All files have their names before the last rename, which names the directory.
+    if (call, at) != ("rename", 3):
+        with pytest.raises(sr.FileError):
+            sr.load(tmp_path / left, [(".*", P())], mesh())

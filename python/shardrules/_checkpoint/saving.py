@@ -87,6 +87,8 @@ def save(tree: Any, path: str | os.PathLike[str], *, shard_bytes: int = 5_000_00
         with JointCall("save", "while it was ending") as call:
             if first:
                 _publish(folder, target, files, entries)
+                # The next save may have a folder of this name.
+                made = False
             call.agree(lambda: [("the directory", "named")])
     except OSError as error:
         raise FileError(f"{target}: {error.strerror or error}; nothing was saved") from error
