@@ -46,7 +46,8 @@ def save(tree: Any, path: str | os.PathLike[str], *, shard_bytes: int = 5_000_00
     Each process writes the boxes that its own devices hold, a replica once, to their places in the
     files, without a gather; so several processes need a directory that all of them see. They write
     into `.NAME.saving` beside it, which gets its name when all is on the disk. An error removes
-    that; a killed process leaves it, and nothing in it loads.
+    that; a killed process leaves it, and it loads only if all arrays
+    are in it.
 
     Args:
         tree: A pytree of arrays. Their names are their paths.
