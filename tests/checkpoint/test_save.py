@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._checkpoint import saving
 
 SPECS = [
     P(),
@@ -41,7 +40,7 @@ def test_each_cut_is_written_to_its_place(tmp_path, spec, dtype):
         "n": np.arange(6).reshape(2, 3).T.astype("int32"),
         "e": jnp.zeros((0, 3)),
     }
-    saving.save(tree, tmp_path / "m", shard_bytes=600)
+    sr.save(tree, tmp_path / "m", shard_bytes=600)
     loaded = sr.load(tmp_path / "m", [(".*", P())], mesh())
     assert jax.tree.structure(loaded) == jax.tree.structure(tree)
     for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(tree), strict=True):
@@ -52,7 +51,7 @@ def test_each_cut_is_written_to_its_place(tmp_path, spec, dtype):
 
 def test_safetensors_reads_the_files(tmp_path):
     tree = {"a.weight": np.ones((2, 3), "float32"), "b.weight": np.arange(4.0)}
-    saving.save(tree, tmp_path / "m", shard_bytes=24)
+    sr.save(tree, tmp_path / "m", shard_bytes=24)
     read = {}
     for file in sorted((tmp_path / "m").glob("*-of-00002.safetensors")):
         read |= safetensors.numpy.load_file(file)
@@ -73,24 +72,24 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, at):
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(sr.FileError, match="No space left"):
-        saving.save({c: np.ones(4) for c in "abc"}, tmp_path / "m", shard_bytes=32)
+        sr.save({c: np.ones(4) for c in "abc"}, tmp_path / "m", shard_bytes=32)
     assert not os.listdir(tmp_path)
 
 
 def test_what_exists_stays(tmp_path):
-    saving.save({"w": np.ones(3)}, tmp_path / "m")
+    sr.save({"w": np.ones(3)}, tmp_path / "m")
     with pytest.raises(sr.FileError, match="exists"):
-        saving.save({"w": np.zeros(3)}, tmp_path / "m")
+        sr.save({"w": np.zeros(3)}, tmp_path / "m")
     (tmp_path / ".n.saving").mkdir()
     with pytest.raises(sr.FileError, match=r"\.n\.saving exists"):
-        saving.save({"w": np.zeros(3)}, tmp_path / "n")
+        sr.save({"w": np.zeros(3)}, tmp_path / "n")
     assert sorted(os.listdir(tmp_path)) == [".n.saving", "m"]
 
 
 @pytest.mark.parametrize("tree", [{}, {"w": "text"}, {"w": jnp.ones(2, "int4")}])
 def test_bad_trees(tmp_path, tree):
     with pytest.raises(ValueError, match="tree"):
-        saving.save(tree, tmp_path / "m")
+        sr.save(tree, tmp_path / "m")
     assert not os.listdir(tmp_path)
 
 
@@ -100,7 +99,8 @@ def test_what_a_killed_process_leaves_does_not_load(tmp_path, call, at):
     code = f"""
 import os, signal
 import numpy as np
-from shardrules._checkpoint import saving
+import shardrules as sr
+
 calls, plain = [], os.{call}
 def killed(*arguments):
     calls.append(arguments)
@@ -108,7 +108,7 @@ def killed(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return plain(*arguments)
 os.{call} = killed
-saving.save({{c: np.ones(4) for c in "abc"}}, {str(tmp_path / "m")!r}, shard_bytes=64)
+sr.save({{c: np.ones(4) for c in "abc"}}, {str(tmp_path / "m")!r}, shard_bytes=64)
 """
     ended = subprocess.run([sys.executable, "-c", code], timeout=120, check=False)
     assert ended.returncode == -9

@@ -58,6 +58,15 @@ def save(tree: Any, path: str | os.PathLike[str], *, shard_bytes: int = 5_000_00
         FileError: The directory, or that of another save to it, exists; or it cannot be written.
         ValueError: The tree has no arrays, a name twice, or a dtype that safetensors lacks.
         RuntimeError: In several processes: their calls differ, or a process has failed or is late.
+
+    Example:
+        >>> import os, tempfile
+        >>> import jax.numpy as jnp
+        >>> import shardrules as sr
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     sr.save({"wq": jnp.ones((4, 8))}, os.path.join(directory, "model"))
+        ...     sorted(os.listdir(os.path.join(directory, "model")))
+        ['model-00001-of-00001.safetensors', 'model.safetensors.index.json']
     """
     import jax
 
