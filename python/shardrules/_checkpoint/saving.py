@@ -213,8 +213,8 @@ def _publish(folder: Path, target: Path, files: list[str], entries: list[_Entry]
         "metadata": {"total_size": sum(entry.size for entry in entries)},
         "weight_map": {entry.name: files[entry.file] for entry in entries},
     }
-    with open(folder / _INDEX, "x", encoding="utf-8") as file:
-        json.dump(index, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+    with open(folder / _INDEX, "x", encoding="utf-8") as opened:
+        json.dump(index, opened, indent=2)
+        opened.flush()
+        os.fsync(opened.fileno())
     os.rename(folder, target)
