@@ -245,6 +245,9 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "with_sharding_constraint.rules": NOT_DECIDERS,
     "load.rules": (*NOT_DECIDERS, None),
     "load.tree": NOT_TREE,
+    "save.tree": (3, "tree", {}, THING),
+    "save.path": (3, None, THING, []),
+    "save.shard_bytes": (0, -1, "5", 1.5, None, THING),
     "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
     "Plan.sweep.tokens": (*NOT_SIZE, 0),
     "Plan.sweep.devices": (*(size for size in NOT_SIZE if not isinstance(size, str)), "v5q:8"),
@@ -458,6 +461,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "companions": (), "names": None, "optional_axes": (), "donate": False, "dtype": None, "renames": (),
         "max_bytes_in_flight": None}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
+    "save": (lambda tree, path, shard_bytes: sr.save(
+        tree, tempfile.mkdtemp() + "/m" if path == "m" else path, shard_bytes=shard_bytes), {
+        "tree": {"w": np.ones(4)}, "path": "m", "shard_bytes": 64}),
     "shard": (sr.shard, {
         "tree": TREE, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
         "companions": (), "names": None, "donate": False, "dtype": None, "scalars": "place",

@@ -13,6 +13,7 @@ _PUBLIC = {
     "_checkpoint.load": "load",
     "_checkpoint.renames": "Rename",
     "_checkpoint.reshard": "reshard",
+    "_checkpoint.saving": "save",
     "_correction": "Correction RuleSpec",
     "_files.public": "read_hardware read_model read_rules",
     "_hardware": "Hardware",

@@ -7,6 +7,7 @@ from shardrules import types as types
 from shardrules._checkpoint.load import load as load
 from shardrules._checkpoint.renames import Rename as Rename
 from shardrules._checkpoint.reshard import reshard as reshard
+from shardrules._checkpoint.saving import save as save
 from shardrules._correction import Correction as Correction
 from shardrules._correction import RuleSpec as RuleSpec
 from shardrules._files.public import read_hardware as read_hardware
@@ -134,6 +135,7 @@ __all__ = [
     "read_rules",
     "reshard",
     "resolve_mesh",
+    "save",
     "shard",
     "shard_local",
     "spec_for",

@@ -1,0 +1,220 @@
+"""`save`: the arrays of a tree, into sharded safetensors files with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from shardrules._arguments import check_type, integer
+from shardrules._dtypes import SAFETENSORS, bits_of, given_name
+from shardrules._io import FileError, path_of
+from shardrules._place.processes import JointCall
+from shardrules._trees.align import leaf_paths
+
+_CODES: Final = {numpy_name: code for code, numpy_name in SAFETENSORS.items()}
+_INDEX: Final = "model.safetensors.index.json"
+# No reader takes a file of this suffix for a checkpoint.
+_PART: Final = ".part"
+
+
+class _Entry(NamedTuple):
+    """An array, and where it begins in which file."""
+
+    name: str
+    leaf: Any
+    shape: tuple[int, ...]
+    dtype: str
+    file: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * bits_of(self.dtype) // 8
+
+
+def save(tree: Any, path: str | os.PathLike[str], *, shard_bytes: int = 5_000_000_000) -> None:
+    """Save the arrays of a tree as safetensors files with an index, in a new directory.
+
+    Each process writes the boxes that its own devices hold, a replica once, to their places in the
+    files, without a gather; so several processes need a directory that all of them see. They write
+    into `.NAME.saving` beside it, which gets its name when all is on the disk. An error removes
+    that; a killed process leaves it, and it loads only if all arrays
+    are in it.
+
+    Args:
+        tree: A pytree of arrays. Their names are their paths.
+        path: The directory, which must not exist.
+        shard_bytes: Maximum bytes of the arrays in one file. A larger array has its own file.
+
+    Raises:
+        FileError: The directory, or that of another save to it, exists; or it cannot be written.
+        ValueError: The tree has no arrays, a name twice, or a dtype that safetensors lacks.
+        RuntimeError: In several processes: their calls differ, or a process has failed or is late.
+
+    Example:
+        >>> import os, tempfile
+        >>> import jax.numpy as jnp
+        >>> import shardrules as sr
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     sr.save({"wq": jnp.ones((4, 8))}, os.path.join(directory, "model"))
+        ...     sorted(os.listdir(os.path.join(directory, "model")))
+        ['model-00001-of-00001.safetensors', 'model.safetensors.index.json']
+    """
+    import jax
+
+    check_type("path", path, str | os.PathLike, "the path of a directory")
+    target = path_of(path).absolute()
+    folder = target.with_name(f".{target.name}.saving")
+    first, made = jax.process_index() == 0, False
+    try:
+        with JointCall("save") as call:
+            entries = _entries(tree, integer("shard_bytes", shard_bytes, 1))
+            files = [
+                f"model-{i + 1:05}-of-{entries[-1].file + 1:05}.safetensors"
+                for i in range(entries[-1].file + 1)
+            ]
+            if first:
+                _check_absent(target)
+                _check_absent(folder)
+                folder.mkdir()
+                made = True
+                starts = [_make_file(folder / file, entries, i) for i, file in enumerate(files)]
+            call.agree(lambda: [(e.name, f"{e.dtype}{list(e.shape)} {e.file}") for e in entries])
+        with JointCall("save", "while it was writing") as call:
+            if not first:
+                starts = [_data_start(folder / (file + _PART)) for file in files]
+            for i, file in enumerate(files):
+                _write_file(folder / (file + _PART), starts[i], entries, i, first)
+            call.agree(lambda: [("the arrays", "written")])
+        with JointCall("save", "while it was ending") as call:
+            if first:
+                _publish(folder, target, files, entries)
+                # The next save may have a folder of this name.
+                made = False
+            call.agree(lambda: [("the directory", "named")])
+    except OSError as error:
+        raise FileError(f"{target}: {error.strerror or error}; nothing was saved") from error
+    finally:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_absent(path: Path) -> None:
+    if os.path.lexists(path):
+        raise FileError(
+            f"{path} exists; remove it if no other process is saving, or save elsewhere"
+        )
+
+
+def _entries(tree: Any, shard_bytes: int) -> list[_Entry]:
+    from jax import tree_util
+
+    entries: dict[str, _Entry] = {}
+    file = offset = 0
+    for name, leaf in zip(leaf_paths(tree), tree_util.tree_leaves(tree), strict=True):
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "__array__"):
+            raise ValueError(f"tree: {name} is {type(leaf).__name__}, and no array")
+        dtype = given_name(f"tree: the dtype of {name}", leaf.dtype)
+        if dtype not in _CODES or bits_of(dtype) < 8:
+            raise ValueError(f"tree: {name} is {dtype}, which safetensors files cannot hold here")
+        if name in entries or name == "__metadata__":
+            raise ValueError(f"tree: {name!r} is no name for one array; rename it")
+        entry = _Entry(name, leaf, tuple(leaf.shape), dtype, file, offset)
+        if offset and offset + entry.size > shard_bytes:
+            file, offset = file + 1, 0
+            entry = entry._replace(file=file, offset=0)
+        entries[name] = entry
+        offset += entry.size
+    if not entries:
+        raise ValueError("tree has no arrays")
+    return list(entries.values())
+
+
+def _make_file(path: Path, entries: list[_Entry], index: int) -> int:
+    """Write the header, reserve the place of the data, and return where that begins."""
+    own = [entry for entry in entries if entry.file == index]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for e in own:
+        ends = [e.offset, e.offset + e.size]
+        header[e.name] = {"dtype": _CODES[e.dtype], "shape": list(e.shape), "data_offsets": ends}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    with open(path.with_name(path.name + _PART), "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(start + own[-1].offset + own[-1].size)
+    return start
+
+
+def _data_start(path: Path) -> int:
+    with open(path, "rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def _write_file(path: Path, start: int, entries: list[_Entry], index: int, first: bool) -> None:
+    with open(path, "r+b") as file:
+        for entry in entries:
+            if entry.file == index:
+                for box, values in _own_boxes(entry.leaf, first):
+                    _write_box(file.fileno(), start + entry.offset, entry.shape, box, values)
+        os.fsync(file.fileno())
+
+
+def _own_boxes(leaf: Any, first: bool) -> Iterator[tuple[tuple[slice, ...], Any]]:
+    import jax
+
+    if isinstance(leaf, jax.Array):
+        for shard in leaf.addressable_shards:
+            if shard.replica_id == 0:
+                # A copy of the shard alone: `np.asarray(shard.data)` would stay with the array.
+                yield shard.index, np.array(shard.data, order="C")
+    elif first:
+        yield (slice(None),) * leaf.ndim, np.array(leaf, order="C")
+
+
+def _write_box(
+    file: int, start: int, shape: tuple[int, ...], box: tuple[slice, ...], values: Any
+) -> None:
+    """Write each run of neighbours to its place."""
+    if not values.size:
+        return
+    begins = [cut.indices(size)[0] for cut, size in zip(box, shape, strict=True)]
+    # The dimensions from here on are whole, but for the first of them.
+    dim = len(shape)
+    while dim and (dim == len(shape) or values.shape[dim] == shape[dim]):
+        dim -= 1
+    strides = [prod(shape[i + 1 :]) * values.itemsize for i in range(len(shape))]
+    origin = start + sum(b * stride for b, stride in zip(begins, strides, strict=True))
+    data = memoryview(values.reshape(-1).view(np.uint8))
+    run = prod(values.shape[dim:]) * values.itemsize
+    for number, at in enumerate(product(*map(range, values.shape[:dim]))):
+        place = origin + sum(i * stride for i, stride in zip(at, strides, strict=False))
+        _write_all(file, data[number * run : (number + 1) * run], place)
+
+
+def _write_all(file: int, data: memoryview, place: int) -> None:
+    while data:
+        written = os.pwrite(file, data, place)
+        data, place = data[written:], place + written
+
+
+def _publish(folder: Path, target: Path, files: list[str], entries: list[_Entry]) -> None:
+    for file in files:
+        os.rename(folder / (file + _PART), folder / file)
+    index = {
+        "metadata": {"total_size": sum(entry.size for entry in entries)},
+        "weight_map": {entry.name: files[entry.file] for entry in entries},
+    }
+    with open(folder / _INDEX, "x", encoding="utf-8") as opened:
+        json.dump(index, opened, indent=2)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.rename(folder, target)
