@@ -39,6 +39,15 @@ def test_bit_equal_and_no_byte_too_many(folder, processes, devices):
     assert everything <= total <= everything + (processes - 1) * 2 * (16 * 8 + 48 + 4 * 6 * 32)
 
 
+@pytest.mark.parametrize("processes", [2, slow(4)])
+def test_saved_by_all_and_refused_by_one(folder, processes):
+    for process in run("save", processes, 4, folder, WORKER):
+        assert process["right"]
+        assert len(process["files"]) > 2
+        assert process["left"] == [], process["error"]
+        assert "No space left" in process["error"] or "process" in process["error"]
+
+
 @needs_collectives
 @pytest.mark.parametrize("processes", [slow(2), slow(4)])
 def test_moved_and_back(folder, processes):

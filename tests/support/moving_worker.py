@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._checkpoint import reading
+from shardrules._checkpoint import reading, saving
 from tests.support.process_worker import main, raised
 
 RULES = [
@@ -216,5 +216,30 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
+def save():
+    """Save what was loaded, then with a process that cannot write, and then again."""
+    mesh, expected = make_mesh(), checkpoint(FOLDER)
+    loaded = sr.load(FOLDER / "m.safetensors", rules(), mesh)
+    sr.save(loaded, FOLDER / "saved", shard_bytes=4096)
+    again = sr.load(FOLDER / "saved", rules(), mesh)
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    write = saving._write_all
+    if jax.process_index() == jax.process_count() - 1:
+        saving._write_all = refuse
+    error = raised(lambda: sr.save(loaded, FOLDER / "full"))
+    saving._write_all = write
+    time.sleep(0.5)
+    left = sorted(path.name for path in FOLDER.iterdir() if "full" in path.name)
+    return {
+        "right": is_right(again, expected),
+        "files": sorted(path.name for path in (FOLDER / "saved").iterdir()),
+        "error": error,
+        "left": left,
+    }
+
+
 if __name__ == "__main__":
-    main({"load": load, "move": move, "fail": fail, "refuse": refuse})
+    main({"load": load, "move": move, "fail": fail, "refuse": refuse, "save": save})
