@@ -37,7 +37,7 @@ LOGICAL = [("embed", "tp")]
 PLAN = sr.plan(TREE, RULES, SIZES)
 COMPILED = jax.jit(lambda x: x).lower(np.ones(3)).compile()
 DOUBLED = jax.jit(lambda x: x * 2)
-STEP = sr.trace(lambda params: params["w"] * 2, PLAN)
+STEP = sr.trace(lambda params, x: params["w"].sum() * x, PLAN, np.ones(3))
 DUMP = "tests/data/maxtext-dumps/qwen3-0.6b_tpu7x-16_default.json.gz"
 DUMPED = maxtext.read_dump(DUMP).leaves
 # Something whose text is far too long for a message.
@@ -222,6 +222,7 @@ CHOICES = ("indivisible", "rank", "unconstrained", "pad", "keys", "precedence",
 OTHERWISE: dict[str, tuple[Any, ...]] = {
     **{f"Correction.{name}": WRONG["absent"] for name in CHOICES[:4]},
     "Correction.pad": NOT_TRUTH,
+    "Plan.check.step": (3, "step", THING, HUGE, PLAN),
     **{f"Dialect.{name}": WRONG["absent"] for name in ("keys", "precedence", "scalars", "min_size",
                                                        "rank", "unmatched")},
     "Dialect.correction": (*NOT_CORRECTION, None),
@@ -257,7 +258,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     },
     **{
         f"Step.{name}.plan": ("plan", 3, 0, {}, THING, HUGE)
-        for name in ("memory", "time", "traffic")
+        for name in ("findings", "largest_batch", "memory", "time", "traffic")
     },
     "Step.time.machine": ("v5p", None, 3, THING, HUGE),
     "Step.explain.path": (*NOT_TEXT, "no such leaf"),
@@ -501,6 +502,8 @@ CALLS |= {
     "Memory.to_json": (sr.inspect(COMPILED, (None,)).memory.to_json, {}),
     "Program.to_json": (sr.inspect(COMPILED, (None,)).to_json, {}),
     "Step.explain": (STEP.explain, {"path": "w"}),
+    "Step.findings": (STEP.findings, {"plan": PLAN, "large": 1}),
+    "Step.largest_batch": (STEP.largest_batch, {"plan": PLAN, "hbm": 10**9}),
     "Step.memory": (STEP.memory, {"plan": PLAN}),
     "Step.time": (STEP.time, {"machine": machine_of("v5p", (), (), 1.0), "plan": PLAN}),
     "Step.to_json": (STEP.to_json, {}),

@@ -220,7 +220,7 @@ FOR_OTHER_THINGS = {
     "logical_to_mesh.rules", "logical_to_mesh_sharding.rules", "explain_logical.rules",
     "with_logical_constraint.rules", "named_shardings.names",
     # They take the plan of the tree that the step was traced with, and no rules.
-    "Step.memory.plan", "Step.time.plan", "Step.traffic.plan",
+    "Step.findings.plan", "Step.largest_batch.plan", "Step.memory.plan", "Step.time.plan", "Step.traffic.plan",
 }  # fmt: skip
 PARAMETERS = {"rules", "rules_a", "rules_b", "like", "plan",
               "inputs", "shardings", "spec"}  # fmt: skip

@@ -43,7 +43,8 @@ def traced(rows, steps=1):
 def test_the_batch_fits_and_the_next_does_not(hbm, steps):
     step, plan = traced(8, steps)
     rows = step.largest_batch(plan, hbm)
-    assert rows > 0 and rows % (2 * steps) == 0
+    assert rows > 0
+    assert rows % (2 * steps) == 0
     for more, fits in ((0, True), (2 * steps, False)):
         again, there = traced(rows + more, steps)
         assert (again.memory(there).peak <= hbm) == fits

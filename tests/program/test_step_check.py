@@ -118,6 +118,7 @@ def test_activations_that_lose_the_batch():
     finding = findings(residual=P())["whole-batch"]
     assert "'fsdp' cuts the batch of the inputs, but not " in finding.message
     assert "with_sharding_constraint(x, P('fsdp'" in finding.fix
+    assert finding.mend.startswith("x = jax.lax.with_sharding_constraint(x, P('fsdp'")
     assert finding.bytes == ROWS * LENGTH * WIDTH * 4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,8 +20,8 @@ class TracedStep(ABC):
         """Estimate the memory that the step needs on a device."""
 
     @abstractmethod
-    def findings(self, plan: Any, large: int) -> Iterator[Finding]:
-        """Yield what is wrong with a plan for the step; see `Plan.check`."""
+    def findings(self, plan: Any, large: int) -> list[Finding]:
+        """Find what is wrong with a plan for the step; see `Plan.check`."""
 
     @abstractmethod
     def traffic(self, plan: Any = None) -> Traffic:

@@ -5,7 +5,7 @@ Each check is one function from a plan to findings; all run, and all is reported
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -17,7 +17,6 @@ from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._text import counted, mesh_shown
 
 if TYPE_CHECKING:
-    from shardrules._estimate.traced import TracedStep
     from shardrules._plan.findings import CheckKind, Declared, Finding, FindingKind, Level
     from shardrules._plan.table import Columns
 
@@ -33,26 +32,25 @@ def check(
     head_dim: int | None = None,
     hbm: int | None = None,
     levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
-    step: TracedStep | None = None,
+    of_step: Callable[[], Iterable[Finding]] | None = None,
 ) -> Findings:
-    """See `Plan.check`; a step knows what heads are, whatever paths are."""
+    """See `Plan.check`; `of_step` gives the findings of a step, which knows what heads are."""
     new_levels: dict[FindingKind, Level | Literal["off"]] = dict((levels or {}).items())
     for kind, level in new_levels.items():
         check_choice("levels: a kind of finding", kind, (*KINDS, *OF_STEP))
         check_choice(f"levels: the level of {kind!r}", level, (*LEVELS, "off"))
     queries = Queries(columns, large, declared, head_dim, hbm)
     off: list[str] = [kind for kind, level in new_levels.items() if level == "off"]
-    of_step: Iterable[Finding] = ()
+    more: Iterable[Finding] = ()
     checks = list(CHECKS)
-    if step is not None and all(kind.status == "placed" for kind in columns.kinds):
-        of_step = step.findings(columns, large)
+    if of_step is not None and all(kind.status == "placed" for kind in columns.kinds):
+        more = of_step()
         checks.remove(check_names.half_heads)
-    elif step is not None:
+    elif of_step is not None:
         off += OF_STEP
     findings = (finding for check_ in checks for finding in check_(queries))
     levelled = (
-        (finding, new_levels.get(finding.kind, finding.level))
-        for finding in chain(findings, of_step)
+        (finding, new_levels.get(finding.kind, finding.level)) for finding in chain(findings, more)
     )
     kept = (finding._replace(level=level) for finding, level in levelled if level != "off")
     return Findings(kept, _scope_of_check(columns, off))

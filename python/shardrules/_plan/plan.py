@@ -305,7 +305,7 @@ class Plan(Estimates, Decider):
             head_dim=size,
             hbm=room_of(hbm, None).hbm,
             levels=levels,
-            step=step,
+            of_step=None if step is None else partial(step.findings, self, large),
         )
 
     def specs(self) -> Any:

@@ -36,8 +36,8 @@ _NO_SCOPES: Final = frozenset(
      "shard_map", "remat", "pjit", "jit", "branch_0_fun", "branch_1_fun", "custom_vjp_call", "")
 )  # fmt: skip
 LEAST_CYCLES: Final = 0.87
-"""The least part of the cycles that the compiler expects which a published run on v6e took; those on
-other TPUs, on which this is not fitted, are in docs/pod.md."""
+"""The least part of the compiler's cycles that a published run on v6e took. docs/pod.md has runs on
+other TPUs, on which this is not fitted."""
 _IN_TEXT: Final = 10
 _COLUMNS: Final = (Column("computing", is_right=True), Column("line", is_elided=True))
 _Key = TypeVar("_Key")

@@ -167,7 +167,8 @@ class _WholeArray(NamedTuple):
 
     bytes: int
     line: str
-    spec: str
+    constraint: str
+    """The line that cuts it."""
 
 
 def _whole_batches(view: View) -> Iterator[Finding]:
@@ -183,8 +184,9 @@ def _whole_batches(view: View) -> Iterator[Finding]:
             "whole-batch",
             f"'{axis}' cuts the batch of the inputs, but not {bytes_shown(first.bytes)} at "
             f"{first.line}{more}: each of the {sizes} devices along it has the same",
-            f"constrain it there: x = jax.lax.with_sharding_constraint(x, {first.spec})",
+            f"constrain it there: {first.constraint}",
             bytes=first.bytes,
+            mend=first.constraint,
         )
 
 
@@ -222,7 +224,8 @@ def _whole_arrays(view: View, axis: str, batch: set[int]) -> Iterator[_WholeArra
             if places and size >= view.large:
                 entries = [tuple(names) for names in cuts]
                 entries[places[0]] = (*entries[places[0]], axis)
-                yield _WholeArray(size, view.line(operation), _spec_shown(entries))
+                line = f"x = jax.lax.with_sharding_constraint(x, {_spec_shown(entries)})"
+                yield _WholeArray(size, view.line(operation), line)
 
 
 def _spec_shown(entries: list[tuple[str, ...]]) -> str:
@@ -265,5 +268,6 @@ def _finding(
     paths: tuple[str, ...] = (),
     leaves: int = 0,
     bytes: int = 0,
+    mend: str = "",
 ) -> Finding:
-    return Finding("warning", kind, message, paths, leaves, None, bytes, fix)
+    return Finding("warning", kind, message, paths, leaves, None, bytes, fix, mend)

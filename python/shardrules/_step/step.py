@@ -10,7 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
-from shardrules._arguments import check_type, integer
+from shardrules._arguments import check_real, check_type, integer
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
@@ -317,13 +317,13 @@ class Step(TracedStep):
             61
         """
         size = integer("hbm", hbm, 1)
+        spread = self._spread(plan)
         inputs = self._equations.body.inputs
         batches = ((number, self._batch_class(number)) for number in inputs)
         number, name = next((row for row in batches if row[1] is not None), (0, None))
         if name is None:
             raise ValueError(f"{self.name}: no argument but the model's has a batch")
         rows = self._equations.values[number].shape[0]
-        spread = self._spread(plan)
         axes = spread.cuts[number][0]
         least = prod(spread.sizes[axis] for axis in axes) * rows // self._equations.dims.sizes[name]
 
@@ -371,20 +371,23 @@ class Step(TracedStep):
         check_type("machine", machine, Machine, "what Plan.step_time makes of its arguments")
         return self._price(plan).time(machine)
 
-    def findings(self, plan: Plan, large: int) -> Iterator[Finding]:
-        """Yield what is wrong with a plan for the step; `Plan.check` with `step`.
+    def findings(self, plan: Plan, large: int) -> list[Finding]:
+        """Find what is wrong with a plan for the step; `Plan.check` with `step` gives it as well.
 
         Args:
             plan: As `memory` takes it.
             large: Bytes on a device from which on an array is reported.
         """
+        check_type("plan", plan, Plan, "that of shardrules.plan")
+        check_real("large", large)
         spread = self._spread(plan)
         place = next(i for i, arg in enumerate(self._args) if isinstance(arg, Plan))
         paths = {
             self._equations.body.inputs[row]: self._paths[row].removeprefix(f"inputs/{place}/")
             for row in self._ranges[place]
         }
-        yield from step_findings(View(self._equations, self._roles, spread, paths, _line, large))
+        view = View(self._equations, self._roles, spread, paths, _line, large)
+        return list(step_findings(view))
 
     def _price(self, plan: Plan | None) -> Price:
         spread = self._spread(plan)
