@@ -74,6 +74,7 @@ def save(tree: Any, path: str | os.PathLike[str], *, shard_bytes: int = 5_000_00
     target = path_of(path).absolute()
     folder = target.with_name(f".{target.name}.saving")
     first, made = jax.process_index() == 0, False
+    starts: list[int] = []
     try:
         with JointCall("save") as call:
             entries = _entries(tree, integer("shard_bytes", shard_bytes, 1))

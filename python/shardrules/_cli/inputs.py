@@ -283,10 +283,11 @@ def step_on(source: str, mesh: Any, rules: str | None = None) -> tuple[Any, ...]
 
 def traced(args: Args, mesh: str | None = None) -> Step | None:
     """Trace the step of --step on a mesh, by default that of the command line; None without one."""
-    mesh = mesh or args.mesh
-    if args.step is not None and mesh is None:
+    if args.step is None:
+        return None
+    if (mesh := mesh or args.mesh) is None:
         raise ValueError("--step: give the mesh that it is traced on, as --mesh fsdp=64,tp=8")
-    return None if args.step is None else trace_on(args, args.step, mesh)
+    return trace_on(args, args.step, mesh)
 
 
 def trace_on(args: Args, source: str, mesh: str, rules: str | None = None) -> Step:
