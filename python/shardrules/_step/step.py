@@ -314,7 +314,7 @@ class Step(TracedStep):
             >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
             >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
             >>> sr.trace(lambda params, x: x @ params["w"], plan, x).largest_batch(plan, hbm=4096)
-            61
+            62
         """
         size = integer("hbm", hbm, 1)
         spread = self._spread(plan)
