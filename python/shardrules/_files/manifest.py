@@ -66,8 +66,11 @@ def arrays_of(
     """Plan a tree without rules, on any mesh; `names` are logical axis names beside it."""
     if dialect is None:
         dialect = EFORMER if names is None and not has_names(tree) else LINEN
-    is_logical = isinstance(dialect, LogicalDialect)
-    none = LogicalRules((), dialect) if is_logical else Rules((), dialect)
+    none: Rules | LogicalRules
+    if isinstance(dialect, LogicalDialect):
+        none = LogicalRules((), dialect)
+    else:
+        none = Rules((), dialect)
     return plan(tree, none, {"devices": 1}, names=names)
 
 
