@@ -10,6 +10,7 @@ from shardrules._checkpoint.reshard import reshard as reshard
 from shardrules._checkpoint.saving import save as save
 from shardrules._correction import Correction as Correction
 from shardrules._correction import RuleSpec as RuleSpec
+from shardrules._files.manifest import write_manifest as write_manifest
 from shardrules._files.public import read_hardware as read_hardware
 from shardrules._files.public import read_model as read_model
 from shardrules._files.public import read_rules as read_rules
@@ -109,13 +110,16 @@ __all__ = [
     "FindingsError",
     "Hardware",
     "LogicalRules",
+    "OutOfMemory",
     "Plan",
     "Rename",
     "RuleSpec",
     "Rules",
+    "Topology",
     "Zero1",
     "audit",
     "compare",
+    "compile",
     "compiling",
     "explain_logical",
     "fingerprint",
@@ -130,6 +134,7 @@ __all__ = [
     "named_shardings",
     "patch",
     "plan",
+    "prove",
     "read_hardware",
     "read_model",
     "read_rules",
@@ -141,11 +146,13 @@ __all__ = [
     "spec_for",
     "stacked",
     "suggest",
+    "trace",
     "unpatch",
     "unstacked",
     "verify",
     "with_logical_constraint",
     "with_sharding_constraint",
+    "write_manifest",
 ]
 __version__: str
 
