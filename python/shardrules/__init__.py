@@ -15,6 +15,7 @@ _PUBLIC = {
     "_checkpoint.reshard": "reshard",
     "_checkpoint.saving": "save",
     "_correction": "Correction RuleSpec",
+    "_files.manifest": "write_manifest",
     "_files.public": "read_hardware read_model read_rules",
     "_hardware": "Hardware",
     "_io": "FileError",

@@ -21,6 +21,7 @@ from shardrules._checkpoint.boxes import (
     sized,
     unchanged,
 )
+from shardrules._checkpoint.patterns import needed_text
 from shardrules._checkpoint.renames import Rename
 from shardrules._dtypes import bits_of, converts
 from shardrules._files.leaves import ArraySpec
@@ -134,12 +135,13 @@ def targets_of(
         shapes: The shapes in the tree, which tell sizes of axes; none if there is no tree.
         problems: Where what is wrong is noted.
     """
-    rename_of = {name: _rename_of(name, renames) for name in arrays}
-    for rename in _useless(renames, rename_of):
+    rename_of, useless = _renames_of(list(arrays), renames)
+    for rename in useless:
         problems.add(
             "this Rename finds no array; correct its pattern, or give optional=True if some models "
             "have such arrays and others have not",
             str(getattr(rename.pattern, "pattern", rename.pattern)),
+            list(arrays),
         )
     scales = {_scale_name(name, record) for name, record in rename_of.items() if record.scale}
     parts_of: dict[str, list[SourcePart]] = defaultdict(list)
@@ -160,21 +162,27 @@ def targets_of(
     return targets
 
 
-def _useless(renames: Sequence[Rename], rename_of: Mapping[str, Rename]) -> Iterator[Rename]:
-    """Yield the records that must find an array and find none."""
-    used = {*map(id, rename_of.values())}
+def _renames_of(
+    names: Sequence[str], renames: Sequence[Rename]
+) -> tuple[dict[str, Rename], list[Rename]]:
+    """Return (the first record that finds each name, the records that must find one and do not)."""
+    rename_of = dict.fromkeys(names, _PLAIN)
+    all_names, left, useless = "\n".join(names), list(names), []
     for rename in renames:
-        may_find_none = rename.optional or id(rename) in used
-        if not may_find_none and not any(re.search(rename.pattern, name) for name in rename_of):
-            yield rename
+        search, text = re.compile(rename.pattern).search, needed_text(rename.pattern)
+        if text in all_names:
+            first = [name for name in left if text in name and search(name)]
+            rename_of |= dict.fromkeys(first, rename)
+            if first:
+                left = [name for name in left if rename_of[name] is _PLAIN]
+                continue
+        if not rename.optional and not any(text in name and search(name) for name in names):
+            useless.append(rename)
+    return rename_of, useless
 
 
 class _MisfitError(Exception):
     """Problem of one array."""
-
-
-def _rename_of(name: str, renames: Sequence[Rename]) -> Rename:
-    return next((record for record in renames if re.search(record.pattern, name)), _PLAIN)
 
 
 def _scale_name(name: str, rename: Rename) -> str:

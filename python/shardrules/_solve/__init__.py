@@ -1,1 +1,1 @@
-"""The best sharding of a step: what can be chosen, what it costs, and the search."""
+"""Solves how a step is sharded: problem, optimum, and its rules, constraints and proof."""
