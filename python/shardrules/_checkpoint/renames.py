@@ -107,14 +107,15 @@ class Rename:
             raise ValueError("sizes, words and resize are for the axes of dims: give dims, too")
 
     def _check_axes(self, dims: Arrangement) -> None:
+        stacked = stacked_axes(self)
         for axis in dims.stacked:
-            if axis not in self.stacked and not isinstance(self.sizes.get(axis), int):
+            if axis not in stacked and not isinstance(self.sizes.get(axis), int):
                 raise ValueError(
                     f"dims {self.dims!r} stacks along {axis!r}, for which the pattern needs a "
                     f"group: (?P<{axis}>[0-9]+); to repeat along it, give its size in sizes"
                 )
         for group in dims.target:
-            if inner := {*self.stacked}.intersection(group[1:]):
+            if inner := {*stacked}.intersection(group[1:]):
                 raise ValueError(
                     f"dims {self.dims!r} stacks along {min(inner)!r}, so it must be the first of "
                     "its dimension"
@@ -129,32 +130,31 @@ class Rename:
         for name, values in (("sizes", self.sizes), ("words", self.words), ("resize", self.resize)):
             if unknown := values.keys() - axes:
                 raise ValueError(f"{name} has {min(unknown)!r}, which is no axis of {self.dims!r}")
-        self._check_words(dims)
+        self._check_words(dims, stacked)
 
-    def _check_words(self, dims: Arrangement) -> None:
+    def _check_words(self, dims: Arrangement, stacked: tuple[str, ...]) -> None:
         for axis, row in self.words.items():
-            if axis not in (*self.stacked, *dims.unstacked):
+            if axis not in (*stacked, *dims.unstacked):
                 raise ValueError(f"words has {axis!r}, which is on both sides of {self.dims!r}")
-            if None in row and axis in self.stacked:
+            if None in row and axis in stacked:
                 raise ValueError(f"words[{axis!r}] has None, and {self.dims!r} stacks along it")
         for axis in self.resize:
-            if (axis,) not in dims.target or axis in self.stacked:
+            if (axis,) not in dims.target or axis in stacked:
                 raise ValueError(
                     f"resize has {axis!r}, which is no dimension of the result of {self.dims!r}"
                 )
 
     @property
-    def stacked(self) -> tuple[str, ...]:
-        """Return the axes along which arrays are stacked, by a group of the pattern."""
-        if self.arrangement is None:
-            return ()
-        groups = re.compile(self.pattern).groupindex
-        return tuple(axis for axis in self.arrangement.stacked if axis in groups)
-
-    @property
     def arrangement(self) -> Arrangement | None:
         """Return the meaning of `dims`; None if the dimensions stay as they are."""
         return None if self.dims is None else arrangement(self.dims)
+
+
+def stacked_axes(rename: Rename) -> tuple[str, ...]:
+    """Return the axes along which arrays are stacked, by a group of the pattern."""
+    dims = rename.arrangement
+    groups = re.compile(rename.pattern).groupindex
+    return () if dims is None else tuple(axis for axis in dims.stacked if axis in groups)
 
 
 def _set(record: Rename, name: str, value: Any) -> None:

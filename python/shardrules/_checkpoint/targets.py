@@ -23,7 +23,7 @@ from shardrules._checkpoint.boxes import (
     unchanged,
 )
 from shardrules._checkpoint.patterns import needed_text
-from shardrules._checkpoint.renames import Rename
+from shardrules._checkpoint.renames import Rename, stacked_axes
 from shardrules._dtypes import bits_of, converts
 from shardrules._files.leaves import ArraySpec
 from shardrules._io import FileError
@@ -229,7 +229,7 @@ def _parts_of_target(
             f"its shape is {list(shape)}, and the rename that finds it is for {rename.dims!r}; "
             "put another rename before it"
         )
-    stacked = {axis: _position(name, rename, axis) for axis in rename.stacked}
+    stacked = {axis: _position(name, rename, axis) for axis in stacked_axes(rename)}
     counts = {axis: _count(rename, axis, dims, shape) for axis in dims.unstacked}
     parts: list[tuple[str | None, dict[str, int], dict[str, int]]] = []
     for numbers in product(*map(range, counts.values())):
