@@ -1,7 +1,8 @@
-"""`python -m benchmarks.checkpoints [CASE ...]`: `load` beside the plain way, each case in a process of its own.
+"""`python -m benchmarks.checkpoints [CASE ...]`: `load` beside the plain way.
 
-Files are in the page cache. In each case both results are compared first, then the calls alternate;
-a ratio is the median of the rounds' ratios, in seconds of processors and in time.
+Each case has a process of its own, and files in the page cache. Both results are compared first,
+then the calls alternate; a ratio is the median of the rounds' ratios, in seconds of processors and
+in time.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def random(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def small(folder: str) -> Case:
+    """Return a case of many small arrays."""
     values = random((20_000, 32, 32), "float32")
     save(folder, {f"layers.{i}.w": each for i, each in enumerate(values)}, files=4)
     mesh = mesh_of(4, 2)
@@ -141,6 +143,7 @@ def deepseek_arrays() -> dict[str, Any]:
 
 
 def save_deepseek(folder: str) -> None:
+    """Write them; a header of 90,000 names is made faster here than by safetensors."""
     arrays = deepseek_arrays()
     header, data, at = {}, [], 0
     for name, array in arrays.items():
@@ -159,6 +162,7 @@ def save_deepseek(folder: str) -> None:
 
 
 def names(folder: str) -> Case:
+    """Return a case of very many names."""
     save_deepseek(folder)
     mesh = mesh_of(4, 2)
     sharding = NamedSharding(mesh, P())
@@ -174,6 +178,7 @@ def names(folder: str) -> Case:
 
 
 def experts(folder: str) -> Case:
+    """Return a case of experts that are stacked."""
     save_deepseek(folder)
     mesh = mesh_of(4, 2)
     spec = [("experts", ("fsdp", None, "tp")), ("", ())]
@@ -187,6 +192,7 @@ def experts(folder: str) -> Case:
 
 
 def columns(folder: str) -> Case:
+    """Return a case of columns that are cut over processes."""
     if jax.process_index() == 0:
         values = random((2048, 2048), "float32")
         save(folder, {f"layers.{i}.w": values + i for i in range(32)}, files=2)
@@ -216,6 +222,7 @@ def columns(folder: str) -> Case:
 
 
 def bound(folder: str) -> Case:
+    """Return a case of few bytes in flight."""
     save(folder, {f"layers.{i}.w": random((2048, 1024), "float32") for i in range(32)})
     mesh = mesh_of(4, 2)
     into = [sr.Rename(r"layers\.(?P<layer>\d+)\.w", "w", "a b -> layer a b")]
@@ -231,6 +238,7 @@ def bound(folder: str) -> Case:
 
 
 def again(folder: str) -> Case:
+    """Return a case of large arrays, loaded several times."""
     save(folder, {f"layers.{i}.w": random((2048, 1024), "float32") for i in range(32)}, files=4)
     mesh = mesh_of(4, 2)
     sharding = NamedSharding(mesh, BOTH)
@@ -243,6 +251,7 @@ def again(folder: str) -> Case:
 
 
 def turned(folder: str) -> Case:
+    """Return a case of arrays that are transposed."""
     values = random((2048, 2048), ml_dtypes.bfloat16)
     save(folder, {f"layers.{i}.w": values for i in range(32)}, files=2)
     mesh = mesh_of(4, 2)
@@ -257,6 +266,7 @@ def turned(folder: str) -> Case:
 
 
 def scaled(folder: str) -> Case:
+    """Return a case of FP8 arrays with scales."""
     layer = "model.layers.0.mlp.experts"
     rng = np.random.default_rng(0)
     arrays = {}
@@ -295,6 +305,7 @@ def scaled(folder: str) -> Case:
 
 
 def slow(folder: str) -> Case:
+    """Return a case of a store that answers slowly."""
     save(folder, {f"layers.{i}.w": random((1024, 1024), "float32") for i in range(32)})
     mesh = mesh_of(4, 2)
     into = [sr.Rename(r"layers\.(?P<layer>\d+)\.w", "w", "a b -> layer a b")]
@@ -310,7 +321,7 @@ def slow(folder: str) -> Case:
             now[0] -= 1
         return read_at(*arguments)
 
-    reading._read_at = delayed
+    reading._read_at, reading._native = delayed, None
 
     def stack() -> Any:
         most[0] = 0
@@ -319,7 +330,7 @@ def slow(folder: str) -> Case:
         return {f"layers.{i}.w": part for i, part in enumerate(np.asarray(loaded))}
 
     return Case(
-        stack, lambda: sr.load(folder, BOTH, mesh), 1.1,
+        stack, lambda: jax.tree.map(np.asarray, sr.load(folder, BOTH, mesh)), 1.1,
         "20 ms a read: a stack of 32 arrays / 32 arrays",
     )  # fmt: skip
 
