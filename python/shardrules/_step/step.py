@@ -230,7 +230,7 @@ class Step(TracedStep):
         equations = equations or self._equations
         args = self._with_plan(plan)
         sizes = self._sizes(args)
-        cuts = [row for arg in args for row in _cuts_of(arg)]
+        cuts = [row for arg in args for row in cuts_of(arg)]
         results = _result_cuts(self._call, equations)
         return Spread(equations, sizes, cuts, results, merges_sums=merges_sums)
 
@@ -284,7 +284,9 @@ class Step(TracedStep):
             ValueError: The plan is of another tree; or the step has code by device, which was
                 traced for another mesh.
         """
-        spread = self._spread(plan)
+        return self._memory(self._spread(plan))
+
+    def _memory(self, spread: Spread) -> Memory:
         rows, numbers = alive_arrays(self._equations, spread, self._donated)
         alive = sum(row.bytes for row in rows)
         of_arguments = sum(row.bytes for row in rows if row.operation is None)
@@ -367,7 +369,7 @@ class Step(TracedStep):
         Args:
             plan: As `memory` takes it.
         """
-        return self._price(plan).traffic()
+        return self._priced(self._spread(plan)).traffic()
 
     def time(self, machine: Machine, plan: Plan | None = None) -> StepTime:
         """Estimate the time of the step on a machine; `Plan.step_time` with `step`.
@@ -377,7 +379,7 @@ class Step(TracedStep):
             plan: As `memory` takes it.
         """
         check_type("machine", machine, Machine, "what Plan.step_time makes of its arguments")
-        return self._price(plan).time(machine)
+        return self._priced(self._spread(plan)).time(machine)
 
     def findings(self, plan: Plan, large: int) -> list[Finding]:
         """Find what is wrong with a plan for the step; `Plan.check` with `step` gives it as well.
@@ -397,8 +399,7 @@ class Step(TracedStep):
         view = View(self._equations, self._roles, spread, paths, _line, large)
         return list(step_findings(view))
 
-    def _price(self, plan: Plan | None) -> Price:
-        spread = self._spread(plan)
+    def _priced(self, spread: Spread) -> Price:
         return Price(self.name, self._equations, self._roles, spread, self.unmodelled)
 
     def _buffer(self, row: AliveArray, spread: Spread) -> Buffer:
@@ -556,7 +557,7 @@ def _paths_of(place: int, tree: Any) -> Iterator[str]:
         yield f"inputs/{place}/{path}" if path else f"inputs/{place}"
 
 
-def _cuts_of(arg: Any) -> Iterator[Cuts | None]:
+def cuts_of(arg: Any) -> Iterator[Cuts | None]:
     """Yield the mesh axes of each dimension, for each leaf of an argument."""
     from jax import tree_util
 
