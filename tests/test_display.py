@@ -74,6 +74,11 @@ def step() -> sr.types.Step:
     return sr.trace(lambda params, x: x @ params["up"]["kernel"], params, x)
 
 
+@cache
+def solution() -> sr.types.Solution:
+    return sr.solve(step(), {"fsdp": 4}, hardware="v5p")
+
+
 RESHARD = sr.types.Reshard("f32[16,512]", "P('tp', None)", "P(None, 'tp')", "jit(step)/add")
 
 
@@ -109,6 +114,7 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), "compiled for one device"),
     "Step": (step, "dimensions of the arguments, by what must be sharded alike"),
+    "Solution": (solution, " a step on fsdp=4"),
     "CompileLog": (lambda: sr.types.CompileLog((RESHARD,)), "f32[16,512] (jit(step)/add) from "),
     "Coverage": (lambda: plan().coverage, "rule 3: dead, matches no leaf"),
 }
@@ -134,6 +140,8 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "Totals": lambda: program().memory.totals,
     "DimensionClass": lambda: step().dimensions[0],
     "Work": lambda: step().work[0],
+    "ClassChoice": lambda: solution().choices[0],
+    "Alternative": lambda: solution().choices[0].alternatives[0],
     "Place": lambda: program().collectives[0].place,
 }
 # What users write: the `repr` is how, without what they leave out.
@@ -261,7 +269,7 @@ WITH_IDENTITY = {"Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "C
 )
 def test_everything_is_copied_and_pickled(name, duplicate):
     value = MADE[name]()
-    if name == "Step" and duplicate not in {copy.copy, copy.deepcopy}:
+    if name in {"Step", "Solution"} and duplicate not in {copy.copy, copy.deepcopy}:
         with pytest.raises(TypeError, match="JAX cannot pickle: trace the step again"):
             duplicate(value)
         return

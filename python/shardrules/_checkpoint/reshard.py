@@ -51,12 +51,13 @@ class _PartForm(NamedTuple):
 def is_plain(target: Target, arrays: Mapping[str, Any]) -> bool:
     """Say whether the target is one of the arrays as it is, but for its name and dtype."""
     (first, *others) = target.parts
+    shape = np.shape(arrays[first.source])
     form = first.sized.form
     return (
         not others
         and first.scale is None
-        and target.shape == form.axes == np.shape(arrays[first.source])
-        and form.order == tuple(range(len(form.order)))
+        and target.shape == form.shape == form.axes == form.stored == shape
+        and form.order == tuple(range(len(shape)))
     )
 
 
@@ -102,11 +103,12 @@ def _program(
             values = _scaled_on_devices(jnp, jnp.asarray(source), scale, part_form.blocks)
             if part_form.sizes != values.shape:
                 values = jax.lax.dynamic_slice(values, list(start), part_form.sizes)
-            axes, order, part = part_form.form
-            values = values.reshape(axes).transpose(order).reshape(part)
+            values = part_form.form.arranged(jnp, values)
             values = values if values.dtype == dtype else values.astype(dtype)
-            if part == shape:
+            if values.shape == shape:
                 return values
+            room = [end - at for end, at in zip(shape, part_form.target_at, strict=True)]
+            values = values[tuple(map(slice, room))]
             result = _blank(shape, values) if result is None else result
             result = jax.lax.dynamic_update_slice(result, values, part_form.target_at)
         return result
@@ -127,6 +129,8 @@ def _blank(shape: tuple[int, ...], values: Any) -> Any:
 def _scaled_on_devices(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
     if not blocks:
         return values
+    # Dimensions of one scale may be left out.
+    scale = scale.reshape([-(-n // size) for n, size in zip(values.shape, blocks, strict=True)])
     for dim, (block, size) in enumerate(zip(blocks, values.shape, strict=True)):
         scale = jnp.repeat(scale, block, axis=dim, total_repeat_length=None).take(
             jnp.arange(size), axis=dim

@@ -499,34 +499,6 @@ class Plan(Estimates, Decider):
             write_text(path, text)
         return text
 
-    def manifest(self, path: str | Path | None = None) -> str:
-        """Write the paths, shapes and dtypes of the arrays as JSON: a model for `read_model`.
-
-        It stands for the model in places without its code. Logical axis names are written too.
-
-        Args:
-            path: A file to write it to as well; gzipped if its name ends with .gz.
-
-        Raises:
-            ValueError: The paths do not consist of keys with "/" between them, two are equal, or
-                a dtype is one that files do not have.
-
-        Example:
-            >>> import jax, shardrules as sr
-            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
-            >>> print(sr.plan(tree, [("w", "tp")], {"tp": 2}).manifest(), end="")
-            {"params": [
-            ["w", [8, 8], "bfloat16"]
-            ]}
-        """
-        from shardrules._plan.manifest import manifest_text, write_manifest
-
-        check_file("path", path)
-        text = manifest_text(self)
-        if path is not None:
-            write_manifest(path, text)
-        return text
-
     @classmethod
     def from_lock(cls, lock: str | Path) -> Plan:
         """Read a locked plan, with the specs as they were decided then.

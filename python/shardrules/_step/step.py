@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
@@ -94,6 +94,13 @@ class Work(NamedTuple):
     """As XLA counts them, without transcendental ones."""
 
 
+class _Traced(NamedTuple):
+    """A jaxpr, and the structure of what the step returns."""
+
+    closed: Any
+    out_tree: Any
+
+
 @answer
 class Step(TracedStep):
     """What a step does, by its jaxpr: dimensions, FLOPs and memory; `trace` makes it.
@@ -111,15 +118,16 @@ class Step(TracedStep):
     """
 
     def __init__(
-        self, name: str, closed: Any, args: tuple[Any, ...], paths: list[str], mesh: Any
+        self, name: str, traced: _Traced, args: tuple[Any, ...], paths: list[str], mesh: Any
     ) -> None:
         self.name = name
         self.mesh = mesh
         """The mesh that constraints are of; None without one."""
         self._args = args
         self._paths = paths
-        self._equations = Equations(closed)
-        self._call = _only_call(closed)
+        self._closed, self._out_tree = traced
+        self._equations = Equations(self._closed)
+        self._call = _only_call(self._closed)
 
     def __copy__(self) -> Step:
         return self
@@ -222,7 +230,7 @@ class Step(TracedStep):
         equations = equations or self._equations
         args = self._with_plan(plan)
         sizes = self._sizes(args)
-        cuts = [row for arg in args for row in _cuts_of(arg)]
+        cuts = [row for arg in args for row in cuts_of(arg)]
         results = _result_cuts(self._call, equations)
         return Spread(equations, sizes, cuts, results, merges_sums=merges_sums)
 
@@ -276,7 +284,9 @@ class Step(TracedStep):
             ValueError: The plan is of another tree; or the step has code by device, which was
                 traced for another mesh.
         """
-        spread = self._spread(plan)
+        return self._memory(self._spread(plan))
+
+    def _memory(self, spread: Spread) -> Memory:
         rows, numbers = alive_arrays(self._equations, spread, self._donated)
         alive = sum(row.bytes for row in rows)
         of_arguments = sum(row.bytes for row in rows if row.operation is None)
@@ -359,7 +369,7 @@ class Step(TracedStep):
         Args:
             plan: As `memory` takes it.
         """
-        return self._price(plan).traffic()
+        return self._priced(self._spread(plan)).traffic()
 
     def time(self, machine: Machine, plan: Plan | None = None) -> StepTime:
         """Estimate the time of the step on a machine; `Plan.step_time` with `step`.
@@ -369,7 +379,7 @@ class Step(TracedStep):
             plan: As `memory` takes it.
         """
         check_type("machine", machine, Machine, "what Plan.step_time makes of its arguments")
-        return self._price(plan).time(machine)
+        return self._priced(self._spread(plan)).time(machine)
 
     def findings(self, plan: Plan, large: int) -> list[Finding]:
         """Find what is wrong with a plan for the step; `Plan.check` with `step` gives it as well.
@@ -389,8 +399,7 @@ class Step(TracedStep):
         view = View(self._equations, self._roles, spread, paths, _line, large)
         return list(step_findings(view))
 
-    def _price(self, plan: Plan | None) -> Price:
-        spread = self._spread(plan)
+    def _priced(self, spread: Spread) -> Price:
         return Price(self.name, self._equations, self._roles, spread, self.unmodelled)
 
     def _buffer(self, row: AliveArray, spread: Spread) -> Buffer:
@@ -507,17 +516,17 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
         raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
     mesh = _mesh_of(on, args)
     trees = placed_on(args, mesh)
-    make: Any = jax.make_jaxpr
+    make: Any = partial(jax.make_jaxpr, return_shape=True)
     if type(step).__module__.startswith("equinox."):
         import equinox
 
         make = equinox.filter_make_jaxpr
     with _in_force(mesh):
-        closed = make(step)(*trees)
-    closed = closed[0] if isinstance(closed, tuple) else closed
+        closed, results, *_ = make(step)(*trees)
+    traced = _Traced(closed, jax.tree_util.tree_structure(results))
     paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]
     name = getattr(step, "__name__", type(step).__name__)
-    return Step(name, closed, args, paths, mesh)
+    return Step(name, traced, args, paths, mesh)
 
 
 def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
@@ -548,7 +557,7 @@ def _paths_of(place: int, tree: Any) -> Iterator[str]:
         yield f"inputs/{place}/{path}" if path else f"inputs/{place}"
 
 
-def _cuts_of(arg: Any) -> Iterator[Cuts | None]:
+def cuts_of(arg: Any) -> Iterator[Cuts | None]:
     """Yield the mesh axes of each dimension, for each leaf of an argument."""
     from jax import tree_util
 
