@@ -18,7 +18,7 @@ from shardrules._jax import user_line
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
-from shardrules._program.compile import placed_on, target_mesh
+from shardrules._program.compile import check_static, placed_on, target_mesh
 from shardrules._specs import entries_of, entry_axes
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
@@ -514,6 +514,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
 
     if not callable(step):
         raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
+    check_static(step, args)
     mesh = _mesh_of(on, args)
     trees = placed_on(args, mesh)
     make: Any = partial(jax.make_jaxpr, return_shape=True)
