@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -53,6 +53,10 @@ class Rename:
             embeddings that are the head, too. Default: False.
         resize: Per axis that is a dimension of the result, its size there, or None for that of the
             tree: elements at the end are left out, or zeros added.
+        apply: A function that makes the tree's array of that which the record makes, for all else.
+            JAX traces it, and runs it on the devices. `dtype` is that of its result.
+        argument: The name by which `apply` of the record for the same path gets this array, as in
+            `unpacked(codes, scales=...)`. Default: it is the first.
 
     Raises:
         ValueError: The record contradicts itself.
@@ -80,6 +84,8 @@ class Rename:
     optional: bool = field(default=False, kw_only=True)
     shared: bool = field(default=False, kw_only=True)
     resize: Mapping[str, int | None] = field(default_factory=dict, hash=False, kw_only=True)
+    apply: Callable[..., Any] | None = field(default=None, kw_only=True)
+    argument: str = field(default="", kw_only=True)
 
     __repr__ = without_defaults
 
@@ -91,6 +97,15 @@ class Rename:
         boolean("optional", self.optional)
         if boolean("shared", self.shared) and self.path is None:
             raise ValueError("shared is for records that make an array: give a path, too")
+        check_type("argument", self.argument, str, "the name of an argument")
+        if self.apply is not None and not (
+            callable(self.apply) and isinstance(self.apply, Hashable)
+        ):
+            raise TypeError(f"apply is {shown(self.apply)}; it must be a function of arrays")
+        if self.argument and (self.apply is not None or not self.argument.isidentifier()):
+            raise ValueError(
+                f"argument is {self.argument!r}; it must be a name, in a record without apply"
+            )
         for template in filter(None, (self.path, self.scale)):
             re.sub(self.pattern, template, "")
         _set(self, "blocks", _integers("blocks", self.blocks, or_none=True))
@@ -155,6 +170,14 @@ def stacked_axes(rename: Rename) -> tuple[str, ...]:
     dims = rename.arrangement
     groups = re.compile(rename.pattern).groupindex
     return () if dims is None else tuple(axis for axis in dims.stacked if axis in groups)
+
+
+def texts_of(renames: Sequence[Rename]) -> list[str]:
+    """Return texts that are the same in all processes."""
+    return [
+        f"{replace(rename, apply=None)} {getattr(rename.apply, '__qualname__', '')}"
+        for rename in renames
+    ]
 
 
 def _set(record: Rename, name: str, value: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -13,6 +14,7 @@ from shardrules._mesh.mesh import as_mesh
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import OVERLAP
+from shardrules._solve.proof import Provable
 from shardrules._solve.search import search
 from shardrules._solve.space import STORED, Space, fixed_cuts, forbidden_pairs
 from shardrules._step.step import Step
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
     from shardrules._estimate.buffers import Memory
-    from shardrules._estimate.step_time import StepTime
+    from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._hardware import Hardware
     from shardrules._solve.layout import LaidSpread
     from shardrules._solve.search import Best
@@ -61,7 +63,7 @@ class ClassChoice(NamedTuple):
 
 @answer
 @dataclass(frozen=True)
-class Solution:
+class Solution(Provable):
     """The sharding of a step that takes least time of those that fit; `solve` makes it."""
 
     step: Step
@@ -81,6 +83,12 @@ class Solution:
     reasons: tuple[str, ...]
     spread: LaidSpread
     """Cuts of all arrays of the step, and what is sent."""
+    on: Any
+    """The Topology or mesh that `solve` was given; None for the step's own."""
+    machine: Machine
+    """The hardware, and how well the step uses it."""
+    again: partial[Solution] = field(repr=False)
+    """`solve` with the same arguments, but for those that it is given."""
 
     def __deepcopy__(self, memo: object) -> Solution:
         return self
@@ -131,6 +139,7 @@ def solve(
         ValueError: A pattern of `keep` is in no path, or there is no such role or axis.
     """
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
+    keep, forbid = tuple(keep), tuple(forbid)
     if isinstance(on, Topology):
         hardware = on.hardware if hardware is None else hardware
         axes = _AXES if step.mesh is None else tuple(step.mesh.shape)
@@ -154,10 +163,11 @@ def solve(
         )
         solutions.append((search(space), space, mesh))
     best, space, mesh = min(solutions, key=lambda row: row[0].cost.time.total)
-    return _solution(space, best, mesh)
+    again = partial(solve, step, on, hardware=hardware, hbm=hbm, keep=keep, forbid=forbid)
+    return _solution(space, best, mesh, on, again)
 
 
-def _solution(space: Space, best: Best, mesh: Any) -> Solution:
+def _solution(space: Space, best: Best, mesh: Any, on: Any, again: partial[Solution]) -> Solution:
     step, cost = space.step, best.cost
     specs = {
         path: _spec(cost.spread.target(number))
@@ -175,6 +185,9 @@ def _solution(space: Space, best: Best, mesh: Any) -> Solution:
         bound=best.bound,
         reasons=(),
         spread=cost.spread,
+        on=on,
+        machine=space.machine,
+        again=again,
     )
 
 
