@@ -60,7 +60,7 @@ class SpreadCollective(NamedTuple):
     """The array that is gathered, or of whose terms the sum is; None in code by device."""
 
 
-class _Split(Exception):
+class _SplitError(Exception):
     """An axis whose first devices cut a factor that all of them do not: 4 heads by 8 devices."""
 
     def __init__(self, axis: str, first: int) -> None:
@@ -70,8 +70,8 @@ class _Split(Exception):
 class Spread:
     """Specs of all arrays of a step on a mesh, and what is sent.
 
-    An axis that a reshape can keep only in part, such as 8 devices and 4 heads, is taken for several:
-    "tp:0" of 4 devices and "tp:1" of 2.
+    An axis that a reshape can keep only in part, such as 8 devices of 4 heads, is taken for
+    several: "tp:0" of 4 devices and "tp:1" of 2.
 
     Args:
         equations: Of the step.
@@ -81,6 +81,8 @@ class Spread:
         merges_sums: Whether terms of several products are added before devices add up theirs, as
             XLA has it for TPUs.
     """
+
+    _may_split = True
 
     def __init__(
         self,
@@ -102,15 +104,15 @@ class Spread:
 
     def _split_by(
         self, arguments: Sequence[Cuts | None], results: Sequence[Cuts | None]
-    ) -> _Split | None:
+    ) -> _SplitError | None:
         """Spread the specs; return how an axis is to be split before, or None if it need not."""
         try:
             self._spread(arguments, results)
-        except _Split as split:
+        except _SplitError as split:
             return split
         return None
 
-    def _divide(self, split: _Split) -> None:
+    def _divide(self, split: _SplitError) -> None:
         whole = self._whole[split.axis]
         parts: list[int] = []
         for axis in self._parts([whole]):
@@ -130,7 +132,7 @@ class Spread:
         return tuple(dict.fromkeys(self._whole[axis] for axis in axes))
 
     def _parts(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the axes that have several devices, by the parts of those that are split."""
+        """Return axes without those of one device, and of those that are split their parts."""
         return tuple(
             part
             for axis in axes
@@ -391,8 +393,11 @@ class Spread:
         return options
 
     def _closed(self, rule: Rule, axes: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
-        """Return the factors that devices cannot share, since they need all of it, or since parts
-        of a minor one are not contiguous in a dimension of which the major is not cut up."""
+        """Return the factors that devices cannot share.
+
+        They need all of it; or parts of a minor one are not contiguous in a dimension, since its
+        major is not cut into single elements.
+        """
         minor = rule.minor
         if not minor.intersection(axes):
             return rule.whole
@@ -575,9 +580,9 @@ class Spread:
                 size = self.sizes[name]
                 if place < len(factors) - 1:  # parts of the minor factors are in one of the major
                     kept = gcd(left, size)
-                    if 1 < kept < size:
-                        raise _Split(name, kept)
-                    if kept == 1:
+                    if 1 < kept < size and self._may_split:
+                        raise _SplitError(name, kept)
+                    if kept < size:
                         break
                     left //= size
                 rows[factors[place]] = (*rows.get(factors[place], ()), name)
