@@ -11,7 +11,10 @@ from typing import Any, Final
 from shardrules._arguments import boolean, check_type, integer, listed
 from shardrules._checkpoint.boxes import Arrangement, arrangement
 from shardrules._dtypes import given_name
-from shardrules._text import shown, without_defaults
+from shardrules._rules.patterns import check_template
+from shardrules._text import misspelt, shown, without_defaults
+
+A_RENAME: Final = r"a Rename, such as shardrules.Rename(r'^transformer/', '')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Rename:
         check_type("scale", self.scale, str | None, "a string, or None")
         boolean("optional", self.optional)
         for template in filter(None, (self.path, self.scale)):
-            re.sub(self.pattern, template, "")
+            check_template(self.pattern, template)
         _set(self, "blocks", _integers("blocks", self.blocks))
         _set(self, "sizes", _checked_sizes(self.sizes))
         _set(self, "words", _checked_words(self.words))
@@ -95,9 +98,11 @@ class Rename:
         groups = re.compile(self.pattern).groupindex
         for axis in dims.stacked:
             if axis not in groups:
+                near = misspelt(axis, dims.unstacked)
+                meant = f"; did you mean {near!r}, on the left?" if near else ""
                 raise ValueError(
                     f"dims {self.dims!r} stacks along {axis!r}, for which the pattern needs a "
-                    f"group: (?P<{axis}>[0-9]+)"
+                    f"group: (?P<{axis}>[0-9]+){meant}"
                 )
         for axis in dims.unstacked:
             if f"{{{axis}}}" not in (self.path or ""):
