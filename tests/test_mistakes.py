@@ -274,7 +274,7 @@ OF_FILES = {
     "a misspelt dimension": (lambda: sr.Rename("wq", "q", "out in -> in outt"), "'outt'", "did you mean 'out'"),
     "no layers": (lambda: sr.Rename(r"layers\.\d+\.wq", "q", "out in -> layer in out"), "'layer'", "(?P<layer>[0-9]+)"),
     "no such axis": (lambda: sr.Rename("wq", "q", "(h d) i -> i h d", sizes={"hd": 128}), "'hd'", "'(h d) i -> i h d'"),
-    "scales without blocks": (lambda: sr.Rename("wq", "q", scale="wq_scale"), "scale and blocks", "give both"),
+    "blocks without scales": (lambda: sr.Rename("wq", "q", blocks=(1, 128)), "blocks are for scales", "give scale"),
     "a device as file": (lambda: sr.read_hardware("v5p"), "v5p: this is no file", "shardrules.Hardware.named('v5p')"),
     "a function as file": (lambda: sr.read_model("own:params"), "own:params", "use the object itself"),
     "a folder of rules": (lambda: sr.read_rules(CHECKPOINT), "Is a directory", "check the name"),

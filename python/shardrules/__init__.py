@@ -40,6 +40,7 @@ _PUBLIC = {
     "_program.program": "inspect",
     "_rules.logical_rules": "LogicalRules logical_axis_rules",
     "_rules.rules": "Rules match_partition_rules",
+    "_solve.solution": "solve",
     "_specs": "fsdp",
     "_suggest.suggest": "suggest",
     "_verify.audit": "audit",

@@ -49,6 +49,7 @@ from shardrules._rules.logical_rules import LogicalRules as LogicalRules
 from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_rules
 from shardrules._rules.rules import Rules as Rules
 from shardrules._rules.rules import match_partition_rules as match_partition_rules
+from shardrules._solve.solution import solve as solve
 from shardrules._specs import fsdp as fsdp
 from shardrules._step.step import trace as trace
 from shardrules._suggest.suggest import suggest as suggest
@@ -143,6 +144,7 @@ __all__ = [
     "save",
     "shard",
     "shard_local",
+    "solve",
     "spec_for",
     "stacked",
     "suggest",

@@ -208,16 +208,19 @@ class Spread:
             self._trips.setdefault(number, trips)
         for operation in body.operations:
             self._trips.update(dict.fromkeys(operation.outputs, trips))
-            if operation.name in _EXPLICIT:
-                self._explicit(operation, trips)
-            if operation.name in _CONSTRAINTS and operation.inputs[0] is not None:
-                cuts = self._constraint(operation)
-                self._move(operation.inputs[0], cuts, trips, operation)
-                self.cuts[operation.outputs[0]] = cuts
-            elif operation.bodies:
-                self._run_inside(operation, trips)
-            elif operation.rule is not None:
-                self._compute(operation, operation.rule, trips)
+            self._run_operation(operation, trips)
+
+    def _run_operation(self, operation: TracedOperation, trips: int) -> None:
+        if operation.name in _EXPLICIT:
+            self._explicit(operation, trips)
+        if operation.name in _CONSTRAINTS and operation.inputs[0] is not None:
+            cuts = self._constraint(operation)
+            self._move(operation.inputs[0], cuts, trips, operation)
+            self.cuts[operation.outputs[0]] = cuts
+        elif operation.bodies:
+            self._run_inside(operation, trips)
+        elif operation.rule is not None:
+            self._compute(operation, operation.rule, trips)
 
     def _explicit(self, operation: TracedOperation, trips: int) -> None:
         params = operation.eqn.params
