@@ -195,6 +195,7 @@ OF_TOPOLOGIES = {
 }  # fmt: skip
 
 OF_DEVICES = {
+    "proved on another mesh": (lambda: sr.prove(JITTED, PLAN.on_mesh(MESH), X, on=SLICE), "fsdp=1,tp=1 are 1 device", "has 8", "Topology.meshes"),
     "links of sizes": (lambda: SLICE.links(SIZES), "(a dict)", "as Topology.mesh makes it"),
     "links of others": (lambda: SLICE.links(MESH), "other devices than v5p:2x2x2", "make it by Topology.mesh"),
     "an unknown axis": (lambda: SLICE.link_rate(SLICE.mesh(SIZES), ["ddp"]), "'ddp'", "fsdp, tp"),
@@ -217,7 +218,6 @@ OF_STEPS = {
     "proved nowhere": (lambda: sr.prove(JITTED, PLAN, X), "a mesh without devices", "on=shardrules.Topology('v5p:8x8x8')"),
     "the name of a step": (lambda: sr.prove("train:step_on", PLAN, X), "'train:step_on'", "give the function"),
     "plan before step": (lambda: sr.prove(PLAN, JITTED, X), "(a Plan)", "the step comes first"),
-    "proved on another mesh": (lambda: sr.prove(JITTED, PLAN.on_mesh(MESH), X, on=SLICE), "fsdp=1,tp=1 are 1 device", "has 8", "Topology.meshes"),
     "inspected before it is compiled": (lambda: sr.inspect(JITTED, (None,)), "(a PjitFunction)", "jax.jit(f).lower(...).compile()"),
     "an input too many": (lambda: sr.inspect(COMPILED, (None, None)), "2 entries", "1 positional"),
     "traced rules": (lambda: sr.trace(train, RULES, X), "argument 0", "which are rules", "shardrules.plan(tree, rules, mesh)"),
