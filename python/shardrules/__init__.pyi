@@ -10,6 +10,7 @@ from shardrules._checkpoint.reshard import reshard as reshard
 from shardrules._checkpoint.saving import save as save
 from shardrules._correction import Correction as Correction
 from shardrules._correction import RuleSpec as RuleSpec
+from shardrules._files.manifest import write_manifest as write_manifest
 from shardrules._files.public import read_hardware as read_hardware
 from shardrules._files.public import read_model as read_model
 from shardrules._files.public import read_rules as read_rules
@@ -48,6 +49,7 @@ from shardrules._rules.logical_rules import LogicalRules as LogicalRules
 from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_rules
 from shardrules._rules.rules import Rules as Rules
 from shardrules._rules.rules import match_partition_rules as match_partition_rules
+from shardrules._solve.solution import solve as solve
 from shardrules._specs import fsdp as fsdp
 from shardrules._step.step import trace as trace
 from shardrules._suggest.suggest import suggest as suggest
@@ -109,13 +111,16 @@ __all__ = [
     "FindingsError",
     "Hardware",
     "LogicalRules",
+    "OutOfMemory",
     "Plan",
     "Rename",
     "RuleSpec",
     "Rules",
+    "Topology",
     "Zero1",
     "audit",
     "compare",
+    "compile",
     "compiling",
     "explain_logical",
     "fingerprint",
@@ -130,6 +135,7 @@ __all__ = [
     "named_shardings",
     "patch",
     "plan",
+    "prove",
     "read_hardware",
     "read_model",
     "read_rules",
@@ -138,14 +144,17 @@ __all__ = [
     "save",
     "shard",
     "shard_local",
+    "solve",
     "spec_for",
     "stacked",
     "suggest",
+    "trace",
     "unpatch",
     "unstacked",
     "verify",
     "with_logical_constraint",
     "with_sharding_constraint",
+    "write_manifest",
 ]
 __version__: str
 

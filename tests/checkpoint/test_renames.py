@@ -49,6 +49,8 @@ ARRANGED = {
     "(a b c) -> (c a) b": ((64,), {"a": 4, "b": 2}, lambda x: x.reshape(4, 2, 8).transpose(2, 0, 1).reshape(32, 2)),
     "o i h w -> h w i o": ((8, 4, 2, 2), {}, lambda x: x.transpose(2, 3, 1, 0)),
     "a b -> a b": ((8, 4), {}, lambda x: x),
+    "a b -> a 1 b": ((8, 4), {}, lambda x: x[:, None]),
+    "a 1 b -> b a": ((8, 1, 4), {}, lambda x: x[:, 0].T),
 }  # fmt: skip
 SPECS = [P(), P("fsdp"), P(None, "tp"), P("fsdp", "tp"), P(("tp", "fsdp")), P("tp", "fsdp")]
 
@@ -268,3 +270,17 @@ def test_the_first_rename_counts_and_others_stay(save):
         save(arrays), P(), mesh_of(), renames=[sr.Rename("^a", "x"), sr.Rename("w$", "v")]
     )
     assert list(loaded) == ["b.v", "c", "x.w"]
+
+
+def test_a_rename_that_finds_nothing_names_what_is_near(save):
+    path = save({"lm_head.weight": W, "model.norm.weight": W[0]})
+    with pytest.raises(sr.FileError) as info:
+        sr.load(path, P(), mesh_of(), renames=[sr.Rename(r"^lm_haed\.weight$", "head")])
+    assert r"^lm_haed\.weight$: this Rename finds no array" in str(info.value)
+    assert "near it: lm_head.weight, model.norm.weight" in str(info.value)
+    # One whose arrays an earlier record has taken is no error.
+    renames = [sr.Rename("lm_head", "head"), sr.Rename(r"lm_head\.weight", "other")]
+    assert list(sr.load(path, P(), mesh_of(), renames=renames)) == [
+        "head.weight",
+        "model.norm.weight",
+    ]

@@ -1026,9 +1026,13 @@ def test_a_manifest_of_boxes_has_their_names(tmp_path, monkeypatch):
     leaf = jax.ShapeDtypeStruct((8, 16), "float32")
     tree = {"w": nn.LogicallyPartitioned(leaf, ("embed", None)), "b": leaf}
     plan = sr.plan(tree, sr.LogicalRules([("embed", "fsdp")]), {"fsdp": 2})
-    text = plan.manifest(tmp_path / "m.json.gz")
+    sr.write_manifest(tree, tmp_path / "m.json.gz")
+    text = gzip.decompress((tmp_path / "m.json.gz").read_bytes()).decode()
     assert json.loads(text)["logical_axes"] == {"w": ["embed", None]}
-    assert gzip.decompress((tmp_path / "m.json.gz").read_bytes()).decode() == text
+    sr.write_manifest(plan, tmp_path / "p.json")
+    assert (tmp_path / "p.json").read_text() == text
+    with pytest.raises(ValueError, match="a manifest has paths such as"):
+        sr.write_manifest(sr.plan({"w": leaf}, sr.Rules([], sr.dialects.KEYSTR), {"a": 1}), "x")
     monkeypatch.chdir(tmp_path)
     done = run("manifest", "m.json.gz", "-o", "n.json")
     assert (done.exit_code, done.stdout) == (0, "")

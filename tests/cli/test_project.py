@@ -127,7 +127,7 @@ def test_diff_compares_the_lock_of_each_job(project, monkeypatch):
         ("[jobs.a]\nmodel = 'm'\nmin-size = true", "job a: min-size is True (a bool); write a number or text"),
         ("[jobs.a]\nmodel = 'm'\nno-fallbacks = 1", "job a: no-fallbacks is 1 (an int); write true or false"),
         ("[jobs]\na = 1", "job a: it is 1 (an int); write a table"),
-        ("[jobs.a]\nfunction = 'a:b'", "no job has model, which check needs"),
+        ("[jobs.a]\nfunction = 'a:b'", "no job is for check; write into one model = 'model.json'"),
         ("[jobs.a]\nmodel = 'm'", "error: a: the following arguments are required: --rules/-r, --mesh/-m"),
         ("[jobs.a]\nmodel = 'm'\nrules='r'\nmesh='tp=2'\nmin-size=-1", "error: a: invalid value for '--min-size'"),
         ("[jobs.", "this is not TOML"),

@@ -186,7 +186,7 @@ MAKING_RULES = {
     "_plan/lock.py": "the same",
     "_plan/resolve.py": "patterns of a tree of specs, which nobody gave",
     "_plan/check_leaves.py": "made once",
-    "_suggest/writing.py": "patterns that are being written",
+    "_writer/draft.py": "patterns that are being written",
     "_suggest/fix.py": "the same",
     "demo.py": "shown as a user's own",
 }

@@ -58,8 +58,8 @@ def plan(args: Args) -> int:
     Exits with 1 if the bytes do not fit and --must-fit is given.
     """
     from shardrules._cli import inputs, show
+    from shardrules._files.manifest import manifest_text, write_packed
     from shardrules._io import write_text
-    from shardrules._plan.manifest import manifest_text, write_manifest
     from shardrules._plan.report import plan_json
 
     step, training = inputs.step(args), inputs.training(args)
@@ -79,7 +79,7 @@ def plan(args: Args) -> int:
     if args.lock:
         plan.lock(args.lock)
     if shapes:
-        write_manifest(args.manifest, shapes)
+        write_packed(args.manifest, shapes)
     if report:
         write_text(Path(args.html), report)
         hint(args, f"{args.html}: a report in one file, which works offline")
@@ -378,7 +378,7 @@ def sweep(args: Args) -> None:
 )  # fmt: skip
 def load(args: Args) -> None:
     """Tell what shardrules.load would read: bytes per process and device, in flight, time."""
-    from shardrules._checkpoint.filling import forecast
+    from shardrules._checkpoint.forecast import forecast
     from shardrules._cli import inputs
     from shardrules._text import byte_count
 
@@ -444,12 +444,12 @@ def manifest(args: Args) -> None:
     Without --output it goes to standard output, gzipped unless that is a terminal.
     """
     from shardrules._cli import inputs
-    from shardrules._plan.manifest import manifest_text, packed, write_manifest
+    from shardrules._files.manifest import manifest_text, packed, write_packed
 
     _check_targets({"--output": args.output}, [args.source])
     text = manifest_text(*inputs.load_arrays(args))
     if args.output:
-        write_manifest(args.output, text)
+        write_packed(args.output, text)
     elif sys.stdout.isatty():
         print(text, end="")
     else:

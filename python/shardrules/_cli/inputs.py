@@ -13,6 +13,7 @@ from shardrules._cli.options import MOMENTS
 from shardrules._cli.process import hint, working
 from shardrules._dtypes import numpy_name
 from shardrules._files.logical import LOGICAL_DIALECTS
+from shardrules._files.manifest import arrays_of
 from shardrules._files.models import nested, read_arrays
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
@@ -23,7 +24,6 @@ from shardrules._plan.memory import Room
 from shardrules._plan.plan import Plan, plan
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.names import has_names
 from shardrules._rules.rules import Rules
 from shardrules._text import and_more, byte_count, mesh_shown, shown
 
@@ -150,14 +150,7 @@ def load_arrays(args: Args) -> tuple[Plan, str]:
     with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
         dialect = dialect_of(args)
         name, tree, axis_names = _tree(args.source, dialect)
-        if dialect is None:
-            dialect = EFORMER if axis_names is None and not has_names(tree) else LINEN
-        none: Rules | LogicalRules
-        if isinstance(dialect, LogicalDialect):
-            none = LogicalRules((), dialect)
-        else:
-            none = Rules((), dialect)
-        return plan(tree, none, {"devices": 1}, names=axis_names), name
+        return arrays_of(tree, dialect, axis_names), name
 
 
 def load_hardware(text: str) -> Hardware:

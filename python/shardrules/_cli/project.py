@@ -20,6 +20,11 @@ from shardrules._text import printable, printable_json
 
 ARGUMENTS_OF: Final = {"check": ("model",), "prove": ("function",), "diff": ("before", "model")}
 """The commands that run jobs, with the keys of their arguments."""
+_EXAMPLES: Final = {
+    "model": "model.json",
+    "function": "package.module:function",
+    "before": "plan.lock",
+}
 # What belongs to one run, not to a job.
 _OF_A_RUN: Final = ("format", "fix", "update_lock", "quiet", "color")
 
@@ -60,8 +65,8 @@ def run_jobs(
     name = str(command.name)
     jobs = [job for job in project.jobs if job.arguments.keys() >= {*ARGUMENTS_OF[name]}]
     if not jobs:
-        keys = " and ".join(ARGUMENTS_OF[name])
-        raise click.UsageError(f"{project.path}: no job has {keys}, which {name} needs")
+        keys = " and ".join(f"{key} = {_EXAMPLES[key]!r}" for key in ARGUMENTS_OF[name])
+        raise click.UsageError(f"{project.path}: no job is for {name}; write into one {keys}")
     is_json = ctx.params.get("format") == "json"
     answers: dict[str, Any] = {}
     codes: list[int] = []

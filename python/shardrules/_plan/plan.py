@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardrules._arguments import (
+    check_bytes,
     check_file,
-    check_real,
     check_shapes,
     check_tree,
     check_type,
@@ -27,7 +27,7 @@ from shardrules._arguments import (
 )
 from shardrules._correction import Correction, MemoryKind, check_memory_kind
 from shardrules._dtypes import given_dtype
-from shardrules._estimate.traced import TracedStep
+from shardrules._estimate.traced import A_STEP, TracedStep
 from shardrules._io import write_text
 from shardrules._mesh.mesh import as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._place.decider import (
@@ -281,8 +281,8 @@ class Plan(Estimates, Decider):
         """
         from shardrules._plan import check
 
-        check_real("large", large)
-        check_type("step", step, TracedStep | None, "a Step, as shardrules.trace gives one")
+        check_bytes("large", large)
+        check_type("step", step, TracedStep | None, A_STEP)
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
         patterns = listed("replicated", replicated, "patterns")
         if patterns:
@@ -497,34 +497,6 @@ class Plan(Estimates, Decider):
         text = lock_text(self)
         if path is not None:
             write_text(path, text)
-        return text
-
-    def manifest(self, path: str | Path | None = None) -> str:
-        """Write the paths, shapes and dtypes of the arrays as JSON: a model for `read_model`.
-
-        It stands for the model in places without its code. Logical axis names are written too.
-
-        Args:
-            path: A file to write it to as well; gzipped if its name ends with .gz.
-
-        Raises:
-            ValueError: The paths do not consist of keys with "/" between them, two are equal, or
-                a dtype is one that files do not have.
-
-        Example:
-            >>> import jax, shardrules as sr
-            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
-            >>> print(sr.plan(tree, [("w", "tp")], {"tp": 2}).manifest(), end="")
-            {"params": [
-            ["w", [8, 8], "bfloat16"]
-            ]}
-        """
-        from shardrules._plan.manifest import manifest_text, write_manifest
-
-        check_file("path", path)
-        text = manifest_text(self)
-        if path is not None:
-            write_manifest(path, text)
         return text
 
     @classmethod

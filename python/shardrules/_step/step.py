@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
-from shardrules._arguments import check_real, check_type, integer
+from shardrules._arguments import check_bytes, check_type, integer
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
@@ -18,7 +18,7 @@ from shardrules._jax import user_line
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
-from shardrules._program.compile import placed_on, target_mesh
+from shardrules._program.compile import check_static, check_step, noted, placed_on, target_mesh
 from shardrules._specs import entries_of, entry_axes
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
@@ -37,7 +37,6 @@ from shardrules._text import (
     near_shown,
     printable_lines,
     record,
-    shown,
 )
 from shardrules._trees.align import leaf_paths
 
@@ -94,6 +93,13 @@ class Work(NamedTuple):
     """As XLA counts them, without transcendental ones."""
 
 
+class _Traced(NamedTuple):
+    """A jaxpr, and the structure of what the step returns."""
+
+    closed: Any
+    out_tree: Any
+
+
 @answer
 class Step(TracedStep):
     """What a step does, by its jaxpr: dimensions, FLOPs and memory; `trace` makes it.
@@ -111,15 +117,16 @@ class Step(TracedStep):
     """
 
     def __init__(
-        self, name: str, closed: Any, args: tuple[Any, ...], paths: list[str], mesh: Any
+        self, name: str, traced: _Traced, args: tuple[Any, ...], paths: list[str], mesh: Any
     ) -> None:
         self.name = name
         self.mesh = mesh
         """The mesh that constraints are of; None without one."""
         self._args = args
         self._paths = paths
-        self._equations = Equations(closed)
-        self._call = _only_call(closed)
+        self._closed, self._out_tree = traced
+        self._equations = Equations(self._closed)
+        self._call = _only_call(self._closed)
 
     def __copy__(self) -> Step:
         return self
@@ -175,7 +182,7 @@ class Step(TracedStep):
                 roles.of.get(name, ""),
                 equations.dims.sizes[name],
                 tuple(places),
-                tuple(dict.fromkeys(map(_line, roles.contracted.get(name, ())))),
+                tuple(dict.fromkeys(map(line_of, roles.contracted.get(name, ())))),
             )
             for name, places in arrays.items()
         ]
@@ -188,7 +195,7 @@ class Step(TracedStep):
         times: Counter[tuple[str, str, str]] = Counter()
         for operation, trips in self._equations.operations():
             if operation.flops:
-                key = operation.name, _part(operation.scope), _line(operation)
+                key = operation.name, _part(operation.scope), line_of(operation)
                 flops[key] += operation.flops * trips
                 times[key] += trips
         return tuple(Work(*key, times[key], count) for key, count in flops.most_common())
@@ -203,7 +210,7 @@ class Step(TracedStep):
         """What is not looked into: kernels, and primitives without a rule."""
         rows = [f"{name} ({count:,} times)" for name, count in self._equations.missing.items()]
         rows += [
-            f"{_line(loop)}: a loop whose length is not known" for loop in self._equations.endless
+            f"{line_of(loop)}: a loop whose length is not known" for loop in self._equations.endless
         ]
         return tuple(rows)
 
@@ -222,7 +229,7 @@ class Step(TracedStep):
         equations = equations or self._equations
         args = self._with_plan(plan)
         sizes = self._sizes(args)
-        cuts = [row for arg in args for row in _cuts_of(arg)]
+        cuts = [row for arg in args for row in cuts_of(arg)]
         results = _result_cuts(self._call, equations)
         return Spread(equations, sizes, cuts, results, merges_sums=merges_sums)
 
@@ -276,7 +283,9 @@ class Step(TracedStep):
             ValueError: The plan is of another tree; or the step has code by device, which was
                 traced for another mesh.
         """
-        spread = self._spread(plan)
+        return self._memory(self._spread(plan))
+
+    def _memory(self, spread: Spread) -> Memory:
         rows, numbers = alive_arrays(self._equations, spread, self._donated)
         alive = sum(row.bytes for row in rows)
         of_arguments = sum(row.bytes for row in rows if row.operation is None)
@@ -316,7 +325,7 @@ class Step(TracedStep):
             >>> sr.trace(lambda params, x: x @ params["w"], plan, x).largest_batch(plan, hbm=4096)
             62
         """
-        size = integer("hbm", hbm, 1)
+        size = integer("hbm", hbm, 1, what="a whole number of bytes")
         spread = self._spread(plan)
         inputs = self._equations.body.inputs
         batches = ((number, self._batch_class(number)) for number in inputs)
@@ -359,7 +368,7 @@ class Step(TracedStep):
         Args:
             plan: As `memory` takes it.
         """
-        return self._price(plan).traffic()
+        return self._priced(self._spread(plan)).traffic()
 
     def time(self, machine: Machine, plan: Plan | None = None) -> StepTime:
         """Estimate the time of the step on a machine; `Plan.step_time` with `step`.
@@ -368,8 +377,9 @@ class Step(TracedStep):
             machine: Hardware, and how well the step uses it.
             plan: As `memory` takes it.
         """
-        check_type("machine", machine, Machine, "what Plan.step_time makes of its arguments")
-        return self._price(plan).time(machine)
+        what = "a Machine; or write plan.step_time(step=step, hardware='v5p')"
+        check_type("machine", machine, Machine, what)
+        return self._priced(self._spread(plan)).time(machine)
 
     def findings(self, plan: Plan, large: int) -> list[Finding]:
         """Find what is wrong with a plan for the step; `Plan.check` with `step` gives it as well.
@@ -379,18 +389,17 @@ class Step(TracedStep):
             large: Bytes on a device from which on an array is reported.
         """
         check_type("plan", plan, Plan, "that of shardrules.plan")
-        check_real("large", large)
+        check_bytes("large", large)
         spread = self._spread(plan)
         place = next(i for i, arg in enumerate(self._args) if isinstance(arg, Plan))
         paths = {
             self._equations.body.inputs[row]: self._paths[row].removeprefix(f"inputs/{place}/")
             for row in self._ranges[place]
         }
-        view = View(self._equations, self._roles, spread, paths, _line, large)
+        view = View(self._equations, self._roles, spread, paths, line_of, large)
         return list(step_findings(view))
 
-    def _price(self, plan: Plan | None) -> Price:
-        spread = self._spread(plan)
+    def _priced(self, spread: Spread) -> Price:
         return Price(self.name, self._equations, self._roles, spread, self.unmodelled)
 
     def _buffer(self, row: AliveArray, spread: Spread) -> Buffer:
@@ -439,7 +448,7 @@ class Step(TracedStep):
         names = {c: f"{roles.of.get(c, '') or 'no role'} {sizes[c]:,}" for c in classes}
         yield f"  dimension {place}, {size:,}: {' x '.join(names.values()) or 'one element'}"
         for name, text in names.items():
-            lines = list(dict.fromkeys(map(_line, roles.contracted.get(name, ()))))
+            lines = list(dict.fromkeys(map(line_of, roles.contracted.get(name, ()))))
             part = f"{text} " if len(names) > 1 else ""
             for line in lines[:_ARRAYS_SHOWN]:
                 yield f"    {part}summed over at {line}"
@@ -503,21 +512,21 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
     """
     import jax
 
-    if not callable(step):
-        raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
+    check_step(step, args)
+    check_static(step, args)
     mesh = _mesh_of(on, args)
     trees = placed_on(args, mesh)
-    make: Any = jax.make_jaxpr
+    make: Any = partial(jax.make_jaxpr, return_shape=True)
     if type(step).__module__.startswith("equinox."):
         import equinox
 
         make = equinox.filter_make_jaxpr
-    with _in_force(mesh):
-        closed = make(step)(*trees)
-    closed = closed[0] if isinstance(closed, tuple) else closed
+    with _in_force(mesh), noted(step, args):
+        closed, results, *_ = make(step)(*trees)
+    traced = _Traced(closed, jax.tree_util.tree_structure(results))
     paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]
     name = getattr(step, "__name__", type(step).__name__)
-    return Step(name, closed, args, paths, mesh)
+    return Step(name, traced, args, paths, mesh)
 
 
 def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
@@ -548,7 +557,7 @@ def _paths_of(place: int, tree: Any) -> Iterator[str]:
         yield f"inputs/{place}/{path}" if path else f"inputs/{place}"
 
 
-def _cuts_of(arg: Any) -> Iterator[Cuts | None]:
+def cuts_of(arg: Any) -> Iterator[Cuts | None]:
     """Yield the mesh axes of each dimension, for each leaf of an argument."""
     from jax import tree_util
 
@@ -590,7 +599,7 @@ def _place(operation: TracedOperation) -> Place | None:
     return None if line is None else Place(*line)
 
 
-def _line(operation: TracedOperation) -> str:
+def line_of(operation: TracedOperation) -> str:
     place = _place(operation)
     return operation.name if place is None else str(place)
 

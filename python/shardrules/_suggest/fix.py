@@ -24,8 +24,8 @@ from shardrules._rules.resolver import axes_in
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp, entries_of, entry_axes, entry_of
 from shardrules._suggest.suggest import suggest
-from shardrules._suggest.texts import plain_pattern, python_rule, toml_logical_rule, toml_rule
 from shardrules._text import counted, printable
+from shardrules._writer.texts import plain_pattern, python_rule, toml_logical_rule, toml_rule
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan

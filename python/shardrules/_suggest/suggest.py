@@ -20,16 +20,16 @@ from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import has_names
 from shardrules._rules.rules import PathRules, Rules, remembered_rules
 from shardrules._specs import Entries, entry_axes
-from shardrules._suggest.dims import Unit, units_of
-from shardrules._suggest.patterns import TIGHTEST
 from shardrules._suggest.suggestion import CutReason, Reason, Suggestion
-from shardrules._suggest.tables import NameRule, name_rules, rules_of
-from shardrules._suggest.writing import Draft, draft, is_spared, mended
 from shardrules._text import brief, bytes_shown, mesh_shown
+from shardrules._writer.dims import Unit, units_of
+from shardrules._writer.draft import Draft, draft, is_spared, mended
+from shardrules._writer.patterns import TIGHTEST
+from shardrules._writer.tables import NameRule, name_rules, rules_of
 
 if TYPE_CHECKING:
     from shardrules._mesh.mesh import MeshLike
-    from shardrules._suggest.choose import Axes
+    from shardrules._writer.choose import Axes
 
 _AXES: Final = ("fsdp", "tp")
 _ADAM: Final = ("float32", "float32")

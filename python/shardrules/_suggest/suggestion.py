@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._plan.findings import Findings
-from shardrules._suggest.texts import pattern_shown, python_text, toml_text
 from shardrules._text import and_more, answer, bytes_shown, counted, mesh_shown, printable, record
+from shardrules._writer.texts import pattern_shown, python_text, toml_text
 
 if TYPE_CHECKING:
     from shardrules._place.decider import RulesLike
@@ -147,7 +147,7 @@ class Suggestion:
             >>> import jax, shardrules as sr
             >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((4096, 8192), "float32")}}
             >>> [one.kind for one in sr.suggest(tree, {"fsdp": 3}).warnings]
-            ['replicated', 'unused-axis']
+            ['replicated']
             >>> len(sr.suggest(tree, {"fsdp": 4}).warnings)
             0
         """

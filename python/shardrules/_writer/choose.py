@@ -14,7 +14,7 @@ from shardrules._plan.axis_uses import is_gathered, use_of
 
 if TYPE_CHECKING:
     from shardrules._plan.axis_uses import AxisUse
-    from shardrules._suggest.dims import Dims, Side, Unit
+    from shardrules._writer.dims import Dims, Side, Unit
 
 Axes = tuple[str, ...]
 Cuts = tuple[Axes, ...]

@@ -11,13 +11,13 @@ from shardrules._plan.axis_uses import uses_of
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._specs import entry_of
-from shardrules._suggest.choose import SLACK, Axes, Cuts, discomfort_of, shard_count
 from shardrules._text import brief
+from shardrules._writer.choose import SLACK, Axes, Cuts, discomfort_of, shard_count
 
 if TYPE_CHECKING:
     from shardrules._plan.axis_uses import AxisUse
     from shardrules._rules.dialects import LogicalDialect
-    from shardrules._suggest.dims import Dims, Side, Unit
+    from shardrules._writer.dims import Dims, Side, Unit
 
 _Table = dict[str, Axes]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import numpy as np
 
 from shardrules._plan.roles import parts_of_model
-from shardrules._suggest.patterns import apart, numbered, words_of
 from shardrules._text import brief
+from shardrules._writer.patterns import apart, numbered, words_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardrules._plan.fold import Folded
     from shardrules._plan.roles import Part
     from shardrules._plan.table import Columns
-    from shardrules._suggest.patterns import Path
+    from shardrules._writer.patterns import Path
 
 Side = Literal[
     "layers", "experts", "vocabulary", "residual", "hidden", "heads", "head", "fused", "window",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -16,8 +17,9 @@ from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._rules.patterns import MATCH_MODES
 from shardrules._rules.rules import Rules
 from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, entry_of, fsdp
-from shardrules._suggest.choose import Cuts, choose, with_followers
-from shardrules._suggest.patterns import (
+from shardrules._text import brief, counted
+from shardrules._writer.choose import Cuts, choose, with_followers
+from shardrules._writer.patterns import (
     NUMBER,
     TIGHTEST,
     AmbiguousError,
@@ -27,20 +29,22 @@ from shardrules._suggest.patterns import (
     phrases,
     text_pattern,
 )
-from shardrules._suggest.texts import pattern_shown
-from shardrules._text import brief
+from shardrules._writer.texts import pattern_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from shardrules._plan.axis_uses import AxisUse
     from shardrules._plan.table import Columns
     from shardrules._rules.dialects import Dialect
     from shardrules._rules.patterns import Pattern
-    from shardrules._suggest.choose import Axes, Cuts
-    from shardrules._suggest.dims import Unit
-    from shardrules._suggest.patterns import Path, Phrase
+    from shardrules._writer.choose import Axes, Cuts
+    from shardrules._writer.dims import Unit
+    from shardrules._writer.patterns import Path, Phrase
 
 _MOST_TEXTS: Final = 1000
+MOST_RULES: Final = 12
+"""Rules of a solution, if it has no more specs."""
 _Pairs = list[tuple["Pattern", Any]]
 
 
@@ -119,6 +123,47 @@ def draft(
         _label(unit, of_unit, spared, entries or {})
         for unit, of_unit in zip(units, cuts, strict=True)
     ]
+    return _written(units, labels, dialect, tightness, uses)
+
+
+def draft_of_specs(
+    units: Iterable[Unit], specs: Mapping[str, Entries | RuleSpec], dialect: Dialect, tightness: int
+) -> Draft:
+    """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more.
+
+    Args:
+        units: All leaves that need a rule.
+        specs: Of each leaf, by its path.
+        dialect: Of the rules.
+        tightness: As in `draft`.
+
+    Raises:
+        ValueError: The dialect's patterns cannot tell the paths apart, or these have too many
+            names.
+    """
+    parts: list[Unit] = []
+    labels: list[Label] = []
+    for unit in units:
+        rows_of: dict[Label, list[int]] = defaultdict(list)
+        for row in unit.folded.rows.tolist():
+            spec = specs[unit.paths[row]]
+            rows_of[Label(spec, is_plain=spec == Entries(), is_known=True)].append(row)
+        parts += map(unit.with_rows, rows_of.values())
+        labels += rows_of
+    return _written(parts, labels, dialect, tightness, None)
+
+
+def _written(
+    units: Sequence[Unit],
+    labels: Sequence[Label],
+    dialect: Dialect,
+    tightness: int,
+    uses: Mapping[str, AxisUse] | None,
+) -> Draft:
+    """Write rules for units with labels; those of one spec are joined, if there are no `uses`.
+
+    With the uses of mesh axes, a catch-all may decide what has too many names.
+    """
     labelled = _with_numbers(list(zip(units, labels, strict=True)), dialect)
     units, labels = [unit for unit, _ in labelled], [label for _, label in labelled]
     unnamed: list[Unit] = []
@@ -127,12 +172,46 @@ def draft(
     else:
         ends, rest = _phrases(units, labels)
         pairs, of_rules = _proven(ends, units, dialect, tightness)
+        if uses is None:
+            pairs, of_rules = _joined(ends, pairs, of_rules)
         unnamed = [units[number] for number in rest]
     if unnamed:
+        if uses is None:
+            raise ValueError(
+                f"{counted(len(unnamed), 'path')}, such as {brief(unnamed[0].path)}, have too many "
+                "names for rules: give the specs themselves to plan"
+            )
         pairs.append(_catch_all(unnamed, uses, dialect))
         of_rules.append(tuple(unnamed))
     unknown = [unit for unit in units if not unit.dims.is_known]
     return Draft(Rules(pairs, dialect), of_rules, unknown + unnamed)
+
+
+def _joined(
+    phrases: Sequence[Phrase], pairs: _Pairs, of_rules: list[tuple[Unit, ...]]
+) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
+    """Join all rules of what is whole; and of others with one spec the shortest, if they are many.
+
+    A pattern matches its own paths alone, so that their order does not matter; patterns with
+    numbers stay before those that leave these open.
+    """
+    patterns: list[tuple[str, ...]] = [(str(pattern),) for pattern, _ in pairs]
+    units, labels = list(of_rules), [phrase.label for phrase in phrases]
+    while True:
+        alike = [
+            (not labels[first].is_plain, sum(map(len, patterns[first] + patterns[second])), first,
+             second)
+            for first, second in itertools.combinations(range(len(labels)), 2)
+            if labels[first] == labels[second] and not labels[first].is_numbered
+        ]  # fmt: skip
+        is_sharded, _, first, second = min(alike, default=(True, 0, 0, 0))
+        if not alike or (is_sharded and len(labels) <= MOST_RULES):
+            break
+        patterns[first] += patterns.pop(second)
+        units[first] += units.pop(second)
+        del labels[second]
+    texts = [names[0] if len(names) == 1 else f"({'|'.join(names)})" for names in patterns]
+    return [(text, label.value) for text, label in zip(texts, labels, strict=True)], units
 
 
 def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Draft:
@@ -221,10 +300,7 @@ def _sibling_keys(unit: Unit) -> list[Any]:
 
 def _label(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes, Any]) -> Label:
     """Label a unit; `spared` are the axes that some kernels are not sharded by on purpose."""
-    entries = [entries_of.get(axes, entry_of(axes)) for axes in cuts]
-    while entries and entries[-1] is None:
-        entries.pop()
-    value: Any = Entries(entries)
+    value: Any = Entries(trimmed(entries_of.get(axes, entry_of(axes)) for axes in cuts))
     if units := _head_units(unit, cuts):
         value = RuleSpec(value, units=units)
     dims = unit.dims
@@ -233,6 +309,14 @@ def _label(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes, A
     has_spared = dims.tensor != "any" and bool(spared) and spared.isdisjoint(used)
     meaning = (dims.is_vector, dims.is_vector or sides, has_spared)
     return Label(value, dims.is_vector, dims.is_known, meaning)
+
+
+def trimmed(entries: Iterable[Any]) -> list[Any]:
+    """Return entries without the last ones that are None."""
+    trimmed = list(entries)
+    while trimmed and trimmed[-1] is None:
+        trimmed.pop()
+    return trimmed
 
 
 def _head_units(unit: Unit, cuts: Cuts) -> tuple[int, ...]:

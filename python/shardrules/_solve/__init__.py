@@ -1,0 +1,1 @@
+"""Solves how a step is sharded: problem, optimum, and its rules, constraints and proof."""

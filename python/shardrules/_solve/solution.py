@@ -1,0 +1,237 @@
+"""`solve`: the sharding of a step that takes least time, and `Solution`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from shardrules._arguments import check_type, integer
+from shardrules._estimate.step_time import machine_of
+from shardrules._mesh.mesh import as_mesh
+from shardrules._mesh.topology import Topology
+from shardrules._plan.plan import Plan, plan
+from shardrules._plan.table import OVERLAP
+from shardrules._solve.proof import Provable
+from shardrules._solve.search import search
+from shardrules._solve.space import STORED, Space, fixed_cuts, forbidden_pairs
+from shardrules._step.step import Step
+from shardrules._text import answer, bytes_shown, mesh_shown, printable_lines, record, seconds_shown
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
+    from shardrules._estimate.buffers import Memory
+    from shardrules._estimate.step_time import Machine, StepTime
+    from shardrules._hardware import Hardware
+    from shardrules._solve.layout import LaidSpread
+    from shardrules._solve.search import Best
+    from shardrules._step.dimension_roles import ClassRole
+    from shardrules._step.spread import Cuts
+
+_ALTERNATIVES: Final = 3
+_AXES: Final = ("fsdp", "tp")
+
+
+@record
+class Alternative(NamedTuple):
+    """Other mesh axes for a class, with what the step costs if all else stays."""
+
+    axes: tuple[str, ...]
+    time: float
+    """Seconds of a step."""
+    memory: int
+    """Bytes that a device needs."""
+
+
+@record
+class ClassChoice(NamedTuple):
+    """Mesh axes of a class of dimensions; a row of `Solution.choices`."""
+
+    role: ClassRole | Literal["stored"]
+    """What the step does with them; "" if nothing tells. "stored" is no class: the mesh axes that
+    cut weights while no operation uses them, as in FSDP."""
+    size: int
+    arrays: tuple[tuple[str, int], ...]
+    """(path, dimension) of each argument that has them."""
+    axes: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    """The next best, the best first."""
+
+
+@answer
+@dataclass(frozen=True)
+class Solution(Provable):
+    """The sharding of a step that takes least time of those that fit; `solve` makes it."""
+
+    step: Step
+    mesh: Any
+    """The mesh, as `plan` takes it: that of `solve`, or the best of the topology."""
+    plan: Plan
+    """Of the parameters: the first plan among the step's arguments, or else the first argument."""
+    specs: dict[str, PartitionSpec]
+    """By path, such as "inputs/0/embed", the spec of each argument."""
+    stored: tuple[str, ...]
+    """Mesh axes that cut weights, gradients and the optimizer's state beyond `choices`."""
+    choices: tuple[ClassChoice, ...]
+    time: StepTime
+    memory: Memory
+    bound: float
+    """Seconds: no choice in the space takes less."""
+    reasons: tuple[str, ...]
+    spread: LaidSpread
+    """Cuts of all arrays of the step, and what is sent."""
+    on: Any
+    """The Topology or mesh that `solve` was given; None for the step's own."""
+    machine: Machine
+    """The hardware, and how well the step uses it."""
+    again: partial[Solution] = field(repr=False)
+    """`solve` with the same arguments, but for those that it is given."""
+
+    def __deepcopy__(self, memo: object) -> Solution:
+        return self
+
+    @property
+    def gap(self) -> float:
+        """The part of the time by which a better choice may be faster; 0 if there is none."""
+        return max(0.0, 1 - self.bound / self.time.total) if self.time.total else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{seconds_shown(self.time.total)} a step on {mesh_shown(self.plan.axis_sizes)}, "
+            f"{bytes_shown(self.memory.peak)} on each device",
+            *(
+                f"  {row.role or 'no role'} {row.size:,}: {','.join(row.axes) or 'whole'}"
+                for row in self.choices
+            ),
+        ]
+        return printable_lines(lines)
+
+
+def solve(
+    step: Step,
+    on: Any = None,
+    *,
+    hardware: Hardware | str | None = None,
+    hbm: int | None = None,
+    keep: Iterable[Any] = (),
+    forbid: Iterable[Any] = (),
+) -> Solution:
+    """Find the sharding of a step that takes least time of those that fit.
+
+    Args:
+        step: What `trace` read.
+        on: The mesh, or a `Topology`, of which the best mesh is chosen. Default: the step's mesh.
+        hardware: The devices: a `Hardware` or its name. Default: that of the topology.
+        hbm: Bytes of memory of a device. Default: that of the hardware.
+        keep: What is not chosen: patterns, searched in paths such as "inputs/0/layers/q", of
+            arguments that keep the spec with which the step was traced; or pairs of a pattern and
+            a spec.
+        forbid: What must not be: pairs of a role, such as "experts", and a mesh axis.
+
+    Returns:
+        A `Solution`.
+
+    Raises:
+        TypeError: There is no hardware, or the step is none.
+        ValueError: A pattern of `keep` is in no path, or there is no such role or axis.
+    """
+    check_type("step", step, Step, "a Step, as shardrules.trace gives one")
+    keep, forbid = tuple(keep), tuple(forbid)
+    if isinstance(on, Topology):
+        hardware = on.hardware if hardware is None else hardware
+        axes = _AXES if step.mesh is None else tuple(step.mesh.shape)
+        meshes: list[Any] = list(on.meshes(axes))
+    else:
+        meshes = [step.mesh if on is None else on]
+    if hardware is None:
+        raise TypeError("hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')")
+    machine = machine_of(hardware, (), OVERLAP, None, is_traced=True)
+    room = machine.hardware.memory_bytes if hbm is None else integer("hbm", hbm, 1)
+    solutions = []
+    for mesh in meshes:
+        sizes = dict(as_mesh(mesh).shape)
+        space = Space(
+            step,
+            sizes,
+            machine,
+            room,
+            fixed=fixed_cuts(step, keep, sizes),
+            forbidden=forbidden_pairs(step, forbid, sizes),
+        )
+        solutions.append((search(space), space, mesh))
+    best, space, mesh = min(solutions, key=lambda row: row[0].cost.time.total)
+    again = partial(solve, step, on, hardware=hardware, hbm=hbm, keep=keep, forbid=forbid)
+    return _solution(space, best, mesh, on, again)
+
+
+def _solution(space: Space, best: Best, mesh: Any, on: Any, again: partial[Solution]) -> Solution:
+    step, cost = space.step, best.cost
+    specs = {
+        path: _spec(cost.spread.target(number))
+        for path, number in zip(step._paths, step._equations.body.inputs, strict=True)
+    }
+    return Solution(
+        step=step,
+        mesh=mesh,
+        plan=_planned(step, specs, mesh),
+        specs=specs,
+        stored=best.assignment.get(STORED, ()),
+        choices=tuple(_choices(space, best)),
+        time=cost.time,
+        memory=step._memory(cost.spread),
+        bound=best.bound,
+        reasons=(),
+        spread=cost.spread,
+        on=on,
+        machine=space.machine,
+        again=again,
+    )
+
+
+def _spec(cuts: Cuts) -> PartitionSpec:
+    from jax.sharding import PartitionSpec
+
+    entries = [axes[0] if len(axes) == 1 else axes or None for axes in cuts]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def _planned(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Plan:
+    """Return the plan of the parameters under specs by path."""
+    from jax import tree_util
+
+    place = next((i for i, arg in enumerate(step._args) if isinstance(arg, Plan)), 0)
+    tree = step._args[place]
+    tree = tree.abstract() if isinstance(tree, Plan) else tree
+    structure: Any = tree_util.tree_structure(tree)
+    rows = [specs[step._paths[row]] for row in step._ranges[place]]
+    return plan(tree, structure.unflatten(rows), mesh)
+
+
+def _choices(space: Space, best: Best) -> Iterator[ClassChoice]:
+    """Yield the choice of each variable, with what its other values cost."""
+    step = space.step
+    arrays: dict[int, list[tuple[str, int]]] = {}
+    for path, number in zip(step._paths, step._equations.body.inputs, strict=True):
+        for dim, classes in enumerate(space.arrays.classes[number]):
+            for name in classes:
+                arrays.setdefault(name, []).append((path, dim))
+    for name, values in space.values.items():
+        axes = best.assignment[name]
+        others = []
+        for value in values:
+            if value != axes:
+                cost = space.cost({**best.assignment, name: value})
+                others.append(Alternative(value, cost.time.total, cost.peak))
+        others.sort(key=lambda row: (row.memory > (space.hbm or inf), row.time))
+        yield ClassChoice(
+            "stored" if name == STORED else step._roles.of.get(name, ""),
+            0 if name == STORED else step._equations.dims.sizes[name],
+            tuple(arrays.get(name, ())),
+            axes,
+            tuple(others[:_ALTERNATIVES]),
+        )

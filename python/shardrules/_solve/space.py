@@ -1,0 +1,159 @@
+"""The space of choices for a step on a mesh: what can be chosen, what a choice costs, what fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._arguments import check_choice
+from shardrules._dtypes import bits_of
+from shardrules._solve.layout import Axes, LaidSpread, Layout, StepArrays
+from shardrules._specs import entries_of, entry_axes
+from shardrules._step.step import cuts_of
+from shardrules._text import brief, near_shown
+
+if TYPE_CHECKING:
+    from shardrules._estimate.step_time import Machine, StepTime
+    from shardrules._step.spread import Cuts
+    from shardrules._step.step import Step
+
+STORED: Final = -1
+"""The variable whose value is `Layout.stored`; all others are classes of dimensions."""
+# Classes of which no array is so large a part of the largest one are not cut.
+_SMALL: Final = 1e-4
+_WHOLE: Final = ("head size", "layers")
+
+Assignment = dict[int, Axes]
+"""Values of the variables."""
+
+
+class Cost(NamedTuple):
+    """What an assignment costs by the step's own price."""
+
+    time: StepTime
+    peak: int
+    """Bytes of memory that a device needs."""
+    spread: LaidSpread
+
+
+class Space:
+    """Variables with their values, and the price of an assignment.
+
+    Args:
+        step: What is solved for.
+        sizes: Devices by mesh axis.
+        machine: As the step's time is estimated with.
+        hbm: Bytes of memory of a device; None if there is no bound.
+        fixed: Cuts of arguments that are not chosen.
+        forbidden: Pairs of a class and an axis that must not cut it.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        sizes: Mapping[str, int],
+        machine: Machine,
+        hbm: int | None,
+        *,
+        fixed: Mapping[int, Cuts],
+        forbidden: Iterable[tuple[int, str]] = (),
+    ) -> None:
+        self.step, self.machine, self.hbm, self.fixed = step, machine, hbm, fixed
+        self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        self.arrays = StepArrays(step._equations, step._roles, self.sizes)
+        forbidden = set(forbidden)
+        self.values: dict[int, list[Axes]] = {STORED: list(_subsets(self.sizes))}
+        for name in self._large_classes():
+            size = step._equations.dims.sizes[name]
+            self.values[name] = [
+                axes
+                for axes in _subsets(self.sizes)
+                if size % prod(self.sizes[axis] for axis in axes) == 0
+                and not any((name, axis) in forbidden for axis in axes)
+            ]
+        self.values = {name: values for name, values in self.values.items() if len(values) > 1}
+
+    def _large_classes(self) -> list[int]:
+        """Return the classes that may be cut: of large arrays, whole in no loop and no head."""
+        equations, roles = self.step._equations, self.step._roles
+        most: dict[int, int] = {}
+        for number, rows in enumerate(self.arrays.classes):
+            if number in self.arrays.local:
+                continue
+            value = equations.values[number]
+            size = prod(value.shape) * (bits_of(value.dtype) if value.dtype is not None else 0)
+            for row in rows:
+                for name in row:
+                    most[name] = max(most.get(name, 0), size)
+        least = _SMALL * max(most.values(), default=0)
+        return [
+            name
+            for name, size in sorted(most.items(), key=lambda row: (-row[1], row[0]))
+            if size > least
+            and name not in equations.looped
+            and roles.of.get(name, "") not in _WHOLE
+        ]
+
+    def layout(self, assignment: Mapping[int, Axes]) -> Layout:
+        """Return the layout of an assignment; what has no value is whole."""
+        axes = {name: value for name, value in assignment.items() if name != STORED}
+        return Layout(axes, assignment.get(STORED, ()), self.fixed)
+
+    def cost(self, assignment: Mapping[int, Axes]) -> Cost:
+        """Return what an assignment costs: time and memory of the step under its layout."""
+        spread = LaidSpread(self.arrays, self.layout(assignment))
+        time = self.step._priced(spread).time(self.machine)
+        return Cost(time, self.step._memory(spread).peak, spread)
+
+
+def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:
+    """Return the cuts of the arguments that `keep` of `solve` names.
+
+    Raises:
+        ValueError: A pattern is in no path, or a spec has another axis or too many entries.
+    """
+    rows = [row for arg in step._args for row in cuts_of(arg)]
+    fixed: dict[int, Cuts] = {}
+    for item in keep:
+        pattern, spec = (item, None) if isinstance(item, str) else item
+        places = [i for i, path in enumerate(step._paths) if re.search(pattern, path)]
+        if not places:
+            raise ValueError(
+                f"keep: {brief(pattern)} is in no path{near_shown(pattern, step._paths)}"
+            )
+        for i in places:
+            number = step._equations.body.inputs[i]
+            rank = len(step._equations.values[number].shape)
+            cuts = rows[i] or () if spec is None else tuple(map(entry_axes, entries_of(spec)))
+            if absent := [axis for row in cuts for axis in row if axis not in sizes]:
+                raise ValueError(f"keep: {step._paths[i]}: the mesh has no axis {brief(absent[0])}")
+            if len(cuts) > rank:
+                raise ValueError(f"keep: {step._paths[i]}: {spec} has more entries than its {rank}")
+            cut = tuple(tuple(axis for axis in row if sizes[axis] > 1) for row in cuts)
+            fixed[number] = cut + ((),) * (rank - len(cut))
+    return fixed
+
+
+def forbidden_pairs(
+    step: Step, forbid: Iterable[Any], sizes: Mapping[str, int]
+) -> Iterator[tuple[int, str]]:
+    """Yield (class, axis) of the pairs that `forbid` of `solve` names.
+
+    Raises:
+        ValueError: There is no such role, or axis.
+    """
+    roles = step._roles.of
+    for role, axis in forbid:
+        check_choice("forbid: a role", role, tuple(dict.fromkeys(filter(None, roles.values()))))
+        check_choice("forbid: an axis", axis, tuple(sizes))
+        yield from ((name, axis) for name, of in roles.items() if of == role)
+
+
+def _subsets(axes: Iterable[str]) -> Iterable[Axes]:
+    """Yield all subsets of axes in their order, the smallest first."""
+    names = tuple(axes)
+    for count in range(len(names) + 1):
+        yield from combinations(names, count)
