@@ -8,14 +8,16 @@ computed before, in the place of an operand that nothing else reads. So is what 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from shardrules._step.equations import Body, Equations, TracedOperation
-    from shardrules._step.spread import Spread
+    from shardrules._step.spread import Spread, SpreadCollective
 
 # What XLA makes an operation of its own; all else it computes where it is read.
 _MADE: Final = frozenset(
@@ -82,6 +84,8 @@ _SUMS: Final = frozenset(["add", "add_any"])
 _PRODUCTS: Final = frozenset(
     ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
 )
+# A loop over so few parts is written out.
+_FEW_PARTS: Final = 4
 _MOST_ROOTS: Final = 64
 
 
@@ -126,11 +130,12 @@ class _Run:
         self._carried: list[tuple[int, int]] = []
         self._wide: dict[int, int] = {}
         self._readers: dict[int, set[int]] = {}
-        self._gathered: dict[int, list[tuple[int, int]]] = {}
+        self._users: Counter[int | None] = Counter()
+        self._turn_begin = 0
+        self._gathered: dict[int, list[SpreadCollective]] = {}
         for sent in spread.sent:
             if sent.kind == "all-gather" and sent.value is not None:
-                rows = self._gathered.setdefault(id(sent.operation), [])
-                rows.append((sent.value, sent.payload))
+                self._gathered.setdefault(id(sent.operation), []).append(sent)
 
     # Buffers.
 
@@ -272,6 +277,7 @@ class _Run:
     def _run(self, body: Body, carries: int = 0, *, is_scan: bool = False) -> None:
         stacked = set(body.outputs[carries:]) if is_scan else set()
         late = _late(body, carries) if is_scan else set()
+        self._users.update(Counter(i for row in body.operations for i in row.inputs))
         for operation in sorted(body.operations, key=lambda row: id(row) in late):
             self._time += 1
             self._step(operation)
@@ -288,9 +294,11 @@ class _Run:
                 if number in self._copies:
                     self._end[self._copies[number]] = self._time
             self._time += 1
-        for number, payload in self._gathered.get(id(operation), ()):
-            self._use(number)
-            self._copies[number] = self._buffer(number, payload, operation, is_copy=True)
+        for sent in self._gathered.get(id(operation), ()):
+            if sent.value is not None:
+                self._use(sent.value)
+                copy = self._buffer(sent.value, sent.payload, operation, is_copy=True)
+                self._copies[sent.value] = copy
         if operation.bodies:
             self._loop(operation)
         elif is_read:
@@ -310,8 +318,35 @@ class _Run:
         for place, number in enumerate(operation.outputs):
             buffer = self._new(number, operation)
             self._roots[number] = (buffer,)
+            if self._is_in_parts(operation):
+                self._begin[buffer] = self._turn_begin
             if operation.name in _IN_PLACE and place == 0 and len(before) == 1:
                 self._carried.append((buffer, before[0]))
+
+    def _is_in_parts(self, operation: TracedOperation) -> bool:
+        """Say whether a product is a loop over the parts of a weight that it sums over.
+
+        XLA does not gather such a weight, and has the memory of the result from the beginning of
+        a turn on.
+        """
+        rule = operation.rule
+        if operation.name not in _PRODUCTS or rule is None or not self._turn_begin:
+            return False
+        for sent in self._gathered.get(id(operation), ()):
+            users = self._users.get(sent.value, 0)
+            cuts = self._spread.cuts.get(sent.value or 0, ())
+            dims = rule.operands[operation.inputs.index(sent.value)]
+            count = prod(self._spread.sizes[axis] for axis in sent.axes)
+            if (
+                users == 1
+                and count > _FEW_PARTS
+                and any(
+                    not rule.summed.isdisjoint(factors) and set(axes) & set(sent.axes)
+                    for factors, axes in zip(dims, cuts, strict=False)
+                )
+            ):
+                return True
+        return False
 
     def _read(self, operation: TracedOperation) -> None:
         """Let results live in what they are computed from."""
@@ -343,8 +378,10 @@ class _Run:
                 if is_scan and place >= stop:
                     self._roots[inner] = (self._new(inner, operation),)
             carried = self._carry(operation, body)
+            self._turn_begin = self._time if is_scan else 0
             self._run(body, operation.carries, is_scan=is_scan)
             self._time += 1
+            self._turn_begin = 0
             for place, (outer, _) in enumerate(arguments):
                 if place not in range(operation.first, stop):
                     self._use(outer)
