@@ -99,7 +99,7 @@ class StepArrays:
         return self._is_weight[number] and len(self._stored_places(number)) > 1
 
     def _is_vector(self, number: int) -> bool:
-        """Say whether a weight has one dimension, but for loops, and few elements: it stays whole."""
+        """Say whether a weight has one dimension without loops, and is small: it is whole."""
         places = self._stored_places(number)
         return len(places) < 2 and all(
             self.equations.dims.sizes[name] < _LARGE_VECTOR for _, name in places

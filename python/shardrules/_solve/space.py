@@ -129,6 +129,20 @@ class Space:
         time = self.step._priced(spread).time(self.machine)
         return Cost(time, self.step._memory(spread).peak, spread)
 
+    def peak(self, assignment: Mapping[int, Axes]) -> int:
+        """Return the bytes of memory that a device needs."""
+        spread = LaidSpread(self.arrays, self.layout(assignment))
+        return self.step._memory(spread).peak
+
+    def scope_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Return the variables on which the layout of arrays depends."""
+        names: set[int] = set()
+        for number in numbers:
+            names.update(name for row in self.arrays.classes[number] for name in row)
+            if self.arrays.is_stored(number):
+                names.add(STORED)
+        return tuple(name for name in self.values if name in names)
+
 
 def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:
     """Return the cuts of the arguments that `keep` of `solve` names.
