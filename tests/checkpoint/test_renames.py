@@ -49,6 +49,8 @@ ARRANGED = {
     "(a b c) -> (c a) b": ((64,), {"a": 4, "b": 2}, lambda x: x.reshape(4, 2, 8).transpose(2, 0, 1).reshape(32, 2)),
     "o i h w -> h w i o": ((8, 4, 2, 2), {}, lambda x: x.transpose(2, 3, 1, 0)),
     "a b -> a b": ((8, 4), {}, lambda x: x),
+    "a b -> a 1 b": ((8, 4), {}, lambda x: x[:, None]),
+    "a 1 b -> b a": ((8, 1, 4), {}, lambda x: x[:, 0].T),
 }  # fmt: skip
 SPECS = [P(), P("fsdp"), P(None, "tp"), P("fsdp", "tp"), P(("tp", "fsdp")), P("tp", "fsdp")]
 

@@ -376,3 +376,25 @@ def test_steps_of_nnx_jit_are_kept(folder):
 
     first, second = (sr.prove(nnx.jit(apply), plan, batch(mesh), on=mesh) for _ in range(2))
     check_the_second(first, second)
+
+
+def test_a_step_of_filter_jit_comes_back_as_it_was(folder):
+    eqx = pytest.importorskip("equinox")
+    mesh = cpu_mesh()
+    model = eqx.nn.Linear(64, 128, key=jax.random.key(0))
+    plan = sr.plan(model, [("weight", P("tp", "fsdp")), ("bias", "tp")], mesh)
+
+    def prove(donate, factor=2):
+        def train(x, model):
+            return eqx.apply_updates(
+                model, eqx.filter_grad(lambda m: factor * jax.vmap(m)(x).sum())(model)
+            )
+
+        step, x = eqx.filter_jit(train, donate=donate), batch(mesh, width=64)
+        return sr.prove(step, x, plan, on=mesh, outputs=plan, large=1)
+
+    first, second = (prove("all") for _ in range(2))
+    check_the_second(first, second)
+    assert "donation" not in {one.kind for one in first.findings}
+    assert not prove("none").is_cached
+    assert not prove("all", 3).is_cached

@@ -301,8 +301,10 @@ def test_steps_of_flax_and_equinox():
 
     proof = sr.prove(jax.jit(apply), plan, batch(mesh), on=mesh)
     assert not proof.findings.at_least("error")
-    with pytest.raises(TypeError, match=r"filter_jit.* give jax\.jit of the function"):
-        sr.prove(eqx.filter_jit(apply), plan, batch(mesh), on=mesh)
+    for step in (apply, lambda params, x: jax.vmap(params)(x).sum()):
+        proof = sr.prove(eqx.filter_jit(step), plan, batch(mesh), on=mesh)
+        assert not proof.findings.at_least("error")
+        assert proof.program.mesh == mesh
 
     layer = nnx.eval_shape(lambda: nnx.Linear(256, 512, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(layer)

@@ -54,6 +54,8 @@ Groups = tuple[tuple[str, ...], ...]
 
 # Arrays of one form share their pieces, unless an array is cut into very many.
 _MOST_PIECES: Final = 64
+# Elements: shorter runs are read with what is between them, and picked.
+_LEAST_RUN: Final = 2048
 _TOKEN: Final = re.compile(r"\(|\)|[A-Za-z_]\w*|\S")
 
 
@@ -90,11 +92,10 @@ def _only_in(groups: Groups, excluded: Groups) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def arrangement(text: str) -> Arrangement:
-    """Parse the text of an arrangement.
+    """Parse the text of an arrangement. A `1` is a dimension of no axes.
 
     Raises:
-        ValueError: It has another form, names an axis twice, or stacks along an axis that is not
-            the first of its dimension.
+        ValueError: It has another form, names an axis twice, or takes a dimension apart along two.
     """
     sides = text.split("->")
     if len(sides) != 2:
@@ -104,13 +105,13 @@ def arrangement(text: str) -> Arrangement:
         axes = [axis for group in groups for axis in group]
         if repeated := {axis for axis in axes if axes.count(axis) > 1}:
             raise ValueError(f"dims {text!r} has the axis {min(repeated)!r} twice on one side")
-        apart = {*dims.stacked, *dims.unstacked}
-        for group in groups:
-            if inner := apart.intersection(group[1:]):
-                raise ValueError(
-                    f"dims {text!r}: the axis {min(inner)!r} is on one side alone, so it must be "
-                    "the first of its dimension"
-                )
+    apart = [[axis for axis in group if axis in dims.unstacked] for group in dims.source]
+    inner = [axis for group in dims.source for axis in group[1:] if axis in dims.unstacked]
+    if len(inner) > 1 or any(len(axes) > 1 for axes in apart):
+        raise ValueError(
+            f"dims {text!r} takes an array apart inside of a dimension along "
+            f"{' and '.join(axis for axes in apart for axis in axes)}; it can do so along one axis"
+        )
     return dims
 
 
@@ -123,10 +124,12 @@ def _groups(text: str, side: str) -> Groups:
         elif token == ")" and opened:
             groups.append(tuple(opened))
             opened = None
+        elif token == "1" and opened is None:
+            groups.append(())
         elif not token.isidentifier():
             raise ValueError(
                 f"dims {text!r}: {token!r} is in the wrong place; write the names of axes, those "
-                "of one dimension in parentheses"
+                "of one dimension in parentheses, or 1"
             )
         elif opened is None:
             groups.append((token,))
@@ -135,6 +138,18 @@ def _groups(text: str, side: str) -> Groups:
     if opened is not None:
         raise ValueError(f"dims {text!r}: a parenthesis is not closed")
     return tuple(groups)
+
+
+class Gap(NamedTuple):
+    """A dimension of the array that consists of rows, of each of which the result has a part."""
+
+    dim: int
+    outer: int
+    """How many of the dimension's axes number the rows; the others are in a row."""
+    begin: int
+    """Where the part begins in a row."""
+    row: int
+    """The elements of a row."""
 
 
 class Piece(NamedTuple):
@@ -146,22 +161,46 @@ class Piece(NamedTuple):
     order: tuple[int, ...]
     """The axes in the result's order."""
     target: Box
+    picked: tuple[tuple[int, ...], tuple[slice, ...]] | None = None
+    """A shape of the source box, and what is picked of it; None if all is."""
+
+    def arranged(self, values: Any) -> Any:
+        """Return the values of the source box with their axes in the result's order."""
+        if self.picked is not None:
+            shape, index = self.picked
+            values = values.reshape(shape)[index]
+        return values.reshape(self.lengths).transpose(self.order)
 
 
 class Form(NamedTuple):
-    """Reshape to the axes, transpose, reshape."""
+    """Reshape, pick, reshape to the axes, transpose, repeat, reshape."""
 
+    stored: tuple[int, ...]
+    picks: tuple[slice, ...]
     axes: tuple[int, ...]
     order: tuple[int, ...]
+    once: tuple[int, ...]
+    """The axes of the result, those that are repeated with the size 1."""
+    repeated: tuple[int, ...]
     shape: tuple[int, ...]
+
+    def arranged(self, xp: Any, values: Any) -> Any:
+        """Return the result of numpy or jax.numpy."""
+        values = values.reshape(self.stored)[self.picks].reshape(self.axes).transpose(self.order)
+        if self.once != self.repeated:
+            values = xp.broadcast_to(values.reshape(self.once), self.repeated)
+        return values.reshape(self.shape)
 
 
 class Sized:
     """An arrangement of one array, without stacked and unstacked axes, and the sizes of its axes.
 
+    An axis of the result alone repeats the array.
+
     Args:
         dims: The arrangement.
         sizes: The size of each axis.
+        gap: The dimension of the array of which the result has a part of each row.
 
     Attributes:
         source_shape: The array's shape.
@@ -170,19 +209,51 @@ class Sized:
         is_simple: Whether each dimension of the array is one axis.
     """
 
-    def __init__(self, dims: Arrangement, sizes: Mapping[str, int]) -> None:
+    def __init__(self, dims: Arrangement, sizes: Mapping[str, int], gap: Gap | None = None) -> None:
         self._source, self._target = dims
         self._sizes = dict(sizes)
         self._axes = [axis for group in self._source for axis in group]
-        order = tuple(self._axes.index(axis) for group in self._target for axis in group)
-        self.source_shape, self.target_shape = (
+        in_target = [axis for group in self._target for axis in group]
+        order = tuple(self._axes.index(axis) for axis in in_target if axis in self._axes)
+        shape, self.target_shape = (
             tuple(prod(self._sizes[axis] for axis in group) for group in groups) for groups in dims
         )
         axis_sizes = tuple(self._sizes[axis] for axis in self._axes)
-        self.form = Form(axis_sizes, order, self.target_shape)
-        self.is_simple = all(len(group) <= 1 for group in self._source)
+        self._repeats = frozenset(in_target).difference(self._axes)
+        repeated = tuple(self._sizes[axis] for axis in in_target)
+        once = tuple(1 if axis in self._repeats else self._sizes[axis] for axis in in_target)
+        self._gap = gap
+        # Groups of axes of which a piece has a single interval, and axes of which it has an index.
+        self._intervals: list[tuple[str, ...]] = [*self._source, *self._target]
+        self._singles = list(self._repeats)
+        self._picks = False
+        stored, index = shape, (slice(None),) * len(shape)
+        if gap is not None:
+            group = self._source[gap.dim]
+            self._outer, self._inner = group[: gap.outer], group[gap.outer :]
+            self._intervals[gap.dim : gap.dim + 1] = [self._outer, self._inner]
+            full = {axis: (0, size) for axis, size in self._sizes.items()}
+            stored, index = self._picked(gap, [(0, size) for size in shape], full)
+            run = shape[gap.dim] // stored[gap.dim] * prod(shape[gap.dim + 1 :])
+            self._picks = run < _LEAST_RUN
+            if not self._picks:
+                self._singles += self._outer
+            shape = (*shape[: gap.dim], stored[gap.dim] * gap.row, *shape[gap.dim + 1 :])
+        self.source_shape = shape
+        self.form = Form(stored, index, axis_sizes, order, once, repeated, self.target_shape)
+        self.is_simple = gap is None and all(len(group) <= 1 for group in self._source)
         self._is_plain = dims.source == dims.target and all(len(g) == 1 for g in dims.source)
         self._pieces: dict[Box, tuple[Piece, ...]] = {}
+
+    def _picked(
+        self, gap: Gap, box: Iterable[Span], axes: Mapping[str, Span]
+    ) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+        """Return (the shape with a dimension for the rows, what is picked of it)."""
+        (first, last), (begin, end) = self._box((self._outer, self._inner), axes)
+        shape = box_shape(tuple(box))
+        index = [slice(None)] * (len(shape) + 1)
+        index[gap.dim + 1] = slice(gap.begin + begin, gap.begin + end)
+        return (*shape[: gap.dim], last - first, gap.row, *shape[gap.dim + 1 :]), tuple(index)
 
     def pieces(self, box: Box) -> tuple[Piece, ...]:
         """Return the pieces that together fill this box of the result."""
@@ -210,23 +281,44 @@ class Sized:
             }
             for axes in self._connected(span_of):
                 lengths = tuple(axes[axis][1] - axes[axis][0] for axis in self._axes)
-                yield Piece(
-                    self._box(self._source, axes), lengths, order, self._box(self._target, axes)
-                )
+                source, picked = self._source_box(axes)
+                yield Piece(source, lengths, order, self._box(self._target, axes), picked)
+
+    def _source_box(
+        self, axes: Mapping[str, Span]
+    ) -> tuple[Box, tuple[tuple[int, ...], tuple[slice, ...]] | None]:
+        """Return (the box of the array, what is picked of it)."""
+        box, gap = self._box(self._source, axes), self._gap
+        if gap is None:
+            return box, None
+        (first, last), (begin, end) = self._box((self._outer, self._inner), axes)
+        row, at = gap.row, first * gap.row + gap.begin
+        span = (first * row, last * row) if self._picks else (at + begin, at + end)
+        picked = self._picked(gap, box, axes) if self._picks else None
+        return (*box[: gap.dim], span, *box[gap.dim + 1 :]), picked
 
     def _connected(self, axes: dict[str, Span]) -> Iterator[dict[str, Span]]:
         """Cut the axes' spans until each dimension of both arrays has a single interval."""
-        for group in (*self._source, *self._target):
+        cut = self._to_cut(axes)
+        if cut is None:
+            yield axes
+            return
+        for i in range(*axes[cut]):
+            yield from self._connected({**axes, cut: (i, i + 1)})
+
+    def _to_cut(self, axes: Mapping[str, Span]) -> str | None:
+        """Find an axis that must be cut into indices."""
+        for axis in self._singles:
+            if axes[axis][1] - axes[axis][0] > 1:
+                return axis
+        for group in self._intervals:
             for at, axis in enumerate(group):
                 begin, end = axes[axis]
-                if end - begin == 1:
-                    continue
-                if any(axes[inner] != (0, self._sizes[inner]) for inner in group[at + 1 :]):
-                    for i in range(begin, end):
-                        yield from self._connected({**axes, axis: (i, i + 1)})
-                    return
-                break
-        yield axes
+                if end - begin > 1:
+                    if any(axes[inner] != (0, self._sizes[inner]) for inner in group[at + 1 :]):
+                        return axis
+                    break
+        return None
 
     def _box(self, groups: Groups, axes: Mapping[str, Span]) -> Box:
         box = []
@@ -240,9 +332,9 @@ class Sized:
 
 
 @lru_cache(maxsize=1024)
-def sized(dims: Arrangement, sizes: tuple[tuple[str, int], ...]) -> Sized:
+def sized(dims: Arrangement, sizes: tuple[tuple[str, int], ...], gap: Gap | None = None) -> Sized:
     """Return one `Sized` for all arrays of one form, which then share their pieces."""
-    return Sized(dims, dict(sizes))
+    return Sized(dims, dict(sizes), gap)
 
 
 @lru_cache(maxsize=1024)

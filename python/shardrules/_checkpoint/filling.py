@@ -201,7 +201,7 @@ class Job(NamedTuple):
         return {
             box: size
             + sum(
-                prod(piece.lengths) * (12 if part.scale else 8)
+                prod(box_shape(piece.source)) * (12 if part.scale else 8)
                 for part in parts
                 for piece in part.pieces(box)
                 if not _fills_view(part, piece)
@@ -399,6 +399,9 @@ def _assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
 def _filled(job: Job, boxes: Sequence[Box], reader: Reader) -> dict[Box, npt.NDArray[Any]]:
     """Read boxes from the files."""
     buffers = _buffers(boxes, job.dtype)
+    if job.target.is_padded:
+        for buffer in buffers.values():
+            buffer[...] = 0
     requests: dict[str, list[BoxRequest]] = defaultdict(list)
     staged: list[tuple[SourcePart, Piece, npt.NDArray[Any], npt.NDArray[Any]]] = []
     for box, buffer in buffers.items():
@@ -418,7 +421,7 @@ def _filled(job: Job, boxes: Sequence[Box], reader: Reader) -> dict[Box, npt.NDA
             reader.fill(name, of_array)
         for part, piece, read, view in staged:
             values = read if part.scale is None else _scaled(read, part, piece, reader)
-            copy_values(values.reshape(piece.lengths).transpose(piece.order), view)
+            copy_values(piece.arranged(values), view)
     except FloatingPointError as error:
         raise FileError(
             f"{job.path}: {error}: they would become infinite; give the array another dtype, alone "
@@ -438,7 +441,11 @@ def _inverse(order: tuple[int, ...]) -> list[int]:
 def _fills_view(part: SourcePart, piece: Piece) -> bool:
     """Say whether the bytes go straight to the result: no dimension is several long axes."""
     long = sum(length > 1 for length in piece.lengths)
-    return part.scale is None and long == sum(b - a > 1 for a, b in piece.source)
+    return (
+        part.scale is None
+        and piece.picked is None
+        and long == sum(b - a > 1 for a, b in piece.source)
+    )
 
 
 def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
@@ -456,7 +463,18 @@ def _scaled(
         for (begin, end), block in zip(piece.source, part.blocks, strict=True)
     )
     factors = np.empty(box_shape(box), np.float32)
-    reader.fill(part.scale or "", [BoxRequest(box, factors)])
+    name = part.scale or ""
+    stored = reader.arrays[name].shape
+    # Dimensions of one scale may be left out.
+    long = iter(
+        span
+        for span, block, size in zip(
+            box, part.blocks, reader.arrays[part.source].shape, strict=True
+        )
+        if block < size
+    )
+    stored_box = tuple((0, 1) if size == 1 else next(long) for size in stored)
+    reader.fill(name, [BoxRequest(stored_box, factors.reshape(box_shape(stored_box)))])
     for dim, ((begin, end), block) in enumerate(zip(piece.source, part.blocks, strict=True)):
         of_elements = np.arange(begin, end) // block - begin // block
         factors = factors.take(of_elements, dim)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +18,8 @@ from shardrules._text import shown, without_defaults
 class Rename:
     r"""Arrays of a checkpoint that have another name in the tree, or lie otherwise.
 
-    The first record whose pattern finds a name counts. A name that none finds stays.
+    The first record whose pattern finds a name counts; if it is `shared`, the next one that does so
+    counts, too. A name that none finds stays.
 
     Args:
         pattern: A regex that `re.search` finds in the array's name.
@@ -29,20 +30,33 @@ class Rename:
             writes it: `"out in -> in out"` transposes; `"(heads dim) in -> in heads dim"` reshapes.
             An axis on the right alone stacks arrays, by the number or word that the pattern's group
             of this name finds: `"out in -> layer in out"`, or joined, `"out in -> in (part out)"`.
-            An axis on the left alone takes an array apart, into the paths that `{axis}` in `path`
-            makes: `"(part out) in -> in out"`. Default: as they are.
+            Without such a group, it repeats the array as often as `sizes` says:
+            `"(kv dim) in -> in (kv times) dim"`. An axis on the left alone takes an array apart,
+            into the paths that `{axis}` in `path` makes: `"(part out) in -> in out"`, or, part by
+            part of each head, `"(heads part dim) in -> in heads dim"`. `1` is a dimension of one
+            element. Default: as they are.
         sizes: Sizes of axes that one dimension consists of. Those that the tree's shapes or the
             other axes give may be left out. `sizes={"out": (4096, 1024, 1024)}` has one size per
             part, where parts are of several sizes.
         words: Per axis that stacks or takes apart, the words in their order that the names have for
-            it: `{"part": ("q", "k", "v")}`. Default: numbers from 0 on, none of which may lack.
+            it: `{"part": ("q", "k", "v")}`. None leaves out what is taken apart there. Default:
+            numbers from 0 on, none of which may lack.
         scale: What `re.sub` puts there for the name of the array of scales by which this one is
             multiplied, in float32. It has one number per block.
-        blocks: Per dimension of the checkpoint's array, the elements for which one scale counts.
+        blocks: Per dimension of the checkpoint's array, the elements for which one scale counts;
+            None is all of them, so `(1, None)` is a scale per channel. Default: one for the array.
         dtype: The dtype that the arrays get, whatever `dtype` of the call is. Default: the
             checkpoint's; float32 with a scale.
         optional: Whether it may be that no array has such a name, as in records for several models.
             Default: that is an error.
+        shared: Whether the records after this one may make further arrays of the same array, as of
+            embeddings that are the head, too. Default: False.
+        resize: Per axis that is a dimension of the result, its size there, or None for that of the
+            tree: elements at the end are left out, or zeros added.
+        apply: A function that makes the tree's array of that which the record makes, for all else.
+            JAX traces it, and runs it on the devices. `dtype` is that of its result.
+        argument: The name by which `apply` of the record for the same path gets this array, as in
+            `unpacked(codes, scales=...)`. Default: it is the first.
 
     Raises:
         ValueError: The record contradicts itself.
@@ -63,11 +77,15 @@ class Rename:
     path: str | None
     dims: str | None = None
     sizes: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict, hash=False)
-    words: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict, hash=False)
+    words: Mapping[str, tuple[str | int | None, ...]] = field(default_factory=dict, hash=False)
     scale: str | None = None
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int | None, ...] = ()
     dtype: Any = None
     optional: bool = field(default=False, kw_only=True)
+    shared: bool = field(default=False, kw_only=True)
+    resize: Mapping[str, int | None] = field(default_factory=dict, hash=False, kw_only=True)
+    apply: Callable[..., Any] | None = field(default=None, kw_only=True)
+    argument: str = field(default="", kw_only=True)
 
     __repr__ = without_defaults
 
@@ -77,27 +95,45 @@ class Rename:
         check_type("dims", self.dims, str | None, "a string such as 'out in -> in out', or None")
         check_type("scale", self.scale, str | None, "a string, or None")
         boolean("optional", self.optional)
+        if boolean("shared", self.shared) and self.path is None:
+            raise ValueError("shared is for records that make an array: give a path, too")
+        check_type("argument", self.argument, str, "the name of an argument")
+        if self.apply is not None and not (
+            callable(self.apply) and isinstance(self.apply, Hashable)
+        ):
+            raise TypeError(f"apply is {shown(self.apply)}; it must be a function of arrays")
+        if self.argument and (self.apply is not None or not self.argument.isidentifier()):
+            raise ValueError(
+                f"argument is {self.argument!r}; it must be a name, in a record without apply"
+            )
         for template in filter(None, (self.path, self.scale)):
             re.sub(self.pattern, template, "")
-        _set(self, "blocks", _integers("blocks", self.blocks))
+        _set(self, "blocks", _integers("blocks", self.blocks, or_none=True))
         _set(self, "sizes", _checked_sizes(self.sizes))
         _set(self, "words", _checked_words(self.words))
+        _set(self, "resize", _checked_resize(self.resize))
         if self.dtype is not None:
             _set(self, "dtype", given_name("dtype", self.dtype))
-        if bool(self.scale) != bool(self.blocks):
-            raise ValueError("scale and blocks belong together: give both, or neither")
+        if self.blocks and not self.scale:
+            raise ValueError("blocks are for scales: give scale, too")
         if self.arrangement is not None:
             self._check_axes(self.arrangement)
-        elif self.sizes or self.words:
-            raise ValueError("sizes and words are for the axes of dims: give dims, too")
+        elif self.sizes or self.words or self.resize:
+            raise ValueError("sizes, words and resize are for the axes of dims: give dims, too")
 
     def _check_axes(self, dims: Arrangement) -> None:
-        groups = re.compile(self.pattern).groupindex
+        stacked = stacked_axes(self)
         for axis in dims.stacked:
-            if axis not in groups:
+            if axis not in stacked and not isinstance(self.sizes.get(axis), int):
                 raise ValueError(
                     f"dims {self.dims!r} stacks along {axis!r}, for which the pattern needs a "
-                    f"group: (?P<{axis}>[0-9]+)"
+                    f"group: (?P<{axis}>[0-9]+); to repeat along it, give its size in sizes"
+                )
+        for group in dims.target:
+            if inner := {*stacked}.intersection(group[1:]):
+                raise ValueError(
+                    f"dims {self.dims!r} stacks along {min(inner)!r}, so it must be the first of "
+                    "its dimension"
                 )
         for axis in dims.unstacked:
             if f"{{{axis}}}" not in (self.path or ""):
@@ -106,12 +142,22 @@ class Rename:
                     f"{{{axis}}}; it is {self.path!r}"
                 )
         axes = {axis for groups in dims for group in groups for axis in group}
-        for name, values in (("sizes", self.sizes), ("words", self.words)):
+        for name, values in (("sizes", self.sizes), ("words", self.words), ("resize", self.resize)):
             if unknown := values.keys() - axes:
                 raise ValueError(f"{name} has {min(unknown)!r}, which is no axis of {self.dims!r}")
-        for axis in self.words:
-            if axis not in (*dims.stacked, *dims.unstacked):
+        self._check_words(dims, stacked)
+
+    def _check_words(self, dims: Arrangement, stacked: tuple[str, ...]) -> None:
+        for axis, row in self.words.items():
+            if axis not in (*stacked, *dims.unstacked):
                 raise ValueError(f"words has {axis!r}, which is on both sides of {self.dims!r}")
+            if None in row and axis in stacked:
+                raise ValueError(f"words[{axis!r}] has None, and {self.dims!r} stacks along it")
+        for axis in self.resize:
+            if (axis,) not in dims.target or axis in stacked:
+                raise ValueError(
+                    f"resize has {axis!r}, which is no dimension of the result of {self.dims!r}"
+                )
 
     @property
     def arrangement(self) -> Arrangement | None:
@@ -119,13 +165,28 @@ class Rename:
         return None if self.dims is None else arrangement(self.dims)
 
 
+def stacked_axes(rename: Rename) -> tuple[str, ...]:
+    """Return the axes along which arrays are stacked, by a group of the pattern."""
+    dims = rename.arrangement
+    groups = re.compile(rename.pattern).groupindex
+    return () if dims is None else tuple(axis for axis in dims.stacked if axis in groups)
+
+
+def texts_of(renames: Sequence[Rename]) -> list[str]:
+    """Return texts that are the same in all processes."""
+    return [
+        f"{replace(rename, apply=None)} {getattr(rename.apply, '__qualname__', '')}"
+        for rename in renames
+    ]
+
+
 def _set(record: Rename, name: str, value: Any) -> None:
     object.__setattr__(record, name, value)
 
 
-def _integers(name: str, values: Any) -> tuple[int, ...]:
+def _integers(name: str, values: Any, *, or_none: bool = False) -> tuple[Any, ...]:
     return tuple(
-        integer(f"{name}[{i}]", value, 1)
+        None if or_none and value is None else integer(f"{name}[{i}]", value, 1)
         for i, value in enumerate(listed(name, values, "integers"))
     )
 
@@ -140,13 +201,22 @@ def _checked_sizes(sizes: Any) -> dict[str, int | tuple[int, ...]]:
     }
 
 
-def _checked_words(words: Any) -> dict[str, tuple[str | int, ...]]:
+def _checked_resize(sizes: Any) -> dict[str, int | None]:
+    check_type("resize", sizes, Mapping, "a dict such as {'vocab': 128256}, or of None")
+    return {
+        axis: None if size is None else integer(f"resize[{axis!r}]", size, 1)
+        for axis, size in sizes.items()
+    }
+
+
+def _checked_words(words: Any) -> dict[str, tuple[str | int | None, ...]]:
     check_type("words", words, Mapping, "a dict such as {'part': ('q', 'k', 'v')}")
     checked = {axis: listed(f"words[{axis!r}]", row, "words") for axis, row in words.items()}
     for axis, row in checked.items():
         for word in row:
-            check_type(f"words[{axis!r}]", word, str | int, "words or numbers")
-        if len(set(map(str, row))) < len(row):
+            check_type(f"words[{axis!r}]", word, str | int | None, "words, numbers or None")
+        names = [str(word) for word in row if word is not None]
+        if len({*names}) < len(names):
             raise ValueError(f"words[{axis!r}] has a word twice: {shown(row)}")
     return checked
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
-from typing import Final, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from shardrules._checkpoint.boxes import (
     Arrangement,
     Box,
+    Gap,
     Piece,
     Sized,
     intersection,
@@ -22,7 +25,8 @@ from shardrules._checkpoint.boxes import (
     unchanged,
 )
 from shardrules._checkpoint.patterns import needed_text
-from shardrules._checkpoint.renames import Rename
+from shardrules._checkpoint.reading import numpy_dtype
+from shardrules._checkpoint.renames import Rename, stacked_axes
 from shardrules._dtypes import bits_of, converts
 from shardrules._files.leaves import ArraySpec
 from shardrules._io import FileError
@@ -49,11 +53,8 @@ class SourcePart(NamedTuple):
     """Where it begins in the target."""
     scale: str | None = None
     """The name of its scales."""
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """The elements for which one scale counts, per dimension."""
-        return self.rename.blocks
+    blocks: Shape = ()
+    """The elements for which one scale counts, per dimension."""
 
     def pieces(self, box: Box) -> Iterator[Piece]:
         """Yield the pieces of the array that are in this box of the target."""
@@ -81,6 +82,24 @@ class Target(NamedTuple):
     parts: tuple[SourcePart, ...]
     has_own_dtype: bool = False
     """Whether a record says its dtype."""
+    is_padded: bool = False
+    """Whether there are zeros beside the parts."""
+    apply: Callable[..., Any] | None = None
+    """The function that makes it of its inputs, instead of parts."""
+    inputs: Mapping[str, Target] = MappingProxyType({})
+    """By the argument, the first of which is ""."""
+
+    @property
+    def sources(self) -> list[str]:
+        """Return the names of all arrays of which it is made."""
+        parts = [part for each in (self, *self.inputs.values()) for part in each.parts]
+        return [name for part in parts for name in (part.source, part.scale) if name]
+
+
+def whole(name: str, array: ArraySpec) -> Target:
+    """Return an array as it is."""
+    part = SourcePart(name, _PLAIN, unchanged(array.shape), (0,) * len(array.shape), {})
+    return Target(array.shape, array.dtype, (part._replace(target_at=part.source_at),))
 
 
 class Problems:
@@ -135,7 +154,7 @@ def targets_of(
         shapes: The shapes in the tree, which tell sizes of axes; none if there is no tree.
         problems: Where what is wrong is noted.
     """
-    rename_of, useless = _renames_of(list(arrays), renames)
+    renames_of, useless = _renames_of(list(arrays), renames)
     for rename in useless:
         problems.add(
             "this Rename finds no array; correct its pattern, or give optional=True if some models "
@@ -143,20 +162,31 @@ def targets_of(
             str(getattr(rename.pattern, "pattern", rename.pattern)),
             list(arrays),
         )
-    scales = {_scale_name(name, record) for name, record in rename_of.items() if record.scale}
-    parts_of: dict[str, list[SourcePart]] = defaultdict(list)
-    for name, rename in rename_of.items():
-        if rename.path is None or name in scales:
+    scales = {
+        _scale_name(name, record)
+        for name, records in renames_of.items()
+        for record in records
+        if record.scale
+    }
+    parts_of: dict[str, dict[str, list[SourcePart]]] = defaultdict(lambda: defaultdict(list))
+    for name, records in renames_of.items():
+        if name in scales:
             continue
-        try:
-            for path, part in _parts_of_target(name, arrays[name].shape, rename, shapes):
-                parts_of[path].append(part)
-        except _MisfitError as error:
-            problems.add(str(error), name)
+        for rename in records:
+            try:
+                for path, part in _parts_of_target(name, arrays[name].shape, rename, shapes):
+                    parts_of[path][rename.argument].append(part)
+            except _MisfitError as error:
+                problems.add(str(error), name)
     targets: dict[str, Target] = {}
-    for path, parts in parts_of.items():
+    for path, by_argument in parts_of.items():
         try:
-            targets[path] = _target(parts, arrays)
+            inputs = {
+                argument: _target(parts, arrays, shapes.get(path))
+                for argument, parts in sorted(by_argument.items())
+            }
+            records = [part.rename for parts in by_argument.values() for part in parts]
+            targets[path] = _applied(inputs, records)
         except _MisfitError as error:
             problems.add(str(error), path)
     return targets
@@ -164,21 +194,35 @@ def targets_of(
 
 def _renames_of(
     names: Sequence[str], renames: Sequence[Rename]
-) -> tuple[dict[str, Rename], list[Rename]]:
-    """Return (the first record that finds each name, the records that must find one and do not)."""
-    rename_of = dict.fromkeys(names, _PLAIN)
+) -> tuple[dict[str, list[Rename]], list[Rename]]:
+    """Return (the records that count for each name, the records that must find one and do not)."""
+    shared: dict[str, list[Rename]] = defaultdict(list)
+    last = dict.fromkeys(names, _PLAIN)
     all_names, left, useless = "\n".join(names), list(names), []
     for rename in renames:
         search, text = re.compile(rename.pattern).search, needed_text(rename.pattern)
         if text in all_names:
             first = [name for name in left if text in name and search(name)]
-            rename_of |= dict.fromkeys(first, rename)
+            if rename.shared:
+                for name in first:
+                    shared[name].append(rename)
+            elif first:
+                last |= dict.fromkeys(first, rename)
+                left = [name for name in left if last[name] is _PLAIN]
             if first:
-                left = [name for name in left if rename_of[name] is _PLAIN]
                 continue
         if not rename.optional and not any(text in name and search(name) for name in names):
             useless.append(rename)
-    return rename_of, useless
+    records = {
+        name: [*shared[name], *([] if rename is _PLAIN else [rename])]
+        if name in shared
+        else [rename]
+        for name, rename in last.items()
+    }
+    left_out = [name for name, of_name in records.items() if any(r.path is None for r in of_name)]
+    for name in left_out:
+        records[name] = [rename for rename in records[name] if rename.path is not None]
+    return records, useless
 
 
 class _MisfitError(Exception):
@@ -209,27 +253,41 @@ def _parts_of_target(
             f"its shape is {list(shape)}, and the rename that finds it is for {rename.dims!r}; "
             "put another rename before it"
         )
-    stacked = {axis: _position(name, rename, axis) for axis in dims.stacked}
+    stacked = {axis: _position(name, rename, axis) for axis in stacked_axes(rename)}
     counts = {axis: _count(rename, axis, dims, shape) for axis in dims.unstacked}
-    parts: list[tuple[str, dict[str, int], dict[str, int]]] = []
+    parts: list[tuple[str | None, dict[str, int], dict[str, int]]] = []
     for numbers in product(*map(range, counts.values())):
         unstacked = dict(zip(counts, numbers, strict=True))
         part_path = _filled_stack(path, rename, unstacked)
-        of_axes = _sizes(rename, {**stacked, **unstacked}, counts, shape, shapes.get(part_path))
+        in_tree = None if part_path is None else shapes.get(part_path)
+        of_axes = _sizes(rename, {**stacked, **unstacked}, counts, shape, in_tree)
         parts.append((part_path, unstacked, of_axes))
     starts = [_starts(group, shape[dim], counts, parts) for dim, group in enumerate(dims.source)]
     for part_path, unstacked, of_axes in parts:
-        of_part = sized(dims.without((*stacked, *counts)), tuple(of_axes.items()))
-        at = tuple(
-            start[unstacked[group[0]]] if group[0] in counts else 0
-            for start, group in zip(starts, dims.source, strict=True)
-        )
-        yield part_path, SourcePart(name, rename, of_part, at, stacked)
+        if part_path is None:
+            continue
+        at, gap = [0] * len(shape), None
+        for dim, (start, group) in enumerate(zip(starts, dims.source, strict=True)):
+            place = _apart_at(group, counts)
+            if place is None:
+                continue
+            begin = start[unstacked[group[place]]]
+            if place:
+                gap = Gap(dim, place, begin, start[-1])
+            else:
+                at[dim] = begin
+        of_part = sized(dims.without((*stacked, *counts)), tuple(of_axes.items()), gap)
+        yield part_path, SourcePart(name, rename, of_part, tuple(at), stacked)
 
 
-def _words(rename: Rename, axis: str) -> list[str] | None:
+def _apart_at(group: Sequence[str], counts: Mapping[str, int]) -> int | None:
+    """Return where in a dimension the axis is that takes it apart."""
+    return next((at for at, axis in enumerate(group) if axis in counts), None)
+
+
+def _words(rename: Rename, axis: str) -> list[str | None] | None:
     words = rename.words.get(axis)
-    return None if words is None else list(map(str, words))
+    return None if words is None else [None if word is None else str(word) for word in words]
 
 
 def _position(name: str, rename: Rename, axis: str) -> int:
@@ -263,10 +321,13 @@ def _count(rename: Rename, axis: str, dims: Arrangement, shape: Shape) -> int:
     return size_of_axis
 
 
-def _filled_stack(path: str, rename: Rename, unstacked: Mapping[str, int]) -> str:
+def _filled_stack(path: str, rename: Rename, unstacked: Mapping[str, int]) -> str | None:
     for axis, number in unstacked.items():
         words = _words(rename, axis)
-        path = path.replace(f"{{{axis}}}", str(number) if words is None else words[number])
+        word = str(number) if words is None else words[number]
+        if word is None:
+            return None
+        path = path.replace(f"{{{axis}}}", word)
     return path
 
 
@@ -290,31 +351,25 @@ def _sizes(
     assert record_dims is not None
     dims = list(zip(record_dims.source, shape, strict=True))
     sizes = {group[0]: size for group, size in dims if len(group) == 1}
-    for group in (*record_dims.source, *record_dims.target):
-        for axis in group:
-            size_of_axis = rename.sizes.get(axis)
-            if isinstance(size_of_axis, tuple):
-                position = positions.get(group[0])
-                if position is not None and position < len(size_of_axis):
-                    sizes.setdefault(axis, size_of_axis[position])
-            elif size_of_axis is not None:
-                sizes.setdefault(axis, size_of_axis)
+    for axis, size in _own_sizes(rename, record_dims, positions):
+        sizes.setdefault(axis, size)
     if in_tree is not None and len(in_tree) == len(record_dims.target):
         for group, size in zip(record_dims.target, in_tree, strict=True):
-            if len(group) == 1:
+            if len(group) == 1 and group[0] not in rename.resize:
                 sizes.setdefault(group[0], size)
     for group, size in dims:
-        inner = group[1:] if group[0] in counts else group
+        place = _apart_at(group, counts)
+        count = 1 if place is None else counts[group[place]]
+        inner = [axis for axis in group if axis not in counts]
         unknown = [axis for axis in inner if axis not in sizes]
         if len(unknown) > 1:
             raise _MisfitError(f"its rename needs the sizes of all but one of {', '.join(inner)}")
-        part = size // counts.get(group[0], 1)
-        in_axes = prod(sizes[axis] for axis in inner if axis in sizes)
+        if unknown and place and unknown[0] in group[:place]:
+            continue  # `_starts` knows the rows
+        in_axes = prod(sizes[axis] for axis in inner if axis in sizes) * count
         if unknown:
-            sizes[unknown[0]] = part // in_axes if in_axes else 0
-        if (unknown or group[0] not in counts) and (
-            prod(sizes[axis] for axis in inner) * counts.get(group[0], 1) != size
-        ):
+            sizes[unknown[0]] = size // in_axes if in_axes else 0
+        if (unknown or place is None) and prod(sizes[axis] for axis in inner) * count != size:
             raise _MisfitError(
                 f"its dimension of {counted(size, 'element')} is not one of "
                 f"{_sizes_shown(group, sizes)}"
@@ -322,31 +377,102 @@ def _sizes(
     return sizes
 
 
+def _own_sizes(
+    rename: Rename, dims: Arrangement, positions: Mapping[str, int]
+) -> Iterator[tuple[str, int]]:
+    """Yield (axis, its size in this part) for each size that the rename has."""
+    for group in (*dims.source, *dims.target):
+        position = next((positions[axis] for axis in group if axis in positions), None)
+        for axis in group:
+            size = rename.sizes.get(axis)
+            if isinstance(size, int):
+                yield axis, size
+            elif size is not None and position is not None and position < len(size):
+                yield axis, size[position]
+
+
 def _sizes_shown(group: tuple[str, ...], sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in group)
+    shown = [f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in group]
+    return " x ".join(shown) or "1"
 
 
 def _starts(
     group: tuple[str, ...],
     size: int,
     counts: Mapping[str, int],
-    parts: list[tuple[str, dict[str, int], dict[str, int]]],
+    parts: list[tuple[str | None, dict[str, int], dict[str, int]]],
 ) -> list[int]:
-    """Return where each part begins in a dimension of the array."""
-    axis = group[0]
-    if axis not in counts:
+    """Return where each part begins in a dimension of the array, or in each row of it; and the end.
+
+    The number of rows is noted in the sizes of the parts, if it is not there.
+    """
+    place = _apart_at(group, counts)
+    if place is None:
         return []
-    of_part = {part[axis]: prod(sizes[name] for name in group[1:]) for _, part, sizes in parts}
+    axis, outer, inner = group[place], group[:place], group[place + 1 :]
+    of_part = {part[axis]: prod(sizes[name] for name in inner) for _, part, sizes in parts}
     starts = [0, *accumulate(of_part[i] for i in range(counts[axis]))]
-    if starts[-1] != size:
+    row, rows = starts[-1], 1
+    for _, _, sizes in parts:
+        rows = prod(sizes[name] for name in outer if name in sizes)
+        for name in outer:
+            if name not in sizes:
+                sizes[name] = size // (row * rows) if row * rows else 0
+                rows *= sizes[name]
+    if row * rows != size:
+        of_rows = f"in each of {counted(rows, 'row')} " if outer else ""
         raise _MisfitError(
             f"its dimension has {counted(size, 'element')}, and its "
-            f"{counted(counts[axis], 'part')} along {axis!r} {starts[-1]:,}"
+            f"{counted(counts[axis], 'part')} along {axis!r} {of_rows}{row:,}"
         )
     return starts
 
 
-def _target(parts: list[SourcePart], arrays: Mapping[str, ArraySpec]) -> Target:
+def _applied(inputs: dict[str, Target], records: Sequence[Rename]) -> Target:
+    """Make the target of its inputs, by the function of its record.
+
+    Raises:
+        _MisfitError: There is none, or it fails.
+    """
+    functions = {id(record.apply): record for record in records if record.apply is not None}
+    if not functions and [*inputs] == [""]:
+        return inputs[""]
+    if len(functions) != 1 or "" not in inputs:
+        names = ", ".join(map(repr, filter(None, inputs)))
+        raise _MisfitError(
+            f"its Renames have {counted(len(functions), 'function')} in apply, and the arguments "
+            f"{names or 'none'}; one without argument must have apply, and the others have none"
+        )
+    (record,) = functions.values()
+    apply = record.apply
+    assert apply is not None
+    try:
+        result = _result(
+            apply, tuple((name, each.shape, each.dtype) for name, each in inputs.items())
+        )
+    except Exception as error:
+        raise _MisfitError(f"apply of its Rename fails: {type(error).__name__}: {error}") from error
+    if not hasattr(result, "shape"):
+        raise _MisfitError(f"apply of its Rename gives {type(result).__name__}, and no array")
+    dtype = _goal(result.dtype.name, record, "the result of apply")
+    has_own = record.dtype is not None
+    return Target(tuple(result.shape), dtype, (), has_own, apply=apply, inputs=inputs)
+
+
+@lru_cache(maxsize=1024)
+def _result(apply: Callable[..., Any], inputs: tuple[tuple[str, Shape, str], ...]) -> Any:
+    import jax
+
+    first, *others = (
+        (name, jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(numpy_dtype(dtype))))
+        for name, shape, dtype in inputs
+    )
+    return jax.eval_shape(apply, first[1], **dict(others))
+
+
+def _target(
+    parts: list[SourcePart], arrays: Mapping[str, ArraySpec], in_tree: Shape | None
+) -> Target:
     """Make one target of its parts.
 
     Raises:
@@ -355,7 +481,7 @@ def _target(parts: list[SourcePart], arrays: Mapping[str, ArraySpec]) -> Target:
     axes = _stacking_axes(parts[0])
     if any(_stacking_axes(part) != axes for part in parts):
         raise _MisfitError("renames with different dims make it; only one can stack arrays")
-    parts = [part._replace(scale=_scale(part, arrays)) for part in parts]
+    parts = [_with_scale(part, arrays) for part in parts]
     dtypes = sorted({_dtype(part, arrays) for part in parts})
     if len(dtypes) > 1:
         raise _MisfitError(f"its parts have the dtypes {', '.join(dtypes)}; give one in dtype")
@@ -388,27 +514,48 @@ def _target(parts: list[SourcePart], arrays: Mapping[str, ArraySpec]) -> Target:
         )
         for part in parts
     )
-    return Target(shape, dtypes[0], tuple(placed), parts[0].rename.dtype is not None)
+    size = _resized(shape, parts[0].rename, in_tree)
+    is_padded = any(new > old for old, new in zip(shape, size, strict=True))
+    return Target(size, dtypes[0], tuple(placed), parts[0].rename.dtype is not None, is_padded)
+
+
+def _resized(shape: Shape, rename: Rename, in_tree: Shape | None) -> Shape:
+    sizes = list(shape)
+    for axis, size in rename.resize.items():
+        assert rename.arrangement is not None
+        dim = rename.arrangement.target.index((axis,))
+        if size is None and (in_tree is None or len(in_tree) != len(shape)):
+            raise _MisfitError(
+                f"its Rename has resize={{{axis!r}: None}}, and no tree tells the size; give it"
+            )
+        sizes[dim] = size or (in_tree or shape)[dim]
+    return tuple(sizes)
 
 
 def _stacking_axes(part: SourcePart) -> dict[int, str]:
     """Return the dimensions of the target along which it is stacked, with their axes."""
     dims = part.rename.arrangement
     groups = () if dims is None else dims.target
-    return {dim: group[0] for dim, group in enumerate(groups) if group[0] in part.stacked}
+    return {dim: group[0] for dim, group in enumerate(groups) if group and group[0] in part.stacked}
 
 
 def _dtype(part: SourcePart, arrays: Mapping[str, ArraySpec]) -> str:
     dtype = "float32" if part.scale else arrays[part.source].dtype
-    goal = part.rename.dtype
-    if goal is None:
+    if part.rename.apply is not None:
+        return dtype  # the record's is that of the result
+    return _goal(dtype, part.rename, repr(part.source))
+
+
+def _goal(dtype: str, rename: Rename, what: str) -> str:
+    """Return the record's dtype, or this one."""
+    if rename.dtype is None:
         return dtype
-    if not converts(dtype, goal):
+    if not converts(dtype, rename.dtype):
         raise _MisfitError(
-            f"{part.source!r} is {dtype}, and its Rename has dtype={goal!r}, to which it cannot be "
+            f"{what} is {dtype}, and its Rename has dtype={rename.dtype!r}, to which it cannot be "
             "converted; quantise with a library that makes scales"
         )
-    return str(goal)
+    return str(rename.dtype)
 
 
 def _stack(dim: int, axis: str, parts: list[SourcePart]) -> list[int]:
@@ -429,20 +576,33 @@ def _stack(dim: int, axis: str, parts: list[SourcePart]) -> list[int]:
     return [0, *accumulate(sizes[i] for i in range(count))]
 
 
-def _scale(part: SourcePart, arrays: Mapping[str, ArraySpec]) -> str | None:
-    """Return the name of the array's scales; None without, as in a checkpoint of whole floats."""
+def _with_scale(part: SourcePart, arrays: Mapping[str, ArraySpec]) -> SourcePart:
+    """Add its scales; a checkpoint of whole floats has none."""
     if not part.rename.scale:
-        return None
+        return part
     array, name = arrays[part.source], _scale_name(part.source, part.rename)
     if name not in arrays:
         if bits_of(array.dtype) > 8:
-            return None
+            return part
         raise _MisfitError(f"{part.source!r} is {array.dtype}, and its scales {name!r} are missing")
-    blocks = part.rename.blocks
-    shape = tuple(-(-size // block) for size, block in zip(array.shape, blocks, strict=False))
-    if len(blocks) != len(array.shape) or arrays[name].shape != shape:
+    blocks = tuple(
+        size if block is None else block
+        for size, block in zip(array.shape, part.rename.blocks, strict=False)
+    )
+    if not part.rename.blocks:
+        blocks = array.shape
+    shape = tuple(
+        -(-size // max(block, 1)) for size, block in zip(array.shape, blocks, strict=False)
+    )
+    stored = arrays[name].shape
+    # Dimensions of one scale may be left out.
+    if len(blocks) != len(array.shape) or _long(stored) != _long(shape):
         raise _MisfitError(
-            f"the scales of {part.source!r} have the shape {list(arrays[name].shape)}; "
-            f"{list(array.shape)} in blocks of {list(blocks)} has {list(shape)}"
+            f"the scales of {part.source!r} have the shape {list(stored)}; "
+            f"{list(array.shape)} in blocks of {list(part.rename.blocks)} has {list(shape)}"
         )
-    return name
+    return part._replace(scale=name, blocks=blocks)
+
+
+def _long(shape: Shape) -> Shape:
+    return tuple(size for size in shape if size != 1)

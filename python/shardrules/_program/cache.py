@@ -243,7 +243,7 @@ def _as_compiled(lowered: Any, stored: StoredProgram) -> Any:
     """Return it in the box that the library of the step has around what is compiled."""
     if lowered is _inner(lowered):
         return stored
-    return replace(lowered, lowered=SimpleNamespace(compile=lambda _: stored)).compile()
+    return replace(lowered, lowered=SimpleNamespace(compile=lambda *_, **__: stored)).compile()
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -16,10 +17,18 @@ from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology, is_described, topology_shown
 from shardrules._plan.plan import Plan
 from shardrules._program.computation import with_elements
+from shardrules._program.executable import is_filter_jit, lowered_by_equinox
 from shardrules._program.hlo import Hlo
 from shardrules._program.liveness import alive_at_peak
 from shardrules._program.memory import buffers_of
-from shardrules._text import bytes_shown, mesh_shown, printable_lines, shown
+from shardrules._text import (
+    and_more,
+    bytes_shown,
+    mesh_shown,
+    printable,
+    printable_lines,
+    shown,
+)
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -35,6 +44,11 @@ _REFUSALS: Final = (
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MODULE: Final = "*oom_intermediate_module.txt"
 _KEPT: Final = 0.5
+_NAMED: Final = 3
+_STATIC: Final = (
+    "A plan stands for arrays alone: give equinox.combine(plan.abstract(), static) in its place, "
+    "where static has the tree's leaves that are no arrays, and the plan itself in inputs="
+)
 _LEVELS: Final = {"full": None, "fast": "O1"}
 """JAX's `jax_optimization_level` by effort."""
 
@@ -106,9 +120,8 @@ def compile(
     """Compile a step for the devices of a mesh, which may be described ones, and run nothing.
 
     Args:
-        step: A function, or what `jax.jit` or `flax.nnx.jit` makes of one; give the jitted one for
-            donation and `out_shardings`. Without `on` also of `equinox.filter_jit`, which takes
-            no shapes.
+        step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;
+            give the jitted one for donation and `out_shardings`.
         *args: Its arguments: arrays, ShapeDtypeStructs with shardings, or a Plan in the place of
             the tree that it plans. What has no sharding is on all devices.
         on: The devices. With a Topology the mesh is `Topology.mesh` of the axes of the arguments'
@@ -123,9 +136,10 @@ def compile(
         OutOfMemory: The compiler refuses the step, as it does not fit. That for GPUs refuses
             none: `prove` compares the memory.
         ImportError: The compiler is not installed, as for `Topology`.
-        TypeError: The step is no function, or of `equinox.filter_jit` and `on` is given.
-        ValueError: Nothing says what mesh the arguments are on; the step names another mesh; or
-            this JAX has no "fast".
+        TypeError: The step is no function.
+        ValueError: Nothing says what mesh the arguments are on; the step names another mesh; this
+            JAX has no "fast"; or a plan stands for the constants of a step of
+            `equinox.filter_jit`.
 
     Example:
         >>> import jax, shardrules as sr
@@ -253,18 +267,24 @@ def lowered_on(mesh: Mesh | None, step: Any, args: tuple[Any, ...]) -> Any:
 
     if not callable(step):
         raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
-    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-    if mesh is not None and type(step).__module__.startswith("equinox."):
-        raise TypeError(
-            "step is of equinox.filter_jit, for which shapes are no arrays; give jax.jit of the "
-            "function, and the model's arrays, equinox.filter(model, equinox.is_array)"
-        )
+    check_static(step, args)
     placed = placed_on(args, mesh)
+    if is_filter_jit(step):
+        lower = partial(lowered_by_equinox, step, placed, lambda tree: placed_on((tree,), mesh)[0])
+    else:
+        jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+        lower = partial(jitted.lower, *placed)
     with ExitStack() as stack:
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh)
         try:
-            return jitted.lower(*placed)
+            return lower()
+        except (AttributeError, TypeError) as error:
+            if "'NoneType'" not in str(error) or not is_filter_jit(step):
+                raise
+            raise TypeError(
+                f"the step fails on a None: {error}. {_STATIC}, if one of its leaves is meant"
+            ) from error
         except ValueError as error:
             if "incompatible devices" not in str(error).lower():
                 raise
@@ -273,6 +293,39 @@ def lowered_on(mesh: Mesh | None, step: Any, args: tuple[Any, ...]) -> Any:
                 "constraints and shardings be of the mesh of on=, made once by Topology.mesh; or "
                 f"give them as PartitionSpecs, for which that mesh is in force. JAX says: {error}"
             ) from error
+
+
+def check_static(step: Any, args: Iterable[Any]) -> None:
+    """Check that a step of `equinox.filter_jit` gets all its leaves, also for a plan.
+
+    Raises:
+        ValueError: A tree that is planned has leaves that are no arrays: the step is another with
+            None for them.
+        TypeError: The step is a method of a module, which takes the module itself.
+    """
+    if is_filter_jit(getattr(step, "func", None)):
+        raise TypeError(
+            f"step is {shown(step)}, a method of a module; give the class's, and the module as the "
+            "first argument: Model.train, model"
+        )
+    for i, plan in enumerate(args if is_filter_jit(step) else ()):
+        if not isinstance(plan, Plan):
+            continue
+        columns = plan._columns
+        lost = [
+            path
+            for path, kind in zip(plan.paths, columns.kind_of.tolist(), strict=True)
+            if columns.kinds[kind].shape is None
+        ]
+        if lost:
+            names = ", ".join([*lost[:_NAMED], *and_more(len(lost), _NAMED, "leaf")])
+            raise ValueError(
+                printable(
+                    f"argument {i} is a plan of a tree with leaves that are no arrays, which a "
+                    f"plan does not keep: {names}. {_STATIC}; or give plan.abstract(), if the step "
+                    "takes None for them"
+                )
+            )
 
 
 @contextmanager

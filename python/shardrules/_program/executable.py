@@ -2,7 +2,7 @@
 
 `flax.nnx.jit` splits modules into graph definitions and states, and returns those that the
 function may have changed; `equinox.filter_jit` flattens arguments. Their private names are read
-here only.
+here only, also those to lower a step of `equinox.filter_jit` for shapes.
 """
 
 from __future__ import annotations
@@ -458,6 +458,46 @@ def _equinox_call(compiled: Any, inner: Compiled, inputs: Any) -> Call:
     trees = [*_trees(entries[:begin], first, shapes), *_trees(entries[begin:], rest, shapes)]
     arguments = (tuple(trees[:count]), dict(zip(names, trees[count:], strict=True)))
     return _call(inner, arguments, returned, "equinox", iter(()))
+
+
+def is_filter_jit(step: Any) -> bool:
+    """Return whether a step is what `equinox.filter_jit` makes."""
+    return hasattr(step, "lower") and type(step).__module__.startswith("equinox.")
+
+
+def lowered_by_equinox(step: Any, args: Sequence[Any], place: Callable[[Any], Any]) -> Any:
+    """Lower a step of `equinox.filter_jit` for shapes, which it takes for constants itself.
+
+    Args:
+        step: The step.
+        args: Its arguments.
+        place: Makes shapes of the arrays of the function itself, such as those of a module.
+
+    Raises:
+        TypeError: It takes other arguments, or equinox has other private names.
+    """
+    with _reading("equinox"):
+        jit = import_module("equinox._jit")
+        functions = (jit._preprocess, jit._postprocess)
+        info = (step._signature, step._dynamic_fun, step._static_fun)
+        is_donated = {"first": step.donate_first, "rest": step.donate_rest}
+        lower, split, wrap = step._cached.lower, jit.hashable_partition, jit.Lowered
+    bound = step._signature.bind(*args)
+    leading = (*bound.args, None)  # equinox has this None at the end
+    parts, static = {"fun": place(info[1])}, [info[2]]
+    for name, tree in (("first", leading[0]), ("rest", (leading[1:], bound.kwargs))):
+        parts[name], constants = split(tree, _is_array_or_shape)
+        static.append(constants)
+    groups: list[dict[str, Any]] = [{}, {}]
+    for name, leaves in parts.items():
+        groups[not is_donated.get(name, is_donated["rest"])][name] = leaves
+    return wrap(lower(*groups, tuple(static)), (*info, *is_donated.values()), *functions)
+
+
+def _is_array_or_shape(leaf: Any) -> bool:
+    from jax import Array, ShapeDtypeStruct
+
+    return isinstance(leaf, Array | ShapeDtypeStruct | np.ndarray | np.generic)
 
 
 def _split_keywords(

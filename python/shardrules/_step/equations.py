@@ -130,7 +130,7 @@ class Equations:
 
         for eqn in jaxpr.eqns:
             read = [number(atom) for atom in eqn.invars]
-            inner = _inner_jaxpr(eqn)
+            inner = inner_jaxpr(eqn)
             if inner is not None:
                 # Arguments that are written in the program have no number.
                 arguments = [
@@ -380,7 +380,7 @@ def _read_inside(body: Body) -> Iterator[int]:
             yield from _read_inside(inner)
 
 
-def _inner_jaxpr(eqn: Any) -> Any:
+def inner_jaxpr(eqn: Any) -> Any:
     """Return the jaxpr that an equation runs once; None if it is no such call."""
     if eqn.primitive.name not in _CALLS:
         return None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
@@ -18,7 +18,7 @@ from shardrules._jax import user_line
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
-from shardrules._program.compile import placed_on, target_mesh
+from shardrules._program.compile import check_static, placed_on, target_mesh
 from shardrules._specs import entries_of, entry_axes
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
@@ -94,6 +94,13 @@ class Work(NamedTuple):
     """As XLA counts them, without transcendental ones."""
 
 
+class _Traced(NamedTuple):
+    """A jaxpr, and the structure of what the step returns."""
+
+    closed: Any
+    out_tree: Any
+
+
 @answer
 class Step(TracedStep):
     """What a step does, by its jaxpr: dimensions, FLOPs and memory; `trace` makes it.
@@ -111,15 +118,16 @@ class Step(TracedStep):
     """
 
     def __init__(
-        self, name: str, closed: Any, args: tuple[Any, ...], paths: list[str], mesh: Any
+        self, name: str, traced: _Traced, args: tuple[Any, ...], paths: list[str], mesh: Any
     ) -> None:
         self.name = name
         self.mesh = mesh
         """The mesh that constraints are of; None without one."""
         self._args = args
         self._paths = paths
-        self._equations = Equations(closed)
-        self._call = _only_call(closed)
+        self._closed, self._out_tree = traced
+        self._equations = Equations(self._closed)
+        self._call = _only_call(self._closed)
 
     def __copy__(self) -> Step:
         return self
@@ -506,19 +514,20 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
 
     if not callable(step):
         raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
+    check_static(step, args)
     mesh = _mesh_of(on, args)
     trees = placed_on(args, mesh)
-    make: Any = jax.make_jaxpr
+    make: Any = partial(jax.make_jaxpr, return_shape=True)
     if type(step).__module__.startswith("equinox."):
         import equinox
 
         make = equinox.filter_make_jaxpr
     with _in_force(mesh):
-        closed = make(step)(*trees)
-    closed = closed[0] if isinstance(closed, tuple) else closed
+        closed, results, *_ = make(step)(*trees)
+    traced = _Traced(closed, jax.tree_util.tree_structure(results))
     paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]
     name = getattr(step, "__name__", type(step).__name__)
-    return Step(name, closed, args, paths, mesh)
+    return Step(name, traced, args, paths, mesh)
 
 
 def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:

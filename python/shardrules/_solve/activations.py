@@ -1,0 +1,211 @@
+"""Constraints of a solution: which arrays of a step it shards, at which lines, and the step so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._dtypes import bits_of
+from shardrules._jax import user_line
+from shardrules._mesh.mesh import axes_of_type
+from shardrules._solve.rewrite import CONSTRAINTS, constrained, sites
+from shardrules._specs import entry_of, partition_spec, spec_shown
+from shardrules._text import Place, printable, record
+from shardrules._writer.draft import trimmed
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh, PartitionSpec
+
+    from shardrules._solve.rewrite import Site
+    from shardrules._step.equations import Body, TracedOperation
+    from shardrules._step.spread import Cuts
+    from shardrules._step.step import Step
+
+# What makes arrays that XLA may shard otherwise; elementwise operations follow their operands.
+_MAKES: Final = frozenset(
+    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "gather",
+     "scatter-add", "scatter", "concatenate", "cumsum", "sort", "top_k"]
+)  # fmt: skip
+# Arrays of a smaller part of the largest one are left to XLA.
+_SMALL: Final = 1e-3
+
+
+@record
+class Activation(NamedTuple):
+    """Arrays of one line of a step that a solution shards; a row of `Solution.activations`."""
+
+    operation: str
+    """JAX's names around the operation that makes them, and its own."""
+    line: str
+    """File and line of it; "" if that is not known."""
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+    replaces: bool
+    """True if the program has a constraint there, whose spec this is to be."""
+
+    def __str__(self) -> str:
+        array = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        text = f"x = jax.lax.with_sharding_constraint(x, {spec_shown(self.spec)})"
+        verb = "constrains already" if self.replaces else self.operation.rpartition("/")[2]
+        return printable(f"{self.line or self.operation}: {text}  # {array}, {verb}")
+
+
+class Seam(NamedTuple):
+    """A result of an operation that a solution shards."""
+
+    site: Site
+    result: int
+    number: int
+    """The array's, among the values of the step."""
+    operation: TracedOperation
+
+
+def seams(step: Step, cuts: Mapping[int, Cuts]) -> list[Seam]:
+    """List the results that are to be sharded: of what XLA may shard otherwise, and is large."""
+    values = step._equations.values
+
+    def size(number: int) -> int:
+        value = values[number]
+        return 0 if value.dtype is None else prod(value.shape) * bits_of(value.dtype)
+
+    least = _SMALL * max(map(size, cuts), default=0)
+    carried = set(_carried(step._equations.body))
+    rows: list[Seam] = []
+    for site, operation in sites(step._closed, step._equations.body):
+        is_made = operation.name in _MAKES or operation.name in CONSTRAINTS
+        for result, number in enumerate(operation.outputs):
+            is_large = size(number) >= least and bool(values[number].shape)
+            if number in cuts and is_large and (is_made or number in carried):
+                rows.append(Seam(site, result, number, operation))
+    return rows
+
+
+def _carried(body: Body) -> Iterator[int]:
+    """Yield what loops carry from a turn to the next, such as the arrays between layers."""
+    for operation in body.operations:
+        for inner in operation.bodies:
+            if operation.name in ("scan", "while"):
+                yield from (n for n in inner.outputs[: operation.carries] if n is not None)
+            yield from _carried(inner)
+
+
+def activations(step: Step, cuts: Mapping[int, Cuts]) -> tuple[Activation, ...]:
+    """List the constraints that a program may have, line by line, in its order.
+
+    Args:
+        step: What was solved for.
+        cuts: Mesh axes of each dimension, by the number of the array.
+    """
+    rows: dict[Any, Activation] = {}
+    for seam in seams(step, cuts):
+        operation, value = seam.operation, step._equations.values[seam.number]
+        # The backward pass of an array has its sharding, as JAX has it for a constraint.
+        if "transpose(" in operation.scope or step._roles.is_like_weights(seam.number):
+            continue
+        place = user_line(operation.eqn)
+        row = Activation(
+            f"{operation.scope}/{operation.name}".lstrip("/"),
+            "" if place is None else str(Place(*place)),
+            value.shape,
+            getattr(value.dtype, "name", str(value.dtype)),
+            _spec(cuts[seam.number]),
+            operation.name in CONSTRAINTS,
+        )
+        rows.setdefault(row[1:] if row.line else row, row)
+    return tuple(rows.values())
+
+
+def _spec(cuts: Cuts) -> PartitionSpec:
+    return partition_spec(*trimmed(map(entry_of, cuts)))
+
+
+def constrained_step(step: Step, cuts: Mapping[int, Cuts], mesh: Mesh) -> Any:
+    """Return the step as a jitted function that shards its arrays so, with their gradients.
+
+    It is made of the step's jaxpr: the program's text, and libraries that it calls, stay as they
+    are. Its own constraints are left out where the solution has others.
+
+    Args:
+        step: What was solved for.
+        cuts: Mesh axes of each dimension, by the number of the array: of arguments, of results, and
+            of what is between.
+        mesh: The devices, whose axes are those of `cuts`.
+
+    Returns:
+        A function of the arguments that the step was traced with, of the same shapes.
+
+    Raises:
+        ValueError: An axis of the mesh is Explicit: then arrays' types say how they are sharded.
+    """
+    import jax
+    from jax import tree_util
+    from jax.extend.core import jaxpr_as_fun
+    from jax.sharding import NamedSharding
+
+    if explicit := axes_of_type(mesh, "Explicit"):
+        raise ValueError(
+            f"mesh: {', '.join(sorted(explicit))} are Explicit, so that the types of arrays say "
+            "how they are sharded, and no constraint does; give a mesh whose axes are Auto"
+        )
+
+    def on_mesh(number: int) -> NamedSharding:
+        return NamedSharding(mesh, _spec(cuts[number]))
+
+    shardings = {(row.site, row.result): on_mesh(row.number) for row in seams(step, cuts)}
+    closed = constrained(step._closed, shardings, partial(_constraint, mesh))
+    run = jaxpr_as_fun(closed)
+    outputs = [
+        None if number is None else on_mesh(number) if number in cuts else None
+        for number in step._equations.body.outputs
+    ]
+    inputs = [value.shape for value in closed.in_avals]
+
+    def run_step(*args: Any) -> Any:
+        leaves = tree_util.tree_leaves(args)
+        shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
+        if shapes != inputs:
+            raise ValueError(_other_arguments(step, shapes, inputs))
+        return tree_util.tree_unflatten(step._out_tree, run(*leaves))
+
+    run_step.__name__ = step.name
+    results = tree_util.tree_unflatten(step._out_tree, outputs)
+    return jax.jit(run_step, donate_argnums=_donated(step), out_shardings=results)
+
+
+def _constraint(mesh: Mesh, aval: Any, sharding: Any) -> Any:
+    """Return the equation of a constraint; without a sharding XLA is free."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    if sharding is None:
+        free = [PartitionSpec.UNCONSTRAINED] * len(aval.shape)
+        sharding = NamedSharding(mesh, PartitionSpec(*free))
+    shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    make = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))
+    return make(shape).jaxpr.eqns[0]
+
+
+def _donated(step: Step) -> tuple[int, ...]:
+    """Return the arguments whose memory results take, all of it."""
+    donated, inputs = set(step._donated), step._equations.body.inputs
+    return tuple(
+        place
+        for place, rows in enumerate(step._ranges)
+        if rows and all(inputs[row] in donated for row in rows)
+    )
+
+
+def _other_arguments(step: Step, shapes: list[Any], inputs: list[Any]) -> str:
+    if len(shapes) != len(inputs):
+        return (
+            f"{step.name}: {len(shapes)} arrays are given, and it was traced with {len(inputs)}: "
+            "trace and solve the step for these arguments"
+        )
+    row = next(row for row, shape in enumerate(shapes) if shape != inputs[row])
+    return (
+        f"{step._paths[row]}: its shape is {list(shapes[row])}, and {step.name} was traced with "
+        f"{list(inputs[row])}: trace and solve the step for these arguments"
+    )

@@ -1,0 +1,149 @@
+"""Writes constraints into the jaxpr of a step, also inside of its loops, branches and calls.
+
+An equation is named by its site: its place in the jaxpr, and the places in those around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from shardrules._step.equations import inner_jaxpr
+
+if TYPE_CHECKING:
+    from shardrules._step.equations import Body, TracedOperation
+
+Site = tuple[int, ...]
+"""Places of equations, the outermost first; after that of a branch its number."""
+Shardings = Mapping[tuple[Site, int], Any]
+"""NamedShardings of the results of equations, by site and number of the result."""
+CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
+_BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr"}
+
+
+def sites(closed: Any, body: Body) -> Iterator[tuple[Site, TracedOperation]]:
+    """Yield the operations of a step that constraints can follow, each with its site.
+
+    Code by device, in `shard_map` and kernels, has none: arrays are parts there.
+    """
+    operations = iter(body.operations)
+    yield from _sites(_open(closed), _Ahead(operations), ())
+
+
+class _Ahead:
+    """Operations of a body, of which the next one can be looked at."""
+
+    def __init__(self, operations: Iterator[TracedOperation]) -> None:
+        self._operations = operations
+        self.next = next(operations, None)
+
+    def take(self, eqn: Any) -> TracedOperation | None:
+        """Return the next operation if it is of this equation, and go on; None if XLA drops it."""
+        operation = self.next
+        if operation is None or operation.eqn is not eqn:
+            return None
+        self.next = next(self._operations, None)
+        return operation
+
+
+def _sites(jaxpr: Any, ahead: _Ahead, around: Site) -> Iterator[tuple[Site, TracedOperation]]:
+    for place, eqn in enumerate(jaxpr.eqns):
+        site = (*around, place)
+        inner = inner_jaxpr(eqn)
+        if inner is not None:
+            ahead.take(eqn)  # the barrier before what is recomputed
+            yield from _sites(_open(inner), ahead, site)
+            continue
+        operation = ahead.take(eqn)
+        if operation is None or eqn.primitive.name == "shard_map":
+            continue
+        for number, (_, within) in enumerate(_bodies(eqn)):
+            inside = _Ahead(iter(operation.bodies[number].operations))
+            yield from _sites(_open(within), inside, (*site, number))
+        yield site, operation
+
+
+def _open(closed: Any) -> Any:
+    return getattr(closed, "jaxpr", closed)
+
+
+def _bodies(eqn: Any) -> list[tuple[str, Any]]:
+    """Return (name of the parameter, jaxpr) of what a loop or branch runs."""
+    name = eqn.primitive.name
+    if name == "cond":
+        return [("branches", branch) for branch in eqn.params["branches"]]
+    return [(_BODIES[name], eqn.params[_BODIES[name]])] if name in _BODIES else []
+
+
+def constrained(closed: Any, shardings: Shardings, constraint: Callable[[Any, Any], Any]) -> Any:
+    """Return a closed jaxpr whose equations' results have these shardings.
+
+    Constraints that the program has of another mesh are replaced, or left out.
+
+    Args:
+        closed: What `jax.make_jaxpr` gives.
+        shardings: Of results, by site.
+        constraint: Makes the equation of a constraint, of a variable's shape and a sharding.
+    """
+    return _Writer(shardings, constraint).closed(closed, ())
+
+
+class _Writer:
+    """Writes constraints into jaxprs, from the innermost."""
+
+    def __init__(self, shardings: Shardings, constraint: Callable[[Any, Any], Any]) -> None:
+        self._shardings, self._constraint = shardings, constraint
+        self._context = _mesh_in_force()
+
+    def closed(self, closed: Any, around: Site) -> Any:
+        """Write into a jaxpr that has its constants, or has none."""
+        jaxpr = _open(closed)
+        written = jaxpr.replace(eqns=list(self._equations(jaxpr, around)))
+        return written if jaxpr is closed else closed.replace(jaxpr=written)
+
+    def _equations(self, jaxpr: Any, around: Site) -> Iterator[Any]:
+        for place, eqn in enumerate(jaxpr.eqns):
+            site = (*around, place)
+            if eqn.primitive.name in CONSTRAINTS:
+                template = self._constraint(eqn.outvars[0].aval, self._shardings.get((site, 0)))
+                yield self._placed(template, eqn, eqn.invars, eqn.outvars)
+                continue
+            outvars, after = list(eqn.outvars), []
+            for number, var in enumerate(eqn.outvars):
+                sharding = self._shardings.get((site, number))
+                if sharding is not None:
+                    template = self._constraint(var.aval, sharding)
+                    # Variables are compared by identity: that of a new constraint is new.
+                    outvars[number] = template.invars[0]
+                    after.append(self._placed(template, eqn, [outvars[number]], [var]))
+            yield eqn.replace(params=self._params(eqn, site), outvars=outvars)
+            yield from after
+
+    def _placed(
+        self, template: Any, eqn: Any, invars: Sequence[Any], outvars: Sequence[Any]
+    ) -> Any:
+        source = eqn.source_info
+        return template.replace(invars=list(invars), outvars=list(outvars), source_info=source)
+
+    def _params(self, eqn: Any, site: Site) -> dict[str, Any]:
+        params = dict(eqn.params)
+        if "ctx_mesh" in params:  # before, that of the trace
+            params["ctx_mesh"] = self._context
+        inner = inner_jaxpr(eqn)
+        if inner is not None:
+            name = next(name for name, value in params.items() if value is inner)
+            params[name] = self.closed(inner, site)
+        written = [self.closed(within, (*site, n)) for n, (_, within) in enumerate(_bodies(eqn))]
+        if eqn.primitive.name == "cond":
+            params["branches"] = tuple(written)
+        elif written:
+            params[_BODIES[eqn.primitive.name]] = written[0]
+        return params
+
+
+def _mesh_in_force() -> Any:
+    """Return the mesh of the context as a call has it, which is empty outside of any."""
+    import jax
+
+    (call,) = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns
+    return call.params.get("ctx_mesh")

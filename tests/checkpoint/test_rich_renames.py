@@ -1,0 +1,257 @@
+"""Renames of parts of rows, repeats, padding, scales and shared arrays, against numpy on whole arrays."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._checkpoint import boxes
+from tests.checkpoint.test_load import bits, counted, mesh_of  # noqa: F401
+from tests.checkpoint.test_renames import FLOAT8, numbers, save  # noqa: F401
+
+SPECS = [P(), P("tp"), P(None, "fsdp"), P(("tp", "fsdp"))]
+PARTS = ("q", "k", "v")
+
+
+def heads(array, part):
+    """Part 0, 1 or 2 of each of the heads, 4 rows each, in "(heads part dim) in -> in (heads dim)"."""
+    return array.reshape(-1, 3, 4, 8)[:, part].reshape(-1, 8).T
+
+
+# By name: shape, the rename, and by path what numpy makes of the whole.
+CASES = {
+    "parts of heads": (
+        (96, 8),
+        sr.Rename("^x$", "{part}", "(heads part dim) in -> in (heads dim)", words={"part": PARTS}, sizes={"dim": 4}),
+        {name: lambda x, i=i: heads(x, i) for i, name in enumerate(PARTS)},
+    ),
+    "one of them alone": (
+        (96, 8),
+        sr.Rename("^x$", "{part}", "(heads part dim) in -> in (heads dim)",
+                  words={"part": (None, "k", None)}, sizes={"dim": 4}),
+        {"k": lambda x: heads(x, 1)},
+    ),
+    "parts of several sizes": (
+        (8 * 12, 8),
+        sr.Rename("^x$", "{part}", "(heads part dim) in -> heads dim in",
+                  words={"part": ("nope", "rope")}, sizes={"dim": (8, 4)}),
+        {"nope": lambda x: x.reshape(8, 12, 8)[:, :8], "rope": lambda x: x.reshape(8, 12, 8)[:, 8:]},
+    ),
+    "interleaved": (
+        (8, 4, 32),
+        sr.Rename("^x$", "{part}", "e in (out part) -> e out in", words={"part": ("gate", "up")}),
+        {"gate": lambda x: x[..., ::2].transpose(0, 2, 1), "up": lambda x: x[..., 1::2].transpose(0, 2, 1)},
+    ),
+    "interleaved and split": (
+        (4, 64),
+        sr.Rename("^x$", "{part}", "in (heads dim part) -> heads in dim", words={"part": (0, 1)}, sizes={"heads": 8}),
+        {str(i): lambda x, i=i: x.reshape(4, 8, 4, 2)[..., i].transpose(1, 0, 2) for i in range(2)},
+    ),
+    "repeated inside": (
+        (32, 8),
+        sr.Rename("^x$", "y", "(kv dim) in -> (kv times dim) in", sizes={"times": 2, "dim": 8}),
+        {"y": lambda x: np.repeat(x.reshape(4, 8, 8), 2, 0).reshape(64, 8)},
+    ),
+    "repeated outside": (
+        (8, 4),
+        sr.Rename("^x$", "y", "a b -> times b a", sizes={"times": 8}),
+        {"y": lambda x: np.broadcast_to(x.T, (8, 4, 8))},
+    ),
+    "padded": (
+        (10, 8),
+        sr.Rename("^x$", "y", "vocab embed -> embed vocab", resize={"vocab": 16}),
+        {"y": lambda x: np.pad(x, ((0, 6), (0, 0))).T},
+    ),
+    "cropped": (
+        (32, 8),
+        sr.Rename("^x$", "y", "vocab embed -> vocab embed", resize={"vocab": 16, "embed": 16}),
+        {"y": lambda x: np.pad(x[:16], ((0, 0), (0, 8)))},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "spec"), [*itertools.product(CASES, SPECS)])
+def test_loaded_and_resharded(save, counted, case, spec):  # noqa: F811
+    shape, rename, parts = CASES[case]
+    array = numbers(*shape, start=1)
+    mesh = mesh_of((2, 4))
+    loaded = sr.load(save({"x": array}), spec, mesh, renames=[rename])
+    expected = {name: np.ascontiguousarray(part(array)) for name, part in parts.items()}
+    assert {name: bits(value) for name, value in loaded.items()} == {
+        name: bits(value) for name, value in expected.items()
+    }
+    moved = sr.reshard({"x": jax.numpy.asarray(array)}, spec, mesh, renames=[rename])
+    assert {name: bits(value) for name, value in moved.items()} == {
+        name: bits(value) for name, value in expected.items()
+    }
+
+
+@pytest.mark.parametrize("least", [1, 1 << 30])
+def test_long_runs_are_read_alone_and_short_ones_picked(save, counted, monkeypatch, least):  # noqa: F811
+    monkeypatch.setattr(boxes, "_LEAST_RUN", least)
+    boxes.sized.cache_clear()
+    shape, rename, parts = CASES["one of them alone"]
+    array = numbers(*shape)
+    loaded = sr.load(save({"x": array}), P("tp", "fsdp"), mesh_of((2, 4)), renames=[rename])
+    boxes.sized.cache_clear()
+    assert bits(loaded["k"]) == bits(np.ascontiguousarray(parts["k"](array)))
+    assert sum(counted) == array.nbytes // (3 if least == 1 else 1)
+
+
+def test_the_number_of_heads_from_parts_in_the_tree(save):  # noqa: F811
+    array = numbers(8 * 12, 8)
+    rename = sr.Rename(
+        "^x$", "{part}", "(heads part dim) in -> in heads dim", words={"part": ("a", "b")}
+    )
+    tree = {
+        "a": jax.ShapeDtypeStruct((8, 8, 8), "float32"),
+        "b": jax.ShapeDtypeStruct((8, 8, 4), "float32"),
+    }
+    loaded = sr.load(save({"x": array}), P(), mesh_of(), tree=tree, renames=[rename])
+    rows = array.reshape(8, 12, 8).transpose(2, 0, 1)
+    assert bits(loaded["a"]) == bits(np.ascontiguousarray(rows[..., :8]))
+    assert bits(loaded["b"]) == bits(np.ascontiguousarray(rows[..., 8:]))
+
+
+def test_padded_to_the_size_in_the_tree(save):  # noqa: F811
+    rename = sr.Rename("^x$", "y", "vocab embed -> vocab embed", resize={"vocab": None})
+    path = save({"x": numbers(10, 8)})
+    tree = {"y": jax.ShapeDtypeStruct((16, 8), "float32")}
+    loaded = sr.load(path, P("tp"), mesh_of(), tree=tree, renames=[rename])
+    assert bits(loaded["y"]) == bits(np.pad(numbers(10, 8), ((0, 6), (0, 0))))
+    with pytest.raises(
+        sr.FileError, match=r"y: its Rename has resize=\{'vocab': None\}, and no tree"
+    ):
+        sr.load(path, P(), mesh_of(), renames=[rename])
+
+
+def test_many_small_padded_arrays(save):  # noqa: F811
+    arrays = {f"x{i}": numbers(3, 5, start=i) for i in range(40)}
+    rename = sr.Rename("^x", "y", "a b -> a b", resize={"a": 8})
+    loaded = sr.load(save(arrays), P("tp"), mesh_of(), renames=[rename])
+    for i in range(40):
+        assert bits(loaded[f"y{i}"]) == bits(np.pad(arrays[f"x{i}"], ((0, 5), (0, 0))))
+
+
+def test_an_array_for_several_leaves(save):  # noqa: F811
+    renames = [
+        sr.Rename("^embed$", "head/kernel", "vocab embed -> embed vocab", shared=True),
+        sr.Rename("^embed$", "embed/embedding"),
+    ]
+    array = numbers(16, 8)
+    mesh = mesh_of((2, 4))
+    for made in (
+        sr.load(save({"embed": array, "norm": array[0]}), P("tp"), mesh, renames=renames),
+        sr.reshard({"embed": array, "norm": array[0]}, P("tp"), mesh, renames=renames),
+    ):
+        assert bits(made["head"]["kernel"]) == bits(np.ascontiguousarray(array.T))
+        assert bits(made["embed"]["embedding"]) == bits(array)
+        assert bits(made["norm"]) == bits(array[0])
+    # A record after it that leaves out does so for the name itself.
+    alone = sr.load(
+        save({"embed": array}), P(), mesh, renames=[renames[0], sr.Rename("embed", None)]
+    )
+    assert list(alone) == ["head"]
+
+
+# By the shape of the scales: the blocks, and the factor of each element.
+SCALES = {
+    (): (None, lambda s: s),
+    (1,): (None, lambda s: s),
+    (1, 1): ((None, None), lambda s: s),
+    (24,): ((1, None), lambda s: s[:, None]),
+    (24, 1): ((1, None), lambda s: s),
+    (16,): ((None, 1), lambda s: s),
+    (3,): ((8, None), lambda s: np.repeat(s, 8)[:, None]),
+    (3, 2): ((8, 8), lambda s: np.repeat(np.repeat(s, 8, 0), 8, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [P(), P("tp", "fsdp"), P(None, "tp")])
+@pytest.mark.parametrize("shape", SCALES)
+@pytest.mark.parametrize("dtype", [FLOAT8, "int8"])
+def test_scales_of_a_tensor_channels_and_blocks(save, rng, shape, spec, dtype):  # noqa: F811
+    blocks, factor = SCALES[shape]
+    weight = np.array(rng.choices(range(-8, 8), k=24 * 16)).reshape(24, 16).astype(dtype)
+    scale = numbers(*shape, start=1) / np.float32(7)
+    rename = sr.Rename("^w$", "y", "out in -> in out", scale="s", blocks=blocks or ())
+    expected = np.ascontiguousarray((weight.astype("float32") * factor(scale)).T)
+    mesh = mesh_of((2, 4))
+    loaded = sr.load(
+        save({"w": weight, "s": np.asarray(scale, "float32")}), spec, mesh, renames=[rename]
+    )
+    assert bits(loaded["y"]) == bits(expected)
+    placed = {"w": jax.numpy.asarray(weight), "s": jax.numpy.asarray(scale)}
+    assert bits(sr.reshard(placed, spec, mesh, renames=[rename])["y"]) == bits(expected)
+
+
+def test_scales_of_a_part(save):  # noqa: F811
+    weight, scale = numbers(4, 8, 8).astype(FLOAT8), numbers(4, 1, 1, start=1)
+    rename = sr.Rename(
+        "^w$", "{expert}", "expert out in -> out in", scale="s", blocks=(1, None, None)
+    )
+    loaded = sr.load(save({"w": weight, "s": scale}), P("tp"), mesh_of(), renames=[rename])
+    for i in range(4):
+        assert bits(loaded[str(i)]) == bits(weight[i].astype("float32") * (i + 1))
+
+
+WRONG = {
+    "nothing says how often": (lambda: sr.Rename("x", "y", "a -> times a"),
+        "stacks along 'times', for which the pattern needs a group: (?P<times>[0-9]+); to repeat along it, give its size"),
+    "a stack inside": (lambda: sr.Rename(r"x(?P<layer>\d)", "y", "a -> (a layer)"),
+        "stacks along 'layer', so it must be the first of its dimension"),
+    "apart along two": (lambda: sr.Rename("x", "{b}{d}", "(a b) (c d) -> a c", words={"b": (1, 2), "d": (1, 2)}),
+        "takes an array apart inside of a dimension along b and d"),
+    "resize of a part": (lambda: sr.Rename("x", "y", "a b -> (a b)", resize={"a": 8}),
+        "resize has 'a', which is no dimension of the result"),
+    "resize of nothing": (lambda: sr.Rename("x", "y", "a b -> a b", resize={"c": 8}), "resize has 'c', which is no axis"),
+    "resize without dims": (lambda: sr.Rename("x", "y", resize={"c": 8}), "sizes, words and resize are for the axes of dims"),
+    "blocks of nothing": (lambda: sr.Rename("x", "y", blocks=(8,)), "blocks are for scales: give scale, too"),
+    "no word for a stack": (lambda: sr.Rename(r"x(?P<p>\w)", "y", "a -> p a", words={"p": ("q", None)}),
+        "words['p'] has None, and 'a -> p a' stacks along it"),
+    "shared and left out": (lambda: sr.Rename("x", None, shared=True), "shared is for records that make an array"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_record_that_contradicts_itself(case):
+    make, message = WRONG[case]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+MISFITS = {
+    "rows do not fill": (
+        sr.Rename("x", "{p}", "(heads p dim) i -> heads dim i", words={"p": ("a", "b")}, sizes={"dim": (5, 2)}),
+        "x: its dimension has 12 elements, and its 2 parts along 'p' in each of 1 row 7"),
+    "a dimension of more than 1": (sr.Rename("x", "y", "1 i -> i"), "x: its dimension of 12 elements is not one of 1"),
+    "scales of channels": (sr.Rename("x", "y", scale="s", blocks=(1, None)),
+        "the scales of 'x' have the shape [3]; [12, 4] in blocks of [1, None] has [12, 1]"),
+    "a scale of the tensor": (sr.Rename("x", "y", scale="s"),
+        "the scales of 'x' have the shape [3]; [12, 4] in blocks of [] has [1, 1]"),
+    "two heads": (sr.Rename("x", "y", shared=True), "y: several arrays would become it: 'x', 'x'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_rename_that_does_not_fit(save, case):  # noqa: F811
+    rename, message = MISFITS[case]
+    path = save({"x": numbers(12, 4), "s": numbers(3)})
+    renames = [rename, *([sr.Rename("x", "y")] if rename.shared else [])]
+    with pytest.raises(sr.FileError) as info:
+        sr.load(path, P(), mesh_of(), renames=renames)
+    assert message in str(info.value)
+
+
+def test_int4_sized_codes_are_no_float(save):  # noqa: F811
+    # A scale with whole floats beside it stays an array of its own.
+    whole = {"w": numbers(8, 8).astype(ml_dtypes.bfloat16)}
+    loaded = sr.load(save(whole), P(), mesh_of(), renames=[sr.Rename("^w$", "y", scale="s")])
+    assert bits(loaded["y"]) == bits(whole["w"])
