@@ -16,26 +16,20 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._solve.resident import Resident
+from shardrules._solve.space import STORED
 from shardrules._solve.terms import Seconds, Terms
 
 if TYPE_CHECKING:
     from shardrules._solve.layout import Axes
-    from shardrules._solve.space import Assignment, Cost, Space
+    from shardrules._solve.space import Assignment, Space
     from shardrules._solve.terms import Weighed
 
 # A part has at most so many assignments.
-_MOST_OF_PART: Final = 8
+_MOST_OF_PART: Final = 16
 # Seconds that differ by less than this part are equal.
-_ROUNDING: Final = 1e-9
-
-
-class Best(NamedTuple):
-    """The best assignment, and how good any can be."""
-
-    assignment: Assignment
-    cost: Cost
-    bound: float
-    """Seconds; no assignment takes less."""
+ROUNDING: Final = 1e-9
+# Memory by which a simpler assignment may need more.
+_LITTLE: Final = 1e-3
 
 
 class _Entry(NamedTuple):
@@ -62,18 +56,17 @@ class Search:
 
     Args:
         space: What can be chosen.
-        least_known: Seconds of a solution in another space; those that take more are of no use.
         until: The time at which it ends, as `monotonic` has it.
     """
 
-    def __init__(self, space: Space, least_known: float = inf, until: float = inf) -> None:
+    def __init__(self, space: Space, until: float = inf) -> None:
         self.space, self._until = space, until
         self.terms, self.resident = Terms(space), Resident(space)
-        self.seconds = least_known
-        """Of the best assignment."""
+        self.seconds = inf
+        """Of the best assignment, or of a better one in another space."""
         self.assignment: Assignment | None = None
-        self.bound = 0.0
-        self.refused: Counter[str] = Counter()
+        self.is_over = False
+        """Whether the user, or the time, has ended it."""
         self._fits: dict[tuple[Axes, ...], bool] = {}
         self._order, self._parts = self._structure()
         self._of_part = self._terms_of_parts()
@@ -82,6 +75,7 @@ class Search:
         for place in self.terms.largest:
             for name in self.terms.terms[place].scope:
                 self._of[name].append(place)
+        self.heap = [self._root()]
 
     # Parts.
 
@@ -128,7 +122,7 @@ class Search:
         return _Node(max(sums), next(self._numbers), {}, terms, sums)
 
     def _is_worse(self, seconds: float) -> bool:
-        return seconds >= self.seconds * (1 - _ROUNDING)
+        return seconds >= self.seconds * (1 - ROUNDING)
 
     def _is_over(self, assignment: Mapping[int, Axes]) -> bool:
         hbm = self.space.hbm
@@ -154,27 +148,32 @@ class Search:
 
     def run(self) -> None:
         """Search all of the space, or until the time is over or the user interrupts."""
-        heap = [self._root()]
-        self.bound = heap[0].least
         try:
-            while heap and not self._is_worse(heap[0].least):
-                node = heap[0]
-                self.bound = node.least
+            self._descend_all()
+            while self.heap and not self._is_worse(self.heap[0].least):
                 if monotonic() > self._until:
+                    self.is_over = True
                     return
-                children: list[_Node] = []
-                if len(node.assignment) == len(self._order):
-                    self._combine(node)
-                else:
-                    name = self._order[len(node.assignment)]
-                    nodes = (self._tightened(node, name, v) for v in self.space.values[name])
-                    children += filter(None, nodes)
-                heapq.heappop(heap)  # now, so that an interrupt leaves it in the bound
+                children = self._children(self.heap[0])
+                heapq.heappop(self.heap)  # not before, as an interrupt leaves it in the bound
                 for child in children:
-                    heapq.heappush(heap, child)
+                    heapq.heappush(self.heap, child)
         except KeyboardInterrupt:
-            return
-        self.bound = self.seconds
+            self.is_over = True
+
+    @property
+    def bound(self) -> float:
+        """Seconds: no assignment takes less."""
+        return min(self.seconds, self.heap[0].least) if self.heap else self.seconds
+
+    def _children(self, node: _Node) -> list[_Node]:
+        """Return the nodes of the next variable's values; if there is none, try what is left."""
+        if len(node.assignment) == len(self._order):
+            self._combine(node)
+            return []
+        name = self._order[len(node.assignment)]
+        nodes = (self._tightened(node, name, value) for value in self.space.values[name])
+        return [child for child in nodes if child is not None]
 
     def _combine(self, node: _Node) -> None:
         """Try all assignments of the parts, each with those of all others."""
@@ -234,6 +233,23 @@ class Search:
 
     # A first solution.
 
+    def _descend_all(self) -> None:
+        """Improve some assignments: all axes on data, or each axis in turn on weights."""
+        for axis in (None, *self.space.sizes):
+            self.descend(self._start(() if axis is None else (axis,)))
+
+    def _start(self, axes: Axes) -> Assignment:
+        """Return the assignment in which axes cut weights, all others data, and both storage."""
+        of_weights = self.space.step._roles.of_weights
+        rest = tuple(axis for axis in self.space.sizes if axis not in axes)
+        wishes = {name: rest if name not in of_weights else axes for name in self.space.values} | {
+            STORED: tuple(self.space.sizes)
+        }
+        return {
+            name: wishes[name] if wishes[name] in values else values[0]
+            for name, values in self.space.values.items()
+        }
+
     def descend(self, start: Assignment) -> None:
         """Improve an assignment variable by variable until none gets better."""
         space, terms = self.space, self.terms
@@ -244,6 +260,9 @@ class Search:
         while is_better:
             is_better = False
             for name, values in space.values.items():
+                if monotonic() > self._until:
+                    is_better = False
+                    break
                 for value in values:
                     other = {**now, name: value}
                     after, excess = seconds, self._over(other)
@@ -252,9 +271,36 @@ class Search:
                     for place in self._of[name]:
                         after = after.less(terms.seconds(place, now))
                         after = after.plus(terms.seconds(place, other))
-                    if (excess, after.total) < (over, seconds.total * (1 - _ROUNDING)):
+                    if (excess, after.total) < (over, seconds.total * (1 - ROUNDING)):
                         now, seconds, over, is_better = other, after, excess, True
         self.offer(now, terms.total(now).total)
+
+    def least_memory(self) -> tuple[int, Assignment]:
+        """Return the least memory that variables, each by itself, lead to, and their values."""
+        starts = [self._start(()), *(self._start((axis,)) for axis in self.space.sizes)]
+        rows = []
+        for now in starts:
+            for name, values in self.space.values.items():
+                now[name] = min(values, key=lambda v: self.resident.least({**now, name: v}))
+            rows.append((self.space.peak(now), now))
+        return min(rows, key=lambda row: row[0])
+
+    def simplify(self) -> None:
+        """Leave out axes without which the best assignment is as good."""
+        assert self.assignment is not None
+        best = self.assignment
+        for name, values in self.space.values.items():
+            for value in values:
+                if name == STORED or len(value) >= len(best[name]):
+                    break
+                other = {**best, name: value}
+                least = self.resident.least
+                if (
+                    self.terms.total(other).total <= self.seconds * (1 + ROUNDING)
+                    and least(other) <= least(best) * (1 + _LITTLE)
+                    and self.fits(other)
+                ):
+                    best = self.assignment = other
 
     def _over(self, assignment: Assignment) -> int:
         hbm = self.space.hbm
@@ -282,37 +328,3 @@ def _connected(names: list[int], scopes: list[set[int]], decided: set[int]) -> l
     for name in names:
         parts.setdefault(root(name), []).append(name)
     return list(parts.values())
-
-
-def search(space: Space, *, least_known: float = inf, until: float = inf) -> Best | None:
-    """Find the best assignment; None if none fits, or is better than the least known."""
-    found = Search(space, least_known, until)
-    for start in starts(space):
-        found.descend(start)
-    found.run()
-    if found.assignment is None:
-        return None
-    return Best(found.assignment, space.cost(found.assignment), found.bound)
-
-
-def starts(space: Space) -> Iterator[Assignment]:
-    """Yield assignments from which to improve: whole, and each set of axes on data or weights."""
-    roles = space.step._roles
-    for axes in space.values[-1] if -1 in space.values else [()]:
-        rest = tuple(axis for axis in space.sizes if axis not in axes)
-        yield {
-            name: next(
-                (
-                    wish
-                    for wish in (
-                        (axes if name not in roles.of_weights else rest),
-                        (),
-                    )
-                    if wish in values
-                ),
-                values[0],
-            )
-            if name != -1
-            else tuple(space.sizes)
-            for name, values in space.values.items()
-        }

@@ -76,7 +76,7 @@ class Space:
         self.values = {name: values for name, values in self.values.items() if len(values) > 1}
 
     def _large_classes(self) -> list[int]:
-        """Return the classes that may be cut: of large arrays, over which no loop goes, no heads."""
+        """Return the classes that may be cut: of large arrays, without loops and heads."""
         equations = self.step._equations
         most: dict[int, int] = {}
         for number, rows in enumerate(self.arrays.classes):
