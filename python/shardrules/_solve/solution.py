@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import OVERLAP
 from shardrules._solve.choices import ClassChoice, choices, reasons
 from shardrules._solve.meshes import Best, Task, best_of
+from shardrules._solve.proof import Provable
 from shardrules._solve.space import STORED
 from shardrules._step.step import Step
 from shardrules._text import answer, bytes_shown, mesh_shown, printable_lines, seconds_shown
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
     from shardrules._estimate.buffers import Memory
-    from shardrules._estimate.step_time import StepTime
+    from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._hardware import Hardware
     from shardrules._solve.layout import LaidSpread
     from shardrules._step.spread import Cuts
@@ -33,7 +35,7 @@ _AXES: Final = ("fsdp", "tp")
 
 @answer
 @dataclass(frozen=True)
-class Solution:
+class Solution(Provable):
     """The sharding of a step that takes least time of those that fit; `solve` makes it."""
 
     step: Step
@@ -53,6 +55,12 @@ class Solution:
     reasons: tuple[str, ...]
     spread: LaidSpread
     """Cuts of all arrays of the step, and what is sent."""
+    on: Any
+    """The Topology or mesh that `solve` was given; None for the step's own."""
+    machine: Machine
+    """The hardware, and how well the step uses it."""
+    again: partial[Solution] = field(repr=False)
+    """`solve` with the same arguments, but for those that it is given."""
 
     def __deepcopy__(self, memo: object) -> Solution:
         return self
@@ -117,6 +125,7 @@ def solve(
         ({'inputs/0/up': PartitionSpec(None, 'tp'), 'inputs/1': PartitionSpec()}, 0.0)
     """
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
+    keep, forbid = tuple(keep), tuple(forbid)
     if isinstance(on, Topology):
         hardware = on.hardware if hardware is None else hardware
         axes = _AXES if step.mesh is None else tuple(step.mesh.shape)
@@ -128,11 +137,12 @@ def solve(
     machine = machine_of(hardware, (), OVERLAP, None, is_traced=True)
     room = machine.hardware.memory_bytes if hbm is None else integer("hbm", hbm, 1)
     until = inf if time_limit is None else monotonic() + time_limit
-    task = Task(step, machine, room, tuple(keep), tuple(forbid), until)
-    return _solution(best_of(task, meshes))
+    task = Task(step, machine, room, keep, forbid, until)
+    again = partial(solve, step, on, hardware=hardware, hbm=hbm, keep=keep, forbid=forbid)
+    return _solution(best_of(task, meshes), on, again)
 
 
-def _solution(best: Best) -> Solution:
+def _solution(best: Best, on: Any, again: partial[Solution]) -> Solution:
     space, cost = best.search.space, best.cost
     step, mesh = space.step, best.mesh
     specs = {
@@ -151,6 +161,9 @@ def _solution(best: Best) -> Solution:
         bound=best.bound,
         reasons=tuple(reasons(best)),
         spread=cost.spread,
+        on=on,
+        machine=space.machine,
+        again=again,
     )
 
 

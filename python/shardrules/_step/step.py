@@ -183,7 +183,7 @@ class Step(TracedStep):
                 roles.of.get(name, ""),
                 equations.dims.sizes[name],
                 tuple(places),
-                tuple(dict.fromkeys(map(_line, roles.contracted.get(name, ())))),
+                tuple(dict.fromkeys(map(line_of, roles.contracted.get(name, ())))),
             )
             for name, places in arrays.items()
         ]
@@ -196,7 +196,7 @@ class Step(TracedStep):
         times: Counter[tuple[str, str, str]] = Counter()
         for operation, trips in self._equations.operations():
             if operation.flops:
-                key = operation.name, _part(operation.scope), _line(operation)
+                key = operation.name, _part(operation.scope), line_of(operation)
                 flops[key] += operation.flops * trips
                 times[key] += trips
         return tuple(Work(*key, times[key], count) for key, count in flops.most_common())
@@ -211,7 +211,7 @@ class Step(TracedStep):
         """What is not looked into: kernels, and primitives without a rule."""
         rows = [f"{name} ({count:,} times)" for name, count in self._equations.missing.items()]
         rows += [
-            f"{_line(loop)}: a loop whose length is not known" for loop in self._equations.endless
+            f"{line_of(loop)}: a loop whose length is not known" for loop in self._equations.endless
         ]
         return tuple(rows)
 
@@ -396,7 +396,7 @@ class Step(TracedStep):
             self._equations.body.inputs[row]: self._paths[row].removeprefix(f"inputs/{place}/")
             for row in self._ranges[place]
         }
-        view = View(self._equations, self._roles, spread, paths, _line, large)
+        view = View(self._equations, self._roles, spread, paths, line_of, large)
         return list(step_findings(view))
 
     def _priced(self, spread: Spread) -> Price:
@@ -448,7 +448,7 @@ class Step(TracedStep):
         names = {c: f"{roles.of.get(c, '') or 'no role'} {sizes[c]:,}" for c in classes}
         yield f"  dimension {place}, {size:,}: {' x '.join(names.values()) or 'one element'}"
         for name, text in names.items():
-            lines = list(dict.fromkeys(map(_line, roles.contracted.get(name, ()))))
+            lines = list(dict.fromkeys(map(line_of, roles.contracted.get(name, ()))))
             part = f"{text} " if len(names) > 1 else ""
             for line in lines[:_ARRAYS_SHOWN]:
                 yield f"    {part}summed over at {line}"
@@ -600,7 +600,7 @@ def _place(operation: TracedOperation) -> Place | None:
     return None if line is None else Place(*line)
 
 
-def _line(operation: TracedOperation) -> str:
+def line_of(operation: TracedOperation) -> str:
     place = _place(operation)
     return operation.name if place is None else str(place)
 
