@@ -75,12 +75,18 @@ def seams(step: Step, cuts: Mapping[int, Cuts]) -> list[Seam]:
     carried = set(_carried(step._equations.body))
     rows: list[Seam] = []
     for site, operation in sites(step._closed, step._equations.body):
-        is_made = operation.name in _MAKES or operation.name in CONSTRAINTS
+        is_made = operation.name in _MAKES or operation.name in CONSTRAINTS or _is_new(operation)
         for result, number in enumerate(operation.outputs):
             is_large = size(number) >= least and bool(values[number].shape)
             if number in cuts and is_large and (is_made or number in carried):
                 rows.append(Seam(site, result, number, operation))
     return rows
+
+
+def _is_new(operation: TracedOperation) -> bool:
+    """Say whether an operation makes an array of a scalar, which follows what reads it."""
+    is_scalar = not any(operation.rule.operands[0]) if operation.rule else False
+    return operation.name == "broadcast_in_dim" and is_scalar
 
 
 def _carried(body: Body) -> Iterator[int]:
