@@ -193,6 +193,8 @@ class LaidSpread(Spread):
     the program are left out: the layout stands in their place.
     """
 
+    _may_split = False  # a layout is of whole axes
+
     def __init__(self, arrays: StepArrays, layout: Layout, *, merges_sums: bool = True) -> None:
         self._arrays, self._layout = arrays, layout
         inputs = arrays.equations.body.inputs

@@ -36,7 +36,9 @@ class Price:
     def traffic(self) -> Traffic:
         """Count what the step sends; what it is traced from is the only assumption."""
         return Traffic(
-            merged(self._rows(), self.spread.sizes), {"step": self.name}, self.unmodelled
+            merged(self._rows(), self.spread.sizes, self.spread.named),
+            {"step": self.name},
+            self.unmodelled,
         )
 
     def _rows(self) -> Iterator[Row]:
@@ -55,7 +57,7 @@ class Price:
 
     def time(self, machine: Machine) -> StepTime:
         """Estimate the time of the step: of each operation, of its products or of its memory."""
-        sizes, hardware = self.spread.sizes, machine.hardware
+        sizes, hardware = self.spread.mesh, machine.hardware
         compute, memory = self._busy(hardware, machine.efficiency)
         sent, alone = sent_seconds(machine, sizes, self.traffic())
         meanwhile = sum(sent.values()) - alone
