@@ -47,9 +47,9 @@ def load(
 ) -> Any:
     """Load a checkpoint of safetensors files, or of orbax, into sharded arrays.
 
-    Each process reads only the bytes that its own devices hold, and each of them once. Nothing is
-    compiled. Several processes agree on the call first, as in `shard`; one that fails makes all
-    fail.
+    Each process reads only the bytes that its own devices hold, each of them once, and gaps of at
+    most 4 KiB between them. Nothing is compiled. Several processes agree on the call first, as in
+    `shard`; one that fails makes all fail.
 
     Args:
         source: A safetensors file, the index of several, or a directory of them; or the directory

@@ -85,8 +85,8 @@ def seams(step: Step, cuts: Mapping[int, Cuts]) -> list[Seam]:
 
 def _is_new(operation: TracedOperation) -> bool:
     """Say whether an operation makes an array of a scalar, which follows what reads it."""
-    is_scalar = not any(operation.rule.operands[0]) if operation.rule else False
-    return operation.name == "broadcast_in_dim" and is_scalar
+    rule = operation.rule
+    return operation.name == "broadcast_in_dim" and rule is not None and not any(rule.operands[0])
 
 
 def _carried(body: Body) -> Iterator[int]:
