@@ -54,6 +54,11 @@ CASES = {
         sr.Rename("^x$", "{part}", "in (heads dim part) -> heads in dim", words={"part": (0, 1)}, sizes={"heads": 8}),
         {str(i): lambda x, i=i: x.reshape(4, 8, 4, 2)[..., i].transpose(1, 0, 2) for i in range(2)},
     ),
+    "interleaved and else the same": (
+        (8, 64),
+        sr.Rename("^x$", "{part}", "e (out part) -> e out", words={"part": (0, 1)}),
+        {str(i): lambda x, i=i: x[:, i::2] for i in range(2)},
+    ),
     "repeated inside": (
         (32, 8),
         sr.Rename("^x$", "y", "(kv dim) in -> (kv times dim) in", sizes={"times": 2, "dim": 8}),
