@@ -147,7 +147,7 @@ class Suggestion:
             >>> import jax, shardrules as sr
             >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((4096, 8192), "float32")}}
             >>> [one.kind for one in sr.suggest(tree, {"fsdp": 3}).warnings]
-            ['replicated', 'unused-axis']
+            ['replicated']
             >>> len(sr.suggest(tree, {"fsdp": 4}).warnings)
             0
         """
