@@ -479,5 +479,5 @@ HF_TO_FLAX: Final = (
 )
 r"""Renames: Llama, Mistral, Qwen, Mixtral, Gemma and DeepSeek of Hugging Face to a tree in the
 manner of flax, `model/layers/0/self_attn/q_proj/kernel` [in, out], with `bias`, `scale` and
-`embedding`; experts are stacked in `mlp/experts/gate_proj/kernel` [expert, in, out]. As `from_hf` for
-nnx, without scales."""
+`embedding`; experts are stacked in `mlp/experts/gate_proj/kernel` [expert, in, out]. As `from_hf`
+for nnx, without scales."""
