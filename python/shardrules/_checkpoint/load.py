@@ -10,7 +10,7 @@ from shardrules._arguments import check_type, each, in_order, integer, listed, t
 from shardrules._checkpoint.filling import Job, bytes_in_flight
 from shardrules._checkpoint.formats import format_of, reads_of
 from shardrules._checkpoint.reading import Progress, checked_progress
-from shardrules._checkpoint.renames import Rename
+from shardrules._checkpoint.renames import A_RENAME, Rename
 from shardrules._checkpoint.targets import Problems
 from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._dtypes import bits_of, given_float
@@ -47,9 +47,9 @@ def load(
 ) -> Any:
     """Load a checkpoint of safetensors files, or of orbax, into sharded arrays.
 
-    Each process reads only the bytes that its own devices hold, and each of them once. Nothing is
-    compiled. Several processes agree on the call first, as in `shard`; one that fails makes all
-    fail.
+    Each process reads only the bytes that its own devices hold, each of them once, and gaps of at
+    most 4 KiB between them. Nothing is compiled. Several processes agree on the call first, as in
+    `shard`; one that fails makes all fail.
 
     Args:
         source: A safetensors file, the index of several, or a directory of them; or the directory
@@ -104,7 +104,7 @@ def load(
     check_type("source", source, str | os.PathLike, "the path of a checkpoint")
     reports = checked_progress(progress)
     with JointCall("load") as call:
-        followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
+        followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
         wanted_dtype = None if dtype is None else given_float("dtype", dtype)
         bound = max_bytes_in_flight
         if bound is not None:

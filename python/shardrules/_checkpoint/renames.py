@@ -11,7 +11,10 @@ from typing import Any, Final
 from shardrules._arguments import boolean, check_type, integer, listed
 from shardrules._checkpoint.boxes import Arrangement, arrangement
 from shardrules._dtypes import given_name
-from shardrules._text import shown, without_defaults
+from shardrules._rules.patterns import check_template
+from shardrules._text import misspelt, shown, without_defaults
+
+A_RENAME: Final = r"a Rename, such as shardrules.Rename(r'^transformer/', '')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class Rename:
                 f"argument is {self.argument!r}; it must be a name, in a record without apply"
             )
         for template in filter(None, (self.path, self.scale)):
-            re.sub(self.pattern, template, "")
+            check_template(self.pattern, template)
         _set(self, "blocks", _integers("blocks", self.blocks, or_none=True))
         _set(self, "sizes", _checked_sizes(self.sizes))
         _set(self, "words", _checked_words(self.words))
@@ -125,9 +128,11 @@ class Rename:
         stacked = stacked_axes(self)
         for axis in dims.stacked:
             if axis not in stacked and not isinstance(self.sizes.get(axis), int):
+                near = misspelt(axis, dims.unstacked)
+                meant = f"; did you mean {near!r}, on the left?" if near else ""
                 raise ValueError(
                     f"dims {self.dims!r} stacks along {axis!r}, for which the pattern needs a "
-                    f"group: (?P<{axis}>[0-9]+); to repeat along it, give its size in sizes"
+                    f"group: (?P<{axis}>[0-9]+){meant}; to repeat along it, give its size in sizes"
                 )
         for group in dims.target:
             if inner := {*stacked}.intersection(group[1:]):

@@ -14,7 +14,7 @@ import numpy as np
 from shardrules._arguments import Tree, boolean, check_tree, each, in_order, integer, listed, texts
 from shardrules._checkpoint.programs import is_plain, made_of
 from shardrules._checkpoint.reading import bound_of
-from shardrules._checkpoint.renames import Rename, texts_of
+from shardrules._checkpoint.renames import A_RENAME, Rename, texts_of
 from shardrules._checkpoint.targets import Problems, Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
@@ -164,7 +164,7 @@ def reshard(
 
     with JointCall("reshard") as call:
         check_tree("tree", tree)
-        followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
+        followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
         gives_up = boolean("donate", donate)
         name = None if dtype is None else given_float("dtype", dtype)
         most = max_bytes_in_flight

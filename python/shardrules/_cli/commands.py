@@ -378,7 +378,7 @@ def sweep(args: Args) -> None:
 )  # fmt: skip
 def load(args: Args) -> None:
     """Tell what shardrules.load would read: bytes per process and device, in flight, time."""
-    from shardrules._checkpoint.filling import forecast
+    from shardrules._checkpoint.forecast import forecast
     from shardrules._cli import inputs
     from shardrules._text import byte_count
 

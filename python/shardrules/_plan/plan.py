@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardrules._arguments import (
+    check_bytes,
     check_file,
-    check_real,
     check_shapes,
     check_tree,
     check_type,
@@ -27,7 +27,7 @@ from shardrules._arguments import (
 )
 from shardrules._correction import Correction, MemoryKind, check_memory_kind
 from shardrules._dtypes import given_dtype
-from shardrules._estimate.traced import TracedStep
+from shardrules._estimate.traced import A_STEP, TracedStep
 from shardrules._io import write_text
 from shardrules._mesh.mesh import as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._place.decider import (
@@ -281,8 +281,8 @@ class Plan(Estimates, Decider):
         """
         from shardrules._plan import check
 
-        check_real("large", large)
-        check_type("step", step, TracedStep | None, "a Step, as shardrules.trace gives one")
+        check_bytes("large", large)
+        check_type("step", step, TracedStep | None, A_STEP)
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
         patterns = listed("replicated", replicated, "patterns")
         if patterns:

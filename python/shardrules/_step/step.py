@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
-from shardrules._arguments import check_real, check_type, integer
+from shardrules._arguments import check_bytes, check_type, integer
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
@@ -18,7 +18,7 @@ from shardrules._jax import user_line
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
-from shardrules._program.compile import check_static, placed_on, target_mesh
+from shardrules._program.compile import check_static, check_step, noted, placed_on, target_mesh
 from shardrules._specs import entries_of, entry_axes
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
@@ -37,7 +37,6 @@ from shardrules._text import (
     near_shown,
     printable_lines,
     record,
-    shown,
 )
 from shardrules._trees.align import leaf_paths
 
@@ -326,7 +325,7 @@ class Step(TracedStep):
             >>> sr.trace(lambda params, x: x @ params["w"], plan, x).largest_batch(plan, hbm=4096)
             62
         """
-        size = integer("hbm", hbm, 1)
+        size = integer("hbm", hbm, 1, what="a whole number of bytes")
         spread = self._spread(plan)
         inputs = self._equations.body.inputs
         batches = ((number, self._batch_class(number)) for number in inputs)
@@ -378,7 +377,8 @@ class Step(TracedStep):
             machine: Hardware, and how well the step uses it.
             plan: As `memory` takes it.
         """
-        check_type("machine", machine, Machine, "what Plan.step_time makes of its arguments")
+        what = "a Machine; or write plan.step_time(step=step, hardware='v5p')"
+        check_type("machine", machine, Machine, what)
         return self._priced(self._spread(plan)).time(machine)
 
     def findings(self, plan: Plan, large: int) -> list[Finding]:
@@ -389,7 +389,7 @@ class Step(TracedStep):
             large: Bytes on a device from which on an array is reported.
         """
         check_type("plan", plan, Plan, "that of shardrules.plan")
-        check_real("large", large)
+        check_bytes("large", large)
         spread = self._spread(plan)
         place = next(i for i, arg in enumerate(self._args) if isinstance(arg, Plan))
         paths = {
@@ -512,8 +512,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
     """
     import jax
 
-    if not callable(step):
-        raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
+    check_step(step, args)
     check_static(step, args)
     mesh = _mesh_of(on, args)
     trees = placed_on(args, mesh)
@@ -522,7 +521,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
         import equinox
 
         make = equinox.filter_make_jaxpr
-    with _in_force(mesh):
+    with _in_force(mesh), noted(step, args):
         closed, results, *_ = make(step)(*trees)
     traced = _Traced(closed, jax.tree_util.tree_structure(results))
     paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]

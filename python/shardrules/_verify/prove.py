@@ -14,6 +14,7 @@ from shardrules._program.cache import cached_result
 from shardrules._program.compile import (
     Effort,
     Refusal,
+    check_step,
     lowered_on,
     mesh_of,
     options_for,
@@ -139,6 +140,7 @@ def prove(
         >>> proof = sr.prove(step, plan, on=mesh, outputs=plan)
         >>> proof.raise_for("warning")
     """
+    check_step(step, args, effort)
     mesh = None if on is None else target_mesh(on, args)
     with options_for(mesh, effort):
         result = cached_result(lowered_on(mesh, step, args), mesh, result_of)
