@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._estimate.buffers import SIZES, Totals
+from shardrules._estimate.buffers import SIZES, totals_from
 from shardrules._program.hlo import Hlo
 from shardrules._program.liveness import alive_at_peak
 from tests.support.folders import ROOT
@@ -31,7 +31,7 @@ def ratio(name):
     numbers = EXPECTED[name]["memory"]
     text = gzip.decompress((FOLDER / f"{name}.txt.gz").read_bytes()).decode("utf-8")
     alive = sum(row.shape.bytes for row in alive_at_peak(Hlo(text)))
-    totals = Totals.of_sizes([numbers.get(name, 0) for name in SIZES])
+    totals = totals_from([numbers.get(name, 0) for name in SIZES])
     return alive / (totals.peak - totals.code)
 
 
@@ -81,9 +81,9 @@ class TestMemory:
     def test_temporaries_of_tpus_are_not_counted_twice(self):
         # libtpu accepted this step on v5e, which has 16.9 GB: arguments and temp are 19.9 GB.
         sizes = [1_342_177_280, 1_342_177_280, 1_342_177_280, 18_556_400_000, 2_100_000]
-        totals = Totals.of_sizes([*sizes, 16_056_201_728])
+        totals = totals_from([*sizes, 16_056_201_728])
         assert totals.peak == 16_056_201_728 + 2_100_000
-        assert Totals.of_sizes([*sizes, 0]).temporaries == 18_556_400_000
+        assert totals_from([*sizes, 0]).temporaries == 18_556_400_000
 
     def test_the_largest_arrays_have_a_name_and_a_line(self):
         memory = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN).memory

@@ -68,20 +68,6 @@ class Totals(NamedTuple):
         """Bytes that the program needs at most."""
         return sum(sign * getattr(self, name) for name, (_, sign) in _NUMBERS.items())
 
-    @classmethod
-    def of_sizes(cls, sizes: Sequence[int]) -> Totals:
-        """Read `SIZES`.
-
-        The TPU's compiler counts some temporaries twice: it accepts programs of which arguments
-        and temporaries are more than the memory, and refuses those that allocate more.
-        """
-        *numbers, allocated = sizes
-        totals = cls(*numbers)
-        if not allocated:
-            return totals
-        rest = allocated - totals.arguments - totals.outputs + totals.aliased
-        return totals._replace(temporaries=max(rest, 0))
-
     def __str__(self) -> str:
         terms = [
             f"{'-' if sign < 0 else '+'} {name} {bytes_shown(size)}"
@@ -89,6 +75,20 @@ class Totals(NamedTuple):
             if (size := getattr(self, name))
         ]
         return " ".join(terms).removeprefix("+ ")
+
+
+def totals_from(sizes: Sequence[int]) -> Totals:
+    """Read `SIZES`.
+
+    The TPU's compiler counts some temporaries twice: it accepts programs of which arguments and
+    temporaries are more than the memory, and refuses those that allocate more.
+    """
+    *numbers, allocated = sizes
+    totals = Totals(*numbers)
+    if not allocated:
+        return totals
+    rest = allocated - totals.arguments - totals.outputs + totals.aliased
+    return totals._replace(temporaries=max(rest, 0))
 
 
 @answer
