@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from shardrules._arguments import check_type, each, in_order, integer, listed, texts
 from shardrules._checkpoint.filling import Job, bytes_in_flight
 from shardrules._checkpoint.formats import format_of, reads_of
-from shardrules._checkpoint.part import Part, initial
 from shardrules._checkpoint.reading import Progress, checked_progress
 from shardrules._checkpoint.renames import A_RENAME, Rename
+from shardrules._checkpoint.selection import Selection, initial
 from shardrules._checkpoint.targets import Problems
 from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._dtypes import bits_of, given_float
@@ -125,7 +125,7 @@ def load(
         bound = max_bytes_in_flight
         if bound is not None:
             bound = integer("max_bytes_in_flight", bound, 1, what="a number of bytes")
-        part = Part(strict, only, missing)
+        selection = Selection(strict, only, missing)
         deciding: dict[str, Any] = {
             "min_size": min_size,
             "correction": correction,
@@ -138,7 +138,7 @@ def load(
             plan = rules if mesh is None else rules.on_mesh(mesh)
             tree = plan.abstract() if tree is None else tree
             rules, mesh = plan.shardings(), None
-        if tree is None and (missing or not part.strict):
+        if tree is None and (missing or not selection.strict):
             raise ValueError(
                 "missing and strict=False are for a tree to fill: give tree, or a plan as rules"
             )
@@ -156,7 +156,7 @@ def load(
             wanted_dtype,
             problems,
             takes_parts=checkpoint_format.has_items,
-            part=part,
+            selection=selection,
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh, **deciding)
         jobs = [
@@ -169,7 +169,7 @@ def load(
         call.agree(
             lambda: [
                 *checkpoint_format.samples(arrays),
-                ("the options", part.options),
+                ("the options", selection.options),
                 *rows_of(abstract, dict(enumerate(shardings))),
             ]
         )
@@ -184,12 +184,12 @@ def load(
         ):
             if target is not None:
                 values.append(next(read))
-            elif path in part.made:
+            elif path in selection.made:
                 to = checked_sharding(path, sharding)
-                values.append(initial(path, part.made[path], like, to))
+                values.append(initial(path, selection.made[path], like, to))
             else:
                 values.append(leaf)
-        part.tell(arrays.name)
+        selection.tell(arrays.name)
         call.agree(lambda: [("the arrays", "read")])
     return treedef.unflatten(values)
 

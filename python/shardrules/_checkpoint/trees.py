@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from shardrules._arguments import check_tree
-from shardrules._checkpoint.part import Part
 from shardrules._checkpoint.reading import numpy_dtype
 from shardrules._checkpoint.renames import Rename
+from shardrules._checkpoint.selection import Selection
 from shardrules._checkpoint.targets import Problems, Target, targets_of
 from shardrules._dtypes import bits_of, converts, given_name, is_plain_float, key_dtype
 from shardrules._files.leaves import ArraySpec
@@ -29,7 +29,7 @@ def matched(
     problems: Problems,
     *,
     takes_parts: bool = False,
-    part: Part | None = None,
+    selection: Selection | None = None,
 ) -> tuple[Any, list[tuple[str, Target | None]]]:
     """Return (the tree of ShapeDtypeStructs, the path and the target of each leaf in order).
 
@@ -42,17 +42,17 @@ def matched(
         dtype: The dtype of floating arrays; None: the tree's or the arrays'.
         problems: What is wrong already.
         takes_parts: Whether a tree may lack whole items of the arrays' tree, such as `opt_state`.
-        part: What is loaded of them. Default: all.
+        selection: What is loaded of them. Default: all.
 
     Raises:
         FileError: Something does not fit; everything is listed.
     """
-    part = part or Part()
+    selection = selection or Selection()
     if tree is None:
         targets = targets_of(arrays, renames, {}, problems)
-        part.check(list(targets), problems)
+        selection.check(list(targets), problems)
         problems.raise_all()
-        targets = {path: target for path, target in targets.items() if part.wants(path)}
+        targets = {path: target for path, target in targets.items() if selection.wants(path)}
         tree = _tree_of(targets)
         paths = leaf_paths(tree)
         tree_specs = [(targets[path].shape, targets[path].dtype) for path in paths]
@@ -68,8 +68,8 @@ def matched(
         if takes_parts:
             items = {*map(_item, paths)}
             targets = {path: each for path, each in targets.items() if _item(path) in items}
-        part.check(paths, problems)
-        targets = _in_tree(targets, paths, tree_specs, problems, part)
+        selection.check(paths, problems)
+        targets = _in_tree(targets, paths, tree_specs, problems, selection)
     unknown = {name for name in {name for _, name in tree_specs} if not _is_known_to_jax(name)}
     for path, (_, name) in zip(paths, tree_specs, strict=True):
         if name in unknown and path in targets:
@@ -146,7 +146,7 @@ def _in_tree(
     paths: list[str],
     in_tree: list[_ShapeAndDtype],
     problems: Problems,
-    part: Part,
+    selection: Selection,
 ) -> dict[str, Target]:
     """Return the targets by the tree's paths; note what is missing, left over, or differs."""
     names = list(targets)
@@ -155,10 +155,10 @@ def _in_tree(
     unused = [name for row, name in enumerate(names) if row not in taken]
     aligned: dict[str, Target] = {}
     for path, row, (shape, dtype) in zip(paths, rows, in_tree, strict=True):
-        if not part.wants(path):
+        if not selection.wants(path):
             continue
         if row < 0:
-            if part.makes(path):
+            if selection.makes(path):
                 continue
             problems.add(f"missing: the tree wants {dtype}{list(shape)}", path, unused)
             continue
@@ -175,7 +175,7 @@ def _in_tree(
                 path,
             )
     for name in unused:
-        if not part.leaves_out(name):
+        if not selection.leaves_out(name):
             problems.add(
                 "left over: the tree does not have it; a Rename to None leaves it out", name
             )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("shardrules")
 
 
-class Part:
+class Selection:
     """What is loaded of a checkpoint; by default all, and into a tree that it fills.
 
     Args:
@@ -40,11 +40,11 @@ class Part:
         self.strict = boolean("strict", strict)
         check_type("only", only, str | re.Pattern | None, "a regex, or None")
         check_type("missing", missing, Mapping | None, "a dict of {pattern: init}, or None")
-        self.only = None if only is None else re.compile(only)
+        self.only = None if only is None else _regex("only", only)
         self.missing = dict(missing or {})
         for pattern, init in self.missing.items():
             check_type("missing", pattern, str | re.Pattern, "a dict whose keys are regexes")
-            re.compile(pattern)
+            _regex("missing", pattern)
             if init is None or isinstance(init, str):
                 raise TypeError(
                     f"missing: {pattern!r} has {shown(init)}; give a number, an array, or a "
@@ -96,6 +96,13 @@ class Part:
                 folded = [group.pattern for group in fold(paths, np.zeros(len(paths), np.int32))]
                 count = counted(len(paths), "array")
                 _LOG.warning("load: %s: %s %s: %s", name, count, what, ", ".join(folded))
+
+
+def _regex(keyword: str, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{keyword}: {pattern!r} is not a regex: {error}") from None
 
 
 def initial(path: str, init: Any, like: Any, sharding: NamedSharding) -> Any:
