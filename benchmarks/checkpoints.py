@@ -278,12 +278,14 @@ def scaled(folder: str) -> Case:
     mesh = mesh_of(4, 2)
     spec, goal = P(None, "fsdp", "tp"), jnp.bfloat16
     stack = [
-        sr.Rename(r"experts\.(?P<e>\d+)\.gate_proj\.weight$", "w", "out in -> e in out"),
-        sr.Rename(r"experts\.(?P<e>\d+)\.gate_proj\.weight_scale_inv$", "s", "out in -> e in out"),
+        sr.Rename(r"^.*experts\.(?P<e>\d+)\.gate_proj\.weight$", "w", "out in -> e in out"),
+        sr.Rename(
+            r"^.*experts\.(?P<e>\d+)\.gate_proj\.weight_scale_inv$", "s", "out in -> e in out"
+        ),
     ]
     sharding = NamedSharding(mesh, spec)
     by_scales = [sr.Rename(
-        r"experts\.(?P<e>\d+)\.gate_proj\.weight$", "w", "out in -> e in out",
+        r"^.*experts\.(?P<e>\d+)\.gate_proj\.weight$", "w", "out in -> e in out",
         scale=r"\g<0>_scale_inv", blocks=(128, 128),
     )]  # fmt: skip
 

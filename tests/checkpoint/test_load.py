@@ -620,3 +620,45 @@ def test_a_box_that_two_places_need_is_read_once(tmp_path, rng, counted):
     )["w"]
     assert np.array_equal(np.asarray(loaded), np.repeat(array[:, None], 3, 1))
     assert sum(counted) == array.nbytes
+
+
+@pytest.mark.parametrize("blocks", [(128, 128), (1, 1 << 30), ()])
+@pytest.mark.parametrize(
+    "dims", ["out in -> out in", "out in -> in (e out)", "out (h in) -> h e in out"]
+)
+def test_large_arrays_are_scaled_on_devices(tmp_path, rng, blocks, dims):
+    """Bit-equal to the product in numpy, ragged blocks too."""
+    save = pytest.importorskip("safetensors.numpy").save_file
+    code, out, inner, count = (
+        ml_dtypes.float8_e4m3fn,
+        1000,
+        1280,
+        4 if "e" in dims.split() or "(e" in dims else 1,
+    )
+    draw = np.random.default_rng(0)
+    arrays, products = {}, []
+    for e in range(count):
+        codes = draw.normal(size=(out, inner)).astype(code)
+        shape = [-(-size // min(block, size)) for size, block in zip((out, inner), blocks)]
+        scales = np.asarray(draw.normal(size=shape if blocks else ()), "float32")
+        arrays |= {f"w.{e}": codes, f"w.{e}_scale": scales}
+        factors = scales
+        for dim, block in enumerate(blocks):
+            factors = np.repeat(factors, min(block, (out, inner)[dim]), axis=dim)
+        factors = factors[:out, :inner] if blocks else factors
+        products.append((codes.astype("float32") * factors).astype(ml_dtypes.bfloat16))
+    save(arrays, tmp_path / "m.safetensors")
+    renames = [
+        sr.Rename(r"^w\.(?P<e>\d+)$", "w", dims, scale=r"w.\1_scale", blocks=blocks,
+                  sizes={"h": 4} if "h" in dims else {})
+    ]  # fmt: skip
+    expected = products[0]
+    if dims.endswith("(e out)"):
+        expected = np.concatenate([each.T for each in products], 1)
+    elif "h" in dims:
+        expected = np.stack([each.reshape(out, 4, -1).transpose(1, 2, 0) for each in products], 1)
+    spec = P("tp", "fsdp") if expected.ndim == 2 else P(None, "fsdp", "tp", None)
+    loaded = sr.load(tmp_path, [("w", spec)], mesh_of(), renames=renames, dtype="bfloat16")["w"]
+    assert loaded.dtype == "bfloat16"
+    assert loaded.sharding.spec == spec
+    assert bits(loaded) == expected.tobytes()

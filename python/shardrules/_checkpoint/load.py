@@ -48,8 +48,9 @@ def load(
     """Load a checkpoint of safetensors files, or of orbax, into sharded arrays.
 
     Each process reads only the bytes that its own devices hold, each of them once, and gaps of at
-    most 4 KiB between them. Nothing is compiled. Several processes agree on the call first, as in
-    `shard`; one that fails makes all fail.
+    most 4 KiB between them. A program is compiled for each form of large arrays with scales, and
+    for `apply`. Several processes agree on the call first, as in `shard`; one that fails makes all
+    fail.
 
     Args:
         source: A safetensors file, the index of several, or a directory of them; or the directory

@@ -65,11 +65,6 @@ class Solution(Provable):
     def __deepcopy__(self, memo: object) -> Solution:
         return self
 
-    @property
-    def gap(self) -> float:
-        """The part of the time by which a better choice may be faster; 0 if there is none."""
-        return max(0.0, 1 - self.bound / self.time.total) if self.time.total else 0.0
-
     def __str__(self) -> str:
         lines = [
             f"{seconds_shown(self.time.total)} a step on {mesh_shown(self.plan.axis_sizes)}, "
