@@ -26,7 +26,7 @@ from shardrules._checkpoint.boxes import (
 )
 from shardrules._checkpoint.patterns import needed_text
 from shardrules._checkpoint.reading import numpy_dtype
-from shardrules._checkpoint.renames import Rename, stacked_axes
+from shardrules._checkpoint.renames import Rename, numbered_axes, stacked_axes
 from shardrules._dtypes import bits_of, converts
 from shardrules._files.leaves import ArraySpec
 from shardrules._io import FileError
@@ -244,6 +244,8 @@ def _parts_of_target(
     path = name
     if rename is not _PLAIN:
         path = re.sub(rename.pattern, rename.path or "", name, count=1)
+        for axis in numbered_axes(rename):
+            path = path.replace(f"{{{axis}}}", str(_position(name, rename, axis)))
     dims = rename.arrangement
     if dims is None:
         yield path, SourcePart(name, rename, unchanged(shape), (0,) * len(shape), {})
