@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._step import factors
 from tests.support import hlo_counts
-from tests.support.random_steps import RandomStep, Shape
+from tests.support.random_programs import RandomStep, Shape
 
 N = 4
 MESH = Mesh(np.array(jax.devices()[:N]), ("x",))

@@ -17,14 +17,14 @@ from shardrules._text import brief, near_shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.step_time import Machine, StepTime
+    from shardrules._step.dimensions import Dims
     from shardrules._step.spread import Cuts
     from shardrules._step.step import Step
 
 STORED: Final = -1
 """The variable whose value is `Layout.stored`; all others are classes of dimensions."""
-# Classes of which no array is so large a part of the largest one are not cut.
+# Classes of which no array is so large a part of the largest one are whole.
 _SMALL: Final = 1e-4
-_WHOLE: Final = ("head size", "layers")
 
 Assignment = dict[int, Axes]
 """Values of the variables."""
@@ -61,9 +61,10 @@ class Space:
         fixed: Mapping[int, Cuts],
         forbidden: Iterable[tuple[int, str]] = (),
     ) -> None:
-        self.step, self.machine, self.hbm, self.fixed = step, machine, hbm, fixed
+        self.step, self.machine, self.hbm = step, machine, hbm
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self.arrays = StepArrays(step._equations, step._roles, self.sizes)
+        self.fixed = dict(fixed) | self._fixed_like(fixed)
         forbidden = set(forbidden)
         self.values: dict[int, list[Axes]] = {STORED: list(_subsets(self.sizes))}
         for name in self._large_classes():
@@ -77,25 +78,77 @@ class Space:
         self.values = {name: values for name, values in self.values.items() if len(values) > 1}
 
     def _large_classes(self) -> list[int]:
-        """Return the classes that may be cut: of large arrays, whole in no loop and no head."""
-        equations, roles = self.step._equations, self.step._roles
+        """Return the classes that may be cut: of large arrays, without loops and heads."""
+        equations = self.step._equations
         most: dict[int, int] = {}
         for number, rows in enumerate(self.arrays.classes):
-            if number in self.arrays.local:
-                continue
             value = equations.values[number]
-            size = prod(value.shape) * (bits_of(value.dtype) if value.dtype is not None else 0)
-            for row in rows:
-                for name in row:
+            size = prod(value.shape) * (0 if value.dtype is None else bits_of(value.dtype))
+            if number not in self.arrays.local:
+                for name in {name for row in rows for name in row}:
                     most[name] = max(most.get(name, 0), size)
         least = _SMALL * max(most.values(), default=0)
-        return [
+        excluded = equations.looped | self._parts_of_heads()
+        largest = sorted(most.items(), key=lambda row: (-row[1], row[0]))
+        return [name for name, size in largest if size > least and name not in excluded]
+
+    def _parts_of_heads(self) -> set[int]:
+        """Return the classes within a dimension of a weight, such as the size of a head.
+
+        Devices have contiguous parts of a dimension: whole heads. What is cut out of such a class,
+        as rotary embeddings are, is one as well.
+        """
+        equations, roles = self.step._equations, self.step._roles
+        weights = [self.arrays.classes[number] for number in roles.weights.values()]
+        parts = {
             name
-            for name, size in sorted(most.items(), key=lambda row: (-row[1], row[0]))
-            if size > least
-            and name not in equations.looped
-            and roles.of.get(name, "") not in _WHOLE
+            for rows in weights
+            for row in rows
+            for name in row[1:]
+            if roles.of.get(name, "") != "query heads of a KV head"
+        }
+        parts.update(name for name, role in roles.of.items() if role == "head size")
+        pairs = [
+            (set(equations.dims.classes(whole)), set(equations.dims.classes(part)))
+            for whole, part in equations.dims.parts
         ]
+        count = -1
+        while count != len(parts):
+            count = len(parts)
+            for whole, part in pairs:
+                if whole <= parts or part <= parts:
+                    parts |= whole | part
+        return parts
+
+    def _fixed_like(self, fixed: Mapping[int, Cuts]) -> dict[int, Cuts]:
+        """Return the cuts of what is like weights that are kept: slices, casts, gradients, state.
+
+        Of gradients and state nothing says whose they are: they are those of all weights with the
+        same classes of dimensions, if these are kept alike.
+        """
+        classes, sources = self.arrays.classes, self.step._roles.weights
+        inputs = self.step._equations.body.inputs
+        kept: dict[frozenset[Dims], set[Cuts | None]] = {}
+        for number in (n for n in inputs if self.arrays.is_weight(n)):
+            kept.setdefault(self._kind(number), set()).add(fixed.get(number))
+        first = {self._kind(number): number for number in inputs if number in fixed}
+        like = {}
+        for number in filter(self.arrays.is_weight, range(len(classes))):
+            kind = self._kind(number)
+            source = sources.get(number)
+            if source not in fixed:
+                source = first.get(kind) if len(kept.get(kind, ())) == 1 else None
+            if source is not None and number not in fixed and source in fixed:
+                axes = dict(zip(classes[source], fixed[source], strict=True))
+                like[number] = tuple(axes.get(row, ()) for row in classes[number])
+        return like
+
+    def _kind(self, number: int) -> frozenset[Dims]:
+        """Return the classes of the dimensions of an array, but for those of loops."""
+        looped = self.step._equations.looped
+        return frozenset(
+            row for row in self.arrays.classes[number] if row and not looped.issuperset(row)
+        )
 
     def layout(self, assignment: Mapping[int, Axes]) -> Layout:
         """Return the layout of an assignment; what has no value is whole."""
@@ -107,6 +160,20 @@ class Space:
         spread = LaidSpread(self.arrays, self.layout(assignment))
         time = self.step._priced(spread).time(self.machine)
         return Cost(time, self.step._memory(spread).peak, spread)
+
+    def peak(self, assignment: Mapping[int, Axes]) -> int:
+        """Return the bytes of memory that a device needs."""
+        spread = LaidSpread(self.arrays, self.layout(assignment))
+        return self.step._memory(spread).peak
+
+    def scope_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Return the variables on which the layout of arrays depends."""
+        names: set[int] = set()
+        for number in numbers:
+            names.update(name for row in self.arrays.classes[number] for name in row)
+            if self.arrays.is_stored(number):
+                names.add(STORED)
+        return tuple(name for name in self.values if name in names)
 
 
 def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:

@@ -43,9 +43,9 @@ class Price:
 
     def _rows(self) -> Iterator[Row]:
         for sent in self.spread.sent:
-            yield sent.kind, sent.axes, self._purpose(sent), sent.trips, sent.payload * sent.trips
+            yield sent.kind, sent.axes, self.purpose(sent), sent.trips, sent.payload * sent.trips
 
-    def _purpose(self, sent: SpreadCollective) -> Of:
+    def purpose(self, sent: SpreadCollective) -> Of:
         """Say of what a collective is."""
         if sent.value in self.roles.weights:
             return "params"
@@ -80,14 +80,20 @@ class Price:
         """Return the seconds of products, and those of reading and writing."""
         compute = memory = 0.0
         for operation, trips in self.equations.operations(on_device=True):
-            flops, moved, peak = self._of_operation(operation, hardware)
-            share = KERNEL_EFFICIENCY if operation.rule is None else efficiency
-            seconds = flops / (peak * share), moved / hardware.memory_bytes_per_second
+            seconds = self.seconds(operation, hardware, efficiency)
             if seconds[0] >= seconds[1]:
                 compute += seconds[0] * trips
             else:
                 memory += seconds[1] * trips
         return compute, memory
+
+    def seconds(
+        self, operation: TracedOperation, hardware: Hardware, efficiency: float
+    ) -> tuple[float, float]:
+        """Return the seconds of an operation's products, and those of reading and writing."""
+        flops, moved, peak = self._of_operation(operation, hardware)
+        share = KERNEL_EFFICIENCY if operation.rule is None else efficiency
+        return flops / (peak * share), moved / hardware.memory_bytes_per_second
 
     def _of_operation(
         self, operation: TracedOperation, hardware: Hardware

@@ -590,6 +590,11 @@ class Spread:
                 axes.setdefault(factor, row)
 
 
+def is_addition(operation: TracedOperation) -> bool:
+    """Say whether an operation adds two arrays, and so can add what devices have of sums."""
+    return operation.name in _ADDS
+
+
 def _by_factor(
     axes: Sequence[str], places: Sequence[int | None], rule: Rule, sizes: Mapping[str, int]
 ) -> dict[int, tuple[str, ...]]:
