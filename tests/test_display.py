@@ -79,6 +79,20 @@ def solution() -> sr.types.Solution:
     return sr.solve(step(), {"fsdp": 4}, hardware="v5p")
 
 
+@cache
+def trained() -> sr.types.Solution:
+    mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",))
+    tree = sr.plan({"up": jax.ShapeDtypeStruct((64, 256), "float32")}, [("up", ())], mesh)
+    x = jax.ShapeDtypeStruct((2**16, 64), "float32")
+    step = sr.trace(jax.grad(lambda params, x: (x @ params["up"]).sum()), tree, x)
+    return sr.solve(step, mesh, hardware="v5p")
+
+
+@cache
+def solved_proof() -> sr.types.SolutionProof:
+    return trained().prove(rounds=1)
+
+
 RESHARD = sr.types.Reshard("f32[16,512]", "P('tp', None)", "P(None, 'tp')", "jit(step)/add")
 
 
@@ -115,6 +129,9 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), "compiled for one device"),
     "Step": (step, "dimensions of the arguments, by what must be sharded alike"),
     "Solution": (solution, " a step on fsdp=4"),
+    "Gain": (lambda: trained().compare([(".*", "fsdp")]), " a step"),
+    "SolutionProof": (solved_proof, "round 1: predicted "),
+    "ProofRound": (lambda: solved_proof().best, "sent over fsdp"),
     "CompileLog": (lambda: sr.types.CompileLog((RESHARD,)), "f32[16,512] (jit(step)/add) from "),
     "Coverage": (lambda: plan().coverage, "rule 3: dead, matches no leaf"),
 }
@@ -142,6 +159,8 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "Work": lambda: step().work[0],
     "ClassChoice": lambda: solution().choices[0],
     "Alternative": lambda: solution().choices[0].alternatives[0],
+    "Activation": lambda: solution().activations[0],
+    "SentBytes": lambda: solved_proof().best.sent[0],
     "Place": lambda: program().collectives[0].place,
 }
 # What users write: the `repr` is how, without what they leave out.
@@ -164,6 +183,7 @@ WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sr.Companion("_scale$", "", dims=(0,)),
         "Companion(pattern='_scale$', base='', dims=(0,))",
     ),
+    "Affine": (lambda: sr.renames.Affine(0.5), "Affine(factor=0.5, offset=0.0)"),
     "Rename": (lambda: sr.Rename("^model", "m"), "Rename(pattern='^model', path='m')"),
     "Hardware": (lambda: sr.Hardware.named("v5p"), "Hardware(name='v5p', flops_per_second={"),
     "Topology": (lambda: sr.Topology("v5p:8x8x8"), "Topology(name='v5p:8x8x8')"),
@@ -257,7 +277,7 @@ def test_a_record_with_long_fields_is_short():
 
 
 # They have arrays or kinds, which `==` does not compare.
-WITH_IDENTITY = {"Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "Comparison", "DeviceBytes", "Change",
+WITH_IDENTITY = {"Gain", "SolutionProof", "ProofRound", "Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "Comparison", "DeviceBytes", "Change",
                  "TransferRow", "Kind", "Program", "Proof", "Step", "CompileLog"}  # fmt: skip
 
 
@@ -269,7 +289,10 @@ WITH_IDENTITY = {"Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "C
 )
 def test_everything_is_copied_and_pickled(name, duplicate):
     value = MADE[name]()
-    if name in {"Step", "Solution"} and duplicate not in {copy.copy, copy.deepcopy}:
+    if name in {"Step", "Solution", "SolutionProof", "ProofRound"} and duplicate not in {
+        copy.copy,
+        copy.deepcopy,
+    }:
         with pytest.raises(TypeError, match="JAX cannot pickle: trace the step again"):
             duplicate(value)
         return

@@ -103,16 +103,16 @@ from shardrules.types import Tried as Tried
 from shardrules.types import TriedName as TriedName
 
 __all__ = [
+    "LORA",
+    "QUANTIZED",
     "Companion",
     "Correction",
     "FileError",
     "FindingsError",
     "Hardware",
-    "LORA",
     "LogicalRules",
     "OutOfMemory",
     "Plan",
-    "QUANTIZED",
     "Rename",
     "RuleSpec",
     "Rules",

@@ -147,6 +147,15 @@ def check_real(name: str, value: object) -> None:
     check_type(name, value, Real, "a number")
 
 
+def check_bytes(name: str, value: object) -> None:
+    """Check that the value is a number of bytes.
+
+    Raises:
+        TypeError: It is not, as the text "95GB".
+    """
+    check_type(name, value, Real, "a number of bytes, such as 95e9")
+
+
 def check_file(name: str, value: object) -> None:
     """Check that the value is None or the path of a file.
 
@@ -177,7 +186,8 @@ def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
         TypeError: It is something else.
     """
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} is {shown(value)}; it must be a sequence of {what}")
+        hint = f": write [{brief(value)}]" if isinstance(value, str) else ""
+        raise TypeError(f"{name} is {shown(value)}; it must be a sequence of {what}{hint}")
     return tuple(value)
 
 
@@ -303,7 +313,7 @@ def check_order(name: str, kinds: tuple[Kind, ...], arguments: Iterable[Any]) ->
         TypeError: They are.
     """
     pairs = zip(kinds, arguments, strict=False)
-    places = [(kind, _kind_of(argument)) for kind, argument in pairs if argument is not None]
+    places = [(kind, kind_of(argument)) for kind, argument in pairs if argument is not None]
     expected = [kind for kind, _ in places]
     # A plan decides as rules do, where no plan of its own is expected.
     also = {} if "plan" in expected else {"plan": "rules"}
@@ -318,7 +328,7 @@ def check_order(name: str, kinds: tuple[Kind, ...], arguments: Iterable[Any]) ->
         ) from None
 
 
-def _kind_of(argument: Any) -> Kind | Literal["specs", "other"]:
+def kind_of(argument: Any) -> Kind | Literal["specs", "other"]:
     """Return what an argument seems to be; "specs" may be rules or a tree."""
     if isinstance(argument, str | os.PathLike):
         return "path"

@@ -62,7 +62,12 @@ class Hardware:
     def __post_init__(self) -> None:
         for name in ("name", "link"):
             check_type(name, getattr(self, name), str, "a string")
-        check_type("flops_per_second", self.flops_per_second, Mapping, "a dict by dtype")
+        check_type(
+            "flops_per_second",
+            self.flops_per_second,
+            Mapping,
+            "a dict by dtype, such as {'bfloat16': 459e12}",
+        )
         flops = {}
         for dtype, rate in self.flops_per_second.items():
             check_type("a key of flops_per_second", dtype, str, "a dtype's name")

@@ -56,7 +56,7 @@ def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
         TypeError: A name is not a string, or a size not an integer.
     """
     if not sizes:
-        raise ValueError("a mesh without axes")
+        raise ValueError("a mesh without axes; write them as {'fsdp': 8, 'tp': 4}")
     checked = {}
     for name, size in sizes.items():
         check_type("the name of a mesh axis", name, str, "a string")

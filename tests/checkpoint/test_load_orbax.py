@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._checkpoint import formats
 from tests.checkpoint.test_load import bits, mesh_of
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
@@ -48,23 +49,24 @@ def test_an_orbax_checkpoint(params, saved):
 
 
 def test_what_does_not_fit_is_one_error(params, saved):
-    del params["step"]
+    del params["layers"][1]["norm"]
     params["layers"][0]["w"] = jnp.ones((8, 4))
     with pytest.raises(sr.FileError, match="2 problems with the arrays") as info:
         sr.load(saved, RULES, mesh_of(), tree=params)
     assert "layers/0/w: another shape: the tree wants [8, 4], and the array has [8, 8]" in str(
         info.value
     )
-    assert "step: left over" in str(info.value)
+    assert "layers/1/norm: left over" in str(info.value)
 
 
 def test_what_is_left_over_can_be_left_out(params, saved):
     """As the error for it advises."""
-    tree = {"layers": params["layers"]}
-    with pytest.raises(sr.FileError, match="step: left over: .* a Rename to None leaves it out"):
-        sr.load(saved, RULES, mesh_of(), tree=tree)
-    loaded = sr.load(saved, RULES, mesh_of(), tree=tree, renames=[sr.Rename("^step$", None)])
-    assert jax.tree.structure(loaded) == jax.tree.structure(tree)
+    del params["layers"][1]["norm"]
+    with pytest.raises(sr.FileError, match="1/norm: left over: .* a Rename to None leaves it out"):
+        sr.load(saved, RULES, mesh_of(), tree=params)
+    renames = [sr.Rename("^layers/1/norm$", None)]
+    loaded = sr.load(saved, RULES, mesh_of(), tree=params, renames=renames)
+    assert jax.tree.structure(loaded) == jax.tree.structure(params)
     assert bits(loaded["layers"][1]["w"]) == bits(params["layers"][1]["w"])
 
 
@@ -76,10 +78,40 @@ def test_names_and_dtypes_of_renames(params, saved):
     assert np.array_equal(found, params["layers"][1]["w"].astype("float32"))
 
 
-@pytest.mark.parametrize("more", [{"dims": "a b -> b a"}, {"scale": "s", "blocks": (8, 8)}])
-def test_orbax_does_not_rearrange(saved, more):
-    with pytest.raises(sr.FileError, match="the others to shardrules.reshard"):
-        sr.load(saved, RULES, mesh_of(), renames=[sr.Rename("w", "v", **more)])
+def test_orbax_checkpoints_are_rearranged_on_devices(params, saved):
+    mesh = mesh_of()
+    layer = r"layers/(?P<layer>\d)/"
+    renames = [
+        sr.Rename(layer + "w", "w", "a b -> layer b a", dtype="float32"),
+        sr.Rename(layer + "norm", "norm", "a -> layer (a times)", sizes={"times": 2}),
+        sr.Rename("step", "step", apply=lambda x: x + 1),
+    ]
+    loaded = sr.load(saved, P(), mesh, renames=renames)
+    ws = [np.asarray(each["w"], "float32").T for each in params["layers"]]
+    norms = [np.repeat(np.asarray(each["norm"]), 2) for each in params["layers"]]
+    assert bits(loaded["w"]) == bits(np.stack(ws))
+    assert bits(loaded["norm"]) == bits(np.stack(norms))
+    assert int(loaded["step"]) == 8
+
+
+def test_an_orbax_array_for_many_leaves_is_read_once(tmp_path, monkeypatch):
+    stacked = np.arange(8 * 16 * 4, dtype="float32").reshape(8, 16, 4)
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(tmp_path / "c", {"w": stacked, "scale": np.arange(8, dtype="float32")})
+    checkpointer.wait_until_finished()
+    calls = []
+    restored = formats._restored
+    monkeypatch.setattr(
+        formats,
+        "_restored",
+        lambda path, abstract: calls.append([*abstract]) or restored(path, abstract),
+    )
+    apart = sr.Rename("^w$", "{layer}", "layer a b -> b a", scale="scale", blocks=(1, None, None))
+    loaded = sr.load(tmp_path / "c", P(None, "tp"), mesh_of((2, 4)), renames=[apart])
+    assert calls == [["w", "scale"]]
+    for i in range(8):
+        assert loaded[str(i)].sharding.spec == P(None, "tp")
+        assert bits(loaded[str(i)]) == bits(np.ascontiguousarray(stacked[i].T * i))
 
 
 def test_a_damaged_checkpoint(saved):
@@ -88,3 +120,31 @@ def test_a_damaged_checkpoint(saved):
             file.write_bytes(b"")
     with pytest.raises(sr.FileError, match="orbax cannot re"):
         sr.load(saved, RULES, mesh_of())
+
+
+def test_a_part_of_a_train_state(tmp_path, monkeypatch):
+    weights = {"w": np.arange(64, dtype="float32").reshape(8, 8)}
+    state = {"params": weights, "opt_state": {"mu": weights, "nu": weights}, "step": np.int32(3)}
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(tmp_path / "c", state)
+    checkpointer.wait_until_finished()
+    calls = []
+    restored = formats._restored
+    monkeypatch.setattr(
+        formats,
+        "_restored",
+        lambda path, abstract: calls.append([*abstract]) or restored(path, abstract),
+    )
+    tree = {"params": {"w": jax.ShapeDtypeStruct((8, 8), "float32")}}
+    loaded = sr.load(tmp_path / "c", P("tp"), mesh_of((2, 4)), tree=tree)
+    assert bits(loaded["params"]["w"]) == bits(weights["w"])
+    rename = sr.Rename("params/w", "params/v", "a b -> b a")
+    tree = {"params": {"v": tree["params"]["w"]}}
+    loaded = sr.load(tmp_path / "c", P("tp"), mesh_of((2, 4)), tree=tree, renames=[rename])
+    assert bits(loaded["params"]["v"]) == bits(np.ascontiguousarray(weights["w"].T))
+    assert calls == [["params/w"], ["params/w"]]
+    # An item that the tree has must be whole, and one that it misspells is missing.
+    with pytest.raises(sr.FileError, match="opt_state/nu/w: left over"):
+        sr.load(tmp_path / "c", P(), mesh_of(), tree={"opt_state": {"mu": weights}})
+    with pytest.raises(sr.FileError, match="param/w: missing"):
+        sr.load(tmp_path / "c", P(), mesh_of(), tree={"param": weights})

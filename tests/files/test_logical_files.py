@@ -145,6 +145,7 @@ class TestRules:
             (f"x: 1:{'59:' * 300}1.5", NOT_OF_ITS_TYPE),
             ('y: 1\nx: !!bool "abc"', f"line 2, column 4: {NOT_OF_ITS_TYPE}"),
             ('x: "\\UFFFFFFFF"', NOT_OF_ITS_TYPE),
+            ('x: "\\U00110000"', NOT_OF_ITS_TYPE),
             ("x: !!map [a]", "expected a mapping node, but found sequence"),
             ("x: !!set [a]", "expected a mapping node, but found sequence"),
             ("a: &a 3\nx: {<<: *a}", "line 1, column 4: this is not YAML (expected a mapping"),

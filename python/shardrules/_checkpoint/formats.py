@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import chain
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from shardrules._checkpoint.filling import Job, bytes_to_read, fill
+from shardrules._checkpoint.programs import ingredients, made
 from shardrules._checkpoint.reading import Progress, Reader, reported
-from shardrules._checkpoint.renames import Rename
 from shardrules._files.models import Arrays
 from shardrules._files.orbax import SEPARATOR, is_item
 from shardrules._io import FileError
-from shardrules._text import printable, shown
+from shardrules._text import printable
 
 if TYPE_CHECKING:
     from shardrules._place.processes import Row
@@ -30,6 +33,8 @@ class CheckpointFormat(Protocol):
 
     rearranges: bool
     """Whether arrays can be transposed, joined, taken apart and scaled as they are read."""
+    has_items: bool
+    """Whether names are paths of a tree, of which some items may be read alone."""
 
     def claims(self, arrays: Arrays) -> bool:
         """Say whether these arrays, which were listed, can be read."""
@@ -40,13 +45,17 @@ class CheckpointFormat(Protocol):
         ...
 
     def read(
-        self, arrays: Arrays, jobs: list[Job], most_bytes: int, progress: bool | Progress | None
-    ) -> list[Any]:
-        """Make the arrays of the jobs.
+        self,
+        arrays: Arrays,
+        batches: Sequence[Sequence[Job]],
+        most_bytes: int,
+        progress: bool | Progress | None,
+    ) -> Generator[list[Any]]:
+        """Yield the arrays of each batch.
 
         Args:
             arrays: The arrays that were listed.
-            jobs: What to make.
+            batches: What to make.
             most_bytes: Maximum bytes in flight.
             progress: As in `load`.
 
@@ -60,6 +69,7 @@ class BytesInFiles:
     """Arrays whose bytes stand in files in row-major order, as in safetensors."""
 
     rearranges = True
+    has_items = False
 
     def claims(self, arrays: Arrays) -> bool:
         return all(leaf.file is not None for leaf in arrays.leaves.values())
@@ -74,23 +84,30 @@ class BytesInFiles:
         return [("the data of the files", hashlib.sha256(data).hexdigest()[:16])]
 
     def read(
-        self, arrays: Arrays, jobs: list[Job], most_bytes: int, progress: bool | Progress | None
-    ) -> list[Any]:
+        self,
+        arrays: Arrays,
+        batches: Sequence[Sequence[Job]],
+        most_bytes: int,
+        progress: bool | Progress | None,
+    ) -> Generator[list[Any]]:
         what = printable(f"loading {arrays.name}")
         with reported(progress, what) as report, Reader(arrays.leaves) as reader:
+            jobs = list(chain.from_iterable(batches))
             total = sum(bytes_to_read(job, arrays.leaves) for job in jobs) if report else 0
 
             def done() -> None:
                 if report is not None:
                     report(reader.bytes_read, total)
 
-            return fill(jobs, reader, most_bytes, done)
+            for batch in batches:
+                yield fill(batch, reader, most_bytes, done)
 
 
 class RestoredByOrbax:
     """Checkpoints that orbax restores."""
 
     rearranges = False
+    has_items = True
 
     def claims(self, arrays: Arrays) -> bool:
         return is_item(arrays.path)
@@ -99,29 +116,34 @@ class RestoredByOrbax:
         return []
 
     def read(
-        self, arrays: Arrays, jobs: list[Job], most_bytes: int, progress: bool | Progress | None
-    ) -> list[Any]:
+        self,
+        arrays: Arrays,
+        batches: Sequence[Sequence[Job]],
+        most_bytes: int,
+        progress: bool | Progress | None,
+    ) -> Generator[list[Any]]:
         from jax import ShapeDtypeStruct
 
-        abstract = {
-            job.target.parts[0].source: ShapeDtypeStruct(
-                job.target.shape, job.dtype, sharding=job.sharding
-            )
-            for job in jobs
-        }
-        restored = _restored(arrays.path, abstract)
-        return [restored[job.target.parts[0].source] for job in jobs]
+        for batch in batches:
+            abstract = {
+                job.target.parts[0].source: ShapeDtypeStruct(
+                    job.target.shape, job.dtype, sharding=job.sharding
+                )
+                for job in batch
+            }
+            restored = _restored(arrays.path, abstract) if abstract else {}
+            yield [restored[job.target.parts[0].source] for job in batch]
 
 
 FORMATS: Final[list[CheckpointFormat]] = [BytesInFiles(), RestoredByOrbax()]
 """The formats of checkpoints, in the order in which they are asked."""
 
 
-def format_of(arrays: Arrays, renames: Sequence[Rename]) -> CheckpointFormat:
+def format_of(arrays: Arrays) -> CheckpointFormat:
     """Find the format that reads these arrays.
 
     Raises:
-        FileError: There are no data; or the format cannot do what a rename says.
+        FileError: There are no data.
     """
     claiming = next((each for each in FORMATS if each.claims(arrays)), None)
     if claiming is None:
@@ -129,14 +151,89 @@ def format_of(arrays: Arrays, renames: Sequence[Rename]) -> CheckpointFormat:
             f"{arrays.path}: it lists arrays and does not have their data; give a safetensors "
             "file, its index, a directory of them, or an orbax checkpoint"
         )
-    for rename in renames:
-        if not claiming.rearranges and (rename.dims or rename.scale):
-            raise FileError(
-                f"{arrays.path}: {shown(rename)} changes how arrays lie, and orbax restores them "
-                "as they are; here give records that rename or leave out, and the others to "
-                "shardrules.reshard"
-            )
     return claiming
+
+
+class Batch(NamedTuple):
+    """Arrays that are read together, and what is made of them on devices."""
+
+    reads: dict[str, Job]
+    makes: list[int]
+    """The indices of jobs."""
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of what is read, on all devices."""
+        return sum(prod(job.target.shape) * job.dtype.itemsize for job in self.reads.values())
+
+
+class Reads(NamedTuple):
+    """What to read for the jobs of a call."""
+
+    format: CheckpointFormat
+    arrays: Arrays
+    jobs: list[Job]
+    direct: list[int]
+    """The indices of jobs that are read themselves."""
+    batches: list[Batch]
+    """What is made on devices."""
+
+    @property
+    def all(self) -> list[Job]:
+        """Return all that is read."""
+        ingredients_of = (batch.reads.values() for batch in self.batches)
+        return [*map(self.jobs.__getitem__, self.direct), *chain.from_iterable(ingredients_of)]
+
+    def read(self, most_bytes: int, progress: bool | Progress | None) -> list[Any]:
+        """Read and make the arrays of the jobs."""
+        values: list[Any] = [None] * len(self.jobs)
+        batches = list(_merged(self.batches, most_bytes))
+        reads = [[self.jobs[i] for i in self.direct], *([*b.reads.values()] for b in batches)]
+        with closing(self.format.read(self.arrays, reads, most_bytes, progress)) as results:
+            for i, array in zip(self.direct, next(results), strict=True):
+                values[i] = array
+            # To the end, where the files are checked.
+            for batch, arrays in zip(batches, results, strict=True):
+                live = dict(zip(batch.reads, arrays, strict=True))
+                for i in batch.makes:
+                    job, leaves = self.jobs[i], self.arrays.leaves
+                    values[i] = made(job, live, leaves, arranges=self.format.rearranges)
+        return values
+
+
+def reads_of(checkpoint_format: CheckpointFormat, arrays: Arrays, jobs: list[Job]) -> Reads:
+    """Return what to read for the jobs."""
+    direct = []
+    batch_of: dict[str, Batch] = {}
+    for i, job in enumerate(jobs):
+        reads = ingredients(job, arrays.leaves, arranges=checkpoint_format.rearranges)
+        if not reads:
+            direct.append(i)
+            continue
+        # Those that are made of one array are in one batch.
+        batch = Batch(reads, [i])
+        for other in {
+            id(batch_of[name]): batch_of[name] for name in reads if name in batch_of
+        }.values():
+            batch = Batch(other.reads | batch.reads, other.makes + batch.makes)
+        batch_of |= dict.fromkeys(batch.reads, batch)
+    batches = {id(batch): batch for batch in batch_of.values()}
+    return Reads(checkpoint_format, arrays, jobs, direct, [*batches.values()])
+
+
+def _merged(batches: list[Batch], most_bytes: int) -> Iterator[Batch]:
+    """Join small batches, which are read faster together."""
+    merged, size = Batch({}, []), 0
+    for batch in batches:
+        if merged.makes and size + batch.bytes > most_bytes:
+            yield merged
+            merged, size = Batch({}, []), 0
+        merged, size = (
+            Batch(merged.reads | batch.reads, merged.makes + batch.makes),
+            size + batch.bytes,
+        )
+    if merged.makes:
+        yield merged
 
 
 def _restored(directory: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_type, each, in_order, integer, listed, texts
 from shardrules._checkpoint.filling import Job, bytes_in_flight
-from shardrules._checkpoint.formats import format_of
+from shardrules._checkpoint.formats import format_of, reads_of
 from shardrules._checkpoint.reading import Progress, checked_progress
-from shardrules._checkpoint.renames import Rename
+from shardrules._checkpoint.renames import A_RENAME, Rename
 from shardrules._checkpoint.targets import Problems
 from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._dtypes import bits_of, given_float
@@ -47,8 +47,9 @@ def load(
 ) -> Any:
     """Load a checkpoint of safetensors files, or of orbax, into sharded arrays.
 
-    Each process reads only the bytes that its own devices hold, and each of them once. Nothing is
-    compiled. Several processes agree on the call first, as in `shard`; one that fails makes all
+    Each process reads only the bytes that its own devices hold, each of them once, and gaps of at
+    most 4 KiB between them. A program is compiled for each form of large arrays with scales, and
+    for `apply`. Several processes agree on the call first, as in `shard`; one that fails makes all
     fail.
 
     Args:
@@ -63,10 +64,10 @@ def load(
         names: As in `plan`, for the tree of the result.
         optional_axes: As in `plan`.
         tree: A pytree of abstract arrays, whose structure, shapes and dtypes the result gets.
-            Arrays are found by their paths; `.` in a name counts as `/`. Default: the plan's tree,
-            or the checkpoint's names, as in `read_model`.
+            Arrays are found by their paths; `.` in a name counts as `/`. Of an orbax checkpoint it
+            may have only some items, such as `params` of a TrainState; the others are not read.
+            Default: the plan's tree, or the checkpoint's names, as in `read_model`.
         renames: `Rename` records for arrays that have other names in the tree, or lie otherwise.
-            For orbax checkpoints only those that rename or leave out: `reshard` takes the others.
         dtype: The dtype of all floating arrays of 16 bits or more, a float; but not of scales
             beside FP8 or int8 arrays, nor where a `Rename` has its own. Default: the tree's dtypes,
             or the checkpoint's.
@@ -104,7 +105,7 @@ def load(
     check_type("source", source, str | os.PathLike, "the path of a checkpoint")
     reports = checked_progress(progress)
     with JointCall("load") as call:
-        followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
+        followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
         wanted_dtype = None if dtype is None else given_float("dtype", dtype)
         bound = max_bytes_in_flight
         if bound is not None:
@@ -125,16 +126,24 @@ def load(
             call.alone()
         is_joint = call.joint
         arrays = read_arrays(os.fspath(source), ArraySpecs(keeps_places=True))
-        checkpoint_format = format_of(arrays, followed)
+        checkpoint_format = format_of(arrays)
         problems = Problems(arrays.name)
         _check_dtypes(arrays, problems)
-        abstract, targets = matched(arrays.leaves, tree, followed, wanted_dtype, problems)
+        abstract, targets = matched(
+            arrays.leaves,
+            tree,
+            followed,
+            wanted_dtype,
+            problems,
+            takes_parts=checkpoint_format.has_items,
+        )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh, **deciding)
         jobs = [
             Job(path, target, leaf.dtype, checked_sharding(path, sharding))
             for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
         ]
-        most = bytes_in_flight(jobs, bound)
+        reads = reads_of(checkpoint_format, arrays, jobs)
+        most = bytes_in_flight(reads.all, bound)
         call.agree(
             lambda: [
                 *checkpoint_format.samples(arrays),
@@ -144,7 +153,7 @@ def load(
     with JointCall("load", "while it was reading") as call:
         if not is_joint:
             call.alone()
-        values = checkpoint_format.read(arrays, jobs, most, reports)
+        values = reads.read(most, reports)
         call.agree(lambda: [("the arrays", "read")])
     return treedef.unflatten(values)
 

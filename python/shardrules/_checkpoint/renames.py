@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
 from shardrules._arguments import boolean, check_type, integer, listed
 from shardrules._checkpoint.boxes import Arrangement, arrangement
 from shardrules._dtypes import given_name
-from shardrules._text import shown, without_defaults
+from shardrules._rules.patterns import check_template
+from shardrules._text import misspelt, shown, without_defaults
+
+A_RENAME: Final = r"a Rename, such as shardrules.Rename(r'^transformer/', '')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,9 @@ class Rename:
     Args:
         pattern: A regex that `re.search` finds in the array's name.
         path: What `re.sub` puts in the place of what was found; the result is the path in the tree.
-            `{axis}` stands for the number along an axis that the path takes apart. None leaves the
-            array out.
+            `{axis}` stands for the number or word along an axis that the path takes apart; or, if
+            the pattern has such a group, for the place of what it finds among `words`, or the
+            number. None leaves the array out.
         dims: How the dimensions of the checkpoint's array make those of the tree's, as einops
             writes it: `"out in -> in out"` transposes; `"(heads dim) in -> in heads dim"` reshapes.
             An axis on the right alone stacks arrays, by the number or word that the pattern's group
@@ -53,6 +57,10 @@ class Rename:
             embeddings that are the head, too. Default: False.
         resize: Per axis that is a dimension of the result, its size there, or None for that of the
             tree: elements at the end are left out, or zeros added.
+        apply: A function that makes the tree's array of that which the record makes, for all else.
+            JAX traces it, and runs it on the devices. `dtype` is that of its result.
+        argument: The name by which `apply` of the record for the same path gets this array, as in
+            `unpacked(codes, scales=...)`. Default: it is the first.
 
     Raises:
         ValueError: The record contradicts itself.
@@ -80,6 +88,8 @@ class Rename:
     optional: bool = field(default=False, kw_only=True)
     shared: bool = field(default=False, kw_only=True)
     resize: Mapping[str, int | None] = field(default_factory=dict, hash=False, kw_only=True)
+    apply: Callable[..., Any] | None = field(default=None, kw_only=True)
+    argument: str = field(default="", kw_only=True)
 
     __repr__ = without_defaults
 
@@ -91,8 +101,17 @@ class Rename:
         boolean("optional", self.optional)
         if boolean("shared", self.shared) and self.path is None:
             raise ValueError("shared is for records that make an array: give a path, too")
+        check_type("argument", self.argument, str, "the name of an argument")
+        if self.apply is not None and not (
+            callable(self.apply) and isinstance(self.apply, Hashable)
+        ):
+            raise TypeError(f"apply is {shown(self.apply)}; it must be a function of arrays")
+        if self.argument and (self.apply is not None or not self.argument.isidentifier()):
+            raise ValueError(
+                f"argument is {self.argument!r}; it must be a name, in a record without apply"
+            )
         for template in filter(None, (self.path, self.scale)):
-            re.sub(self.pattern, template, "")
+            check_template(self.pattern, template)
         _set(self, "blocks", _integers("blocks", self.blocks, or_none=True))
         _set(self, "sizes", _checked_sizes(self.sizes))
         _set(self, "words", _checked_words(self.words))
@@ -103,16 +122,18 @@ class Rename:
             raise ValueError("blocks are for scales: give scale, too")
         if self.arrangement is not None:
             self._check_axes(self.arrangement)
-        elif self.sizes or self.words or self.resize:
+        elif self.sizes or self.words.keys() - numbered_axes(self) or self.resize:
             raise ValueError("sizes, words and resize are for the axes of dims: give dims, too")
 
     def _check_axes(self, dims: Arrangement) -> None:
         stacked = stacked_axes(self)
         for axis in dims.stacked:
             if axis not in stacked and not isinstance(self.sizes.get(axis), int):
+                near = misspelt(axis, dims.unstacked)
+                meant = f"; did you mean {near!r}, on the left?" if near else ""
                 raise ValueError(
                     f"dims {self.dims!r} stacks along {axis!r}, for which the pattern needs a "
-                    f"group: (?P<{axis}>[0-9]+); to repeat along it, give its size in sizes"
+                    f"group: (?P<{axis}>[0-9]+){meant}; to repeat along it, give its size in sizes"
                 )
         for group in dims.target:
             if inner := {*stacked}.intersection(group[1:]):
@@ -127,6 +148,7 @@ class Rename:
                     f"{{{axis}}}; it is {self.path!r}"
                 )
         axes = {axis for groups in dims for group in groups for axis in group}
+        axes.update(numbered_axes(self))
         for name, values in (("sizes", self.sizes), ("words", self.words), ("resize", self.resize)):
             if unknown := values.keys() - axes:
                 raise ValueError(f"{name} has {min(unknown)!r}, which is no axis of {self.dims!r}")
@@ -134,7 +156,7 @@ class Rename:
 
     def _check_words(self, dims: Arrangement, stacked: tuple[str, ...]) -> None:
         for axis, row in self.words.items():
-            if axis not in (*stacked, *dims.unstacked):
+            if axis not in (*stacked, *dims.unstacked, *numbered_axes(self)):
                 raise ValueError(f"words has {axis!r}, which is on both sides of {self.dims!r}")
             if None in row and axis in stacked:
                 raise ValueError(f"words[{axis!r}] has None, and {self.dims!r} stacks along it")
@@ -155,6 +177,20 @@ def stacked_axes(rename: Rename) -> tuple[str, ...]:
     dims = rename.arrangement
     groups = re.compile(rename.pattern).groupindex
     return () if dims is None else tuple(axis for axis in dims.stacked if axis in groups)
+
+
+def numbered_axes(rename: Rename) -> tuple[str, ...]:
+    """Return the groups of the pattern that the path numbers."""
+    groups = re.compile(rename.pattern).groupindex
+    return tuple(axis for axis in groups if f"{{{axis}}}" in (rename.path or ""))
+
+
+def texts_of(renames: Sequence[Rename]) -> list[str]:
+    """Return texts that are the same in all processes."""
+    return [
+        f"{replace(rename, apply=None)} {getattr(rename.apply, '__qualname__', '')}"
+        for rename in renames
+    ]
 
 
 def _set(record: Rename, name: str, value: Any) -> None:
@@ -200,32 +236,6 @@ def _checked_words(words: Any) -> dict[str, tuple[str | int | None, ...]]:
 
 # A model of the family may lack it.
 _part: Final = partial(Rename, optional=True)
-
-_LAYER: Final = r"^model\.layers\.(\d+)\."
-_TRANSPOSED: Final = "out in -> in out"
-
-HF_TO_FLAX: Final = (
-    _part(r"^model\.embed_tokens\.weight$", "model/embed_tokens/embedding"),
-    _part(r"^model\.norm\.weight$", "model/norm/scale"),
-    _part(r"^lm_head\.weight$", "lm_head/kernel", _TRANSPOSED),
-    _part(_LAYER + r"(\w*layernorm)\.weight$", r"model/layers/\1/\2/scale"),
-    _part(_LAYER + r"self_attn\.([qk]_norm)\.weight$", r"model/layers/\1/self_attn/\2/scale"),
-    _part(_LAYER + r"(self_attn|mlp)\.(\w+)\.bias$", r"model/layers/\1/\2/\3/bias"),
-    # Qwen3's mixture of experts; `gate` is the router.
-    _part(
-        _LAYER + r"mlp\.experts\.(?P<expert>\d+)\.(\w+)\.weight$",
-        r"model/layers/\1/mlp/experts/\3/kernel",
-        "out in -> expert in out",
-    ),
-    _part(
-        _LAYER + r"(self_attn|mlp)\.(\w+)\.weight$", r"model/layers/\1/\2/\3/kernel", _TRANSPOSED
-    ),
-    # Computed, and no parameter; old checkpoints have it.
-    _part(r"rotary_emb\.inv_freq$", None),
-)
-r"""Renames: Llama, Qwen2, Qwen3 and Mistral of Hugging Face to a tree in the manner of flax linen,
-`model/layers/0/self_attn/q_proj/kernel` [in, out], with `bias`, `scale` and `embedding`; the
-experts of Qwen3 are stacked in `mlp/experts/gate_proj/kernel` [expert, in, out]."""
 
 _EXPERT: Final = r"\.mlp\.experts\.(?P<expert>\d+)\.(\w+)\.weight$"
 _SCALE: Final = r"\g<0>_scale_inv"

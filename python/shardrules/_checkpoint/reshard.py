@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import starmap
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 
 from shardrules._arguments import Tree, boolean, check_tree, each, in_order, integer, listed, texts
-from shardrules._checkpoint.boxes import Form
+from shardrules._checkpoint.programs import is_plain, made_of
 from shardrules._checkpoint.reading import bound_of
-from shardrules._checkpoint.renames import Rename
+from shardrules._checkpoint.renames import A_RENAME, Rename, texts_of
 from shardrules._checkpoint.targets import Problems, Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
@@ -38,104 +38,6 @@ if TYPE_CHECKING:
     from shardrules._mesh.mesh import MeshLike
     from shardrules._place.decider import RulesLike
     from shardrules._plan.companions import Companion
-
-
-class _PartForm(NamedTuple):
-    form: Form
-    sizes: tuple[int, ...]
-    """The shape of the part in its array."""
-    target_at: tuple[int, ...]
-    blocks: tuple[int, ...]
-
-
-def is_plain(target: Target, arrays: Mapping[str, Any]) -> bool:
-    """Say whether the target is one of the arrays as it is, but for its name and dtype."""
-    (first, *others) = target.parts
-    shape = np.shape(arrays[first.source])
-    form = first.sized.form
-    return (
-        not others
-        and first.scale is None
-        and target.shape == form.shape == form.axes == form.stored == shape
-        and form.order == tuple(range(len(shape)))
-    )
-
-
-def arranged(target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: NamedSharding) -> Any:
-    """Make the target, on the devices of its arrays.
-
-    Args:
-        target: The target.
-        arrays: The live arrays by name.
-        dtype: The dtype of the result.
-        sharding: Where the result will be; it is made there if the arrays are on these devices.
-    """
-    forms = tuple(
-        _PartForm(
-            part.sized.form,
-            part.sized.source_shape,
-            part.target_at,
-            part.blocks if part.scale is not None else (),
-        )
-        for part in target.parts
-    )
-    sources = [arrays[part.source] for part in target.parts]
-    scales = [None if part.scale is None else arrays[part.scale] for part in target.parts]
-    starts = [np.array(part.source_at, np.int32) for part in target.parts]
-    in_place = all(
-        getattr(getattr(source, "sharding", None), "device_set", None) == sharding.device_set
-        for source in sources
-    )
-    program = _program(forms, target.shape, dtype, sharding if in_place else None)
-    return program(sources, scales, starts)
-
-
-@lru_cache(maxsize=512)
-def _program(
-    forms: tuple[_PartForm, ...], shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None
-) -> Callable[..., Any]:
-    import jax
-    import jax.numpy as jnp
-
-    def make(sources: list[Any], scales: list[Any], starts: list[Any]) -> Any:
-        result = None
-        for part_form, source, scale, start in zip(forms, sources, scales, starts, strict=True):
-            values = _scaled_on_devices(jnp, jnp.asarray(source), scale, part_form.blocks)
-            if part_form.sizes != values.shape:
-                values = jax.lax.dynamic_slice(values, list(start), part_form.sizes)
-            values = part_form.form.arranged(jnp, values)
-            values = values if values.dtype == dtype else values.astype(dtype)
-            if values.shape == shape:
-                return values
-            room = [end - at for end, at in zip(shape, part_form.target_at, strict=True)]
-            values = values[tuple(map(slice, room))]
-            result = _blank(shape, values) if result is None else result
-            result = jax.lax.dynamic_update_slice(result, values, part_form.target_at)
-        return result
-
-    return jax.jit(make, out_shardings=sharding) if sharding is not None else jax.jit(make)
-
-
-def _blank(shape: tuple[int, ...], values: Any) -> Any:
-    """Make an array of this shape to put values into. Of random keys there are no zeros."""
-    import jax
-    import jax.numpy as jnp
-
-    if not jnp.issubdtype(values.dtype, jax.dtypes.extended):
-        return jnp.zeros(shape, values.dtype)
-    return jnp.broadcast_to(values.reshape(-1)[0], shape)
-
-
-def _scaled_on_devices(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
-    if not blocks:
-        return values
-    # Dimensions of one scale may be left out.
-    scale = scale.reshape([-(-n // size) for n, size in zip(values.shape, blocks, strict=True)])
-    for dim, (block, size) in enumerate(zip(blocks, values.shape, strict=True)):
-        scale = jnp.repeat(scale, block, axis=dim, total_repeat_length=None).take(
-            jnp.arange(size), axis=dim
-        )
-    return values.astype(jnp.float32) * scale
 
 
 class _Move(NamedTuple):
@@ -262,7 +164,7 @@ def reshard(
 
     with JointCall("reshard") as call:
         check_tree("tree", tree)
-        followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
+        followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
         gives_up = boolean("donate", donate)
         name = None if dtype is None else given_float("dtype", dtype)
         most = max_bytes_in_flight
@@ -280,7 +182,7 @@ def reshard(
             call.alone()
         abstract, moves_by_leaf = _moves(tree, rules, deciding, followed, name)
         most = _bound(moves_by_leaf, most, abstract)
-        options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
+        options = f"donate={gives_up}, dtype={name}, renames={texts_of(followed)}, in flight={most}"
         shardings = {i: move.sharding for i, move in moves_by_leaf.items()}
         values, treedef = tree_util.tree_flatten(abstract)
         sources = list(values) if abstract is tree else tree_util.tree_leaves(tree)
@@ -472,7 +374,7 @@ def _moves_by_paths(
         zip(targets, specs, shardings, strict=True)
     ):
         to = checked_sharding(path, sharding)
-        used = {name for part in target.parts for name in (part.source, part.scale) if name}
+        used = {*target.sources}
         moves[i] = _Move(
             to,
             target.shape,
@@ -497,8 +399,8 @@ def _planned_paths(tree: Any, plan: Plan) -> list[str]:
 
 
 def _made(target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSharding) -> Any:
-    if not is_plain(target, live):
-        return arranged(target, live, dtype, sharding)
+    if not is_plain(target, lambda name: np.shape(live[name])):
+        return made_of(target, live, dtype, sharding)
     leaf = live[target.parts[0].source]
     return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 

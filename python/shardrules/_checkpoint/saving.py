@@ -72,12 +72,19 @@ def save(tree: Any, path: str | os.PathLike[str], *, shard_bytes: int = 5_000_00
 
     check_type("path", path, str | os.PathLike, "the path of a directory")
     target = path_of(path).absolute()
+    if target.suffix == ".safetensors":
+        raise ValueError(
+            f"path: {target.name} is the name of a file, and save makes a directory of files; "
+            f"write {target.stem!r}"
+        )
     folder = target.with_name(f".{target.name}.saving")
     first, made = jax.process_index() == 0, False
     starts: list[int] = []
     try:
         with JointCall("save") as call:
-            entries = _entries(tree, integer("shard_bytes", shard_bytes, 1))
+            entries = _entries(
+                tree, integer("shard_bytes", shard_bytes, 1, what="a number of bytes")
+            )
             files = [
                 f"model-{i + 1:05}-of-{entries[-1].file + 1:05}.safetensors"
                 for i in range(entries[-1].file + 1)
@@ -122,7 +129,10 @@ def _entries(tree: Any, shard_bytes: int) -> list[_Entry]:
     file = offset = 0
     for name, leaf in zip(leaf_paths(tree), tree_util.tree_leaves(tree), strict=True):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "__array__"):
-            raise ValueError(f"tree: {name} is {type(leaf).__name__}, and no array")
+            raise ValueError(
+                f"tree: {name} is {type(leaf).__name__}, and no array; "
+                "give arrays, such as those of jax.jit(init, out_shardings=...)"
+            )
         dtype = given_name(f"tree: the dtype of {name}", leaf.dtype)
         if dtype not in _CODES or bits_of(dtype) < 8:
             raise ValueError(f"tree: {name} is {dtype}, which safetensors files cannot hold here")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
-from typing import Final, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -23,7 +25,8 @@ from shardrules._checkpoint.boxes import (
     unchanged,
 )
 from shardrules._checkpoint.patterns import needed_text
-from shardrules._checkpoint.renames import Rename, stacked_axes
+from shardrules._checkpoint.reading import numpy_dtype
+from shardrules._checkpoint.renames import Rename, numbered_axes, stacked_axes
 from shardrules._dtypes import bits_of, converts
 from shardrules._files.leaves import ArraySpec
 from shardrules._io import FileError
@@ -81,6 +84,22 @@ class Target(NamedTuple):
     """Whether a record says its dtype."""
     is_padded: bool = False
     """Whether there are zeros beside the parts."""
+    apply: Callable[..., Any] | None = None
+    """The function that makes it of its inputs, instead of parts."""
+    inputs: Mapping[str, Target] = MappingProxyType({})
+    """By the argument, the first of which is ""."""
+
+    @property
+    def sources(self) -> list[str]:
+        """Return the names of all arrays of which it is made."""
+        parts = [part for each in (self, *self.inputs.values()) for part in each.parts]
+        return [name for part in parts for name in (part.source, part.scale) if name]
+
+
+def whole(name: str, array: ArraySpec) -> Target:
+    """Return an array as it is."""
+    part = SourcePart(name, _PLAIN, unchanged(array.shape), (0,) * len(array.shape), {})
+    return Target(array.shape, array.dtype, (part._replace(target_at=part.source_at),))
 
 
 class Problems:
@@ -149,20 +168,25 @@ def targets_of(
         for record in records
         if record.scale
     }
-    parts_of: dict[str, list[SourcePart]] = defaultdict(list)
+    parts_of: dict[str, dict[str, list[SourcePart]]] = defaultdict(lambda: defaultdict(list))
     for name, records in renames_of.items():
         if name in scales:
             continue
         for rename in records:
             try:
                 for path, part in _parts_of_target(name, arrays[name].shape, rename, shapes):
-                    parts_of[path].append(part)
+                    parts_of[path][rename.argument].append(part)
             except _MisfitError as error:
                 problems.add(str(error), name)
     targets: dict[str, Target] = {}
-    for path, parts in parts_of.items():
+    for path, by_argument in parts_of.items():
         try:
-            targets[path] = _target(parts, arrays, shapes.get(path))
+            inputs = {
+                argument: _target(parts, arrays, shapes.get(path))
+                for argument, parts in sorted(by_argument.items())
+            }
+            records = [part.rename for parts in by_argument.values() for part in parts]
+            targets[path] = _applied(inputs, records)
         except _MisfitError as error:
             problems.add(str(error), path)
     return targets
@@ -220,6 +244,8 @@ def _parts_of_target(
     path = name
     if rename is not _PLAIN:
         path = re.sub(rename.pattern, rename.path or "", name, count=1)
+        for axis in numbered_axes(rename):
+            path = path.replace(f"{{{axis}}}", str(_position(name, rename, axis)))
     dims = rename.arrangement
     if dims is None:
         yield path, SourcePart(name, rename, unchanged(shape), (0,) * len(shape), {})
@@ -404,6 +430,48 @@ def _starts(
     return starts
 
 
+def _applied(inputs: dict[str, Target], records: Sequence[Rename]) -> Target:
+    """Make the target of its inputs, by the function of its record.
+
+    Raises:
+        _MisfitError: There is none, or it fails.
+    """
+    functions = {id(record.apply): record for record in records if record.apply is not None}
+    if not functions and [*inputs] == [""]:
+        return inputs[""]
+    if len(functions) != 1 or "" not in inputs:
+        names = ", ".join(map(repr, filter(None, inputs)))
+        raise _MisfitError(
+            f"its Renames have {counted(len(functions), 'function')} in apply, and the arguments "
+            f"{names or 'none'}; one without argument must have apply, and the others have none"
+        )
+    (record,) = functions.values()
+    apply = record.apply
+    assert apply is not None
+    try:
+        result = _result(
+            apply, tuple((name, each.shape, each.dtype) for name, each in inputs.items())
+        )
+    except Exception as error:
+        raise _MisfitError(f"apply of its Rename fails: {type(error).__name__}: {error}") from error
+    if not hasattr(result, "shape"):
+        raise _MisfitError(f"apply of its Rename gives {type(result).__name__}, and no array")
+    dtype = _goal(result.dtype.name, record, "the result of apply")
+    has_own = record.dtype is not None
+    return Target(tuple(result.shape), dtype, (), has_own, apply=apply, inputs=inputs)
+
+
+@lru_cache(maxsize=1024)
+def _result(apply: Callable[..., Any], inputs: tuple[tuple[str, Shape, str], ...]) -> Any:
+    import jax
+
+    first, *others = (
+        (name, jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(numpy_dtype(dtype))))
+        for name, shape, dtype in inputs
+    )
+    return jax.eval_shape(apply, first[1], **dict(others))
+
+
 def _target(
     parts: list[SourcePart], arrays: Mapping[str, ArraySpec], in_tree: Shape | None
 ) -> Target:
@@ -475,15 +543,21 @@ def _stacking_axes(part: SourcePart) -> dict[int, str]:
 
 def _dtype(part: SourcePart, arrays: Mapping[str, ArraySpec]) -> str:
     dtype = "float32" if part.scale else arrays[part.source].dtype
-    goal = part.rename.dtype
-    if goal is None:
+    if part.rename.apply is not None:
+        return dtype  # the record's is that of the result
+    return _goal(dtype, part.rename, repr(part.source))
+
+
+def _goal(dtype: str, rename: Rename, what: str) -> str:
+    """Return the record's dtype, or this one."""
+    if rename.dtype is None:
         return dtype
-    if not converts(dtype, goal):
+    if not converts(dtype, rename.dtype):
         raise _MisfitError(
-            f"{part.source!r} is {dtype}, and its Rename has dtype={goal!r}, to which it cannot be "
+            f"{what} is {dtype}, and its Rename has dtype={rename.dtype!r}, to which it cannot be "
             "converted; quantise with a library that makes scales"
         )
-    return str(goal)
+    return str(rename.dtype)
 
 
 def _stack(dim: int, axis: str, parts: list[SourcePart]) -> list[int]:

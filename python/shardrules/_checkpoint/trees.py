@@ -26,6 +26,8 @@ def matched(
     renames: Sequence[Rename],
     dtype: str | None,
     problems: Problems,
+    *,
+    takes_parts: bool = False,
 ) -> tuple[Any, list[tuple[str, Target]]]:
     """Return (the tree of ShapeDtypeStructs, the path and the target of each leaf in order).
 
@@ -35,6 +37,7 @@ def matched(
         renames: What becomes of the arrays.
         dtype: The dtype of floating arrays; None: the tree's or the arrays'.
         problems: What is wrong already.
+        takes_parts: Whether a tree may lack whole items of the arrays' tree, such as `opt_state`.
 
     Raises:
         FileError: Something does not fit; everything is listed.
@@ -54,6 +57,9 @@ def matched(
             for name in (path, _bare(path)):
                 shapes[name] = shapes[name.replace("/", ".")] = shape
         targets = targets_of(arrays, renames, shapes, problems)
+        if takes_parts:
+            items = {*map(_item, paths)}
+            targets = {path: each for path, each in targets.items() if _item(path) in items}
         targets = _in_tree(targets, paths, tree_specs, problems)
     unknown = {name for name in {name for _, name in tree_specs} if not _is_known_to_jax(name)}
     for path, (_, name) in zip(paths, tree_specs, strict=True):
@@ -78,7 +84,9 @@ def _converted(
     def of_target(own_dtype: str, target: Target) -> str:
         if target.has_own_dtype:
             return target.dtype
-        is_kept = not is_plain_float(own_dtype) or target.parts[0].source in scales
+        is_kept = not is_plain_float(own_dtype) or any(
+            part.source in scales for part in target.parts[:1]
+        )
         return own_dtype if is_kept else dtype
 
     return [
@@ -155,6 +163,10 @@ def _in_tree(
     for name in unused:
         problems.add("left over: the tree does not have it; a Rename to None leaves it out", name)
     return aligned
+
+
+def _item(path: str) -> str:
+    return path.partition("/")[0]
 
 
 def _with_slashes(path: str) -> str:

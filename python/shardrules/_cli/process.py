@@ -84,6 +84,8 @@ def code_of(error: BaseException, where: str = "") -> int:
     if sys.flags.dev_mode:
         sys.excepthook(type(error), error, error.__traceback__)
     print_note(f"error: {where}{_signal_message(error)}")
+    for note in getattr(error, "__notes__", ()):
+        print_note(note)
     return FAILED
 
 

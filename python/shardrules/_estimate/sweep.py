@@ -220,7 +220,8 @@ def factorizations(
     each, rest = divmod(devices, prod(fixed.values()))
     if each < 1 or rest:
         raise ValueError(
-            f"{counted(devices, 'device')} cannot make a mesh with {mesh_shown(fixed) or axes}"
+            f"{counted(devices, 'device')} cannot make a mesh with {mesh_shown(fixed) or axes}; "
+            f"give sizes whose product divides {devices}"
         )
     return ({**mesh, **fixed} for mesh in _factorizations(each, axes))
 

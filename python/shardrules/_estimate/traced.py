@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._estimate.traffic import Traffic
     from shardrules._plan.findings import Finding
+
+A_STEP: Final = "a Step, as shardrules.trace(step, plan, *arguments) gives one"
 
 
 class TracedStep(ABC):

@@ -137,7 +137,8 @@ def _loader(yaml: Any, most: int) -> type[Any]:
             try:
                 return super().get_single_data()
             except _BAD_VALUES as error:
-                is_clear = isinstance(error, ValueError)
+                # An escape beyond Unicode: chr's words, an OverflowError before Python 3.14.
+                is_clear = isinstance(error, ValueError) and "chr()" not in str(error)
                 problem = str(error) if is_clear else "the value is not of its type"
                 self.refuse(problem, self.place or self.get_mark())
 

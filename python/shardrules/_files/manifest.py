@@ -7,7 +7,7 @@ import json
 import os
 from typing import Any
 
-from shardrules._arguments import check_type
+from shardrules._arguments import check_type, in_order
 from shardrules._dtypes import given_name
 from shardrules._io import write_bytes
 from shardrules._plan.plan import Plan, plan
@@ -66,14 +66,11 @@ def arrays_of(
     """Plan a tree without rules, on any mesh; `names` are logical axis names beside it."""
     if dialect is None:
         dialect = EFORMER if names is None and not has_names(tree) else LINEN
-    none: Rules | LogicalRules
-    if isinstance(dialect, LogicalDialect):
-        none = LogicalRules((), dialect)
-    else:
-        none = Rules((), dialect)
-    return plan(tree, none, {"devices": 1}, names=names)
+    make: Any = LogicalRules if isinstance(dialect, LogicalDialect) else Rules
+    return plan(tree, make((), dialect), {"devices": 1}, names=names)
 
 
+@in_order("tree", "path")
 def write_manifest(tree: Any, path: str | os.PathLike[str]) -> None:
     """Write the paths, shapes and dtypes of a tree's arrays as JSON: a model for `read_model`.
 

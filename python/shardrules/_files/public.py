@@ -15,7 +15,7 @@ from shardrules._files.models import read_arrays
 from shardrules._files.modules import is_module_form
 from shardrules._files.rules import RuleFile, parse_toml
 from shardrules._files.rules import read_rules as rules_in
-from shardrules._hardware import Hardware
+from shardrules._hardware import Hardware, public_hardware
 from shardrules._io import DEFAULT_MEMORY, FileError, memory_within, opened, path_of
 from shardrules._rules.dialects import Dialect, LogicalDialect
 from shardrules._text import bytes_shown, misspelt
@@ -140,6 +140,11 @@ def read_hardware(path: str | os.PathLike[str]) -> Hardware:
     """
     check_type("path", path, str | os.PathLike, "the path of a file")
     file = path_of(path)
+    if str(file) in public_hardware() and not file.exists():
+        raise FileError(
+            f"{file}: this is no file, but a device with public figures; write "
+            f"shardrules.Hardware.named({str(file)!r})"
+        )
     with opened(file) as content:
         data = content.read(_MOST_BYTES + 1) or b""
     if len(data) > _MOST_BYTES:

@@ -64,7 +64,8 @@ def as_mesh(mesh: MeshLike) -> AnyMesh:
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(
             f"mesh is {shown(mesh)}; it must be a jax.sharding.Mesh, an AbstractMesh, or a dict of "
-            "axis sizes such as {'dp': 8, 'tp': 4}"
+            "axis sizes such as {'dp': 8, 'tp': 4}; that of a slice is "
+            "shardrules.Topology('v5p:8x8x8').mesh(fsdp=64, tp=8)"
         )
     if not mesh.shape or 0 in mesh.shape.values():
         raise ValueError(f"a mesh without devices: its axes are {mesh_shown(mesh.shape) or 'none'}")
@@ -136,7 +137,8 @@ def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
     if not has_devices(sharding.mesh):
         raise TypeError(
             "arrays can be placed on a jax.sharding.Mesh of devices; this mesh is "
-            f"{shown(sharding.mesh)}"
+            f"{shown(sharding.mesh)}: make one with jax.sharding.Mesh(numpy.array(jax.devices())"
+            f".reshape{tuple(sharding.mesh.shape.values())}, {tuple(sharding.mesh.shape)})"
         )
     if any(map(is_unconstrained, sharding.spec)):
         raise ValueError(

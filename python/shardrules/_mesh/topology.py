@@ -155,11 +155,13 @@ class Topology:
         """
         from jax.sharding import Mesh
 
+        check_type("axes", axes, Mapping | None, "a dict such as {'fsdp': 64, 'tp': 8}")
         sizes = checked_sizes({**(axes or {}), **sizes})
-        if prod(sizes.values()) != self.device_count:
+        if (count := prod(sizes.values())) != self.device_count:
             raise ValueError(
-                f"{mesh_shown(sizes) or 'no axes'} are {counted(prod(sizes.values()), 'device')}, "
-                f"and {topology_shown(self)} has {self.device_count:,}"
+                f"{mesh_shown(sizes)} are {counted(count, 'device')}, and {topology_shown(self)} "
+                f"has {self.device_count:,}: write sizes whose product is {self.device_count}, as "
+                f"Topology.meshes({tuple(sizes)}) lists them"
             )
         try:
             devices = self._arranged(sizes, is_split=False)
@@ -213,7 +215,9 @@ class Topology:
     def _places(self, mesh: Mesh) -> npt.NDArray[np.int64]:
         """Return the place of each device of a mesh, which begins with its slice or host."""
         import numpy as np
+        from jax.sharding import Mesh
 
+        check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh, as Topology.mesh makes it")
         known = set(self.devices)
         if not known.issuperset(mesh.devices.flat):
             raise ValueError(
@@ -239,9 +243,13 @@ class Topology:
         of it alone, half of that; within a host of GPUs each has all of its links. Over slices or
         hosts and within them, as if a device exchanged its own part with those of others alone.
         """
+        places = self._places(mesh)
+        axes = texts("axes", axes)
+        if unknown := [axis for axis in axes if axis not in mesh.axis_names]:
+            raise ValueError(f"axes: {unknown[0]!r} is none of {', '.join(mesh.axis_names)}")
         numbers = [mesh.axis_names.index(axis) for axis in axes]
         count = prod(mesh.devices.shape[number] for number in numbers)
-        between, *within = _most_along(self._places(mesh), numbers)
+        between, *within = _most_along(places, numbers)
         inner = self.hardware.link_bytes_per_second * self._layout.share(within)
         if between == 1:
             return inner

@@ -229,6 +229,11 @@ def gather(tree: Tree) -> Tree:
         leaves, treedef = jax.tree_util.tree_flatten(tree)
         at_once, spread = [], {}
         for index, leaf in enumerate(leaves):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"the tree has {shown(leaf)}, which is abstract, and has nothing to gather; "
+                    "give the arrays themselves"
+                )
             if not isinstance(leaf, jax.Array):
                 continue
             if isinstance(leaf, Tracer):

@@ -13,6 +13,7 @@ from types import EllipsisType
 from typing import Final, NamedTuple
 
 from shardrules._arguments import check_type, integer, listed
+from shardrules._rules.patterns import check_template
 from shardrules._specs import Dim
 from shardrules._text import brief, shown, without_defaults
 
@@ -64,7 +65,7 @@ class Companion:
     def __post_init__(self) -> None:
         check_type("pattern", self.pattern, str | re.Pattern, "a pattern")
         check_type("base", self.base, str, "a string")
-        re.sub(self.pattern, self.base, "")
+        check_template(self.pattern, self.base)
         if not callable(self.dims):
             if type(self.dims) is not tuple:
                 object.__setattr__(self, "dims", listed("dims", self.dims, "dimensions"))

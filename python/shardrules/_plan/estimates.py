@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from shardrules._arguments import check_real, check_type, integer, listed, texts
+from shardrules._arguments import check_bytes, check_type, integer, listed, texts
 from shardrules._correction import check_memory_kind
-from shardrules._estimate.traced import TracedStep
+from shardrules._estimate.traced import A_STEP, TracedStep
 from shardrules._mesh.mesh import as_mesh
 from shardrules._mesh.topology import Topology
 from shardrules._mesh_sizes import checked_sizes
@@ -16,6 +16,7 @@ from shardrules._plan.memory import Room
 from shardrules._plan.resolve import sized_mesh
 from shardrules._plan.state import DTYPES, Training
 from shardrules._plan.table import OVERLAP, Columns
+from shardrules._text import nearest
 
 if TYPE_CHECKING:
     from shardrules._correction import MemoryKind
@@ -98,7 +99,7 @@ class Estimates(Columns):
         self,
         meshes: Iterable[Mapping[str, int]] | None = None,
         *,
-        devices: int | str | None = None,
+        devices: int | str | Topology | None = None,
         axes: Iterable[str] | None = None,
         fixed: Mapping[str, int] | None = None,
         hbm: int | None = None,
@@ -159,9 +160,9 @@ class Estimates(Columns):
         from shardrules._estimate import step_time, sweep
         from shardrules._hardware import as_hardware
 
-        if isinstance(devices, str):
+        if isinstance(devices, str | Topology):
             try:
-                topology = Topology(devices)
+                topology = Topology(devices) if isinstance(devices, str) else devices
             except ValueError as error:
                 raise ValueError(f"devices: {error}") from error
             hardware = topology.hardware if hardware is None else hardware
@@ -245,8 +246,16 @@ class Estimates(Columns):
         sizes = checked_sizes(fixed) if fixed else {}
         plan_axes = sized_mesh(self._mesh).axis_sizes
         names = tuple(axis for axis in plan_axes if axis not in sizes)
+        names = names if axes is None else texts("axes", axes)
+        missing = plan_axes.keys() - {*names, *sizes}
+        for axis in {*names, *sizes} - plan_axes.keys():
+            if meant := nearest(axis, missing):
+                raise ValueError(
+                    f"the plan's mesh has no axis {axis!r}; did you mean {meant!r}? Its axes are "
+                    f"{', '.join(plan_axes)}"
+                )
         count = self.devices if devices is None else integer("devices", devices, 1)
-        return sweep.factorizations(count, names if axes is None else texts("axes", axes), sizes)
+        return sweep.factorizations(count, names, sizes)
 
     def step_time(
         self,
@@ -418,9 +427,12 @@ def _check_alone(function: str, step: Any, **arguments: Any) -> None:
         TypeError: It is none.
         ValueError: Something is given.
     """
-    check_type("step", step, TracedStep, "a Step, as shardrules.trace gives one")
+    check_type("step", step, TracedStep, A_STEP)
     if names := [name for name, value in arguments.items() if value is not None]:
-        raise ValueError(f"{function}: {names[0]} is given beside step=, which says it itself")
+        raise ValueError(
+            f"{function}: {names[0]} is given beside step=, which says it itself; leave out "
+            f"{names[0]}="
+        )
 
 
 def check_none(what: str, value: Any) -> None:
@@ -447,5 +459,5 @@ def room_of(hbm: int | None, host_memory: int | None) -> Room:
     """
     for name, size in (("hbm", hbm), ("host_memory", host_memory)):
         if size is not None:
-            check_real(name, size)
+            check_bytes(name, size)
     return Room(hbm, host_memory)

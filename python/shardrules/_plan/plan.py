@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardrules._arguments import (
+    check_bytes,
     check_file,
-    check_real,
     check_shapes,
     check_tree,
     check_type,
@@ -27,7 +27,7 @@ from shardrules._arguments import (
 )
 from shardrules._correction import Correction, MemoryKind, check_memory_kind
 from shardrules._dtypes import given_dtype
-from shardrules._estimate.traced import TracedStep
+from shardrules._estimate.traced import A_STEP, TracedStep
 from shardrules._io import write_text
 from shardrules._mesh.mesh import as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._place.decider import (
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from shardrules._plan.diff import PlanDiff
     from shardrules._plan.explain import Explanation
     from shardrules._plan.findings import CheckKind, Findings, Level
-    from shardrules._plan.report import CompiledProgram, Proposal, Proposed
+    from shardrules._plan.report import CompiledProgram, Proposal, Proposed, Solved
     from shardrules._plan.resolve import OnMesh, SizedMesh
     from shardrules._plan.state import Zero1
     from shardrules._plan.survey import PlannedLeaves
@@ -281,8 +281,8 @@ class Plan(Estimates, Decider):
         """
         from shardrules._plan import check
 
-        check_real("large", large)
-        check_type("step", step, TracedStep | None, "a Step, as shardrules.trace gives one")
+        check_bytes("large", large)
+        check_type("step", step, TracedStep | None, A_STEP)
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
         patterns = listed("replicated", replicated, "patterns")
         if patterns:
@@ -698,6 +698,7 @@ class Plan(Estimates, Decider):
         optimizer_memory_kind: MemoryKind | None = None,
         program: CompiledProgram | None = None,
         suggestion: Proposal | None = None,
+        solution: Solved | None = None,
     ) -> str:
         """Write the plan as one HTML page that works offline.
 
@@ -716,6 +717,8 @@ class Plan(Estimates, Decider):
                 in the memory of a device at the peak, and all collectives. Default: neither.
             suggestion: The `Suggestion` of `suggest` for the same leaves, with which the page ends:
                 why each rule says what it says, and its bytes beside the plan's. Default: none.
+            solution: The `Solution` of `solve`: each class of dimensions, the axes that cut it, and
+                what a step costs with others. Default: none.
 
         Returns:
             The page.
@@ -735,7 +738,7 @@ class Plan(Estimates, Decider):
         """
         from shardrules._estimate.sweep import Sweep
         from shardrules._plan.findings import Findings
-        from shardrules._plan.report import CompiledProgram, Proposal, report_html
+        from shardrules._plan.report import CompiledProgram, Proposal, Solved, report_html
 
         check_file("path", path)
         check_type("findings", findings, Findings | None, "the Findings of Plan.check")
@@ -752,6 +755,7 @@ class Plan(Estimates, Decider):
         check_type(
             "suggestion", suggestion, Proposal | None, "the Suggestion of shardrules.suggest"
         )
+        check_type("solution", solution, Solved | None, "the Solution of shardrules.solve")
         training = Training(gradients, optimizer, optimizer_memory_kind)
         page = report_html(
             self,
@@ -762,6 +766,7 @@ class Plan(Estimates, Decider):
             budget=training.bytes_with(self),
             proposed=None if suggestion is None else self._proposed(suggestion, training),
             program=program,
+            solution=solution,
         )
         if path is not None:
             write_text(path, page)

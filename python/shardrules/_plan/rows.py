@@ -160,4 +160,4 @@ def _no_such_path(columns: Columns, path: str) -> str:
     text = set(_COMPONENT.findall(path))
     sharing = [part for part in patterns if text & set(_COMPONENT.findall(part))]
     near = near_shown(path, patterns) or near_shown(path, sharing, least=0)
-    return f"no leaf has the path {brief(path)}{near}"
+    return f"no leaf has the path {brief(path)}{near or '; plan.paths lists them'}"

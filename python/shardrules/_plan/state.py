@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardrules._plan.memory import DeviceBytes
     from shardrules._plan.table import Spec
 
-DTYPES: Final = "dtypes, one for each moment such as Adam's two"
+DTYPES: Final = "dtypes, one for each moment: Adam's two are ('float32', 'float32')"
 
 
 @dataclass(frozen=True, slots=True)

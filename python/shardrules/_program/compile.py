@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from shardrules._arguments import check_choice, check_real, check_type
+from shardrules._arguments import check_choice, check_real, check_type, kind_of
 from shardrules._estimate.buffers import Buffer, table_of
 from shardrules._mesh.memory import memory_apart
 from shardrules._mesh.mesh import as_mesh, has_devices
@@ -25,6 +25,7 @@ from shardrules._program.liveness import alive_at_peak
 from shardrules._program.memory import buffers_of
 from shardrules._text import (
     and_more,
+    brief,
     bytes_shown,
     mesh_shown,
     printable,
@@ -46,6 +47,7 @@ _REFUSALS: Final = (
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MODULE: Final = "*oom_intermediate_module.txt"
 _KEPT: Final = 0.5
+_NOTED: Final = 4
 _NAMED: Final = 3
 _STATIC: Final = (
     "A plan stands for arrays alone: give equinox.combine(plan.abstract(), static) in its place, "
@@ -158,6 +160,7 @@ def compile(
         >>> compiled.memory_analysis().argument_size_in_bytes
         256
     """
+    check_step(step, args, effort)
     mesh = None if on is None else target_mesh(on, args)
     check_timeout(timeout)
     with options_for(mesh, effort):
@@ -281,12 +284,65 @@ def placed_on(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
     )
 
 
+def check_step(step: Any, args: tuple[Any, ...], effort: Effort = "full") -> None:
+    """Check that a step is a function, and that no argument is what another parameter takes.
+
+    Raises:
+        TypeError: It is none, or one is.
+        ValueError: There is no such effort.
+    """
+    from jax.sharding import Mesh
+    from jax.stages import Compiled
+
+    check_choice("effort", effort, tuple(_LEVELS))
+    if not callable(step) or isinstance(step, Compiled):
+        first = any(map(callable, args))
+        hint = "; the step comes first, and then its arguments" if first else ""
+        raise TypeError(
+            f"step is {shown(step)}; give the function, or what jax.jit makes of it{hint}"
+        )
+    for place, arg in enumerate(args):
+        if isinstance(arg, Topology | Mesh):
+            raise TypeError(f"argument {place} of the step is {shown(arg)}; write it as on=...")
+        if kind_of(arg) == "rules":
+            raise TypeError(
+                f"argument {place} of the step is {shown(arg)}, which are rules; give their plan, "
+                "shardrules.plan(tree, rules, mesh)"
+            )
+
+
+@contextmanager
+def noted(step: Any, args: tuple[Any, ...]) -> Iterator[None]:
+    """Note beside an error of a step what the step was called with."""
+    try:
+        yield
+    except Exception as error:
+        rows = (f"  {place}: {_argument_shown(arg)}" for place, arg in enumerate(args))
+        name = getattr(step, "__name__", type(step).__name__)
+        lines = [f"shardrules called {name} with these arguments, as it would be called:", *rows]
+        error.add_note(printable_lines(lines))
+        raise
+
+
+def _argument_shown(arg: Any) -> str:
+    """Return an argument in a line: a plan by its tree, arrays by dtype and shape."""
+    from jax import tree_util
+
+    def line(leaf: Any) -> str:
+        has_shape = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        return f"{leaf.dtype}{[*leaf.shape]}" if has_shape else brief(leaf)
+
+    tree = arg.abstract() if isinstance(arg, Plan) else arg
+    kind = "the tree of a plan, " if isinstance(arg, Plan) else ""
+    pairs = tree_util.tree_flatten_with_path(tree)[0]
+    texts = [f"{tree_util.keystr(path)} {line(leaf)}".strip() for path, leaf in pairs[:_NOTED]]
+    return kind + ", ".join([*texts, *and_more(len(pairs), _NOTED, "leaf")])
+
+
 def lowered_on(mesh: Mesh | None, step: Any, args: tuple[Any, ...]) -> Any:
     """Lower a step for its arguments on a mesh, which is the context's for the specs in it."""
     import jax
 
-    if not callable(step):
-        raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
     check_static(step, args)
     placed = placed_on(args, mesh)
     if is_filter_jit(step):
@@ -298,7 +354,8 @@ def lowered_on(mesh: Mesh | None, step: Any, args: tuple[Any, ...]) -> Any:
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh)
         try:
-            return lower()
+            with noted(step, args):
+                return lower()
         except (AttributeError, TypeError) as error:
             if "'NoneType'" not in str(error) or not is_filter_jit(step):
                 raise
@@ -306,6 +363,12 @@ def lowered_on(mesh: Mesh | None, step: Any, args: tuple[Any, ...]) -> Any:
                 f"the step fails on a None: {error}. {_STATIC}, if one of its leaves is meant"
             ) from error
         except ValueError as error:
+            if "lowering_platforms" in str(error):
+                raise ValueError(
+                    "the plans and shardings of the arguments are for a mesh without devices, and "
+                    "nothing says which these are: give on=shardrules.Topology('v5p:8x8x8'), or "
+                    "on= a jax.sharding.Mesh"
+                ) from error
             if "incompatible devices" not in str(error).lower():
                 raise
             raise ValueError(
@@ -353,7 +416,6 @@ def options_for(mesh: Mesh | None, effort: Effort) -> Iterator[None]:
     """Set JAX's level of optimization, and whether it caches what it compiles, for a while."""
     import jax
 
-    check_choice("effort", effort, tuple(_LEVELS))
     config: Any = jax.config
     level = _LEVELS[effort]
     if level is not None and not hasattr(config, "jax_optimization_level"):

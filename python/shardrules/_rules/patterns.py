@@ -357,6 +357,23 @@ def parse(where: str, regex: Pattern) -> Any:
         raise type(error)(f"{where}: {error}: {_shown(text)}") from None
 
 
+def check_template(pattern: Pattern, template: str) -> None:
+    """Check a regex, and what `re.sub` shall put in the place of what it finds.
+
+    Raises:
+        re.error, OverflowError, RecursionError, ValueError: `re` rejects one of them.
+    """
+    parse("pattern", pattern)
+    try:
+        re.sub(pattern, template, "")
+    except (re.error, IndexError) as error:
+        text = _text_and_flags(pattern)[0]
+        raise re.error(
+            f"{_shown(template)} does not go with the pattern {_shown(text)}: {error}; a group is "
+            r"(...), and \1 in its place"
+        ) from None
+
+
 def _compile(index: int, pattern: Pattern) -> re.Pattern[str]:
     try:
         # Parsing has warned already, if there was a reason to.

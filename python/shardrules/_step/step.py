@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
-from shardrules._arguments import check_real, check_type, integer
+from shardrules._arguments import check_bytes, check_type, integer
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
@@ -18,7 +18,7 @@ from shardrules._jax import user_line
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
-from shardrules._program.compile import check_static, placed_on, target_mesh
+from shardrules._program.compile import check_static, check_step, noted, placed_on, target_mesh
 from shardrules._specs import entries_of, entry_axes
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
@@ -37,7 +37,6 @@ from shardrules._text import (
     near_shown,
     printable_lines,
     record,
-    shown,
 )
 from shardrules._trees.align import leaf_paths
 
@@ -183,7 +182,7 @@ class Step(TracedStep):
                 roles.of.get(name, ""),
                 equations.dims.sizes[name],
                 tuple(places),
-                tuple(dict.fromkeys(map(_line, roles.contracted.get(name, ())))),
+                tuple(dict.fromkeys(map(line_of, roles.contracted.get(name, ())))),
             )
             for name, places in arrays.items()
         ]
@@ -196,7 +195,7 @@ class Step(TracedStep):
         times: Counter[tuple[str, str, str]] = Counter()
         for operation, trips in self._equations.operations():
             if operation.flops:
-                key = operation.name, _part(operation.scope), _line(operation)
+                key = operation.name, _part(operation.scope), line_of(operation)
                 flops[key] += operation.flops * trips
                 times[key] += trips
         return tuple(Work(*key, times[key], count) for key, count in flops.most_common())
@@ -211,7 +210,7 @@ class Step(TracedStep):
         """What is not looked into: kernels, and primitives without a rule."""
         rows = [f"{name} ({count:,} times)" for name, count in self._equations.missing.items()]
         rows += [
-            f"{_line(loop)}: a loop whose length is not known" for loop in self._equations.endless
+            f"{line_of(loop)}: a loop whose length is not known" for loop in self._equations.endless
         ]
         return tuple(rows)
 
@@ -278,7 +277,8 @@ class Step(TracedStep):
 
         Returns:
             A `Memory`: arguments, results and temporary arrays, and the largest that are alive when
-            a device needs most, each with its line. XLA needs somewhat more.
+            a device needs most, each with its line. `peak` is an estimate of what the TPU's
+            compiler calls `peak_memory_in_bytes`; docs/step.md compares them.
 
         Raises:
             ValueError: The plan is of another tree; or the step has code by device, which was
@@ -326,7 +326,7 @@ class Step(TracedStep):
             >>> sr.trace(lambda params, x: x @ params["w"], plan, x).largest_batch(plan, hbm=4096)
             62
         """
-        size = integer("hbm", hbm, 1)
+        size = integer("hbm", hbm, 1, what="a whole number of bytes")
         spread = self._spread(plan)
         inputs = self._equations.body.inputs
         batches = ((number, self._batch_class(number)) for number in inputs)
@@ -378,7 +378,8 @@ class Step(TracedStep):
             machine: Hardware, and how well the step uses it.
             plan: As `memory` takes it.
         """
-        check_type("machine", machine, Machine, "what Plan.step_time makes of its arguments")
+        what = "a Machine; or write plan.step_time(step=step, hardware='v5p')"
+        check_type("machine", machine, Machine, what)
         return self._priced(self._spread(plan)).time(machine)
 
     def findings(self, plan: Plan, large: int) -> list[Finding]:
@@ -389,14 +390,14 @@ class Step(TracedStep):
             large: Bytes on a device from which on an array is reported.
         """
         check_type("plan", plan, Plan, "that of shardrules.plan")
-        check_real("large", large)
+        check_bytes("large", large)
         spread = self._spread(plan)
         place = next(i for i, arg in enumerate(self._args) if isinstance(arg, Plan))
         paths = {
             self._equations.body.inputs[row]: self._paths[row].removeprefix(f"inputs/{place}/")
             for row in self._ranges[place]
         }
-        view = View(self._equations, self._roles, spread, paths, _line, large)
+        view = View(self._equations, self._roles, spread, paths, line_of, large)
         return list(step_findings(view))
 
     def _priced(self, spread: Spread) -> Price:
@@ -448,7 +449,7 @@ class Step(TracedStep):
         names = {c: f"{roles.of.get(c, '') or 'no role'} {sizes[c]:,}" for c in classes}
         yield f"  dimension {place}, {size:,}: {' x '.join(names.values()) or 'one element'}"
         for name, text in names.items():
-            lines = list(dict.fromkeys(map(_line, roles.contracted.get(name, ()))))
+            lines = list(dict.fromkeys(map(line_of, roles.contracted.get(name, ()))))
             part = f"{text} " if len(names) > 1 else ""
             for line in lines[:_ARRAYS_SHOWN]:
                 yield f"    {part}summed over at {line}"
@@ -512,8 +513,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
     """
     import jax
 
-    if not callable(step):
-        raise TypeError(f"step is {shown(step)}; give the function, or what jax.jit makes of it")
+    check_step(step, args)
     check_static(step, args)
     mesh = _mesh_of(on, args)
     trees = placed_on(args, mesh)
@@ -522,7 +522,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
         import equinox
 
         make = equinox.filter_make_jaxpr
-    with _in_force(mesh):
+    with _in_force(mesh), noted(step, args):
         closed, results, *_ = make(step)(*trees)
     traced = _Traced(closed, jax.tree_util.tree_structure(results))
     paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]
@@ -600,7 +600,7 @@ def _place(operation: TracedOperation) -> Place | None:
     return None if line is None else Place(*line)
 
 
-def _line(operation: TracedOperation) -> str:
+def line_of(operation: TracedOperation) -> str:
     place = _place(operation)
     return operation.name if place is None else str(place)
 

@@ -14,6 +14,7 @@ from shardrules._program.cache import cached_result
 from shardrules._program.compile import (
     Effort,
     Refusal,
+    check_step,
     check_timeout,
     lowered_on,
     mesh_of,
@@ -151,6 +152,7 @@ def prove(
         >>> proof = sr.prove(step, plan, on=mesh, outputs=plan)
         >>> proof.raise_for("warning")
     """
+    check_step(step, args, effort)
     mesh = None if on is None else target_mesh(on, args)
     check_timeout(timeout)
     with options_for(mesh, effort):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_real, check_type, in_order
+from shardrules._arguments import check_bytes, check_type, in_order
 from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.compiling import CompileLog
@@ -125,8 +125,8 @@ def findings_and_program(
 ) -> tuple[Findings, Program]:
     """Return what `verify` finds, and the report of `inspect`."""
     if hbm is not None:
-        check_real("hbm", hbm)
-    check_real("large", large)
+        check_bytes("hbm", hbm)
+    check_bytes("large", large)
     log = CompileLog(()) if log is None else log
     check_type("log", log, CompileLog, "what shardrules.compiling gives")
     executable = Executable(call_of(compiled, inputs))

@@ -1,0 +1,313 @@
+"""What users do wrong, and what they are told: what they gave, what is expected, and the line to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+SHAPE = jax.ShapeDtypeStruct
+TREE = {
+    "layers": {"0": {"wq": {"kernel": SHAPE((512, 512), "bfloat16")}, "norm": SHAPE((512,), "float32")}},
+    "embed": SHAPE((1024, 512), "bfloat16"),
+}  # fmt: skip
+ARRAYS = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), TREE)
+RULES = [("wq/kernel", ("fsdp", "tp")), ("embed", ("tp", "fsdp")), ("norm", ())]
+MISSPELT = [("wq/kernel", ("fsdp", "tpp")), (".*", ())]
+SIZES = {"fsdp": 2, "tp": 4}
+MESH = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+PLAN = sr.plan(TREE, RULES, SIZES)
+PREFIXED = sr.plan({"params": TREE}, RULES, SIZES)
+STATE = {"mu": {"x": SHAPE((512, 512), "float32")}}
+X = SHAPE((8, 512), "bfloat16")
+NARROW = SHAPE((8, 100), "bfloat16")
+SLICE = sr.Topology("v5p:2x2x2")
+V5P = sr.Hardware.named("v5p")
+
+
+def loss(params, x):
+    layer = params["layers"]["0"]
+    return jnp.sum((x @ layer["wq"]["kernel"]) * layer["norm"].astype("bfloat16"))
+
+
+def train(params, x):
+    grads = jax.grad(loss)(params, x)
+    return jax.tree.map(lambda leaf, grad: leaf - grad.astype(leaf.dtype), params, grads)
+
+
+STEP = sr.trace(train, PLAN, X)
+OTHER = sr.plan({"w": SHAPE((4, 4), "float32")}, [("w", "tp")], {"tp": 2})
+JITTED = jax.jit(train)
+LOWERED = jax.jit(lambda x: x).lower(np.ones(4))
+COMPILED = LOWERED.compile()
+
+
+def linear():
+    nnx = pytest.importorskip("flax.nnx")
+    return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+
+def dense():
+    return pytest.importorskip("flax.linen").Dense(4)
+
+
+def boxed():
+    leaf = SHAPE((8, 8), "float32")
+    return {"w": pytest.importorskip("flax.linen").LogicallyPartitioned(leaf, ("embed", "mlp"))}
+
+
+def adam():
+    return pytest.importorskip("optax").adam(1e-3)
+
+
+def saved(**changes):
+    """Saves two arrays, and loads them as told."""
+    folder = CHECKPOINT / "model"
+    if not folder.exists():
+        sr.save({"wq": np.ones((4, 4), "float32"), "norm": np.ones(4, "float32")}, folder)
+    return sr.load(**{"source": folder, "rules": [("wq", ("fsdp", "tp")), (".*", ())], "mesh": MESH} | changes)  # fmt: skip
+
+
+# What is wrong: the call, and the parts of its message, in any order: what was given, what is expected, what to write.
+OF_PLANS = {
+    "a function as tree": (lambda: sr.plan(train, RULES, SIZES), "<function train", "jax.eval_shape(function, *arguments)"),
+    "a path as tree": (lambda: sr.plan("ckpt", RULES, SIZES), "'ckpt' (a str)", "shardrules.read_model"),
+    "a class as tree": (lambda: sr.plan(type(linear()), RULES, SIZES), "Linear", "nnx.state(model)"),
+    "a linen module": (lambda: sr.plan(dense(), RULES, SIZES), "(a Dense)", "jax.eval_shape(model.init, key, inputs)['params']"),
+    "shapes as tree": (lambda: sr.plan({"w": (8, 8)}, RULES, SIZES), "'w/0'", "a tuple of them is no shape", "jax.eval_shape"),
+    "None as tree": (lambda: sr.plan({"w": None}, RULES, SIZES), "None alone", "jax.eval_shape"),
+    "a dict of rules": (lambda: sr.plan(TREE, dict(RULES), SIZES), "not dict", "(pattern, spec) pairs", "list(rules.items())"),
+    "a text as rules": (lambda: sr.plan(TREE, "fsdp,tp", SIZES), "'fsdp,tp'", "(pattern, spec) pairs"),
+    "a file as rules": (lambda: sr.plan(TREE, "rules.toml", SIZES), "'rules.toml'", "shardrules.read_rules(path).rules"),
+    "spec and pattern": (lambda: sr.plan(TREE, [(P("fsdp"), "wq")], SIZES), "rule 0", "P('fsdp',)", "pattern must be a string"),
+    "a rule of three": (lambda: sr.plan(TREE, [("wq", "fsdp", "tp")], SIZES), "rule 0", "('wq', 'fsdp', 'tp')", "(pattern, spec) pair"),
+    "a number as spec": (lambda: sr.plan(TREE, [("wq", 3)], SIZES), "rule 0", "3 (an int)", "tuple of axis names"),
+    "a glob": (lambda: sr.plan(TREE, [("*/kernel", ("tp",))], SIZES), "rule 0", "not globs", "write '.*/kernel'"),
+    "an open group": (lambda: sr.plan(TREE, [("w(q", ("tp",))], SIZES), "rule 0", "missing )", "w(q"),
+    "a tuple as mesh": (lambda: sr.plan(TREE, RULES, (2, 4)), "(2, 4)", "{'dp': 8, 'tp': 4}"),
+    "a text as mesh": (lambda: sr.plan(TREE, RULES, "fsdp=2,tp=4"), "'fsdp=2,tp=4'", "{'dp': 8, 'tp': 4}"),
+    "a size of 0": (lambda: sr.plan(TREE, RULES, {"fsdp": 0}), "'fsdp' is 0", "an integer from 1"),
+    "a size as text": (lambda: sr.plan(TREE, RULES, {"fsdp": "2"}), "'fsdp' is '2'", "an integer"),
+    "no mesh": (lambda: sr.plan(TREE, RULES), "no mesh", "pass mesh="),
+    "devices as mesh": (lambda: sr.plan(TREE, RULES, jax.devices()), "a list", "jax.sharding.Mesh"),
+    "a text as correction": (lambda: sr.plan(TREE, RULES, SIZES, correction="drop"), "'drop'", "Correction(indivisible='error')"),
+    "a size with a unit": (lambda: sr.plan(TREE, RULES, SIZES, min_size="1k"), "'1k'", "a number"),
+    "one optional axis": (lambda: sr.plan(TREE, RULES, SIZES, optional_axes="sp"), "'sp'", "sequence of strings", "write ['sp']"),
+    "a name of companions": (lambda: sr.plan(TREE, RULES, SIZES, companions="lora"), "'lora'", "shardrules.LORA"),
+    "rules before the tree": (lambda: sr.plan(RULES, TREE, SIZES), "rules, tree, mesh", "write plan(tree, rules, mesh)"),
+    "boxes with pairs": (lambda: sr.plan(boxed(), [("embed", "fsdp")], SIZES), "'embed'", "Give shardrules.LogicalRules(rules)"),
+    "names for no names": (lambda: sr.plan(TREE, sr.LogicalRules([("embed", "fsdp")]), SIZES).check().raise_for("info"), "names", "Give names="),
+    "a dict as Rules": (lambda: sr.Rules(dict(RULES)), "not dict", "list(rules.items())"),
+    "a name of a dialect": (lambda: sr.Rules(RULES, "eformer"), "'eformer'", "shardrules.dialects.EASYLM"),
+    "a part of no path": (lambda: PLAN.explain("kernell"), "'kernell'", "near it: layers/0/wq/kernel"),
+    "a path of JAX": (lambda: PLAN.explain("['layers']['0']['wq']['kernal']"), "kernal", "near it: layers/0/wq/kernel"),
+    "a number as path": (lambda: PLAN.explain(0), "0 (an int)", "plan.paths", "'layers/0/w'"),
+    "a source of no path": (lambda: PLAN.source("zzz"), "'zzz'", "plan.paths lists them"),
+    "an optimizer": (lambda: PLAN.for_optimizer(adam()), "GradientTransformation", "jax.eval_shape(optimizer.init, params)"),
+    "the state of another tree": (lambda: PREFIXED.for_optimizer(STATE), "'mu/x'", "'params/layers/0/wq/kernel'", "plan the tree that the optimizer was initialized with"),
+    "a level": (lambda: PLAN.check(levels={"dead": "warn"}), "'dead' is 'warn'", "'warning'"),
+    "a kind": (lambda: PLAN.check(levels={"deadd": "error"}), "'deadd'", "'dead'"),
+    "one replicated": (lambda: PLAN.check(replicated="norm"), "'norm'", "sequence of patterns", "write ['norm']"),
+    "bytes with a unit": (lambda: PLAN.check(large="16MB"), "'16MB'", "a number of bytes, such as 95e9"),
+    "memory with a unit": (lambda: PLAN.check(hbm="95GB"), "'95GB'", "a number of bytes, such as 95e9"),
+    "a head of no size": (lambda: PLAN.check(head_dim=0), "head_dim is 0", "an integer from 1"),
+    "a level to raise for": (lambda: PLAN.check().raise_for("warn"), "'warn'", "'warning'"),
+    "the wrong memory": (lambda: PLAN.check(hbm=95).raise_for(), "a device has 95 B", "take a mesh of more devices"),
+    "an optimizer's name": (lambda: PLAN.bytes_per_device(optimizer="adamw"), "'adamw'", "('float32', 'float32')", "plan.for_optimizer(state)"),
+    "a short dtype": (lambda: PLAN.bytes_per_device(gradients="bf16"), "'bf16'", "bfloat16"),
+    "a text for on_mesh": (lambda: PLAN.on_mesh("fsdp=4"), "'fsdp=4'", "{'dp': 8, 'tp': 4}"),
+    "rules for diff": (lambda: PLAN.diff(RULES), "(a list)", "must be a Plan"),
+    "a file for to_html": (lambda: PLAN.to_html(3), "3 (an int)", "the path of a file"),
+    "no lock": (lambda: sr.Plan.from_lock("no.lock"), "'no.lock'", "No such file", "check the name"),
+    "another file as lock": (lambda: sr.Plan.from_lock("{}"), "not a lock", "'shardrules lock 2'", "Plan.lock"),
+    "no companion": (lambda: sr.plan(TREE, RULES, SIZES, companions=[sr.stacked("layrs")]).check().raise_for("warning"), "layrs", "finds no leaf", "correct its pattern"),
+    "a number as axis": (lambda: sr.fsdp(3), "3 (an int)", "sequence of strings"),
+    "Zero1 of a number": (lambda: sr.Zero1(3), "3 (an int)", "a mesh axis"),
+    "a policy": (lambda: sr.Correction(indivisible="drp"), "'drp'", "'drop'"),
+    "a memory kind": (lambda: sr.RuleSpec(("tp",), memory_kind="host"), "'host'", "'pinned_host'"),
+}  # fmt: skip
+
+OF_PLACEMENT = {
+    "misspelt in named_shardings": (lambda: sr.named_shardings(ARRAYS, MISSPELT, MESH), "layers/0/wq/kernel", "'tpp'", "did you mean 'tp'", "optional_axes=['tpp']"),
+    "misspelt in shard": (lambda: sr.shard(ARRAYS, MISSPELT, MESH), "rule 0", "'tpp'", "did you mean 'tp'"),
+    "misspelt in a constraint": (lambda: sr.with_sharding_constraint(jnp.ones((8, 8)), P("tpp"), MESH), "shape (8, 8)", "'tpp'", "did you mean 'tp'"),
+    "no rule for a leaf": (lambda: sr.shard(ARRAYS, [("wq", ("fsdp",))], MESH), "embed  shape (1024, 512)", "('.*', PartitionSpec())"),
+    "an axis twice": (lambda: sr.shard(ARRAYS, [(".*", ("tp", "tp"))], MESH), "'tp' is used twice", "only one dimension"),
+    "shapes for shard": (lambda: sr.shard(TREE, RULES, MESH), "ShapeDtypeStruct", "jax.jit(init, out_shardings=plan.shardings())"),
+    "shapes for gather": (lambda: sr.gather(TREE), "ShapeDtypeStruct", "give the arrays themselves"),
+    "sizes for shard": (lambda: sr.shard(ARRAYS, RULES, SIZES), "AbstractMesh('fsdp': 2, 'tp': 4", ".reshape(2, 4), ('fsdp', 'tp'))"),
+    "rules before arrays": (lambda: sr.shard(RULES, ARRAYS, MESH), "rules, tree, mesh", "write shard(tree, rules, mesh)"),
+    "tree before rules": (lambda: sr.match_partition_rules(TREE, RULES), "tree, rules", "write match_partition_rules(rules, tree)"),
+    "no rule to match": (lambda: sr.match_partition_rules([("wq", "tp")], TREE), "layers/0/norm", "('.*', PartitionSpec())"),
+    "a dict to match": (lambda: sr.match_partition_rules(dict(RULES), TREE), "not dict", "list(rules.items())"),
+    "mesh before rules": (lambda: sr.named_shardings(ARRAYS, MESH, RULES), "tree, mesh, rules", "write named_shardings(tree, rules, mesh)"),
+    "rules to compare": (lambda: sr.compare(RULES, RULES, TREE), "rules, rules, tree", "write compare(tree, rules, rules)"),
+    "rules before shape": (lambda: sr.spec_for("wq/kernel", RULES, (512, 512), SIZES), "path, rules, shape, mesh", "write spec_for(path, shape, rules, mesh)"),
+    "a number as shape": (lambda: sr.spec_for("wq/kernel", 512, RULES, SIZES), "shape is 512", "sequence of integers"),
+    "no compiled function": (lambda: sr.verify(JITTED, (PLAN,)), "(a PjitFunction)", "jax.jit(f).lower(...).compile()"),
+    "a lowered function": (lambda: sr.verify(LOWERED, (None,)), "(a Lowered)", "jax.jit(f).lower(...).compile()"),
+    "plans before the function": (lambda: sr.verify((PLAN,), COMPILED), "(a tuple)", "jax.jit(f).lower(...).compile()"),
+    "a plan alone": (lambda: sr.verify(COMPILED, PLAN), "(a Plan)", "an entry for each positional argument"),
+    "plan before arrays": (lambda: sr.audit(PLAN, ARRAYS), "plan, tree", "write audit(tree, plan)"),
+    "rules for audit": (lambda: sr.audit(ARRAYS, RULES), "(a list)", "a Plan, as shardrules.plan makes one"),
+    "one logical name": (lambda: sr.logical_to_mesh("embed", [("embed", "fsdp")]), "'embed'", "('embed', None)"),
+    "no mesh to suggest for": (lambda: sr.suggest(TREE), "no mesh", "pass mesh="),
+    "mesh and devices": (lambda: sr.suggest(TREE, SIZES, devices=8), "mesh or devices, not both"),
+    "no room": (lambda: sr.suggest(TREE, SIZES, hbm=10), "has 10 B", "give more devices"),
+    "a file to mend": (lambda: sr.suggest(TREE, SIZES, like="rules.toml"), "not str", "shardrules.read_rules(path).rules"),
+    "an unknown library": (lambda: sr.patch("eformr"), "'eformr'", "'eformer'"),
+    "plan before the tree": (lambda: sr.reshard(PLAN, ARRAYS), "rules, tree", "write reshard(tree, rules)"),
+}  # fmt: skip
+
+OF_TOPOLOGIES = {
+    "a misspelt slice": (lambda: sr.Topology("v5pp:8x8x8"), "'v5pp'", "did you mean 'v5p'"),
+    "no shape": (lambda: sr.Topology("v5p"), "'v5p'", "'v5p:8x8x8'"),
+    "commas": (lambda: sr.Topology("v5p:8,8,8"), "'v5p:8,8,8'", "'v5p:8x8x8'"),
+    "two dimensions": (lambda: sr.Topology("v5p:8x8"), "'v5p:8x8'", "3 dimensions", "'v5p:4x4x4'"),
+    "no chips": (lambda: sr.Topology("v5p:0x8x8"), "'v5p:0x8x8'", "'v5p:4x4x4'"),
+    "seven cores": (lambda: sr.Topology("v5p-7"), "'v5p-7'", "give its shape, such as 'v5p:4x4x4'"),
+    "a row of chips": (lambda: sr.Topology("v5e:1x8"), "'v5e:1x8'", "a host has 2x2 chips", "2x8"),
+    "a number": (lambda: sr.Topology(512), "512 (an int)", "'v5p:8x8x8'"),
+    "hardware": (lambda: sr.Topology(V5P), "(a Hardware)", "'v5p:8x8x8'"),
+    "no hosts": (lambda: sr.Topology("h100"), "'h100'", "'h100:8x16'"),
+    "a torus of GPUs": (lambda: sr.Topology("h100:8x8x8"), "'h100:8x8x8'", "'h100:8x16'"),
+    "hosts of sixteen": (lambda: sr.Topology("h100:16x8"), "16 GPUs of a host", "connects 8 at most", "'h100:8x2'"),
+    "no such GPU": (lambda: sr.Topology("a100:8x2"), "'a100'", "did you mean 'h100'"),
+    "slices as text": (lambda: sr.Topology("v5e:16x16", slices="2"), "slices is '2'", "an integer"),
+    "a topology as mesh": (lambda: sr.plan(TREE, RULES, SLICE), "(a Topology)", ".mesh(fsdp=64, tp=8)"),
+    "a slice as mesh": (lambda: sr.plan(TREE, RULES, "v5p:2x2x2"), "'v5p:2x2x2'", ".mesh(fsdp=64, tp=8)"),
+    "another product": (lambda: SLICE.mesh(fsdp=4, tp=4), "16 devices", "has 8", "Topology.meshes(('fsdp', 'tp'))"),
+    "no axes": (lambda: SLICE.mesh(), "without axes", "{'fsdp': 8, 'tp': 4}"),
+    "axes as text": (lambda: SLICE.mesh("fsdp=2,tp=4"), "'fsdp=2,tp=4'", "{'fsdp': 64, 'tp': 8}"),
+    "a float as size": (lambda: SLICE.mesh(fsdp=2.0, tp=4), "'fsdp' is 2.0", "an integer"),
+    "the rest": (lambda: SLICE.mesh(fsdp=-1, tp=4), "'fsdp' is -1", "from 1"),
+    "an axis as text": (lambda: SLICE.meshes("fsdp"), "'fsdp'", "write ['fsdp']"),
+    "sizes for meshes": (lambda: SLICE.meshes(SIZES), "(a dict)", "sequence of strings"),
+}  # fmt: skip
+
+OF_DEVICES = {
+    "proved on another mesh": (lambda: sr.prove(JITTED, PLAN.on_mesh(MESH), X, on=SLICE), "fsdp=1,tp=1 are 1 device", "has 8", "Topology.meshes"),
+    "links of sizes": (lambda: SLICE.links(SIZES), "(a dict)", "as Topology.mesh makes it"),
+    "links of others": (lambda: SLICE.links(MESH), "other devices than v5p:2x2x2", "make it by Topology.mesh"),
+    "an unknown axis": (lambda: SLICE.link_rate(SLICE.mesh(SIZES), ["ddp"]), "'ddp'", "fsdp, tp"),
+    "proved with a unit": (lambda: sr.prove(JITTED, PLAN, X, on=SLICE, hbm="95GB"), "'95GB'", "a number of bytes, such as 95e9"),
+    "a budget": (lambda: sr.prove(JITTED, PLAN, X, on=SLICE, budget={"totl": 1}), "'totl'", "did you mean total"),
+    "compiled without x": (lambda: sr.compile(JITTED, PLAN, on=SLICE), "missing 1 required positional argument: 'x'", "0: the tree of a plan, ['embed'] bfloat16[1024, 512]"),
+    "compiled too narrow": (lambda: sr.compile(JITTED, PLAN, NARROW, on=SLICE), "(100,)", "(512,)", "1: bfloat16[8, 100]"),
+}  # fmt: skip
+
+OF_STEPS = {
+    "no devices": (lambda: sr.compile(JITTED, PLAN, X), "a mesh without devices", "on=shardrules.Topology('v5p:8x8x8')"),
+    "a name for on": (lambda: sr.compile(JITTED, PLAN, X, on="v5p:2x2x2"), "'v5p:2x2x2'", "shardrules.Topology('v5p:8x8x8')"),
+    "sizes for on": (lambda: sr.compile(JITTED, PLAN, X, on=SIZES), "(a dict)", "jax.sharding.Mesh of devices"),
+    "a topology as argument": (lambda: sr.compile(JITTED, PLAN, X, SLICE), "argument 2", "(a Topology)", "on=..."),
+    "an effort": (lambda: sr.compile(JITTED, TREE, X, on=SLICE, effort="quick"), "'quick'", "'fast'"),
+    "no axes for a slice": (lambda: sr.compile(JITTED, TREE, X, on=SLICE), "meshes of the arguments are none", "on=topology.mesh(fsdp=64, tp=8)"),
+    "its result": (lambda: sr.compile(3.0, PLAN, X, on=SLICE), "3.0 (a float)", "give the function"),
+    "compiled before": (lambda: sr.compile(COMPILED, np.ones(4), on=SLICE), "(a Compiled)", "what jax.jit makes of it"),
+    "lowered before": (lambda: sr.compile(LOWERED, on=SLICE), "(a Lowered)", "what jax.jit makes of it"),
+    "proved nowhere": (lambda: sr.prove(JITTED, PLAN, X), "a mesh without devices", "on=shardrules.Topology('v5p:8x8x8')"),
+    "the name of a step": (lambda: sr.prove("train:step_on", PLAN, X), "'train:step_on'", "give the function"),
+    "plan before step": (lambda: sr.prove(PLAN, JITTED, X), "(a Plan)", "the step comes first"),
+    "inspected before it is compiled": (lambda: sr.inspect(JITTED, (None,)), "(a PjitFunction)", "jax.jit(f).lower(...).compile()"),
+    "an input too many": (lambda: sr.inspect(COMPILED, (None, None)), "2 entries", "1 positional"),
+    "traced rules": (lambda: sr.trace(train, RULES, X), "argument 0", "which are rules", "shardrules.plan(tree, rules, mesh)"),
+    "traced twice": (lambda: sr.trace(STEP, PLAN, X), "(a Step)", "give the function"),
+    "traced plan": (lambda: sr.trace(PLAN, train, X), "(a Plan)", "the step comes first"),
+    "traced without x": (lambda: sr.trace(train, PLAN), "missing 1 required positional argument: 'x'", "0: the tree of a plan, ['embed'] bfloat16[1024, 512]"),
+    "traced a shape": (lambda: sr.trace(train, PLAN, (8, 512)), "'tuple'", "1: [0] 8, [1] 512"),
+    "traced too narrow": (lambda: sr.trace(train, PLAN, NARROW), "(100,)", "(512,)", "1: bfloat16[8, 100]"),
+    "traced a value": (lambda: sr.trace(lambda p, x: int(x.sum()), PLAN, X), "Abstract tracer value", "1: bfloat16[8, 512]"),
+    "traced a misspelt key": (lambda: sr.trace(lambda p, x: p["embd"], PLAN, X), "embd", "['embed'] bfloat16[1024, 512]"),
+    "traced on sizes": (lambda: sr.trace(train, PLAN, X, on="fsdp=2"), "'fsdp=2'", "shardrules.Topology('v5p:8x8x8')"),
+    "an argument's path": (lambda: STEP.explain("embd"), "'embd'", "near it: inputs/0/embed"),
+    "an argument's number": (lambda: STEP.explain(3), "3 (an int)", "'inputs/0/layers/up'"),
+    "traffic of a tree": (lambda: STEP.traffic(TREE), "(a dict)", "that of shardrules.plan"),
+    "traffic of rules": (lambda: STEP.traffic(RULES), "(a list)", "that of shardrules.plan"),
+    "traffic of another plan": (lambda: STEP.traffic(OTHER), "1 leaf", "3 leaves", "trace the step with it"),
+    "memory of sizes": (lambda: STEP.memory(SIZES), "(a dict)", "that of shardrules.plan"),
+    "time of a name": (lambda: STEP.time("v5p"), "'v5p'", "plan.step_time(step=step, hardware='v5p')"),
+    "batch with a unit": (lambda: STEP.largest_batch(PLAN, "95GB"), "'95GB'", "a whole number of bytes"),
+    "a function to check": (lambda: PLAN.check(step=train), "<function train", "shardrules.trace(step, plan, *arguments)"),
+    "a function to sweep": (lambda: PLAN.sweep(devices=8, step=train), "<function train", "shardrules.trace(step, plan, *arguments)"),
+    "a step and tokens": (lambda: PLAN.traffic(step=STEP, tokens=100), "tokens is given beside step=", "leave out tokens="),
+    "a sweep with tokens": (lambda: PLAN.sweep(devices=8, step=STEP, tokens=100, hardware="v5p"), "tokens is given beside step=", "leave out tokens="),
+    "a time without tokens": (lambda: PLAN.step_time(hardware="v5p"), "give tokens=", "or step="),
+    "a sweep of a slice": (lambda: PLAN.sweep(devices="v5p:8x8"), "'v5p:8x8'", "'v5p:4x4x4'"),
+    "devices as text": (lambda: PLAN.sweep(devices="512"), "'512'", "'v5p:8x8x8'"),
+    "a misspelt axis to sweep": (lambda: PLAN.sweep(devices=8, axes=["fsdp", "ttp"]), "'ttp'", "did you mean 'tp'"),
+    "a fixed axis": (lambda: PLAN.sweep(devices=8, fixed={"fsdp": 3}), "fsdp=3", "divides 8"),
+    "a sweep with a unit": (lambda: PLAN.sweep(devices=8, hbm="95 GB"), "'95 GB'", "a number of bytes, such as 95e9"),
+}  # fmt: skip
+
+OF_FILES = {
+    "a file to save": (lambda: sr.save(ARRAYS, CHECKPOINT / "x.safetensors"), "x.safetensors", "a directory of files", "write 'x'"),
+    "shapes to save": (lambda: sr.save(TREE, CHECKPOINT / "y"), "embed is ShapeDtypeStruct", "jax.jit(init, out_shardings=...)"),
+    "path before tree": (lambda: sr.save("y", ARRAYS), "path is {", "the path of a directory"),
+    "a part with a unit": (lambda: sr.save(ARRAYS, CHECKPOINT / "z", shard_bytes="5GB"), "'5GB'", "a number of bytes"),
+    "one name twice": (lambda: sr.save({"a": {"b": np.ones(4)}, "a/b": np.ones(4)}, CHECKPOINT / "z"), "'a/b'", "rename it"),
+    "saved before": (lambda: (saved(), sr.save(ARRAYS, CHECKPOINT / "model")), "model exists", "save elsewhere"),
+    "no checkpoint": (lambda: sr.load(CHECKPOINT / "none", RULES, MESH), "none: No such file", "check the name"),
+    "a tree to load": (lambda: sr.load(ARRAYS, RULES, MESH), "(a dict)", "the path of a checkpoint"),
+    "loaded nowhere": (lambda: saved(mesh=None), "no mesh", "pass mesh="),
+    "another name": (lambda: saved(tree={"wk": SHAPE((4, 4), "float32")}), "wk: missing", "near it: wq", "a Rename to None"),
+    "another shape": (lambda: saved(tree={"wq": SHAPE((4, 8), "float32"), "norm": SHAPE((4,), "float32")}), "[4, 8]", "[4, 4]"),
+    "no array to rename": (lambda: saved(renames=[sr.Rename("wk", "wq")]), "wk: this Rename finds no array", "optional=True", "near it: wq"),
+    "a pair as rename": (lambda: saved(renames=[("wq", "q")]), "('wq', 'q')", "shardrules.Rename(r'^transformer/', '')"),
+    "one rename": (lambda: saved(renames=sr.Rename("wq", "q")), "(a Rename)", "a sequence of Renames"),
+    "two of one name": (lambda: saved(renames=[sr.Rename("wq|norm", "q")]), "'norm', 'wq'", "rename or leave out one"),
+    "a short dtype to load": (lambda: saved(dtype="bf16"), "'bf16'", "bfloat16"),
+    "integers": (lambda: saved(dtype="int8"), "'int8'", "'bfloat16'", "quantise them"),
+    "an open group to rename": (lambda: sr.Rename("w(q", "q"), "pattern: missing )", "w(q"),
+    "no such group": (lambda: sr.Rename("wq", r"\1/q"), "invalid group reference 1", "'wq'", "a group is (...)"),
+    "no such group's name": (lambda: sr.Rename("wq", r"\g<layer>/q"), "unknown group name 'layer'", "'wq'"),
+    "no arrow": (lambda: sr.Rename("wq", "q", "out in"), "'out in'", "'out in -> in out'"),
+    "a misspelt dimension": (lambda: sr.Rename("wq", "q", "out in -> in outt"), "'outt'", "did you mean 'out'"),
+    "no layers": (lambda: sr.Rename(r"layers\.\d+\.wq", "q", "out in -> layer in out"), "'layer'", "(?P<layer>[0-9]+)"),
+    "no such axis": (lambda: sr.Rename("wq", "q", "(h d) i -> i h d", sizes={"hd": 128}), "'hd'", "'(h d) i -> i h d'"),
+    "blocks without scales": (lambda: sr.Rename("wq", "q", blocks=(1, 128)), "blocks are for scales", "give scale"),
+    "a device as file": (lambda: sr.read_hardware("v5p"), "v5p: this is no file", "shardrules.Hardware.named('v5p')"),
+    "a function as file": (lambda: sr.read_model("own:params"), "own:params", "use the object itself"),
+    "a folder of rules": (lambda: sr.read_rules(CHECKPOINT), "Is a directory", "check the name"),
+    "path before a manifest's tree": (lambda: sr.write_manifest("model.json", TREE), "path, tree", "write write_manifest(tree, path)"),
+    "an unknown device": (lambda: sr.Hardware.named("v5"), "'v5'", "did you mean 'v5e'"),
+    "a dash": (lambda: sr.Hardware.named("H-100"), "'H-100'", "did you mean 'H100'"),
+    "a device's memory with a unit": (lambda: dataclasses.replace(V5P, memory_bytes="96GB"), "'96GB'", "an integer"),
+    "a percentage": (lambda: dataclasses.replace(V5P, efficiency=55), "efficiency is 55", "above 0 and at most 1"),
+    "one rate": (lambda: dataclasses.replace(V5P, flops_per_second=459e12), "459000000000000.0", "{'bfloat16': 459e12}"),
+    "a short dtype of a device": (lambda: dataclasses.replace(V5P, flops_per_second={"bf16": 1e12}), "'bf16'", "bfloat16"),
+    "a time on an unknown device": (lambda: PLAN.step_time(tokens=100, hardware="v55p"), "'v55p'", "did you mean 'v5p'"),
+}  # fmt: skip
+ALL = OF_PLANS | OF_PLACEMENT | OF_TOPOLOGIES | OF_DEVICES | OF_STEPS | OF_FILES
+CHECKPOINT = None
+
+
+def test_there_are_83_of_0_2_and_60_of_0_3():
+    tables = (OF_PLANS, OF_PLACEMENT, OF_TOPOLOGIES, OF_DEVICES, OF_STEPS, OF_FILES)
+    assert sum(map(len, tables)) == len(ALL)
+    assert len(OF_PLANS) + len(OF_PLACEMENT) >= 83
+    assert len(OF_TOPOLOGIES) + len(OF_DEVICES) + len(OF_STEPS) + len(OF_FILES) >= 60
+
+
+@pytest.mark.parametrize("mistake", ALL)
+def test_the_message_says_what_was_given_and_what_to_write(mistake, tmp_path, monkeypatch):
+    if mistake in OF_DEVICES and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("no compiler for TPUs")
+    monkeypatch.setitem(globals(), "CHECKPOINT", tmp_path)
+    call, *parts = ALL[mistake]
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        call()
+    notes = getattr(raised.value, "__notes__", [])
+    message = "\n".join([str(raised.value), *notes])
+    for part in parts:
+        assert part in message, f"{part!r} is not in: {message}"
+    assert not re.search(r"0x[0-9a-f]{6,}>? *$", message)
