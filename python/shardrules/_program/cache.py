@@ -28,7 +28,7 @@ from shardrules._jax import lowered_options
 from shardrules._locks import of_type
 from shardrules._mesh.topology import device_identity, is_described
 from shardrules._program.compile import Refusal
-from shardrules._program.dump import Dump
+from shardrules._program.dump import XlaDump
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.stored import StoredProgram, boxed, inner_of
 
@@ -60,7 +60,7 @@ class Result(NamedTuple):
     """What the compiler has made of a step, now or before."""
 
     content: Any
-    """A Compiled, of JAX or of flax, or a `StoredProgram` in its place; a `Refusal`; or a `Dump`,
+    """A Compiled, of JAX or of flax, or a `StoredProgram` in its place; a `Refusal`; or a `XlaDump`,
     which is not kept."""
     seconds: float
     """Time that it took to compile."""
@@ -68,7 +68,7 @@ class Result(NamedTuple):
 
 
 def cached_result(
-    lowered: Any, mesh: Mesh | None, compile: Callable[[Any], Compiled | Refusal | Dump]
+    lowered: Any, mesh: Mesh | None, compile: Callable[[Any], Compiled | Refusal | XlaDump]
 ) -> Result:
     """Return what the cache has of a lowered step, or compile it and keep that.
 
@@ -87,7 +87,7 @@ def cached_result(
     begin = time.perf_counter()
     content = compile(lowered)
     result = Result(content, time.perf_counter() - begin, False)
-    if path is not None and mesh is not None and not isinstance(content, Dump):
+    if path is not None and mesh is not None and not isinstance(content, XlaDump):
         with suppress(OSError):  # such as no room, or no right to write
             _write(path, result, mesh)
     return result

@@ -18,7 +18,7 @@ from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology, is_described, topology_shown
 from shardrules._plan.plan import Plan
 from shardrules._program.computation import with_elements
-from shardrules._program.dump import Dump, compiled_within
+from shardrules._program.dump import XlaDump, compiled_within
 from shardrules._program.executable import is_filter_jit, lowered_by_equinox
 from shardrules._program.hlo import Hlo
 from shardrules._program.liveness import alive_at_peak
@@ -165,7 +165,7 @@ def compile(
     check_timeout(timeout)
     with options_for(mesh, effort):
         result = result_of(lowered_on(mesh, step, args), timeout)
-    if isinstance(result, Refusal | Dump):
+    if isinstance(result, Refusal | XlaDump):
         raise result.error()
     return result
 
@@ -187,7 +187,7 @@ class Refusal(NamedTuple):
         return OutOfMemory(self.required, self.available, tuple(buffers))
 
 
-def result_of(lowered: Any, timeout: float | None = None) -> Compiled | Refusal | Dump:
+def result_of(lowered: Any, timeout: float | None = None) -> Compiled | Refusal | XlaDump:
     """Compile a lowered step, within `options_for` its mesh.
 
     Args:

@@ -30,7 +30,7 @@ _OTHERS: Final = (f"{_STAGE}.hlo.pb", "after_optimizations-buffer-assignment.txt
 _ALLOCATION: Final = re.compile(r"^allocation \d+: size (\d+), page 0, (.*)$", re.MULTILINE)
 
 
-class Dump(NamedTuple):
+class XlaDump(NamedTuple):
     """What the compiler has written of a step at a time limit."""
 
     seconds: float
@@ -87,7 +87,7 @@ class Dump(NamedTuple):
         return SimpleNamespace(**sizes)
 
 
-def compiled_within(compile: Callable[[Mapping[str, Any]], T], seconds: float) -> T | Dump:
+def compiled_within(compile: Callable[[Mapping[str, Any]], T], seconds: float) -> T | XlaDump:
     """Compile in another thread; after the time limit return what is known by then.
 
     The compiler cannot be stopped: that thread goes on until it ends, or the process does.
@@ -117,7 +117,7 @@ def compiled_within(compile: Callable[[Mapping[str, Any]], T], seconds: float) -
     return future.result() if future.done() else _read(Path(folder), seconds)
 
 
-def _read(folder: Path, seconds: float) -> Dump:
+def _read(folder: Path, seconds: float) -> XlaDump:
     """Read a folder, if the compiler has written all that is to be known."""
     for file in folder.glob(f"*{_TEXT}"):
         begin = file.name.removesuffix(_TEXT)
@@ -126,8 +126,8 @@ def _read(folder: Path, seconds: float) -> Dump:
             text = file.read_bytes().decode().rstrip()
             is_whole = "\nENTRY " in text and text.endswith("\n}")
             if is_whole and (module := _first_field(module)):
-                return Dump(seconds, text, module, buffers.decode())
-    return Dump(seconds)
+                return XlaDump(seconds, text, module, buffers.decode())
+    return XlaDump(seconds)
 
 
 def _first_field(message: bytes) -> bytes:

@@ -22,7 +22,7 @@ from shardrules._program.compile import (
     result_of,
     target_mesh,
 )
-from shardrules._program.dump import Dump
+from shardrules._program.dump import XlaDump
 from shardrules._program.program import Program, time_of
 from shardrules._text import answer, mesh_shown
 from shardrules._verify.verify import findings_and_program
@@ -161,7 +161,7 @@ def prove(
     compiled = result.content
     if isinstance(compiled, Refusal):
         raise compiled.error()
-    dump = compiled if isinstance(compiled, Dump) else None
+    dump = compiled if isinstance(compiled, XlaDump) else None
     if dump is not None:
         compiled = dump.program(lowered, mesh)
     if inputs is None:
