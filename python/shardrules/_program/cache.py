@@ -60,8 +60,8 @@ class Result(NamedTuple):
     """What the compiler has made of a step, now or before."""
 
     content: Any
-    """A Compiled, of JAX or of flax, or a `StoredProgram` in its place; a `Refusal`; or a `XlaDump`,
-    which is not kept."""
+    """A Compiled, of JAX or of flax, or a `StoredProgram` in its place; a `Refusal`; or an
+    `XlaDump`, which is not kept."""
     seconds: float
     """Time that it took to compile."""
     is_cached: bool
