@@ -37,6 +37,7 @@ PYBIND11_MODULE(_core, module) {
     shardrules::bind::register_spec_table(module);
     shardrules::bind::register_sharding(module);
     shardrules::bind::register_logical(module);
+    shardrules::bind::register_read_ranges(module);
     shardrules::bind::register_record_layout(module);
     shardrules::bind::register_rule_set(module);
     shardrules::bind::register_templates(module);

@@ -6,6 +6,7 @@
 namespace shardrules::bind {
 
 void register_logical(pybind11::module_& module);
+void register_read_ranges(pybind11::module_& module);
 void register_record_layout(pybind11::module_& module);
 void register_rule_set(pybind11::module_& module);
 void register_sharding(pybind11::module_& module);

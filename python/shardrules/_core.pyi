@@ -103,6 +103,23 @@ def values_beside(rows: Any, values: Any, leaves: int, /) -> list[Any] | None:
     None if the trees differ, or have other nodes than dicts, lists and tuples.
     """
 
+def read_ranges(
+    file: int, begins: Any, sizes: Any, places: Any, memory: Any, gap: int, /
+) -> tuple[int, int]:
+    """Read ranges of a file, in its order, into memory, without the GIL; not on Windows.
+
+    Args:
+        file: The file's descriptor.
+        begins: Where each range begins in the file, int64.
+        sizes: The bytes of each, int64.
+        places: Where each goes in the memory, int64.
+        memory: A writable buffer.
+        gap: At most so many bytes between two ranges are read along with them.
+
+    Returns:
+        (the offset where it stopped; 0, or the system's error number, or -1 at the file's end)
+    """
+
 def templates(paths: list[str], /) -> tuple[list[str], bytes, bytes]:
     """Paths with holes for their numbers; see csrc/folding/templates.hpp.
 

@@ -31,12 +31,12 @@ from shardrules._program.program import Program as Program
 from shardrules._program.step_seconds import ProgramTime as ProgramTime
 from shardrules._rules.matcher import Coverage as Coverage
 from shardrules._solve.activations import Activation as Activation
+from shardrules._solve.choices import Alternative as Alternative
+from shardrules._solve.choices import ClassChoice as ClassChoice
 from shardrules._solve.outcome import Gain as Gain
 from shardrules._solve.proof import ProofRound as ProofRound
 from shardrules._solve.proof import SentBytes as SentBytes
 from shardrules._solve.proof import SolutionProof as SolutionProof
-from shardrules._solve.solution import Alternative as Alternative
-from shardrules._solve.solution import ClassChoice as ClassChoice
 from shardrules._solve.solution import Solution as Solution
 from shardrules._step.step import DimensionClass as DimensionClass
 from shardrules._step.step import Step as Step

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import shardrules as sr
-from shardrules._checkpoint.filling import forecast
+from shardrules._checkpoint.forecast import forecast
 from tests.checkpoint.test_load import LLAMA, RULES
 
 

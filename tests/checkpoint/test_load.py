@@ -88,8 +88,14 @@ def counted(monkeypatch):
             read.append(done)
         return done
 
-    monkeypatch.setattr(reading, "_read_at", read_at)
+    by_python(monkeypatch, read_at)
     return read
+
+
+def by_python(monkeypatch, read_at):
+    """Read with this function, in the place of the system's."""
+    monkeypatch.setattr(reading, "_native", None)
+    monkeypatch.setattr(reading, "_read_at", read_at)
 
 
 def bits(array):
@@ -238,23 +244,26 @@ def test_what_does_not_fit_is_one_error(checkpoint):
 
 @pytest.mark.parametrize("most", [1024, 3000, 20_000])
 def test_bytes_in_flight_are_bounded(checkpoint, monkeypatch, most):
-    held, peak, lock = [0], [0], threading.Lock()
+    held, peak = [0], [0]
+    read, wait_for = filling._Filling.read, filling._wait_for
 
-    def counted(work):
-        def call(jobs, boxes, *rest):
-            size = sum(job.box_sizes[box] for job in jobs for box in boxes or job.local_boxes)
-            with lock:
-                held[0] += size
-                peak[0] = max(peak[0], held[0])
-            made = work(jobs, boxes, *rest)
-            with lock:
-                held[0] -= size
-            return made
+    def begin(self, unit):
+        jobs = [self._jobs[index] for index in unit.jobs]
+        assert unit.bytes >= sum(
+            job.box_sizes.get(box) or sum(job.box_sizes.values())
+            for job, of_job in zip(jobs, unit.boxes, strict=True)
+            for box in of_job
+        )
+        held[0] += unit.bytes
+        peak[0] = max(peak[0], held[0])
+        read(self, unit)
 
-        return call
+    def end(unit, sent):
+        wait_for(unit, sent)
+        held[0] -= unit.bytes
 
-    for name in ("_arrays", "_boxes"):
-        monkeypatch.setattr(filling, name, counted(getattr(filling, name)))
+    monkeypatch.setattr(filling._Filling, "read", begin)
+    monkeypatch.setattr(filling, "_wait_for", end)
     loaded = sr.load(checkpoint, RULES, mesh_of(), max_bytes_in_flight=most)
     assert 0 < peak[0] <= most
     for name, array in by_safe_open(checkpoint).items():
@@ -329,7 +338,7 @@ class TestUntrusted:
                     os.replace(checkpoint / "new", path)
             return read_at(file, begin, into)
 
-        monkeypatch.setattr(reading, "_read_at", change)
+        by_python(monkeypatch, change)
         if way == "replace":  # the file that is open stays as it was
             sr.load(checkpoint / "a.safetensors", P(), mesh_of())
             return
@@ -342,7 +351,7 @@ class TestUntrusted:
         def fail(*_):
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(reading, "_read_at", fail)
+        by_python(monkeypatch, fail)
         with pytest.raises(
             sr.FileError, match=r"safetensors: byte [\d,]+: Input/output error; check"
         ):
@@ -350,9 +359,7 @@ class TestUntrusted:
 
     def test_a_short_read_is_read_on(self, checkpoint, monkeypatch):
         read_at = reading._read_at
-        monkeypatch.setattr(
-            reading, "_read_at", lambda file, begin, into: read_at(file, begin, [into[0][:7]])
-        )
+        by_python(monkeypatch, lambda file, begin, into: read_at(file, begin, [into[0][:7]]))
         loaded = sr.load(checkpoint, RULES, mesh_of())
         for name, array in by_safe_open(checkpoint).items():
             assert bits(loaded[name]) == bits(array)
@@ -483,7 +490,7 @@ class TestBounds:
             return made
 
         live = []
-        monkeypatch.setattr(filling, "_THREADS", 2)
+        monkeypatch.setattr(reading, "_READS", 2)
         monkeypatch.setattr(reading, "_OpenFile", opened)
         loaded = sr.load(tmp_path, P(), mesh_of())
         assert [float(loaded[f"w{i}"][0]) for i in range(12)] == list(range(12))
@@ -503,15 +510,16 @@ class TestBounds:
             os.utime(file.name, ns=(0, 12345))
             return found
 
-        monkeypatch.setattr(reading, "_read_at", change)
+        by_python(monkeypatch, change)
         with pytest.raises(sr.FileError, match="part.*: the file has changed since its header"):
             sr.load(tmp_path, P(), mesh_of())
 
-    def test_a_memory_that_is_full(self, checkpoint, monkeypatch):
+    @pytest.mark.parametrize("name", ["_memory", "_filled"])
+    def test_a_memory_that_is_full(self, checkpoint, monkeypatch, name):
         def fail(*_):
             raise MemoryError("Unable to allocate 64.0 MiB")
 
-        monkeypatch.setattr(filling, "_buffers", fail)
+        monkeypatch.setattr(filling, name, fail)
         with pytest.raises(MemoryError, match="Unable to allocate 64.0 MiB.*max_bytes_in_flight"):
             sr.load(checkpoint, RULES, mesh_of())
 
@@ -527,3 +535,130 @@ class TestBounds:
         with reading.Reader(leaves) as reader:
             samples = {name: reader.sample(name) for name in leaves}
         assert samples == {"a": bytes(range(18, 82)), "b": b"", "c": b"\x00\x01\x02"}
+
+
+class TestRanges:
+    """Ranges by the core and by Python; csrc/tests/test_files.cpp has faults."""
+
+    def both(self, path, ranges, size, monkeypatch):
+        results = []
+        for native in (reading._native, None):
+            monkeypatch.setattr(reading, "_native", native)
+            memory = np.zeros(size, np.uint8)
+            with open(path, "rb") as file:
+                stop = reading._read_ranges(file, ranges, memory)
+            results.append((stop, memory.tobytes()))
+        return results
+
+    def test_any_ranges(self, rng, tmp_path, monkeypatch):
+        data = rng.randbytes(100_000)
+        (tmp_path / "data").write_bytes(data)
+        for gap in (0, 100, 4096):
+            monkeypatch.setattr(reading, "_GAP", gap)
+            sizes = np.array([rng.choice([0, 1, 7, 300, 5000]) for _ in range(2000)])
+            begins = np.sort([rng.randrange(len(data) - size + 1) for size in sizes.tolist()])
+            begins = np.minimum(begins, len(data) - sizes)
+            order = np.argsort(begins, kind="stable")
+            ranges = reading.Ranges(
+                begins[order], sizes[order], np.cumsum(sizes[order]) - sizes[order]
+            )
+            expected = b"".join(
+                data[begin : begin + size]
+                for begin, size, _ in zip(*(column.tolist() for column in ranges), strict=True)
+            )
+            for (_, code), memory in self.both(
+                tmp_path / "data", ranges, len(expected), monkeypatch
+            ):
+                assert code == 0
+                assert memory == expected
+
+    def test_the_end_of_the_file(self, tmp_path, monkeypatch):
+        (tmp_path / "data").write_bytes(bytes(10))
+        ranges = reading.Ranges(*map(np.array, ([2, 8], [3, 4], [0, 3])))
+        for stop, _ in self.both(tmp_path / "data", ranges, 7, monkeypatch):
+            assert stop == (10, -1)
+
+    @pytest.mark.parametrize(
+        "columns", [([0], [8], [1]), ([-1], [1], [0]), ([0], [-1], [0]), ([0, 1], [1, 1], [0])]
+    )
+    def test_ranges_outside_of_the_memory(self, tmp_path, columns):
+        if reading._native is None:
+            pytest.skip("Python reads here")
+        (tmp_path / "data").write_bytes(bytes(10))
+        with open(tmp_path / "data", "rb") as file, pytest.raises(ValueError, match="range"):
+            reading._read_ranges(
+                file, reading.Ranges(*map(np.array, columns)), np.zeros(8, np.uint8)
+            )
+
+
+@pytest.mark.parametrize("spec", [P("fsdp", "tp"), P(None, "fsdp"), P(("fsdp", "tp")), P()])
+@pytest.mark.parametrize(
+    "dims", ["a b -> a b", "a b -> b a", "(h a) b -> b h a", "(h a) b -> h b a"]
+)
+def test_large_arrays_in_any_order(tmp_path, rng, spec, dims):
+    """Beyond the size of what is read with others; each box lies in memory as in the file."""
+    save = pytest.importorskip("safetensors.numpy").save_file
+    array = random_bits(rng, (1024, 1040), "uint16")
+    save({"w": array}, tmp_path / "m.safetensors")
+    renames = [sr.Rename("w", "w", dims, sizes={"h": 4} if "h" in dims else {})]
+    loaded = sr.load(tmp_path, spec, mesh_of(), renames=renames)["w"]
+    expected = array
+    if "h" in dims:
+        order = {"b h a": (2, 0, 1), "h b a": (0, 2, 1)}[dims.partition("-> ")[2]]
+        expected = array.reshape(4, 256, 1040).transpose(order)
+    elif dims.endswith("b a"):
+        expected = array.T
+    assert np.array_equal(np.asarray(loaded), expected)
+
+
+def test_a_box_that_two_places_need_is_read_once(tmp_path, rng, counted):
+    save = pytest.importorskip("safetensors.numpy").save_file
+    array = random_bits(rng, (4, 64), "uint16")
+    save({"w": array}, tmp_path / "m.safetensors")
+    loaded = sr.load(
+        tmp_path, P(), mesh_of(), renames=[sr.Rename("w", "w", "a b -> a n b", sizes={"n": 3})]
+    )["w"]
+    assert np.array_equal(np.asarray(loaded), np.repeat(array[:, None], 3, 1))
+    assert sum(counted) == array.nbytes
+
+
+@pytest.mark.parametrize("blocks", [(128, 128), (1, 1 << 30), ()])
+@pytest.mark.parametrize(
+    "dims", ["out in -> out in", "out in -> in (e out)", "out (h in) -> h e in out"]
+)
+def test_large_arrays_are_scaled_on_devices(tmp_path, rng, blocks, dims):
+    """Bit-equal to the product in numpy, ragged blocks too."""
+    save = pytest.importorskip("safetensors.numpy").save_file
+    code, out, inner, count = (
+        ml_dtypes.float8_e4m3fn,
+        1000,
+        1280,
+        4 if "e" in dims.split() or "(e" in dims else 1,
+    )
+    draw = np.random.default_rng(0)
+    arrays, products = {}, []
+    for e in range(count):
+        codes = draw.normal(size=(out, inner)).astype(code)
+        shape = [-(-size // min(block, size)) for size, block in zip((out, inner), blocks)]
+        scales = np.asarray(draw.normal(size=shape if blocks else ()), "float32")
+        arrays |= {f"w.{e}": codes, f"w.{e}_scale": scales}
+        factors = scales
+        for dim, block in enumerate(blocks):
+            factors = np.repeat(factors, min(block, (out, inner)[dim]), axis=dim)
+        factors = factors[:out, :inner] if blocks else factors
+        products.append((codes.astype("float32") * factors).astype(ml_dtypes.bfloat16))
+    save(arrays, tmp_path / "m.safetensors")
+    renames = [
+        sr.Rename(r"^w\.(?P<e>\d+)$", "w", dims, scale=r"w.\1_scale", blocks=blocks,
+                  sizes={"h": 4} if "h" in dims else {})
+    ]  # fmt: skip
+    expected = products[0]
+    if dims.endswith("(e out)"):
+        expected = np.concatenate([each.T for each in products], 1)
+    elif "h" in dims:
+        expected = np.stack([each.reshape(out, 4, -1).transpose(1, 2, 0) for each in products], 1)
+    spec = P("tp", "fsdp") if expected.ndim == 2 else P(None, "fsdp", "tp", None)
+    loaded = sr.load(tmp_path, [("w", spec)], mesh_of(), renames=renames, dtype="bfloat16")["w"]
+    assert loaded.dtype == "bfloat16"
+    assert loaded.sharding.spec == spec
+    assert bits(loaded) == expected.tobytes()

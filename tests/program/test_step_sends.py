@@ -18,6 +18,7 @@ QUICK = (
     "pipeline data=2,pp=4",
     "Muon fsdp=4,tp=2",
     "decode data=2,tp=4",
+    "fewer heads of keys fsdp=2,tp=4",
 )
 STEPS = [
     pytest.param(i, id=case.id, marks=() if case.id in QUICK else pytest.mark.slow)

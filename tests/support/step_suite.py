@@ -429,6 +429,28 @@ def uneven(mesh: Mesh, heads: int = 6) -> Step:
     return trained(mesh, plan, mean_square(layer), x)
 
 
+def grouped(mesh: Mesh, kv_heads: int = 2, group: int = 4) -> Step:
+    """Fewer heads of keys and values than devices: all kernels are cut alike."""
+    tree = {
+        "q": leaf(LAYERS, WIDTH, kv_heads * group * SIZE),
+        "k": leaf(LAYERS, WIDTH, kv_heads * SIZE),
+        "v": leaf(LAYERS, WIDTH, kv_heads * SIZE),
+        "o": leaf(LAYERS, kv_heads * group * SIZE, WIDTH),
+    }
+    plan = sr.plan(tree, [("[qkv]", (None, "fsdp", "tp")), ("o", (None, "tp", "fsdp"))], mesh)
+
+    def layer(x: Any, w: Any) -> Any:
+        x = on(mesh, x, "fsdp")
+        q = (x @ w["q"]).reshape(*x.shape[:2], kv_heads, group, SIZE)
+        k, v = ((x @ w[n]).reshape(*x.shape[:2], kv_heads, SIZE) for n in "kv")
+        chances = jax.nn.softmax(jnp.einsum("btkgd,bskd->bkgts", q, k))
+        mixed = jnp.einsum("bkgts,bskd->btkgd", chances, v).reshape(*x.shape[:2], -1)
+        return on(mesh, x + on(mesh, mixed @ w["o"], "fsdp"), "fsdp"), None
+
+    x = array(mesh, (BATCH, LENGTH, WIDTH), "fsdp")
+    return trained(mesh, plan, mean_square(layer), x)
+
+
 class Case(NamedTuple):
     """A step on a mesh."""
 
@@ -451,4 +473,6 @@ CASES = [
     Case("experts", experts, {"fsdp": 2, "ep": 4}),
     Case("decode", decode, {"data": 2, "tp": 4}),
     Case("uneven heads", uneven, {"fsdp": 2, "tp": 4}),
+    Case("fewer heads of keys", grouped, {"fsdp": 2, "tp": 4}),
+    Case("fewer heads of keys", grouped, {"fsdp": 1, "tp": 8}),
 ]

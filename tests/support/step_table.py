@@ -20,22 +20,19 @@ from tests.support.folders import ROOT
 
 PAGE = ROOT / "docs" / "step.md"
 Rows = Counter[tuple[str, tuple[str, ...]]]
-"""{(collective, axes): payload}."""
+"""{(collective, axes): bytes that a device sends}."""
 
 # Rows that differ by more than 5 %, or in a collective by more than 10 %, and why.
 _ROWS = "XLA does not gather the table: it exchanges parts of the tokens' rows."
 _KERNELS = "XLA gathers the output's kernels, which are smaller than the tokens that it would move."
 _ROUTER = "The router's probabilities, which XLA for CPU gathers for `top_k`, are not counted."
-_HALVES = "XLA cuts by a part of an axis."
 WHY = {
     "dense, table as held fsdp=8": _ROWS,
-    "dense, 2 heads of keys tp=4": _HALVES,
     "dense, square output transposed tp=4": _KERNELS,
     "dense, square output transposed, scanned fsdp=4,tp=2": _KERNELS,
     "MoE ep=8": _ROUTER,
     "MoE data=2,ep=4": _ROUTER,
     "MoE ep=4,tp=2": _ROUTER,
-    "uneven heads fsdp=2,tp=4": _HALVES,
 }
 
 
@@ -72,7 +69,7 @@ CASES = [*map(_of_model, step_traffic.CASES), *map(_of_suite, step_suite.CASES)]
 
 @cache
 def compared(index: int) -> tuple[Rows, Rows]:
-    """What each device sends in `CASES[index]`, by its jaxpr and by its HLO, as bytes by the ring."""
+    """What each device sends in `CASES[index]`, by its jaxpr and by its HLO."""
     case = CASES[index]
     step, args = case.make()
     spread = sr.trace(step, *args)._spread(None, merges_sums=False)
@@ -80,23 +77,32 @@ def compared(index: int) -> tuple[Rows, Rows]:
     for row in spread.sent:
         # XLA for CPU makes no reduce-scatter of what is no line of the user's.
         is_sum = row.kind == "reduce-scatter" and row.value is not None
-        ours["all-reduce" if is_sum else row.kind, row.axes] += row.payload * row.trips
+        kind = "all-reduce" if is_sum else row.kind
+        devices = prod(spread.sizes[axis] for axis in row.axes)
+        axes = spread.named(row.axes)
+        ours[kind, axes] += _ring(kind, row.payload * row.trips, devices)
     arrays = (arg.abstract() if isinstance(arg, sr.Plan) else arg for arg in args)
     real: Rows = Counter()
     for op in Hlo(step.lower(*arrays).compile().as_text()).collectives:
         assert op.times is not None
         for shape in op.results if op.kind == "all-gather" else op.operands:
-            real[op.kind, op.groups.axes(case.sizes)] += shape.bytes * op.times
-    return _sent(ours, case.sizes), _sent(real, case.sizes)
+            axes = op.groups.axes(case.sizes)
+            devices = len(op.groups[0])
+            real[op.kind, axes] += _ring(op.kind, shape.bytes * op.times, devices)
+    return tuple(_in_order(rows, case.sizes) for rows in (ours, real))
 
 
-def _sent(rows: Mapping[tuple[str, tuple[str, ...]], int], sizes: Mapping[str, int]) -> Rows:
-    """The bytes that a device sends, by collective and by axes in the mesh's order."""
+def _ring(kind: str, payload: int, devices: int) -> int:
+    """The bytes that a device sends."""
+    if kind == "collective-permute":
+        return payload
+    return round(payload * (2 if kind == "all-reduce" else 1) * (devices - 1) / devices)
+
+
+def _in_order(rows: Rows, sizes: Mapping[str, int]) -> Rows:
+    """Rows with axes in the mesh's order, without those of a single device."""
     sent: Rows = Counter()
-    for (kind, axes), payload in rows.items():
-        devices = prod(sizes[axis] for axis in axes)
-        part = 1.0 if kind == "collective-permute" else (devices - 1) / devices
-        size = round(payload * part * (2 if kind == "all-reduce" else 1))
+    for (kind, axes), size in rows.items():
         sent[kind, tuple(axis for axis in sizes if axis in axes)] += size
     return +sent
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,150 +15,35 @@ from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape, slices_i
 from shardrules._checkpoint.reading import (
     STAGING,
     BoxRequest,
+    Copy,
     Reader,
+    axis_strides,
     bound_of,
     copy_values,
     numpy_dtype,
 )
 from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._dtypes import bits_of
-from shardrules._files.leaves import ArraySpec
+from shardrules._files.leaves import ArraySpec, StoredFile
 from shardrules._io import FileError
-from shardrules._specs import entries_of, entry_axes
-from shardrules._text import bytes_shown, counted, mesh_shown, printable_lines
+from shardrules._text import bytes_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import NamedSharding
 
-    from shardrules._plan.table import Columns
-
-
-class Forecast(NamedTuple):
-    """Bytes that each process of a job reads of a checkpoint, each of them once."""
-
-    mesh: dict[str, int]
-    arrays: int
-    bytes: int
-    """Bytes of the checkpoint."""
-    read: tuple[int, ...]
-    """Per process, the bytes that it reads."""
-    device_bytes: int
-    """Bytes on the device that holds most."""
-    largest: int
-    """Bytes of the largest part on one device: the least that may be in flight."""
-    in_flight: int
-    """Maximum bytes of the host's memory for what is on its way."""
-    bandwidth: int
-    """Bytes that a process reads in a second."""
-
-    @property
-    def seconds(self) -> float:
-        """Return the time of the process that reads most."""
-        return max(self.read) / self.bandwidth
-
-    def __str__(self) -> str:
-        most, least = max(self.read), min(self.read)
-        share = f"{most / self.bytes:.1%} of the checkpoint" if self.bytes else "nothing"
-        each = (
-            bytes_shown(most) if most == least else f"{bytes_shown(least)} to {bytes_shown(most)}"
-        )
-        processes, devices = len(self.read), prod(self.mesh.values())
-        return printable_lines(
-            [
-                f"{counted(self.arrays, 'array')}, {bytes_shown(self.bytes)}, on "
-                f"{mesh_shown(self.mesh)} ({counted(devices, 'device')}, "
-                f"{counted(processes, 'process')})",
-                f"each process reads    {each} ({share}); all together "
-                f"{bytes_shown(sum(self.read))}",
-                f"each device holds     {bytes_shown(self.device_bytes)} at most",
-                f"in flight             {bytes_shown(self.in_flight)} at most; the largest part on "
-                f"one device is {bytes_shown(self.largest)}",
-                f"reading takes         {self.seconds:,.1f} s at {bytes_shown(self.bandwidth)} per "
-                "second and process",
-            ]
-        )
-
-
-def forecast(
-    columns: Columns, *, processes: int, in_flight: int | None, bandwidth: int
-) -> Forecast:
-    """Forecast what loading the checkpoint of a plan would read.
-
-    Args:
-        columns: The plan. Devices are shared out among the processes in the mesh's order.
-        processes: Number of processes, which divides that of the devices.
-        in_flight: Maximum bytes in flight. Default: that of `load`.
-        bandwidth: Bytes that a process reads in a second.
-
-    Raises:
-        ValueError: The processes do not divide the devices, an array is not placed, or its part on
-            one device is larger than what may be in flight.
-    """
-    devices = columns.devices
-    if devices % processes:
-        raise ValueError(
-            f"--processes is {processes:,}, and the mesh has {counted(devices, 'device')}: give a "
-            "number that divides it"
-        )
-    read = np.zeros(processes, object)
-    distinct: dict[tuple[tuple[str, ...], ...], npt.NDArray[np.int64]] = {}
-    for kind, count in zip(columns.kinds, columns.counts.tolist(), strict=True):
-        if kind.shape is None:
-            continue
-        if kind.spec is None:
-            raise ValueError(f"not all arrays are placed: {kind.message}; see shardrules check")
-        cuts = tuple(
-            tuple(axis for axis in entry_axes(entry) if columns.axis_sizes.get(axis, 1) > 1)
-            for entry in entries_of(kind.spec)
-        )
-        if cuts not in distinct:
-            distinct[cuts] = _device_boxes(cuts, columns.axis_sizes, processes)
-        read += distinct[cuts].astype(object) * (count * kind.device_bytes)
-    largest = max((kind.device_bytes for kind in columns.kinds), default=0)
-    needs = f"the largest part on one device has {bytes_shown(largest)}"
-    most = bound_of(in_flight, largest, needs, "--in-flight")
-    return Forecast(
-        dict(columns.axis_sizes),
-        len(columns.paths),
-        columns.total_bytes,
-        tuple(map(int, read)),
-        sum(
-            kind.device_bytes * int(n)
-            for kind, n in zip(columns.kinds, columns.counts, strict=True)
-        ),
-        largest,
-        min(most, max(map(int, read))),
-        bandwidth,
-    )
-
-
-def _device_boxes(
-    cuts: tuple[tuple[str, ...], ...], axis_sizes: Mapping[str, int], processes: int
-) -> npt.NDArray[np.int64]:
-    """Count, per process, the different boxes that its devices hold of an array cut like this."""
-    sizes = tuple(axis_sizes.values())
-    places = dict(zip(axis_sizes, np.indices(sizes).reshape(len(sizes), -1), strict=True))
-    box = np.zeros(prod(sizes), np.int64)
-    for axes in cuts:
-        for axis in axes:
-            box = box * axis_sizes[axis] + places[axis]
-    of_processes = np.sort(box.reshape(processes, -1), axis=1)
-    changes = np.diff(of_processes, axis=1) != 0
-    counts: npt.NDArray[np.int64] = 1 + changes.sum(axis=1, dtype=np.int64)
-    return counts
-
-
-_THREADS: Final = min(16, 2 + (os.cpu_count() or 1))
+_THREADS: Final = 16
 # To wait for one of many units takes time for each.
 _UNITS: Final = 4 * _THREADS
 # What lets the CPU backend use a buffer as it is.
 _ALIGNED: Final = 64
-# So many small arrays are put onto devices in one call.
-_BATCH: Final = 128
-_BATCH_BYTES: Final = 8 << 20
+# So many small arrays are read together, and put onto devices in one call.
+_BATCH: Final = 1024
+_BATCH_BYTES: Final = 16 << 20
 # Units of at most this size keep all threads busy.
 _SHARE: Final = 4
+# Of more parts, those in a box are looked up.
+_FEW: Final = 8
 
 
 class Job(NamedTuple):
@@ -184,12 +67,27 @@ class Job(NamedTuple):
                 return part.source, piece.source[:1]
         return "", ()
 
+    def place(self, arrays: Mapping[str, ArraySpec]) -> tuple[str, int]:
+        """Return where its first bytes stand: the file, and the offset there."""
+        first = arrays[self.target.parts[0].source]
+        return "" if first.file is None else str(first.file.path), first.begin
+
     @property
     def is_small(self) -> bool:
-        """Say whether it is read in one range, and JAX cuts it into the devices' parts."""
-        shape = self.target.shape
-        size = prod(shape) * self.dtype.itemsize
-        return size <= STAGING and self.sharding.is_fully_addressable
+        """Say whether it is read together with others."""
+        return prod(self.target.shape) * self.dtype.itemsize <= STAGING
+
+    @property
+    def is_put_whole(self) -> bool:
+        """Say whether JAX cuts it into its devices' parts, which is faster for a small array."""
+        return self.is_small and self.sharding.is_fully_addressable
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """Return the boxes to fill."""
+        if self.is_put_whole:
+            return [tuple((0, size) for size in self.target.shape)]
+        return list(self.local_boxes)
 
     @property
     def box_sizes(self) -> Mapping[Box, int]:
@@ -219,8 +117,10 @@ def _buffer_sizes(
 
 class _Unit(NamedTuple):
     jobs: Sequence[int]
-    boxes: Sequence[Box]
-    """Boxes of the only job; empty for whole arrays."""
+    boxes: Sequence[Sequence[Box]]
+    """Per job, those that are filled."""
+    is_whole: bool
+    """Whether that makes whole arrays."""
     bytes: int
 
 
@@ -272,69 +172,115 @@ def fill(
     Raises:
         FileError: A file has changed, or cannot be read.
     """
-    arrays: list[Any] = [None] * len(jobs)
-    parts: dict[int, dict[Any, Any]] = defaultdict(dict)
-    under_way: dict[Future[Any], _Unit] = {}
-    in_flight = 0
-
-    def finish(at_most: int, units: int) -> None:
-        nonlocal in_flight
-        while in_flight > at_most or len(under_way) > units:
-            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                unit = under_way.pop(future)
-                try:
-                    result = future.result()
-                except MemoryError as error:
-                    path = jobs[unit.jobs[0]].path
-                    raise MemoryError(
-                        f"{path}: {error}: the host's memory is full, with up to "
-                        f"{bytes_shown(most_bytes)} that are read and not on devices yet; give a "
-                        "smaller max_bytes_in_flight"
-                    ) from error
-                in_flight -= unit.bytes
-                if unit.boxes:
-                    parts[unit.jobs[0]] |= result
-                else:
-                    for index, array in zip(unit.jobs, result, strict=True):
-                        arrays[index] = array
-                done()
-
-    pool = ThreadPoolExecutor(_THREADS, "shardrules-load")
-    try:
-        for unit in _units(jobs, most_bytes):
-            finish(most_bytes - unit.bytes, _UNITS)
-            work: Any = _boxes if unit.boxes else _arrays
-            of_unit = [jobs[index] for index in unit.jobs]
-            future = pool.submit(work, of_unit, unit.boxes, reader)
-            under_way[future] = unit
-            in_flight += unit.bytes
-        finish(0, 0)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    for index, of_devices in parts.items():
-        arrays[index] = _assembled(jobs[index], of_devices)
-    return arrays
+    filling = _Filling(jobs, reader, most_bytes, done)
+    with filling.pool:
+        try:
+            for unit in _units(jobs, reader.arrays, most_bytes):
+                filling.make_room(most_bytes - unit.bytes, _UNITS)
+                filling.read(unit)
+            filling.make_room(0, 0)
+        finally:
+            filling.pool.shutdown(cancel_futures=True)
+    return filling.arrays()
 
 
-def _units(jobs: Sequence[Job], most_bytes: int) -> Iterator[_Unit]:
+class _Filling:
+    """Units that threads read, and that this thread puts onto devices."""
+
+    def __init__(
+        self, jobs: Sequence[Job], reader: Reader, most_bytes: int, done: Callable[[], None]
+    ) -> None:
+        self.pool = ThreadPoolExecutor(_THREADS, "shardrules-load")
+        self._jobs = jobs
+        self._reader = reader
+        self._most_bytes = most_bytes
+        self._done = done
+        self._arrays: list[Any] = [None] * len(jobs)
+        self._parts: dict[int, dict[Any, Any]] = defaultdict(dict)
+        self._reading: dict[Future[Any], _Unit] = {}
+        self._sent: deque[tuple[_Unit, Any]] = deque()
+        self._in_flight = 0
+
+    def read(self, unit: _Unit) -> None:
+        """Begin to read a unit."""
+        jobs = [self._jobs[index] for index in unit.jobs]
+        # Of this thread's memory, which the system has not taken back since an earlier call.
+        memory = self._within(unit, partial(_memory, jobs, unit.boxes))
+        self._reading[self.pool.submit(_filled, jobs, unit.boxes, memory, self._reader)] = unit
+        self._in_flight += unit.bytes
+
+    def make_room(self, at_most: int, units: int) -> None:
+        """Wait until so many bytes and units are in flight."""
+        while self._in_flight > at_most or len(self._reading) > units:
+            if self._sent and (not self._reading or self._in_flight > at_most):
+                unit, sent = self._sent.popleft()
+                _wait_for(unit, sent)
+                self._in_flight -= unit.bytes
+                self._done()
+                continue
+            for future in wait(self._reading, return_when=FIRST_COMPLETED).done:
+                unit = self._reading.pop(future)
+                self._sent.append((unit, self._put(unit, self._within(unit, future.result))))
+
+    def arrays(self) -> list[Any]:
+        """Return the arrays, with those that were put in parts."""
+        for index, of_devices in self._parts.items():
+            self._arrays[index] = _assembled(self._jobs[index], of_devices)
+        return self._arrays
+
+    def _put(self, unit: _Unit, filled: list[dict[Box, npt.NDArray[Any]]]) -> Any:
+        """Put the buffers of a unit onto devices; returns what arrives there."""
+        jobs = [self._jobs[index] for index in unit.jobs]
+        if not unit.is_whole:
+            parts = _parts_on_devices(jobs[0], filled[0])
+            self._parts[unit.jobs[0]] |= parts
+            return list(parts.values())
+        arrays = _whole_arrays(jobs, filled)
+        for index, array in zip(unit.jobs, arrays, strict=True):
+            self._arrays[index] = array
+        return arrays
+
+    def _within(self, unit: _Unit, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except MemoryError as error:
+            raise MemoryError(
+                f"{self._jobs[unit.jobs[0]].path}: {error}: the host's memory is full, with up to "
+                f"{bytes_shown(self._most_bytes)} that are read and not on devices yet; give a "
+                "smaller max_bytes_in_flight"
+            ) from error
+
+
+def _wait_for(unit: _Unit, sent: Any) -> None:
+    """Wait until what was put for a unit is on the devices."""
+    import jax
+
+    jax.block_until_ready(sent)
+
+
+def _units(
+    jobs: Sequence[Job], arrays: Mapping[str, ArraySpec], most_bytes: int
+) -> Iterator[_Unit]:
     most = max(1, most_bytes // _SHARE)
     small: list[int] = []
     small_bytes = 0
-    for index, job in enumerate(jobs):
+    # Neighbours in a file are read together.
+    for index in sorted(range(len(jobs)), key=[job.place(arrays) for job in jobs].__getitem__):
+        job = jobs[index]
         sizes = job.box_sizes
         total = sum(sizes.values())
-        if total <= most and not job.is_small:
-            yield _Unit([index], (), total)
-        elif total <= most:
+        if total > most:
+            yield from _units_of_boxes(index, job, sizes, most_bytes)
+        elif not job.is_small:
+            yield _Unit([index], [job.boxes], True, total)
+        else:
             if small and (small_bytes + total > min(most, _BATCH_BYTES) or len(small) == _BATCH):
-                yield _Unit(small, (), small_bytes)
+                yield _Unit(small, [jobs[i].boxes for i in small], True, small_bytes)
                 small, small_bytes = [], 0
             small.append(index)
             small_bytes += total
-        else:
-            yield from _units_of_boxes(index, job, sizes, most_bytes)
     if small:
-        yield _Unit(small, (), small_bytes)
+        yield _Unit(small, [jobs[i].boxes for i in small], True, small_bytes)
 
 
 def _units_of_boxes(
@@ -348,41 +294,45 @@ def _units_of_boxes(
         size = sum(map(sizes.__getitem__, same_rows))
         parts = [same_rows] if size <= most_bytes // 2 else [[box] for box in same_rows]
         for part in parts:
-            yield _Unit([index], part, sum(map(sizes.__getitem__, part)))
+            yield _Unit([index], [part], False, sum(map(sizes.__getitem__, part)))
 
 
-def _arrays(jobs: Sequence[Job], _: Sequence[Box], reader: Reader) -> list[Any]:
-    """Make whole arrays: one that is large, or several that are small."""
+def _whole_arrays(
+    jobs: Sequence[Job], filled: Sequence[Mapping[Box, npt.NDArray[Any]]]
+) -> list[Any]:
+    """Put whole arrays onto devices: one that is large, or several that are small."""
     import jax
 
-    job = jobs[0]
-    if not job.is_small:
-        shape = job.target.shape
-        buffers = _filled(job, tuple(job.local_boxes), reader)
-        array = jax.make_array_from_callback(
-            shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
-        )
-        return [jax.block_until_ready(array)]
-    values = []
-    for small in jobs:
-        full = tuple((0, size) for size in small.target.shape)
-        values.append(_filled(small, [full], reader)[full])
-    return list(jax.block_until_ready(jax.device_put(values, [each.sharding for each in jobs])))
+    arrays: list[Any] = [None] * len(jobs)
+    at_once = [i for i, job in enumerate(jobs) if job.is_put_whole]
+    for i, (job, buffers) in enumerate(zip(jobs, filled, strict=True)):
+        if not job.is_put_whole:
+            arrays[i] = _array(job, buffers)
+    values = [next(iter(filled[i].values())) for i in at_once]
+    put = jax.device_put(values, [jobs[i].sharding for i in at_once])
+    for i, array in zip(at_once, put, strict=True):
+        arrays[i] = array
+    return arrays
 
 
-def _boxes(jobs: Sequence[Job], boxes: Sequence[Box], reader: Reader) -> dict[Any, Any]:
+def _array(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
+    import jax
+
+    shape = job.target.shape
+    return jax.make_array_from_callback(
+        shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
+    )
+
+
+def _parts_on_devices(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> dict[Any, Any]:
     """Make {device: its part} for these boxes."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
-    (job,) = jobs
-    buffers = _filled(job, boxes, reader)
     memory_kind = job.sharding.memory_kind
     return {
-        device: jax.block_until_ready(
-            jax.device_put(buffers[box], SingleDeviceSharding(device, memory_kind=memory_kind))
-        )
-        for box in boxes
+        device: jax.device_put(buffer, SingleDeviceSharding(device, memory_kind=memory_kind))
+        for box, buffer in buffers.items()
         for device in job.local_boxes[box]
     }
 
@@ -396,30 +346,99 @@ def _assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
     )
 
 
-def _filled(job: Job, boxes: Sequence[Box], reader: Reader) -> dict[Box, npt.NDArray[Any]]:
-    """Read boxes from the files."""
-    buffers = _buffers(boxes, job.dtype)
-    if job.target.is_padded:
-        for buffer in buffers.values():
-            buffer[...] = 0
-    requests: dict[str, list[BoxRequest]] = defaultdict(list)
-    staged: list[tuple[SourcePart, Piece, npt.NDArray[Any], npt.NDArray[Any]]] = []
-    for box, buffer in buffers.items():
-        for part in job.target.parts:
-            for piece in part.pieces(box):
-                view = _view(buffer, box, piece)
-                if _fills_view(part, piece):
-                    into = view.transpose(_inverse(piece.order))
-                    into = into.reshape(box_shape(piece.source))
-                else:
-                    dtype = numpy_dtype(reader.arrays[part.source].dtype)
-                    into = np.empty(box_shape(piece.source), dtype)
-                    staged.append((part, piece, into, view))
-                requests[part.source].append(BoxRequest(piece.source, into))
+def _filled(
+    jobs: Sequence[Job],
+    boxes: Sequence[Sequence[Box]],
+    memory: npt.NDArray[np.uint8],
+    reader: Reader,
+) -> list[dict[Box, npt.NDArray[Any]]]:
+    """Read boxes of the jobs from the files, into the memory."""
+    filled, at = [], 0
+    copies: dict[StoredFile, list[Copy]] = defaultdict(list)
+    tasks: list[Callable[[], None]] = []
+    for job, of_job in zip(jobs, boxes, strict=True):
+        buffers: dict[Box, npt.NDArray[Any]] = {}
+        staged: dict[str, list[tuple[SourcePart, Piece, npt.NDArray[Any]]]] = defaultdict(list)
+        for box, parts in zip(of_job, _parts_in(job.target, of_job), strict=True):
+            buffer = _buffer(job, box, memory, at)
+            if job.target.is_padded:
+                buffer[...] = 0
+            for part in parts:
+                file = reader.arrays[part.source].file
+                for piece in part.pieces(box):
+                    copy = _direct(job, part, piece, buffer.strides, reader)
+                    if copy is None or file is None:
+                        staged[part.source].append((part, piece, _view(buffer, box, piece)))
+                    else:
+                        place = sum(
+                            (begin - start) * stride
+                            for (begin, _), (start, _), stride in zip(
+                                piece.target, box, buffer.strides, strict=True
+                            )
+                        )
+                        copies[file].append(copy.at(reader.arrays[part.source].begin, at + place))
+            buffers[box] = buffer
+            at += _room(buffer.nbytes)
+        tasks += [partial(_fill_staged, job, name, views, reader) for name, views in staged.items()]
+        filled.append(buffers)
+    reader.read(copies, memory, tasks)
+    for job, buffers in zip(jobs, filled, strict=True):
+        for buffer in buffers.values() if job.dtype == np.bool_ else ():
+            np.not_equal(buffer.view(np.uint8), 0, out=buffer)  # a file may have any bytes
+    return filled
+
+
+def _parts_in(target: Target, boxes: Sequence[Box]) -> list[Sequence[SourcePart]]:
+    """Return, per box, the parts that may have something in it."""
+    parts = target.parts
+    if len(parts) <= _FEW or not target.shape:
+        return [parts] * len(boxes)
+    begins = np.array([part.target_at for part in parts])
+    ends = begins + np.array([part.sized.target_shape for part in parts])
+    spans = [np.array(box).reshape(-1, 2).T for box in boxes]
+    return [
+        [parts[i] for i in np.flatnonzero(((begins < end) & (begin < ends)).all(1)).tolist()]
+        for begin, end in spans
+    ]
+
+
+def _direct(
+    job: Job, part: SourcePart, piece: Piece, strides: tuple[int, ...], reader: Reader
+) -> Copy | None:
+    """Return how the bytes of a piece go straight to the result, if they can."""
+    if part.scale is not None or piece.picked is not None:
+        return None
+    if numpy_dtype(reader.arrays[part.source].dtype) != job.dtype:
+        return None
+    shape = box_shape(piece.target)
+
+    def of_axes() -> list[int]:
+        lengths = [piece.lengths[axis] for axis in piece.order]
+        in_order = axis_strides(shape, strides, lengths)
+        return [in_order[i] for i in _inverse(piece.order)]
+
+    key = (piece.order, shape, strides)
+    return reader.copy_of(part.source, piece.source, piece.lengths, of_axes, key)
+
+
+def _fill_staged(
+    job: Job,
+    name: str,
+    views: Sequence[tuple[SourcePart, Piece, npt.NDArray[Any]]],
+    reader: Reader,
+) -> None:
+    """Fill views of the result with pieces of one array that have to be changed on the way."""
+    requests, changed = [], []
+    for part, piece, view in views:
+        if _fills_view(part, piece):
+            into = view.transpose(_inverse(piece.order)).reshape(box_shape(piece.source))
+        else:
+            into = np.empty(box_shape(piece.source), numpy_dtype(reader.arrays[name].dtype))
+            changed.append((part, piece, into, view))
+        requests.append(BoxRequest(piece.source, into))
     try:
-        for name, of_array in requests.items():
-            reader.fill(name, of_array)
-        for part, piece, read, view in staged:
+        reader.fill(name, requests)
+        for part, piece, read, view in changed:
             values = read if part.scale is None else _scaled(read, part, piece, reader)
             copy_values(piece.arranged(values), view)
     except FloatingPointError as error:
@@ -427,10 +446,6 @@ def _filled(job: Job, boxes: Sequence[Box], reader: Reader) -> dict[Box, npt.NDA
             f"{job.path}: {error}: they would become infinite; give the array another dtype, alone "
             r"with Rename(pattern, r'\g<0>', dtype='float32')"
         ) from None
-    for buffer in buffers.values():
-        if job.dtype == np.bool_:  # a file may have any bytes
-            np.not_equal(buffer.view(np.uint8), 0, out=buffer)
-    return buffers
 
 
 @lru_cache(maxsize=256)
@@ -439,7 +454,7 @@ def _inverse(order: tuple[int, ...]) -> list[int]:
 
 
 def _fills_view(part: SourcePart, piece: Piece) -> bool:
-    """Say whether the bytes go straight to the result: no dimension is several long axes."""
+    """Say whether rows are copied straight to the result: no dimension is several long axes."""
     long = sum(length > 1 for length in piece.lengths)
     return (
         part.scale is None
@@ -481,14 +496,24 @@ def _scaled(
     return values.astype(np.float32) * factors
 
 
-def _buffers(boxes: Sequence[Box], dtype: np.dtype[Any]) -> dict[Box, npt.NDArray[Any]]:
-    """Make an array for each box, in one piece of memory: the system gives large ones faster."""
-    sizes = [prod(box_shape(box)) * dtype.itemsize for box in boxes]
-    ends = list(accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
-    memory = np.empty(ends[-1] + _ALIGNED if ends else 0, np.uint8)
+def _memory(jobs: Sequence[Job], boxes: Sequence[Sequence[Box]]) -> npt.NDArray[np.uint8]:
+    """Return memory for these boxes: the system gives one large piece faster than many."""
+    size = sum(
+        _room(prod(box_shape(box)) * job.dtype.itemsize)
+        for job, of_job in zip(jobs, boxes, strict=True)
+        for box in of_job
+    )
+    memory = np.empty(size + _ALIGNED, np.uint8)
     first = -memory.ctypes.data % _ALIGNED
-    starts = [first, *(first + end for end in ends)]
-    return {
-        box: memory[start : start + size].view(dtype).reshape(box_shape(box))
-        for box, start, size in zip(boxes, starts, sizes, strict=False)
-    }
+    return memory[first : first + size]
+
+
+def _room(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _buffer(job: Job, box: Box, memory: npt.NDArray[np.uint8], at: int) -> npt.NDArray[Any]:
+    """Return the array of a box, which lies as in the file: JAX transposes faster than numpy."""
+    shape, order = box_shape(box), job.target.parts[0].sized.memory_order
+    values: npt.NDArray[Any] = memory[at : at + prod(shape) * job.dtype.itemsize].view(job.dtype)
+    return values.reshape([shape[dim] for dim in order]).transpose(_inverse(order))

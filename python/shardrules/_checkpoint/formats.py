@@ -196,7 +196,8 @@ class Reads(NamedTuple):
             for batch, arrays in zip(batches, results, strict=True):
                 live = dict(zip(batch.reads, arrays, strict=True))
                 for i in batch.makes:
-                    values[i] = made(self.jobs[i], live, arranges=self.format.rearranges)
+                    job, leaves = self.jobs[i], self.arrays.leaves
+                    values[i] = made(job, live, leaves, arranges=self.format.rearranges)
         return values
 
 

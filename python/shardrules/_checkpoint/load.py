@@ -47,8 +47,9 @@ def load(
 ) -> Any:
     """Load a checkpoint of safetensors files, or of orbax, into sharded arrays.
 
-    Each process reads only the bytes that its own devices hold, and each of them once. Nothing is
-    compiled. Several processes agree on the call first, as in `shard`; one that fails makes all
+    Each process reads only the bytes that its own devices hold, each of them once, and gaps of at
+    most 4 KiB between them. A program is compiled for each form of large arrays with scales, and
+    for `apply`. Several processes agree on the call first, as in `shard`; one that fails makes all
     fail.
 
     Args:

@@ -11,6 +11,7 @@ import numpy as np
 from shardrules._checkpoint.boxes import Form
 from shardrules._checkpoint.filling import Job
 from shardrules._checkpoint.reading import numpy_dtype
+from shardrules._checkpoint.scales import codes_and_scales, product_of
 from shardrules._checkpoint.targets import Target, whole
 from shardrules._files.leaves import ArraySpec
 
@@ -40,7 +41,9 @@ def ingredients(job: Job, arrays: Mapping[str, ArraySpec], *, arranges: bool) ->
         arranges: Whether arrays can be arranged and scaled as they are read.
     """
     target = job.target
-    if target.apply is None and (arranges or is_plain(target, lambda name: arrays[name].shape)):
+    if target.apply is None and arranges:
+        return codes_and_scales(job, arrays)
+    if target.apply is None and is_plain(target, lambda name: arrays[name].shape):
         return {}
     if arranges:
         read = {_input_name(job, argument): each for argument, each in target.inputs.items()}
@@ -56,10 +59,14 @@ def _input_name(job: Job, argument: str) -> str:
     return f"{job.path}: {argument}" if argument else job.path
 
 
-def made(job: Job, live: Mapping[str, Any], *, arranges: bool) -> Any:
+def made(
+    job: Job, live: Mapping[str, Any], arrays: Mapping[str, ArraySpec], *, arranges: bool
+) -> Any:
     """Make an array of its ingredients."""
     if not arranges:
         return made_of(job.target, live, job.dtype, job.sharding)
+    if job.target.apply is None:
+        return product_of(job, live, arrays)
     names = tuple(job.target.inputs)
     values = [live[_input_name(job, argument)] for argument in names]
     plain = tuple(_Recipe((), value.shape, None) for value in values)

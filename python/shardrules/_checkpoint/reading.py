@@ -6,8 +6,9 @@ import os
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from math import prod
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
+from shardrules import _core
 from shardrules._checkpoint.boxes import Box, box_shape, hull_of, intersection, slices_in
 from shardrules._dtypes import is_inexact
 from shardrules._files.leaves import ArraySpec, StoredFile, state_of
@@ -103,13 +105,23 @@ def reported(progress: bool | Progress | None, what: str) -> Iterator[Progress |
 STAGING: Final = 2 << 20
 """Maximum bytes of rows that are read at once, to be copied from there; they stay in a cache."""
 
-# Shorter ranges of several boxes are copied from rows: each range costs microseconds in Python.
-_LEAST_RANGE: Final = 64 << 10
+# Bytes between two ranges that are read along: less than what a call of the system takes.
+_GAP: Final = 4 << 10
 # Linux has 1,024.
 _MOST_BUFFERS: Final = 1000
 # More than there are threads that read. A process may often have no more than 256 in all.
 _MOST_FILES: Final = 64
 _SAMPLE: Final = 64
+# Reads at once, also of one array: a store on a network takes milliseconds to answer each.
+_READS: Final = 16
+# Bytes that one thread reads, if there are more of them.
+_LEAST_SHARE: Final = 1 << 20
+_MOST_SHARE: Final = 16 << 20
+# Bytes of a range: shorter ones are copied from rows.
+_LEAST_RANGE: Final = 64
+# Copies of boxes of one form are worked out once, unless they have many ranges.
+_MOST_FORMS: Final = 1024
+_MOST_RANGES: Final = 8192
 
 
 class BoxRequest(NamedTuple):
@@ -124,6 +136,34 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
+
+
+class Ranges(NamedTuple):
+    """Ranges of bytes in a file, and where in memory they go."""
+
+    begins: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+
+    def part(self, index: Any) -> Ranges:
+        """Return some of them."""
+        return Ranges(*(column[index] for column in self))
+
+
+class Copy(NamedTuple):
+    """Ranges of equal size in a file, which go to other places in memory."""
+
+    begins: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    size: int
+
+    def at(self, begin: int, place: int) -> Copy:
+        """Move it to this offset in the file, and in memory."""
+        return Copy(self.begins + begin, self.places + place, self.size)
+
+
+# Not on Windows.
+_native: Callable[..., tuple[int, int]] | None = getattr(_core, "read_ranges", None)
 
 
 class _OpenFile:
@@ -160,6 +200,8 @@ class Reader:
         self._files: OrderedDict[StoredFile, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self._of_thread = threading.local()
+        self._pool = ThreadPoolExecutor(_READS, "shardrules-read")
+        self._copies: dict[Any, Copy | None] = {}
 
     def __enter__(self) -> Reader:
         return self
@@ -167,6 +209,7 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        self._pool.shutdown(cancel_futures=True)
         with ExitStack() as closing:
             for file in self._files.values():
                 closing.callback(file.close, is_checked=error is None)
@@ -176,80 +219,90 @@ class Reader:
         array = self.arrays[name]
         layout = _StoredLayout(array)
         size = layout.dtype.itemsize * prod(array.shape)
-        data = bytearray(min(size, _SAMPLE))
-        if data:
-            with self._opened(layout.file) as file:
-                self._read(file, array.begin + (size - len(data)) // 2, [memoryview(data)])
-        return bytes(data)
+        data = np.empty(min(size, _SAMPLE), np.uint8)
+        begin = array.begin + (size - len(data)) // 2
+        if len(data):
+            self._read(layout.file, Ranges(*(np.array([n]) for n in (begin, len(data), 0))), data)
+        return data.tobytes()
+
+    def read(
+        self,
+        copies: Mapping[StoredFile, Sequence[Copy]],
+        memory: npt.NDArray[np.uint8],
+        others: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        """Read ranges into memory, and call other functions that read; several at once.
+
+        Raises:
+            FileError: A file has changed, or cannot be read.
+        """
+        tasks, twice = list(others), []
+        for file, of_file in copies.items():
+            ranges, again = _in_file_order(of_file)
+            twice.append(again)
+            tasks += [partial(self._read, file, share, memory) for share in _shares(ranges)]
+        if len(tasks) == 1:
+            tasks[0]()
+        else:
+            under_way = [self._pool.submit(task) for task in tasks]
+            wait(under_way, return_when=FIRST_EXCEPTION)
+            if any(future.done() and future.exception() for future in under_way):
+                for future in under_way:
+                    future.cancel()
+            wait(under_way)
+            for future in under_way:
+                if not future.cancelled():
+                    future.result()
+        for again in twice:
+            for place, size, other in zip(*(column.tolist() for column in again), strict=True):
+                memory[other : other + size] = memory[place : place + size]
+
+    def copy_of(
+        self,
+        name: str,
+        source: Box,
+        lengths: tuple[int, ...],
+        axis_strides: Callable[[], Sequence[int]],
+        key: Any,
+    ) -> Copy | None:
+        """Work out how a box of an array is copied; None if its ranges are too short.
+
+        Args:
+            name: The array.
+            source: The box.
+            lengths: The lengths of the axes of which its dimensions consist.
+            axis_strides: Gives the bytes between neighbours along each axis in memory.
+            key: What tells these strides from others.
+        """
+        array = self.arrays[name]
+        key = (array.shape, array.dtype, source, lengths, key)
+        copy = self._copies.get(key, key)
+        if copy is key:
+            copy = _copy(_StoredLayout(array), source, lengths, axis_strides())
+            if len(self._copies) < _MOST_FORMS and (not copy or len(copy.begins) < _MOST_RANGES):
+                self._copies[key] = copy
+        return copy  # type: ignore[no-any-return]
 
     def fill(self, name: str, requests: Sequence[BoxRequest]) -> None:
-        """Fill each requested box of an array.
+        """Fill each requested box of an array, by rows that are read once for all.
 
         Raises:
             FileError: The file has changed, or cannot be read.
         """
         layout = _StoredLayout(self.arrays[name])
-        direct: dict[Box, BoxRequest] = {}
-        staged: list[BoxRequest] = []
-        for request in requests:
-            is_long = len(requests) == 1 or layout.range_bytes(request.box) >= _LEAST_RANGE
-            if is_long and layout.is_direct(request) and request.box not in direct:
-                direct[request.box] = request
-            else:
-                staged.append(request)
-        with self._opened(layout.file) as file:
-            for box, together in _hulls(staged):
-                if len(together) == 1 and layout.is_direct(together[0]):
-                    direct[box] = together[0]
-                else:
-                    self._fill_staged(file, layout, box, together)
-            self._fill_directly(file, layout, list(direct.values()))
-
-    def _fill_directly(
-        self, file: _OpenFile, layout: _StoredLayout, requests: Sequence[BoxRequest]
-    ) -> None:
-        """Fill boxes that lie as in the file; neighbours in the file are read in one call."""
-        views = [_byte_range_of(request.into.reshape(-1).view(np.uint8)) for request in requests]
-        ranges = [layout.ranges(request.box) for request in requests]
-        counts = list(map(len, ranges))
-        if not sum(counts):
-            return
-        begins = np.concatenate(ranges)
-        if len(begins) == 1:
-            self._read(file, int(begins[0]), [view for view in views if len(view)])
-            return
-        sizes = np.repeat([layout.range_bytes(request.box) for request in requests], counts)
-        view_of = np.repeat(np.arange(len(requests)), counts)
-        places = np.concatenate([np.arange(count) for count in counts]) * sizes
-        order = np.argsort(begins, kind="stable")
-        gaps = np.flatnonzero(begins[order][1:] != (begins + sizes)[order][:-1]) + 1
-        columns = (column[order].tolist() for column in (view_of, places, sizes))
-        rows = list(zip(*columns, strict=True))
-        for start, end in pairwise([0, *gaps.tolist(), len(rows)]):
-            for i in range(start, end, _MOST_BUFFERS):
-                buffers = [
-                    views[view][at : at + size]
-                    for view, at, size in rows[i : min(end, i + _MOST_BUFFERS)]
-                ]
-                self._read(file, int(begins[order[i]]), buffers)
-
-    def _fill_staged(
-        self, file: _OpenFile, layout: _StoredLayout, box: Box, together: Sequence[BoxRequest]
-    ) -> None:
-        item_bytes = layout.dtype.itemsize
-        staging = self._staging()
-        for part in _chunks(box, item_bytes):
-            shape = box_shape(part)
-            rows = staging[: prod(shape) * item_bytes]
-            view, size = _byte_range_of(rows), layout.range_bytes(part)
-            for i, begin in enumerate(layout.ranges(part).tolist()):
-                self._read(file, begin, [view[i * size : (i + 1) * size]])
-            values = rows.view(layout.dtype).reshape(shape)
-            for request in together:
-                common = intersection(part, request.box)
-                if prod(box_shape(common)):
-                    into = request.into[slices_in(common, request.box)]
-                    copy_values(values[slices_in(common, part)], into)
+        item_bytes, staging = layout.dtype.itemsize, self._staging()
+        for box, together in _hulls(requests):
+            for part in _chunks(box, item_bytes):
+                shape, begins = box_shape(part), layout.ranges(part)
+                rows, size = staging[: prod(shape) * item_bytes], layout.range_bytes(part)
+                sizes = np.full(len(begins), size)
+                self._read(layout.file, Ranges(begins, sizes, np.cumsum(sizes) - size), rows)
+                values = rows.view(layout.dtype).reshape(shape)
+                for request in together:
+                    common = intersection(part, request.box)
+                    if prod(box_shape(common)):
+                        into = request.into[slices_in(common, request.box)]
+                        copy_values(values[slices_in(common, part)], into)
 
     def _staging(self) -> npt.NDArray[np.uint8]:
         """Return the thread's own rows: memory that is new costs more than a copy."""
@@ -257,23 +310,23 @@ class Reader:
             self._of_thread.staging = np.empty(STAGING, np.uint8)
         return self._of_thread.staging  # type: ignore[no-any-return]
 
-    def _read(self, file: _OpenFile, begin: int, buffers: list[memoryview]) -> None:
-        """Fill the buffers in turn."""
-        at = begin
-        try:
-            while buffers:
-                count = _read_at(file.file, at, buffers)
-                if not count:
-                    raise _changed(file.stored)
-                at += count
-                buffers = _after(buffers, count)
-        except OSError as error:
-            raise FileError(
-                f"{file.stored.path}: byte {at:,}: {error.strerror or error}; "
-                "check the disk, and copy or download the file again"
-            ) from None
+    def _read(self, stored: StoredFile, ranges: Ranges, memory: npt.NDArray[np.uint8]) -> None:
+        """Read ranges, which are in the order of the file."""
+        with self._opened(stored) as file:
+            at, code = int(ranges.begins[0]), 0
+            try:
+                at, code = _read_ranges(file.file, ranges, memory)
+            except OSError as error:
+                code = error.errno or -1
+            if code < 0:
+                raise _changed(stored)
+            if code:
+                raise FileError(
+                    f"{stored.path}: byte {at:,}: {os.strerror(code)}; "
+                    "check the disk, and copy or download the file again"
+                )
         with self._lock:
-            self.bytes_read += at - begin
+            self.bytes_read += int(ranges.sizes.sum())
 
     @contextmanager
     def _opened(self, stored: StoredFile) -> Iterator[_OpenFile]:
@@ -301,10 +354,6 @@ class Reader:
             self._files.pop(idle).close(is_checked=True)
 
 
-def _byte_range_of(array: Any) -> memoryview:
-    return memoryview(array)
-
-
 def _check_unchanged(stored: StoredFile, file: io.BufferedReader) -> None:
     if state_of(file.fileno()) != stored.state:
         raise _changed(stored)
@@ -317,13 +366,45 @@ def _changed(stored: StoredFile) -> FileError:
     )
 
 
-def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """Return the rest of the buffers after this many bytes."""
-    for i, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[i + 1 :]]
-        count -= len(buffer)
-    return []
+def _read_ranges(
+    file: io.BufferedReader, ranges: Ranges, memory: npt.NDArray[np.uint8]
+) -> tuple[int, int]:
+    """Read ranges; returns (where it stopped, 0, or the system's error there, or -1 at the end)."""
+    if _native is not None:
+        return _native(file.fileno(), *ranges, memory, _GAP)
+    view, between = memoryview(memory), memoryview(bytearray(_GAP))
+    rows = zip(*(column.tolist() for column in ranges), strict=True)
+    buffers: list[memoryview] = []
+    end = at = int(ranges.begins[0])
+    for begin, size, place in rows:
+        if not 0 <= begin - end <= _GAP or len(buffers) >= _MOST_BUFFERS:
+            at, code = _read_span(file, at, buffers)
+            if code:
+                return at, code
+            buffers, at = [], begin
+        elif begin > end:
+            buffers.append(between[: begin - end])
+        buffers.append(view[place : place + size])
+        end = begin + size
+    return _read_span(file, at, buffers)
+
+
+def _read_span(file: io.BufferedReader, at: int, buffers: Sequence[memoryview]) -> tuple[int, int]:
+    """Fill the buffers in turn, from this offset on."""
+    left = [buffer for buffer in buffers if len(buffer)]
+    while left:
+        try:
+            count = _read_at(file, at, left)
+        except OSError as error:
+            return at, error.errno or -1
+        if not count:
+            return at, -1
+        at += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+    return at, 0
 
 
 if hasattr(os, "preadv"):
@@ -340,6 +421,91 @@ else:  # Windows
             return file.raw.readinto(buffers[0]) or 0
 
 
+def _in_file_order(copies: Sequence[Copy]) -> tuple[Ranges, tuple[Any, Any, Any]]:
+    """Return (the ranges, those there twice as columns: place, size, other place)."""
+    counts = [len(copy.begins) for copy in copies]
+    ranges = Ranges(
+        np.concatenate([copy.begins for copy in copies]),
+        np.repeat([copy.size for copy in copies], counts),
+        np.concatenate([copy.places for copy in copies]),
+    )
+    if (np.diff(ranges.begins) < 0).any():
+        ranges = ranges.part(np.argsort(ranges.begins, kind="stable"))
+    is_again = np.zeros(len(ranges.begins), np.bool_)
+    is_again[1:] = (np.diff(ranges.begins) == 0) & (np.diff(ranges.sizes) == 0)
+    if not is_again.any():
+        return ranges, (is_again[:0],) * 3
+    first = np.maximum.accumulate(np.where(is_again, 0, np.arange(len(is_again))))
+    again = ranges.part(is_again)
+    return ranges.part(~is_again), (ranges.places[first[is_again]], again.sizes, again.places)
+
+
+def _shares(ranges: Ranges) -> Iterator[Ranges]:
+    """Yield the ranges in parts of about equal bytes, one for each thread; long ones are cut."""
+    total = int(ranges.sizes.sum())
+    if not total:
+        return
+    most = min(max(total // _READS, _LEAST_SHARE), _MOST_SHARE)
+    if int(ranges.sizes.max()) > most:
+        cuts = -(-ranges.sizes // most)
+        ranges = ranges.part(np.repeat(np.arange(len(cuts)), cuts))
+        at = (np.arange(len(ranges.begins)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * most
+        sizes = np.minimum(ranges.sizes - at, most)
+        ranges = Ranges(ranges.begins + at, sizes, ranges.places + at)
+    share = (np.cumsum(ranges.sizes) - 1) // most
+    ends = np.flatnonzero(np.diff(share)) + 1
+    for begin, end in pairwise([0, *ends.tolist(), len(share)]):
+        yield ranges.part(slice(begin, end))
+
+
+def _copy(
+    layout: _StoredLayout, source: Box, lengths: Sequence[int], strides: Sequence[int]
+) -> Copy | None:
+    """Work out the ranges of a box in the file, and their places in memory.
+
+    Args:
+        layout: The array's.
+        source: The box.
+        lengths: The lengths of the axes of which its dimensions consist.
+        strides: The bytes between neighbours along each axis in memory.
+    """
+    item_bytes = layout.dtype.itemsize
+    in_file = axis_strides(box_shape(source), layout.strides, lengths)
+    axes = [axis for axis in zip(lengths, in_file, strides, strict=True) if axis[0] != 1]
+    size = item_bytes
+    while axes and axes[-1][1] == axes[-1][2] == size:
+        size *= axes.pop()[0]
+    if axes and size < _LEAST_RANGE:
+        return None
+    begins = places = np.zeros(1, np.int64)
+    for length, by, to in axes:
+        steps = np.arange(length)
+        begins = (begins[:, None] + steps * by).reshape(-1)
+        places = (places[:, None] + steps * to).reshape(-1)
+    begin = sum(at * by for (at, _), by in zip(source, layout.strides, strict=True))
+    return Copy(begins + begin, places, size)
+
+
+def axis_strides(shape: Sequence[int], strides: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Return the stride of each axis of a box whose dimensions consist of axes.
+
+    Args:
+        shape: The lengths of the box's dimensions.
+        strides: The stride of each of them.
+        lengths: The lengths of the axes, in the dimensions' order.
+    """
+    result = [0] * len(lengths)
+    axis = 0
+    for size, stride in zip(shape, strides, strict=True):
+        inner = size
+        while inner > 1:
+            if lengths[axis] > 1:
+                inner //= lengths[axis]
+                result[axis] = inner * stride
+            axis += 1
+    return result
+
+
 class _StoredLayout:
     """Places of the elements of a stored array, in row-major order."""
 
@@ -349,9 +515,10 @@ class _StoredLayout:
         self.dtype = numpy_dtype(array.dtype)
         self._array = array
 
-    def is_direct(self, request: BoxRequest) -> bool:
-        """Say whether the bytes lie in the result as in the file."""
-        return request.into.dtype == self.dtype and request.into.flags.c_contiguous
+    @property
+    def strides(self) -> list[int]:
+        """Return the bytes between neighbours along each dimension."""
+        return [self._stride(dim) for dim in range(len(self._array.shape))]
 
     def range_bytes(self, box: Box) -> int:
         """Return the bytes of each contiguous range of the box."""

@@ -316,6 +316,91 @@ def step(args: Args) -> None:
 
 
 @_command(
+    "my_package.train:step_on --on v5p:8x8x8 > rules.toml",
+    "function on slices mesh hardware axes rules hbm time_limit format html",
+    function={
+        "help": "package.module:function, which takes the mesh, here one without devices, and the "
+        "rules of --rules, and returns (step, arguments), as shardrules.trace takes them, or "
+        "further outputs."
+    },
+    on={
+        "help": "The devices: v5p:8x8x8, v5e:4x4, v6e:16x16, v4:4x4x4, tpu7x:4x4x4, or as clouds "
+        "have it v5p-1024; or GPUs of a host, and hosts: h100:8x16, h200:8, b200:8x2, gb200:72x2. "
+        "Or give --mesh and --hardware, which need no compiler.",
+        "required": False,
+    },
+    hardware={
+        "help": "The devices of --mesh, without --on: v4, v5e, v5p, v6e, 7x, A100, H100, H200, "
+        "B200, GB200; or a TOML file."
+    },
+    mesh={"help": "The mesh, such as fsdp=64,tp=8. Default: the best of those that exist there."},
+    axes={"help": "Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp."},
+    rules={"help": "Rules that the function takes; the solution does not need any."},
+    hbm={"help": "Memory of one device, such as 96GB. Default: that of the devices."},
+    format={"usage": "--format {toml,python,text}", "default": "toml",
+            "help": "Output format; text has the choices, and what others cost."},
+)  # fmt: skip
+def solve(args: Args) -> None:
+    """Find the sharding of a step that takes least time, and write its rules on standard output.
+
+    The lines of with_sharding_constraint follow as comments; time, bound and gap go to standard
+    error.
+    """
+    from shardrules._cli import inputs
+    from shardrules._io import write_text
+    from shardrules._mesh.topology import Topology
+    from shardrules._mesh_sizes import parse_mesh
+    from shardrules._solve.solution import solve
+    from shardrules._suggest.suggest import suggestion_of
+    from shardrules._text import mesh_shown
+
+    _check_targets({"--html": args.html}, ())
+    hbm = inputs.memory("--hbm", "a device", args.hbm)
+    if args.mesh is not None:
+        inputs.refuse("the mesh is that of --mesh", args, "axes")
+    if args.on is not None:
+        inputs.refuse("--on says the devices", args, "hardware")
+        on: Any = Topology(args.on, args.slices)
+        hardware = on.hardware
+    elif args.mesh is None or args.hardware is None:
+        raise ValueError("give the devices: --on v5p:8x8x8, or --mesh and --hardware")
+    else:
+        on, hardware = parse_mesh(args.mesh), inputs.load_hardware(args.hardware)
+    sizes = None if args.mesh is None else parse_mesh(args.mesh)
+    if sizes is None:
+        meshes = on.meshes(("fsdp", "tp") if args.axes is None else inputs.names(args.axes))
+        sizes = meshes[len(meshes) // 2]  # as the function may not take one whose axis is 1
+    elif args.on is not None:
+        on.mesh(sizes)  # what does not exist there is an error
+        on = sizes
+    step = inputs.trace_on(args, args.function, mesh_shown(sizes), args.rules)
+    if step.plan is None:
+        raise ValueError(
+            f"{args.function}: none of the arguments is a Plan: give shardrules.plan of the "
+            "parameters, whose rules the solution replaces"
+        )
+    with working(args, f"solving for {args.on or args.mesh}; Ctrl-C takes the best so far"):
+        solution = solve(step, on, hardware=hardware, hbm=hbm, time_limit=args.time_limit)
+    suggestion = suggestion_of(solution)
+    lines = list(map(str, solution.activations))
+    if args.format == "text":
+        print(solution, suggestion, *lines, sep="\n")
+    else:
+        text = suggestion.to_toml() if args.format == "toml" else suggestion.to_python()
+        print(text.rstrip("\n"))
+        print(*(f"# {line}" for line in lines), sep="\n")
+        hint(args, solution.summary)
+    if solution._ruled.note:
+        hint(args, solution._ruled.note)
+    if args.html:
+        page = solution._ruled.plan.to_html(
+            title=args.function, hbm=hbm, suggestion=suggestion, solution=solution
+        )
+        write_text(Path(args.html), page)
+        hint(args, f"{args.html}: a report in one file, which works offline")
+
+
+@_command(
     "model.json layers/0/wq/kernel -r rules.toml -m fsdp=8,tp=4",
     _PLAN.replace(" ", " path ", 1),
 )
@@ -378,7 +463,7 @@ def sweep(args: Args) -> None:
 )  # fmt: skip
 def load(args: Args) -> None:
     """Tell what shardrules.load would read: bytes per process and device, in flight, time."""
-    from shardrules._checkpoint.filling import forecast
+    from shardrules._checkpoint.forecast import forecast
     from shardrules._cli import inputs
     from shardrules._text import byte_count
 

@@ -28,6 +28,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "slices": ("--slices NUMBER", "Slices of TPUs, which the data centre's network connects.",
             {"least": 1, "default": 1}),
         "fast": ("--fast", "Compile at JAX's optimization level O1.", {}),
+        "time_limit": ("--time-limit SECONDS", "Seconds after which the best so far is taken, with "
+            "its gap.", {"least": 1}),
         "timeout": ("--timeout SECONDS", "Seconds after which to give up, with exit code 2.",
             {"least": 1}),
         "before": ("BEFORE", "A lockfile or a model.", {}),

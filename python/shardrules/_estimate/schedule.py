@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
@@ -181,32 +182,43 @@ class Transmission(NamedTuple):
     others."""
     sent: int
     """Bytes that each device sends in a step by the ring algorithm: of n devices, (n - 1) / n of
-    the payload, and twice that for an all-reduce."""
+    the payload, twice that for an all-reduce, and all of it for a collective-permute."""
 
 
-def merged(rows: Iterable[Row], axis_sizes: Mapping[str, int]) -> tuple[Transmission, ...]:
+def merged(
+    rows: Iterable[Row],
+    axis_sizes: Mapping[str, int],
+    named: Callable[[Iterable[str]], tuple[str, ...]] = tuple,
+) -> tuple[Transmission, ...]:
     """Merge (collective, axes, purpose, count, payload) rows that are alike.
 
     Rows over a single device, or without bytes, are left out. Those of parameters come first, those
-    that send most first of their own.
+    that send most first of their own. `named` gives the mesh's names of axes that are its parts.
     """
-    total: dict[tuple[CollectiveKind, tuple[str, ...], Of], tuple[int, int]] = {}
+    payloads: Counter[tuple[CollectiveKind, tuple[str, ...], Of]] = Counter()
+    counts = payloads.copy()
     for collective, axes, purpose, count, payload in rows:
-        named = frozenset(axes)
-        group = tuple(axis for axis, size in axis_sizes.items() if axis in named and size > 1)
+        given = frozenset(axes)
+        group = tuple(axis for axis, size in axis_sizes.items() if axis in given and size > 1)
         if group and payload:
-            before = total.get((collective, group, purpose), (0, 0))
-            total[collective, group, purpose] = (before[0] + count, before[1] + payload)
-    sums = [
-        Transmission(
-            *key, count, payload, _ring(key[0], payload, prod(axis_sizes[a] for a in key[1]))
+            payloads[collective, group, purpose] += payload
+            counts[collective, group, purpose] += count
+    total: dict[tuple[CollectiveKind, tuple[str, ...], Of], Transmission] = {}
+    for (collective, group, purpose), payload in payloads.items():
+        sent = _ring(collective, payload, prod(axis_sizes[axis] for axis in group))
+        key = collective, named(group), purpose
+        row = total.get(key, Transmission(*key, 0, 0, 0))
+        total[key] = row._replace(
+            count=row.count + counts[collective, group, purpose],
+            payload=row.payload + payload,
+            sent=row.sent + sent,
         )
-        for key, (count, payload) in total.items()
-    ]
     order = ("params", "gradients", "activations", "experts")
-    return tuple(sorted(sums, key=lambda row: (order.index(row.of), -row.sent, row.axes)))
+    return tuple(sorted(total.values(), key=lambda row: (order.index(row.of), -row.sent, row.axes)))
 
 
 def _ring(collective: CollectiveKind, payload: int, devices: int) -> int:
+    if collective == "collective-permute":
+        return payload
     rounds = 2 if collective == "all-reduce" else 1
     return -(-payload * rounds * (devices - 1) // devices)

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from shardrules._plan.diff import PlanDiff
     from shardrules._plan.explain import Explanation
     from shardrules._plan.findings import CheckKind, Findings, Level
-    from shardrules._plan.report import CompiledProgram, Proposal, Proposed
+    from shardrules._plan.report import CompiledProgram, Proposal, Proposed, Solved
     from shardrules._plan.resolve import OnMesh, SizedMesh
     from shardrules._plan.state import Zero1
     from shardrules._plan.survey import PlannedLeaves
@@ -698,6 +698,7 @@ class Plan(Estimates, Decider):
         optimizer_memory_kind: MemoryKind | None = None,
         program: CompiledProgram | None = None,
         suggestion: Proposal | None = None,
+        solution: Solved | None = None,
     ) -> str:
         """Write the plan as one HTML page that works offline.
 
@@ -716,6 +717,8 @@ class Plan(Estimates, Decider):
                 in the memory of a device at the peak, and all collectives. Default: neither.
             suggestion: The `Suggestion` of `suggest` for the same leaves, with which the page ends:
                 why each rule says what it says, and its bytes beside the plan's. Default: none.
+            solution: The `Solution` of `solve`: each class of dimensions, the axes that cut it, and
+                what a step costs with others. Default: none.
 
         Returns:
             The page.
@@ -735,7 +738,7 @@ class Plan(Estimates, Decider):
         """
         from shardrules._estimate.sweep import Sweep
         from shardrules._plan.findings import Findings
-        from shardrules._plan.report import CompiledProgram, Proposal, report_html
+        from shardrules._plan.report import CompiledProgram, Proposal, Solved, report_html
 
         check_file("path", path)
         check_type("findings", findings, Findings | None, "the Findings of Plan.check")
@@ -752,6 +755,7 @@ class Plan(Estimates, Decider):
         check_type(
             "suggestion", suggestion, Proposal | None, "the Suggestion of shardrules.suggest"
         )
+        check_type("solution", solution, Solved | None, "the Solution of shardrules.solve")
         training = Training(gradients, optimizer, optimizer_memory_kind)
         page = report_html(
             self,
@@ -762,6 +766,7 @@ class Plan(Estimates, Decider):
             budget=training.bytes_with(self),
             proposed=None if suggestion is None else self._proposed(suggestion, training),
             program=program,
+            solution=solution,
         )
         if path is not None:
             write_text(path, page)

@@ -24,7 +24,7 @@ from shardrules._plan.table import (
     problem_shown,
 )
 from shardrules._specs import spec_shown
-from shardrules._text import printable_json, printable_lines, seconds_shown
+from shardrules._text import bytes_shown, printable_json, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
@@ -65,6 +65,49 @@ class CompiledProgram(Protocol):
         ...
 
 
+@runtime_checkable
+class Solved(Protocol):
+    """What the page shows of a `Solution`."""
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """Return the classes of dimensions, with their mesh axes and what others cost."""
+        ...
+
+    @property
+    def activations(self) -> tuple[Any, ...]:
+        """Return the constraints; `str` gives the line of each."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """Return its time, memory, bound and gap."""
+        ...
+
+
+def _solution_data(solution: Solved) -> dict[str, Any]:
+    """Return each class of dimensions, the axes that cut it, and what others cost."""
+    choices = [
+        {
+            "role": row.role or "no role",
+            "size": f"{row.size:,}",
+            "axes": ",".join(row.axes) or "whole",
+            "arrays": [f"{path}[{dim}]" for path, dim in row.arrays],
+            "alternatives": [
+                f"{','.join(other.axes) or 'whole'} {seconds_shown(other.time)}, "
+                f"{bytes_shown(other.memory)}"
+                for other in row.alternatives
+            ],
+        }
+        for row in solution.choices
+    ]
+    return {
+        "text": solution.summary,
+        "choices": choices,
+        "activations": list(map(str, solution.activations)),
+    }
+
+
 class Proposed(NamedTuple):
     """What the page shows of other rules for its leaves."""
 
@@ -83,6 +126,7 @@ def report_data(
     budget: DeviceBytes,
     proposed: Proposed | None,
     program: CompiledProgram | None,
+    solution: Solved | None,
 ) -> dict[str, Any]:
     """Everything that a report shows; see `report_html`."""
     _check_same_budget(columns, sweep, budget)
@@ -108,6 +152,7 @@ def report_data(
         "sweep": None if sweep is None else [_sweep_row_data(row, columns) for row in sweep],
         "sweep_notes": [] if sweep is None else sweep.notes,
         "program": None if program is None else program.to_json(),
+        "solution": None if solution is None else _solution_data(solution),
         "suggestion": None if proposed is None else {
             "reasons": proposed.reasons,
             "plans": [
@@ -249,6 +294,7 @@ def report_html(
     budget: DeviceBytes,
     proposed: Proposed | None = None,
     program: CompiledProgram | None = None,
+    solution: Solved | None = None,
 ) -> str:
     """Return a plan as one HTML page that works offline: no part of it may fetch anything.
 
@@ -261,6 +307,7 @@ def report_html(
         budget: The bytes on each device.
         proposed: Other rules, shown at the end; without them there is nothing.
         program: The report about a compiled function, shown before them; the same.
+        solution: The choices of `solve`, with what others cost; the same.
 
     Raises:
         ValueError: The sweep has other bytes for the plan's mesh.
@@ -282,6 +329,7 @@ def report_html(
                 budget=budget,
                 proposed=proposed,
                 program=program,
+                solution=solution,
             )
         ),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),

@@ -75,12 +75,18 @@ def seams(step: Step, cuts: Mapping[int, Cuts]) -> list[Seam]:
     carried = set(_carried(step._equations.body))
     rows: list[Seam] = []
     for site, operation in sites(step._closed, step._equations.body):
-        is_made = operation.name in _MAKES or operation.name in CONSTRAINTS
+        is_made = operation.name in _MAKES or operation.name in CONSTRAINTS or _is_new(operation)
         for result, number in enumerate(operation.outputs):
             is_large = size(number) >= least and bool(values[number].shape)
             if number in cuts and is_large and (is_made or number in carried):
                 rows.append(Seam(site, result, number, operation))
     return rows
+
+
+def _is_new(operation: TracedOperation) -> bool:
+    """Say whether an operation makes an array of a scalar, which follows what reads it."""
+    rule = operation.rule
+    return operation.name == "broadcast_in_dim" and rule is not None and not any(rule.operands[0])
 
 
 def _carried(body: Body) -> Iterator[int]:

@@ -7,10 +7,10 @@ rules of `spread.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._step.spread import Spread
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardrules._step.spread import Cuts
 
 Axes = tuple[str, ...]
+_LARGE_VECTOR: Final = 2**20
 _STORED_FIRST: Final = ("model width", "hidden", "vocabulary", "")
 # If two classes of an array have one axis, that of the first of these roles keeps it.
 _RANKS: Final = {
@@ -86,6 +87,8 @@ class StepArrays:
         }
         self._orders: dict[int, list[tuple[int, int]]] = {}
         self._places: dict[int, list[tuple[int, int]]] = {}
+        self._alike: dict[tuple[tuple[Dims, ...], bool], int] = {}
+        self._known: dict[tuple[Any, ...], Cuts] = {}
 
     def is_weight(self, number: int) -> bool:
         """Say whether an array is a weight, or of its dimensions, as gradients and state are."""
@@ -95,6 +98,13 @@ class StepArrays:
         """Say whether a layout's `stored` cuts an array: a weight that is no vector."""
         return self._is_weight[number] and len(self._stored_places(number)) > 1
 
+    def _is_vector(self, number: int) -> bool:
+        """Say whether a weight has one dimension without loops, and is small: it is whole."""
+        places = self._stored_places(number)
+        return len(places) < 2 and all(
+            self.equations.dims.sizes[name] < _LARGE_VECTOR for _, name in places
+        )
+
     def cuts(self, number: int, layout: Layout) -> Cuts:
         """Return the cuts of an array in a layout."""
         if number in layout.fixed:
@@ -102,16 +112,28 @@ class StepArrays:
         rows = self.classes[number]
         if number in self.local or not rows:
             return ((),) * len(rows)
+        first = self._alike.setdefault((rows, self._is_weight[number]), number)
+        axes = layout.axes
+        stored = layout.stored if self._is_weight[number] else ()
+        key = (first, stored, *[axes.get(name, ()) for row in rows for name in row])
+        if key not in self._known:
+            self._known[key] = self._cuts(first, axes, stored)
+        return self._known[key]
+
+    def _cuts(self, number: int, axes: Mapping[int, Axes], stored: Axes) -> Cuts:
+        rows = self.classes[number]
+        if self._is_weight[number] and self._is_vector(number):
+            return ((),) * len(rows)
         of: dict[tuple[int, int], Axes] = {}
         taken: set[str] = set()
         for dim, place in self._order(number):
-            free = [a for a in layout.axes.get(rows[dim][place], ()) if a not in taken]
+            free = [a for a in axes.get(rows[dim][place], ()) if a not in taken]
             if free:
                 of[dim, place] = tuple(free)
                 taken.update(free)
         cuts = [self._contiguous(row, dim, of) for dim, row in enumerate(rows)]
-        if layout.stored and self.is_stored(number):
-            self._store(number, layout.stored, cuts)
+        if stored and self.is_stored(number):
+            self._store(number, stored, cuts)
         return tuple(cuts)
 
     def _order(self, number: int) -> list[tuple[int, int]]:
@@ -171,6 +193,8 @@ class LaidSpread(Spread):
     the program are left out: the layout stands in their place.
     """
 
+    _may_split = False  # a layout is of whole axes
+
     def __init__(self, arrays: StepArrays, layout: Layout, *, merges_sums: bool = True) -> None:
         self._arrays, self._layout = arrays, layout
         inputs = arrays.equations.body.inputs
@@ -182,9 +206,14 @@ class LaidSpread(Spread):
         """Return the cuts that the layout has for an array."""
         return self._arrays.cuts(number, self._layout)
 
+    def bytes(self, number: int, cuts: Cuts | None = None) -> int:
+        return super().bytes(number, self._of(number) if cuts is None else cuts)
+
+    def _of(self, number: int) -> Cuts:
+        return self.cuts[number] if number in self.cuts else self.target(number)
+
     def _wish(self, body: Body, outputs: Sequence[Cuts | None]) -> None:
-        for number in range(len(self._equations.values)):
-            self._wishes[number] = self.target(number)
+        self._wishes = _Targets(self.target)
 
     def _constraint(self, operation: TracedOperation) -> Cuts:
         return self.target(operation.outputs[0])
@@ -211,6 +240,17 @@ class LaidSpread(Spread):
             if outer is not None:
                 goal = ((), *cuts) if place >= stop and operation.name == "scan" else cuts
                 self._move(outer, goal, trips, operation)
+
+
+class _Targets(dict[int, "Cuts"]):
+    """Wishes that operations make what they make in its layout."""
+
+    def __init__(self, target: Callable[[int], Cuts]) -> None:
+        super().__init__()
+        self._target = target
+
+    def get(self, number: int, default: Any = None) -> Any:
+        return self._target(number)
 
 
 def _inside(body: Body, is_local: bool = False) -> Iterator[int]:

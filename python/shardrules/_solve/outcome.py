@@ -63,8 +63,24 @@ class Outcome:
     time: StepTime
     memory: Memory
     spread: LaidSpread
+    bound: float
     machine: Machine
     again: partial[Any]
+
+    @property
+    def gap(self) -> float:
+        """The part of the time by which a better choice may be faster; 0 if there is none."""
+        return max(0.0, 1 - self.bound / self.time.total) if self.time.total else 0.0
+
+    @property
+    def summary(self) -> str:
+        """Time, memory, bound and gap, in a line."""
+        gap = "no better in the space" if self.gap == 0 else f"at most {self.gap:.1%} from the best"
+        return (
+            f"{seconds_shown(self.time.total)} a step on {mesh_shown(self.plan.axis_sizes)}, "
+            f"{bytes_shown(self.memory.peak)} on each device; bound {seconds_shown(self.bound)}: "
+            f"{gap}"
+        )
 
     @property
     def rules(self) -> Rules | LogicalRules:

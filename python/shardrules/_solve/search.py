@@ -1,39 +1,330 @@
-"""Searches the assignment of least time that fits."""
+"""Searches the assignment of least time that fits, by branch and bound.
+
+Variables that most terms share are decided first. Without them the others fall into parts of which
+no term has variables of two: what each of a part's assignments costs is known then, and the parts
+are combined. What is left out is shown to cost more than the best, or to need more memory.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count, product
+from math import inf, prod
+from time import monotonic
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from shardrules._solve.resident import Resident
+from shardrules._solve.space import STORED
+from shardrules._solve.terms import Seconds, Terms
 
 if TYPE_CHECKING:
-    from shardrules._solve.space import Assignment, Cost, Space
+    from shardrules._solve.layout import Axes
+    from shardrules._solve.space import Assignment, Space
+    from shardrules._solve.terms import Weighed
+
+# A part has at most so many assignments.
+_MOST_OF_PART: Final = 16
+# Seconds that differ by less than this part are equal.
+ROUNDING: Final = 1e-9
+# Memory by which a simpler assignment may need more.
+_LITTLE: Final = 1e-3
 
 
-class Best(NamedTuple):
-    """The best assignment, and how good any can be."""
+class _Entry(NamedTuple):
+    """An assignment of a part, and what its terms cost."""
 
+    weighed: Weighed
+    seconds: Seconds
+    values: Assignment
+
+
+class _Node(NamedTuple):
+    """Values of the first variables."""
+
+    least: float
+    """Seconds of all assignments with them."""
+    number: int
     assignment: Assignment
-    cost: Cost
-    bound: float
-    """Seconds; no assignment takes less."""
+    terms: dict[int, Weighed]
+    sums: Weighed
 
 
-def search(space: Space) -> Best:
-    """Improve assignments variable by variable until none gets better."""
+class Search:
+    """One search in a space.
 
-    def measured(assignment: Assignment) -> tuple[tuple[float, float], Assignment, Cost]:
-        cost = space.cost(assignment)
-        over = 0 if space.hbm is None else max(0, cost.peak - space.hbm)
-        return (over, cost.time.total), assignment, cost
+    Args:
+        space: What can be chosen.
+        until: The time at which it ends, as `monotonic` has it.
+    """
 
-    whole: Assignment = dict.fromkeys(space.values, ())
-    now = measured(whole)
-    is_better = True
-    while is_better:
-        is_better = False
-        for name, values in space.values.items():
+    def __init__(self, space: Space, until: float = inf) -> None:
+        self.space, self._until = space, until
+        self.terms, self.resident = Terms(space), Resident(space)
+        self.seconds = inf
+        """Of the best assignment, or of a better one in another space."""
+        self.assignment: Assignment | None = None
+        self.is_over = False
+        """Whether the user, or the time, has ended it."""
+        self._fits: dict[tuple[Axes, ...], bool] = {}
+        self._order, self._parts = self._structure()
+        self._of_part = self._terms_of_parts()
+        self._numbers = count()
+        self._of: dict[int, list[int]] = {name: [] for name in space.values}
+        for place in self.terms.largest:
+            for name in self.terms.terms[place].scope:
+                self._of[name].append(place)
+        self.heap = [self._root()]
+
+    # Parts.
+
+    def _structure(self) -> tuple[list[int], list[list[int]]]:
+        """Return the variables that are decided first, and the parts that are left."""
+        values = self.space.values
+        scopes = [set(term.scope) for term in self.terms.terms]
+        degree = Counter(name for scope in scopes for name in scope)
+        order: list[int] = []
+        while True:
+            parts = _connected([n for n in values if n not in order], scopes, set(order))
+            large = [p for p in parts if prod(len(values[n]) for n in p) > _MOST_OF_PART]
+            if not large:
+                return order, parts
+            order += [max(part, key=lambda n: (degree[n], len(values[n]))) for part in large]
+
+    def _terms_of_parts(self) -> list[list[int]]:
+        """Return the terms of each part, and those of none as the last."""
+        of = {name: i for i, part in enumerate(self._parts) for name in part}
+        rows: list[list[int]] = [[] for _ in range(len(self._parts) + 1)]
+        for place, term in enumerate(self.terms.terms):
+            rows[next((of[name] for name in term.scope if name in of), -1)].append(place)
+        return rows
+
+    # Bounds.
+
+    def _tightened(self, node: _Node, name: int, value: Axes) -> _Node | None:
+        """Return the node in which a variable has a value; None if it is shown to be worse."""
+        assignment = {**node.assignment, name: value}
+        if self._is_over(assignment):
+            return None
+        terms, sums = dict(node.terms), node.sums
+        for place in self._of[name]:
+            least = self.terms.least(place, assignment)
+            sums = tuple(a - b + c for a, b, c in zip(sums, terms[place], least, strict=True))
+            terms[place] = least
+            if self._is_worse(max(sums)):
+                return None
+        return _Node(max(sums), next(self._numbers), assignment, terms, sums)
+
+    def _root(self) -> _Node:
+        terms = {place: self.terms.least(place, {}) for place in range(len(self.terms.terms))}
+        sums = tuple(map(sum, zip(*terms.values(), strict=True)))
+        return _Node(max(sums), next(self._numbers), {}, terms, sums)
+
+    def _is_worse(self, seconds: float) -> bool:
+        return seconds >= self.seconds * (1 - ROUNDING)
+
+    def _is_over(self, assignment: Mapping[int, Axes]) -> bool:
+        hbm = self.space.hbm
+        return hbm is not None and self.resident.least(assignment) > hbm
+
+    def fits(self, assignment: Assignment) -> bool:
+        """Say whether the step fits by its own estimate."""
+        if self.space.hbm is None:
+            return True
+        if self._is_over(assignment):
+            return False
+        key = tuple(assignment[name] for name in self.space.values)
+        if key not in self._fits:
+            self._fits[key] = self.space.peak(assignment) <= self.space.hbm
+        return self._fits[key]
+
+    def offer(self, assignment: Assignment, seconds: float) -> None:
+        """Keep an assignment if it is better than the best, and fits."""
+        if not self._is_worse(seconds) and self.fits(assignment):
+            self.seconds, self.assignment = seconds, dict(assignment)
+
+    # Search.
+
+    def run(self) -> None:
+        """Search all of the space, or until the time is over or the user interrupts."""
+        try:
+            self._descend_all()
+            while self.heap and not self._is_worse(self.heap[0].least):
+                if monotonic() > self._until:
+                    self.is_over = True
+                    return
+                children = self._children(self.heap[0])
+                heapq.heappop(self.heap)  # not before, as an interrupt leaves it in the bound
+                for child in children:
+                    heapq.heappush(self.heap, child)
+        except KeyboardInterrupt:
+            self.is_over = True
+
+    @property
+    def bound(self) -> float:
+        """Seconds: no assignment takes less."""
+        return min(self.seconds, self.heap[0].least) if self.heap else self.seconds
+
+    def _children(self, node: _Node) -> list[_Node]:
+        """Return the nodes of the next variable's values; if there is none, try what is left."""
+        if len(node.assignment) == len(self._order):
+            self._combine(node)
+            return []
+        name = self._order[len(node.assignment)]
+        nodes = (self._tightened(node, name, value) for value in self.space.values[name])
+        return [child for child in nodes if child is not None]
+
+    def _combine(self, node: _Node) -> None:
+        """Try all assignments of the parts, each with those of all others."""
+        assignment = node.assignment
+        base = Seconds()
+        for place in self._of_part[-1]:
+            base = base.plus(self.terms.seconds(place, assignment))
+        least = [self._least_of(places, assignment) for places in self._of_part[:-1]]
+        entries: list[list[_Entry]] = []
+        for i, part in enumerate(self._parts):
+            rows = list(self._entries(part, self._of_part[i], assignment))
+            if not rows:
+                return
+            least[i] = _least_of_all(row.weighed for row in rows)
+            entries.append(sorted(rows, key=lambda row: max(row.weighed)))
+            if self._is_worse(max(map(sum, zip(base.weighed, *least, strict=True)))):
+                return
+        after: list[Weighed] = [(0.0,) * len(base.weighed)]
+        for row in reversed(least):
+            after.append(tuple(a + b for a, b in zip(after[-1], row, strict=True)))
+        self._join(assignment, base, entries, after[::-1])
+
+    def _join(
+        self,
+        assignment: Assignment,
+        seconds: Seconds,
+        entries: list[list[_Entry]],
+        after: list[Weighed],
+    ) -> None:
+        if not entries:
+            self.offer(assignment, seconds.total)
+            return
+        for entry in entries[0]:
+            sums = seconds.plus(entry.seconds)
+            least = max(a + b for a, b in zip(sums.weighed, after[1], strict=True))
+            if not self._is_worse(least):
+                joined = {**assignment, **entry.values}
+                if not self._is_over(joined):
+                    self._join(joined, sums, entries[1:], after[1:])
+
+    def _least_of(self, places: Iterable[int], assignment: Assignment) -> Weighed:
+        rows = [self.terms.least(place, assignment) for place in places]
+        return tuple(map(sum, zip(Seconds().weighed, *rows, strict=True)))
+
+    def _entries(
+        self, part: list[int], places: list[int], assignment: Assignment
+    ) -> Iterator[_Entry]:
+        """Yield the assignments of a part that fit, each with what its terms cost."""
+        for row in product(*(self.space.values[name] for name in part)):
+            values = dict(zip(part, row, strict=True))
+            whole = {**assignment, **values}
+            if not self._is_over(whole):
+                seconds = Seconds()
+                for place in places:
+                    seconds = seconds.plus(self.terms.seconds(place, whole))
+                yield _Entry(seconds.weighed, seconds, values)
+
+    # A first solution.
+
+    def _descend_all(self) -> None:
+        """Improve some assignments: all axes on data, or each axis in turn on weights."""
+        for axis in (None, *self.space.sizes):
+            self.descend(self._start(() if axis is None else (axis,)))
+
+    def _start(self, axes: Axes) -> Assignment:
+        """Return the assignment in which axes cut weights, all others data, and both storage."""
+        of_weights = self.space.step._roles.of_weights
+        rest = tuple(axis for axis in self.space.sizes if axis not in axes)
+        wishes = {name: rest if name not in of_weights else axes for name in self.space.values} | {
+            STORED: tuple(self.space.sizes)
+        }
+        return {
+            name: wishes[name] if wishes[name] in values else values[0]
+            for name, values in self.space.values.items()
+        }
+
+    def descend(self, start: Assignment) -> None:
+        """Improve an assignment variable by variable until none gets better."""
+        space, terms = self.space, self.terms
+        now = dict(start)
+        seconds = terms.total(now)
+        over = self._over(now)
+        is_better = True
+        while is_better:
+            is_better = False
+            for name, values in space.values.items():
+                if monotonic() > self._until:
+                    is_better = False
+                    break
+                for value in values:
+                    other = {**now, name: value}
+                    after, excess = seconds, self._over(other)
+                    if excess > over:
+                        continue
+                    for place in self._of[name]:
+                        after = after.less(terms.seconds(place, now))
+                        after = after.plus(terms.seconds(place, other))
+                    if (excess, after.total) < (over, seconds.total * (1 - ROUNDING)):
+                        now, seconds, over, is_better = other, after, excess, True
+        self.offer(now, terms.total(now).total)
+
+    def least_memory(self) -> tuple[int, Assignment]:
+        """Return the least memory that variables, each by itself, lead to, and their values."""
+        starts = [self._start(()), *(self._start((axis,)) for axis in self.space.sizes)]
+        rows = []
+        for now in starts:
+            for name, values in self.space.values.items():
+                now[name] = min(values, key=lambda v: self.resident.least({**now, name: v}))
+            rows.append((self.space.peak(now), now))
+        return min(rows, key=lambda row: row[0])
+
+    def simplify(self) -> None:
+        """Leave out axes without which the best assignment is as good."""
+        assert self.assignment is not None
+        best = self.assignment
+        for name, values in self.space.values.items():
             for value in values:
-                if value != now[1][name]:
-                    other = measured({**now[1], name: value})
-                    if other[0] < now[0]:
-                        now, is_better = other, True
-    return Best(now[1], now[2], bound=0.0)
+                if name == STORED or len(value) >= len(best[name]):
+                    break
+                other = {**best, name: value}
+                least = self.resident.least
+                if (
+                    self.terms.total(other).total <= self.seconds * (1 + ROUNDING)
+                    and least(other) <= least(best) * (1 + _LITTLE)
+                    and self.fits(other)
+                ):
+                    best = self.assignment = other
+
+    def _over(self, assignment: Assignment) -> int:
+        hbm = self.space.hbm
+        return 0 if hbm is None else max(0, self.resident.least(assignment) - hbm)
+
+
+def _least_of_all(rows: Iterable[Weighed]) -> Weighed:
+    return tuple(map(min, zip(*rows, strict=True)))
+
+
+def _connected(names: list[int], scopes: list[set[int]], decided: set[int]) -> list[list[int]]:
+    """Return the parts into which variables fall: none has a term with a variable of another."""
+    first = {name: name for name in names}
+
+    def root(name: int) -> int:
+        while first[name] != name:
+            name = first[name]
+        return name
+
+    for scope in scopes:
+        free = sorted(scope - decided)
+        for name in free[1:]:
+            first[root(name)] = root(free[0])
+    parts: dict[int, list[int]] = {}
+    for name in names:
+        parts.setdefault(root(name), []).append(name)
+    return list(parts.values())

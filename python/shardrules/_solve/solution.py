@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._arguments import check_type, integer
 from shardrules._estimate.step_time import machine_of
-from shardrules._mesh.mesh import as_mesh
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import OVERLAP
+from shardrules._solve.choices import ClassChoice, choices, reasons
+from shardrules._solve.meshes import Best, Task, best_of
 from shardrules._solve.proof import Provable
-from shardrules._solve.search import search
-from shardrules._solve.space import STORED, Space, fixed_cuts, forbidden_pairs
+from shardrules._solve.space import STORED
 from shardrules._step.step import Step
-from shardrules._text import answer, bytes_shown, mesh_shown, printable_lines, record, seconds_shown
+from shardrules._text import answer, bytes_shown, mesh_shown, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -27,38 +28,9 @@ if TYPE_CHECKING:
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._hardware import Hardware
     from shardrules._solve.layout import LaidSpread
-    from shardrules._solve.search import Best
-    from shardrules._step.dimension_roles import ClassRole
     from shardrules._step.spread import Cuts
 
-_ALTERNATIVES: Final = 3
 _AXES: Final = ("fsdp", "tp")
-
-
-@record
-class Alternative(NamedTuple):
-    """Other mesh axes for a class, with what the step costs if all else stays."""
-
-    axes: tuple[str, ...]
-    time: float
-    """Seconds of a step."""
-    memory: int
-    """Bytes that a device needs."""
-
-
-@record
-class ClassChoice(NamedTuple):
-    """Mesh axes of a class of dimensions; a row of `Solution.choices`."""
-
-    role: ClassRole | Literal["stored"]
-    """What the step does with them; "" if nothing tells. "stored" is no class: the mesh axes that
-    cut weights while no operation uses them, as in FSDP."""
-    size: int
-    arrays: tuple[tuple[str, int], ...]
-    """(path, dimension) of each argument that has them."""
-    axes: tuple[str, ...]
-    alternatives: tuple[Alternative, ...]
-    """The next best, the best first."""
 
 
 @answer
@@ -93,11 +65,6 @@ class Solution(Provable):
     def __deepcopy__(self, memo: object) -> Solution:
         return self
 
-    @property
-    def gap(self) -> float:
-        """The part of the time by which a better choice may be faster; 0 if there is none."""
-        return max(0.0, 1 - self.bound / self.time.total) if self.time.total else 0.0
-
     def __str__(self) -> str:
         lines = [
             f"{seconds_shown(self.time.total)} a step on {mesh_shown(self.plan.axis_sizes)}, "
@@ -118,6 +85,7 @@ def solve(
     hbm: int | None = None,
     keep: Iterable[Any] = (),
     forbid: Iterable[Any] = (),
+    time_limit: float | None = None,
 ) -> Solution:
     """Find the sharding of a step that takes least time of those that fit.
 
@@ -130,13 +98,26 @@ def solve(
             arguments that keep the spec with which the step was traced; or pairs of a pattern and
             a spec.
         forbid: What must not be: pairs of a role, such as "experts", and a mesh axis.
+        time_limit: Seconds after which the search ends with the best that it has, and its gap; so
+            does an interrupt. Default: it ends when nothing can be better.
 
     Returns:
         A `Solution`.
 
     Raises:
         TypeError: There is no hardware, or the step is none.
-        ValueError: A pattern of `keep` is in no path, or there is no such role or axis.
+        ValueError: Nothing fits; a pattern of `keep` is in no path; or there is no such role or
+            axis.
+        TimeoutError: The search was ended before it had found anything that fits.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"up": jax.ShapeDtypeStruct((512, 2048), "bfloat16")}
+        >>> x = jax.ShapeDtypeStruct((8, 512), "bfloat16")
+        >>> step = sr.trace(lambda params, x: x @ params["up"], tree, x)
+        >>> solution = sr.solve(step, {"tp": 4}, hardware="v5p")
+        >>> solution.specs, solution.gap
+        ({'inputs/0/up': PartitionSpec(None, 'tp'), 'inputs/1': PartitionSpec()}, 0.0)
     """
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     keep, forbid = tuple(keep), tuple(forbid)
@@ -150,25 +131,15 @@ def solve(
         raise TypeError("hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')")
     machine = machine_of(hardware, (), OVERLAP, None, is_traced=True)
     room = machine.hardware.memory_bytes if hbm is None else integer("hbm", hbm, 1)
-    solutions = []
-    for mesh in meshes:
-        sizes = dict(as_mesh(mesh).shape)
-        space = Space(
-            step,
-            sizes,
-            machine,
-            room,
-            fixed=fixed_cuts(step, keep, sizes),
-            forbidden=forbidden_pairs(step, forbid, sizes),
-        )
-        solutions.append((search(space), space, mesh))
-    best, space, mesh = min(solutions, key=lambda row: row[0].cost.time.total)
+    until = inf if time_limit is None else monotonic() + time_limit
+    task = Task(step, machine, room, keep, forbid, until)
     again = partial(solve, step, on, hardware=hardware, hbm=hbm, keep=keep, forbid=forbid)
-    return _solution(space, best, mesh, on, again)
+    return _solution(best_of(task, meshes), on, again)
 
 
-def _solution(space: Space, best: Best, mesh: Any, on: Any, again: partial[Solution]) -> Solution:
-    step, cost = space.step, best.cost
+def _solution(best: Best, on: Any, again: partial[Solution]) -> Solution:
+    space, cost = best.search.space, best.cost
+    step, mesh = space.step, best.mesh
     specs = {
         path: _spec(cost.spread.target(number))
         for path, number in zip(step._paths, step._equations.body.inputs, strict=True)
@@ -179,11 +150,11 @@ def _solution(space: Space, best: Best, mesh: Any, on: Any, again: partial[Solut
         plan=_planned(step, specs, mesh),
         specs=specs,
         stored=best.assignment.get(STORED, ()),
-        choices=tuple(_choices(space, best)),
+        choices=tuple(choices(best)),
         time=cost.time,
         memory=step._memory(cost.spread),
         bound=best.bound,
-        reasons=(),
+        reasons=tuple(reasons(best)),
         spread=cost.spread,
         on=on,
         machine=space.machine,
@@ -210,28 +181,3 @@ def _planned(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Plan:
     structure: Any = tree_util.tree_structure(tree)
     rows = [specs[step._paths[row]] for row in step._ranges[place]]
     return plan(tree, structure.unflatten(rows), mesh)
-
-
-def _choices(space: Space, best: Best) -> Iterator[ClassChoice]:
-    """Yield the choice of each variable, with what its other values cost."""
-    step = space.step
-    arrays: dict[int, list[tuple[str, int]]] = {}
-    for path, number in zip(step._paths, step._equations.body.inputs, strict=True):
-        for dim, classes in enumerate(space.arrays.classes[number]):
-            for name in classes:
-                arrays.setdefault(name, []).append((path, dim))
-    for name, values in space.values.items():
-        axes = best.assignment[name]
-        others = []
-        for value in values:
-            if value != axes:
-                cost = space.cost({**best.assignment, name: value})
-                others.append(Alternative(value, cost.time.total, cost.peak))
-        others.sort(key=lambda row: (row.memory > (space.hbm or inf), row.time))
-        yield ClassChoice(
-            "stored" if name == STORED else step._roles.of.get(name, ""),
-            0 if name == STORED else step._equations.dims.sizes[name],
-            tuple(arrays.get(name, ())),
-            axes,
-            tuple(others[:_ALTERNATIVES]),
-        )

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 STORED: Final = -1
 """The variable whose value is `Layout.stored`; all others are classes of dimensions."""
-# Classes of which no array is so large a part of the largest one are not cut.
+# Classes of which no array is so large a part of the largest one are whole.
 _SMALL: Final = 1e-4
-_WHOLE: Final = ("head size", "layers")
 
 Assignment = dict[int, Axes]
 """Values of the variables."""
@@ -77,25 +76,47 @@ class Space:
         self.values = {name: values for name, values in self.values.items() if len(values) > 1}
 
     def _large_classes(self) -> list[int]:
-        """Return the classes that may be cut: of large arrays, whole in no loop and no head."""
-        equations, roles = self.step._equations, self.step._roles
+        """Return the classes that may be cut: of large arrays, without loops and heads."""
+        equations = self.step._equations
         most: dict[int, int] = {}
         for number, rows in enumerate(self.arrays.classes):
-            if number in self.arrays.local:
-                continue
             value = equations.values[number]
-            size = prod(value.shape) * (bits_of(value.dtype) if value.dtype is not None else 0)
-            for row in rows:
-                for name in row:
+            size = prod(value.shape) * (0 if value.dtype is None else bits_of(value.dtype))
+            if number not in self.arrays.local:
+                for name in {name for row in rows for name in row}:
                     most[name] = max(most.get(name, 0), size)
         least = _SMALL * max(most.values(), default=0)
-        return [
+        excluded = equations.looped | self._parts_of_heads()
+        largest = sorted(most.items(), key=lambda row: (-row[1], row[0]))
+        return [name for name, size in largest if size > least and name not in excluded]
+
+    def _parts_of_heads(self) -> set[int]:
+        """Return the classes within a dimension of a weight, such as the size of a head.
+
+        Devices have contiguous parts of a dimension: whole heads. What is cut out of such a class,
+        as rotary embeddings are, is one as well.
+        """
+        equations, roles = self.step._equations, self.step._roles
+        weights = [self.arrays.classes[number] for number in roles.weights.values()]
+        parts = {
             name
-            for name, size in sorted(most.items(), key=lambda row: (-row[1], row[0]))
-            if size > least
-            and name not in equations.looped
-            and roles.of.get(name, "") not in _WHOLE
+            for rows in weights
+            for row in rows
+            for name in row[1:]
+            if roles.of.get(name, "") != "query heads of a KV head"
+        }
+        parts.update(name for name, role in roles.of.items() if role == "head size")
+        pairs = [
+            (set(equations.dims.classes(whole)), set(equations.dims.classes(part)))
+            for whole, part in equations.dims.parts
         ]
+        count = -1
+        while count != len(parts):
+            count = len(parts)
+            for whole, part in pairs:
+                if whole <= parts or part <= parts:
+                    parts |= whole | part
+        return parts
 
     def layout(self, assignment: Mapping[int, Axes]) -> Layout:
         """Return the layout of an assignment; what has no value is whole."""
@@ -107,6 +128,20 @@ class Space:
         spread = LaidSpread(self.arrays, self.layout(assignment))
         time = self.step._priced(spread).time(self.machine)
         return Cost(time, self.step._memory(spread).peak, spread)
+
+    def peak(self, assignment: Mapping[int, Axes]) -> int:
+        """Return the bytes of memory that a device needs."""
+        spread = LaidSpread(self.arrays, self.layout(assignment))
+        return self.step._memory(spread).peak
+
+    def scope_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Return the variables on which the layout of arrays depends."""
+        names: set[int] = set()
+        for number in numbers:
+            names.update(name for row in self.arrays.classes[number] for name in row)
+            if self.arrays.is_stored(number):
+                names.add(STORED)
+        return tuple(name for name in self.values if name in names)
 
 
 def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:

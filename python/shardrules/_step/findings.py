@@ -89,10 +89,12 @@ def _repeated(view: View) -> Iterator[Finding]:
         shown = ", ".join(sorted(lines, key=lambda line: -lines[line])[:_SHOWN])
         more = len(lines) - _SHOWN
         where = shown + (f" and {counted(more, 'more line')}" if more > 0 else "")
-        cause, fix = _cause(axis, list(weights))
+        (name,) = spread.named([axis])
+        cause, fix = _cause(name, list(weights))
+        many = f"the {size}" if name == axis else f"groups of {size}"
         yield _finding(
             "repeated",
-            f"the {size} devices along '{axis}' compute the same: {wasted / total:.0%} of the "
+            f"{many} devices along '{name}' compute the same: {wasted / total:.0%} of the "
             f"work of each of them, at {where}{cause}",
             fix,
             mend=f"({re.escape(next(iter(weights)))!r}, P(...))"
@@ -154,7 +156,7 @@ def _half_heads(view: View) -> Iterator[Finding]:
                 size = equations.dims.sizes[rest[0]]
                 groups[
                     f"dimension {place}, {counted(count, 'head')} of {size}, is cut into "
-                    f"{devices} parts by {','.join(axes)}"
+                    f"{devices} parts by {','.join(view.spread.named(axes))}"
                 ].append(path)
     for text, paths in groups.items():
         yield _finding(
@@ -185,9 +187,10 @@ def _whole_batches(view: View) -> Iterator[Finding]:
         first = rows[0]
         lines = list(dict.fromkeys(row.line for row in rows))
         more = f" and at {counted(len(lines) - 1, 'more line')}" if len(lines) > 1 else ""
+        (name,) = view.spread.named([axis])
         yield _finding(
             "whole-batch",
-            f"'{axis}' cuts the batch of the inputs, but not {bytes_shown(first.bytes)} at "
+            f"'{name}' cuts the batch of the inputs, but not {bytes_shown(first.bytes)} at "
             f"{first.line}{more}: each of the {sizes} devices along it has the same",
             f"constrain it there: {first.constraint}",
             bytes=first.bytes,
@@ -227,8 +230,9 @@ def _whole_arrays(view: View, axis: str, batch: set[int]) -> Iterator[_WholeArra
             ]
             size = spread.bytes(number)
             if places and size >= view.large:
-                entries = [tuple(names) for names in cuts]
+                entries = [*cuts]
                 entries[places[0]] = (*entries[places[0]], axis)
+                entries = [spread.named(names) for names in entries]
                 line = f"x = jax.lax.with_sharding_constraint(x, {_spec_shown(entries)})"
                 yield _WholeArray(size, view.line(operation), line)
 
@@ -256,7 +260,9 @@ def _gathered_state(view: View) -> Iterator[Finding]:
             and sent.value not in view.roles.weights
             and all(n is not None and view.roles.is_like_weights(n) for n in sent.operation.inputs)
         ):
-            lines[view.line(sent.operation), sent.axes] += sent.payload * sent.trips
+            lines[view.line(sent.operation), view.spread.named(sent.axes)] += (
+                sent.payload * sent.trips
+            )
     for (line, axes), size in lines.items():
         if size >= view.large:
             yield _finding(

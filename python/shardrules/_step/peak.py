@@ -1,19 +1,23 @@
 """Estimates which arrays of a step are alive when a device needs most memory.
 
-Operations run in the order of the jaxpr. What XLA computes within the operation that reads it, such
-as elementwise arithmetic, takes no memory of its own, and keeps alive what it is computed from.
+Operations run in the order of the jaxpr, but for the gradients of weights, which end a turn of a
+loop. What XLA computes within the operation that reads it, such as elementwise arithmetic, takes no
+memory of its own, and keeps alive what it is computed from; where it is smaller than that, it is
+computed before, in the place of an operand that nothing else reads. So is what a loop carries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from shardrules._step.equations import Body, Equations, TracedOperation
-    from shardrules._step.spread import Spread
+    from shardrules._step.spread import Spread, SpreadCollective
 
 # What XLA makes an operation of its own; all else it computes where it is read.
 _MADE: Final = frozenset(
@@ -76,6 +80,12 @@ _REDUCED: Final = frozenset(
 _IN_PLACE: Final = frozenset(
     ["dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"]
 )
+_SUMS: Final = frozenset(["add", "add_any"])
+_PRODUCTS: Final = frozenset(
+    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
+)
+# A loop over so few parts is written out.
+_FEW_PARTS: Final = 4
 _MOST_ROOTS: Final = 64
 
 
@@ -115,12 +125,19 @@ class _Run:
         self._end: list[int] = []
         self._number: list[tuple[int, TracedOperation | None, bool]] = []
         self._roots: dict[int, tuple[int, ...]] = {}
-        self._users: dict[int, int] = {}
-        self._gathered: dict[int, list[tuple[int, int]]] = {}
+        self._copies: dict[int, int] = {}
+        self._in_place: list[tuple[int, Sequence[int]]] = []
+        self._carried: list[tuple[int, int]] = []
+        self._wide: dict[int, int] = {}
+        self._readers: dict[int, set[int]] = {}
+        self._users: Counter[int | None] = Counter()
+        self._turn_begin = 0
+        self._gathered: dict[int, list[SpreadCollective]] = {}
         for sent in spread.sent:
             if sent.kind == "all-gather" and sent.value is not None:
-                rows = self._gathered.setdefault(id(sent.operation), [])
-                rows.append((sent.value, sent.payload))
+                self._gathered.setdefault(id(sent.operation), []).append(sent)
+
+    # Buffers.
 
     def _buffer(
         self, number: int, size: int, maker: TracedOperation | None, is_copy: bool = False
@@ -131,6 +148,9 @@ class _Run:
         self._end.append(self._time)
         self._number.append((number, maker, is_copy))
         return len(self._same) - 1
+
+    def _new(self, number: int, maker: TracedOperation | None) -> int:
+        return self._buffer(number, self._spread.bytes(number), maker)
 
     def _first(self, buffer: int) -> int:
         while self._same[buffer] != buffer:
@@ -145,19 +165,46 @@ class _Run:
             self._begin[buffer] = min(self._begin[buffer], self._begin[other])
             self._end[buffer] = max(self._end[buffer], self._end[other])
 
+    def _is_free(self, buffer: int, time: int, size: int) -> bool:
+        """Say whether nothing reads a buffer of this size after some time."""
+        first = self._first(buffer)
+        return self._end[first] <= time and self._size[first] == size
+
+    def _roots_of(self, number: int | None) -> list[int]:
+        """Return the buffers that an array lives in, or is computed from."""
+        roots = self._roots.get(number, ()) if number is not None else ()
+        return list(dict.fromkeys(map(self._first, roots)))
+
     def _use(self, number: int | None) -> None:
-        for root in self._roots.get(number, ()) if number is not None else ():
+        for root in self._roots_of(number):
             self._end[root] = self._time
+
+    def _is_apart(self, number: int) -> bool:
+        """Say whether an array takes less memory than what it is computed from."""
+        roots = self._roots_of(number)
+        total = sum(self._size[root] for root in roots)
+        return len(roots) > 1 and 2 * self._spread.bytes(number) <= total
+
+    def _put(self, number: int, operation: TracedOperation) -> None:
+        """Give an array that was computed where it is read a buffer."""
+        roots = self._roots_of(number)
+        for root in roots:
+            self._end[root] = self._time
+        buffer = self._new(number, operation)
+        self._in_place.append((buffer, roots))
+        self._roots[number] = (buffer,)
+
+    # The peak.
 
     def peak(self, donated: set[int]) -> tuple[list[AliveArray], dict[str, int]]:
         body = self._equations.body
         size = self._spread.bytes
-        arguments = {i: self._buffer(i, size(i), None) for i in body.inputs}
+        arguments = {i: self._new(i, None) for i in body.inputs}
         for i, buffer in arguments.items():
             self._roots[i] = (buffer,)
-        self._count_users(body)
         self._run(body)
         self._time += 1
+        self._reuse(set(arguments.values()) - {arguments[i] for i in donated})
         numbers = {"arguments": sum(map(size, body.inputs)), "outputs": 0, "aliased": 0}
         free = {i for i in donated if i in arguments}
         for number in dict.fromkeys(body.outputs):
@@ -172,7 +219,26 @@ class _Run:
         for buffer in arguments.values():
             self._begin[self._first(buffer)] = 0
             self._end[self._first(buffer)] = self._time
-        return self._largest(set(arguments.values())), numbers
+        return self._largest(), numbers
+
+    def _reuse(self, kept: set[int]) -> None:
+        """Put what a loop carries, and what is computed element by element, where it comes from."""
+        for buffer, size in self._wide.items():
+            maker = self._number[buffer][1]
+            is_one = len(self._readers.get(buffer, ())) == 1
+            if is_one and maker is not None and maker.name in _PRODUCTS:
+                self._size[buffer] = max(self._size[buffer], size)
+        for buffer, before in self._carried:
+            if before not in kept and self._is_free(
+                before, self._begin[buffer], self._size[buffer]
+            ):
+                self._unite(before, buffer)
+        for buffer, roots in self._in_place:
+            time = self._begin[buffer]
+            for root in roots:
+                if root not in kept and self._is_free(root, time, self._size[buffer]):
+                    self._end[self._first(root)] = time - 1
+                    break
 
     def _is_alike(self, number: int, other: int) -> bool:
         one, two = (self._equations.values[i] for i in (number, other))
@@ -182,19 +248,19 @@ class _Run:
 
     def _keep(self, number: int, buffer: int | None) -> None:
         """Let a result have a buffer of its own, or that of a donated argument."""
-        roots = self._roots.get(number, ())
+        roots = self._roots_of(number)
         self._use(number)
-        if buffer is None:
-            made = self._buffer(number, self._spread.bytes(number), None)
-            if len(roots) == 1 and self._size[self._first(roots[0])] == self._size[made]:
-                self._unite(roots[0], made)
-        elif len(roots) == 1 and self._size[self._first(roots[0])] == self._size[buffer]:
-            self._unite(buffer, roots[0])
+        made = self._new(number, None) if buffer is None else self._first(buffer)
+        if len(roots) != 1 or self._size[roots[0]] != self._size[made]:
+            return
+        if buffer is None or self._is_free(made, self._begin[roots[0]], self._size[made]):
+            self._unite(made, roots[0])
 
-    def _largest(self, arguments: set[int]) -> list[AliveArray]:
+    def _largest(self) -> list[AliveArray]:
         """List what is alive when the sum is largest."""
         firsts = np.array([b for b in range(len(self._same)) if self._same[b] == b])
         begin, end = (np.array(times)[firsts] for times in (self._begin, self._end))
+        end = np.maximum(end, begin - 1)
         sizes = np.array(self._size, np.int64)[firsts]
         change = np.zeros(self._time + 3, np.int64)
         np.add.at(change, begin, sizes)
@@ -208,103 +274,138 @@ class _Run:
 
     # Operations.
 
-    def _count_users(self, body: Body) -> None:
-        """Count by array the operations that read it and are computed by themselves."""
-        for operation in body.operations:
-            if operation.name in _MADE or operation.bodies or operation.rule is None:
-                for number in set(operation.inputs):
-                    if number is not None:
-                        self._users[number] = self._users.get(number, 0) + 1
-            for inner in operation.bodies:
-                self._count_users(inner)
-
-    def _run(self, body: Body) -> None:
-        for operation in body.operations:
+    def _run(self, body: Body, carries: int = 0, *, is_scan: bool = False) -> None:
+        stacked = set(body.outputs[carries:]) if is_scan else set()
+        late = _late(body, carries) if is_scan else set()
+        self._users.update(Counter(i for row in body.operations for i in row.inputs))
+        for operation in sorted(body.operations, key=lambda row: id(row) in late):
             self._time += 1
-            for number, payload in self._gathered.get(id(operation), ()):
+            self._step(operation)
+            for number in stacked.intersection(operation.outputs):
                 self._use(number)
-                self._buffer(number, payload, operation, is_copy=True)
-            if operation.bodies:
-                self._loop(operation)
-            elif self._is_made(operation):
-                self._make(operation)
-            else:
-                self._read(operation)
 
-    def _is_made(self, operation: TracedOperation) -> bool:
-        return is_apart(operation) or any(
-            self._users.get(number, 0) > 1 for number in operation.outputs
-        )
+    def _step(self, operation: TracedOperation) -> None:
+        is_read = operation.bodies or is_apart(operation)
+        if is_read:
+            for number in operation.inputs:
+                is_summed = operation.name in _REDUCED
+                if number is not None and not is_summed and self._is_apart(number):
+                    self._put(number, operation)
+                if number in self._copies:
+                    self._end[self._copies[number]] = self._time
+            self._time += 1
+        for sent in self._gathered.get(id(operation), ()):
+            if sent.value is not None:
+                self._use(sent.value)
+                copy = self._buffer(sent.value, sent.payload, operation, is_copy=True)
+                self._copies[sent.value] = copy
+        if operation.bodies:
+            self._loop(operation)
+        elif is_read:
+            self._make(operation)
+        else:
+            self._read(operation)
 
     def _make(self, operation: TracedOperation) -> None:
         for number in operation.inputs:
             self._use(number)
-        before = operation.inputs[0] if operation.inputs else None
+            for root in self._roots_of(number):
+                if number is not None and operation.name in _REDUCED:
+                    self._wide[root] = max(self._spread.bytes(number), self._wide.get(root, 0))
+                else:
+                    self._readers.setdefault(root, set()).add(id(operation))
+        before = self._roots_of(operation.inputs[0] if operation.inputs else None)
         for place, number in enumerate(operation.outputs):
-            buffer = self._buffer(number, self._spread.bytes(number), operation)
+            buffer = self._new(number, operation)
             self._roots[number] = (buffer,)
-            if operation.name in _IN_PLACE and place == 0 and before is not None:
-                roots = self._roots.get(before, ())
-                if len(roots) == 1 and self._size[self._first(roots[0])] == self._size[buffer]:
-                    self._unite(roots[0], buffer)
+            if self._is_in_parts(operation):
+                self._begin[buffer] = self._turn_begin
+            if operation.name in _IN_PLACE and place == 0 and len(before) == 1:
+                self._carried.append((buffer, before[0]))
+
+    def _is_in_parts(self, operation: TracedOperation) -> bool:
+        """Say whether a product is a loop over the parts of a weight that it sums over.
+
+        XLA does not gather such a weight, and has the memory of the result from the beginning of
+        a turn on.
+        """
+        rule = operation.rule
+        if operation.name not in _PRODUCTS or rule is None or not self._turn_begin:
+            return False
+        for sent in self._gathered.get(id(operation), ()):
+            users = self._users.get(sent.value, 0)
+            cuts = self._spread.cuts.get(sent.value or 0, ())
+            dims = rule.operands[operation.inputs.index(sent.value)]
+            count = prod(self._spread.sizes[axis] for axis in sent.axes)
+            if (
+                users == 1
+                and count > _FEW_PARTS
+                and any(
+                    not rule.summed.isdisjoint(factors) and set(axes) & set(sent.axes)
+                    for factors, axes in zip(dims, cuts, strict=False)
+                )
+            ):
+                return True
+        return False
 
     def _read(self, operation: TracedOperation) -> None:
         """Let results live in what they are computed from."""
-        if operation.rule is not None and operation.rule.is_identity:
-            for before, after in zip(operation.inputs, operation.outputs, strict=False):
-                self._roots[after] = self._roots.get(before, ()) if before is not None else ()
-            return
-        roots = dict.fromkeys(
-            root
-            for number in operation.inputs
-            if number is not None
-            for root in self._roots.get(number, ())
+        roots = tuple(
+            dict.fromkeys(root for number in operation.inputs for root in self._roots_of(number))
         )
-        for number in operation.outputs:
-            size = self._spread.bytes(number)
-            total = sum({self._first(r): self._size[self._first(r)] for r in roots}.values())
-            if len(roots) > _MOST_ROOTS or (len(roots) > 1 and size * 2 <= total):
-                self._roots[number] = (self._buffer(number, size, operation),)
-                for root in roots:
-                    self._end[root] = self._time
-            else:
-                self._roots[number] = tuple(roots)
+        is_identity = operation.rule is not None and operation.rule.is_identity
+        for place, number in enumerate(operation.outputs):
+            self._roots[number] = (
+                tuple(self._roots_of(operation.inputs[place])) if is_identity else roots
+            )
+            if len(roots) > _MOST_ROOTS or (operation.name in _SUMS and self._is_apart(number)):
+                self._put(number, operation)
 
     def _loop(self, operation: TracedOperation) -> None:
+        is_scan = operation.name == "scan"
         for number in operation.inputs:
             self._use(number)
-        stacked = (
-            {
-                number: self._buffer(number, self._spread.bytes(number), operation)
-                for number in operation.outputs[operation.carries :]
-            }
-            if operation.name == "scan"
-            else {}
-        )
+        stop = operation.first + operation.carries
+        stacked = operation.outputs[operation.carries :] if is_scan else []
+        for number in stacked:
+            self._roots[number] = (self._new(number, operation),)
         for body in operation.bodies:
-            for outer, inner in operation.arguments(body):
-                if inner != outer:
-                    self._roots[inner] = self._roots.get(outer, ()) if outer is not None else ()
+            arguments = operation.arguments(body)
+            for place, (outer, inner) in enumerate(arguments):
+                if inner == outer:
+                    continue
+                self._roots[inner] = tuple(self._roots_of(outer))
+                if is_scan and place >= stop:
+                    self._roots[inner] = (self._new(inner, operation),)
             carried = self._carry(operation, body)
-            self._run(body)
+            self._turn_begin = self._time if is_scan else 0
+            self._run(body, operation.carries, is_scan=is_scan)
             self._time += 1
-            for number in operation.inputs:
-                self._use(number)
+            self._turn_begin = 0
+            for place, (outer, _) in enumerate(arguments):
+                if place not in range(operation.first, stop):
+                    self._use(outer)
             for place, (number, made) in enumerate(
                 zip(operation.outputs, body.outputs, strict=True)
             ):
-                self._use(made)
                 if number in stacked:
-                    self._roots[number] = (stacked[number],)
-                    self._end[stacked[number]] = self._time
-                elif place in carried:
+                    self._use(number)
+                    continue
+                if place in carried:
+                    self._turn(carried[place], made)
                     self._roots[number] = (carried[place],)
-                    self._end[carried[place]] = self._time
                 else:
-                    roots = self._roots.get(made, ()) if made is not None else ()
-                    self._roots[number] = roots or (
-                        self._buffer(number, self._spread.bytes(number), operation),
-                    )
+                    self._use(made)
+                    roots = tuple(self._roots_of(made))
+                    self._roots[number] = roots or (self._new(number, operation),)
+
+    def _turn(self, carried: int, made: int | None) -> None:
+        """End a turn: what comes next is in the place of what was carried, if that is free."""
+        roots = self._roots_of(made)
+        if len(roots) == 1 and self._is_free(carried, self._begin[roots[0]], self._size[roots[0]]):
+            self._unite(carried, roots[0])
+        self._use(made)
+        self._end[self._first(carried)] = self._time
 
     def _carry(self, operation: TracedOperation, body: Body) -> dict[int, int]:
         """Give each array that a loop carries a buffer, which is changed in place."""
@@ -312,9 +413,30 @@ class _Run:
             return {}
         carried = {}
         pairs = operation.arguments(body)[operation.first : operation.first + operation.carries]
-        for place, (_, inner) in enumerate(pairs):
-            number = operation.outputs[place]
-            buffer = self._buffer(number, self._spread.bytes(number), operation)
-            carried[place] = buffer
+        for place, (outer, inner) in enumerate(pairs):
+            carried[place] = buffer = self._new(operation.outputs[place], operation)
+            before = self._roots_of(outer)
+            if len(before) == 1:
+                self._carried.append((buffer, before[0]))
             self._roots[inner] = (buffer,)
         return carried
+
+
+def _late(body: Body, carries: int) -> set[int]:
+    """Return the products that the next turn of a loop does not wait for, and what they lead to.
+
+    XLA computes them last: the gradients of weights.
+    """
+    needed = {number for number in body.outputs[:carries] if number is not None}
+    for operation in reversed(body.operations):
+        if not needed.isdisjoint(operation.outputs):
+            needed.update(number for number in operation.inputs if number is not None)
+    late: set[int] = set()
+    made: set[int | None] = set()
+    for operation in body.operations:
+        if needed.isdisjoint(operation.outputs) and (
+            operation.name in _PRODUCTS or not made.isdisjoint(operation.inputs)
+        ):
+            late.add(id(operation))
+            made.update(operation.outputs)
+    return late

@@ -36,14 +36,16 @@ class Price:
     def traffic(self) -> Traffic:
         """Count what the step sends; what it is traced from is the only assumption."""
         return Traffic(
-            merged(self._rows(), self.spread.sizes), {"step": self.name}, self.unmodelled
+            merged(self._rows(), self.spread.sizes, self.spread.named),
+            {"step": self.name},
+            self.unmodelled,
         )
 
     def _rows(self) -> Iterator[Row]:
         for sent in self.spread.sent:
-            yield sent.kind, sent.axes, self._purpose(sent), sent.trips, sent.payload * sent.trips
+            yield sent.kind, sent.axes, self.purpose(sent), sent.trips, sent.payload * sent.trips
 
-    def _purpose(self, sent: SpreadCollective) -> Of:
+    def purpose(self, sent: SpreadCollective) -> Of:
         """Say of what a collective is."""
         if sent.value in self.roles.weights:
             return "params"
@@ -55,7 +57,7 @@ class Price:
 
     def time(self, machine: Machine) -> StepTime:
         """Estimate the time of the step: of each operation, of its products or of its memory."""
-        sizes, hardware = self.spread.sizes, machine.hardware
+        sizes, hardware = self.spread.mesh, machine.hardware
         compute, memory = self._busy(hardware, machine.efficiency)
         sent, alone = sent_seconds(machine, sizes, self.traffic())
         meanwhile = sum(sent.values()) - alone
@@ -78,14 +80,20 @@ class Price:
         """Return the seconds of products, and those of reading and writing."""
         compute = memory = 0.0
         for operation, trips in self.equations.operations(on_device=True):
-            flops, moved, peak = self._of_operation(operation, hardware)
-            share = KERNEL_EFFICIENCY if operation.rule is None else efficiency
-            seconds = flops / (peak * share), moved / hardware.memory_bytes_per_second
+            seconds = self.seconds(operation, hardware, efficiency)
             if seconds[0] >= seconds[1]:
                 compute += seconds[0] * trips
             else:
                 memory += seconds[1] * trips
         return compute, memory
+
+    def seconds(
+        self, operation: TracedOperation, hardware: Hardware, efficiency: float
+    ) -> tuple[float, float]:
+        """Return the seconds of an operation's products, and those of reading and writing."""
+        flops, moved, peak = self._of_operation(operation, hardware)
+        share = KERNEL_EFFICIENCY if operation.rule is None else efficiency
+        return flops / (peak * share), moved / hardware.memory_bytes_per_second
 
     def _of_operation(
         self, operation: TracedOperation, hardware: Hardware

@@ -8,8 +8,8 @@ that cut what is summed. Constraints, arguments and results are facts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
-from math import prod
+from itertools import pairwise, product
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
@@ -60,8 +60,18 @@ class SpreadCollective(NamedTuple):
     """The array that is gathered, or of whose terms the sum is; None in code by device."""
 
 
+class _SplitError(Exception):
+    """An axis whose first devices cut a factor that all of them do not: 4 heads by 8 devices."""
+
+    def __init__(self, axis: str, first: int) -> None:
+        self.axis, self.first = axis, first
+
+
 class Spread:
     """Specs of all arrays of a step on a mesh, and what is sent.
+
+    An axis that a reshape can keep only in part, such as 8 devices of 4 heads, is taken for
+    several: "tp:0" of 4 devices and "tp:1" of 2.
 
     Args:
         equations: Of the step.
@@ -71,6 +81,8 @@ class Spread:
         merges_sums: Whether terms of several products are added before devices add up theirs, as
             XLA has it for TPUs.
     """
+
+    _may_split = True
 
     def __init__(
         self,
@@ -83,7 +95,53 @@ class Spread:
     ) -> None:
         self._equations = equations
         self._merges_sums = merges_sums
-        self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        self.mesh = {axis: size for axis, size in sizes.items() if size > 1}
+        self.sizes = dict(self.mesh)
+        """Devices by axis, and of one that is split by each of its parts."""
+        self._whole = {axis: axis for axis in self.mesh}
+        while (split := self._split_by(arguments, results)) is not None:
+            self._divide(split)
+
+    def _split_by(
+        self, arguments: Sequence[Cuts | None], results: Sequence[Cuts | None]
+    ) -> _SplitError | None:
+        """Spread the specs; return how an axis is to be split before, or None if it need not."""
+        try:
+            self._spread(arguments, results)
+        except _SplitError as split:
+            return split
+        return None
+
+    def _divide(self, split: _SplitError) -> None:
+        whole = self._whole[split.axis]
+        parts: list[int] = []
+        for axis in self._parts([whole]):
+            size = self.sizes[axis]
+            is_it = axis == split.axis
+            parts += [split.first, size // split.first] if is_it else [size]
+        rows = [(axis, self.sizes[axis], self._whole[axis]) for axis in self.sizes]
+        divided = [(f"{whole}:{i}", size, whole) for i, size in enumerate(parts)]
+        place = next(i for i, row in enumerate(rows) if row[2] == whole)
+        rows = [row for row in rows if row[2] != whole]
+        rows[place:place] = divided
+        self.sizes = {axis: size for axis, size, _ in rows}
+        self._whole = {axis: name for axis, _, name in rows}
+
+    def named(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return axes by their names in the mesh."""
+        return tuple(dict.fromkeys(self._whole[axis] for axis in axes))
+
+    def _parts(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return axes without those of one device, and of those that are split their parts."""
+        return tuple(
+            part
+            for axis in axes
+            for part in ((axis,) if axis in self.sizes else self.sizes)
+            if axis in (part, self._whole[part])
+        )
+
+    def _spread(self, arguments: Sequence[Cuts | None], results: Sequence[Cuts | None]) -> None:
+        equations = self._equations
         self.cuts: dict[int, Cuts] = {}
         self.sent: list[SpreadCollective] = []
         self._wishes: dict[int, Cuts] = {}
@@ -129,7 +187,7 @@ class Spread:
     def _known(self, number: int, cuts: Sequence[Sequence[str]]) -> Cuts:
         """Return cuts without axes of one device, or that are not in the mesh."""
         rank = len(self._equations.values[number].shape)
-        rows = [tuple(axis for axis in axes if axis in self.sizes) for axes in cuts]
+        rows = [self._parts(axes) for axes in cuts]
         return tuple(rows[:rank] + [()] * (rank - len(rows)))
 
     def _of(self, number: int) -> Cuts:
@@ -226,7 +284,7 @@ class Spread:
         params = operation.eqn.params
         names = params.get("axes", params.get("axis_name", ()))
         names = (names,) if isinstance(names, str) else tuple(names)
-        axes = tuple(axis for axis in names if axis in self.sizes)
+        axes = self._parts(names)
         kind = _EXPLICIT[operation.name]
         arrays = operation.outputs if kind == "all-gather" else operation.inputs
         payload = sum(self.bytes(number) for number in arrays if number is not None)
@@ -315,23 +373,41 @@ class Spread:
     def _options(self, operation: TracedOperation, rule: Rule) -> dict[str, list[int]]:
         """Return by axis the factors of an operation that it may cut."""
         options: dict[str, list[int]] = {}
-        minor = rule.minor
         for number, dims in zip(operation.inputs, rule.operands, strict=True):
             if number is not None:
-                free = rule.whole | minor.difference(f for row in dims for f in row[1:])
-                for factor, names in self._by_factor(rule, dims, self._of(number)).items():
+                by_factor = self._by_factor(rule, dims, self._of(number))
+                closed = self._closed(rule, by_factor)
+                for factor, names in by_factor.items():
                     for name in names:
                         places = options.setdefault(name, [])
-                        if factor not in places and factor not in free:
+                        if factor not in places and factor not in closed:
                             places.append(factor)
         for result, dims in zip(operation.outputs, rule.results, strict=True):
             wished = self._wishes.get(result) or self._sibling(result)
             wish = self._by_factor(rule, dims, wished)
+            closed = self._closed(rule, wish)
             for factor, names in wish.items():
-                if factor not in rule.whole | minor:  # a device has the whole, and needs its part
+                if factor not in closed:  # a device has the whole, and needs its part
                     for name in names:
                         options.setdefault(name, [factor])
         return options
+
+    def _closed(self, rule: Rule, axes: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
+        """Return the factors that devices cannot share.
+
+        They need all of it; or parts of a minor one are not contiguous in a dimension, since its
+        major is not cut into single elements.
+        """
+        minor = rule.minor
+        if not minor.intersection(axes):
+            return rule.whole
+        closed = set(rule.whole)
+        for dims in (*rule.operands, *rule.results):
+            for row in dims:
+                for before, factor in pairwise(row):
+                    if before in closed or self._count(axes.get(before, ())) != rule.sizes[before]:
+                        closed.add(factor)
+        return frozenset(closed)
 
     def _sibling(self, number: int) -> Cuts:
         """Return the cuts of what the only user of an array adds to it; () if there is none."""
@@ -496,16 +572,27 @@ class Spread:
         for factors, names in zip(dims, cuts, strict=bool(cuts)):
             if not names or not factors:
                 continue
-            place, count = 0, 1
             rows: dict[int, tuple[str, ...]] = {}
+            place, left = 0, rule.sizes[factors[0]]
             for name in names:
+                if left == 1 and place < len(factors) - 1:
+                    place, left = place + 1, rule.sizes[factors[place + 1]]
                 size = self.sizes[name]
-                while place < len(factors) - 1 and rule.sizes[factors[place]] % (count * size):
-                    place, count = place + 1, 1
-                count *= size
+                if place < len(factors) - 1:  # parts of the minor factors are in one of the major
+                    kept = gcd(left, size)
+                    if 1 < kept < size and self._may_split:
+                        raise _SplitError(name, kept)
+                    if kept < size:
+                        break
+                    left //= size
                 rows[factors[place]] = (*rows.get(factors[place], ()), name)
             for factor, row in rows.items():
                 axes.setdefault(factor, row)
+
+
+def is_addition(operation: TracedOperation) -> bool:
+    """Say whether an operation adds two arrays, and so can add what devices have of sums."""
+    return operation.name in _ADDS
 
 
 def _by_factor(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,9 @@ from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import has_names
 from shardrules._rules.rules import PathRules, Rules, remembered_rules
-from shardrules._specs import Entries, entry_axes
+from shardrules._solve.solution import Solution, solve
+from shardrules._specs import Entries, entries_of, entry_axes
+from shardrules._step.step import Step
 from shardrules._suggest.suggestion import CutReason, Reason, Suggestion
 from shardrules._text import brief, bytes_shown, mesh_shown
 from shardrules._writer.dims import Unit, units_of
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 _AXES: Final = ("fsdp", "tp")
 _ADAM: Final = ("float32", "float32")
+_FEW: Final = 3
 
 
 @in_order("tree", "mesh")
@@ -51,6 +55,7 @@ def suggest(
     dialect: Dialect | LogicalDialect | None = None,
     like: PathRules | None = None,
     names: Any = None,
+    step: Step | None = None,
 ) -> Suggestion:
     r"""Write rules for a model: from its shapes and paths, in the words of its paths.
 
@@ -92,11 +97,15 @@ def suggest(
             these as the rules of their siblings do.
         names: The logical axis names of the arrays, as in `plan`. Default: those in the tree's
             boxes, nnx Variables or haliax arrays, or of the Plan.
+        step: What `trace` read of a step with a Plan of the model: then the rules are those of
+            `solve`, of least time, and what the step says itself is not asked for; `hardware` is.
+            Without it, `Suggestion.untold` lists what a step would tell.
 
     Raises:
-        ValueError: There is neither a mesh nor `devices`, both are given, the memory does not
-            suffice, the paths have too many names, the dialect cannot tell them apart, or large
-            arrays beside those with logical axis names have none, or too few, or one name twice.
+        ValueError: The step is of another model, or says what is given beside it; there is neither
+            a mesh nor `devices`, both are given, the memory does not suffice, the paths have too
+            many names, the dialect cannot tell them apart, or large arrays beside those with
+            logical axis names have none, or too few, or one name twice.
         TypeError: The model is not a tree of arrays; `like` are no rules of paths; or of the model,
             `names` and `dialect`, one is for paths and another for logical axis names.
 
@@ -111,6 +120,13 @@ def suggest(
         mlp/(gate|up)/kernel ('fsdp', 'tp')
         mlp/down/kernel ('tp', 'fsdp')
     """
+    if step is not None:
+        said = {
+            "devices": devices, "axes": axes, "tokens": tokens, "like": like, "names": names,
+            "experts_per_token": experts_per_token, "head_dim": head_dim, "dialect": dialect,
+        }  # fmt: skip
+        _check_said(said)
+        return _of_step(model, step, mesh, hbm, hardware)
     if not isinstance(model, Plan):
         check_tree("model", model)
     check_type(
@@ -167,7 +183,105 @@ def suggest(
         declared["replicated"] = _replicated_patterns(rules, result, units)
         reasons = _rule_reasons(rules)
     _check_room(result, room, moments)
-    return Suggestion(result._declaring(declared), reasons, declared, batch, experts_per_token)
+    return Suggestion(
+        result._declaring(declared), reasons, declared, batch, experts_per_token, _doubts(units)
+    )
+
+
+def _check_said(said: Mapping[str, Any]) -> None:
+    """Check that nothing is given that a step says itself.
+
+    Raises:
+        ValueError: Something is.
+    """
+    for name, value in said.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: the step, its plan and the mesh say it themselves: leave {name} out, or "
+                "step"
+            )
+
+
+def _of_step(
+    model: Any, step: Any, mesh: Any, hbm: int | None, hardware: Hardware | str | None
+) -> Suggestion:
+    """Solve a step, and explain each rule by what the step does with its leaves."""
+    check_type("step", step, Step, "a Step, as shardrules.trace gives one")
+    planned = step.plan
+    if planned is None:
+        raise ValueError(
+            "step: it was traced without a Plan: give shardrules.plan of its parameters to trace"
+        )
+    paths = model.paths if isinstance(model, Plan) else plan(model, Rules(()), planned.mesh).paths
+    if sorted(paths) != sorted(planned.paths):
+        other = sorted({*paths} ^ {*planned.paths})
+        raise ValueError(f"step: it was traced with another model; {brief(other[0])} is in one")
+    return suggestion_of(solve(step, mesh, hardware=hardware, hbm=hbm))
+
+
+def suggestion_of(solution: Solution) -> Suggestion:
+    """Return the rules of a solution, each with what the step does with its leaves."""
+    result = solution._ruled.plan
+    unused = [
+        axis
+        for axis in result.axis_sizes
+        if not any(
+            axis in entry_axes(entry)
+            for kind in result.kinds
+            if kind.spec is not None
+            for entry in entries_of(kind.spec)
+        )
+    ]
+    rules = result.rules
+    whole = [
+        str(pattern)
+        for pattern, value in (rules if isinstance(rules, Rules) else ())
+        if plain_spec(value) == Entries()
+    ]
+    declared = Declared(replicated=tuple(whole), optional_axes=(), data_axes=tuple(unused))
+    return Suggestion(result._declaring(declared), tuple(_solved_reasons(solution)), declared)
+
+
+def _solved_reasons(solution: Solution) -> Iterator[Reason]:
+    """Yield a reason for each rule, by the roles that the step gives the first of its leaves."""
+    result, step = solution._ruled.plan, solution.step
+    equations, roles = step._equations, step._roles.of
+    numbers = dict(zip(step._paths, equations.body.inputs, strict=True))
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, number in enumerate(result.kind_of.tolist()):
+        for rule in result.kinds[number].deciders:
+            rows_of[rule].append(row)
+    for rule, (pattern, _) in enumerate(result.rules):
+        rows = rows_of[rule]
+        dims = []
+        for row in rows[:1]:
+            kind = result.kinds[int(result.kind_of[row])]
+            value = equations.values[numbers[f"inputs/{solution._place}/{result.paths[row]}"]]
+            cuts = () if kind.spec is None else tuple(map(entry_axes, entries_of(kind.spec)))
+            for dim, size in enumerate(value.shape):
+                names = [roles.get(c, "") for c in equations.dims.classes(value.dims[dim])]
+                role = " x ".join(filter(None, names)) or "other"
+                axes = cuts[dim] if dim < len(cuts) else ()
+                dims.append(CutReason(dim, size, role, axes))
+        size = sum(result.kinds[int(result.kind_of[row])].bytes for row in rows)
+        folded = tuple(
+            part.pattern for part in result.folded if not {*part.rows.tolist()}.isdisjoint(rows)
+        )
+        yield Reason(rule, pattern, len(rows), size, folded, tuple(dims), is_understood=True)
+
+
+def _doubts(units: Sequence[Unit]) -> tuple[str, ...]:
+    """List what shapes and names leave open, and a step would tell."""
+    unknown = [brief(unit.part.pattern) for unit in units if not unit.dims.is_known]
+    assumed = [unit for unit in units if unit.dims.is_assumed]
+    doubts = [f"what contracts {path}" for path in unknown[:_FEW]]
+    if len(unknown) > _FEW:
+        doubts.append(f"the same of {len(unknown) - _FEW} more paths")
+    for unit in assumed[:1]:
+        doubts.append(
+            f"the size of a head of {brief(unit.part.pattern)}, assumed to be {unit.dims.unit}"
+        )
+    return tuple(doubts)
 
 
 def _dialect_for(

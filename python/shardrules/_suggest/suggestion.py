@@ -6,7 +6,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._plan.findings import Findings
-from shardrules._text import and_more, answer, bytes_shown, counted, mesh_shown, printable, record
+from shardrules._text import (
+    and_more,
+    answer,
+    bytes_shown,
+    counted,
+    mesh_shown,
+    printable,
+    record,
+)
 from shardrules._writer.texts import pattern_shown, python_text, toml_text
 
 if TYPE_CHECKING:
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
     from shardrules._rules.rules import Rules
 
 _MOST_SHOWN: Final = 3
+_OF_STEPS: Final = ("how activations are sharded", "what each choice costs in time and memory")
 _OTHER_MESH: Final = "give a mesh of which an axis divides a dimension of them"
 
 
@@ -103,14 +112,16 @@ class Suggestion:
         _plan: Plan,
         _reasons: tuple[Reason, ...],
         _declared: Declared,
-        _tokens: int | None,
-        _experts_per_token: int | None,
+        _tokens: int | None = None,
+        _experts_per_token: int | None = None,
+        _doubts: tuple[str, ...] | None = None,
     ) -> None:
         self._plan = _plan
         self._reasons = _reasons
         self._declared = _declared
         self._tokens = _tokens
         self._experts_per_token = _experts_per_token
+        self._doubts = _doubts
 
     @property
     def rules(self) -> Rules | LogicalRules:
@@ -138,6 +149,18 @@ class Suggestion:
         return tuple(
             path for reason in self._reasons if not reason.is_understood for path in reason.paths
         )
+
+    @property
+    def untold(self) -> tuple[str, ...]:
+        """What `suggest(..., step=)` would know, and shapes and paths do not tell.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+            >>> sr.suggest(tree, {"fsdp": 2, "tp": 4}).untold
+            ('how activations are sharded', 'what each choice costs in time and memory')
+        """
+        return () if self._doubts is None else (*self._doubts, *_OF_STEPS)
 
     @cached_property
     def warnings(self) -> Findings:
@@ -271,4 +294,7 @@ class Suggestion:
         return notes
 
     def __str__(self) -> str:
-        return "\n".join([self._heading, *map(str, self._reasons), *map(str, self.warnings)])
+        lines = [self._heading, *map(str, self._reasons), *map(str, self.warnings)]
+        if self._doubts:
+            lines.append(printable(f"step= would tell {'; '.join(self._doubts)}"))
+        return "\n".join(lines)

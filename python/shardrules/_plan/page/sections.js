@@ -168,6 +168,24 @@
 })();
 
 (() => {
+  if (report.solution === null) return;
+  const section = document.getElementById("solution");
+  section.hidden = false;
+  const [made, body] = table(["Dimensions", "Size", "Cut by", "Other axes: a step, memory"], [1]);
+  body.append(...report.solution.choices.map((choice) =>
+    element("tr", { title: choice.arrays.join("\n") },
+      element("td", {}, choice.role),
+      element("td", { class: "number" }, choice.size === "0" ? "" : choice.size),
+      element("td", {}, element("code", {}, choice.axes)),
+      element("td", {}, choice.alternatives.join("; ")))));
+  const lines = element("ul", { class: "paths" });
+  section.append(
+    element("p", {}, report.solution.text), element("div", { class: "scroll" }, made), lines);
+  appendPaged(lines, report.solution.activations, (line) =>
+    element("li", {}, element("code", {}, line)), section, 40);
+})();
+
+(() => {
   if (report.suggestion === null) return;
   const section = document.getElementById("suggestion");
   section.hidden = false;

@@ -1,0 +1,436 @@
+"""`python -m benchmarks.checkpoints [CASE ...]`: `load` beside the plain way.
+
+Each case has a process of its own, and files in the page cache. Both results are compared first,
+then the calls alternate; a ratio is the median of the rounds' ratios, in seconds of processors and
+in time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from benchmarks.scaling import Row
+from shardrules._checkpoint import reading
+
+ROUNDS: Final = 5
+BOTH: Final = P("fsdp", "tp")
+DELAY: Final = 0.02
+"""Seconds that a read takes on the slow store."""
+
+
+class Case(NamedTuple):
+    """Two ways to the same arrays."""
+
+    ours: Callable[[], Any]
+    plain: Callable[[], Any]
+    bar: float | None
+    what: str
+    rounds: int = ROUNDS
+
+
+def rows(*names: str) -> Iterator[Row]:
+    """Yield the rows of the cases with these names, or of all."""
+    for name in names or CASES:
+        processes = 2 if name in JOINT else 1
+        with tempfile.TemporaryDirectory() as folder:
+            for entry in _of_processes(name, folder, processes):
+                yield Row(*entry)
+
+
+def _of_processes(name: str, folder: str, processes: int) -> list[Any]:
+    devices = 8 if processes == 1 else 2
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.checkpoints", "--run", name, folder]
+    started = [
+        subprocess.Popen(
+            [*command, *([str(port), str(i)] if processes > 1 else [])],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(processes)
+    ]  # fmt: skip
+    outputs = [process.communicate() for process in started]
+    for process, (_, error) in zip(started, outputs, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"{name}: {error[-3000:]}")
+    return list(json.loads(outputs[0][0].splitlines()[-1]))
+
+
+def mesh_of(*sizes: int) -> Mesh:
+    """Return a mesh of ("fsdp", "tp")."""
+    return Mesh(np.array(jax.devices()).reshape(sizes), ("fsdp", "tp"))
+
+
+def plain_load(folder: str, sharding_of: Callable[[str], Any], turned: bool = False) -> Any:
+    """Load with safetensors, and put all arrays on the devices in one call."""
+    arrays = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        arrays |= safetensors.numpy.load_file(file)
+    if turned:
+        arrays = {name: array.T for name, array in arrays.items()}
+    shardings = {name: sharding_of(name) for name in arrays}
+    return jax.block_until_ready(jax.device_put(arrays, shardings))
+
+
+def save(folder: str, arrays: dict[str, Any], files: int = 1) -> None:
+    """Write the arrays into some files of about equal counts."""
+    names = list(arrays)
+    count = -(-len(names) // files)
+    for i in range(files):
+        part = {name: arrays[name] for name in names[i * count : (i + 1) * count]}
+        safetensors.numpy.save_file(part, Path(folder) / f"part{i}.safetensors")
+
+
+def random(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return an array of any finite numbers."""
+    rng = np.random.default_rng(0)
+    return rng.normal(size=shape).astype("float32").astype(dtype)
+
+
+def small(folder: str) -> Case:
+    """Return a case of many small arrays."""
+    values = random((20_000, 32, 32), "float32")
+    save(folder, {f"layers.{i}.w": each for i, each in enumerate(values)}, files=4)
+    mesh = mesh_of(4, 2)
+    sharding = NamedSharding(mesh, BOTH)
+    return Case(
+        lambda: sr.load(folder, BOTH, mesh),
+        lambda: plain_load(folder, lambda _: sharding),
+        1.5,
+        "20,000 float32 arrays of 4 kB / load_file and one device_put",
+        3,
+    )
+
+
+def deepseek_arrays() -> dict[str, Any]:
+    """Return arrays of DeepSeek-V3's names, its experts with their scales, at small sizes."""
+    code = random((16, 16), ml_dtypes.float8_e4m3fn)
+    scale = np.full((1, 1), 0.5, "float32")
+    arrays: dict[str, Any] = {"model.embed_tokens.weight": random((64, 16), ml_dtypes.bfloat16)}
+    for layer in range(3, 61):
+        for expert in range(256):
+            for part in ("gate", "up", "down"):
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+                arrays[name] = code
+                arrays[f"{name}_scale_inv"] = scale
+    return arrays
+
+
+def save_deepseek(folder: str) -> None:
+    """Write them; a header of 90,000 names is made faster here than by safetensors."""
+    arrays = deepseek_arrays()
+    header, data, at = {}, [], 0
+    for name, array in arrays.items():
+        kind = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16"}
+        header[name] = {
+            "dtype": kind[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [at, at + array.nbytes],
+        }
+        at += array.nbytes
+        data.append(array.tobytes())
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file = Path(folder) / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+
+
+def names(folder: str) -> Case:
+    """Return a case of very many names."""
+    save_deepseek(folder)
+    mesh = mesh_of(4, 2)
+    sharding = NamedSharding(mesh, P())
+    return Case(
+        lambda: sr.load(folder, P(), mesh),
+        lambda: jax.block_until_ready(
+            jax.device_put(arrays := deepseek_arrays(), dict.fromkeys(arrays, sharding))
+        ),
+        None,
+        "89,089 tensors of DeepSeek-V3's names, replicated / device_put alone",
+        1,
+    )
+
+
+def experts(folder: str) -> Case:
+    """Return a case of experts that are stacked."""
+    save_deepseek(folder)
+    mesh = mesh_of(4, 2)
+    spec = [("experts", ("fsdp", None, "tp")), ("", ())]
+    return Case(
+        lambda: sr.load(folder, spec, mesh, renames=sr.renames.DEEPSEEK_STACKED, dtype="bfloat16"),
+        lambda: None,
+        None,
+        "the same, stacked, with scales",
+        1,
+    )
+
+
+def columns(folder: str) -> Case:
+    """Return a case of columns that are cut over processes."""
+    if jax.process_index() == 0:
+        values = random((2048, 2048), "float32")
+        save(folder, {f"layers.{i}.w": values + i for i in range(32)}, files=2)
+        (Path(folder) / "done").touch()
+    while not (Path(folder) / "done").exists():
+        time.sleep(0.1)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("tp", "fsdp"))
+    sharding = NamedSharding(mesh, BOTH)
+
+    def plain() -> Any:
+        arrays = {}
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            data = np.memmap(file, np.uint8, "r")
+            start = 8 + int.from_bytes(bytes(data[:8]), "little")
+            for name, entry in json.loads(bytes(data[8:start])).items():
+                begin, end = (start + offset for offset in entry["data_offsets"])
+                mapped = data[begin:end].view("float32").reshape(entry["shape"])
+                arrays[name] = jax.make_array_from_callback(
+                    mapped.shape, sharding, mapped.__getitem__
+                )
+        return jax.block_until_ready(arrays)
+
+    return Case(
+        lambda: sr.load(folder, BOTH, mesh), plain, 1.2,
+        "columns over 2 processes, 0.5 GB / numpy.memmap slices",
+    )  # fmt: skip
+
+
+def bound(folder: str) -> Case:
+    """Return a case of few bytes in flight."""
+    save(folder, {f"layers.{i}.w": random((2048, 1024), "float32") for i in range(32)})
+    mesh = mesh_of(4, 2)
+    into = [sr.Rename(r"layers\.(?P<layer>\d+)\.w", "w", "a b -> layer a b")]
+    spec = P(None, "fsdp", "tp")
+
+    def load(most: int | None) -> Any:
+        return sr.load(folder, spec, mesh, renames=into, max_bytes_in_flight=most)
+
+    return Case(
+        lambda: load(40 << 20), lambda: load(None), 1.5,
+        "a stack of 0.27 GB, 40 MiB in flight / 2 GiB",
+    )  # fmt: skip
+
+
+def again(folder: str) -> Case:
+    """Return a case of large arrays, loaded several times."""
+    save(folder, {f"layers.{i}.w": random((2048, 1024), "float32") for i in range(32)}, files=4)
+    mesh = mesh_of(4, 2)
+    sharding = NamedSharding(mesh, BOTH)
+    return Case(
+        lambda: sr.load(folder, BOTH, mesh),
+        lambda: plain_load(folder, lambda _: sharding),
+        1.0,
+        "a later load of 0.27 GB / load_file and device_put",
+    )
+
+
+def turned(folder: str) -> Case:
+    """Return a case of arrays that are transposed."""
+    values = random((2048, 2048), ml_dtypes.bfloat16)
+    save(folder, {f"layers.{i}.w": values for i in range(32)}, files=2)
+    mesh = mesh_of(4, 2)
+    sharding = NamedSharding(mesh, BOTH)
+    renames = [sr.Rename("w", r"\g<0>", "out in -> in out")]
+    return Case(
+        lambda: sr.load(folder, BOTH, mesh, renames=renames),
+        lambda: plain_load(folder, lambda _: sharding, turned=True),
+        1.0,
+        "0.27 GB of bfloat16, all transposed / load_file, .T and device_put",
+    )
+
+
+def scaled(folder: str) -> Case:
+    """Return a case of FP8 arrays with scales."""
+    layer = "model.layers.0.mlp.experts"
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for expert in range(32):
+        name = f"{layer}.{expert}.gate_proj.weight"
+        arrays[name] = random((2048, 3072), ml_dtypes.float8_e4m3fn)
+        arrays[f"{name}_scale_inv"] = rng.random((16, 24), "float32")
+    save(folder, arrays)
+    mesh = mesh_of(4, 2)
+    spec, goal = P(None, "fsdp", "tp"), jnp.bfloat16
+    stack = [
+        sr.Rename(r"^.*experts\.(?P<e>\d+)\.gate_proj\.weight$", "w", "out in -> e in out"),
+        sr.Rename(
+            r"^.*experts\.(?P<e>\d+)\.gate_proj\.weight_scale_inv$", "s", "out in -> e in out"
+        ),
+    ]
+    sharding = NamedSharding(mesh, spec)
+    by_scales = [sr.Rename(
+        r"^.*experts\.(?P<e>\d+)\.gate_proj\.weight$", "w", "out in -> e in out",
+        scale=r"\g<0>_scale_inv", blocks=(128, 128),
+    )]  # fmt: skip
+
+    @jax.jit
+    def product(codes: Any, scales: Any) -> Any:
+        whole = jnp.repeat(jnp.repeat(scales, 128, axis=1), 128, axis=2)
+        values = (codes.astype(jnp.float32) * whole).astype(goal)
+        return jax.lax.with_sharding_constraint(values, sharding)
+
+    def plain() -> Any:
+        read = sr.load(folder, [("w", spec), ("s", ())], mesh, renames=stack)
+        return {"w": jax.block_until_ready(product(read["w"], read["s"]))}
+
+    return Case(
+        lambda: sr.load(folder, [("w", spec)], mesh, renames=by_scales, dtype=goal),
+        plain, 1.2,
+        "0.2 GB of FP8 with scales / loaded as it is, and one program",
+    )  # fmt: skip
+
+
+def slow(folder: str) -> Case:
+    """Return a case of a store that answers slowly."""
+    save(folder, {f"layers.{i}.w": random((1024, 1024), "float32") for i in range(32)})
+    mesh = mesh_of(4, 2)
+    into = [sr.Rename(r"layers\.(?P<layer>\d+)\.w", "w", "a b -> layer a b")]
+    read_at = reading._read_at
+    most, now, lock = [0], [0], threading.Lock()
+
+    def delayed(*arguments: Any) -> Any:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(DELAY)
+        with lock:
+            now[0] -= 1
+        return read_at(*arguments)
+
+    reading._read_at, reading._native = delayed, None
+
+    def stack() -> Any:
+        most[0] = 0
+        loaded = sr.load(folder, P(None, "fsdp", "tp"), mesh, renames=into)["w"]
+        print(f"stack: {most[0]} reads at once", file=sys.stderr)
+        return {f"layers.{i}.w": part for i, part in enumerate(np.asarray(loaded))}
+
+    return Case(
+        stack, lambda: jax.tree.map(np.asarray, sr.load(folder, BOTH, mesh)), 1.1,
+        "20 ms a read: a stack of 32 arrays / 32 arrays",
+    )  # fmt: skip
+
+
+CASES: Final[dict[str, Callable[[str], Case]]] = {
+    "small": small, "names": names, "experts": experts, "columns": columns, "bound": bound,
+    "again": again, "turned": turned, "scaled": scaled, "slow": slow,
+}  # fmt: skip
+JOINT: Final = {"columns"}
+
+
+def _used() -> tuple[float, float]:
+    return time.process_time(), time.perf_counter()
+
+
+def _memory() -> int:
+    """Count the bytes of this process that are not a file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kinds = ("RssAnon", "RssShmem")
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(kinds))
+
+
+def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
+    """Return (the result, the most bytes during the call beyond those before)."""
+    before, peak, done = _memory(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            peak[0] = max(peak[0], _memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    result = call()
+    done.set()
+    watcher.join()
+    return result, peak[0] - before
+
+
+def _check_equal(ours: Any, plain: Any) -> int:
+    """Compare the local shards; returns their bytes."""
+    size = 0
+    for name, expected in plain.items():
+        if isinstance(expected, np.ndarray):
+            pairs = [(np.asarray(ours[name]), expected)]
+        else:
+            both = (ours[name].addressable_shards, expected.addressable_shards)
+            pairs = [(a.data, b.data) for a, b in zip(*both, strict=True)]
+        for a, b in pairs:
+            if a.dtype != b.dtype or np.asarray(a).tobytes() != np.asarray(b).tobytes():
+                raise AssertionError(f"{name} differs")
+            size += a.nbytes
+    return size
+
+
+def _measured(case: Case) -> Iterator[Row]:
+    ours, peak = _peak(case.ours)
+    plain, plain_peak = _peak(case.plain)
+    size = _check_equal(ours, plain or {})
+    size = size or sum(each.nbytes for each in jax.tree.leaves(ours))
+    del ours, plain
+    taken: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
+    for _ in range(case.rounds):
+        for name, call in (("ours", case.ours), ("plain", case.plain)):
+            used, start = _used()
+            result = call()
+            after, end = _used()
+            taken[name].append((after - used, end - start))
+            del result
+    (cpu, seconds), (plain_cpu, plain_seconds) = (
+        [median(column) for column in zip(*pairs, strict=True)] for pairs in taken.values()
+    )
+    note = (
+        f"{cpu:.2f} / {plain_cpu:.2f} s of processors, {seconds:.2f} / {plain_seconds:.2f} s; peak "
+        f"{peak / size:.2f} / {plain_peak / size:.2f} of the arrays"
+    )
+    if case.bar is None:
+        yield Row(f"{case.what}: processors", cpu, "s", 25.0, note)
+        return
+    for place, kind in enumerate(("processors", "time")):
+        ratio = median(
+            a[place] / b[place] for a, b in zip(taken["ours"], taken["plain"], strict=True)
+        )
+        yield Row(f"{case.what}: {kind}", ratio, "x", case.bar, note if not place else "")
+    if sys.argv[2] in ("small", "again", "columns"):
+        bar = 2.0 if sys.argv[2] == "small" else 1.2
+        yield Row(f"{case.what}: peak", peak / size, "x of the arrays", bar)
+
+
+def _run(name: str, folder: str, *joint: str) -> None:
+    if joint:
+        jax.distributed.initialize(f"localhost:{joint[0]}", 2, int(joint[1]))
+    print(json.dumps(list(_measured(CASES[name](folder)))))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        _run(*sys.argv[2:])
+    else:
+        for row in rows(*sys.argv[1:]):
+            print(f"{row.name:80} {row.measured:6.2f} {row.unit} {row.verdict} ({row.note})",
+                  flush=True)  # fmt: skip

@@ -1,0 +1,139 @@
+"""Large arrays with scales: the codes are read as they are, and multiplied on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardrules._checkpoint.boxes import Arrangement, Form, sized
+from shardrules._checkpoint.filling import Job
+from shardrules._checkpoint.reading import numpy_dtype
+from shardrules._checkpoint.targets import SourcePart, Target
+from shardrules._files.leaves import ArraySpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jax.sharding import NamedSharding
+
+
+class _Recipe(NamedTuple):
+    """How the scales of equal parts are spread over the array that the parts make."""
+
+    form: Form
+    blocks: tuple[int, ...]
+    grid: tuple[int, ...]
+    """How many parts there are along each dimension."""
+
+
+def codes_and_scales(job: Job, arrays: Mapping[str, ArraySpec]) -> dict[str, Job]:
+    """Return what is read for an array with scales; nothing if they are applied on the host.
+
+    A program for a small array takes longer to compile, and there is none for parts that differ.
+    """
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    target, parts = job.target, _in_order(job.target.parts)
+    if job.is_small or _recipe(target, arrays) is None:
+        return {}
+    shape = arrays[parts[0].scale or ""].shape
+    names = [f"dim{i}" for i in range(len(shape))]
+    groups = tuple((name,) for name in names)
+    stacked = sized(Arrangement(groups, ((), *groups)), tuple(zip(names, shape, strict=True)))
+    scales = Target(
+        (len(parts), *shape),
+        "float32",
+        tuple(
+            part._replace(
+                source=part.scale or "",
+                sized=stacked,
+                source_at=(0,) * len(shape),
+                target_at=(i, *(0 for _ in shape)),
+                scale=None,
+                blocks=(),
+            )
+            for i, part in enumerate(parts)
+        ),
+    )
+    dtype = arrays[parts[0].source].dtype
+    codes = target._replace(dtype=dtype, parts=tuple(part._replace(scale=None) for part in parts))
+    replicated = NamedSharding(job.sharding.mesh, PartitionSpec())
+    return {
+        job.path: Job(job.path, codes, numpy_dtype(dtype), job.sharding),
+        f"{job.path}: scales": Job(job.path, scales, np.dtype(np.float32), replicated),
+    }
+
+
+def product_of(job: Job, live: Mapping[str, Any], arrays: Mapping[str, ArraySpec]) -> Any:
+    """Multiply the codes by the scales, on the devices of the result."""
+    recipe = _recipe(job.target, arrays)
+    assert recipe is not None
+    program = _program(recipe, job.target.shape, job.dtype, job.sharding)
+    return program(live[job.path], live[f"{job.path}: scales"])
+
+
+def _in_order(parts: tuple[SourcePart, ...]) -> list[SourcePart]:
+    return sorted(parts, key=lambda part: part.target_at)
+
+
+def _recipe(target: Target, arrays: Mapping[str, ArraySpec]) -> _Recipe | None:
+    """Return the recipe, if all parts are whole arrays of one form that tile the target."""
+    first = target.parts[0]
+    form, part_shape = first.sized.form, first.sized.target_shape
+    kinds = {
+        (
+            part.sized is first.sized,
+            part.blocks,
+            arrays[part.source].dtype,
+            arrays[part.source].shape,
+            None if part.scale is None else arrays[part.scale].shape,
+            any(part.source_at),
+        )
+        for part in target.parts
+    }
+    is_whole = form.stored == first.sized.source_shape == arrays[first.source].shape
+    if first.scale is None or len(kinds) > 1 or any(first.source_at) or not is_whole:
+        return None
+    if form.once != form.repeated or target.is_padded or 0 in part_shape:
+        return None
+    grid = tuple(size // part for size, part in zip(target.shape, part_shape, strict=True))
+    places = product(
+        *(range(0, size, part) for size, part in zip(target.shape, part_shape, strict=True))
+    )
+    if prod(grid) != len(target.parts) or list(places) != [
+        part.target_at for part in _in_order(target.parts)
+    ]:
+        return None
+    return _Recipe(form, first.blocks, grid)
+
+
+@lru_cache(maxsize=512)
+def _program(
+    recipe: _Recipe, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+) -> Callable[[Any, Any], Any]:
+    import jax
+    import jax.numpy as jnp
+
+    form, blocks, grid = recipe
+    rank = len(shape)
+
+    def multiply(codes: Any, scales: Any) -> Any:
+        count = scales.shape[0]
+        of_blocks = [-(-size // block) for size, block in zip(form.stored, blocks, strict=True)]
+        factors = scales.reshape(count, *of_blocks)
+        for dim, (size, block) in enumerate(zip(form.stored, blocks, strict=True), 1):
+            if of_blocks[dim - 1] > 1:
+                factors = jnp.repeat(factors, block, axis=dim)
+                factors = jax.lax.slice_in_dim(factors, 0, size, axis=dim)
+        factors = jnp.broadcast_to(factors, (count, *form.stored)).reshape(count, *form.axes)
+        factors = factors.transpose(0, *(axis + 1 for axis in form.order))
+        factors = factors.reshape(*grid, *form.shape)
+        factors = factors.transpose([i for dim in range(rank) for i in (dim, rank + dim)])
+        return (codes.astype(jnp.float32) * factors.reshape(shape)).astype(dtype)
+
+    return jax.jit(multiply, out_shardings=sharding)

@@ -1,0 +1,395 @@
+"""The time of a step as a sum of terms, each of few variables.
+
+Operations start from arrays in their layout and leave them so, and so what one costs depends on the
+classes of its own arrays alone. Operations are taken together where one adds what others have not
+added up, and those that read an array share what is sent of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardrules._estimate.schedule import merged
+from shardrules._estimate.step_time import Network
+from shardrules._solve.layout import LaidSpread, Layout
+from shardrules._step.peak import is_apart
+from shardrules._step.spread import is_addition
+
+if TYPE_CHECKING:
+    from shardrules._solve.layout import Axes
+    from shardrules._solve.space import Space
+    from shardrules._step.equations import Body, TracedOperation
+    from shardrules._step.spread import Cuts, SpreadCollective
+
+
+Weighed = tuple[float, ...]
+_Group = list[tuple["TracedOperation", int]]
+
+
+class Seconds(NamedTuple):
+    """Parts of the time of a step."""
+
+    busy: float = 0.0
+    """Of products, and of reading and writing."""
+    meanwhile: float = 0.0
+    """Of what is sent while devices compute."""
+    alone: float = 0.0
+    """Of what is sent while they wait."""
+
+    @property
+    def total(self) -> float:
+        return max(self.busy, self.meanwhile) + self.alone
+
+    @property
+    def weighed(self) -> Weighed:
+        """Sums of which none is more than the total, and which are added up term by term."""
+        busy, meanwhile, alone = self
+        return busy + alone, (busy + meanwhile) / 2 + alone, meanwhile + alone
+
+    def less(self, other: Seconds) -> Seconds:
+        return Seconds(self[0] - other[0], self[1] - other[1], self[2] - other[2])
+
+    def plus(self, other: Seconds) -> Seconds:
+        return Seconds(self[0] + other[0], self[1] + other[1], self[2] + other[2])
+
+
+class _Need(NamedTuple):
+    """Cuts to which an operation brings an array that it reads."""
+
+    cuts: Cuts
+    trips: int
+    operation: TracedOperation
+
+
+class _Local(NamedTuple):
+    seconds: Seconds
+    needs: dict[int, list[_Need]]
+    """Of arrays that others read as well, by their place among those of the term."""
+
+
+class Term(NamedTuple):
+    """A part of the time of a step, and the variables on which it depends."""
+
+    scope: tuple[int, ...]
+    operations: tuple[tuple[TracedOperation, int], ...]
+    """With how often each runs; () if it is of what is sent of an array that several read."""
+    array: int = -1
+    readers: tuple[int, ...] = ()
+    """Places of the terms that read the array."""
+
+
+class _Probe(LaidSpread):
+    """Spread of single operations: what they read is in its layout."""
+
+    def __init__(self, space: Space) -> None:
+        self.needs: dict[int, list[_Need]] = {}
+        self._is_run = True
+        super().__init__(space.arrays, Layout({}, (), space.fixed))
+        self._is_run = False
+
+    def begin(self, layout: Layout) -> None:
+        self._layout = layout
+        self.sent, self.needs = [], {}
+        self.cuts.clear()
+        self._terms.clear()
+        self._copies.clear()
+
+    def _run(self, body: Body, trips: int) -> None:
+        if self._is_run:  # once, to find what is in which loop
+            super()._run(body, trips)
+
+    def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
+        if self._is_run or number in self.cuts:
+            super()._move(number, cuts, trips, operation)
+        elif cuts != self.target(number):
+            self.needs.setdefault(number, []).append(_Need(cuts, trips, operation))
+
+    def run(self, operation: TracedOperation, trips: int) -> None:
+        """Run one operation, and give its results back to their layout."""
+        self._run_operation(operation, trips)
+        for number in operation.outputs:
+            if number not in self._terms:
+                self.cuts.pop(number, None)
+        for body in operation.bodies:
+            for number in body.inputs:
+                self.cuts.pop(number, None)
+
+    def adder(self, number: int) -> TracedOperation | None:
+        """Return the addition to which an array that is a sum may be left; None without one."""
+        users = self._users.get(number, [])
+        return users[0] if self._merges_sums and len(users) == 1 and is_addition(users[0]) else None
+
+    def trips_of(self, number: int) -> int:
+        """Return how often an array is made in a step."""
+        return self._trips.get(number, 1)
+
+    def moves(self, number: int, needs: Iterable[_Need]) -> list[SpreadCollective]:
+        """Return what is sent of an array, once for each of the cuts that are needed."""
+        self.sent = []
+        self._copies.clear()
+        for need in needs:
+            super()._move(number, need.cuts, need.trips, need.operation)
+        return self.sent
+
+
+class Terms:
+    """The terms of a step in a space, each evaluated when it is first asked for.
+
+    Args:
+        space: What can be chosen.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._probe = _Probe(space)
+        self._price = space.step._priced(self._probe)
+        self._rates: dict[tuple[Any, ...], float] = {}
+        self._network = Network(space.machine.hardware, space.sizes, space.machine.axes_over_dcn)
+        self._locals: dict[tuple[Any, ...], _Local] = {}
+        self._seconds: dict[tuple[Any, ...], Seconds] = {}
+        groups = [
+            group
+            for group in _groups(self._probe, space.step._equations.body)
+            if len(group) > 1 or not self._is_free(*group[0])
+        ]
+        readers: dict[int, list[int]] = {}
+        for place, group in enumerate(groups):
+            made = {number for operation, _ in group for number in operation.outputs}
+            for number in dict.fromkeys(n for op, _ in group for n in op.inputs if n is not None):
+                if number not in made:
+                    readers.setdefault(number, []).append(place)
+        self._arrays = [tuple(_indices(group)) for group in groups]
+        scopes = [
+            space.scope_of({n for operation, _ in group for n in _numbers(operation)})
+            for group in groups
+        ]
+        self.terms = [Term(scope, tuple(g)) for scope, g in zip(scopes, groups, strict=True)]
+        self._shared = {number for number, places in readers.items() if len(places) > 1}
+        for number in sorted(self._shared):
+            names = {name for place in readers[number] for name in scopes[place]}
+            self.terms.append(Term(self._ordered(names), (), number, tuple(readers[number])))
+        self._like = self._likenesses(groups)
+        self._least: dict[tuple[Any, ...], Weighed] = {}
+        self._floors = [self._floor(place) for place in range(len(self.terms))]
+        self.largest = sorted(range(len(self.terms)), key=lambda place: -self._floors[place])
+        """Places of terms, those with most work first."""
+
+    def _likenesses(self, groups: list[_Group]) -> list[int]:
+        """Return for each group the first that has the same terms in the same variables."""
+        seen: dict[Any, int] = {}
+        return [
+            seen.setdefault(self._form(place, group), place) for place, group in enumerate(groups)
+        ]
+
+    def _form(self, place: int, group: _Group) -> Any:
+        probe, arrays, roles = self._probe, self._space.arrays, self._space.step._roles
+        values, index = self._space.step._equations.values, _indices(group)
+        rows = [
+            (
+                op.name,
+                op.rule,
+                op.flops,
+                trips,
+                tuple(None if n is None else index[n] for n in op.inputs),
+                tuple((index[n], probe.adder(n) is None) for n in op.outputs),
+                id(op) if op.bodies or op.rule is None else 0,
+            )
+            for op, trips in group
+        ]
+        kinds = [
+            (
+                values[n].shape,
+                str(values[n].dtype),
+                arrays.classes[n],
+                (arrays.is_weight(n), n in arrays.local, n in roles.weights, n in self._shared),
+                self._space.fixed.get(n),
+                probe.trips_of(n),
+            )
+            for n in index
+        ]
+        return tuple(rows), tuple(kinds)
+
+    def _is_free(self, operation: TracedOperation, _: int) -> bool:
+        """Say whether an operation costs nothing in any layout, as its arrays are cut alike."""
+        arrays, rule = self._space.arrays, operation.rule
+        kinds = {(arrays.classes[n], arrays.is_weight(n)) for n in _numbers(operation)}
+        if operation.bodies:
+            if operation.name != "scan":
+                return False
+            pairs = list(_pairs_of_scan(operation))
+            return all(
+                (arrays.classes[outer][is_slice:], arrays.is_weight(outer))
+                == (arrays.classes[inner], arrays.is_weight(inner))
+                and not (is_slice and set(arrays.classes[outer][0]) & self._space.values.keys())
+                for outer, inner, is_slice in pairs
+            )
+        if rule is None or rule.summed or is_apart(operation):
+            return False
+        if rule.is_identity:
+            return True
+        kinds = {kind for kind in kinds if any(kind[0])}
+        return len(kinds) < 2 and not rule.whole and not rule.minor
+
+    def _ordered(self, names: set[int]) -> tuple[int, ...]:
+        return tuple(name for name in self._space.values if name in names)
+
+    def seconds(self, place: int, assignment: Mapping[int, Axes]) -> Seconds:
+        """Return the seconds of a term if its variables have these values."""
+        term = self.terms[place]
+        key = (place, *[assignment[name] for name in term.scope])
+        if key not in self._seconds:
+            if term.operations:
+                self._seconds[key] = self._local(place, assignment).seconds
+            else:
+                needs = [
+                    need
+                    for reader in term.readers
+                    for need in self._needs(reader, term.array, assignment)
+                ]
+                self._probe.begin(self._space.layout(assignment))
+                self._seconds[key] = self._sent(self._probe.moves(term.array, needs))
+        return self._seconds[key]
+
+    def _needs(self, reader: int, array: int, assignment: Mapping[int, Axes]) -> Iterable[_Need]:
+        """Return to which cuts a term that was evaluated for one like it brings an array."""
+        place = self._arrays[reader].index(array)
+        return self._local(reader, assignment).needs.get(place, ())
+
+    def _local(self, place: int, assignment: Mapping[int, Axes]) -> _Local:
+        like = self._like[place]
+        term = self.terms[like]
+        key = (like, *[assignment[name] for name in term.scope])
+        if key not in self._locals:
+            self._locals[key] = self._evaluate(like, assignment)
+        return self._locals[key]
+
+    def _evaluate(self, place: int, assignment: Mapping[int, Axes]) -> _Local:
+        term, probe, machine = self.terms[place], self._probe, self._space.machine
+        probe.begin(self._space.layout(assignment))
+        for operation, trips in term.operations:
+            probe.run(operation, trips)
+        busy = 0.0
+        for operation, trips in term.operations:
+            if not operation.bodies:
+                seconds = self._price.seconds(operation, machine.hardware, machine.efficiency)
+                busy += max(seconds) * trips
+        own, shared = probe.needs, {}
+        for number in self._shared.intersection(own):
+            shared[self._arrays[place].index(number)] = own.pop(number)
+        sent = self._sent(probe.sent)
+        for number, needs in own.items():
+            sent = sent.plus(self._sent(probe.moves(number, needs)))
+        return _Local(Seconds(busy, sent.meanwhile, sent.alone), shared)
+
+    def least(self, place: int, assignment: Mapping[int, Axes]) -> Weighed:
+        """Return what a term costs at least if some of its variables have these values."""
+        term = self.terms[place]
+        key = (place, *[assignment.get(name) for name in term.scope])
+        if key not in self._least:
+            missing = [name for name in term.scope if name not in assignment]
+            values = self._space.values
+            if not missing:
+                self._least[key] = self.seconds(place, assignment).weighed
+            elif len(missing) == 1:
+                (name,) = missing
+                rows = [self.least(place, {**assignment, name: v}) for v in values[name]]
+                self._least[key] = tuple(map(min, zip(*rows, strict=True)))
+            else:
+                self._least[key] = Seconds(self._floors[place]).weighed
+        return self._least[key]
+
+    def _floor(self, place: int) -> float:
+        """Return the seconds of a term's operations if all devices shared their work."""
+        if not self.terms[place].operations:
+            return 0.0
+        whole: dict[int, Axes] = dict.fromkeys(self._space.values, ())
+        return self._local(place, whole).seconds.busy / prod(self._space.sizes.values())
+
+    def _sent(self, rows: Iterable[SpreadCollective]) -> Seconds:
+        meanwhile = alone = 0.0
+        for row in rows:
+            purpose = self._price.purpose(row)
+            seconds = row.payload * row.trips * self._rate(row)
+            if purpose in self._space.machine.overlap:
+                meanwhile += seconds
+            else:
+                alone += seconds
+        return Seconds(0.0, meanwhile, alone)
+
+    def _rate(self, row: SpreadCollective) -> float:
+        """Return the seconds of a collective for each byte of its payload."""
+        key = row.kind, row.axes
+        if key not in self._rates:
+            payload = 2**40
+            rows = merged([(row.kind, row.axes, "params", 1, payload)], self._space.sizes)
+            self._rates[key] = sum(map(self._network.seconds, rows)) / payload
+        return self._rates[key]
+
+    def total(self, assignment: Mapping[int, Axes]) -> Seconds:
+        """Return the seconds of the step under an assignment of all variables."""
+        total = Seconds()
+        for place in range(len(self.terms)):
+            total = total.plus(self.seconds(place, assignment))
+        return total
+
+
+def _pairs_of_scan(operation: TracedOperation) -> Iterator[tuple[int, int, bool]]:
+    """Yield (array outside, that inside, whether it is a slice)."""
+    (body,) = operation.bodies
+    stop = operation.first + operation.carries
+    for place, (outer, inner) in enumerate(operation.arguments(body)):
+        if outer is not None and outer != inner:
+            yield outer, inner, place >= stop
+    for place, (outer, made) in enumerate(zip(operation.outputs, body.outputs, strict=True)):
+        if made is not None:
+            yield outer, made, place >= operation.carries
+
+
+def _indices(group: _Group) -> dict[int, int]:
+    """Return {array of some operations: its place among them}."""
+    numbers = dict.fromkeys(n for operation, _ in group for n in _numbers(operation))
+    return {number: place for place, number in enumerate(numbers)}
+
+
+def _numbers(operation: TracedOperation) -> Iterator[int]:
+    """Yield the arrays that an operation reads and makes, and those that a loop begins with."""
+    yield from (n for n in (*operation.inputs, *operation.outputs) if n is not None)
+    for body in operation.bodies:
+        yield from body.inputs
+        yield from (n for n in body.outputs if n is not None)
+
+
+def _groups(probe: _Probe, body: Body) -> Iterator[list[tuple[TracedOperation, int]]]:
+    """Yield operations by what must be priced together: those whose sums an addition merges."""
+    rows = list(_all(body, 1))
+    first = list(range(len(rows)))
+
+    def root(i: int) -> int:
+        while first[i] != i:
+            i = first[i]
+        return i
+
+    places = {id(operation): i for i, (operation, _) in enumerate(rows)}
+    merges = [bool(op.rule and op.rule.summed) for op, _ in rows]
+    for i, (operation, _) in enumerate(rows):
+        if merges[i]:
+            for number in operation.outputs:
+                reader = probe.adder(number)
+                if reader is not None:
+                    j = places[id(reader)]
+                    merges[j] = True
+                    first[root(j)] = root(i)
+    groups: dict[int, list[tuple[TracedOperation, int]]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(root(i), []).append(row)
+    yield from groups.values()
+
+
+def _all(body: Body, trips: int) -> Iterator[tuple[TracedOperation, int]]:
+    """Yield all operations, with how often each runs on a device."""
+    for operation in body.operations:
+        yield operation, trips
+        for inner in operation.bodies:
+            yield from _all(inner, trips * operation.trips)

@@ -1,0 +1,116 @@
+"""`shardrules solve`: rules of least time on standard output, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+import shardrules as sr
+from tests.support.command_line import invoke
+
+MODULE = """
+import jax
+import jax.numpy as jnp
+
+import shardrules as sr
+
+TREE = {
+    "up": jax.ShapeDtypeStruct((512, 2048), "float32"),
+    "down": jax.ShapeDtypeStruct((2048, 512), "float32"),
+}
+
+
+def loss(params, x):
+    return jnp.mean(jnp.square(jax.nn.relu(x @ params["up"]) @ params["down"]))
+
+
+def step_on(mesh):
+    x = jax.ShapeDtypeStruct((2**18, 512), "float32")
+    return jax.jit(jax.grad(loss)), (sr.plan(TREE, [(".*", ())], mesh), x)
+
+
+def without_plan(mesh):
+    return loss, (TREE, jax.ShapeDtypeStruct((8, 512), "float32"))
+
+
+def no_step(mesh):
+    return 3
+"""
+WORDS = ("solve", "mlp_to_solve:step_on", "-m", "fsdp=4,tp=2", "--hardware", "v5p")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "mlp_to_solve.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mlp_to_solve", None)
+
+
+def test_it_writes_rules_and_constraints(folder):
+    done = invoke(*WORDS)
+    assert done.exit_code == 0
+    assert "# mlp_to_solve.py:" in done.stdout
+    assert "x = jax.lax.with_sharding_constraint(x, P(('fsdp', 'tp')))" in done.stdout
+    assert "a step on fsdp=4,tp=2, " in done.stderr
+    assert "bound " in done.stderr
+    assert "no better in the space" in done.stderr
+    (folder / "rules.toml").write_text(done.stdout)
+    model = {"params": [["up", [512, 2048], "F32"], ["down", [2048, 512], "F32"]]}
+    (folder / "model.json").write_text(json.dumps(model))
+    checked = invoke("check", "model.json", "-r", "rules.toml", "-m", "fsdp=4,tp=2")
+    assert checked.exit_code == 0, checked.stdout
+    assert invoke(*WORDS, "-q").stderr == ""
+
+
+def test_other_forms():
+    python = invoke(*WORDS, "--format", "python")
+    assert "from jax.sharding import PartitionSpec as P" in python.stdout
+    namespace = {}
+    exec(python.stdout, namespace)
+    assert sr.Rules(namespace["rules"])
+    text = invoke(*WORDS, "--format", "text")
+    assert "batch 262,144" in text.stdout
+    assert text.stderr == ""
+
+
+def test_the_report_has_the_choices(folder):
+    done = invoke(*WORDS, "--html", "page.html")
+    assert done.exit_code == 0
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    data = page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+    shown = json.loads(data)["solution"]
+    batch = next(row for row in shown["choices"] if row["role"] == "batch")
+    assert (batch["size"], batch["axes"]) == ("262,144", "fsdp,tp")
+    assert len(batch["alternatives"]) > 1
+    assert all(" s, " in text or "us, " in text or "ms, " in text for text in batch["alternatives"])
+    assert shown["activations"]
+    assert "bound" in shown["text"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("solve", "mlp_to_solve:step_on"), "give the devices: --on v5p:8x8x8, or --mesh and"),
+        (("solve", "mlp_to_solve:step_on", "-m", "fsdp=4"), "give the devices"),
+        ((*WORDS, "--axes", "a,b"), "the mesh is that of --mesh"),
+        ((*WORDS, "--on", "v5p:2x2x2"), "--on says the devices"),
+        ((*WORDS, "--hbm", "1MB"), "fit"),
+        ((*WORDS, "--hbm", "much"), "not a number of bytes"),
+        ((*WORDS, "--time-limit", "0"), "--time-limit"),
+        (("solve", "mlp_to_solve:without_plan", *WORDS[2:]), "none of the arguments is a Plan"),
+        (("solve", "mlp_to_solve:no_step", *WORDS[2:]), "this gives 3"),
+        (("solve", "mlp_to_solve:nothing", *WORDS[2:]), "nothing"),
+        (("solve", "mlp_to_solve:step_on", "-m", "fsdp=0", "--hardware", "v5p"), "fsdp"),
+        (("solve", "mlp_to_solve:step_on", "-m", "fsdp=4", "--hardware", "v99"), "v99"),
+    ],
+)
+def test_what_is_wrong_is_told(words, told):
+    done = invoke(*words)
+    assert done.exit_code == 2
+    assert told in done.stderr
+    assert "bug in shardrules" not in done.stderr
+    assert done.stdout == ""

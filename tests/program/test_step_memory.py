@@ -1,0 +1,115 @@
+"""`Step.memory`: what it counts once, twice or not at all, and the compiler's numbers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import shardrules as sr
+from tests.support.memory_steps import PAIRS, key, recorded, traced
+
+RECORDED = recorded()
+KNOWN = [pair for pair in PAIRS if key(pair) in RECORDED]
+ROWS, WIDTH, TURNS = 256, 128, 8
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def memory(function, *args, donated=()):
+    return sr.trace(jax.jit(function, donate_argnums=donated), *args).memory()
+
+
+# What is counted once, twice, or not at all
+
+
+def stacked_anew(cache, x):
+    """Update a cache that a scan takes apart, and stacks again."""
+    return lax.scan(lambda x, row: (x, row.at[0].set(x)), x, cache)[1]
+
+
+def carried(cache, x):
+    """Update a cache that a scan carries."""
+    return lax.fori_loop(0, TURNS, lambda i, cache: cache.at[i, 0].set(x), cache)
+
+
+@pytest.mark.parametrize(("step", "times"), [(stacked_anew, 2), (carried, 1)])
+def test_only_a_carried_cache_is_updated_in_the_memory_that_is_donated(step, times):
+    cache, x = array(TURNS, ROWS, WIDTH), array(WIDTH)
+    size = TURNS * ROWS * WIDTH * 4
+    rest = 3 * ROWS * WIDTH * 4
+    assert times * size <= memory(step, cache, x, donated=0).peak <= times * size + rest
+    # What is not donated is kept as well.
+    assert 2 * size <= memory(step, cache, x).peak <= 2 * size + rest
+
+
+def test_vectors_of_one_one_are_computed_where_they_are_multiplied():
+    def looked_up(table, numbers):
+        return jax.nn.one_hot(numbers, 4096, dtype="float32") @ table
+
+    peak = memory(looked_up, array(4096, WIDTH), array(ROWS, dtype="int32")).peak
+    assert peak < ROWS * 4096 * 4
+
+
+def chances(x, w):
+    return jax.nn.softmax((x @ w).astype("float32"), -1).astype("bfloat16")
+
+
+def once(x, w):
+    return chances(x, w) @ w.T
+
+
+def twice(x, w):
+    read = chances(x, w)
+    return read @ w.T, read @ w.T @ w @ w.T
+
+
+def test_a_softmax_that_one_product_reads_is_as_wide_as_it_is_summed():
+    x, w = array(ROWS, WIDTH, dtype="bfloat16"), array(WIDTH, 4096, dtype="bfloat16")
+    kept = {row.bytes for row in memory(once, x, w).buffers if row.bytes >= ROWS * 4096 * 2}
+    assert kept == {ROWS * 4096 * 4}
+    # Several compute it again from the product.
+    kept = {row.bytes for row in memory(twice, x, w).buffers if not row.is_argument}
+    assert max(kept) == ROWS * 4096 * 2
+
+
+def gated(x, w):
+    return jax.nn.silu(x @ w) * (x @ w * 2) @ w.T
+
+
+def test_what_is_computed_element_by_element_takes_the_place_of_an_operand():
+    x, w = array(ROWS, WIDTH), array(WIDTH, 4096)
+    both = [row for row in memory(gated, x, w).buffers if row.bytes == ROWS * 4096 * 4]
+    assert len(both) == 2
+
+
+def test_gradients_of_weights_come_last_in_a_turn():
+    def loss(w, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w["a"]) @ w["b"], None
+
+        return jnp.sum(lax.scan(jax.checkpoint(layer), x, w)[0])
+
+    w = {"a": array(TURNS, WIDTH, 4096), "b": array(TURNS, 4096, WIDTH)}
+    wide = ROWS * 4096 * 4
+    rows = memory(jax.grad(loss), w, array(ROWS, WIDTH)).buffers
+    # The hidden array and its gradient wait for the products that give the weights' gradients.
+    assert sum(row.bytes == wide and "transpose" in row.what for row in rows) == 2
+
+
+# The compiler's numbers
+
+
+@pytest.fixture(scope="module")
+def estimates():
+    """The estimate for each pair."""
+    return {key(pair): traced(pair).memory() for pair in KNOWN}
+
+
+def test_the_arguments_are_those_of_the_executable(estimates):
+    for name, memory in estimates.items():
+        # The compiler pads small arrays.
+        assert memory.totals.arguments == pytest.approx(RECORDED[name]["arguments"], rel=0.01), name

@@ -1,0 +1,93 @@
+"""The optimum of `solve` against all assignments, tried one by one with the step's own price."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from math import inf, prod
+
+import pytest
+
+from shardrules._estimate.step_time import machine_of
+from shardrules._plan.table import OVERLAP
+from shardrules._solve.resident import Resident
+from shardrules._solve.search import Search
+from shardrules._solve.space import Space
+from shardrules._solve.terms import Terms
+from tests.support.random_steps import random_step
+
+MACHINE = machine_of("v5p", (), OVERLAP, None, is_traced=True)
+MESHES = ({"a": 4}, {"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 3})
+
+
+def space_of(seed, hbm=None):
+    return Space(random_step(seed), MESHES[seed % len(MESHES)], MACHINE, hbm, fixed={})
+
+
+def assignments(space):
+    for row in product(*space.values.values()):
+        yield dict(zip(space.values, row, strict=True))
+
+
+def random_assignment(space, rng):
+    return {name: rng.choice(values) for name, values in space.values.items()}
+
+
+def is_optimum(seed, most=1024):
+    """Whether what is found is the best of all; None if there are too many to try."""
+    rng = random.Random(seed)
+    space = space_of(seed)
+    if prod(map(len, space.values.values())) > most:
+        return None
+    costs = [space.cost(assignment) for assignment in assignments(space)]
+    peaks = sorted(cost.peak for cost in costs)
+    space.hbm = rng.choice((None, rng.choice(peaks), peaks[len(peaks) // 10], peaks[0] - 1))
+    fitting = [c.time.total for c in costs if space.hbm is None or c.peak <= space.hbm]
+    search = Search(space)
+    search.run()
+    if not fitting:
+        return search.assignment is None
+    cost = space.cost(search.assignment)
+    return (
+        cost.time.total == pytest.approx(min(fitting), rel=1e-7, abs=1e-11)
+        and search.bound == pytest.approx(min(fitting), rel=1e-7, abs=1e-11)
+        and (space.hbm is None or cost.peak <= space.hbm)
+    )
+
+
+def test_the_optimum_is_the_best_of_all():
+    verdicts = [is_optimum(seed, 128) for seed in range(90)]
+    assert [seed for seed, verdict in enumerate(verdicts) if verdict is False] == []
+    assert verdicts.count(True) >= 20
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_terms_add_up_to_the_price_of_the_step(seed):
+    space, rng = space_of(seed), random.Random(seed)
+    terms = Terms(space)
+    for _ in range(6):
+        assignment = random_assignment(space, rng)
+        price = pytest.approx(space.cost(assignment).time.total, rel=1e-7, abs=1e-11)
+        assert terms.total(assignment).total == price
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bounds_are_below_what_they_bound(seed):
+    space, rng = space_of(seed), random.Random(seed)
+    terms, resident = Terms(space), Resident(space)
+    for _ in range(6):
+        whole = random_assignment(space, rng)
+        part = {name: value for name, value in whole.items() if rng.random() < 0.5}
+        rows = [terms.least(place, part) for place in range(len(terms.terms))]
+        assert max(map(sum, zip(*rows, strict=True))) <= terms.total(whole).total * (1 + 1e-9)
+        assert resident.least(part) <= resident.least(whole) <= space.peak(whole)
+
+
+def test_a_search_that_is_over_says_how_good_any_can_be():
+    space = space_of(3)
+    search, late = Search(space), Search(space, until=0.0)
+    search.run()
+    late.run()
+    assert late.is_over
+    assert not search.is_over
+    assert 0 < late.bound <= search.bound == search.seconds <= late.seconds < inf
