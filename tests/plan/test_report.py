@@ -880,5 +880,5 @@ def test_browser_dark_and_print(opened, deepseek):
 def test_a_card_begins_with_code_to_copy(opened, mend):
     plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], {"fsdp": 8})
     page = opened(plan, findings=sr.types.Findings([finding(mend=mend)]), sweep=None)
-    assert page.locator(".finding .mend").all_inner_texts() == ([mend] if mend else [])
+    assert page.locator(".finding .mend pre").all_inner_texts() == ([mend] if mend else [])
     assert page.locator(".finding b").all_inner_texts() == ["Fix: "]
