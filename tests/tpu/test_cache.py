@@ -221,7 +221,7 @@ def damaged(data):
     yield "fewer arguments", packed(facts | {"inputs": facts["inputs"][1:]})
     yield "an unknown sharding", packed(facts | {"outputs": [99] * len(facts["outputs"])})
     yield "an unknown axis", packed(facts | {"shardings": [[["ep"], "device"]] * 9})
-    yield "sizes that are texts", packed(facts | {"memory": ["1"] * 5})
+    yield "sizes that are texts", packed(facts | {"memory": ["1"] * 6})
     yield "a bomb", gzip.compress(b"{" + b" " * 2**20)
 
 

@@ -16,7 +16,10 @@ _NUMBERS: Final = {
     "temporaries": ("temp", 1),
     "code": ("generated_code", 1),
 }
-SIZES: Final = tuple(f"{name}_size_in_bytes" for name, _ in _NUMBERS.values())
+SIZES: Final = (
+    *(f"{name}_size_in_bytes" for name, _ in _NUMBERS.values()),
+    "total_allocation_bytes",
+)
 """What is read of `Compiled.memory_analysis()`."""
 _COLUMNS: Final = (
     Column("bytes", is_right=True),
@@ -24,6 +27,11 @@ _COLUMNS: Final = (
     Column("what", is_elided=True),
     Column("line", is_elided=True),
 )
+
+
+def sizes_of(stats: Any) -> list[int]:
+    """Return `SIZES` of `Compiled.memory_analysis()`; 0 for what this JAX does not have."""
+    return [getattr(stats, name, 0) for name in SIZES]
 
 
 @record
@@ -51,6 +59,7 @@ class Totals(NamedTuple):
     aliased: int
     """Bytes of outputs in the memory of donated arguments."""
     temporaries: int
+    """What else it allocates; before JAX 0.12, `temp_size_in_bytes`, which is too high for TPUs."""
     code: int
     """Bytes of the compiled code; 0 where it is not in the device's memory."""
 
@@ -66,6 +75,20 @@ class Totals(NamedTuple):
             if (size := getattr(self, name))
         ]
         return " ".join(terms).removeprefix("+ ")
+
+
+def totals_from(sizes: Sequence[int]) -> Totals:
+    """Read `SIZES`.
+
+    The TPU's compiler counts some temporaries twice: it accepts programs of which arguments and
+    temporaries are more than the memory, and refuses those that allocate more.
+    """
+    *numbers, allocated = sizes
+    totals = Totals(*numbers)
+    if not allocated:
+        return totals
+    rest = allocated - totals.arguments - totals.outputs + totals.aliased
+    return totals._replace(temporaries=max(rest, 0))
 
 
 @answer

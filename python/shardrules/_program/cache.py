@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._estimate.buffers import SIZES
+from shardrules._estimate.buffers import SIZES, sizes_of
 from shardrules._io import opened, write_bytes
 from shardrules._jax import lowered_options
 from shardrules._locks import of_type
@@ -185,7 +185,7 @@ def _described(compiled: Any, mesh: Mesh) -> tuple[dict[str, Any], str] | None:
         shardings = [_written(sharding, mesh) for sharding in records]
     except _DAMAGES:
         return None
-    memory = [getattr(stats, name) for name in SIZES]
+    memory = sizes_of(stats)
     return {**numbers, "shardings": shardings, "memory": memory}, text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._estimate.buffers import SIZES, Buffer, Memory, Totals
+from shardrules._estimate.buffers import Buffer, Memory, Totals, sizes_of, totals_from
 from shardrules._program.dataflow import Value, source_of
 from shardrules._program.flow import is_written_in_part
 from shardrules._program.hlo import hlo_errors
@@ -28,7 +28,7 @@ def totals_of(executable: Executable) -> Totals | None:
     stats: Any = executable.call.compiled.memory_analysis()
     if stats is None:
         return None
-    return Totals(*(getattr(stats, name) for name in SIZES))
+    return totals_from(sizes_of(stats))
 
 
 def memory_of(executable: Executable) -> Memory | None:
