@@ -639,7 +639,9 @@ def test_large_arrays_are_scaled_on_devices(tmp_path, rng, blocks, dims):
     arrays, products = {}, []
     for e in range(count):
         codes = draw.normal(size=(out, inner)).astype(code)
-        shape = [-(-size // min(block, size)) for size, block in zip((out, inner), blocks)]
+        shape = [
+            -(-size // min(block, size)) for size, block in zip((out, inner), blocks, strict=False)
+        ]
         scales = np.asarray(draw.normal(size=shape if blocks else ()), "float32")
         arrays |= {f"w.{e}": codes, f"w.{e}_scale": scales}
         factors = scales

@@ -90,6 +90,9 @@ def test_names_that_have_moved_warn_and_are_the_same(name):
         "Solution",
         "Step",
         "Work",
+        "Affine",
+        "from_hf",
+        "inverse",
     }
     moved = set(shardrules._MOVED[name].split())
     assert exported(Path(module.__file__)).keys() - new == moved

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 import shardrules as sr
+from tests.support import memory_steps, page_table
 from tests.support.memory_steps import PAIRS, key, recorded, traced
 
 RECORDED = recorded()
@@ -113,3 +116,39 @@ def test_the_arguments_are_those_of_the_executable(estimates):
     for name, memory in estimates.items():
         # The compiler pads small arrays.
         assert memory.totals.arguments == pytest.approx(RECORDED[name]["arguments"], rel=0.01), name
+
+
+@pytest.fixture(scope="module")
+def ratios():
+    """The estimate by the compiler's peak, for each pair."""
+    return memory_steps.ratios()
+
+
+def errors(ratios, names):
+    return [abs(ratios[name] - 1) for name in names]
+
+
+def test_half_of_the_estimates_are_within_7_percent(ratios):
+    unseen = [name for name in ratios if name not in memory_steps.SEEN]
+    assert len(ratios) >= 13
+    assert statistics.median(errors(ratios, ratios)) <= 0.07
+    assert statistics.median(errors(ratios, unseen)) <= 0.07
+
+
+def test_the_table_on_the_page_is_that_of_the_pairs(ratios):
+    shown = page_table.shown(memory_steps.PAGE, "memory")
+    assert shown == memory_steps.table(ratios), "python -m tests.support.memory_steps writes it"
+
+
+def test_the_largest_temporary_array_is_mostly_that_of_the_compiler(estimates):
+    alike = 0
+    for name, memory in estimates.items():
+        ours = next(row.bytes for row in memory.buffers if not row.is_argument)
+        alike += ours == RECORDED[name]["largest"][0][0]
+    assert alike >= 0.75 * len(estimates)
+
+
+def test_the_largest_arrays_have_lines(estimates):
+    for name, memory in estimates.items():
+        for row in memory.buffers[:10]:
+            assert row.is_argument or row.what == "output" or row.place is not None, (name, row)

@@ -180,3 +180,27 @@ def test_what_the_compiler_refuses_is_solved_with_less_memory(monkeypatch):
 def test_rounds_are_one_to_three():
     with pytest.raises(ValueError, match="rounds is 4"):
         solved(FEW).prove(rounds=4)
+
+
+def test_code_by_device_keeps_its_specs_and_is_named():
+    from jax.experimental.shard_map import shard_map
+
+    mesh = devices()
+
+    def local(x):
+        return jax.lax.psum(x, "tp")
+
+    def forward(params, x):
+        x = x @ params["up"]
+        return shard_map(local, mesh=mesh, in_specs=P("fsdp", "tp"), out_specs=P("fsdp"))(x)
+
+    step = sr.trace(forward, sr.plan(TREE, [(".*", ())], mesh), shape(FEW, 512))
+    solution = sr.solve(step, mesh, hardware="v5p")
+    (text,) = solution.unconstrained
+    assert "test_outcome.py" in text
+    assert text.endswith(": shard_map")
+    params = jax.tree.map(lambda s: jax.numpy.ones(s.shape, s.dtype), TREE)
+    x = jax.numpy.ones((FEW, 512))
+    with solution.constraints() as constrained:
+        np.testing.assert_array_equal(constrained(params, x), jax.jit(forward)(params, x))
+    assert solved(FEW).unconstrained == ()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_BEGIN, _END = "<!-- table of steps -->\n\n", "\n<!-- /table of steps -->"
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- table of {name} -->\n\n", f"\n<!-- /table of {name} -->"
 
 
-def shown(page: Path) -> str:
+def shown(page: Path, name: str = "steps") -> str:
     """Return the table that a page has."""
-    return page.read_text(encoding="utf-8").split(_BEGIN)[1].split(_END)[0]
+    begin, end = _marks(name)
+    return page.read_text(encoding="utf-8").split(begin)[1].split(end)[0]
 
 
-def write(page: Path, table: str) -> None:
+def write(page: Path, table: str, name: str = "steps") -> None:
     """Put a table in the place of the one that a page has."""
+    begin, end = _marks(name)
     text = page.read_text(encoding="utf-8")
-    before, after = text.split(_BEGIN)[0], text.split(_END)[1]
-    page.write_text(f"{before}{_BEGIN}{table}{_END}{after}", encoding="utf-8")
+    before, after = text.split(begin)[0], text.split(end)[1]
+    page.write_text(f"{before}{begin}{table}{end}{after}", encoding="utf-8")

@@ -243,7 +243,8 @@ class Sized:
         self.source_shape = shape
         self.form = Form(stored, index, axis_sizes, order, once, repeated, self.target_shape)
         self.is_simple = gap is None and all(len(group) <= 1 for group in self._source)
-        self._is_plain = dims.source == dims.target and all(len(g) == 1 for g in dims.source)
+        is_same = dims.source == dims.target and all(len(group) == 1 for group in dims.source)
+        self._is_plain = gap is None and is_same
         self._pieces: dict[Box, tuple[Piece, ...]] = {}
         place = {axis: i for i, axis in enumerate(self._axes) if self._sizes[axis] > 1}
         last = [max((place.get(axis, -1) for axis in group), default=-1) for group in self._target]

@@ -27,8 +27,9 @@ class Rename:
     Args:
         pattern: A regex that `re.search` finds in the array's name.
         path: What `re.sub` puts in the place of what was found; the result is the path in the tree.
-            `{axis}` stands for the number along an axis that the path takes apart. None leaves the
-            array out.
+            `{axis}` stands for the number or word along an axis that the path takes apart; or, if
+            the pattern has such a group, for the place of what it finds among `words`, or the
+            number. None leaves the array out.
         dims: How the dimensions of the checkpoint's array make those of the tree's, as einops
             writes it: `"out in -> in out"` transposes; `"(heads dim) in -> in heads dim"` reshapes.
             An axis on the right alone stacks arrays, by the number or word that the pattern's group
@@ -121,7 +122,7 @@ class Rename:
             raise ValueError("blocks are for scales: give scale, too")
         if self.arrangement is not None:
             self._check_axes(self.arrangement)
-        elif self.sizes or self.words or self.resize:
+        elif self.sizes or self.words.keys() - numbered_axes(self) or self.resize:
             raise ValueError("sizes, words and resize are for the axes of dims: give dims, too")
 
     def _check_axes(self, dims: Arrangement) -> None:
@@ -147,6 +148,7 @@ class Rename:
                     f"{{{axis}}}; it is {self.path!r}"
                 )
         axes = {axis for groups in dims for group in groups for axis in group}
+        axes.update(numbered_axes(self))
         for name, values in (("sizes", self.sizes), ("words", self.words), ("resize", self.resize)):
             if unknown := values.keys() - axes:
                 raise ValueError(f"{name} has {min(unknown)!r}, which is no axis of {self.dims!r}")
@@ -154,7 +156,7 @@ class Rename:
 
     def _check_words(self, dims: Arrangement, stacked: tuple[str, ...]) -> None:
         for axis, row in self.words.items():
-            if axis not in (*stacked, *dims.unstacked):
+            if axis not in (*stacked, *dims.unstacked, *numbered_axes(self)):
                 raise ValueError(f"words has {axis!r}, which is on both sides of {self.dims!r}")
             if None in row and axis in stacked:
                 raise ValueError(f"words[{axis!r}] has None, and {self.dims!r} stacks along it")
@@ -175,6 +177,12 @@ def stacked_axes(rename: Rename) -> tuple[str, ...]:
     dims = rename.arrangement
     groups = re.compile(rename.pattern).groupindex
     return () if dims is None else tuple(axis for axis in dims.stacked if axis in groups)
+
+
+def numbered_axes(rename: Rename) -> tuple[str, ...]:
+    """Return the groups of the pattern that the path numbers."""
+    groups = re.compile(rename.pattern).groupindex
+    return tuple(axis for axis in groups if f"{{{axis}}}" in (rename.path or ""))
 
 
 def texts_of(renames: Sequence[Rename]) -> list[str]:
@@ -228,32 +236,6 @@ def _checked_words(words: Any) -> dict[str, tuple[str | int | None, ...]]:
 
 # A model of the family may lack it.
 _part: Final = partial(Rename, optional=True)
-
-_LAYER: Final = r"^model\.layers\.(\d+)\."
-_TRANSPOSED: Final = "out in -> in out"
-
-HF_TO_FLAX: Final = (
-    _part(r"^model\.embed_tokens\.weight$", "model/embed_tokens/embedding"),
-    _part(r"^model\.norm\.weight$", "model/norm/scale"),
-    _part(r"^lm_head\.weight$", "lm_head/kernel", _TRANSPOSED),
-    _part(_LAYER + r"(\w*layernorm)\.weight$", r"model/layers/\1/\2/scale"),
-    _part(_LAYER + r"self_attn\.([qk]_norm)\.weight$", r"model/layers/\1/self_attn/\2/scale"),
-    _part(_LAYER + r"(self_attn|mlp)\.(\w+)\.bias$", r"model/layers/\1/\2/\3/bias"),
-    # Qwen3's mixture of experts; `gate` is the router.
-    _part(
-        _LAYER + r"mlp\.experts\.(?P<expert>\d+)\.(\w+)\.weight$",
-        r"model/layers/\1/mlp/experts/\3/kernel",
-        "out in -> expert in out",
-    ),
-    _part(
-        _LAYER + r"(self_attn|mlp)\.(\w+)\.weight$", r"model/layers/\1/\2/\3/kernel", _TRANSPOSED
-    ),
-    # Computed, and no parameter; old checkpoints have it.
-    _part(r"rotary_emb\.inv_freq$", None),
-)
-r"""Renames: Llama, Qwen2, Qwen3 and Mistral of Hugging Face to a tree in the manner of flax linen,
-`model/layers/0/self_attn/q_proj/kernel` [in, out], with `bias`, `scale` and `embedding`; the
-experts of Qwen3 are stacked in `mlp/experts/gate_proj/kernel` [expert, in, out]."""
 
 _EXPERT: Final = r"\.mlp\.experts\.(?P<expert>\d+)\.(\w+)\.weight$"
 _SCALE: Final = r"\g<0>_scale_inv"

@@ -26,7 +26,7 @@ from shardrules._checkpoint.boxes import (
 )
 from shardrules._checkpoint.patterns import needed_text
 from shardrules._checkpoint.reading import numpy_dtype
-from shardrules._checkpoint.renames import Rename, stacked_axes
+from shardrules._checkpoint.renames import Rename, numbered_axes, stacked_axes
 from shardrules._dtypes import bits_of, converts
 from shardrules._files.leaves import ArraySpec
 from shardrules._io import FileError
@@ -211,7 +211,7 @@ def _renames_of(
                 left = [name for name in left if last[name] is _PLAIN]
             if first:
                 continue
-        if not rename.optional and not any(text in name and search(name) for name in names):
+        if not rename.optional and not finds(rename, names):
             useless.append(rename)
     records = {
         name: [*shared[name], *([] if rename is _PLAIN else [rename])]
@@ -223,6 +223,12 @@ def _renames_of(
     for name in left_out:
         records[name] = [rename for rename in records[name] if rename.path is not None]
     return records, useless
+
+
+def finds(rename: Rename, names: Sequence[str]) -> bool:
+    """Say whether the record finds any of the names."""
+    search, text = re.compile(rename.pattern).search, needed_text(rename.pattern)
+    return any(text in name and search(name) for name in names)
 
 
 class _MisfitError(Exception):
@@ -244,6 +250,8 @@ def _parts_of_target(
     path = name
     if rename is not _PLAIN:
         path = re.sub(rename.pattern, rename.path or "", name, count=1)
+        for axis in numbered_axes(rename):
+            path = path.replace(f"{{{axis}}}", str(_position(name, rename, axis)))
     dims = rename.arrangement
     if dims is None:
         yield path, SourcePart(name, rename, unchanged(shape), (0,) * len(shape), {})

@@ -390,8 +390,9 @@ def solve(args: Args) -> None:
         print(text.rstrip("\n"))
         print(*(f"# {line}" for line in lines), sep="\n")
         hint(args, solution.summary)
-    if solution._ruled.note:
-        hint(args, solution._ruled.note)
+    for note in (solution._ruled.note, *(f"not constrained: {t}" for t in solution.unconstrained)):
+        if note:
+            hint(args, note)
     if args.html:
         page = solution._ruled.plan.to_html(
             title=args.function, hbm=hbm, suggestion=suggestion, solution=solution

@@ -16,6 +16,7 @@ from shardrules._rules.rules import Rules
 from shardrules._solve.activations import Activation, activations, constrained_step
 from shardrules._solve.rules import RuledPlan, with_cuts
 from shardrules._specs import entries_of, entry_axes
+from shardrules._step.step import line_of
 from shardrules._text import answer, bytes_shown, mesh_shown, seconds_shown
 
 if TYPE_CHECKING:
@@ -148,15 +149,28 @@ class Outcome:
         """
         return activations(self.step, self.spread.cuts)
 
+    @property
+    def unconstrained(self) -> tuple[str, ...]:
+        """What keeps its own specs, or is not looked into: code by device, kernels, by their lines.
+
+        Its arrays stay as the program has them; what is around is sharded for it.
+        """
+        operations = self.step._equations.everything()
+        kept = (
+            f"{line_of(operation)}: {operation.name}"
+            for operation in operations
+            if operation.name == "shard_map" or (operation.rule is None and not operation.bodies)
+        )
+        return tuple(dict.fromkeys(kept))
+
     @contextmanager
     def constraints(self, mesh: Mesh | None = None) -> Iterator[Callable[..., Any]]:
         """Return a context that gives the step with the constraints in it, jitted.
 
         The step is the traced one, with a constraint behind each operation of `activations` and its
         gradient, also inside of `lax.scan`, branches and `jax.checkpoint`: code that cannot be
-        edited stays as it is. Not in code by device (`shard_map`, kernels), whose specs are its
-        own. Values are those of the step, but for the order of sums. In the context the mesh is in
-        force.
+        edited stays as it is. Not in what `unconstrained` lists. Values are those of the step, but
+        for the order of sums. In the context the mesh is in force.
 
         Args:
             mesh: The devices, with the axes of the solution's mesh. Default: the solution's own, or

@@ -321,7 +321,7 @@ class Equations:
         """Return the classes over which loops go."""
         return {
             name
-            for operation in self._all(self.body)
+            for operation in self.everything()
             if operation.name == "scan"
             for body in operation.bodies
             for outer, _ in operation.arguments(body)[operation.first + operation.carries :]
@@ -329,11 +329,12 @@ class Equations:
             for name in self.dims.classes(self.values[outer].dims[0])
         }
 
-    def _all(self, body: Body) -> Iterator[TracedOperation]:
-        for operation in body.operations:
+    def everything(self, body: Body | None = None) -> Iterator[TracedOperation]:
+        """Yield each operation, loops before what is in them."""
+        for operation in (self.body if body is None else body).operations:
             yield operation
             for inner in operation.bodies:
-                yield from self._all(inner)
+                yield from self.everything(inner)
 
     @cached_property
     def flops(self) -> int:

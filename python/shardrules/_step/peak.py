@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._jax import user_line
+
 if TYPE_CHECKING:
     from shardrules._step.equations import Body, Equations, TracedOperation
     from shardrules._step.spread import Spread, SpreadCollective
@@ -125,6 +127,7 @@ class _Run:
         self._end: list[int] = []
         self._number: list[tuple[int, TracedOperation | None, bool]] = []
         self._roots: dict[int, tuple[int, ...]] = {}
+        self._makers: dict[int, TracedOperation] = {}
         self._copies: dict[int, int] = {}
         self._in_place: list[tuple[int, Sequence[int]]] = []
         self._carried: list[tuple[int, int]] = []
@@ -185,12 +188,15 @@ class _Run:
         total = sum(self._size[root] for root in roots)
         return len(roots) > 1 and 2 * self._spread.bytes(number) <= total
 
-    def _put(self, number: int, operation: TracedOperation) -> None:
+    def _put(self, number: int) -> None:
         """Give an array that was computed where it is read a buffer."""
         roots = self._roots_of(number)
         for root in roots:
             self._end[root] = self._time
-        buffer = self._new(number, operation)
+        makers = [self._makers[number], *(self._number[root][1] for root in roots)]
+        # What JAX itself adds, to sum up gradients, has no line.
+        lined = (row for row in makers if row is not None and user_line(row.eqn) is not None)
+        buffer = self._new(number, next(lined, makers[0]))
         self._in_place.append((buffer, roots))
         self._roots[number] = (buffer,)
 
@@ -290,7 +296,7 @@ class _Run:
             for number in operation.inputs:
                 is_summed = operation.name in _REDUCED
                 if number is not None and not is_summed and self._is_apart(number):
-                    self._put(number, operation)
+                    self._put(number)
                 if number in self._copies:
                     self._end[self._copies[number]] = self._time
             self._time += 1
@@ -333,6 +339,8 @@ class _Run:
         if operation.name not in _PRODUCTS or rule is None or not self._turn_begin:
             return False
         for sent in self._gathered.get(id(operation), ()):
+            if sent.value not in operation.inputs:  # a result that is brought to other cuts
+                continue
             users = self._users.get(sent.value, 0)
             cuts = self._spread.cuts.get(sent.value or 0, ())
             dims = rule.operands[operation.inputs.index(sent.value)]
@@ -354,12 +362,13 @@ class _Run:
             dict.fromkeys(root for number in operation.inputs for root in self._roots_of(number))
         )
         is_identity = operation.rule is not None and operation.rule.is_identity
+        self._makers.update(dict.fromkeys(operation.outputs, operation))
         for place, number in enumerate(operation.outputs):
             self._roots[number] = (
                 tuple(self._roots_of(operation.inputs[place])) if is_identity else roots
             )
             if len(roots) > _MOST_ROOTS or (operation.name in _SUMS and self._is_apart(number)):
-                self._put(number, operation)
+                self._put(number)
 
     def _loop(self, operation: TracedOperation) -> None:
         is_scan = operation.name == "scan"

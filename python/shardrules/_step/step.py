@@ -277,7 +277,8 @@ class Step(TracedStep):
 
         Returns:
             A `Memory`: arguments, results and temporary arrays, and the largest that are alive when
-            a device needs most, each with its line. XLA needs somewhat more.
+            a device needs most, each with its line. `peak` is an estimate of what the TPU's
+            compiler calls `peak_memory_in_bytes`; docs/step.md compares them.
 
         Raises:
             ValueError: The plan is of another tree; or the step has code by device, which was
