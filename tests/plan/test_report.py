@@ -391,6 +391,28 @@ def test_notebook(deepseek, hostile):
     assert "and 10 more rows" in many
 
 
+def test_what_a_notebook_gets_of_deepseek_is_small(deepseek):
+    plan = deepseek
+    suggestion = sr.suggest(plan)
+    unlike = plan.with_rules([(path, ()) for path in plan.paths[:1000]])
+    values = (
+        plan,
+        plan.check(),
+        plan.explain(plan.paths[0]),
+        plan.sweep(hbm=16 * 10**9),
+        plan.traffic(tokens=10**6, experts_per_token=8),
+        suggestion,
+        plan.diff(suggestion.plan),
+        unlike,
+        unlike.check(),
+        unlike.explain(plan.paths[-1]),
+    )
+    pages = [value._repr_html_() for value in values]
+    assert max(map(len, pages)) <= 200_000
+    assert "<iframe sandbox=" in pages[0]
+    assert "<script" not in "".join(pages)
+
+
 # In a browser
 
 
