@@ -46,7 +46,7 @@ class View:
 def step_findings(view: View) -> Iterator[Finding]:
     """Yield all findings of a step."""
     yield from _repeated(view)
-    yield from _half_heads(view)
+    yield from half_heads(view)
     yield from _whole_batches(view)
     yield from _gathered_state(view)
 
@@ -132,7 +132,7 @@ def _gathered_weights(view: View) -> dict[tuple[int, str], list[str]]:
     return gathered
 
 
-def _half_heads(view: View) -> Iterator[Finding]:
+def half_heads(view: View) -> Iterator[Finding]:
     """Yield the weights that are cut inside a head, and are not gathered before they are used."""
     equations, roles = view.equations, view.roles.of
     gathered = {
