@@ -89,8 +89,11 @@ class Proof(NamedTuple):
         self.findings.raise_for(level)
 
     def __str__(self) -> str:
-        time = "" if self.time is None else f"\n{self.time}"
-        return f"{head_of(self)}\n{self.findings}\n{self.program}{time}"
+        return "\n".join(self._parts())
+
+    def _parts(self) -> list[str]:
+        time = [] if self.time is None else [str(self.time)]
+        return [head_of(self), *self.findings._parts(), str(self.program), *time]
 
 
 def head_of(proof: Proof) -> str:
