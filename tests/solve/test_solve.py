@@ -69,3 +69,71 @@ def test_bad_arguments_are_told():
         sr.solve(step, {"fsdp": 4}, hardware="v5p", forbid=[("batch", "tp")])
     with pytest.raises(TypeError, match="step is 3"):
         sr.solve(3, {"fsdp": 4}, hardware="v5p")
+
+
+def layers(params, x):
+    body = lambda x, w: (x + jnp.tanh(x @ w["a"]) @ w["b"], None)  # noqa: E731
+    return jnp.sum(jax.lax.scan(body, x, params)[0] ** 2)
+
+
+def train_layers(params, x):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(layers)(params, x))
+
+
+STACKS = {"a": shape(4, 512, 2048), "b": shape(4, 2048, 512)}
+
+
+def test_what_is_kept_is_so_in_loops_gradients_and_results():
+    plan = sr.plan(STACKS, [("a", (None, "tp")), ("b", (None, None, "tp"))], {"fsdp": 4, "tp": 2})
+    step = sr.trace(train_layers, plan, shape(2**16, 512))
+    solution = sr.solve(step, {"fsdp": 4, "tp": 2}, hardware="v5p", keep=["inputs/0"])
+    assert solution.specs["inputs/0/a"] == P(None, "tp")
+    assert solution.specs["inputs/0/b"] == P(None, None, "tp")
+    gathered = {s.axes for s in solution.spread.sent if s.kind == "all-gather" and s.trips == 4}
+    assert gathered == {("tp",)}
+    assert [sent for sent in solution.spread.sent if sent.trips == 1] == []
+
+
+def test_what_does_not_fit_says_by_how_much_and_where_it_does():
+    step = sr.trace(train_layers, STACKS, shape(2**16, 512))
+    with pytest.raises(ValueError, match="nothing fits") as error:
+        sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=10**8)
+    text = str(error.value)
+    assert "on each device of fsdp=4" in text
+    larger = int(text.rpartition("fsdp=")[2].partition(":")[0])
+    assert sr.solve(step, {"fsdp": larger}, hardware="v5p", hbm=10**8).memory.peak <= 10**8
+    with pytest.raises(ValueError, match="nothing fits"):
+        sr.solve(step, {"fsdp": larger // 2}, hardware="v5p", hbm=10**8)
+
+
+def test_a_time_limit_gives_the_best_so_far_with_its_gap():
+    step = traced(64)
+    whole = sr.solve(step, {"fsdp": 4, "tp": 2}, hardware="v5p")
+    assert (whole.gap, whole.bound) == (0, whole.time.total)
+    ended = sr.solve(step, {"fsdp": 4, "tp": 2}, hardware="v5p", time_limit=0)
+    assert 0 < ended.bound <= whole.time.total <= ended.time.total
+    assert ended.gap == pytest.approx(1 - ended.bound / ended.time.total)
+    assert ended.gap > 0
+    assert "the search was ended" in ended.reasons[-1]
+
+
+def test_an_interrupt_gives_the_best_so_far(monkeypatch):
+    def interrupt(self, node):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardrules._solve.search.Search._children", interrupt)
+    solution = sr.solve(traced(64), {"fsdp": 4, "tp": 2}, hardware="v5p")
+    assert solution.gap > 0
+    assert "the search was ended" in solution.reasons[-1]
+
+
+def test_what_is_not_modelled_is_whole_and_named():
+    def call(params, x):
+        y = jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return y @ params["up"]
+
+    solution = sr.solve(sr.trace(call, TREE, shape(2**16, 512)), {"fsdp": 4}, hardware="v5p")
+    assert any("pure_callback" in reason for reason in solution.reasons)
+    whole = [n for n in solution.spread.cuts if n in solution.spread._arrays.local]
+    assert whole
+    assert all(not any(solution.spread.target(n)) for n in whole)

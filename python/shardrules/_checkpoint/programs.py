@@ -50,7 +50,7 @@ def ingredients(job: Job, arrays: Mapping[str, ArraySpec], *, arranges: bool) ->
     else:
         read = {name: whole(name, arrays[name]) for name in target.sources}
     return {
-        name: Job(name, each, _on_devices(each.dtype), _spread(each.shape, job))
+        name: Job(name, each, dtype_on_devices(each.dtype), _spread(each.shape, job))
         for name, each in read.items()
     }
 
@@ -74,7 +74,8 @@ def made(
     return program([[value] for value in values], *[[[]] * len(values)] * 2)
 
 
-def _on_devices(dtype: str) -> np.dtype[Any]:
+def dtype_on_devices(dtype: str) -> np.dtype[Any]:
+    """Return the dtype that an array of this one gets on devices: 64 bits become 32."""
     import jax
 
     return np.dtype(jax.dtypes.canonicalize_dtype(numpy_dtype(dtype)))
@@ -82,11 +83,17 @@ def _on_devices(dtype: str) -> np.dtype[Any]:
 
 def _spread(shape: tuple[int, ...], job: Job) -> NamedSharding:
     """Cut an ingredient like the result if they have one shape, else along as much as divides."""
-    from jax.sharding import NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding
 
     mesh = job.sharding.mesh
-    if shape == job.target.shape:
-        return NamedSharding(mesh, job.sharding.spec)
+    same = shape == job.target.shape
+    return NamedSharding(mesh, job.sharding.spec) if same else spread_over(mesh, shape)
+
+
+def spread_over(mesh: Any, shape: tuple[int, ...]) -> NamedSharding:
+    """Cut an array along as much of the mesh as divides it."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
     left = list(shape)
     cuts: list[list[str]] = [[] for _ in shape]
     for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
@@ -114,7 +121,9 @@ class _Recipe(NamedTuple):
     dtype: Any
 
 
-def made_of(target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: NamedSharding) -> Any:
+def made_of(
+    target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: NamedSharding | None
+) -> Any:
     """Make the target, on the devices of its arrays.
 
     Args:
@@ -122,6 +131,7 @@ def made_of(target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: Nam
         arrays: The live arrays by name.
         dtype: The dtype of the result.
         sharding: Where the result will be; it is made there if the arrays are on these devices.
+            None: where JAX makes it.
     """
     inputs = target.inputs if target.apply is not None else {"": target}
     sources = [[arrays[part.source] for part in each.parts] for each in inputs.values()]
@@ -132,13 +142,13 @@ def made_of(target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: Nam
     starts = [
         [np.array(part.source_at, np.int32) for part in each.parts] for each in inputs.values()
     ]
-    in_place = all(
+    in_place = sharding is not None and all(
         getattr(getattr(array, "sharding", None), "device_set", None) == sharding.device_set
         for of_input in sources
         for array in of_input
     )
     recipes = tuple(
-        _recipe(each, _on_devices(each.dtype) if target.apply is not None else dtype)
+        _recipe(each, dtype_on_devices(each.dtype) if target.apply is not None else dtype)
         for each in inputs.values()
     )
     at = sharding if in_place else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -13,8 +14,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._arguments import check_type, integer
+from shardrules._arguments import check_type, each, integer, listed
+from shardrules._checkpoint.programs import dtype_on_devices, is_plain, made_of, spread_over
+from shardrules._checkpoint.renames import Rename
+from shardrules._checkpoint.targets import Problems, Target, finds, targets_of
 from shardrules._dtypes import SAFETENSORS, bits_of, given_name
+from shardrules._files.leaves import ArraySpec
 from shardrules._io import FileError, path_of
 from shardrules._place.processes import JointCall
 from shardrules._trees.align import leaf_paths
@@ -29,7 +34,8 @@ class _Entry(NamedTuple):
     """An array, and where it begins in which file."""
 
     name: str
-    leaf: Any
+    make: Callable[[], Any]
+    """Returns it; one that renames rearrange is made then, to be written and forgotten."""
     shape: tuple[int, ...]
     dtype: str
     file: int
@@ -40,7 +46,13 @@ class _Entry(NamedTuple):
         return prod(self.shape) * bits_of(self.dtype) // 8
 
 
-def save(tree: Any, path: str | os.PathLike[str], *, shard_bytes: int = 5_000_000_000) -> None:
+def save(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    renames: Iterable[Rename] = (),
+    shard_bytes: int = 5_000_000_000,
+) -> None:
     """Save the arrays of a tree as safetensors files with an index, in a new directory.
 
     Each process writes the boxes that its own devices hold, a replica once, to their places in the
@@ -52,11 +64,15 @@ def save(tree: Any, path: str | os.PathLike[str], *, shard_bytes: int = 5_000_00
     Args:
         tree: A pytree of arrays. Their names are their paths.
         path: The directory, which must not exist.
+        renames: `Rename` records for arrays that have other names in the files, or lie otherwise,
+            as in `reshard`; `shardrules.renames.inverse` makes them of those of `load`. An array
+            that is rearranged is made on the devices, one at a time.
         shard_bytes: Maximum bytes of the arrays in one file. A larger array has its own file.
 
     Raises:
         FileError: The directory, or that of another save to it, exists; or it cannot be written.
-        ValueError: The tree has no arrays, a name twice, or a dtype that safetensors lacks.
+        ValueError: The tree has no arrays, a name twice, or a dtype that safetensors lacks; or the
+            renames find none of its arrays, or do not fit them.
         RuntimeError: In several processes: their calls differ, or a process has failed or is late.
 
     Example:
@@ -82,9 +98,9 @@ def save(tree: Any, path: str | os.PathLike[str], *, shard_bytes: int = 5_000_00
     starts: list[int] = []
     try:
         with JointCall("save") as call:
-            entries = _entries(
-                tree, integer("shard_bytes", shard_bytes, 1, what="a number of bytes")
-            )
+            records = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
+            most = integer("shard_bytes", shard_bytes, 1, what="a number of bytes")
+            entries = _entries(_arrays(tree, records), most)
             files = [
                 f"model-{i + 1:05}-of-{entries[-1].file + 1:05}.safetensors"
                 for i in range(entries[-1].file + 1)
@@ -122,23 +138,67 @@ def _check_absent(path: Path) -> None:
         )
 
 
-def _entries(tree: Any, shard_bytes: int) -> list[_Entry]:
+class _Array(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    make: Callable[[], Any]
+
+
+def _arrays(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
+    """Return the arrays to write, in order."""
     from jax import tree_util
 
-    entries: dict[str, _Entry] = {}
-    file = offset = 0
-    for name, leaf in zip(leaf_paths(tree), tree_util.tree_leaves(tree), strict=True):
+    names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
+    arrays = []
+    for name, leaf in zip(names, leaves, strict=True):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "__array__"):
             raise ValueError(
                 f"tree: {name} is {type(leaf).__name__}, and no array; "
                 "give arrays, such as those of jax.jit(init, out_shardings=...)"
             )
         dtype = given_name(f"tree: the dtype of {name}", leaf.dtype)
+        arrays.append(_Array(name, tuple(leaf.shape), dtype, partial(_same, leaf)))
+    if not renames:
+        return arrays
+    problems = Problems("the tree", in_file=False)
+    live = dict(zip(names, leaves, strict=True))
+    specs = {array.name: ArraySpec(array.shape, array.dtype) for array in arrays}
+    targets = targets_of(specs, renames, {}, problems)
+    problems.raise_all()
+    if names and not any(finds(record, names) for record in renames):
+        raise ValueError(
+            f"renames: they find no array of the tree, whose first path is {names[0]!r}"
+        )
+    return [_target_array(name, target, live) for name, target in targets.items()]
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
+
+
+def _target_array(name: str, target: Target, live: Mapping[str, Any]) -> _Array:
+    first = live[target.sources[0]]
+    if is_plain(target, lambda source: live[source].shape):
+        dtype = target.dtype
+        same = partial(_same, first) if first.dtype.name == dtype else partial(first.astype, dtype)
+        return _Array(name, target.shape, dtype, same)
+    dtype_there = dtype_on_devices(target.dtype)
+    mesh = getattr(getattr(first, "sharding", None), "mesh", None)
+    sharding = None if mesh is None else spread_over(mesh, target.shape)
+    make = partial(made_of, target, live, dtype_there, sharding)
+    return _Array(name, target.shape, dtype_there.name, make)
+
+
+def _entries(arrays: list[_Array], shard_bytes: int) -> list[_Entry]:
+    entries: dict[str, _Entry] = {}
+    file = offset = 0
+    for name, shape, dtype, make in arrays:
         if dtype not in _CODES or bits_of(dtype) < 8:
             raise ValueError(f"tree: {name} is {dtype}, which safetensors files cannot hold here")
         if name in entries or name == "__metadata__":
             raise ValueError(f"tree: {name!r} is no name for one array; rename it")
-        entry = _Entry(name, leaf, tuple(leaf.shape), dtype, file, offset)
+        entry = _Entry(name, make, shape, dtype, file, offset)
         if offset and offset + entry.size > shard_bytes:
             file, offset = file + 1, 0
             entry = entry._replace(file=file, offset=0)
@@ -174,7 +234,7 @@ def _write_file(path: Path, start: int, entries: list[_Entry], index: int, first
     with open(path, "r+b") as file:
         for entry in entries:
             if entry.file == index:
-                for box, values in _own_boxes(entry.leaf, first):
+                for box, values in _own_boxes(entry.make(), first):
                     _write_box(file.fileno(), start + entry.offset, entry.shape, box, values)
         os.fsync(file.fileno())
 

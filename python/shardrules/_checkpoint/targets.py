@@ -211,7 +211,7 @@ def _renames_of(
                 left = [name for name in left if last[name] is _PLAIN]
             if first:
                 continue
-        if not rename.optional and not any(text in name and search(name) for name in names):
+        if not rename.optional and not finds(rename, names):
             useless.append(rename)
     records = {
         name: [*shared[name], *([] if rename is _PLAIN else [rename])]
@@ -223,6 +223,12 @@ def _renames_of(
     for name in left_out:
         records[name] = [rename for rename in records[name] if rename.path is not None]
     return records, useless
+
+
+def finds(rename: Rename, names: Sequence[str]) -> bool:
+    """Say whether the record finds any of the names."""
+    search, text = re.compile(rename.pattern).search, needed_text(rename.pattern)
+    return any(text in name and search(name) for name in names)
 
 
 class _MisfitError(Exception):

@@ -87,8 +87,13 @@ class StepArrays:
         }
         self._orders: dict[int, list[tuple[int, int]]] = {}
         self._places: dict[int, list[tuple[int, int]]] = {}
+        self._forms: dict[int, tuple[int, Dims]] = {}
         self._alike: dict[tuple[tuple[Dims, ...], bool], int] = {}
         self._known: dict[tuple[Any, ...], Cuts] = {}
+        self.shards: dict[tuple[int, Cuts], int] = {}
+        """Bytes of arrays by their cuts."""
+        self.counts: dict[Axes, int] = {}
+        """Devices along mesh axes."""
 
     def is_weight(self, number: int) -> bool:
         """Say whether an array is a weight, or of its dimensions, as gradients and state are."""
@@ -112,10 +117,13 @@ class StepArrays:
         rows = self.classes[number]
         if number in self.local or not rows:
             return ((),) * len(rows)
-        first = self._alike.setdefault((rows, self._is_weight[number]), number)
+        if number not in self._forms:
+            first = self._alike.setdefault((rows, self._is_weight[number]), number)
+            self._forms[number] = first, tuple(name for row in rows for name in row)
+        first, names = self._forms[number]
         axes = layout.axes
         stored = layout.stored if self._is_weight[number] else ()
-        key = (first, stored, *[axes.get(name, ()) for row in rows for name in row])
+        key = (first, stored, *[axes.get(name, ()) for name in names])
         if key not in self._known:
             self._known[key] = self._cuts(first, axes, stored)
         return self._known[key]
@@ -207,7 +215,17 @@ class LaidSpread(Spread):
         return self._arrays.cuts(number, self._layout)
 
     def bytes(self, number: int, cuts: Cuts | None = None) -> int:
-        return super().bytes(number, self._of(number) if cuts is None else cuts)
+        key = number, self._of(number) if cuts is None else cuts
+        if key not in self._arrays.shards:
+            self._arrays.shards[key] = super().bytes(*key)
+        return self._arrays.shards[key]
+
+    def _count(self, axes: Iterable[str]) -> int:
+        counts = self._arrays.counts
+        key = axes if isinstance(axes, tuple) else tuple(axes)
+        if key not in counts:
+            counts[key] = super()._count(key)
+        return counts[key]
 
     def _of(self, number: int) -> Cuts:
         return self.cuts[number] if number in self.cuts else self.target(number)

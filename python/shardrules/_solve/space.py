@@ -17,6 +17,7 @@ from shardrules._text import brief, near_shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.step_time import Machine, StepTime
+    from shardrules._step.dimensions import Dims
     from shardrules._step.spread import Cuts
     from shardrules._step.step import Step
 
@@ -60,9 +61,10 @@ class Space:
         fixed: Mapping[int, Cuts],
         forbidden: Iterable[tuple[int, str]] = (),
     ) -> None:
-        self.step, self.machine, self.hbm, self.fixed = step, machine, hbm, fixed
+        self.step, self.machine, self.hbm = step, machine, hbm
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self.arrays = StepArrays(step._equations, step._roles, self.sizes)
+        self.fixed = dict(fixed) | self._fixed_like(fixed)
         forbidden = set(forbidden)
         self.values: dict[int, list[Axes]] = {STORED: list(_subsets(self.sizes))}
         for name in self._large_classes():
@@ -106,17 +108,48 @@ class Space:
             if roles.of.get(name, "") != "query heads of a KV head"
         }
         parts.update(name for name, role in roles.of.items() if role == "head size")
-        pairs = [
-            (set(equations.dims.classes(whole)), set(equations.dims.classes(part)))
-            for whole, part in equations.dims.parts
-        ]
-        count = -1
-        while count != len(parts):
-            count = len(parts)
-            for whole, part in pairs:
-                if whole <= parts or part <= parts:
-                    parts |= whole | part
-        return parts
+        sizes = equations.dims.sizes
+        pairs = [sorted(pair, key=sizes.__getitem__) for pair in equations.dims.parts]
+        while True:
+            more = {
+                name
+                for part, whole in pairs
+                if parts.issuperset(equations.dims.classes(whole))
+                for name in equations.dims.classes(part)
+            }
+            if more <= parts:
+                return parts
+            parts |= more
+
+    def _fixed_like(self, fixed: Mapping[int, Cuts]) -> dict[int, Cuts]:
+        """Return the cuts of what is like weights that are kept: slices, casts, gradients, state.
+
+        Of gradients and state nothing says whose they are: they are those of all weights with the
+        same classes of dimensions, if these are kept alike.
+        """
+        classes, sources = self.arrays.classes, self.step._roles.weights
+        inputs = self.step._equations.body.inputs
+        kept: dict[frozenset[Dims], set[Cuts | None]] = {}
+        for number in (n for n in inputs if self.arrays.is_weight(n)):
+            kept.setdefault(self._kind(number), set()).add(fixed.get(number))
+        first = {self._kind(number): number for number in inputs if number in fixed}
+        like = {}
+        for number in filter(self.arrays.is_weight, range(len(classes))):
+            kind = self._kind(number)
+            source = sources.get(number)
+            if source not in fixed:
+                source = first.get(kind) if len(kept.get(kind, ())) == 1 else None
+            if source is not None and number not in fixed and source in fixed:
+                axes = dict(zip(classes[source], fixed[source], strict=True))
+                like[number] = tuple(axes.get(row, ()) for row in classes[number])
+        return like
+
+    def _kind(self, number: int) -> frozenset[Dims]:
+        """Return the classes of the dimensions of an array, but for those of loops."""
+        looped = self.step._equations.looped
+        return frozenset(
+            row for row in self.arrays.classes[number] if row and not looped.issuperset(row)
+        )
 
     def layout(self, assignment: Mapping[int, Axes]) -> Layout:
         """Return the layout of an assignment; what has no value is whole."""

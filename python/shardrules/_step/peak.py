@@ -350,6 +350,8 @@ class _Run:
         if operation.name not in _PRODUCTS or rule is None or not self._turn_begin:
             return False
         for sent in self._gathered.get(id(operation), ()):
+            if sent.value not in operation.inputs:  # a result that is brought to other cuts
+                continue
             users = self._users.get(sent.value, 0)
             cuts = self._spread.cuts.get(sent.value or 0, ())
             dims = rule.operands[operation.inputs.index(sent.value)]
