@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from math import log2, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
@@ -124,10 +124,14 @@ class Machine(NamedTuple):
     axes_over_dcn: tuple[str, ...]
     overlap: tuple[str, ...]
     efficiency: float
+    link_rate: Callable[[Sequence[str]], float] | None = None
+    """Bytes that a device sends in a second over mesh axes; None if no topology says."""
 
     def assumptions(self) -> dict[str, Any]:
-        """Return these arguments by their names."""
-        return self._asdict() | {"hardware": self.hardware.name}
+        """Return the arguments by their names."""
+        arguments = self._asdict() | {"hardware": self.hardware.name}
+        del arguments["link_rate"]
+        return arguments
 
 
 def machine_of(
@@ -313,7 +317,8 @@ def sent_seconds(
     sent: dict[tuple[str, ...], float] = defaultdict(float)
     alone = 0.0
     for row in collectives:
-        seconds = network.seconds(row)
+        rate = machine.link_rate
+        seconds = network.seconds(row) if rate is None else row.sent / rate(row.axes)
         sent[row.axes] += seconds
         alone += 0.0 if row.of in machine.overlap else seconds
     return dict(sent), alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import isqrt, prod
+from math import inf, isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._estimate.step_time import assumed_lines, step_time, time_shown
@@ -16,12 +16,14 @@ from shardrules._plan.table import axes_used
 from shardrules._text import (
     Column,
     Table,
+    and_more,
     answer,
     bytes_shown,
     counted,
     mesh_shown,
     printable,
     record,
+    seconds_shown,
 )
 
 if TYPE_CHECKING:
@@ -34,10 +36,12 @@ _MOST_MESHES: Final = 10_000
 # Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less
 # than this part of a device's memory: activations take more, and no estimate is as near.
 _TIE: Final = 0.05
+_MOST_LEFT_OUT: Final = 4
 _COLUMNS: Final = (
     Column("mesh"),
     Column("devices", is_right=True, is_optional=True),
     Column("a step"),
+    Column("compiled", is_right=True),
     Column("per device", is_right=True),
     Column("replicated", is_right=True, is_optional=True),
     Column("corrections", is_right=True, is_optional=True),
@@ -71,13 +75,33 @@ class SweepRow(NamedTuple):
     """Bytes in the host's memory for the device that has most there."""
     time: StepTime | None = None
     """How long a training step takes; None if the tokens of one were not given."""
+    compiled: float | None = None
+    """Seconds by what the compiler makes of the step, infinite if it refuses it; None without
+    `prove`."""
+
+
+class Measure(NamedTuple):
+    """What a traced step needs on a mesh."""
+
+    bytes: int
+    time: StepTime | None
+    refusal: str
+    """Why the step is not for the mesh; "" if it is."""
 
 
 @answer
 class Sweep(tuple[SweepRow, ...]):
     """A row for each mesh, the best first; `Plan.sweep` says which that is."""
 
-    __slots__ = ()
+    left_out: tuple[tuple[dict[str, int], str], ...]
+    """(mesh, why a traced step is not for it): fewer rows of the batch than devices, cut heads."""
+
+    def __new__(
+        cls, rows: Iterable[SweepRow] = (), left_out: Iterable[tuple[dict[str, int], str]] = ()
+    ) -> Sweep:
+        sweep = super().__new__(cls, rows)
+        sweep.left_out = tuple(left_out)
+        return sweep
 
     @property
     def assumptions(self) -> dict[str, Any]:
@@ -95,10 +119,16 @@ class Sweep(tuple[SweepRow, ...]):
         """Lines with the assumptions of the times, and what is not counted in them."""
         times = [row.time for row in self if row.time is not None]
         uncounted = dict.fromkeys(path for time in times for path in time.uncounted)
-        return [printable(line) for line in assumed_lines(self.assumptions, uncounted)]
+        left = [f"left out {mesh_shown(mesh)}: {why}" for mesh, why in self.left_out]
+        more = and_more(len(left), _MOST_LEFT_OUT, "mesh")
+        lines = [*left[:_MOST_LEFT_OUT], *more, *assumed_lines(self.assumptions, uncounted)]
+        return [printable(line) for line in lines]
 
     def __str__(self) -> str:
         return "\n".join([*sweep_table(self).lines(), *self.notes])
+
+    def _parts(self) -> list[Table | str]:
+        return [sweep_table(self), *self.notes]
 
 
 def sweep_table(rows: Sequence[SweepRow]) -> Table:
@@ -107,6 +137,8 @@ def sweep_table(rows: Sequence[SweepRow]) -> Table:
         return Table([Column("no meshes")], [])
     has_times, has_verdicts = rows[0].time is not None, any(row.fits is not None for row in rows)
     absent = {*(() if has_times else ("a step",)), *(() if has_verdicts else ("memory",))}
+    if all(row.compiled is None for row in rows):
+        absent.add("compiled")
     kept = [n for n, column in enumerate(_COLUMNS) if column.head not in absent]
     cells = map(_sweep_cells, rows)
     return Table([_COLUMNS[n] for n in kept], ([line[n] for n in kept] for line in cells))
@@ -119,12 +151,17 @@ def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
         printable(mesh_shown(row.mesh)),
         f"{row.devices:,}",
         "" if row.time is None else time_shown(row.time),
+        "" if row.compiled is None else _compiled_shown(row.compiled),
         bytes_shown(row.bytes) + host,
         bytes_shown(row.replicated),
         f"{row.corrections:,}",
         {None: "", True: "fits", False: "does not fit"}[row.fits],
         printable(f"{largest}  {bytes_shown(row.largest_replicated_bytes)}") if largest else "-",
     )
+
+
+def _compiled_shown(seconds: float) -> str:
+    return seconds_shown(seconds) if seconds < inf else "refused"
 
 
 def sweep(
@@ -136,29 +173,50 @@ def sweep(
     optimizer: tuple[Any, ...] | None,
     optimizer_memory_kind: MemoryKind | None,
     run: Run | None,
-    measure: Callable[[Columns], tuple[int, StepTime | None]] | None = None,
+    measure: Callable[[Columns], Measure] | None = None,
+    prove: tuple[int, Callable[[Mapping[str, int]], tuple[float, int]]] | None = None,
 ) -> Sweep:
     """See `Plan.sweep`; `on_mesh` gives the columns on a mesh, which may lack axes.
 
-    `measure` gives the bytes and the time of a step there, if one was traced.
+    `measure` tells of a traced step there; `prove` is how many rows to compile, and a function that
+    gives the seconds and the bytes of a step on a mesh by what the compiler makes of it.
     """
     meshes_ = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(meshes_) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
-    rows = []
+    rows, left_out = [], []
     axes = frozenset(axis for mesh in meshes_ if isinstance(mesh, Mapping) for axis in mesh)
     for mesh in meshes_:
         there = on_mesh(mesh, axes)
         device_bytes = by_class(there, gradients, optimizer, optimizer_memory_kind)
         row = _sweep_row(there, device_bytes, room, run)
         if measure is not None and not row.problems:
-            peak, time = measure(there)
+            peak, time, refusal = measure(there)
+            if refusal:
+                left_out.append((row.mesh, refusal))
+                continue
             fits = None if room.hbm is None else peak <= room.hbm
             row = row._replace(bytes=peak, fits=fits, time=time)
         rows.append(row)
-    if any(row.time is not None for row in rows):
-        return Sweep(_best_first(rows, _seconds))
-    return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)))
+    if all(row.time is None for row in rows):
+        return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), left_out)
+    ranked = list(_best_first(rows, _seconds))
+    return Sweep(ranked if prove is None else _proven(ranked, room, *prove), left_out)
+
+
+def _proven(
+    rows: list[SweepRow],
+    room: Room,
+    count: int,
+    compiled: Callable[[Mapping[str, int]], tuple[float, int]],
+) -> list[SweepRow]:
+    """Rank the first rows by what the compiler makes of the step, those that it refuses last."""
+    proven = []
+    for row in rows[:count]:
+        seconds, held = compiled(row.mesh)
+        fits = None if room.hbm is None else seconds < inf
+        proven.append(row._replace(compiled=seconds, bytes=held, fits=fits))
+    return [*sorted(proven, key=lambda row: row.compiled or 0.0), *rows[count:]]
 
 
 def _best_first(
@@ -178,7 +236,12 @@ def _best_first(
 
 
 def _preference(row: SweepRow) -> tuple[float, ...]:
-    """Return of equal costs: less tensor parallelism, fewer corrections, less memory."""
+    """Return of equal costs: less tensor parallelism, fewer corrections, less memory.
+
+    The time of a traced step has in it what tensor parallelism costs.
+    """
+    if row.time is not None and "batch_axes" not in row.time.assumptions:
+        return (_held_bytes(row),)
     return _tensor_devices(row), row.corrections, _held_bytes(row)
 
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._estimate.traffic import Traffic
+    from shardrules._mesh.topology import Topology
     from shardrules._plan.findings import Finding
 
 A_STEP: Final = "a Step, as shardrules.trace(step, plan, *arguments) gives one"
@@ -24,6 +25,14 @@ class TracedStep(ABC):
     @abstractmethod
     def findings(self, plan: Any, large: int) -> list[Finding]:
         """Find what is wrong with a plan for the step; see `Plan.check`."""
+
+    @abstractmethod
+    def _refusal(self, plan: Any = None) -> str:
+        """Say why a step is not for the mesh of a plan; "" if it is."""
+
+    @abstractmethod
+    def _compiled(self, topology: Topology) -> tuple[float, int]:
+        """Return the seconds of the step, and its bytes on a device, by what the compiler makes."""
 
     @abstractmethod
     def traffic(self, plan: Any = None) -> Traffic:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from shardrules._correction import MemoryKind
     from shardrules._estimate.schedule import InputGradients, Of, Reduce
     from shardrules._estimate.step_time import Machine, StepTime
-    from shardrules._estimate.sweep import Sweep
+    from shardrules._estimate.sweep import Measure, Sweep
     from shardrules._estimate.traffic import Traffic
     from shardrules._hardware import Hardware
-    from shardrules._mesh.mesh import MeshLike
+    from shardrules._mesh.mesh import AnyMesh, MeshLike
     from shardrules._plan.memory import DeviceBytes
     from shardrules._plan.resolve import OnMesh
     from shardrules._plan.roles import DimRole
@@ -113,7 +113,8 @@ class Estimates(Columns):
         overlap: Iterable[Of] = OVERLAP,
         efficiency: float | None = None,
         schedule: Mapping[str, Any] | None = None,
-        step: TracedStep | None = None,
+        step: TracedStep | Callable[[AnyMesh], TracedStep] | None = None,
+        prove: int = 0,
     ) -> Sweep:
         """Put the leaves and rules on many meshes: bytes per device, what fits, time of a step.
 
@@ -138,13 +139,18 @@ class Estimates(Columns):
             schedule: As in `step_time`.
             step: The step of `trace`, in the place of tokens and of what training adds: bytes are
                 those at its peak, and with hardware the time is that of what it computes and sends.
+                Or a function of the mesh that returns it, for steps that are others on each mesh,
+                as those with `shard_map`. Meshes on which a device has no row of the batch, or
+                heads are cut inside, are left out: `Sweep.left_out`.
+            prove: How many of the best to compile for the topology in `devices`: what the compiler
+                makes of the step ranks them. The step must be a function of the mesh.
 
         Returns:
             A row for each mesh, those with the fewest problems first, of these what fits, of these
-            the shortest time of a step, if `tokens` are given, or else the fewest bytes. What
-            differs by less than 5 %, or in bytes by less than 5 % of `hbm`, is a tie. Then the
-            fewest devices along axes that do not split tokens, by their names, come first, then the
-            fewest corrections, then bytes.
+            the shortest time of a step, if `tokens` or a step are given, or else the fewest bytes.
+            What differs by less than 5 %, or in bytes by less than 5 % of `hbm`, is a tie. Then
+            the fewest devices along axes that do not split tokens, by their names, come first, then
+            the fewest corrections, then bytes; with a step bytes alone.
 
         Raises:
             ValueError: A mesh is invalid, there are no axes, or there are more than 10,000 meshes;
@@ -160,6 +166,7 @@ class Estimates(Columns):
         from shardrules._estimate import step_time, sweep
         from shardrules._hardware import as_hardware
 
+        topology: Topology | None = None
         if isinstance(devices, str | Topology):
             try:
                 topology = Topology(devices) if isinstance(devices, str) else devices
@@ -176,6 +183,7 @@ class Estimates(Columns):
             hbm = device.memory_bytes
         room = room_of(hbm, host_memory)
         run = measure = None
+        proof = _proof_of(prove, step, topology) if prove else None
         if step is not None:
             _check_alone(
                 "sweep",
@@ -191,7 +199,7 @@ class Estimates(Columns):
                 machine = step_time.machine_of(
                     device, axes_over_dcn, overlap, efficiency, is_traced=True
                 )
-            measure = partial(self._measured, step, machine)
+            measure = partial(self._measured, step, machine, topology)
         elif tokens is None:
             _check_unused(
                 axes_over_dcn=axes_over_dcn != (),
@@ -226,16 +234,29 @@ class Estimates(Columns):
             optimizer_memory_kind=optimizer_memory_kind,
             run=run,
             measure=measure,
+            prove=proof,
         )
 
     def _measured(
-        self, step: TracedStep, machine: Machine | None, there: Columns
-    ) -> tuple[int, StepTime | None]:
-        """Return the bytes at the peak of a step, and its time if the hardware is known."""
+        self,
+        step: TracedStep | Callable[[AnyMesh], TracedStep],
+        machine: Machine | None,
+        topology: Topology | None,
+        there: Columns,
+    ) -> Measure:
+        """Return what a step needs on a mesh: its time if the hardware is known."""
+        from shardrules._estimate.sweep import Measure
+
         make: Any = type(self)
         plan = make(there, self._on_mesh, there.axis_sizes)
-        peak = step.memory(plan).peak
-        return peak, None if machine is None else step.time(machine, plan)
+        traced = _traced_on(step, as_mesh(there.axis_sizes))
+        if refusal := traced._refusal(plan):
+            return Measure(0, None, refusal)
+        if machine is not None and topology is not None:
+            mesh = topology.mesh(there.axis_sizes)
+            machine = machine._replace(link_rate=partial(topology.link_rate, mesh))
+        time = None if machine is None else traced.time(machine, plan)
+        return Measure(traced.memory(plan).peak, time, "")
 
     def _factorizations(
         self, devices: int | None, axes: Iterable[str] | None, fixed: Mapping[str, int] | None
@@ -420,6 +441,39 @@ def _needed(function: str, tokens: int | None) -> int:
     return tokens
 
 
+def _traced_on(step: Any, mesh: AnyMesh) -> TracedStep:
+    """Return the step that was traced, or trace it on a mesh.
+
+    Raises:
+        TypeError: The function returns something else.
+    """
+    if isinstance(step, TracedStep):
+        return step
+    traced = step(mesh)
+    check_type("step: what the function of the mesh returns", traced, TracedStep, A_STEP)
+    return traced  # type: ignore[no-any-return]
+
+
+def _proof_of(
+    prove: int, step: Any, topology: Topology | None
+) -> tuple[int, Callable[[Mapping[str, int]], tuple[float, int]]]:
+    """Return how many meshes to compile a step for, and what compiles it.
+
+    Raises:
+        ValueError: There is no topology.
+        TypeError: The step is no function of the mesh.
+    """
+    count = integer("prove", prove, 0)
+    if topology is None:
+        raise ValueError("prove: give the topology to compile for, as devices='v5p:8x8x8'")
+    if isinstance(step, TracedStep) or not callable(step):
+        raise TypeError(
+            "prove: give step= a function of the mesh that returns the Step of trace: a traced one "
+            "is compiled for no other mesh"
+        )
+    return count, lambda sizes: _traced_on(step, topology.mesh(sizes))._compiled(topology)
+
+
 def _check_alone(function: str, step: Any, **arguments: Any) -> None:
     """Check that a step is one, and that nothing is given beside it, as it says all itself.
 
@@ -427,7 +481,8 @@ def _check_alone(function: str, step: Any, **arguments: Any) -> None:
         TypeError: It is none.
         ValueError: Something is given.
     """
-    check_type("step", step, TracedStep, A_STEP)
+    if function != "sweep" or not callable(step):
+        check_type("step", step, TracedStep, A_STEP)
     if names := [name for name, value in arguments.items() if value is not None]:
         raise ValueError(
             f"{function}: {names[0]} is given beside step=, which says it itself; leave out "

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from functools import cached_property, partial
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
 from shardrules._arguments import check_bytes, check_type, integer
@@ -18,11 +18,23 @@ from shardrules._jax import user_line
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
-from shardrules._program.compile import check_static, check_step, noted, placed_on, target_mesh
+from shardrules._program.cache import cached_result
+from shardrules._program.compile import (
+    Refusal,
+    check_static,
+    check_step,
+    lowered_on,
+    noted,
+    options_for,
+    placed_on,
+    result_of,
+    target_mesh,
+)
+from shardrules._program.program import inspect, time_of
 from shardrules._specs import entries_of, entry_axes
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
-from shardrules._step.findings import View, step_findings
+from shardrules._step.findings import View, half_heads, step_findings
 from shardrules._step.peak import AliveArray, alive_arrays
 from shardrules._step.price import Price
 from shardrules._step.spread import Cuts, Spread
@@ -94,8 +106,9 @@ class Work(NamedTuple):
 
 
 class _Traced(NamedTuple):
-    """A jaxpr, and the structure of what the step returns."""
+    """A step's function, its jaxpr, and the structure of what it returns."""
 
+    function: Any
     closed: Any
     out_tree: Any
 
@@ -124,7 +137,7 @@ class Step(TracedStep):
         """The mesh that constraints are of; None without one."""
         self._args = args
         self._paths = paths
-        self._closed, self._out_tree = traced
+        self._function, self._closed, self._out_tree = traced
         self._equations = Equations(self._closed)
         self._call = _only_call(self._closed)
 
@@ -382,6 +395,65 @@ class Step(TracedStep):
         check_type("machine", machine, Machine, what)
         return self._priced(self._spread(plan)).time(machine)
 
+    def _refusal(self, plan: Plan | None = None) -> str:
+        """Say why the step is not for the mesh of a plan; "" if it is.
+
+        Args:
+            plan: As `memory` takes it.
+
+        Returns:
+            That the devices do not divide a dimension of an argument, such as the batch, which JAX
+            refuses; or that heads are cut inside.
+        """
+        spread = self._spread(plan)
+        planned = set(self._weights)
+        for path, number in zip(self._paths, self._equations.body.inputs, strict=True):
+            shape = self._equations.values[number].shape
+            for size, axes in zip(shape, spread.cuts[number], strict=True):
+                parts = prod(spread.sizes[axis] for axis in axes)
+                if size % parts and number not in planned:
+                    names = ",".join(spread.named(axes))
+                    return f"{path}: {size:,} rows cannot be cut into {parts:,} parts by {names}"
+        view = View(self._equations, self._roles, spread, self._planned_paths(), line_of, 0)
+        return next((finding.message for finding in half_heads(view)), "")
+
+    def _compiled(self, topology: Topology) -> tuple[float, int]:
+        """Compile the step for the mesh that it was traced on, and estimate its time.
+
+        Args:
+            topology: That of the mesh's devices.
+
+        Returns:
+            Seconds by the compiler's cycles and the links, with parameters and gradients sent
+            meanwhile, infinite if it refuses the step; and bytes on a device.
+        """
+        with options_for(self.mesh, "full"):
+            lowered = lowered_on(self.mesh, self._function, self._args)
+            content = cached_result(lowered, self.mesh, result_of).content
+        if isinstance(content, Refusal):
+            return inf, content.required
+        program = inspect(content, tuple(a if isinstance(a, Plan) else None for a in self._args))
+        rate = partial(topology.link_rate, self.mesh)
+        peak = topology.hardware.flops_per_second["bfloat16"]
+        time = time_of(program, topology.clock, rate, peak)
+        if time is None:
+            raise ValueError(f"prove: the compiler for {topology.name} tells no cycles")
+        hidden = sum(
+            row.sent_at_least / rate(row.axes)
+            for row in program.collectives
+            if row.axes and row.what in ("argument", "gradient", "state")
+        )
+        held = 0 if program.memory is None else program.memory.peak
+        return max(time.computing, hidden) + time.sending - hidden, held
+
+    def _planned_paths(self) -> dict[int, str]:
+        """Return the paths of the first plan's leaves, by the number of the array."""
+        place = next((i for i, arg in enumerate(self._args) if isinstance(arg, Plan)), None)
+        return {
+            self._equations.body.inputs[row]: self._paths[row].removeprefix(f"inputs/{place}/")
+            for row in (() if place is None else self._ranges[place])
+        }
+
     def findings(self, plan: Plan, large: int) -> list[Finding]:
         """Find what is wrong with a plan for the step; `Plan.check` with `step` gives it as well.
 
@@ -392,12 +464,7 @@ class Step(TracedStep):
         check_type("plan", plan, Plan, "that of shardrules.plan")
         check_bytes("large", large)
         spread = self._spread(plan)
-        place = next(i for i, arg in enumerate(self._args) if isinstance(arg, Plan))
-        paths = {
-            self._equations.body.inputs[row]: self._paths[row].removeprefix(f"inputs/{place}/")
-            for row in self._ranges[place]
-        }
-        view = View(self._equations, self._roles, spread, paths, line_of, large)
+        view = View(self._equations, self._roles, spread, self._planned_paths(), line_of, large)
         return list(step_findings(view))
 
     def _priced(self, spread: Spread) -> Price:
@@ -524,7 +591,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
         make = equinox.filter_make_jaxpr
     with _in_force(mesh), noted(step, args):
         closed, results, *_ = make(step)(*trees)
-    traced = _Traced(closed, jax.tree_util.tree_structure(results))
+    traced = _Traced(step, closed, jax.tree_util.tree_structure(results))
     paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]
     name = getattr(step, "__name__", type(step).__name__)
     return Step(name, traced, args, paths, mesh)
