@@ -126,3 +126,34 @@ def test_wrong_functions_are_named(folder, source, message):
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert "Traceback" not in done.output
+
+
+def test_sweep_traces_the_step_on_each_mesh_and_leaves_out_what_it_is_not_for(folder):
+    code = STEP.replace("plan = sr.plan", "calls.append(dict(mesh.shape))\n    plan = sr.plan")
+    (folder / "right_step.py").write_text(code.replace("RULES =", "calls = []\nRULES ="))
+    words = ("sweep", "model.json", "-r", "right.toml", "--devices", 128, "--axes", "fsdp,tp")
+    done = invoke(*words, "--step", "right_step:step_on", "--hardware", "v5p", "--format", "json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert {"fsdp": 64, "tp": 2} in [row["mesh"] for row in told["rows"]]
+    (left,) = told["left_out"]
+    assert left["mesh"] == {"fsdp": 128, "tp": 1}
+    assert "64 rows cannot be cut into 128 parts by fsdp" in left["why"]
+    assert left["mesh"] in sys.modules["right_step"].calls
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--devices", 8, "--axes", "fsdp,tp", "--prove", 2), "without --step there is nothing to"),
+        (("-m", "fsdp=8", "--prove", 2, "--step", "right_step:step_on"), "those of --mesh"),
+        (
+            ("--devices", 8, "--axes", "fsdp,tp", "--prove", 2, "--step", "right_step:step_on"),
+            "prove: give the topology",
+        ),
+    ],
+)
+def test_what_cannot_be_proven_is_told(folder, words, message):
+    done = invoke("sweep", "model.json", "-r", "right.toml", *words)
+    assert done.exit_code == 2
+    assert message in done.stderr
