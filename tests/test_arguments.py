@@ -246,6 +246,8 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "with_sharding_constraint.rules": NOT_DECIDERS,
     "load.rules": (*NOT_DECIDERS, None),
     "load.tree": NOT_TREE,
+    "load.only": (3, THING, HUGE, "(", "no such path"),
+    "load.missing": (3, "w", THING, ["w"], {3: 0}, {"w": None}, {"w": 0}),
     "save.tree": (3, "tree", {}, THING),
     "save.path": (3, None, THING, []),
     "save.shard_bytes": (0, -1, "5", 1.5, None, THING),
@@ -436,7 +438,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "load": (sr.load, {
         "source": CHECKPOINT, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
         "companions": (), "names": None, "optional_axes": (), "tree": None, "renames": (), "dtype": None,
-        "progress": None, "max_bytes_in_flight": None}),
+        "strict": True, "only": None, "missing": None, "progress": None, "max_bytes_in_flight": None}),
     "logical_axis_rules": (lambda rules: sr.logical_axis_rules(rules).__enter__(), {
         "rules": LOGICAL}),
     "logical_to_mesh": (sr.logical_to_mesh, {

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import _jax
+from shardrules._program.dump import _first_field
 
 ROOT = Path(sr.__file__).parent
 
@@ -166,6 +167,7 @@ import collections, sys
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
 from shardrules import _jax
+from shardrules._program.dump import _first_field
 name = sys.argv[1]
 read = _jax._private
 _jax._private = lambda owner, asked: None if asked == name else read(owner, asked)
@@ -214,13 +216,17 @@ def test_trees_are_walked_by_public_names(name):
     assert run(name) == run("nothing")
 
 
+DUMPED = (
+    "HloModule.from_serialized_hlo_module_proto", "HloSharding.from_proto",
+    "HloSharding.v3_to_v2_sharding", "parse_flatten_op_sharding",
+)  # fmt: skip
 TESTED = {
     "get_abstract_mesh", "get_concrete_mesh", "thread_resources", "trace_state_clean",
     "global_state", "_convert_element_type", "_executable._in_shardings",
     "_executable._out_shardings", "_executable.out_avals", "_params.const_args", "_aval",
     "_device_assignment", "_axis_rules", "default_registry.flatten_one_level_with_keys",
     "_registry", "_lowering._compiler_options_kvs", "_lowering.compile_args",
-    "source_info.traceback.frames",
+    "source_info.traceback.frames", *DUMPED,
     "TransferToMemoryKind",  # of JAX before jax.memory alone
 }  # fmt: skip
 
@@ -232,6 +238,26 @@ def test_without_the_options_of_a_lowered_function_it_is_not_kept(without, name)
         assert _jax.lowered_options(lowered) is not None
     without(name)
     assert _jax.lowered_options(lowered) is None
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="as for described devices")
+def test_without_what_reads_dumps_no_shardings_of_results_are_known(without, mesh, tmp_path):
+    x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("fsdp", "tp")))
+    lowered = jax.jit(lambda x, y: (x * 2, x.sum(0), x.T), keep_unused=False).lower(x, x)
+    known = _jax.lowered_shardings(lowered)
+    assert known == ([x.sharding, None], [None, None, None])
+    compiled = lowered.compile({"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_proto": True})
+    (file,) = tmp_path.glob("*after_optimizations.hlo.pb")
+    module = _first_field(file.read_bytes())
+    specs = [sharding.spec for sharding in compiled.output_shardings]
+    assert specs == _jax.dumped_specs(module, mesh) == [P("fsdp", "tp"), P("tp"), P("tp", "fsdp")]
+    for damaged in (b"", module[:-9], b"m" * 99):
+        assert _jax.dumped_specs(damaged, mesh) in (None, specs)
+    for name in DUMPED:
+        without(name)
+        assert _jax.dumped_specs(module, mesh) is None
+    without("_lowering.compile_args")
+    assert _jax.lowered_shardings(lowered) is None
 
 
 def test_without_frames_an_equation_has_no_line(without):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -42,6 +43,7 @@ plan = sr.plan(params, rules, {"fsdp": 8, "tp": 16})
 plan
 """,
     """The table is the plan's `_repr_html_`. The largest rows come first; siblings are folded.
+Below it a notebook has the plan's report, with a treemap, folded; it is left out here.
 
 `check` lists mistakes. No rule is for the embedding and `up`, so the last rule silently
 replicates them. And 16 does not divide a dimension of `wk`.""",
@@ -72,6 +74,11 @@ better.sweep(hbm=100 * 10**6, gradients="bfloat16", optimizer=("float32", "float
 ]
 
 
+def without_report(page: str) -> str:
+    """Leave out a plan's report, whose scripts are not for a page of the docs."""
+    return re.sub(r"<details><summary>Treemap.*</iframe></details>", "", page, flags=re.S)
+
+
 def main() -> None:
     """Cell in turn: Markdown if it does not look like code."""
     notebook = new_notebook(
@@ -85,6 +92,9 @@ def main() -> None:
     NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     for cell in notebook.cells:
         cell.metadata = {}
+        for data in (output.get("data", {}) for output in cell.get("outputs", ())):
+            if "text/html" in data:
+                data["text/html"] = without_report(data["text/html"])
     notebook.metadata.language_info = {"name": "python"}  # versions would differ by machine
     nbformat.write(notebook, HERE / "plan.ipynb")
 

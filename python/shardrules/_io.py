@@ -94,6 +94,10 @@ def opened(path: Path) -> Iterator[io.BufferedReader]:
     if path == _STANDARD_INPUT:
         yield _standard_input()
         return
+    if not isinstance(path, Path):  # of another machine
+        with path.opened() as file:
+            yield file
+        return
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -120,6 +124,12 @@ def _open_at_once(name: str, flags: int) -> int:
     return os.open(name, flags | _OPEN_FLAGS)
 
 
+def size_of(file: io.BufferedReader) -> int:
+    """Return the bytes of an open file."""
+    state: tuple[int, int, int, int] | None = getattr(file.raw, "state", None)
+    return os.fstat(file.fileno()).st_size if state is None else state[2]
+
+
 def read_bytes(path: Path, per_byte: int = 1) -> bytes:
     """Return the content of a file, unpacked if it is gzipped.
 
@@ -132,7 +142,7 @@ def read_bytes(path: Path, per_byte: int = 1) -> bytes:
             .gz but is not gzipped.
     """
     with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = size_of(file)
         if size * per_byte > max_memory.get():
             _raise_too_large(path, size)
         if file.peek(2)[:2] == b"\x1f\x8b":

@@ -207,6 +207,54 @@ def lowered_options(lowered: Any) -> tuple[Any, ...] | None:
     return options, *(arguments[name] for name in _COMPILED_WITH)
 
 
+def lowered_shardings(lowered: Any) -> tuple[list[Any], list[Any]] | None:
+    """Return the shardings of a lowered function's arguments and results, as leaves.
+
+    That of an argument which is dropped, or of one that nothing says, is None. Fallback: None, so
+    that nothing is read of a compiler that has not ended.
+
+    Args:
+        lowered: A `jax.stages.Lowered`.
+    """
+    from jax.sharding import NamedSharding
+
+    arguments = _private(lowered, "_lowering.compile_args") or {}
+    if not arguments.keys() >= set(_COMPILED_WITH):
+        return None
+    inputs, outputs = (
+        [value if isinstance(value, NamedSharding) else None for value in arguments[name]]
+        for name in _COMPILED_WITH[:2]
+    )
+    of_kept = dict(zip(sorted(arguments["kept_var_idx"]), inputs, strict=False))
+    count = lowered.in_tree.num_leaves
+    if len(of_kept) != len(inputs) or max(of_kept, default=0) >= count:  # constants among them
+        return None
+    return [of_kept.get(i) for i in range(count)], outputs
+
+
+def dumped_specs(module: bytes, mesh: Any) -> list[Any] | None:
+    """Return the PartitionSpecs of the results of a module as XLA writes it, as leaves.
+
+    Fallback: None, so that only those are known which `out_shardings` names.
+
+    Args:
+        module: A serialized HloModuleProto.
+        mesh: The mesh of the function.
+    """
+    hlo = _private("jaxlib._hlo", "HloModule.from_serialized_hlo_module_proto")
+    of_proto = _private("jaxlib._hlo", "HloSharding.from_proto")
+    in_tiles = _private("jaxlib._hlo", "HloSharding.v3_to_v2_sharding")
+    parse = _private("jax._src.sharding_impls", "parse_flatten_op_sharding")
+    if None in (hlo, of_proto, in_tiles, parse):
+        return None
+    try:
+        sharding = of_proto(hlo(module).spmd_output_sharding)
+        leaves = sharding.tuple_elements() or [sharding]
+        return [spec for leaf in leaves for spec in parse(in_tiles(leaf), mesh)]
+    except Exception:  # of another form than these versions write
+        return None
+
+
 def device_order(sharding: Any) -> tuple[Any, ...]:
     """Return the devices of a sharding without a mesh, in its order.
 

@@ -128,19 +128,22 @@ class Table:
             for line in ([column.head for column in self.columns], *self.rows)
         ]
 
-    def html(self, caption: str, last: str = "") -> str:
+    def html(self, caption: str, last: str = "", most: int | None = None) -> str:
         """Return an HTML table, with a last line if there is one; texts are escaped."""
         from html import escape
 
         def line(tag: str, cells: Iterable[str]) -> str:
-            marked = (f"<{tag}>{escape(printable(cell))}</{tag}>" for cell in cells)
+            marked = (f"<{tag}>{_coloured(printable(cell))}</{tag}>" for cell in cells)
             return f"<tr>{''.join(marked)}</tr>"
 
-        body = "".join(line("td", row) for row in self.rows)
+        rows = self.rows[:most]
+        if more := and_more(len(self.rows), len(rows), "row"):
+            last = f"{more[0]}; print shows them"
+        body = "".join(line("td", row) for row in rows)
         if last:
             body += f'<tr><td colspan="{len(self.columns)}">{escape(printable(last))}</td></tr>'
         return (
-            f"<table><caption>{escape(printable(caption))}</caption>"
+            f"<table>{f'<caption>{escape(printable(caption))}</caption>' if caption else ''}"
             f"<thead>{line('th', (column.head for column in self.columns))}</thead>"
             f"<tbody>{body}</tbody></table>"
         )
@@ -354,6 +357,20 @@ def near_shown(path: str, paths: Iterable[str], least: float = _NEAR_PATH) -> st
 _T = TypeVar("_T")
 # A screen or two: an answer may stand in a list after all.
 _MOST_LINES: Final = 60
+_FOLDED: Final = 12
+"""From so many lines on, a text in a notebook is folded."""
+_MOST_OF_LINE: Final = 2_000
+MOST_HTML: Final = 200_000
+"""Characters that a notebook gets of one value."""
+_COLOUR_OF: Final = {
+    **dict.fromkeys(("error", "does not fit", "DOES NOT FIT", "PROBLEM"), "#d32f2f"),
+    "warning": "#b26a00",
+    "info": "#1976d2",
+    "fits": "#2e7d32",
+}
+_VERDICT: Final = re.compile(
+    r"^(error|warning|info)(?=\[)|\b(fits|does not fit|DOES NOT FIT)\b|(?<=^  )PROBLEM\b"
+)
 
 
 def answer(cls: type[_T]) -> type[_T]:
@@ -393,10 +410,42 @@ def _line(self: Any) -> str:
     return f"{type(self).__name__}({', '.join(named)})"
 
 
-def _html(self: object) -> str:
+def _html(self: Any) -> str:
+    """Return the parts of an answer, tables and texts; texts of many lines are folded."""
+    parts: list[Table | str] = self._parts() if hasattr(self, "_parts") else [str(self)]
+    pages: list[str] = []
+    for number, part in enumerate(parts):
+        page = _text_html(part) if isinstance(part, str) else part.html("", most=_MOST_LINES)
+        if sum(map(len, pages)) + len(page) > MOST_HTML - 100:
+            (rest,) = and_more(len(parts), number, "part")
+            return "".join([*pages, f"<pre>{rest}; print shows them</pre>"])
+        pages.append(page)
+    return "".join(pages)
+
+
+def _text_html(text: str) -> str:
+    """Return a text with its first line as the head of the others, which can be folded."""
+    head, *lines = text.split("\n")
+    if not lines:
+        return f"<pre>{_coloured(head)}</pre>"
+    most = _MOST_LINES - 1
+    rest = [f"{line}; print shows them" for line in and_more(len(lines), most, "line")]
+    body = "\n".join(map(_coloured, [*lines[:most], *rest]))
+    is_open = " open" if len(lines) < _FOLDED else ""
+    summary = f"<summary><code>{_coloured(head)}</code></summary>"
+    return f"<details{is_open}>{summary}<pre>{body}</pre></details>"
+
+
+def _coloured(line: str) -> str:
+    """Return a line as HTML, of at most some thousand characters, with its verdicts in colour."""
     from html import escape
 
-    return f"<pre>{escape(_first_lines(self), quote=False)}</pre>"
+    text = line if len(line) <= _MOST_OF_LINE else f"{line[:_MOST_OF_LINE]}..."
+    return _VERDICT.sub(_marked, escape(text, quote=False))
+
+
+def _marked(match: re.Match[str]) -> str:
+    return f'<b style="color:{_COLOUR_OF[match[0]]}">{match[0]}</b>'
 
 
 def _shown_in_notebooks(cls: type[_T]) -> type[_T]:

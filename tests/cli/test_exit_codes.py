@@ -335,7 +335,7 @@ DEAF = textwrap.dedent("""
 
     def command():
         args = SimpleNamespace(quiet=True)
-        return process.interruptible(args, "compiling", compile, LIMIT)
+        return process.interruptible(args, "compiling", compile)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     process.exit_with(command)
@@ -343,28 +343,25 @@ DEAF = textwrap.dedent("""
 
 
 @POSIX
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", None])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_what_hears_no_signal_ends_with_its_files(tmp_path, name):
     (tmp_path / "files").mkdir()
-    program = DEAF.replace("LIMIT", "None" if name else "1")
     environment = {**os.environ, "TMPDIR": str(tmp_path / "files")}
-    words = [sys.executable, "-c", program]
+    words = [sys.executable, "-c", DEAF]
     with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as process:
-        while name and not (tmp_path / "begun").exists():
+        while not (tmp_path / "begun").exists():
             time.sleep(0.01)
             assert process.poll() is None
-        if name:
-            assert len(list((tmp_path / "files").iterdir())) == 1
-            process.send_signal(getattr(signal, name))
-        message = b"" if name else b"error: compiling: it has not ended in 1 s\n"
-        assert process.stderr.read() == message
-        assert process.wait(120) == (128 + getattr(signal, name) if name else 2)
+        assert len(list((tmp_path / "files").iterdir())) == 1
+        process.send_signal(getattr(signal, name))
+        assert process.stderr.read() == b""
+        assert process.wait(120) == 128 + getattr(signal, name)
     assert list((tmp_path / "files").iterdir()) == []
 
 
 def test_the_result_or_the_error_of_an_interruptible_call_is_the_caller_s(capsys):
     args = SimpleNamespace(quiet=False)
-    assert process.interruptible(args, "computing", lambda: 6 * 7, 60) == 42
+    assert process.interruptible(args, "computing", lambda: 6 * 7) == 42
     with pytest.raises(ZeroDivisionError):
         process.interruptible(args, "computing", lambda: 1 / 0)
     assert capsys.readouterr().err == ""

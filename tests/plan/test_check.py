@@ -1276,8 +1276,41 @@ class TestMends:
         assert plan.check(**eval(f"dict({mend})")) == ()
 
     def test_none_that_would_hide_a_mistake(self):
-        misspelt = findings({"w": LARGE}, [("w", ("fdsp", "tp"))])
-        assert only(misspelt, "unknown-axis").mend == ""
+        misspelt = only(findings({"w": LARGE}, [("w", ("fdsp", "tp"))]), "unknown-axis").mend
+        assert misspelt == "('w', P('fsdp', 'tp'))"
+        assert findings({"w": LARGE}, [eval(misspelt, {"P": P})]) == ()
         forgotten = findings({"w": [LARGE] * 100}, SHARDED, {"dp": 4, **MESH})
         assert only(forgotten, "unused-axis").level == "warning"
-        assert only(forgotten, "unused-axis").mend == ""
+        assert only(forgotten, "unused-axis").mend == r"(r'w/\d+', P(...))"
+
+    @pytest.mark.parametrize(
+        ("tree", "rules", "kind", "mend", "spec"),
+        [
+            ({"w": LARGE}, [*SHARDED, ("gone", P())], "dead", "del rules[1]", None),
+            ({"w": LARGE, "v": LARGE}, [("w|v", P("fsdp", "tp")), ("v", P("tp", "fsdp"))], "shadowed", "rules.insert(0, rules.pop(1))", None),
+            ({"w": LARGE, "x": LARGE}, [*SHARDED, ("x", P())], "replicated", "(r'x', P(...))", P("fsdp", "tp")),
+            ({"w": LARGE, "x": array(2**13, 2**13)}, [*SHARDED, ("x", P("fsdp"))], "uncut", "(r'x', P(...))", P("fsdp", "tp")),
+            ({"w": LARGE, "x": [LARGE, LARGE]}, [*SHARDED, ("x/0", P("fsdp", "tp")), ("x/1", P("tp", "fsdp"))], "siblings", r"(r'x/\d+', P(...))", P("fsdp", "tp")),
+            ({"w": LARGE}, [("w", sr.RuleSpec(P("fsdp", "tp"), memory_kind="unpinned_host"))], "unpinned", "memory_kind='pinned_host'", None),
+        ],
+    )  # fmt: skip
+    def test_of_each_kind_mends_it(self, tree, rules, kind, mend, spec):
+        found = only(findings(tree, rules), kind)
+        assert found.mend == mend
+        if kind in ("dead", "shadowed"):
+            exec(mend, {"rules": rules})
+        elif kind == "unpinned":
+            rules = [(rules[0][0], replace(rules[0][1], **eval(f"dict({mend})")))]
+        else:
+            rules = [eval(mend, {"P": lambda _: spec}), *rules]
+        assert of_kind(findings(tree, rules), kind) == []
+
+    def test_a_correction_and_a_sweep(self):
+        tree = {"w": array(4098, 4096)}
+        plan = sr.plan(tree, [("w", P("fsdp", "tp"))], {"fsdp": 4, "tp": 2})
+        mend = only(plan.check(large=1), "correction").mend
+        correction = eval(f"dict({mend})", {"shardrules": sr})["correction"]
+        mended = sr.plan(tree, plan.rules, {"fsdp": 4, "tp": 2}, correction=correction)
+        assert mended.bytes_per_device().max < plan.bytes_per_device().max
+        mend = only(plan.check(hbm=10**6), "memory").mend
+        assert [row.fits for row in eval(mend, {"plan": plan})]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from itertools import groupby, product
+from pathlib import Path
 from time import perf_counter, process_time
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ from shardrules._text import bytes_shown, printable, printable_lines, seconds_sh
 from tests.support import corpus
 from tests.support.browser import chromium, metrics_of
 from tests.support.command_line import invoke
+from tests.support.folders import ROOT
 from tests.support.slow import slow, some
 
 MESH = {"fsdp": 64, "sp": 1, "tp": 8}
@@ -374,18 +377,40 @@ def test_file_is_replaced_at_once(deepseek, tmp_path):
 
 
 def test_notebook(deepseek, hostile):
-    table = deepseek._repr_html_()
+    table = deepseek._repr_html_().partition("<details>")[0]
     assert table.count("<tr>") == 24
     assert "more" not in table
     rows = re.findall(r"<tr><td>(.*?)</td>", table)
     assert rows[0] == "model/layers/{0..60}/self_attn/q_b_proj/kernel"
     table = hostile[0]._repr_html_()
     assert set(re.findall(r"<(\w+)", table)) == {
-        "table", "caption", "thead", "tbody", "tr", "th", "td",
+        "table", "caption", "thead", "tbody", "tr", "th", "td", "details", "summary", "iframe",
     }  # fmt: skip
     many = sr.plan({chr(i): np.ones(()) for i in range(300, 360)}, [], {"tp": 2})._repr_html_()
     assert many.count("<tr>") == 52
     assert "and 10 more rows" in many
+
+
+def test_what_a_notebook_gets_of_deepseek_is_small(deepseek):
+    plan = deepseek
+    suggestion = sr.suggest(plan)
+    unlike = plan.with_rules([(path, ()) for path in plan.paths[:1000]])
+    values = (
+        plan,
+        plan.check(),
+        plan.explain(plan.paths[0]),
+        plan.sweep(hbm=16 * 10**9),
+        plan.traffic(tokens=10**6, experts_per_token=8),
+        suggestion,
+        plan.diff(suggestion.plan),
+        unlike,
+        unlike.check(),
+        unlike.explain(plan.paths[-1]),
+    )
+    pages = [value._repr_html_() for value in values]
+    assert max(map(len, pages)) <= 200_000
+    assert "<iframe sandbox=" in pages[0]
+    assert "<script" not in "".join(pages)
 
 
 # In a browser
@@ -518,6 +543,57 @@ def test_browser_shows_the_compiled_program(opened, program):
     assert "f32[512,512]" in page.inner_text("#tip")
     (row,) = page.locator("#program tbody tr").all_inner_texts()
     assert row.split("\t")[:5] == ["524 kB", "1", "all-gather", "tp", "f32[512,512]"]
+
+
+def test_browser_begins_with_what_to_do(opened):
+    """Verdict, memory and three mends to copy, by keyboard; the dead rules are one card."""
+    leaf = jax.ShapeDtypeStruct((4096, 4096), "float32")
+    rules = [("gone", "tp"), ("a", "tp"), ("gone too", ()), ("b", ()), ("c", ())]
+    plan = sr.plan({"a": leaf, "b": leaf, "c": leaf, "d": leaf}, rules, {"tp": 2})
+    page = opened(plan, findings=plan.check(), sweep=None, hbm=10**6)
+    assert page.inner_text(".verdict") == "1 error, 4 warnings, 0 info; it does not fit"
+    assert page.inner_text("header dl div:first-child") == "Fits\nno, into 1.00 MB"
+    first = page.locator("#todo .finding strong").all_inner_texts()
+    assert first == ["unmatched", "replicated", "replicated"]
+    (rest,) = page.locator("#findings .finding").all_inner_texts()
+    assert "2 rules match no leaf" in rest
+    code = page.inner_text("#findings .mend pre")
+    assert code == "del rules[2], rules[0]"
+    exec(code, {"rules": rules})
+    assert [pattern for pattern, _ in rules] == ["a", "b", "c"]
+    button = page.locator("#todo .mend button").first
+    button.focus()
+    page.keyboard.press("Enter")
+    assert button.inner_text() in ("Copied", "Selected")
+    assert page.evaluate("String(getSelection())") == "(r'd', P(...))"
+
+
+AXE = os.environ.get("AXE", ROOT / "node_modules/axe-core/axe.min.js")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), product((1280, 390), ("light", "dark")))
+def test_browser_is_accessible(browser, deepseek, tmp_path, width, scheme):
+    """axe finds nothing: `npm install axe-core`, or its file in AXE. Nothing is wider than the page."""
+    file = tmp_path / "plan.html"
+    sweep, suggestion = deepseek.sweep(hbm=16 * 10**9), sr.suggest(deepseek)
+    deepseek.to_html(file, sweep=sweep, hbm=16 * 10**9, suggestion=suggestion)
+    with browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True
+    ) as context:
+        page = context.new_page()
+        page.goto(file.as_uri())
+        page.wait_for_selector("#treemap .slice")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.emulate_media(media="print")
+        assert page.is_visible("#todo .mend pre")
+        assert not page.is_visible("#todo .mend button")
+        page.emulate_media(media="screen", color_scheme=scheme)
+        if not Path(AXE).exists():
+            pytest.skip("no axe-core")
+        page.evaluate(Path(AXE).read_text(encoding="utf-8"))
+        violations = page.evaluate("axe.run()")["violations"]
+    assert [(one["id"], one["nodes"][0]["html"]) for one in violations] == []
 
 
 @pytest.mark.slow
@@ -826,5 +902,5 @@ def test_browser_dark_and_print(opened, deepseek):
 def test_a_card_begins_with_code_to_copy(opened, mend):
     plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], {"fsdp": 8})
     page = opened(plan, findings=sr.types.Findings([finding(mend=mend)]), sweep=None)
-    assert page.locator(".finding .mend").all_inner_texts() == ([mend] if mend else [])
+    assert page.locator(".finding .mend pre").all_inner_texts() == ([mend] if mend else [])
     assert page.locator(".finding b").all_inner_texts() == ["Fix: "]

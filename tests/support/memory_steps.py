@@ -489,6 +489,8 @@ SEEN = frozenset([
     "LoRA, v5e:4x4, fsdp=16",
     "forward, v5e:4x4, fsdp=16",
     "forward, v6e:4x4, fsdp=4,tp=4",
+    "forward, v6e:4x4, fsdp=16",
+    "forward, layers apart, v5p:2x2x4, fsdp=4,tp=4",
     "decode, v5e:4x4, data=4,tp=4",
     "dense, layers apart, all saved, v6e:4x4, fsdp=16",
 ])  # fmt: skip

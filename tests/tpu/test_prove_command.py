@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.command_line import invoke
 from tests.tpu.marks import needs_libtpu
+from tests.tpu.test_timeout import folder  # noqa: F401
 
 MODULE = textwrap.dedent(
     """
@@ -153,9 +154,21 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, limit):
             process.terminate()
         message = process.stderr.read()
         assert process.wait(120) == (128 + signal.SIGTERM if limit is None else 2)
-    assert ("it has not ended in 1 s; give --timeout more, or --fast" in message) == bool(limit)
+    text = "the compiler has not ended in 1 s; give --timeout more, or --fast"
+    assert (text in message) == bool(limit)
     assert list((tmp_path / "files").iterdir()) == []
     assert not (tmp_path / "cache").exists()
+
+
+@needs_libtpu
+def test_what_is_known_at_the_limit_is_shown(run, folder):  # noqa: F811
+    code, out, err = run("forgotten", *ON, "--timeout", "60", "--large", "64kB")
+    assert (code, err) == (0, "")
+    assert "; no times: code generation did not end in 60 s: it fits\n" in out.splitlines(True)[0]
+    assert "warning[donation]" in out
+    assert "a step takes" not in out
+    code, _, err = run("step_on", *ON, "--timeout", "60", "--lock", "s.lock", "--update-lock")
+    assert (code, "the lock is of what is compiled to its end" in err) == (2, True), err
 
 
 @needs_libtpu

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_type, each, in_order, integer, listed, texts
@@ -11,6 +12,7 @@ from shardrules._checkpoint.filling import Job, bytes_in_flight
 from shardrules._checkpoint.formats import format_of, reads_of
 from shardrules._checkpoint.reading import Progress, checked_progress
 from shardrules._checkpoint.renames import A_RENAME, Rename
+from shardrules._checkpoint.selection import Selection, initial
 from shardrules._checkpoint.targets import Problems
 from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._dtypes import bits_of, given_float
@@ -42,6 +44,9 @@ def load(
     tree: Any = None,
     renames: Iterable[Rename] = (),
     dtype: Any = None,
+    strict: bool = True,
+    only: str | re.Pattern[str] | None = None,
+    missing: Mapping[str, Any] | None = None,
     progress: bool | Progress | None = None,
     max_bytes_in_flight: int | None = None,
 ) -> Any:
@@ -71,6 +76,14 @@ def load(
         dtype: The dtype of all floating arrays of 16 bits or more, a float; but not of scales
             beside FP8 or int8 arrays, nor where a `Rename` has its own. Default: the tree's dtypes,
             or the checkpoint's.
+        strict: Whether arrays that the tree does not have are an error. False leaves them out, and
+            the log "shardrules" lists them. Default: True.
+        only: A regex: load only arrays whose paths in the tree it finds. If there is a `tree`, its
+            other leaves stay in the result as they are. Default: all.
+        missing: {regex: init} for leaves of the tree that the checkpoint lacks. The first that
+            finds the path makes the leaf, on its devices: a number, an array, or a function of
+            shape and dtype such as `jax.numpy.zeros`. The log lists them. Default: a missing leaf
+            is an error.
         progress: True for a bar, which needs `shardrules[cli]`; or a function, which is called with
             the bytes read so far and those that this process will read. Default: neither.
         max_bytes_in_flight: Maximum bytes of the host's memory for what has been read and is not on
@@ -102,6 +115,8 @@ def load(
         >>> tuple(params["wq"].sharding.spec), params["wq"].shape
         ((None, 'tp'), (4, 8))
     """
+    from jax import tree_util
+
     check_type("source", source, str | os.PathLike, "the path of a checkpoint")
     reports = checked_progress(progress)
     with JointCall("load") as call:
@@ -110,6 +125,7 @@ def load(
         bound = max_bytes_in_flight
         if bound is not None:
             bound = integer("max_bytes_in_flight", bound, 1, what="a number of bytes")
+        selection = Selection(strict, only, missing)
         deciding: dict[str, Any] = {
             "min_size": min_size,
             "correction": correction,
@@ -122,6 +138,10 @@ def load(
             plan = rules if mesh is None else rules.on_mesh(mesh)
             tree = plan.abstract() if tree is None else tree
             rules, mesh = plan.shardings(), None
+        if tree is None and (missing or not selection.strict):
+            raise ValueError(
+                "missing and strict=False are for a tree to fill: give tree, or a plan as rules"
+            )
         if call.joint and asks_for_own_devices(rules, mesh):
             call.alone()
         is_joint = call.joint
@@ -136,24 +156,40 @@ def load(
             wanted_dtype,
             problems,
             takes_parts=checkpoint_format.has_items,
+            selection=selection,
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh, **deciding)
         jobs = [
             Job(path, target, leaf.dtype, checked_sharding(path, sharding))
             for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
+            if target is not None
         ]
         reads = reads_of(checkpoint_format, arrays, jobs)
         most = bytes_in_flight(reads.all, bound)
         call.agree(
             lambda: [
                 *checkpoint_format.samples(arrays),
+                ("the options", selection.options),
                 *rows_of(abstract, dict(enumerate(shardings))),
             ]
         )
     with JointCall("load", "while it was reading") as call:
         if not is_joint:
             call.alone()
-        values = reads.read(most, reports)
+        read = iter(reads.read(most, reports))
+        kept = leaves if tree is None else tree_util.tree_leaves(tree)
+        values = []
+        for (path, target), like, leaf, sharding in zip(
+            targets, leaves, kept, shardings, strict=True
+        ):
+            if target is not None:
+                values.append(next(read))
+            elif path in selection.made:
+                to = checked_sharding(path, sharding)
+                values.append(initial(path, selection.made[path], like, to))
+            else:
+                values.append(leaf)
+        selection.tell(arrays.name)
         call.agree(lambda: [("the arrays", "read")])
     return treedef.unflatten(values)
 

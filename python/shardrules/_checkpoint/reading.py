@@ -20,6 +20,7 @@ from shardrules import _core
 from shardrules._checkpoint.boxes import Box, box_shape, hull_of, intersection, slices_in
 from shardrules._dtypes import is_inexact
 from shardrules._files.leaves import ArraySpec, StoredFile, state_of
+from shardrules._files.remote import RemoteFile
 from shardrules._io import FileError, opened
 from shardrules._text import bytes_shown, shown
 
@@ -107,6 +108,8 @@ STAGING: Final = 2 << 20
 
 # Bytes between two ranges that are read along: less than what a call of the system takes.
 _GAP: Final = 4 << 10
+# The same for files of other machines, where a request takes milliseconds.
+_REMOTE_GAP: Final = 256 << 10
 # Linux has 1,024.
 _MOST_BUFFERS: Final = 1000
 # More than there are threads that read. A process may often have no more than 256 in all.
@@ -355,7 +358,7 @@ class Reader:
 
 
 def _check_unchanged(stored: StoredFile, file: io.BufferedReader) -> None:
-    if state_of(file.fileno()) != stored.state:
+    if state_of(file) != stored.state:
         raise _changed(stored)
 
 
@@ -370,6 +373,9 @@ def _read_ranges(
     file: io.BufferedReader, ranges: Ranges, memory: npt.NDArray[np.uint8]
 ) -> tuple[int, int]:
     """Read ranges; returns (where it stopped, 0, or the system's error there, or -1 at the end)."""
+    if isinstance(file.raw, RemoteFile):
+        _read_remote(file.raw, ranges, memory)
+        return 0, 0
     if _native is not None:
         return _native(file.fileno(), *ranges, memory, _GAP)
     view, between = memoryview(memory), memoryview(bytearray(_GAP))
@@ -387,6 +393,27 @@ def _read_ranges(
         buffers.append(view[place : place + size])
         end = begin + size
     return _read_span(file, at, buffers)
+
+
+def _read_remote(file: RemoteFile, ranges: Ranges, memory: npt.NDArray[np.uint8]) -> None:
+    """Read ranges of another machine, those that are near one another in one request."""
+    begins, ends = ranges.begins, ranges.begins + ranges.sizes
+    first = 0
+    for i in range(1, len(begins) + 1):
+        is_near = (
+            i < len(begins)
+            and begins[i] - ends[i - 1] <= _REMOTE_GAP
+            and ends[i] - begins[first] <= _MOST_SHARE
+        )
+        if is_near:
+            continue
+        data = np.frombuffer(file.range(int(begins[first]), int(ends[i - 1])), np.uint8)
+        for begin, size, place in zip(
+            *(column[first:i].tolist() for column in ranges), strict=True
+        ):
+            at = begin - int(begins[first])
+            memory[place : place + size] = data[at : at + size]
+        first = i
 
 
 def _read_span(file: io.BufferedReader, at: int, buffers: Sequence[memoryview]) -> tuple[int, int]:

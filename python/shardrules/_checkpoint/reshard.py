@@ -374,6 +374,7 @@ def _moves_by_paths(
         zip(targets, specs, shardings, strict=True)
     ):
         to = checked_sharding(path, sharding)
+        assert target is not None
         used = {*target.sources}
         moves[i] = _Move(
             to,

@@ -10,6 +10,7 @@ import numpy as np
 from shardrules._arguments import check_tree
 from shardrules._checkpoint.reading import numpy_dtype
 from shardrules._checkpoint.renames import Rename
+from shardrules._checkpoint.selection import Selection
 from shardrules._checkpoint.targets import Problems, Target, targets_of
 from shardrules._dtypes import bits_of, converts, given_name, is_plain_float, key_dtype
 from shardrules._files.leaves import ArraySpec
@@ -28,8 +29,11 @@ def matched(
     problems: Problems,
     *,
     takes_parts: bool = False,
-) -> tuple[Any, list[tuple[str, Target]]]:
+    selection: Selection | None = None,
+) -> tuple[Any, list[tuple[str, Target | None]]]:
     """Return (the tree of ShapeDtypeStructs, the path and the target of each leaf in order).
+
+    A leaf has no target if it is not loaded, or made as it is missing.
 
     Args:
         arrays: The arrays that there are.
@@ -38,13 +42,17 @@ def matched(
         dtype: The dtype of floating arrays; None: the tree's or the arrays'.
         problems: What is wrong already.
         takes_parts: Whether a tree may lack whole items of the arrays' tree, such as `opt_state`.
+        selection: What is loaded of them. Default: all.
 
     Raises:
         FileError: Something does not fit; everything is listed.
     """
+    selection = selection or Selection()
     if tree is None:
         targets = targets_of(arrays, renames, {}, problems)
+        selection.check(list(targets), problems)
         problems.raise_all()
+        targets = {path: target for path, target in targets.items() if selection.wants(path)}
         tree = _tree_of(targets)
         paths = leaf_paths(tree)
         tree_specs = [(targets[path].shape, targets[path].dtype) for path in paths]
@@ -60,13 +68,14 @@ def matched(
         if takes_parts:
             items = {*map(_item, paths)}
             targets = {path: each for path, each in targets.items() if _item(path) in items}
-        targets = _in_tree(targets, paths, tree_specs, problems)
+        selection.check(paths, problems)
+        targets = _in_tree(targets, paths, tree_specs, problems, selection)
     unknown = {name for name in {name for _, name in tree_specs} if not _is_known_to_jax(name)}
     for path, (_, name) in zip(paths, tree_specs, strict=True):
-        if name in unknown:
+        if name in unknown and path in targets:
             problems.add(f"this version of JAX has no {name}; a Rename to None leaves it out", path)
     problems.raise_all()
-    in_order = [targets[path] for path in paths]
+    in_order = [targets.get(path) for path in paths]
     if dtype is not None:
         tree_specs = _converted(tree_specs, in_order, arrays, dtype)
     return _abstract(tree, tree_specs), list(zip(paths, in_order, strict=True))
@@ -74,18 +83,18 @@ def matched(
 
 def _converted(
     tree_specs: list[_ShapeAndDtype],
-    targets: Sequence[Target],
+    targets: Sequence[Target | None],
     arrays: Mapping[str, ArraySpec],
     dtype: str,
 ) -> list[_ShapeAndDtype]:
     """Give floating arrays this dtype, unless a record has one for them, or they are scales."""
     scales = scales_in({name: array.dtype for name, array in arrays.items()})
 
-    def of_target(own_dtype: str, target: Target) -> str:
-        if target.has_own_dtype:
+    def of_target(own_dtype: str, target: Target | None) -> str:
+        if target is not None and target.has_own_dtype:
             return target.dtype
         is_kept = not is_plain_float(own_dtype) or any(
-            part.source in scales for part in target.parts[:1]
+            part.source in scales for part in (target.parts[:1] if target else ())
         )
         return own_dtype if is_kept else dtype
 
@@ -137,6 +146,7 @@ def _in_tree(
     paths: list[str],
     in_tree: list[_ShapeAndDtype],
     problems: Problems,
+    selection: Selection,
 ) -> dict[str, Target]:
     """Return the targets by the tree's paths; note what is missing, left over, or differs."""
     names = list(targets)
@@ -145,7 +155,11 @@ def _in_tree(
     unused = [name for row, name in enumerate(names) if row not in taken]
     aligned: dict[str, Target] = {}
     for path, row, (shape, dtype) in zip(paths, rows, in_tree, strict=True):
+        if not selection.wants(path):
+            continue
         if row < 0:
+            if selection.makes(path):
+                continue
             problems.add(f"missing: the tree wants {dtype}{list(shape)}", path, unused)
             continue
         target = aligned[path] = targets[names[row]]
@@ -161,7 +175,10 @@ def _in_tree(
                 path,
             )
     for name in unused:
-        problems.add("left over: the tree does not have it; a Rename to None leaves it out", name)
+        if not selection.leaves_out(name):
+            problems.add(
+                "left over: the tree does not have it; a Rename to None leaves it out", name
+            )
     return aligned
 
 

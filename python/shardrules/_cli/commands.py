@@ -249,8 +249,8 @@ def prove(args: Args) -> int:
             lambda: prove(
                 step, *arguments, on=topology, outputs=outputs[0] if outputs else None,
                 large=large, hbm=hbm, budget=budget, effort="fast" if args.fast else "full",
+                timeout=args.timeout,
             ),
-            args.timeout,
         )  # fmt: skip
     except TimeoutError as error:
         faster = "" if args.fast else ", or --fast, which takes less"
@@ -258,6 +258,8 @@ def prove(args: Args) -> int:
     except OutOfMemory as refusal:
         print(f"does not fit: {refusal}")
         return 1
+    if args.lock and proof.is_cut:
+        raise ValueError(f"--lock: {head_of(proof)}; the lock is of what is compiled to its end")
     if args.lock:
         proof = proof._replace(findings=_locked(args, proof.program, proof.findings))
     if args.html:

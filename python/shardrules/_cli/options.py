@@ -30,7 +30,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "fast": ("--fast", "Compile at JAX's optimization level O1.", {}),
         "time_limit": ("--time-limit SECONDS", "Seconds after which the best so far is taken, with "
             "its gap.", {"least": 1}),
-        "timeout": ("--timeout SECONDS", "Seconds after which to give up, with exit code 2.",
+        "timeout": ("--timeout SECONDS", "Seconds that the compiler may take. What is known by "
+            "then is shown: all but the time of a step; or nothing, with exit code 2.",
             {"least": 1}),
         "before": ("BEFORE", "A lockfile or a model.", {}),
         "after": ("AFTER", "A lockfile or a model.", {}),

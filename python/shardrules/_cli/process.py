@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -63,7 +64,7 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)  # nothing is left to clean up
     _drop_unwritten()
     gc.freeze()  # else the interpreter would visit all leaves before it ends
-    if any(thread.is_alive() for thread in _threads):
+    if any(thread.daemon for thread in threading.enumerate()):  # such as a compiler's
         os._exit(code)  # the interpreter would take its libraries from it as it ends
     sys.exit(code)
 
@@ -113,24 +114,16 @@ def working(args: Args, what: str) -> Iterator[None]:
         print(end="\x1b[K", file=sys.stderr, flush=True)
 
 
-_threads: Final[list[Thread]] = []
-"""Those of `interruptible`."""
-
-
-def interruptible(args: Args, what: str, call: Callable[[], T], limit: int | None = None) -> T:
+def interruptible(args: Args, what: str, call: Callable[[], T]) -> T:
     """Run a call in which no signal would be heard, such as a compiler's, and return its result.
 
-    It runs in another thread, so that a signal or the limit ends the process at once. What it has
-    in the temporary directory goes with it. A terminal shows how long it has been running.
+    It runs in another thread, so that a signal ends the process at once. What it has in the
+    temporary directory goes with it. A terminal shows how long it has been running.
 
     Args:
         args: The options of the command.
         what: Text for the terminal.
         call: The call, which must not depend on its thread.
-        limit: Seconds after which to give up.
-
-    Raises:
-        TimeoutError: It has not ended by then.
     """
     future: Future[T] = Future()
 
@@ -142,15 +135,12 @@ def interruptible(args: Args, what: str, call: Callable[[], T], limit: int | Non
 
     begin, before = time.monotonic(), tempfile.tempdir
     thread = Thread(target=run, daemon=True)
-    _threads.append(thread)
     with tempfile.TemporaryDirectory(prefix="shardrules-", ignore_cleanup_errors=True) as folder:
         tempfile.tempdir = folder
         try:
             thread.start()
             while not future.done():
                 passed = int(time.monotonic() - begin)
-                if limit is not None and passed >= limit:
-                    raise TimeoutError(f"{what}: it has not ended in {limit} s")
                 with working(args, f"{what}: {passed} s" if passed else what):
                     wait([future], timeout=1)
         finally:

@@ -127,6 +127,9 @@ class Sweep(tuple[SweepRow, ...]):
     def __str__(self) -> str:
         return "\n".join([*sweep_table(self).lines(), *self.notes])
 
+    def _parts(self) -> list[Table | str]:
+        return [sweep_table(self), *self.notes]
+
 
 def sweep_table(rows: Sequence[SweepRow]) -> Table:
     """Return a row for each mesh, without the columns that no row has."""

@@ -79,14 +79,18 @@ class Traffic(tuple[Transmission, ...]):
         return dict(total)
 
     def __str__(self) -> str:
-        table = Table(_COLUMNS, (_traffic_cells(row) for row in self)).lines()
+        sent, table, *notes = self._parts()
+        return "\n".join([str(sent), *table.lines(), *map(str, notes)])  # type: ignore[union-attr]
+
+    def _parts(self) -> list[Table | str]:
+        table = Table(_COLUMNS, (_traffic_cells(row) for row in self))
         given = [f"{name}={_assumption_shown(value)}" for name, value in self.assumptions.items()]
         assumed = textwrap.wrap(
             f"assumed: {', '.join(given)}", 88, break_long_words=False, break_on_hyphens=False
         )
         missing = [f"not counted, since {why_uncounted(path)}: {path}" for path in self.uncounted]
         sent = f"each device sends {bytes_shown(self.sent)} in a step"
-        return "\n".join(map(printable, [sent, *table, *assumed, *missing]))
+        return [printable(sent), table, *map(printable, [*assumed, *missing])]
 
 
 def _traffic_cells(row: Transmission) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._arguments import MOST
 from shardrules._dtypes import numpy_name
+from shardrules._files.remote import RemoteFile
 from shardrules._io import FileError, first_repeated
 from shardrules._text import brief, shown
 
@@ -27,9 +29,11 @@ class StoredFile(NamedTuple):
     """Its device, inode, bytes, and time of the last change in nanoseconds."""
 
 
-def state_of(file: int) -> tuple[int, int, int, int]:
-    """Return the `state` of a `StoredFile` from the file's descriptor."""
-    status = os.fstat(file)
+def state_of(file: io.BufferedReader) -> tuple[int, int, int, int]:
+    """Return the `state` of a `StoredFile` from the open file."""
+    if isinstance(file.raw, RemoteFile):
+        return file.raw.state_now()
+    status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from shardrules._files import orbax, safetensors
 from shardrules._files.leaves import ArraySpec, ArraySpecs, all_are, check_column
+from shardrules._files.remote import remote_path
 from shardrules._io import FileError, max_memory, parse_json, path_of, read_bytes, unreadable
 from shardrules._text import near_shown, shown
 
@@ -20,11 +21,6 @@ _MOST_LEVELS: Final = 1000
 
 # `Path` makes one slash of two.
 _URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/")
-_COPIED: Final = {
-    "gs": ", with gcloud storage cp",
-    "s3": ", with aws s3 cp",
-    "hf": ", with hf download",
-}
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TORCH: Final = "a pickle of PyTorch"
 _NOT_READ: Final = {
@@ -93,7 +89,8 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
     Raises:
         FileError: There is no such file, its kind is unknown, or it is damaged.
     """
-    path, leaves = path_of(source), ArraySpecs() if make is None else make
+    leaves = ArraySpecs() if make is None else make
+    path: Any = remote_path(source) if _URL.match(source) else path_of(source)
     try:
         if not path.exists():
             _check_place(source)
@@ -117,11 +114,8 @@ def _check_place(source: str) -> None:
     Raises:
         FileError: It is a URL, or may be a repository; the message says what to do.
     """
-    if url := _URL.match(source):
-        raise FileError(
-            f"{url[1]}://{source[url.end() :].lstrip('/')}: only files of this machine are read; "
-            f"copy this here{_COPIED.get(url[1], '')}, and give the file or directory"
-        )
+    if _URL.match(source):
+        raise FileError(f"{source}: there is no such file or directory; check the URL")
     if _REPOSITORY.fullmatch(source) and not source.endswith((safetensors.SUFFIX, *_JSON)):
         raise FileError(
             f"{source}: there is no such file or directory; if it is a repository of Hugging Face, "
@@ -178,9 +172,16 @@ class OrbaxDirectory:
     description = "an orbax checkpoint"
 
     def claims(self, path: Path) -> bool:
+        if not isinstance(path, Path):
+            return path.is_dir() and orbax.is_item(path)
         return path.is_dir() and orbax.find_checkpoint(path) is not None
 
     def read(self, path: Path, make: ArraySpecs) -> Arrays:
+        if not isinstance(path, Path):
+            raise FileError(
+                f"{path}: this is an orbax checkpoint, which is read only from files of this "
+                "machine; copy it here"
+            )
         directory = orbax.find_checkpoint(path) or path
         leaves = orbax.read_checkpoint(directory, make)
         return Arrays(path.resolve().name, leaves, orbax.SEPARATOR, path=directory)
@@ -203,8 +204,9 @@ class FileOfOthers:
         )
 
     def _file(self, path: Path) -> Path | None:
-        files = filter(Path.is_file, sorted(path.iterdir())) if path.is_dir() else [path]
-        return next((file for file in files if file.suffix.lower() in _NOT_READ), None)
+        files = sorted(path.iterdir(), key=str) if path.is_dir() else [path]
+        named = (file for file in files if file.suffix.lower() in _NOT_READ)
+        return next((file for file in named if file.is_file()), None)
 
 
 class ArraysInJson:

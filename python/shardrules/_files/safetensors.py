@@ -81,7 +81,7 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
 def _header(path: Path) -> tuple[dict[str, Any], StoredFile, range]:
     """Return (the parsed header, the file, the offsets of the data after the header)."""
     with opened(path) as file:
-        state = state_of(file.fileno())
+        state = state_of(file)
         size = state[2]
         length = int.from_bytes(file.read(8) or b"", "little")
         if size < 8 or length > size - 8:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -56,6 +57,7 @@ def following(queries: Queries) -> Iterator[Finding]:
             "companion out",
             folded=folded,
             bytes=queries.device_bytes(folded),
+            mend=f"({re.escape(base)!r}, P(...))",
         )
     successful = {link.companion for links in columns._leaves.links.values() for link in links}
     for name, table in _sets_of(columns._leaves.companions).items():
@@ -186,6 +188,7 @@ def no_room(needed: DeviceBytes, room: Room, largest: list[Folded]) -> Finding:
         f"{needed}; a device has {room}",
         "cut these by more axes, or take a mesh of more devices: `sweep` compares meshes",
         folded=largest[:_MOST_LEAVES],
+        mend=f"plan.sweep(hbm={room.hbm})",
         bytes=max(count - limit for count, limit in pairs if limit is not None),
     )
 
@@ -209,6 +212,7 @@ def unpinned(queries: Queries) -> Iterator[Finding]:
         f"({queries.rules(rules) or 'no rule'}), which jit does not have: it copies what it is "
         f"given from there to the device, where {at_stake(cost)} are not counted",
         "name 'pinned_host' instead, where arrays stay inside jit",
+        mend="memory_kind='pinned_host'",
         folded=folded,
         rule=rules[0] if len(rules) == 1 else None,
         bytes=cost,
@@ -295,6 +299,7 @@ def replicated(queries: Queries) -> Iterator[Finding]:
             folded=reported,
             rule=rule,
             bytes=cost,
+            mend=queries.own_rule(reported),
         )
 
 

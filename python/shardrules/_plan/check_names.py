@@ -75,6 +75,7 @@ def half_heads(queries: Queries) -> Iterator[Finding]:
             "half-head",
             f"head_dim={queries.head_dim} is given, but no path names projections of attention",
             "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
+            mend="shardrules.RuleSpec(P(...), units=...)",
         )
     groups: dict[tuple[int | None, _CutHeads], list[Folded]] = defaultdict(list)
     for projection in projections:
@@ -92,6 +93,7 @@ def half_heads(queries: Queries) -> Iterator[Finding]:
             "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)",
             folded=folded,
             rule=rule,
+            mend=f"shardrules.RuleSpec(P(...), units={(*[1] * cut.dim, cut.head_dim)})",
         )
 
 
@@ -235,6 +237,7 @@ def unknown_names(queries: Queries) -> Iterator[Finding]:
             "unknown-name",
             f"no rule is for the name {name!r} of {counted(leaves_in(folded), 'leaf')}{hint}{cost}",
             f"correct the name, or add a rule ({name!r}, None) if nothing is to cut it",
+            mend=f"({name!r}, {queries.axes_of(meant)!r})",
             folded=folded,
             bytes=bytes_whole,
         )
@@ -257,6 +260,7 @@ def unnamed(queries: Queries) -> Iterator[Finding]:
             f"{counted(leaves_in(folded), 'leaf')} of {len(queries.columns.paths):,} without "
             f"logical axis names, hence replicated: {at_stake(cost)}",
             "give them names, or declare them replicated",
+            mend=f"names={{{queries.columns.paths[folded[0].rows[0]]!r}: (...)}}",
             folded=folded,
             bytes=cost,
         )
@@ -280,6 +284,8 @@ def fewer_names(queries: Queries) -> Iterator[Finding]:
             f"{counted(leaves_in(folded), 'leaf')} with fewer names than dimensions, such as "
             f"{first.names} for the shape {first.shape}: {where}",
             "give each dimension a name or None; stacked layers have a dimension of their own",
+            mend=f"({', '.join(['None'] * (len(first.shape or ()) - len(first.names or ())))}"
+            f", {', '.join(map(repr, first.names or ()))})",
             folded=folded,
         )
 
@@ -311,6 +317,7 @@ def taken(queries: Queries) -> Iterator[Finding]:
             f"{queries.rule(rule)}: nothing cuts {name!r} in {counted(leaves_in(folded), 'leaf')}, "
             f"as {owner!r} has the axes there",
             f"add a rule for {name!r} with other axes, if it is to be cut as well",
+            mend=f"({name!r}, ...)",
             folded=folded,
             rule=rule,
         )
@@ -338,6 +345,7 @@ def dead_names(queries: Queries) -> Iterator[Finding]:
 
 
 _KEY: Final = "value"
+_MEND: Final = "rules = shardrules.Rules(rules, shardrules.dialects.NNX)"
 _FIX: Final = "or use the dialect NNX, whose paths do not have it"
 
 
@@ -400,7 +408,9 @@ def nnx_values(queries: Queries) -> Iterator[Finding]:
 
 
 def _of_rule(level: Level, rule: int, message: str, fix: str, folded: list[Folded]) -> Finding:
-    return finding(level, "nnx-value", message, f"{fix}; {_FIX}", folded=folded, rule=rule)
+    return finding(
+        level, "nnx-value", message, f"{fix}; {_FIX}", folded=folded, rule=rule, mend=_MEND
+    )
 
 
 def _of_rules(queries: Queries, end: str, folded: list[Folded]) -> Finding:
@@ -411,6 +421,7 @@ def _of_rules(queries: Queries, end: str, folded: list[Folded]) -> Finding:
         f"{queries.rules(queries.rules_of(folded))}: {counted(leaves_in(folded), 'leaf')} matched "
         f"only through the {end!r} in which flax nnx lets paths end",
         f"leave it so if it is meant; {_FIX}",
+        mend=_MEND,
         folded=folded,
     )
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._correction import rule_spec_shown
 from shardrules._plan.check_leaves import advice
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded
@@ -43,6 +44,7 @@ def dead_rules(queries: Queries) -> Iterator[Finding]:
             f"{queries.rule(rule)} matches no leaf",
             "correct the pattern, or remove the rule",
             rule=rule,
+            mend=f"del rules[{rule}]",
         )
 
 
@@ -57,16 +59,18 @@ def shadowed_rules(queries: Queries) -> Iterator[Finding]:
         if rule in queries.catch_alls:  # it is to win nothing
             continue
         leaves = columns.coverage.matched[rule]
+        is_first = rules.dialect.precedence == "first"
         yield finding(
             "warning",
             "shadowed",
             f"{queries.rule(rule)} matches {counted(leaves, 'leaf')}, but wins none: "
             f"{rules_listed(winners)} came first",
             f"move it before {rules_listed(winners)}, or remove it"
-            if rules.dialect.precedence == "first"
+            if is_first
             else "make the patterns exclude each other, or remove it",
             rule=rule,
             leaves=leaves,
+            mend=f"rules.insert({min(winners)}, rules.pop({rule}))" if is_first else "",
         )
 
 
@@ -97,6 +101,7 @@ def siblings(queries: Queries) -> Iterator[Finding]:
                 + (f", by {rules_listed(rules)}" if rules else ""),
                 "let one rule match them all, or see why the patterns tell them apart",
                 folded=folded,
+                mend=queries.all_alike(folded),
             )
 
 
@@ -127,6 +132,7 @@ def uncut(queries: Queries) -> Iterator[Finding]:
             folded=folded,
             rule=rules[0] if len(rules) == 1 else None,
             bytes=cost,
+            mend=queries.own_rule(folded),
         )
 
 
@@ -208,7 +214,7 @@ def unused_axes(queries: Queries) -> Iterator[Finding]:
             f"{fix}; or declare that it cuts data alone: data_axes=[{axis!r}]",
             rule=alone[0] if len(alone) == 1 else None,
             bytes=cost,
-            mend=f"data_axes=[{axis!r}]" if is_for_data else "",
+            mend=f"data_axes=[{axis!r}]" if is_for_data else queries.own_rule(could),
         )
 
 
@@ -266,7 +272,16 @@ def misfits(queries: Queries) -> Iterator[Finding]:
             message = f"{who} cannot be applied to the shape {kind.shape}: {problem[0]}"
             fix = problem[1] or "change the rule, the mesh or the array"
         cost = queries.device_bytes(folded)
-        yield finding("error", "misfit", str(message), fix, folded=folded, rule=rule, bytes=cost)
+        yield finding(
+            "error",
+            "misfit",
+            str(message),
+            fix,
+            folded=folded,
+            rule=rule,
+            bytes=cost,
+            mend=queries.own_rule(folded),
+        )
 
 
 def _misfit_words(kind: Kind) -> _Words | None:
@@ -299,7 +314,10 @@ def unplaceable(queries: Queries) -> Iterator[Finding]:
         who, rule = _who(queries, kind), kind.rule
         cost = queries.device_bytes(folded)
         message = f"{who} cannot be placed: {why}"
-        yield finding("error", "misfit", message, fix, folded=folded, rule=rule, bytes=cost)
+        mend = queries.own_rule(folded)
+        yield finding(
+            "error", "misfit", message, fix, folded=folded, rule=rule, bytes=cost, mend=mend
+        )
 
 
 def _who(queries: Queries, kind: Kind) -> str:
@@ -363,7 +381,6 @@ def corrections(queries: Queries) -> Iterator[Finding]:
         # The message has the size of the first.
         is_like = lost.has_several_shapes and lost.loss.kind in ("indivisible", "factored")
         free = "" if lost.is_unknown else "; costs nothing"
-        may_lack = lost.is_unknown and not lost.loss.meant
         yield finding(
             "error" if lost.is_unknown else "warning" if is_much and not is_accepted else "info",
             "unknown-axis" if lost.is_unknown else "correction",
@@ -373,8 +390,24 @@ def corrections(queries: Queries) -> Iterator[Finding]:
             folded=lost.folded,
             rule=lost.rules[0] if len(lost.rules) == 1 else None,
             bytes=lost.bytes,
-            mend=f"optional_axes={list(lost.loss.axes)}" if may_lack else "",
+            mend=_mend_of_loss(queries, lost),
         )
+
+
+def _mend_of_loss(queries: Queries, lost: _Lost) -> str:
+    """Return the rule with the axis that was meant, or the argument that declares the loss."""
+    axes, meant = lost.loss.axes, lost.loss.meant
+    if lost.is_unknown and not meant:
+        return f"optional_axes={list(axes)}"
+    if lost.is_unknown and lost.rules and queries.columns._leaves.path_rules is not None:
+        pattern, spec = queries.columns.rules[lost.rules[0]]
+        text = rule_spec_shown(spec)
+        for axis, right in zip(axes, meant, strict=False):
+            text = text.replace(repr(axis), repr(right))
+        return f"({pattern!r}, {text})"
+    if lost.loss.kind == "indivisible":
+        return "correction=shardrules.Correction(indivisible='factor')"
+    return queries.own_rule(lost.folded) if lost.loss.kind in ("rank", "duplicate") else ""
 
 
 def _deciding(queries: Queries, folded: Folded, loss: Loss) -> tuple[int, ...]:

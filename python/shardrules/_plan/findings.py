@@ -228,7 +228,10 @@ class Findings(tuple[Finding, ...]):
             raise FindingsError(refused)
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self), conclusion(self)])
+        return "\n".join(self._parts())
+
+    def _parts(self) -> list[str]:
+        return [*map(str, self), conclusion(self)]
 
     @property
     def summary(self) -> str:

@@ -58,7 +58,7 @@ from shardrules._plan.table import DEFAULT_LARGE, Columns
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import check_rules_are_for_paths, unboxed
 from shardrules._rules.rules import Rules
-from shardrules._text import mesh_shown
+from shardrules._text import MOST_HTML, mesh_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from shardrules._plan.survey import PlannedLeaves
     from shardrules._plan.table import Kind
 
+_MOST_IN_NOTEBOOK = 100_000  # leaves; a check of more takes long
 _PATH = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys of that leaf"
 
 
@@ -797,9 +798,20 @@ class Plan(Estimates, Decider):
         return Proposed(proposal, training.bytes_with(proposal), reasons)
 
     def _repr_html_(self) -> str:
+        from html import escape
+
         from shardrules._plan.show import table_html
 
-        return table_html(self)
+        table = table_html(self)
+        if len(self.paths) > _MOST_IN_NOTEBOOK:
+            return table
+        # In a frame of its own, whose scripts see nothing of the notebook.
+        page = (
+            "<details><summary>Treemap, findings and leaves</summary><iframe "
+            'sandbox="allow-scripts" style="width:100%;height:800px;border:0" title="Report" '
+            f'srcdoc="{escape(self.to_html())}"></iframe></details>'
+        )
+        return table + page if len(table) + len(page) <= MOST_HTML else table
 
     def kind(self, path: str) -> Kind:
         """Return the kind of the leaf of this path, which may be folded.

@@ -292,6 +292,21 @@ class Queries:
         """Return a rule, as users write it, that matches these leaves."""
         return f"({_pattern_of(folded.pattern)}, P(...))"
 
+    def axes_of(self, name: str | None) -> Any:
+        """Return the axes of the first logical rule for a name; None if there is none."""
+        return next((axes for rule, axes in self.columns.rules if name and rule == name), None)
+
+    def all_alike(self, folded: Iterable[Folded]) -> str:
+        r"""Return a rule for all of these, which differ in numbers: \d+ stands for them."""
+        return re.sub(r"\d+", r"\\d+", self.own_rule(folded).replace(r"\d+", "0"))
+
+    def own_rule(self, folded: Iterable[Folded]) -> str:
+        """Return a rule for the first of these leaves; "" if names decide them, and not paths."""
+        first = next(iter(folded), None)
+        if first is None or self.columns._leaves.path_rules is None:
+            return ""
+        return self.example(first)
+
 
 def _pattern_of(folded: str) -> str:
     r"""Return a regex for folded paths, as one writes it: \d+ stands for their sets of numbers."""

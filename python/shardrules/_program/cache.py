@@ -17,7 +17,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +28,9 @@ from shardrules._jax import lowered_options
 from shardrules._locks import of_type
 from shardrules._mesh.topology import device_identity, is_described
 from shardrules._program.compile import Refusal
+from shardrules._program.dump import XlaDump
 from shardrules._program.executable import Executable, call_of
-from shardrules._program.stored import StoredProgram
+from shardrules._program.stored import StoredProgram, boxed, inner_of
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -60,14 +60,15 @@ class Result(NamedTuple):
     """What the compiler has made of a step, now or before."""
 
     content: Any
-    """A Compiled, of JAX or of flax, or a `StoredProgram` in its place; or a `Refusal`."""
+    """A Compiled, of JAX or of flax, or a `StoredProgram` in its place; a `Refusal`; or an
+    `XlaDump`, which is not kept."""
     seconds: float
     """Time that it took to compile."""
     is_cached: bool
 
 
 def cached_result(
-    lowered: Any, mesh: Mesh | None, compile: Callable[[Any], Compiled | Refusal]
+    lowered: Any, mesh: Mesh | None, compile: Callable[[Any], Compiled | Refusal | XlaDump]
 ) -> Result:
     """Return what the cache has of a lowered step, or compile it and keep that.
 
@@ -86,7 +87,7 @@ def cached_result(
     begin = time.perf_counter()
     content = compile(lowered)
     result = Result(content, time.perf_counter() - begin, False)
-    if path is not None and mesh is not None:
+    if path is not None and mesh is not None and not isinstance(content, XlaDump):
         with suppress(OSError):  # such as no room, or no right to write
             _write(path, result, mesh)
     return result
@@ -94,7 +95,7 @@ def cached_result(
 
 def _path_of(lowered: Any, mesh: Mesh) -> Path | None:
     """Return the file for a lowered step; None if it cannot be kept, or is not to be."""
-    folder, inner = _folder(), _inner(lowered)
+    folder, inner = _folder(), inner_of(lowered)
     options = None if inner is None else lowered_options(inner)
     if folder is None or inner is None or options is None:
         return None
@@ -120,14 +121,6 @@ def _folder() -> Path | None:
         return Path.home() / ".cache" / "shardrules"
     except RuntimeError:  # nobody's
         return None
-
-
-def _inner(lowered: Any) -> Any:
-    """Return JAX's own Lowered, also behind one of flax; None of anything else."""
-    from jax.stages import Lowered
-
-    inner = getattr(lowered, "lowered", lowered)
-    return inner if isinstance(inner, Lowered) else None
 
 
 def _versions() -> list[tuple[str, str | None]]:
@@ -235,15 +228,8 @@ def _read(path: Path, lowered: Any, mesh: Mesh) -> Result:
     )
     sizes = [of_type(size, int) for size in facts["memory"]]
     memory = SimpleNamespace(**dict(zip(SIZES, sizes, strict=True)))
-    stored = StoredProgram(_inner(lowered), inputs, outputs, text, memory)
-    return Result(_as_compiled(lowered, stored), seconds, True)
-
-
-def _as_compiled(lowered: Any, stored: StoredProgram) -> Any:
-    """Return it in the box that the library of the step has around what is compiled."""
-    if lowered is _inner(lowered):
-        return stored
-    return replace(lowered, lowered=SimpleNamespace(compile=lambda *_, **__: stored)).compile()
+    stored = StoredProgram(inner_of(lowered), inputs, outputs, text, memory)
+    return Result(boxed(lowered, stored), seconds, True)
 
 
 def _remove_oldest(folder: Path) -> None:

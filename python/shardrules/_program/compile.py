@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from shardrules._arguments import check_choice, check_type, kind_of
+from shardrules._arguments import check_choice, check_real, check_type, kind_of
 from shardrules._estimate.buffers import Buffer, table_of
 from shardrules._mesh.memory import memory_apart
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology, is_described, topology_shown
 from shardrules._plan.plan import Plan
 from shardrules._program.computation import with_elements
+from shardrules._program.dump import XlaDump, compiled_within
 from shardrules._program.executable import is_filter_jit, lowered_by_equinox
 from shardrules._program.hlo import Hlo
 from shardrules._program.liveness import alive_at_peak
@@ -117,7 +119,11 @@ class OutOfMemory(MemoryError):  # noqa: N818
 
 
 def compile(
-    step: Any, *args: Any, on: Topology | Mesh | None = None, effort: Effort = "full"
+    step: Any,
+    *args: Any,
+    on: Topology | Mesh | None = None,
+    effort: Effort = "full",
+    timeout: float | None = None,
 ) -> Compiled:
     """Compile a step for the devices of a mesh, which may be described ones, and run nothing.
 
@@ -130,6 +136,8 @@ def compile(
             mesh; with a Mesh it is that one. Default: the arguments' own devices.
         effort: "fast" compiles at JAX's optimization level O1: the collectives and the memory are
             much the same, the estimated times are not.
+        timeout: Seconds that the compiler may take; None for no limit. It cannot be stopped: it
+            goes on in a thread of its own until the process ends.
 
     Returns:
         What `jax.jit(step).lower(*args).compile()` gives; for `verify` and `inspect`.
@@ -138,6 +146,7 @@ def compile(
         OutOfMemory: The compiler refuses the step, as it does not fit. That for GPUs refuses
             none: `prove` compares the memory.
         ImportError: The compiler is not installed, as for `Topology`.
+        TimeoutError: The compiler has not ended by then; `prove` gives what is known of the step.
         TypeError: The step is no function.
         ValueError: Nothing says what mesh the arguments are on; the step names another mesh; this
             JAX has no "fast"; or a plan stands for the constants of a step of
@@ -153,9 +162,10 @@ def compile(
     """
     check_step(step, args, effort)
     mesh = None if on is None else target_mesh(on, args)
+    check_timeout(timeout)
     with options_for(mesh, effort):
-        result = result_of(lowered_on(mesh, step, args))
-    if isinstance(result, Refusal):
+        result = result_of(lowered_on(mesh, step, args), timeout)
+    if isinstance(result, Refusal | XlaDump):
         raise result.error()
     return result
 
@@ -177,13 +187,23 @@ class Refusal(NamedTuple):
         return OutOfMemory(self.required, self.available, tuple(buffers))
 
 
-def result_of(lowered: Any) -> Compiled | Refusal:
-    """Compile a lowered step, within `options_for` its mesh."""
+def result_of(lowered: Any, timeout: float | None = None) -> Compiled | Refusal | XlaDump:
+    """Compile a lowered step, within `options_for` its mesh.
+
+    Args:
+        lowered: The step.
+        timeout: Seconds after which to return what is known by then; None for no limit.
+    """
     import jax
 
+    if timeout is not None:
+        return compiled_within(partial(_result, lowered), timeout)
     level = getattr(jax.config, "jax_optimization_level", None)
     # With options, JAX neither takes nor keeps the executable of the same step at another level.
-    options = {"xla_dump_hlo_as_text": False} if level == _LEVELS["fast"] else None
+    return _result(lowered, {"xla_dump_hlo_as_text": False} if level == _LEVELS["fast"] else None)
+
+
+def _result(lowered: Any, options: Mapping[str, Any] | None) -> Compiled | Refusal:
     try:
         return lowered.compile(compiler_options=options)  # type: ignore[no-any-return]
     except Exception as error:
@@ -412,6 +432,14 @@ def options_for(mesh: Mesh | None, effort: Effort) -> Iterator[None]:
     finally:
         for name, value in before.items():
             config.update(name, value)
+
+
+def check_timeout(timeout: object) -> None:
+    """Check that a time limit is None, or a positive number of seconds."""
+    if timeout is not None:
+        check_real("timeout", timeout)
+        if isinstance(timeout, bool) or not 0 < timeout < math.inf:  # type: ignore[operator]
+            raise ValueError(f"timeout is {timeout}; it must be a number of seconds, such as 600")
 
 
 def _refusal(message: str) -> tuple[int, int] | None:

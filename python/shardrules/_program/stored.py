@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from shardrules._program.hlo import check_hlo
@@ -41,3 +43,18 @@ class StoredProgram:
     def memory_analysis(self) -> Any:
         """Return the bytes that a device needs."""
         return self._memory
+
+
+def inner_of(lowered: Any) -> Any:
+    """Return JAX's own Lowered, also behind one of flax or equinox; None of anything else."""
+    from jax.stages import Lowered
+
+    inner = getattr(lowered, "lowered", lowered)
+    return inner if isinstance(inner, Lowered) else None
+
+
+def boxed(lowered: Any, stored: StoredProgram) -> Any:
+    """Return a program in the box that the library of the step has around what is compiled."""
+    if lowered is inner_of(lowered):
+        return stored
+    return replace(lowered, lowered=SimpleNamespace(compile=lambda *_, **__: stored)).compile()

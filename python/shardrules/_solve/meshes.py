@@ -65,8 +65,12 @@ def best_of(task: Task, meshes: Sequence[Any]) -> Best:
     """
     sizes = [dict(as_mesh(mesh).shape) for mesh in meshes]
     searches = [task.search(each) for each in sizes]
-    # Those of which less is known to be possible come first, as they end the others.
-    order = sorted(range(len(meshes)), key=lambda i: searches[i].bound)
+    # Those of which less is known to be possible come first, as they end the others; of those alike
+    # that with most devices along its first axes.
+    order = sorted(
+        range(len(meshes)),
+        key=lambda i: (float(f"{searches[i].bound:.2g}"), [-n for n in sizes[i].values()]),
+    )
     best: int | None = None
     for i in order:
         search = searches[i]

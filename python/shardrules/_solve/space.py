@@ -108,17 +108,18 @@ class Space:
             if roles.of.get(name, "") != "query heads of a KV head"
         }
         parts.update(name for name, role in roles.of.items() if role == "head size")
-        pairs = [
-            (set(equations.dims.classes(whole)), set(equations.dims.classes(part)))
-            for whole, part in equations.dims.parts
-        ]
-        count = -1
-        while count != len(parts):
-            count = len(parts)
-            for whole, part in pairs:
-                if whole <= parts or part <= parts:
-                    parts |= whole | part
-        return parts
+        sizes = equations.dims.sizes
+        pairs = [sorted(pair, key=sizes.__getitem__) for pair in equations.dims.parts]
+        while True:
+            more = {
+                name
+                for part, whole in pairs
+                if parts.issuperset(equations.dims.classes(whole))
+                for name in equations.dims.classes(part)
+            }
+            if more <= parts:
+                return parts
+            parts |= more
 
     def _fixed_like(self, fixed: Mapping[int, Cuts]) -> dict[int, Cuts]:
         """Return the cuts of what is like weights that are kept: slices, casts, gradients, state.

@@ -66,7 +66,7 @@ class _Need(NamedTuple):
 class _Local(NamedTuple):
     seconds: Seconds
     needs: dict[int, list[_Need]]
-    """Of arrays that others read as well, by their place among those of the term."""
+    """Of arrays that others read as well."""
 
 
 class Term(NamedTuple):
@@ -121,10 +121,6 @@ class _Probe(LaidSpread):
         users = self._users.get(number, [])
         return users[0] if self._merges_sums and len(users) == 1 and is_addition(users[0]) else None
 
-    def trips_of(self, number: int) -> int:
-        """Return how often an array is made in a step."""
-        return self._trips.get(number, 1)
-
     def moves(self, number: int, needs: Iterable[_Need]) -> list[SpreadCollective]:
         """Return what is sent of an array, once for each of the cuts that are needed."""
         self.sent = []
@@ -160,7 +156,6 @@ class Terms:
             for number in dict.fromkeys(n for op, _ in group for n in op.inputs if n is not None):
                 if number not in made:
                     readers.setdefault(number, []).append(place)
-        self._arrays = [tuple(_indices(group)) for group in groups]
         scopes = [
             space.scope_of({n for operation, _ in group for n in _numbers(operation)})
             for group in groups
@@ -170,46 +165,10 @@ class Terms:
         for number in sorted(self._shared):
             names = {name for place in readers[number] for name in scopes[place]}
             self.terms.append(Term(self._ordered(names), (), number, tuple(readers[number])))
-        self._like = self._likenesses(groups)
         self._least: dict[tuple[Any, ...], Weighed] = {}
         self._floors = [self._floor(place) for place in range(len(self.terms))]
         self.largest = sorted(range(len(self.terms)), key=lambda place: -self._floors[place])
         """Places of terms, those with most work first."""
-
-    def _likenesses(self, groups: list[_Group]) -> list[int]:
-        """Return for each group the first that has the same terms in the same variables."""
-        seen: dict[Any, int] = {}
-        return [
-            seen.setdefault(self._form(place, group), place) for place, group in enumerate(groups)
-        ]
-
-    def _form(self, place: int, group: _Group) -> Any:
-        probe, arrays, roles = self._probe, self._space.arrays, self._space.step._roles
-        values, index = self._space.step._equations.values, _indices(group)
-        rows = [
-            (
-                op.name,
-                op.rule,
-                op.flops,
-                trips,
-                tuple(None if n is None else index[n] for n in op.inputs),
-                tuple((index[n], probe.adder(n) is None) for n in op.outputs),
-                id(op) if op.bodies or op.rule is None else 0,
-            )
-            for op, trips in group
-        ]
-        kinds = [
-            (
-                values[n].shape,
-                str(values[n].dtype),
-                arrays.classes[n],
-                (arrays.is_weight(n), n in arrays.local, n in roles.weights, n in self._shared),
-                self._space.fixed.get(n),
-                probe.trips_of(n),
-            )
-            for n in index
-        ]
-        return tuple(rows), tuple(kinds)
 
     def _is_free(self, operation: TracedOperation, _: int) -> bool:
         """Say whether an operation costs nothing in any layout, as its arrays are cut alike."""
@@ -246,27 +205,21 @@ class Terms:
                 needs = [
                     need
                     for reader in term.readers
-                    for need in self._needs(reader, term.array, assignment)
+                    for need in self._local(reader, assignment).needs.get(term.array, ())
                 ]
                 self._probe.begin(self._space.layout(assignment))
                 self._seconds[key] = self._sent(self._probe.moves(term.array, needs))
         return self._seconds[key]
 
-    def _needs(self, reader: int, array: int, assignment: Mapping[int, Axes]) -> Iterable[_Need]:
-        """Return to which cuts a term that was evaluated for one like it brings an array."""
-        place = self._arrays[reader].index(array)
-        return self._local(reader, assignment).needs.get(place, ())
-
     def _local(self, place: int, assignment: Mapping[int, Axes]) -> _Local:
-        like = self._like[place]
-        term = self.terms[like]
-        key = (like, *[assignment[name] for name in term.scope])
+        term = self.terms[place]
+        key = (place, *[assignment[name] for name in term.scope])
         if key not in self._locals:
-            self._locals[key] = self._evaluate(like, assignment)
+            self._locals[key] = self._evaluate(term, assignment)
         return self._locals[key]
 
-    def _evaluate(self, place: int, assignment: Mapping[int, Axes]) -> _Local:
-        term, probe, machine = self.terms[place], self._probe, self._space.machine
+    def _evaluate(self, term: Term, assignment: Mapping[int, Axes]) -> _Local:
+        probe, machine = self._probe, self._space.machine
         probe.begin(self._space.layout(assignment))
         for operation, trips in term.operations:
             probe.run(operation, trips)
@@ -277,7 +230,7 @@ class Terms:
                 busy += max(seconds) * trips
         own, shared = probe.needs, {}
         for number in self._shared.intersection(own):
-            shared[self._arrays[place].index(number)] = own.pop(number)
+            shared[number] = own.pop(number)
         sent = self._sent(probe.sent)
         for number, needs in own.items():
             sent = sent.plus(self._sent(probe.moves(number, needs)))
@@ -345,12 +298,6 @@ def _pairs_of_scan(operation: TracedOperation) -> Iterator[tuple[int, int, bool]
     for place, (outer, made) in enumerate(zip(operation.outputs, body.outputs, strict=True)):
         if made is not None:
             yield outer, made, place >= operation.carries
-
-
-def _indices(group: _Group) -> dict[int, int]:
-    """Return {array of some operations: its place among them}."""
-    numbers = dict.fromkeys(n for operation, _ in group for n in _numbers(operation))
-    return {number: place for place, number in enumerate(numbers)}
 
 
 def _numbers(operation: TracedOperation) -> Iterator[int]:

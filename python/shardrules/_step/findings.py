@@ -5,6 +5,7 @@ Each is a function from a `View` to findings, which `Plan.check` gives with its 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -96,6 +97,9 @@ def _repeated(view: View) -> Iterator[Finding]:
             f"{many} devices along '{name}' compute the same: {wasted / total:.0%} of the "
             f"work of each of them, at {where}{cause}",
             fix,
+            mend=f"({re.escape(next(iter(weights)))!r}, P(...))"
+            if weights
+            else _constrained(f"...{axis!r}..."),
             paths=tuple(weights)[:_SHOWN],
             leaves=len(weights),
         )
@@ -159,6 +163,7 @@ def half_heads(view: View) -> Iterator[Finding]:
             "half-head",
             f"{text}; devices exchange parts of heads in each step",
             "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)",
+            mend="shardrules.RuleSpec(P(...), units=...)",
             paths=tuple(paths[:_SHOWN]),
             leaves=len(paths),
         )
@@ -232,6 +237,10 @@ def _whole_arrays(view: View, axis: str, batch: set[int]) -> Iterator[_WholeArra
                 yield _WholeArray(size, view.line(operation), line)
 
 
+def _constrained(spec: str) -> str:
+    return f"x = jax.lax.with_sharding_constraint(x, P({spec}))"
+
+
 def _spec_shown(entries: list[tuple[str, ...]]) -> str:
     texts = [
         repr(names[0]) if len(names) == 1 else repr(names) if names else "None" for names in entries
@@ -260,8 +269,9 @@ def _gathered_state(view: View) -> Iterator[Finding]:
                 "gathered-state",
                 f"a product of the optimizer gathers matrices over {','.join(axes)}: "
                 f"{bytes_shown(size)} on each device in a step, at {line}",
-                "give each device whole matrices, cut along layers or experts, with a constraint "
-                "before the product",
+                mend=_constrained("..."),
+                fix="give each device whole matrices, cut along layers or experts, with a "
+                "constraint before the product",
                 bytes=size,
             )
 

@@ -230,9 +230,9 @@ class _Run:
     def _reuse(self, kept: set[int]) -> None:
         """Put what a loop carries, and what is computed element by element, where it comes from."""
         for buffer, size in self._wide.items():
-            maker = self._number[buffer][1]
+            number, maker, _ = self._number[buffer]
             is_one = len(self._readers.get(buffer, ())) == 1
-            if is_one and maker is not None and maker.name in _PRODUCTS:
+            if is_one and maker is not None and self._batches(maker, number) > 1:
                 self._size[buffer] = max(self._size[buffer], size)
         for buffer, before in self._carried:
             if before not in kept and self._is_free(
@@ -328,6 +328,17 @@ class _Run:
                 self._begin[buffer] = self._turn_begin
             if operation.name in _IN_PLACE and place == 0 and len(before) == 1:
                 self._carried.append((buffer, before[0]))
+
+    def _batches(self, operation: TracedOperation, number: int) -> int:
+        """Count the batch dimensions of a product that are not one on a device; 0 of others."""
+        if operation.name not in _PRODUCTS or operation.rule is None:
+            return 0
+        rows = [{f for dim in dims for f in dim} for dims in operation.rule.operands]
+        shape, cuts = self._equations.values[number].shape, self._spread.cuts.get(number, ())
+        return sum(
+            size > prod(self._spread.sizes[axis] for axis in axes) and set(dim) <= rows[0] & rows[1]
+            for size, axes, dim in zip(shape, cuts, operation.rule.results[0], strict=False)
+        )
 
     def _is_in_parts(self, operation: TracedOperation) -> bool:
         """Say whether a product is a loop over the parts of a weight that it sums over.

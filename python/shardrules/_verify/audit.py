@@ -114,20 +114,27 @@ class _FaultWords(NamedTuple):
     message: str
     fix: str
     level: Level = "error"
+    mend: str = ""
 
 
+_PLACED: Final = "tree = shardrules.shard(tree, {shardings})"
+_REPLANNED: Final = "plan = shardrules.plan(tree, rules, mesh)"
 _PLACE: Final = (
     "place them by shardrules.shard(tree, {shardings}), or have jit make them with "
     "out_shardings={shardings}"
 )
 _WORDS: Final[dict[str, _FaultWords]] = {
     "unplanned": _FaultWords(
-        "unplanned", "the plan has no place for {leaves}: {planned}", "mend the rules: plan.check()"
+        "unplanned",
+        "the plan has no place for {leaves}: {planned}",
+        "mend the rules: plan.check()",
+        mend="plan.check()",
     ),
     "type": _FaultWords(
         "type",
         "{leaves} {are} {actual}, planned {planned}: {bytes} on each device, planned {budget}",
         "plan the tree that is there, or make the one that was planned",
+        mend=_REPLANNED,
     ),
     "narrowed": _FaultWords(
         "type",
@@ -235,7 +242,9 @@ class _Audit:
                 f"the plan's mesh {axes} has no devices: the mesh of most of the arrays counts"
             )
             fix = "give the mesh of devices: audit(tree, plan.on_mesh(mesh))"
-            yield Finding("info", "devices", message, (), 0, None, 0, fix)
+            yield Finding(
+                "info", "devices", message, (), 0, None, 0, fix, "audit(tree, plan.on_mesh(mesh))"
+            )
 
     @cached_property
     def _cases(self) -> list[_Case]:
@@ -280,6 +289,7 @@ class _Audit:
             rules.pop() if len(rules) == 1 else None,
             at_stake,
             words.fix.format(**fields),
+            _PLACED.format(**fields) if _PLACE in words.fix else words.mend,
         )
 
     def _of_structure(self) -> Iterator[Finding]:
@@ -301,12 +311,14 @@ class _Audit:
         if missing:
             message = f"the tree lacks {counted(len(missing), 'array')} of the plan"
             paths, size = self._folded(missing), int(columns.device_bytes[missing].sum())
-            yield Finding("error", "structure", message, paths, len(missing), None, size, fix)
+            yield Finding(
+                "error", "structure", message, paths, len(missing), None, size, fix, _REPLANNED
+            )
         if count := len(sizes):
             message = f"{counted(count, 'array')} of the tree {_are(count)} not in the plan"
             folded = fold(list(sizes), np.zeros(count, np.int32))
             paths, size = tuple(group.pattern for group in folded), sum(sizes.values())
-            yield Finding("error", "structure", message, paths, count, None, size, fix)
+            yield Finding("error", "structure", message, paths, count, None, size, fix, _REPLANNED)
 
     def _folded(self, rows: list[int]) -> tuple[str, ...]:
         """Fold the paths of rows of the plan, those with most bytes first."""

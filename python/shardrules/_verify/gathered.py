@@ -43,6 +43,7 @@ _NARROW: Final = 8
 _CARRIERS: Final = frozenset({"f16", "s8", "u8"})
 
 
+_CONSTRAINT: Final = "x = jax.lax.with_sharding_constraint(x, P(...))"
 _USES: Final[dict[str, tuple[Level, str, str]]] = {
     "returned": (
         "error",
@@ -194,7 +195,9 @@ def gathered(
                 f"{counted(len(sizes), 'leaf')} planned {spec} gathered over {', '.join(axes)} "
                 + words.format(size=bytes_shown(size))
             )
-            finding = side.finding(level, "gathered", message, fix, sorted(sizes), bytes=size)
+            mend = _CONSTRAINT if use != "returned" else "out_shardings=plan.shardings()"
+            leaves = sorted(sizes)
+            finding = side.finding(level, "gathered", message, fix, leaves, bytes=size, mend=mend)
             yield GatherFinding(finding, axes, use == "model axis")
 
 

@@ -32,6 +32,7 @@ _MENDS: Final[dict[Library, dict[str, str]]] = {
     "jax": {
         "inputs": "in_shardings=plan.shardings()",
         "outputs": "out_shardings=plan.shardings()",
+        "states": "out_shardings=plan.shardings()",
     },
     "nnx": dict.fromkeys(("inputs", "outputs", "states"), _NNX_SHARDINGS),
     "equinox": dict.fromkeys(("outputs", "states"), _CONSTRAINT),
@@ -135,7 +136,7 @@ def placements(
     """Yield findings about leaves that are not sharded or kept in memory as planned."""
     pairs = ObjectPairs(targets, side.shardings)
     yield from _shardings(side, targets, pairs, library)
-    yield from _memory_kinds(side, targets, pairs, _FIXES[library][side.name])
+    yield from _memory_kinds(side, targets, pairs, library)
 
 
 def _shardings(
@@ -169,7 +170,7 @@ def _shardings(
 
 
 def _memory_kinds(
-    side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, fix: str
+    side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, library: Library
 ) -> Iterator[Finding]:
     def are_equal(target: PlannedSharding, sharding: Any, _: int) -> bool:
         if target.memory_kind is None:
@@ -181,14 +182,15 @@ def _memory_kinds(
         target = targets[leaf]
         return target and target.memory_kind, side.shardings[leaf].memory_kind
 
-    verb, fix = _SIDE_WORDS[side.name][1], f"{fix}; specs alone say nothing about memory"
+    verb, mend = _SIDE_WORDS[side.name][1], _MENDS[library].get(side.name, "")
+    fix = f"{_FIXES[library][side.name]}; specs alone say nothing about memory"
     for (planned, actual), leaves in pairs.differences(are_equal, texts):
         size = sum(map(side.bytes_of, leaves))
         message = (
             f"{counted(len(leaves), 'leaf')} planned in {planned} memory, but the executable "
             f"{verb} them in {actual} memory: {bytes_shown(size)} on each device"
         )
-        yield side.finding("error", "memory-kind", message, fix, leaves, bytes=size)
+        yield side.finding("error", "memory-kind", message, fix, leaves, bytes=size, mend=mend)
 
 
 def dropped(
@@ -205,7 +207,7 @@ def dropped(
             "the executable has no sharding to compare"
         )
         fix = "leave them out of the arguments; jit(keep_unused=True) keeps them"
-        yield side.finding("info", "input", message, fix, leaves)
+        yield side.finding("info", "input", message, fix, leaves, mend="keep_unused=True")
 
 
 def returned(
@@ -323,7 +325,8 @@ def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
             f"{counted(len(leaves), 'leaf')} of {name}: in as {old}, out as {new}: {when} compiles "
             "again"
         )
-        yield inputs.finding("error", "fixed-point", message, fix, leaves, bytes=size)
+        mend = f"x = x.astype({str(before[rows[0]])!r})"
+        yield inputs.finding("error", "fixed-point", message, fix, leaves, bytes=size, mend=mend)
 
 
 def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:

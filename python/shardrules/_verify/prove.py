@@ -15,12 +15,14 @@ from shardrules._program.compile import (
     Effort,
     Refusal,
     check_step,
+    check_timeout,
     lowered_on,
     mesh_of,
     options_for,
     result_of,
     target_mesh,
 )
+from shardrules._program.dump import XlaDump
 from shardrules._program.program import Program, time_of
 from shardrules._text import answer, mesh_shown
 from shardrules._verify.verify import findings_and_program
@@ -53,6 +55,9 @@ class Proof(NamedTuple):
     cycles."""
     is_cached: bool = False
     """True if it was compiled before, and the cache has it."""
+    is_cut: bool = False
+    """True if the time limit came before the end of code generation: there is no time then, and
+    `program` is that before it, with the memory of its arrays alone."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self._replace(compiled=None))
@@ -73,6 +78,7 @@ class Proof(NamedTuple):
             "target": self.target,
             "seconds": self.seconds,
             "is_cached": self.is_cached,
+            "is_cut": self.is_cut,
             "findings": [finding._asdict() for finding in self.findings],
             "program": self.program.to_json(),
             "time": self.time and self.time.to_json(),
@@ -83,12 +89,17 @@ class Proof(NamedTuple):
         self.findings.raise_for(level)
 
     def __str__(self) -> str:
-        time = "" if self.time is None else f"\n{self.time}"
-        return f"{head_of(self)}\n{self.findings}\n{self.program}{time}"
+        return "\n".join(self._parts())
+
+    def _parts(self) -> list[str]:
+        time = [] if self.time is None else [str(self.time)]
+        return [head_of(self), *self.findings._parts(), str(self.program), *time]
 
 
 def head_of(proof: Proof) -> str:
     """Say for what a step is compiled, and how long that took."""
+    if proof.is_cut:
+        return f"for {proof.target}; no times: code generation did not end in {proof.seconds:g} s"
     head = f"compiled for {proof.target} in {proof.seconds:.1f} s"
     return f"{head}, earlier: it is in the cache" if proof.is_cached else head
 
@@ -103,6 +114,7 @@ def prove(
     large: int = DEFAULT_LARGE,
     budget: Mapping[str, int | str] | None = None,
     effort: Effort = "full",
+    timeout: float | None = None,
 ) -> Proof:
     """Compile a step for its devices, which need not be there, and compare it with the plan.
 
@@ -123,6 +135,8 @@ def prove(
         large: As `verify` takes it.
         budget: As `verify` takes it.
         effort: As `compile` takes it.
+        timeout: The same. For a TPU, generating code takes most of the time: what is known before
+            it, all but the time, is a `Proof`, too, whose `is_cut` is true.
 
     Returns:
         A `Proof`: the findings, the program, and what was compiled.
@@ -130,6 +144,7 @@ def prove(
     Raises:
         OutOfMemory: The compiler refuses the step, as it does not fit.
         ImportError: The compiler is not installed, as for `Topology`.
+        TimeoutError: The limit came before the memory was known.
         ValueError: As `compile` and `verify`.
 
     Example:
@@ -142,11 +157,16 @@ def prove(
     """
     check_step(step, args, effort)
     mesh = None if on is None else target_mesh(on, args)
+    check_timeout(timeout)
     with options_for(mesh, effort):
-        result = cached_result(lowered_on(mesh, step, args), mesh, result_of)
+        lowered = lowered_on(mesh, step, args)
+        result = cached_result(lowered, mesh, partial(result_of, timeout=timeout))
     compiled = result.content
     if isinstance(compiled, Refusal):
         raise compiled.error()
+    dump = compiled if isinstance(compiled, XlaDump) else None
+    if dump is not None:
+        compiled = dump.program(lowered, mesh)
     if inputs is None:
         inputs = tuple(arg if isinstance(arg, Plan) else None for arg in args)
     if mesh is not None:
@@ -158,11 +178,13 @@ def prove(
     )
     target = _target(on, mesh or program.mesh)
     estimate = None
-    if isinstance(on, Topology) and effort == "full":
+    if isinstance(on, Topology) and effort == "full" and dump is None:
         estimate = _estimate(on, program)
-    executable = None if result.is_cached else compiled
-    seconds, is_cached = result.seconds, result.is_cached
-    return Proof(target, findings, program, executable, seconds, estimate, is_cached)
+    executable = None if result.is_cached or dump else compiled
+    seconds = result.seconds if dump is None else dump.seconds
+    return Proof(
+        target, findings, program, executable, seconds, estimate, result.is_cached, dump is not None
+    )
 
 
 def _estimate(topology: Topology, program: Program) -> ProgramTime | None:

@@ -21,6 +21,7 @@ _ALIKE: Final = 0.2
 """Share of all products, above which those that devices compute alike are told."""
 _KEPT: Final = 0.5
 """Share of the memory at the peak, above which activations that are kept are told."""
+_RECOMPUTED: Final = "layer = jax.checkpoint(layer)"
 _NAMED: Final = 3
 
 _MENDS: Final = {
@@ -135,7 +136,8 @@ def _alike(axis: str, products: Sequence[Product], share: float) -> Finding:
         f"let {axis} shard the batch, or a dimension of what is multiplied: constrain the "
         f"activations by {axis} where the products begin"
     )
-    return Finding("warning", "batch", message, (), 0, None, 0, fix)
+    mend = f"x = jax.lax.with_sharding_constraint(x, P({axis!r}))"
+    return Finding("warning", "batch", message, (), 0, None, 0, fix, mend)
 
 
 def kept_activations(program: Program, large: int) -> Iterator[Finding]:
@@ -165,4 +167,4 @@ def kept_activations(program: Program, large: int) -> Iterator[Finding]:
         "recompute them: wrap the layer in jax.checkpoint, or give its policy less to save; in a "
         "scan, jax.lax.scan(jax.checkpoint(layer), ...)"
     )
-    yield Finding("info", "remat", message, (), 0, None, memory.saved, fix)
+    yield Finding("info", "remat", message, (), 0, None, memory.saved, fix, _RECOMPUTED)

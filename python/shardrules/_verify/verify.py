@@ -171,7 +171,9 @@ def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding
             "and memory are others"
         )
         fix = "compile it for those: shardrules.prove(step, ..., on=mesh)"
-        yield Finding("info", "input", message, (), 0, None, 0, fix)
+        yield Finding(
+            "info", "input", message, (), 0, None, 0, fix, "shardrules.prove(step, ..., on=mesh)"
+        )
 
 
 def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
@@ -195,7 +197,8 @@ def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
             "cut more of the arguments or activations, rematerialize, donate the state, or take a "
             "smaller batch"
         )
-        yield Finding("error", "peak", message, (), 0, None, totals.peak - hbm, fix)
+        mend = "layer = jax.checkpoint(layer)"
+        yield Finding("error", "peak", message, (), 0, None, totals.peak - hbm, fix, mend)
 
 
 def _scope(

@@ -54,6 +54,10 @@ function appendPaged(container, items, make, moreIn, step = 100) {
   moreIn.append(button);
 }
 
+// What is wider than the page is scrolled by keys, too.
+const scrolled = (made, label) => element("div",
+  { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, made);
+
 function table(headings, numeric = []) {
   const body = element("tbody");
   const cells = headings.map((heading, i) =>

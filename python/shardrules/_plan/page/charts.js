@@ -47,8 +47,8 @@
 
   // Black or white, whichever is told from the colour more easily.
   function inkOn(colour) {
-    const [red, green, blue] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
-    return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#000000" : "#ffffff";
+    const [red, green, blue] = [1, 3, 5].map((i) => (parseInt(colour.slice(i, i + 2), 16) / 255) ** 2.2);
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000000" : "#ffffff";
   }
 
   function box(kind, { x, y, width, height }, about, ...lines) {
@@ -225,6 +225,9 @@
     trail = [wholeTree];
     place.addEventListener("click", zoom);
     watch(place, drawTreemap);
+  }
+  if (report.fingerprint !== null) {
+    document.getElementById("footer").append(element("p", {}, `Fingerprint ${report.fingerprint}`));
   }
   document.getElementById("footer").append("Made by shardrules. This file fetches nothing.");
 })();

@@ -15,12 +15,14 @@
     facts.push(["Of it", parts.map(([name, bytes]) => `${name} ${bytesShown(bytes)}`).join(", ")]);
   }
   if (host > 0) facts.push(["In the host's memory", `${bytesShown(host)} for each device`]);
-  if (report.fits !== null) {
-    facts.push(["Fits", `${report.fits.yes ? "yes" : "no"}, into ${report.fits.room}`]);
-  }
-  if (report.fingerprint !== null) facts.push(["Fingerprint", String(report.fingerprint)]);
+  const { fits } = report;
+  if (fits !== null) facts.unshift(["Fits", `${fits.yes ? "yes" : "no"}, into ${fits.room}`]);
+  const worst = fits !== null && !fits.yes ? "error"
+    : report.findings.length ? report.findings[0].level : "right";
   document.getElementById("header").append(
     element("h1", {}, report.title),
+    element("p", { class: `verdict ${worst}` }, report.conclusion,
+      fits === null || fits.yes ? null : "; it does not fit"),
     element("dl", { class: "facts" },
       facts.map(([name, value]) =>
         element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
@@ -29,11 +31,35 @@
 
 (() => {
   const SHOWN_PATHS = 6;
+  const TO_DO = 3;
   const section = document.getElementById("findings");
   if (!report.findings.length) {
     section.append(element("p", { class: "hint" }, `${report.conclusion}.`));
     return;
   }
+  // Dead rules are one card. The last is deleted first, so that the others keep their numbers.
+  const isDead = ({ kind, rule }) => kind === "dead" && rule !== null;
+  const dead = report.findings.filter(isDead);
+  const rulesOfDead = dead.map(({ rule }) => rule).sort((a, b) => b - a);
+  const ofDead = dead.length < 2 ? [] : [{
+    ...dead[0], rule: null, message: `${counted(dead.length)} rules match no leaf`,
+    paths: dead.map(({ message }) => message), fix: "correct their patterns, or remove them",
+    mend: `del ${rulesOfDead.map((rule) => `rules[${rule}]`).join(", ")}`,
+  }];
+  const cards = report.findings.flatMap((finding) =>
+    (!ofDead.length || !isDead(finding) ? [finding] : finding === dead[0] ? ofDead : []));
+
+  function copied({ target }) {
+    const range = document.createRange();
+    range.selectNodeContents(target.previousElementSibling);
+    getSelection().removeAllRanges();
+    getSelection().addRange(range);
+    target.textContent = document.execCommand("copy") ? "Copied" : "Selected";
+  }
+  const mendOf = ({ mend }) => element("div", { class: "mend" },
+    element("pre", { tabindex: 0 }, mend),
+    element("button", { type: "button", onclick: copied, "aria-live": "polite" }, "Copy"));
+
   function card(finding) {
     const more = finding.paths.length - SHOWN_PATHS;
     const facts = [
@@ -46,7 +72,7 @@
         element("span", { class: "badge" }, finding.level),
         element("strong", {}, finding.kind),
         element("span", { class: "hint" }, facts.join(" · "))),
-      finding.mend ? element("pre", { class: "mend" }, finding.mend) : null,
+      finding.mend ? mendOf(finding) : null,
       element("p", {}, finding.message),
       element("ul", { class: "paths" },
         finding.paths.slice(0, SHOWN_PATHS).map((path) =>
@@ -54,9 +80,18 @@
         more > 0 ? element("li", { class: "hint" }, `and ${counted(more)} more`) : null),
       finding.fix ? element("p", { class: "fix" }, element("b", {}, "Fix: "), finding.fix) : null);
   }
+  const first = cards.filter(({ level }) => level !== "info").slice(0, TO_DO);
+  if (first.length) {
+    const todo = document.getElementById("todo");
+    todo.hidden = false;
+    todo.append(element("ol", { class: "findings" }, first.map(card)));
+  }
+  const rest = cards.filter((finding) => !first.includes(finding));
+  document.getElementById("findings-title").textContent = first.length ? "Further findings" : "Findings";
+  section.hidden = !rest.length;
   const list = element("ul", { class: "findings" });
   section.append(list);
-  appendPaged(list, report.findings, card, section, 20);
+  appendPaged(list, rest, card, section, 20);
 })();
 
 (() => {
@@ -77,7 +112,7 @@
       element("td", { class: "number" }, bytesShown(rule.bytes)),
       held);
   }
-  section.append(element("div", { class: "scroll" }, made));
+  section.append(scrolled(made, "Table of rules"));
   appendPaged(body, report.rules, line, section);
 })();
 
@@ -106,7 +141,7 @@
       element("td", { class: "number" }, bytesShown(row.replicated)),
       element("td", { class: "number" }, counted(row.corrections)),
       element("td", {}, verdicts.get(row.fits))), section);
-  section.append(element("div", { class: "scroll" }, made),
+  section.append(scrolled(made, "Table of meshes"),
     ...report.sweep_notes.map((note) => element("p", { class: "hint" }, note)));
 })();
 
@@ -128,7 +163,7 @@
       element("td", { class: "number" }, row.times === null ? "per iteration" : counted(row.times)),
       ...[row.kind, row.axes.join(", "), row.shape].map((text) => code(text, "shape")),
       code(row.moves), element("td", {}, row.reason), code(row.place ?? "", "shape")), section);
-  section.append(collectives.length ? element("div", { class: "scroll" }, made)
+  section.append(collectives.length ? scrolled(made, "Table of collectives")
     : element("p", { class: "hint" }, "No array moves between devices."));
 })();
 
@@ -164,7 +199,7 @@
       element("td", { class: "number" }, bytesShown(plan.bytes)),
       element("td", {}, verdicts.get(plan.fits)))));
   const reasons = element("ul", { class: "paths" });
-  section.append(element("div", { class: "scroll" }, made), reasons);
+  section.append(scrolled(made, "Table of plans"), reasons);
   appendPaged(reasons, report.suggestion.reasons, (reason) =>
     element("li", {}, element("code", {}, reason)), section, 40);
 })();

@@ -1,0 +1,202 @@
+"""`load` from stores on the network: ranges, and a server that fails, cuts, waits or lies."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._files import remote
+from tests.checkpoint.test_load import bits, mesh_of
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("fsspec")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves ranges of the folder, and does with each what `server.fault(number)` says."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self.answer(with_body=False)
+
+    def do_GET(self):
+        self.answer(with_body=True)
+
+    def answer(self, *, with_body):
+        path = self.server.folder / self.path.lstrip("/")
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data, code, asked = path.read_bytes(), 200, self.headers.get("Range")
+        with self.server.lock:
+            fault = self.server.fault(len(self.server.ranges)) if asked else None
+            if asked:
+                self.server.ranges.append(asked)
+        size = len(data)
+        if asked and fault != "no ranges":
+            begin, end = (int(number) for number in asked.removeprefix("bytes=").split("-"))
+            data, code = data[begin : end + 1], 206
+        if fault == "fails":
+            self.send_error(503)
+            return
+        if fault == "refuses":
+            self.send_error(403)
+            return
+        if fault == "hangs":
+            self.server.stopped.wait(30)
+        self.send_response(code)
+        self.send_header("ETag", f'"{self.server.version}"')
+        self.send_header("Accept-Ranges", "bytes")
+        if code == 206:
+            self.send_header("Content-Range", f"bytes {begin}-{end}/{size}")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if with_body:
+            half = len(data) // 2
+            self.wfile.write(data[:half] if fault == "cuts" else data)
+            if fault == "cuts":
+                self.close_connection = True
+                self.wfile.flush()
+                self.connection.close()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.folder, server.lock, server.ranges, server.version = tmp_path, threading.Lock(), [], 1
+    server.fault, server.stopped = lambda number: None, threading.Event()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(remote, "_PAUSES", (0.01,) * 4)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.stopped.set()
+    server.shutdown()
+
+
+@pytest.fixture
+def arrays(server):
+    rng = np.random.default_rng(0)
+    arrays = {f"w{i}": rng.normal(size=(64, 48)).astype("float32") for i in range(6)}
+    safetensors.numpy.save_file(arrays, server.folder / "model.safetensors")
+    sr.save(arrays, server.folder / "whole", shard_bytes=20_000)
+    return arrays
+
+
+def load(server, name="model.safetensors", **more):
+    return sr.load(f"{server.url}/{name}", P("tp", "fsdp"), mesh_of((2, 4)), **more)
+
+
+def check(loaded, arrays):
+    assert {name: bits(array) for name, array in loaded.items()} == {
+        name: bits(array) for name, array in arrays.items()
+    }
+
+
+def test_a_file_and_an_index(server, arrays):
+    check(load(server), arrays)
+    check(load(server, "whole/model.safetensors.index.json"), arrays)
+    assert list(sr.read_model(f"{server.url}/model.safetensors")) == list(arrays)
+    renames = [sr.Rename(r"w(?P<i>\d)", "w", "a b -> i b a")]
+    stacked = np.stack([array.T for array in arrays.values()])
+    spec = P(None, "tp")
+    made = sr.load(f"{server.url}/model.safetensors", spec, mesh_of((2, 4)), renames=renames)
+    assert bits(made["w"]) == bits(stacked)
+
+
+def test_near_ranges_are_one_request(server, arrays):
+    load(server)
+    assert len(server.ranges) == 2  # the header, and all arrays
+
+
+FAULTS = ["fails", "cuts", "hangs"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_fails_once_is_asked_for_again(server, arrays, monkeypatch, fault, which):
+    monkeypatch.setattr(remote, "_PATIENCE", 0.5)
+    server.fault = lambda number: fault if number == which else None
+    check(load(server), arrays)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_always_fails_is_an_error(server, arrays, monkeypatch, fault):
+    monkeypatch.setattr(remote, "_PATIENCE", 0.2)
+    server.fault = lambda number: fault if number >= 1 else None
+    with pytest.raises(
+        sr.FileError, match=r"model.safetensors: byte .*, 5 times; check the connection"
+    ):
+        load(server)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("no ranges", "it serves no ranges"), ("refuses", "403")]
+)
+def test_a_server_that_serves_no_ranges_or_refuses(server, arrays, fault, message):
+    server.fault = lambda number: fault
+    with pytest.raises(sr.FileError, match=message):
+        load(server)
+
+
+def test_a_file_that_changes_meanwhile(server, arrays):
+    def change(number):
+        server.version += number == 1
+
+    server.fault = change
+    with pytest.raises(sr.FileError, match="has changed since its header was read"):
+        load(server)
+
+
+def test_a_file_that_is_not_there(server):
+    with pytest.raises(sr.FileError, match=r"/none.safetensors: there is no such file"):
+        load(server, "none.safetensors")
+
+
+def test_a_protocol_that_is_unknown():
+    with pytest.raises(sr.FileError, match=r"pip install 'shardrules\[remote\]'"):
+        sr.load("nowhere://bucket/m.safetensors", P(), mesh_of())
+
+
+def test_a_directory_in_memory(arrays, server):
+    """Of a store without asynchronous calls, and with a listing."""
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    for file in (server.folder / "whole").iterdir():
+        store.pipe_file(f"/model/{file.name}", file.read_bytes())
+    check(sr.load("memory://model", P("tp"), mesh_of()), arrays)
+    store.rm("/model", recursive=True)
+
+
+def test_s3(server, arrays, monkeypatch):
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    import fsspec
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3 = moto.ThreadedMotoServer(port=0, verbose=False)
+    s3.start()
+    try:
+        host, port = s3.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        remote._store.cache_clear()
+        store = fsspec.filesystem("s3")
+        store.mkdir("bucket")
+        store.put(str(server.folder / "whole"), "bucket/model", recursive=True)
+        check(sr.load("s3://bucket/model", P("tp"), mesh_of()), arrays)
+    finally:
+        s3.stop()
+        remote._store.cache_clear()

@@ -1,0 +1,126 @@
+"""Parts of a checkpoint: `only`, `strict` and `missing` of `load`."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.checkpoint.test_load import RULES, bits, by_safe_open, checkpoint, mesh_of  # noqa: F401
+
+ALL = [*RULES, ("", ())]
+HEAD = {"value_head": jax.ShapeDtypeStruct((32, 8), "float32")}
+
+
+def tree_of(folder, **others):
+    own = sr.read_model(folder)
+    return {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in own.items()
+    } | others
+
+
+def test_only_without_a_tree(checkpoint, monkeypatch):  # noqa: F811
+    loaded = sr.load(checkpoint, RULES, mesh_of(), only=r"layers\.0\..*proj")
+    expected = {name: array for name, array in by_safe_open(checkpoint).items()
+                if name.startswith("model.layers.0.") and "proj" in name}  # fmt: skip
+    assert loaded.keys() == expected.keys()
+    assert all(bits(loaded[name]) == bits(array) for name, array in expected.items())
+
+
+def test_only_into_a_tree_leaves_the_rest_as_it_is(checkpoint):  # noqa: F811
+    tree = tree_of(checkpoint, **HEAD)
+    loaded = sr.load(checkpoint, ALL, mesh_of(), tree=tree, only="norm")
+    for name, leaf in loaded.items():
+        if "norm" in name:
+            assert bits(leaf) == bits(by_safe_open(checkpoint)[name])
+        else:
+            assert leaf is tree[name]
+
+
+def test_only_is_of_the_new_names(checkpoint):  # noqa: F811
+    renames = [sr.Rename(r"^model\.norm\.weight$", "last/scale"), sr.Rename("lm_head", "head")]
+    loaded = sr.load(checkpoint, ALL, mesh_of(), renames=renames, only="^last/")
+    assert list(loaded) == ["last"]
+
+
+def test_what_is_left_over_is_listed(checkpoint, caplog):  # noqa: F811
+    tree = tree_of(checkpoint)
+    left = [name for name in tree if "layers" in name]
+    for name in left:
+        del tree[name]
+    with pytest.raises(sr.FileError, match="left over"):
+        sr.load(checkpoint, RULES, mesh_of(), tree=tree)
+    with caplog.at_level(logging.WARNING, "shardrules"):
+        loaded = sr.load(checkpoint, RULES, mesh_of(), tree=tree, strict=False)
+    assert loaded.keys() == tree.keys()
+    assert f"{len(left)} arrays left out: " in caplog.text
+    assert "model.layers.{0,1}.mlp.down_proj.weight" in caplog.text
+
+
+def test_a_missing_leaf_is_an_error_though_not_strict(checkpoint):  # noqa: F811
+    with pytest.raises(sr.FileError, match="value_head: missing: the tree wants"):
+        sr.load(checkpoint, RULES, mesh_of(), tree=tree_of(checkpoint, **HEAD), strict=False)
+
+
+def pattern(shape, dtype):
+    return jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("init", "expected"),
+    [
+        (jnp.zeros, np.zeros((32, 8))),
+        (0.5, np.full((32, 8), 0.5)),
+        (pattern, np.arange(256.0).reshape(32, 8)),
+        (np.arange(256).reshape(32, 8), np.arange(256.0).reshape(32, 8)),
+    ],
+)
+def test_missing_leaves_are_made(checkpoint, caplog, init, expected):  # noqa: F811
+    rules = [("value_head", ("fsdp", "tp")), *RULES]
+    tree = tree_of(checkpoint, **HEAD)
+    with caplog.at_level(logging.WARNING, "shardrules"):
+        loaded = sr.load(checkpoint, rules, mesh_of(), tree=tree, missing={"_head$": init})
+    head = loaded["value_head"]
+    assert head.sharding.spec == P("fsdp", "tp")
+    assert head.dtype == "float32"
+    assert np.array_equal(np.asarray(head), expected)
+    assert "1 array made: value_head" in caplog.text
+    converted = sr.load(
+        checkpoint, rules, mesh_of(), tree=tree, missing={"_head$": init}, dtype="bfloat16"
+    )
+    assert converted["value_head"].dtype == "bfloat16"
+
+
+def test_an_init_of_another_shape_names_the_path(checkpoint):  # noqa: F811
+    with pytest.raises(
+        ValueError, match=r"init of value_head makes \[3\]; the tree wants \[32, 8\]"
+    ):
+        sr.load(checkpoint, ALL, mesh_of(), tree=tree_of(checkpoint, **HEAD),
+                missing={"value_head": np.ones(3)})  # fmt: skip
+
+
+def test_patterns_that_find_nothing(checkpoint):  # noqa: F811
+    with pytest.raises(sr.FileError, match="layrs: only finds no such path"):
+        sr.load(checkpoint, RULES, mesh_of(), only="layrs")
+    with pytest.raises(sr.FileError, match="valu_head: missing finds no such path"):
+        sr.load(checkpoint, RULES, mesh_of(), tree=tree_of(checkpoint), missing={"valu_head": 0})
+
+
+@pytest.mark.parametrize("options", [{"strict": False}, {"missing": {"x": 0}}])
+def test_without_a_tree_nothing_is_missing_or_left_over(checkpoint, options):  # noqa: F811
+    with pytest.raises(ValueError, match="give tree, or a plan"):
+        sr.load(checkpoint, RULES, mesh_of(), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strict": 2}, {"only": 3}, {"missing": ["x"]}, {"missing": {"x": None}}, {"missing": {3: 0}}],
+)
+def test_arguments_of_other_types(checkpoint, options):  # noqa: F811
+    with pytest.raises(TypeError, match=next(iter(options))):
+        sr.load(checkpoint, RULES, mesh_of(), **options)

@@ -1,0 +1,39 @@
+"""`solve` on a topology: the mesh is chosen among those that exist there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import shardrules as sr
+from tests.tpu.marks import needs_libtpu
+
+pytestmark = needs_libtpu
+
+
+def loss(params, x):
+    return jnp.sum(jax.nn.relu(x @ params["up"]) @ params["down"])
+
+
+TREE = {
+    "up": jax.ShapeDtypeStruct((512, 2048), "bfloat16"),
+    "down": jax.ShapeDtypeStruct((2048, 512), "bfloat16"),
+}
+
+
+def test_the_mesh_is_the_best_of_those_of_the_topology():
+    topology = sr.Topology("v5e:2x4")
+    step = sr.trace(loss, TREE, jax.ShapeDtypeStruct((48, 512), "bfloat16"))
+    solution = sr.solve(step, topology)
+    meshes = topology.meshes(("fsdp", "tp"))
+    assert dict(solution.mesh) in meshes
+    each = [sr.solve(step, mesh, hardware="v5e").time.total for mesh in meshes]
+    assert solution.time.total == min(each)
+    assert solution.gap == 0
+
+
+def test_the_axes_are_those_of_the_step():
+    plan = sr.plan(TREE, [(".*", ())], {"a": 2, "b": 2, "c": 2})
+    step = sr.trace(loss, plan, jax.ShapeDtypeStruct((4096, 512), "bfloat16"))
+    solution = sr.solve(step, sr.Topology("v5e:2x2"))
+    assert set(solution.mesh) == {"a", "b", "c"}
