@@ -77,6 +77,7 @@ class Row(NamedTuple):
 
 def tree_of(model: Model) -> Any:
     """Return the parameters as shapes."""
+
     def leaf(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, "bfloat16")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -157,3 +158,34 @@ def test_what_cannot_be_proven_is_told(folder, words, message):
     done = invoke("sweep", "model.json", "-r", "right.toml", *words)
     assert done.exit_code == 2
     assert message in done.stderr
+
+
+def test_step_writes_a_page_with_each_dimension_in_its_colour(folder):
+    (folder / "right_step.py").write_text(
+        STEP.replace("jax.grad(loss)", "jax.grad(loss), donate_argnums=0")
+    )
+    words = ("step", "right_step:step_on", "-m", "fsdp=4,tp=2", "--html", "step.html")
+    done = invoke(*words)
+    assert done.exit_code == 0, done.output
+    page = (folder / "step.html").read_text()
+    hues = {}
+    for path in ("inputs/0/up", "inputs/0/down", "inputs/1"):
+        row = page.split(f"<code>{path}</code>")[1].split("<tr>")[0]
+        hues[path] = re.findall(r"--hue: (\d+)\">", row)
+    # What is summed over has one colour in both arrays, and the batch another one.
+    assert hues["inputs/0/up"][1] == hues["inputs/0/down"][0] != hues["inputs/0/down"][1]
+    assert hues["inputs/1"][1] == hues["inputs/0/up"][0]
+    assert len({*hues["inputs/0/up"], *hues["inputs/1"]}) == 3
+    assert "default-src 'none'" in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert "right_step.py" in page
+
+
+def test_paths_of_a_page_are_no_markup(folder):
+    code = STEP.replace('"up":', '"<b>up</b>":').replace('["up"]', '["<b>up</b>"]')
+    (folder / "right_step.py").write_text(code)
+    done = invoke("step", "right_step:step_on", "-m", "fsdp=4,tp=2", "--html", "step.html")
+    assert done.exit_code == 0, done.output
+    page = (folder / "step.html").read_text()
+    assert "<b>up</b>" not in page
+    assert "&lt;b&gt;up&lt;/b&gt;" in page

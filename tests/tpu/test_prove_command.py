@@ -41,6 +41,9 @@ MODULE = textwrap.dedent(
     def plan_alone(mesh):
         return step_on(mesh)[1][0]
 
+    def untraceable(mesh):
+        return jax.jit(lambda x: x["missing"]), step_on(mesh)[1][:1]
+
     def broken(mesh):
         raise KeyError("w")
     """
@@ -101,6 +104,7 @@ def test_a_step_that_does_not_fit(run):
         ("step_on", ("--on", "v5e:2x2", "--mesh", "fsdp=8"), "fsdp=8 are 8 devices, and v5e:2x2 has 4"),
         ("plan_alone", ON, "it must be (step, arguments, outputs) or (step, arguments)"),
         ("broken", ON, "has raised KeyError"),
+        ("untraceable", ON, "the step fails: KeyError: 'missing'\nshardrules called <lambda>, which "),
         ("missing", ON, "has no 'missing'"),
     ],
 )  # fmt: skip

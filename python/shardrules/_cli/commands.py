@@ -282,7 +282,7 @@ def prove(args: Args) -> int:
 
 @_command(
     "my_package.train:step_on --mesh fsdp=64,tp=8 --hardware v5p",
-    "function array mesh rules hardware axes_over_dcn format",
+    "function array mesh rules hardware axes_over_dcn format html",
     function={
         "help": "package.module:function, which takes the mesh, here one without devices, and the "
         "rules of --rules, and returns (step, arguments), as shardrules.trace takes them, or "
@@ -297,13 +297,19 @@ def prove(args: Args) -> int:
 def step(args: Args) -> None:
     """Show what a step does before it is compiled: dimensions, FLOPs, memory, traffic, time."""
     from shardrules._cli import inputs
+    from shardrules._io import write_text
     from shardrules._plan.report import step_json
+    from shardrules._step.page import step_page
 
     traced = inputs.trace_on(args, args.function, args.mesh, args.rules)
     if args.array:
         print(traced.explain(args.array))
         return
+    _check_targets({"--html": args.html}, ())
     memory, traffic, time = traced.memory(), None, None
+    if args.html:
+        write_text(Path(args.html), step_page(traced, memory))
+        hint(args, f"{args.html}: the step in one file, which works offline")
     if traced.plan is not None:
         traffic = traced.plan.traffic(step=traced)
         if args.hardware:
