@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import textwrap
 import time
 from types import SimpleNamespace
 
+import jax
 import pytest
 
+import shardrules as sr
 from shardrules import demo
 from shardrules._cli import inputs, process
 from tests.support.command_line import ended
@@ -377,3 +380,41 @@ def test_a_terminal_shows_the_seconds(monkeypatch):
     process.interruptible(SimpleNamespace(quiet=False), "computing", lambda: time.sleep(1.5))
     assert stream.getvalue().startswith("computing ...\r\x1b[Kcomputing: 1 s ...\r")
     assert stream.getvalue().endswith("\x1b[K")
+
+
+def of_a_step(function, **options):
+    """The error of a step that is compiled."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        sr.compile(jax.jit(function, **options), jax.ShapeDtypeStruct((8,), "float32"))
+    return caught.value
+
+
+def test_an_error_of_the_step_is_no_bug_of_shardrules(capsys):
+    def divide(x):
+        return 1 / 0
+
+    def branch(x):
+        return x if x.sum() > 0 else -x
+
+    bad = {"compiler_options": {"no_such_option": True}}
+    for function, options, text in (
+        (divide, {}, "error: the step fails: ZeroDivisionError: division by zero\n"),
+        (branch, {}, "error: the step fails: TracerBoolConversionError: Attempted"),
+        (lambda x: {}["w"], {}, "error: the step fails: KeyError: 'w'\n"),
+        (
+            lambda x: x,
+            bad,
+            "error: the step does not compile: JaxRuntimeError: INVALID_ARGUMENT: No",
+        ),
+    ):
+        assert process.code_of(of_a_step(function, **options)) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(text), err
+        assert "bug" not in err
+        assert "JAX_TRACEBACK_FILTERING" not in err
+        line = function.__code__.co_firstlineno
+        assert options or re.search(
+            rf"which raises at {re.escape(__file__)}:({line}|{line + 1}),", err
+        )
+    assert process.code_of(ZeroDivisionError("of shardrules itself")) == 2
+    assert "this is a bug in shardrules" in capsys.readouterr().err

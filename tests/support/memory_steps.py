@@ -480,6 +480,17 @@ PAIRS = [
     ),
     _pair("forward", "v6e:4x4", "fsdp=16", kind="forward", rows=16, dtype="bfloat16"),
     _pair("decode", "v5p:2x2x4", "data=4,tp=4", kind="decode", rows=256, dtype="bfloat16", **BIG),
+    _pair(
+        "decode, layers apart, not donated",
+        "v6e:4x4",
+        "data=4,tp=4",
+        kind="decode",
+        rows=64,
+        dtype="bfloat16",
+        is_scanned=False,
+        is_donated=False,
+        **{**BIG, "layers": 2},
+    ),
 ]
 
 

@@ -41,6 +41,9 @@ MODULE = textwrap.dedent(
     def plan_alone(mesh):
         return step_on(mesh)[1][0]
 
+    def untraceable(mesh):
+        return jax.jit(lambda x: x["missing"]), step_on(mesh)[1][:1]
+
     def broken(mesh):
         raise KeyError("w")
     """
@@ -101,6 +104,7 @@ def test_a_step_that_does_not_fit(run):
         ("step_on", ("--on", "v5e:2x2", "--mesh", "fsdp=8"), "fsdp=8 are 8 devices, and v5e:2x2 has 4"),
         ("plan_alone", ON, "it must be (step, arguments, outputs) or (step, arguments)"),
         ("broken", ON, "has raised KeyError"),
+        ("untraceable", ON, "the step fails: KeyError: 'missing'\nshardrules called <lambda>, which "),
         ("missing", ON, "has no 'missing'"),
     ],
 )  # fmt: skip
@@ -158,6 +162,25 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, limit):
     assert (text in message) == bool(limit)
     assert list((tmp_path / "files").iterdir()) == []
     assert not (tmp_path / "cache").exists()
+
+
+@needs_libtpu
+def test_it_needs_no_network(tmp_path):
+    """In a namespace of its own, which has not even a loopback device that is up."""
+    alone = ["unshare", "--map-root-user", "--net"]
+    try:
+        subprocess.run([*alone, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system lets no user unshare its network")
+    (tmp_path / "own_step.py").write_text(MODULE)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [*alone, sys.executable, "-m", "shardrules", "prove", "own_step:step_on", *ON],
+        env={**os.environ, "PYTHONPATH": path, "SHARDRULES_CACHE": "off"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ": it fits\n" in done.stdout
 
 
 @needs_libtpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace as Args
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -299,6 +299,17 @@ def trace_on(args: Args, source: str, mesh: str, rules: str | None = None) -> St
     with working(args, "tracing"):
         function, arguments, *_ = step_on(source, as_mesh(parse_mesh(mesh)), rules)
         return trace(function, *arguments)
+
+
+def traces(args: Args) -> Callable[[Any], Step]:
+    """Return the function that traces the step of --step on a mesh."""
+    from shardrules._step.step import trace
+
+    def traced_on(mesh: Any) -> Step:
+        function, arguments, *_ = step_on(args.step, mesh)
+        return trace(function, *arguments)
+
+    return traced_on
 
 
 def step(args: Args, mesh: str | None = None) -> dict[str, Any]:

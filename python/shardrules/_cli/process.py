@@ -24,7 +24,7 @@ from types import SimpleNamespace as Args
 from typing import Final, NoReturn, TypeVar
 
 from shardrules._io import FileError
-from shardrules._text import printable
+from shardrules._text import printable, printable_lines
 
 T = TypeVar("T")
 
@@ -37,6 +37,8 @@ _ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if has
 # Python drops an exception that a signal raises in a callback of a weak reference or in __del__, so
 # the command goes on; its exit code still says that it was to end.
 _received: Final[list[int]] = []
+_OF_STEP: Final = {"fails": "shardrules called ", "does not compile": "shardrules compiled "}
+"""What a step does by the note beside its error, which is none of shardrules."""
 _BAD_INPUT: Final = (ValueError, TypeError, KeyError, OSError, ImportError, RecursionError)
 
 
@@ -84,9 +86,14 @@ def code_of(error: BaseException, where: str = "") -> int:
     if sys.flags.dev_mode:
         sys.excepthook(type(error), error, error.__traceback__)
     print_note(f"error: {where}{_signal_message(error)}")
-    for note in getattr(error, "__notes__", ()):
+    for note in _notes(error):
         print_note(note)
     return FAILED
+
+
+def _notes(error: BaseException) -> list[str]:
+    """List the notes beside an error, without JAX's about its own frames."""
+    return [note for note in getattr(error, "__notes__", ()) if not note.startswith("-----")]
 
 
 def print_note(text: str) -> None:
@@ -151,6 +158,10 @@ def interruptible(args: Args, what: str, call: Callable[[], T]) -> T:
 def _signal_message(error: BaseException) -> str:
     if isinstance(error, FileError | re.error):  # printable already, perhaps several lines
         return str(error)
+    for what, note in _OF_STEP.items():
+        if any(line.startswith(note) for line in _notes(error)):
+            lines = f"the step {what}: {type(error).__name__}: {error}".splitlines()
+            return printable_lines(lines)
     if isinstance(error, MemoryError):
         return printable(f"out of memory: {error}".removesuffix(": "))
     if isinstance(error, _BAD_INPUT):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._arguments import check_choice, check_real, check_type, kind_of
@@ -46,6 +48,7 @@ _REFUSALS: Final = (
 )
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MODULE: Final = "*oom_intermediate_module.txt"
+_PACKAGE: Final = str(Path(__file__).parent)
 _KEPT: Final = 0.5
 _NOTED: Final = 4
 _NAMED: Final = 3
@@ -209,6 +212,7 @@ def _result(lowered: Any, options: Mapping[str, Any] | None) -> Compiled | Refus
     except Exception as error:
         numbers = _refusal(str(error))
         if numbers is None:
+            error.add_note("shardrules compiled the step, and this is what XLA says of it")
             raise
     return Refusal(*numbers, _module_at_peak(lowered))
 
@@ -319,9 +323,23 @@ def noted(step: Any, args: tuple[Any, ...]) -> Iterator[None]:
     except Exception as error:
         rows = (f"  {place}: {_argument_shown(arg)}" for place, arg in enumerate(args))
         name = getattr(step, "__name__", type(step).__name__)
-        lines = [f"shardrules called {name} with these arguments, as it would be called:", *rows]
-        error.add_note(printable_lines(lines))
+        where = _raised_at(error)
+        lines = [f"shardrules called {name}{where} with these arguments, as it would be called:"]
+        error.add_note(printable_lines([*lines, *rows]))
         raise
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return the innermost line of an error that is neither of JAX nor of this package."""
+    import jax
+
+    libraries = tuple(f"{Path(module).parent}{os.sep}" for module in (jax.__file__, _PACKAGE))
+    frames = [
+        f", which raises at {frame.filename}:{frame.lineno},"
+        for frame in extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*libraries, "<")) and frame.name != "__exit__"
+    ]
+    return frames[-1] if frames else ""
 
 
 def _argument_shown(arg: Any) -> str:
