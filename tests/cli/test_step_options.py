@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -126,3 +127,65 @@ def test_wrong_functions_are_named(folder, source, message):
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert "Traceback" not in done.output
+
+
+def test_sweep_traces_the_step_on_each_mesh_and_leaves_out_what_it_is_not_for(folder):
+    code = STEP.replace("plan = sr.plan", "calls.append(dict(mesh.shape))\n    plan = sr.plan")
+    (folder / "right_step.py").write_text(code.replace("RULES =", "calls = []\nRULES ="))
+    words = ("sweep", "model.json", "-r", "right.toml", "--devices", 128, "--axes", "fsdp,tp")
+    done = invoke(*words, "--step", "right_step:step_on", "--hardware", "v5p", "--format", "json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert {"fsdp": 64, "tp": 2} in [row["mesh"] for row in told["rows"]]
+    (left,) = told["left_out"]
+    assert left["mesh"] == {"fsdp": 128, "tp": 1}
+    assert "64 rows cannot be cut into 128 parts by fsdp" in left["why"]
+    assert left["mesh"] in sys.modules["right_step"].calls
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--devices", 8, "--axes", "fsdp,tp", "--prove", 2), "without --step there is nothing to"),
+        (("-m", "fsdp=8", "--prove", 2, "--step", "right_step:step_on"), "those of --mesh"),
+        (
+            ("--devices", 8, "--axes", "fsdp,tp", "--prove", 2, "--step", "right_step:step_on"),
+            "prove: give the topology",
+        ),
+    ],
+)
+def test_what_cannot_be_proven_is_told(folder, words, message):
+    done = invoke("sweep", "model.json", "-r", "right.toml", *words)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_step_writes_a_page_with_each_dimension_in_its_colour(folder):
+    (folder / "right_step.py").write_text(
+        STEP.replace("jax.grad(loss)", "jax.grad(loss), donate_argnums=0")
+    )
+    words = ("step", "right_step:step_on", "-m", "fsdp=4,tp=2", "--html", "step.html")
+    done = invoke(*words)
+    assert done.exit_code == 0, done.output
+    page = (folder / "step.html").read_text()
+    hues = {}
+    for path in ("inputs/0/up", "inputs/0/down", "inputs/1"):
+        row = page.split(f"<code>{path}</code>")[1].split("<tr>")[0]
+        hues[path] = re.findall(r"--hue: (\d+)\">", row)
+    # What is summed over has one colour in both arrays, and the batch another one.
+    assert hues["inputs/0/up"][1] == hues["inputs/0/down"][0] != hues["inputs/0/down"][1]
+    assert hues["inputs/1"][1] == hues["inputs/0/up"][0]
+    assert len({*hues["inputs/0/up"], *hues["inputs/1"]}) == 3
+    assert "default-src 'none'" in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert "right_step.py" in page
+
+
+def test_paths_of_a_page_are_no_markup(folder):
+    code = STEP.replace('"up":', '"<b>up</b>":').replace('["up"]', '["<b>up</b>"]')
+    (folder / "right_step.py").write_text(code)
+    done = invoke("step", "right_step:step_on", "-m", "fsdp=4,tp=2", "--html", "step.html")
+    assert done.exit_code == 0, done.output
+    page = (folder / "step.html").read_text()
+    assert "<b>up</b>" not in page
+    assert "&lt;b&gt;up&lt;/b&gt;" in page

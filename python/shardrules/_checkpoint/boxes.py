@@ -161,22 +161,26 @@ class Piece(NamedTuple):
     order: tuple[int, ...]
     """The axes in the result's order."""
     target: Box
-    picked: tuple[tuple[int, ...], tuple[slice, ...]] | None = None
+    picked: tuple[tuple[int, ...], Box] | None = None
     """A shape of the source box, and what is picked of it; None if all is."""
 
     def arranged(self, values: Any) -> Any:
         """Return the values of the source box with their axes in the result's order."""
         if self.picked is not None:
-            shape, index = self.picked
-            values = values.reshape(shape)[index]
+            shape, box = self.picked
+            values = values.reshape(shape)[_index(box)]
         return values.reshape(self.lengths).transpose(self.order)
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in box)
 
 
 class Form(NamedTuple):
     """Reshape, pick, reshape to the axes, transpose, repeat, reshape."""
 
     stored: tuple[int, ...]
-    picks: tuple[slice, ...]
+    picks: Box
     axes: tuple[int, ...]
     order: tuple[int, ...]
     once: tuple[int, ...]
@@ -186,7 +190,9 @@ class Form(NamedTuple):
 
     def arranged(self, xp: Any, values: Any) -> Any:
         """Return the result of numpy or jax.numpy."""
-        values = values.reshape(self.stored)[self.picks].reshape(self.axes).transpose(self.order)
+        values = (
+            values.reshape(self.stored)[_index(self.picks)].reshape(self.axes).transpose(self.order)
+        )
         if self.once != self.repeated:
             values = xp.broadcast_to(values.reshape(self.once), self.repeated)
         return values.reshape(self.shape)
@@ -228,20 +234,20 @@ class Sized:
         self._intervals: list[tuple[str, ...]] = [*self._source, *self._target]
         self._singles = list(self._repeats)
         self._picks = False
-        stored, index = shape, (slice(None),) * len(shape)
+        stored, picks = shape, tuple((0, size) for size in shape)
         if gap is not None:
             group = self._source[gap.dim]
             self._outer, self._inner = group[: gap.outer], group[gap.outer :]
             self._intervals[gap.dim : gap.dim + 1] = [self._outer, self._inner]
             full = {axis: (0, size) for axis, size in self._sizes.items()}
-            stored, index = self._picked(gap, [(0, size) for size in shape], full)
+            stored, picks = self._picked(gap, [(0, size) for size in shape], full)
             run = shape[gap.dim] // stored[gap.dim] * prod(shape[gap.dim + 1 :])
             self._picks = run < _LEAST_RUN
             if not self._picks:
                 self._singles += self._outer
             shape = (*shape[: gap.dim], stored[gap.dim] * gap.row, *shape[gap.dim + 1 :])
         self.source_shape = shape
-        self.form = Form(stored, index, axis_sizes, order, once, repeated, self.target_shape)
+        self.form = Form(stored, picks, axis_sizes, order, once, repeated, self.target_shape)
         self.is_simple = gap is None and all(len(group) <= 1 for group in self._source)
         is_same = dims.source == dims.target and all(len(group) == 1 for group in dims.source)
         self._is_plain = gap is None and is_same
@@ -252,13 +258,14 @@ class Sized:
 
     def _picked(
         self, gap: Gap, box: Iterable[Span], axes: Mapping[str, Span]
-    ) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+    ) -> tuple[tuple[int, ...], Box]:
         """Return (the shape with a dimension for the rows, what is picked of it)."""
         (first, last), (begin, end) = self._box((self._outer, self._inner), axes)
         shape = box_shape(tuple(box))
-        index = [slice(None)] * (len(shape) + 1)
-        index[gap.dim + 1] = slice(gap.begin + begin, gap.begin + end)
-        return (*shape[: gap.dim], last - first, gap.row, *shape[gap.dim + 1 :]), tuple(index)
+        rows = (*shape[: gap.dim], last - first, gap.row, *shape[gap.dim + 1 :])
+        picks = [(0, size) for size in rows]
+        picks[gap.dim + 1] = (gap.begin + begin, gap.begin + end)
+        return rows, tuple(picks)
 
     def pieces(self, box: Box) -> tuple[Piece, ...]:
         """Return the pieces that together fill this box of the result."""
@@ -291,7 +298,7 @@ class Sized:
 
     def _source_box(
         self, axes: Mapping[str, Span]
-    ) -> tuple[Box, tuple[tuple[int, ...], tuple[slice, ...]] | None]:
+    ) -> tuple[Box, tuple[tuple[int, ...], Box] | None]:
         """Return (the box of the array, what is picked of it)."""
         box, gap = self._box(self._source, axes), self._gap
         if gap is None:

@@ -282,7 +282,7 @@ def prove(args: Args) -> int:
 
 @_command(
     "my_package.train:step_on --mesh fsdp=64,tp=8 --hardware v5p",
-    "function array mesh rules hardware axes_over_dcn format",
+    "function array mesh rules hardware axes_over_dcn format html",
     function={
         "help": "package.module:function, which takes the mesh, here one without devices, and the "
         "rules of --rules, and returns (step, arguments), as shardrules.trace takes them, or "
@@ -297,13 +297,19 @@ def prove(args: Args) -> int:
 def step(args: Args) -> None:
     """Show what a step does before it is compiled: dimensions, FLOPs, memory, traffic, time."""
     from shardrules._cli import inputs
+    from shardrules._io import write_text
     from shardrules._plan.report import step_json
+    from shardrules._step.page import step_page
 
     traced = inputs.trace_on(args, args.function, args.mesh, args.rules)
     if args.array:
         print(traced.explain(args.array))
         return
+    _check_targets({"--html": args.html}, ())
     memory, traffic, time = traced.memory(), None, None
+    if args.html:
+        write_text(Path(args.html), step_page(traced, memory))
+        hint(args, f"{args.html}: the step in one file, which works offline")
     if traced.plan is not None:
         traffic = traced.plan.traffic(step=traced)
         if args.hardware:
@@ -416,7 +422,7 @@ def explain(args: Args) -> None:
 
 @_command(
     "model.json -r rules.toml --devices 512 --axes fsdp,tp --hbm 96GB",
-    _PLAN, "on devices axes", _TRAINING, _STEP, "format most",
+    _PLAN, "on slices devices axes", _TRAINING, _STEP, "prove format most",
     rules=_NEEDED,
     mesh={"usage": "-m --mesh MESH...", "help": "A mesh to compare; repeatable."},
     on={"required": False, "help": "Compare the meshes that exist on these TPUs or GPUs, such as "
@@ -427,11 +433,12 @@ def explain(args: Args) -> None:
 def sweep(args: Args) -> None:
     """Compare meshes for one set of rules, the best first: by the time of a step, or by bytes."""
     from shardrules._cli import inputs, show
+    from shardrules._mesh.topology import Topology
     from shardrules._mesh_sizes import parse_mesh
     from shardrules._plan.report import sweep_json
 
     if args.mesh:
-        inputs.refuse("the meshes are those of --mesh", args, "on", "devices", "axes")
+        inputs.refuse("the meshes are those of --mesh", args, "on", "devices", "axes", "prove")
     elif (args.devices is None) == (args.on is None) or args.axes is None:
         raise ValueError(
             "give meshes with --mesh; or --devices and --axes for all factorizations, or --on and "
@@ -444,11 +451,16 @@ def sweep(args: Args) -> None:
     sizes = dict.fromkeys(axes, 1) | fixed
     first = args.mesh[0] if meshes else ",".join(f"{axis}={size}" for axis, size in sizes.items())
     step, training = inputs.step(args, first), inputs.training(args)
+    if args.step is not None:
+        step |= {"step": inputs.traces(args), "prove": args.prove}
+    else:
+        inputs.refuse("without --step there is nothing to compile", args, "prove")
     room = inputs.room(args, step["hardware"])
     plan = inputs.load(args, mesh=first).plan
+    topology = None if args.on is None else Topology(args.on, args.slices)
     with working(args, "trying meshes"):
         rows = plan.sweep(
-            meshes or None, devices=args.on or args.devices, axes=None if meshes else axes,
+            meshes or None, devices=topology or args.devices, axes=None if meshes else axes,
             fixed=fixed or None,
             hbm=room.hbm, host_memory=room.host, **step, **training,
         )  # fmt: skip
@@ -460,24 +472,35 @@ def sweep(args: Args) -> None:
 
 @_command(
     "model.json -r rules.toml -m fsdp=8,tp=4 --dry-run --processes 4",
-    _PLAN, "dry_run processes bandwidth in_flight",
+    _PLAN, "dry_run renames dtype processes bandwidth in_flight",
     rules=_NEEDED,
     mesh=_NEEDED,
 )  # fmt: skip
 def load(args: Args) -> None:
-    """Tell what shardrules.load would read: bytes per process and device, in flight, time."""
-    from shardrules._checkpoint.forecast import forecast
+    """Tell what shardrules.load would read: bytes, reads, in flight, time; or load, and time it."""
+    from shardrules._checkpoint.forecast import forecast, renamed, timed
     from shardrules._cli import inputs
+    from shardrules._files.modules import load_object
     from shardrules._text import byte_count
 
-    if not args.dry_run:
-        raise ValueError("give --dry-run; arrays are loaded in Python, by shardrules.load")
     speed = byte_count(args.bandwidth)
     if not speed:
         raise ValueError(f"--bandwidth is {args.bandwidth!r}; give bytes per second, such as 2GB")
     most = None if args.in_flight is None else byte_count(args.in_flight)
-    columns = inputs.load(args).plan._columns
-    print(forecast(columns, processes=args.processes, in_flight=most, bandwidth=speed))
+    renames = () if args.renames is None else load_object(args.renames)
+    tree: Any = None
+    targets: dict[str, Any] = {}
+    if args.renames is not None or args.dtype is not None:
+        tree, targets = renamed(args.source, renames, args.dtype)
+    plan = inputs.load(args, tree=tree).plan
+    if args.dry_run:
+        columns = plan._columns
+        options: dict[str, Any] = {"processes": args.processes, "bandwidth": speed}
+        print(forecast(columns, targets=targets, in_flight=most, **options))
+    else:
+        with working(args, f"loading {args.source}"):
+            line = timed(args.source, plan, renames, most)
+        print(line)
 
 
 @_command(

@@ -83,6 +83,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "tokens": ("--tokens NUMBER", "Tokens of a step, to estimate its time.", {"least": 1}),
         "step": ("--step FUNCTION", "package.module:function of the step, as for `shardrules "
             "step`, in the place of all that describes one: its jaxpr says what it needs.", {}),
+        "prove": ("--prove NUMBER", "Compile the step for so many of the best meshes of --on, and "
+            "rank them by that.", {"least": 0, "default": 0}),
         "hardware": ("--hardware NAME", "The devices: v4, v5e, v5p, v6e, 7x, A100, H100, H200, "
             "B200, GB200; or a TOML file. Without --hbm, their memory counts.", {}),
         "axes_over_dcn": ("--axes-over-dcn AXES", "Mesh axes between slices or nodes, such as dp.",
@@ -91,8 +93,11 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "sent to.", {"least": 1}),
     },
     "Loading": {
-        "dry_run": ("--dry-run", "Required, as this command loads nothing: shardrules.load does, "
-            "in Python.", {}),
+        "dry_run": ("--dry-run", "Only tell what would be read. Without it, the arrays are loaded "
+            "onto the devices of this process, which --mesh must have, and timed.", {}),
+        "renames": ("--renames OBJECT", "package.module:NAME of the Renames, such as "
+            "shardrules.renames:HF_TO_FLAX.", {}),
+        "dtype": ("--dtype DTYPE", "The dtype of floating arrays, as in shardrules.load.", {}),
         "processes": ("--processes NUMBER", "Processes that share the mesh's devices in their "
             "order.", {"least": 1, "default": 1}),
         "bandwidth": ("--bandwidth BYTES", "Bytes that a process reads in a second.",

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from math import prod
 from operator import itemgetter, sub
@@ -36,6 +38,7 @@ INDEX_SUFFIX: Final = ".safetensors.index.json"
 _MOST_HEADER_BYTES: Final = 100_000_000
 _NUMBERED: Final = re.compile(r"(?P<begin>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _SHOWN: Final = 3
+_READS: Final = 16
 # What PEFT writes beside a model, and Mistral beside that of transformers.
 _OF_OTHERS: Final = ("adapter_model", "consolidated.safetensors")
 _FIELDS: Final = itemgetter("shape", "dtype", "data_offsets")
@@ -216,8 +219,9 @@ def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, Ar
         names_in.setdefault(shard, []).append(name)
     _check_series(path, [*names_in])
     leaves: dict[str, ArraySpec] = {}
-    for shard, names in names_in.items():
-        arrays = read_header(_beside(path, shard, names[0]), make)
+    paths = [_beside(path, shard, names[0]) for shard, names in names_in.items()]
+    of_files = zip(names_in.items(), _headers(paths, make), strict=True)
+    for (shard, names), arrays in of_files:
         for name in names:
             if name not in arrays:
                 raise FileError(
@@ -226,6 +230,15 @@ def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, Ar
                 )
             leaves[name] = arrays[name]
     return {name: leaves[name] for name in weight_map}
+
+
+def _headers(paths: list[Path], make: ArraySpecs) -> Iterator[dict[str, ArraySpec]]:
+    """Read the headers of files; those of another machine at once, as each takes a while."""
+    if all(isinstance(path, Path) for path in paths):
+        yield from (read_header(path, make) for path in paths)
+        return
+    with ThreadPoolExecutor(_READS, "shardrules-headers") as pool:
+        yield from pool.map(partial(read_header, make=make), paths)
 
 
 def _beside(path: Path, shard: str, name: str) -> Path:
@@ -271,8 +284,7 @@ def read_files(directory: Path, paths: list[Path], make: ArraySpecs) -> dict[str
                 "model of its own; give the name of one file, or put them into directories"
             )
     leaves: dict[str, ArraySpec] = {}
-    for path in paths:
-        arrays = read_header(path, make)
+    for path, arrays in zip(paths, _headers(paths, make), strict=True):
         for name in leaves.keys() & arrays.keys():
             raise FileError(
                 f"{path}: array {name!r}: another {SUFFIX} file of the directory has it too; give "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._estimate.schedule import merged
 from shardrules._estimate.step_time import Network
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 Weighed = tuple[float, ...]
+_FEW: Final = 8
+"""The most combinations of values of which each is tried for a bound."""
 _Group = list[tuple["TracedOperation", int]]
 
 
@@ -245,8 +247,8 @@ class Terms:
             values = self._space.values
             if not missing:
                 self._least[key] = self.seconds(place, assignment).weighed
-            elif len(missing) == 1:
-                (name,) = missing
+            elif prod(len(values[name]) for name in missing) <= _FEW:
+                name = missing[0]
                 rows = [self.least(place, {**assignment, name: v}) for v in values[name]]
                 self._least[key] = tuple(map(min, zip(*rows, strict=True)))
             else:
