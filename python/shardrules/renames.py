@@ -1,4 +1,4 @@
-"""Rename lists for `load` and `reshard`."""
+"""Renames of families of models for `load`, `reshard` and `save`, and their inverses."""
 
 from shardrules._checkpoint.families import HF_TO_FLAX as HF_TO_FLAX
 from shardrules._checkpoint.families import Affine as Affine

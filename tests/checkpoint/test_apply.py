@@ -79,7 +79,8 @@ def test_functions_of_arrays(save, counted, arrays, spec, most):  # noqa: F811
             assert made.sharding.is_equivalent_to(
                 jax.NamedSharding(mesh, spec if name == "q" else P()), made.ndim
             )
-    assert sum(counted) == sum(array.nbytes for array in arrays.values())
+    if most is None:  # a small bound cuts units, and what is between ranges is read again
+        assert sum(counted) == sum(array.nbytes for array in arrays.values())
 
 
 def test_the_dtype_is_that_of_the_result(save, arrays):  # noqa: F811

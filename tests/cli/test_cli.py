@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 
 import shardrules as sr
@@ -976,10 +977,27 @@ def test_load_refuses(more, told):
     assert told in result.stderr
 
 
-def test_load_needs_dry_run():
+def test_load_needs_the_devices_of_the_mesh():
     result = run(*LOAD[:-1])
     assert result.exit_code == 2
-    assert "give --dry-run; arrays are loaded in Python, by shardrules.load" in result.stderr
+    assert "--mesh has 512 devices, and here are 8; --dry-run needs none" in result.stderr
+
+
+def test_load_with_renames_and_a_dtype(tmp_path):
+    save = pytest.importorskip("safetensors.numpy").save_file
+    save({"lm_head.weight": np.ones((64, 32), "float32")}, tmp_path / "m.safetensors")
+    rules = tmp_path / "rules.toml"
+    rules.write_text('rules = [["lm_head/kernel", [["tp"], []]]]')
+    command = ["load", tmp_path, "-r", rules, "-m", "tp=8", "--dtype", "bfloat16",
+               "--renames", "shardrules.renames:HF_TO_FLAX"]  # fmt: skip
+    told = run(*command, "--dry-run")
+    assert told.exit_code == 0, told.stderr
+    assert "1 array, 8.19 kB, on tp=8 (8 devices, 1 process)" in told.stdout
+    assert "about 1 read of 8.19 kB" in told.stdout
+    assert "each device holds     512 B at most" in told.stdout
+    loaded = run(*command)
+    assert loaded.exit_code == 0, loaded.stderr
+    assert re.match(r"1 array, 4\.10 kB, in [\d.]+ s: .* per second, onto tp=8\n$", loaded.stdout)
 
 
 def test_warnings_of_suggested_rules_are_lines(tmp_path):

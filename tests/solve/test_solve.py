@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -137,3 +139,28 @@ def test_what_is_not_modelled_is_whole_and_named():
     whole = [n for n in solution.spread.cuts if n in solution.spread._arrays.local]
     assert whole
     assert all(not any(solution.spread.target(n)) for n in whole)
+
+
+def test_a_step_without_products_and_a_mesh_of_one_device_have_solutions():
+    tree = {"w": shape(8, 8)}
+    added = sr.trace(lambda params, x: params["w"] + x, tree, shape(8, 8))
+    assert sr.solve(added, {"fsdp": 2}, hardware="v5p").time.total == 0
+    alone = sr.solve(traced(), {"fsdp": 1}, hardware="v5p")
+    assert (alone.gap, alone.time.sent) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": "up"}, "keep is 'up' (a str); give a list"),
+        ({"keep": [3]}, "keep: 3 (an int) is no pair of"),
+        ({"keep": ["("]}, "is no pattern"),
+        ({"forbid": ["batch"]}, "forbid: 'batch' (a str) is no pair of"),
+        ({"time_limit": "long"}, "time_limit"),
+        ({"on": None}, "the step was traced without a mesh"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    step = sr.trace(train, TREE, shape(8, 512))
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        sr.solve(step, **{"on": {"fsdp": 4}, "hardware": "v5p", **options})

@@ -165,6 +165,25 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, limit):
 
 
 @needs_libtpu
+def test_it_needs_no_network(tmp_path):
+    """In a namespace of its own, which has not even a loopback device that is up."""
+    alone = ["unshare", "--map-root-user", "--net"]
+    try:
+        subprocess.run([*alone, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system lets no user unshare its network")
+    (tmp_path / "own_step.py").write_text(MODULE)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [*alone, sys.executable, "-m", "shardrules", "prove", "own_step:step_on", *ON],
+        env={**os.environ, "PYTHONPATH": path, "SHARDRULES_CACHE": "off"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ": it fits\n" in done.stdout
+
+
+@needs_libtpu
 def test_what_is_known_at_the_limit_is_shown(run, folder):  # noqa: F811
     code, out, err = run("forgotten", *ON, "--timeout", "60", "--large", "64kB")
     assert (code, err) == (0, "")

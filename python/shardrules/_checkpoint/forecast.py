@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardrules._checkpoint.reading import bound_of
+from shardrules._arguments import each, listed
+from shardrules._checkpoint.boxes import Box
+from shardrules._checkpoint.reading import bound_of, calls_of
+from shardrules._checkpoint.renames import A_RENAME, Rename
+from shardrules._checkpoint.targets import Problems, Target, whole
+from shardrules._checkpoint.trees import matched
+from shardrules._dtypes import bits_of, given_float, numpy_name
+from shardrules._files.leaves import ArraySpec
+from shardrules._files.models import read_arrays
 from shardrules._specs import entries_of, entry_axes
 from shardrules._text import bytes_shown, counted, mesh_shown, printable_lines
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from shardrules._plan.plan import Plan
     from shardrules._plan.table import Columns
+
+Cuts = tuple[tuple[str, ...], ...]
+"""Per dimension, the mesh axes that cut it."""
 
 
 class Forecast(NamedTuple):
@@ -35,6 +49,8 @@ class Forecast(NamedTuple):
     """Maximum bytes of the host's memory for what is on its way."""
     bandwidth: int
     """Bytes that a process reads in a second."""
+    reads: int = 0
+    """Calls of the system by which the process that reads most does so, about."""
 
     @property
     def seconds(self) -> float:
@@ -55,6 +71,8 @@ class Forecast(NamedTuple):
                 f"{counted(processes, 'process')})",
                 f"each process reads    {each} ({share}); all together "
                 f"{bytes_shown(sum(self.read))}",
+                f"the one that reads most needs about {counted(self.reads, 'read')} of "
+                f"{bytes_shown(most // max(1, self.reads))}",
                 f"each device holds     {bytes_shown(self.device_bytes)} at most",
                 f"in flight             {bytes_shown(self.in_flight)} at most; the largest part on "
                 f"one device is {bytes_shown(self.largest)}",
@@ -65,7 +83,12 @@ class Forecast(NamedTuple):
 
 
 def forecast(
-    columns: Columns, *, processes: int, in_flight: int | None, bandwidth: int
+    columns: Columns,
+    *,
+    processes: int,
+    in_flight: int | None,
+    bandwidth: int,
+    targets: Mapping[str, tuple[Target, str]] | None = None,
 ) -> Forecast:
     """Forecast what loading the checkpoint of a plan would read.
 
@@ -74,6 +97,8 @@ def forecast(
         processes: Number of processes, which divides that of the devices.
         in_flight: Maximum bytes in flight. Default: that of `load`.
         bandwidth: Bytes that a process reads in a second.
+        targets: By path what an array is made of, and the dtype in the files. Default: of the array
+            of that name.
 
     Raises:
         ValueError: The processes do not divide the devices, an array is not placed, or its part on
@@ -87,7 +112,12 @@ def forecast(
         )
     read = np.zeros(processes, object)
     distinct: dict[tuple[tuple[str, ...], ...], npt.NDArray[np.int64]] = {}
-    for kind, count in zip(columns.kinds, columns.counts.tolist(), strict=True):
+    first = {int(kind): int(leaf) for leaf, kind in reversed([*enumerate(columns.kind_of)])}
+    sources: list[tuple[Target, str, Cuts, int]] = []
+    stored_bytes = 0
+    for number, (kind, count) in enumerate(
+        zip(columns.kinds, columns.counts.tolist(), strict=True)
+    ):
         if kind.shape is None:
             continue
         if kind.spec is None:
@@ -98,14 +128,20 @@ def forecast(
         )
         if cuts not in distinct:
             distinct[cuts] = _device_boxes(cuts, columns.axis_sizes, processes)
-        read += distinct[cuts].astype(object) * (count * kind.device_bytes)
+        path = columns.paths[first[number]]
+        own = numpy_name(str(kind.dtype))
+        target, dtype = (targets or {}).get(path) or (whole(path, ArraySpec(kind.shape, own)), own)
+        bits, own_bits = bits_of(dtype), bits_of(own)
+        read += distinct[cuts].astype(object) * (count * kind.device_bytes * bits // own_bits)
+        stored_bytes += count * prod(kind.shape) * bits // 8
+        sources.append((target, dtype, cuts, count))
     largest = max((kind.device_bytes for kind in columns.kinds), default=0)
     needs = f"the largest part on one device has {bytes_shown(largest)}"
     most = bound_of(in_flight, largest, needs, "--in-flight")
     return Forecast(
         dict(columns.axis_sizes),
         len(columns.paths),
-        columns.total_bytes,
+        stored_bytes,
         tuple(map(int, read)),
         sum(
             kind.device_bytes * int(n)
@@ -114,6 +150,7 @@ def forecast(
         largest,
         min(most, max(map(int, read))),
         bandwidth,
+        _reads(sources, columns.axis_sizes, processes, int(np.argmax(read.astype(np.float64)))),
     )
 
 
@@ -131,3 +168,104 @@ def _device_boxes(
     changes = np.diff(of_processes, axis=1) != 0
     counts: npt.NDArray[np.int64] = 1 + changes.sum(axis=1, dtype=np.int64)
     return counts
+
+
+def _reads(
+    sources: Sequence[tuple[Target, str, Cuts, int]],
+    axis_sizes: Mapping[str, int],
+    processes: int,
+    process: int,
+) -> int:
+    """Count about how many calls of the system a process reads by: one array of each kind."""
+    sizes = tuple(axis_sizes.values())
+    devices = np.indices(sizes).reshape(len(sizes), -1)
+    devices = devices.reshape(len(sizes), processes, -1)[:, process]
+    places = dict(zip(axis_sizes, devices, strict=True))
+    return sum(
+        count * _calls(target, dtype, _boxes(target.shape, cuts, axis_sizes, places))
+        for target, dtype, cuts, count in sources
+    )
+
+
+def _calls(target: Target, dtype: str, boxes: Sequence[Box]) -> int:
+    """Count the calls by which boxes of an array are read."""
+    if bits_of(dtype) < 8:
+        return len(target.parts)
+    of_source: dict[str, set[Box]] = defaultdict(set)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in target.parts:
+        shape = (
+            at + size for at, size in zip(part.source_at, part.sized.source_shape, strict=True)
+        )
+        shapes[part.source] = tuple(map(max, shape, shapes.get(part.source, part.source_at)))
+        of_source[part.source].update(piece.source for box in boxes for piece in part.pieces(box))
+    return sum(calls_of(ArraySpec(shapes[name], dtype), each) for name, each in of_source.items())
+
+
+def _boxes(
+    shape: tuple[int, ...],
+    cuts: Cuts,
+    axis_sizes: Mapping[str, int],
+    places: Mapping[str, npt.NDArray[np.int64]],
+) -> list[Box]:
+    """Return the distinct boxes of devices in these places of the mesh."""
+    devices = len(next(iter(places.values()), [0]))
+    spans = []
+    rest: Cuts = ((),) * (len(shape) - len(cuts))
+    for size, axes in zip(shape, (*cuts, *rest), strict=True):
+        index, parts = np.zeros(devices, np.int64), 1
+        for axis in axes:
+            index, parts = index * axis_sizes[axis] + places[axis], parts * axis_sizes[axis]
+        part = -(-size // parts)
+        spans.append([(min(i * part, size), min(i * part + part, size)) for i in index.tolist()])
+    return sorted(set(zip(*spans, strict=True))) if spans else [()]
+
+
+def renamed(
+    source: str, renames: Iterable[Rename], dtype: str | None
+) -> tuple[Any, dict[str, tuple[Target, str]]]:
+    """Return (the tree that a checkpoint becomes, by path what an array is made of and its dtype).
+
+    Raises:
+        FileError: There is no such checkpoint, or the renames do not fit it.
+    """
+    followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
+    arrays = read_arrays(source)
+    problems = Problems(arrays.name)
+    name = None if dtype is None else given_float("dtype", dtype)
+    abstract, targets = matched(arrays.leaves, None, followed, name, problems)
+    return abstract, {
+        path: (target, arrays.leaves[next(iter(target.sources))].dtype)
+        for path, target in targets
+        if target is not None and target.sources
+    }
+
+
+def timed(source: str, plan: Plan, renames: Iterable[Rename], in_flight: int | None) -> str:
+    """Load onto this process's devices; returns a line on what that took.
+
+    Raises:
+        ValueError: The mesh has another number of devices.
+    """
+    import jax
+    from jax.sharding import Mesh
+
+    from shardrules._checkpoint.load import load
+
+    devices, sizes = jax.devices(), plan.axis_sizes
+    if prod(sizes.values()) != len(devices):
+        raise ValueError(
+            f"--mesh has {counted(prod(sizes.values()), 'device')}, and here "
+            f"{'is' if len(devices) == 1 else 'are'} {len(devices):,}; --dry-run needs none"
+        )
+    mesh = Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
+    start = perf_counter()
+    loaded = load(source, plan.on_mesh(mesh), renames=renames, max_bytes_in_flight=in_flight)
+    jax.block_until_ready(loaded)
+    seconds = perf_counter() - start
+    arrays = jax.tree_util.tree_leaves(loaded)
+    size = sum(array.nbytes for array in arrays)
+    return (
+        f"{counted(len(arrays), 'array')}, {bytes_shown(size)}, in {seconds:.2f} s: "
+        f"{bytes_shown(int(size / seconds))} per second, onto {mesh_shown(sizes)}"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -467,6 +467,21 @@ def _in_file_order(copies: Sequence[Copy]) -> tuple[Ranges, tuple[Any, Any, Any]
     return ranges.part(~is_again), (ranges.places[first[is_again]], again.sizes, again.places)
 
 
+def calls_of(array: ArraySpec, boxes: Iterable[Box]) -> int:
+    """Count the calls of the system by which boxes of an array are read."""
+    layout = _StoredLayout(array)
+    copies = []
+    for box in boxes:
+        begins, size = layout.ranges(box), layout.range_bytes(box)
+        copies.append(Copy(begins, begins, size))
+    if not copies:
+        return 0
+    ranges, _ = _in_file_order(copies)
+    ends = ranges.begins + ranges.sizes
+    apart = (ranges.begins[1:] - ends[:-1] > _GAP).sum()
+    return int(apart) + max(1, int(ranges.sizes.sum()) // _MOST_SHARE) if len(ends) else 0
+
+
 def _shares(ranges: Ranges) -> Iterator[Ranges]:
     """Yield the ranges in parts of about equal bytes, one for each thread; long ones are cut."""
     total = int(ranges.sizes.sum())
@@ -537,10 +552,15 @@ class _StoredLayout:
     """Places of the elements of a stored array, in row-major order."""
 
     def __init__(self, array: ArraySpec) -> None:
-        assert array.file is not None
-        self.file = array.file
+        self._file = array.file
         self.dtype = numpy_dtype(array.dtype)
         self._array = array
+
+    @property
+    def file(self) -> StoredFile:
+        """Return the file that has the array."""
+        assert self._file is not None
+        return self._file
 
     @property
     def strides(self) -> list[int]:

@@ -472,24 +472,35 @@ def sweep(args: Args) -> None:
 
 @_command(
     "model.json -r rules.toml -m fsdp=8,tp=4 --dry-run --processes 4",
-    _PLAN, "dry_run processes bandwidth in_flight",
+    _PLAN, "dry_run renames dtype processes bandwidth in_flight",
     rules=_NEEDED,
     mesh=_NEEDED,
 )  # fmt: skip
 def load(args: Args) -> None:
-    """Tell what shardrules.load would read: bytes per process and device, in flight, time."""
-    from shardrules._checkpoint.forecast import forecast
+    """Tell what shardrules.load would read: bytes, reads, in flight, time; or load, and time it."""
+    from shardrules._checkpoint.forecast import forecast, renamed, timed
     from shardrules._cli import inputs
+    from shardrules._files.modules import load_object
     from shardrules._text import byte_count
 
-    if not args.dry_run:
-        raise ValueError("give --dry-run; arrays are loaded in Python, by shardrules.load")
     speed = byte_count(args.bandwidth)
     if not speed:
         raise ValueError(f"--bandwidth is {args.bandwidth!r}; give bytes per second, such as 2GB")
     most = None if args.in_flight is None else byte_count(args.in_flight)
-    columns = inputs.load(args).plan._columns
-    print(forecast(columns, processes=args.processes, in_flight=most, bandwidth=speed))
+    renames = () if args.renames is None else load_object(args.renames)
+    tree: Any = None
+    targets: dict[str, Any] = {}
+    if args.renames is not None or args.dtype is not None:
+        tree, targets = renamed(args.source, renames, args.dtype)
+    plan = inputs.load(args, tree=tree).plan
+    if args.dry_run:
+        columns = plan._columns
+        options: dict[str, Any] = {"processes": args.processes, "bandwidth": speed}
+        print(forecast(columns, targets=targets, in_flight=most, **options))
+    else:
+        with working(args, f"loading {args.source}"):
+            line = timed(args.source, plan, renames, most)
+        print(line)
 
 
 @_command(

@@ -46,19 +46,25 @@ class Planned(NamedTuple):
     """A line for each pattern that `re` evaluates, with the reason."""
 
 
-def load(args: Args, *, mesh: str | None = None) -> Planned:
-    """Plan the model of a command line; `mesh` is that of a sweep."""
-    (planned,) = _load(args, mesh or args.mesh, args.source)
+def load(args: Args, *, mesh: str | None = None, tree: Any = None) -> Planned:
+    """Plan the model of a command line.
+
+    Args:
+        args: The command line.
+        mesh: That of a sweep. Default: that of the command line.
+        tree: The model, if it is read already.
+    """
+    (planned,) = _load(args, mesh or args.mesh, args.source, tree=tree)
     return planned
 
 
-def _load(args: Args, mesh: str | None, *sources: str) -> list[Planned]:
+def _load(args: Args, mesh: str | None, *sources: str, tree: Any = None) -> list[Planned]:
     """Plan models within the bound on memory.
 
     Patterns that `re` evaluates get a note on stderr, since their time has no bound.
     """
     with working(args, f"reading {sources[0]}"), memory_within(byte_count(args.max_memory)):
-        planned = [load_plan(args, source, mesh) for source in sources]
+        planned = [load_plan(args, source, mesh, tree) for source in sources]
     patterns = dict.fromkeys(line for plan in planned for line in plan.fallbacks)
     lines = [f"note: `re`, not the automaton, evaluates {pattern}" for pattern in patterns]
     for line in lines[:_MOST_FALLBACKS] + and_more(len(lines), _MOST_FALLBACKS, "pattern"):
@@ -66,7 +72,7 @@ def _load(args: Args, mesh: str | None, *sources: str) -> list[Planned]:
     return planned
 
 
-def load_plan(args: Args, source: str, mesh: str | None) -> Planned:
+def load_plan(args: Args, source: str, mesh: str | None, tree: Any = None) -> Planned:
     """Plan a model under the rules of the command line on a mesh; or takes the plan of a lock."""
     declared = Declared(
         replicated=tuple(getattr(args, "replicated", ())),
@@ -94,7 +100,9 @@ def load_plan(args: Args, source: str, mesh: str | None) -> Planned:
             f"{args.rules}: --no-fallbacks, but the automaton cannot evaluate "
             f"{'; '.join(fallbacks)}: rewrite the pattern, or leave out --no-fallbacks"
         )
-    name, tree, axis_names = _tree(source, rules.rules.dialect)
+    name, axis_names = source, None
+    if tree is None:
+        name, tree, axis_names = _tree(source, rules.rules.dialect)
     result = plan(
         tree, rules.rules, axis_sizes, min_size=args.min_size, companions=rules.companions,
         names=axis_names, optional_axes=rules.declared["optional_axes"],

@@ -93,8 +93,11 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "sent to.", {"least": 1}),
     },
     "Loading": {
-        "dry_run": ("--dry-run", "Required, as this command loads nothing: shardrules.load does, "
-            "in Python.", {}),
+        "dry_run": ("--dry-run", "Only tell what would be read. Without it, the arrays are loaded "
+            "onto the devices of this process, which --mesh must have, and timed.", {}),
+        "renames": ("--renames OBJECT", "package.module:NAME of the Renames, such as "
+            "shardrules.renames:HF_TO_FLAX.", {}),
+        "dtype": ("--dtype DTYPE", "The dtype of floating arrays, as in shardrules.load.", {}),
         "processes": ("--processes NUMBER", "Processes that share the mesh's devices in their "
             "order.", {"least": 1, "default": 1}),
         "bandwidth": ("--bandwidth BYTES", "Bytes that a process reads in a second.",

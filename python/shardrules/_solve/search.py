@@ -118,7 +118,7 @@ class Search:
 
     def _root(self) -> _Node:
         terms = {place: self.terms.least(place, {}) for place in range(len(self.terms.terms))}
-        sums = tuple(map(sum, zip(*terms.values(), strict=True)))
+        sums = tuple(map(sum, zip(Seconds().weighed, *terms.values(), strict=True)))
         return _Node(max(sums), next(self._numbers), {}, terms, sums)
 
     def _is_worse(self, seconds: float) -> bool:

@@ -9,7 +9,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._arguments import check_type, integer
+from shardrules._arguments import check_real, check_type, integer
 from shardrules._estimate.step_time import machine_of
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan, plan
@@ -19,7 +19,7 @@ from shardrules._solve.meshes import Best, Task, best_of
 from shardrules._solve.proof import Provable
 from shardrules._solve.space import STORED
 from shardrules._step.step import Step
-from shardrules._text import answer, bytes_shown, mesh_shown, printable_lines, seconds_shown
+from shardrules._text import answer, bytes_shown, mesh_shown, printable_lines, seconds_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -120,7 +120,14 @@ def solve(
         ({'inputs/0/up': PartitionSpec(None, 'tp'), 'inputs/1': PartitionSpec()}, 0.0)
     """
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
+    for name, value in (("keep", keep), ("forbid", forbid)):
+        if isinstance(value, str):
+            raise TypeError(f"{name} is {shown(value)}; give a list, such as [{value!r}]")
     keep, forbid = tuple(keep), tuple(forbid)
+    if time_limit is not None:
+        check_real("time_limit", time_limit)
+    if on is None and step.mesh is None:
+        raise TypeError("on: the step was traced without a mesh; give one, or a Topology")
     if isinstance(on, Topology):
         hardware = on.hardware if hardware is None else hardware
         axes = _AXES if step.mesh is None else tuple(step.mesh.shape)

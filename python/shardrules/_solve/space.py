@@ -13,7 +13,7 @@ from shardrules._dtypes import bits_of
 from shardrules._solve.layout import Axes, LaidSpread, Layout, StepArrays
 from shardrules._specs import entries_of, entry_axes
 from shardrules._step.step import cuts_of
-from shardrules._text import brief, near_shown
+from shardrules._text import brief, near_shown, shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.step_time import Machine, StepTime
@@ -186,8 +186,11 @@ def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dic
     rows = [row for arg in step._args for row in cuts_of(arg)]
     fixed: dict[int, Cuts] = {}
     for item in keep:
-        pattern, spec = (item, None) if isinstance(item, str) else item
-        places = [i for i, path in enumerate(step._paths) if re.search(pattern, path)]
+        pattern, spec = _pair("keep", (item, None) if isinstance(item, str) else item)
+        try:
+            places = [i for i, path in enumerate(step._paths) if re.search(pattern, path)]
+        except re.error as error:
+            raise ValueError(f"keep: {brief(pattern)} is no pattern: {error}") from error
         if not places:
             raise ValueError(
                 f"keep: {brief(pattern)} is in no path{near_shown(pattern, step._paths)}"
@@ -214,10 +217,18 @@ def forbidden_pairs(
         ValueError: There is no such role, or axis.
     """
     roles = step._roles.of
-    for role, axis in forbid:
+    for item in forbid:
+        role, axis = _pair("forbid", item)
         check_choice("forbid: a role", role, tuple(dict.fromkeys(filter(None, roles.values()))))
         check_choice("forbid: an axis", axis, tuple(sizes))
         yield from ((name, axis) for name, of in roles.items() if of == role)
+
+
+def _pair(name: str, item: Any) -> tuple[str, Any]:
+    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
+        form = {"keep": "(pattern, spec)", "forbid": "(role, mesh axis)"}[name]
+        raise TypeError(f"{name}: {shown(item)} is no pair of {form}")
+    return item[0], item[1]
 
 
 def _subsets(axes: Iterable[str]) -> Iterable[Axes]:
