@@ -140,6 +140,8 @@ class Step(TracedStep):
         self._function, self._closed, self._out_tree = traced
         self._equations = Equations(self._closed)
         self._call = _only_call(self._closed)
+        # Memory, traffic and time of a plan are asked for one after the other.
+        self._last: tuple[Plan | None, Spread] | None = None
 
     def __copy__(self) -> Step:
         return self
@@ -239,12 +241,18 @@ class Step(TracedStep):
         Without `merges_sums`, parts of each product are added up before the products are, as XLA
         does it for CPU. `equations` are those with another batch.
         """
+        is_usual = merges_sums and equations is None
+        if is_usual and self._last is not None and self._last[0] is plan:
+            return self._last[1]
         equations = equations or self._equations
         args = self._with_plan(plan)
         sizes = self._sizes(args)
         cuts = [row for arg in args for row in cuts_of(arg)]
         results = _result_cuts(self._call, equations)
-        return Spread(equations, sizes, cuts, results, merges_sums=merges_sums)
+        spread = Spread(equations, sizes, cuts, results, merges_sums=merges_sums)
+        if is_usual:
+            self._last = plan, spread
+        return spread
 
     def _with_plan(self, plan: Plan | None) -> tuple[Any, ...]:
         if plan is None:
