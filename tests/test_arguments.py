@@ -38,6 +38,7 @@ PLAN = sr.plan(TREE, RULES, SIZES)
 COMPILED = jax.jit(lambda x: x).lower(np.ones(3)).compile()
 DOUBLED = jax.jit(lambda x: x * 2)
 STEP = sr.trace(lambda params, x: params["w"].sum() * x, PLAN, np.ones(3))
+SOLUTION = sr.solve(STEP, SIZES, hardware="v5p")
 DUMP = "tests/data/maxtext-dumps/qwen3-0.6b_tpu7x-16_default.json.gz"
 DUMPED = maxtext.read_dump(DUMP).leaves
 # Something whose text is far too long for a message.
@@ -185,6 +186,20 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "renames": (3, 0, "x", [3], [None], THING, HUGE),
     "progress": (3, 0, "bar", [], THING, HUGE),
     "max_bytes_in_flight": (*NOT_SIZE, 1),
+    "prove": (*NOT_SIZE, 2),
+    "shared": NOT_TRUTH,
+    "resize": (3, 0, "in", [], THING, {"in": "8"}, {"in": -1}, {"no dimension": 8}, {3: 8}),
+    "apply": (3, 0, "x", [], {}, HUGE),
+    "argument": (3, None, THING, HUGE, "a b"),
+    "solution": (3, 0, "solution", THING, HUGE),
+    "keep": (3, "w", [3], ["no such path"], ["("], [("w", P("no such axis"))], THING, HUGE),
+    "forbid": (3, "experts", [3], [("experts",)], [("no such role", "tp")], THING, HUGE),
+    "time_limit": (*NOT_NUMBER, -1),
+    "timeout": (*NOT_NUMBER, -1, 0),
+    "config": (3, None, [], "llama", THING, {"model_type": "lama"}, {"model_type": "llama"}),
+    "layout": (3, None, "keras", THING, HUGE),
+    "factor": (*NOT_NUMBER, None, 0),
+    "offset": (*NOT_NUMBER, None),
     "sizes": (3, 0, "in", [], THING, {"in": 0}, {"in": "8"}, {"in": (8, 0)}, {"no axis": 8}),
     "words": (3, 0, "in", [], THING, {"part": "qkv"}, {"part": [THING]}, {"part": ("q", "q")}, {"in": ("q",)}),
     "scale": (3, 0, [], THING, HUGE, r"\9"),
@@ -231,6 +246,8 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
                     "with_sharding_constraint")},
     "compat.maxtext.read_dump.path": (*NOT_FILE, None),
     "compat.maxtext.read_dump.dtype": (3, None, THING, HUGE, "no dtype"),
+    "from_hf.scanned": NOT_TRUTH,
+    "suggest.step": (3, "step", THING, HUGE, PLAN),
     "suggest.tokens": tuple(value for value in WRONG["tokens"] if value is not None),
     "suggest.devices": tuple(value for value in NOT_SIZE if value is not None),
     "suggest.dialect": tuple(value for value in NOT_DIALECT if value is not None),
@@ -240,7 +257,6 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Rename.path": (3, 0, [], THING, HUGE, r"\9", "no axis"),
     "Rename.dims": (3, 0, [], THING, HUGE, "a", "a -> a -> a", "(a", "a) -> a", "a a -> a", "a -> (b a)",
                     "a -> (a b)", "a[0] -> a", ""),
-    "Rename.blocks": (*WRONG["blocks"], ()),
     "reshard.rules": NOT_DECIDERS,
     "shard.rules": NOT_DECIDERS,
     "with_sharding_constraint.rules": NOT_DECIDERS,
@@ -400,12 +416,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "meshes": None, "devices": 4, "axes": ["tp"], "fixed": None, "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
         "optimizer_memory_kind": None, "tokens": 1, "hardware": "v5p", "axes_over_dcn": (),
-        "overlap": (), "efficiency": 1.0, "schedule": None, "step": None}),
+        "overlap": (), "efficiency": 1.0, "schedule": None, "step": None, "prove": 0}),
     "Plan.transfer": (PLAN.transfer, {"other": PLAN}),
     "Plan.to_html": (PLAN.to_html, {
         "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
-        "optimizer_memory_kind": None, "program": None, "suggestion": sr.suggest(TREE, {"tp": 2})}),
+        "optimizer_memory_kind": None, "program": None, "suggestion": sr.suggest(TREE, {"tp": 2}),
+        "solution": SOLUTION}),
     "Plan.traffic": (PLAN.traffic, {
         "tokens": 8, "step": None, "batch_axes": (), "gathers": 1, "accumulate": 1, "reduce": "all-reduce",
         "zero1": None, "gradients": None, "activations": "float32", "sequence_parallel": False,
@@ -414,7 +431,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rename": (sr.Rename, {
         "pattern": "(?P<layer>[0-9]+)", "path": "{part}", "dims": "(part out) in -> layer in out",
         "sizes": {"out": (8, 4)}, "words": {"part": ("q", "k")}, "scale": "scale", "blocks": (128, 128),
-        "dtype": None, "optional": False}),
+        "dtype": None, "optional": False, "shared": False, "resize": {}, "apply": None, "argument": ""}),
     "RuleSpec": (sr.RuleSpec, {
         "spec": "tp", "correction": None, "units": (), "memory_kind": None,
         "optional_axes": ()}),
@@ -425,7 +442,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "min_size": 0, "strict": True}),
     "Traffic.by_axes": (PLAN.traffic(tokens=8).by_axes, {}),
     "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0, "names": None}),
-    "compile": (lambda step, args, on, effort: sr.compile(step, *args, on=on, effort=effort), {"step": DOUBLED, "args": (np.ones(3),), "on": None, "effort": "full"}),
+    "compile": (lambda step, args, **named: sr.compile(step, *args, **named), {
+        "step": DOUBLED, "args": (np.ones(3),), "on": None, "effort": "full", "timeout": 60}),
     "compiling": (sr.compiling, {}),
     "explain_logical": (sr.explain_logical, {
         "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.dialects.LINEN}),
@@ -464,9 +482,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "companions": (), "names": None, "optional_axes": (), "donate": False, "dtype": None, "renames": (),
         "max_bytes_in_flight": None}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
-    "save": (lambda tree, path, shard_bytes: sr.save(
-        tree, tempfile.mkdtemp() + "/m" if path == "m" else path, shard_bytes=shard_bytes), {
-        "tree": {"w": np.ones(4)}, "path": "m", "shard_bytes": 64}),
+    "save": (lambda tree, path, **named: sr.save(
+        tree, tempfile.mkdtemp() + "/m" if path == "m" else path, **named), {
+        "tree": {"w": np.ones(4)}, "path": "m", "renames": (), "shard_bytes": 64}),
     "shard": (sr.shard, {
         "tree": TREE, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
         "companions": (), "names": None, "donate": False, "dtype": None, "scalars": "place",
@@ -480,7 +498,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "unstacked": (sr.unstacked, {"at": "layers", "layer": None, "axis": 0}),
     "prove": (lambda step, args, **named: sr.prove(step, *args, **named), {
         "step": DOUBLED, "args": (np.ones(3),), "on": None, "inputs": (None,), "outputs": None, "hbm": None, "large": 1,
-        "budget": None, "effort": "full"}),
+        "budget": None, "effort": "full", "timeout": 60}),
     "ProgramTime.to_json": (sr.types.ProgramTime(3.0, 1.0, (), (), 0.0, ()).to_json, {}),
     "Proof.to_json": (sr.prove(DOUBLED, np.ones(3)).to_json, {}),
     "Proof.raise_for": (sr.prove(DOUBLED, np.ones(3)).raise_for, {"level": "error"}),
@@ -503,6 +521,18 @@ CALLS |= {
     "Program.lock": (sr.inspect(COMPILED, (None,)).lock, {"path": None}),
     "Memory.to_json": (sr.inspect(COMPILED, (None,)).memory.to_json, {}),
     "Program.to_json": (sr.inspect(COMPILED, (None,)).to_json, {}),
+    "Solution.compare": (SOLUTION.compare, {"rules": RULES}),
+    "solve": (sr.solve, {
+        "step": STEP, "on": SIZES, "hardware": "v5p", "hbm": 10**9, "keep": (), "forbid": (),
+        "time_limit": 9.0,
+    }),
+    "from_hf": (sr.renames.from_hf, {
+        "config": {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
+        "layout": "nnx", "scanned": False,
+    }),
+    "inverse": (sr.renames.inverse, {"renames": (sr.Rename("a", "b"),)}),
+    "Affine": (sr.renames.Affine, {"factor": 2.0, "offset": 1.0}),
+    "Affine.inverse": (sr.renames.Affine(2.0, 1.0).inverse, {}),
     "Step.explain": (STEP.explain, {"path": "w"}),
     "Step.findings": (STEP.findings, {"plan": PLAN, "large": 1}),
     "Step.largest_batch": (STEP.largest_batch, {"plan": PLAN, "hbm": 10**9}),
@@ -518,7 +548,7 @@ CALLS |= {
     "suggest": (sr.suggest, {
         "model": TREE, "mesh": None, "devices": 8, "axes": ("fsdp", "tp"), "hbm": 10**9,
         "optimizer": ("float32",), "tokens": 8, "experts_per_token": None, "hardware": "v5p",
-        "head_dim": 8, "dialect": sr.dialects.EFORMER, "like": RULES, "names": None}),
+        "head_dim": 8, "dialect": sr.dialects.EFORMER, "like": RULES, "names": None, "step": None}),
 }  # fmt: skip
 CALLS |= {
     f"compat.{module.__name__.split('.')[-1]}.match_partition_rules": (
@@ -580,7 +610,8 @@ CALLS |= {
 }
 
 # Records that the package makes, for reading; values.
-MADE_BY_US = {"Buffer", "Change", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes", "DimensionClass",
+MADE_BY_US = {"Activation", "Alternative", "Buffer", "Change", "ClassChoice", "Gain", "ProofRound", "SentBytes", "Solution",
+              "Solution.constraints", "SolutionProof", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes", "DimensionClass",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place", "Plan",
               "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "Step", "StepTime", "Work", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
@@ -591,6 +622,7 @@ NEEDS_LIBTPU = {
     "Topology.mesh",
     "Topology.mesh_code",
     "Topology.meshes",
+    "Solution.prove",
 }
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (
@@ -658,6 +690,7 @@ COMPILES_EACH_TIME = {
     "read_rules": "the same",
     "Plan.from_lock": "the same",
     "suggest": "it tries patterns that it writes, which nobody gave",
+    "solve": "the same",
 }
 
 

@@ -152,7 +152,7 @@ def test_a_step_without_products_and_a_mesh_of_one_device_have_solutions():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": "up"}, "keep is 'up' (a str); give a list"),
+        ({"keep": "up"}, "keep is 'up' (a str); it must be a sequence"),
         ({"keep": [3]}, "keep: 3 (an int) is no pair of"),
         ({"keep": ["("]}, "is no pattern"),
         ({"forbid": ["batch"]}, "forbid: 'batch' (a str) is no pair of"),

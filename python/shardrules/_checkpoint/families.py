@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from shardrules._arguments import boolean, check_type
+from shardrules._arguments import boolean, check_real, check_type
 from shardrules._checkpoint.renames import Rename
 from shardrules._text import near_shown, shown
 
@@ -33,6 +33,12 @@ class Affine:
 
     factor: float = 1.0
     offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_real("factor", self.factor)
+        check_real("offset", self.offset)
+        if not self.factor:
+            raise ValueError("factor is 0, which makes all arrays alike")
 
     def __call__(self, x: Any) -> Any:
         return (x.astype("float32") * self.factor + self.offset).astype(x.dtype)

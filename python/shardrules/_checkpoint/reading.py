@@ -378,7 +378,7 @@ def _read_ranges(
         return 0, 0
     if _native is not None:
         return _native(file.fileno(), *ranges, memory, _GAP)
-    view, between = memoryview(memory), memoryview(bytearray(_GAP))
+    view, between = memoryview(memory.data), memoryview(bytearray(_GAP))
     rows = zip(*(column.tolist() for column in ranges), strict=True)
     buffers: list[memoryview] = []
     end = at = int(ranges.begins[0])

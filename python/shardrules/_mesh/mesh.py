@@ -55,16 +55,16 @@ def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
     return resolved
 
 
-def as_mesh(mesh: MeshLike) -> AnyMesh:
-    """Return the mesh that an argument means; see `resolve_mesh`."""
+def as_mesh(mesh: MeshLike, name: str = "mesh") -> AnyMesh:
+    """Return the mesh that an argument of this name means; see `resolve_mesh`."""
     from jax.sharding import AbstractMesh, Mesh
 
     if isinstance(mesh, Mapping):
         return _abstract_mesh(mesh)
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(
-            f"mesh is {shown(mesh)}; it must be a jax.sharding.Mesh, an AbstractMesh, or a dict of "
-            "axis sizes such as {'dp': 8, 'tp': 4}; that of a slice is "
+            f"{name} is {shown(mesh)}; it must be a jax.sharding.Mesh, an AbstractMesh, or a dict "
+            "of axis sizes such as {'dp': 8, 'tp': 4}; that of a slice is "
             "shardrules.Topology('v5p:8x8x8').mesh(fsdp=64, tp=8)"
         )
     if not mesh.shape or 0 in mesh.shape.values():

@@ -183,7 +183,8 @@ class Estimates(Columns):
             hbm = device.memory_bytes
         room = room_of(hbm, host_memory)
         run = measure = None
-        proof = _proof_of(prove, step, topology) if prove else None
+        count = integer("prove", prove, 0)
+        proof = (count, _compiler_of(step, topology)) if count else None
         if step is not None:
             _check_alone(
                 "sweep",
@@ -454,16 +455,15 @@ def _traced_on(step: Any, mesh: AnyMesh) -> TracedStep:
     return traced  # type: ignore[no-any-return]
 
 
-def _proof_of(
-    prove: int, step: Any, topology: Topology | None
-) -> tuple[int, Callable[[Mapping[str, int]], tuple[float, int]]]:
-    """Return how many meshes to compile a step for, and what compiles it.
+def _compiler_of(
+    step: Any, topology: Topology | None
+) -> Callable[[Mapping[str, int]], tuple[float, int]]:
+    """Return what compiles a step for a mesh of the topology.
 
     Raises:
         ValueError: There is no topology.
         TypeError: The step is no function of the mesh.
     """
-    count = integer("prove", prove, 0)
     if topology is None:
         raise ValueError("prove: give the topology to compile for, as devices='v5p:8x8x8'")
     if isinstance(step, TracedStep) or not callable(step):
@@ -471,7 +471,7 @@ def _proof_of(
             "prove: give step= a function of the mesh that returns the Step of trace: a traced one "
             "is compiled for no other mesh"
         )
-    return count, lambda sizes: _traced_on(step, topology.mesh(sizes))._compiled(topology)
+    return lambda sizes: _traced_on(step, topology.mesh(sizes))._compiled(topology)
 
 
 def _check_alone(function: str, step: Any, **arguments: Any) -> None:

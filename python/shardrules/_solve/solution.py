@@ -9,8 +9,9 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._arguments import check_real, check_type, integer
+from shardrules._arguments import check_real, check_type, integer, listed
 from shardrules._estimate.step_time import machine_of
+from shardrules._mesh.mesh import as_mesh
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import OVERLAP
@@ -19,7 +20,7 @@ from shardrules._solve.meshes import Best, Task, best_of
 from shardrules._solve.proof import Provable
 from shardrules._solve.space import STORED
 from shardrules._step.step import Step
-from shardrules._text import answer, bytes_shown, mesh_shown, printable_lines, seconds_shown, shown
+from shardrules._text import answer, bytes_shown, mesh_shown, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -120,12 +121,14 @@ def solve(
         ({'inputs/0/up': PartitionSpec(None, 'tp'), 'inputs/1': PartitionSpec()}, 0.0)
     """
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
-    for name, value in (("keep", keep), ("forbid", forbid)):
-        if isinstance(value, str):
-            raise TypeError(f"{name} is {shown(value)}; give a list, such as [{value!r}]")
-    keep, forbid = tuple(keep), tuple(forbid)
+    keep = listed("keep", keep, "patterns, or pairs of a pattern and a spec")
+    forbid = listed("forbid", forbid, "pairs of a role and a mesh axis")
     if time_limit is not None:
         check_real("time_limit", time_limit)
+        if time_limit < 0:
+            raise ValueError(f"time_limit is {time_limit}; it must be a number of seconds")
+    if on is not None and not isinstance(on, Topology):
+        as_mesh(on, "on")
     if on is None and step.mesh is None:
         raise TypeError("on: the step was traced without a mesh; give one, or a Topology")
     if isinstance(on, Topology):
