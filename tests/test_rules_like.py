@@ -97,6 +97,13 @@ def suggested(given: Any) -> dict[str, Any]:
     return of_tree((NAMED_PLAN if is_named else PLAN).with_rules(given).specs())
 
 
+def solved(given: Any) -> dict[str, Any]:
+    plan = NAMED_PLAN if isinstance(given, sr.LogicalRules) else PLAN
+    step = sr.trace(lambda params: jax.tree.map(lambda leaf: leaf + 1, params), plan)
+    sr.solve(step, MESH, hardware="v5p").compare(given)
+    return of_tree(plan.with_rules(given).specs())
+
+
 class Row(NamedTuple):
     """A callable: what it answers, and the kinds of rules that it refuses."""
 
@@ -142,6 +149,7 @@ CENSUS: dict[str, Row] = {
         )
     ),
     "Suggestion.compare.rules": Row(suggested),
+    "Solution.compare.rules": Row(solved),
     "compare.rules_a": Row(
         lambda given: compared(given, swapped=True),
         {"Plan": "give plan.rules, or take plan.specs()"},
@@ -244,7 +252,8 @@ def taking_rules() -> set[str]:
 
 # Fields of records that we make.
 RECORDS = {"RuleFile.rules", "Comparison.rules", "RuleSpec.spec", "Decision.spec",
-           "PlanDiff.rules", "Kind.spec", "Program.inputs", "Suggestion.plan"}  # fmt: skip
+           "PlanDiff.rules", "Kind.spec", "Program.inputs", "Suggestion.plan",
+           "Solution.plan", "Activation.spec"}  # fmt: skip
 
 
 def test_every_callable_that_takes_rules_is_in_the_census():

@@ -30,6 +30,7 @@ class ToyCheckpoint:
     """Every array is full of the length of its name."""
 
     rearranges = False
+    has_items = False
 
     def claims(self, arrays):
         return arrays.path.suffix == ".toy"
@@ -37,9 +38,10 @@ class ToyCheckpoint:
     def samples(self, arrays):
         return []
 
-    def read(self, arrays, jobs, most_bytes, progress):
-        made = [np.full(job.target.shape, len(job.path), job.dtype) for job in jobs]
-        return jax.device_put(made, [job.sharding for job in jobs])
+    def read(self, arrays, batches, most_bytes, progress):
+        for jobs in batches:
+            made = [np.full(job.target.shape, len(job.path), job.dtype) for job in jobs]
+            yield jax.device_put(made, [job.sharding for job in jobs])
 
 
 @pytest.fixture
@@ -70,5 +72,10 @@ def test_messages_say_what_can_be_given(toy, tmp_path):
         sr.FileError, match=r"give a \*.toy file, a \*.safetensors file, .* or JSON"
     ):
         sr.read_model(tmp_path / "empty")
-    with pytest.raises(sr.FileError, match="shardrules.reshard"):
-        sr.load(toy, [], {}, renames=[sr.Rename("kernel", "kernel", "in out -> out in")])
+
+
+def test_arrays_of_a_format_that_does_not_rearrange_them_are_rearranged_on_devices(toy):
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tp"))
+    renames = [sr.Rename("kernel", "kernel", "in out -> out in")]
+    made = sr.load(toy, [("kernel", ("fsdp", "tp")), (".*", ())], mesh, renames=renames)
+    assert made["layers"]["0"]["kernel"].shape == (8, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardrules._arguments import check_bytes, check_type, integer, listed, texts
@@ -16,7 +17,7 @@ from shardrules._plan.memory import Room
 from shardrules._plan.resolve import sized_mesh
 from shardrules._plan.state import DTYPES, Training
 from shardrules._plan.table import OVERLAP, Columns
-from shardrules._text import nearest
+from shardrules._text import nearest, shown
 
 if TYPE_CHECKING:
     from shardrules._correction import MemoryKind
@@ -446,10 +447,19 @@ def _traced_on(step: Any, mesh: AnyMesh) -> TracedStep:
     """Return the step that was traced, or trace it on a mesh.
 
     Raises:
-        TypeError: The function returns something else.
+        TypeError: The function takes other arguments, or returns something else.
     """
     if isinstance(step, TracedStep):
         return step
+    try:
+        signature(step).bind(mesh)
+    except TypeError:
+        raise TypeError(
+            f"step is {shown(step)}; it must be {A_STEP}, or a function of the mesh that returns "
+            "one"
+        ) from None
+    except ValueError:  # Python does not know its arguments
+        pass
     traced = step(mesh)
     check_type("step: what the function of the mesh returns", traced, TracedStep, A_STEP)
     return traced  # type: ignore[no-any-return]

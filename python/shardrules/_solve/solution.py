@@ -117,8 +117,8 @@ def solve(
         >>> x = jax.ShapeDtypeStruct((8, 512), "bfloat16")
         >>> step = sr.trace(lambda params, x: x @ params["up"], tree, x)
         >>> solution = sr.solve(step, {"tp": 4}, hardware="v5p")
-        >>> solution.specs, solution.gap
-        ({'inputs/0/up': PartitionSpec(None, 'tp'), 'inputs/1': PartitionSpec()}, 0.0)
+        >>> [*solution.specs["inputs/0/up"]], solution.gap
+        ([None, 'tp'], 0.0)
     """
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     keep = listed("keep", keep, "patterns, or pairs of a pattern and a spec")
