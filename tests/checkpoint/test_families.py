@@ -502,6 +502,28 @@ def test_real_models_and_back(source, goal, config, layout, scanned):
     }
 
 
+FEW = {
+    "no dense layer": ({"model_type": "deepseek_v3", "first_k_dense_replace": 0}, {"moe_layers": 4}),
+    "all dense": ({"model_type": "deepseek_v3", "first_k_dense_replace": 4}, {"dense_layers": 4}),
+    "no whole cycle": ({"model_type": "gemma3_text"}, {f"layers_remainder/layers_{i}": 0 for i in range(4)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_layers_of_which_there_are_none(case):
+    more, stacks = FEW[case]
+    name = "model.layers.{}.self_attn.o_proj.weight"
+    arrays = {name.format(i): ArraySpec((16, 16), "float32") for i in range(LAYERS)}
+    problems = Problems("model")
+    renames = sr.renames.from_hf({**CONFIG, **more}, "maxtext", scanned=True)
+    targets = targets_of(arrays, renames, {}, problems)
+    problems.raise_all()
+    assert {path: target.shape for path, target in targets.items()} == {
+        f"decoder/{stack}/self_attention/out/kernel": (4, *([size] if size else []), 4, 16)
+        for stack, size in stacks.items()
+    }
+
+
 def test_tied_embeddings(save):  # noqa: F811
     arrays = arrays_of("llama")
     del arrays["lm_head.weight"]

@@ -298,7 +298,8 @@ _CYCLE: Final = {"gpt_oss": 2, "gemma3": 6}
 class _Block(NamedTuple):
     """Layers of one form."""
 
-    numbers: range
+    numbers: range | None
+    """The layers; None for all of them."""
     path: str
     """With `{layer}` if they are not stacked."""
     rows: tuple[_Row, ...]
@@ -355,7 +356,7 @@ def from_hf(config: Mapping[str, Any], layout: str, *, scanned: bool = False) ->
     else:
         rows = _FLAX_GPT_OSS if family == "gpt_oss" else _FLAX
         path = "model/layers" if scanned else _LAYOUTS[layout][1]
-        blocks = [_Block(range(count), path, rows, 0 if scanned else None)]
+        blocks = [_Block(None, path, rows, 0 if scanned else None)]
     records = (
         _record(config, block, row, _LAYOUTS[layout][0]) for block in blocks for row in block.rows
     )
@@ -371,7 +372,7 @@ def _maxtext_blocks(
     if family.startswith("gemma"):
         embedding, norm, _ = _MAXTEXT
         common = (embedding._replace(apply="embedding"), norm._replace(apply="norm"))
-    blocks = [_Block(range(count), "", common)]
+    blocks = [_Block(None, "", common)]
     if family == "deepseek":
         dense = _number(config, "first_k_dense_replace")
         blocks.append(_Block(range(dense), f"decoder/dense_layers{number}", _DENSE, at))
@@ -391,8 +392,8 @@ def _maxtext_blocks(
             for i in range(whole, count)
         ]
     else:
-        blocks.append(_Block(range(count), f"decoder/layers{number}", _LAYERS[family], at))
-    return blocks
+        blocks.append(_Block(None, f"decoder/layers{number}", _LAYERS[family], at))
+    return [block for block in blocks if block.numbers is None or block.numbers]
 
 
 def _record(config: Mapping[str, Any], block: _Block, row: _Row, norm: str) -> Rename:
@@ -402,10 +403,9 @@ def _record(config: Mapping[str, Any], block: _Block, row: _Row, norm: str) -> R
     if is_stacked:
         dims = _stacked(dims, block.stacked_at or 0)
     words: dict[str, tuple[Any, ...]] = {"part": row.words} if row.words else {}
-    is_part = numbers != range(numbers.stop)
-    if is_part and (is_stacked or (has_layer and "{layer}" in block.path)):
+    if numbers is not None and (is_stacked or (has_layer and "{layer}" in block.path)):
         words["layer"] = tuple(numbers)
-    layer = ("|".join(map(str, numbers)) or "none") if is_part else r"\d+"
+    layer = r"\d+" if numbers is None else "|".join(map(str, numbers))
     if is_stacked or "{layer}" in block.path:
         layer = f"(?P<layer>{layer})"
     name = re.sub(r"(?<!\\)\.", r"\\.", row.name)
@@ -481,7 +481,7 @@ _COMPUTED: Final = Rename(r"rotary_emb\.inv_freq$", None, optional=True)
 
 HF_TO_FLAX: Final = (
     _COMPUTED,
-    *(_record({}, _Block(range(0), "model/layers/{layer}", _FLAX), row, "scale") for row in _FLAX),
+    *(_record({}, _Block(None, "model/layers/{layer}", _FLAX), row, "scale") for row in _FLAX),
 )
 r"""Renames: Llama, Mistral, Qwen, Mixtral, Gemma and DeepSeek of Hugging Face to a tree in the
 manner of flax, `model/layers/0/self_attn/q_proj/kernel` [in, out], with `bias`, `scale` and
