@@ -461,7 +461,8 @@ def _in_file_order(copies: Sequence[Copy]) -> tuple[Ranges, tuple[Any, Any, Any]
     is_again = np.zeros(len(ranges.begins), np.bool_)
     is_again[1:] = (np.diff(ranges.begins) == 0) & (np.diff(ranges.sizes) == 0)
     if not is_again.any():
-        return ranges, (is_again[:0],) * 3
+        empty = is_again[:0]
+        return ranges, (empty, empty, empty)
     first = np.maximum.accumulate(np.where(is_again, 0, np.arange(len(is_again))))
     again = ranges.part(is_again)
     return ranges.part(~is_again), (ranges.places[first[is_again]], again.sizes, again.places)

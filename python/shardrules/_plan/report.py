@@ -75,8 +75,8 @@ class Solved(Protocol):
         ...
 
     @property
-    def activations(self) -> tuple[Any, ...]:
-        """Return the constraints; `str` gives the line of each."""
+    def activations(self) -> Any:
+        """Return the constraints, a tuple; `str` gives the line of each."""
         ...
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from shardrules._mesh.topology import Topology, memory_limit, topology_shown
 from shardrules._plan.findings import Findings, Level
@@ -161,12 +161,11 @@ def prove(
     with options_for(mesh, effort):
         lowered = lowered_on(mesh, step, args)
         result = cached_result(lowered, mesh, partial(result_of, timeout=timeout))
-    compiled = result.content
-    if isinstance(compiled, Refusal):
-        raise compiled.error()
-    dump = compiled if isinstance(compiled, XlaDump) else None
-    if dump is not None:
-        compiled = dump.program(lowered, mesh)
+    content = result.content
+    if isinstance(content, Refusal):
+        raise content.error()
+    dump = content if isinstance(content, XlaDump) else None
+    compiled = cast("Any", content) if dump is None else dump.program(lowered, mesh)
     if inputs is None:
         inputs = tuple(arg if isinstance(arg, Plan) else None for arg in args)
     if mesh is not None:

@@ -146,7 +146,7 @@ def draft_of_specs(
     for unit in units:
         rows_of: dict[Label, list[int]] = defaultdict(list)
         for row in unit.folded.rows.tolist():
-            spec = specs[unit.paths[row]]
+            spec = specs[unit.paths[int(row)]]
             rows_of[Label(spec, is_plain=spec == Entries(), is_known=True)].append(row)
         parts += map(unit.with_rows, rows_of.values())
         labels += rows_of
