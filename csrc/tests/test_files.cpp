@@ -12,7 +12,7 @@ namespace {
 
 using namespace shardrules::files;
 
-const std::string kFile = "0123456789abcdefghij";
+constexpr std::string_view kFile = "0123456789abcdefghij";
 
 void expect(bool holds, const char* what) {
     if (holds) return;
