@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace shardrules::files {
@@ -58,7 +59,7 @@ Stop read_ranges(const Ranges& ranges, char* memory, std::size_t gap, ReadAt rea
     for (std::size_t i = 0; i < ranges.begins.size(); ++i) {
         if (ranges.sizes[i] == 0) continue;
         const std::int64_t skipped = ranges.begins[i] - end;
-        if (spans.empty() || skipped < 0 || skipped > static_cast<std::int64_t>(gap) ||
+        if (spans.empty() || skipped < 0 || std::cmp_greater(skipped, gap) ||
             spans.size() + 2 > kMostSpans) {
             const Stop stop = read_span(spans, begin, read_at);
             if (stop.code != 0) return stop;

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "files/read_ranges.hpp"
@@ -12,7 +13,7 @@ namespace {
 
 using namespace shardrules::files;
 
-const std::string kFile = "0123456789abcdefghij";
+constexpr std::string_view kFile = "0123456789abcdefghij";
 
 void expect(bool holds, const char* what) {
     if (holds) return;
