@@ -88,7 +88,7 @@ OF_PLANS = {
     "a dict of rules": (lambda: sr.plan(TREE, dict(RULES), SIZES), "not dict", "(pattern, spec) pairs", "list(rules.items())"),
     "a text as rules": (lambda: sr.plan(TREE, "fsdp,tp", SIZES), "'fsdp,tp'", "(pattern, spec) pairs"),
     "a file as rules": (lambda: sr.plan(TREE, "rules.toml", SIZES), "'rules.toml'", "shardrules.read_rules(path).rules"),
-    "spec and pattern": (lambda: sr.plan(TREE, [(P("fsdp"), "wq")], SIZES), "rule 0", "P('fsdp',)", "pattern must be a string"),
+    "spec and pattern": (lambda: sr.plan(TREE, [(P("fsdp"), "wq")], SIZES), "rule 0", "('fsdp',)", "pattern must be a string"),
     "a rule of three": (lambda: sr.plan(TREE, [("wq", "fsdp", "tp")], SIZES), "rule 0", "('wq', 'fsdp', 'tp')", "(pattern, spec) pair"),
     "a number as spec": (lambda: sr.plan(TREE, [("wq", 3)], SIZES), "rule 0", "3 (an int)", "tuple of axis names"),
     "a glob": (lambda: sr.plan(TREE, [("*/kernel", ("tp",))], SIZES), "rule 0", "not globs", "write '.*/kernel'"),

@@ -94,7 +94,7 @@ def test_orbax_checkpoints_are_rearranged_on_devices(params, saved):
     assert int(loaded["step"]) == 8
 
 
-def test_an_orbax_array_for_many_leaves_is_read_once(tmp_path, monkeypatch):
+def test_an_orbax_array_for_many_leaves_is_read_once(saved, tmp_path, monkeypatch):
     stacked = np.arange(8 * 16 * 4, dtype="float32").reshape(8, 16, 4)
     checkpointer = ocp.StandardCheckpointer()
     checkpointer.save(tmp_path / "c", {"w": stacked, "scale": np.arange(8, dtype="float32")})
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint(saved):
         sr.load(saved, RULES, mesh_of())
 
 
-def test_a_part_of_a_train_state(tmp_path, monkeypatch):
+def test_a_part_of_a_train_state(saved, tmp_path, monkeypatch):
     weights = {"w": np.arange(64, dtype="float32").reshape(8, 8)}
     state = {"params": weights, "opt_state": {"mu": weights, "nu": weights}, "step": np.int32(3)}
     checkpointer = ocp.StandardCheckpointer()

@@ -16,6 +16,10 @@ from tests.support.memory_steps import PAIRS, key, recorded, traced
 RECORDED = recorded()
 KNOWN = [pair for pair in PAIRS if key(pair) in RECORDED]
 ROWS, WIDTH, TURNS = 256, 128, 8
+# The jaxpr of JAX 0.5 names a scan's gradients in another way, too.
+needs_axis_types = pytest.mark.skipif(
+    not hasattr(jax.sharding, "AxisType"), reason="this JAX has no axis types"
+)
 
 
 def array(*shape, dtype="float32"):
@@ -96,6 +100,7 @@ def test_what_is_computed_element_by_element_takes_the_place_of_an_operand():
     assert len(both) == 2
 
 
+@needs_axis_types
 def test_gradients_of_weights_come_last_in_a_turn():
     def loss(w, x):
         def layer(x, w):
@@ -116,6 +121,8 @@ def test_gradients_of_weights_come_last_in_a_turn():
 @pytest.fixture(scope="module")
 def estimates():
     """The estimate for each pair."""
+    if not hasattr(jax.sharding, "AxisType"):
+        pytest.skip("this JAX has no axis types")
     return {key(pair): traced(pair).memory() for pair in KNOWN}
 
 
@@ -165,6 +172,7 @@ def test_the_largest_arrays_have_lines(estimates):
 BATCHES = {"decode, v5e:4x4, data=4,tp=4": (96, 103, 16_911_433_728)}
 
 
+@needs_axis_types
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_largest_batch_is_accepted_and_not_refused(name):
     pair = next(pair for pair in PAIRS if key(pair) == name)
