@@ -135,6 +135,8 @@ def test_the_arguments_are_those_of_the_executable(estimates):
 @pytest.fixture(scope="module")
 def ratios():
     """The estimate by the compiler's peak, for each pair."""
+    if not hasattr(jax.sharding, "AxisType"):
+        pytest.skip("this JAX has no axis types")
     return memory_steps.ratios()
 
 
