@@ -94,21 +94,26 @@ def test_orbax_checkpoints_are_rearranged_on_devices(params, saved):
     assert int(loaded["step"]) == 8
 
 
-def test_an_orbax_array_for_many_leaves_is_read_once(saved, tmp_path, monkeypatch):
-    stacked = np.arange(8 * 16 * 4, dtype="float32").reshape(8, 16, 4)
-    checkpointer = ocp.StandardCheckpointer()
-    checkpointer.save(tmp_path / "c", {"w": stacked, "scale": np.arange(8, dtype="float32")})
-    checkpointer.wait_until_finished()
-    calls = []
-    restored = formats._restored
+@pytest.fixture
+def restored_names(monkeypatch):
+    """The names of the arrays that orbax is asked for, a list for each time."""
+    calls, restored = [], formats._restored
     monkeypatch.setattr(
         formats,
         "_restored",
         lambda path, abstract: calls.append([*abstract]) or restored(path, abstract),
     )
+    return calls
+
+
+def test_an_orbax_array_for_many_leaves_is_read_once(saved, tmp_path, restored_names):
+    stacked = np.arange(8 * 16 * 4, dtype="float32").reshape(8, 16, 4)
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(tmp_path / "c", {"w": stacked, "scale": np.arange(8, dtype="float32")})
+    checkpointer.wait_until_finished()
     apart = sr.Rename("^w$", "{layer}", "layer a b -> b a", scale="scale", blocks=(1, None, None))
     loaded = sr.load(tmp_path / "c", P(None, "tp"), mesh_of((2, 4)), renames=[apart])
-    assert calls == [["w", "scale"]]
+    assert restored_names == [["w", "scale"]]
     for i in range(8):
         assert loaded[str(i)].sharding.spec == P(None, "tp")
         assert bits(loaded[str(i)]) == bits(np.ascontiguousarray(stacked[i].T * i))
@@ -122,19 +127,12 @@ def test_a_damaged_checkpoint(saved):
         sr.load(saved, RULES, mesh_of())
 
 
-def test_a_part_of_a_train_state(saved, tmp_path, monkeypatch):
+def test_a_part_of_a_train_state(saved, tmp_path, restored_names):
     weights = {"w": np.arange(64, dtype="float32").reshape(8, 8)}
     state = {"params": weights, "opt_state": {"mu": weights, "nu": weights}, "step": np.int32(3)}
     checkpointer = ocp.StandardCheckpointer()
     checkpointer.save(tmp_path / "c", state)
     checkpointer.wait_until_finished()
-    calls = []
-    restored = formats._restored
-    monkeypatch.setattr(
-        formats,
-        "_restored",
-        lambda path, abstract: calls.append([*abstract]) or restored(path, abstract),
-    )
     tree = {"params": {"w": jax.ShapeDtypeStruct((8, 8), "float32")}}
     loaded = sr.load(tmp_path / "c", P("tp"), mesh_of((2, 4)), tree=tree)
     assert bits(loaded["params"]["w"]) == bits(weights["w"])
@@ -142,7 +140,7 @@ def test_a_part_of_a_train_state(saved, tmp_path, monkeypatch):
     tree = {"params": {"v": tree["params"]["w"]}}
     loaded = sr.load(tmp_path / "c", P("tp"), mesh_of((2, 4)), tree=tree, renames=[rename])
     assert bits(loaded["params"]["v"]) == bits(np.ascontiguousarray(weights["w"].T))
-    assert calls == [["params/w"], ["params/w"]]
+    assert restored_names == [["params/w"], ["params/w"]]
     # An item that the tree has must be whole, and one that it misspells is missing.
     with pytest.raises(sr.FileError, match="opt_state/nu/w: left over"):
         sr.load(tmp_path / "c", P(), mesh_of(), tree={"opt_state": {"mu": weights}})

@@ -41,10 +41,10 @@ class Selection:
         check_type("only", only, str | re.Pattern | None, "a regex, or None")
         check_type("missing", missing, Mapping | None, "a dict of {pattern: init}, or None")
         self.only = None if only is None else _regex("only", only)
-        self.missing = dict(missing or {})
-        for pattern, init in self.missing.items():
+        self.missing: dict[re.Pattern[str], Any] = {}
+        for pattern, init in (missing or {}).items():
             check_type("missing", pattern, str | re.Pattern, "a dict whose keys are regexes")
-            _regex("missing", pattern)
+            self.missing[_regex("missing", pattern)] = init
             if init is None or isinstance(init, str):
                 raise TypeError(
                     f"missing: {pattern!r} has {shown(init)}; give a number, an array, or a "
@@ -57,7 +57,7 @@ class Selection:
     def options(self) -> str:
         """Return what several processes compare."""
         only = None if self.only is None else self.only.pattern
-        return f"strict={self.strict}, only={only!r}, missing={list(map(str, self.missing))}"
+        return f"strict={self.strict}, only={only!r}, missing={[p.pattern for p in self.missing]}"
 
     def wants(self, path: str) -> bool:
         """Say whether the array at this path is loaded."""
@@ -66,7 +66,7 @@ class Selection:
     def makes(self, path: str) -> bool:
         """Say whether a leaf that the checkpoint lacks is made; it is noted then."""
         for pattern, init in self.missing.items():
-            if re.search(pattern, path):
+            if pattern.search(path):
                 self.made[path] = init
                 return True
         return False
@@ -79,13 +79,12 @@ class Selection:
 
     def check(self, paths: list[str], problems: Problems) -> None:
         """Note patterns that find none of the paths."""
-        patterns: list[tuple[str, Any]] = [("missing", pattern) for pattern in self.missing]
+        patterns = [("missing", pattern) for pattern in self.missing]
         if self.only is not None:
             patterns.append(("only", self.only))
         for keyword, pattern in patterns:
-            if not any(re.search(pattern, path) for path in paths):
-                what = f"{keyword} finds no such path; correct the pattern"
-                problems.add(what, str(getattr(pattern, "pattern", pattern)))
+            if not any(map(pattern.search, paths)):
+                problems.add(f"{keyword} finds no such path; correct the pattern", pattern.pattern)
 
     def tell(self, name: str) -> None:
         """Log what is left out and what is made."""

@@ -364,17 +364,17 @@ def solve(args: Args) -> None:
 
     _check_targets({"--html": args.html}, ())
     hbm = inputs.memory("--hbm", "a device", args.hbm)
-    if args.mesh is not None:
+    sizes = None if args.mesh is None else parse_mesh(args.mesh)
+    if sizes is not None:
         inputs.refuse("the mesh is that of --mesh", args, "axes")
     if args.on is not None:
         inputs.refuse("--on says the devices", args, "hardware")
         on: Any = Topology(args.on, args.slices)
         hardware = on.hardware
-    elif args.mesh is None or args.hardware is None:
+    elif sizes is None or args.hardware is None:
         raise ValueError("give the devices: --on v5p:8x8x8, or --mesh and --hardware")
     else:
-        on, hardware = parse_mesh(args.mesh), inputs.load_hardware(args.hardware)
-    sizes = None if args.mesh is None else parse_mesh(args.mesh)
+        on, hardware = sizes, inputs.load_hardware(args.hardware)
     if sizes is None:
         meshes = on.meshes(("fsdp", "tp") if args.axes is None else inputs.names(args.axes))
         sizes = meshes[len(meshes) // 2]  # as the function may not take one whose axis is 1

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._dtypes import bits_of
 from shardrules._jax import user_line
 from shardrules._mesh.mesh import axes_of_type
 from shardrules._solve.rewrite import CONSTRAINTS, constrained, sites
@@ -66,19 +64,16 @@ class Seam(NamedTuple):
 def seams(step: Step, cuts: Mapping[int, Cuts]) -> list[Seam]:
     """List the results that are to be sharded: of what XLA may shard otherwise, and is large."""
     values = step._equations.values
-
-    def size(number: int) -> int:
-        value = values[number]
-        return 0 if value.dtype is None else prod(value.shape) * bits_of(value.dtype)
-
-    least = _SMALL * max(map(size, cuts), default=0)
+    least = _SMALL * max((values[number].bits for number in cuts), default=0)
     carried = set(_carried(step._equations.body))
     rows: list[Seam] = []
     for site, operation in sites(step._closed, step._equations.body):
         is_made = operation.name in _MAKES or operation.name in CONSTRAINTS or _is_new(operation)
         for result, number in enumerate(operation.outputs):
-            is_large = size(number) >= least and bool(values[number].shape)
-            if number in cuts and is_large and (is_made or number in carried):
+            if number not in cuts:
+                continue
+            is_large = values[number].bits >= least and bool(values[number].shape)
+            if is_large and (is_made or number in carried):
                 rows.append(Seam(site, result, number, operation))
     return rows
 
@@ -117,14 +112,15 @@ def activations(step: Step, cuts: Mapping[int, Cuts]) -> tuple[Activation, ...]:
             "" if place is None else str(Place(*place)),
             value.shape,
             getattr(value.dtype, "name", str(value.dtype)),
-            _spec(cuts[seam.number]),
+            spec_of_cuts(cuts[seam.number]),
             operation.name in CONSTRAINTS,
         )
         rows.setdefault(row[1:] if row.line else row, row)
     return tuple(rows.values())
 
 
-def _spec(cuts: Cuts) -> PartitionSpec:
+def spec_of_cuts(cuts: Cuts) -> PartitionSpec:
+    """Return the spec of these cuts, without the last entries that are None."""
     return partition_spec(*trimmed(map(entry_of, cuts)))
 
 
@@ -158,7 +154,7 @@ def constrained_step(step: Step, cuts: Mapping[int, Cuts], mesh: Mesh) -> Any:
         )
 
     def on_mesh(number: int) -> NamedSharding:
-        return NamedSharding(mesh, _spec(cuts[number]))
+        return NamedSharding(mesh, spec_of_cuts(cuts[number]))
 
     shardings = {(row.site, row.result): on_mesh(row.number) for row in seams(step, cuts)}
     closed = constrained(step._closed, shardings, partial(_constraint, mesh))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import inf
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -77,10 +77,10 @@ def _alternatives(best: Best, name: int) -> Iterator[Alternative]:
         yield Alternative(others[i][name], seconds, search.space.peak(others[i]))
 
 
-def reasons(best: Best) -> Iterator[str]:
+def reasons(best: Best, rows: Iterable[ClassChoice]) -> Iterator[str]:
     """Yield lines: what each choice saves, and what was left out."""
     space = best.search.space
-    for row in choices(best):
+    for row in rows:
         yield _reason(row, best.cost.time.total, space.hbm)
     for operation, _ in space.step._equations.operations():
         if operation.name == "sharding_constraint":

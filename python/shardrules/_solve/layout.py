@@ -74,7 +74,7 @@ class StepArrays:
             tuple(map(dims.classes, value.dims)) for value in equations.values
         ]
         self.local = set(_inside(equations.body))
-        """StepArrays of code by device, or that an operation makes which is not modelled."""
+        """Arrays of code by device, or that an operation makes which is not modelled."""
         self._is_weight = [
             number not in self.local and roles.is_like_weights(number)
             for number in range(len(equations.values))

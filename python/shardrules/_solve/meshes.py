@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,12 +97,12 @@ def best_of(task: Task, meshes: Sequence[Any]) -> Best:
 
 
 def _why_nothing_fits(
-    task: Task, searches: Iterable[Search], sizes: Sequence[Mapping[str, int]]
+    task: Task, searches: Sequence[Search], sizes: Sequence[Mapping[str, int]]
 ) -> str:
     rows = [(search.least_memory(), i) for i, search in enumerate(searches)]
     (peak, assignment), i = min(rows, key=lambda row: row[0][0])
     hbm, mesh = task.hbm or 0, sizes[i]
-    memory = task.step._memory(task.search(mesh).space.cost(assignment).spread)
+    memory = searches[i].space.cost(assignment).memory
     lines = [
         f"{task.step.name}: nothing fits: with the least memory that was found it needs "
         f"{bytes_shown(peak)} on each device of {mesh_shown(mesh)}, {bytes_shown(peak - hbm)} more "

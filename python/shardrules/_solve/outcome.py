@@ -99,7 +99,7 @@ class Outcome:
     @cached_property
     def _ruled(self) -> RuledPlan:
         step = self.step
-        base, place = step.plan, self._place
+        base, place = step.plan, step._place
         if base is None:
             base = self.plan
         else:
@@ -120,12 +120,6 @@ class Outcome:
             if units := self._units(number, cuts[short]):
                 heads[short] = units
         return with_cuts(base, cuts, heads)
-
-    @property
-    def _place(self) -> int:
-        """The argument that is planned: the first Plan, or else the first one."""
-        args = self.step._args
-        return next((i for i, arg in enumerate(args) if isinstance(arg, Plan)), 0)
 
     def _units(self, number: int, cuts: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
         """Return the units of an array whose heads are cut, and none of them inside."""

@@ -253,7 +253,7 @@ def _arguments(solution: Outcome, mesh: Mesh) -> Iterator[Any]:
 
     step = solution.step
     for place, (arg, rows) in enumerate(zip(step._args, step._ranges, strict=True)):
-        if place == solution._place:
+        if place == step._place:
             yield solution.plan.on_mesh(mesh)
             continue
         tree = arg.abstract() if isinstance(arg, Plan) else arg

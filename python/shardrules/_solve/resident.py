@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from shardrules._dtypes import bits_of
-
 if TYPE_CHECKING:
     from shardrules._solve.layout import Axes
     from shardrules._solve.space import Space
@@ -31,7 +29,7 @@ class Resident:
         for stacked in _stacked_until_read(space):
             self.times.append(self._alike([*arguments, *stacked]))
         self._least: dict[tuple[Any, ...], int] = {}
-        self._scopes = {number: self._scope(number) for time in self.times for number in time}
+        self._scopes = {n: space.scope_of([n]) for time in self.times for n in time}
 
     def _alike(self, numbers: Iterable[int]) -> Counter[int]:
         """Return {an array: how many there are that have its dtype, shape and layout}."""
@@ -46,9 +44,6 @@ class Resident:
             counts[first.setdefault(key, number)] += 1
         return counts
 
-    def _scope(self, number: int) -> tuple[int, ...]:
-        return self._space.scope_of([number])
-
     def least(self, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes that a device needs at least if some variables have these values."""
         return max(
@@ -61,7 +56,7 @@ class Resident:
         key = (number, *[assignment.get(name) for name in scope])
         if key not in self._least:
             value = self._space.step._equations.values[number]
-            size = prod(value.shape) * (0 if value.dtype is None else bits_of(value.dtype))
+            size = value.bits
             sizes = self._space.sizes
             if all(name in assignment for name in scope):
                 cuts = self._space.arrays.cuts(number, self._space.layout(assignment))

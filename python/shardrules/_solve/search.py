@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._solve.resident import Resident
 from shardrules._solve.space import STORED
-from shardrules._solve.terms import Seconds, Terms
+from shardrules._solve.terms import Seconds, Terms, connected
 
 if TYPE_CHECKING:
     from shardrules._solve.layout import Axes
@@ -86,7 +86,8 @@ class Search:
         degree = Counter(name for scope in scopes for name in scope)
         order: list[int] = []
         while True:
-            parts = _connected([n for n in values if n not in order], scopes, set(order))
+            free = [name for name in values if name not in order]
+            parts = connected(free, [sorted(scope.difference(order)) for scope in scopes])
             large = [p for p in parts if prod(len(values[n]) for n in p) > _MOST_OF_PART]
             if not large:
                 return order, parts
@@ -309,22 +310,3 @@ class Search:
 
 def _least_of_all(rows: Iterable[Weighed]) -> Weighed:
     return tuple(map(min, zip(*rows, strict=True)))
-
-
-def _connected(names: list[int], scopes: list[set[int]], decided: set[int]) -> list[list[int]]:
-    """Return the parts into which variables fall: none has a term with a variable of another."""
-    first = {name: name for name in names}
-
-    def root(name: int) -> int:
-        while first[name] != name:
-            name = first[name]
-        return name
-
-    for scope in scopes:
-        free = sorted(scope - decided)
-        for name in free[1:]:
-            first[root(name)] = root(free[0])
-    parts: dict[int, list[int]] = {}
-    for name in names:
-        parts.setdefault(root(name), []).append(name)
-    return list(parts.values())

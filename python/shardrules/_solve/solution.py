@@ -15,6 +15,7 @@ from shardrules._mesh.mesh import as_mesh
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import OVERLAP
+from shardrules._solve.activations import spec_of_cuts
 from shardrules._solve.choices import ClassChoice, choices, reasons
 from shardrules._solve.meshes import Best, Task, best_of
 from shardrules._solve.proof import Provable
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._hardware import Hardware
     from shardrules._solve.layout import LaidSpread
-    from shardrules._step.spread import Cuts
 
 _AXES: Final = ("fsdp", "tp")
 
@@ -151,20 +151,21 @@ def _solution(best: Best, on: Any, again: partial[Solution]) -> Solution:
     space, cost = best.search.space, best.cost
     step, mesh = space.step, best.mesh
     specs = {
-        path: _spec(cost.spread.target(number))
+        path: spec_of_cuts(cost.spread.target(number))
         for path, number in zip(step._paths, step._equations.body.inputs, strict=True)
     }
+    rows = tuple(choices(best))
     return Solution(
         step=step,
         mesh=mesh,
         plan=_planned(step, specs, mesh),
         specs=specs,
         stored=best.assignment.get(STORED, ()),
-        choices=tuple(choices(best)),
+        choices=rows,
         time=cost.time,
-        memory=step._memory(cost.spread),
+        memory=cost.memory,
         bound=best.bound,
-        reasons=tuple(reasons(best)),
+        reasons=tuple(reasons(best, rows)),
         spread=cost.spread,
         on=on,
         machine=space.machine,
@@ -172,20 +173,11 @@ def _solution(best: Best, on: Any, again: partial[Solution]) -> Solution:
     )
 
 
-def _spec(cuts: Cuts) -> PartitionSpec:
-    from jax.sharding import PartitionSpec
-
-    entries = [axes[0] if len(axes) == 1 else axes or None for axes in cuts]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
 def _planned(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Plan:
     """Return the plan of the parameters under specs by path."""
     from jax import tree_util
 
-    place = next((i for i, arg in enumerate(step._args) if isinstance(arg, Plan)), 0)
+    place = step._place
     tree = step._args[place]
     tree = tree.abstract() if isinstance(tree, Plan) else tree
     structure: Any = tree_util.tree_structure(tree)

@@ -9,13 +9,13 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._arguments import check_choice
-from shardrules._dtypes import bits_of
 from shardrules._solve.layout import Axes, LaidSpread, Layout, StepArrays
 from shardrules._specs import entries_of, entry_axes
 from shardrules._step.step import cuts_of
 from shardrules._text import brief, near_shown, shown
 
 if TYPE_CHECKING:
+    from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._step.dimensions import Dims
     from shardrules._step.spread import Cuts
@@ -34,9 +34,13 @@ class Cost(NamedTuple):
     """What an assignment costs by the step's own price."""
 
     time: StepTime
-    peak: int
-    """Bytes of memory that a device needs."""
+    memory: Memory
     spread: LaidSpread
+
+    @property
+    def peak(self) -> int:
+        """Return the bytes of memory that a device needs."""
+        return self.memory.peak
 
 
 class Space:
@@ -82,8 +86,7 @@ class Space:
         equations = self.step._equations
         most: dict[int, int] = {}
         for number, rows in enumerate(self.arrays.classes):
-            value = equations.values[number]
-            size = prod(value.shape) * (0 if value.dtype is None else bits_of(value.dtype))
+            size = equations.values[number].bits
             if number not in self.arrays.local:
                 for name in {name for row in rows for name in row}:
                     most[name] = max(most.get(name, 0), size)
@@ -160,7 +163,7 @@ class Space:
         """Return what an assignment costs: time and memory of the step under its layout."""
         spread = LaidSpread(self.arrays, self.layout(assignment))
         time = self.step._priced(spread).time(self.machine)
-        return Cost(time, self.step._memory(spread).peak, spread)
+        return Cost(time, self.step._memory(spread), spread)
 
     def peak(self, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes of memory that a device needs."""

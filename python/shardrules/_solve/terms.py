@@ -7,7 +7,7 @@ added up, and those that read an array share what is sent of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Weighed = tuple[float, ...]
 _FEW: Final = 8
 """The most combinations of values of which each is tried for a bound."""
-_Group = list[tuple["TracedOperation", int]]
 
 
 class Seconds(NamedTuple):
@@ -313,13 +312,7 @@ def _numbers(operation: TracedOperation) -> Iterator[int]:
 def _groups(probe: _Probe, body: Body) -> Iterator[list[tuple[TracedOperation, int]]]:
     """Yield operations by what must be priced together: those whose sums an addition merges."""
     rows = list(_all(body, 1))
-    first = list(range(len(rows)))
-
-    def root(i: int) -> int:
-        while first[i] != i:
-            i = first[i]
-        return i
-
+    pairs = []
     places = {id(operation): i for i, (operation, _) in enumerate(rows)}
     merges = [bool(op.rule and op.rule.summed) for op, _ in rows]
     for i, (operation, _) in enumerate(rows):
@@ -329,11 +322,28 @@ def _groups(probe: _Probe, body: Body) -> Iterator[list[tuple[TracedOperation, i
                 if reader is not None:
                     j = places[id(reader)]
                     merges[j] = True
-                    first[root(j)] = root(i)
-    groups: dict[int, list[tuple[TracedOperation, int]]] = {}
-    for i, row in enumerate(rows):
-        groups.setdefault(root(i), []).append(row)
-    yield from groups.values()
+                    pairs.append((i, j))
+    for group in connected(range(len(rows)), pairs):
+        yield [rows[i] for i in group]
+
+
+def connected(items: Iterable[int], links: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Return the items in groups: those of a link are in one, and the order stays."""
+    items = list(items)
+    first = {item: item for item in items}
+
+    def root(item: int) -> int:
+        while first[item] != item:
+            item = first[item]
+        return item
+
+    for link in links:
+        for item in link[1:]:
+            first[root(item)] = root(link[0])
+    groups: dict[int, list[int]] = {}
+    for item in items:
+        groups.setdefault(root(item), []).append(item)
+    return list(groups.values())
 
 
 def _all(body: Body, trips: int) -> Iterator[tuple[TracedOperation, int]]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
-from shardrules._dtypes import is_inexact
+from shardrules._dtypes import bits_of, is_inexact
 from shardrules._estimate.kernels import splash_flops
 from shardrules._step.dimensions import Dimensions, Dims
 from shardrules._step.factors import Rule, Shape, rule_of, same_rule, shape_of
@@ -44,6 +44,11 @@ class TracedArray(NamedTuple):
     shape: Shape
     dtype: Any
     dims: Dims
+
+    @property
+    def bits(self) -> int:
+        """Return the bits of the whole array; 0 of what has no dtype."""
+        return 0 if self.dtype is None else prod(self.shape) * bits_of(self.dtype)
 
 
 @dataclass(slots=True)

@@ -167,7 +167,13 @@ class Step(TracedStep):
     @property
     def plan(self) -> Plan | None:
         """The first Plan among the arguments; None without one."""
-        return next((arg for arg in self._args if isinstance(arg, Plan)), None)
+        arg = self._args[self._place] if self._args else None
+        return arg if isinstance(arg, Plan) else None
+
+    @property
+    def _place(self) -> int:
+        """The argument that is planned: the first Plan, or else the first one."""
+        return next((i for i, arg in enumerate(self._args) if isinstance(arg, Plan)), 0)
 
     @property
     def _weights(self) -> list[int]:
@@ -258,10 +264,9 @@ class Step(TracedStep):
         if plan is None:
             return self._args
         check_type("plan", plan, Plan, "that of shardrules.plan, or None")
-        place = next((i for i, arg in enumerate(self._args) if isinstance(arg, Plan)), None)
-        if place is None:
+        before, place = self.plan, self._place
+        if before is None:
             raise ValueError("plan: the step was traced without a Plan among its arguments")
-        before = self._args[place]
         # JAX sorts the keys of dicts, in whatever order they are planned.
         if sorted(before.paths) != sorted(plan.paths):
             raise ValueError(
@@ -456,10 +461,10 @@ class Step(TracedStep):
 
     def _planned_paths(self) -> dict[int, str]:
         """Return the paths of the first plan's leaves, by the number of the array."""
-        place = next((i for i, arg in enumerate(self._args) if isinstance(arg, Plan)), None)
+        prefix = f"inputs/{self._place}/"
         return {
-            self._equations.body.inputs[row]: self._paths[row].removeprefix(f"inputs/{place}/")
-            for row in (() if place is None else self._ranges[place])
+            self._equations.body.inputs[row]: self._paths[row].removeprefix(prefix)
+            for row in (() if self.plan is None else self._ranges[self._place])
         }
 
     def findings(self, plan: Plan, large: int) -> list[Finding]:

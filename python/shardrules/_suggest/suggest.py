@@ -256,7 +256,7 @@ def _solved_reasons(solution: Solution) -> Iterator[Reason]:
         dims = []
         for row in rows[:1]:
             kind = result.kinds[int(result.kind_of[row])]
-            value = equations.values[numbers[f"inputs/{solution._place}/{result.paths[row]}"]]
+            value = equations.values[numbers[f"inputs/{solution.step._place}/{result.paths[row]}"]]
             cuts = () if kind.spec is None else tuple(map(entry_axes, entries_of(kind.spec)))
             for dim, size in enumerate(value.shape):
                 names = [roles.get(c, "") for c in equations.dims.classes(value.dims[dim])]
