@@ -32,7 +32,7 @@ def crossed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     """
     import jax
 
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     key = jax.random.key_impl(leaf) if is_key else None
     is_weak = not is_key and leaf.weak_type
     way = _crossing(leaf.shape, key, is_weak, leaf.sharding, sharding)
@@ -99,10 +99,11 @@ def _crossing(
     to = [place[device] for device in receivers]
     first = [place[device] for device in senders[:: len(senders) // prod(grid)]]
     pairs = list(zip(first, to[::copies], strict=True))
-    lanes = NamedSharding(Mesh(np.array(devices), (_DEVICE,)), PartitionSpec(_DEVICE))
+    mesh = Mesh(np.array(devices), (_DEVICE,))
+    lanes = NamedSharding(mesh, PartitionSpec(_DEVICE))
     return _Crossing(
         jax.jit(cut, out_shardings=of_senders),
-        jax.jit(_sent(lanes.mesh, pairs, to, copies), donate_argnums=0),
+        jax.jit(_sent(mesh, pairs, to, copies), donate_argnums=0),
         jax.jit(join, out_shardings=after),
         lanes,
         of_receivers,

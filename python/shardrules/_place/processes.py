@@ -454,7 +454,8 @@ def is_held_elsewhere(leaf: Any, holders: frozenset[int], takers: frozenset[int]
 @functools.lru_cache(maxsize=4096)
 def holders_of(sharding: Sharding) -> frozenset[int]:
     """Return the processes of its devices."""
-    return frozenset(device.process_index for device in sharding.device_set)
+    devices: set[Any] = sharding.device_set
+    return frozenset(device.process_index for device in devices)
 
 
 def canonical_dtype(leaf: Any) -> Any:

@@ -210,6 +210,7 @@ def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
     """Return the global array, made from the shards of host data on local devices."""
     import jax
 
+    array: jax.Array
     if sharding.addressable_devices:
         host, weak = _on_host(leaf)
         array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
@@ -243,7 +244,7 @@ def _is_extended(leaf: Any) -> bool:
     """Return whether it has random keys."""
     import jax
 
-    return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended))
+    return bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended))
 
 
 def _is_weak(leaf: Any) -> bool:
