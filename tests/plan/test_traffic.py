@@ -502,7 +502,8 @@ def test_what_names_say_is_listed_and_what_roles_say_is_not():
         "logits": ("lm_head/kernel",),
     }
     vectors = sr.plan({"scale": np.ones(8)}, [("scale", ())], {"fsdp": 8}).traffic(tokens=64)
-    assert vectors.assumptions["guessed"] == {} and "by names" not in str(vectors)
+    assert vectors.assumptions["guessed"] == {}
+    assert "by names" not in str(vectors)
 
 
 def test_traffic_can_be_kept():
