@@ -50,8 +50,8 @@ class Traffic(tuple[Transmission, ...]):
     """
 
     assumptions: dict[str, Any]
-    """The arguments of `Plan.traffic`, those by default included; and under "guessed" what names and
-    shapes say of the leaves that tokens meet: {"in, out": folded paths of kernels, "logits": ...}."""
+    """The arguments of `Plan.traffic`, those by default included; and under "guessed" what names
+    and shapes say of the leaves that tokens meet: {"in, out": folded paths, "logits": ...}."""
     uncounted: tuple[str, ...]
     """Folded paths of kernels that mesh axes cut, and of whose dimensions it is not known which is
     contracted: what is sent for their activations is missing. And those of Muon's moments, if they
@@ -101,10 +101,10 @@ class Traffic(tuple[Transmission, ...]):
 
 def guesses_shown(guesses: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line of what names and shapes say, with how many paths and the first; or none."""
-    texts = [
-        f"{f'({role})' if ',' in role else role} of {paths[0]}" + (f" and {len(paths) - 1:,} more" if len(paths) > 1 else "")
-        for role, paths in guesses.items()
-    ]
+    texts = []
+    for role, paths in guesses.items():
+        more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+        texts.append(f"{f'({role})' if ',' in role else role} of {paths[0]}{more}")
     return [f"assumed by names and shapes: {'; '.join(texts)}"] if texts else []
 
 
