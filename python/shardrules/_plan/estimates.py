@@ -375,7 +375,7 @@ class Estimates(Columns):
         Parameters and gradients are exact under this schedule: what batch axes cut is gathered over
         them for each use, and its gradient reduced over them; what other axes cut is used as it
         is. Activations follow from the kernels' contracted dimensions. Each argument is an
-        assumption; `Traffic.assumptions` has them all.
+        assumption; `Traffic.assumptions` has them all, with what names and shapes tell of leaves.
 
         Args:
             tokens: Tokens of the whole batch of a step.
@@ -421,6 +421,7 @@ class Estimates(Columns):
             assumed: tokens=4096, batch_axes=fsdp, gathers=2, accumulate=1, reduce=reduce-scatter,
             zero1=None, gradients=None, activations=bfloat16, sequence_parallel=False,
             input_gradients=once, experts_per_token=None, capacity_factor=1.0, roles=None
+            assumed by names and shapes: (unknown, unknown) of w
         """
         arguments = dict(locals())
         del arguments["self"], arguments["step"]
