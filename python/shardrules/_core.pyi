@@ -241,7 +241,7 @@ class RuleSet:
     def count_paths(
         self, paths: list[str], /
     ) -> tuple[list[int], list[int], int, list[tuple[int, int, int]]]:
-        """The same of paths."""
+        """Paths (matched per rule, won per rule, unmatched, of (loser, winner) pairs)."""
 
     def counters(self) -> tuple[int, int, int, int]:
         """(states built, cache clears, simulated steps, program nodes)."""

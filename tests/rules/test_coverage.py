@@ -49,7 +49,15 @@ def test_real_rules_on_real_models(model, rule_set):
 
 def test_paths_beside_each_other():
     patterns = ["wq/kernel", "(?=x)lookahead|é", "k.rnel$", "", "\ud800"]
-    paths = ["", "wq/kernel", "wq/kernel", "é/kernel", "wq/kérnel", "\ud800/kernel", "wq/\U0001f600"]
+    paths = [
+        "",
+        "wq/kernel",
+        "wq/kernel",
+        "é/kernel",
+        "wq/kérnel",
+        "\ud800/kernel",
+        "wq/\U0001f600",
+    ]
     matcher = matcher_of(sr.Rules([(pattern, P()) for pattern in patterns]))
     assert_same_coverage(matcher.coverage_of_paths(paths), patterns, paths)
 
