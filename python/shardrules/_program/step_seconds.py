@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from shardrules._estimate.kernels import KERNEL_EFFICIENCY, splash_flops
 from shardrules._program.computation import line_at, parsed, shapes_in
 from shardrules._program.hlo import hlo_errors
-from shardrules._program.timeline import Schedule, Timeline, hidden_of
+from shardrules._program.timeline import Timetable, Timeline, hidden_of
 from shardrules._text import Column, Table, answer, counted, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def program_time(
         shown = {
             one.name: (names[one.name][0] or lines[one.name], seconds) for one, seconds, _ in timed
         }
-        schedule = Schedule(hlo, shown, sent, rows)
+        schedule = Timetable(hlo, shown, sent, rows)
         timelines = tuple(schedule.timelines({name: phase for name, (_, phase) in names.items()}))
     sending = sum(sent.values())
     return ProgramTime(

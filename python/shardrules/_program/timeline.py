@@ -134,7 +134,7 @@ class _Body(NamedTuple):
     """Seconds without those of loops."""
 
 
-class Schedule:
+class Timetable:
     """The time of each computation of a module, as its lines are scheduled."""
 
     def __init__(
@@ -214,7 +214,7 @@ class Schedule:
 class _Clock:
     """Runs a computation line by line: when each begins, and what the device waits for."""
 
-    def __init__(self, schedule: Schedule, name: str) -> None:
+    def __init__(self, schedule: Timetable, name: str) -> None:
         self._schedule = schedule
         self._name = name
         self._times = schedule._hlo.times(name) or 1
