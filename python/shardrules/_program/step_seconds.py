@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from shardrules._estimate.kernels import KERNEL_EFFICIENCY, splash_flops
 from shardrules._program.computation import line_at, parsed, shapes_in
 from shardrules._program.hlo import hlo_errors
-from shardrules._program.timeline import Timetable, Timeline, hidden_of
+from shardrules._program.timeline import Timeline, Timetable, hidden_of
 from shardrules._text import Column, Table, answer, counted, printable_lines, seconds_shown
 
 if TYPE_CHECKING:

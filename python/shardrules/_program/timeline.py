@@ -214,10 +214,10 @@ class Timetable:
 class _Clock:
     """Runs a computation line by line: when each begins, and what the device waits for."""
 
-    def __init__(self, schedule: Timetable, name: str) -> None:
-        self._schedule = schedule
+    def __init__(self, timetable: Timetable, name: str) -> None:
+        self._timetable = timetable
         self._name = name
-        self._times = schedule._hlo.times(name) or 1
+        self._times = timetable._hlo.times(name) or 1
         self._spans: list[Span] = []
         self._now = self._links = self._exposed = self._own = 0.0
         self._going: dict[str, tuple[str, float, float]] = {}
@@ -225,16 +225,16 @@ class _Clock:
 
     def body(self) -> _Body:
         """Return what takes the time of a computation."""
-        schedule = self._schedule
-        for name, line in schedule._hlo[self._name].lines.items():
-            if name in schedule._computing:
-                self._compute(*schedule._computing[name])
-            if name in schedule._starts:
-                self._start(name, *schedule._starts[name])
-            elif name in schedule._fused_dones:
-                self._wait(schedule._fused_dones[name])
+        timetable = self._timetable
+        for name, line in timetable._hlo[self._name].lines.items():
+            if name in timetable._computing:
+                self._compute(*timetable._computing[name])
+            if name in timetable._starts:
+                self._start(name, *timetable._starts[name])
+            elif name in timetable._fused_dones:
+                self._wait(timetable._fused_dones[name])
             elif _RUNS.search(line):
-                self._run(schedule._hlo[self._name][name])
+                self._run(timetable._hlo[self._name][name])
         for name in list(self._going):
             self._wait(name)
         return _Body(tuple(self._merged()), self._now, self._exposed, self._own)
@@ -245,7 +245,7 @@ class _Clock:
         self._spans.append(Span("computing", what, begin, self._now, seconds))
 
     def _start(self, name: str, collective: str, is_async: bool) -> None:
-        seconds = self._schedule._sent.get(collective, 0.0) / self._times
+        seconds = self._timetable._sent.get(collective, 0.0) / self._times
         # One after the other: what has been started before has the links.
         self._links = max(self._now, self._links) + seconds
         self._going[name] = collective, self._now, self._links
@@ -260,9 +260,9 @@ class _Clock:
         self._now += exposed
         self._own += exposed
         self._exposed += exposed
-        seconds = self._schedule._sent.get(collective, 0.0) / self._times
+        seconds = self._timetable._sent.get(collective, 0.0) / self._times
         if seconds:
-            what = self._schedule._shown[collective]
+            what = self._timetable._shown[collective]
             self._spans.append(Span("sending", what, begin, self._now, seconds, exposed))
 
     def _run(self, line: Instruction) -> None:
@@ -277,8 +277,8 @@ class _Clock:
             self._wait(line.operands[0])
 
     def _enter(self, name: str) -> None:
-        body = self._schedule._of(name)
-        trips = (self._schedule._hlo.times(name) or 1) / self._times
+        body = self._timetable._of(name)
+        trips = (self._timetable._hlo.times(name) or 1) / self._times
         begin, self._now = self._now, self._now + trips * body.seconds
         self._exposed += trips * body.exposed
         if _WINDOW in name:
