@@ -264,7 +264,9 @@ def prove(args: Args) -> int:
         proof = proof._replace(findings=_locked(args, proof.program, proof.findings))
     if args.html:
         plan = plans[0].on_mesh(mesh)
-        page = plan.to_html(title=args.function, findings=proof.findings, program=proof.program)
+        page = plan.to_html(
+            title=args.function, findings=proof.findings, program=proof.program, time=proof.time
+        )
         write_text(Path(args.html), page)
         hint(args, f"{args.html}: a report in one file, which works offline")
     if args.format == "json":

@@ -373,7 +373,7 @@ def nnx_values(queries: Queries) -> Iterator[Finding]:
     if rules is None or rules.dialect.hidden_key is not None:
         return
     end = (rules.dialect.separator or ".") + _KEY
-    if not any(path.endswith(end) for path in queries.columns.sources):
+    if not any(map(str.endswith, queries.columns.sources, itertools.repeat(end))):
         return
     matches = _matches(queries, rules, end)
     everywhere = _matching_everywhere(rules, end)
