@@ -526,7 +526,7 @@ def manifest(args: Args) -> None:
 
 
 @_command(
-    "my_package.train:step_on --on v5p:8x8x8",
+    "model.json --devices 512 --hbm 96GB",
     "source on slices mesh devices axes dialect head_dim max_memory optimizer optimizer_dtype hbm",
     source={
         "help": "The model: a file or package.module:function, as for plan. Or with --on a step: "
