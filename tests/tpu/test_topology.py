@@ -160,9 +160,19 @@ def test_a_mesh_of_another_size_is_told():
 
 
 @needs_libtpu
-def test_the_code_of_a_mesh_builds_the_same_one(monkeypatch):
-    topology = sr.Topology("v5e:2x4")
-    mesh = topology.mesh(fsdp=2, tp=4)
+@pytest.mark.parametrize(
+    ("name", "slices", "sizes"),
+    [
+        ("v5e:2x4", 1, {"fsdp": 2, "tp": 4}),
+        ("v5p:4x4x4", 1, {"fsdp": 16, "tp": 4}),
+        ("v5p:4x4x4", 1, {"fsdp": 8, "tp": 8}),  # split
+        ("v5e:4x4", 2, {"data": 2, "fsdp": 4, "tp": 4}),
+        ("tpu7x:2x2x2", 1, {"fsdp": 8, "tp": 2}),
+    ],
+)
+def test_the_code_of_a_mesh_builds_the_same_one(monkeypatch, name, slices, sizes):
+    topology = sr.Topology(name, slices)
+    mesh = topology.mesh(sizes)
     devices = list(topology.devices)
     np.random.default_rng(0).shuffle(devices)
     monkeypatch.setattr(jax, "devices", lambda: devices)
