@@ -88,6 +88,11 @@ class Roles:
         classes = list(self._classes_of([number]))
         return bool(classes) and all(map(self.of_weights.__contains__, classes))
 
+    def is_summed_for_weights(self, name: int) -> bool:
+        """Say whether products sum over a class for gradients: those of frozen weights are not."""
+        made = (operation.outputs[0] for operation in self.contracted.get(name, ()))
+        return any(map(self.is_like_weights, made))
+
     def _classes_of(self, numbers: Iterable[int]) -> Iterator[int]:
         for number in numbers:
             yield from dict.fromkeys(c for dims in self._dims_of(number) for c in dims)

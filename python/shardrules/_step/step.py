@@ -359,8 +359,9 @@ class Step(TracedStep):
         size = integer("hbm", hbm, 1, what="a whole number of bytes")
         spread = self._spread(plan)
         inputs = self._equations.body.inputs
-        batches = ((number, self._batch_class(number)) for number in inputs)
-        number, name = next((row for row in batches if row[1] is not None), (0, None))
+        batches = [(i, name) for i in inputs if (name := self._batch_class(i)) is not None]
+        summed = [row for row in batches if self._roles.is_summed_for_weights(row[1])]
+        number, name = next(iter(summed or batches), (0, None))
         if name is None:
             raise ValueError(f"{self.name}: no argument but the model's has a batch")
         rows = self._equations.values[number].shape[0]
