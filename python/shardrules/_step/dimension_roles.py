@@ -59,6 +59,16 @@ def weight_arrays(equations: Equations, weights: Iterable[int]) -> dict[int, int
     return sources
 
 
+def _alike(equations: Equations) -> dict[int, int]:
+    """Return {class that code by device has a part of, or the part: the first class of these}."""
+    first: dict[int, int] = {}
+    for pair in equations.local:
+        for whole, part in zip(*map(equations.dims.classes, pair), strict=False):
+            if whole != part:
+                first[whole] = first.setdefault(part, first.get(whole, whole))
+    return first
+
+
 class Roles:
     """Roles by class of dimensions.
 
@@ -70,6 +80,7 @@ class Roles:
 
     def __init__(self, equations: Equations, weights: Iterable[int], data: Iterable[int]) -> None:
         self._equations = equations
+        self._first = _alike(equations)
         weights = tuple(weights)
         self.weights = weight_arrays(equations, weights)
         self.of_weights = Counter(self._classes_of(weights))
@@ -82,6 +93,10 @@ class Roles:
             self._see(operation)
         self._name_data()
         self._name_rest()
+        for name, first in self._first.items():
+            if first in self.of:
+                self.of[name] = self.of[first]
+            self.of_weights[name] = self.of_weights[first]
 
     def is_like_weights(self, number: int) -> bool:
         """Say whether weights have all dimensions of an array, as their gradients do."""
@@ -99,7 +114,7 @@ class Roles:
 
     def _dims_of(self, number: int) -> Iterator[Dims]:
         for dim in self._equations.values[number].dims:
-            yield self._equations.dims.classes(dim)
+            yield tuple([self._first.get(c, c) for c in self._equations.dims.classes(dim)])
 
     def _name(self, classes: Iterable[int], role: ClassRole) -> None:
         for name in classes:
