@@ -341,6 +341,7 @@ def dead_names(queries: Queries) -> Iterator[Finding]:
             f"{counted(len(dead), 'rule')} of {len(columns.rules)} for names that no leaf has: "
             + ", ".join([*names[:_MOST_NAMES], *rest]),
             "remove them, if they are for no other tree, such as activations",
+            mend=f"for number in {dead[::-1]}: del rules[number]",
         )
 
 

@@ -124,6 +124,8 @@ class Roles:
         elif operation.name == "top_k" and operation.inputs[0] is not None:
             *_, last = self._dims_of(operation.inputs[0])
             self._name((c for c in last if c in self.of_weights), "experts")
+        if not rule.looked_up:
+            return
         for number, dims in zip(operation.inputs, rule.operands, strict=True):
             if number is None:
                 continue
