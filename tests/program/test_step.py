@@ -121,8 +121,7 @@ def test_heads_in_code_by_device_are_heads():
     def attend(w, x):
         q, k, v = (jnp.einsum("btd,dhk->bthk", x, w[name]) for name in "qkv")
         chances = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
-        y = jnp.einsum("bthk,hkd->btd", jnp.einsum("bhts,bshk->bthk", chances, v), w["o"])
-        return y
+        return jnp.einsum("bthk,hkd->btd", jnp.einsum("bhts,bshk->bthk", chances, v), w["o"])
 
     def by_device(w, x):
         local = lambda w, x: lax.psum(attend(w, x), "tp")  # noqa: E731
