@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._plan.findings import CheckKind, Finding
+from shardrules._specs import Entries, spec_shown
 from shardrules._text import bytes_shown, counted
 
 if TYPE_CHECKING:
@@ -233,21 +234,14 @@ def _whole_arrays(view: View, axis: str, batch: set[int]) -> Iterator[_WholeArra
                 entries = [*cuts]
                 entries[places[0]] = (*entries[places[0]], axis)
                 entries = [spread.named(names) for names in entries]
-                line = f"x = jax.lax.with_sharding_constraint(x, {_spec_shown(entries)})"
+                while not entries[-1]:
+                    entries.pop()
+                line = f"x = jax.lax.with_sharding_constraint(x, {spec_shown(Entries(entries))})"
                 yield _WholeArray(size, view.line(operation), line)
 
 
 def _constrained(spec: str) -> str:
     return f"x = jax.lax.with_sharding_constraint(x, P({spec}))"
-
-
-def _spec_shown(entries: list[tuple[str, ...]]) -> str:
-    texts = [
-        repr(names[0]) if len(names) == 1 else repr(names) if names else "None" for names in entries
-    ]
-    while texts and texts[-1] == "None":
-        texts.pop()
-    return f"P({', '.join(texts)})"
 
 
 def _gathered_state(view: View) -> Iterator[Finding]:
