@@ -196,6 +196,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "keep": (3, "w", [3], ["no such path"], ["("], [("w", P("no such axis"))], THING, HUGE),
     "forbid": (3, "experts", [3], [("experts",)], [("no such role", "tp")], THING, HUGE),
     "time_limit": (*NOT_NUMBER, -1),
+    "remat": (3, "all", [], THING, HUGE),
     "timeout": (*NOT_NUMBER, -1, 0),
     "config": (3, None, [], "llama", THING, {"model_type": "lama"}, {"model_type": "llama"}),
     "layout": (3, None, "keras", THING, HUGE),
@@ -526,7 +527,7 @@ CALLS |= {
     "Solution.compare": (SOLUTION.compare, {"rules": RULES}),
     "solve": (sr.solve, {
         "step": STEP, "on": SIZES, "hardware": "v5p", "hbm": 10**9, "keep": (), "forbid": (),
-        "time_limit": 9.0,
+        "remat": "choose", "time_limit": 9.0,
     }),
     "from_hf": (sr.renames.from_hf, {
         "config": {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
