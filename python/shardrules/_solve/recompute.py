@@ -17,13 +17,13 @@ from shardrules._jax import user_line
 from shardrules._solve.rewrite import Names, Rewriter, Site, bodies_of, named, open_jaxpr
 from shardrules._step.equations import inner_jaxpr, scan_counts
 from shardrules._step.step import Step, in_force
-from shardrules._text import Place, answer, bytes_shown, printable
+from shardrules._text import Place, bytes_shown, printable, record
 
 # If there are more loops, all recompute or none.
 _MOST_APART: Final = 2
 
 
-@answer
+@record
 class RematChoice(NamedTuple):
     """A loop that saves arrays for its gradient, or recomputes them; a row of `Solution.remat`."""
 
