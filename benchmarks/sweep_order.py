@@ -1,16 +1,21 @@
 """The order of meshes by `Plan.sweep(step=)`, and by what the TPU's compiler makes of the step.
 
-`python -m benchmarks.sweep_order` compiles each model for each mesh of each topology, which takes
-minutes, and prints the rows and how many pairs of meshes are in the compiler's order. It needs
-libtpu. `--models 2 --topologies 1` takes the first of each alone.
+    python -m benchmarks.sweep_order --seconds 240
+
+It needs libtpu. What the compiler makes of a model on a mesh is kept in sweep_order.json, and what
+is there is not compiled again; after so many seconds nothing more is begun. Without `--seconds` it
+compiles nothing, and prints the table of docs/step.md with today's estimates.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from functools import partial
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,23 +25,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._io import write_text
 
-TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2", "v5e:4x4")
+FILE = Path(__file__).with_suffix(".json")
+TOPOLOGIES = ("v5e:4x4", "v6e:4x4", "v5p:2x2x4", "v5p:4x4x4")
+MOST_MESHES = 5
+"""Of a model on a topology: evenly of those for which the step is."""
 # Times that differ by less are no order.
-TIE = 0.05
-RULES = [
-    ("embed", ("tp", "fsdp")),
-    ("head", ("fsdp", "tp")),
-    ("router", (None, "fsdp")),
-    ("experts/(gate|up)", (None, None, "fsdp", "tp")),
-    ("experts/down", (None, None, "tp", "fsdp")),
-    ("/(o|down)", (None, "tp", "fsdp")),
-    ("layers", (None, "fsdp", "tp")),
-]
+TIE = 0.02
+LAYERS = 2
+SEQUENCES = 1
+"""Of each device."""
+CAPACITY = 1.25
+CHOSEN = 2
+Spec = tuple[Any, ...]
 
 
 class Model(NamedTuple):
-    """Sizes of a decoder."""
+    """Sizes of a decoder, and the axes of its meshes."""
 
     name: str
     width: int = 2048
@@ -45,7 +51,6 @@ class Model(NamedTuple):
     kv_heads: int = 16
     words: int = 32000
     length: int = 2048
-    rows: int = 16
     experts: int = 0
 
     @property
@@ -53,59 +58,91 @@ class Model(NamedTuple):
         """Of a head."""
         return self.width // self.heads
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Experts have an axis of their own, which cuts the batch as well."""
+        return ("fsdp", "ep" if self.experts else "tp")
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """Axes that cut the batch."""
+        return self.axes if self.experts else ("fsdp",)
+
+    @property
+    def tp(self) -> str | None:
+        """Axis that cuts heads and hidden sizes."""
+        return None if self.experts else "tp"
+
+    @property
+    def rules(self) -> list[tuple[str, Spec]]:
+        """Shard the stacks as for FSDP with tensor or expert parallelism."""
+        fsdp = self.batch if self.experts else "fsdp"
+        return [
+            ("embed", (self.tp, fsdp)),
+            ("head", (fsdp, self.tp)),
+            ("router", (None, fsdp)),
+            ("experts/(gate|up)", (None, "ep", "fsdp")),
+            ("experts/down", (None, "ep", None, "fsdp")),
+            ("/(o|down)", (None, self.tp, fsdp)),
+            ("layers", (None, fsdp, self.tp)),
+        ]
+
 
 MODELS = (
     Model("dense"),
-    Model("grouped heads", kv_heads=4),
-    Model("wide", width=4096, hidden=11008, heads=32, kv_heads=8, length=1024),
-    Model("experts", hidden=2048, experts=8, length=1024),
-    Model("long", length=8192, rows=8),
-    Model("small, large vocabulary", width=1024, hidden=2816, heads=8, kv_heads=8, words=128256),
+    Model("Llama 8B", width=4096, hidden=14336, heads=32, kv_heads=8, words=128256),
+    Model("experts", width=4096, hidden=14336, heads=32, kv_heads=8, experts=8),
+    # Nothing was changed for those that follow.
+    Model("70B", width=8192, hidden=28672, heads=64, kv_heads=8, length=1024),
+    Model("long", length=8192, kv_heads=4),
+    Model("large vocabulary", width=1024, hidden=2816, heads=8, kv_heads=8, words=256000),
 )
-LAYERS = 2
+TUNED_ON = 3
 
 
 class Row(NamedTuple):
-    """A model on a mesh: seconds by the sweep, and by the compiler."""
+    """A model on a mesh, in seconds: by the sweep, and what the compiler makes of it."""
 
-    model: str
-    topology: str
-    mesh: dict[str, int]
+    mesh: Mapping[str, int]
     estimated: float
-    compiled: float
+    middle: float
+    """Of the range that `sr.prove` tells."""
+    ranked: float
+    """By which `sweep(prove=)` ranks: parameters and gradients are sent meanwhile."""
+    computing: float
 
 
 def tree_of(model: Model) -> Any:
     """Return the parameters as shapes."""
+    width, of_kv = model.width, model.kv_heads * model.size
+    mlp = {
+        "gate": (width, model.hidden),
+        "up": (width, model.hidden),
+        "down": (model.hidden, width),
+    }
+    layers: dict[str, Any] = {"q": (width, width), "k": (width, of_kv), "v": (width, of_kv)}
+    layers["o"] = (width, width)
+    if model.experts:
+        layers["router"] = (width, model.experts)
+        layers["experts"] = {name: (model.experts, *shape) for name, shape in mlp.items()}
+    else:
+        layers |= mlp
 
-    def leaf(*shape: int) -> Any:
+    def leaf(shape: tuple[int, ...]) -> Any:
         return jax.ShapeDtypeStruct(shape, "bfloat16")
 
-    kernels = {"gate": (model.width, model.hidden), "up": (model.width, model.hidden)}
-    kernels["down"] = (model.hidden, model.width)
-    of_kv = (LAYERS, model.width, model.kv_heads * model.size)
-    layers = {
-        "q": leaf(LAYERS, model.width, model.width),
-        "k": leaf(*of_kv),
-        "v": leaf(*of_kv),
-        "o": leaf(LAYERS, model.width, model.width),
-    }
-    if model.experts:
-        layers["router"] = leaf(LAYERS, model.width, model.experts)
-        made = {n: leaf(LAYERS, model.experts, *shape) for n, shape in kernels.items()}
-        layers["experts"] = made
-    else:
-        layers |= {name: leaf(LAYERS, *shape) for name, shape in kernels.items()}
     return {
-        "embed": leaf(model.words, model.width),
-        "head": leaf(model.width, model.words),
-        "layers": layers,
+        "embed": leaf((model.words, width)),
+        "head": leaf((width, model.words)),
+        "layers": jax.tree.map(
+            lambda shape: leaf((LAYERS, *shape)), layers, is_leaf=lambda x: isinstance(x, tuple)
+        ),
     }
 
 
-def traced_on(model: Model, mesh: Any) -> sr.types.Step:
-    """Trace a step of gradient descent on a mesh."""
-    plan = sr.plan(tree_of(model), RULES, mesh)
+def step_on(model: Model, sizes: Any) -> tuple[Any, sr.Plan, Any]:
+    """Return a step of gradient descent on a mesh, and its arguments."""
+    plan = sr.plan(tree_of(model), model.rules, sizes)
     mesh = jax.tree.leaves(plan.shardings())[0].mesh
 
     def on(x: Any, *spec: Any) -> Any:
@@ -115,11 +152,18 @@ def traced_on(model: Model, mesh: Any) -> sr.types.Step:
         return (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
 
     def experts(x: Any, w: Any) -> Any:
-        chances = jax.nn.softmax((x @ w["router"]).astype("float32")).astype(x.dtype)
+        room = int(x.shape[1] * CHOSEN * CAPACITY / model.experts)
+        weights, chosen = lax.top_k(jax.nn.softmax(x @ w["router"]), CHOSEN)
+        is_of = jax.nn.one_hot(chosen, model.experts, dtype="int32")
+        places = jnp.cumsum(is_of.reshape(len(x), -1, model.experts), 1).reshape(is_of.shape)
+        sent = jax.nn.one_hot((places * is_of).sum(2) - 1, room, dtype=x.dtype)
+        combined = sent * jnp.einsum("btke,btk->bte", is_of.astype(x.dtype), weights)[..., None]
         w = w["experts"]
-        hidden = jax.nn.silu(jnp.einsum("btd,edh->beth", x, w["gate"]))
-        hidden = hidden * jnp.einsum("btd,edh->beth", x, w["up"])
-        return jnp.einsum("beth,ehd,bte->btd", hidden, w["down"], chances)
+        y = on(jnp.einsum("btd,btec->ebcd", x, sent), "ep", "fsdp")
+        hidden = jax.nn.silu(jnp.einsum("ebcd,edh->ebch", y, w["gate"]))
+        hidden = hidden * jnp.einsum("ebcd,edh->ebch", y, w["up"])
+        y = on(jnp.einsum("ebch,ehd->ebcd", hidden, w["down"]), "ep", "fsdp")
+        return jnp.einsum("ebcd,btec->btd", y, combined)
 
     def layer(x: Any, w: Any) -> Any:
         rows, length, _ = x.shape
@@ -127,13 +171,13 @@ def traced_on(model: Model, mesh: Any) -> sr.types.Step:
         k, v = ((x @ w[n]).reshape(rows, length, model.kv_heads, model.size) for n in "kv")
         chances = jax.nn.softmax(jnp.einsum("btkgd,bskd->bkgts", q, k))
         x = x + jnp.einsum("bkgts,bskd->btkgd", chances, v).reshape(x.shape) @ w["o"]
-        x = on(x, "fsdp")
-        return on(x + (experts if model.experts else mlp)(x, w), "fsdp"), None
+        x = on(x, model.batch)
+        return on(x + (experts if model.experts else mlp)(x, w), model.batch), None
 
     def loss(params: Any, tokens: Any) -> Any:
-        x = on(params["embed"][tokens[:, :-1]], "fsdp")
+        x = on(params["embed"][tokens[:, :-1]], model.batch)
         x, _ = lax.scan(jax.checkpoint(layer), x, params["layers"])
-        logits = on(x @ params["head"], "fsdp", None, "tp").astype("float32")
+        logits = on(x @ params["head"], model.batch, None, model.tp).astype("float32")
         of_next = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - of_next)
 
@@ -141,50 +185,129 @@ def traced_on(model: Model, mesh: Any) -> sr.types.Step:
         grads = jax.grad(loss)(params, tokens)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
 
-    spec = NamedSharding(mesh, P("fsdp"))
-    tokens = jax.ShapeDtypeStruct((model.rows, model.length + 1), "int32", sharding=spec)
+    spec = NamedSharding(mesh, P(model.batch))
+    shape = SEQUENCES * prod(mesh.shape.values()), model.length + 1
+    tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=spec)
     jitted = jax.jit(train, donate_argnums=0, out_shardings=plan.shardings())
-    return sr.trace(jitted, plan, tokens)
+    return jitted, plan, tokens
 
 
-def compared(model: Model, topology: str) -> Iterator[Row]:
-    """Yield a row for each mesh that the compiler does not refuse."""
-    plan = sr.plan(tree_of(model), RULES, {"fsdp": 1, "tp": 1})
-    rows = plan.sweep(devices=topology, step=partial(traced_on, model), prove=100)
-    for row in rows:
-        if row.time is not None and row.compiled not in (None, float("inf")):
-            yield Row(model.name, topology, row.mesh, row.time.total, row.compiled or 0.0)
+def swept(model: Model, topology: str) -> list[sr.types.SweepRow]:
+    """Return some rows of the sweep, the best first."""
+    plan = sr.plan(tree_of(model), model.rules, dict.fromkeys(model.axes, 1))
+    rows = plan.sweep(devices=topology, step=lambda mesh: sr.trace(*step_on(model, mesh)))
+    meshes = sorted(tuple(row.mesh.values()) for row in rows if row.fits)
+    count = min(MOST_MESHES, len(meshes))
+    some = {meshes[i * (len(meshes) - 1) // max(1, count - 1)] for i in range(count)}
+    return [row for row in rows if tuple(row.mesh.values()) in some]
 
 
-def in_order(rows: list[Row]) -> tuple[int, int]:
-    """Return how many pairs of meshes of a model and topology are in order, of how many."""
-    right = total = 0
+def compiled(model: Model, topology: sr.Topology, sizes: Mapping[str, int]) -> Any:
+    """Return what the compiler makes of a model on a mesh; None if it refuses it."""
+    mesh = topology.mesh(sizes)
+    try:
+        proof = sr.prove(*step_on(model, mesh), on=mesh)
+    except sr.OutOfMemory:
+        return None
+    assert proof.time is not None
+    middle = (proof.time.shortest + proof.time.longest) / 2
+    ranked, _ = sr.trace(*step_on(model, mesh))._compiled(topology)
+    return {"middle": middle, "ranked": ranked, "computing": proof.time.computing}
+
+
+def in_order(rows: list[Row], seconds: Callable[[Row], float]) -> list[int]:
+    """Return how many pairs of meshes are in order, how many are not, and ties of the compiler."""
+    counts = [0, 0, 0]
     for first, second in combinations(rows, 2):
-        if abs(first.compiled - second.compiled) > TIE * min(first.compiled, second.compiled):
-            total += 1
-            right += (first.estimated < second.estimated) == (first.compiled < second.compiled)
-    return right, total
+        a, b = seconds(first), seconds(second)
+        is_right = (first.estimated < second.estimated) == (a < b)
+        counts[2 if abs(a - b) < TIE * min(a, b) else 0 if is_right else 1] += 1
+    return counts
+
+
+Kept = dict[str, dict[str, dict[str, Any]]]
+"""{model: {topology: {sizes of the mesh: what the compiler makes of it}}}, None before it is."""
+REFUSED = "refused"
+
+
+def keep(kept: Kept, seconds: float, only: str) -> None:
+    """Compile what is not kept, one mesh after the other, until the time is over."""
+    end = time.monotonic() + seconds
+    for topology, model in ((topology, model) for topology in TOPOLOGIES for model in MODELS):
+        if only not in f"{model.name}, {topology}":
+            continue
+        meshes = kept.setdefault(model.name, {}).setdefault(topology, {})
+        if not meshes and time.monotonic() < end:
+            names = (",".join(map(str, row.mesh.values())) for row in swept(model, topology))
+            meshes |= dict.fromkeys(sorted(names))
+        for name, result in meshes.items():
+            if result is not None or time.monotonic() >= end:
+                continue
+            begin = time.monotonic()
+            sizes = dict(zip(model.axes, map(int, name.split(",")), strict=True))
+            meshes[name] = compiled(model, sr.Topology(topology), sizes) or REFUSED
+            write_text(FILE, json.dumps(kept, indent=1) + "\n")
+            print(f"{model.name}, {topology}, {name}: {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def rows_of(model: Model, topology: str, kept: Mapping[str, Any]) -> list[Row]:
+    """Return the meshes of a model on a topology that were compiled, with today's estimates."""
+    results = {name: result for name, result in kept.items() if isinstance(result, dict)}
+    plan = sr.plan(tree_of(model), model.rules, dict.fromkeys(model.axes, 1))
+    swept = plan.sweep(devices=topology, step=lambda mesh: sr.trace(*step_on(model, mesh)))
+    named = ((",".join(map(str, row.mesh.values())), row) for row in swept)
+    return [
+        Row(row.mesh, row.time.total, **results[name])
+        for name, row in named
+        if name in results and row.time is not None
+    ]
+
+
+def table(kept: Kept, only: str) -> Iterator[str]:
+    """Yield a row for each model and topology, and the pairs in order by model and topology."""
+    yield "| model | slice | mesh: by the sweep, by the compiler | in order | not | ties |"
+    yield "|---|---|---|--:|--:|--:|"
+    sums: dict[str, list[int]] = {}
+    ranked = [0, 0, 0]
+    for topology in TOPOLOGIES:
+        for number, model in enumerate(MODELS):
+            results = kept.get(model.name, {}).get(topology, {})
+            if only not in f"{model.name}, {topology}" or not any(results.values()):
+                continue
+            rows = rows_of(model, topology, results)
+            counts = in_order(rows, lambda row: row.middle)
+            ranked = _sum(ranked, in_order(rows, lambda row: row.ranked))
+            is_new = "looked at" if number < TUNED_ON else "not looked at"
+            for key in (model.name, topology, is_new, "all"):
+                sums[key] = _sum(sums.get(key, [0, 0, 0]), counts)
+            times = "; ".join(
+                f"{','.join(f'{axis}={n}' for axis, n in row.mesh.items() if n > 1)}: "
+                f"{row.estimated * 1e3:.3g}, {row.middle * 1e3:.3g} ms"
+                for row in rows
+            )
+            yield f"| {model.name} | {topology} | {times} | {' | '.join(map(str, counts))} |"
+    yield ""
+    for key, (right, wrong, ties) in {**sums, "all, as prove= ranks": ranked}.items():
+        share = right / max(1, right + wrong)
+        yield f"{key}: {right} of {right + wrong} pairs in order, {share:.0%}; {ties} ties"
+
+
+def _sum(first: list[int], second: list[int]) -> list[int]:
+    return [a + b for a, b in zip(first, second, strict=True)]
 
 
 def main() -> None:
-    """Print a row for each model and topology."""
+    """Compile what is asked for, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", type=int, default=len(MODELS))
-    parser.add_argument("--topologies", type=int, default=len(TOPOLOGIES))
+    parser.add_argument("--seconds", type=float, default=0)
+    parser.add_argument("--only", default="", help='of "model, topology"')
     options = parser.parse_args()
-    sums = [0, 0]
-    for topology in TOPOLOGIES[: options.topologies]:
-        for model in MODELS[: options.models]:
-            rows = list(compared(model, topology))
-            right, total = in_order(rows)
-            sums = [sums[0] + right, sums[1] + total]
-            times = "; ".join(
-                f"{','.join(map(str, row.mesh.values()))}: {row.estimated * 1e3:.1f}, "
-                f"{row.compiled * 1e3:.1f} ms"
-                for row in rows
-            )
-            print(f"| {model.name} | {topology} | {times} | {right} of {total} |", flush=True)
-    print(f"{sums[0]} of {sums[1]} pairs in order")
+    kept: Kept = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    if options.seconds:
+        keep(kept, options.seconds, options.only)
+    else:
+        for line in table(kept, options.only):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

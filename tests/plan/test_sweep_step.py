@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._mesh.mesh import as_mesh
+from tests.support import step_suite
 from tests.support.hlo_steps import shard_map
 
 WIDTH, HEADS, SIZE, ROWS = 256, 4, 32, 16
@@ -100,6 +102,97 @@ def test_code_by_device_is_swept_with_a_function_of_the_mesh():
     assert sent[8] == 4 * sent[2] == 8 * 16 * 64 * 64 * 4 // 8
     with pytest.raises(ValueError, match="trace the step on that mesh"):
         plan.sweep(devices=8, step=ring_on({"data": 2, "sp": 4}), hardware="v5p")
+
+
+def experts_on(mesh):
+    """Experts in code by device, on an axis of their own that cuts the batch as well."""
+    step, arguments = step_suite.experts(mesh)
+    return sr.trace(step, *arguments)
+
+
+def test_experts_are_swept_by_an_axis_of_their_own():
+    plan = experts_on(as_mesh({"fsdp": 2, "ep": 4})).plan
+    rows = plan.sweep(devices=8, step=experts_on, hardware="v5p")
+    assert {tuple(row.mesh.values()) for row in rows} == {(8, 1), (4, 2), (2, 4), (1, 8)}
+    exchanged, gathered = {}, {}
+    for row in rows:
+        traffic = row_traffic(row, experts_on)
+        exchanged[row.mesh["ep"]] = sum(t.sent for t in traffic if t.collective == "all-to-all")
+        gathered[row.mesh["ep"]] = sum(t.sent for t in traffic if t.of == "params")
+    # A device sends what goes to the others: of n parts of its tokens, n - 1.
+    assert exchanged[1] == 0
+    assert exchanged[8] / exchanged[2] == pytest.approx((7 / 8) / (1 / 2), rel=0.01)
+    assert exchanged[4] / exchanged[2] == pytest.approx((3 / 4) / (1 / 2), rel=0.01)
+    # It gathers the experts that it has, from those that have other parts of them.
+    assert gathered[8] < gathered[4] < gathered[2] < gathered[1]
+    assert rows[0].mesh == {"fsdp": 1, "ep": 8}
+
+
+def test_meshes_on_which_the_step_cannot_be_traced_are_left_out():
+    plan = experts_on(as_mesh({"fsdp": 2, "ep": 4})).plan
+    rows = plan.sweep(devices=16, step=experts_on, hardware="v5p")
+    assert {row.mesh["ep"] for row in rows} == {1, 2, 4, 8}
+    why = {mesh["ep"]: text for mesh, text in rows.left_out}
+    assert set(why) == {16}
+    assert "the step cannot be traced there: " in why[16]
+    with pytest.raises((ValueError, TypeError), match="divi"):
+        plan.sweep([{"fsdp": 1, "ep": 16}], step=experts_on, hardware="v5p")
+
+
+STAGES, MICRO, WIDE, TOKENS = 8, 4, 4096, 2**14
+
+
+def pipeline_on(mesh):
+    """Stages of a pipeline in code by device; micro-batches go from one to the next."""
+    kernels = jax.ShapeDtypeStruct((STAGES, WIDE, WIDE), "bfloat16")
+    plan = sr.plan({"w": kernels}, [("w", "pp")], mesh)
+    mesh = jax.tree.leaves(plan.shardings())[0].mesh
+    stages = mesh.shape["pp"]
+    on_to = [(i, i + 1) for i in range(stages - 1)]
+
+    def run(w, x):
+        batches = x.reshape(MICRO, -1, WIDE)
+
+        def turn(state, i):
+            first = lax.dynamic_index_in_dim(batches, jnp.minimum(i, MICRO - 1), 0, False)
+            state = jnp.where(lax.axis_index("pp") == 0, first, state)
+            state = lax.scan(lambda y, w: (y @ w, None), state, w)[0]
+            return lax.ppermute(state, "pp", on_to), state
+
+        _, states = lax.scan(turn, batches[0] * 0, jnp.arange(MICRO + stages - 1))
+        return lax.psum(jnp.where(lax.axis_index("pp") == stages - 1, states.sum(), 0), "pp")[None]
+
+    staged = step_suite.manual(mesh, run, (P("pp"), P("data")), P("data"))
+    x = jax.ShapeDtypeStruct((TOKENS, WIDE), "bfloat16", sharding=NamedSharding(mesh, P("data")))
+    return sr.trace(lambda params, x: staged(params["w"], x).sum(), plan, x)
+
+
+def test_pipelines_are_swept_with_their_bubble_and_their_sends():
+    plan = pipeline_on(as_mesh({"data": 2, "pp": 4})).plan
+    rows = plan.sweep(devices=8, step=pipeline_on, hardware="v5p")
+    assert {tuple(row.mesh.values()) for row in rows} == {(8, 1), (4, 2), (2, 4), (1, 8)}
+    busy = {row.mesh["pp"]: row.time.compute for row in rows}
+    for stages in (2, 4, 8):
+        # Each stage also waits for the stages before it.
+        bubble = (MICRO + stages - 1) / MICRO
+        assert busy[stages] / busy[1] == pytest.approx(bubble, rel=0.01)
+        permuted = [
+            t
+            for row in rows
+            if row.mesh["pp"] == stages
+            for t in row_traffic(row, pipeline_on)
+            if t.collective == "collective-permute"
+        ]
+        state = TOKENS * stages // 8 // MICRO * WIDE * 2
+        assert sum(t.sent for t in permuted) == (MICRO + stages - 1) * state
+    assert rows[0].mesh["pp"] == 1
+    left = plan.sweep(devices=16, step=pipeline_on, hardware="v5p").left_out
+    assert [mesh["pp"] for mesh, _ in left] == [16]
+
+
+def row_traffic(row, step_on):
+    step = step_on(as_mesh(row.mesh))
+    return step.plan.traffic(step=step)
 
 
 @pytest.mark.parametrize(

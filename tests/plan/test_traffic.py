@@ -456,11 +456,54 @@ def test_all_assumptions_are_printed():
     plan = sr.plan({"w": np.ones((8, 8), np.float32)}, [("w", "fsdp")], {"fsdp": 8})
     rows = plan.traffic(tokens=64, capacity_factor=1.25)
     arguments = set(inspect.signature(sr.Plan.traffic).parameters) - {"self", "step"}
-    assert set(rows.assumptions) == arguments
+    assert set(rows.assumptions) == {*arguments, "guessed"}
     text = " ".join(str(rows).split())
     assert all(f" {name}=" in text for name in arguments)
     assert "capacity_factor=1.25" in text
     assert rows.assumptions["batch_axes"] == ("fsdp",)
+
+
+GUESSED = {
+    "in, out": ("layers/{0..3}/attn/q/kernel", "lm_head/kernel"),
+    "lookup, out": ("embed/embedding",),
+    "logits": ("lm_head/kernel",),
+    "experts, in, out": ("layers/{0..3}/experts/up",),
+}
+
+
+def test_what_names_say_is_listed_and_what_roles_say_is_not():
+    layer = {
+        "attn": {"q": {"kernel": np.ones((64, 128))}},
+        "experts": {"up": np.ones((8, 64, 256))},
+        "norm": {"scale": np.ones(64)},
+    }
+    tree = {
+        "embed": {"embedding": np.ones((320, 64))},
+        "layers": [layer] * 4,
+        "lm_head": {"kernel": np.ones((64, 320))},
+    }
+    plan = sr.plan(tree, [("norm", ()), (".*", "fsdp")], {"fsdp": 8})
+    rows = plan.traffic(tokens=64, experts_per_token=2)
+    assert rows.assumptions["guessed"] == GUESSED
+    schedule = {"experts_per_token": 2}
+    time = plan.step_time(tokens=64, hardware="v5p", schedule=schedule)
+    sweep = plan.sweep(tokens=64, hardware="v5p", schedule=schedule)
+    for result in (rows, time, sweep):
+        text = " ".join(str(result).split())
+        assert "(in, out) of layers/{0..3}/attn/q/kernel and 1 more; " in text
+        assert "(experts, in, out) of layers/{0..3}/experts/up" in text
+        assert "logits of lm_head/kernel" in text
+        assert result.assumptions["guessed"] == GUESSED
+    roles = {"q/kernel": ("in", "out"), "experts": ("experts", "in", "out")}
+    rows = plan.traffic(tokens=64, experts_per_token=2, roles=roles)
+    assert rows.assumptions["guessed"] == {
+        "in, out": ("lm_head/kernel",),
+        "lookup, out": ("embed/embedding",),
+        "logits": ("lm_head/kernel",),
+    }
+    vectors = sr.plan({"scale": np.ones(8)}, [("scale", ())], {"fsdp": 8}).traffic(tokens=64)
+    assert vectors.assumptions["guessed"] == {}
+    assert "by names" not in str(vectors)
 
 
 def test_traffic_can_be_kept():

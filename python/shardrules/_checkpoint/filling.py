@@ -20,6 +20,7 @@ from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._dtypes import bits_of
 from shardrules._files.leaves import ArraySpec, StoredFile
 from shardrules._io import FileError
+from shardrules._place.transfers import array_without_data
 from shardrules._text import bytes_shown
 
 if TYPE_CHECKING:
@@ -324,6 +325,8 @@ def _array(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
     import jax
 
     shape = job.target.shape
+    if not job.sharding.addressable_devices:
+        return array_without_data(shape, job.sharding, job.dtype)
     return jax.make_array_from_callback(
         shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
     )

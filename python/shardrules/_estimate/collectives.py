@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -88,6 +89,20 @@ def cut_parts(columns: Columns, schedule: Schedule) -> list[CutPart]:
     cuts = [cut_of(part, columns.kinds[part.kind], columns.axis_sizes, batch) for part in parts]
     _check_experts(list(parts), schedule)
     return cuts
+
+
+def guessed(cuts: Iterable[CutPart], schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    """Return what names and shapes say: {roles of dimensions, or "logits": folded paths}.
+
+    Only of what tokens meet, and without the roles that the schedule gives.
+    """
+    paths: dict[str, list[str]] = defaultdict(list)
+    for part in (cut.part for cut in cuts if cut.part.is_product):
+        if not any(re.search(pattern, part.pattern) for pattern in schedule.roles or ()):
+            paths[", ".join(part.dims)].append(part.pattern)
+        if part.makes_logits:
+            paths["logits"].append(part.pattern)
+    return {role: tuple(of) for role, of in sorted(paths.items(), key=lambda row: -len(row[1]))}
 
 
 def _check_experts(parts: list[Part], schedule: Schedule) -> None:

@@ -12,7 +12,7 @@ from shardrules._arguments import check_choice, check_type, integer, texts
 from shardrules._dtypes import bits_of, given_dtype
 from shardrules._estimate.collectives import cut_parts, kernel_uses
 from shardrules._estimate.schedule import Of, Schedule, schedule_of
-from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
+from shardrules._estimate.traffic import guesses_shown, of_muon, traffic, why_uncounted
 from shardrules._hardware import Hardware, as_hardware, check_share
 from shardrules._text import answer, brief, mesh_shown, printable, seconds_shown
 
@@ -217,7 +217,7 @@ class StepTime(NamedTuple):
     uncounted: tuple[str, ...]
     """Folded paths of kernels and states whose traffic is missing, as in `Traffic.uncounted`."""
     assumptions: dict[str, Any]
-    """The arguments of `Plan.step_time`, those by default included."""
+    """The arguments of `Plan.step_time`, those by default included; "guessed" as in `Traffic`."""
 
     @property
     def dominant(self) -> str:
@@ -261,13 +261,14 @@ def assumed_lines(assumptions: Mapping[str, Any], uncounted: Iterable[str]) -> l
     texts = ", ".join(
         f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
         for name, value in assumptions.items()
-        if value not in ((), None)
+        if value not in ((), None) and name != "guessed"
     )
     missing: dict[str, list[str]] = defaultdict(list)
     for path in uncounted:
         missing[why_uncounted(path)].append(path)
     return [
         *([f"assumed: {texts}"] if texts else []),
+        *guesses_shown(assumptions.get("guessed", {})),
         *(f"not counted, since {why}: {', '.join(paths)}" for why, paths in missing.items()),
     ]
 
@@ -305,7 +306,7 @@ def step_time(
         uncounted=collectives.uncounted
         if state is None
         else (*collectives.uncounted, *of_muon(state, range(len(state.paths)))),
-        assumptions=machine.assumptions() | schedule.assumptions,
+        assumptions=machine.assumptions() | collectives.assumptions,
     )
 
 

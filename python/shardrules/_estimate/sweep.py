@@ -87,6 +87,8 @@ class Measure(NamedTuple):
     time: StepTime | None
     refusal: str
     """Why the step is not for the mesh; "" if it is."""
+    error: Exception | None = None
+    """What tracing it there raised."""
 
 
 @answer
@@ -94,7 +96,8 @@ class Sweep(tuple[SweepRow, ...]):
     """A row for each mesh, the best first; `Plan.sweep` says which that is."""
 
     left_out: tuple[tuple[dict[str, int], str], ...]
-    """(mesh, why a traced step is not for it): fewer rows of the batch than devices, cut heads."""
+    """(mesh, why a traced step is not for it): fewer rows of the batch than devices, cut heads, or
+    what its function raises on this mesh alone."""
 
     def __new__(
         cls, rows: Iterable[SweepRow] = (), left_out: Iterable[tuple[dict[str, int], str]] = ()
@@ -180,24 +183,31 @@ def sweep(
 
     `measure` tells of a traced step there; `prove` is how many rows to compile, and a function that
     gives the seconds and the bytes of a step on a mesh by what the compiler makes of it.
+
+    Raises:
+        ValueError: There are too many meshes.
+        Exception: Tracing the step raises it on every mesh.
     """
     meshes_ = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(meshes_) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
-    rows, left_out = [], []
+    rows, left_out, errors = [], [], []
     axes = frozenset(axis for mesh in meshes_ if isinstance(mesh, Mapping) for axis in mesh)
     for mesh in meshes_:
         there = on_mesh(mesh, axes)
         device_bytes = by_class(there, gradients, optimizer, optimizer_memory_kind)
         row = _sweep_row(there, device_bytes, room, run)
         if measure is not None and not row.problems:
-            peak, time, refusal = measure(there)
+            peak, time, refusal, error = measure(there)
             if refusal:
                 left_out.append((row.mesh, refusal))
+                errors += [] if error is None else [error]
                 continue
             fits = None if room.hbm is None else peak <= room.hbm
             row = row._replace(bytes=peak, fits=fits, time=time)
         rows.append(row)
+    if errors and len(errors) == len(meshes_):
+        raise errors[0]
     if all(row.time is None for row in rows):
         return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), left_out)
     ranked = list(_best_first(rows, _seconds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._estimate.collectives import (
@@ -13,6 +13,7 @@ from shardrules._estimate.collectives import (
     cut_parts,
     expert_rows,
     gradient_rows,
+    guessed,
     kernel_uses,
     param_rows,
     uncounted,
@@ -49,7 +50,8 @@ class Traffic(tuple[Transmission, ...]):
     """
 
     assumptions: dict[str, Any]
-    """The arguments of `Plan.traffic`, those by default included."""
+    """The arguments of `Plan.traffic`, those by default included; and under "guessed" what names
+    and shapes say of the leaves that tokens meet: {"in, out": folded paths, "logits": ...}."""
     uncounted: tuple[str, ...]
     """Folded paths of kernels that mesh axes cut, and of whose dimensions it is not known which is
     contracted: what is sent for their activations is missing. And those of Muon's moments, if they
@@ -84,13 +86,26 @@ class Traffic(tuple[Transmission, ...]):
 
     def _parts(self) -> list[Table | str]:
         table = Table(_COLUMNS, (_traffic_cells(row) for row in self))
-        given = [f"{name}={_assumption_shown(value)}" for name, value in self.assumptions.items()]
-        assumed = textwrap.wrap(
-            f"assumed: {', '.join(given)}", 88, break_long_words=False, break_on_hyphens=False
-        )
+        assumptions = {**self.assumptions}
+        guesses = guesses_shown(assumptions.pop("guessed", {}))
+        given = [f"{name}={_assumption_shown(value)}" for name, value in assumptions.items()]
+        assumed = [
+            line
+            for text in (f"assumed: {', '.join(given)}", *guesses)
+            for line in textwrap.wrap(text, 88, break_long_words=False, break_on_hyphens=False)
+        ]
         missing = [f"not counted, since {why_uncounted(path)}: {path}" for path in self.uncounted]
         sent = f"each device sends {bytes_shown(self.sent)} in a step"
         return [printable(sent), table, *map(printable, [*assumed, *missing])]
+
+
+def guesses_shown(guesses: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a line of what names and shapes say, with how many paths and the first; or none."""
+    texts = []
+    for role, paths in guesses.items():
+        more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+        texts.append(f"{f'({role})' if ',' in role else role} of {paths[0]}{more}")
+    return [f"assumed by names and shapes: {'; '.join(texts)}"] if texts else []
 
 
 def _traffic_cells(row: Transmission) -> tuple[str, ...]:
@@ -129,4 +144,5 @@ def traffic(columns: Columns, schedule: Schedule) -> Traffic:
         *expert_rows(uses, schedule),
     )
     missing = (*uncounted(uses), *of_muon(columns, columns._leaves.optimizer_rows))
-    return Traffic(merged(rows, columns.axis_sizes), schedule.assumptions, missing)
+    assumptions = {**schedule.assumptions, "guessed": guessed(cuts, schedule)}
+    return Traffic(merged(rows, columns.axis_sizes), assumptions, missing)

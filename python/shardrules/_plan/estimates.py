@@ -141,8 +141,8 @@ class Estimates(Columns):
             step: The step of `trace`, in the place of tokens and of what training adds: bytes are
                 those at its peak, and with hardware the time is that of what it computes and sends.
                 Or a function of the mesh that returns it, for steps that are others on each mesh,
-                as those with `shard_map`. Meshes on which a device has no row of the batch, or
-                heads are cut inside, are left out: `Sweep.left_out`.
+                as those with `shard_map`. Meshes on which a device has no row of the batch, heads
+                are cut inside, or the function raises, are left out: `Sweep.left_out`.
             prove: How many of the best to compile for the topology in `devices`: what the compiler
                 makes of the step ranks them. The step must be a function of the mesh.
 
@@ -251,7 +251,11 @@ class Estimates(Columns):
 
         make: Any = type(self)
         plan = make(there, self._on_mesh, there.axis_sizes)
-        traced = _traced_on(step, as_mesh(there.axis_sizes))
+        try:
+            traced = _traced_on(step, as_mesh(there.axis_sizes))
+        except (ValueError, TypeError) as error:  # code by device is not for every mesh
+            reason = str(error).splitlines()[:1] or [type(error).__name__]
+            return Measure(0, None, f"the step cannot be traced there: {reason[0][:200]}", error)
         if refusal := traced._refusal(plan):
             return Measure(0, None, refusal)
         if machine is not None and topology is not None:
@@ -371,7 +375,7 @@ class Estimates(Columns):
         Parameters and gradients are exact under this schedule: what batch axes cut is gathered over
         them for each use, and its gradient reduced over them; what other axes cut is used as it
         is. Activations follow from the kernels' contracted dimensions. Each argument is an
-        assumption; `Traffic.assumptions` has them all.
+        assumption; `Traffic.assumptions` has them all, with what names and shapes tell of leaves.
 
         Args:
             tokens: Tokens of the whole batch of a step.
@@ -417,6 +421,7 @@ class Estimates(Columns):
             assumed: tokens=4096, batch_axes=fsdp, gathers=2, accumulate=1, reduce=reduce-scatter,
             zero1=None, gradients=None, activations=bfloat16, sequence_parallel=False,
             input_gradients=once, experts_per_token=None, capacity_factor=1.0, roles=None
+            assumed by names and shapes: (unknown, unknown) of w
         """
         arguments = dict(locals())
         del arguments["self"], arguments["step"]

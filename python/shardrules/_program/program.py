@@ -123,7 +123,7 @@ class Program:
     @cached_property
     def memory(self) -> Memory | None:
         """Memory that a device needs, and the largest arrays; None if the backend does not tell."""
-        return memory_of(self._executable)
+        return None if self.totals is None else memory_of(self._executable, self.totals)
 
     @cached_property
     def products(self) -> Sequence[Product]:

@@ -59,6 +59,16 @@ def weight_arrays(equations: Equations, weights: Iterable[int]) -> dict[int, int
     return sources
 
 
+def _alike(equations: Equations) -> dict[int, int]:
+    """Return {class that code by device has a part of, or the part: the first class of these}."""
+    first: dict[int, int] = {}
+    for pair in equations.local:
+        for whole, part in zip(*map(equations.dims.classes, pair), strict=False):
+            if whole != part:
+                first[whole] = first.setdefault(part, first.get(whole, whole))
+    return first
+
+
 class Roles:
     """Roles by class of dimensions.
 
@@ -70,6 +80,7 @@ class Roles:
 
     def __init__(self, equations: Equations, weights: Iterable[int], data: Iterable[int]) -> None:
         self._equations = equations
+        self._first = _alike(equations)
         weights = tuple(weights)
         self.weights = weight_arrays(equations, weights)
         self.of_weights = Counter(self._classes_of(weights))
@@ -82,11 +93,20 @@ class Roles:
             self._see(operation)
         self._name_data()
         self._name_rest()
+        for name, first in self._first.items():
+            if first in self.of:
+                self.of[name] = self.of[first]
+            self.of_weights[name] = self.of_weights[first]
 
     def is_like_weights(self, number: int) -> bool:
         """Say whether weights have all dimensions of an array, as their gradients do."""
         classes = list(self._classes_of([number]))
         return bool(classes) and all(map(self.of_weights.__contains__, classes))
+
+    def is_summed_for_weights(self, name: int) -> bool:
+        """Say whether products sum over a class for gradients: those of frozen weights are not."""
+        made = (operation.outputs[0] for operation in self.contracted.get(name, ()))
+        return any(map(self.is_like_weights, made))
 
     def _classes_of(self, numbers: Iterable[int]) -> Iterator[int]:
         for number in numbers:
@@ -94,7 +114,7 @@ class Roles:
 
     def _dims_of(self, number: int) -> Iterator[Dims]:
         for dim in self._equations.values[number].dims:
-            yield self._equations.dims.classes(dim)
+            yield tuple([self._first.get(c, c) for c in self._equations.dims.classes(dim)])
 
     def _name(self, classes: Iterable[int], role: ClassRole) -> None:
         for name in classes:
@@ -124,6 +144,8 @@ class Roles:
         elif operation.name == "top_k" and operation.inputs[0] is not None:
             *_, last = self._dims_of(operation.inputs[0])
             self._name((c for c in last if c in self.of_weights), "experts")
+        if not rule.looked_up:
+            return
         for number, dims in zip(operation.inputs, rule.operands, strict=True):
             if number is None:
                 continue

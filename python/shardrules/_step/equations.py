@@ -108,6 +108,8 @@ class Equations:
         """Loops of which the jaxpr does not say how often they run."""
         self.manual: dict[int, dict[int, tuple[str, ...]]] = {}
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
+        self.local: list[tuple[int, int]] = []
+        """Pairs of a dimension, and what a device has of it in that code."""
         inputs = [self._new(var) for var in closed.jaxpr.invars]
         self._scope = ""
         body = self._body(closed, inputs)
@@ -304,6 +306,7 @@ class Equations:
         for place, (whole, local) in enumerate(pairs):
             if place in axes:
                 self.dims.parts.append((whole, local))
+                self.local.append((whole, local))
             else:
                 self.dims.unite(whole, local)
 

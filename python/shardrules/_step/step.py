@@ -14,6 +14,7 @@ from shardrules._arguments import check_bytes, check_type, integer
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
+from shardrules._io import collector_paused
 from shardrules._jax import user_line
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
@@ -138,7 +139,8 @@ class Step(TracedStep):
         self._args = args
         self._paths = paths
         self._function, self._closed, self._out_tree = traced
-        self._equations = Equations(self._closed)
+        with collector_paused():
+            self._equations = Equations(self._closed)
         self._call = _only_call(self._closed)
         # Memory, traffic and time of a plan are asked for one after the other.
         self._last: tuple[Plan | None, Spread] | None = None
@@ -235,6 +237,7 @@ class Step(TracedStep):
         ]
         return tuple(rows)
 
+    @collector_paused()
     def _spread(
         self,
         plan: Plan | None,
@@ -312,6 +315,7 @@ class Step(TracedStep):
         """
         return self._memory(self._spread(plan))
 
+    @collector_paused()
     def _memory(self, spread: Spread) -> Memory:
         rows, numbers = alive_arrays(self._equations, spread, self._donated)
         alive = sum(row.bytes for row in rows)
@@ -355,8 +359,9 @@ class Step(TracedStep):
         size = integer("hbm", hbm, 1, what="a whole number of bytes")
         spread = self._spread(plan)
         inputs = self._equations.body.inputs
-        batches = ((number, self._batch_class(number)) for number in inputs)
-        number, name = next((row for row in batches if row[1] is not None), (0, None))
+        batches = [(i, name) for i in inputs if (name := self._batch_class(i)) is not None]
+        summed = [row for row in batches if self._roles.is_summed_for_weights(row[1])]
+        number, name = next(iter(summed or batches), (0, None))
         if name is None:
             raise ValueError(f"{self.name}: no argument but the model's has a batch")
         rows = self._equations.values[number].shape[0]
