@@ -57,7 +57,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
         import equinox
 
         make = equinox.filter_make_jaxpr
-    with _in_force(mesh), noted(step, args):
+    with in_force(mesh), noted(step, args):
         closed, results, *_ = make(step)(*trees)
     traced = TracedFunction(step, closed, jax.tree_util.tree_structure(results))
     paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]
@@ -76,7 +76,7 @@ def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
     return meshes[0] if meshes else None
 
 
-def _in_force(mesh: Any) -> AbstractContextManager[Any]:
+def in_force(mesh: Any) -> AbstractContextManager[Any]:
     """Return the context in which specs are of a mesh, with devices or without them."""
     import jax
 
