@@ -81,6 +81,7 @@ NOT_LOGICAL_DIALECT = (*(x for x in NOT_DIALECT if x is not None), sr.dialects.E
 NOT_LOGICAL = (3, 0, [3], ["ab"], [("a",)], THING, "ab", [([], "tp")])
 NOT_FILE = (0, 3, [], THING, HUGE)
 WRONG: dict[str, tuple[Any, ...]] = {
+    "time": (3, "text", [0], THING, HUGE),
     "lines": (3, 0, "12", [0], [2.5], [None], THING, HUGE),
     "tree": NOT_TREE,
     "model": NOT_TREE,
@@ -421,7 +422,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.to_html": (PLAN.to_html, {
         "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
-        "optimizer_memory_kind": None, "program": None, "suggestion": sr.suggest(TREE, {"tp": 2}),
+        "optimizer_memory_kind": None, "program": None, "time": None, "suggestion": sr.suggest(TREE, {"tp": 2}),
         "solution": SOLUTION}),
     "Plan.traffic": (PLAN.traffic, {
         "tokens": 8, "step": None, "batch_axes": (), "gathers": 1, "accumulate": 1, "reduce": "all-reduce",
@@ -500,6 +501,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "step": DOUBLED, "args": (np.ones(3),), "on": None, "inputs": (None,), "outputs": None, "hbm": None, "large": 1,
         "budget": None, "effort": "full", "timeout": 60}),
     "ProgramTime.to_json": (sr.types.ProgramTime(3.0, 1.0, (), (), 0.0, ()).to_json, {}),
+    "Timeline.to_json": (sr.types.Timeline("forward", 1, ()).to_json, {}),
     "Proof.to_json": (sr.prove(DOUBLED, np.ones(3)).to_json, {}),
     "Proof.raise_for": (sr.prove(DOUBLED, np.ones(3)).raise_for, {"level": "error"}),
     "Topology": (sr.Topology, {"name": "v5p-8", "slices": 2}),
@@ -613,7 +615,7 @@ CALLS |= {
 MADE_BY_US = {"Activation", "Alternative", "Buffer", "Change", "ClassChoice", "Gain", "ProofRound", "SentBytes", "Solution",
               "Solution.constraints", "SolutionProof", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes", "DimensionClass",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place", "Plan",
-              "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "Step", "StepTime", "Work", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
+              "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "Span", "Step", "StepTime", "Timeline", "Work", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.
 NEEDS_LIBTPU = {

@@ -67,6 +67,12 @@ def program() -> sr.types.Program:
     return sr.inspect(jax.jit(lambda x: x.sum()).lower(x).compile(), (None,))
 
 
+def timeline() -> sr.types.Timeline:
+    mlp = sr.types.Span("computing", "mlp", 0.0, 2e-3, 2e-3)
+    sent = sr.types.Span("sending", "all-gather over fsdp", 2e-3, 3e-3, 1e-3, 1e-3)
+    return sr.types.Timeline("forward", 61, (mlp, sent))
+
+
 @cache
 def step() -> sr.types.Step:
     params = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
@@ -124,7 +130,11 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sr.types.ProgramTime(
             3.0, 1.0, (("train.py:3", 3.0),), (("mlp", "forward", 3.0),), 0.0, ()
         ),
-        "a step takes 2.61 s to 4.00 s, by the compiler's estimate",
+        "a step takes 2.61 s to 4.00 s, 2.81 s as it is scheduled, by the compiler's estimate",
+    ),
+    "Timeline": (
+        timeline,
+        "forward, 61 times: 3.00 ms, of which 2.00 ms computing; 1.00 ms sending",
     ),
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), "compiled for one device"),
     "Step": (step, "dimensions of the arguments, by what must be sharded alike"),
@@ -137,6 +147,7 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 # What stands in lists: one short line, as of any NamedTuple.
 RECORDS: dict[str, Callable[[], Any]] = {
+    "Span": lambda: timeline().spans[1],
     "Finding": lambda: plan().check()[0],
     "SweepRow": lambda: swept()[0],
     "Change": lambda: plan().diff(plan().on_mesh({"fsdp": 4, "tp": 1})).changes[0],

@@ -174,6 +174,7 @@ OF_TOPOLOGIES = {
     "commas": (lambda: sr.Topology("v5p:8,8,8"), "'v5p:8,8,8'", "'v5p:8x8x8'"),
     "two dimensions": (lambda: sr.Topology("v5p:8x8"), "'v5p:8x8'", "3 dimensions", "'v5p:4x4x4'"),
     "no chips": (lambda: sr.Topology("v5p:0x8x8"), "'v5p:0x8x8'", "'v5p:4x4x4'"),
+    "no slice of clouds": (lambda: sr.Topology("v5e-48"), "'v5e-48'", "'v5e-32' and 'v5e-64'"),
     "seven cores": (lambda: sr.Topology("v5p-7"), "'v5p-7'", "give its shape, such as 'v5p:4x4x4'"),
     "a row of chips": (lambda: sr.Topology("v5e:1x8"), "'v5e:1x8'", "a host has 2x2 chips", "2x8"),
     "a number": (lambda: sr.Topology(512), "512 (an int)", "'v5p:8x8x8'"),

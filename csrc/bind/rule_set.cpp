@@ -214,16 +214,35 @@ void RuleSet::check_answers(const resolution::Answers& answers) const {
         throw std::invalid_argument("the answers are of another rule list");
 }
 
+static py::tuple counted(const resolution::CountMatches& counts) {
+    py::list lost;
+    for (const auto& [rules, leaves] : counts.lost())
+        lost.append(py::make_tuple(rules.first, rules.second, leaves));
+    return py::make_tuple(counts.matched(), counts.won(), counts.unmatched(), lost);
+}
+
 py::tuple RuleSet::count_matches(const py::object& tree, Argument<bool> strict) {
     resolution::CountMatches counts(modes_, fallbacks_, dialect_, strict.as("strict"));
     with_python_errors([&] {
         const auto dfa = matcher_.lend(automata::Search::kAll);
         pytree::map_tree(tree.ptr(), dialect_.path_style, *dfa, counts);
     });
-    py::list lost;
-    for (const auto& [rules, leaves] : counts.lost())
-        lost.append(py::make_tuple(rules.first, rules.second, leaves));
-    return py::make_tuple(counts.matched(), counts.won(), counts.unmatched(), lost);
+    return counted(counts);
+}
+
+py::tuple RuleSet::count_paths(Argument<py::list> paths) {
+    resolution::CountMatches counts(modes_, fallbacks_, dialect_, false);
+    const py::list texts = paths.as("paths");
+    with_python_errors([&] {
+        const auto dfa = matcher_.lend(automata::Search::kAll);
+        // A fallback rule calls into Python, which may change the list.
+        for (py::ssize_t row = 0; row < PyList_GET_SIZE(texts.ptr()); ++row) {
+            const Ref path = Ref::borrow(PyList_GET_ITEM(texts.ptr(), row));
+            if (!PyUnicode_Check(path.get())) throw py::type_error("a path is of a type that the core does not take");
+            counts.count(*dfa, path);
+        }
+    });
+    return counted(counts);
 }
 
 py::tuple RuleSet::counters() const {
@@ -244,6 +263,7 @@ void register_rule_set(py::module_& module) {
         .def("match", &RuleSet::match)
         .def("survey", &RuleSet::survey)
         .def("count_matches", &RuleSet::count_matches)
+        .def("count_paths", &RuleSet::count_paths)
         .def("counters", &RuleSet::counters);
 }
 

@@ -36,6 +36,7 @@ class RuleSet {
                            const pybind11::object& min_size, const pybind11::object& replicated,
                            const pybind11::object& unmatched, const pybind11::object& ambiguous);
     pybind11::tuple count_matches(const pybind11::object& tree, Argument<bool> strict);
+    pybind11::tuple count_paths(Argument<pybind11::list> paths);
     pybind11::tuple counters() const;
 
     // For the garbage collector.

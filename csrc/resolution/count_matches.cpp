@@ -3,13 +3,23 @@
 namespace shardrules::resolution {
 
 Visited CountMatches::visit(Leaf& leaf) {
-    Visited nothing{Ref::borrow(Py_None)};
-    if (strict_ && needs_no_rule(leaf)) return nothing;
-    leaf.dfa().matches(rules_);
-    add_matches(fallbacks_, [&] { return leaf.path().text(); }, rules_);
+    if (!strict_ || !needs_no_rule(leaf)) count_here(leaf.dfa(), [&] { return leaf.path().text(); });
+    return {Ref::borrow(Py_None)};
+}
+
+void CountMatches::count(automata::LazyDfa& dfa, const Ref& path) {
+    dfa.enter_like_last(pytree::text_of(path.get()));
+    count_here(dfa, [&] { return path; });
+    dfa.leave();
+}
+
+template <class PathText>
+void CountMatches::count_here(const automata::LazyDfa& dfa, PathText path_text) {
+    dfa.matches(rules_);
+    add_matches(fallbacks_, path_text, rules_);
     if (rules_.empty()) {
         ++unmatched_;
-        return nothing;
+        return;
     }
     const automata::RuleId winner = modes_.rule_of(rules_.front());
     modes_.fold(rules_);
@@ -18,7 +28,6 @@ Visited CountMatches::visit(Leaf& leaf) {
         ++matched_[rule];
         if (rule != winner) ++lost_[{rule, winner}];
     }
-    return nothing;
 }
 
 bool CountMatches::needs_no_rule(Leaf& leaf) const {

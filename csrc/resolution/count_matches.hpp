@@ -1,6 +1,6 @@
-// Counts leaves of a tree: per rule those that it matches and those that it wins, per pair those
-// that one rule matches and the other one wins. Reads only .shape of a leaf. Costs a few additions
-// per matching rule.
+// Counts leaves of a tree, or paths: per rule those that it matches and those that it wins, per pair
+// those that one rule matches and the other one wins. Reads only .shape of a leaf. Costs a few
+// additions per matching rule.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +32,8 @@ class CountMatches final : public LeafVisitor {
           matched_(modes.rule_count()),
           won_(modes.rule_count()) {}
     Visited visit(Leaf& leaf) override;
+    // Counts a path, a str. The cursor is at the bottom, and stays there.
+    void count(automata::LazyDfa& dfa, const Ref& path);
 
     // Numbers of leaves.
     const std::vector<std::uint64_t>& matched() const { return matched_; }
@@ -44,6 +46,9 @@ class CountMatches final : public LeafVisitor {
 
   private:
     bool needs_no_rule(Leaf& leaf) const;
+    // Counts the matches of the cursor's position.
+    template <class PathText>
+    void count_here(const automata::LazyDfa& dfa, PathText path_text);
 
     const MatchModes& modes_;
     const std::vector<FallbackRule>& fallbacks_;

@@ -238,5 +238,10 @@ class RuleSet:
     ) -> tuple[list[int], list[int], int, list[tuple[int, int, int]]]:
         """Leaves (matched per rule, won per rule, unmatched, of (loser, winner) pairs)."""
 
+    def count_paths(
+        self, paths: list[str], /
+    ) -> tuple[list[int], list[int], int, list[tuple[int, int, int]]]:
+        """Paths (matched per rule, won per rule, unmatched, of (loser, winner) pairs)."""
+
     def counters(self) -> tuple[int, int, int, int]:
         """(states built, cache clears, simulated steps, program nodes)."""

@@ -29,6 +29,8 @@ from shardrules._program.compiling import CompileLog as CompileLog
 from shardrules._program.compiling import Reshard as Reshard
 from shardrules._program.program import Program as Program
 from shardrules._program.step_seconds import ProgramTime as ProgramTime
+from shardrules._program.timeline import Span as Span
+from shardrules._program.timeline import Timeline as Timeline
 from shardrules._rules.matcher import Coverage as Coverage
 from shardrules._solve.activations import Activation as Activation
 from shardrules._solve.choices import Alternative as Alternative

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 
 import pytest
 
 from shardrules._cli.project import forms
-from shardrules._files.project import ARGUMENTS, _jobs
+from shardrules._files.project import ARGUMENTS, _jobs, read_project
 from shardrules._io import FileError
 from tests.support import project_schema
 from tests.support.command_line import invoke
+from tests.tpu.marks import needs_libtpu
 
 MODEL = {"params": [["wq", [512, 512], "F32"], ["norm", [512], "F32"]]}
 RIGHT = '[[rules]]\npattern = "wq"\nspec = ["tp"]\n\n[[rules]]\npattern = "norm"\nspec = []\n'
@@ -210,6 +213,92 @@ def test_init_replaces_nothing(bare, name):
 def test_init_needs_a_mesh_or_devices(bare, words):
     done = invoke("init", "model.json", *words.split())
     assert (done.exit_code, "give a mesh with --mesh, or --devices" in done.stderr) == (2, True)
+
+
+STEP = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import shardrules as sr
+
+TREE = {
+    "up": jax.ShapeDtypeStruct((512, 2048), "bfloat16"),
+    "down": jax.ShapeDtypeStruct((2048, 512), "bfloat16"),
+}
+
+
+def step_on(mesh, rules=((".*", ()),)):
+    plan = sr.plan(TREE, rules, mesh)
+    cut = P("fsdp")
+
+    def train(params, x):
+        def loss(params):
+            x1 = jax.nn.relu(x @ params["up"]) @ params["down"]
+            return jnp.mean(jnp.square(x1))
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    x = jax.ShapeDtypeStruct((2**14, 512), "bfloat16", sharding=NamedSharding(mesh, cut))
+    return jax.jit(train, donate_argnums=0, out_shardings=plan.shardings()), (plan, x), plan
+
+
+def needs_rules(mesh, rules):
+    return step_on(mesh, rules)
+
+
+def own_rules(mesh):
+    return step_on(mesh)
+"""
+
+
+@pytest.fixture
+def step(bare, monkeypatch):
+    """A folder with the module of a step."""
+    (bare / "step_to_start.py").write_text(STEP)
+    monkeypatch.syspath_prepend(str(bare))
+    yield bare
+    sys.modules.pop("step_to_start", None)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "words"), [("step_on", "--hbm 16GB"), ("needs_rules", "--mesh fsdp=2,tp=2")]
+)
+def test_init_of_a_step_writes_what_check_and_prove_run(step, name, words):
+    done = invoke("init", f"step_to_start:{name}", "--on", "v5e:2x2", *words.split())
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("wrote model.json.gz\nwrote rules.toml\nwrote shardrules.toml\n")
+    assert "a step on fsdp=" in done.stderr
+    (job,) = read_project(step, forms()).jobs
+    assert job.name == name
+    assert job.arguments == {"model": "model.json.gz", "function": f"step_to_start:{name}"}
+    assert {"rules", "on", "mesh"} <= job.options.keys()
+    done = invoke("check", "--fail-on", "warning")
+    assert (done.exit_code, "2 leaves" in done.stdout) == (0, True), done.output
+    done = invoke("prove")
+    assert (done.exit_code, "it fits" in done.stdout) == (0, True), done.output
+    assert "2 of 3 inputs planned" in done.stdout or "0 errors" in done.stdout
+    text = (step / "rules.toml").read_text()
+    (step / "rules.toml").write_text(re.sub("spec = .*", 'spec = ["gone"]', text))
+    assert invoke("prove").exit_code == 2  # the rules are those of the file
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("step_to_start:own_rules --on v5e:2x2", "own_rules(mesh, rules=RULES): prove then"),
+        ("step_to_start:step_on --mesh fsdp=4", "as a step does; for a step give --on v5p:8x8x8"),
+        ("step_to_start:TREE --on v5e:2x2", "it must take the mesh and the rules"),
+        ("step_to_start:step_on --on v5e:2x2 --devices 4", "so leave out --devices"),
+        ("step_to_start:step_on --on v5e:2x2 --head-dim 64", "so leave out --head-dim"),
+        ("model.json --mesh tp=2 --slices 2", "--slices: without --on"),
+        ("model.json --on v5e:2x2", "write package.module:name"),
+    ],
+)
+def test_init_refuses(step, words, told):
+    done = invoke("init", *words.split())
+    assert (done.exit_code, told in done.stderr, done.stdout) == (2, True, ""), done.output
+    assert not (step / "rules.toml").exists()
 
 
 VALUES = [

@@ -53,6 +53,7 @@ NOT_RUN = {
         "it needs the compiler for CUDA; tests/cuda proves such a step",
         "the time differs; tests/tpu proves a step twice",
     ],
+    "docs/ci.md": ["tests/cli/test_project.py has such a step"],
     "docs/multihost.md": [
         "needs several processes; tests/support/process_worker.py is the one that runs"
     ],

@@ -31,6 +31,13 @@ def test_each_kind_has_a_section():
     assert sorted(re.findall(r"^### (.*)$", PAGE, re.M)) == sorted({*CHECK, *VERIFY})
 
 
+def test_the_table_of_mends_has_each_kind():
+    table = PAGE.partition("| `mend` is |")[2].partition("\n\n")[0]
+    named = {*re.findall(r"`([a-z-]+)`", table)} & {*CHECK, *VERIFY}
+    of_audit = {*sections("Findings of audit")}
+    assert named | of_audit == {*CHECK, *VERIFY}
+
+
 @pytest.mark.parametrize("kind", [*CHECK, *VERIFY])
 def test_a_section_says_the_level_and_the_way_out(kind):
     text = PAGE.partition(f"\n### {kind}\n")[2].partition("\n#")[0].strip()

@@ -460,6 +460,9 @@ class TestChecks:
         assert dead.message == (
             "5 rules of 7 for names that no leaf has: 'batch', 'vocab', 'heads', 'kv'"
         )
+        rules = [*RULES]
+        exec(dead.mend, {"rules": rules})
+        assert [name for name, _ in rules] == ["embed", "mlp"]
 
     def test_a_misspelt_name_is_an_error(self):
         errors = self.found(("embd", "mlp")).at_least("error")

@@ -339,6 +339,8 @@ def test_what_the_core_refuses_is_not_printed():
     calls = [
         lambda: rules.match(tree, answers, "no", 0, 0, 0, 0, False),
         lambda: rules.count_matches(tree, []),
+        lambda: rules.count_paths(tree),
+        lambda: rules.count_paths(["kernel", b"bias"]),
         lambda: rules.first_match(list(tree)),
         lambda: rules.all_matches(list(tree)),
         lambda: _core.Corrector([(list(tree), 1)], "drop", "drop"),

@@ -42,7 +42,24 @@ def test_real_rules_on_real_models(model, rule_set):
     manifest = corpus.manifest(model)
     tree = manifest.flat(corpus.abstract)
     paths = [path for path, leaf in tree.items() if leaf.shape]
-    assert_same_coverage(sr.Rules(rules).coverage(tree), [p for p, _ in rules], paths)
+    patterns = [pattern for pattern, _ in rules]
+    assert_same_coverage(sr.Rules(rules).coverage(tree), patterns, paths)
+    assert_same_coverage(matcher_of(sr.Rules(rules)).coverage_of_paths(paths), patterns, paths)
+
+
+def test_paths_beside_each_other():
+    patterns = ["wq/kernel", "(?=x)lookahead|é", "k.rnel$", "", "\ud800"]
+    paths = [
+        "",
+        "wq/kernel",
+        "wq/kernel",
+        "é/kernel",
+        "wq/kérnel",
+        "\ud800/kernel",
+        "wq/\U0001f600",
+    ]
+    matcher = matcher_of(sr.Rules([(pattern, P()) for pattern in patterns]))
+    assert_same_coverage(matcher.coverage_of_paths(paths), patterns, paths)
 
 
 def test_dead_and_shadowed():

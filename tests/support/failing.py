@@ -382,6 +382,11 @@ def count(tree: Any) -> Callable[[], Any]:
     return lambda: rules.count_matches(tree, True)
 
 
+def count_paths() -> Callable[[], Any]:
+    rules = rule_set()
+    return lambda: rules.count_paths(["a/kernel", "a/é", "b/kernel"])
+
+
 def searches() -> Callable[[], Any]:
     """For a character each time of which nothing is known."""
     rules = rule_set(memory_budget=0)
@@ -412,6 +417,7 @@ CASES: dict[str, Callable[[], Callable[[], Any]]] = {
     "shardings by shape": lambda: match(hostile_tree(ODD_LEAF), shape_table),
     "survey": lambda: survey(registered_tree(ODD_LEAF)),
     "count": lambda: count(hostile_tree(LEAF)),
+    "count of paths": count_paths,
     "searches": searches,
     "templates": lambda: lambda: templates(["a/1", "a/2/é", "b\0"] * 3),
 }
@@ -432,6 +438,7 @@ EXPECTED_HOOKS: dict[str, set[str]] = {
     "shardings by shape": _WALKED | {"make", "dtype", "dtype hash", "dtype eq", "size hash"},
     "survey": _WALKED | {"dtype", "dtype hash", "dtype eq", "size hash"},
     "count": {"shape", "hash", "str", "search"},
+    "count of paths": {"search", "accepts"},
     "searches": {"accepts", "search"},
 }
 

@@ -200,6 +200,10 @@ def test_a_clean_step_has_no_warning_and_its_arguments_are_the_plan_s_bytes(name
     time = proof.time
     assert 0 < time.shortest == max(LEAST_CYCLES * time.computing, time.sending) < time.longest
     assert sum(seconds for _, seconds in time.lines) == pytest.approx(time.computing)
+    assert time.shortest <= time.scheduled <= time.longest
+    assert [(layer.name, layer.times) for layer in time.timelines] == [
+        ("forward", 3), ("backward", 3),
+    ]  # fmt: skip
     assert any("test_prove.py" in line for line, _ in time.lines)
     assert sr.prove(jitted, plan, x, on=mesh, outputs=plan).time is None
 

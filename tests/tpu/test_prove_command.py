@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -148,7 +149,12 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, limit):
     words = [sys.executable, "-m", "shardrules", "prove", "own_step:step_on", "--on", "v5p:8x8x8",
              "--mesh", "fsdp=64,tp=8", *(["--timeout", str(limit)] if limit else [])]  # fmt: skip
     with subprocess.Popen(
-        words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        words,
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)
@@ -162,6 +168,9 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, limit):
     assert (text in message) == bool(limit)
     assert list((tmp_path / "files").iterdir()) == []
     assert not (tmp_path / "cache").exists()
+    assert not pathlib.Path("/tmp/libtpu_lockfile").exists()
+    with pytest.raises(ProcessLookupError):  # no child is left
+        os.killpg(process.pid, 0)
 
 
 @needs_libtpu

@@ -19,6 +19,12 @@ SHAPES = {
     "v5p:8x8x8": ((8, 8, 8), 512, "v5p"),
     "v5p-8": ((2, 2, 1), 4, "v5p"),
     "v5p-16": ((2, 2, 2), 8, "v5p"),
+    "v5p-32": ((2, 2, 4), 16, "v5p"),
+    "v5p-128": ((4, 4, 4), 64, "v5p"),
+    "v5p-1280": ((4, 8, 20), 640, "v5p"),
+    "v5e-4": ((2, 2), 4, "v5e"),
+    "v5e-128": ((8, 16), 128, "v5e"),
+    "v5e:4x12": ((4, 12), 48, "v5e"),  # as the compiler has it
     "v5p-64": ((2, 4, 4), 32, "v5p"),
     "v5p-1024": ((8, 8, 8), 512, "v5p"),
     "v5p-1536": ((8, 8, 12), 768, "v5p"),
@@ -48,8 +54,14 @@ WRONG = {
     "v5e:4x": "is no topology's",
     "v5p:4x4": "connected in 3 dimensions: give such as 'v5p:4x4x4'",
     "v5e:3x4": "give even numbers of chips along the first two dimensions, such as 4x4",
-    "v5p-7": "no slice with so many cores; give its shape, such as 'v5p:4x4x4'",
-    "v5e-3": "no slice with so many chips",
+    "v5p-7": "no slice with so many cores, near ones are 'v5p-8'; or give its shape, such as 'v5p:4x4x4'",
+    "v5p-96": "near ones are 'v5p-64' and 'v5p-128'",
+    "v5p-1500": "near ones are 'v5p-1408' and 'v5p-1536'",
+    "v5p-0": "near ones are 'v5p-8'",
+    "v5e-3": "no slice with so many chips, near ones are 'v5e-1' and 'v5e-4'",
+    "v5e-2": "near ones are 'v5e-1' and 'v5e-4'",
+    "v5litepod-48": "near ones are 'v5litepod-32' and 'v5litepod-64'",
+    "v6e-512": "near ones are 'v6e-256'",
     "v5e:32x32": "a slice of 1,024 devices, and the largest of v5e has 256; give slices=",
 }
 
@@ -148,9 +160,19 @@ def test_a_mesh_of_another_size_is_told():
 
 
 @needs_libtpu
-def test_the_code_of_a_mesh_builds_the_same_one(monkeypatch):
-    topology = sr.Topology("v5e:2x4")
-    mesh = topology.mesh(fsdp=2, tp=4)
+@pytest.mark.parametrize(
+    ("name", "slices", "sizes"),
+    [
+        ("v5e:2x4", 1, {"fsdp": 2, "tp": 4}),
+        ("v5p:4x4x4", 1, {"fsdp": 16, "tp": 4}),
+        ("v5p:4x4x4", 1, {"fsdp": 8, "tp": 8}),  # split
+        ("v5e:4x4", 2, {"data": 2, "fsdp": 4, "tp": 4}),
+        ("tpu7x:2x2x2", 1, {"fsdp": 8, "tp": 2}),
+    ],
+)
+def test_the_code_of_a_mesh_builds_the_same_one(monkeypatch, name, slices, sizes):
+    topology = sr.Topology(name, slices)
+    mesh = topology.mesh(sizes)
     devices = list(topology.devices)
     np.random.default_rng(0).shuffle(devices)
     monkeypatch.setattr(jax, "devices", lambda: devices)

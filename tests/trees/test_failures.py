@@ -48,7 +48,7 @@ def test_every_hook_raises(case, error):
             result = use()
         except error as raised:
             assert str(raised) == failing.HOOKS.failed
-            if case != "searches":
+            if case not in ("searches", "count of paths"):  # no walk, which would name the leaf
                 assert raised.__notes__[0].startswith("shardrules: at ")
             failed.add(str(raised))
             continue

@@ -448,6 +448,7 @@ def test_what_is_donated_and_no_state(mesh):
     findings = sr.verify(compiled, (None,))
     assert found(findings, "donation") == [("warning", ("inputs/0",))]
     assert "do not donate" in findings[0].fix
+    assert findings[0].mend == "donate_argnums=()"
 
 
 def test_donated_arguments_are_known_by_their_place_among_those_that_are_kept(mesh):
@@ -459,6 +460,8 @@ def test_donated_arguments_are_known_by_their_place_among_those_that_are_kept(me
     compiled = jax.jit(function, donate_argnums=(0, 1, 2)).lower(y, x, y).compile()
     findings = sr.verify(compiled, (None,) * 3)
     assert found(findings, "donation") == [("warning", ("inputs/2",))]
+    (donation,) = (one for one in findings if one.kind == "donation")
+    assert donation.mend == "donate_argnums=1"
 
 
 # Memory kinds

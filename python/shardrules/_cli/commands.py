@@ -264,7 +264,9 @@ def prove(args: Args) -> int:
         proof = proof._replace(findings=_locked(args, proof.program, proof.findings))
     if args.html:
         plan = plans[0].on_mesh(mesh)
-        page = plan.to_html(title=args.function, findings=proof.findings, program=proof.program)
+        page = plan.to_html(
+            title=args.function, findings=proof.findings, program=proof.program, time=proof.time
+        )
         write_text(Path(args.html), page)
         hint(args, f"{args.html}: a report in one file, which works offline")
     if args.format == "json":
@@ -355,52 +357,22 @@ def solve(args: Args) -> None:
     error.
     """
     from shardrules._cli import inputs
+    from shardrules._cli.advice import constraint_lines, solved, solver_notes
     from shardrules._io import write_text
-    from shardrules._mesh.topology import Topology
-    from shardrules._mesh_sizes import parse_mesh
-    from shardrules._solve.solution import solve
     from shardrules._suggest.suggest import suggestion_of
-    from shardrules._text import mesh_shown
 
     _check_targets({"--html": args.html}, ())
     hbm = inputs.memory("--hbm", "a device", args.hbm)
-    sizes = None if args.mesh is None else parse_mesh(args.mesh)
-    if sizes is not None:
-        inputs.refuse("the mesh is that of --mesh", args, "axes")
-    if args.on is not None:
-        inputs.refuse("--on says the devices", args, "hardware")
-        on: Any = Topology(args.on, args.slices)
-        hardware = on.hardware
-    elif sizes is None or args.hardware is None:
-        raise ValueError("give the devices: --on v5p:8x8x8, or --mesh and --hardware")
-    else:
-        on, hardware = sizes, inputs.load_hardware(args.hardware)
-    if sizes is None:
-        meshes = on.meshes(("fsdp", "tp") if args.axes is None else inputs.names(args.axes))
-        sizes = meshes[len(meshes) // 2]  # as the function may not take one whose axis is 1
-    elif args.on is not None:
-        on.mesh(sizes)  # what does not exist there is an error
-        on = sizes
-    step = inputs.trace_on(args, args.function, mesh_shown(sizes), args.rules)
-    if step.plan is None:
-        raise ValueError(
-            f"{args.function}: none of the arguments is a Plan: give shardrules.plan of the "
-            "parameters, whose rules the solution replaces"
-        )
-    with working(args, f"solving for {args.on or args.mesh}; Ctrl-C takes the best so far"):
-        solution = solve(step, on, hardware=hardware, hbm=hbm, time_limit=args.time_limit)
+    solution = solved(args, args.function, args.rules)
     suggestion = suggestion_of(solution)
-    lines = list(map(str, solution.activations))
     if args.format == "text":
-        print(solution, suggestion, *lines, sep="\n")
+        print(solution, suggestion, *solution.activations, sep="\n")
     else:
         text = suggestion.to_toml() if args.format == "toml" else suggestion.to_python()
-        print(text.rstrip("\n"))
-        print(*(f"# {line}" for line in lines), sep="\n")
+        print(text.rstrip("\n"), *constraint_lines(solution), sep="\n")
         hint(args, solution.summary)
-    for note in (solution._ruled.note, *(f"not constrained: {t}" for t in solution.unconstrained)):
-        if note:
-            hint(args, note)
+    for note in solver_notes(solution):
+        hint(args, note)
     if args.html:
         page = solution._ruled.plan.to_html(
             title=args.function, hbm=hbm, suggestion=suggestion, solution=solution
@@ -518,27 +490,13 @@ def suggest(args: Args) -> int:
     Exits with 1 if check warns of them.
     """
     from shardrules._cli import inputs
-    from shardrules._mesh_sizes import parse_mesh
-    from shardrules._suggest.suggest import suggest
+    from shardrules._cli.advice import suggested
 
-    if args.mesh is None and args.devices is None:
-        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
     if args.mesh is not None:
         inputs.refuse("the mesh is that of --mesh", args, "devices", "axes")
-    moments = inputs.moments(args)
-    tree, about = inputs.load_model(args)
-    suggestion = suggest(
-        tree,
-        None if args.mesh is None else parse_mesh(args.mesh),
-        devices=args.devices,
-        axes=None if args.axes is None else inputs.names(args.axes),
-        hbm=inputs.memory("--hbm", "a device", args.hbm),
-        optimizer=moments,
-        tokens=args.tokens,
-        experts_per_token=args.experts_per_token,
-        hardware=None if args.hardware is None else inputs.load_hardware(args.hardware),
-        head_dim=args.head_dim,
-        **about,
+    hardware = None if args.hardware is None else inputs.load_hardware(args.hardware)
+    suggestion = suggested(
+        args, tokens=args.tokens, experts_per_token=args.experts_per_token, hardware=hardware
     )
     formats = {"toml": suggestion.to_toml, "python": suggestion.to_python}
     print(formats.get(args.format, suggestion.__str__)().rstrip("\n"))
@@ -569,47 +527,33 @@ def manifest(args: Args) -> None:
 
 @_command(
     "model.json --devices 512 --hbm 96GB",
-    "source mesh devices axes dialect head_dim max_memory optimizer optimizer_dtype hbm",
-    mesh={"help": "The mesh, such as fsdp=64,tp=8."},
+    "source on slices mesh devices axes dialect head_dim max_memory optimizer optimizer_dtype hbm",
+    source={
+        "help": "The model: a file or package.module:function, as for plan. Or with --on a step: "
+        "package.module:function, which takes the mesh and rules, as for prove."
+    },
+    on={"required": False, "help": "The devices of a step, such as v5p:8x8x8, as for prove."},
+    mesh={"help": "The mesh, such as fsdp=64,tp=8. Of a step the default is the best there."},
     optimizer={"default": "adam"},
 )
 def init(args: Args) -> int:
-    """Write a project file, shardrules.toml, and rules for a model, rules.toml.
+    """Write a project file, shardrules.toml, and rules, rules.toml, for a model or a step.
 
-    Replaces no file. Exits with 1 if check warns of the rules.
+    The rules of a model are those of suggest; those of a step are those of solve, and its model is
+    written too, model.json.gz. Replaces no file. Exits with 1 if check warns of the rules.
     """
-    from shardrules._cli import inputs
-    from shardrules._files.project import OWN_FILE, find_table, project_text
-    from shardrules._io import write_text
-    from shardrules._mesh_sizes import parse_mesh
-    from shardrules._suggest.suggest import suggest
-    from shardrules._text import mesh_shown
+    from shardrules._cli.advice import project_of
+    from shardrules._io import write_bytes
 
-    rules = "rules.toml"
-    if project := find_table(Path.cwd()):
-        raise ValueError(f"{project[0]}: the project has this file; add a job to it")
-    if there := next(filter(os.path.lexists, (OWN_FILE, rules)), None):
-        raise ValueError(f"{there} exists, and is not replaced; rename it")
-    if (args.mesh is None) == (args.devices is None):
-        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
-    hbm, moments = inputs.memory("--hbm", "a device", args.hbm), inputs.moments(args)
-    mesh = None if args.mesh is None else parse_mesh(args.mesh)
-    axes = None if args.axes is None else inputs.names(args.axes)
-    tree, about = inputs.load_model(args)
-    suggestion = suggest(
-        tree, mesh, devices=args.devices, axes=axes, hbm=hbm, optimizer=moments,
-        head_dim=args.head_dim, **about,
-    )  # fmt: skip
-    job = {"model": args.source, "rules": rules, "mesh": mesh_shown(suggestion.mesh)}
-    job |= {"hbm": args.hbm} if args.hbm else {}
-    texts = {rules: suggestion.to_toml(), OWN_FILE: project_text(job)}
-    for path, text in texts.items():
-        write_text(path, text)
+    project = project_of(args)
+    for path, content in project.files.items():
+        write_bytes(path, content)
         print(f"wrote {path}")
-    print("shardrules check checks all jobs of the project file")
-    for warning in suggestion.warnings:
-        hint(args, str(warning))
-    return 1 if suggestion.warnings else 0
+    commands = "shardrules check checks" if args.on is None else "shardrules check and prove run"
+    print(f"{commands} all jobs of the project file")
+    for note in project.notes:
+        hint(args, note)
+    return 1 if project.has_warnings else 0
 
 
 @_command(

@@ -272,13 +272,14 @@ def training(args: Args) -> dict[str, Any]:
     }
 
 
-def step_on(source: str, mesh: Any, rules: str | None = None) -> tuple[Any, ...]:
-    """Return what `step_of` gives for a function of the mesh, and of the rules in a file.
+def step_on(source: str, mesh: Any, rules: Any = None) -> tuple[Any, ...]:
+    """Return what `step_of` gives for a function of the mesh, and of rules or those in a file.
 
     Raises:
         FileError: As `step_of`; or the rules are wrong.
     """
-    arguments = (mesh,) if rules is None else (mesh, read_rules(rules).rules)
+    rules = read_rules(rules).rules if isinstance(rules, str) else rules
+    arguments = (mesh,) if rules is None else (mesh, rules)
     return step_of(source, load_object(source, *arguments))
 
 
@@ -291,7 +292,7 @@ def traced(args: Args, mesh: str | None = None) -> Step | None:
     return trace_on(args, args.step, mesh)
 
 
-def trace_on(args: Args, source: str, mesh: str, rules: str | None = None) -> Step:
+def trace_on(args: Args, source: str, mesh: str, rules: Any = None) -> Step:
     """Trace the step that a function returns for a mesh without devices."""
     from shardrules._mesh.mesh import as_mesh
     from shardrules._step.step import trace

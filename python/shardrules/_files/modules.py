@@ -31,11 +31,33 @@ def is_module_form(text: str) -> bool:
 def load_object(text: str, *arguments: Any) -> Any:
     """Import the object that `package.module:name` names, and call it if that is possible.
 
+    Args:
+        text: As of `find_object`.
+        *arguments: What it is called with.
+
+    Raises:
+        FileError: As `find_object`; or the call has raised an error, which is chained.
+    """
+    value = find_object(text)
+    if not callable(value):
+        return value
+    try:
+        return value(*arguments)
+    except (Exception, SystemExit) as error:
+        name = text.rpartition(":")[2]
+        raise FileError(
+            f"{text}: the call of {name}({', '.join(map(brief, arguments))}) has raised "
+            f"{_object_shown(error)}; it must work {'so' if arguments else 'without arguments'}"
+        ) from error
+
+
+def find_object(text: str) -> Any:
+    """Import the object that `package.module:name` names.
+
     The current directory is searched too, as with `python -m`. A name may have dots.
 
     Args:
         text: A text for which `is_module_form` is true.
-        *arguments: What it is called with.
 
     Raises:
         FileError: There is no such module or name, or its code has raised an error, which is
@@ -44,16 +66,7 @@ def load_object(text: str, *arguments: Any) -> Any:
     form = _FORM.fullmatch(text)
     if form is None:
         raise FileError(f"{text}: this is not the name of an object; write package.module:name")
-    value = _attribute(text, _module(text, form["module"]), form["name"])
-    if not callable(value):
-        return value
-    try:
-        return value(*arguments)
-    except (Exception, SystemExit) as error:
-        raise FileError(
-            f"{text}: the call of {form['name']}({', '.join(map(brief, arguments))}) has raised "
-            f"{_object_shown(error)}; it must work {'so' if arguments else 'without arguments'}"
-        ) from error
+    return _attribute(text, _module(text, form["module"]), form["name"])
 
 
 def _is_module(name: str) -> bool:

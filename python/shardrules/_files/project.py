@@ -84,8 +84,8 @@ def find_table(folder: Path) -> tuple[Path, Any] | None:
 
 
 def project_text(job: Mapping[str, str]) -> str:
-    """Write a project file with one job, whose name is that of its model."""
-    _, _, name = job["model"].rpartition(":")
+    """Write a project file with one job, whose name is that of its function or model."""
+    _, _, name = job.get("function", job["model"]).rpartition(":")
     name = Path(name).name.partition(".")[0]
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in job.items()]
     key = name if _BARE_KEY.fullmatch(name) else json.dumps(name, ensure_ascii=False)

@@ -62,7 +62,14 @@ _ENVIRONMENT: Final = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_LOG_DIR": "disabled",
 }
-_LARGEST_HOST: Final = 8
+# Slices that clouds have by their chips (https://docs.cloud.google.com/tpu/docs, a page for each
+# kind); of three dimensions also those of whole cubes.
+_SMALL: Final[Mapping[int, Mapping[int, tuple[int, ...]]]] = {
+    2: {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16),
+        256: (16, 16)},
+    3: {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)},
+}  # fmt: skip
+_CUBE: Final = 4
 _FORM: Final = "a name such as 'v5p:8x8x8', or as clouds have it 'v5p-1024'"
 
 
@@ -226,11 +233,17 @@ def _shape_of(name: str, kind: _Generation) -> tuple[int, ...]:
                 f"along the first two dimensions, such as {_near_shape(shape)}"
             )
         return shape
-    shapes = list(_slices_of(int(match[2]) // kind.cores_counted, kind.dimensions))
-    if int(match[2]) % kind.cores_counted or not shapes:
+    count, cores = int(match[2]), kind.cores_counted
+    shapes = list(_slices_of(count // cores, kind.dimensions))
+    if count % cores or not shapes:
+        near = " and ".join(
+            repr(f"{name.partition('-')[0]}-{cores * chips}")
+            for chips in _near_counts(count / cores, kind.dimensions)
+        )
         raise ValueError(
-            f"the name {name!r}: there is no slice with so many "
-            f"{'cores' if kind.cores_counted > 1 else 'chips'}; give its shape, such as {example}"
+            f"the name {name!r}: clouds have no slice with so many "
+            f"{'cores' if cores > 1 else 'chips'}, near ones are {near}; or give its shape, such "
+            f"as {example}"
         )
     return min(shapes, key=sum)
 
@@ -261,13 +274,21 @@ def _near_shape(shape: Sequence[int]) -> str:
 
 
 def _slices_of(chips: int, dimensions: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of slices of so many chips that clouds have: 1, 2, and multiples of 4."""
-    if chips == 4 and dimensions == 3:
-        yield 2, 2, 1
-        return
-    sizes = [
-        size for size in range(1, chips + 1) if chips % size == 0 and (size < 3 or size % 4 == 0)
-    ]
-    for shape in combinations_with_replacement(sizes, dimensions):
-        if prod(shape) == chips and (chips <= _LARGEST_HOST or _has_whole_hosts(shape)):
-            yield shape
+    """Yield the shapes of slices of so many chips that clouds have."""
+    if chips in _SMALL[dimensions]:
+        yield _SMALL[dimensions][chips]
+    elif dimensions == 3 and chips:
+        sizes = [size for size in range(_CUBE, chips + 1, _CUBE) if chips % size == 0]
+        for shape in combinations_with_replacement(sizes, dimensions):
+            if prod(shape) == chips:
+                yield shape
+
+
+def _near_counts(chips: float, dimensions: int) -> list[int]:
+    """Return the largest number of chips below this one that clouds have, and the next above."""
+    counts = list(_SMALL[dimensions])
+    if dimensions == 3:
+        cubes = int(chips // _CUBE**3)
+        counts += [_CUBE**3 * count for count in (cubes, cubes + 1) if count]
+    below, above = ([n for n in counts if (n > chips) == is_above] for is_above in (False, True))
+    return [*sorted(below)[-1:], *sorted(above)[:1]]

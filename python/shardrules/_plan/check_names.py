@@ -341,6 +341,7 @@ def dead_names(queries: Queries) -> Iterator[Finding]:
             f"{counted(len(dead), 'rule')} of {len(columns.rules)} for names that no leaf has: "
             + ", ".join([*names[:_MOST_NAMES], *rest]),
             "remove them, if they are for no other tree, such as activations",
+            mend=f"for number in {dead[::-1]}: del rules[number]",
         )
 
 
@@ -373,7 +374,7 @@ def nnx_values(queries: Queries) -> Iterator[Finding]:
     if rules is None or rules.dialect.hidden_key is not None:
         return
     end = (rules.dialect.separator or ".") + _KEY
-    if not any(path.endswith(end) for path in queries.columns.sources):
+    if not any(map(str.endswith, queries.columns.sources, itertools.repeat(end))):
         return
     matches = _matches(queries, rules, end)
     everywhere = _matching_everywhere(rules, end)

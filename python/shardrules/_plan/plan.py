@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from shardrules._plan.diff import PlanDiff
     from shardrules._plan.explain import Explanation
     from shardrules._plan.findings import CheckKind, Findings, Level
-    from shardrules._plan.report import CompiledProgram, Proposal, Proposed, Solved
+    from shardrules._plan.report import CompiledProgram, CompiledTime, Proposal, Proposed, Solved
     from shardrules._plan.resolve import OnMesh, SizedMesh
     from shardrules._plan.state import Zero1
     from shardrules._plan.survey import PlannedLeaves
@@ -698,6 +698,7 @@ class Plan(Estimates, Decider):
         optimizer: Plan | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
         program: CompiledProgram | None = None,
+        time: CompiledTime | None = None,
         suggestion: Proposal | None = None,
         solution: Solved | None = None,
     ) -> str:
@@ -716,6 +717,8 @@ class Plan(Estimates, Decider):
             optimizer_memory_kind: As in `bytes_per_device`.
             program: The `Program` of `inspect`, for a compiled step on the plan's mesh: the arrays
                 in the memory of a device at the peak, and all collectives. Default: neither.
+            time: The `ProgramTime` of `prove`, `proof.time`: a time line of what a device computes
+                and sends in a layer, and what of it is hidden. Default: none.
             suggestion: The `Suggestion` of `suggest` for the same leaves, with which the page ends:
                 why each rule says what it says, and its bytes beside the plan's. Default: none.
             solution: The `Solution` of `solve`: each class of dimensions, the axes that cut it, and
@@ -739,7 +742,13 @@ class Plan(Estimates, Decider):
         """
         from shardrules._estimate.sweep import Sweep
         from shardrules._plan.findings import Findings
-        from shardrules._plan.report import CompiledProgram, Proposal, Solved, report_html
+        from shardrules._plan.report import (
+            CompiledProgram,
+            CompiledTime,
+            Proposal,
+            Solved,
+            report_html,
+        )
 
         check_file("path", path)
         check_type("findings", findings, Findings | None, "the Findings of Plan.check")
@@ -753,6 +762,7 @@ class Plan(Estimates, Decider):
                 f"program: it is for {mesh_shown(axis_sizes)}, the plan for "
                 f"{mesh_shown(self.axis_sizes)}: inspect a step that is compiled for this mesh"
             )
+        check_type("time", time, CompiledTime | None, "the time of a Proof of shardrules.prove")
         check_type(
             "suggestion", suggestion, Proposal | None, "the Suggestion of shardrules.suggest"
         )
@@ -767,6 +777,7 @@ class Plan(Estimates, Decider):
             budget=training.bytes_with(self),
             proposed=None if suggestion is None else self._proposed(suggestion, training),
             program=program,
+            time=time,
             solution=solution,
         )
         if path is not None:

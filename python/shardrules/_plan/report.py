@@ -66,6 +66,20 @@ class CompiledProgram(Protocol):
 
 
 @runtime_checkable
+class CompiledTime(Protocol):
+    """An estimate of a compiled step's seconds: all that is known here of a `ProgramTime`."""
+
+    @property
+    def timelines(self) -> tuple[Any, ...]:
+        """Return what is computed and sent in a trip of its loops."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its seconds and these."""
+        ...
+
+
+@runtime_checkable
 class Solved(Protocol):
     """What the page shows of a `Solution`."""
 
@@ -126,6 +140,7 @@ def report_data(
     budget: DeviceBytes,
     proposed: Proposed | None,
     program: CompiledProgram | None,
+    time: CompiledTime | None,
     solution: Solved | None,
 ) -> dict[str, Any]:
     """Everything that a report shows; see `report_html`."""
@@ -152,6 +167,7 @@ def report_data(
         "sweep": None if sweep is None else [_sweep_row_data(row, columns) for row in sweep],
         "sweep_notes": [] if sweep is None else sweep.notes,
         "program": None if program is None else program.to_json(),
+        "time": None if time is None else {**time.to_json(), "text": str(time).split("\n")[0]},
         "solution": None if solution is None else _solution_data(solution),
         "suggestion": None if proposed is None else {
             "reasons": proposed.reasons,
@@ -294,6 +310,7 @@ def report_html(
     budget: DeviceBytes,
     proposed: Proposed | None = None,
     program: CompiledProgram | None = None,
+    time: CompiledTime | None = None,
     solution: Solved | None = None,
 ) -> str:
     """Return a plan as one HTML page that works offline: no part of it may fetch anything.
@@ -307,6 +324,7 @@ def report_html(
         budget: The bytes on each device.
         proposed: Other rules, shown at the end; without them there is nothing.
         program: The report about a compiled function, shown before them; the same.
+        time: The estimate of its seconds, with the time lines of its layers; the same.
         solution: The choices of `solve`, with what others cost; the same.
 
     Raises:
@@ -329,6 +347,7 @@ def report_html(
                 budget=budget,
                 proposed=proposed,
                 program=program,
+                time=time,
                 solution=solution,
             )
         ),

@@ -117,12 +117,6 @@ def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
     return decided.tree  # type: ignore[no-any-return]
 
 
-def coverage_of(rules: Rules, paths: Iterable[str]) -> Coverage:
-    """Count, per rule, the paths that it matches and wins. Each path counts once."""
-    matcher = matcher_of(rules).for_whole_paths()
-    return matcher.coverage(dict.fromkeys(paths, 0), strict=False)
-
-
 class LeafType(NamedTuple):
     """Rule, shape and dtype of leaves of one kind, on any mesh."""
 
@@ -511,10 +505,13 @@ class Columns:
         if rules is None:
             return coverage_of_names(self.rules, self.kinds, self.counts.tolist())
         needed = [kind.rule is not None or kind.status != "placed" for kind in self.kinds]
-        if all(needed):
-            return coverage_of(rules, self.sources)
-        rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
-        return coverage_of(rules, map(self.sources.__getitem__, rows.tolist()))
+        sources = self.sources
+        if not all(needed):
+            rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
+            sources = list(map(sources.__getitem__, rows.tolist()))
+        if sources is not self._leaves.paths:  # several leaves may follow one
+            sources = list(dict.fromkeys(sources))
+        return matcher_of(rules).coverage_of_paths(sources)
 
     def _spec_of_rule(self, index: int) -> Spec:
         """Return the spec that a rule asks for; of one dimension for a logical rule."""

@@ -26,6 +26,7 @@ _FORMAT: Final = "shardrules program lock 1"
 _FIELDS: Final = frozenset(("format", "versions", "mesh", "peak", "sent"))
 _ENTRY_FIELDS: Final = frozenset(("axes", "kind", "bytes", "per_iteration"))
 _FIX: Final = "make the lock again: Program.lock, or shardrules verify --update-lock"
+_ANEW: Final = "program.lock(path)"
 _GROWN: Final = "look at what has changed there; or, if it is meant, make the lock again"
 _NAMED: Final = 3
 
@@ -155,7 +156,7 @@ def _changes(
     if list(now.mesh.items()) != list(before.mesh.items()):
         meshes = f"{mesh_shown(before.mesh)} -> {mesh_shown(now.mesh)}"
         message = f"{name} is of another mesh, {meshes}: nothing else is compared"
-        yield budget_finding("error", message, 0, _FIX)
+        yield budget_finding("error", message, 0, _FIX, _ANEW)
         return
     for key in sorted(now.sent.keys() | before.sent.keys()):
         new, old = now.sent.get(key, Sent()), before.sent.get(key, Sent())
@@ -174,7 +175,7 @@ def _changes(
     elif now.peak != before.peak:
         where = "now, as this backend does not tell it" if now.peak is None else f"in {name}"
         message = f"the peak is not known {where}: it is not compared"
-        yield budget_finding("warning", message, 0, _FIX)
+        yield budget_finding("warning", message, 0, _FIX, _ANEW)
 
 
 def _change(what: str, new: int, old: int, tolerance: float, rows: str) -> Iterator[Finding]:
@@ -185,7 +186,7 @@ def _change(what: str, new: int, old: int, tolerance: float, rows: str) -> Itera
     if new > old:
         yield budget_finding("error", message, new - old, _GROWN)
     else:
-        yield budget_finding("info", message, 0, f"to keep it so, {_FIX}")
+        yield budget_finding("info", message, 0, f"to keep it so, {_FIX}", _ANEW)
 
 
 def _label(key: Key) -> str:
@@ -193,9 +194,9 @@ def _label(key: Key) -> str:
     return f"{kind} over {','.join(axes) or 'an unknown axis'}"
 
 
-def budget_finding(level: Level, message: str, size: int, fix: str) -> Finding:
+def budget_finding(level: Level, message: str, size: int, fix: str, mend: str = "") -> Finding:
     """Make a finding about the bytes of a program."""
-    return Finding(level, "budget", message, (), 0, None, size, fix)
+    return Finding(level, "budget", message, (), 0, None, size, fix, mend)
 
 
 def largest(rows: Sequence[Collective]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from shardrules._estimate.kernels import KERNEL_EFFICIENCY, splash_flops
 from shardrules._program.computation import line_at, parsed, shapes_in
 from shardrules._program.hlo import hlo_errors
+from shardrules._program.timeline import Timeline, Timetable, hidden_of
 from shardrules._text import Column, Table, answer, counted, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ class ProgramTime(NamedTuple):
     """Of computing, the seconds of Pallas kernels: by their FLOPs, at half of the peak."""
     uncounted: tuple[str, ...]
     """Pallas kernels of unknown FLOPs, by the name of their operation."""
+    exposed: float = 0.0
+    """Of sending, the seconds that the schedule does not hide behind what is computed."""
+    timelines: tuple[Timeline, ...] = ()
+    """What is computed and sent in a trip of the largest loops, such as the layers, forward and
+    backward; of the step if it has no loop."""
 
     @property
     def shortest(self) -> float:
@@ -74,9 +80,16 @@ class ProgramTime(NamedTuple):
         """Seconds if nothing is hidden."""
         return self.computing + self.sending
 
+    @property
+    def scheduled(self) -> float:
+        """Seconds if that is hidden which the schedule hides, and the middle of the cycles."""
+        return max(self.shortest, (1 + LEAST_CYCLES) / 2 * self.computing + self.exposed)
+
     def to_json(self) -> dict[str, Any]:
         """Return the seconds as `json.dumps` takes them."""
         return self._asdict() | {
+            "timelines": [timeline.to_json() for timeline in self.timelines],
+            "scheduled": self.scheduled,
             "kernel_efficiency": KERNEL_EFFICIENCY,
             "least_cycles": LEAST_CYCLES,
             "shortest": self.shortest,
@@ -85,9 +98,11 @@ class ProgramTime(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"a step takes {seconds_shown(self.shortest)} to {seconds_shown(self.longest)}, by the "
-            f"compiler's estimate: {seconds_shown(self.computing)} computing, of which runs take "
-            f"{LEAST_CYCLES:.0%} or more, {seconds_shown(self.sending)} sending, hidden or not"
+            f"a step takes {seconds_shown(self.shortest)} to {seconds_shown(self.longest)}, "
+            f"{seconds_shown(self.scheduled)} as it is scheduled, by the compiler's estimate: "
+            f"{seconds_shown(self.computing)} computing, of which runs take {LEAST_CYCLES:.0%} or "
+            f"more, {seconds_shown(self.sending)} sending, of which the schedule hides "
+            f"{seconds_shown(hidden_of(self.sending, self.exposed))}"
         ]
         phases = _sums((phase, seconds) for _, phase, seconds in self.parts)
         scopes = _sums((scope, seconds) for scope, _, seconds in self.parts if scope)
@@ -122,24 +137,37 @@ def program_time(
         link_rate: Bytes that a device sends in a second over these mesh axes.
         peak: Its floating-point operations in a second.
     """
+    rows = [row for row in collectives if row.axes]
     with hlo_errors():
-        cycles = [(one, count / clock) for one, count in _cycles(hlo)]
+        cycles = [(one, count / clock, times) for one, count, times in _cycles(hlo)]
         if not cycles:
             return None
         flops = list(_kernels(hlo))
-        kernels = [(one, count / (peak * KERNEL_EFFICIENCY)) for one, count in flops if count]
-        by_line = _sums((_line(hlo, one), seconds) for one, seconds in cycles + kernels)
-        parts = _sums((_scope_and_phase(one), seconds) for one, seconds in cycles + kernels)
-        sending = sum(row.sent_at_least / link_rate(row.axes) for row in collectives if row.axes)
+        rate = peak * KERNEL_EFFICIENCY
+        kernels = [(one, count / rate, times) for one, count, times in flops if count]
+        timed = cycles + kernels
+        lines = {one.name: _line(hlo, one) for one, _, _ in timed}
+        names = {one.name: _scope_and_phase(one) for one, _, _ in timed}
+        by_line = _sums((lines[one.name], times * seconds) for one, seconds, times in timed)
+        parts = _sums((names[one.name], times * seconds) for one, seconds, times in timed)
+        sent = _sums((row.name, row.sent_at_least / link_rate(row.axes)) for row in rows)
+        shown = {
+            one.name: (names[one.name][0] or lines[one.name], seconds) for one, seconds, _ in timed
+        }
+        schedule = Timetable(hlo, shown, sent, rows)
+        timelines = tuple(schedule.timelines({name: phase for name, (_, phase) in names.items()}))
+    sending = sum(sent.values())
     return ProgramTime(
         computing=sum(by_line.values()),
         sending=sending,
         lines=tuple(by_line.items()),
         parts=tuple((*key, seconds) for key, seconds in parts.items()),
-        kernels=sum(seconds for _, seconds in kernels),
+        kernels=sum(times * seconds for _, seconds, times in kernels),
         uncounted=tuple(
-            dict.fromkeys(one.op_name or one.name for one, count in flops if not count)
+            dict.fromkeys(one.op_name or one.name for one, count, _ in flops if not count)
         ),
+        exposed=min(schedule.exposed, sending),
+        timelines=timelines,
     )
 
 
@@ -155,25 +183,25 @@ def _listed(sums: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds_shown(s)}" for name, s in list(sums.items())[:_IN_TEXT])
 
 
-def _cycles(hlo: Hlo) -> Iterator[tuple[Instruction, int]]:
-    """Yield each instruction that has cycles, and those that it takes in a step."""
+def _cycles(hlo: Hlo) -> Iterator[tuple[Instruction, int, int]]:
+    """Yield each instruction that has cycles, these, and its executions in a step."""
     for name, computation in hlo.computations.items():
         if hlo.fusion_of(name) is not None:
             continue  # the fusion has them
         for match in computation.matches(_CYCLES):
             if (cycles := int(match[1])) < _UNKNOWN:
-                yield parsed(line_at(hlo.text, match.start())), cycles * (hlo.times(name) or 1)
+                yield parsed(line_at(hlo.text, match.start())), cycles, hlo.times(name) or 1
 
 
-def _kernels(hlo: Hlo) -> Iterator[tuple[Instruction, int]]:
-    """Yield each Pallas kernel, and its operations in a step; 0 if they are not known."""
+def _kernels(hlo: Hlo) -> Iterator[tuple[Instruction, int, int]]:
+    """Yield each Pallas kernel, its operations, 0 if they are not known, and its executions."""
     for name, computation in hlo.computations.items():
         for match in computation.matches(_KERNEL):
             line = line_at(hlo.text, match.start())
             instruction = parsed(line)
             estimate = _FLOPS.search(line)
             flops = int(estimate[1]) if estimate else _splash_flops(instruction)
-            yield instruction, flops * (hlo.times(name) or 1)
+            yield instruction, flops, hlo.times(name) or 1
 
 
 def _splash_flops(kernel: Instruction) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+
 from shardrules._program.dataflow import PRODUCTS
 from shardrules._program.flow import is_product
 
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
     from shardrules._text import Place
 
 _CONTRACTED: Final = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
-_LABELS: Final = re.compile(r"dim_labels=\w+_(\w+)->")
+_LABELS: Final = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW: Final = re.compile(r"window=\{(.*?)\}")
+_SETTING: Final = re.compile(r"(\w+)=(\S+)")
+_LIBRARY: Final = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|conv|dot)', re.IGNORECASE)
 
 
 class Product(NamedTuple):
@@ -63,7 +68,7 @@ def _product(
 
 
 def _flops(computation: Computation, product: Instruction) -> int:
-    """Count the operations of a product: twice its multiplications."""
+    """Count the operations of a product: twice its multiplications, 0 of other calls."""
     result = product.results[0].elements
     shapes = [computation[name].results[0].dims for name in product.operands[:2]]
     if len(shapes) < 2:
@@ -72,8 +77,35 @@ def _flops(computation: Computation, product: Instruction) -> int:
         sizes = [shapes[0][int(dim)] for dim in match[1].split(",") if dim]
         return 2 * result * prod(sizes)
     if match := _LABELS.search(product.attributes):
-        features = dict(zip(match[1], shapes[1], strict=False)).get("o", 1)
-        window: int = prod(shapes[1]) // max(1, features)
-        return 2 * result * window
+        return round(2 * result * _multiplications(match, shapes, product))
     # A call of a library: of (m, k) and (k, n) the root of all elements is m k n.
+    if not _LIBRARY.search(product.attributes):
+        return 0
     return int(2 * sqrt(prod(shapes[0]) * prod(shapes[1]) * result))
+
+
+def _multiplications(
+    labels: re.Match[str], shapes: list[tuple[int, ...]], product: Instruction
+) -> float:
+    """Return the multiplications of a convolution for an element of its result, in the mean.
+
+    TPUs have batches of products as windows that meet one element each: what a window meets in the
+    padding, or between elements that are apart, is not multiplied.
+    """
+    window = _WINDOW.search(product.attributes)
+    settings = dict(_SETTING.findall(window[1])) if window else {}
+    of_input, of_kernel, of_result = (
+        dict(zip(text, dims, strict=False))
+        for text, dims in zip(labels.groups(), (*shapes, product.results[0].dims), strict=False)
+    )
+    count: float = of_kernel.get("i", 1)
+    for dim, size in enumerate(settings.get("size", "").split("x") if settings else ()):
+        stride, apart, step, low = (
+            int(settings[name].split("x")[dim].partition("_")[0]) if name in settings else default
+            for name, default in (("stride", 1), ("lhs_dilate", 1), ("rhs_dilate", 1), ("pad", 0))
+        )
+        places = np.arange(of_result[str(dim)]) * stride - low
+        at = np.add.outer(places, np.arange(int(size)) * step)
+        is_met = (at >= 0) & (at <= (of_input[str(dim)] - 1) * apart) & (at % apart == 0)
+        count *= np.count_nonzero(is_met) / len(places)
+    return count

@@ -92,6 +92,15 @@ class Coverage(NamedTuple):
         return f"rule {rule}: wins {self.won[rule]:,} of {matched}{lost}"
 
 
+def _coverage(
+    matched: list[int], won: list[int], unmatched: int, lost_pairs: list[tuple[int, int, int]]
+) -> Coverage:
+    lost: dict[int, dict[int, int]] = {}
+    for loser, winner, leaves in lost_pairs:
+        lost.setdefault(loser, {})[winner] = leaves
+    return Coverage(tuple(matched), tuple(won), unmatched, lost)
+
+
 def decided_tree(
     matcher: Matcher, walk: WalkResult, misfits_message: Callable[[Matcher, int, Any], str]
 ) -> Any:
@@ -337,11 +346,11 @@ class Matcher:
 
     def coverage(self, tree: Any, *, strict: bool = True) -> Coverage:
         """Return per rule, the leaves of the tree that it matches and wins."""
-        matched, won, unmatched, lost_pairs = self.rule_set.count_matches(tree, strict)
-        lost: dict[int, dict[int, int]] = {}
-        for loser, winner, leaves in lost_pairs:
-            lost.setdefault(loser, {})[winner] = leaves
-        return Coverage(tuple(matched), tuple(won), unmatched, lost)
+        return _coverage(*self.rule_set.count_matches(tree, strict))
+
+    def coverage_of_paths(self, paths: list[str]) -> Coverage:
+        """Return per rule, the paths that it matches and wins."""
+        return _coverage(*self.rule_set.count_paths(paths))
 
     def answers(self, answer: Callable[[int, Any], object]) -> Answers:
         """Return for `decide` answer(rule, spec cut to the leaf), made once per rule and rank.

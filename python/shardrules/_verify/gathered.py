@@ -27,6 +27,7 @@ from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
 from shardrules._text import bytes_shown, counted
 from shardrules._verify.placements import is_same
+from shardrules._verify.unexpected import CONSTRAINT
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Level
@@ -42,8 +43,6 @@ _NARROW: Final = 8
 # Dtypes that backends without collectives of narrower numbers gather for them.
 _CARRIERS: Final = frozenset({"f16", "s8", "u8"})
 
-
-_CONSTRAINT: Final = "x = jax.lax.with_sharding_constraint(x, P(...))"
 _USES: Final[dict[str, tuple[Level, str, str]]] = {
     "returned": (
         "error",
@@ -195,7 +194,7 @@ def gathered(
                 f"{counted(len(sizes), 'leaf')} planned {spec} gathered over {', '.join(axes)} "
                 + words.format(size=bytes_shown(size))
             )
-            mend = _CONSTRAINT if use != "returned" else "out_shardings=plan.shardings()"
+            mend = CONSTRAINT if use != "returned" else "out_shardings=plan.shardings()"
             leaves = sorted(sizes)
             finding = side.finding(level, "gathered", message, fix, leaves, bytes=size, mend=mend)
             yield GatherFinding(finding, axes, use == "model axis")

@@ -355,10 +355,11 @@ def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Find
         lost[False] = []  # it donates all arguments, the batch as well, or all but the first
     for is_state, leaves in lost.items():
         if leaves:
-            yield _not_aliased(side, leaves, is_state=is_state)
+            yield _not_aliased(executable, leaves, is_state=is_state)
 
 
-def _not_aliased(side: Side, leaves: list[int], *, is_state: bool) -> Finding:
+def _not_aliased(executable: Executable, leaves: list[int], *, is_state: bool) -> Finding:
+    side = executable.inputs
     size = sum(map(side.bytes_of, leaves))
     message = f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory: "
     if is_state:
@@ -369,7 +370,19 @@ def _not_aliased(side: Side, leaves: list[int], *, is_state: bool) -> Finding:
         )
         return side.finding("error", "donation", message, fix, leaves, bytes=size)
     message += f"{bytes_shown(size)} on each device; none is like them"
-    return side.finding("warning", "donation", message, "do not donate them", leaves, bytes=size)
+    fix, mend = "do not donate them", _without(executable, leaves)
+    return side.finding("warning", "donation", message, fix, leaves, bytes=size, mend=mend)
+
+
+def _without(executable: Executable, leaves: Sequence[int]) -> str:
+    """Write what jit donates without these leaves; "" if their arguments have others."""
+    lost, donated = set(leaves), {leaf for leaf in executable.kept if executable.donated[leaf]}
+    places = [i for i, (_, part) in enumerate(executable.inputs.subtrees) if donated & {*part}]
+    rest = [i for i in places if not lost.intersection(executable.inputs.subtrees[i][1])]
+    of_rest = {leaf for i in rest for leaf in executable.inputs.subtrees[i][1]}
+    if executable.call.library == "equinox" or donated - lost - of_rest:
+        return ""
+    return _jit_options(executable.inputs, rest) or "donate_argnums=()"
 
 
 def not_donated(executable: Executable, carried: Sequence[State], large: int) -> Iterator[Finding]:
@@ -418,18 +431,25 @@ def _donation(executable: Executable, leaves: Sequence[int]) -> tuple[str, str]:
             "again in the first argument",
             'donate="all"',
         )
-    count, changes = len(side.subtrees) - len(side.keywords), set(leaves)
+    changes = set(leaves)
     places = [i for i, (_, part) in enumerate(side.subtrees) if not changes.isdisjoint(part)]
+    options = _jit_options(side, places)
+    fix = f"give {library}.jit {options.replace(', donate', ' and donate')}"
+    fix += ", if the old ones are not used again"
+    if library == "nnx":
+        fix += "; a function that only reads the module needs graph_updates=False instead"
+    return fix, options
+
+
+def _jit_options(side: Side, places: Sequence[int]) -> str:
+    """Write the arguments of jit that donate those in these places; "" for none."""
+    count = len(side.subtrees) - len(side.keywords)
     arguments: list[tuple[str, list[Any]]] = [
         ("donate_argnums", [i for i in places if i < count]),
         ("donate_argnames", [side.keywords[i - count] for i in places if i >= count]),
     ]
-    options = [
+    return ", ".join(
         f"{name}={tuple(values) if len(values) > 1 else values[0]!r}"
         for name, values in arguments
         if values
-    ]
-    fix = f"give {library}.jit {' and '.join(options)}, if the old ones are not used again"
-    if library == "nnx":
-        fix += "; a function that only reads the module needs graph_updates=False instead"
-    return fix, ", ".join(options)
+    )

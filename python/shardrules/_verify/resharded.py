@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from shardrules._plan.findings import Finding
 from shardrules._program.lock import largest
 from shardrules._text import bytes_shown
+from shardrules._verify.unexpected import CONSTRAINT
 
 if TYPE_CHECKING:
     from shardrules._program.collectives import Collective
@@ -70,4 +71,4 @@ def _finding(reshards: Sequence[Reshard], rows: Sequence[Collective], size: int)
         f"constrain the array alike on both sides{line}; or go in two steps, by a constraint "
         "between that moves one mesh axis"
     )
-    return Finding("warning", "unexpected", message, (), 0, None, size, fix)
+    return Finding("warning", "unexpected", message, (), 0, None, size, fix, CONSTRAINT)

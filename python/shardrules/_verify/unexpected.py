@@ -24,9 +24,14 @@ _KEPT: Final = 0.5
 _RECOMPUTED: Final = "layer = jax.checkpoint(layer)"
 _NAMED: Final = 3
 
+CONSTRAINT: Final = "x = jax.lax.with_sharding_constraint(x, P(...))"
+"""The line that constrains an array, by a spec to choose."""
 _MENDS: Final = {
     "whole gradient": "jax.lax.with_sharding_constraint(gradients, plan.shardings())",
     "batch": "jax.lax.with_sharding_constraint(x, {spec})",
+    "cache": "state = jax.lax.with_sharding_constraint(state, plan.shardings())",
+    "alike": CONSTRAINT,
+    "reshard": CONSTRAINT,
 }
 _FIXES: Final = {
     "microbatch": "sum the gradients of the micro-batches on each device, and over devices once "

@@ -30,6 +30,15 @@ function bytesShown(count) {
   return `${count.toFixed(digits)} ${units[unit]}`;
 }
 
+// As `seconds_shown` has it.
+function secondsShown(seconds) {
+  if (!seconds) return "0 s";
+  const units = [["s", 1], ["ms", 1e-3], ["us", 1e-6]];
+  const [unit, size] = units.find(([name, size]) => seconds >= 0.9995 * size || name === "us");
+  const count = seconds / size;
+  return `${count.toFixed(Math.max(0, 3 - String(Math.floor(count)).length))} ${unit}`;
+}
+
 const meshShown = (mesh) =>
   Object.entries(mesh).map(([axis, size]) => `${axis}=${size}`).join(" ") || "no axes";
 

@@ -1,0 +1,190 @@
+"""Rules from the options of a command line: of `suggest` and `solve`, and the files of `init`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace as Args
+from typing import Any, Final, NamedTuple
+
+from shardrules._cli import inputs
+from shardrules._cli.process import working
+from shardrules._files.manifest import manifest_text, packed
+from shardrules._files.modules import find_object, is_module_form
+from shardrules._files.project import OWN_FILE, find_table, project_text
+from shardrules._io import FileError
+from shardrules._mesh.topology import Topology
+from shardrules._mesh_sizes import parse_mesh
+from shardrules._rules.rules import Rules
+from shardrules._solve.solution import Solution, solve
+from shardrules._suggest.suggest import suggest, suggestion_of
+from shardrules._suggest.suggestion import Suggestion
+from shardrules._text import mesh_shown
+
+_RULES: Final = "rules.toml"
+_MODEL: Final = "model.json.gz"
+
+
+class NewProject(NamedTuple):
+    """What `init` writes."""
+
+    files: dict[str, bytes]
+    """{name: content}."""
+    notes: tuple[str, ...]
+    has_warnings: bool
+
+
+def suggested(args: Args, **step: Any) -> Suggestion:
+    """Suggest rules for the model of a command line."""
+    if args.mesh is None and args.devices is None:
+        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    moments = inputs.moments(args)
+    tree, about = inputs.load_model(args)
+    return suggest(
+        tree,
+        None if args.mesh is None else parse_mesh(args.mesh),
+        devices=args.devices,
+        axes=None if args.axes is None else inputs.names(args.axes),
+        hbm=inputs.memory("--hbm", "a device", args.hbm),
+        optimizer=moments,
+        head_dim=args.head_dim,
+        **step,
+        **about,
+    )
+
+
+def solved(args: Args, function: str, rules: Any = None) -> Solution:
+    """Solve a step for the devices of a command line.
+
+    Args:
+        args: The command line.
+        function: The step, as package.module:function.
+        rules: The rules that the function takes, if it does.
+    """
+    hardware = getattr(args, "hardware", None)
+    sizes = None if args.mesh is None else parse_mesh(args.mesh)
+    if sizes is not None:
+        inputs.refuse("the mesh is that of --mesh", args, "axes")
+    if args.on is not None:
+        inputs.refuse("--on says the devices", args, "hardware")
+        on: Any = Topology(args.on, args.slices)
+        hardware = on.hardware
+    elif sizes is None or hardware is None:
+        raise ValueError("give the devices: --on v5p:8x8x8, or --mesh and --hardware")
+    else:
+        on, hardware = sizes, inputs.load_hardware(hardware)
+    if sizes is None:
+        meshes = on.meshes(("fsdp", "tp") if args.axes is None else inputs.names(args.axes))
+        sizes = meshes[len(meshes) // 2]  # as the function may not take one whose axis is 1
+    elif args.on is not None:
+        on.mesh(sizes)  # what does not exist there is an error
+        on = sizes
+    step = inputs.trace_on(args, function, mesh_shown(sizes), rules)
+    if step.plan is None:
+        raise ValueError(
+            f"{function}: none of the arguments is a Plan: give shardrules.plan of the "
+            "parameters, whose rules the solution replaces"
+        )
+    with working(args, f"solving for {args.on or args.mesh}; Ctrl-C takes the best so far"):
+        return solve(
+            step, on, hardware=hardware, hbm=inputs.memory("--hbm", "a device", args.hbm),
+            time_limit=getattr(args, "time_limit", None),
+        )  # fmt: skip
+
+
+def constraint_lines(solution: Solution) -> list[str]:
+    """Return the lines of with_sharding_constraint as comments of a rule file."""
+    return [f"# {line}" for line in solution.activations]
+
+
+def solver_notes(solution: Solution) -> Iterator[str]:
+    """Yield what is to be told beside the rules of a solution."""
+    if note := solution._ruled.note:
+        yield note
+    for text in solution.unconstrained:
+        yield f"not constrained: {text}"
+
+
+def project_of(args: Args) -> NewProject:
+    """Make the files of `init`: the project file, rules, and of a step its model.
+
+    Raises:
+        ValueError: A file is there already, or options are missing or contradict each other.
+        FileError: The step does not take the rules, or what `suggested` and `solved` say.
+    """
+    if project := find_table(Path.cwd()):
+        raise ValueError(f"{project[0]}: the project has this file; add a job to it")
+    names = (OWN_FILE, _RULES) if args.on is None else (OWN_FILE, _RULES, _MODEL)
+    if there := next(filter(os.path.lexists, names), None):
+        raise ValueError(f"{there} exists, and is not replaced; rename it")
+    job = {"hbm": args.hbm} if args.hbm else {}
+    if args.on is not None:
+        return _project_of_step(args, job)
+    if args.slices > 1:
+        raise ValueError("--slices: without --on there are none; leave it out")
+    if (args.mesh is None) == (args.devices is None):
+        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    if is_module_form(args.source) and not _takes(find_object(args.source)):
+        raise FileError(
+            f"{args.source}: it takes arguments, as a step does; for a step give --on v5p:8x8x8, "
+            "for a model a function without arguments"
+        )
+    suggestion = suggested(args)
+    job = {"model": args.source, "rules": _RULES, "mesh": mesh_shown(suggestion.mesh), **job}
+    files = {_RULES: suggestion.to_toml(), OWN_FILE: project_text(job)}
+    warnings = tuple(map(str, suggestion.warnings))
+    return NewProject({name: files[name].encode() for name in files}, warnings, bool(warnings))
+
+
+def _project_of_step(args: Args, job: dict[str, str]) -> NewProject:
+    """Make the files for a step: `solve` decides, and prove is to compile it under these rules."""
+    inputs.refuse("--on says the devices", args, "devices")
+    inputs.refuse("the step says it", args, "dialect", "head_dim", "optimizer_dtype")
+    solution = solved(args, args.source, _rules_of_step(args.source))
+    suggestion = suggestion_of(solution)
+    plan = suggestion.plan
+    job = {
+        "model": _MODEL, "function": args.source, "rules": _RULES, "on": args.on,
+        **({"slices": str(args.slices)} if args.slices > 1 else {}),
+        "mesh": mesh_shown(plan.axis_sizes), **job,
+    }  # fmt: skip
+    rules = "\n".join([suggestion.to_toml().rstrip("\n"), *constraint_lines(solution), ""])
+    files = {
+        _MODEL: packed(manifest_text(plan._columns, args.source)),
+        _RULES: rules.encode(),
+        OWN_FILE: project_text(job).encode(),
+    }
+    warnings = tuple(map(str, suggestion.warnings))
+    notes = (solution.summary, *solver_notes(solution), *warnings)
+    return NewProject(files, notes, bool(warnings))
+
+
+def _rules_of_step(source: str) -> Rules | None:
+    """Return the rules that a step is traced with before it has some; None if it has a default.
+
+    Raises:
+        FileError: It does not take rules: then prove would not compile it under those of the file.
+    """
+    function = find_object(source)
+    if not _takes(function, "mesh", "rules"):
+        name = source.rpartition(":")[2]
+        raise FileError(
+            f"{source}: it must take the mesh and the rules, as def {name}(mesh, rules=RULES): "
+            "prove then compiles it under the rules that are written"
+        )
+    return None if _takes(function, "mesh") else Rules([(".*", ())])
+
+
+def _takes(value: Any, *arguments: str) -> bool:
+    """Tell whether a value can be called with these arguments alone, or is no function."""
+    if not callable(value):
+        return not arguments
+    try:
+        inspect.signature(value).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # that of a builtin is not known
+        return True
+    return True
