@@ -1,22 +1,28 @@
-"""Compares solved layouts with those that experts write, for the same steps and slices.
+"""Compares solved layouts with those that experts write, by the TPU's compiler.
 
-    python -m benchmarks.solving                        # all steps and slices
-    python -m benchmarks.solving --models DiT-XL --on v5p:4x4x4
+    python -m benchmarks.solving rows.jsonl                       # all steps and slices
+    python -m benchmarks.solving rows.jsonl --models DiT-XL --on v5p:4x4x4
+    python -m benchmarks.solving rows.jsonl --table
 
-It needs libtpu for the slices. docs/solve.md has what it prints.
+Each row is added to the file when it is known, and what the file has is not done again. It needs
+libtpu. docs/solve.md has the tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from math import prod
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +31,19 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._estimate.step_time import machine_of
+from shardrules._plan.table import OVERLAP
+from shardrules._program import dump
+from shardrules._solve import proof as proving
 
-TOPOLOGIES = ("v5p:4x4x4", "v5p:8x8x8", "v6e:8x8", "v5e:16x16")
+TOPOLOGIES = ("v5e:4x4", "v6e:4x4", "v5p:2x2x4", "v5p:4x4x4")
+TOKENS = 4096
+"""Of a device in a step."""
+STATE = 0.4
+"""Of the memory of all devices, what parameters and the optimizer's state may take; a step has so
+many layers."""
+BYTES = 10
+"""Of a parameter, in bfloat16, with two moments in float32."""
 AXES = ("fsdp", "tp")
 HEAD = 128
 Params = dict[str, Any]
@@ -45,7 +62,7 @@ class Model:
     kv: int
     words: int
     length: int
-    rows: int
+    rows: int = 1
     """Sequences of a step on all devices."""
     experts: int = 0
     chosen: int = 0
@@ -55,17 +72,32 @@ class Model:
 
 
 MODELS = {
-    "Llama-3 8B": Model(32, 4096, 14336, 32, 8, 128256, 8192, 256),
-    "Llama-3 70B": Model(80, 8192, 28672, 64, 8, 128256, 8192, 256),
-    "Llama-3 405B": Model(126, 16384, 53248, 128, 8, 128256, 8192, 256),
-    "Mixtral 8x7B": Model(32, 4096, 14336, 32, 8, 32000, 4096, 256, experts=8, chosen=2),
-    "DeepSeek-V3-like": Model(58, 7168, 2048, 128, 128, 129280, 4096, 256, experts=256, chosen=8),
-    "Qwen3-MoE 235B": Model(94, 4096, 1536, 64, 4, 151936, 4096, 256, experts=128, chosen=8),
-    "Gemma 9B": Model(42, 3584, 14336, 16, 8, 256000, 8192, 256),
-    "ViT-22B": Model(48, 6144, 24576, 48, 48, 0, 256, 4096, is_causal=False),
-    "DiT-XL": Model(28, 1152, 4608, 9, 9, 0, 1024, 256, is_causal=False),
-    "Mamba-like 2.8B": Model(64, 2560, 5120, 0, 0, 50280, 4096, 256, has_scan=True),
+    "Llama-3 8B": Model(32, 4096, 14336, 32, 8, 128256, 4096),
+    "Llama-3 70B": Model(80, 8192, 28672, 64, 8, 128256, 4096),
+    "Llama-3 405B": Model(126, 16384, 53248, 128, 8, 128256, 4096),
+    "Mixtral 8x7B": Model(32, 4096, 14336, 32, 8, 32000, 4096, experts=8, chosen=2),
+    "DeepSeek-V3-like": Model(58, 7168, 2048, 128, 128, 129280, 4096, experts=256, chosen=8),
+    "Qwen3-MoE 235B": Model(94, 4096, 1536, 64, 4, 151936, 4096, experts=128, chosen=8),
+    "Gemma 9B": Model(42, 3584, 14336, 16, 8, 256000, 4096),
+    "ViT-22B": Model(48, 6144, 24576, 48, 48, 0, 256, is_causal=False),
+    "DiT-XL": Model(28, 1152, 4608, 9, 9, 0, 1024, is_causal=False),
+    "Mamba-like 2.8B": Model(64, 2560, 5120, 0, 0, 50280, 4096, has_scan=True),
 }
+
+
+def on_slice(model: Model, topology: sr.Topology) -> Model:
+    """Return the step of so many tokens for each device, with the layers that there is room for."""
+    devices = topology.device_count
+    room = STATE * devices * topology.hardware.memory_bytes / BYTES
+
+    def parameters(layers: int) -> int:
+        leaves = jax.tree.leaves(shapes(replace(model, layers=layers)))
+        return sum(prod(leaf.shape) for leaf in leaves)
+
+    once = parameters(1)
+    many = int((room - once) / (parameters(2) - once)) + 1
+    rows = devices * max(1, TOKENS // model.length)
+    return replace(model, layers=max(1, min(model.layers, many)), rows=rows)
 
 
 def shapes(model: Model) -> Params:
@@ -193,19 +225,15 @@ def train(model: Model, cut: Cut, state: Params, data: Any) -> Params:
 
 
 # Megatron's columns and rows over tp, the other side over fsdp, as in MaxText's default rules
-# (embed: fsdp; heads, mlp, vocab: tensor; experts: expert, here over fsdp) and EasyDeL's models.
-WEIGHTS = [
+# (embed: fsdp; heads, mlp, vocab: tensor), EasyDeL's models and the scaling book.
+MIXED = [
     ("embed$", ("tp", "fsdp")),
     ("head$", ("fsdp", "tp")),
     ("router|norm|decay", ()),
-    ("experts/(up|gate)", (None, "fsdp", None, "tp")),
-    ("experts/down", (None, "fsdp", "tp", None)),
     ("/(o|out|down)$", (None, "tp", "fsdp")),
     (".*", (None, "fsdp", "tp")),
 ]
-# EasyDeL keeps experts whole on each device of fsdp, and cuts their sides.
-EASYDEL = [("experts/(up|gate)", (None, None, "fsdp", "tp")),
-           ("experts/down", (None, None, "tp", "fsdp")), *WEIGHTS]  # fmt: skip
+FSDP = [("norm|decay", ()), ("embed$|head$", (AXES,)), (".*", (None, AXES))]
 ACTIVATIONS = {
     "stream": P("fsdp"),
     "hidden": P("fsdp", None, "tp"),
@@ -213,19 +241,64 @@ ACTIVATIONS = {
     "experts": P("fsdp"),
     "logits": P("fsdp", None, "tp"),
 }
-FSDP = [("norm|decay", ()), ("embed$|head$", (AXES,)), (".*", (None, AXES))]
-EXPERTS: dict[str, list[tuple[Any, Mapping[str, Any]]]] = {
-    "MaxText": [(WEIGHTS, {**ACTIVATIONS, "experts": P(None, "fsdp")})],
-    "EasyDeL": [(EASYDEL, ACTIVATIONS)],
-    # Chapter "training": FSDP over all devices while the batch suffices, else mixed with tp.
-    "scaling book": [(FSDP, dict.fromkeys(ACTIVATIONS, P(AXES))), (WEIGHTS, ACTIVATIONS)],
+WHOLE_ROWS = dict.fromkeys(ACTIVATIONS, P(AXES))
+
+
+class Layout(NamedTuple):
+    """What experts write."""
+
+    rules: list[Any]
+    activations: Mapping[str, Any]
+    whose: str
+
+
+DENSE = {
+    "FSDP": Layout(FSDP, WHOLE_ROWS, "the scaling book's, MaxText's"),
+    "mixed": Layout(MIXED, ACTIVATIONS, "MaxText's, EasyDeL's, the scaling book's"),
 }
+# Experts: MaxText has an axis of them, here tp, over which it exchanges tokens; the rows of all
+# else are cut by it, too. EasyDeL keeps experts whole, and cuts their sides.
+SPARSE = {
+    "FSDP": DENSE["FSDP"],
+    "mixed": Layout(
+        [
+            ("experts/(up|gate)", (None, None, "fsdp", "tp")),
+            ("experts/down", (None, None, "tp", "fsdp")),
+            *MIXED,
+        ],
+        ACTIVATIONS,
+        "EasyDeL's, the scaling book's",
+    ),
+    "experts": Layout(
+        [
+            ("experts/(up|gate)", (None, "tp", "fsdp", None)),
+            ("experts/down", (None, "tp", None, "fsdp")),
+            *FSDP,
+        ],
+        {**WHOLE_ROWS, "experts": P("fsdp", "tp")},
+        "MaxText's",
+    ),
+}
+
+
+def meshes(model: Model, topology: sr.Topology, name: str) -> list[dict[str, int]]:
+    """List the meshes of a slice for a layout."""
+    sizes = topology.meshes(AXES)
+    if name == "FSDP":
+        return [mesh for mesh in sizes if mesh["tp"] == 1]
+    if name == "experts":
+        return [mesh for mesh in sizes if mesh["tp"] > 1 and model.experts % mesh["tp"] == 0]
+    return [mesh for mesh in sizes if min(mesh.values()) > 1]
 
 
 def traced(
     model: Model, sizes: Mapping[str, int], rules: Any, activations: Mapping[str, Any]
-) -> tuple[sr.types.Step, sr.Plan]:
-    """Trace the step on a mesh, with the constraints of an expert or without any."""
+) -> tuple[sr.types.Step, Any, tuple[sr.Plan, Any]]:
+    """Trace the step on a mesh, with the constraints of an expert or without any.
+
+    Returns:
+        The traced step, its function, and its arguments.
+    """
     automatic = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic)
 
@@ -243,7 +316,7 @@ def traced(
     batch = activations.get("stream", P())
     data = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, batch))
     jitted = jax.jit(partial(train, model, cut), donate_argnums=0)
-    return sr.trace(jitted, plan, data), plan
+    return sr.trace(jitted, plan, data), jitted, (plan, data)
 
 
 def fitting(spec: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Any:
@@ -257,75 +330,211 @@ def fitting(spec: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Any:
     return P(*entries)
 
 
-@dataclass(frozen=True)
-class Row:
-    """Seconds of a step and bytes of a device, of a layout on its best mesh."""
+def compiled(topology: sr.Topology, sizes: Mapping[str, int], proof: Any) -> dict[str, Any]:
+    """Return seconds, bytes and memory of a compiled step.
 
-    seconds: float
-    bytes: int
-    mesh: Mapping[str, int]
-    fits: bool
+    Computing is that of the products of the program at the efficiency of the hardware, or the
+    cycles if there are some; sending by links.
+    """
+    mesh, hardware = topology.mesh(sizes), topology.hardware
+    peak = hardware.flops_per_second["bfloat16"]
+    flops = sum(product.flops for product in proof.program.products)
+    sent = sum(row.sent_at_least for row in proof.collectives)
+    sending = sum(
+        row.sent_at_least / topology.link_rate(mesh, row.axes)
+        for row in proof.collectives
+        if row.axes
+    )
+    return {
+        "computing": flops / (peak * hardware.efficiency),
+        "cycles": None if proof.time is None else proof.time.computing,
+        "sending": sending,
+        "sent": sent,
+        "memory": None if proof.memory is None else proof.memory.peak,
+    }
 
 
-def expert_row(model: Model, topology: sr.Topology, name: str) -> Row:
-    """Return the best row of an expert's layout among the meshes that exist."""
+def middle(row: Mapping[str, Any]) -> float:
+    """Return the middle of the seconds if all that is sent is hidden, and if nothing is."""
+    computing, sending = row["cycles"] or row["computing"], row["sending"]
+    return float(max(computing, sending) + computing + sending) / 2
+
+
+def expert(model: Model, topology: sr.Topology, name: str) -> dict[str, Any]:
+    """Compile an expert's layout on the mesh that is best by the price of those that fit."""
+    layout = (SPARSE if model.experts else DENSE)[name]
     rows = []
-    for sizes, (rules, activations) in product(topology.meshes(AXES), EXPERTS[name]):
-        step, plan = traced(model, sizes, rules, activations)
-        seconds = plan.step_time(step=step, hardware=topology.hardware).total
-        memory = step.memory().peak
-        rows.append(Row(seconds, memory, sizes, memory <= topology.hardware.memory_bytes))
-    return min(rows, key=lambda row: (not row.fits, row.seconds))
+    for sizes in meshes(model, topology, name):
+        step, jitted, args = traced(model, sizes, layout.rules, layout.activations)
+        links = partial(topology.link_rate, topology.mesh(sizes))
+        machine = proving_machine(topology)._replace(link_rate=links)
+        memory, seconds = step.memory().peak, step.time(machine).total
+        is_over = memory > topology.hardware.memory_bytes
+        rows.append((is_over, seconds, memory, sizes, jitted, args))
+    if not rows:
+        return {}
+    _, seconds, memory, sizes, jitted, args = min(rows, key=lambda row: row[:2])
+    result = {"mesh": sizes, "price": seconds, "expected": memory}
+    try:
+        proof = sr.prove(jitted, *args, on=topology, timeout=LIMIT)
+    except sr.OutOfMemory as error:
+        return result | {"refused": str(error).partition(". The largest")[0]}
+    return result | compiled(topology, sizes, proof)
 
 
-def solved_row(model: Model, topology: sr.Topology, limit: float) -> tuple[Row, Any, float]:
-    """Return the row of the solution, itself, and the seconds that it took."""
-    meshes = topology.meshes(AXES)
-    step, _ = traced(model, meshes[len(meshes) // 2], WEIGHTS, {})
+def solved(model: Model, topology: sr.Topology, limit: float, rounds: int) -> dict[str, Any]:
+    """Solve the step, and compile the solution."""
+    step, _, _ = traced(model, topology.meshes(AXES)[1], MIXED, {})
     begin = time.perf_counter()
     solution = sr.solve(step, topology, time_limit=limit)
     took = time.perf_counter() - begin
     sizes = dict(solution.plan.axis_sizes)
-    return Row(solution.time.total, solution.memory.peak, sizes, True), solution, took
+    proof = solution.prove(rounds=rounds)
+    best = proof.best
+    result = {
+        "mesh": sizes,
+        "price": solution.time.total,
+        "expected": best.memory[0],
+        "gap": solution.gap,
+        "took": took,
+        "rules": len(solution.rules),
+        "layers": model.layers,
+        "rounds": [str(row) for row in proof.rounds],
+        "by axes": [[",".join(row.axes), row.predicted, row.compiled] for row in best.sent],
+        "solution": str(solution),
+    }
+    if best.proof is None:
+        return result | {"refused": best.refusal}
+    return result | compiled(topology, dict(best.solution.plan.axis_sizes), best.proof)
 
 
-def cell(row: Row) -> str:
-    """Return seconds with the mesh; what does not fit in brackets."""
-    text = f"{row.seconds:.2f} s, {row.mesh['fsdp']}x{row.mesh['tp']}"
-    return text if row.fits else f"({text})"
+def proving_machine(topology: sr.Topology) -> Any:
+    """Return the machine that solutions are priced with."""
+    return machine_of(topology.hardware, (), OVERLAP, None, is_traced=True)
 
 
-def rows(models: list[str], topologies: list[str], limit: float) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each step on each slice."""
-    for name in models:
-        for slice_ in topologies:
-            topology = sr.Topology(slice_)
-            others = {expert: expert_row(MODELS[name], topology, expert) for expert in EXPERTS}
-            fitting_rows = [row.seconds for row in others.values() if row.fits]
-            try:
-                mine, solution, took = solved_row(MODELS[name], topology, limit)
-            except (ValueError, TimeoutError) as error:
-                cells = [str(error).partition("\n")[0], "", "", "", ""]
-            else:
-                ratio = f"{mine.seconds / min(fitting_rows):.2f}" if fitting_rows else "alone fits"
-                gap, rules = f"{solution.gap:.1%}", str(len(solution.rules))
-                cells = [cell(mine), ratio, gap, f"{took:.0f} s", rules]
-            yield (name, slice_, *map(cell, others.values()), *cells)
+LIMIT = 290.0
+"""Seconds of a compilation."""
 
 
-HEADS = ("step", "slice", *EXPERTS, "solved", "to the best", "gap", "in", "rules")
+def stop_before_code(folder: Path) -> None:
+    """Let proofs end when the compiler has written the program, before it makes code of it."""
+
+    def wait(futures: Any, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        newest = max(folder.glob("shardrules-*"), key=lambda path: path.stat().st_ctime_ns)
+        while time.monotonic() < until and not futures[0].done() and not dump._read(newest, 0).text:
+            time.sleep(0.2)
+
+    tempfile.tempdir = str(folder)
+    dump.wait = wait  # type: ignore[assignment]
+    proving.prove = partial(sr.prove, timeout=LIMIT)
+
+
+def task(name: str, slice_: str, layout: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Do one compilation, in this process."""
+    topology = sr.Topology(slice_)
+    model = on_slice(MODELS[name], topology)
+    if layout == "solved":
+        return solved(model, topology, options.limit, options.rounds)
+    return expert(model, topology, layout)
+
+
+def tasks(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    """Yield (step, slice, layout) of what is asked for."""
+    for slice_ in options.on:
+        for name in options.models:
+            for layout in ("solved", *(SPARSE if MODELS[name].experts else DENSE)):
+                if layout in options.layouts:
+                    yield name, slice_, layout
+
+
+def known(file: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Read the results that there are; of two the last."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {(row["step"], row["slice"], row["layout"]): row for row in rows}
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do what the file does not have, each in a process of its own, as compilers do not end."""
+    fork = multiprocessing.get_context("fork")
+    for name, slice_, layout in tasks(options):
+        if (name, slice_, layout) in known(options.file):
+            continue
+        begin = time.perf_counter()
+        results = fork.SimpleQueue()
+        process = fork.Process(target=child, args=(results, name, slice_, layout, options))
+        process.start()
+        row = {"step": name, "slice": slice_, "layout": layout, **results.get()}
+        process.join()
+        with options.file.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        took = time.perf_counter() - begin
+        print(f"{name} {slice_} {layout}: {took:.0f} s {row.get('error', '')}", flush=True)
+
+
+def child(results: Any, name: str, slice_: str, layout: str, options: argparse.Namespace) -> None:
+    """Put the result of a compilation into a queue, and end with the compiler's threads."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not options.cycles:
+            stop_before_code(Path(folder))
+        try:
+            results.put(task(name, slice_, layout, options))
+        except Exception as error:  # a row of the table
+            results.put({"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
+    os._exit(0)
+
+
+HEADS = ("step", "slice", "layers", "solved", "FSDP", "mixed", "experts", "time", "bytes", "gap")
+
+
+def cell(row: Mapping[str, Any] | None) -> str:
+    """Return seconds, bytes and memory of a layout, with its mesh."""
+    if not row or "mesh" not in row:
+        return "" if not row or "error" not in row else row["error"][:60]
+    mesh = "x".join(map(str, row["mesh"].values()))
+    if "refused" in row:
+        return f"refused, {mesh}"
+    seconds, sent, memory = middle(row), row["sent"] / 1e9, row["memory"] / 1e9
+    return f"{seconds:.3g} s, {sent:.3g} GB, {memory:.3g} GB, {mesh}"
+
+
+def table(options: argparse.Namespace) -> None:
+    """Print the rows of the file."""
+    rows = known(options.file)
+    print("|", " | ".join(HEADS), "|\n|---|---|" + "--:|" * (len(HEADS) - 2))
+    for name, slice_, layout in tasks(options):
+        mine = rows.get((name, slice_, layout))
+        if layout != "solved" or mine is None:
+            continue
+        others = {key: rows.get((name, slice_, key)) for key in SPARSE}
+        fit = [row for row in others.values() if row and "sending" in row]
+        cells = ["", "", ""]
+        if fit and "sending" in mine:
+            fastest = min(fit, key=middle)
+            ratios = middle(mine) / middle(fastest), mine["sent"] / fastest["sent"]
+            cells = [*(f"{ratio:.2f}" for ratio in ratios), f"{mine['gap']:.1%}"]
+        shown = [cell(mine), *map(cell, others.values()), *cells]
+        print("|", " | ".join([name, slice_, str(mine.get("layers", "")), *shown]), "|")
 
 
 def main() -> int:
-    """Print the table."""
+    """Compile what is missing in the file, or print its table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="JSON lines, one for each layout of a row")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--on", nargs="*", default=list(TOPOLOGIES))
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of a solution")
-    args = parser.parse_args()
-    print("|", " | ".join(HEADS), "|\n|---|---|" + "--:|" * (len(HEADS) - 2), flush=True)
-    for row in rows(args.models, args.on, args.limit):
-        print("|", " | ".join(row), "|", flush=True)
+    parser.add_argument("--rounds", type=int, default=1, help="of a proof")
+    parser.add_argument("--cycles", action="store_true", help="compile to the end, for cycles")
+    parser.add_argument("--layouts", nargs="*", default=["solved", *SPARSE])
+    parser.add_argument("--table", action="store_true", help="print the table")
+    options = parser.parse_args()
+    if options.table:
+        table(options)
+    else:
+        run(options)
     return 0
 
 

@@ -5,7 +5,7 @@ Tables of names, so that reading a file needs neither numpy nor ml_dtypes.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 from shardrules._text import brief, shown
@@ -86,6 +86,14 @@ def bits_of(dtype: object) -> int:
     Raises:
         ValueError: It is something else.
     """
+    try:
+        return _bits_of(dtype)
+    except TypeError:  # an object that has no hash
+        return _bits_of.__wrapped__(dtype)
+
+
+@lru_cache  # numpy takes long to name a dtype
+def _bits_of(dtype: object) -> int:
     if isinstance(dtype, str):
         return BITS[numpy_name(dtype)]
     bits = BITS.get(getattr(dtype, "name", ""))

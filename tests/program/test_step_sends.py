@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import jax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import shardrules as sr
 from tests.support import page_table, step_table
 from tests.support.step_table import CASES
 
@@ -36,6 +39,38 @@ def test_a_step_sends_what_its_jaxpr_says(index):
     """In all within 5 %, each collective over the same axes within 10 %; or the page says why not."""
     differences = list(step_table.differences(index))
     assert bool(differences) == (CASES[index].id in step_table.WHY), differences
+
+
+def sent(tree, update, mesh, **options):
+    plan = sr.plan({"params": tree, "moment": moments(tree)}, [(".*", "fsdp")], mesh)
+    x = jax.ShapeDtypeStruct((4096, 512), "bfloat16", sharding=NamedSharding(mesh, P("fsdp")))
+
+    def train(state, x):
+        grads = jax.grad(lambda params, x: (jax.nn.relu(x @ params["up"]) @ params["down"]).sum())
+        return update(state, grads(state["params"], x))
+
+    step = sr.trace(jax.jit(train, donate_argnums=0, **options), plan, x)
+    return {(row.of, row.collective): row.sent for row in step.traffic()}
+
+
+def moments(tree):
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, "float32"), tree)
+
+
+def momentum(state, grads):
+    moment = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["moment"], grads)
+    params = jax.tree.map(lambda p, m: (p - 0.1 * m).astype(p.dtype), state["params"], moment)
+    return {"params": params, "moment": moment}
+
+
+def test_gradients_are_added_in_parts_for_moments_of_another_dtype():
+    """Also where nothing says how results are sharded: as if they were as the arguments."""
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    tree = {name: jax.ShapeDtypeStruct((512, 512), "bfloat16") for name in ("up", "down")}
+    by_kind = sent(tree, momentum, mesh)
+    assert by_kind["gradients", "reduce-scatter"] == 2 * 512 * 512 * 2 * 7 // 8
+    assert ("gradients", "all-reduce") not in by_kind
+    assert by_kind == sent(tree, momentum, mesh, out_shardings=NamedSharding(mesh, P("fsdp")))
 
 
 @pytest.mark.slow

@@ -202,6 +202,11 @@ class Hlo:
         """True if the module may have a matrix product or a convolution."""
         return any(opcode in self.text for opcode in _MULTIPLIES)
 
+    @cached_property
+    def has_gradients(self) -> bool:
+        """True if JAX has transposed something in the module."""
+        return "/transpose(" in self.text or "(transpose(" in self.text
+
     def contains(self, computation: str, pattern: re.Pattern[str]) -> bool:
         """Say whether a pattern is found in the text of a computation; answers are remembered."""
         key = (computation, pattern)

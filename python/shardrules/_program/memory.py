@@ -31,11 +31,9 @@ def totals_of(executable: Executable) -> Totals | None:
     return totals_from(sizes_of(stats))
 
 
-def memory_of(executable: Executable) -> Memory | None:
-    """Read the memory that a program needs; None where the backend does not tell."""
-    totals, hlo = totals_of(executable), executable.hlo
-    if totals is None:
-        return None
+def memory_of(executable: Executable, totals: Totals) -> Memory:
+    """Read the arrays that a program needs, beside XLA's numbers."""
+    hlo = executable.hlo
     if hlo is None or not hlo.is_scheduled:
         return Memory(totals, 0, 0, False, (), ())
 

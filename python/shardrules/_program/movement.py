@@ -202,6 +202,8 @@ class Tracer:
             if leaf and leaf[0] == "state" and exchange.kind in _REDUCTIONS:
                 for axis in exchange.axes:
                     leaves_of.setdefault(axis, set()).add(leaf[1])
+        if not leaves_of:
+            return frozenset()
         least = _BATCH_SHARE * self._size(chain(*(state.inputs for state in self._carried)))
         return frozenset(axis for axis, leaves in leaves_of.items() if self._size(leaves) > least)
 
@@ -303,11 +305,11 @@ class Tracer:
             reason = "whole gradient" if self._is_stacked_whole(exchange, leaf) else reason
             return Movement("gradient", f"gradient of {path}", reason, leaf)
         if exchange.kind == "all-to-all":
-            return Movement("state", path, "state" if self._has_gradients else "cache", leaf)
+            return Movement("state", path, "state" if self._hlo.has_gradients else "cache", leaf)
         if self._is_update(leaf, _operand(exchange)):
             return Movement("state", f"new {path}", self._of_update(exchange, leaf), leaf)
         is_gather = exchange.kind == "all-gather" and bool(axes & self._leaf_axes(leaf))
-        if not self._has_gradients:
+        if not self._hlo.has_gradients:
             return Movement("state", f"new {path}", "cache" if is_gather else "state", leaf)
         reason = "whole gradient" if is_gather else "gradient"
         if self._sent(exchange) < self._small:
@@ -317,7 +319,7 @@ class Tracer:
     def _of_update(self, exchange: Exchange, leaf: int) -> str:
         """Return the reason for which a new state is moved."""
         if self._result(exchange) not in self._next_state_of:
-            is_cache = not self._has_gradients and self._is_written_in_part(_operand(exchange))
+            is_cache = not self._hlo.has_gradients and self._is_written_in_part(_operand(exchange))
             is_sharded = bool(self._leaf_axes(leaf).intersection(exchange.axes))
             return "cache" if is_cache and is_sharded else "gather"
         is_bad = exchange.kind == "all-gather" and (
@@ -326,11 +328,6 @@ class Tracer:
             or self._is_written_in_part(_operand(exchange))
         )
         return "cache" if is_bad else "update"
-
-    @cached_property
-    def _has_gradients(self) -> bool:
-        """True if JAX has transposed something in the program."""
-        return "transpose(jvp(" in self._hlo.text
 
     def _is_written_in_part(self, value: Value) -> bool:
         """Say whether a new state has a part of the old one written anew, as a cache has."""

@@ -155,6 +155,7 @@ class Spread:
         self._find_users(body)
         for number, cuts in zip(body.inputs, arguments, strict=True):
             self.cuts[number] = self._known(number, cuts or ())
+        self._copied = dict(self._copies_of_arguments(body))
         self._wish(body, [None if cuts is None else cuts for cuts in results])
         self._run(body, 1)
         for result, cuts in zip(body.outputs, results, strict=True):
@@ -201,6 +202,24 @@ class Spread:
 
     # What operations wish for: from constraints and results backwards.
 
+    def _copies_of_arguments(self, body: Body) -> Iterator[tuple[int, Cuts]]:
+        """Yield the arguments, and what has their shape and is computed of one of them alone.
+
+        Such as moments that decay, and weights in another dtype: what is added to them is to be cut
+        as they are.
+        """
+        copied = dict(self.cuts)
+        yield from copied.items()
+        for operation in body.operations:
+            rule = operation.rule
+            rows = zip(operation.inputs, () if rule is None else rule.operands, strict=False)
+            arrays = [(number, dims) for number, dims in rows if number is not None and dims]
+            if rule is not None and len(arrays) == 1 and rule.results == (arrays[0][1],):
+                cuts = copied.get(arrays[0][0])
+                if cuts is not None:
+                    copied[operation.outputs[0]] = cuts
+                    yield operation.outputs[0], cuts
+
     def _wish(self, body: Body, outputs: Sequence[Cuts | None]) -> None:
         for number, cuts in zip(body.outputs, outputs, strict=True):
             if number is not None and cuts is not None:
@@ -225,7 +244,7 @@ class Spread:
         ]
         if not axes:
             for number, dims in operands:
-                self._project(rule, dims, self.cuts.get(number, ()), axes)
+                self._project(rule, dims, self.cuts.get(number, self._copied.get(number, ())), axes)
         if axes:
             for number, dims in operands:
                 if number not in self.cuts:

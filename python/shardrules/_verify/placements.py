@@ -216,8 +216,10 @@ def returned(
     """Yield a finding about large results of a step that are neither its state nor planned."""
     states = {leaf for state in carried for leaf in state.outputs}
     rest = [i for i, target in enumerate(targets) if target is None and i not in states]
+    if not states or not rest:
+        return
     least = max(large, _RETURNED * sum(map(side.bytes_of, states)))
-    leaves = [leaf for leaf in rest if states and side.bytes_of(leaf) >= least]
+    leaves = [leaf for leaf in rest if side.bytes_of(leaf) >= least]
     if leaves:
         size = sum(map(side.bytes_of, leaves))
         message = (

@@ -152,13 +152,17 @@ def findings_and_program(
             *(finding for finding, _ in reshards),
             *unexpected(program, large, {row for _, rows in reshards for row in rows}),
             *computed_alike(program, same_work),
-            *kept_activations(program, large),
+            *(kept_activations(program, large) if _has_gradients(executable) else ()),
             *over_budget(program, limits),
             *_peak_findings(program, hbm),
         ]
     scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
     kept = f"; {counted(len(limits), 'budget')} kept" if limits else ""
     return Findings(findings, scope + kept), program
+
+
+def _has_gradients(executable: Executable) -> bool:
+    return executable.hlo is not None and executable.hlo.has_gradients
 
 
 def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding]:
