@@ -25,7 +25,7 @@ from shardrules._program.compile import (
 )
 from shardrules._program.dump import XlaDump
 from shardrules._program.program import Program, time_of
-from shardrules._text import answer, mesh_shown
+from shardrules._text import Table, answer, mesh_shown
 from shardrules._verify.verify import findings_and_program
 
 if TYPE_CHECKING:
@@ -92,17 +92,15 @@ class Proof(NamedTuple):
         """Raise `FindingsError` if a finding has at least this level."""
         self.findings.raise_for(level)
 
-    def __str__(self) -> str:
-        return "\n".join(self._parts())
-
-    def _parts(self) -> list[str]:
+    def _parts(self) -> list[Table | str]:
         time = [] if self.time is None else [str(self.time)]
-        return [head_of(self), *self.findings._parts(), *program_lines(self), *time]
+        parts = [*self.findings._parts(), *self.program._parts(), *notes_of(self), *time]
+        return [head_of(self), *parts]
 
 
-def program_lines(proof: Proof) -> list[str]:
-    """Return the text of the program, and whether it is not quite the one that will run."""
-    return [str(proof.program), *([OF_FAST] if proof.effort == "fast" else [])]
+def notes_of(proof: Proof) -> list[str]:
+    """Say whether the program is not quite the one that will run."""
+    return [OF_FAST] if proof.effort == "fast" else []
 
 
 def head_of(proof: Proof) -> str:
