@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardrules._arguments import check_tree
-from shardrules._checkpoint.reading import numpy_dtype
+from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.selection import Selection
 from shardrules._checkpoint.targets import Problems, Target, targets_of
