@@ -145,6 +145,16 @@ class Step(TracedStep):
         # Memory, traffic and time of a plan are asked for one after the other.
         self._last: tuple[Plan | None, Spread] | None = None
 
+    def _of_jaxpr(self, closed: Any) -> Step:
+        """Return the step of another jaxpr, with the same arguments and results."""
+        import jax
+        from jax.extend.core import jaxpr_as_fun
+
+        leaves, build = jax.tree_util.tree_leaves, self._out_tree.unflatten
+        function = jax.jit(lambda *args: build(jaxpr_as_fun(closed)(*leaves(args))))
+        traced = _Traced(function, closed, self._out_tree)
+        return Step(self.name, traced, self._args, self._paths, self.mesh)
+
     def __copy__(self) -> Step:
         return self
 
@@ -607,7 +617,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
         import equinox
 
         make = equinox.filter_make_jaxpr
-    with _in_force(mesh), noted(step, args):
+    with in_force(mesh), noted(step, args):
         closed, results, *_ = make(step)(*trees)
     traced = _Traced(step, closed, jax.tree_util.tree_structure(results))
     paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]
@@ -626,7 +636,7 @@ def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
     return meshes[0] if meshes else None
 
 
-def _in_force(mesh: Any) -> AbstractContextManager[Any]:
+def in_force(mesh: Any) -> AbstractContextManager[Any]:
     """Return the context in which specs are of a mesh, with devices or without them."""
     import jax
 
