@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape, slices_in
+from shardrules._checkpoint.boxes import Box, Piece, box_shape, slices_in
+from shardrules._checkpoint.job import Job, fills_view
 from shardrules._checkpoint.puts import (
     assembled,
     parts_on_devices,
@@ -21,16 +22,14 @@ from shardrules._checkpoint.puts import (
     whole_arrays,
 )
 from shardrules._checkpoint.ranges import Copy, Tiles, axis_strides, numpy_dtype
-from shardrules._checkpoint.reading import STAGING, BoxRequest, Reader, bound_of, copy_values
+from shardrules._checkpoint.reading import BoxRequest, Reader, copy_values
 from shardrules._checkpoint.targets import SourcePart, Target
-from shardrules._dtypes import bits_of
 from shardrules._files.leaves import ArraySpec, StoredFile
 from shardrules._io import FileError
 from shardrules._text import bytes_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from jax.sharding import NamedSharding
 
 # Reads at once, also of one array: a store on a network takes milliseconds to answer each.
 _THREADS: Final = 16
@@ -50,80 +49,6 @@ _SHARE: Final = 4
 _FEW: Final = 8
 
 
-class Job(NamedTuple):
-    """Array to make."""
-
-    path: str
-    target: Target
-    dtype: np.dtype[Any]
-    """The dtype on the devices."""
-    sharding: NamedSharding
-
-    @property
-    def local_boxes(self) -> Mapping[Box, Sequence[Any]]:
-        """Return the distinct boxes of this process's devices, each with its devices."""
-        return _local_boxes(self.sharding, self.target.shape)
-
-    def source_rows(self, box: Box) -> tuple[str, Box]:
-        """Return the array and the rows of it that are read first for this box."""
-        for part in self.target.parts:
-            for piece in part.pieces(box):
-                return part.source, piece.source[:1]
-        return "", ()
-
-    def place(self, arrays: Mapping[str, ArraySpec]) -> tuple[str, int]:
-        """Return where its first bytes stand: the file, and the offset there."""
-        first = arrays[self.target.parts[0].source]
-        return "" if first.file is None else str(first.file.path), first.begin
-
-    @property
-    def is_small(self) -> bool:
-        """Say whether it is read together with others."""
-        return prod(self.target.shape) * self.dtype.itemsize <= STAGING
-
-    @property
-    def is_put_whole(self) -> bool:
-        """Say whether JAX cuts it into its devices' parts, which is faster for a small array."""
-        return self.is_small and self.sharding.is_fully_addressable
-
-    @property
-    def form(self) -> Any:
-        """Return what arrays have in common that one program can take apart."""
-        return self.target.shape, self.dtype, self.sharding
-
-    @property
-    def boxes(self) -> Sequence[Box]:
-        """Return the boxes to fill."""
-        if self.is_put_whole:
-            return [tuple((0, size) for size in self.target.shape)]
-        return list(self.local_boxes)
-
-    @property
-    def box_sizes(self) -> Mapping[Box, int]:
-        """The bytes in flight for each local box: the buffer, and what is staged for it."""
-        sizes = _buffer_sizes(self.sharding, self.target.shape, self.dtype.itemsize)
-        parts = [part for part in self.target.parts if part.scale or not part.sized.is_simple]
-        if not parts:
-            return sizes
-        return {
-            box: size
-            + sum(
-                prod(box_shape(piece.source)) * (12 if part.scale else 8)
-                for part in parts
-                for piece in part.pieces(box)
-                if not _fills_view(part, piece)
-            )
-            for box, size in sizes.items()
-        }
-
-
-@lru_cache(maxsize=4096)
-def _buffer_sizes(
-    sharding: NamedSharding, shape: tuple[int, ...], item_bytes: int
-) -> dict[Box, int]:
-    return {box: prod(box_shape(box)) * item_bytes for box in _local_boxes(sharding, shape)}
-
-
 class _Unit(NamedTuple):
     jobs: Sequence[int]
     boxes: Sequence[Sequence[Box]]
@@ -137,40 +62,6 @@ class _Unit(NamedTuple):
     def room(self, size: int) -> int:
         """Return the memory that a buffer of this size gets."""
         return size if self.is_stack else -(-size // _ALIGNED) * _ALIGNED
-
-
-@lru_cache(maxsize=4096)
-def _local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
-    """Return the distinct boxes of this process's devices, each with its devices."""
-    devices_of: dict[Box, list[Any]] = defaultdict(list)
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        devices_of[box_of(index or (), shape)].append(device)
-    return dict(sorted(devices_of.items()))
-
-
-def bytes_in_flight(jobs: Sequence[Job], bound: int | None) -> int:
-    """Return the bound, or the default.
-
-    Raises:
-        ValueError: An array's part on one device alone takes more.
-    """
-    sizes = [max(job.box_sizes.values(), default=0) for job in jobs]
-    if not sizes:
-        return bound_of(bound, 0, "")
-    least = max(sizes)
-    path, target, *_ = jobs[sizes.index(least)]
-    return bound_of(
-        bound,
-        least,
-        f"{path} with the shape {list(target.shape)} needs {bytes_shown(least)} for its part on "
-        "one device",
-    )
-
-
-def bytes_to_read(job: Job, arrays: Mapping[str, ArraySpec]) -> int:
-    """Count the bytes in files that this process needs of the array's parts, without scales."""
-    elements = sum(prod(box_shape(box)) for box in job.local_boxes)
-    return elements * bits_of(arrays[job.target.parts[0].source].dtype) // 8
 
 
 def fill(
@@ -470,7 +361,7 @@ def _fill_staged(
     """Fill views of the result with pieces of one array that have to be changed on the way."""
     requests, changed = [], []
     for part, piece, view in views:
-        if _fills_view(part, piece):
+        if fills_view(part, piece):
             into = view.transpose(_inverse(piece.order)).reshape(box_shape(piece.source))
         else:
             into = np.empty(box_shape(piece.source), numpy_dtype(reader.arrays[name].dtype))
@@ -491,16 +382,6 @@ def _fill_staged(
 @lru_cache(maxsize=256)
 def _inverse(order: tuple[int, ...]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
-
-
-def _fills_view(part: SourcePart, piece: Piece) -> bool:
-    """Say whether rows are copied straight to the result: no dimension is several long axes."""
-    long = sum(length > 1 for length in piece.lengths)
-    return (
-        part.scale is None
-        and piece.picked is None
-        and long == sum(b - a > 1 for a, b in piece.source)
-    )
 
 
 def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:

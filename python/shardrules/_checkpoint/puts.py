@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import NamedSharding
 
-    from shardrules._checkpoint.filling import Job
+    from shardrules._checkpoint.job import Job
 
 _TOGETHER: Final = 32
 """So many arrays go to the devices as one: to compile more takes longer than it saves."""
