@@ -298,9 +298,9 @@ def prove(args: Args) -> int:
 def step(args: Args) -> None:
     """Show what a step does before it is compiled: dimensions, FLOPs, memory, traffic, time."""
     from shardrules._cli import inputs
+    from shardrules._cli.step_page import step_page
     from shardrules._io import write_text
     from shardrules._plan.report import step_json
-    from shardrules._step.page import step_page
 
     traced = inputs.trace_on(args, args.function, args.mesh, args.rules)
     if args.array:

@@ -24,7 +24,7 @@ from shardrules._program.compile import (
     target_mesh,
 )
 from shardrules._program.dump import XlaDump
-from shardrules._program.program import Program, time_of
+from shardrules._program.program import Program, time_on
 from shardrules._text import Table, answer, mesh_shown
 from shardrules._verify.verify import findings_and_program
 
@@ -185,22 +185,13 @@ def prove(
     target = _target(on, mesh or program.mesh)
     estimate = None
     if isinstance(on, Topology) and effort == "full" and dump is None:
-        estimate = _estimate(on, program)
+        estimate = time_on(on, program)
     executable = None if result.is_cached or dump else compiled
     seconds = result.seconds if dump is None else dump.seconds
     is_cut = dump is not None
     return Proof(
         target, findings, program, executable, seconds, estimate, result.is_cached, is_cut, effort
     )
-
-
-def _estimate(topology: Topology, program: Program) -> ProgramTime | None:
-    """Estimate the time of a step; at O1 the compiler expects nearly three times the cycles."""
-    mesh = program.mesh
-    if mesh is None:
-        return None
-    peak = topology.hardware.flops_per_second["bfloat16"]
-    return time_of(program, topology.clock, partial(topology.link_rate, mesh), peak)
 
 
 def _planned_on(mesh: Mesh, planned: Any) -> Any:
