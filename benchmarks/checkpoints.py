@@ -388,8 +388,8 @@ def _memory() -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(kinds))
 
 
-def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
-    """Return (the result, the most bytes during the call beyond those before)."""
+def _peak(call: Callable[[], Any]) -> tuple[Any, int, float]:
+    """Return (the result, the most bytes during the call beyond those before, its seconds)."""
     before, peak, done = _memory(), [0], threading.Event()
 
     def watch() -> None:
@@ -398,10 +398,12 @@ def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
+    start = time.process_time()
     result = call()
+    seconds = time.process_time() - start
     done.set()
     watcher.join()
-    return result, peak[0] - before
+    return result, peak[0] - before, seconds
 
 
 def _check_equal(ours: Any, plain: Any) -> int:
@@ -421,8 +423,8 @@ def _check_equal(ours: Any, plain: Any) -> int:
 
 
 def _measured(case: Case) -> Iterator[Row]:
-    ours, peak = _peak(case.ours)
-    plain, plain_peak = _peak(case.plain)
+    ours, peak, first = _peak(case.ours)
+    plain, plain_peak, plain_first = _peak(case.plain)
     size = _check_equal(ours, plain or {})
     size = size or sum(each.nbytes for each in jax.tree.leaves(ours))
     del ours, plain
@@ -438,7 +440,8 @@ def _measured(case: Case) -> Iterator[Row]:
         [median(column) for column in zip(*pairs, strict=True)] for pairs in taken.values()
     )
     note = (
-        f"{cpu:.2f} / {plain_cpu:.2f} s of processors, {seconds:.2f} / {plain_seconds:.2f} s; peak "
+        f"{cpu:.2f} / {plain_cpu:.2f} s of processors, {seconds:.2f} / {plain_seconds:.2f} s; the "
+        f"first load {first:.2f} / {plain_first:.2f} s of processors; peak "
         f"{peak / size:.2f} / {plain_peak / size:.2f} of the arrays"
     )
     if case.bar is None:
@@ -449,7 +452,7 @@ def _measured(case: Case) -> Iterator[Row]:
             a[place] / b[place] for a, b in zip(taken["ours"], taken["plain"], strict=True)
         )
         yield Row(f"{case.what}: {kind}", ratio, "x", case.bar, note if not place else "")
-    if sys.argv[2] in ("small", "again", "columns"):
+    if sys.argv[2] in ("small", "again", "columns", "turned"):
         bar = 2.0 if sys.argv[2] == "small" else 1.2
         yield Row(f"{case.what}: peak", peak / size, "x of the arrays", bar)
 

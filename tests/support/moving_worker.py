@@ -106,7 +106,7 @@ def load():
         read.append(done := read_at(file, begin, into))
         return done
 
-    reading._read_at, reading._native, reading._GAP = count, None, 0
+    reading._read_at, reading._native, reading.GAP = count, None, 0
     found = []
     for renames, wanted, most in (
         ((), expected, None), (RENAMES, renamed(expected), None), (RENAMES, renamed(expected), 4000),

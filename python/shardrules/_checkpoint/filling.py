@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import threading
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from math import prod
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape, slices_in
-from shardrules._checkpoint.reading import (
-    STAGING,
-    BoxRequest,
-    Copy,
-    Reader,
-    axis_strides,
-    bound_of,
-    copy_values,
-    numpy_dtype,
+from shardrules._checkpoint.boxes import Box, Piece, box_shape, slices_in
+from shardrules._checkpoint.job import Job, fills_view
+from shardrules._checkpoint.puts import (
+    assembled,
+    parts_on_devices,
+    stacked_arrays,
+    whole_arrays,
 )
+from shardrules._checkpoint.ranges import Copy, Tiles, axis_strides, numpy_dtype
+from shardrules._checkpoint.reading import BoxRequest, Reader, copy_values
 from shardrules._checkpoint.targets import SourcePart, Target
-from shardrules._dtypes import bits_of
 from shardrules._files.leaves import ArraySpec, StoredFile
 from shardrules._io import FileError
-from shardrules._place.transfers import array_without_data
 from shardrules._text import bytes_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from jax.sharding import NamedSharding
 
+# Reads at once, also of one array: a store on a network takes milliseconds to answer each.
 _THREADS: Final = 16
 # To wait for one of many units takes time for each.
 _UNITS: Final = 4 * _THREADS
@@ -41,79 +40,13 @@ _ALIGNED: Final = 64
 # So many small arrays are read together, and put onto devices in one call.
 _BATCH: Final = 1024
 _BATCH_BYTES: Final = 16 << 20
+# So many small arrays of one form are worth a program, which takes as long to compile as to put
+# some thousands of them.
+_MANY: Final = 8192
 # Units of at most this size keep all threads busy.
 _SHARE: Final = 4
 # Of more parts, those in a box are looked up.
 _FEW: Final = 8
-
-
-class Job(NamedTuple):
-    """Array to make."""
-
-    path: str
-    target: Target
-    dtype: np.dtype[Any]
-    """The dtype on the devices."""
-    sharding: NamedSharding
-
-    @property
-    def local_boxes(self) -> Mapping[Box, Sequence[Any]]:
-        """Return the distinct boxes of this process's devices, each with its devices."""
-        return _local_boxes(self.sharding, self.target.shape)
-
-    def source_rows(self, box: Box) -> tuple[str, Box]:
-        """Return the array and the rows of it that are read first for this box."""
-        for part in self.target.parts:
-            for piece in part.pieces(box):
-                return part.source, piece.source[:1]
-        return "", ()
-
-    def place(self, arrays: Mapping[str, ArraySpec]) -> tuple[str, int]:
-        """Return where its first bytes stand: the file, and the offset there."""
-        first = arrays[self.target.parts[0].source]
-        return "" if first.file is None else str(first.file.path), first.begin
-
-    @property
-    def is_small(self) -> bool:
-        """Say whether it is read together with others."""
-        return prod(self.target.shape) * self.dtype.itemsize <= STAGING
-
-    @property
-    def is_put_whole(self) -> bool:
-        """Say whether JAX cuts it into its devices' parts, which is faster for a small array."""
-        return self.is_small and self.sharding.is_fully_addressable
-
-    @property
-    def boxes(self) -> Sequence[Box]:
-        """Return the boxes to fill."""
-        if self.is_put_whole:
-            return [tuple((0, size) for size in self.target.shape)]
-        return list(self.local_boxes)
-
-    @property
-    def box_sizes(self) -> Mapping[Box, int]:
-        """The bytes in flight for each local box: the buffer, and what is staged for it."""
-        sizes = _buffer_sizes(self.sharding, self.target.shape, self.dtype.itemsize)
-        parts = [part for part in self.target.parts if part.scale or not part.sized.is_simple]
-        if not parts:
-            return sizes
-        return {
-            box: size
-            + sum(
-                prod(box_shape(piece.source)) * (12 if part.scale else 8)
-                for part in parts
-                for piece in part.pieces(box)
-                if not _fills_view(part, piece)
-            )
-            for box, size in sizes.items()
-        }
-
-
-@lru_cache(maxsize=4096)
-def _buffer_sizes(
-    sharding: NamedSharding, shape: tuple[int, ...], item_bytes: int
-) -> dict[Box, int]:
-    return {box: prod(box_shape(box)) * item_bytes for box in _local_boxes(sharding, shape)}
 
 
 class _Unit(NamedTuple):
@@ -123,40 +56,12 @@ class _Unit(NamedTuple):
     is_whole: bool
     """Whether that makes whole arrays."""
     bytes: int
+    is_stack: bool = False
+    """Whether they are arrays of one form, which lie side by side in memory."""
 
-
-@lru_cache(maxsize=4096)
-def _local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
-    """Return the distinct boxes of this process's devices, each with its devices."""
-    devices_of: dict[Box, list[Any]] = defaultdict(list)
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        devices_of[box_of(index or (), shape)].append(device)
-    return dict(sorted(devices_of.items()))
-
-
-def bytes_in_flight(jobs: Sequence[Job], bound: int | None) -> int:
-    """Return the bound, or the default.
-
-    Raises:
-        ValueError: An array's part on one device alone takes more.
-    """
-    sizes = [max(job.box_sizes.values(), default=0) for job in jobs]
-    if not sizes:
-        return bound_of(bound, 0, "")
-    least = max(sizes)
-    path, target, *_ = jobs[sizes.index(least)]
-    return bound_of(
-        bound,
-        least,
-        f"{path} with the shape {list(target.shape)} needs {bytes_shown(least)} for its part on "
-        "one device",
-    )
-
-
-def bytes_to_read(job: Job, arrays: Mapping[str, ArraySpec]) -> int:
-    """Count the bytes in files that this process needs of the array's parts, without scales."""
-    elements = sum(prod(box_shape(box)) for box in job.local_boxes)
-    return elements * bits_of(arrays[job.target.parts[0].source].dtype) // 8
+    def room(self, size: int) -> int:
+        """Return the memory that a buffer of this size gets."""
+        return size if self.is_stack else -(-size // _ALIGNED) * _ALIGNED
 
 
 def fill(
@@ -173,10 +78,11 @@ def fill(
     Raises:
         FileError: A file has changed, or cannot be read.
     """
-    filling = _Filling(jobs, reader, most_bytes, done)
+    units = list(_units(jobs, reader.arrays, most_bytes))
+    filling = _Filling(jobs, reader, most_bytes, done, max(1, _THREADS // max(1, len(units))))
     with filling.pool:
         try:
-            for unit in _units(jobs, reader.arrays, most_bytes):
+            for unit in units:
                 filling.make_room(most_bytes - unit.bytes, _UNITS)
                 filling.read(unit)
             filling.make_room(0, 0)
@@ -189,54 +95,63 @@ class _Filling:
     """Units that threads read, and that this thread puts onto devices."""
 
     def __init__(
-        self, jobs: Sequence[Job], reader: Reader, most_bytes: int, done: Callable[[], None]
+        self,
+        jobs: Sequence[Job],
+        reader: Reader,
+        most_bytes: int,
+        done: Callable[[], None],
+        threads: int,
     ) -> None:
         self.pool = ThreadPoolExecutor(_THREADS, "shardrules-load")
         self._jobs = jobs
         self._reader = reader
         self._most_bytes = most_bytes
         self._done = done
+        self._threads = threads
         self._arrays: list[Any] = [None] * len(jobs)
         self._parts: dict[int, dict[Any, Any]] = defaultdict(dict)
-        self._reading: dict[Future[Any], _Unit] = {}
+        self._reading = 0
+        self._read: SimpleQueue[_Reading] = SimpleQueue()
         self._sent: deque[tuple[_Unit, Any]] = deque()
         self._in_flight = 0
 
     def read(self, unit: _Unit) -> None:
         """Begin to read a unit."""
         jobs = [self._jobs[index] for index in unit.jobs]
-        # Of this thread's memory, which the system has not taken back since an earlier call.
-        memory = self._within(unit, partial(_memory, jobs, unit.boxes))
-        self._reading[self.pool.submit(_filled, jobs, unit.boxes, memory, self._reader)] = unit
+        plan = self._within(unit, partial(_plan, jobs, unit, self._reader, self._threads))
+        reading = _Reading(unit, self._read, *plan)
+        self._reading += 1
         self._in_flight += unit.bytes
+        reading.submit(self.pool)
 
     def make_room(self, at_most: int, units: int) -> None:
         """Wait until so many bytes and units are in flight."""
-        while self._in_flight > at_most or len(self._reading) > units:
+        while self._in_flight > at_most or self._reading > units:
             if self._sent and (not self._reading or self._in_flight > at_most):
                 unit, sent = self._sent.popleft()
                 _wait_for(unit, sent)
                 self._in_flight -= unit.bytes
                 self._done()
                 continue
-            for future in wait(self._reading, return_when=FIRST_COMPLETED).done:
-                unit = self._reading.pop(future)
-                self._sent.append((unit, self._put(unit, self._within(unit, future.result))))
+            reading = self._read.get()
+            self._reading -= 1
+            filled = self._within(reading.unit, reading.result)
+            self._sent.append((reading.unit, self._put(reading.unit, filled)))
 
     def arrays(self) -> list[Any]:
         """Return the arrays, with those that were put in parts."""
         for index, of_devices in self._parts.items():
-            self._arrays[index] = _assembled(self._jobs[index], of_devices)
+            self._arrays[index] = assembled(self._jobs[index], of_devices)
         return self._arrays
 
     def _put(self, unit: _Unit, filled: list[dict[Box, npt.NDArray[Any]]]) -> Any:
         """Put the buffers of a unit onto devices; returns what arrives there."""
         jobs = [self._jobs[index] for index in unit.jobs]
         if not unit.is_whole:
-            parts = _parts_on_devices(jobs[0], filled[0])
+            parts = parts_on_devices(jobs[0], filled[0])
             self._parts[unit.jobs[0]] |= parts
             return list(parts.values())
-        arrays = _whole_arrays(jobs, filled)
+        arrays = (stacked_arrays if unit.is_stack else whole_arrays)(jobs, filled)
         for index, array in zip(unit.jobs, arrays, strict=True):
             self._arrays[index] = array
         return arrays
@@ -263,8 +178,15 @@ def _units(
     jobs: Sequence[Job], arrays: Mapping[str, ArraySpec], most_bytes: int
 ) -> Iterator[_Unit]:
     most = max(1, most_bytes // _SHARE)
-    small: list[int] = []
-    small_bytes = 0
+    small: dict[Any, list[int]] = defaultdict(list)
+    small_bytes: dict[Any, int] = defaultdict(int)
+    forms = Counter(job.form for job in jobs if job.is_put_whole)
+
+    def unit(form: Any) -> _Unit:
+        size = small_bytes.pop(form, 0)
+        indices = small.pop(form)
+        return _Unit(indices, [jobs[i].boxes for i in indices], True, size, form is not None)
+
     # Neighbours in a file are read together.
     for index in sorted(range(len(jobs)), key=[job.place(arrays) for job in jobs].__getitem__):
         job = jobs[index]
@@ -275,13 +197,17 @@ def _units(
         elif not job.is_small:
             yield _Unit([index], [job.boxes], True, total)
         else:
-            if small and (small_bytes + total > min(most, _BATCH_BYTES) or len(small) == _BATCH):
-                yield _Unit(small, [jobs[i].boxes for i in small], True, small_bytes)
-                small, small_bytes = [], 0
-            small.append(index)
-            small_bytes += total
-    if small:
-        yield _Unit(small, [jobs[i].boxes for i in small], True, small_bytes)
+            is_many = job.is_put_whole and forms[job.form] >= _MANY
+            form = job.form if is_many else None
+            together = small[form]
+            if together and (
+                small_bytes[form] + total > min(most, _BATCH_BYTES) or len(together) == _BATCH
+            ):
+                yield unit(form)
+            small[form].append(index)
+            small_bytes[form] += total
+    for form in [*small]:
+        yield unit(form)
 
 
 def _units_of_boxes(
@@ -298,68 +224,63 @@ def _units_of_boxes(
             yield _Unit([index], [part], False, sum(map(sizes.__getitem__, part)))
 
 
-def _whole_arrays(
-    jobs: Sequence[Job], filled: Sequence[Mapping[Box, npt.NDArray[Any]]]
-) -> list[Any]:
-    """Put whole arrays onto devices: one that is large, or several that are small."""
-    import jax
+class _Reading:
+    """A unit that is being read: its buffers, the tasks that fill them, what is done after them."""
 
-    arrays: list[Any] = [None] * len(jobs)
-    at_once = [i for i, job in enumerate(jobs) if job.is_put_whole]
-    for i, (job, buffers) in enumerate(zip(jobs, filled, strict=True)):
-        if not job.is_put_whole:
-            arrays[i] = _array(job, buffers)
-    values = [next(iter(filled[i].values())) for i in at_once]
-    put = jax.device_put(values, [jobs[i].sharding for i in at_once])
-    for i, array in zip(at_once, put, strict=True):
-        arrays[i] = array
-    return arrays
+    def __init__(
+        self,
+        unit: _Unit,
+        ended: SimpleQueue[_Reading],
+        filled: list[dict[Box, npt.NDArray[Any]]],
+        tasks: list[Callable[[], object]],
+        after: Callable[[], object],
+    ) -> None:
+        self.unit = unit
+        self._ended, self._filled, self._tasks, self._after = ended, filled, tasks, after
+        self._lock = threading.Lock()
+        self._left = len(tasks)
+        self._error: BaseException | None = None
 
+    def submit(self, pool: ThreadPoolExecutor) -> None:
+        """Begin the tasks."""
+        for task in self._tasks:
+            pool.submit(self._run, task)
+        if not self._tasks:
+            self._ended.put(self)
 
-def _array(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
-    import jax
+    def _run(self, task: Callable[[], object]) -> None:
+        error = self._error
+        try:
+            if error is None:
+                task()
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            is_last = not self._left
+        if is_last:
+            self._ended.put(self)
 
-    shape = job.target.shape
-    if not job.sharding.addressable_devices:
-        return array_without_data(shape, job.sharding, job.dtype)
-    return jax.make_array_from_callback(
-        shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
-    )
-
-
-def _parts_on_devices(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> dict[Any, Any]:
-    """Make {device: its part} for these boxes."""
-    import jax
-    from jax.sharding import SingleDeviceSharding
-
-    memory_kind = job.sharding.memory_kind
-    return {
-        device: jax.device_put(buffer, SingleDeviceSharding(device, memory_kind=memory_kind))
-        for box, buffer in buffers.items()
-        for device in job.local_boxes[box]
-    }
-
-
-def _assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
-    import jax
-
-    order = job.sharding.addressable_devices_indices_map(job.target.shape)
-    return jax.make_array_from_single_device_arrays(
-        job.target.shape, job.sharding, [parts[device] for device in order]
-    )
+    def result(self) -> list[dict[Box, npt.NDArray[Any]]]:
+        """Return the buffers by job and box, or raise the first error of a task."""
+        if self._error is not None:
+            raise self._error
+        self._after()
+        return self._filled
 
 
-def _filled(
-    jobs: Sequence[Job],
-    boxes: Sequence[Sequence[Box]],
-    memory: npt.NDArray[np.uint8],
-    reader: Reader,
-) -> list[dict[Box, npt.NDArray[Any]]]:
-    """Read boxes of the jobs from the files, into the memory."""
-    filled, at = [], 0
+def _plan(
+    jobs: Sequence[Job], unit: _Unit, reader: Reader, threads: int
+) -> tuple[list[dict[Box, npt.NDArray[Any]]], list[Callable[[], object]], Callable[[], object]]:
+    """Return (the buffers of a unit, the tasks that fill them, what is to be done after them)."""
+    # Of this thread's memory, which the system has not taken back since an earlier call.
+    memory, at = _memory(jobs, unit), 0
+    filled: list[dict[Box, npt.NDArray[Any]]] = []
     copies: dict[StoredFile, list[Copy]] = defaultdict(list)
-    tasks: list[Callable[[], None]] = []
-    for job, of_job in zip(jobs, boxes, strict=True):
+    tiles: dict[str, list[Tiles]] = defaultdict(list)
+    staging: list[Callable[[], object]] = []
+    for job, of_job in zip(jobs, unit.boxes, strict=True):
         buffers: dict[Box, npt.NDArray[Any]] = {}
         staged: dict[str, list[tuple[SourcePart, Piece, npt.NDArray[Any]]]] = defaultdict(list)
         for box, parts in zip(of_job, _parts_in(job.target, of_job), strict=True):
@@ -367,28 +288,35 @@ def _filled(
             if job.target.is_padded:
                 buffer[...] = 0
             for part in parts:
-                file = reader.arrays[part.source].file
+                array = reader.arrays[part.source]
                 for piece in part.pieces(box):
                     copy = _direct(job, part, piece, buffer.strides, reader)
-                    if copy is None or file is None:
+                    if copy is None or array.file is None:
                         staged[part.source].append((part, piece, _view(buffer, box, piece)))
-                    else:
-                        place = sum(
-                            (begin - start) * stride
-                            for (begin, _), (start, _), stride in zip(
-                                piece.target, box, buffer.strides, strict=True
-                            )
+                        continue
+                    place = at + sum(
+                        (begin - start) * stride
+                        for (begin, _), (start, _), stride in zip(
+                            piece.target, box, buffer.strides, strict=True
                         )
-                        copies[file].append(copy.at(reader.arrays[part.source].begin, at + place))
+                    )
+                    if isinstance(copy, Copy):
+                        copies[array.file].append(copy.at(array.begin, place))
+                    else:
+                        tiles[part.source] += [each.at(place) for each in copy]
             buffers[box] = buffer
-            at += _room(buffer.nbytes)
-        tasks += [partial(_fill_staged, job, name, views, reader) for name, views in staged.items()]
+            at += unit.room(buffer.nbytes)
+        staging += [partial(_fill_staged, job, *each, reader) for each in staged.items()]
         filled.append(buffers)
-    reader.read(copies, memory, tasks)
-    for job, buffers in zip(jobs, filled, strict=True):
-        for buffer in buffers.values() if job.dtype == np.bool_ else ():
-            np.not_equal(buffer.view(np.uint8), 0, out=buffer)  # a file may have any bytes
-    return filled
+    tasks, read_twice = reader.tasks(copies, tiles, memory, threads)
+
+    def after() -> None:
+        read_twice()
+        for job, buffers in zip(jobs, filled, strict=True):
+            for buffer in buffers.values() if job.dtype == np.bool_ else ():
+                np.not_equal(buffer.view(np.uint8), 0, out=buffer)  # a file may have any bytes
+
+    return filled, [*tasks, *staging], after
 
 
 def _parts_in(target: Target, boxes: Sequence[Box]) -> list[Sequence[SourcePart]]:
@@ -407,7 +335,7 @@ def _parts_in(target: Target, boxes: Sequence[Box]) -> list[Sequence[SourcePart]
 
 def _direct(
     job: Job, part: SourcePart, piece: Piece, strides: tuple[int, ...], reader: Reader
-) -> Copy | None:
+) -> Copy | list[Tiles] | None:
     """Return how the bytes of a piece go straight to the result, if they can."""
     if part.scale is not None or piece.picked is not None:
         return None
@@ -433,7 +361,7 @@ def _fill_staged(
     """Fill views of the result with pieces of one array that have to be changed on the way."""
     requests, changed = [], []
     for part, piece, view in views:
-        if _fills_view(part, piece):
+        if fills_view(part, piece):
             into = view.transpose(_inverse(piece.order)).reshape(box_shape(piece.source))
         else:
             into = np.empty(box_shape(piece.source), numpy_dtype(reader.arrays[name].dtype))
@@ -454,16 +382,6 @@ def _fill_staged(
 @lru_cache(maxsize=256)
 def _inverse(order: tuple[int, ...]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
-
-
-def _fills_view(part: SourcePart, piece: Piece) -> bool:
-    """Say whether rows are copied straight to the result: no dimension is several long axes."""
-    long = sum(length > 1 for length in piece.lengths)
-    return (
-        part.scale is None
-        and piece.picked is None
-        and long == sum(b - a > 1 for a, b in piece.source)
-    )
 
 
 def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
@@ -499,11 +417,11 @@ def _scaled(
     return values.astype(np.float32) * factors
 
 
-def _memory(jobs: Sequence[Job], boxes: Sequence[Sequence[Box]]) -> npt.NDArray[np.uint8]:
-    """Return memory for these boxes: the system gives one large piece faster than many."""
+def _memory(jobs: Sequence[Job], unit: _Unit) -> npt.NDArray[np.uint8]:
+    """Return memory for a unit: the system gives one large piece faster than many."""
     size = sum(
-        _room(prod(box_shape(box)) * job.dtype.itemsize)
-        for job, of_job in zip(jobs, boxes, strict=True)
+        unit.room(prod(box_shape(box)) * job.dtype.itemsize)
+        for job, of_job in zip(jobs, unit.boxes, strict=True)
         for box in of_job
     )
     memory = np.empty(size + _ALIGNED, np.uint8)
@@ -511,12 +429,6 @@ def _memory(jobs: Sequence[Job], boxes: Sequence[Sequence[Box]]) -> npt.NDArray[
     return memory[first : first + size]
 
 
-def _room(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
 def _buffer(job: Job, box: Box, memory: npt.NDArray[np.uint8], at: int) -> npt.NDArray[Any]:
-    """Return the array of a box, which lies as in the file: JAX transposes faster than numpy."""
-    shape, order = box_shape(box), job.target.parts[0].sized.memory_order
-    values: npt.NDArray[Any] = memory[at : at + prod(shape) * job.dtype.itemsize].view(job.dtype)
-    return values.reshape([shape[dim] for dim in order]).transpose(_inverse(order))
+    shape = box_shape(box)
+    return memory[at : at + prod(shape) * job.dtype.itemsize].view(job.dtype).reshape(shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
@@ -108,6 +108,14 @@ class Roles:
         made = (operation.outputs[0] for operation in self.contracted.get(name, ()))
         return any(map(self.is_like_weights, made))
 
+    def batch_of(self, number: int) -> int | None:
+        """Return the class of the batch in the first dimension of an array; None without one."""
+        equations = self._equations
+        dims = equations.values[number].dims
+        classes = () if number in self.weights or not dims else equations.dims.classes(dims[0])
+        batches = [c for c in classes if self.of.get(c) == "batch" and c not in equations.looped]
+        return max(batches, key=equations.dims.sizes.__getitem__, default=None)
+
     def _classes_of(self, numbers: Iterable[int]) -> Iterator[int]:
         for number in numbers:
             yield from dict.fromkeys(c for dims in self._dims_of(number) for c in dims)
@@ -168,8 +176,21 @@ class Roles:
         is_weight = first in self.weights or second in self.weights
         if is_weight:
             self._name((c for c in batch if c in self.of_weights), "experts")
-        elif batch and any(c not in self.of_weights for c in batch):
+        elif batch and (_is_any_other(batch, self.of_weights) or self._is_of_one_row(dims, left)):
             self._see_attention(dims, left, right, batch)
+
+    def _is_of_one_row(self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int]) -> bool:
+        """Say whether a product is attention's if the batch is one row, which has no class.
+
+        It sums over the size of heads, and has positions that no weight has.
+        """
+        summed = [c for dim in left for c in dims[0][dim]]
+        of_both = [c for operand in dims for row in operand for c in row]
+        return (
+            bool(summed)
+            and not _is_any_other(summed, self.of_weights)
+            and (_is_any_other(of_both, self.of_weights))
+        )
 
     def _see_attention(
         self,
@@ -207,3 +228,7 @@ class Roles:
         if rest and self.of_weights[rest[0]] > 1 and rest[0] in self.contracted:
             self._name([rest.pop(0)], "model width")
         self._name((c for c in rest if c in self.contracted), "hidden")
+
+
+def _is_any_other(classes: Iterable[int], known: Container[int]) -> bool:
+    return any(name not in known for name in classes)

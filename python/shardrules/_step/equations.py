@@ -202,7 +202,7 @@ class Equations:
     def _scan(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         """Read a scan: what it carries, and what it slices and stacks along one dimension."""
         params = eqn.params
-        closed, (consts, carries) = params["jaxpr"], _scan_counts(params)
+        closed, (consts, carries) = params["jaxpr"], scan_counts(params)
         numbers = self._numbered(eqn, read)
         invars = getattr(closed, "jaxpr", closed).invars
         stacked = consts + carries
@@ -424,7 +424,7 @@ def _axes_by_dim(params: Any, side: str) -> Iterable[dict[int, tuple[str, ...]]]
             yield {dim: tuple(names) for dim, names in enumerate(axes) if names}
 
 
-def _scan_counts(params: Any) -> tuple[int, int]:
+def scan_counts(params: Any) -> tuple[int, int]:
     """Return how many constants and how many carried arrays a scan begins with."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
