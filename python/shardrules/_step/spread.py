@@ -27,7 +27,7 @@ _Move = tuple["CollectiveKind", tuple[str, ...], int]
 """(collective, axes, payload), as in `SpreadCollective`."""
 _MOST_CHOICES: Final = 256
 _ADDS: Final = frozenset({"add", "add_any"})
-_CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
+CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
 # Collectives that code by device has, by the name of the primitive.
 _EXPLICIT: Final[dict[str, CollectiveKind]] = {
     **dict.fromkeys(["psum", "psum2", "psum_invariant", "pmax", "pmin"], "all-reduce"),
@@ -225,7 +225,7 @@ class Spread:
             if number is not None and cuts is not None:
                 self._wishes.setdefault(number, self._known(number, cuts))
         for operation in reversed(body.operations):
-            if operation.name in _CONSTRAINTS:
+            if operation.name in CONSTRAINTS:
                 self._wishes[operation.outputs[0]] = self._constraint(operation)
             if operation.bodies:
                 self._wish_inside(operation)
@@ -295,7 +295,7 @@ class Spread:
     def _run_operation(self, operation: TracedOperation, trips: int) -> None:
         if operation.name in _EXPLICIT:
             self._explicit(operation, trips)
-        if operation.name in _CONSTRAINTS and operation.inputs[0] is not None:
+        if operation.name in CONSTRAINTS and operation.inputs[0] is not None:
             cuts = self._constraint(operation)
             self._move(operation.inputs[0], cuts, trips, operation)
             self.cuts[operation.outputs[0]] = cuts
