@@ -1,14 +1,20 @@
 """Compares the time of traced steps with published runs.
 
     python -m benchmarks.published_steps
+    python -m benchmarks.published_steps --speed    # of the analysis of DeepSeek V3
 
-It needs no compiler, and takes half a minute. docs/step.md has what it prints.
+It needs no compiler, and takes half a minute. docs/step.md has what it prints, and
+docs/performance.md the speed.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 import tomllib
+from collections.abc import Callable
+from statistics import median
+from typing import Final
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -16,6 +22,8 @@ from jax.sharding import AbstractMesh, AxisType
 import shardrules as sr
 from benchmarks import published_model as code
 from benchmarks.published_runs import FILE, Run, published, spearman, title
+
+_ROUNDS: Final = 21
 
 
 def loss(step: code.Step, params: code.Params, x: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -38,20 +46,45 @@ def traced(model: code.Model, run: Run) -> tuple[sr.types.Step, sr.Plan]:
     return sr.trace(jitted, plan, x, tokens), plan
 
 
+def print_speed(run: Run, model: code.Model) -> None:
+    """Print the processor time of what is asked of a step after it is traced."""
+    step, plan = traced(model, run)
+    parts = step._function, step._closed, step._out_tree
+    questions: dict[str, Callable[[sr.types.Step], object]] = {
+        "dimensions and roles": lambda new: new.dimensions,
+        "FLOPs": lambda new: new.flops,
+        "memory": lambda new: new.memory(plan),
+    }
+    seconds: dict[str, list[float]] = {}
+    for _ in range(_ROUNDS):
+        new = None
+        for name, ask in questions.items():
+            before = time.process_time()
+            new = new or sr.types.Step(step.name, parts, step._args, step._paths, step.mesh)
+            ask(new)
+            seconds.setdefault(name, []).append(time.process_time() - before)
+    for name, times in seconds.items():
+        print(f"{name}: {median(times) * 1e3:.1f} ms, at least {min(times) * 1e3:.1f} ms")
+
+
 def main() -> int:
     """Print the table."""
     data = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    if "--speed" in sys.argv[1:]:
+        run = next(run for run in data["runs"] if run["model"] == "DeepSeek V3")
+        print_speed(run, code.Model(**data["models"][run["model"]]))
+        return 0
     pairs: list[tuple[float, float]] = []
     heads = ("run", "published", "at best", "with its efficiency", "ratio")
     print("|", " | ".join(heads), "|\n|---|--:|--:|--:|--:|")
     for run in data["runs"]:
         step, plan = traced(code.Model(**data["models"][run["model"]]), run)
         hardware = sr.Topology(run["on"]).hardware
-        time = plan.step_time(step=step, hardware=hardware)
+        expected = plan.step_time(step=step, hardware=hardware)
         seconds = published(data["models"], run)
-        pairs.append((seconds, time.total))
-        cells = (title(run), *(f"{s:.2f} s" for s in (seconds, time.best, time.total)))
-        print("|", " | ".join(cells), f"| {time.total / seconds:.2f} |", flush=True)
+        pairs.append((seconds, expected.total))
+        cells = (title(run), *(f"{s:.2f} s" for s in (seconds, expected.best, expected.total)))
+        print("|", " | ".join(cells), f"| {expected.total / seconds:.2f} |", flush=True)
     print(f"\nSpearman's rank correlation: {spearman(*zip(*pairs, strict=True)):.2f}")
     return 0
 

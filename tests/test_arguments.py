@@ -196,6 +196,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "keep": (3, "w", [3], ["no such path"], ["("], [("w", P("no such axis"))], THING, HUGE),
     "forbid": (3, "experts", [3], [("experts",)], [("no such role", "tp")], THING, HUGE),
     "time_limit": (*NOT_NUMBER, -1),
+    "remat": (3, "all", [], THING, HUGE),
     "timeout": (*NOT_NUMBER, -1, 0),
     "config": (3, None, [], "llama", THING, {"model_type": "lama"}, {"model_type": "llama"}),
     "layout": (3, None, "keras", THING, HUGE),
@@ -526,7 +527,7 @@ CALLS |= {
     "Solution.compare": (SOLUTION.compare, {"rules": RULES}),
     "solve": (sr.solve, {
         "step": STEP, "on": SIZES, "hardware": "v5p", "hbm": 10**9, "keep": (), "forbid": (),
-        "time_limit": 9.0,
+        "remat": "choose", "time_limit": 9.0,
     }),
     "from_hf": (sr.renames.from_hf, {
         "config": {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
@@ -612,7 +613,7 @@ CALLS |= {
 }
 
 # Records that the package makes, for reading; values.
-MADE_BY_US = {"Activation", "Alternative", "Buffer", "Change", "ClassChoice", "Gain", "ProofRound", "SentBytes", "Solution",
+MADE_BY_US = {"Activation", "Alternative", "Buffer", "Change", "ClassChoice", "RematChoice", "Gain", "ProofRound", "SentBytes", "Solution",
               "Solution.constraints", "SolutionProof", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes", "DimensionClass",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place", "Plan",
               "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "Span", "Step", "StepTime", "Timeline", "Work", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",

@@ -169,6 +169,7 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "DimensionClass": lambda: step().dimensions[0],
     "Work": lambda: step().work[0],
     "ClassChoice": lambda: solution().choices[0],
+    "RematChoice": lambda: sr.types.RematChoice("train.py:9", 4, 2**20, recomputes=True),
     "Alternative": lambda: solution().choices[0].alternatives[0],
     "Activation": lambda: solution().activations[0],
     "SentBytes": lambda: solved_proof().best.sent[0],

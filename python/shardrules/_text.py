@@ -374,7 +374,12 @@ _VERDICT: Final = re.compile(
 
 
 def answer(cls: type[_T]) -> type[_T]:
-    """Make `repr` and notebooks show the first lines of `str`; `print` shows all of them."""
+    """Make `repr` and notebooks show the first lines of `str`; `print` shows all of them.
+
+    A class with `_parts`, tables and texts, is shown by these.
+    """
+    if hasattr(cls, "_parts") and "__str__" not in vars(cls):
+        cls.__str__ = _joined  # type: ignore[method-assign]
     cls.__repr__ = _first_lines  # type: ignore[method-assign]
     return _shown_in_notebooks(readable(cls))
 
@@ -408,6 +413,13 @@ def _first_lines(self: object) -> str:
 def _line(self: Any) -> str:
     named = (f"{name}={brief(value)}" for name, value in zip(self._fields, self, strict=True))
     return f"{type(self).__name__}({', '.join(named)})"
+
+
+def _joined(self: Any) -> str:
+    """Return the parts of an answer as lines."""
+    parts: list[Table | str] = self._parts()
+    texts = (part if isinstance(part, str) else printable_lines(part.lines()) for part in parts)
+    return "\n".join(texts)
 
 
 def _html(self: Any) -> str:

@@ -39,6 +39,7 @@ from shardrules._solve.outcome import Gain as Gain
 from shardrules._solve.proof import ProofRound as ProofRound
 from shardrules._solve.proof import SentBytes as SentBytes
 from shardrules._solve.proof import SolutionProof as SolutionProof
+from shardrules._solve.recompute import RematChoice as RematChoice
 from shardrules._solve.solution import Solution as Solution
 from shardrules._step.step import DimensionClass as DimensionClass
 from shardrules._step.step import Step as Step

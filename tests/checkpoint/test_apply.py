@@ -79,8 +79,10 @@ def test_functions_of_arrays(save, counted, arrays, spec, most):  # noqa: F811
             assert made.sharding.is_equivalent_to(
                 jax.NamedSharding(mesh, spec if name == "q" else P()), made.ndim
             )
-    if most is None:  # a small bound cuts units, and what is between ranges is read again
-        assert sum(counted) == sum(array.nbytes for array in arrays.values())
+    if most is None:  # a small bound cuts units; q is read by rows, and as what is between others
+        total = sum(array.nbytes for array in arrays.values())
+        between = sum(array.nbytes for name, array in arrays.items() if name.endswith(".q"))
+        assert total <= sum(counted) <= total + between
 
 
 def test_the_dtype_is_that_of_the_result(save, arrays):  # noqa: F811

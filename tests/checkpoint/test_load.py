@@ -490,7 +490,7 @@ class TestBounds:
             return made
 
         live = []
-        monkeypatch.setattr(reading, "_READS", 2)
+        monkeypatch.setattr(filling, "_THREADS", 2)
         monkeypatch.setattr(reading, "_OpenFile", opened)
         loaded = sr.load(tmp_path, P(), mesh_of())
         assert [float(loaded[f"w{i}"][0]) for i in range(12)] == list(range(12))
@@ -514,12 +514,12 @@ class TestBounds:
         with pytest.raises(sr.FileError, match="part.*: the file has changed since its header"):
             sr.load(tmp_path, P(), mesh_of())
 
-    @pytest.mark.parametrize("name", ["_memory", "_filled"])
-    def test_a_memory_that_is_full(self, checkpoint, monkeypatch, name):
+    @pytest.mark.parametrize("place", [(filling, "_memory"), (reading.Reader, "_read")])
+    def test_a_memory_that_is_full(self, checkpoint, monkeypatch, place):
         def fail(*_):
             raise MemoryError("Unable to allocate 64.0 MiB")
 
-        monkeypatch.setattr(filling, name, fail)
+        monkeypatch.setattr(*place, fail)
         with pytest.raises(MemoryError, match="Unable to allocate 64.0 MiB.*max_bytes_in_flight"):
             sr.load(checkpoint, RULES, mesh_of())
 
@@ -554,7 +554,7 @@ class TestRanges:
         data = rng.randbytes(100_000)
         (tmp_path / "data").write_bytes(data)
         for gap in (0, 100, 4096):
-            monkeypatch.setattr(reading, "_GAP", gap)
+            monkeypatch.setattr(reading, "GAP", gap)
             sizes = np.array([rng.choice([0, 1, 7, 300, 5000]) for _ in range(2000)])
             begins = np.sort([rng.randrange(len(data) - size + 1) for size in sizes.tolist()])
             begins = np.minimum(begins, len(data) - sizes)
@@ -593,22 +593,70 @@ class TestRanges:
 
 @pytest.mark.parametrize("spec", [P("fsdp", "tp"), P(None, "fsdp"), P(("fsdp", "tp")), P()])
 @pytest.mark.parametrize(
-    "dims", ["a b -> a b", "a b -> b a", "(h a) b -> b h a", "(h a) b -> h b a"]
+    ("dims", "shape", "order"),
+    [
+        ("a b -> a b", (1024, 1040), (0, 1)),
+        ("a b -> b a", (1024, 1040), (1, 0)),
+        ("(h a) b -> b h a", (4, 256, 1040), (2, 0, 1)),
+        ("(h a) b -> h b a", (4, 256, 1040), (0, 2, 1)),
+        ("h a b -> b a h", (8, 120, 1032), (2, 1, 0)),
+        ("h a b -> a b h", (1200, 8, 120), (1, 2, 0)),
+        ("h a b -> a h b", (2, 16, 65536), (1, 0, 2)),
+    ],
 )
-def test_large_arrays_in_any_order(tmp_path, rng, spec, dims):
-    """Beyond the size of what is read with others; each box lies in memory as in the file."""
+def test_large_arrays_in_any_order(tmp_path, rng, monkeypatch, spec, dims, shape, order):
+    """Beyond the size of what is read with others; by the core's tiles, and by numpy."""
     save = pytest.importorskip("safetensors.numpy").save_file
-    array = random_bits(rng, (1024, 1040), "uint16")
-    save({"w": array}, tmp_path / "m.safetensors")
-    renames = [sr.Rename("w", "w", dims, sizes={"h": 4} if "h" in dims else {})]
-    loaded = sr.load(tmp_path, spec, mesh_of(), renames=renames)["w"]
-    expected = array
-    if "h" in dims:
-        order = {"b h a": (2, 0, 1), "h b a": (0, 2, 1)}[dims.partition("-> ")[2]]
-        expected = array.reshape(4, 256, 1040).transpose(order)
-    elif dims.endswith("b a"):
-        expected = array.T
-    assert np.array_equal(np.asarray(loaded), expected)
+    stored = [4 * 256, 1040] if "(h a)" in dims else list(shape)
+    dtypes = ["uint8", "uint16", "float32"]
+    arrays = {f"w{dtype}": random_bits(rng, stored, dtype) for dtype in dtypes}
+    save(arrays, tmp_path / "m.safetensors")
+    sizes = {"h": 4} if "(h a)" in dims else {}
+    renames = [sr.Rename("^w.*", r"\g<0>", dims, sizes=sizes)]
+    for has_core in (True, False):
+        if not has_core:
+            monkeypatch.setattr(reading, "_bands", None)
+        loaded = sr.load(tmp_path, spec, mesh_of(), renames=renames)
+        for name, array in arrays.items():
+            found, expected = np.asarray(loaded[name]), array.reshape(shape).transpose(order)
+            assert found.tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("bands", "tiles", "dims"),
+    [
+        ([0, 2, 4, 4], [0, 0, 1], [2, 4, 2]),  # no number of tiles
+        ([-1, 2, 4, 4, 1], [0, 0, 1], [2, 4, 2]),
+        ([0, 2, 2, 4, 1], [0, 0, 1], [2, 4, 2]),  # rows that overlap
+        ([0, 1 << 62, 4, 4, 1], [0, 0, 1], [1 << 62, 4, 0]),
+        ([0, 2, 4, 4, 2], [0, 0, 1], [2, 4, 2]),  # a tile too few
+        ([0, 2, 4, 4, 1], [0, 0, 1], [3, 4, 2]),  # rows too many
+        ([0, 2, 4, 4, 1], [3, 0, 1], [2, 4, 2]),  # beyond the row
+        ([0, 2, 4, 4, 1], [0, 7, 1], [2, 4, 2]),  # beyond the memory
+        ([0, 2, 4, 4, 1], [0, 0, 2], [2, 4, 2, 2, 1 << 62, 2]),
+        ([0, 2, 4, 4, 1], [0, 0, 2], [2, 4, 2, 2, 2, -2]),
+        ([0, 2, 4, 4, 1], [0, 0, 0], []),
+    ],
+)
+def test_bands_outside_of_the_memory(tmp_path, bands, tiles, dims):
+    if reading._bands is None:
+        pytest.skip("numpy copies here")
+    (tmp_path / "data").write_bytes(bytes(20))
+    tables = [np.array(table, np.int64) for table in (bands, tiles, dims)]
+    with (
+        open(tmp_path / "data", "rb") as file,
+        pytest.raises(ValueError, match="band|tile|row|piece"),
+    ):
+        reading._bands(file.fileno(), *tables, 2, np.zeros(8, np.uint8), 0)
+
+
+def test_a_file_that_ends_within_a_band(tmp_path):
+    if reading._bands is None:
+        pytest.skip("numpy copies here")
+    (tmp_path / "data").write_bytes(bytes(10))
+    tables = [np.array(table, np.int64) for table in ([4, 4, 4, 4, 1], [0, 0, 1], [4, 4, 2])]
+    with open(tmp_path / "data", "rb") as file:
+        assert reading._bands(file.fileno(), *tables, 2, np.zeros(8, np.uint8), 0) == (10, -1)
 
 
 def test_a_box_that_two_places_need_is_read_once(tmp_path, rng, counted):

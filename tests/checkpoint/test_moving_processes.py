@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import jax
 import pytest
 
 from tests.place.test_processes import needs_collectives, run
@@ -89,11 +90,28 @@ def test_one_that_fails_makes_all_fail(folder, processes):
                 assert FAILURES[case] in error
 
 
+@needs_collectives
 @pytest.mark.parametrize("processes", [2, slow(4)])
-def test_moves_that_jax_cannot_make_are_refused_by_all_at_once(folder, processes):
-    for process in run("refuse", processes, 4, folder, WORKER):
-        for call, error in process["errors"].items():
-            assert error.startswith("ValueError: "), (call, error)
-            assert "which JAX cannot do: what several processes hold" in error
-        assert process["next is right"]
+def test_to_devices_of_other_processes_bit_by_bit(folder, processes):
+    for process in run("cross", processes, 4, folder, WORKER):
+        for before, after, wrong in process["results"]:
+            assert not wrong, (before, after)
+        assert len(process["results"]) == 6
+        assert "takes it for data that each has" in process["refused"]
+        assert process["alone"]
+        assert process["seconds"] < 20
+
+
+@needs_collectives
+@pytest.mark.parametrize("processes", [2, slow(4)])
+def test_the_page_of_trainers_and_samplers(folder, processes):
+    """tests/docs runs it in one process."""
+    for process in run("page", processes, 8 // processes, folder, WORKER):
+        assert process == {"missing": []}
+
+
+@pytest.mark.skipif(hasattr(jax, "shard_map"), reason="this JAX can")
+def test_moves_that_jax_cannot_make_are_refused_by_all_at_once(folder):
+    for process in run("refuse", 2, 4, folder, WORKER):
+        assert "which takes jax.shard_map" in process["error"]
         assert process["seconds"] < 20

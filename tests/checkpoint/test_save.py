@@ -76,6 +76,23 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, at):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("is_by_name", [True, False])
+def test_named_arrays_come_back(tmp_path, mesh, is_by_name):
+    hax = pytest.importorskip("haliax", reason="haliax is not installed", exc_type=ImportError)
+    axes = hax.make_axes(embed=8, mlp=16)
+    values = np.arange(128, dtype="float32").reshape(8, 16)
+    tree = {"up": hax.NamedArray(values, axes), "scale": np.ones(8, "float32")}
+    axis = mesh.axis_names[0]
+    rules = (
+        sr.LogicalRules({"embed": axis, "mlp": None}) if is_by_name else [("up", axis), ("", ())]
+    )
+    plan = sr.plan(tree, rules, mesh)
+    sr.save(tree, tmp_path / "saved")
+    loaded = sr.load(tmp_path / "saved", plan)
+    assert not sr.audit(loaded, plan)
+    assert np.array_equal(np.asarray(jax.tree.leaves(loaded["up"])[0]), values)
+
+
 def test_what_exists_stays(tmp_path):
     sr.save({"w": np.ones(3)}, tmp_path / "m")
     with pytest.raises(sr.FileError, match="exists"):

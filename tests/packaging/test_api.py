@@ -87,6 +87,7 @@ def test_names_that_have_moved_warn_and_are_the_same(name):
         "SentBytes",
         "SolutionProof",
         "ClassChoice",
+        "RematChoice",
         "Solution",
         "Span",
         "Step",

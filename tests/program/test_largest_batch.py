@@ -63,3 +63,27 @@ def test_a_step_without_a_batch():
         step.largest_batch(plan, 10**9)
     with pytest.raises(ValueError, match="hbm is 0"):
         step.largest_batch(plan, 0)
+
+
+def test_frozen_weights_have_no_batch():
+    """Adapters are trained beside a base that is no plan: its first dimension is not the batch."""
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")  # noqa: E731
+    plan = sr.plan({"a": shape(64, 4), "b": shape(4, 128)}, [(".*", ())], {"data": 2})
+    frozen = {"embed": shape(96, 64), "up": shape(64, 128), "down": shape(128, 64)}
+
+    def train(adapters, frozen, x):
+        def loss(adapters):
+            y = jax.nn.one_hot(x, 96) @ frozen["embed"]
+            y = jax.nn.relu(y @ frozen["up"] + (y @ adapters["a"]) @ adapters["b"])
+            return jnp.sum((y @ frozen["down"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, adapters, jax.grad(loss)(adapters))
+
+    def rows_of(count):
+        x = jax.ShapeDtypeStruct((count, 16), "int32")
+        return sr.trace(train, plan, frozen, x)
+
+    step = rows_of(8)
+    rows = step.largest_batch(plan, 2**24)
+    assert 8 < rows < 2**20
+    assert rows_of(rows).memory(plan).peak <= 2**24 < rows_of(rows + 1).memory(plan).peak

@@ -110,6 +110,35 @@ def test_roles_of_a_decoder_come_from_what_it_does():
     assert not step.unmodelled
 
 
+def test_heads_in_code_by_device_are_heads():
+    """Attention in `shard_map` names what its arguments consist of, as it does without."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    rules = [("[qkv]$", (None, "tp", None)), ("o", ("tp", None, None))]
+    tree = {name: shape(48, 6, 8) for name in "qkv"} | {"o": shape(6, 8, 48)}
+    plan = sr.plan(tree, rules, mesh)
+    specs = plan.specs()
+
+    def attend(w, x):
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, w[name]) for name in "qkv")
+        chances = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
+        return jnp.einsum("bthk,hkd->btd", jnp.einsum("bhts,bshk->bthk", chances, v), w["o"])
+
+    def by_device(w, x):
+        local = lambda w, x: lax.psum(attend(w, x), "tp")  # noqa: E731
+        return shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=P())(w, x)
+
+    named = [
+        {
+            dim: roles(sr.trace(step, plan, shape(4, 16, 48)))[f"inputs/0/{array}", dim]
+            for dim in range(3)
+        }
+        for step in (attend, by_device)
+        for array in "qo"
+    ]
+    assert named[:2] == named[2:]
+    assert named[0] == {0: "model width", 1: "heads", 2: "head size"}
+
+
 def test_names_do_not_matter():
     """The same roles if nothing is called by what it is."""
     names = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), "abcdefg", strict=True))

@@ -6,8 +6,11 @@ import random
 from itertools import product
 from math import inf, prod
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import shardrules as sr
 from shardrules._estimate.step_time import machine_of
 from shardrules._plan.table import OVERLAP
 from shardrules._solve.resident import Resident
@@ -44,6 +47,7 @@ def is_optimum(seed, most=1024):
     space.hbm = rng.choice((None, rng.choice(peaks), peaks[len(peaks) // 10], peaks[0] - 1))
     fitting = [c.time.total for c in costs if space.hbm is None or c.peak <= space.hbm]
     search = Search(space)
+    search.begin()
     search.run()
     if not fitting:
         return search.assignment is None
@@ -86,8 +90,38 @@ def test_bounds_are_below_what_they_bound(seed):
 def test_a_search_that_is_over_says_how_good_any_can_be():
     space = space_of(3)
     search, late = Search(space), Search(space, until=0.0)
+    search.begin()
     search.run()
+    late.begin()
     late.run()
     assert late.is_over
     assert not search.is_over
     assert 0 < late.bound <= search.bound == search.seconds <= late.seconds < inf
+
+
+def test_the_first_of_equal_axes_is_on_data():
+    def train(params, x):
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(mlp)(params, x))
+
+    def mlp(params, x):
+        return jnp.sum(jax.nn.relu(x @ params["up"]) @ params["down"])
+
+    tree = {"up": jax.ShapeDtypeStruct((512, 2048), "float32"),
+            "down": jax.ShapeDtypeStruct((2048, 512), "float32")}  # fmt: skip
+    # The batch has one factor of 2.
+    step = sr.trace(train, tree, jax.ShapeDtypeStruct((2 * 4095, 512), "float32"))
+    search = Search(Space(step, {"fsdp": 2, "tp": 2}, MACHINE, None, fixed={}))
+    search.begin()
+    search.run()
+    (batch,) = [name for name in search.space.values if step._roles.of.get(name) == "batch"]
+    other = {"fsdp": "tp", "tp": "fsdp"}
+    ties = []
+    for axis in ("fsdp", "tp"):
+        if search.assignment[batch] != (axis,):
+            search.assignment = {
+                name: tuple(sorted(map(other.get, axes)))
+                for name, axes in search.assignment.items()
+            }
+        search.simplify()
+        ties.append(search.assignment[batch])
+    assert ties == [("fsdp",), ("fsdp",)]

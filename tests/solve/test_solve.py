@@ -36,6 +36,39 @@ def axes_of(solution, role):
     return [choice.axes for choice in solution.choices if choice.role == role]
 
 
+def attend(params, x):
+    rows, length, _ = x.shape
+    q, k, v = (
+        (x @ params[name]).reshape(rows, length, 4, *groups, 128)
+        for name, groups in (("q", [2]), ("k", []), ("v", []))
+    )
+    chances = jax.nn.softmax(jnp.einsum("btkgd,bskd->bkgts", q, k))
+    return jnp.sum(jnp.einsum("bkgts,bskd->btkgd", chances, v).reshape(x.shape) @ params["o"])
+
+
+def test_a_batch_of_one_row_has_the_roles_of_several():
+    tree = {"q": shape(1024, 1024), "k": shape(1024, 512), "v": shape(1024, 512),
+            "o": shape(1024, 1024)}  # fmt: skip
+    grads = jax.grad(attend)
+    several, alone = (sr.trace(grads, tree, shape(rows, 2048, 1024)) for rows in (8, 1))
+    roles = [
+        {(path, dim): row.role for row in step.dimensions for path, dim in row.arrays}
+        for step in (several, alone)
+    ]
+    assert roles[1] == {place: role for place, role in roles[0].items() if role != "batch"}
+    solution = sr.solve(alone, {"tp": 4}, hardware="v5p")
+    assert axes_of(solution, "KV heads") == [("tp",)]
+    assert solution.specs["inputs/0/q"] == P(None, "tp")
+
+
+def test_a_solution_says_how_parameters_are_stored_and_how_good_any_can_be():
+    many = str(sr.solve(traced(2**20), {"fsdp": 4, "tp": 2}, hardware="v5p"))
+    assert "parameters are stored over fsdp,tp and gathered where used" in many
+    assert "no better in the space" in many
+    ended = sr.solve(traced(64), {"fsdp": 4, "tp": 2}, hardware="v5p", time_limit=0)
+    assert f"at most {ended.gap:.1%} from the best" in str(ended)
+
+
 def test_many_rows_are_cut_by_all_axes():
     solution = sr.solve(traced(2**20), {"fsdp": 4, "tp": 2}, hardware="v5p")
     assert axes_of(solution, "batch") == [("fsdp", "tp")]
@@ -106,6 +139,58 @@ def test_what_does_not_fit_says_by_how_much_and_where_it_does():
     assert sr.solve(step, {"fsdp": larger}, hardware="v5p", hbm=10**8).memory.peak <= 10**8
     with pytest.raises(ValueError, match="nothing fits"):
         sr.solve(step, {"fsdp": larger // 2}, hardware="v5p", hbm=10**8)
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "larger", "more"),
+    [
+        ("v5p:4x4x4", 1, "v5p:4x4x8", 1),
+        ("v5p:2x2x1", 1, "v5p:2x2x2", 1),
+        ("v5e:8x16", 1, "v5e:16x16", 1),
+        ("v5e:16x16", 1, "v5e:16x16", 2),
+        ("h100:8x16", 1, "h100:8x32", 1),
+    ],
+)
+def test_a_topology_is_doubled_to_one_that_exists(name, slices, larger, more):
+    topology = sr.Topology(name, slices)
+    doubled = topology._doubled()
+    assert doubled == sr.Topology(larger, more)
+    assert doubled.device_count == 2 * topology.device_count
+
+
+def room_between(step, mesh, share):
+    """Return memory that the fastest needs more than, and the least less than."""
+    fastest = sr.solve(step, mesh, hardware="v5p").memory.peak
+    low, high = fastest // 8, fastest
+    while high - low > fastest // 50:
+        middle = (low + high) // 2
+        try:
+            sr.solve(step, mesh, hardware="v5p", hbm=middle)
+        except ValueError:
+            low = middle
+        else:
+            high = middle
+    return round(high + share * (fastest - high))
+
+
+def test_a_time_limit_gives_what_fits_if_little_memory_is_there():
+    step = sr.trace(train_layers, STACKS, shape(2**16, 512))
+    room = room_between(step, {"fsdp": 4}, 0.1)
+    ended = sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=room, time_limit=0.5)
+    assert ended.memory.peak <= room
+    whole = sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=room)
+    assert ended.bound <= whole.time.total * (1 + 1e-9)
+    assert whole.time.total <= ended.time.total * (1 + 1e-9)
+
+
+def test_a_search_that_ends_without_anything_says_what_is_over(monkeypatch):
+    monkeypatch.setattr("shardrules._solve.resident.Resident.least", lambda self, _: 0)
+    step = sr.trace(train_layers, STACKS, shape(2**16, 512))
+    with pytest.raises(TimeoutError, match="nothing that fits was found in the time") as error:
+        sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=10**7, time_limit=0)
+    assert re.search(
+        r"needs .* on each device of fsdp=4, .* more than the 10.0 MB", str(error.value)
+    )
 
 
 def test_a_time_limit_gives_the_best_so_far_with_its_gap():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._checkpoint import reading, saving
+from tests.support import docs_pages
 from tests.support.process_worker import main, raised
 
 RULES = [
@@ -106,7 +106,7 @@ def load():
         read.append(done := read_at(file, begin, into))
         return done
 
-    reading._read_at, reading._native, reading._GAP = count, None, 0
+    reading._read_at, reading._native, reading.GAP = count, None, 0
     found = []
     for renames, wanted, most in (
         ((), expected, None), (RENAMES, renamed(expected), None), (RENAMES, renamed(expected), 4000),
@@ -181,35 +181,92 @@ def fail():
     return {"found": found}
 
 
-def refuse():
-    """What JAX cannot move: from devices of several processes to others, or to some of them."""
-    mesh, me = make_mesh(), jax.process_index()
-    arrays = {"rows": np.arange(64.0).reshape(16, 4)}
-    placed = sr.shard(arrays, P(("x", "y")), mesh)
-    first = [d for d in jax.devices() if d.process_index == 0]
-    of_each = [d for d in jax.devices() if d.id % 2 == 0]
-    own, half = (Mesh(np.array(of).reshape(-1, 2), ("x", "y")) for of in (first, of_each))
-    start = time.monotonic()
-    errors = {
-        f"{name} {call.__name__}": raised(partial(call, placed, P("x"), to))
-        for name, to in (("own", own), ("half", half))
-        for call in (sr.reshard, sr.shard)
+def meshes():
+    """{name: mesh} on devices of some processes, of all, and of parts of two."""
+    devices = np.array(jax.devices())
+    half = len(devices) // 2
+    placed = {
+        "first": devices[:half].reshape(-1, 2),
+        "last": devices[half:].reshape(2, -1),
+        "turned": devices[half:].reshape(-1, 2).T,
+        "all": devices.reshape(-1, 4),
+        "middle": devices[half - 1 : half + 2].reshape(1, 3),
+        "one": devices[-1:].reshape(1, 1),
     }
-    errors["renamed"] = raised(
-        lambda: sr.reshard(placed, P("x"), half, renames=[sr.Rename("rows", "r", "a b -> b a")])
-    )
-    seconds = time.monotonic() - start
-    back = sr.shard(arrays, P("y"), mesh)
-    is_right = all(
-        np.array_equal(np.asarray(s.data), arrays["rows"][s.index])
-        for s in back["rows"].addressable_shards
-    )
-    whole = sr.shard(arrays, P(), mesh)
-    mine = [d for d in jax.devices() if d.process_index == me]
-    for call in (sr.reshard, sr.shard)[: me + 1]:  # no process waits for another
-        alone = call(whole, P("x"), Mesh(np.array(mine).reshape(-1, 2), ("x", "y")))["rows"]
-        is_right &= np.array_equal(np.asarray(alone), arrays["rows"])
-    return {"errors": errors, "next is right": bool(is_right), "seconds": seconds, "me": me}
+    return {name: Mesh(of, ("x", "y")) for name, of in placed.items()}
+
+
+MOVES = [
+    ("first", "last"),
+    ("middle", "all"),
+    ("middle", "first"),
+    ("all", "one"),
+    ("last", "turned"),
+]
+
+
+def cross():
+    """[from, to, the error or the paths that are wrong], then an array that each process has of its own."""
+    on, results = meshes(), []
+    arrays = checkpoint(FOLDER) | {
+        "zero": np.float32(-0.0),
+        "odd": np.arange(35, dtype="int8").reshape(5, 7),
+        "empty": np.zeros((0, 3), "bool"),
+        "half": np.arange(24, dtype="int32").reshape(4, 6).astype(jax.numpy.bfloat16),
+    }
+    key = np.asarray(jax.random.key_data(jax.random.key(5)))
+    for before, after in MOVES:
+        tree = sr.shard(arrays | {"number": 2.5, "key": jax.random.key(5)}, rules(), on[before])
+        to = [("both", ("y", "x")), ("rows", (None, "x")), ("", ())]
+        moved = sr.reshard(tree, to, on[after], donate=after == "one")
+        there = set(on[after].devices.flat)
+        wrong = [name for name in moved if moved[name].sharding.device_set != there]
+        wrong += [] if moved.pop("number").weak_type else ["number"]
+        for shard in moved.pop("key").addressable_shards:
+            wrong += [] if np.array_equal(jax.random.key_data(shard.data), key) else ["key"]
+        wrong += [
+            name
+            for name, array in moved.items()
+            for shard in array.addressable_shards
+            if np.asarray(shard.data).tobytes() != arrays[name][shard.index].tobytes()
+        ]
+        results.append([before, after, wrong])
+    renamed = sr.reshard(
+        sr.shard({"rows": arrays["rows"]}, P("x"), on["first"]),
+        P("y"), on["last"], renames=[sr.Rename("rows", "r", "a b -> b a")],
+    )  # fmt: skip
+    results.append(["renamed", "", [] if is_right(renamed, {"r": arrays["rows"].T}) else ["r"]])
+    devices = jax.devices()
+    own = Mesh(np.array(devices[: len(devices) // jax.process_count()]).reshape(1, -1), ("x", "y"))
+    held = sr.shard({"rows": arrays["rows"]}, P("y"), own)
+    refused = raised(lambda: sr.reshard(held, P("x"), on["all"]))
+    start, is_alone = time.monotonic(), True
+    mine = Mesh(np.array(jax.local_devices()).reshape(1, -1), ("x", "y"))
+    whole = sr.shard({"rows": arrays["rows"]}, P(), on["all"])
+    for call in (sr.reshard, sr.shard)[: jax.process_index() + 1]:  # no process waits for another
+        alone = call(whole, P("y"), mine)["rows"]
+        is_alone &= np.array_equal(np.asarray(alone), arrays["rows"])
+    return {
+        "results": results,
+        "refused": refused,
+        "alone": bool(is_alone),
+        "seconds": time.monotonic() - start,
+    }
+
+
+def refuse():
+    """What an older JAX cannot move."""
+    on, start = meshes(), time.monotonic()
+    tree = sr.shard({"rows": np.arange(64.0).reshape(16, 4)}, P("x"), on["all"])
+    error = raised(lambda: sr.reshard(tree, P("x"), on["last"]))
+    return {"error": error, "seconds": time.monotonic() - start}
+
+
+def page():
+    """Run the page of trainers and samplers."""
+    os.chdir(FOLDER)
+    missing, _ = docs_pages.run("docs/guides/trainer-to-sampler.md", FOLDER)
+    return {"missing": missing}
 
 
 def interrupted(*_):
@@ -256,4 +313,14 @@ def save():
 
 
 if __name__ == "__main__":
-    main({"load": load, "move": move, "fail": fail, "refuse": refuse, "save": save})
+    main(
+        {
+            "load": load,
+            "move": move,
+            "fail": fail,
+            "cross": cross,
+            "page": page,
+            "refuse": refuse,
+            "save": save,
+        }
+    )

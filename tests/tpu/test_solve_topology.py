@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 import shardrules as sr
 from tests.tpu.marks import needs_libtpu
@@ -37,3 +40,26 @@ def test_the_axes_are_those_of_the_step():
     step = sr.trace(loss, plan, jax.ShapeDtypeStruct((4096, 512), "bfloat16"))
     solution = sr.solve(step, sr.Topology("v5e:2x2"))
     assert set(solution.mesh) == {"a", "b", "c"}
+
+
+STACKS = {
+    "a": jax.ShapeDtypeStruct((4, 512, 2048), "float32"),
+    "b": jax.ShapeDtypeStruct((4, 2048, 512), "float32"),
+}
+
+
+def loss_of_layers(params, x):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["a"]) @ w["b"], None
+
+    return jnp.sum(jax.lax.scan(layer, x, params)[0] ** 2)
+
+
+def test_what_does_not_fit_on_a_slice_names_one_that_exists():
+    x = jax.ShapeDtypeStruct((2**16, 512), "float32")
+    step = sr.trace(jax.grad(loss_of_layers), STACKS, x)
+    with pytest.raises(ValueError, match="nothing fits") as error:
+        sr.solve(step, sr.Topology("v5e:2x2"), hbm=10**8)
+    larger = sr.Topology(re.search(r"it fits on (\S+) as", str(error.value))[1])
+    assert f"{larger.device_count:,} devices" in str(error.value)
+    assert sr.solve(step, larger, hbm=10**8).memory.peak <= 10**8

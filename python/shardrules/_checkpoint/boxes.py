@@ -213,7 +213,6 @@ class Sized:
         target_shape: The result's shape.
         form: How a whole array is arranged.
         is_simple: Whether each dimension of the array is one axis.
-        memory_order: The dimensions of the result, in the order of their elements in the array.
     """
 
     def __init__(self, dims: Arrangement, sizes: Mapping[str, int], gap: Gap | None = None) -> None:
@@ -252,9 +251,6 @@ class Sized:
         is_same = dims.source == dims.target and all(len(group) == 1 for group in dims.source)
         self._is_plain = gap is None and is_same
         self._pieces: dict[Box, tuple[Piece, ...]] = {}
-        place = {axis: i for i, axis in enumerate(self._axes) if self._sizes[axis] > 1}
-        last = [max((place.get(axis, -1) for axis in group), default=-1) for group in self._target]
-        self.memory_order = tuple(sorted(range(len(last)), key=last.__getitem__))
 
     def _picked(
         self, gap: Gap, box: Iterable[Span], axes: Mapping[str, Span]

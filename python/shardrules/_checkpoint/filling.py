@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from math import prod
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape, slices_in
-from shardrules._checkpoint.reading import (
-    STAGING,
-    BoxRequest,
-    Copy,
-    Reader,
-    axis_strides,
-    bound_of,
-    copy_values,
-    numpy_dtype,
-)
+from shardrules._checkpoint.ranges import Copy, Tiles, axis_strides, numpy_dtype
+from shardrules._checkpoint.reading import STAGING, BoxRequest, Reader, bound_of, copy_values
 from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._dtypes import bits_of
 from shardrules._files.leaves import ArraySpec, StoredFile
 from shardrules._io import FileError
+from shardrules._place.transfers import array_without_data
 from shardrules._text import bytes_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import NamedSharding
 
+# Reads at once, also of one array: a store on a network takes milliseconds to answer each.
 _THREADS: Final = 16
 # To wait for one of many units takes time for each.
 _UNITS: Final = 4 * _THREADS
@@ -172,10 +168,11 @@ def fill(
     Raises:
         FileError: A file has changed, or cannot be read.
     """
-    filling = _Filling(jobs, reader, most_bytes, done)
+    units = list(_units(jobs, reader.arrays, most_bytes))
+    filling = _Filling(jobs, reader, most_bytes, done, max(1, _THREADS // max(1, len(units))))
     with filling.pool:
         try:
-            for unit in _units(jobs, reader.arrays, most_bytes):
+            for unit in units:
                 filling.make_room(most_bytes - unit.bytes, _UNITS)
                 filling.read(unit)
             filling.make_room(0, 0)
@@ -188,39 +185,48 @@ class _Filling:
     """Units that threads read, and that this thread puts onto devices."""
 
     def __init__(
-        self, jobs: Sequence[Job], reader: Reader, most_bytes: int, done: Callable[[], None]
+        self,
+        jobs: Sequence[Job],
+        reader: Reader,
+        most_bytes: int,
+        done: Callable[[], None],
+        threads: int,
     ) -> None:
         self.pool = ThreadPoolExecutor(_THREADS, "shardrules-load")
         self._jobs = jobs
         self._reader = reader
         self._most_bytes = most_bytes
         self._done = done
+        self._threads = threads
         self._arrays: list[Any] = [None] * len(jobs)
         self._parts: dict[int, dict[Any, Any]] = defaultdict(dict)
-        self._reading: dict[Future[Any], _Unit] = {}
+        self._reading = 0
+        self._read: SimpleQueue[_Reading] = SimpleQueue()
         self._sent: deque[tuple[_Unit, Any]] = deque()
         self._in_flight = 0
 
     def read(self, unit: _Unit) -> None:
         """Begin to read a unit."""
         jobs = [self._jobs[index] for index in unit.jobs]
-        # Of this thread's memory, which the system has not taken back since an earlier call.
-        memory = self._within(unit, partial(_memory, jobs, unit.boxes))
-        self._reading[self.pool.submit(_filled, jobs, unit.boxes, memory, self._reader)] = unit
+        plan = self._within(unit, partial(_plan, jobs, unit.boxes, self._reader, self._threads))
+        reading = _Reading(unit, self._read, *plan)
+        self._reading += 1
         self._in_flight += unit.bytes
+        reading.submit(self.pool)
 
     def make_room(self, at_most: int, units: int) -> None:
         """Wait until so many bytes and units are in flight."""
-        while self._in_flight > at_most or len(self._reading) > units:
+        while self._in_flight > at_most or self._reading > units:
             if self._sent and (not self._reading or self._in_flight > at_most):
                 unit, sent = self._sent.popleft()
                 _wait_for(unit, sent)
                 self._in_flight -= unit.bytes
                 self._done()
                 continue
-            for future in wait(self._reading, return_when=FIRST_COMPLETED).done:
-                unit = self._reading.pop(future)
-                self._sent.append((unit, self._put(unit, self._within(unit, future.result))))
+            reading = self._read.get()
+            self._reading -= 1
+            filled = self._within(reading.unit, reading.result)
+            self._sent.append((reading.unit, self._put(reading.unit, filled)))
 
     def arrays(self) -> list[Any]:
         """Return the arrays, with those that were put in parts."""
@@ -319,6 +325,8 @@ def _array(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
     import jax
 
     shape = job.target.shape
+    if not job.sharding.addressable_devices:
+        return array_without_data(shape, job.sharding, job.dtype)
     return jax.make_array_from_callback(
         shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
     )
@@ -346,16 +354,62 @@ def _assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
     )
 
 
-def _filled(
-    jobs: Sequence[Job],
-    boxes: Sequence[Sequence[Box]],
-    memory: npt.NDArray[np.uint8],
-    reader: Reader,
-) -> list[dict[Box, npt.NDArray[Any]]]:
-    """Read boxes of the jobs from the files, into the memory."""
-    filled, at = [], 0
+class _Reading:
+    """A unit that is being read: its buffers, the tasks that fill them, what is done after them."""
+
+    def __init__(
+        self,
+        unit: _Unit,
+        ended: SimpleQueue[_Reading],
+        filled: list[dict[Box, npt.NDArray[Any]]],
+        tasks: list[Callable[[], object]],
+        after: Callable[[], object],
+    ) -> None:
+        self.unit = unit
+        self._ended, self._filled, self._tasks, self._after = ended, filled, tasks, after
+        self._lock = threading.Lock()
+        self._left = len(tasks)
+        self._error: BaseException | None = None
+
+    def submit(self, pool: ThreadPoolExecutor) -> None:
+        """Begin the tasks."""
+        for task in self._tasks:
+            pool.submit(self._run, task)
+        if not self._tasks:
+            self._ended.put(self)
+
+    def _run(self, task: Callable[[], object]) -> None:
+        error = self._error
+        try:
+            if error is None:
+                task()
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            is_last = not self._left
+        if is_last:
+            self._ended.put(self)
+
+    def result(self) -> list[dict[Box, npt.NDArray[Any]]]:
+        """Return the buffers by job and box, or raise the first error of a task."""
+        if self._error is not None:
+            raise self._error
+        self._after()
+        return self._filled
+
+
+def _plan(
+    jobs: Sequence[Job], boxes: Sequence[Sequence[Box]], reader: Reader, threads: int
+) -> tuple[list[dict[Box, npt.NDArray[Any]]], list[Callable[[], object]], Callable[[], object]]:
+    """Return (the buffers of a unit, the tasks that fill them, what is to be done after them)."""
+    # Of this thread's memory, which the system has not taken back since an earlier call.
+    memory, at = _memory(jobs, boxes), 0
+    filled: list[dict[Box, npt.NDArray[Any]]] = []
     copies: dict[StoredFile, list[Copy]] = defaultdict(list)
-    tasks: list[Callable[[], None]] = []
+    tiles: dict[str, list[Tiles]] = defaultdict(list)
+    staging: list[Callable[[], object]] = []
     for job, of_job in zip(jobs, boxes, strict=True):
         buffers: dict[Box, npt.NDArray[Any]] = {}
         staged: dict[str, list[tuple[SourcePart, Piece, npt.NDArray[Any]]]] = defaultdict(list)
@@ -364,28 +418,35 @@ def _filled(
             if job.target.is_padded:
                 buffer[...] = 0
             for part in parts:
-                file = reader.arrays[part.source].file
+                array = reader.arrays[part.source]
                 for piece in part.pieces(box):
                     copy = _direct(job, part, piece, buffer.strides, reader)
-                    if copy is None or file is None:
+                    if copy is None or array.file is None:
                         staged[part.source].append((part, piece, _view(buffer, box, piece)))
-                    else:
-                        place = sum(
-                            (begin - start) * stride
-                            for (begin, _), (start, _), stride in zip(
-                                piece.target, box, buffer.strides, strict=True
-                            )
+                        continue
+                    place = at + sum(
+                        (begin - start) * stride
+                        for (begin, _), (start, _), stride in zip(
+                            piece.target, box, buffer.strides, strict=True
                         )
-                        copies[file].append(copy.at(reader.arrays[part.source].begin, at + place))
+                    )
+                    if isinstance(copy, Copy):
+                        copies[array.file].append(copy.at(array.begin, place))
+                    else:
+                        tiles[part.source] += [each.at(place) for each in copy]
             buffers[box] = buffer
             at += _room(buffer.nbytes)
-        tasks += [partial(_fill_staged, job, name, views, reader) for name, views in staged.items()]
+        staging += [partial(_fill_staged, job, *each, reader) for each in staged.items()]
         filled.append(buffers)
-    reader.read(copies, memory, tasks)
-    for job, buffers in zip(jobs, filled, strict=True):
-        for buffer in buffers.values() if job.dtype == np.bool_ else ():
-            np.not_equal(buffer.view(np.uint8), 0, out=buffer)  # a file may have any bytes
-    return filled
+    tasks, read_twice = reader.tasks(copies, tiles, memory, threads)
+
+    def after() -> None:
+        read_twice()
+        for job, buffers in zip(jobs, filled, strict=True):
+            for buffer in buffers.values() if job.dtype == np.bool_ else ():
+                np.not_equal(buffer.view(np.uint8), 0, out=buffer)  # a file may have any bytes
+
+    return filled, [*tasks, *staging], after
 
 
 def _parts_in(target: Target, boxes: Sequence[Box]) -> list[Sequence[SourcePart]]:
@@ -404,7 +465,7 @@ def _parts_in(target: Target, boxes: Sequence[Box]) -> list[Sequence[SourcePart]
 
 def _direct(
     job: Job, part: SourcePart, piece: Piece, strides: tuple[int, ...], reader: Reader
-) -> Copy | None:
+) -> Copy | list[Tiles] | None:
     """Return how the bytes of a piece go straight to the result, if they can."""
     if part.scale is not None or piece.picked is not None:
         return None
@@ -513,7 +574,5 @@ def _room(size: int) -> int:
 
 
 def _buffer(job: Job, box: Box, memory: npt.NDArray[np.uint8], at: int) -> npt.NDArray[Any]:
-    """Return the array of a box, which lies as in the file: JAX transposes faster than numpy."""
-    shape, order = box_shape(box), job.target.parts[0].sized.memory_order
-    values: npt.NDArray[Any] = memory[at : at + prod(shape) * job.dtype.itemsize].view(job.dtype)
-    return values.reshape([shape[dim] for dim in order]).transpose(_inverse(order))
+    shape = box_shape(box)
+    return memory[at : at + prod(shape) * job.dtype.itemsize].view(job.dtype).reshape(shape)

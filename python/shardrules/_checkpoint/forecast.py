@@ -12,7 +12,8 @@ import numpy as np
 
 from shardrules._arguments import each, listed
 from shardrules._checkpoint.boxes import Box
-from shardrules._checkpoint.reading import bound_of, calls_of
+from shardrules._checkpoint.ranges import calls_of
+from shardrules._checkpoint.reading import bound_of
 from shardrules._checkpoint.renames import A_RENAME, Rename
 from shardrules._checkpoint.targets import Problems, Target, whole
 from shardrules._checkpoint.trees import matched

@@ -19,7 +19,7 @@ from shardrules._dtypes import bits_of, given_float
 from shardrules._files.leaves import ArraySpecs
 from shardrules._files.models import Arrays, read_arrays
 from shardrules._place.decider import policy_for
-from shardrules._place.named_shardings import asks_for_own_devices, requested_shardings
+from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
 from shardrules._plan.plan import Plan
 
@@ -142,7 +142,7 @@ def load(
             raise ValueError(
                 "missing and strict=False are for a tree to fill: give tree, or a plan as rules"
             )
-        if call.joint and asks_for_own_devices(rules, mesh):
+        if call.joint and only_process(rules, mesh) is not None:
             call.alone()
         is_joint = call.joint
         arrays = read_arrays(os.fspath(source), ArraySpecs(keeps_places=True))

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardrules._checkpoint.boxes import Form
 from shardrules._checkpoint.filling import Job
-from shardrules._checkpoint.reading import numpy_dtype
+from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.scales import codes_and_scales, product_of
 from shardrules._checkpoint.targets import Target, whole
 from shardrules._files.leaves import ArraySpec

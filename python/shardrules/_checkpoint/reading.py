@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from itertools import pairwise
 from math import prod
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -18,6 +17,22 @@ import numpy as np
 
 from shardrules import _core
 from shardrules._checkpoint.boxes import Box, box_shape, hull_of, intersection, slices_in
+from shardrules._checkpoint.ranges import (
+    GAP,
+    MOST_SHARE,
+    Band,
+    Copy,
+    Ranges,
+    StoredLayout,
+    Tiles,
+    band_shares,
+    band_tables,
+    bands_of,
+    copy_of,
+    in_file_order,
+    share_bytes,
+    shares_of,
+)
 from shardrules._dtypes import is_inexact
 from shardrules._files.leaves import ArraySpec, StoredFile, state_of
 from shardrules._files.remote import RemoteFile
@@ -106,8 +121,6 @@ def reported(progress: bool | Progress | None, what: str) -> Iterator[Progress |
 STAGING: Final = 2 << 20
 """Maximum bytes of rows that are read at once, to be copied from there; they stay in a cache."""
 
-# Bytes between two ranges that are read along: less than what a call of the system takes.
-_GAP: Final = 4 << 10
 # The same for files of other machines, where a request takes milliseconds.
 _REMOTE_GAP: Final = 256 << 10
 # Linux has 1,024.
@@ -115,13 +128,6 @@ _MOST_BUFFERS: Final = 1000
 # More than there are threads that read. A process may often have no more than 256 in all.
 _MOST_FILES: Final = 64
 _SAMPLE: Final = 64
-# Reads at once, also of one array: a store on a network takes milliseconds to answer each.
-_READS: Final = 16
-# Bytes that one thread reads, if there are more of them.
-_LEAST_SHARE: Final = 1 << 20
-_MOST_SHARE: Final = 16 << 20
-# Bytes of a range: shorter ones are copied from rows.
-_LEAST_RANGE: Final = 64
 # Copies of boxes of one form are worked out once, unless they have many ranges.
 _MOST_FORMS: Final = 1024
 _MOST_RANGES: Final = 8192
@@ -134,39 +140,9 @@ class BoxRequest(NamedTuple):
     into: npt.NDArray[Any]
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of this name in numpy or ml_dtypes."""
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
-class Ranges(NamedTuple):
-    """Ranges of bytes in a file, and where in memory they go."""
-
-    begins: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64]
-
-    def part(self, index: Any) -> Ranges:
-        """Return some of them."""
-        return Ranges(*(column[index] for column in self))
-
-
-class Copy(NamedTuple):
-    """Ranges of equal size in a file, which go to other places in memory."""
-
-    begins: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64]
-    size: int
-
-    def at(self, begin: int, place: int) -> Copy:
-        """Move it to this offset in the file, and in memory."""
-        return Copy(self.begins + begin, self.places + place, self.size)
-
-
 # Not on Windows.
 _native: Callable[..., tuple[int, int]] | None = getattr(_core, "read_ranges", None)
+_bands: Callable[..., tuple[int, int]] | None = getattr(_core, "read_bands", None)
 
 
 class _OpenFile:
@@ -203,8 +179,7 @@ class Reader:
         self._files: OrderedDict[StoredFile, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self._of_thread = threading.local()
-        self._pool = ThreadPoolExecutor(_READS, "shardrules-read")
-        self._copies: dict[Any, Copy | None] = {}
+        self._copies: dict[Any, Copy | list[Tiles]] = {}
 
     def __enter__(self) -> Reader:
         return self
@@ -212,7 +187,6 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self._pool.shutdown(cancel_futures=True)
         with ExitStack() as closing:
             for file in self._files.values():
                 closing.callback(file.close, is_checked=error is None)
@@ -220,7 +194,7 @@ class Reader:
     def sample(self, name: str) -> bytes:
         """Read some bytes in the middle of an array."""
         array = self.arrays[name]
-        layout = _StoredLayout(array)
+        layout = StoredLayout(array)
         size = layout.dtype.itemsize * prod(array.shape)
         data = np.empty(min(size, _SAMPLE), np.uint8)
         begin = array.begin + (size - len(data)) // 2
@@ -228,37 +202,45 @@ class Reader:
             self._read(layout.file, Ranges(*(np.array([n]) for n in (begin, len(data), 0))), data)
         return data.tobytes()
 
-    def read(
+    def tasks(
         self,
         copies: Mapping[StoredFile, Sequence[Copy]],
+        tiles: Mapping[str, Sequence[Tiles]],
         memory: npt.NDArray[np.uint8],
-        others: Sequence[Callable[[], object]] = (),
-    ) -> None:
-        """Read ranges into memory, and call other functions that read; several at once.
+        threads: int,
+    ) -> tuple[list[Callable[[], object]], Callable[[], object]]:
+        """Return what reads into memory, in parts for so many threads, and what to call after it.
 
-        Raises:
-            FileError: A file has changed, or cannot be read.
+        Args:
+            copies: By file, the ranges.
+            tiles: By array, what lies otherwise.
+            memory: Where they go.
+            threads: For how many threads there are parts, if there are enough bytes.
         """
-        tasks, twice = list(others), []
-        for file, of_file in copies.items():
-            ranges, again = _in_file_order(of_file)
-            twice.append(again)
-            tasks += [partial(self._read, file, share, memory) for share in _shares(ranges)]
-        if len(tasks) == 1:
-            tasks[0]()
-        else:
-            under_way = [self._pool.submit(task) for task in tasks]
-            wait(under_way, return_when=FIRST_EXCEPTION)
-            if any(future.done() and future.exception() for future in under_way):
-                for future in under_way:
-                    future.cancel()
-            wait(under_way)
-            for future in under_way:
-                if not future.cancelled():
-                    future.result()
-        for again in twice:
-            for place, size, other in zip(*(column.tolist() for column in again), strict=True):
-                memory[other : other + size] = memory[place : place + size]
+        ranges = {file: in_file_order(of_file) for file, of_file in copies.items()}
+        bands: dict[tuple[StoredFile, int], list[Band]] = defaultdict(list)
+        for name, of_array in tiles.items():
+            layout = StoredLayout(self.arrays[name])
+            of_item = bands[layout.file, layout.dtype.itemsize]
+            of_item += bands_of(self.arrays[name].begin, of_array)
+        total = sum(int(each.sizes.sum()) for each, _ in ranges.values())
+        total += sum(band.bytes for of_item in bands.values() for band in of_item)
+        most = share_bytes(total, threads)
+        tasks: list[Callable[[], object]] = []
+        for file, (of_file, _) in ranges.items():
+            tasks += [partial(self._read, file, each, memory) for each in shares_of(of_file, most)]
+        for (file, item), of_item in bands.items():
+            tasks += [
+                partial(self._read_bands, file, item, each, memory)
+                for each in band_shares(of_item, most)
+            ]
+
+        def read_twice() -> None:
+            for _, again in ranges.values():
+                for place, size, other in zip(*(column.tolist() for column in again), strict=True):
+                    memory[other : other + size] = memory[place : place + size]
+
+        return tasks, read_twice
 
     def copy_of(
         self,
@@ -267,8 +249,8 @@ class Reader:
         lengths: tuple[int, ...],
         axis_strides: Callable[[], Sequence[int]],
         key: Any,
-    ) -> Copy | None:
-        """Work out how a box of an array is copied; None if its ranges are too short.
+    ) -> Copy | list[Tiles] | None:
+        """Work out how a box of an array is copied; None if rows have to be read for it first.
 
         Args:
             name: The array.
@@ -279,12 +261,15 @@ class Reader:
         """
         array = self.arrays[name]
         key = (array.shape, array.dtype, source, lengths, key)
-        copy = self._copies.get(key, key)
-        if copy is key:
-            copy = _copy(_StoredLayout(array), source, lengths, axis_strides())
-            if len(self._copies) < _MOST_FORMS and (not copy or len(copy.begins) < _MOST_RANGES):
+        copy = self._copies.get(key)
+        if copy is None:
+            copy = copy_of(StoredLayout(array), source, lengths, axis_strides())
+            few = not isinstance(copy, Copy) or len(copy.begins) < _MOST_RANGES
+            if len(self._copies) < _MOST_FORMS and few:
                 self._copies[key] = copy
-        return copy  # type: ignore[no-any-return]
+        is_local = array.file is not None and isinstance(array.file.path, Path)
+        has_core = _native is not None and _bands is not None
+        return copy if isinstance(copy, Copy) or (has_core and is_local) else None
 
     def fill(self, name: str, requests: Sequence[BoxRequest]) -> None:
         """Fill each requested box of an array, by rows that are read once for all.
@@ -292,7 +277,7 @@ class Reader:
         Raises:
             FileError: The file has changed, or cannot be read.
         """
-        layout = _StoredLayout(self.arrays[name])
+        layout = StoredLayout(self.arrays[name])
         item_bytes, staging = layout.dtype.itemsize, self._staging()
         for box, together in _hulls(requests):
             for part in _chunks(box, item_bytes):
@@ -315,10 +300,31 @@ class Reader:
 
     def _read(self, stored: StoredFile, ranges: Ranges, memory: npt.NDArray[np.uint8]) -> None:
         """Read ranges, which are in the order of the file."""
+        begin, size = int(ranges.begins[0]), int(ranges.sizes.sum())
+        self._checked(stored, begin, size, lambda file: _read_ranges(file, ranges, memory))
+
+    def _read_bands(
+        self, stored: StoredFile, item: int, bands: Sequence[Band], memory: npt.NDArray[np.uint8]
+    ) -> None:
+        read, tables, size = _bands, band_tables(bands), sum(band.bytes for band in bands)
+        assert read is not None
+        self._checked(
+            stored, bands[0].begin, size,
+            lambda file: read(file.fileno(), *tables, item, memory, GAP),
+        )  # fmt: skip
+
+    def _checked(
+        self,
+        stored: StoredFile,
+        at: int,
+        size: int,
+        read: Callable[[io.BufferedReader], tuple[int, int]],
+    ) -> None:
+        """Read so many bytes of a file, from here on."""
         with self._opened(stored) as file:
-            at, code = int(ranges.begins[0]), 0
+            code = 0
             try:
-                at, code = _read_ranges(file.file, ranges, memory)
+                at, code = read(file.file)
             except OSError as error:
                 code = error.errno or -1
             if code < 0:
@@ -329,7 +335,7 @@ class Reader:
                     "check the disk, and copy or download the file again"
                 )
         with self._lock:
-            self.bytes_read += int(ranges.sizes.sum())
+            self.bytes_read += size
 
     @contextmanager
     def _opened(self, stored: StoredFile) -> Iterator[_OpenFile]:
@@ -377,13 +383,13 @@ def _read_ranges(
         _read_remote(file.raw, ranges, memory)
         return 0, 0
     if _native is not None:
-        return _native(file.fileno(), *ranges, memory, _GAP)
-    view, between = memoryview(memory.data), memoryview(bytearray(_GAP))
+        return _native(file.fileno(), *ranges, memory, GAP)
+    view, between = memoryview(memory.data), memoryview(bytearray(GAP))
     rows = zip(*(column.tolist() for column in ranges), strict=True)
     buffers: list[memoryview] = []
     end = at = int(ranges.begins[0])
     for begin, size, place in rows:
-        if not 0 <= begin - end <= _GAP or len(buffers) >= _MOST_BUFFERS:
+        if not 0 <= begin - end <= GAP or len(buffers) >= _MOST_BUFFERS:
             at, code = _read_span(file, at, buffers)
             if code:
                 return at, code
@@ -403,7 +409,7 @@ def _read_remote(file: RemoteFile, ranges: Ranges, memory: npt.NDArray[np.uint8]
         is_near = (
             i < len(begins)
             and begins[i] - ends[i - 1] <= _REMOTE_GAP
-            and ends[i] - begins[first] <= _MOST_SHARE
+            and ends[i] - begins[first] <= MOST_SHARE
         )
         if is_near:
             continue
@@ -446,150 +452,6 @@ else:  # Windows
         with _seeking:
             file.raw.seek(begin, 0)
             return file.raw.readinto(buffers[0]) or 0
-
-
-def _in_file_order(copies: Sequence[Copy]) -> tuple[Ranges, tuple[Any, Any, Any]]:
-    """Return (the ranges, those there twice as columns: place, size, other place)."""
-    counts = [len(copy.begins) for copy in copies]
-    ranges = Ranges(
-        np.concatenate([copy.begins for copy in copies]),
-        np.repeat([copy.size for copy in copies], counts),
-        np.concatenate([copy.places for copy in copies]),
-    )
-    if (np.diff(ranges.begins) < 0).any():
-        ranges = ranges.part(np.argsort(ranges.begins, kind="stable"))
-    is_again = np.zeros(len(ranges.begins), np.bool_)
-    is_again[1:] = (np.diff(ranges.begins) == 0) & (np.diff(ranges.sizes) == 0)
-    if not is_again.any():
-        empty = is_again[:0]
-        return ranges, (empty, empty, empty)
-    first = np.maximum.accumulate(np.where(is_again, 0, np.arange(len(is_again))))
-    again = ranges.part(is_again)
-    return ranges.part(~is_again), (ranges.places[first[is_again]], again.sizes, again.places)
-
-
-def calls_of(array: ArraySpec, boxes: Iterable[Box]) -> int:
-    """Count the calls of the system by which boxes of an array are read."""
-    layout = _StoredLayout(array)
-    copies = []
-    for box in boxes:
-        begins, size = layout.ranges(box), layout.range_bytes(box)
-        copies.append(Copy(begins, begins, size))
-    if not copies:
-        return 0
-    ranges, _ = _in_file_order(copies)
-    ends = ranges.begins + ranges.sizes
-    apart = (ranges.begins[1:] - ends[:-1] > _GAP).sum()
-    return int(apart) + max(1, int(ranges.sizes.sum()) // _MOST_SHARE) if len(ends) else 0
-
-
-def _shares(ranges: Ranges) -> Iterator[Ranges]:
-    """Yield the ranges in parts of about equal bytes, one for each thread; long ones are cut."""
-    total = int(ranges.sizes.sum())
-    if not total:
-        return
-    most = min(max(total // _READS, _LEAST_SHARE), _MOST_SHARE)
-    if int(ranges.sizes.max()) > most:
-        cuts = -(-ranges.sizes // most)
-        ranges = ranges.part(np.repeat(np.arange(len(cuts)), cuts))
-        at = (np.arange(len(ranges.begins)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * most
-        sizes = np.minimum(ranges.sizes - at, most)
-        ranges = Ranges(ranges.begins + at, sizes, ranges.places + at)
-    share = (np.cumsum(ranges.sizes) - 1) // most
-    ends = np.flatnonzero(np.diff(share)) + 1
-    for begin, end in pairwise([0, *ends.tolist(), len(share)]):
-        yield ranges.part(slice(begin, end))
-
-
-def _copy(
-    layout: _StoredLayout, source: Box, lengths: Sequence[int], strides: Sequence[int]
-) -> Copy | None:
-    """Work out the ranges of a box in the file, and their places in memory.
-
-    Args:
-        layout: The array's.
-        source: The box.
-        lengths: The lengths of the axes of which its dimensions consist.
-        strides: The bytes between neighbours along each axis in memory.
-    """
-    item_bytes = layout.dtype.itemsize
-    in_file = axis_strides(box_shape(source), layout.strides, lengths)
-    axes = [axis for axis in zip(lengths, in_file, strides, strict=True) if axis[0] != 1]
-    size = item_bytes
-    while axes and axes[-1][1] == axes[-1][2] == size:
-        size *= axes.pop()[0]
-    if axes and size < _LEAST_RANGE:
-        return None
-    begins = places = np.zeros(1, np.int64)
-    for length, by, to in axes:
-        steps = np.arange(length)
-        begins = (begins[:, None] + steps * by).reshape(-1)
-        places = (places[:, None] + steps * to).reshape(-1)
-    begin = sum(at * by for (at, _), by in zip(source, layout.strides, strict=True))
-    return Copy(begins + begin, places, size)
-
-
-def axis_strides(shape: Sequence[int], strides: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Return the stride of each axis of a box whose dimensions consist of axes.
-
-    Args:
-        shape: The lengths of the box's dimensions.
-        strides: The stride of each of them.
-        lengths: The lengths of the axes, in the dimensions' order.
-    """
-    result = [0] * len(lengths)
-    axis = 0
-    for size, stride in zip(shape, strides, strict=True):
-        inner = size
-        while inner > 1:
-            if lengths[axis] > 1:
-                inner //= lengths[axis]
-                result[axis] = inner * stride
-            axis += 1
-    return result
-
-
-class _StoredLayout:
-    """Places of the elements of a stored array, in row-major order."""
-
-    def __init__(self, array: ArraySpec) -> None:
-        self._file = array.file
-        self.dtype = numpy_dtype(array.dtype)
-        self._array = array
-
-    @property
-    def file(self) -> StoredFile:
-        """Return the file that has the array."""
-        assert self._file is not None
-        return self._file
-
-    @property
-    def strides(self) -> list[int]:
-        """Return the bytes between neighbours along each dimension."""
-        return [self._stride(dim) for dim in range(len(self._array.shape))]
-
-    def range_bytes(self, box: Box) -> int:
-        """Return the bytes of each contiguous range of the box."""
-        last = self._last_cut(box)
-        return prod(box_shape(box[last : last + 1])) * self._stride(last)
-
-    def ranges(self, box: Box) -> npt.NDArray[np.int64]:
-        """Return the offset in the file of each contiguous range of the box, in order."""
-        if not prod(box_shape(box)):
-            return np.empty(0, np.int64)
-        last = self._last_cut(box)
-        offsets = np.array([self._array.begin], np.int64)
-        for dim, (begin, end) in enumerate(box[:last]):
-            offsets = (offsets[:, None] + np.arange(begin, end) * self._stride(dim)).reshape(-1)
-        return offsets + box[last][0] * self._stride(last) if box else offsets
-
-    def _last_cut(self, box: Box) -> int:
-        """Return the last dimension of which the box has a part only."""
-        shape = self._array.shape
-        return max((dim for dim, size in enumerate(shape) if box[dim] != (0, size)), default=0)
-
-    def _stride(self, dim: int) -> int:
-        return prod(self._array.shape[dim + 1 :]) * self.dtype.itemsize
 
 
 def copy_values(values: npt.NDArray[Any], into: npt.NDArray[Any]) -> None:

@@ -20,10 +20,10 @@ from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, s
 from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec
 from shardrules._place.decider import BySpecs, policy_for
-from shardrules._place.named_shardings import asks_for_own_devices, requested_shardings
+from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
 from shardrules._place.shard import converted, leaf_path, of_placeable
-from shardrules._place.transfers import check_reachable, has_spread, put, stays_in_part
+from shardrules._place.transfers import check_reachable, put, stays_in_part, stays_within
 from shardrules._plan.plan import Plan
 from shardrules._rules.names import unboxed
 from shardrules._text import bytes_shown, shown
@@ -178,7 +178,7 @@ def reshard(
             "optional_axes": texts("optional_axes", optional_axes),
             "names": names,
         }
-        if call.joint and _stays_here(tree, rules, mesh):
+        if call.joint and stays_within(tree, only_process(_shardings_in(rules) or rules, mesh)):
             call.alone()
         abstract, moves_by_leaf = _moves(tree, rules, deciding, followed, name)
         most = _bound(moves_by_leaf, most, abstract)
@@ -189,9 +189,7 @@ def reshard(
         if call.joint:
             for i, move in moves_by_leaf.items():
                 for source in move.sources:
-                    check_reachable(
-                        partial(leaf_path, abstract, i), sources[source], move.sharding, move.shape
-                    )
+                    check_reachable(partial(leaf_path, abstract, i), sources[source], move.sharding)
         call.agree(lambda: [("the options", options), *rows_of(abstract, shardings)])
     uses_left = Counter(source for move in moves_by_leaf.values() for source in move.sources)
     shared: set[int] = set()
@@ -211,10 +209,6 @@ def reshard(
             done = {source for move in moves for source in move.sources if not uses_left[source]}
             _delete([sources[source] for source in done - shared])
     return tree_util.tree_unflatten(treedef, values)
-
-
-def _stays_here(tree: Any, rules: Any, mesh: MeshLike | None) -> bool:
-    return asks_for_own_devices(_shardings_in(rules) or rules, mesh) and not has_spread(tree)
 
 
 def _moves(

@@ -25,7 +25,7 @@ from shardrules._checkpoint.boxes import (
     unchanged,
 )
 from shardrules._checkpoint.patterns import needed_text
-from shardrules._checkpoint.reading import numpy_dtype
+from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.renames import Rename, numbered_axes, stacked_axes
 from shardrules._dtypes import bits_of, converts
 from shardrules._files.leaves import ArraySpec

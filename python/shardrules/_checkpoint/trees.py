@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardrules._arguments import check_tree
-from shardrules._checkpoint.reading import numpy_dtype
+from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.selection import Selection
 from shardrules._checkpoint.targets import Problems, Target, targets_of
@@ -120,6 +120,11 @@ def _bare(path: str) -> str:
     return _with_slashes(path).removesuffix("/value")
 
 
+def _of_named_array(path: str) -> str:
+    """Return the path without the place of a haliax array in its NamedArray."""
+    return _bare(path).removesuffix("/0")
+
+
 def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
     """Make a tree of the names: with levels if there are slashes, as `read_model` has them."""
     leaves = {path: ArraySpec(target.shape, target.dtype) for path, target in targets.items()}
@@ -150,7 +155,7 @@ def _in_tree(
 ) -> dict[str, Target]:
     """Return the targets by the tree's paths; note what is missing, left over, or differs."""
     names = list(targets)
-    rows = match_rows(paths, names, _with_slashes, _bare)
+    rows = match_rows(paths, names, _with_slashes, _bare, _of_named_array)
     taken = set(rows)
     unused = [name for row, name in enumerate(names) if row not in taken]
     aligned: dict[str, Target] = {}

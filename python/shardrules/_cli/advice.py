@@ -90,13 +90,13 @@ def solved(args: Args, function: str, rules: Any = None) -> Solution:
     with working(args, f"solving for {args.on or args.mesh}; Ctrl-C takes the best so far"):
         return solve(
             step, on, hardware=hardware, hbm=inputs.memory("--hbm", "a device", args.hbm),
-            time_limit=getattr(args, "time_limit", None),
+            remat=getattr(args, "remat", None), time_limit=getattr(args, "time_limit", None),
         )  # fmt: skip
 
 
 def constraint_lines(solution: Solution) -> list[str]:
-    """Return the lines of with_sharding_constraint as comments of a rule file."""
-    return [f"# {line}" for line in solution.activations]
+    """Return the lines of constraints, and of loops, as comments of a rule file."""
+    return [f"# {line}" for line in (*solution.activations, *solution.remat)]
 
 
 def solver_notes(solution: Solution) -> Iterator[str]:

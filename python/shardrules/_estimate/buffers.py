@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from shardrules._text import Column, Place, Table, answer, bytes_shown, printable, record
+from shardrules._text import Column, Place, Table, answer, bytes_shown, record
 
 _IN_TEXT: Final = 10
 # XLA's numbers of bytes, with their signs: aliased bytes are counted as argument and as output.
@@ -121,10 +121,10 @@ class Memory(NamedTuple):
         }
         return self._asdict() | numbers | arrays
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | str]:
         head = f"{bytes_shown(self.peak)} on each device: {self.totals}"
         if not self.buffers:
-            return f"{head}; this backend does not show which arrays these are"
+            return [f"{head}; this backend does not show which arrays these are"]
         share = self.alive / self.peak if self.peak else 1.0
         largest = (
             f"the largest arrays at the peak, where {bytes_shown(self.alive)} are alive, "
@@ -132,12 +132,12 @@ class Memory(NamedTuple):
         )
         if self.saved:
             largest += f"; {bytes_shown(self.saved)} are kept for the backward pass"
-        return "\n".join(map(printable, [head, largest, *table_of(self.buffers)]))
+        return [head, largest, table_of(self.buffers)]
 
 
-def table_of(buffers: Sequence[Buffer]) -> list[str]:
-    """Return the lines of a table of the largest of these arrays."""
-    return Table(_COLUMNS, list(map(_cells, buffers[:_IN_TEXT]))).lines()
+def table_of(buffers: Sequence[Buffer]) -> Table:
+    """Return a table of the largest of these arrays."""
+    return Table(_COLUMNS, map(_cells, buffers[:_IN_TEXT]))
 
 
 def _cells(buffer: Buffer) -> tuple[str, ...]:

@@ -127,9 +127,6 @@ class Sweep(tuple[SweepRow, ...]):
         lines = [*left[:_MOST_LEFT_OUT], *more, *assumed_lines(self.assumptions, uncounted)]
         return [printable(line) for line in lines]
 
-    def __str__(self) -> str:
-        return "\n".join([*sweep_table(self).lines(), *self.notes])
-
     def _parts(self) -> list[Table | str]:
         return [sweep_table(self), *self.notes]
 

@@ -80,10 +80,6 @@ class Traffic(tuple[Transmission, ...]):
             total[row.axes] += row.sent
         return dict(total)
 
-    def __str__(self) -> str:
-        sent, table, *notes = self._parts()
-        return "\n".join([str(sent), *table.lines(), *map(str, notes)])  # type: ignore[union-attr]
-
     def _parts(self) -> list[Table | str]:
         table = Table(_COLUMNS, (_traffic_cells(row) for row in self))
         assumptions = {**self.assumptions}

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from shardrules._files import orbax, safetensors
 from shardrules._files.leaves import ArraySpec, ArraySpecs, all_are, check_column
 from shardrules._files.remote import remote_path
-from shardrules._io import FileError, max_memory, parse_json, path_of, read_bytes, unreadable
+from shardrules._io import (
+    FileError,
+    collector_paused,
+    max_memory,
+    parse_json,
+    path_of,
+    read_bytes,
+    unreadable,
+)
 from shardrules._text import near_shown, shown
 
 # A dict with one key, and the key. No tree is walked deeper than about 1,000 levels.
@@ -96,7 +102,7 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
             _check_place(source)
         for model_format in FORMATS:
             if model_format.claims(path):
-                with _collector_paused():
+                with collector_paused():
                     return model_format.read(path, leaves)
     except OSError as error:
         raise unreadable(path, error) from None
@@ -121,18 +127,6 @@ def _check_place(source: str) -> None:
             f"{source}: there is no such file or directory; if it is a repository of Hugging Face, "
             f"download it: hf download {source} --local-dir DIRECTORY"
         )
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: parsing makes no cycles, but 100,000s of lists to visit."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _arrays_in(path: Path, leaves: dict[str, ArraySpec], name: object = None) -> Arrays:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
@@ -194,9 +195,14 @@ def _device_count(mesh: MeshLike) -> int:
     return prod(mesh.values() if isinstance(mesh, Mapping) else mesh.shape.values())
 
 
-def has_own_devices(mesh: MeshLike) -> bool:
-    """Return whether the mesh has devices, and all of them belong to this process."""
-    return has_devices(mesh) and not mesh.is_multi_process
+def processes_of(mesh: MeshLike) -> frozenset[int]:
+    """Return the processes of the devices of a mesh; none of a mesh without devices."""
+    return _processes_of(mesh) if has_devices(mesh) else frozenset()
+
+
+@lru_cache(maxsize=256)
+def _processes_of(mesh: Any) -> frozenset[int]:
+    return frozenset(device.process_index for device in mesh.devices.flat)
 
 
 def axes_of_type(mesh: AnyMesh, kind: str) -> frozenset[str]:

@@ -10,7 +10,7 @@ from shardrules._arguments import check_shapes, check_tree, check_type, in_order
 from shardrules._correction import Correction
 from shardrules._dtypes import given_bits
 from shardrules._mesh.memory import memory_keeper
-from shardrules._mesh.mesh import context_mesh, has_own_devices, local_view, resolve_mesh
+from shardrules._mesh.mesh import context_mesh, local_view, processes_of, resolve_mesh
 from shardrules._place.decider import (
     ByNames,
     ByPaths,
@@ -130,17 +130,18 @@ def requested_shardings(
     return leaves, treedef, shardings
 
 
-def asks_for_own_devices(rules: Any, mesh: MeshLike | None) -> bool:
-    """Return whether this process has all devices of each mesh that the rules would use.
+def only_process(rules: Any, mesh: MeshLike | None) -> int | None:
+    """Return the process that has all devices of each mesh that the rules would use.
 
-    False also if the arguments are invalid.
+    None if there are several, or the arguments are invalid.
     """
     # Of rules that are not a decider yet only shardings have meshes.
     decider = rules if isinstance(rules, Decider) else BySpecs("rules", rules)
     try:
-        return all(map(has_own_devices, decider._meshes(mesh)))
+        (process,) = frozenset().union(*map(processes_of, decider._meshes(mesh)))
     except Exception:
-        return False
+        return None
+    return process
 
 
 @in_order("path", "shape", "rules", "mesh")

@@ -427,6 +427,37 @@ def is_spread(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
+def crosses(leaf: Any, sharding: NamedSharding) -> bool:
+    """Return whether an array goes to other devices by collectives of all processes."""
+    import jax
+
+    if not isinstance(leaf, jax.Array):
+        return False
+    if leaf.sharding.device_set == sharding.device_set:
+        return False
+    return is_held_elsewhere(leaf, holders_of(leaf.sharding), holders_of(sharding))
+
+
+def is_held_elsewhere(leaf: Any, holders: frozenset[int], takers: frozenset[int]) -> bool:
+    """Return whether these processes need parts of an array that only others hold.
+
+    One process that holds all of it says so if it is committed to that and none of the takers; the
+    others, which hold nothing of it, agree with it on that.
+    """
+    if not is_spread(leaf):
+        return bool(getattr(leaf, "committed", False)) and takers.isdisjoint(holders)
+    if leaf.is_fully_replicated:
+        return not takers <= holders
+    return len(holders) > 1 or takers != holders
+
+
+@functools.lru_cache(maxsize=4096)
+def holders_of(sharding: Sharding) -> frozenset[int]:
+    """Return the processes of its devices."""
+    devices: set[Any] = sharding.device_set
+    return frozenset(device.process_index for device in devices)
+
+
 def canonical_dtype(leaf: Any) -> Any:
     """Return the dtype of a numpy array or a number on devices, which depends on jax_enable_x64."""
     import jax
@@ -452,7 +483,7 @@ class _Texts:
         text = f"{_name(dtype)}{list(getattr(leaf, 'shape', ()))}"
         if to is not None and getattr(leaf, "weak_type", type(leaf) in (int, float, complex)):
             text += " weakly typed"
-        if is_spread(leaf):
+        if is_spread(leaf) or (to is not None and crosses(leaf, to)):
             text += f" {'deleted' if leaf.is_deleted() else 'spread'} as {self._of(leaf.sharding)}"
         return f"{text}, which stays" if to is None else f"{text} for {self._of(to)}"
 

@@ -14,16 +14,16 @@ from shardrules._correction import Correction
 from shardrules._dtypes import given_float, is_plain_float
 from shardrules._mesh.mesh import check_placeable, resolve_mesh
 from shardrules._place.decider import check_decided
-from shardrules._place.named_shardings import asks_for_own_devices, requested_shardings
+from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, Row, rows_of
 from shardrules._place.spec_trees import broadcast_specs
 from shardrules._place.transfers import (
     check_reachable,
     distinct,
-    has_spread,
     of_each_type,
     put,
     replace_at,
+    stays_within,
 )
 from shardrules._rules.names import is_flax_struct, variable_types
 from shardrules._specs import entries_of, entry_axes, is_partition_spec
@@ -176,7 +176,7 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
     with JointCall("shard_local") as call:
         check_tree("batch", batch)
         check_decided("spec", spec, "a PartitionSpec such as P('dp'), which fits all of the batch")
-        if call.joint and asks_for_own_devices(spec, mesh):
+        if call.joint and only_process(spec, mesh) is not None:
             call.alone()
         leaves, treedef = tree_util.tree_flatten(batch)
         paths = [keys for keys, _ in tree_util.tree_flatten_with_path(batch)[0]]
@@ -283,7 +283,7 @@ def agreed_shardings(
     """
     with JointCall(name) as call:
         extra = options()
-        if call.joint and asks_for_own_devices(rules, mesh) and not has_spread(tree):
+        if call.joint and stays_within(tree, only_process(rules, mesh)):
             call.alone()
         leaves, treedef, targets = requested_shardings(tree, rules, mesh, **keywords)
         if select is not None:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from shardrules._jax import weakly_typed
-from shardrules._place.processes import canonical_dtype, is_spread
+from shardrules._place.crossing import crossed
+from shardrules._place.processes import (
+    canonical_dtype,
+    crosses,
+    holders_of,
+    is_held_elsewhere,
+    is_spread,
+)
 from shardrules._text import counted
 
 if TYPE_CHECKING:
@@ -56,53 +63,49 @@ def put(
     return result
 
 
-def check_reachable(
-    path: Callable[[], str],
-    leaf: Any,
-    sharding: NamedSharding,
-    shape: tuple[int, ...] | None = None,
-) -> None:
-    """Check that JAX can move an array that several processes hold.
+def check_reachable(path: Callable[[], str], leaf: Any, sharding: NamedSharding) -> None:
+    """Check that an array can go to devices of other processes.
 
     Args:
         path: Gives the array's path, for the error.
         leaf: The array, or anything else, which can be moved.
         sharding: Where it is to be.
-        shape: The shape that is moved, if that is not the array's.
 
     Raises:
-        ValueError: JAX cannot.
+        ValueError: It cannot.
     """
     import jax
 
-    if not is_spread(leaf) or leaf.sharding.device_set == sharding.device_set:
+    if not crosses(leaf, sharding):
         return
-    if leaf.is_fully_replicated and sharding.is_fully_addressable:
-        return  # through the host
-    groups = ({d.process_index for d in each.device_set} for each in (leaf.sharding, sharding))
-    before, after = map(sorted, groups)
-    client: Any = next(iter(sharding.device_set)).client  # type: ignore[attr-defined]
-    sends = getattr(client, "supports_cross_host_transfers", False) or getattr(
-        jax.config, "jax_cross_host_transfer_socket_address", ""
-    )
-    is_same = shape in (None, leaf.shape) and _are_cut_alike(leaf.sharding, sharding, leaf.shape)
-    if not (is_same and before != after and sends):
+    before, after = holders_of(leaf.sharding), holders_of(sharding)
+    why = ""
+    if not hasattr(jax, "shard_map"):
+        why = f"which takes jax.shard_map, and JAX {jax.__version__} has none; update JAX"
+    elif len(before) == 1 and before < after:
+        why = (
+            "and a process that holds all of an array takes it for data that each has; "
+            "reshard it to devices that the others have"
+        )
+    if why:
         raise ValueError(
             f"{path()} is on {counted(len(leaf.sharding.device_set), 'device')} of processes "
-            f"{before}, and is to be on {len(sharding.device_set):,} of processes {after}, not the "
-            "same ones, which JAX cannot do: what several processes hold, it moves to other "
-            "shardings on the same devices; and to other processes, with the same cuts, on TPUs "
-            "and GPUs, or with jax_cross_host_transfer_socket_address. Move within these devices, "
-            "or save the tree and load it there"
+            f"{sorted(before)}, and is to be on {len(sharding.device_set):,} of processes "
+            f"{sorted(after)}, {why}, or save the tree and load it there"
         )
 
 
-def has_spread(tree: Any) -> bool:
-    """Return whether other processes hold parts of an array that this one does not hold."""
+def stays_within(tree: Any, process: int | None) -> bool:
+    """Return whether this process alone has what goes to its own devices; None is no process."""
     import jax
 
-    leaves = jax.tree_util.tree_leaves(tree)
-    return any(is_spread(leaf) and not leaf.is_fully_replicated for leaf in leaves)
+    if process is None:
+        return False
+    takers = frozenset((process,))
+    return not any(
+        isinstance(leaf, jax.Array) and is_held_elsewhere(leaf, holders_of(leaf.sharding), takers)
+        for leaf in jax.tree_util.tree_leaves(tree)
+    )
 
 
 def stays_in_part(leaf: Any, array: jax.Array) -> bool:
@@ -120,6 +123,7 @@ def _prepared(
     """Return (the leaves as `jax.device_put` is to get them, the places of those that it gets)."""
     import jax
 
+    is_joint = jax.process_count() > 1
     is_local = {id(target): target.is_fully_addressable for target in distinct(shardings)}
     ready, moved, elsewhere = list(leaves), [], []
     for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
@@ -127,13 +131,46 @@ def _prepared(
         was = leaf.sharding if isinstance(leaf, jax.Array) else None
         if was is not None and may_stay and _is_in_place(leaf, was, sharding):
             continue
+        # On the same devices of several processes.
+        is_cut_anew = (
+            was is not None
+            and is_spread(leaf)
+            and was.device_set == sharding.device_set
+            and len(holders_of(was)) > 1
+        )
+        if is_joint and (
+            crosses(leaf, sharding) or (is_cut_anew and _is_not_put(leaf, was, sharding))
+        ):
+            ready[index] = crossed(leaf, sharding)
+            continue
+        if is_joint and not is_cut_anew:
+            if not sharding.addressable_devices:
+                ready[index] = _from_own_parts(leaf, sharding)
+                continue
+            if is_spread(leaf):  # of which each of these processes has a replica
+                ready[index] = leaf.addressable_data(0)
+                was = ready[index].sharding
         moved.append(index)
         if is_local[id(sharding)]:
-            if was is not None and _is_cut_otherwise_elsewhere(leaf, was, sharding):
+            if was is not None and _is_cut_otherwise_elsewhere(ready[index], was, sharding):
                 elsewhere.append(index)
-        elif not is_spread(leaf):
-            ready[index] = _from_own_parts(leaf, sharding)
-    return replace_at(ready, elsewhere, jax.device_get([leaves[i] for i in elsewhere])), moved
+        elif not is_cut_anew:
+            ready[index] = _from_own_parts(ready[index], sharding)
+    return replace_at(ready, elsewhere, jax.device_get([ready[i] for i in elsewhere])), moved
+
+
+def _is_not_put(leaf: Any, was: Any, sharding: NamedSharding) -> bool:
+    """Say of an array of several processes whether JAX cannot move it on its own devices.
+
+    That is so of random keys; and JAX aborts a process that has none of the devices, if their order
+    is another.
+    """
+    import jax
+
+    if _is_extended(leaf):
+        return True
+    orders = (list(each.devices_indices_map(leaf.shape)) for each in (was, sharding))
+    return len(holders_of(was)) < jax.process_count() and len({*map(tuple, orders)}) > 1
 
 
 def _are_for_here(shardings: list[NamedSharding]) -> bool:
@@ -157,8 +194,6 @@ def _are_cut_alike(before: Any, after: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _is_cut_otherwise_elsewhere(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
-    import jax
-    import jax.numpy as jnp
 
     is_here = was.is_fully_addressable
     return (
@@ -167,7 +202,7 @@ def _is_cut_otherwise_elsewhere(leaf: jax.Array, was: Any, sharding: NamedShardi
         and (is_here or was.is_fully_replicated)
         # A numpy array has neither weak types nor random keys.
         and not getattr(leaf, "weak_type", False)
-        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        and not _is_extended(leaf)
     )
 
 
@@ -175,22 +210,45 @@ def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
     """Return the global array, made from the shards of host data on local devices."""
     import jax
 
-    host, weak = _on_host(leaf)
-    array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    array: jax.Array
+    if sharding.addressable_devices:
+        host, weak = _on_host(leaf)
+        array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    else:
+        dtype = leaf.dtype if isinstance(leaf, jax.Array) else canonical_dtype(leaf)
+        array = array_without_data(np.shape(leaf), sharding, dtype)
+        weak = _is_weak(leaf)
     # Else type promotion of a number would be different in several processes and in one.
     return jax.jit(weakly_typed, out_shardings=sharding)(array) if weak else array
+
+
+def array_without_data(shape: tuple[int, ...], sharding: NamedSharding, dtype: Any) -> jax.Array:
+    """Return an array in a process that has none of its devices."""
+    import jax
+
+    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 
 def _on_host(leaf: Any) -> tuple[Any, bool]:
     """Return (the leaf with its dtype on devices, whether its type is weak)."""
     import jax
-    import jax.numpy as jnp
 
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return leaf, False  # random keys
+    if isinstance(leaf, jax.Array) and _is_extended(leaf):
+        return leaf, False
     host = np.asarray(leaf)
     host = host.astype(canonical_dtype(host), copy=False)
-    return host, getattr(leaf, "weak_type", type(leaf) in (int, float, complex))
+    return host, _is_weak(leaf)
+
+
+def _is_extended(leaf: Any) -> bool:
+    """Return whether it has random keys."""
+    import jax
+
+    return bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended))
+
+
+def _is_weak(leaf: Any) -> bool:
+    return bool(getattr(leaf, "weak_type", type(leaf) in (int, float, complex)))
 
 
 def distinct(objects: list[_T]) -> Iterable[_T]:

@@ -227,9 +227,6 @@ class Findings(tuple[Finding, ...]):
         if refused := self.at_least(level):
             raise FindingsError(refused)
 
-    def __str__(self) -> str:
-        return "\n".join(self._parts())
-
     def _parts(self) -> list[str]:
         return [*map(str, self), conclusion(self)]
 

@@ -92,7 +92,11 @@ class OutOfMemory(MemoryError):  # noqa: N818
         )
         if not self.buffers:
             return f"{head}; XLA does not say for which arrays"
-        lines = [f"{head}. The largest arrays at the peak:", *table_of(self.buffers), self._fix()]
+        lines = [
+            f"{head}. The largest arrays at the peak:",
+            *table_of(self.buffers).lines(),
+            self._fix(),
+        ]
         return printable_lines(lines)
 
     def _fix(self) -> str:

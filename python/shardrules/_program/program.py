@@ -240,17 +240,18 @@ class Program:
         memory = self.memory and self.memory.to_json()
         return {"mesh": self.axis_sizes, "collectives": rows, "memory": memory}
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | str]:
         if not self.has_text:
-            return "this backend does not show the text of executables: what they send is not known"
-        lines = [self._summary()]
+            return [
+                "this backend does not show the text of executables: what they send is not known"
+            ]
+        parts: list[Table | str] = [printable(self._summary())]
         if self.collectives:
-            lines += Table(_COLUMNS, list(map(_cells, self.collectives[:_KEPT_IN_TEXT]))).lines()
+            parts.append(Table(_COLUMNS, map(_cells, self.collectives[:_KEPT_IN_TEXT])))
         rest = len(self.collectives) - _KEPT_IN_TEXT
         if rest > 0:
-            lines.append(f"and {rest} more")
-        lines += [] if self.memory is None else str(self.memory).split("\n")
-        return "\n".join(map(printable, lines))
+            parts.append(f"and {rest} more")
+        return parts if self.memory is None else [*parts, *self.memory._parts()]
 
     def _summary(self) -> str:
         total = sum(self.sent.values())

@@ -166,7 +166,7 @@ def program_time(
         uncounted=tuple(
             dict.fromkeys(one.op_name or one.name for one, count, _ in flops if not count)
         ),
-        exposed=min(schedule.exposed, sending),
+        exposed=sending - schedule.hidden,
         timelines=timelines,
     )
 

@@ -181,9 +181,11 @@ class Timetable:
         return instruction.name, is_async
 
     @property
-    def exposed(self) -> float:
-        """Seconds of a step for which a device waits for what is sent."""
-        return self._of(self._hlo.entry).exposed
+    def hidden(self) -> float:
+        """Seconds of a step in which a device sends beside what it computes."""
+        body = self._of(self._hlo.entry)
+        sending = sum(span.seconds for span in body.spans if span.kind == "sending")
+        return hidden_of(sending, body.exposed)
 
     def _of(self, name: str) -> _Body:
         if name not in self._bodies:

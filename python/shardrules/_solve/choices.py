@@ -12,6 +12,7 @@ from shardrules._text import Place, bytes_shown, record, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._solve.meshes import Best
+    from shardrules._solve.recompute import RematChoice
     from shardrules._step.dimension_roles import ClassRole
 
 _ALTERNATIVES: Final = 2
@@ -77,7 +78,7 @@ def _alternatives(best: Best, name: int) -> Iterator[Alternative]:
         yield Alternative(others[i][name], seconds, search.space.peak(others[i]))
 
 
-def reasons(best: Best, rows: Iterable[ClassChoice]) -> Iterator[str]:
+def reasons(best: Best, rows: Iterable[ClassChoice], remat: Iterable[RematChoice]) -> Iterator[str]:
     """Yield lines: what each choice saves, and what was left out."""
     space = best.search.space
     for row in rows:
@@ -88,6 +89,7 @@ def reasons(best: Best, rows: Iterable[ClassChoice]) -> Iterator[str]:
             at = "" if line is None else f" at {Place(*line)}"
             yield f"the constraint{at} is left out: the solution has one in its place"
     yield from (f"not modelled, and whole on each device: {t}" for t in space.step.unmodelled)
+    yield from map(str, remat)
     if best.is_over:
         yield f"the search was ended: nothing takes less than {seconds_shown(best.bound)}"
 

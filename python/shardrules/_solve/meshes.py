@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._mesh.mesh import as_mesh
+from shardrules._mesh.topology import Topology, topology_shown
+from shardrules._solve.recompute import Block, blocks_of, recomputed
 from shardrules._solve.search import ROUNDING, Search
 from shardrules._solve.space import Space, fixed_cuts, forbidden_pairs
 from shardrules._text import bytes_shown, mesh_shown, printable_lines
@@ -25,29 +27,57 @@ class Task(NamedTuple):
 
     step: Step
     machine: Machine
-    hbm: int | None
+    hbm: int
     keep: tuple[Any, ...] = ()
     forbid: tuple[Any, ...] = ()
     until: float = inf
+    variants: tuple[tuple[Block, ...], ...] = ((),)
+    """Blocks that may recompute together."""
 
-    def search(self, sizes: Mapping[str, int]) -> Search:
-        """Return the search on a mesh of these sizes."""
+    def cases(self, meshes: Sequence[Any]) -> list[Case]:
+        """Return the searches on these meshes, of each of the variants."""
+        steps = [(blocks, recomputed(self.step, blocks)) for blocks in self.variants]
+        return [
+            Case(mesh, sizes, blocks, self._search(step, sizes))
+            for mesh in meshes
+            for sizes in [dict(as_mesh(mesh).shape)]
+            for blocks, step in steps
+        ]
+
+    def _search(self, step: Step, sizes: Mapping[str, int]) -> Search:
         space = Space(
-            self.step,
+            step,
             sizes,
             self.machine,
             self.hbm,
-            fixed=fixed_cuts(self.step, self.keep, sizes),
-            forbidden=forbidden_pairs(self.step, self.forbid, sizes),
+            fixed=fixed_cuts(step, self.keep, sizes),
+            forbidden=forbidden_pairs(step, self.forbid, sizes),
         )
         return Search(space, self.until)
+
+
+class Case(NamedTuple):
+    """A search on a mesh, with the blocks that recompute."""
+
+    mesh: Any
+    sizes: dict[str, int]
+    blocks: tuple[Block, ...]
+    search: Search
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """Those of which less is known to be possible come first, as they end the others.
+
+        Of those alike that with most devices along its first axes, and that without recomputation.
+        """
+        sizes = [-size for size in self.sizes.values()]
+        return float(f"{self.search.bound:.2g}"), sizes, len(self.blocks)
 
 
 class Best(NamedTuple):
     """The best assignment, on the best mesh, and how good any can be."""
 
-    mesh: Any
-    search: Search
+    case: Case
     assignment: Assignment
     cost: Cost
     bound: float
@@ -55,71 +85,97 @@ class Best(NamedTuple):
     is_over: bool
     """Whether the user, or the time, has ended the search."""
 
+    @property
+    def search(self) -> Search:
+        """The search that has found it."""
+        return self.case.search
 
-def best_of(task: Task, meshes: Sequence[Any]) -> Best:
+
+def best_of(task: Task, meshes: Sequence[Any], on: Any) -> Best:
     """Find the best assignment on any of these meshes.
 
     Raises:
         ValueError: Nothing fits, on any of them; the message says by how much.
         TimeoutError: The search was ended before it had found anything that fits.
     """
-    sizes = [dict(as_mesh(mesh).shape) for mesh in meshes]
-    searches = [task.search(each) for each in sizes]
-    # Those of which less is known to be possible come first, as they end the others; of those alike
-    # that with most devices along its first axes.
-    order = sorted(
-        range(len(meshes)),
-        key=lambda i: (float(f"{searches[i].bound:.2g}"), [-n for n in sizes[i].values()]),
-    )
-    best: int | None = None
-    for i in order:
-        search = searches[i]
-        search.seconds = inf if best is None else searches[best].seconds
-        search.run()
-        if search.assignment is not None:
-            best = i
-        if search.is_over:
-            break
-    is_over = any(search.is_over for search in searches)
+    cases = sorted(task.cases(meshes), key=lambda case: case.rank)
+    best = _searched(cases)
     if best is None:
-        if is_over:
-            raise TimeoutError(f"{task.step.name}: nothing that fits was found in the time")
-        raise ValueError(_why_nothing_fits(task, searches, sizes))
-    search = searches[best]
-    bound = min(each.bound for each in searches)
+        raise _nothing(task, cases, on)
+    search = best.search
+    bound = min(case.search.bound for case in cases)
     search.simplify()
     assert search.assignment is not None
     cost = search.space.cost(search.assignment)
     # The price rounds bytes up, and adds terms in another order.
     is_optimum = bound >= search.seconds * (1 - ROUNDING)
     bound = cost.time.total if is_optimum else min(bound, cost.time.total)
-    return Best(meshes[best], search, search.assignment, cost, bound, is_over)
+    is_over = any(case.search.is_over for case in cases)
+    return Best(best, search.assignment, cost, bound, is_over)
 
 
-def _why_nothing_fits(
-    task: Task, searches: Sequence[Search], sizes: Sequence[Mapping[str, int]]
-) -> str:
-    rows = [(search.least_memory(), i) for i, search in enumerate(searches)]
-    (peak, assignment), i = min(rows, key=lambda row: row[0][0])
-    hbm, mesh = task.hbm or 0, sizes[i]
-    memory = searches[i].space.cost(assignment).memory
+def _searched(cases: Sequence[Case]) -> Case | None:
+    """Search all cases, and return that of the best assignment; None if nothing fits."""
+    best: Case | None = None
+    # All are tried in short before one is searched to its end, as that may take all of the time.
+    for run in (Search.begin, Search.run):
+        for case in cases:
+            case.search.seconds = inf if best is None else best.search.seconds
+            run(case.search)
+            if case.search.assignment is not None and case.search.seconds < inf:
+                best = case
+            if case.search.is_over:
+                return best
+    return best
+
+
+def _nothing(task: Task, cases: Sequence[Case], on: Any) -> Exception:
+    """Return the error that nothing that fits was found: by how much, and where something fits."""
+    case, peak, assignment = _least_memory(cases)
+    memory = case.search.space.cost(assignment).memory
+    is_known = not any(each.search.heap for each in cases)
+    what = "nothing fits" if is_known else "nothing that fits was found in the time"
     lines = [
-        f"{task.step.name}: nothing fits: with the least memory that was found it needs "
-        f"{bytes_shown(peak)} on each device of {mesh_shown(mesh)}, {bytes_shown(peak - hbm)} more "
-        f"than the {bytes_shown(hbm)} that there are",
+        f"{task.step.name}: {what}: with the least memory that was found it needs "
+        f"{bytes_shown(peak)} on each device of {mesh_shown(case.sizes)}, "
+        f"{bytes_shown(peak - task.hbm)} more than the {bytes_shown(task.hbm)} that there are",
         *(f"  {bytes_shown(b.bytes)} {b.shape} {b.what}" for b in memory.buffers[:_SHOWN]),
+        *_where_it_fits(task, case, on),
     ]
-    larger = _mesh_that_fits(task, mesh)
-    if larger is not None:
-        lines.append(f"it fits on {mesh_shown(larger)}: {prod(larger.values()):,} devices")
-    return printable_lines(lines)
+    return (ValueError if is_known else TimeoutError)(printable_lines(lines))
 
 
-def _mesh_that_fits(task: Task, mesh: Mapping[str, int]) -> dict[str, int] | None:
-    """Return the first mesh with more devices along its first axis on which the step fits."""
-    first, *_ = mesh
+def _least_memory(cases: Sequence[Case]) -> tuple[Case, int, Assignment]:
+    """Return the case that needs least memory, by what is resident, with its assignment."""
+    rows = [(*case.search.least_memory(), i) for i, case in enumerate(cases)]
+    _, assignment, i = min(rows, key=lambda row: (row[0], row[2]))
+    return cases[i], cases[i].search.space.peak(assignment), assignment
+
+
+def _where_it_fits(task: Task, case: Case, on: Any) -> Iterator[str]:
+    """Yield lines: with recomputation, and on the next slice that exists or larger mesh."""
+    if task.variants == ((),) and (blocks := blocks_of(task.step)):
+        again = task._replace(variants=(tuple(blocks),))
+        if _least_memory(again.cases([case.mesh]))[1] <= task.hbm:
+            yield "it fits if loops recompute what they save for their gradient: remat='choose'"
+    axes = tuple(case.sizes)
+    last = task._replace(variants=task.variants[-1:])
+    for name, meshes in _larger(on, axes, case.sizes):
+        larger, peak, _ = _least_memory(last.cases(meshes))
+        if peak <= task.hbm:
+            where = mesh_shown(larger.sizes)
+            yield f"it fits on {name.format(where)}: {prod(larger.sizes.values()):,} devices"
+            return
+
+
+def _larger(
+    on: Any, axes: tuple[str, ...], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, list[dict[str, int]]]]:
+    """Yield ever larger devices, with their meshes: slices that exist, or more along an axis."""
     for power in range(1, _MOST_DOUBLED):
-        larger = {**mesh, first: mesh[first] * 2**power}
-        if task.search(larger).least_memory()[0] <= (task.hbm or 0):
-            return larger
-    return None
+        if isinstance(on, Topology):
+            on = on._doubled()
+            yield f"{topology_shown(on)} as {{}}", on.meshes(axes)
+        else:
+            count = 2**power
+            yield "{}", [{**sizes, axis: sizes[axis] * count} for axis in axes]

@@ -78,29 +78,30 @@ class ProofRound(NamedTuple):
             if max(row.predicted, row.compiled) > least and not _agrees(*row[1:3], _SENT):
                 yield row
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | str]:
         head = f"predicted {seconds_shown(self.solution.time.total)} a step"
         if self.refusal:
-            return f"{head}; the compiler refuses it: {self.refusal}"
+            return [f"{head}; the compiler refuses it: {self.refusal}"]
         rows = [("sent over " + ",".join(row.axes), *_cells(row.predicted, row.compiled))
                 for row in self.sent]  # fmt: skip
         rows.append(("memory", *_cells(*self.memory)))
-        lines = [head, *Table(_COLUMNS, rows).lines()]
+        parts: list[Table | str] = [head, Table(_COLUMNS, rows)]
         if self.seconds > self.solution.time.total:
-            lines.append(f"{seconds_shown(self.seconds)} a step with what is sent beyond that")
+            parts.append(f"{seconds_shown(self.seconds)} a step with what is sent beyond that")
         if any(self._far()):
             shown = [
                 (f"  {row.line} over {','.join(row.axes)}", *_cells(row.predicted, row.compiled))
                 for row in self.lines[:_SHOWN]
                 if not _agrees(row.predicted, row.compiled, _SENT)
             ]
-            lines += ["where they differ", *Table(_COLUMNS, shown).lines()]
+            parts += ["where they differ", Table(_COLUMNS, shown)]
         if not _agrees(*self.memory, _MEMORY):
             compiled = None if self.proof is None else self.proof.memory
             for name, memory in (("predicted", self.solution.memory), ("compiled", compiled)):
                 if memory is not None and memory.buffers:
-                    lines += [f"largest at the peak, {name}", *table_of(memory.buffers[:_SHOWN])]
-        return "\n".join(lines)
+                    largest = table_of(memory.buffers[:_SHOWN])
+                    parts += [f"largest at the peak, {name}", largest]
+        return parts
 
 
 _COLUMNS: Final = (
@@ -142,11 +143,14 @@ class SolutionProof(NamedTuple):
         """True if bytes sent agree within 20 % for all mesh axes, and memory within 10 %."""
         return self.best.is_close
 
-    def __str__(self) -> str:
-        rows = [f"round {n}: {row}" for n, row in enumerate(self.rounds, 1)]
+    def _parts(self) -> list[Table | str]:
+        parts: list[Table | str] = []
+        for number, row in enumerate(self.rounds, 1):
+            head, *rest = row._parts()
+            parts += [f"round {number}: {head}", *rest]
         if len(self.rounds) > 1:
-            rows.append(f"best: round {self.rounds.index(self.best) + 1}")
-        return "\n".join(rows)
+            parts.append(f"best: round {self.rounds.index(self.best) + 1}")
+        return parts
 
 
 class Provable(Outcome):

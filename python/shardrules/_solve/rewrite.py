@@ -17,6 +17,8 @@ Site = tuple[int, ...]
 """Places of equations, the outermost first; after that of a branch its number."""
 Shardings = Mapping[tuple[Site, int], Any]
 """NamedShardings of the results of equations, by site and number of the result."""
+Names = dict[Any, Any]
+"""What is to be read in the place of variables."""
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
 _BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr"}
 
@@ -27,7 +29,7 @@ def sites(closed: Any, body: Body) -> Iterator[tuple[Site, TracedOperation]]:
     Code by device, in `shard_map` and kernels, has none: arrays are parts there.
     """
     operations = iter(body.operations)
-    yield from _sites(_open(closed), _Ahead(operations), ())
+    yield from _sites(open_jaxpr(closed), _Ahead(operations), ())
 
 
 class _Ahead:
@@ -52,27 +54,33 @@ def _sites(jaxpr: Any, ahead: _Ahead, around: Site) -> Iterator[tuple[Site, Trac
         inner = inner_jaxpr(eqn)
         if inner is not None:
             ahead.take(eqn)  # the barrier before what is recomputed
-            yield from _sites(_open(inner), ahead, site)
+            yield from _sites(open_jaxpr(inner), ahead, site)
             continue
         operation = ahead.take(eqn)
         if operation is None or eqn.primitive.name == "shard_map":
             continue
-        for number, (_, within) in enumerate(_bodies(eqn)):
+        for number, (_, within) in enumerate(bodies_of(eqn)):
             inside = _Ahead(iter(operation.bodies[number].operations))
-            yield from _sites(_open(within), inside, (*site, number))
+            yield from _sites(open_jaxpr(within), inside, (*site, number))
         yield site, operation
 
 
-def _open(closed: Any) -> Any:
+def open_jaxpr(closed: Any) -> Any:
+    """Return a jaxpr without its constants."""
     return getattr(closed, "jaxpr", closed)
 
 
-def _bodies(eqn: Any) -> list[tuple[str, Any]]:
+def bodies_of(eqn: Any) -> list[tuple[str, Any]]:
     """Return (name of the parameter, jaxpr) of what a loop or branch runs."""
     name = eqn.primitive.name
     if name == "cond":
         return [("branches", branch) for branch in eqn.params["branches"]]
     return [(_BODIES[name], eqn.params[_BODIES[name]])] if name in _BODIES else []
+
+
+def named(names: Names, atom: Any) -> Any:
+    """Return what is to be read in the place of a variable; literals stay."""
+    return atom if hasattr(atom, "val") else names.get(atom, atom)
 
 
 def constrained(closed: Any, shardings: Shardings, constraint: Callable[[Any, Any], Any]) -> Any:
@@ -88,20 +96,44 @@ def constrained(closed: Any, shardings: Shardings, constraint: Callable[[Any, An
     return _Writer(shardings, constraint).closed(closed, ())
 
 
-class _Writer:
-    """Writes constraints into jaxprs, from the innermost."""
+class Rewriter:
+    """Writes other equations into jaxprs, from the innermost."""
+
+    def closed(self, closed: Any, around: Site) -> Any:
+        """Write into a jaxpr that has its constants, or has none."""
+        jaxpr, names = open_jaxpr(closed), dict[Any, Any]()
+        eqns = list(self.equations(jaxpr, around, names))
+        outvars = [named(names, atom) for atom in jaxpr.outvars]
+        written = jaxpr.replace(eqns=eqns, outvars=outvars)
+        return written if jaxpr is closed else closed.replace(jaxpr=written)
+
+    def equations(self, jaxpr: Any, around: Site, names: Names) -> Iterator[Any]:
+        """Yield the equations that a jaxpr is to have, and name what has another variable."""
+        raise NotImplementedError
+
+    def params(self, eqn: Any, site: Site) -> dict[str, Any]:
+        """Return the parameters of an equation with what is written into its jaxprs."""
+        params = dict(eqn.params)
+        inner = inner_jaxpr(eqn)
+        if inner is not None:
+            name = next(name for name, value in params.items() if value is inner)
+            params[name] = self.closed(inner, site)
+        written = [self.closed(within, (*site, n)) for n, (_, within) in enumerate(bodies_of(eqn))]
+        if eqn.primitive.name == "cond":
+            params["branches"] = tuple(written)
+        elif written:
+            params[_BODIES[eqn.primitive.name]] = written[0]
+        return params
+
+
+class _Writer(Rewriter):
+    """Writes constraints into jaxprs."""
 
     def __init__(self, shardings: Shardings, constraint: Callable[[Any, Any], Any]) -> None:
         self._shardings, self._constraint = shardings, constraint
         self._context = _mesh_in_force()
 
-    def closed(self, closed: Any, around: Site) -> Any:
-        """Write into a jaxpr that has its constants, or has none."""
-        jaxpr = _open(closed)
-        written = jaxpr.replace(eqns=list(self._equations(jaxpr, around)))
-        return written if jaxpr is closed else closed.replace(jaxpr=written)
-
-    def _equations(self, jaxpr: Any, around: Site) -> Iterator[Any]:
+    def equations(self, jaxpr: Any, around: Site, names: Names) -> Iterator[Any]:
         for place, eqn in enumerate(jaxpr.eqns):
             site = (*around, place)
             if eqn.primitive.name in CONSTRAINTS:
@@ -116,7 +148,10 @@ class _Writer:
                     # Variables are compared by identity: that of a new constraint is new.
                     outvars[number] = template.invars[0]
                     after.append(self._placed(template, eqn, [outvars[number]], [var]))
-            yield eqn.replace(params=self._params(eqn, site), outvars=outvars)
+            params = self.params(eqn, site)
+            if "ctx_mesh" in params:  # before, that of the trace
+                params["ctx_mesh"] = self._context
+            yield eqn.replace(params=params, outvars=outvars)
             yield from after
 
     def _placed(
@@ -124,21 +159,6 @@ class _Writer:
     ) -> Any:
         source = eqn.source_info
         return template.replace(invars=list(invars), outvars=list(outvars), source_info=source)
-
-    def _params(self, eqn: Any, site: Site) -> dict[str, Any]:
-        params = dict(eqn.params)
-        if "ctx_mesh" in params:  # before, that of the trace
-            params["ctx_mesh"] = self._context
-        inner = inner_jaxpr(eqn)
-        if inner is not None:
-            name = next(name for name, value in params.items() if value is inner)
-            params[name] = self.closed(inner, site)
-        written = [self.closed(within, (*site, n)) for n, (_, within) in enumerate(_bodies(eqn))]
-        if eqn.primitive.name == "cond":
-            params["branches"] = tuple(written)
-        elif written:
-            params[_BODIES[eqn.primitive.name]] = written[0]
-        return params
 
 
 def _mesh_in_force() -> Any:

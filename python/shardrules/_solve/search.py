@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import count, product
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import combinations, count, product
 from math import inf, prod
 from time import monotonic
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _MOST_OF_PART: Final = 16
 # Seconds that differ by less than this part are equal.
 ROUNDING: Final = 1e-9
+# So many of the first assignments are improved.
+_DESCENTS: Final = 2
 # Memory by which a simpler assignment may need more.
 _LITTLE: Final = 1e-3
 
@@ -75,7 +77,7 @@ class Search:
         for place in self.terms.largest:
             for name in self.terms.terms[place].scope:
                 self._of[name].append(place)
-        self.heap = [self._root()]
+        self.heap = [] if self._is_over({}) else [self._root()]
 
     # Parts.
 
@@ -147,20 +149,32 @@ class Search:
 
     # Search.
 
+    def begin(self) -> None:
+        """Find an assignment that fits, if that is soon found: layouts as experts have them."""
+        self._until_over(self._descend_all)
+
     def run(self) -> None:
         """Search all of the space, or until the time is over or the user interrupts."""
+        self._until_over(self._branch)
+
+    def _until_over(self, search: Callable[[], None]) -> None:
         try:
-            self._descend_all()
-            while self.heap and not self._is_worse(self.heap[0].least):
-                if monotonic() > self._until:
-                    self.is_over = True
-                    return
-                children = self._children(self.heap[0])
-                heapq.heappop(self.heap)  # not before, as an interrupt leaves it in the bound
-                for child in children:
-                    heapq.heappush(self.heap, child)
+            search()
         except KeyboardInterrupt:
             self.is_over = True
+
+    def _branch(self) -> None:
+        while self.heap and not self._is_worse(self.heap[0].least):
+            if self._is_late():
+                return
+            children = self._children(self.heap[0])
+            heapq.heappop(self.heap)  # not before, as an interrupt leaves it in the bound
+            for child in children:
+                heapq.heappush(self.heap, child)
+
+    def _is_late(self) -> bool:
+        self.is_over |= monotonic() > self._until
+        return self.is_over
 
     @property
     def bound(self) -> float:
@@ -235,23 +249,51 @@ class Search:
     # A first solution.
 
     def _descend_all(self) -> None:
-        """Improve some assignments: all axes on data, or each axis in turn on weights."""
-        for axis in (None, *self.space.sizes):
-            self.descend(self._start(() if axis is None else (axis,)))
+        """Improve the best of the layouts that experts write; if nothing fits, what needs least."""
+        if not self.heap or self._is_worse(self.bound):
+            return
+        rows: list[tuple[int, float, int, Assignment]] = []
+        for start in self._starts():
+            rows.append((self._over(start), self.terms.total(start).total, len(rows), start))
+            self.offer(start, rows[-1][1])
+            if self._is_late():
+                return
+        rows.sort(key=lambda row: row[:3])
+        ends = [self._descend(start) for *_, start in rows[:_DESCENTS]]
+        if self.assignment is None and not self.is_over:
+            _, least = self.least_memory()
+            self.offer(least, self.terms.total(least).total)
+            if self.assignment is not None:
+                self._approach(ends[0])
 
-    def _start(self, axes: Axes) -> Assignment:
-        """Return the assignment in which axes cut weights, all others data, and both storage."""
-        of_weights = self.space.step._roles.of_weights
-        rest = tuple(axis for axis in self.space.sizes if axis not in axes)
-        wishes = {name: rest if name not in of_weights else axes for name in self.space.values} | {
-            STORED: tuple(self.space.sizes)
-        }
+    def _starts(self) -> list[Assignment]:
+        """Return layouts as experts have them: FSDP, with axes for weights and for experts."""
+        axes = (None, *self.space.sizes)
+        rows = [self._start(i, j) for i in axes for j in axes if i is None or i != j]
+        return list({tuple(row.values()): row for row in rows}.values())
+
+    def _start(self, tensor: str | None = None, expert: str | None = None) -> Assignment:
+        """Return the layout with an axis on weights, one on experts, and all others on data.
+
+        The axis of experts is that of data as well, outside of experts; all cut storage.
+        """
+        roles = self.space.step._roles
+        data = tuple(axis for axis in self.space.sizes if axis != tensor)
+        of_weights = () if tensor is None else (tensor,)
+        wishes: Assignment = {STORED: tuple(self.space.sizes)}
+        for name in self.space.values:
+            is_data = name not in roles.of_weights and roles.of.get(name) != "sequence"
+            wishes.setdefault(name, data if is_data else of_weights)
+            if roles.of.get(name) == "experts":
+                wishes[name] = () if expert is None else (expert,)
+            elif roles.of.get(name) == "model width":
+                wishes[name] = ()
         return {
             name: wishes[name] if wishes[name] in values else values[0]
             for name, values in self.space.values.items()
         }
 
-    def descend(self, start: Assignment) -> None:
+    def _descend(self, start: Assignment) -> Assignment:
         """Improve an assignment variable by variable until none gets better."""
         space, terms = self.space, self.terms
         now = dict(start)
@@ -261,7 +303,7 @@ class Search:
         while is_better:
             is_better = False
             for name, values in space.values.items():
-                if monotonic() > self._until:
+                if self._is_late():
                     is_better = False
                     break
                 for value in values:
@@ -275,33 +317,61 @@ class Search:
                     if (excess, after.total) < (over, seconds.total * (1 - ROUNDING)):
                         now, seconds, over, is_better = other, after, excess, True
         self.offer(now, terms.total(now).total)
+        return now
+
+    def _approach(self, goal: Assignment) -> None:
+        """Give the best assignment the values of one that does not fit, as long as it fits."""
+        for name, value in goal.items():
+            assert self.assignment is not None
+            if self._is_late():
+                return
+            other = {**self.assignment, name: value}
+            self.offer(other, self.terms.total(other).total)
 
     def least_memory(self) -> tuple[int, Assignment]:
-        """Return the least memory that variables, each by itself, lead to, and their values."""
-        starts = [self._start(()), *(self._start((axis,)) for axis in self.space.sizes)]
+        """Return the least resident memory to which variables, each by itself, lead."""
         rows = []
-        for now in starts:
+        for now in self._starts():
             for name, values in self.space.values.items():
                 now[name] = min(values, key=lambda v: self.resident.least({**now, name: v}))
-            rows.append((self.space.peak(now), now))
+            rows.append((self.resident.least(now), now))
         return min(rows, key=lambda row: row[0])
 
     def simplify(self) -> None:
-        """Leave out axes without which the best assignment is as good."""
+        """Leave out axes without which the best assignment is as good; the first are on data."""
         assert self.assignment is not None
-        best = self.assignment
         for name, values in self.space.values.items():
             for value in values:
-                if name == STORED or len(value) >= len(best[name]):
+                if name == STORED or len(value) >= len(self.assignment[name]):
                     break
-                other = {**best, name: value}
-                least = self.resident.least
-                if (
-                    self.terms.total(other).total <= self.seconds * (1 + ROUNDING)
-                    and least(other) <= least(best) * (1 + _LITTLE)
-                    and self.fits(other)
-                ):
-                    best = self.assignment = other
+                self._take({**self.assignment, name: value})
+        sizes, roles = self.space.sizes, self.space.step._roles.of
+        order = list(sizes)
+        data = [name for name in self.space.values if roles.get(name) == "batch"]
+        for pair in combinations(sizes, 2):
+            if sizes[pair[0]] == sizes[pair[1]]:
+                other_of = dict([pair, pair[::-1]])
+                other = {
+                    name: tuple(sorted((other_of.get(a, a) for a in axes), key=order.index))
+                    for name, axes in self.assignment.items()
+                }
+                first, now = (
+                    [[order.index(a) for a in row[name]] for name in (*data, STORED) if name in row]
+                    for row in (other, self.assignment)
+                )
+                if first < now and all(other[n] in v for n, v in self.space.values.items()):
+                    self._take(other)
+
+    def _take(self, other: Assignment) -> None:
+        """Have another assignment as the best if it is as good."""
+        assert self.assignment is not None
+        least = self.resident.least
+        if (
+            self.terms.total(other).total <= self.seconds * (1 + ROUNDING)
+            and least(other) <= least(self.assignment) * (1 + _LITTLE)
+            and self.fits(other)
+        ):
+            self.assignment = other
 
     def _over(self, assignment: Assignment) -> int:
         hbm = self.space.hbm

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardrules._arguments import check_real, check_type, integer, listed
+from shardrules._arguments import check_choice, check_real, check_type, integer, listed
 from shardrules._estimate.step_time import machine_of
 from shardrules._mesh.mesh import as_mesh
 from shardrules._mesh.topology import Topology
@@ -19,9 +19,10 @@ from shardrules._solve.activations import spec_of_cuts
 from shardrules._solve.choices import ClassChoice, choices, reasons
 from shardrules._solve.meshes import Best, Task, best_of
 from shardrules._solve.proof import Provable
+from shardrules._solve.recompute import RematChoice, blocks_of, subsets
 from shardrules._solve.space import STORED
 from shardrules._step.step import Step
-from shardrules._text import answer, bytes_shown, mesh_shown, printable_lines, seconds_shown
+from shardrules._text import answer, printable_lines
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._hardware import Hardware
     from shardrules._solve.layout import LaidSpread
+    from shardrules._solve.recompute import Block
 
 _AXES: Final = ("fsdp", "tp")
 
@@ -53,6 +55,8 @@ class Solution(Provable):
     memory: Memory
     bound: float
     """Seconds: no choice in the space takes less."""
+    remat: tuple[RematChoice, ...]
+    """Loops that could save less for their gradient; () if `solve` was not to choose."""
     reasons: tuple[str, ...]
     spread: LaidSpread
     """Cuts of all arrays of the step, and what is sent."""
@@ -68,14 +72,20 @@ class Solution(Provable):
 
     def __str__(self) -> str:
         lines = [
-            f"{seconds_shown(self.time.total)} a step on {mesh_shown(self.plan.axis_sizes)}, "
-            f"{bytes_shown(self.memory.peak)} on each device",
-            *(
-                f"  {row.role or 'no role'} {row.size:,}: {','.join(row.axes) or 'whole'}"
-                for row in self.choices
-            ),
+            self.summary,
+            *(f"  {_choice_shown(row)}" for row in self.choices),
+            *(f"  {row}" for row in self.remat),
         ]
         return printable_lines(lines)
+
+
+def _choice_shown(row: ClassChoice) -> str:
+    axes = ",".join(row.axes)
+    if row.role == "stored":
+        if not axes:
+            return "parameters are stored as they are used"
+        return f"parameters are stored over {axes} and gathered where used"
+    return f"{row.role or 'no role'} {row.size:,}: {axes or 'whole'}"
 
 
 def solve(
@@ -86,6 +96,7 @@ def solve(
     hbm: int | None = None,
     keep: Iterable[Any] = (),
     forbid: Iterable[Any] = (),
+    remat: Literal["choose"] | None = None,
     time_limit: float | None = None,
 ) -> Solution:
     """Find the sharding of a step that takes least time of those that fit.
@@ -99,6 +110,9 @@ def solve(
             arguments that keep the spec with which the step was traced; or pairs of a pattern and
             a spec.
         forbid: What must not be: pairs of a role, such as "experts", and a mesh axis.
+        remat: "choose" to choose as well whether a `lax.scan` saves arrays for its gradient or
+            computes them again, as `jax.checkpoint` of its body does. What the program recomputes
+            already stays so. Default: all is as the program has it.
         time_limit: Seconds after which the search ends with the best that it has, and its gap; so
             does an interrupt. Default: it ends when nothing can be better.
 
@@ -123,6 +137,8 @@ def solve(
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     keep = listed("keep", keep, "patterns, or pairs of a pattern and a spec")
     forbid = listed("forbid", forbid, "pairs of a role and a mesh axis")
+    if remat is not None:
+        check_choice("remat", remat, ("choose",))
     if time_limit is not None:
         check_real("time_limit", time_limit)
         if time_limit < 0:
@@ -142,14 +158,23 @@ def solve(
     machine = machine_of(hardware, (), OVERLAP, None, is_traced=True)
     room = machine.hardware.memory_bytes if hbm is None else integer("hbm", hbm, 1)
     until = inf if time_limit is None else monotonic() + time_limit
-    task = Task(step, machine, room, keep, forbid, until)
-    again = partial(solve, step, on, hardware=hardware, hbm=hbm, keep=keep, forbid=forbid)
-    return _solution(best_of(task, meshes), on, again)
+    blocks = blocks_of(step) if remat == "choose" else []
+    task = Task(step, machine, room, keep, forbid, until, tuple(subsets(blocks)))
+    options: dict[str, Any] = {
+        "hardware": hardware,
+        "hbm": hbm,
+        "keep": keep,
+        "forbid": forbid,
+        "remat": remat,
+    }
+    again = partial(solve, step, on, **options)
+    return _solution(best_of(task, meshes, on), blocks, on, again)
 
 
-def _solution(best: Best, on: Any, again: partial[Solution]) -> Solution:
+def _solution(best: Best, blocks: Iterable[Block], on: Any, again: partial[Solution]) -> Solution:
     space, cost = best.search.space, best.cost
-    step, mesh = space.step, best.mesh
+    step, mesh = space.step, best.case.mesh
+    remat = tuple(block.choice(recomputes=block in best.case.blocks) for block in blocks)
     specs = {
         path: spec_of_cuts(cost.spread.target(number))
         for path, number in zip(step._paths, step._equations.body.inputs, strict=True)
@@ -165,7 +190,8 @@ def _solution(best: Best, on: Any, again: partial[Solution]) -> Solution:
         time=cost.time,
         memory=cost.memory,
         bound=best.bound,
-        reasons=tuple(reasons(best, rows)),
+        remat=remat,
+        reasons=tuple(reasons(best, rows, remat)),
         spread=cost.spread,
         on=on,
         machine=space.machine,

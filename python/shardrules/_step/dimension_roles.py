@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
@@ -59,6 +59,16 @@ def weight_arrays(equations: Equations, weights: Iterable[int]) -> dict[int, int
     return sources
 
 
+def _alike(equations: Equations) -> dict[int, int]:
+    """Return {class that code by device has a part of, or the part: the first class of these}."""
+    first: dict[int, int] = {}
+    for pair in equations.local:
+        for whole, part in zip(*map(equations.dims.classes, pair), strict=False):
+            if whole != part:
+                first[whole] = first.setdefault(part, first.get(whole, whole))
+    return first
+
+
 class Roles:
     """Roles by class of dimensions.
 
@@ -70,6 +80,7 @@ class Roles:
 
     def __init__(self, equations: Equations, weights: Iterable[int], data: Iterable[int]) -> None:
         self._equations = equations
+        self._first = _alike(equations)
         weights = tuple(weights)
         self.weights = weight_arrays(equations, weights)
         self.of_weights = Counter(self._classes_of(weights))
@@ -82,11 +93,20 @@ class Roles:
             self._see(operation)
         self._name_data()
         self._name_rest()
+        for name, first in self._first.items():
+            if first in self.of:
+                self.of[name] = self.of[first]
+            self.of_weights[name] = self.of_weights[first]
 
     def is_like_weights(self, number: int) -> bool:
         """Say whether weights have all dimensions of an array, as their gradients do."""
         classes = list(self._classes_of([number]))
         return bool(classes) and all(map(self.of_weights.__contains__, classes))
+
+    def is_summed_for_weights(self, name: int) -> bool:
+        """Say whether products sum over a class for gradients: those of frozen weights are not."""
+        made = (operation.outputs[0] for operation in self.contracted.get(name, ()))
+        return any(map(self.is_like_weights, made))
 
     def _classes_of(self, numbers: Iterable[int]) -> Iterator[int]:
         for number in numbers:
@@ -94,7 +114,7 @@ class Roles:
 
     def _dims_of(self, number: int) -> Iterator[Dims]:
         for dim in self._equations.values[number].dims:
-            yield self._equations.dims.classes(dim)
+            yield tuple([self._first.get(c, c) for c in self._equations.dims.classes(dim)])
 
     def _name(self, classes: Iterable[int], role: ClassRole) -> None:
         for name in classes:
@@ -124,6 +144,8 @@ class Roles:
         elif operation.name == "top_k" and operation.inputs[0] is not None:
             *_, last = self._dims_of(operation.inputs[0])
             self._name((c for c in last if c in self.of_weights), "experts")
+        if not rule.looked_up:
+            return
         for number, dims in zip(operation.inputs, rule.operands, strict=True):
             if number is None:
                 continue
@@ -146,8 +168,21 @@ class Roles:
         is_weight = first in self.weights or second in self.weights
         if is_weight:
             self._name((c for c in batch if c in self.of_weights), "experts")
-        elif batch and any(c not in self.of_weights for c in batch):
+        elif batch and (_is_any_other(batch, self.of_weights) or self._is_of_one_row(dims, left)):
             self._see_attention(dims, left, right, batch)
+
+    def _is_of_one_row(self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int]) -> bool:
+        """Say whether a product is attention's if the batch is one row, which has no class.
+
+        It sums over the size of heads, and has positions that no weight has.
+        """
+        summed = [c for dim in left for c in dims[0][dim]]
+        of_both = [c for operand in dims for row in operand for c in row]
+        return (
+            bool(summed)
+            and not _is_any_other(summed, self.of_weights)
+            and (_is_any_other(of_both, self.of_weights))
+        )
 
     def _see_attention(
         self,
@@ -185,3 +220,7 @@ class Roles:
         if rest and self.of_weights[rest[0]] > 1 and rest[0] in self.contracted:
             self._name([rest.pop(0)], "model width")
         self._name((c for c in rest if c in self.contracted), "hidden")
+
+
+def _is_any_other(classes: Iterable[int], known: Container[int]) -> bool:
+    return any(name not in known for name in classes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import prod
 
 from shardrules._step.factors import Factors, Rule
@@ -105,34 +105,27 @@ class Dimensions:
 
     def apply(self, rule: Rule, operands: list[Dims]) -> list[Dims]:
         """Unite the dimensions of operands by a rule, and return those of the results."""
-        dims: dict[int, int] = {}
-        for factor, dim in self._factors(rule, operands):
-            if factor in dims:
-                self.unite(dims[factor], dim)
-            else:
-                dims[factor] = dim
-        for factor, size in enumerate(rule.sizes):
-            if factor not in dims:
-                dims[factor] = self.new(size)
-        self.parts += [(dims[a], dims[b]) for a, b in rule.parts]
-        return [tuple(self._of(factors, dims) for factors in result) for result in rule.results]
-
-    def _factors(self, rule: Rule, operands: list[Dims]) -> Iterator[tuple[int, int]]:
-        """Yield (factor, dimension) of each operand."""
+        dims: list[int] = [-1] * len(rule.sizes)
         for operand, of_dims in zip(operands, rule.operands, strict=True):
             for dim, factors in zip(operand, of_dims, strict=True):
-                if len(factors) == 1 and rule.sizes[factors[0]] == self.sizes[dim]:
-                    yield factors[0], dim
-                elif len(factors) > 1:
-                    sizes = [rule.sizes[factor] for factor in factors]
-                    if prod(sizes) == self.sizes[dim]:
-                        yield from zip(factors, self.divided(dim, sizes), strict=True)
+                if not factors:
+                    continue
+                sizes = [rule.sizes[factor] for factor in factors]
+                if prod(sizes) != self.sizes[dim]:
+                    continue
+                parts = (dim,) if len(factors) == 1 else self.divided(dim, sizes)
+                for factor, part in zip(factors, parts, strict=True):
+                    if dims[factor] < 0:
+                        dims[factor] = part
+                    elif dims[factor] != part:
+                        self.unite(dims[factor], part)
+        for factor, size in enumerate(rule.sizes):
+            if dims[factor] < 0:
+                dims[factor] = self.new(size)
+        self.parts += [(dims[a], dims[b]) for a, b in rule.parts]
+        return [tuple([self._of(factors, dims) for factors in result]) for result in rule.results]
 
-    def _of(self, factors: Factors, dims: dict[int, int]) -> int:
-        if not factors:
-            return self.new(1)
-        return (
-            dims[factors[0]]
-            if len(factors) == 1
-            else self.product(tuple(dims[factor] for factor in factors))
-        )
+    def _of(self, factors: Factors, dims: list[int]) -> int:
+        if len(factors) == 1:
+            return dims[factors[0]]
+        return self.product(tuple(dims[factor] for factor in factors)) if factors else self.new(1)

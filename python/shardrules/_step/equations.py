@@ -108,6 +108,8 @@ class Equations:
         """Loops of which the jaxpr does not say how often they run."""
         self.manual: dict[int, dict[int, tuple[str, ...]]] = {}
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
+        self.local: list[tuple[int, int]] = []
+        """Pairs of a dimension, and what a device has of it in that code."""
         inputs = [self._new(var) for var in closed.jaxpr.invars]
         self._scope = ""
         body = self._body(closed, inputs)
@@ -200,7 +202,7 @@ class Equations:
     def _scan(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         """Read a scan: what it carries, and what it slices and stacks along one dimension."""
         params = eqn.params
-        closed, (consts, carries) = params["jaxpr"], _scan_counts(params)
+        closed, (consts, carries) = params["jaxpr"], scan_counts(params)
         numbers = self._numbered(eqn, read)
         invars = getattr(closed, "jaxpr", closed).invars
         stacked = consts + carries
@@ -304,6 +306,7 @@ class Equations:
         for place, (whole, local) in enumerate(pairs):
             if place in axes:
                 self.dims.parts.append((whole, local))
+                self.local.append((whole, local))
             else:
                 self.dims.unite(whole, local)
 
@@ -421,7 +424,7 @@ def _axes_by_dim(params: Any, side: str) -> Iterable[dict[int, tuple[str, ...]]]
             yield {dim: tuple(names) for dim, names in enumerate(axes) if names}
 
 
-def _scan_counts(params: Any) -> tuple[int, int]:
+def scan_counts(params: Any) -> tuple[int, int]:
     """Return how many constants and how many carried arrays a scan begins with."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

@@ -9,6 +9,7 @@ two, of which the dimension of 4096 consists.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from math import gcd, prod
 from typing import Any, Final, NamedTuple
 
@@ -111,7 +112,7 @@ def rule_of(eqn: Any) -> Rule | None:
     shapes = [shape_of(var) for var in eqn.invars]
     results = [shape_of(var) for var in eqn.outvars]
     if name in _ELEMENTWISE:
-        return _elementwise(shapes, results, 0 if name in _UNCOUNTED else 1)
+        return _elementwise(tuple(shapes), tuple(results), 0 if name in _UNCOUNTED else 1)
     make = _RULES.get(name)
     return None if make is None else make(eqn.params, shapes, results)
 
@@ -121,7 +122,8 @@ def shape_of(var: Any) -> Shape:
     return tuple(getattr(var.aval, "shape", ()))
 
 
-def _elementwise(shapes: list[Shape], results: list[Shape], flops: int = 1) -> Rule:
+@lru_cache(maxsize=4096)
+def _elementwise(shapes: tuple[Shape, ...], results: tuple[Shape, ...], flops: int) -> Rule:
     builder = _Builder()
     factors = builder.dimensions(results[0])
     count = flops * sum(map(prod, results))

@@ -14,6 +14,7 @@ from shardrules._arguments import check_bytes, check_type, integer
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
+from shardrules._io import collector_paused
 from shardrules._jax import user_line
 from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
@@ -138,10 +139,21 @@ class Step(TracedStep):
         self._args = args
         self._paths = paths
         self._function, self._closed, self._out_tree = traced
-        self._equations = Equations(self._closed)
+        with collector_paused():
+            self._equations = Equations(self._closed)
         self._call = _only_call(self._closed)
         # Memory, traffic and time of a plan are asked for one after the other.
         self._last: tuple[Plan | None, Spread] | None = None
+
+    def _of_jaxpr(self, closed: Any) -> Step:
+        """Return the step of another jaxpr, with the same arguments and results."""
+        import jax
+        from jax.extend.core import jaxpr_as_fun
+
+        leaves, build = jax.tree_util.tree_leaves, self._out_tree.unflatten
+        function = jax.jit(lambda *args: build(jaxpr_as_fun(closed)(*leaves(args))))
+        traced = _Traced(function, closed, self._out_tree)
+        return Step(self.name, traced, self._args, self._paths, self.mesh)
 
     def __copy__(self) -> Step:
         return self
@@ -235,6 +247,7 @@ class Step(TracedStep):
         ]
         return tuple(rows)
 
+    @collector_paused()
     def _spread(
         self,
         plan: Plan | None,
@@ -312,6 +325,7 @@ class Step(TracedStep):
         """
         return self._memory(self._spread(plan))
 
+    @collector_paused()
     def _memory(self, spread: Spread) -> Memory:
         rows, numbers = alive_arrays(self._equations, spread, self._donated)
         alive = sum(row.bytes for row in rows)
@@ -355,8 +369,9 @@ class Step(TracedStep):
         size = integer("hbm", hbm, 1, what="a whole number of bytes")
         spread = self._spread(plan)
         inputs = self._equations.body.inputs
-        batches = ((number, self._batch_class(number)) for number in inputs)
-        number, name = next((row for row in batches if row[1] is not None), (0, None))
+        batches = [(i, name) for i in inputs if (name := self._batch_class(i)) is not None]
+        summed = [row for row in batches if self._roles.is_summed_for_weights(row[1])]
+        number, name = next(iter(summed or batches), (0, None))
         if name is None:
             raise ValueError(f"{self.name}: no argument but the model's has a batch")
         rows = self._equations.values[number].shape[0]
@@ -602,7 +617,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
         import equinox
 
         make = equinox.filter_make_jaxpr
-    with _in_force(mesh), noted(step, args):
+    with in_force(mesh), noted(step, args):
         closed, results, *_ = make(step)(*trees)
     traced = _Traced(step, closed, jax.tree_util.tree_structure(results))
     paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]
@@ -621,7 +636,7 @@ def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
     return meshes[0] if meshes else None
 
 
-def _in_force(mesh: Any) -> AbstractContextManager[Any]:
+def in_force(mesh: Any) -> AbstractContextManager[Any]:
     """Return the context in which specs are of a mesh, with devices or without them."""
     import jax
 

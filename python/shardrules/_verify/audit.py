@@ -16,7 +16,7 @@ from shardrules._dtypes import SAFETENSORS, bits_of
 from shardrules._jax import device_order
 from shardrules._mesh.device_bytes import held_of
 from shardrules._mesh.memory import memory_apart
-from shardrules._mesh.mesh import has_devices, has_own_devices
+from shardrules._mesh.mesh import has_devices, processes_of
 from shardrules._place.processes import DEVICES, JointCall, Row
 from shardrules._plan.findings import Finding, Findings, Level, VerifyKind
 from shardrules._plan.fold import fold
@@ -97,11 +97,11 @@ def audit(tree: Any, plan: Plan) -> Findings:
     with JointCall("audit") as call:
         check_tree("tree", tree)
         check_type("plan", plan, Plan, "a Plan, as shardrules.plan makes one")
-        if has_own_devices(plan.mesh):
+        if len(processes_of(plan.mesh)) == 1:
             call.alone()
         comparison = _Audit(tree, plan)
         mesh = comparison.kinds.mesh
-        if call.joint and mesh is not None and has_own_devices(mesh):
+        if call.joint and mesh is not None and len(processes_of(mesh)) == 1:
             call.alone()
         call.agree(comparison.rows)
     return Findings(comparison.findings(), comparison.scope)

@@ -24,7 +24,7 @@ from shardrules._program.compile import (
 )
 from shardrules._program.dump import XlaDump
 from shardrules._program.program import Program, time_of
-from shardrules._text import answer, mesh_shown
+from shardrules._text import Table, answer, mesh_shown
 from shardrules._verify.verify import findings_and_program
 
 if TYPE_CHECKING:
@@ -88,12 +88,9 @@ class Proof(NamedTuple):
         """Raise `FindingsError` if a finding has at least this level."""
         self.findings.raise_for(level)
 
-    def __str__(self) -> str:
-        return "\n".join(self._parts())
-
-    def _parts(self) -> list[str]:
+    def _parts(self) -> list[Table | str]:
         time = [] if self.time is None else [str(self.time)]
-        return [head_of(self), *self.findings._parts(), str(self.program), *time]
+        return [head_of(self), *self.findings._parts(), *self.program._parts(), *time]
 
 
 def head_of(proof: Proof) -> str:
