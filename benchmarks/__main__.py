@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import arrays, floor, loading, patching, planning, proof, scaling
+from benchmarks import arrays, checkpoints, floor, loading, patching, planning, proof, scaling
 from benchmarks.cases import cases
 from benchmarks.harness import PEERS, Result, environment, measure_all
 from benchmarks.scaling import Row
@@ -38,6 +38,7 @@ def main() -> int:
     console.print(_rows_table("Plans", planning.rows()))
     console.print(_rows_table("Proofs", proof.rows()))
     console.print(_rows_table("Checkpoints on 8 host devices", loading.rows()))
+    console.print(_rows_table("Checkpoints beside the plain way", checkpoints.rows()))
     console.print(_rows_table("Code of others, patched", patching.rows()))
     console.print(_rows_table("Growth, compiling, bounds", scaling.rows()))
     return 0

@@ -19,7 +19,7 @@ os.environ["XLA_FLAGS"] = (
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks import arrays, floor, patching, planning, proof, scaling
+from benchmarks import arrays, checkpoints, floor, patching, planning, proof, scaling
 from benchmarks.cases import cases
 from benchmarks.curves import Curve, curves
 from benchmarks.harness import PEERS, Result, environment, measure_all
@@ -51,6 +51,7 @@ def main() -> int:
         "Plans and the command line": planning.rows,
         "Proofs": proof.rows,
         "Arrays on 8 host devices": arrays.rows,
+        "Checkpoints beside the plain way": checkpoints.rows,
         "Code of others, patched": patching.rows,
         "Growth, compiling, importing, bounds": scaling.rows,
     }

@@ -35,7 +35,7 @@ _PUBLIC = {
     "_plan.plan": "Plan plan",
     "_plan.state": "Zero1",
     "_program.compile": "OutOfMemory compile",
-    "_step.step": "trace",
+    "_step.tracing": "trace",
     "_program.compiling": "compiling",
     "_program.program": "inspect",
     "_rules.logical_rules": "LogicalRules logical_axis_rules",

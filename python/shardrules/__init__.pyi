@@ -51,7 +51,7 @@ from shardrules._rules.rules import Rules as Rules
 from shardrules._rules.rules import match_partition_rules as match_partition_rules
 from shardrules._solve.solution import solve as solve
 from shardrules._specs import fsdp as fsdp
-from shardrules._step.step import trace as trace
+from shardrules._step.tracing import trace as trace
 from shardrules._suggest.suggest import suggest as suggest
 from shardrules._verify.audit import audit as audit
 from shardrules._verify.prove import prove as prove

@@ -659,6 +659,31 @@ def test_a_file_that_ends_within_a_band(tmp_path):
         assert reading._bands(file.fileno(), *tables, 2, np.zeros(8, np.uint8), 0) == (10, -1)
 
 
+@pytest.mark.parametrize("spec", [P("fsdp", "tp"), P(None, ("tp",)), P()])
+def test_many_small_arrays_of_one_form(tmp_path, rng, monkeypatch, spec):
+    """They go to the devices as stacks, bit-equal, and as others do; some are left for the rest."""
+    save = pytest.importorskip("safetensors.numpy").save_file
+    dtypes = ["float8_e4m3fn", "bfloat16", "float16", "float32", "int8", "bool", "complex64"]
+    arrays = {
+        f"{dtype}.{i}": random_bits(rng, (8, 6), dtype) for i in range(35) for dtype in dtypes
+    }
+    save(arrays, tmp_path / "m.safetensors")
+    stacked, put = [], filling.stacked_arrays
+    monkeypatch.setattr(filling, "stacked_arrays", lambda *x: stacked.append(len(x[0])) or put(*x))
+    monkeypatch.setattr(filling, "_MANY", 36)
+    few = sr.load(tmp_path, spec, mesh_of())
+    assert not stacked
+    monkeypatch.setattr(filling, "_MANY", 35)
+    many = sr.load(tmp_path, spec, mesh_of())
+    assert stacked == [35] * len(dtypes)
+    for name, array in arrays.items():
+        for loaded in (few[name], many[name]):
+            assert np.asarray(loaded).tobytes() == array.tobytes()
+        assert many[name].sharding == few[name].sharding
+        assert many[name].committed == few[name].committed
+        assert many[name].aval == few[name].aval
+
+
 def test_a_box_that_two_places_need_is_read_once(tmp_path, rng, counted):
     save = pytest.importorskip("safetensors.numpy").save_file
     array = random_bits(rng, (4, 64), "uint16")

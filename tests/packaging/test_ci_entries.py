@@ -48,7 +48,10 @@ def job(tmp_path, monkeypatch):
     libraries = tmp_path / "libraries"
     libraries.mkdir()
     (libraries / "pip.py").write_text(PIP)
-    monkeypatch.setenv("PYTHONPATH", str(libraries), prepend=os.pathsep)
+    # What is relative would be another folder in the job, such as its own.
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    absolute = os.pathsep.join([str(libraries), *map(os.path.abspath, paths)])
+    monkeypatch.setenv("PYTHONPATH", absolute)
     monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
     monkeypatch.setenv("GITHUB_ACTION_PATH", str(ROOT))
     monkeypatch.chdir(tmp_path)

@@ -129,6 +129,53 @@ def test_matrices_that_the_optimizer_gathers():
     assert finding.bytes > LARGE
 
 
+def routed(*, cuts_masks):
+    """Trace experts that take tokens by masks of what `top_k` has chosen, and count XLA's bytes."""
+    mesh, batch, count, room = mesh_of(fsdp=2, ep=4), ("fsdp", "ep"), 8, 16
+
+    def on(x, *spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def loss(params, x):
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
+        is_of = jax.nn.one_hot(chosen, count, dtype="int32")
+        places = jnp.cumsum(is_of.reshape(len(x), -1, count), 1).reshape(is_of.shape) * is_of
+        sent = jax.nn.one_hot(places.sum(2) - 1, room, dtype=x.dtype)
+        back = sent * jnp.einsum("btke,btk->bte", is_of.astype(x.dtype), weights)[..., None]
+        sent, back = (on(y, batch) if cuts_masks else y for y in (sent, back))
+        y = on(jnp.einsum("btd,btec->ebcd", on(x, batch), sent), "ep", "fsdp")
+        y = on(jnp.einsum("ebcd,edf->ebcf", y, params["up"]), "ep", "fsdp")
+        y = on(jnp.einsum("ebcf,efd->ebcd", jax.nn.relu(y), params["down"]), "ep", "fsdp")
+        return jnp.sum(on(jnp.einsum("ebcd,btec->btd", y, back), batch) ** 2)
+
+    tree = {
+        "router": leaf(WIDTH, count),
+        "up": leaf(count, WIDTH, 64),
+        "down": leaf(count, 64, WIDTH),
+    }
+    plan = sr.plan(tree, [("router", ()), (".*", "ep")], mesh)
+    x = leaf(ROWS, 64, WIDTH, spec=P(batch), mesh=mesh)
+    step = jax.jit(jax.grad(loss), out_shardings=plan.shardings())
+    traced = sr.trace(step, plan, x)
+    compiled = step.lower(plan.abstract(), x).compile()
+    sent = sum(row.sent_at_least for row in sr.inspect(compiled, (plan, None)).collectives)
+    rows = plan.check(large=LARGE, step=traced)
+    return traced.traffic().sent, sent, [one for one in rows if one.kind == "whole-batch"]
+
+
+def test_masks_of_experts_that_nothing_cuts():
+    """XLA gathers the batch for them, of which the jaxpr alone says nothing; it does what is told."""
+    ours, compiled, (finding,) = routed(cuts_masks=False)
+    assert "nothing cuts by the batch what top_k has chosen" in finding.message
+    assert "test_step_check.py" in finding.message
+    assert finding.mend == "x = jax.lax.with_sharding_constraint(x, P(('fsdp', 'ep')))"
+    assert compiled > 1.5 * ours
+    ours, mended, rows = routed(cuts_masks=True)
+    assert rows == []
+    assert mended < compiled / 1.5
+    assert ours == pytest.approx(mended, rel=0.2)  # but for the router's probabilities
+
+
 def test_a_plan_with_leaves_that_get_no_spec_says_what_is_not_looked_for():
     mesh = mesh_of(fsdp=2, tp=4)
     plan = sr.plan({"w": leaf(8, 8)}, [("w", "fsdp")], mesh)

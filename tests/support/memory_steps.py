@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._text import bytes_shown
+from shardrules._program.program import time_of
+from shardrules._text import bytes_shown, seconds_shown
 from tests.support import page_table
 from tests.support.folders import ROOT
 
@@ -525,14 +526,18 @@ def traced(pair: Pair) -> sr.types.Step:
 
 
 def compiled(pair: Pair) -> dict[str, Any]:
-    """Compile the step of a pair, and return what the compiler says of its memory."""
-    mesh = sr.Topology(pair.on).mesh(**pair.mesh)
+    """Compile the step of a pair, and return what the compiler says of its memory and time."""
+    topology = sr.Topology(pair.on)
+    mesh = topology.mesh(**pair.mesh)
     step, args = jitted(pair, mesh)
     executable = sr.compile(step, *args, on=mesh)
     stats = executable.memory_analysis()
-    buffers = sr.inspect(executable, (None,) * len(args)).memory.buffers
-    rows = [row for row in buffers if not row.is_argument]
+    program = sr.inspect(executable, (None,) * len(args))
+    rows = [row for row in program.memory.buffers if not row.is_argument]
+    rate, peak = partial(topology.link_rate, mesh), topology.hardware.flops_per_second["bfloat16"]
+    time = time_of(program, topology.clock, rate, peak)
     return {
+        "computing": None if time is None else time.computing,
         "peak": stats.peak_memory_in_bytes,
         "arguments": stats.argument_size_in_bytes,
         "largest": [[row.bytes, row.shape, row.what] for row in rows[:LARGEST]],
@@ -568,6 +573,28 @@ def table(ratios: dict[str, float]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def seconds() -> dict[str, tuple[float, float]]:
+    """Return what a device computes and moves in each recorded pair: our seconds, the compiler's."""
+    rows = recorded()
+    times = {}
+    for pair in PAIRS:
+        if key(pair) in rows:
+            step = traced(pair)
+            time = step.plan.step_time(step=step, hardware=pair.on.split(":")[0])
+            times[key(pair)] = time.compute + time.memory, rows[key(pair)]["computing"]
+    return times
+
+
+def time_table(times: dict[str, tuple[float, float]]) -> str:
+    """Return the rows of all pairs that are recorded."""
+    heads = "step", "slice", "mesh", "by its jaxpr", "by the compiler", "ratio"
+    lines = [f"| {' | '.join(heads)} |", "|---|---|---|--:|--:|--:|"]
+    for name, (mine, compilers) in times.items():
+        cells = *name.rsplit(", ", 2), *map(seconds_shown, (mine, compilers))
+        lines.append(f"| {' | '.join(cells)} | {mine / compilers:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(numbers: Iterable[str]) -> None:
     """Compile the pairs of these numbers, or those that are not recorded, and record them."""
     rows = recorded() if FILE.exists() else {}
@@ -581,3 +608,4 @@ def main(numbers: Iterable[str]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1:])
     page_table.write(PAGE, table(ratios()), "memory")
+    page_table.write(PAGE, time_table(seconds()), "computing")

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._program.compile import OF_FAST
 from shardrules._program.computation import with_elements
 from shardrules._program.hlo import Hlo
 from shardrules._program.step_seconds import LEAST_CYCLES
@@ -144,6 +145,20 @@ def test_a_refusal_for_memory_has_the_bytes(message):
     assert str(pickle.loads(pickle.dumps(refusal))) == str(refusal)
     with pytest.raises(RuntimeError, match="something else"):
         sr.compile(Refused("something else"), 1)
+
+
+@pytest.mark.skipif(
+    not hasattr(jax.config, "jax_optimization_level"), reason='this JAX has no "fast"'
+)
+def test_what_is_compiled_fast_says_that_another_program_will_run():
+    with pytest.raises(sr.OutOfMemory) as caught:
+        sr.compile(
+            Refused("Ran out of memory in memory space hbm. Used 2G of 1G hbm."), 1, effort="fast"
+        )
+    assert caught.value.__notes__ == [OF_FAST]
+    proofs = [sr.prove(lambda x: x * 2, jnp.ones(8), effort=effort) for effort in ("fast", "full")]
+    assert [OF_FAST in str(proof) for proof in proofs] == [True, False]
+    assert [proof.to_json()["effort"] for proof in proofs] == ["fast", "full"]
 
 
 DUMPED = """\

@@ -78,6 +78,8 @@ def test_a_step_that_is_right(run, tmp_path):
     code, out, _ = run("step_on", *ON, "--format", "json", "--fast")
     assert code == 0
     assert json.loads(out)["program"]["mesh"] == {"fsdp": 4}
+    assert "compile in full" in run("step_on", *ON, "--fast")[1]
+    assert '"timelines":[{"name":"step"' in page
 
 
 @needs_libtpu
@@ -96,6 +98,8 @@ def test_a_step_that_does_not_fit(run):
     code, out, _ = run("too_large", *ON)
     assert code == 1
     assert out.startswith("does not fit: the step needs ")
+    assert "compile in full" not in out
+    assert "compile in full" in run("too_large", *ON, "--fast")[1]
 
 
 @needs_libtpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -13,19 +13,23 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape, slices_in
+from shardrules._checkpoint.boxes import Box, Piece, box_shape, slices_in
+from shardrules._checkpoint.job import Job, fills_view
+from shardrules._checkpoint.puts import (
+    assembled,
+    parts_on_devices,
+    stacked_arrays,
+    whole_arrays,
+)
 from shardrules._checkpoint.ranges import Copy, Tiles, axis_strides, numpy_dtype
-from shardrules._checkpoint.reading import STAGING, BoxRequest, Reader, bound_of, copy_values
+from shardrules._checkpoint.reading import BoxRequest, Reader, copy_values
 from shardrules._checkpoint.targets import SourcePart, Target
-from shardrules._dtypes import bits_of
 from shardrules._files.leaves import ArraySpec, StoredFile
 from shardrules._io import FileError
-from shardrules._place.transfers import array_without_data
 from shardrules._text import bytes_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from jax.sharding import NamedSharding
 
 # Reads at once, also of one array: a store on a network takes milliseconds to answer each.
 _THREADS: Final = 16
@@ -36,79 +40,13 @@ _ALIGNED: Final = 64
 # So many small arrays are read together, and put onto devices in one call.
 _BATCH: Final = 1024
 _BATCH_BYTES: Final = 16 << 20
+# So many small arrays of one form are worth a program, which takes as long to compile as to put
+# some thousands of them.
+_MANY: Final = 8192
 # Units of at most this size keep all threads busy.
 _SHARE: Final = 4
 # Of more parts, those in a box are looked up.
 _FEW: Final = 8
-
-
-class Job(NamedTuple):
-    """Array to make."""
-
-    path: str
-    target: Target
-    dtype: np.dtype[Any]
-    """The dtype on the devices."""
-    sharding: NamedSharding
-
-    @property
-    def local_boxes(self) -> Mapping[Box, Sequence[Any]]:
-        """Return the distinct boxes of this process's devices, each with its devices."""
-        return _local_boxes(self.sharding, self.target.shape)
-
-    def source_rows(self, box: Box) -> tuple[str, Box]:
-        """Return the array and the rows of it that are read first for this box."""
-        for part in self.target.parts:
-            for piece in part.pieces(box):
-                return part.source, piece.source[:1]
-        return "", ()
-
-    def place(self, arrays: Mapping[str, ArraySpec]) -> tuple[str, int]:
-        """Return where its first bytes stand: the file, and the offset there."""
-        first = arrays[self.target.parts[0].source]
-        return "" if first.file is None else str(first.file.path), first.begin
-
-    @property
-    def is_small(self) -> bool:
-        """Say whether it is read together with others."""
-        return prod(self.target.shape) * self.dtype.itemsize <= STAGING
-
-    @property
-    def is_put_whole(self) -> bool:
-        """Say whether JAX cuts it into its devices' parts, which is faster for a small array."""
-        return self.is_small and self.sharding.is_fully_addressable
-
-    @property
-    def boxes(self) -> Sequence[Box]:
-        """Return the boxes to fill."""
-        if self.is_put_whole:
-            return [tuple((0, size) for size in self.target.shape)]
-        return list(self.local_boxes)
-
-    @property
-    def box_sizes(self) -> Mapping[Box, int]:
-        """The bytes in flight for each local box: the buffer, and what is staged for it."""
-        sizes = _buffer_sizes(self.sharding, self.target.shape, self.dtype.itemsize)
-        parts = [part for part in self.target.parts if part.scale or not part.sized.is_simple]
-        if not parts:
-            return sizes
-        return {
-            box: size
-            + sum(
-                prod(box_shape(piece.source)) * (12 if part.scale else 8)
-                for part in parts
-                for piece in part.pieces(box)
-                if not _fills_view(part, piece)
-            )
-            for box, size in sizes.items()
-        }
-
-
-@lru_cache(maxsize=4096)
-def _buffer_sizes(
-    sharding: NamedSharding, shape: tuple[int, ...], item_bytes: int
-) -> dict[Box, int]:
-    return {box: prod(box_shape(box)) * item_bytes for box in _local_boxes(sharding, shape)}
 
 
 class _Unit(NamedTuple):
@@ -118,40 +56,12 @@ class _Unit(NamedTuple):
     is_whole: bool
     """Whether that makes whole arrays."""
     bytes: int
+    is_stack: bool = False
+    """Whether they are arrays of one form, which lie side by side in memory."""
 
-
-@lru_cache(maxsize=4096)
-def _local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
-    """Return the distinct boxes of this process's devices, each with its devices."""
-    devices_of: dict[Box, list[Any]] = defaultdict(list)
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        devices_of[box_of(index or (), shape)].append(device)
-    return dict(sorted(devices_of.items()))
-
-
-def bytes_in_flight(jobs: Sequence[Job], bound: int | None) -> int:
-    """Return the bound, or the default.
-
-    Raises:
-        ValueError: An array's part on one device alone takes more.
-    """
-    sizes = [max(job.box_sizes.values(), default=0) for job in jobs]
-    if not sizes:
-        return bound_of(bound, 0, "")
-    least = max(sizes)
-    path, target, *_ = jobs[sizes.index(least)]
-    return bound_of(
-        bound,
-        least,
-        f"{path} with the shape {list(target.shape)} needs {bytes_shown(least)} for its part on "
-        "one device",
-    )
-
-
-def bytes_to_read(job: Job, arrays: Mapping[str, ArraySpec]) -> int:
-    """Count the bytes in files that this process needs of the array's parts, without scales."""
-    elements = sum(prod(box_shape(box)) for box in job.local_boxes)
-    return elements * bits_of(arrays[job.target.parts[0].source].dtype) // 8
+    def room(self, size: int) -> int:
+        """Return the memory that a buffer of this size gets."""
+        return size if self.is_stack else -(-size // _ALIGNED) * _ALIGNED
 
 
 def fill(
@@ -208,7 +118,7 @@ class _Filling:
     def read(self, unit: _Unit) -> None:
         """Begin to read a unit."""
         jobs = [self._jobs[index] for index in unit.jobs]
-        plan = self._within(unit, partial(_plan, jobs, unit.boxes, self._reader, self._threads))
+        plan = self._within(unit, partial(_plan, jobs, unit, self._reader, self._threads))
         reading = _Reading(unit, self._read, *plan)
         self._reading += 1
         self._in_flight += unit.bytes
@@ -231,17 +141,17 @@ class _Filling:
     def arrays(self) -> list[Any]:
         """Return the arrays, with those that were put in parts."""
         for index, of_devices in self._parts.items():
-            self._arrays[index] = _assembled(self._jobs[index], of_devices)
+            self._arrays[index] = assembled(self._jobs[index], of_devices)
         return self._arrays
 
     def _put(self, unit: _Unit, filled: list[dict[Box, npt.NDArray[Any]]]) -> Any:
         """Put the buffers of a unit onto devices; returns what arrives there."""
         jobs = [self._jobs[index] for index in unit.jobs]
         if not unit.is_whole:
-            parts = _parts_on_devices(jobs[0], filled[0])
+            parts = parts_on_devices(jobs[0], filled[0])
             self._parts[unit.jobs[0]] |= parts
             return list(parts.values())
-        arrays = _whole_arrays(jobs, filled)
+        arrays = (stacked_arrays if unit.is_stack else whole_arrays)(jobs, filled)
         for index, array in zip(unit.jobs, arrays, strict=True):
             self._arrays[index] = array
         return arrays
@@ -268,8 +178,15 @@ def _units(
     jobs: Sequence[Job], arrays: Mapping[str, ArraySpec], most_bytes: int
 ) -> Iterator[_Unit]:
     most = max(1, most_bytes // _SHARE)
-    small: list[int] = []
-    small_bytes = 0
+    small: dict[Any, list[int]] = defaultdict(list)
+    small_bytes: dict[Any, int] = defaultdict(int)
+    forms = Counter(job.form for job in jobs if job.is_put_whole)
+
+    def unit(form: Any) -> _Unit:
+        size = small_bytes.pop(form, 0)
+        indices = small.pop(form)
+        return _Unit(indices, [jobs[i].boxes for i in indices], True, size, form is not None)
+
     # Neighbours in a file are read together.
     for index in sorted(range(len(jobs)), key=[job.place(arrays) for job in jobs].__getitem__):
         job = jobs[index]
@@ -280,13 +197,17 @@ def _units(
         elif not job.is_small:
             yield _Unit([index], [job.boxes], True, total)
         else:
-            if small and (small_bytes + total > min(most, _BATCH_BYTES) or len(small) == _BATCH):
-                yield _Unit(small, [jobs[i].boxes for i in small], True, small_bytes)
-                small, small_bytes = [], 0
-            small.append(index)
-            small_bytes += total
-    if small:
-        yield _Unit(small, [jobs[i].boxes for i in small], True, small_bytes)
+            is_many = job.is_put_whole and forms[job.form] >= _MANY
+            form = job.form if is_many else None
+            together = small[form]
+            if together and (
+                small_bytes[form] + total > min(most, _BATCH_BYTES) or len(together) == _BATCH
+            ):
+                yield unit(form)
+            small[form].append(index)
+            small_bytes[form] += total
+    for form in [*small]:
+        yield unit(form)
 
 
 def _units_of_boxes(
@@ -301,57 +222,6 @@ def _units_of_boxes(
         parts = [same_rows] if size <= most_bytes // 2 else [[box] for box in same_rows]
         for part in parts:
             yield _Unit([index], [part], False, sum(map(sizes.__getitem__, part)))
-
-
-def _whole_arrays(
-    jobs: Sequence[Job], filled: Sequence[Mapping[Box, npt.NDArray[Any]]]
-) -> list[Any]:
-    """Put whole arrays onto devices: one that is large, or several that are small."""
-    import jax
-
-    arrays: list[Any] = [None] * len(jobs)
-    at_once = [i for i, job in enumerate(jobs) if job.is_put_whole]
-    for i, (job, buffers) in enumerate(zip(jobs, filled, strict=True)):
-        if not job.is_put_whole:
-            arrays[i] = _array(job, buffers)
-    values = [next(iter(filled[i].values())) for i in at_once]
-    put = jax.device_put(values, [jobs[i].sharding for i in at_once])
-    for i, array in zip(at_once, put, strict=True):
-        arrays[i] = array
-    return arrays
-
-
-def _array(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
-    import jax
-
-    shape = job.target.shape
-    if not job.sharding.addressable_devices:
-        return array_without_data(shape, job.sharding, job.dtype)
-    return jax.make_array_from_callback(
-        shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
-    )
-
-
-def _parts_on_devices(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> dict[Any, Any]:
-    """Make {device: its part} for these boxes."""
-    import jax
-    from jax.sharding import SingleDeviceSharding
-
-    memory_kind = job.sharding.memory_kind
-    return {
-        device: jax.device_put(buffer, SingleDeviceSharding(device, memory_kind=memory_kind))
-        for box, buffer in buffers.items()
-        for device in job.local_boxes[box]
-    }
-
-
-def _assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
-    import jax
-
-    order = job.sharding.addressable_devices_indices_map(job.target.shape)
-    return jax.make_array_from_single_device_arrays(
-        job.target.shape, job.sharding, [parts[device] for device in order]
-    )
 
 
 class _Reading:
@@ -401,16 +271,16 @@ class _Reading:
 
 
 def _plan(
-    jobs: Sequence[Job], boxes: Sequence[Sequence[Box]], reader: Reader, threads: int
+    jobs: Sequence[Job], unit: _Unit, reader: Reader, threads: int
 ) -> tuple[list[dict[Box, npt.NDArray[Any]]], list[Callable[[], object]], Callable[[], object]]:
     """Return (the buffers of a unit, the tasks that fill them, what is to be done after them)."""
     # Of this thread's memory, which the system has not taken back since an earlier call.
-    memory, at = _memory(jobs, boxes), 0
+    memory, at = _memory(jobs, unit), 0
     filled: list[dict[Box, npt.NDArray[Any]]] = []
     copies: dict[StoredFile, list[Copy]] = defaultdict(list)
     tiles: dict[str, list[Tiles]] = defaultdict(list)
     staging: list[Callable[[], object]] = []
-    for job, of_job in zip(jobs, boxes, strict=True):
+    for job, of_job in zip(jobs, unit.boxes, strict=True):
         buffers: dict[Box, npt.NDArray[Any]] = {}
         staged: dict[str, list[tuple[SourcePart, Piece, npt.NDArray[Any]]]] = defaultdict(list)
         for box, parts in zip(of_job, _parts_in(job.target, of_job), strict=True):
@@ -435,7 +305,7 @@ def _plan(
                     else:
                         tiles[part.source] += [each.at(place) for each in copy]
             buffers[box] = buffer
-            at += _room(buffer.nbytes)
+            at += unit.room(buffer.nbytes)
         staging += [partial(_fill_staged, job, *each, reader) for each in staged.items()]
         filled.append(buffers)
     tasks, read_twice = reader.tasks(copies, tiles, memory, threads)
@@ -491,7 +361,7 @@ def _fill_staged(
     """Fill views of the result with pieces of one array that have to be changed on the way."""
     requests, changed = [], []
     for part, piece, view in views:
-        if _fills_view(part, piece):
+        if fills_view(part, piece):
             into = view.transpose(_inverse(piece.order)).reshape(box_shape(piece.source))
         else:
             into = np.empty(box_shape(piece.source), numpy_dtype(reader.arrays[name].dtype))
@@ -512,16 +382,6 @@ def _fill_staged(
 @lru_cache(maxsize=256)
 def _inverse(order: tuple[int, ...]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
-
-
-def _fills_view(part: SourcePart, piece: Piece) -> bool:
-    """Say whether rows are copied straight to the result: no dimension is several long axes."""
-    long = sum(length > 1 for length in piece.lengths)
-    return (
-        part.scale is None
-        and piece.picked is None
-        and long == sum(b - a > 1 for a, b in piece.source)
-    )
 
 
 def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
@@ -557,20 +417,16 @@ def _scaled(
     return values.astype(np.float32) * factors
 
 
-def _memory(jobs: Sequence[Job], boxes: Sequence[Sequence[Box]]) -> npt.NDArray[np.uint8]:
-    """Return memory for these boxes: the system gives one large piece faster than many."""
+def _memory(jobs: Sequence[Job], unit: _Unit) -> npt.NDArray[np.uint8]:
+    """Return memory for a unit: the system gives one large piece faster than many."""
     size = sum(
-        _room(prod(box_shape(box)) * job.dtype.itemsize)
-        for job, of_job in zip(jobs, boxes, strict=True)
+        unit.room(prod(box_shape(box)) * job.dtype.itemsize)
+        for job, of_job in zip(jobs, unit.boxes, strict=True)
         for box in of_job
     )
     memory = np.empty(size + _ALIGNED, np.uint8)
     first = -memory.ctypes.data % _ALIGNED
     return memory[first : first + size]
-
-
-def _room(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _buffer(job: Job, box: Box, memory: npt.NDArray[np.uint8], at: int) -> npt.NDArray[Any]:

@@ -10,7 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from shardrules._checkpoint.filling import Job, bytes_to_read, fill
+from shardrules._checkpoint.filling import fill
+from shardrules._checkpoint.job import Job, bytes_to_read
 from shardrules._checkpoint.programs import ingredients, made
 from shardrules._checkpoint.reading import Progress, Reader, reported
 from shardrules._files.models import Arrays

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_type, each, in_order, integer, listed, texts
-from shardrules._checkpoint.filling import Job, bytes_in_flight
 from shardrules._checkpoint.formats import format_of, reads_of
+from shardrules._checkpoint.job import Job, bytes_in_flight
 from shardrules._checkpoint.reading import Progress, checked_progress
 from shardrules._checkpoint.renames import A_RENAME, Rename
 from shardrules._checkpoint.selection import Selection, initial

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardrules._checkpoint.boxes import Form
-from shardrules._checkpoint.filling import Job
+from shardrules._checkpoint.job import Job
 from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.scales import codes_and_scales, product_of
 from shardrules._checkpoint.targets import Target, whole

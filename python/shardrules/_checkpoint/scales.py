@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardrules._checkpoint.boxes import Arrangement, Form, sized
-from shardrules._checkpoint.filling import Job
+from shardrules._checkpoint.job import Job
 from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._files.leaves import ArraySpec

@@ -230,7 +230,7 @@ def prove(args: Args) -> int:
     from shardrules._plan.plan import Plan
     from shardrules._program.compile import OutOfMemory
     from shardrules._text import byte_count, printable_json
-    from shardrules._verify.prove import head_of, prove
+    from shardrules._verify.prove import head_of, notes_of, prove
 
     _check_lock(args)
     _check_targets({"--lock": args.lock, "--html": args.html}, ())
@@ -256,7 +256,7 @@ def prove(args: Args) -> int:
         faster = "" if args.fast else ", or --fast, which takes less"
         raise ValueError(f"{error}; give --timeout more{faster}") from error
     except OutOfMemory as refusal:
-        print(f"does not fit: {refusal}")
+        print("\n".join([f"does not fit: {refusal}", *getattr(refusal, "__notes__", ())]))
         return 1
     if args.lock and proof.is_cut:
         raise ValueError(f"--lock: {head_of(proof)}; the lock is of what is compiled to its end")
@@ -276,9 +276,8 @@ def prove(args: Args) -> int:
         errors = {finding.kind for finding in proof.findings.at_least("error")}
         fits = "it does not fit" if "peak" in errors else "it fits"
         print(f"{head_of(proof)}{';' if proof.is_cached else ':'} {fits}")
-        print(proof.program)
-        if proof.time is not None:
-            print(proof.time)
+        time = [] if proof.time is None else [proof.time]
+        print(proof.program, *notes_of(proof), *time, sep="\n")
     return show.show_findings(args, proof.findings)
 
 
@@ -299,9 +298,9 @@ def prove(args: Args) -> int:
 def step(args: Args) -> None:
     """Show what a step does before it is compiled: dimensions, FLOPs, memory, traffic, time."""
     from shardrules._cli import inputs
+    from shardrules._cli.step_page import step_page
     from shardrules._io import write_text
     from shardrules._plan.report import step_json
-    from shardrules._step.page import step_page
 
     traced = inputs.trace_on(args, args.function, args.mesh, args.rules)
     if args.array:

@@ -295,7 +295,7 @@ def traced(args: Args, mesh: str | None = None) -> Step | None:
 def trace_on(args: Args, source: str, mesh: str, rules: Any = None) -> Step:
     """Trace the step that a function returns for a mesh without devices."""
     from shardrules._mesh.mesh import as_mesh
-    from shardrules._step.step import trace
+    from shardrules._step.tracing import trace
 
     with working(args, "tracing"):
         function, arguments, *_ = step_on(source, as_mesh(parse_mesh(mesh)), rules)
@@ -304,7 +304,7 @@ def trace_on(args: Args, source: str, mesh: str, rules: Any = None) -> Step:
 
 def traces(args: Args) -> Callable[[Any], Step]:
     """Return the function that traces the step of --step on a mesh."""
-    from shardrules._step.step import trace
+    from shardrules._step.tracing import trace
 
     def traced_on(mesh: Any) -> Step:
         function, arguments, *_ = step_on(args.step, mesh)

@@ -596,7 +596,7 @@ class Plan(Estimates, Decider):
         Raises:
             ValueError: The state has arrays of numbers, and none follows a parameter; the mesh has
                 no axis `zero1`, or its devices no such memory; or as `plan`.
-            TypeError: The state is not a tree of arrays.
+            TypeError: The state is None, or not a tree of arrays.
 
         Example:
             >>> import jax, shardrules as sr
@@ -610,6 +610,11 @@ class Plan(Estimates, Decider):
         """
         from shardrules._plan.state import Zero1, by_parameters, find_parameters
 
+        if state is None:
+            raise TypeError(
+                "state is None; give the optimizer's state, such as "
+                "jax.eval_shape(optimizer.init, params); one without arrays is ()"
+            )
         check_tree("state", state)
         check_type("zero1", zero1, str | Zero1 | None, "a mesh axis, a Zero1 or None")
         check_memory_kind("memory_kind", memory_kind)

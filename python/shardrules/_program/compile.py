@@ -57,6 +57,11 @@ _STATIC: Final = (
     "where static has the tree's leaves that are no arrays, and the plan itself in inputs="
 )
 _LEVELS: Final = {"full": None, "fast": "O1"}
+OF_FAST: Final = (
+    'compiled at O1, as effort="fast" is: the program that will run may need more memory, or less; '
+    "compile in full what is near the memory of a device"
+)
+"""What a refusal and a proof say of such a program."""
 """JAX's `jax_optimization_level` by effort."""
 
 
@@ -141,8 +146,8 @@ def compile(
             the tree that it plans. What has no sharding is on all devices.
         on: The devices. With a Topology the mesh is `Topology.mesh` of the axes of the arguments'
             mesh; with a Mesh it is that one. Default: the arguments' own devices.
-        effort: "fast" compiles at JAX's optimization level O1: the collectives and the memory are
-            much the same, the estimated times are not.
+        effort: "fast" compiles at JAX's optimization level O1: the collectives are the same in
+            number, the memory is near, and the estimated times are not.
         timeout: Seconds that the compiler may take; None for no limit. It cannot be stopped: it
             goes on in a thread of its own until the process ends.
 
@@ -172,7 +177,9 @@ def compile(
     check_timeout(timeout)
     with options_for(mesh, effort):
         result = result_of(lowered_on(mesh, step, args), timeout)
-    if isinstance(result, Refusal | XlaDump):
+    if isinstance(result, Refusal):
+        raise result.error(effort)
+    if isinstance(result, XlaDump):
         raise result.error()
     return result
 
@@ -185,13 +192,16 @@ class Refusal(NamedTuple):
     text: str
     """The module at the peak; "" if XLA does not write it."""
 
-    def error(self) -> OutOfMemory:
-        """Return it as the error to raise."""
+    def error(self, effort: Effort) -> OutOfMemory:
+        """Return it as the error to raise; of "fast" with a note that another program will run."""
         buffers: Iterable[Buffer] = ()
         if self.text:
             hlo = Hlo(with_elements(self.text))
             buffers = buffers_of(hlo, alive_at_peak(hlo)[:10], lambda _: None)
-        return OutOfMemory(self.required, self.available, tuple(buffers))
+        error = OutOfMemory(self.required, self.available, tuple(buffers))
+        if effort == "fast":
+            error.add_note(OF_FAST)
+        return error
 
 
 def result_of(lowered: Any, timeout: float | None = None) -> Compiled | Refusal | XlaDump:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._arguments import check_file, check_type, in_order
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from shardrules._estimate.buffers import Memory, Totals
+    from shardrules._mesh.topology import Topology
     from shardrules._plan.findings import Findings
     from shardrules._program.collectives import Exchange
     from shardrules._program.lock import Costs
@@ -279,19 +280,21 @@ def batches(executable: Executable, inputs: Any, carried: Sequence[State]) -> li
     ]
 
 
-def time_of(
-    program: Program, clock: float, link_rate: Callable[[Sequence[str]], float], peak: float
-) -> ProgramTime | None:
+def time_on(topology: Topology, program: Program) -> ProgramTime | None:
     """Estimate the seconds of a step by the compiler's cycles; None if it tells none.
 
+    At O1 the compiler expects nearly three times the cycles.
+
     Args:
+        topology: That of the devices.
         program: The report about the step.
-        clock: Cycles of a device in a second.
-        link_rate: Bytes that a device sends in a second over these mesh axes.
-        peak: Floating-point operations of a device in a second.
     """
-    hlo = program._executable.hlo
-    return None if hlo is None else program_time(hlo, program.collectives, clock, link_rate, peak)
+    hlo, mesh = program._executable.hlo, program.mesh
+    if hlo is None or mesh is None:
+        return None
+    peak = topology.hardware.flops_per_second["bfloat16"]
+    link_rate = partial(topology.link_rate, mesh)
+    return program_time(hlo, program.collectives, topology.clock, link_rate, peak)
 
 
 def _cells(row: Collective) -> Sequence[str]:

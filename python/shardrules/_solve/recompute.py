@@ -16,7 +16,8 @@ from shardrules._dtypes import bits_of
 from shardrules._jax import user_line
 from shardrules._solve.rewrite import Names, Rewriter, Site, bodies_of, named, open_jaxpr
 from shardrules._step.equations import inner_jaxpr, scan_counts
-from shardrules._step.step import Step, in_force
+from shardrules._step.step import Step
+from shardrules._step.tracing import in_force
 from shardrules._text import Place, bytes_shown, printable, record
 
 # If there are more loops, all recompute or none.

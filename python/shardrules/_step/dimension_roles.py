@@ -108,6 +108,14 @@ class Roles:
         made = (operation.outputs[0] for operation in self.contracted.get(name, ()))
         return any(map(self.is_like_weights, made))
 
+    def batch_of(self, number: int) -> int | None:
+        """Return the class of the batch in the first dimension of an array; None without one."""
+        equations = self._equations
+        dims = equations.values[number].dims
+        classes = () if number in self.weights or not dims else equations.dims.classes(dims[0])
+        batches = [c for c in classes if self.of.get(c) == "batch" and c not in equations.looped]
+        return max(batches, key=equations.dims.sizes.__getitem__, default=None)
+
     def _classes_of(self, numbers: Iterable[int]) -> Iterator[int]:
         for number in numbers:
             yield from dict.fromkeys(c for dims in self._dims_of(number) for c in dims)

@@ -13,6 +13,8 @@ from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._plan.findings import CheckKind, Finding
+from shardrules._specs import Entries, spec_shown
+from shardrules._step.spread import CONSTRAINTS
 from shardrules._text import bytes_shown, counted
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ def step_findings(view: View) -> Iterator[Finding]:
     yield from _repeated(view)
     yield from half_heads(view)
     yield from _whole_batches(view)
+    yield from _whole_routes(view)
     yield from _gathered_state(view)
 
 
@@ -233,21 +236,75 @@ def _whole_arrays(view: View, axis: str, batch: set[int]) -> Iterator[_WholeArra
                 entries = [*cuts]
                 entries[places[0]] = (*entries[places[0]], axis)
                 entries = [spread.named(names) for names in entries]
-                line = f"x = jax.lax.with_sharding_constraint(x, {_spec_shown(entries)})"
-                yield _WholeArray(size, view.line(operation), line)
+                yield _WholeArray(size, view.line(operation), _constraint_of(entries))
+
+
+def _whole_routes(view: View) -> Iterator[Finding]:
+    """Yield the masks of routed tokens that no constraint cuts by the batch.
+
+    XLA computes `top_k` of the whole batch, and what is made of it alone, and cuts these as the
+    product with the tokens is cut, by experts: so it gathers the tokens for that product.
+    """
+    spread = view.spread
+    batch = {name for names, _ in _batch_axes(view).values() for name in names}
+    exchanged = {sent.value for sent in spread.sent if sent.kind == "all-to-all"}
+    masks: dict[str, tuple[int, int]] = {}
+    for operation, routed in _routed_products(view, batch):
+        (tokens,) = {*operation.inputs} - {routed}
+        if exchanged.isdisjoint([tokens, *operation.outputs]) or tokens in view.roles.weights:
+            continue
+        masks.setdefault(view.line(operation), (routed, spread.bytes(tokens or 0)))
+    rows = {line: row for line, row in masks.items() if row[1] >= view.large}
+    for line, (routed, size) in list(rows.items())[:1]:
+        more = f" and at {counted(len(rows) - 1, 'more line')}" if len(rows) > 1 else ""
+        entries = [spread.named(names) for names in spread.cuts.get(routed, ())]
+        constraint = _constraint_of(entries)
+        yield _finding(
+            "whole-batch",
+            f"nothing cuts by the batch what top_k has chosen: for the product at {line}{more} XLA "
+            f"gathers {bytes_shown(size)} of each device's tokens instead of exchanging them",
+            f"constrain the masks, before the product: {constraint}",
+            bytes=size,
+            mend=constraint,
+        )
+
+
+def _routed_products(view: View, batch: set[int]) -> Iterator[tuple[TracedOperation, int]]:
+    """Yield products of what `top_k` has chosen with something else, and the former's number."""
+    values, dims = view.equations.values, view.equations.dims
+    routed: set[int | None] = set()
+
+    def has_batch(number: int | None) -> bool:
+        shape = () if number is None else values[number].dims
+        return any(not batch.isdisjoint(dims.classes(dim)) for dim in shape)
+
+    def walk(body: Body) -> Iterator[tuple[TracedOperation, int]]:
+        for operation in body.operations:
+            for inner in operation.bodies if operation.name != "shard_map" else ():
+                pairs = operation.arguments(inner)
+                routed.update(number for outer, number in pairs if outer in routed)
+                yield from walk(inner)
+            inputs = [number for number in operation.inputs if has_batch(number)]
+            chosen = [number for number in inputs if number in routed]
+            if operation.name == "top_k" or (
+                inputs and chosen == inputs and operation.name not in CONSTRAINTS
+            ):
+                routed.update(operation.outputs)
+            elif operation.name in _PRODUCTS and len(chosen) == 1:
+                yield operation, chosen[0] or 0
+
+    return walk(view.equations.body)
+
+
+def _constraint_of(entries: list[tuple[str, ...]]) -> str:
+    """Return the line that cuts an array by these axes."""
+    while entries and not entries[-1]:
+        entries = entries[:-1]
+    return f"x = jax.lax.with_sharding_constraint(x, {spec_shown(Entries(entries))})"
 
 
 def _constrained(spec: str) -> str:
     return f"x = jax.lax.with_sharding_constraint(x, P({spec}))"
-
-
-def _spec_shown(entries: list[tuple[str, ...]]) -> str:
-    texts = [
-        repr(names[0]) if len(names) == 1 else repr(names) if names else "None" for names in entries
-    ]
-    while texts and texts[-1] == "None":
-        texts.pop()
-    return f"P({', '.join(texts)})"
 
 
 def _gathered_state(view: View) -> Iterator[Finding]:

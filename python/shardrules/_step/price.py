@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._dtypes import is_inexact
 from shardrules._estimate.kernels import KERNEL_EFFICIENCY
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from shardrules._step.dimension_roles import Roles
     from shardrules._step.equations import Equations, TracedOperation
     from shardrules._step.spread import Spread, SpreadCollective
+
+_MOST_PARTS: Final = 16
+_MOST_AT_BEST: Final = 1
+"""A flag of the compiler has all operands gathered first."""
 
 
 @dataclass
@@ -62,7 +66,7 @@ class Price:
         sent, alone = sent_seconds(machine, sizes, self.traffic())
         meanwhile = sum(sent.values()) - alone
         longest = max(compute + memory, meanwhile) + alone
-        best = max(sum(self._busy(hardware, 1.0)), meanwhile) + alone
+        best = max(sum(self._busy(hardware, 1.0, _MOST_AT_BEST)), meanwhile) + alone
         peak = prod(sizes.values()) * hardware.flops_per_second["bfloat16"]
         return StepTime(
             total=longest,
@@ -76,11 +80,13 @@ class Price:
             assumptions=machine.assumptions() | {"step": self.name},
         )
 
-    def _busy(self, hardware: Hardware, efficiency: float) -> tuple[float, float]:
+    def _busy(
+        self, hardware: Hardware, efficiency: float, most_parts: int = _MOST_PARTS
+    ) -> tuple[float, float]:
         """Return the seconds of products, and those of reading and writing."""
         compute = memory = 0.0
         for operation, trips in self.equations.operations(on_device=True):
-            seconds = self.seconds(operation, hardware, efficiency)
+            seconds = self.seconds(operation, hardware, efficiency, most_parts)
             if seconds[0] >= seconds[1]:
                 compute += seconds[0] * trips
             else:
@@ -88,12 +94,25 @@ class Price:
         return compute, memory
 
     def seconds(
-        self, operation: TracedOperation, hardware: Hardware, efficiency: float
+        self,
+        operation: TracedOperation,
+        hardware: Hardware,
+        efficiency: float,
+        most_parts: int = _MOST_PARTS,
     ) -> tuple[float, float]:
-        """Return the seconds of an operation's products, and those of reading and writing."""
+        """Return the seconds of an operation's products, and those of reading and writing.
+
+        XLA for TPUs does not wait for an operand that is gathered in so many parts at most: it
+        multiplies with each part, and adds that to the result in memory.
+        """
         flops, moved, peak = self._of_operation(operation, hardware)
         share = KERNEL_EFFICIENCY if operation.rule is None else efficiency
-        return flops / (peak * share), moved / hardware.memory_bytes_per_second
+        rate, added = hardware.memory_bytes_per_second, 0
+        parts = self.spread.summed_parts(operation)
+        if parts <= most_parts and hardware.link == "ICI" and operation.flops:
+            made = sum(self.spread.bytes(n) for n in operation.outputs if n is not None)
+            added = 2 * (parts - 1) * made
+        return flops / (peak * share) + added / rate, moved / rate
 
     def _of_operation(
         self, operation: TracedOperation, hardware: Hardware

@@ -27,7 +27,7 @@ _Move = tuple["CollectiveKind", tuple[str, ...], int]
 """(collective, axes, payload), as in `SpreadCollective`."""
 _MOST_CHOICES: Final = 256
 _ADDS: Final = frozenset({"add", "add_any"})
-_CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
+CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
 # Collectives that code by device has, by the name of the primitive.
 _EXPLICIT: Final[dict[str, CollectiveKind]] = {
     **dict.fromkeys(["psum", "psum2", "psum_invariant", "pmax", "pmin"], "all-reduce"),
@@ -150,6 +150,7 @@ class Spread:
         self._terms: dict[int, tuple[tuple[str, ...], ...]] = {}
         self._users: dict[int, list[TracedOperation]] = {}
         self._axes: dict[int, tuple[str, ...]] = {}
+        self._summed_parts: dict[int, int] = {}
         body = equations.body
         self._find_users(body)
         for number, cuts in zip(body.inputs, arguments, strict=True):
@@ -168,6 +169,10 @@ class Spread:
     def share(self, operation: TracedOperation) -> int:
         """Return how many devices share the work of an operation."""
         return self._count(self.axes_of(operation))
+
+    def summed_parts(self, operation: TracedOperation) -> int:
+        """Count the parts in which devices get an operand that a product sums over; 1 if whole."""
+        return self._summed_parts.get(id(operation), 1)
 
     def bytes(self, number: int, cuts: Cuts | None = None) -> int:
         """Return the bytes of an array on a device."""
@@ -220,7 +225,7 @@ class Spread:
             if number is not None and cuts is not None:
                 self._wishes.setdefault(number, self._known(number, cuts))
         for operation in reversed(body.operations):
-            if operation.name in _CONSTRAINTS:
+            if operation.name in CONSTRAINTS:
                 self._wishes[operation.outputs[0]] = self._constraint(operation)
             if operation.bodies:
                 self._wish_inside(operation)
@@ -290,7 +295,7 @@ class Spread:
     def _run_operation(self, operation: TracedOperation, trips: int) -> None:
         if operation.name in _EXPLICIT:
             self._explicit(operation, trips)
-        if operation.name in _CONSTRAINTS and operation.inputs[0] is not None:
+        if operation.name in CONSTRAINTS and operation.inputs[0] is not None:
             cuts = self._constraint(operation)
             self._move(operation.inputs[0], cuts, trips, operation)
             self.cuts[operation.outputs[0]] = cuts
@@ -381,13 +386,26 @@ class Spread:
         self._axes[id(operation)] = tuple(axis for axes in choice.values() for axis in axes)
         if operation.name in _ADDS and self._add_terms(operation, choice, rule, trips):
             return
+        parts: list[int] = []
         for number, dims in zip(operation.inputs, rule.operands, strict=True):
             if number is not None:
-                self._move(number, _cuts_of(dims, choice), trips, operation)
+                cuts, needs = self._of(number), _cuts_of(dims, choice)
+                parts += [] if cuts == needs else [self._parts_of_sum(rule, dims, cuts, needs)]
+                self._move(number, needs, trips, operation)
+        # Of two operands that come, one at most comes in parts.
+        self._summed_parts[id(operation)] = parts[0] if len(parts) == 1 else 1
         for number, dims in zip(operation.outputs, rule.results, strict=True):
             self.cuts[number] = _cuts_of(dims, choice)
             rows = [choice[factor] for factor in sorted(rule.summed) if factor in choice]
             self._add_up(operation, number, tuple(rows), trips)
+
+    def _parts_of_sum(self, rule: Rule, dims: Sequence[Factors], cuts: Cuts, needs: Cuts) -> int:
+        """Count the parts of what is summed over in which an operand comes to its needs."""
+        rows = zip(dims, cuts, needs, strict=True)
+        gathered = [
+            set(b) - set(a) for factors, b, a in rows if not rule.summed.isdisjoint(factors)
+        ]
+        return self._count(set().union(*gathered))
 
     def _options(self, operation: TracedOperation, rule: Rule) -> dict[str, list[int]]:
         """Return by axis the factors of an operation that it may cut."""

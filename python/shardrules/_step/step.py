@@ -1,12 +1,11 @@
-"""A step before it is compiled: `trace` reads its jaxpr, `Step` says what it does."""
+"""A step before it is compiled: `Step` says what it does."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
@@ -16,22 +15,17 @@ from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
 from shardrules._io import collector_paused
 from shardrules._jax import user_line
-from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._program.cache import cached_result
 from shardrules._program.compile import (
     Refusal,
-    check_static,
-    check_step,
     lowered_on,
-    noted,
     options_for,
     placed_on,
     result_of,
-    target_mesh,
 )
-from shardrules._program.program import inspect, time_of
+from shardrules._program.program import inspect, time_on
 from shardrules._specs import entries_of, entry_axes
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
@@ -51,11 +45,8 @@ from shardrules._text import (
     printable_lines,
     record,
 )
-from shardrules._trees.align import leaf_paths
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.traffic import Traffic
     from shardrules._plan.findings import Finding
@@ -106,7 +97,7 @@ class Work(NamedTuple):
     """As XLA counts them, without transcendental ones."""
 
 
-class _Traced(NamedTuple):
+class TracedFunction(NamedTuple):
     """A step's function, its jaxpr, and the structure of what it returns."""
 
     function: Any
@@ -131,7 +122,7 @@ class Step(TracedStep):
     """
 
     def __init__(
-        self, name: str, traced: _Traced, args: tuple[Any, ...], paths: list[str], mesh: Any
+        self, name: str, traced: TracedFunction, args: tuple[Any, ...], paths: list[str], mesh: Any
     ) -> None:
         self.name = name
         self.mesh = mesh
@@ -152,7 +143,7 @@ class Step(TracedStep):
 
         leaves, build = jax.tree_util.tree_leaves, self._out_tree.unflatten
         function = jax.jit(lambda *args: build(jaxpr_as_fun(closed)(*leaves(args))))
-        traced = _Traced(function, closed, self._out_tree)
+        traced = TracedFunction(function, closed, self._out_tree)
         return Step(self.name, traced, self._args, self._paths, self.mesh)
 
     def __copy__(self) -> Step:
@@ -369,7 +360,7 @@ class Step(TracedStep):
         size = integer("hbm", hbm, 1, what="a whole number of bytes")
         spread = self._spread(plan)
         inputs = self._equations.body.inputs
-        batches = [(i, name) for i in inputs if (name := self._batch_class(i)) is not None]
+        batches = [(i, name) for i in inputs if (name := self._roles.batch_of(i)) is not None]
         summed = [row for row in batches if self._roles.is_summed_for_weights(row[1])]
         number, name = next(iter(summed or batches), (0, None))
         if name is None:
@@ -390,19 +381,6 @@ class Step(TracedStep):
             middle = (low + high) // 2
             low, high = (low, middle) if is_over(middle) else (middle, high)
         return least * low
-
-    def _batch_class(self, number: int) -> int | None:
-        """Return the class of the batch in the first dimension of an array; None without one."""
-        dims = self._equations.values[number].dims
-        if number in self._roles.weights or not dims:
-            return None
-        looped = self._equations.looped
-        classes = [
-            name
-            for name in self._equations.dims.classes(dims[0])
-            if self._roles.of.get(name) == "batch" and name not in looped
-        ]
-        return max(classes, key=self._equations.dims.sizes.__getitem__, default=None)
 
     def traffic(self, plan: Plan | None = None) -> Traffic:
         """Count the bytes that each device sends in the step; `Plan.traffic` with `step`.
@@ -461,13 +439,11 @@ class Step(TracedStep):
         if isinstance(content, Refusal):
             return inf, content.required
         program = inspect(content, tuple(a if isinstance(a, Plan) else None for a in self._args))
-        rate = partial(topology.link_rate, self.mesh)
-        peak = topology.hardware.flops_per_second["bfloat16"]
-        time = time_of(program, topology.clock, rate, peak)
+        time = time_on(topology, program)
         if time is None:
             raise ValueError(f"prove: the compiler for {topology.name} tells no cycles")
         hidden = sum(
-            row.sent_at_least / rate(row.axes)
+            row.sent_at_least / topology.link_rate(self.mesh, row.axes)
             for row in program.collectives
             if row.axes and row.what in ("argument", "gradient", "state")
         )
@@ -577,80 +553,6 @@ class Step(TracedStep):
         lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
         lines += [f"not looked into: {text}" for text in self.unmodelled]
         return printable_lines(lines)
-
-
-def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
-    """Read what a step does from its jaxpr: nothing is compiled, and nothing runs.
-
-    Args:
-        step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;
-            give the jitted one for donation and `out_shardings`.
-        *args: Its arguments, as `compile` takes them: a Plan stands for the tree that it plans.
-        on: The mesh of the constraints in it, as `compile` takes it. Default: that of the plans.
-
-    Returns:
-        A `Step`: classes of dimensions with their roles, FLOPs by line, and memory.
-
-    Raises:
-        TypeError: The step is no function.
-        ValueError: The arguments have several meshes.
-
-    Example:
-        >>> import jax, shardrules as sr
-        >>> tree = {"w": jax.ShapeDtypeStruct((64, 256), "float32")}
-        >>> plan = sr.plan(tree, [("w", ("fsdp", "tp"))], {"fsdp": 2, "tp": 4})
-        >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
-        >>> print(sr.trace(lambda params, x: x @ params["w"], plan, x).explain("w"))
-        inputs/0/w float32[64, 256]
-          dimension 0, 64: hidden 64
-            summed over at <doctest shardrules._step.step.trace[4]>:1
-          dimension 1, 256: no role 256
-    """
-    import jax
-
-    check_step(step, args)
-    check_static(step, args)
-    mesh = _mesh_of(on, args)
-    trees = placed_on(args, mesh)
-    make: Any = partial(jax.make_jaxpr, return_shape=True)
-    if type(step).__module__.startswith("equinox."):
-        import equinox
-
-        make = equinox.filter_make_jaxpr
-    with in_force(mesh), noted(step, args):
-        closed, results, *_ = make(step)(*trees)
-    traced = _Traced(step, closed, jax.tree_util.tree_structure(results))
-    paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]
-    name = getattr(step, "__name__", type(step).__name__)
-    return Step(name, traced, args, paths, mesh)
-
-
-def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
-    """Return the mesh of constraints; None if nothing says."""
-    if on is not None:
-        return target_mesh(on, args)
-    meshes = list(dict.fromkeys(as_mesh(arg._mesh) for arg in args if isinstance(arg, Plan)))
-    if len({tuple(mesh.shape.items()) for mesh in meshes}) > 1:
-        texts = "; ".join(mesh_shown(mesh.shape) for mesh in meshes)
-        raise ValueError(f"the plans among the arguments have several meshes: {texts}")
-    return meshes[0] if meshes else None
-
-
-def in_force(mesh: Any) -> AbstractContextManager[Any]:
-    """Return the context in which specs are of a mesh, with devices or without them."""
-    import jax
-
-    if mesh is None:
-        return nullcontext()
-    if not has_devices(mesh):
-        use = getattr(jax.sharding, "use_abstract_mesh", None)
-        return nullcontext() if use is None else use(mesh)
-    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh
-
-
-def _paths_of(place: int, tree: Any) -> Iterator[str]:
-    for path in leaf_paths(tree):
-        yield f"inputs/{place}/{path}" if path else f"inputs/{place}"
 
 
 def cuts_of(arg: Any) -> Iterator[Cuts | None]:

@@ -12,6 +12,7 @@ from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.cache import cached_result
 from shardrules._program.compile import (
+    OF_FAST,
     Effort,
     Refusal,
     check_step,
@@ -23,7 +24,7 @@ from shardrules._program.compile import (
     target_mesh,
 )
 from shardrules._program.dump import XlaDump
-from shardrules._program.program import Program, time_of
+from shardrules._program.program import Program, time_on
 from shardrules._text import Table, answer, mesh_shown
 from shardrules._verify.verify import findings_and_program
 
@@ -58,6 +59,8 @@ class Proof(NamedTuple):
     is_cut: bool = False
     """True if the time limit came before the end of code generation: there is no time then, and
     `program` is that before it, with the memory of its arrays alone."""
+    effort: Effort = "full"
+    """As it is compiled: by "fast" its memory is only near that of the program that will run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self._replace(compiled=None))
@@ -79,6 +82,7 @@ class Proof(NamedTuple):
             "seconds": self.seconds,
             "is_cached": self.is_cached,
             "is_cut": self.is_cut,
+            "effort": self.effort,
             "findings": [finding._asdict() for finding in self.findings],
             "program": self.program.to_json(),
             "time": self.time and self.time.to_json(),
@@ -90,7 +94,13 @@ class Proof(NamedTuple):
 
     def _parts(self) -> list[Table | str]:
         time = [] if self.time is None else [str(self.time)]
-        return [head_of(self), *self.findings._parts(), *self.program._parts(), *time]
+        parts = [*self.findings._parts(), *self.program._parts(), *notes_of(self), *time]
+        return [head_of(self), *parts]
+
+
+def notes_of(proof: Proof) -> list[str]:
+    """Say whether the program is not quite the one that will run."""
+    return [OF_FAST] if proof.effort == "fast" else []
 
 
 def head_of(proof: Proof) -> str:
@@ -160,7 +170,7 @@ def prove(
         result = cached_result(lowered, mesh, partial(result_of, timeout=timeout))
     content = result.content
     if isinstance(content, Refusal):
-        raise content.error()
+        raise content.error(effort)
     dump = content if isinstance(content, XlaDump) else None
     compiled = cast("Any", content) if dump is None else dump.program(lowered, mesh)
     if inputs is None:
@@ -175,21 +185,13 @@ def prove(
     target = _target(on, mesh or program.mesh)
     estimate = None
     if isinstance(on, Topology) and effort == "full" and dump is None:
-        estimate = _estimate(on, program)
+        estimate = time_on(on, program)
     executable = None if result.is_cached or dump else compiled
     seconds = result.seconds if dump is None else dump.seconds
+    is_cut = dump is not None
     return Proof(
-        target, findings, program, executable, seconds, estimate, result.is_cached, dump is not None
+        target, findings, program, executable, seconds, estimate, result.is_cached, is_cut, effort
     )
-
-
-def _estimate(topology: Topology, program: Program) -> ProgramTime | None:
-    """Estimate the time of a step; at O1 the compiler expects nearly three times the cycles."""
-    mesh = program.mesh
-    if mesh is None:
-        return None
-    peak = topology.hardware.flops_per_second["bfloat16"]
-    return time_of(program, topology.clock, partial(topology.link_rate, mesh), peak)
 
 
 def _planned_on(mesh: Mesh, planned: Any) -> Any:

@@ -1,0 +1,102 @@
+"""Buffers that were filled, put onto devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from shardrules._checkpoint.boxes import Box, box_of
+from shardrules._place.transfers import array_without_data
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from jax.sharding import NamedSharding
+
+    from shardrules._checkpoint.job import Job
+
+_TOGETHER: Final = 32
+"""So many arrays go to the devices as one: to compile more takes longer than it saves."""
+
+
+def stacked_arrays(
+    jobs: Sequence[Job], filled: Sequence[Mapping[Box, npt.NDArray[Any]]]
+) -> list[Any]:
+    """Put arrays of one form, whose buffers lie side by side, and take them apart on the devices.
+
+    JAX takes longer to put a small array than to make one by a program.
+    """
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    sharding, count = jobs[0].sharding, len(jobs) // _TOGETHER * _TOGETHER
+    (first,) = filled[0].values()
+    stack = np.lib.stride_tricks.as_strided(
+        first, (len(jobs), *first.shape), (first.nbytes, *first.strides), writeable=False
+    )
+    spec = PartitionSpec(None, *sharding.spec)
+    of_stack = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    program, arrays = _program(sharding), []
+    for i in range(0, count, _TOGETHER):
+        arrays += program(jax.device_put(stack[i : i + _TOGETHER], of_stack))
+    return [*arrays, *whole_arrays(jobs[count:], filled[count:])]
+
+
+@lru_cache(maxsize=512)
+def _program(sharding: NamedSharding) -> Callable[[Any], list[Any]]:
+    import jax
+
+    return jax.jit(lambda stack: [*stack], out_shardings=[sharding] * _TOGETHER)
+
+
+def whole_arrays(
+    jobs: Sequence[Job], filled: Sequence[Mapping[Box, npt.NDArray[Any]]]
+) -> list[Any]:
+    """Put whole arrays onto devices: one that is large, or several that are small."""
+    import jax
+
+    arrays: list[Any] = [None] * len(jobs)
+    at_once = [i for i, job in enumerate(jobs) if job.is_put_whole]
+    for i, (job, buffers) in enumerate(zip(jobs, filled, strict=True)):
+        if not job.is_put_whole:
+            arrays[i] = _array(job, buffers)
+    values = [next(iter(filled[i].values())) for i in at_once]
+    put = jax.device_put(values, [jobs[i].sharding for i in at_once])
+    for i, array in zip(at_once, put, strict=True):
+        arrays[i] = array
+    return arrays
+
+
+def _array(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
+    import jax
+
+    shape = job.target.shape
+    if not job.sharding.addressable_devices:
+        return array_without_data(shape, job.sharding, job.dtype)
+    return jax.make_array_from_callback(
+        shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
+    )
+
+
+def parts_on_devices(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> dict[Any, Any]:
+    """Make {device: its part} for these boxes."""
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    memory_kind = job.sharding.memory_kind
+    return {
+        device: jax.device_put(buffer, SingleDeviceSharding(device, memory_kind=memory_kind))
+        for box, buffer in buffers.items()
+        for device in job.local_boxes[box]
+    }
+
+
+def assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
+    import jax
+
+    order = job.sharding.addressable_devices_indices_map(job.target.shape)
+    return jax.make_array_from_single_device_arrays(
+        job.target.shape, job.sharding, [parts[device] for device in order]
+    )
