@@ -21,7 +21,7 @@ from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.targets import Target, finds, targets_of
 from shardrules._dtypes import SAFETENSORS, bits_of, given_name
 from shardrules._files.leaves import ArraySpec
-from shardrules._io import FileError, path_of
+from shardrules._io import FileError, path_of, sync_directory
 from shardrules._place.processes import JointCall
 from shardrules._trees.align import leaf_paths
 
@@ -289,4 +289,6 @@ def _publish(folder: Path, target: Path, files: list[str], entries: list[_Entry]
         json.dump(index, opened, indent=2)
         opened.flush()
         os.fsync(opened.fileno())
+    sync_directory(folder)
     os.rename(folder, target)
+    sync_directory(target.parent)
