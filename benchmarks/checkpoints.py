@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -337,9 +338,41 @@ def slow(folder: str) -> Case:
     )  # fmt: skip
 
 
+def written(folder: str) -> Case:
+    """Return a case of saved arrays, on the disk before a call returns, in both ways."""
+    mesh = mesh_of(4, 2)
+    values = random((32, 1024, 2048), "float32")
+    tree = {f"w{i}": jax.device_put(v, NamedSharding(mesh, BOTH)) for i, v in enumerate(values)}
+    ours_at, plain_at = Path(folder) / "ours", Path(folder) / "plain"
+
+    def ours() -> Any:
+        shutil.rmtree(ours_at, ignore_errors=True)
+        sr.save(tree, ours_at, shard_bytes=1 << 27)
+        return tree
+
+    def plain() -> Any:
+        shutil.rmtree(plain_at, ignore_errors=True)
+        plain_at.mkdir()
+        for i in range(0, 32, 16):
+            part = {name: np.asarray(tree[name]) for name in list(tree)[i : i + 16]}
+            safetensors.numpy.save_file(part, plain_at / f"{i}.safetensors")
+            with open(plain_at / f"{i}.safetensors", "rb") as file:
+                os.fsync(file.fileno())
+        return tree
+
+    saved = []
+    for call, directory in ((ours, ours_at), (plain, plain_at)):
+        call()
+        files = directory.glob("*.safetensors")
+        saved.append({k: v for f in files for k, v in safetensors.numpy.load_file(f).items()})
+    _check_equal(*saved)
+    return Case(ours, plain, 1.2, "0.27 GB saved / safetensors.save_file and fsync")
+
+
 CASES: Final[dict[str, Callable[[str], Case]]] = {
     "small": small, "names": names, "experts": experts, "columns": columns, "bound": bound,
     "again": again, "turned": turned, "scaled": scaled, "slow": slow,
+    "written": written,
 }  # fmt: skip
 JOINT: Final = {"columns"}
 

@@ -358,7 +358,7 @@ def _replace_file(target: Path, data: bytes, before: os.stat_result | None) -> N
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)
-    _sync_directory(target.parent)
+    sync_directory(target.parent)
 
 
 def _keep_rights(file: int, target: Path, before: os.stat_result) -> None:
@@ -390,7 +390,7 @@ def _keep_acl(file: int, target: Path) -> bool:
     return True
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Write the new name to the disk too, if the system can do that."""
     with suppress(OSError):
         file = os.open(directory, os.O_RDONLY)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import SHUT_RDWR
 
 import numpy as np
 import pytest
@@ -179,7 +181,43 @@ def test_a_directory_in_memory(arrays, server):
     store.rm("/model", recursive=True)
 
 
-def test_s3(server, arrays, monkeypatch):
+class Proxy(Handler):
+    """In front of another server: passes requests on, and does with those for ranges what is said."""
+
+    def answer(self, *, with_body):
+        length = int(self.headers.get("Content-Length", 0))
+        connection = HTTPConnection(*self.server.behind)
+        connection.request(self.command, self.path, self.rfile.read(length), dict(self.headers))
+        answer = connection.getresponse()
+        data, headers = answer.read(), dict(answer.getheaders())
+        fault = None
+        if asked := self.headers.get("Range"):
+            with self.server.lock:
+                fault = self.server.fault(len(self.server.ranges))
+                self.server.ranges.append(asked)
+        if fault == "hangs":
+            self.server.stopped.wait(30)
+        self.send_response({"fails": 503, "refuses": 403}.get(fault, answer.status))
+        for name, value in headers.items():
+            if name.lower() not in {"connection", "transfer-encoding", "content-length", "etag"}:
+                self.send_header(name, value)
+        if "ETag" in headers:
+            self.send_header("ETag", f'{headers["ETag"][:-1]}{self.server.version}"')
+        size = headers.get("Content-Length") if self.command == "HEAD" else len(data)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if fault == "cuts" else data)
+        if fault == "cuts":
+            self.close_connection = True
+            self.wfile.flush()
+            self.connection.shutdown(SHUT_RDWR)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = lambda self: self.answer(with_body=True)
+
+
+@pytest.fixture
+def s3(server, arrays, monkeypatch):
+    """moto behind a proxy, with the arrays in a bucket."""
     pytest.importorskip("s3fs")
     moto = pytest.importorskip("moto.server")
     import fsspec
@@ -187,16 +225,50 @@ def test_s3(server, arrays, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    s3 = moto.ThreadedMotoServer(port=0, verbose=False)
-    s3.start()
-    try:
-        host, port = s3.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        remote._store.cache_clear()
-        store = fsspec.filesystem("s3")
-        store.mkdir("bucket")
-        store.put(str(server.folder / "whole"), "bucket/model", recursive=True)
-        check(sr.load("s3://bucket/model", P("tp"), mesh_of()), arrays)
-    finally:
-        s3.stop()
-        remote._store.cache_clear()
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # or each of our attempts is some of theirs
+    store = moto.ThreadedMotoServer(port=0, verbose=False)
+    store.start()
+    server.behind, server.RequestHandlerClass = store.get_host_and_port(), Proxy
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    remote._store.cache_clear()
+    fsspec.filesystem("s3").clear_instance_cache()
+    files = fsspec.filesystem("s3")
+    files.mkdir("bucket")
+    files.put(str(server.folder / "whole"), "bucket/model", recursive=True)
+    server.ranges.clear()
+    yield server
+    store.stop()
+    remote._store.cache_clear()
+
+
+def load_s3(**more):
+    return sr.load("s3://bucket/model", P("tp", "fsdp"), mesh_of((2, 4)), **more)
+
+
+def test_s3(s3, arrays):
+    check(load_s3(), arrays)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_s3_that_fails_at_times(s3, arrays, monkeypatch, fault):
+    monkeypatch.setattr(remote, "_PATIENCE", 0.5)
+    s3.fault = lambda number: fault if number % 3 == 1 else None
+    check(load_s3(), arrays)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "refuses"])
+def test_s3_that_always_fails(s3, monkeypatch, fault):
+    monkeypatch.setattr(remote, "_PATIENCE", 0.2)
+    s3.fault = lambda number: fault if number >= 3 else None
+    message = "check your credentials" if fault == "refuses" else "5 times; check the connection"
+    with pytest.raises(sr.FileError, match=message):
+        load_s3()
+
+
+def test_s3_whose_file_changes(s3):
+    def change(number):
+        s3.version += number == 3
+
+    s3.fault = change
+    with pytest.raises(sr.FileError, match="has changed since its header was read"):
+        load_s3()

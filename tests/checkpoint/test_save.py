@@ -138,3 +138,94 @@ sr.save({{c: np.ones(4) for c in "abc"}}, {str(tmp_path / "m")!r}, shard_bytes=6
     else:
         with pytest.raises(sr.FileError):
             sr.load(tmp_path / left, [(".*", P())], mesh())
+
+
+# In processes of their own, forked from one that has imported all: what `sr.save` did, and what is left.
+FORKS = """
+import itertools, os, signal, sys
+import jax
+import numpy as np
+import shardrules as sr
+from shardrules._checkpoint import saving
+
+path, renamed = sys.argv[1], sys.argv[2:] == ["renamed"]
+tree = {c: np.ones((4, 2)) for c in "abc"}
+renames = [sr.Rename("^a$", "x", "i o -> o i"), sr.Rename("b", "y")] if renamed else []
+# Without a backend, which cannot be forked.
+jax.process_index, jax.process_count = (lambda: 0), (lambda: 1)
+
+def save(value=1.0):
+    return sr.save({k: v * value for k, v in tree.items()}, path, renames=renames, shard_bytes=128)
+
+def forked(call):
+    if (child := os.fork()) == 0:
+        try:
+            call()
+        except sr.FileError as error:
+            os._exit(3)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return child
+
+def killed_at(number):
+    count = itertools.count(1)
+    def step():
+        if next(count) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def wrapped(call):
+        def function(*arguments, **more):
+            step()
+            return call(*arguments, **more)
+        return function
+    for name in ("pwrite", "fsync", "rename", "mkdir"):
+        setattr(os, name, wrapped(getattr(os, name)))
+    folder = os.path.dirname(path)
+    sys.addaudithook(lambda event, of: event == "open" and folder in str(of[0]) and step())
+    save()
+"""
+
+
+@pytest.mark.parametrize("renamed", [[], ["renamed"]])
+def test_killed_at_each_step_there_is_nothing_or_all(tmp_path, renamed):
+    code = f"""{FORKS}
+import shutil
+for number in itertools.count(1):
+    code = os.waitstatus_to_exitcode(os.waitpid(forked(lambda: killed_at(number)), 0)[1])
+    print(code, *sorted(name for name in os.listdir(os.path.dirname(path)) if "-" not in name), flush=True)
+    if code != -9:
+        break
+    shutil.rmtree(os.path.join(os.path.dirname(path), ".m.saving"), ignore_errors=True)
+    if os.path.exists(path):
+        os.rename(path, f"{{path}}-{{number}}")
+"""
+    path = tmp_path / "out" / "m"
+    path.parent.mkdir()
+    run = [sys.executable, "-c", code, str(path), *renamed]
+    lines = subprocess.run(run, timeout=120, check=True, capture_output=True, text=True).stdout
+    *killed, last = lines.splitlines()
+    assert len(killed) > 12
+    # A name only when all is there.
+    assert {*killed[:-2]} == {"-9", "-9 .m.saving"}
+    assert last.split()[0] == "0"
+    names = ["x", "y", "c"] if renamed else ["a", "b", "c"]
+    for whole in {path, *path.parent.glob("m*")}:
+        loaded = sr.load(whole, [(".*", P())], mesh())
+        assert sorted(loaded) == sorted(names)
+        assert all((np.asarray(array) == 1).all() for array in loaded.values())
+
+
+def test_of_several_writers_one_writes(tmp_path):
+    code = f"""{FORKS}
+for round in range(6):
+    path = f"{{sys.argv[1]}}{{round}}"
+    children = [forked(lambda: save(value)) for value in (1.0, 2.0, 3.0)]
+    print(*sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+"""
+    run = [sys.executable, "-c", code, str(tmp_path / "m")]
+    lines = subprocess.run(run, timeout=120, check=True, capture_output=True, text=True).stdout
+    assert lines.splitlines() == ["0 3 3"] * 6
+    assert sorted(os.listdir(tmp_path)) == [f"m{i}" for i in range(6)]
+    for directory in tmp_path.iterdir():
+        loaded = sr.load(directory, [(".*", P())], mesh())
+        assert len({float(value) for array in loaded.values() for value in array.ravel()}) == 1

@@ -15,12 +15,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._arguments import check_type, each, integer, listed
+from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.programs import dtype_on_devices, is_plain, made_of, spread_over
 from shardrules._checkpoint.renames import Rename
-from shardrules._checkpoint.targets import Problems, Target, finds, targets_of
+from shardrules._checkpoint.targets import Target, finds, targets_of
 from shardrules._dtypes import SAFETENSORS, bits_of, given_name
 from shardrules._files.leaves import ArraySpec
-from shardrules._io import FileError, path_of
+from shardrules._io import FileError, path_of, sync_directory
 from shardrules._place.processes import JointCall
 from shardrules._trees.align import leaf_paths
 
@@ -288,4 +289,6 @@ def _publish(folder: Path, target: Path, files: list[str], entries: list[_Entry]
         json.dump(index, opened, indent=2)
         opened.flush()
         os.fsync(opened.fileno())
+    sync_directory(folder)
     os.rename(folder, target)
+    sync_directory(target.parent)

@@ -143,7 +143,7 @@ class Terms:
         self._probe = _Probe(space)
         self._price = space.step._priced(self._probe)
         self._rates: dict[tuple[Any, ...], float] = {}
-        self._network = Network(space.machine.hardware, space.sizes, space.machine.axes_over_dcn)
+        self._network = Network(space.machine, space.sizes)
         self._locals: dict[tuple[Any, ...], _Local] = {}
         self._seconds: dict[tuple[Any, ...], Seconds] = {}
         groups = [
