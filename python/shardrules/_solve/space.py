@@ -186,7 +186,7 @@ def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dic
     Raises:
         ValueError: A pattern is in no path, or a spec has another axis or too many entries.
     """
-    rows = [row for arg in step._args for row in cuts_of(arg)]
+    rows = [row for arg in step._args for row in cuts_of(arg, step._function)]
     fixed: dict[int, Cuts] = {}
     for item in keep:
         pattern, spec = _pair("keep", (item, None) if isinstance(item, str) else item)

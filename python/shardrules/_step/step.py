@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
@@ -22,7 +23,6 @@ from shardrules._program.compile import (
     Refusal,
     lowered_on,
     options_for,
-    placed_on,
     result_of,
 )
 from shardrules._program.program import inspect, time_on
@@ -158,14 +158,9 @@ class Step(TracedStep):
     @cached_property
     def _ranges(self) -> list[range]:
         """The places of each argument's leaves."""
-        from jax import tree_util
-
-        ranges, begin = [], 0
-        for arg in placed_on(self._args, None):
-            count = len(tree_util.tree_leaves(arg))
-            ranges.append(range(begin, begin + count))
-            begin += count
-        return ranges
+        places = [int(path.split("/")[1]) for path in self._paths]
+        count = range(len(self._args))
+        return [range(bisect_left(places, i), bisect_right(places, i)) for i in count]
 
     @property
     def plan(self) -> Plan | None:
@@ -257,7 +252,7 @@ class Step(TracedStep):
         equations = equations or self._equations
         args = self._with_plan(plan)
         sizes = self._sizes(args)
-        cuts = [row for arg in args for row in cuts_of(arg)]
+        cuts = [row for arg in args for row in cuts_of(arg, self._function)]
         results = _result_cuts(self._call, equations)
         spread = Spread(equations, sizes, cuts, results, merges_sums=merges_sums)
         if is_usual:
@@ -555,15 +550,22 @@ class Step(TracedStep):
         return printable_lines(lines)
 
 
-def cuts_of(arg: Any) -> Iterator[Cuts | None]:
-    """Yield the mesh axes of each dimension, for each leaf of an argument."""
-    from jax import tree_util
-
-    if isinstance(arg, Plan):
-        arg = arg.abstract()
-    for leaf in tree_util.tree_leaves(arg):
+def cuts_of(arg: Any, function: Any) -> Iterator[Cuts | None]:
+    """Yield the mesh axes of each dimension, for each leaf of a function's argument."""
+    for leaf in inputs_of(arg.abstract() if isinstance(arg, Plan) else arg, function):
         spec = getattr(getattr(leaf, "sharding", None), "spec", None)
         yield None if spec is None else tuple(map(entry_axes, entries_of(spec)))
+
+
+def inputs_of(tree: Any, function: Any, values: Iterable[Any] | None = None) -> list[Any]:
+    """Return the leaves that are inputs, or these values of leaves: of equinox the arrays alone."""
+    from jax import Array, ShapeDtypeStruct, tree_util
+
+    leaves = tree_util.tree_leaves(tree)
+    is_filtered = type(function).__module__.startswith("equinox.")
+    pairs = zip(leaves, leaves if values is None else values, strict=True)
+    kinds = Array | ShapeDtypeStruct
+    return [value for leaf, value in pairs if not is_filtered or isinstance(leaf, kinds)]
 
 
 def _only_call(closed: Any) -> Any:
