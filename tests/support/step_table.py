@@ -38,8 +38,6 @@ WHY = {
     "MoE ep=4,tp=2": _ROUTER,
 }
 
-WHY_ON_TPU: dict[str, str] = {}
-
 
 class Case(NamedTuple):
     """A step on a mesh."""
@@ -102,23 +100,17 @@ SLICES = {4: "v5e:2x2", 8: "v5e:2x4"}
 
 
 def compared_on_tpu(index: int) -> tuple[Rows, Rows]:
-    """The same by the TPU's compiler, whose loops of permutes are the collectives they were.
-
-    Products are of float32: operands are sent in bfloat16 else, as they are multiplied.
-    """
+    """The same by the TPU's compiler, whose loops of permutes are the collectives they were."""
     case = CASES[index]
-    topology = sr.Topology(SLICES[prod(case.sizes.values())])
-    devices = list(topology.mesh(all=prod(case.sizes.values())).devices.flat)
-    with jax.default_matmul_precision("highest"):
-        with mock.patch.object(jax, "devices", return_value=devices):
-            step, args = case.make()
-        traced, compiled = sr.trace(step, *args), sr.compile(step, *args)
-    program = sr.inspect(compiled, (None,) * len(args))
+    count = prod(case.sizes.values())
+    devices = list(sr.Topology(SLICES[count]).mesh(all=count).devices.flat)
+    with mock.patch.object(jax, "devices", return_value=devices):
+        step, args = case.make()
     ours: Rows = Counter()
-    for row in traced.traffic():
+    for row in sr.trace(step, *args).traffic():
         ours[row.collective, row.axes] += row.sent
     real: Rows = Counter()
-    for op in program.collectives:
+    for op in sr.inspect(sr.compile(step, *args), (None,) * len(args)).collectives:
         real[op.kind, op.axes] += op.sent_at_least
     return tuple(_in_order(rows, case.sizes) for rows in (ours, real))
 
