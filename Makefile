@@ -36,7 +36,7 @@ test-all: test
 
 # The TPU's compiler, in the version that this JAX wants, in a directory of its own: with it in the
 # environment, JAX would look for a TPU in each process.
-PROVED_PAGES = pod $(addprefix guides/,eformer keras linen lora maxtext moe nnx offload prove rl)
+PROVED_PAGES = pod quickstart $(addprefix guides/,eformer keras linen lora maxtext moe nnx offload prove rl)
 test-tpu: $(VENV)/installed $(TPU)/installed
 	PYTHONPATH=$(abspath $(TPU)) JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -m "" tests/tpu tests/cli/test_project.py $(PROVED_PAGES:%="tests/docs/test_docs.py::test_page[docs/%.md]")
 

@@ -259,7 +259,7 @@ DENSE = {
 # Experts: MaxText has an axis of them, here tp, over which it exchanges tokens; the rows of all
 # else are cut by it, too. EasyDeL keeps experts whole, and cuts their sides.
 SPARSE = {
-    "FSDP": DENSE["FSDP"],
+    "FSDP": DENSE["FSDP"]._replace(rules=[("experts/", (None, None, AXES)), *FSDP]),
     "mixed": Layout(
         [
             ("experts/(up|gate)", (None, None, "fsdp", "tp")),
@@ -388,24 +388,28 @@ def solved(model: Model, topology: sr.Topology, limit: float, rounds: int) -> di
     begin = time.perf_counter()
     solution = sr.solve(step, topology, time_limit=limit)
     took = time.perf_counter() - begin
-    sizes = dict(solution.plan.axis_sizes)
+    result = {"took": took, "layers": model.layers}
+    return result | proved(topology, solution, rounds)
+
+
+def proved(topology: sr.Topology, solution: Any, rounds: int) -> dict[str, Any]:
+    """Compile a solution, and return what is predicted and what is compiled."""
     proof = solution.prove(rounds=rounds)
     best = proof.best
+    sizes = dict(best.solution.plan.axis_sizes)
     result = {
         "mesh": sizes,
         "price": solution.time.total,
         "expected": best.memory[0],
         "gap": solution.gap,
-        "took": took,
         "rules": len(solution.rules),
-        "layers": model.layers,
         "rounds": [str(row) for row in proof.rounds],
         "by axes": [[",".join(row.axes), row.predicted, row.compiled] for row in best.sent],
         "solution": str(solution),
     }
     if best.proof is None:
         return result | {"refused": best.refusal}
-    return result | compiled(topology, dict(best.solution.plan.axis_sizes), best.proof)
+    return result | compiled(topology, sizes, best.proof)
 
 
 def proving_machine(topology: sr.Topology) -> Any:
@@ -519,6 +523,26 @@ def table(options: argparse.Namespace) -> None:
         print("|", " | ".join([name, slice_, str(mine.get("layers", "")), *shown]), "|")
 
 
+def proofs(options: argparse.Namespace) -> None:
+    """Print what was predicted of solutions beside what is compiled."""
+    rows = known(options.file)
+    heads = ("step", "slice", "mesh", "sent over", "predicted", "compiled", "ratio")
+    print("\n|", " | ".join(heads), "|\n|---|---|---|---|--:|--:|--:|")
+    for key in tasks(options):
+        row = rows.get(key, {})
+        if "sending" not in row or "by axes" not in row:
+            continue
+        memory = ["memory", row["expected"], row["memory"]]
+        least = 0.02 * row["sent"]
+        for what, predicted, real in [*row["by axes"], memory]:
+            if max(predicted, real) < least:
+                continue
+            ratio = f"{predicted / real:.2f}" if real else "-"
+            cells = [f"{predicted / 1e9:.3g} GB", f"{real / 1e9:.3g} GB", ratio]
+            mesh = "x".join(map(str, row["mesh"].values()))
+            print("|", " | ".join([key[0], key[1], mesh, what, *cells]), "|")
+
+
 def main() -> int:
     """Compile what is missing in the file, or print its table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -533,6 +557,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.table:
         table(options)
+        proofs(options)
     else:
         run(options)
     return 0

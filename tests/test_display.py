@@ -234,8 +234,16 @@ def test_a_prompt_and_a_notebook_show_the_text_of_an_answer(name):
     page = value._repr_html_()
     assert page.startswith(("<pre>", "<details", "<table>"))
     assert "<script" not in page
-    if name != "Plan":
+    if name not in ("Plan", "Solution"):
         assert words_of(page) == str(value).split()
+
+
+def test_a_notebook_shows_a_solution_as_a_table_with_what_others_cost():
+    page = trained()._repr_html_()
+    assert "<th>choice</th><th>next best</th>" in page
+    (batch,) = (row for row in trained().choices if row.role == "batch")
+    assert f"<tr><td>batch 65,536: fsdp</td><td>{batch.alternatives[0]}</td></tr>" in page
+    assert all(str(line) in page for line in trained().activations)
 
 
 @pytest.mark.parametrize("name", RECORDS)

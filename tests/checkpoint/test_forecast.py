@@ -82,3 +82,14 @@ def test_renames_and_dtypes(tmp_path):
     assert found.read == (found.bytes // 2,) * 2
     assert found.device_bytes == found.bytes // 4
     assert found.reads == 4  # arrays, whose gaps of 64 bytes are read along
+
+
+@pytest.mark.parametrize("dims", ["out in -> in out", "out in -> out in"])
+def test_the_reads_of_arrays_that_are_transposed(tmp_path, dims):
+    """By as many rows as are copied at once."""
+    save = pytest.importorskip("safetensors.numpy").save_file
+    save({"w": np.ones((2048, 1024), "float32")}, tmp_path / "m.safetensors")
+    tree, targets = renamed(str(tmp_path), [sr.Rename("w", "w", dims)], None)
+    plan = sr.plan(tree, [("w", ())], {"tp": 2})
+    found = forecast(plan, processes=2, in_flight=None, bandwidth=1000, targets=targets)
+    assert found.reads == (16 if dims == "out in -> in out" else 1)  # of 8 MiB

@@ -81,3 +81,10 @@ def test_the_time_is_near_the_cycles_of_the_compiler():
     assert len(passes) >= 13
     # Half of them are within a quarter; without the parts, within 45 %.
     assert statistics.median(abs(math.log(ratio)) for ratio in passes) < math.log(1.3)
+
+
+def test_what_is_assumed_of_parts_is_told():
+    assert time(("fsdp",)).assumptions["parts"] == 16
+    assert "parts=16" in str(time(("fsdp",)))
+    assert "parts" not in time((None, "fsdp")).assumptions
+    assert "parts" not in time(("fsdp",), hardware="H100").assumptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -62,9 +63,15 @@ def test_a_batch_of_one_row_has_the_roles_of_several():
 
 
 def test_a_solution_says_how_parameters_are_stored_and_how_good_any_can_be():
-    many = str(sr.solve(traced(2**20), {"fsdp": 4, "tp": 2}, hardware="v5p"))
-    assert "parameters are stored over fsdp,tp and gathered where used" in many
-    assert "no better in the space" in many
+    axes = {"fsdp": 4, "tp": 2}
+    solution = sr.solve(traced(2**20), axes, hardware="v5p", keep=[("inputs/1", P(("fsdp", "tp")))])
+    assert "no better in the space" in str(solution)
+    for stored, text in (
+        ((), "parameters are stored as they are used"),
+        (("fsdp", "tp"), "parameters are stored over fsdp,tp and gathered where used"),
+    ):
+        row = sr.types.ClassChoice("stored", 0, (), stored, ())
+        assert text in str(replace(solution, choices=(row,)))
     ended = sr.solve(traced(64), {"fsdp": 4, "tp": 2}, hardware="v5p", time_limit=0)
     assert f"at most {ended.gap:.1%} from the best" in str(ended)
 

@@ -93,7 +93,7 @@ def run(page: str, folder: Path) -> tuple[list[str], list[tuple[tuple[int, int],
     if missing:
         return missing, []
     names: dict[str, Any] = {"__name__": "__main__"}  # as of a program; dataclasses ask for it
-    printed = ""
+    printed: str | None = ""  # None behind a block that did not run
     shown: list[tuple[tuple[int, int], str]] = []
     for block in blocks(page):
         if "file" in block.markers:
@@ -101,13 +101,14 @@ def run(page: str, folder: Path) -> tuple[list[str], list[tuple[tuple[int, int],
         if block.title is not None:
             (folder / block.title).write_text(block.code)
         elif "printed" in block.markers or block.language == "markdown":
-            shown.append(
-                (block.span, printed if block.language != "markdown" else printed.rstrip())
-            )
+            if printed is not None:
+                is_text = block.language != "markdown"
+                shown.append((block.span, printed if is_text else printed.rstrip()))
         elif "not run" not in block.markers and block.language in ("python", "console"):
             needs = block.markers.get("needs", "")
             not_there = list(_lacking(needs))
             missing += not_there
+            printed = None
             if not not_there:
                 run_block = _run_python if block.language == "python" else _run_console
                 printed = run_block(page, block, names)

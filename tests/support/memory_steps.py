@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.program import time_of
+from shardrules._program.program import time_on
 from shardrules._text import bytes_shown, seconds_shown
 from tests.support import page_table
 from tests.support.folders import ROOT
@@ -534,8 +534,7 @@ def compiled(pair: Pair) -> dict[str, Any]:
     stats = executable.memory_analysis()
     program = sr.inspect(executable, (None,) * len(args))
     rows = [row for row in program.memory.buffers if not row.is_argument]
-    rate, peak = partial(topology.link_rate, mesh), topology.hardware.flops_per_second["bfloat16"]
-    time = time_of(program, topology.clock, rate, peak)
+    time = time_on(topology, program)
     return {
         "computing": None if time is None else time.computing,
         "peak": stats.peak_memory_in_bytes,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
+from shardrules._solve.proof import _predicted
 from tests.tpu.marks import needs_libtpu
 
 pytestmark = needs_libtpu
@@ -24,13 +26,16 @@ TREE = {
 }
 
 
-def test_the_mesh_is_the_best_of_those_of_the_topology():
+def test_the_mesh_is_the_best_of_those_of_the_topology(monkeypatch):
     topology = sr.Topology("v5e:2x4")
     step = sr.trace(loss, TREE, jax.ShapeDtypeStruct((48, 512), "bfloat16"))
     solution = sr.solve(step, topology)
     meshes = topology.meshes(("fsdp", "tp"))
     assert dict(solution.mesh) in meshes
-    each = [sr.solve(step, mesh, hardware="v5e").time.total for mesh in meshes]
+    each = []
+    for mesh in meshes:
+        monkeypatch.setattr(sr.Topology, "meshes", lambda *_, mesh=mesh: [mesh])
+        each.append(sr.solve(step, topology).time.total)
     assert solution.time.total == min(each)
     assert solution.gap == 0
 
@@ -63,3 +68,19 @@ def test_what_does_not_fit_on_a_slice_names_one_that_exists():
     larger = sr.Topology(re.search(r"it fits on (\S+) as", str(error.value))[1])
     assert f"{larger.device_count:,} devices" in str(error.value)
     assert sr.solve(step, larger, hbm=10**8).memory.peak <= 10**8
+
+
+def test_what_is_sent_takes_the_links_of_the_slice():
+    """v5e:2x4 has none around one of its dimensions, so that rings there have half of the rate."""
+    topology = sr.Topology("v5e:2x4")
+    step = sr.trace(loss, TREE, jax.ShapeDtypeStruct((48, 512), "bfloat16"))
+    solution = sr.solve(step, topology)
+    mesh = topology.mesh(dict(solution.mesh))
+    sent = Counter()
+    for (_, axes), size in _predicted(solution).items():
+        sent[axes] += size
+    assert sent.keys() == solution.time.sent.keys() != set()
+    for axes, size in sent.items():
+        rate = topology.link_rate(mesh, axes)
+        assert solution.time.sent[axes] == pytest.approx(size / rate, rel=1e-6)
+        assert rate < topology.hardware.link_bytes_per_second

@@ -23,6 +23,7 @@ from shardrules._checkpoint.puts import (
 )
 from shardrules._checkpoint.ranges import Copy, Tiles, axis_strides, numpy_dtype
 from shardrules._checkpoint.reading import BoxRequest, Reader, copy_values
+from shardrules._checkpoint.scales import spread
 from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._files.leaves import ArraySpec, StoredFile
 from shardrules._io import FileError
@@ -411,10 +412,9 @@ def _scaled(
     )
     stored_box = tuple((0, 1) if size == 1 else next(long) for size in stored)
     reader.fill(name, [BoxRequest(stored_box, factors.reshape(box_shape(stored_box)))])
-    for dim, ((begin, end), block) in enumerate(zip(piece.source, part.blocks, strict=True)):
-        of_elements = np.arange(begin, end) // block - begin // block
-        factors = factors.take(of_elements, dim)
-    return values.astype(np.float32) * factors
+    product: npt.NDArray[Any] = values.astype(np.float32)
+    product *= spread(np, factors, part.blocks, piece.source)
+    return product
 
 
 def _memory(jobs: Sequence[Job], unit: _Unit) -> npt.NDArray[np.uint8]:

@@ -12,10 +12,11 @@ import numpy as np
 
 from shardrules._arguments import each, listed
 from shardrules._checkpoint.boxes import Box
-from shardrules._checkpoint.ranges import calls_of
+from shardrules._checkpoint.problems import Problems
+from shardrules._checkpoint.ranges import MOST_SHARE, STAGED, calls_of
 from shardrules._checkpoint.reading import bound_of
 from shardrules._checkpoint.renames import A_RENAME, Rename
-from shardrules._checkpoint.targets import Problems, Target, whole
+from shardrules._checkpoint.targets import Target, whole
 from shardrules._checkpoint.trees import matched
 from shardrules._dtypes import bits_of, given_float, numpy_name
 from shardrules._files.leaves import ArraySpec
@@ -193,14 +194,20 @@ def _calls(target: Target, dtype: str, boxes: Sequence[Box]) -> int:
     if bits_of(dtype) < 8:
         return len(target.parts)
     of_source: dict[str, set[Box]] = defaultdict(set)
+    most: dict[str, int] = defaultdict(lambda: MOST_SHARE)
     shapes: dict[str, tuple[int, ...]] = {}
     for part in target.parts:
         shape = (
             at + size for at, size in zip(part.source_at, part.sized.source_shape, strict=True)
         )
         shapes[part.source] = tuple(map(max, shape, shapes.get(part.source, part.source_at)))
+        if part.sized.form.order != tuple(sorted(part.sized.form.order)):
+            most[part.source] = STAGED
         of_source[part.source].update(piece.source for box in boxes for piece in part.pieces(box))
-    return sum(calls_of(ArraySpec(shapes[name], dtype), each) for name, each in of_source.items())
+    return sum(
+        calls_of(ArraySpec(shapes[name], dtype), each, most[name])
+        for name, each in of_source.items()
+    )
 
 
 def _boxes(

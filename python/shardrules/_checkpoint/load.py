@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from shardrules._arguments import check_type, each, in_order, integer, listed, texts
 from shardrules._checkpoint.formats import format_of, reads_of
 from shardrules._checkpoint.job import Job, bytes_in_flight
+from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.reading import Progress, checked_progress
 from shardrules._checkpoint.renames import A_RENAME, Rename
 from shardrules._checkpoint.selection import Selection, initial
-from shardrules._checkpoint.targets import Problems
 from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._dtypes import bits_of, given_float
 from shardrules._files.leaves import ArraySpecs

@@ -11,7 +11,7 @@ import numpy as np
 from shardrules._checkpoint.boxes import Form
 from shardrules._checkpoint.job import Job
 from shardrules._checkpoint.ranges import numpy_dtype
-from shardrules._checkpoint.scales import codes_and_scales, product_of
+from shardrules._checkpoint.scales import codes_and_scales, product_of, spread
 from shardrules._checkpoint.targets import Target, whole
 from shardrules._files.leaves import ArraySpec
 
@@ -66,7 +66,7 @@ def made(
     if not arranges:
         return made_of(job.target, live, job.dtype, job.sharding)
     if job.target.apply is None:
-        return product_of(job, live, arrays)
+        return product_of(job, live)
     names = tuple(job.target.inputs)
     values = [live[_input_name(job, argument)] for argument in names]
     plain = tuple(_Recipe((), value.shape, None) for value in values)
@@ -225,10 +225,5 @@ def _blank(shape: tuple[int, ...], values: Any) -> Any:
 def _scaled(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
     if not blocks:
         return values
-    # Dimensions of one scale may be left out.
-    scale = scale.reshape([-(-n // size) for n, size in zip(values.shape, blocks, strict=True)])
-    for dim, (block, size) in enumerate(zip(blocks, values.shape, strict=True)):
-        scale = jnp.repeat(scale, block, axis=dim, total_repeat_length=None).take(
-            jnp.arange(size), axis=dim
-        )
-    return values.astype(jnp.float32) * scale
+    factors = spread(jnp, scale, blocks, [(0, size) for size in values.shape])
+    return values.astype(jnp.float32) * factors

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 
 from shardrules._arguments import Tree, boolean, check_tree, each, in_order, integer, listed, texts
+from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.programs import is_plain, made_of
 from shardrules._checkpoint.reading import bound_of
 from shardrules._checkpoint.renames import A_RENAME, Rename, texts_of
-from shardrules._checkpoint.targets import Problems, Target
+from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec

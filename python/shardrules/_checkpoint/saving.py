@@ -15,9 +15,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._arguments import check_type, each, integer, listed
+from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.programs import dtype_on_devices, is_plain, made_of, spread_over
 from shardrules._checkpoint.renames import Rename
-from shardrules._checkpoint.targets import Problems, Target, finds, targets_of
+from shardrules._checkpoint.targets import Target, finds, targets_of
 from shardrules._dtypes import SAFETENSORS, bits_of, given_name
 from shardrules._files.leaves import ArraySpec
 from shardrules._io import FileError, path_of, sync_directory

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -39,7 +38,7 @@ def codes_and_scales(job: Job, arrays: Mapping[str, ArraySpec]) -> dict[str, Job
     from jax.sharding import NamedSharding, PartitionSpec
 
     target, parts = job.target, _in_order(job.target.parts)
-    if job.is_small or _recipe(target, arrays) is None:
+    if job.is_small or not _is_regular(target, arrays):
         return {}
     shape = arrays[parts[0].scale or ""].shape
     names = [f"dim{i}" for i in range(len(shape))]
@@ -69,11 +68,9 @@ def codes_and_scales(job: Job, arrays: Mapping[str, ArraySpec]) -> dict[str, Job
     }
 
 
-def product_of(job: Job, live: Mapping[str, Any], arrays: Mapping[str, ArraySpec]) -> Any:
+def product_of(job: Job, live: Mapping[str, Any]) -> Any:
     """Multiply the codes by the scales, on the devices of the result."""
-    recipe = _recipe(job.target, arrays)
-    assert recipe is not None
-    program = _program(recipe, job.target.shape, job.dtype, job.sharding)
+    program = _program(_recipe(job.target), job.target.shape, job.dtype, job.sharding)
     return program(live[job.path], live[f"{job.path}: scales"])
 
 
@@ -81,8 +78,34 @@ def _in_order(parts: tuple[SourcePart, ...]) -> list[SourcePart]:
     return sorted(parts, key=lambda part: part.target_at)
 
 
-def _recipe(target: Target, arrays: Mapping[str, ArraySpec]) -> _Recipe | None:
-    """Return the recipe, if all parts are whole arrays of one form that tile the target."""
+def spread(xp: Any, scales: Any, blocks: Sequence[int], spans: Sequence[tuple[int, int]]) -> Any:
+    """Repeat the scales of blocks to one for each element of a box of the array; or one for all.
+
+    Args:
+        xp: numpy or jax.numpy.
+        scales: Those of the blocks that have a part in the box. Dimensions of one may be left out.
+        blocks: The elements for which a scale counts, per dimension.
+        spans: The box.
+    """
+    grid = [
+        -(-end // block) - begin // block for (begin, end), block in zip(spans, blocks, strict=True)
+    ]
+    scales = scales.reshape(grid)
+    for dim, ((begin, end), block) in enumerate(zip(spans, blocks, strict=True)):
+        if grid[dim] > 1:
+            elements = (slice(None),) * dim + (slice(begin % block, begin % block + end - begin),)
+            scales = xp.repeat(scales, block, axis=dim)[elements]
+    return scales
+
+
+def _recipe(target: Target) -> _Recipe:
+    first = target.parts[0]
+    sizes = zip(target.shape, first.sized.target_shape, strict=True)
+    return _Recipe(first.sized.form, first.blocks, tuple(size // part for size, part in sizes))
+
+
+def _is_regular(target: Target, arrays: Mapping[str, ArraySpec]) -> bool:
+    """Say whether all parts are whole arrays of one form that tile the target."""
     first = target.parts[0]
     form, part_shape = first.sized.form, first.sized.target_shape
     kinds = {
@@ -98,18 +121,15 @@ def _recipe(target: Target, arrays: Mapping[str, ArraySpec]) -> _Recipe | None:
     }
     is_whole = form.stored == first.sized.source_shape == arrays[first.source].shape
     if first.scale is None or len(kinds) > 1 or any(first.source_at) or not is_whole:
-        return None
+        return False
     if form.once != form.repeated or target.is_padded or 0 in part_shape:
-        return None
-    grid = tuple(size // part for size, part in zip(target.shape, part_shape, strict=True))
-    places = product(
-        *(range(0, size, part) for size, part in zip(target.shape, part_shape, strict=True))
-    )
-    if prod(grid) != len(target.parts) or list(places) != [
-        part.target_at for part in _in_order(target.parts)
-    ]:
-        return None
-    return _Recipe(form, first.blocks, grid)
+        return False
+    places = [
+        *product(
+            *(range(0, size, part) for size, part in zip(target.shape, part_shape, strict=True))
+        )
+    ]
+    return places == [part.target_at for part in _in_order(target.parts)]
 
 
 @lru_cache(maxsize=512)
@@ -123,13 +143,8 @@ def _program(
     rank = len(shape)
 
     def multiply(codes: Any, scales: Any) -> Any:
-        count = scales.shape[0]
-        of_blocks = [-(-size // block) for size, block in zip(form.stored, blocks, strict=True)]
-        factors = scales.reshape(count, *of_blocks)
-        for dim, (size, block) in enumerate(zip(form.stored, blocks, strict=True), 1):
-            if of_blocks[dim - 1] > 1:
-                factors = jnp.repeat(factors, block, axis=dim)
-                factors = jax.lax.slice_in_dim(factors, 0, size, axis=dim)
+        count, spans = scales.shape[0], [(0, size) for size in form.stored]
+        factors = jax.vmap(lambda each: spread(jnp, each, blocks, spans))(scales)
         factors = jnp.broadcast_to(factors, (count, *form.stored)).reshape(count, *form.axes)
         factors = factors.transpose(0, *(axis + 1 for axis in form.order))
         factors = factors.reshape(*grid, *form.shape)

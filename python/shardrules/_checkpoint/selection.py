@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrules._arguments import boolean, check_type
-from shardrules._checkpoint.targets import Problems
+from shardrules._checkpoint.problems import Problems
 from shardrules._plan.fold import fold
 from shardrules._text import counted, shown
 

@@ -11,8 +11,6 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from shardrules._checkpoint.boxes import (
     Arrangement,
     Box,
@@ -25,18 +23,16 @@ from shardrules._checkpoint.boxes import (
     unchanged,
 )
 from shardrules._checkpoint.patterns import needed_text
+from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.renames import Rename, numbered_axes, stacked_axes
 from shardrules._dtypes import bits_of, converts
 from shardrules._files.leaves import ArraySpec
-from shardrules._io import FileError
-from shardrules._plan.fold import fold
-from shardrules._text import counted, near_shown
+from shardrules._text import counted
 
 Shape = tuple[int, ...]
 
 _PLAIN: Final = Rename("", "")
-_MOST_NEAR: Final = 5
 
 
 class SourcePart(NamedTuple):
@@ -100,44 +96,6 @@ def whole(name: str, array: ArraySpec) -> Target:
     """Return an array as it is."""
     part = SourcePart(name, _PLAIN, unchanged(array.shape), (0,) * len(array.shape), {})
     return Target(array.shape, array.dtype, (part._replace(target_at=part.source_at),))
-
-
-class Problems:
-    """Problems with arrays; equal lines with many paths become one, with the paths folded.
-
-    Args:
-        name: Where the arrays come from.
-        in_file: Whether that is a file; else its error is no FileError.
-    """
-
-    def __init__(self, name: str, *, in_file: bool = True) -> None:
-        self._name = name
-        self._in_file = in_file
-        self._paths: dict[str, list[str]] = defaultdict(list)
-        self._among: dict[str, Sequence[str]] = {}
-
-    def add(self, what: str, path: str, among: Sequence[str] = ()) -> None:
-        """Note what is wrong with the path; the nearest of others is named beside it."""
-        self._paths[what].append(path)
-        self._among[what] = among
-
-    def raise_all(self) -> None:
-        """Raise an error with all of them, if there are any."""
-        if not self._paths:
-            return
-        count = sum(map(len, self._paths.values()))
-        lines = [f"{self._name}: {counted(count, 'problem')} with the arrays:"]
-        for what, paths in self._paths.items():
-            for pattern in _folded(paths):
-                # More of them would cost seconds, and tell no more.
-                others = _folded(self._among[what]) if len(lines) <= _MOST_NEAR else ()
-                lines.append(f"  {pattern}: {what}{near_shown(pattern, others)}")
-        error = FileError(*lines)
-        raise error if self._in_file else ValueError(str(error))
-
-
-def _folded(paths: Sequence[str]) -> list[str]:
-    return [group.pattern for group in fold(list(paths), np.zeros(len(paths), np.int32))]
 
 
 def targets_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import cache, partial
 from math import log2, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shardrules._estimate.collectives import CutPart
     from shardrules._estimate.schedule import Schedule, Transmission
     from shardrules._hardware import Hardware
+    from shardrules._mesh.topology import Topology
     from shardrules._plan.memory import DeviceBytes
     from shardrules._plan.roles import DimRole
     from shardrules._plan.table import Columns
@@ -62,14 +64,13 @@ class Network:
     axes are those inside a slice or node, as far as its devices go. Axes over the DCN are outside.
     """
 
-    def __init__(
-        self, hardware: Hardware, sizes: Mapping[str, int], axes_over_dcn: tuple[str, ...]
-    ) -> None:
+    def __init__(self, machine: Machine, sizes: Mapping[str, int]) -> None:
+        hardware, axes_over_dcn = machine.hardware, machine.axes_over_dcn
         if absent := [axis for axis in axes_over_dcn if axis not in sizes]:
             raise ValueError(
                 f"axes_over_dcn: the mesh {mesh_shown(sizes)} has no axis {brief(absent[0])}"
             )
-        self._hardware, self._sizes = hardware, sizes
+        self._hardware, self._sizes, self._rate = hardware, sizes, machine.link_rate
         self._inside: dict[str, int] = {}
         remaining = hardware.link_devices
         for axis in reversed(list(sizes)):
@@ -80,6 +81,8 @@ class Network:
 
     def seconds(self, row: Transmission) -> float:
         """Return how long these collectives take, one after the other."""
+        if self._rate is not None:
+            return row.sent / self._rate(row.axes)
         devices = prod(self._sizes[axis] for axis in row.axes)
         inside = prod(self._inside[axis] for axis in row.axes)
         outside = devices // inside
@@ -132,6 +135,11 @@ class Machine(NamedTuple):
         arguments = self._asdict() | {"hardware": self.hardware.name}
         del arguments["link_rate"]
         return arguments
+
+    def on_slice(self, topology: Topology, sizes: Mapping[str, int]) -> Machine:
+        """Return the machine with the links that a mesh of these sizes has on a slice."""
+        mesh = topology.mesh(sizes)
+        return self._replace(link_rate=cache(partial(topology.link_rate, mesh)))
 
 
 def machine_of(
@@ -314,12 +322,11 @@ def sent_seconds(
     machine: Machine, sizes: Mapping[str, int], collectives: Iterable[Transmission]
 ) -> tuple[dict[tuple[str, ...], float], float]:
     """Return the seconds of collectives by their axes, and of those that nothing else overlaps."""
-    network = Network(machine.hardware, sizes, machine.axes_over_dcn)
+    network = Network(machine, sizes)
     sent: dict[tuple[str, ...], float] = defaultdict(float)
     alone = 0.0
     for row in collectives:
-        rate = machine.link_rate
-        seconds = network.seconds(row) if rate is None else row.sent / rate(row.axes)
+        seconds = network.seconds(row)
         sent[row.axes] += seconds
         alone += 0.0 if row.of in machine.overlap else seconds
     return dict(sent), alone

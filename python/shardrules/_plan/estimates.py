@@ -259,8 +259,7 @@ class Estimates(Columns):
         if refusal := traced._refusal(plan):
             return Measure(0, None, refusal)
         if machine is not None and topology is not None:
-            mesh = topology.mesh(there.axis_sizes)
-            machine = machine._replace(link_rate=partial(topology.link_rate, mesh))
+            machine = machine.on_slice(topology, there.axis_sizes)
         time = None if machine is None else traced.time(machine, plan)
         return Measure(traced.memory(plan).peak, time, "")
 

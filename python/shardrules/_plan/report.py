@@ -24,7 +24,7 @@ from shardrules._plan.table import (
     problem_shown,
 )
 from shardrules._specs import spec_shown
-from shardrules._text import bytes_shown, printable_json, printable_lines, seconds_shown
+from shardrules._text import printable_json, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
@@ -107,11 +107,7 @@ def _solution_data(solution: Solved) -> dict[str, Any]:
             "size": f"{row.size:,}",
             "axes": ",".join(row.axes) or "whole",
             "arrays": [f"{path}[{dim}]" for path, dim in row.arrays],
-            "alternatives": [
-                f"{','.join(other.axes) or 'whole'} {seconds_shown(other.time)}, "
-                f"{bytes_shown(other.memory)}"
-                for other in row.alternatives
-            ],
+            "alternatives": list(map(str, row.alternatives)),
         }
         for row in solution.choices
     ]

@@ -29,6 +29,9 @@ class Alternative(NamedTuple):
     memory: int
     """Bytes that a device needs."""
 
+    def __str__(self) -> str:
+        return f"{_shown(self.axes)} {seconds_shown(self.time)}, {bytes_shown(self.memory)}"
+
 
 @record
 class ClassChoice(NamedTuple):

@@ -128,6 +128,14 @@ class StepArrays:
             self._known[key] = self._cuts(first, axes, stored)
         return self._known[key]
 
+    def unlike(self, numbers: Iterable[int]) -> list[int]:
+        """Return arrays of which others of these numbers have the cuts, in every layout."""
+        first: dict[Any, int] = {}
+        for number in numbers:
+            kind = (number if number in self.local else -1, self.classes[number])
+            first.setdefault((*kind, self._is_weight[number]), number)
+        return list(first.values())
+
     def _cuts(self, number: int, axes: Mapping[int, Axes], stored: Axes) -> Cuts:
         rows = self.classes[number]
         if self._is_weight[number] and self._is_vector(number):

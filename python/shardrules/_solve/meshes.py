@@ -34,21 +34,29 @@ class Task(NamedTuple):
     variants: tuple[tuple[Block, ...], ...] = ((),)
     """Blocks that may recompute together."""
 
-    def cases(self, meshes: Sequence[Any]) -> list[Case]:
-        """Return the searches on these meshes, of each of the variants."""
+    def cases(self, meshes: Sequence[Any], on: Any) -> list[Case]:
+        """Return the searches on these meshes, of each of the variants, with the links of a slice.
+
+        Args:
+            meshes: What to search.
+            on: The Topology that has these meshes, if it is one.
+        """
         steps = [(blocks, recomputed(self.step, blocks)) for blocks in self.variants]
         return [
-            Case(mesh, sizes, blocks, self._search(step, sizes))
+            Case(mesh, sizes, blocks, self._search(step, sizes, on))
             for mesh in meshes
             for sizes in [dict(as_mesh(mesh).shape)]
             for blocks, step in steps
         ]
 
-    def _search(self, step: Step, sizes: Mapping[str, int]) -> Search:
+    def _search(self, step: Step, sizes: Mapping[str, int], on: Any) -> Search:
+        machine = self.machine
+        if isinstance(on, Topology):
+            machine = machine.on_slice(on, sizes)
         space = Space(
             step,
             sizes,
-            self.machine,
+            machine,
             self.hbm,
             fixed=fixed_cuts(step, self.keep, sizes),
             forbidden=forbidden_pairs(step, self.forbid, sizes),
@@ -98,7 +106,7 @@ def best_of(task: Task, meshes: Sequence[Any], on: Any) -> Best:
         ValueError: Nothing fits, on any of them; the message says by how much.
         TimeoutError: The search was ended before it had found anything that fits.
     """
-    cases = sorted(task.cases(meshes), key=lambda case: case.rank)
+    cases = sorted(task.cases(meshes, on), key=lambda case: case.rank)
     best = _searched(cases)
     if best is None:
         raise _nothing(task, cases, on)
@@ -156,12 +164,12 @@ def _where_it_fits(task: Task, case: Case, on: Any) -> Iterator[str]:
     """Yield lines: with recomputation, and on the next slice that exists or larger mesh."""
     if task.variants == ((),) and (blocks := blocks_of(task.step)):
         again = task._replace(variants=(tuple(blocks),))
-        if _least_memory(again.cases([case.mesh]))[1] <= task.hbm:
+        if _least_memory(again.cases([case.mesh], on))[1] <= task.hbm:
             yield "it fits if loops recompute what they save for their gradient: remat='choose'"
     axes = tuple(case.sizes)
     last = task._replace(variants=task.variants[-1:])
     for name, meshes in _larger(on, axes, case.sizes):
-        larger, peak, _ = _least_memory(last.cases(meshes))
+        larger, peak, _ = _least_memory(last.cases(meshes, None))
         if peak <= task.hbm:
             where = mesh_shown(larger.sizes)
             yield f"it fits on {name.format(where)}: {prod(larger.sizes.values()):,} devices"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._arguments import integer
@@ -157,7 +158,12 @@ class Provable(Outcome):
     """A solution that the compiler can be asked about."""
 
     def prove(
-        self, on: Topology | Mesh | None = None, *, rounds: int = 3, effort: Effort = "full"
+        self,
+        on: Topology | Mesh | None = None,
+        *,
+        rounds: int = 3,
+        effort: Effort = "full",
+        timeout: float | None = None,
     ) -> SolutionProof:
         """Compile the step with its constraints, and compare it with what was predicted.
 
@@ -171,12 +177,15 @@ class Provable(Outcome):
                 `solve`.
             rounds: How often to compile at most, 1 to 3.
             effort: As `compile` takes it.
+            timeout: Seconds that each compilation may take. What is sent, and the memory, are known
+                soon; for a large step the compiler makes code of it for minutes after that.
 
         Raises:
             ImportError: The compiler is not installed, as for `Topology`.
+            TimeoutError: The limit came before what is sent was known.
             ValueError: There are no devices, or the mesh has other axes.
         """
-        return _proof(self, on, rounds, effort)
+        return _proof(self, rounds, partial(_round, on=on, effort=effort, timeout=timeout))
 
     def _again(self, **changes: Any) -> Outcome:
         """Solve with other arguments."""
@@ -184,7 +193,7 @@ class Provable(Outcome):
 
 
 def _proof(
-    solution: Provable, on: Topology | Mesh | None, rounds: int, effort: Effort
+    solution: Provable, rounds: int, compile: Callable[[Outcome], ProofRound]
 ) -> SolutionProof:
     """Compile a solution, and others as long as they may be faster."""
     most = integer("rounds", rounds, 1, _ROUNDS)
@@ -193,7 +202,7 @@ def _proof(
     room = solution.again.keywords["hbm"] or solution.machine.hardware.memory_bytes
     current: Any = solution
     while True:
-        row = _round(current, on, effort)
+        row = compile(current)
         rows.append(row)
         if row.is_close or len(rows) == most:
             break
@@ -212,13 +221,19 @@ def _proof(
     return SolutionProof(tuple(rows), min(rows, key=lambda row: (bool(row.refusal), row.seconds)))
 
 
-def _round(solution: Outcome, on: Topology | Mesh | None, effort: Effort) -> ProofRound:
+def _round(
+    solution: Outcome, on: Topology | Mesh | None, effort: Effort, timeout: float | None
+) -> ProofRound:
     target, mesh = solution._target(on)
     predicted = _predicted(solution)
     memory = solution.memory.peak
     try:
         proof = prove(
-            solution._constrained(mesh), *_arguments(solution, mesh), on=target, effort=effort
+            solution._constrained(mesh),
+            *_arguments(solution, mesh),
+            on=target,
+            effort=effort,
+            timeout=timeout,
         )
     except OutOfMemory as error:
         held = memory - solution.memory.totals.temporaries

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import combinations, count, product
 from math import inf, prod
 from time import monotonic
@@ -29,7 +29,7 @@ _MOST_OF_PART: Final = 16
 # Seconds that differ by less than this part are equal.
 ROUNDING: Final = 1e-9
 # So many of the first assignments are improved.
-_DESCENTS: Final = 2
+_DESCENTS: Final = 3
 # Memory by which a simpler assignment may need more.
 _LITTLE: Final = 1e-3
 
@@ -273,25 +273,35 @@ class Search:
         return list({tuple(row.values()): row for row in rows}.values())
 
     def _start(self, tensor: str | None = None, expert: str | None = None) -> Assignment:
-        """Return the layout with an axis on weights, one on experts, and all others on data.
+        """Return the layout with an axis on weights, one on experts, and all others on the batch.
 
-        The axis of experts is that of data as well, outside of experts; all cut storage.
+        The axis of experts is that of the batch as well, outside of experts; all cut storage.
+        Sequences have the axis of weights, and what does not divide the batch.
         """
-        roles = self.space.step._roles
-        data = tuple(axis for axis in self.space.sizes if axis != tensor)
-        of_weights = () if tensor is None else (tensor,)
-        wishes: Assignment = {STORED: tuple(self.space.sizes)}
-        for name in self.space.values:
-            is_data = name not in roles.of_weights and roles.of.get(name) != "sequence"
-            wishes.setdefault(name, data if is_data else of_weights)
-            if roles.of.get(name) == "experts":
-                wishes[name] = () if expert is None else (expert,)
-            elif roles.of.get(name) == "model width":
-                wishes[name] = ()
-        return {
-            name: wishes[name] if wishes[name] in values else values[0]
-            for name, values in self.space.values.items()
+        sizes, roles = self.space.sizes, self.space.step._roles
+        data = [axis for axis in sizes if axis != tensor]
+        of_weights = [tensor] if tensor else []
+        wishes: dict[str, list[str]] = {
+            "batch": data,
+            "experts": [expert] if expert else [],
+            "model width": [],
         }
+        now: Assignment = {}
+        for name, values in self.space.values.items():
+            role = roles.of.get(name, "")
+            wish = wishes.get(role, of_weights if name in roles.of_weights else [])
+            now[name] = self._largest(values, sizes if name == STORED else wish)
+        cut = {axis for n in now if roles.of.get(n) == "batch" for axis in now[n]}
+        for name in (name for name in now if roles.of.get(name) == "sequence"):
+            rest = [axis for axis in sizes if axis not in cut]
+            now[name] = self._largest(self.space.values[name], rest)
+        return now
+
+    def _largest(self, values: Iterable[Axes], wish: Collection[str]) -> Axes:
+        """Return the value of most devices among those of axes that are wished."""
+        sizes = self.space.sizes
+        fitting = (value for value in values if set(value) <= set(wish))
+        return max(fitting, key=lambda value: prod(sizes[axis] for axis in value), default=())
 
     def _descend(self, start: Assignment) -> Assignment:
         """Improve an assignment variable by variable until none gets better."""

@@ -22,7 +22,7 @@ from shardrules._solve.proof import Provable
 from shardrules._solve.recompute import RematChoice, blocks_of, subsets
 from shardrules._solve.space import STORED
 from shardrules._step.step import Step
-from shardrules._text import answer, printable_lines
+from shardrules._text import Column, Table, answer, printable_lines
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardrules._solve.recompute import Block
 
 _AXES: Final = ("fsdp", "tp")
+_COLUMNS: Final = (Column("choice"), Column("next best"))
 
 
 @answer
@@ -77,6 +78,15 @@ class Solution(Provable):
             *(f"  {row}" for row in self.remat),
         ]
         return printable_lines(lines)
+
+    def _parts(self) -> list[Table | str]:
+        """Return what notebooks show: beside each choice what the next best costs."""
+        rows = [
+            (_choice_shown(row), *(str(other) for other in row.alternatives[:1] or ("",)))
+            for row in self.choices
+        ]
+        lines = printable_lines(["constraints, by line", *map(str, self.activations)])
+        return [self.summary, Table(_COLUMNS, rows), *map(str, self.remat), lines]
 
 
 def _choice_shown(row: ClassChoice) -> str:

@@ -143,7 +143,7 @@ class Terms:
         self._probe = _Probe(space)
         self._price = space.step._priced(self._probe)
         self._rates: dict[tuple[Any, ...], float] = {}
-        self._network = Network(space.machine.hardware, space.sizes, space.machine.axes_over_dcn)
+        self._network = Network(space.machine, space.sizes)
         self._locals: dict[tuple[Any, ...], _Local] = {}
         self._seconds: dict[tuple[Any, ...], Seconds] = {}
         groups = [
@@ -167,6 +167,14 @@ class Terms:
             names = {name for place in readers[number] for name in scopes[place]}
             self.terms.append(Term(self._ordered(names), (), number, tuple(readers[number])))
         self._least: dict[tuple[Any, ...], Weighed] = {}
+        self._of_cuts: dict[tuple[Any, ...], _Local] = {}
+        self._moved: dict[tuple[Any, ...], Seconds] = {}
+        self._arrays = [
+            space.arrays.unlike(
+                n for op, _ in term.operations for n in _numbers(op) if n not in space.fixed
+            )
+            for term in self.terms
+        ]
         self._floors = [self._floor(place) for place in range(len(self.terms))]
         self.largest = sorted(range(len(self.terms)), key=lambda place: -self._floors[place])
         """Places of terms, those with most work first."""
@@ -203,20 +211,36 @@ class Terms:
             if term.operations:
                 self._seconds[key] = self._local(place, assignment).seconds
             else:
-                needs = [
-                    need
-                    for reader in term.readers
-                    for need in self._local(reader, assignment).needs.get(term.array, ())
-                ]
-                self._probe.begin(self._space.layout(assignment))
-                self._seconds[key] = self._sent(self._probe.moves(term.array, needs))
+                self._seconds[key] = self._shared_seconds(term, assignment)
         return self._seconds[key]
+
+    def _shared_seconds(self, term: Term, assignment: Mapping[int, Axes]) -> Seconds:
+        """Return the seconds of what is sent of an array that several read."""
+        needs = [
+            need
+            for reader in term.readers
+            for need in self._local(reader, assignment).needs.get(term.array, ())
+        ]
+        if not needs:
+            return Seconds()
+        layout = self._space.layout(assignment)
+        cuts = self._space.arrays.cuts(term.array, layout)
+        key = (term.array, cuts, *[(need.cuts, need.trips) for need in needs])
+        if key not in self._moved:
+            self._probe.begin(layout)
+            self._moved[key] = self._sent(self._probe.moves(term.array, needs))
+        return self._moved[key]
 
     def _local(self, place: int, assignment: Mapping[int, Axes]) -> _Local:
         term = self.terms[place]
         key = (place, *[assignment[name] for name in term.scope])
         if key not in self._locals:
-            self._locals[key] = self._evaluate(term, assignment)
+            # Of many assignments the arrays of a term have the same cuts.
+            layout, arrays = self._space.layout(assignment), self._space.arrays
+            cuts = (place, *[arrays.cuts(number, layout) for number in self._arrays[place]])
+            if cuts not in self._of_cuts:
+                self._of_cuts[cuts] = self._evaluate(term, assignment)
+            self._locals[key] = self._of_cuts[cuts]
         return self._locals[key]
 
     def _evaluate(self, term: Term, assignment: Mapping[int, Axes]) -> _Local:

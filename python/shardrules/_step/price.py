@@ -77,8 +77,22 @@ class Price:
             alone=alone,
             utilization=self.equations.flops / (peak * longest) if longest else 0.0,
             uncounted=self.unmodelled,
-            assumptions=machine.assumptions() | {"step": self.name},
+            assumptions=machine.assumptions() | self._assumptions(hardware),
         )
+
+    def _assumptions(self, hardware: Hardware) -> dict[str, Any]:
+        """Return the name of the step, and what else of it the time assumes."""
+        products = [row for row, _ in self.equations.operations(on_device=True) if row.flops]
+        assumed: dict[str, Any] = {"step": self.name}
+        if any(row.rule is None for row in products):
+            assumed["kernel_efficiency"] = KERNEL_EFFICIENCY
+        if any(self._parts(row, hardware, _MOST_PARTS) > 1 for row in products):
+            assumed["parts"] = _MOST_PARTS
+        return assumed
+
+    def _parts(self, operation: TracedOperation, hardware: Hardware, most: int) -> int:
+        parts = self.spread.summed_parts(operation) if hardware.link == "ICI" else 1
+        return parts if parts <= most and operation.flops else 1
 
     def _busy(
         self, hardware: Hardware, efficiency: float, most_parts: int = _MOST_PARTS
@@ -108,8 +122,7 @@ class Price:
         flops, moved, peak = self._of_operation(operation, hardware)
         share = KERNEL_EFFICIENCY if operation.rule is None else efficiency
         rate, added = hardware.memory_bytes_per_second, 0
-        parts = self.spread.summed_parts(operation)
-        if parts <= most_parts and hardware.link == "ICI" and operation.flops:
+        if (parts := self._parts(operation, hardware, most_parts)) > 1:
             made = sum(self.spread.bytes(n) for n in operation.outputs if n is not None)
             added = 2 * (parts - 1) * made
         return flops / (peak * share) + added / rate, moved / rate
