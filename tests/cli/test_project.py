@@ -261,11 +261,17 @@ def step(bare, monkeypatch):
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("name", "words"), [("step_on", "--hbm 16GB"), ("needs_rules", "--mesh fsdp=2,tp=2")]
-)
-def test_init_of_a_step_writes_what_check_and_prove_run(step, name, words):
-    done = invoke("init", f"step_to_start:{name}", "--on", "v5e:2x2", *words.split())
+def test_init_of_a_step_takes_its_mesh_and_rules(step):
+    done = invoke("init", "step_to_start:needs_rules", "--on", "v5e:2x2", "--mesh", "fsdp=2,tp=2")
+    assert done.exit_code == 0, done.output
+    assert 'mesh = "fsdp=2,tp=2"\n' in (step / "shardrules.toml").read_text()
+    assert invoke("check", "--fail-on", "warning").exit_code == 0
+
+
+@needs_libtpu
+def test_init_of_a_step_writes_what_check_and_prove_run(step):
+    name = "step_on"
+    done = invoke("init", f"step_to_start:{name}", "--on", "v5e:2x2", "--hbm", "16GB")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("wrote model.json.gz\nwrote rules.toml\nwrote shardrules.toml\n")
     assert "a step on fsdp=" in done.stderr
