@@ -2,22 +2,27 @@
 
     python -m benchmarks.sweep_order --seconds 240
 
-It needs libtpu. Steps are forward passes, as training ones take minutes to compile. What the
-compiler makes of a model on a mesh is kept in sweep_order.json, and what is there is not compiled
-again; after so many seconds nothing more is begun. Without `--seconds` it compiles nothing, and
-prints the table of docs/step.md with today's estimates.
+It needs libtpu. Steps are forward passes, of which the compiler writes the optimized program in
+seconds; code for it, and so cycles, would take minutes. So the seconds of the program are those of
+its fusions by their products and bytes, over the part of them that the compiler expects in forward
+passes that were compiled to the end, and those of what it sends. They are kept in sweep_order.json,
+and what is there is not compiled again; after so many seconds nothing more is begun. Without
+`--seconds` nothing is compiled: it prints the table of docs/step.md with today's estimates.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from math import prod
 from operator import attrgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import jax
@@ -27,12 +32,25 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from benchmarks import solving
 from shardrules._io import write_text
+from shardrules._program.dataflow import PRODUCTS
+from shardrules._program.flow import is_product
+from shardrules._program.work import _flops
 
 FILE = Path(__file__).with_suffix(".json")
 TOPOLOGIES = ("v5e:4x4", "v5p:2x2x4", "v6e:4x4", "v5p:4x4x4")
 MOST_MESHES = 5
 """Of a model on a topology: evenly of those for which the step is."""
+EXPECTED = 0.53
+"""Part of the compiler's cycles that `fused_seconds` finds in the five forward passes of
+tests/support/memory_steps.py, which were compiled to the end: 0.44 to 0.65."""
+SLICES = ("dynamic-slice", "slice", "gather", "dynamic-update-slice")
+NOT_MOVED = frozenset((
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "iota",
+    "conditional", "after-all", "partition-id", "all-reduce", "all-gather", "reduce-scatter",
+    "all-to-all", "collective-permute", "custom-call", "async-update", "opt-barrier",
+))  # fmt: skip
 # Times that differ by less are no order.
 TIE = 0.02
 LAYERS = 2
@@ -103,17 +121,24 @@ TUNED_ON = 3
 
 
 class Row(NamedTuple):
-    """A model on a mesh, in seconds: by the sweep, and what the compiler makes of it."""
+    """A model on a mesh, in seconds: by the sweep, and of the program that the compiler makes."""
 
     mesh: Mapping[str, int]
     estimated: float
-    scheduled: float
-    """Seconds that `sr.prove` tells, with what the schedule hides."""
-    middle: float
-    """Of the range that it tells."""
-    ranked: float
-    """By which `sweep(prove=)` ranks: parameters and gradients are sent meanwhile."""
     computing: float
+    sending: float
+    hidden: float
+    """Of sending, what `sweep(prove=)` takes for hidden: parameters, gradients and state."""
+
+    @property
+    def ranked(self) -> float:
+        """By which `sweep(prove=)` ranks."""
+        return max(self.computing, self.hidden) + self.sending - self.hidden
+
+    @property
+    def middle(self) -> float:
+        """Between all hidden and none."""
+        return (max(self.computing, self.sending) + self.computing + self.sending) / 2
 
 
 def tree_of(model: Model) -> Any:
@@ -191,30 +216,85 @@ def step_on(model: Model, sizes: Any) -> tuple[Any, sr.Plan, Any]:
 
 
 def swept(model: Model, topology: str) -> list[sr.types.SweepRow]:
-    """Return some rows of the sweep, the best first."""
+    """Return the rows of the sweep, the best first."""
     plan = sr.plan(tree_of(model), model.rules, dict.fromkeys(model.axes, 1))
-    rows = plan.sweep(devices=topology, step=lambda mesh: sr.trace(*step_on(model, mesh)))
-    meshes = sorted(tuple(row.mesh.values()) for row in rows if row.fits)
+    return list(plan.sweep(devices=topology, step=lambda mesh: sr.trace(*step_on(model, mesh))))
+
+
+def meshes_of(model: Model, topology: str) -> list[str]:
+    """Name some meshes of a topology by their sizes."""
+    meshes = sorted(tuple(row.mesh.values()) for row in swept(model, topology) if row.fits)
     count = min(MOST_MESHES, len(meshes))
     some = {meshes[i * (len(meshes) - 1) // max(1, count - 1)] for i in range(count)}
-    return [row for row in rows if tuple(row.mesh.values()) in some]
+    return [",".join(map(str, mesh)) for mesh in sorted(some)]
 
 
-def compiled(model: Model, topology: sr.Topology, sizes: Mapping[str, int]) -> Any:
-    """Return what the compiler makes of a model on a mesh; None if it refuses it."""
-    mesh = topology.mesh(sizes)
-    try:
-        proof = sr.prove(*step_on(model, mesh), on=mesh)
-    except sr.OutOfMemory:
-        return None
-    assert proof.time is not None
-    ranked, _ = sr.trace(*step_on(model, mesh))._compiled(topology)
+def compiled(model: Model, topology: str, name: str) -> Any:
+    """Return the seconds of the program that the compiler makes of a model on a mesh."""
+    slice_ = sr.Topology(topology)
+    mesh = slice_.mesh(dict(zip(model.axes, map(int, name.split(",")), strict=True)))
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        solving.stop_before_code(Path(folder))
+        try:
+            program = sr.prove(*step_on(model, mesh), on=mesh, timeout=solving.LIMIT).program
+        except sr.OutOfMemory:
+            return REFUSED
+    rows = [(row, row.sent_at_least / slice_.link_rate(mesh, row.axes))
+            for row in program.collectives if row.axes]  # fmt: skip
     return {
-        "scheduled": proof.time.scheduled,
-        "middle": (proof.time.shortest + proof.time.longest) / 2,
-        "ranked": ranked,
-        "computing": proof.time.computing,
+        "computing": fused_seconds(program._executable.hlo, slice_.hardware) / EXPECTED,
+        "sending": sum(seconds for _, seconds in rows),
+        "hidden": sum(s for row, s in rows if row.what in ("argument", "gradient", "state")),
     }
+
+
+def fused_seconds(hlo: Any, hardware: sr.Hardware) -> float:
+    """Return the seconds of a program by a roofline of each of its fusions and products."""
+    peak = hardware.flops_per_second["bfloat16"] * hardware.efficiency
+    total = 0.0
+    for name, computation in hlo.computations.items():
+        if hlo.fusion_of(name) is None and (times := hlo.times(name) or 1):
+            for row in computation:
+                if row.opcode not in NOT_MOVED and not row.opcode.endswith(("-start", "-done")):
+                    seconds = moved(hlo, computation, row) / hardware.memory_bytes_per_second
+                    if is_product(hlo, row):
+                        seconds = max(seconds, flops(hlo, computation, row) / peak)
+                    total += seconds * times
+    return total
+
+
+def flops(hlo: Any, computation: Any, row: Any) -> int:
+    """Count the operations of a product, or of those in a fusion."""
+    if row.opcode != "fusion":
+        return _flops(computation, row)
+    inner = hlo[row.callees[0]]
+    return sum(_flops(inner, line) for line in inner.executed if line.opcode in PRODUCTS)
+
+
+def moved(hlo: Any, computation: Any, row: Any) -> int:
+    """Count the bytes that an instruction reads and writes; of what it slices, the slices."""
+    written = sum(shape.bytes for shape in row.results)
+    if row.opcode in ("dynamic-slice", "slice"):
+        return 2 * written
+    if row.opcode == "dynamic-update-slice":
+        return 2 * _bytes(computation, row.operands[1])
+    if row.opcode != "fusion":
+        return written + sum(_bytes(computation, name) for name in row.operands)
+    inner = hlo[row.callees[0]]
+    places = {line.parameter: line.name for line in inner.parameters}
+    for place, operand in enumerate(row.operands):
+        size, users = _bytes(computation, operand), inner.users(places.get(place, ""))
+        lines = [inner[user] for user in users]
+        if lines and all(line.opcode in SLICES for line in lines):
+            parts = [line for line in lines if line.opcode != "dynamic-update-slice"]
+            written -= size if len(parts) < len(lines) else 0  # it is updated in place
+            size = min(size, sum(_bytes(inner, line.name) for line in parts))
+        written += size
+    return max(0, written)
+
+
+def _bytes(computation: Any, name: str) -> int:
+    return sum(shape.bytes for shape in computation[name].results)
 
 
 def in_order(rows: list[Row], seconds: Callable[[Row], float]) -> list[int]:
@@ -228,8 +308,27 @@ def in_order(rows: list[Row], seconds: Callable[[Row], float]) -> list[int]:
 
 
 Kept = dict[str, dict[str, dict[str, Any]]]
-"""{model: {topology: {sizes of the mesh: what the compiler makes of it}}}, None before it is."""
+"""{model: {topology: {sizes of the mesh: seconds of the program}}}, None before it is compiled."""
 REFUSED = "refused"
+
+
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a process that ends with its result: the compiler goes on."""
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(function(*args))
+        except Exception as error:
+            results.put(f"{type(error).__name__}: {error}"[:200])
+        os._exit(0)
+
+    process = fork.Process(target=run)
+    process.start()
+    result = results.get()
+    process.join()
+    return result
 
 
 def keep(kept: Kept, seconds: float, only: str) -> None:
@@ -240,14 +339,12 @@ def keep(kept: Kept, seconds: float, only: str) -> None:
             continue
         meshes = kept.setdefault(model.name, {}).setdefault(topology, {})
         if not meshes and time.monotonic() < end:
-            names = (",".join(map(str, row.mesh.values())) for row in swept(model, topology))
-            meshes |= dict.fromkeys(sorted(names))
+            meshes |= dict.fromkeys(apart(meshes_of, model, topology))
         for name, result in meshes.items():
             if result is not None or time.monotonic() >= end:
                 continue
             begin = time.monotonic()
-            sizes = dict(zip(model.axes, map(int, name.split(",")), strict=True))
-            meshes[name] = compiled(model, sr.Topology(topology), sizes) or REFUSED
+            meshes[name] = apart(compiled, model, topology, name)
             write_text(FILE, json.dumps(kept, indent=1) + "\n")
             print(f"{model.name}, {topology}, {name}: {time.monotonic() - begin:.0f} s", flush=True)
 
@@ -255,9 +352,7 @@ def keep(kept: Kept, seconds: float, only: str) -> None:
 def rows_of(model: Model, topology: str, kept: Mapping[str, Any]) -> list[Row]:
     """Return the meshes of a model on a topology that were compiled, with today's estimates."""
     results = {name: result for name, result in kept.items() if isinstance(result, dict)}
-    plan = sr.plan(tree_of(model), model.rules, dict.fromkeys(model.axes, 1))
-    swept = plan.sweep(devices=topology, step=lambda mesh: sr.trace(*step_on(model, mesh)))
-    named = ((",".join(map(str, row.mesh.values())), row) for row in swept)
+    named = ((",".join(map(str, row.mesh.values())), row) for row in swept(model, topology))
     return [
         Row(row.mesh, row.time.total, **results[name])
         for name, row in named
@@ -270,7 +365,7 @@ def table(kept: Kept, only: str) -> Iterator[str]:
     yield "| model | slice | mesh: by the sweep, by the compiler | in order | not | ties |"
     yield "|---|---|---|--:|--:|--:|"
     sums: dict[str, list[int]] = {}
-    others = {name: [0, 0, 0] for name in ("scheduled", "ranked")}
+    others = {"ranked": [0, 0, 0]}
     for topology in TOPOLOGIES:
         for number, model in enumerate(MODELS):
             results = kept.get(model.name, {}).get(topology, {})

@@ -538,6 +538,7 @@ def compiled(pair: Pair) -> dict[str, Any]:
     return {
         "computing": None if time is None else time.computing,
         "peak": stats.peak_memory_in_bytes,
+        "allocated": stats.total_allocation_bytes + stats.generated_code_size_in_bytes,
         "arguments": stats.argument_size_in_bytes,
         "largest": [[row.bytes, row.shape, row.what] for row in rows[:LARGEST]],
     }

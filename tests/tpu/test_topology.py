@@ -57,6 +57,7 @@ WRONG = {
     "v5p-7": "no slice with so many cores, near ones are 'v5p-8'; or give its shape, such as 'v5p:4x4x4'",
     "v5p-96": "near ones are 'v5p-64' and 'v5p-128'",
     "v5p-1500": "near ones are 'v5p-1408' and 'v5p-1536'",
+    "v5p-99999": "near ones are 'v5p-12288'; or give",
     "v5p-0": "near ones are 'v5p-8'",
     "v5e-3": "no slice with so many chips, near ones are 'v5e-1' and 'v5e-4'",
     "v5e-2": "near ones are 'v5e-1' and 'v5e-4'",

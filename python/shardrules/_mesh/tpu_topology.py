@@ -236,9 +236,11 @@ def _shape_of(name: str, kind: _Generation) -> tuple[int, ...]:
     count, cores = int(match[2]), kind.cores_counted
     shapes = list(_slices_of(count // cores, kind.dimensions))
     if count % cores or not shapes:
+        most = Hardware.named(kind.hardware).link_devices // _CORES.get(kind.hardware, 1)
         near = " and ".join(
             repr(f"{name.partition('-')[0]}-{cores * chips}")
-            for chips in _near_counts(count / cores, kind.dimensions)
+            for chips in _near_counts(min(count / cores, most), kind.dimensions)
+            if chips <= most
         )
         raise ValueError(
             f"the name {name!r}: clouds have no slice with so many "

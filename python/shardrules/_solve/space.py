@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._arguments import check_choice
 from shardrules._solve.layout import Axes, LaidSpread, Layout, StepArrays
 from shardrules._specs import entries_of, entry_axes
-from shardrules._step.step import cuts_of
+from shardrules._step.arguments import cuts_of
 from shardrules._text import brief, near_shown, shown
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dic
     Raises:
         ValueError: A pattern is in no path, or a spec has another axis or too many entries.
     """
-    rows = [row for arg in step._args for row in cuts_of(arg)]
+    rows = [row for arg in step._args for row in cuts_of(arg, step._function)]
     fixed: dict[int, Cuts] = {}
     for item in keep:
         pattern, spec = _pair("keep", (item, None) if isinstance(item, str) else item)

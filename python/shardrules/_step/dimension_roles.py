@@ -224,7 +224,9 @@ class Roles:
 
     def _name_rest(self) -> None:
         """Name what is left of the classes that weights have."""
-        rest = [c for c, _ in self.of_weights.most_common() if c not in self.of]
+        of_data = Counter(c for array in self._of_data for classes in array for c in classes)
+        rest = [c for c in self.of_weights if c not in self.of]
+        rest.sort(key=lambda c: (self.of_weights[c], of_data[c]), reverse=True)
         if rest and self.of_weights[rest[0]] > 1 and rest[0] in self.contracted:
             self._name([rest.pop(0)], "model width")
         self._name((c for c in rest if c in self.contracted), "hidden")

@@ -11,6 +11,7 @@ from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._program.compile import check_static, check_step, noted, placed_on, target_mesh
+from shardrules._step.arguments import inputs_of
 from shardrules._step.step import Step, TracedFunction
 from shardrules._text import mesh_shown
 from shardrules._trees.align import leaf_paths
@@ -57,10 +58,16 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
         import equinox
 
         make = equinox.filter_make_jaxpr
+    run = step
+    if any(map(_is_of_nnx, trees)):
+
+        def run(*modules: Any) -> tuple[Any, Any]:
+            return step(*modules), modules  # which the step may change
+
     with in_force(mesh), noted(step, args):
-        closed, results, *_ = make(step)(*trees)
+        closed, results, *_ = make(run)(*trees)
     traced = TracedFunction(step, closed, jax.tree_util.tree_structure(results))
-    paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree)]
+    paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree, step)]
     name = getattr(step, "__name__", type(step).__name__)
     return Step(name, traced, args, paths, mesh)
 
@@ -88,6 +95,10 @@ def in_force(mesh: Any) -> AbstractContextManager[Any]:
     return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh
 
 
-def _paths_of(place: int, tree: Any) -> Iterator[str]:
-    for path in leaf_paths(tree):
+def _is_of_nnx(tree: Any) -> bool:
+    return any(base.__module__.startswith("flax.nnx.") for base in type(tree).__mro__)
+
+
+def _paths_of(place: int, tree: Any, step: Any) -> Iterator[str]:
+    for path in inputs_of(tree, step, leaf_paths(tree)):
         yield f"inputs/{place}/{path}" if path else f"inputs/{place}"
