@@ -13,6 +13,7 @@ import pytest
 import shardrules as sr
 from shardrules._estimate.step_time import machine_of
 from shardrules._plan.table import OVERLAP
+from shardrules._solve.meshes import Task, best_of
 from shardrules._solve.resident import Resident
 from shardrules._solve.search import Search
 from shardrules._solve.space import Space
@@ -85,6 +86,18 @@ def test_bounds_are_below_what_they_bound(seed):
         rows = [terms.least(place, part) for place in range(len(terms.terms))]
         assert max(map(sum, zip(*rows, strict=True))) <= terms.total(whole).total * (1 + 1e-9)
         assert resident.least(part) <= resident.least(whole) <= space.peak(whole)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_mesh_is_that_of_the_best_solution(seed):
+    # 7 devices divide nothing, and could do more than 4 if they did: they are tried first.
+    meshes = ({"a": 7}, {"a": 4}, {"a": 2, "b": 2})
+    task = Task(random_step(seed), MACHINE, 10**15)
+    alone = [best_of(task, [mesh], None).cost.time.total for mesh in meshes]
+    best = best_of(task, meshes, None)
+    assert best.cost.time.total == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
+    assert best.bound == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
+    assert alone[meshes.index(best.case.mesh)] == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
 
 
 def test_a_search_that_is_over_says_how_good_any_can_be():

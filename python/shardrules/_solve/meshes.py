@@ -128,9 +128,9 @@ def _searched(cases: Sequence[Case]) -> Case | None:
     # All are tried in short before one is searched to its end, as that may take all of the time.
     for run in (Search.begin, Search.run):
         for case in cases:
-            case.search.seconds = inf if best is None else best.search.seconds
+            least = case.search.seconds = inf if best is None else best.search.seconds
             run(case.search)
-            if case.search.assignment is not None and case.search.seconds < inf:
+            if case.search.seconds < least:
                 best = case
             if case.search.is_over:
                 return best
