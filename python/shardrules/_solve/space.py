@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._arguments import check_choice
 from shardrules._solve.layout import Axes, LaidSpread, Layout, StepArrays
 from shardrules._specs import entries_of, entry_axes
-from shardrules._step.step import cuts_of
+from shardrules._step.arguments import cuts_of
 from shardrules._text import brief, near_shown, shown
 
 if TYPE_CHECKING:

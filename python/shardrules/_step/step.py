@@ -26,13 +26,13 @@ from shardrules._program.compile import (
     result_of,
 )
 from shardrules._program.program import inspect, time_on
-from shardrules._specs import entries_of, entry_axes
+from shardrules._step.arguments import cuts_of, only_call, result_cuts
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
 from shardrules._step.findings import View, half_heads, step_findings
 from shardrules._step.peak import AliveArray, alive_arrays
 from shardrules._step.price import Price
-from shardrules._step.spread import Cuts, Spread
+from shardrules._step.spread import Spread
 from shardrules._text import (
     Column,
     Place,
@@ -132,7 +132,7 @@ class Step(TracedStep):
         self._function, self._closed, self._out_tree = traced
         with collector_paused():
             self._equations = Equations(self._closed)
-        self._call = _only_call(self._closed)
+        self._call = only_call(self._closed)
         # Memory, traffic and time of a plan are asked for one after the other.
         self._last: tuple[Plan | None, Spread] | None = None
 
@@ -253,7 +253,7 @@ class Step(TracedStep):
         args = self._with_plan(plan)
         sizes = self._sizes(args)
         cuts = [row for arg in args for row in cuts_of(arg, self._function)]
-        results = _result_cuts(self._call, equations)
+        results = result_cuts(self._call, equations)
         spread = Spread(equations, sizes, cuts, results, merges_sums=merges_sums)
         if is_usual:
             self._last = plan, spread
@@ -548,41 +548,6 @@ class Step(TracedStep):
         lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
         lines += [f"not looked into: {text}" for text in self.unmodelled]
         return printable_lines(lines)
-
-
-def cuts_of(arg: Any, function: Any) -> Iterator[Cuts | None]:
-    """Yield the mesh axes of each dimension, for each leaf of a function's argument."""
-    for leaf in inputs_of(arg.abstract() if isinstance(arg, Plan) else arg, function):
-        spec = getattr(getattr(leaf, "sharding", None), "spec", None)
-        yield None if spec is None else tuple(map(entry_axes, entries_of(spec)))
-
-
-def inputs_of(tree: Any, function: Any, values: Iterable[Any] | None = None) -> list[Any]:
-    """Return the leaves that are inputs, or these values of leaves: of equinox the arrays alone."""
-    from jax import Array, ShapeDtypeStruct, tree_util
-
-    leaves = tree_util.tree_leaves(tree)
-    is_filtered = type(function).__module__.startswith("equinox.")
-    pairs = zip(leaves, leaves if values is None else values, strict=True)
-    kinds = Array | ShapeDtypeStruct
-    return [value for leaf, value in pairs if not is_filtered or isinstance(leaf, kinds)]
-
-
-def _only_call(closed: Any) -> Any:
-    """Return the equation of the jitted function that a jaxpr consists of; None without one."""
-    eqns = closed.jaxpr.eqns
-    is_call = len(eqns) == 1 and eqns[0].primitive.name in ("jit", "pjit")
-    return eqns[0] if is_call and list(eqns[0].invars) == list(closed.jaxpr.invars) else None
-
-
-def _result_cuts(call: Any, equations: Equations) -> list[Cuts | None]:
-    """Return the cuts of results by `out_shardings`; None where nothing says."""
-    outputs = equations.body.outputs
-    shardings = () if call is None else call.params.get("out_shardings", ())
-    if len(shardings) != len(outputs):
-        return [None] * len(outputs)
-    specs = (getattr(sharding, "spec", None) for sharding in shardings)
-    return [None if spec is None else tuple(map(entry_axes, entries_of(spec))) for spec in specs]
 
 
 def _part(scope: str) -> str:
