@@ -197,7 +197,12 @@ class Proxy(Handler):
                 self.server.ranges.append(asked)
         if fault == "hangs":
             self.server.stopped.wait(30)
-        self.send_response({"fails": 503, "refuses": 403}.get(fault, answer.status))
+        codes = {"fails": (503, "SlowDown"), "refuses": (403, "AccessDenied")}
+        status, code = codes.get(fault, (answer.status, None))
+        if code:
+            data = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+            headers = {"Content-Type": "application/xml"}
+        self.send_response(status)
         for name, value in headers.items():
             if name.lower() not in {"connection", "transfer-encoding", "content-length", "etag"}:
                 self.send_header(name, value)
@@ -233,27 +238,25 @@ def s3(server, arrays, monkeypatch):
     remote._store.cache_clear()
     fsspec.filesystem("s3").clear_instance_cache()
     files = fsspec.filesystem("s3")
-    files.mkdir("bucket")
-    files.put(str(server.folder / "whole"), "bucket/model", recursive=True)
+    bucket = f"bucket{server.server_port}"  # moto's are there for all tests
+    files.mkdir(bucket)
+    files.put(str(server.folder / "whole"), f"{bucket}/model", recursive=True)
+    server.url = f"s3://{bucket}"
     server.ranges.clear()
     yield server
     store.stop()
     remote._store.cache_clear()
 
 
-def load_s3(**more):
-    return sr.load("s3://bucket/model", P("tp", "fsdp"), mesh_of((2, 4)), **more)
-
-
 def test_s3(s3, arrays):
-    check(load_s3(), arrays)
+    check(load(s3, "model"), arrays)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_s3_that_fails_at_times(s3, arrays, monkeypatch, fault):
     monkeypatch.setattr(remote, "_PATIENCE", 0.5)
     s3.fault = lambda number: fault if number % 3 == 1 else None
-    check(load_s3(), arrays)
+    check(load(s3, "model"), arrays)
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "refuses"])
@@ -262,7 +265,7 @@ def test_s3_that_always_fails(s3, monkeypatch, fault):
     s3.fault = lambda number: fault if number >= 3 else None
     message = "check your credentials" if fault == "refuses" else "5 times; check the connection"
     with pytest.raises(sr.FileError, match=message):
-        load_s3()
+        load(s3, "model")
 
 
 def test_s3_whose_file_changes(s3):
@@ -271,4 +274,4 @@ def test_s3_whose_file_changes(s3):
 
     s3.fault = change
     with pytest.raises(sr.FileError, match="has changed since its header was read"):
-        load_s3()
+        load(s3, "model")

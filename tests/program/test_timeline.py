@@ -87,7 +87,7 @@ HloModule step, is_scheduled=true, num_partitions=8
 ENTRY %main (y: f32[8]) -> f32[8] {{
   %y = f32[8] parameter(0)
   %while = f32[8] while(%y), condition=%cond, body=%body, backend_config={{"known_trip_count":{{"n":"{trips}"}}}}
-  ROOT %o = f32[8] copy(%while), metadata={{op_name="jit(f)/optimizer/add"}}, backend_config={{"estimated_cycles":"500"}}
+  ROOT %o = f32[8] copy(%while), metadata={{op_name="jit(f)/transpose(jvp(head))/add"}}, backend_config={{"estimated_cycles":"500"}}
 }}
 """
 
@@ -198,6 +198,11 @@ def test_the_layers_of_a_recorded_step_are_forward_and_backward():
     assert async_.exposed < 0.8 * async_.sending
 
 
+def test_a_loop_that_is_no_pass_is_a_loop():
+    time = recorded("decode-v5e", 1e11, {"fsdp": 4, "tp": 2})
+    assert [(row.name, row.times) for row in time.timelines] == [("loop", 4)]
+
+
 def test_a_loop_of_permutes_is_a_part_of_its_layer():
     time = recorded("windowed-v5e", 1e11)
     assert [(row.name, row.times) for row in time.timelines] == [("forward", 2), ("backward", 2)]
@@ -230,7 +235,7 @@ def test_browser_shows_the_time_line_of_a_layer(report):
         charts = page.locator(".timeline")
         assert charts.count() == 2
         label = charts.nth(0).get_attribute("aria-label")
-        assert label.startswith("Time line of one layer, forward, 3 times: 169 us, of which 138 us")
+        assert label.startswith("Time line, forward, 3 times: 169 us, of which 138 us")
         assert page.inner_text("#timelines").count("exposed: the device waits for it") == 1
         rows = page.locator("#timelines table").nth(0).locator("tbody tr").all_inner_texts()
         assert "all-reduce over tp\tsending\t21.0 us\t21.0 us" in rows

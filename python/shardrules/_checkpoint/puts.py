@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from shardrules._checkpoint.boxes import Box, box_of
+from shardrules._dtypes import is_inexact
 from shardrules._place.transfers import array_without_data
 
 if TYPE_CHECKING:
@@ -31,24 +32,31 @@ def stacked_arrays(
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    sharding, count = jobs[0].sharding, len(jobs) // _TOGETHER * _TOGETHER
+    sharding, dtype, count = jobs[0].sharding, jobs[0].dtype, len(jobs) // _TOGETHER * _TOGETHER
     (first,) = filled[0].values()
+    if is_inexact(dtype) and dtype.kind != "c":
+        # Programs may change the bits of a NaN.
+        first = first.view(f"u{dtype.itemsize}")
     stack = np.lib.stride_tricks.as_strided(
         first, (len(jobs), *first.shape), (first.nbytes, *first.strides), writeable=False
     )
     spec = PartitionSpec(None, *sharding.spec)
     of_stack = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    program, arrays = _program(sharding), []
+    program, arrays = _program(sharding, dtype), []
     for i in range(0, count, _TOGETHER):
         arrays += program(jax.device_put(stack[i : i + _TOGETHER], of_stack))
     return [*arrays, *whole_arrays(jobs[count:], filled[count:])]
 
 
 @lru_cache(maxsize=512)
-def _program(sharding: NamedSharding) -> Callable[[Any], list[Any]]:
+def _program(sharding: NamedSharding, dtype: np.dtype[Any]) -> Callable[[Any], list[Any]]:
     import jax
 
-    return jax.jit(lambda stack: [*stack], out_shardings=[sharding] * _TOGETHER)
+    def take_apart(stack: Any) -> list[Any]:
+        same = stack.dtype == dtype
+        return [*stack] if same else [jax.lax.bitcast_convert_type(each, dtype) for each in stack]
+
+    return jax.jit(take_apart, out_shardings=[sharding] * _TOGETHER)
 
 
 def whole_arrays(

@@ -70,7 +70,7 @@ class Timeline(NamedTuple):
     """What a device computes and sends in one trip of a loop, such as one layer: an estimate."""
 
     name: str
-    """What it is of: "forward", "backward", or "step" for what is in no loop."""
+    """What it is of: "forward", "backward", another "loop", or "step" for what is in no loop."""
     times: int
     """Trips of the loop in a step."""
     spans: tuple[Span, ...]
@@ -208,7 +208,8 @@ class Timetable:
         order = list(self._bodies)
         for name in sorted(shown, key=order.index) or [self._hlo.entry]:
             found = {phases[line] for line in self._hlo[name].lines if line in phases}
-            phase = next((word for word in ("backward", "forward") if word in found), "step")
+            phase = next((word for word in ("backward", "forward") if word in found), "loop")
+            phase = "step" if name == self._hlo.entry else phase
             if self._bodies[name].spans:
                 yield Timeline(phase, times[name], self._bodies[name].spans)
 

@@ -208,6 +208,7 @@
   // What a layer computes, and below it what it sends, each from its start until it is done; in
   // further rows what is on its way at the same time. Shares of the body's time are percents.
   function drawTimeline({ name, seconds, text, spans }) {
+    const title = { loop: "A loop", step: "The step" }[name] ?? `A layer, ${name}`;
     const computing = spans.filter(({ kind }) => kind === "computing");
     const sums = new Map();
     for (const { what, kind, seconds: takes, exposed } of spans) {
@@ -229,7 +230,7 @@
       return made;
     };
     const made = element("div", { class: "timeline chart", role: "img",
-      "aria-label": `Time line of one layer, ${text}; the table below has the same numbers` });
+      "aria-label": `Time line, ${text}; the table below has the same numbers` });
     made.append(...computing.map((span) =>
       bar(span, span.begin, span.end, 0, colours.get(span.what), "leaf",
         span.what.split("/").at(-1))));
@@ -255,8 +256,8 @@
       element("td", { class: "number" }, secondsShown(takes)),
       element("td", { class: "number" }, exposed > 0 ? secondsShown(exposed) : "")), body, 20);
     watch(made, () => {});
-    return [element("h3", {}, `A layer, ${name}`), element("p", { class: "hint" }, text), made,
-      scrolled(sumTable, `Table of a layer, ${name}`)];
+    return [element("h3", {}, title), element("p", { class: "hint" }, text), made,
+      scrolled(sumTable, `Table of what is in it: ${title}`)];
   }
 
   function watch(chart, draw) {
