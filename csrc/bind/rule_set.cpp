@@ -238,7 +238,8 @@ py::tuple RuleSet::count_paths(Argument<py::list> paths) {
         // A fallback rule calls into Python, which may change the list.
         for (py::ssize_t row = 0; row < PyList_GET_SIZE(texts.ptr()); ++row) {
             const Ref path = Ref::borrow(PyList_GET_ITEM(texts.ptr(), row));
-            if (!PyUnicode_Check(path.get())) throw py::type_error("a path is of a type that the core does not take");
+            if (!PyUnicode_Check(path.get()))
+                throw py::type_error("a path is of a type that the core does not take");
             counts.count(*dfa, path);
         }
     });

@@ -3,7 +3,8 @@
 namespace shardrules::resolution {
 
 Visited CountMatches::visit(Leaf& leaf) {
-    if (!strict_ || !needs_no_rule(leaf)) count_here(leaf.dfa(), [&] { return leaf.path().text(); });
+    if (!strict_ || !needs_no_rule(leaf))
+        count_here(leaf.dfa(), [&] { return leaf.path().text(); });
     return {Ref::borrow(Py_None)};
 }
 

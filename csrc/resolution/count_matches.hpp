@@ -1,5 +1,5 @@
-// Counts leaves of a tree, or paths: per rule those that it matches and those that it wins, per pair
-// those that one rule matches and the other one wins. Reads only .shape of a leaf. Costs a few
+// Counts leaves of a tree, or paths: per rule those that it matches and those that it wins, per
+// pair those that one rule matches and the other one wins. Reads only .shape of a leaf. Costs a few
 // additions per matching rule.
 #pragma once
 
