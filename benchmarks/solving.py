@@ -1,8 +1,8 @@
 """Compares solved layouts with those that experts write, by the TPU's compiler.
 
-    python -m benchmarks.solving rows.jsonl                       # all steps and slices
-    python -m benchmarks.solving rows.jsonl --models DiT-XL --on v5p:4x4x4
-    python -m benchmarks.solving rows.jsonl --table
+    python -m benchmarks.solving benchmarks/solving.jsonl                # all steps and slices
+    python -m benchmarks.solving benchmarks/solving.jsonl --models DiT-XL --on v5p:4x4x4
+    python -m benchmarks.solving benchmarks/solving.jsonl --table
 
 Each row is added to the file when it is known, and what the file has is not done again. It needs
 libtpu. docs/solve.md has the tables.
@@ -34,7 +34,6 @@ import shardrules as sr
 from shardrules._estimate.step_time import machine_of
 from shardrules._plan.table import OVERLAP
 from shardrules._program import dump
-from shardrules._solve import proof as proving
 
 TOPOLOGIES = ("v5e:4x4", "v6e:4x4", "v5p:2x2x4", "v5p:4x4x4")
 TOKENS = 4096
@@ -366,15 +365,17 @@ def expert(model: Model, topology: sr.Topology, name: str) -> dict[str, Any]:
     rows = []
     for sizes in meshes(model, topology, name):
         step, jitted, args = traced(model, sizes, layout.rules, layout.activations)
-        links = partial(topology.link_rate, topology.mesh(sizes))
-        machine = proving_machine(topology)._replace(link_rate=links)
+        machine = machine_of(topology.hardware, (), OVERLAP, None, is_traced=True)
+        machine = machine.on_slice(topology, sizes)
         memory, seconds = step.memory().peak, step.time(machine).total
         is_over = memory > topology.hardware.memory_bytes
-        rows.append((is_over, seconds, memory, sizes, jitted, args))
+        sent = sum(row.sent for row in step.traffic())
+        rows.append((is_over, seconds, memory, sent, sizes, jitted, args))
     if not rows:
         return {}
-    _, seconds, memory, sizes, jitted, args = min(rows, key=lambda row: row[:2])
-    result = {"mesh": sizes, "price": seconds, "expected": memory}
+    _, seconds, memory, sent, sizes, jitted, args = min(rows, key=lambda row: row[:2])
+    result = {"mesh": sizes, "layers": model.layers, "price": seconds}
+    result |= {"expected": memory, "expected to send": sent}
     try:
         proof = sr.prove(jitted, *args, on=topology, timeout=LIMIT)
     except sr.OutOfMemory as error:
@@ -394,7 +395,7 @@ def solved(model: Model, topology: sr.Topology, limit: float, rounds: int) -> di
 
 def proved(topology: sr.Topology, solution: Any, rounds: int) -> dict[str, Any]:
     """Compile a solution, and return what is predicted and what is compiled."""
-    proof = solution.prove(rounds=rounds)
+    proof = solution.prove(rounds=rounds, timeout=LIMIT)
     best = proof.best
     sizes = dict(best.solution.plan.axis_sizes)
     result = {
@@ -404,17 +405,13 @@ def proved(topology: sr.Topology, solution: Any, rounds: int) -> dict[str, Any]:
         "gap": solution.gap,
         "rules": len(solution.rules),
         "rounds": [str(row) for row in proof.rounds],
+        "expected to send": sum(row.predicted for row in best.sent),
         "by axes": [[",".join(row.axes), row.predicted, row.compiled] for row in best.sent],
         "solution": str(solution),
     }
     if best.proof is None:
         return result | {"refused": best.refusal}
     return result | compiled(topology, sizes, best.proof)
-
-
-def proving_machine(topology: sr.Topology) -> Any:
-    """Return the machine that solutions are priced with."""
-    return machine_of(topology.hardware, (), OVERLAP, None, is_traced=True)
 
 
 LIMIT = 290.0
@@ -432,7 +429,6 @@ def stop_before_code(folder: Path) -> None:
 
     tempfile.tempdir = str(folder)
     dump.wait = wait  # type: ignore[assignment]
-    proving.prove = partial(sr.prove, timeout=LIMIT)
 
 
 def task(name: str, slice_: str, layout: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -490,57 +486,29 @@ def child(results: Any, name: str, slice_: str, layout: str, options: argparse.N
     os._exit(0)
 
 
-HEADS = ("step", "slice", "layers", "solved", "FSDP", "mixed", "experts", "time", "bytes", "gap")
-
-
-def cell(row: Mapping[str, Any] | None) -> str:
-    """Return seconds, bytes and memory of a layout, with its mesh."""
-    if not row or "mesh" not in row:
-        return "" if not row or "error" not in row else row["error"][:60]
-    mesh = "x".join(map(str, row["mesh"].values()))
-    if "refused" in row:
-        return f"refused, {mesh}"
-    seconds, sent, memory = middle(row), row["sent"] / 1e9, row["memory"] / 1e9
-    return f"{seconds:.3g} s, {sent:.3g} GB, {memory:.3g} GB, {mesh}"
+HEADS = ("step", "slice", "layers", "layout", "mesh", "price", "time", "to the best",
+         "sent", "by the price", "memory", "by the price")  # fmt: skip
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print the rows of the file."""
+    """Print the rows of the file: what is compiled, and beside it what the price says."""
     rows = known(options.file)
-    print("|", " | ".join(HEADS), "|\n|---|---|" + "--:|" * (len(HEADS) - 2))
-    for name, slice_, layout in tasks(options):
-        mine = rows.get((name, slice_, layout))
-        if layout != "solved" or mine is None:
-            continue
-        others = {key: rows.get((name, slice_, key)) for key in SPARSE}
-        fit = [row for row in others.values() if row and "sending" in row]
-        cells = ["", "", ""]
-        if fit and "sending" in mine:
-            fastest = min(fit, key=middle)
-            ratios = middle(mine) / middle(fastest), mine["sent"] / fastest["sent"]
-            cells = [*(f"{ratio:.2f}" for ratio in ratios), f"{mine['gap']:.1%}"]
-        shown = [cell(mine), *map(cell, others.values()), *cells]
-        print("|", " | ".join([name, slice_, str(mine.get("layers", "")), *shown]), "|")
-
-
-def proofs(options: argparse.Namespace) -> None:
-    """Print what was predicted of solutions beside what is compiled."""
-    rows = known(options.file)
-    heads = ("step", "slice", "mesh", "sent over", "predicted", "compiled", "ratio")
-    print("\n|", " | ".join(heads), "|\n|---|---|---|---|--:|--:|--:|")
+    print("|", " | ".join(HEADS), "|\n|---|---|--:|---|---|" + "--:|" * (len(HEADS) - 5))
     for key in tasks(options):
         row = rows.get(key, {})
-        if "sending" not in row or "by axes" not in row:
+        if "mesh" not in row:
             continue
-        memory = ["memory", row["expected"], row["memory"]]
-        least = 0.02 * row["sent"]
-        for what, predicted, real in [*row["by axes"], memory]:
-            if max(predicted, real) < least:
-                continue
-            ratio = f"{predicted / real:.2f}" if real else "-"
-            cells = [f"{predicted / 1e9:.3g} GB", f"{real / 1e9:.3g} GB", ratio]
-            mesh = "x".join(map(str, row["mesh"].values()))
-            print("|", " | ".join([key[0], key[1], mesh, what, *cells]), "|")
+        mesh = "x".join(map(str, row["mesh"].values()))
+        cells = [*key[:2], str(row["layers"]), key[2], mesh, f"{row['price']:.3g} s"]
+        if "refused" in row:
+            cells += ["refused", "", "", "", "", f"{row['expected'] / 1e9:.3g} GB"]
+        else:
+            others = [rows.get((*key[:2], layout), {}) for layout in SPARSE]
+            best = min([middle(other) for other in others if "sending" in other], default=None)
+            cells += [f"{middle(row):.3g} s", f"{middle(row) / best:.2f}" if best else "alone fits"]
+            for name, expected in (("sent", "expected to send"), ("memory", "expected")):
+                cells += [f"{row[name] / 1e9:.3g} GB", f"{row[expected] / row[name]:.2f}"]
+        print("|", " | ".join(cells), "|")
 
 
 def main() -> int:
@@ -557,7 +525,6 @@ def main() -> int:
     options = parser.parse_args()
     if options.table:
         table(options)
-        proofs(options)
     else:
         run(options)
     return 0

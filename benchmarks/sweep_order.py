@@ -112,12 +112,10 @@ MODELS = (
     Model("dense"),
     Model("Llama 8B", width=4096, hidden=14336, heads=32, kv_heads=8, words=128256),
     Model("experts", width=4096, hidden=14336, heads=32, kv_heads=8, experts=8),
-    # Nothing was changed for those that follow.
     Model("70B", width=8192, hidden=28672, heads=64, kv_heads=8, length=1024),
     Model("long", length=8192, kv_heads=4),
     Model("large vocabulary", width=1024, hidden=2816, heads=8, kv_heads=8, words=256000),
 )
-TUNED_ON = 3
 
 
 class Row(NamedTuple):
@@ -367,7 +365,7 @@ def table(kept: Kept, only: str) -> Iterator[str]:
     sums: dict[str, list[int]] = {}
     others = {"ranked": [0, 0, 0]}
     for topology in TOPOLOGIES:
-        for number, model in enumerate(MODELS):
+        for model in MODELS:
             results = kept.get(model.name, {}).get(topology, {})
             if only not in f"{model.name}, {topology}" or not any(results.values()):
                 continue
@@ -375,8 +373,7 @@ def table(kept: Kept, only: str) -> Iterator[str]:
             counts = in_order(rows, attrgetter("middle"))
             for name, sum_ in others.items():
                 others[name] = _sum(sum_, in_order(rows, attrgetter(name)))
-            is_new = "looked at" if number < TUNED_ON else "not looked at"
-            for key in (model.name, topology, is_new, "all"):
+            for key in (model.name, topology, "all"):
                 sums[key] = _sum(sums.get(key, [0, 0, 0]), counts)
             times = "; ".join(
                 f"{','.join(f'{axis}={n}' for axis, n in row.mesh.items() if n > 1)}: "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import SHUT_RDWR
 
 import numpy as np
@@ -15,75 +13,12 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._files import remote
 from tests.checkpoint.test_load import bits, mesh_of
+from tests.support import store
+from tests.support.store import Handler
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("fsspec")
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Serves ranges of the folder, and does with each what `server.fault(number)` says."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self):
-        self.answer(with_body=False)
-
-    def do_GET(self):
-        self.answer(with_body=True)
-
-    def answer(self, *, with_body):
-        path = self.server.folder / self.path.lstrip("/")
-        if not path.is_file():
-            self.send_error(404)
-            return
-        data, code, asked = path.read_bytes(), 200, self.headers.get("Range")
-        with self.server.lock:
-            fault = self.server.fault(len(self.server.ranges)) if asked else None
-            if asked:
-                self.server.ranges.append(asked)
-        size = len(data)
-        if asked and fault != "no ranges":
-            begin, end = (int(number) for number in asked.removeprefix("bytes=").split("-"))
-            data, code = data[begin : end + 1], 206
-        if fault == "fails":
-            self.send_error(503)
-            return
-        if fault == "refuses":
-            self.send_error(403)
-            return
-        if fault == "hangs":
-            self.server.stopped.wait(30)
-        self.send_response(code)
-        self.send_header("ETag", f'"{self.server.version}"')
-        self.send_header("Accept-Ranges", "bytes")
-        if code == 206:
-            self.send_header("Content-Range", f"bytes {begin}-{end}/{size}")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if with_body:
-            half = len(data) // 2
-            self.wfile.write(data[:half] if fault == "cuts" else data)
-            if fault == "cuts":
-                self.close_connection = True
-                self.wfile.flush()
-                self.connection.close()
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.folder, server.lock, server.ranges, server.version = tmp_path, threading.Lock(), [], 1
-    server.fault, server.stopped = lambda number: None, threading.Event()
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(remote, "_PAUSES", (0.01,) * 4)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.stopped.set()
-    server.shutdown()
+server = store.server
 
 
 @pytest.fixture
@@ -197,7 +132,12 @@ class Proxy(Handler):
                 self.server.ranges.append(asked)
         if fault == "hangs":
             self.server.stopped.wait(30)
-        self.send_response({"fails": 503, "refuses": 403}.get(fault, answer.status))
+        codes = {"fails": (503, "SlowDown"), "refuses": (403, "AccessDenied")}
+        status, code = codes.get(fault, (answer.status, None))
+        if code:
+            data = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+            headers = {"Content-Type": "application/xml"}
+        self.send_response(status)
         for name, value in headers.items():
             if name.lower() not in {"connection", "transfer-encoding", "content-length", "etag"}:
                 self.send_header(name, value)
@@ -233,27 +173,25 @@ def s3(server, arrays, monkeypatch):
     remote._store.cache_clear()
     fsspec.filesystem("s3").clear_instance_cache()
     files = fsspec.filesystem("s3")
-    files.mkdir("bucket")
-    files.put(str(server.folder / "whole"), "bucket/model", recursive=True)
+    bucket = f"bucket{server.server_port}"  # moto's are there for all tests
+    files.mkdir(bucket)
+    files.put(str(server.folder / "whole"), f"{bucket}/model", recursive=True)
+    server.url = f"s3://{bucket}"
     server.ranges.clear()
     yield server
     store.stop()
     remote._store.cache_clear()
 
 
-def load_s3(**more):
-    return sr.load("s3://bucket/model", P("tp", "fsdp"), mesh_of((2, 4)), **more)
-
-
 def test_s3(s3, arrays):
-    check(load_s3(), arrays)
+    check(load(s3, "model"), arrays)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_s3_that_fails_at_times(s3, arrays, monkeypatch, fault):
     monkeypatch.setattr(remote, "_PATIENCE", 0.5)
     s3.fault = lambda number: fault if number % 3 == 1 else None
-    check(load_s3(), arrays)
+    check(load(s3, "model"), arrays)
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "refuses"])
@@ -262,7 +200,7 @@ def test_s3_that_always_fails(s3, monkeypatch, fault):
     s3.fault = lambda number: fault if number >= 3 else None
     message = "check your credentials" if fault == "refuses" else "5 times; check the connection"
     with pytest.raises(sr.FileError, match=message):
-        load_s3()
+        load(s3, "model")
 
 
 def test_s3_whose_file_changes(s3):
@@ -271,4 +209,4 @@ def test_s3_whose_file_changes(s3):
 
     s3.fault = change
     with pytest.raises(sr.FileError, match="has changed since its header was read"):
-        load_s3()
+        load(s3, "model")

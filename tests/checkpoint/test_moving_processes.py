@@ -8,7 +8,10 @@ import jax
 import pytest
 
 from tests.place.test_processes import needs_collectives, run
+from tests.support import store
 from tests.support.slow import slow
+
+server = store.server
 
 
 @pytest.fixture
@@ -100,6 +103,27 @@ def test_to_devices_of_other_processes_bit_by_bit(folder, processes):
         assert "takes it for data that each has" in process["refused"]
         assert process["alone"]
         assert process["seconds"] < 20
+
+
+@needs_collectives
+@pytest.mark.parametrize("processes", [2, slow(4)])
+def test_of_a_store_replicas_are_read_once(folder, server, processes):
+    pytest.importorskip("aiohttp")
+    from tests.support import moving_worker
+
+    arrays = moving_worker.large()
+    save = pytest.importorskip("safetensors.numpy").save_file
+    save(arrays, server.folder / "large.safetensors")
+    (folder / "url").write_text(f"{server.url}/large.safetensors")
+    found = run("once", processes, 4, folder, WORKER)
+    assert all(process["right"] for process in found)
+    size = sum(array.nbytes for array in arrays.values())
+    asked = [process["asked"] for process in found]
+    assert size <= sum(asked) < 1.2 * size
+    assert max(asked) < 1.2 * size / processes
+    for index, process in enumerate(found):
+        assert "the store fails" in process["error"]
+        assert process["error"].startswith("FileError" if index == 1 else "RuntimeError")
 
 
 @needs_collectives

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -183,3 +184,24 @@ def test_the_largest_batch_is_accepted_and_not_refused(name):
     devices = pair.all_rows // pair.rows
     rows = step.largest_batch(step.plan, memory_bytes) // devices
     assert 0.95 * accepted <= rows < refused
+
+
+# Sequences of a device with which the compiler refuses a step, and the bytes that it would need.
+REFUSED = {
+    "dense, v5e:4x4, fsdp=16": (26, 18_511_309_045),
+    "LoRA, v5e:4x4, fsdp=16": (48, 24_921_547_735),
+    "Muon, v5e:4x4, fsdp=16": (22, 18_640_158_064),
+    "dense, all saved, v6e:4x4, fsdp=4,tp=4": (32, 37_344_740_638),
+}
+# Of these what fits by the estimate: gradients of the head that the compiler postpones are missing.
+MISSED = {"Muon, v5e:4x4, fsdp=16"}
+
+
+@needs_axis_types
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_step_that_the_compiler_refuses_does_not_fit(name):
+    rows, required = REFUSED[name]
+    pair = replace(next(pair for pair in PAIRS if key(pair) == name), rows=rows)
+    room = {"v5e": 16_911_433_728, "v6e": 33_542_897_664}[pair.on[:3]]
+    assert required > 1.05 * room
+    assert (traced(pair).memory().peak > room) == (name not in MISSED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import product
 from math import inf, prod
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 import shardrules as sr
 from shardrules._estimate.step_time import machine_of
 from shardrules._plan.table import OVERLAP
-from shardrules._solve.meshes import Task, best_of
+from shardrules._solve.meshes import Case, Task, _searched, best_of
 from shardrules._solve.resident import Resident
 from shardrules._solve.search import Search
 from shardrules._solve.space import Space
@@ -90,7 +91,6 @@ def test_bounds_are_below_what_they_bound(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_best_mesh_is_that_of_the_best_solution(seed):
-    # 7 devices divide nothing, and could do more than 4 if they did: they are tried first.
     meshes = ({"a": 7}, {"a": 4}, {"a": 2, "b": 2})
     task = Task(random_step(seed), MACHINE, 10**15)
     alone = [best_of(task, [mesh], None).cost.time.total for mesh in meshes]
@@ -98,6 +98,26 @@ def test_the_best_mesh_is_that_of_the_best_solution(seed):
     assert best.cost.time.total == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
     assert best.bound == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
     assert alone[meshes.index(best.case.mesh)] == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
+
+
+def test_what_one_search_has_found_is_not_taken_for_another_s(monkeypatch):
+    """The first finds 5 s and then 3 s, the second 4 s and nothing better."""
+
+    def finds(of):
+        def run(search):
+            if of[search.name] < search.seconds:
+                search.seconds, search.assignment = of[search.name], {}
+
+        return run
+
+    monkeypatch.setattr(Search, "begin", finds({"first": 5.0, "second": 4.0}))
+    monkeypatch.setattr(Search, "run", finds({"first": 3.0, "second": 4.0}))
+    first, second = (
+        SimpleNamespace(name=name, seconds=inf, assignment=None, is_over=False)
+        for name in ("first", "second")
+    )
+    best = _searched([Case(None, {}, (), first), Case(None, {}, (), second)])
+    assert best.search is first
 
 
 def test_a_search_that_is_over_says_how_good_any_can_be():

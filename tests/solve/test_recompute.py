@@ -96,7 +96,7 @@ def test_a_step_that_fits_only_recomputed_is_so_and_another_is_not():
     assert str(row) in tight.reasons
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize("share", [0.3, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_the_choice_is_the_best_of_all_variants(share):
     step = traced(two)
     blocks = blocks_of(step)

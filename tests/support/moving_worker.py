@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._checkpoint import reading, saving
+from shardrules._files import remote
+from shardrules._io import FileError
 from tests.support import docs_pages
 from tests.support.process_worker import main, raised
 
@@ -254,6 +256,43 @@ def cross():
     }
 
 
+def once():
+    """Replicas of a store on the network: [is right, the bytes that this process asked for], and one that fails."""
+    url, mesh, asked = (FOLDER / "url").read_text(), meshes()["all"], []
+    ask = remote.RemoteFile.range
+
+    def count(file, begin, end):
+        asked.append(end - begin)
+        return ask(file, begin, end)
+
+    def fail(file, begin, end):
+        if end - begin > 4096:
+            raise FileError("the store fails")
+        return ask(file, begin, end)
+
+    remote.RemoteFile.range = count
+    arrays = large()
+    specs = [("whole", P()), ("cut", P(None, "y")), ("small", P())]
+    loaded = sr.load(url, specs, mesh)
+    right = is_right(loaded, arrays)
+    there = all(loaded[name].sharding.spec == P(*spec) for name, spec in specs if name == "cut")
+    size = sum(asked)
+    if jax.process_index() == 1:
+        remote.RemoteFile.range = fail
+    return {
+        "right": bool(right and there and loaded["whole"].is_fully_replicated),
+        "asked": size,
+        "error": raised(lambda: sr.load(url, specs, mesh)),
+    }
+
+
+def large():
+    """Arrays that are read once, and one that is read by each."""
+    rng = np.random.default_rng(4)
+    shapes = {"whole": (512, 1024), "cut": (64, 8192), "small": (64, 64)}
+    return {name: rng.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+
+
 def refuse():
     """What an older JAX cannot move."""
     on, start = meshes(), time.monotonic()
@@ -321,6 +360,7 @@ if __name__ == "__main__":
             "cross": cross,
             "page": page,
             "refuse": refuse,
+            "once": once,
             "save": save,
         }
     )

@@ -13,6 +13,7 @@ from shardrules._checkpoint.job import Job, bytes_in_flight
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.reading import Progress, checked_progress
 from shardrules._checkpoint.renames import A_RENAME, Rename
+from shardrules._checkpoint.replicas import gathered, reading_of
 from shardrules._checkpoint.selection import Selection, initial
 from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._dtypes import bits_of, given_float
@@ -160,7 +161,9 @@ def load(
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh, **deciding)
         jobs = [
-            Job(path, target, leaf.dtype, checked_sharding(path, sharding))
+            Job(
+                path, target, leaf.dtype, reading_of(arrays, leaf, checked_sharding(path, sharding))
+            )
             for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
             if target is not None
         ]
@@ -191,7 +194,7 @@ def load(
                 values.append(leaf)
         selection.tell(arrays.name)
         call.agree(lambda: [("the arrays", "read")])
-    return treedef.unflatten(values)
+    return treedef.unflatten(gathered(values, targets, shardings))
 
 
 def _check_dtypes(arrays: Arrays, problems: Problems) -> None:

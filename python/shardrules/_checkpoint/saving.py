@@ -29,6 +29,8 @@ _CODES: Final = {numpy_name: code for code, numpy_name in SAFETENSORS.items()}
 _INDEX: Final = "model.safetensors.index.json"
 # No reader takes a file of this suffix for a checkpoint.
 _PART: Final = ".part"
+# Bytes of neighbours that are joined on the host.
+_MOST_JOINED: Final = 1 << 30
 
 
 class _Entry(NamedTuple):
@@ -235,12 +237,48 @@ def _write_file(path: Path, start: int, entries: list[_Entry], index: int, first
     with open(path, "r+b") as file:
         for entry in entries:
             if entry.file == index:
-                for box, values in _own_boxes(entry.make(), first):
+                for box, values in _joined(entry.shape, _own_boxes(entry.make(), first)):
                     _write_box(file.fileno(), start + entry.offset, entry.shape, box, values)
         os.fsync(file.fileno())
 
 
-def _own_boxes(leaf: Any, first: bool) -> Iterator[tuple[tuple[slice, ...], Any]]:
+_Values = tuple[tuple[slice, ...], Any]
+"""A box of an array, and its values."""
+
+
+def _joined(shape: tuple[int, ...], boxes: Iterable[_Values]) -> Iterator[_Values]:
+    """Join neighbours of the same rows, up to a bound, so that rows are written whole."""
+    pending: list[_Values] = []
+    for box, values in boxes:
+        size = sum(each.nbytes for _, each in pending) + values.nbytes
+        if pending and (pending[0][0][:1] != box[:1] or size > _MOST_JOINED):
+            yield from _tiled(shape, pending)
+            pending = []
+        pending.append((box, values))
+    yield from _tiled(shape, pending)
+
+
+def _tiled(shape: tuple[int, ...], boxes: list[_Values]) -> list[_Values]:
+    """Make one box of those that tile one; else they stay."""
+    if len(boxes) < 2:
+        return boxes
+    places = [
+        [cut.indices(size)[:2] for cut, size in zip(box, shape, strict=True)] for box, _ in boxes
+    ]
+    hull = [
+        (min(begin for begin, _ in dim), max(end for _, end in dim))
+        for dim in zip(*places, strict=True)
+    ]
+    if prod(end - begin for begin, end in hull) != sum(values.size for _, values in boxes):
+        return boxes
+    whole = np.empty([end - begin for begin, end in hull], boxes[0][1].dtype)
+    for place, (_, values) in zip(places, boxes, strict=True):
+        at = zip(place, hull, strict=True)
+        whole[tuple(slice(begin - low, end - low) for (begin, end), (low, _) in at)] = values
+    return [(tuple(slice(*bounds) for bounds in hull), whole)]
+
+
+def _own_boxes(leaf: Any, first: bool) -> Iterator[_Values]:
     import jax
 
     if isinstance(leaf, jax.Array):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardrules._solve.layout import Axes
     from shardrules._solve.space import Assignment, Space
     from shardrules._solve.terms import Weighed
+    from shardrules._step.spread import Cuts
 
 # A part has at most so many assignments.
 _MOST_OF_PART: Final = 16
@@ -69,7 +70,9 @@ class Search:
         self.assignment: Assignment | None = None
         self.is_over = False
         """Whether the user, or the time, has ended it."""
-        self._fits: dict[tuple[Axes, ...], bool] = {}
+        self._fits: dict[tuple[Cuts, ...], bool] = {}
+        numbers = range(len(space.arrays.classes))
+        self._arrays = space.arrays.unlike(n for n in numbers if n not in space.fixed)
         self._order, self._parts = self._structure()
         self._of_part = self._terms_of_parts()
         self._numbers = count()
@@ -137,7 +140,8 @@ class Search:
             return True
         if self._is_over(assignment):
             return False
-        key = tuple(assignment[name] for name in self.space.values)
+        layout = self.space.layout(assignment)
+        key = tuple(self.space.arrays.cuts(number, layout) for number in self._arrays)
         if key not in self._fits:
             self._fits[key] = self.space.peak(assignment) <= self.space.hbm
         return self._fits[key]
