@@ -6,11 +6,12 @@ import os
 
 import jax
 import pytest
-import safetensors.numpy
 
-from tests.checkpoint.test_load_remote import server  # noqa: F401
 from tests.place.test_processes import needs_collectives, run
+from tests.support import store
 from tests.support.slow import slow
+
+server = store.server
 
 
 @pytest.fixture
@@ -106,11 +107,13 @@ def test_to_devices_of_other_processes_bit_by_bit(folder, processes):
 
 @needs_collectives
 @pytest.mark.parametrize("processes", [2, slow(4)])
-def test_of_a_store_replicas_are_read_once(folder, server, processes):  # noqa: F811
+def test_of_a_store_replicas_are_read_once(folder, server, processes):
+    pytest.importorskip("aiohttp")
     from tests.support import moving_worker
 
     arrays = moving_worker.large()
-    safetensors.numpy.save_file(arrays, server.folder / "large.safetensors")
+    save = pytest.importorskip("safetensors.numpy").save_file
+    save(arrays, server.folder / "large.safetensors")
     (folder / "url").write_text(f"{server.url}/large.safetensors")
     found = run("once", processes, 4, folder, WORKER)
     assert all(process["right"] for process in found)
