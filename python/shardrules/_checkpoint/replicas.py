@@ -64,7 +64,7 @@ def _apart(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """Cut over the axes without a use that span processes, where they divide a dimension."""
     from jax.sharding import NamedSharding, PartitionSpec
 
-    mesh = sharding.mesh
+    mesh: Any = sharding.mesh
     if sharding.memory_kind not in (None, mesh.devices.flat[0].default_memory().kind):
         return sharding
     entries = [entry_axes(entry) for entry in entries_of(sharding.spec)]

@@ -38,7 +38,8 @@ def crossed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     way = _crossing(leaf.shape, key, is_weak, leaf.sharding, sharding)
     blocks = way.cut(leaf)
     data = {shard.device: shard.data for shard in blocks.addressable_shards}
-    devices = list(way.lanes.mesh.devices.flat)
+    lanes: Any = way.lanes.mesh
+    devices = list(lanes.devices.flat)
     block = (1, *blocks.sharding.shard_shape(blocks.shape)[1:])
     ours = [
         data[device] if device in data else jax.numpy.zeros(block, blocks.dtype, device=device)
@@ -90,7 +91,8 @@ def _crossing(
         return weakly_typed(array) if is_weak else array
 
     senders = list(before.devices_indices_map(shape))
-    receivers = list(after.mesh.devices.flat)
+    target: Any = after.mesh
+    receivers = list(target.devices.flat)
     grid = _grid(shape, gcd(len(senders), len(receivers)), after)
     of_senders, of_receivers = (_in_blocks(devices, grid) for devices in (senders, receivers))
     devices = list(dict.fromkeys([*senders, *receivers]))

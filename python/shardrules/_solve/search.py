@@ -364,7 +364,7 @@ class Search:
         data = [name for name in self.space.values if roles.get(name) == "batch"]
         for pair in combinations(sizes, 2):
             if sizes[pair[0]] == sizes[pair[1]]:
-                other_of = dict([pair, pair[::-1]])
+                other_of = {pair[0]: pair[1], pair[1]: pair[0]}
                 other = {
                     name: tuple(sorted((other_of.get(a, a) for a in axes), key=order.index))
                     for name, axes in self.assignment.items()

@@ -65,7 +65,8 @@ def _alike(equations: Equations) -> dict[int, int]:
     for pair in equations.local:
         for whole, part in zip(*map(equations.dims.classes, pair), strict=False):
             if whole != part:
-                first[whole] = first.setdefault(part, first.get(whole, whole))
+                first.setdefault(whole, whole)
+                first[whole] = first.setdefault(part, first[whole])
     return first
 
 

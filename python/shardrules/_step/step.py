@@ -357,15 +357,17 @@ class Step(TracedStep):
         inputs = self._equations.body.inputs
         batches = [(i, name) for i in inputs if (name := self._roles.batch_of(i)) is not None]
         summed = [row for row in batches if self._roles.is_summed_for_weights(row[1])]
-        number, name = next(iter(summed or batches), (0, None))
-        if name is None:
+        if not batches:
             raise ValueError(f"{self.name}: no argument but the model's has a batch")
+        number, batch = (summed or batches)[0]
         rows = self._equations.values[number].shape[0]
         axes = spread.cuts[number][0]
-        least = prod(spread.sizes[axis] for axis in axes) * rows // self._equations.dims.sizes[name]
+        least = (
+            prod(spread.sizes[axis] for axis in axes) * rows // self._equations.dims.sizes[batch]
+        )
 
         def is_over(count: int) -> bool:
-            resized = self._equations.resized(name, Fraction(count * least, rows))
+            resized = self._equations.resized(batch, Fraction(count * least, rows))
             alive, _ = alive_arrays(resized, self._spread(plan, equations=resized), self._donated)
             return sum(row.bytes for row in alive) > size
 
