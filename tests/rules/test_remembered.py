@@ -188,6 +188,7 @@ MAKING_RULES = {
     "_plan/check_leaves.py": "made once",
     "_writer/draft.py": "patterns that are being written",
     "_suggest/fix.py": "the same",
+    "_cli/advice.py": "one rule for a function that only takes rules",
     "demo.py": "shown as a user's own",
 }
 
