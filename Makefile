@@ -30,9 +30,13 @@ demo: $(VENV)/installed
 test: $(VENV)/installed test-cpp
 	$(VENV)/bin/python $(PYTEST)
 
-# And what is marked slow, with ten times as many examples of each property.
+# And what is marked slow, with ten times as many examples of each property, and a server of S3.
 test-all: PYTEST_ARGS += -m "" --hypothesis-profile=many
-test-all: test
+test-all: $(VENV)/stores test
+
+$(VENV)/stores: $(VENV)/dependencies
+	$(VENV)/bin/python -m pip $(INSTALL) --group stores
+	touch $@
 
 # The TPU's compiler, in the version that this JAX wants, in a directory of its own: with it in the
 # environment, JAX would look for a TPU in each process.
