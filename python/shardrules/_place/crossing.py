@@ -35,6 +35,8 @@ def crossed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     key = jax.random.key_impl(leaf) if is_key else None
     is_weak = not is_key and leaf.weak_type
+    if leaf.size == 0 and not is_key and not is_weak:  # JAX 0.10 does not cut what is empty
+        return _empty(leaf, sharding)
     way = _crossing(leaf.shape, key, is_weak, leaf.sharding, sharding)
     blocks = way.cut(leaf)
     data = {shard.device: shard.data for shard in blocks.addressable_shards}
@@ -51,6 +53,16 @@ def crossed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     ours = [shard.data for shard in received.addressable_shards if shard.device in there]
     result: jax.Array = way.join(_array(blocks.shape, way.arrived, ours, blocks.dtype))
     return result
+
+
+def _empty(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    import jax
+
+    shape = sharding.shard_shape(leaf.shape)
+    devices = sharding.addressable_devices
+    shards = [jax.numpy.zeros(shape, leaf.dtype, device=device) for device in devices]
+    array: jax.Array = _array(leaf.shape, sharding, shards, leaf.dtype)
+    return array
 
 
 def _array(shape: tuple[int, ...], sharding: Any, shards: list[Any], dtype: Any) -> Any:
