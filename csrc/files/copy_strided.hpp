@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -55,7 +56,7 @@ void copy_tiles(const CopiedDim& across, const CopiedDim& along, const char* fro
     constexpr std::int64_t kLine = 64, kWord = 8, kSide = kLine / static_cast<std::int64_t>(kItem),
                            kStep = kWord / static_cast<std::int64_t>(kItem);
     constexpr auto kBytes = static_cast<std::int64_t>(kItem);
-    alignas(64) char tile[64 * 64 / kItem];
+    alignas(64) char tile[std::size_t{64} * 64 / kItem];
     const std::int64_t rows = across.size / kSide * kSide, columns = along.size / kSide * kSide;
     for (std::int64_t i = 0; i < rows; i += kSide) {
         for (std::int64_t j = 0; j < columns; j += kSide) {
@@ -88,8 +89,7 @@ class StridedCopy {
         : dims_(std::move(dims)), item_(item) {
         std::erase_if(dims_, [](const CopiedDim& dim) { return dim.size == 1; });
         // In the target's order, neighbours last; then dims that go on in both are one.
-        std::stable_sort(dims_.begin(), dims_.end(),
-                         [](const CopiedDim& a, const CopiedDim& b) { return a.to > b.to; });
+        std::ranges::sort(dims_, std::ranges::greater{}, &CopiedDim::to);
         for (std::size_t i = dims_.size(); i-- > 1;) {
             const CopiedDim inner = dims_[i];
             CopiedDim& outer = dims_[i - 1];
