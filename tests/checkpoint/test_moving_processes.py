@@ -102,7 +102,6 @@ def test_to_devices_of_other_processes_bit_by_bit(folder, processes):
         assert len(process["results"]) == 6
         assert "takes it for data that each has" in process["refused"]
         assert process["alone"]
-        assert process["seconds"] < 20
 
 
 @needs_collectives
