@@ -69,14 +69,9 @@ void copy_tiles(const CopiedDim& across, const CopiedDim& along, const char* fro
                 std::memcpy(to + (i + n) * across.to + j * kBytes, tile + n * kLine, kLine);
         }
     }
-    const auto rest = [&](std::int64_t i, std::int64_t j) {
-        const CopiedDim left{across.size - i, across.from, across.to};
-        const CopiedDim right{along.size - j, along.from, along.to};
-        copy_items<kItem>(left, right, from + i * kBytes + j * along.from,
-                          to + i * across.to + j * kBytes);
-    };
-    rest(rows, 0);
-    if (rows == 0) return;
+    // What is in no tile: the rows behind them, and beside them the columns.
+    const CopiedDim below{across.size - rows, across.from, across.to};
+    copy_items<kItem>(below, along, from + rows * kBytes, to + rows * across.to);
     const CopiedDim whole{rows, across.from, across.to};
     const CopiedDim right{along.size - columns, along.from, along.to};
     copy_items<kItem>(whole, right, from + columns * along.from, to + columns * kBytes);

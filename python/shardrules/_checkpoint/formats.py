@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from shardrules._checkpoint.filling import fill
 from shardrules._checkpoint.job import Job, bytes_to_read
 from shardrules._checkpoint.programs import ingredients, made
+from shardrules._checkpoint.ranges import in_batches
 from shardrules._checkpoint.reading import Progress, Reader, reported
 from shardrules._files.models import Arrays
 from shardrules._files.orbax import SEPARATOR, is_item
@@ -224,17 +225,9 @@ def reads_of(checkpoint_format: CheckpointFormat, arrays: Arrays, jobs: list[Job
 
 def _merged(batches: list[Batch], most_bytes: int) -> Iterator[Batch]:
     """Join small batches, which are read faster together."""
-    merged, size = Batch({}, []), 0
-    for batch in batches:
-        if merged.makes and size + batch.bytes > most_bytes:
-            yield merged
-            merged, size = Batch({}, []), 0
-        merged, size = (
-            Batch(merged.reads | batch.reads, merged.makes + batch.makes),
-            size + batch.bytes,
-        )
-    if merged.makes:
-        yield merged
+    for group in in_batches(batches, most_bytes, lambda batch: batch.bytes):
+        reads = dict(chain.from_iterable(batch.reads.items() for batch in group))
+        yield Batch(reads, [i for batch in group for i in batch.makes])
 
 
 def _restored(directory: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:

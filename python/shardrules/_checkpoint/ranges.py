@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from shardrules._files.leaves import ArraySpec, StoredFile
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+_T = TypeVar("_T")
 
 # Bytes between two ranges that are read along: less than what a call of the system takes.
 GAP: Final = 4 << 10
@@ -309,16 +311,23 @@ def shares_of(ranges: Ranges, most: int) -> Iterator[Ranges]:
 
 def band_shares(bands: Iterable[Band], most: int) -> Iterator[list[Band]]:
     """Yield bands, or parts of them, that together have about so many bytes."""
-    share: list[Band] = []
+    parts = (part for band in bands for part in band.shares(most))
+    return in_batches(parts, most, lambda part: part.bytes)
+
+
+def in_batches(items: Iterable[_T], most: int, bytes_of: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Yield neighbours that together have so many bytes at most, or one that alone has more."""
+    batch: list[_T] = []
     size = 0
-    for band in (part for each in bands for part in each.shares(most)):
-        if share and size + band.bytes > most:
-            yield share
-            share, size = [], 0
-        share.append(band)
-        size += band.bytes
-    if share:
-        yield share
+    for item in items:
+        of_item = bytes_of(item)
+        if batch and size + of_item > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += of_item
+    if batch:
+        yield batch
 
 
 def calls_of(array: ArraySpec, boxes: Iterable[Box], most: int) -> int:

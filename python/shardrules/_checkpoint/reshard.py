@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import starmap
 from math import prod
@@ -14,6 +14,7 @@ import numpy as np
 from shardrules._arguments import Tree, boolean, check_tree, each, in_order, integer, listed, texts
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.programs import is_plain, made_of
+from shardrules._checkpoint.ranges import in_batches
 from shardrules._checkpoint.reading import bound_of
 from shardrules._checkpoint.renames import A_RENAME, Rename, texts_of
 from shardrules._checkpoint.targets import Target
@@ -194,7 +195,7 @@ def reshard(
         call.agree(lambda: [("the options", options), *rows_of(abstract, shardings)])
     uses_left = Counter(source for move in moves_by_leaf.values() for source in move.sources)
     shared: set[int] = set()
-    batches = list(_batches(moves_by_leaf, most))
+    batches = list(in_batches(moves_by_leaf, most, lambda i: moves_by_leaf[i].bytes))
     for batch in batches:
         moves = [moves_by_leaf[i] for i in batch]
         arrays = put([move.make() for move in moves], [move.sharding for move in moves])
@@ -413,20 +414,6 @@ def _bound(moves: Mapping[int, _Move], bound: int | None, tree: Any) -> int:
     size = moves[largest].bytes
     path = leaf_path(tree, largest) if bound is not None and size > bound else ""
     return bound_of(bound, size, f"{path} has {bytes_shown(size)}")
-
-
-def _batches(moves: Mapping[int, _Move], most: int) -> Iterator[list[int]]:
-    """Yield the indices of moves that are made together."""
-    batch: list[int] = []
-    size = 0
-    for i, move in moves.items():
-        if batch and size + move.bytes > most:
-            yield batch
-            batch, size = [], 0
-        batch.append(i)
-        size += move.bytes
-    if batch:
-        yield batch
 
 
 def _delete(leaves: Iterable[Any]) -> None:

@@ -194,7 +194,6 @@ def _are_cut_alike(before: Any, after: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _is_cut_otherwise_elsewhere(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
-
     is_here = was.is_fully_addressable
     return (
         was.device_set != sharding.device_set
