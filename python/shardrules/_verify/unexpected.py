@@ -135,7 +135,7 @@ def _alike(axis: str, products: Sequence[Product], share: float) -> Finding:
 
 
 def kept_activations(program: Program, large: int) -> Iterator[Finding]:
-    """Yield a finding if most of the memory is what the forward pass keeps for the backward pass."""
+    """Yield a finding if most memory is what the forward pass keeps for the backward pass."""
     totals = program.totals
     if totals is None or totals.temporaries < max(large, _KEPT * totals.peak):
         return  # without a walk through the schedule
