@@ -75,9 +75,6 @@ def fill(
         reader: The files of the stored arrays.
         most_bytes: Maximum bytes in flight, from `bytes_in_flight`.
         done: Called in this thread after each unit.
-
-    Raises:
-        FileError: A file has changed, or cannot be read.
     """
     units = list(_units(jobs, reader.arrays, most_bytes))
     filling = _Filling(jobs, reader, most_bytes, done, max(1, _THREADS // max(1, len(units))))

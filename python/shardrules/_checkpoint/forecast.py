@@ -250,11 +250,7 @@ def renamed(
 
 
 def timed(source: str, plan: Plan, renames: Iterable[Rename], in_flight: int | None) -> str:
-    """Load onto this process's devices; returns a line on what that took.
-
-    Raises:
-        ValueError: The mesh has another number of devices.
-    """
+    """Load onto this process's devices; returns a line on what that took."""
     import jax
     from jax.sharding import Mesh
 

@@ -53,17 +53,7 @@ class CheckpointFormat(Protocol):
         most_bytes: int,
         progress: bool | Progress | None,
     ) -> Generator[list[Any]]:
-        """Yield the arrays of each batch.
-
-        Args:
-            arrays: The arrays that were listed.
-            batches: What to make.
-            most_bytes: Maximum bytes in flight.
-            progress: As in `load`.
-
-        Raises:
-            FileError: A file is damaged or has changed.
-        """
+        """Yield the arrays of each batch."""
         ...
 
 
@@ -142,11 +132,7 @@ FORMATS: Final[list[CheckpointFormat]] = [BytesInFiles(), RestoredByOrbax()]
 
 
 def format_of(arrays: Arrays) -> CheckpointFormat:
-    """Find the format that reads these arrays.
-
-    Raises:
-        FileError: There are no data.
-    """
+    """Find the format that reads these arrays."""
     claiming = next((each for each in FORMATS if each.claims(arrays)), None)
     if claiming is None:
         raise FileError(
@@ -236,9 +222,6 @@ def _restored(directory: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         directory: A result of `find_checkpoint`, whose names and files have been checked.
         abstract: By path, the ShapeDtypeStruct with its sharding.
-
-    Raises:
-        FileError: orbax cannot restore the checkpoint.
     """
     import orbax.checkpoint as ocp
     from etils.epath import Path as OrbaxPath

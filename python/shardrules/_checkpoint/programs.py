@@ -124,15 +124,7 @@ class _Recipe(NamedTuple):
 def made_of(
     target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: NamedSharding | None
 ) -> Any:
-    """Make the target, on the devices of its arrays.
-
-    Args:
-        target: The target.
-        arrays: The live arrays by name.
-        dtype: The dtype of the result.
-        sharding: Where the result will be; it is made there if the arrays are on these devices.
-            None: where JAX makes it.
-    """
+    """Make the target, on the devices of its arrays."""
     inputs = target.inputs if target.apply is not None else {"": target}
     sources = [[arrays[part.source] for part in each.parts] for each in inputs.values()]
     scales = [

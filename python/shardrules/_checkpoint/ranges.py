@@ -249,13 +249,7 @@ def _tiles(tiles: Tiles) -> Iterator[Tiles]:
 
 
 def axis_strides(shape: Sequence[int], strides: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Return the stride of each axis of a box whose dimensions consist of axes.
-
-    Args:
-        shape: The lengths of the box's dimensions.
-        strides: The stride of each of them.
-        lengths: The lengths of the axes, in the dimensions' order.
-    """
+    """Return the stride of each axis of a box whose dimensions consist of axes."""
     result = [0] * len(lengths)
     axis = 0
     for size, stride in zip(shape, strides, strict=True):

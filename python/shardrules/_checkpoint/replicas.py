@@ -28,11 +28,6 @@ def reading_of(arrays: Arrays, leaf: Any, sharding: NamedSharding) -> NamedShard
 
     It is cut over the axes that would make several processes read the same bytes of a store on the
     network. From local files each process reads its replicas itself, which takes less time.
-
-    Args:
-        arrays: What is read.
-        leaf: The abstract array.
-        sharding: Its sharding in the end.
     """
     first = next((each.file.path for each in arrays.leaves.values() if each.file), None)
     is_small = prod(leaf.shape) * bits_of(leaf.dtype) // 8 < _LEAST_BYTES
@@ -44,13 +39,7 @@ def reading_of(arrays: Arrays, leaf: Any, sharding: NamedSharding) -> NamedShard
 def gathered(
     values: list[Any], targets: Sequence[tuple[str, Any]], shardings: Sequence[Any]
 ) -> Any:
-    """Give the arrays that were read their shardings, one after the other.
-
-    Args:
-        values: All leaves.
-        targets: (path, what was read for it, or None) of each.
-        shardings: The sharding of each in the end.
-    """
+    """Give the arrays that were read their shardings, one after the other."""
     for i, (value, (_, target), sharding) in enumerate(
         zip(values, targets, shardings, strict=True)
     ):

@@ -272,11 +272,7 @@ def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
 
 
 def _shardings_in(target: Any) -> list[Any] | None:
-    """Return the shardings of a tree of arrays or abstract arrays; None for anything else.
-
-    Raises:
-        TypeError: One of them has no sharding.
-    """
+    """Return the shardings of a tree of arrays or abstract arrays; None for anything else."""
     from jax import tree_util
 
     leaves = tree_util.tree_leaves(target)
@@ -403,11 +399,7 @@ def _made(target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSh
 
 
 def _bound(moves: Mapping[int, _Move], bound: int | None, tree: Any) -> int:
-    """Return the bound, or the default.
-
-    Raises:
-        ValueError: An array alone is larger.
-    """
+    """Return the bound, or the default."""
     largest = max(moves, key=lambda i: moves[i].bytes, default=None)
     if largest is None:
         return bound_of(bound, 0, "")

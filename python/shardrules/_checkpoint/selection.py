@@ -105,17 +105,7 @@ def _regex(keyword: str, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
 
 
 def initial(path: str, init: Any, like: Any, sharding: NamedSharding) -> Any:
-    """Make a leaf on its devices.
-
-    Args:
-        path: Its path.
-        init: A number, an array, or a function of shape and dtype.
-        like: Has its shape and dtype.
-        sharding: Its sharding.
-
-    Raises:
-        ValueError: What is made has another shape.
-    """
+    """Make a leaf on its devices."""
     try:
         make = _program(init, like.shape, like.dtype, sharding)
     except TypeError:  # an array cannot be hashed

@@ -104,14 +104,7 @@ def targets_of(
     shapes: Mapping[str, Shape],
     problems: Problems,
 ) -> dict[str, Target]:
-    """Return the arrays of the tree by their paths.
-
-    Args:
-        arrays: The arrays of the checkpoint by name.
-        renames: What becomes of them.
-        shapes: The shapes in the tree, which tell sizes of axes; none if there is no tree.
-        problems: Where what is wrong is noted.
-    """
+    """Return the arrays of the tree by their paths."""
     renames_of, useless = _renames_of(list(arrays), renames)
     for rename in useless:
         problems.add(
@@ -200,11 +193,7 @@ def _scale_name(name: str, rename: Rename) -> str:
 def _parts_of_target(
     name: str, shape: Shape, rename: Rename, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, SourcePart]]:
-    """Yield (path, part) for each part of the array.
-
-    Raises:
-        _MisfitError: The rename does not fit the array.
-    """
+    """Yield (path, part) for each part of the array."""
     path = name
     if rename is not _PLAIN:
         path = re.sub(rename.pattern, rename.path or "", name, count=1)
@@ -395,11 +384,7 @@ def _starts(
 
 
 def _applied(inputs: dict[str, Target], records: Sequence[Rename]) -> Target:
-    """Make the target of its inputs, by the function of its record.
-
-    Raises:
-        _MisfitError: There is none, or it fails.
-    """
+    """Make the target of its inputs, by the function of its record."""
     functions = {id(record.apply): record for record in records if record.apply is not None}
     if not functions and [*inputs] == [""]:
         return inputs[""]
@@ -439,11 +424,7 @@ def _result(apply: Callable[..., Any], inputs: tuple[tuple[str, Shape, str], ...
 def _target(
     parts: list[SourcePart], arrays: Mapping[str, ArraySpec], in_tree: Shape | None
 ) -> Target:
-    """Make one target of its parts.
-
-    Raises:
-        _MisfitError: They make none.
-    """
+    """Make one target of its parts."""
     axes = _stacking_axes(parts[0])
     if any(_stacking_axes(part) != axes for part in parts):
         raise _MisfitError("renames with different dims make it; only one can stack arrays")

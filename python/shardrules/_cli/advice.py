@@ -56,13 +56,7 @@ def suggested(args: Args, **step: Any) -> Suggestion:
 
 
 def solved(args: Args, function: str, rules: Any = None) -> Solution:
-    """Solve a step for the devices of a command line.
-
-    Args:
-        args: The command line.
-        function: The step, as package.module:function.
-        rules: The rules that the function takes, if it does.
-    """
+    """Solve a step for the devices of a command line."""
     hardware = getattr(args, "hardware", None)
     sizes = None if args.mesh is None else parse_mesh(args.mesh)
     if sizes is not None:

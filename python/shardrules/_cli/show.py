@@ -170,11 +170,7 @@ def show_fix(args: Args, planned: Planned, findings: Findings) -> int:
 
 
 def _check_obeyed(patch: str) -> None:
-    """Check that a CI runner, which reads the output, obeys no line of a patch: it must be exact.
-
-    Raises:
-        ValueError: It would.
-    """
+    """Check that a CI runner, which reads the output, obeys no line of a patch."""
     if not any(name in os.environ for name in _RUNNERS):
         return
     with suppress(OSError):  # a stream without a number

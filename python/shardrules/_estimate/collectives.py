@@ -106,11 +106,7 @@ def guessed(cuts: Iterable[CutPart], schedule: Schedule) -> dict[str, tuple[str,
 
 
 def _check_experts(parts: list[Part], schedule: Schedule) -> None:
-    """Check that it is said how many experts tokens meet if, and only if, there are some.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Check that it is said how many experts tokens meet if, and only if, there are some."""
     most = max(parts, key=lambda part: part.experts, default=None)
     if most is not None and most.experts > 1 and schedule.experts_per_token is None:
         raise ValueError(

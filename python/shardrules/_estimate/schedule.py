@@ -66,11 +66,7 @@ def schedule_of(
     roles: Mapping[str, Sequence[DimRole]] | None,
     **arguments: Any,
 ) -> Schedule:
-    """Return the schedule on a mesh with these axes, of what a user gives.
-
-    Raises:
-        ValueError, TypeError: An argument is wrong; the message names it.
-    """
+    """Return the schedule on a mesh with these axes, of what a user gives."""
     named = data_axes_among(axis_sizes) if batch_axes is None else texts("batch_axes", batch_axes)
     checked = {
         name: check(name, arguments[name]) for name, check in _CHECKS.items() if name in arguments

@@ -157,11 +157,7 @@ def machine_of(
     *,
     is_traced: bool = False,
 ) -> Machine:
-    """Return the machine of what a user gives; a traced step has the efficiency of the hardware.
-
-    Raises:
-        ValueError, TypeError: An argument is wrong; the message names it.
-    """
+    """Return the machine of what a user gives; a traced step has the efficiency of the hardware."""
     device = as_hardware("hardware", hardware)
     if efficiency is None:
         efficiency = device.efficiency if is_traced else 1.0
@@ -189,11 +185,7 @@ class Run(NamedTuple):
 def run_of(
     tokens: int, machine: Machine, *, schedule: Mapping[str, Any] | None, gradients: Any
 ) -> Run:
-    """Return the run of what a user gives; `gradients` is as in `Plan.bytes_per_device`.
-
-    Raises:
-        ValueError, TypeError: An argument is wrong; the message names it.
-    """
+    """Return the run of what a user gives; `gradients` is as in `Plan.bytes_per_device`."""
     check_type("schedule", schedule, Mapping | None, "a dict of arguments of Plan.traffic")
     of_traffic = dict(schedule or {})
     names = [field.name for field in fields(Schedule) if field.name != "tokens"]
@@ -291,14 +283,7 @@ def assumed_lines(assumptions: Mapping[str, Any], uncounted: Iterable[str]) -> l
 def step_time(
     columns: Columns, run: Run, device_bytes: DeviceBytes, state: Columns | None = None
 ) -> StepTime:
-    """See `Plan.step_time`.
-
-    Args:
-        columns: Of the parameters.
-        run: The arguments.
-        device_bytes: The bytes of parameters, gradients and optimizer.
-        state: Of the optimizer's state, if it has a plan.
-    """
+    """See `Plan.step_time`."""
     machine, hardware = run.machine, run.machine.hardware
     assumed = {"batch_axes": None, "roles": None, **run.schedule}
     schedule = schedule_of(columns.axis_sizes, tokens=run.tokens, **assumed)

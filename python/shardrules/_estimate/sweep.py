@@ -193,10 +193,6 @@ def sweep(
 
     `measure` tells of a traced step there; `prove` is how many rows to compile, and a function that
     gives the seconds and the bytes of a step on a mesh by what the compiler makes of it.
-
-    Raises:
-        ValueError: There are too many meshes.
-        Exception: Tracing the step raises it on every mesh.
     """
     meshes_ = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(meshes_) > _MOST_MESHES:

@@ -208,11 +208,7 @@ def transfer(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> 
 
 
 def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
-    """Return the kinds of the pairs, if both plans have the same leaves.
-
-    Raises:
-        ValueError: They do not; the message lists the first paths.
-    """
+    """Return the kinds of the pairs, if both plans have the same leaves."""
     same = {
         number: (before, after)
         for number, (before, after) in enumerate(pairs.groups)
@@ -251,11 +247,7 @@ def _difference(pair: Pair) -> str:
 
 
 def _check_placed(whose: str, columns: Columns) -> None:
-    """Check that it is known what the devices hold of each leaf.
-
-    Raises:
-        ValueError: It is not; the message names leaves.
-    """
+    """Check that it is known what the devices hold of each leaf."""
     for kind in columns.kinds:
         if kind.status != "placed" or any(refusals(kind, columns)):
             raise ValueError(f"{whose}: leaves get no sharding\n{placement_errors(columns)}")

@@ -73,11 +73,7 @@ class ModelFormat(Protocol):
         ...
 
     def read(self, path: Path, make: ArraySpecs) -> Arrays:
-        """Read names, shapes and dtypes, with leaves of `make.of_columns`.
-
-        Raises:
-            FileError: The file is damaged.
-        """
+        """Read names, shapes and dtypes, with leaves of `make.of_columns`."""
         ...
 
 

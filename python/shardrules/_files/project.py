@@ -50,10 +50,6 @@ def read_project(folder: Path, forms: Mapping[str, str]) -> ProjectFile | None:
 
     Nothing is executed.
 
-    Args:
-        folder: The absolute path of the folder.
-        forms: {key: form of its value}, as `form_of` has it.
-
     Raises:
         FileError: A folder has two project files, or the content is invalid.
     """
@@ -65,9 +61,6 @@ def find_table(folder: Path) -> tuple[Path, Any] | None:
     """Find (the project file of a folder or the nearest above it, its table).
 
     The search ends at the root of the repository.
-
-    Raises:
-        FileError: As `read_project`, but the table is not read.
     """
     for place in (folder, *folder.parents):
         tables = {path: table for path in (place / OWN_FILE, place / _PYPROJECT)

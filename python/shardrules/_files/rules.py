@@ -41,11 +41,7 @@ _CHARACTER: Final = re.compile(r"[^\n]")
 
 
 def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
-    """Parse bytes of a file as TOML.
-
-    Raises:
-        FileError: They are not TOML, or a key has too many levels.
-    """
+    """Parse bytes of a file as TOML."""
     import tomllib  # few processes read any
 
     text = text_of(path, data)
@@ -83,11 +79,7 @@ COMPANION_KEYS: Final = ("stacked", "companions", "unstacked")
 def companions_in(
     where: str, table: Mapping[str, Any], also: Mapping[str, list[str]]
 ) -> tuple[Companion, ...]:
-    """Read the companions of a rule file.
-
-    Raises:
-        FileError: An entry is invalid.
-    """
+    """Read the companions of a rule file."""
     records: list[Companion] = []
     for key in COMPANION_KEYS:
         entries = table.get(key, [])

@@ -152,10 +152,6 @@ def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
 def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
     """Return the mesh with some of its axes in parts: the same devices in the same order.
 
-    Args:
-        mesh: The mesh.
-        axis_sizes: Its axes, or those of `in_parts`.
-
     Raises:
         ValueError: It would have other axes, and has some that are not of type Auto.
     """

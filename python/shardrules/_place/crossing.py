@@ -24,12 +24,7 @@ _DEVICE: Final = "device"
 
 
 def crossed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Move an array; all processes call this alike.
-
-    Args:
-        leaf: The array.
-        sharding: Where it is to be, on other devices, or not only on its own.
-    """
+    """Move an array; all processes call this alike."""
     import jax
 
     is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -53,11 +53,6 @@ class Decider(ABC):
     def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
         """Return the Placement of each leaf in JAX's order; None for a leaf that stays unchanged.
 
-        Args:
-            tree: Any pytree.
-            mesh: The mesh. Default: that of the decider or of the context.
-            policy: The result of `policy_for`.
-
         Raises:
             ValueError: There is no mesh, or some leaves get no placement; the message lists them.
             TypeError: The tree is not one of arrays.
@@ -158,12 +153,7 @@ class BySpecs(Decider):
 
 
 def as_decider(name: str, rules: RulesLike) -> Decider:
-    """Return what decides; `name` is the parameter's, for errors.
-
-    Raises:
-        TypeError: It is nothing of that.
-        re.error: As `Rules`.
-    """
+    """Return what decides; `name` is the parameter's, for errors."""
     if isinstance(rules, Rules):
         return ByPaths(rules)
     if isinstance(rules, Decider):

@@ -111,12 +111,6 @@ def shardings_by_names(
 ) -> tuple[Any, list[NamedSharding]]:
     """Return (the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
 
-    Args:
-        tree: A tree of arrays, boxes, nnx Variables or haliax arrays. A box becomes its sharding.
-        rules: What decides the names.
-        mesh: The mesh.
-        policy: The keywords of the call.
-
     Raises:
         ValueError: As `logical_to_mesh_sharding`, and as `plan` for names.
         TypeError: Nothing has names, or an array has no shape.

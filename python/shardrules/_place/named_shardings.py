@@ -102,12 +102,6 @@ def requested_shardings(
 
     An array stays in its memory kind, unless a NamedSharding or a rule has one.
 
-    Args:
-        tree: Any pytree.
-        rules: Rules of any kind, or a `Decider`.
-        mesh: The mesh. Default: the context's.
-        keywords: Those of `policy_for`.
-
     Raises:
         ValueError: As `named_shardings`.
         TypeError: A spec is something else, or `tree` is not a pytree of arrays.

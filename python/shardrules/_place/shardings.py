@@ -93,11 +93,7 @@ def _decided(
 def _bound_rules(
     tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy, may_factor: bool = True
 ) -> _OnMesh:
-    """Return the rules on the mesh; with indivisible="factor", on the parts that the leaves need.
-
-    Raises:
-        ValueError: The mesh cannot be factored.
-    """
+    """Return the rules on the mesh; with indivisible="factor", on the parts that leaves need."""
     correction = policy.correction or matcher.dialect.correction
 
     def bind(mesh: AnyMesh) -> _OnMesh:
@@ -330,11 +326,7 @@ def bound_spec(
 
 
 def check_memory_of_rules(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh) -> None:
-    """Check that the mesh's devices have the memory kind of each rule.
-
-    Raises:
-        ValueError: They do not; the message names the rule.
-    """
+    """Check that the mesh's devices have the memory kind of each rule."""
     first: dict[MemoryKind | None, str] = {}
     for index, (pattern, spec) in enumerate(rules):
         first.setdefault(memory_kind_of(spec), f"rule {index} {pattern!r}")
@@ -343,11 +335,7 @@ def check_memory_of_rules(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh) -
 
 
 def check_memory_on_mesh(name: str, kind: MemoryKind | None, mesh: AnyMesh) -> None:
-    """Check that the mesh's devices have this memory kind; `name` is what says so, for errors.
-
-    Raises:
-        ValueError: They do not.
-    """
+    """Check that the mesh's devices have this memory kind; `name` is what says so, for errors."""
     try:
         sharding_in_memory(mesh, partition_spec(), kind)
     except ValueError as error:

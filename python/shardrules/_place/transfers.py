@@ -64,16 +64,7 @@ def put(
 
 
 def check_reachable(path: Callable[[], str], leaf: Any, sharding: NamedSharding) -> None:
-    """Check that an array can go to devices of other processes.
-
-    Args:
-        path: Gives the array's path, for the error.
-        leaf: The array, or anything else, which can be moved.
-        sharding: Where it is to be.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Check that an array can go to devices of other processes."""
     import jax
 
     if not crosses(leaf, sharding):

@@ -110,11 +110,7 @@ def fits_rank(companion: Companion, rank: int) -> bool:
 
 
 def check_dims(dims: Dims) -> None:
-    """Check that each is a dimension, None, a mesh axis or a tuple of them, or a final ellipsis.
-
-    Raises:
-        ValueError: One is not.
-    """
+    """Check that each is a dimension, None, a mesh axis or a tuple of them, or a final ellipsis."""
     for position, dim in enumerate(dims):
         if dim is not None and not _is_dim(dim) and not (dim is ... and position == len(dims) - 1):
             raise ValueError(

@@ -161,13 +161,7 @@ def diff(before: Columns, after: Columns) -> PlanDiff:
 
 
 def _rules_changed(before: AnyRules, after: AnyRules, decided_otherwise: int) -> Iterator[str]:
-    """Yield the differences of the rules, in words.
-
-    Args:
-        before: The rules of one plan.
-        after: Those of the other.
-        decided_otherwise: How many leaves that get the same get it from a rule of another number.
-    """
+    """Yield the differences of the rules, in words."""
     if type(before) is not type(after):
         yield "paths or logical axis names decide"
         return

@@ -437,11 +437,7 @@ class Estimates(Columns):
 
 
 def _needed(function: str, tokens: int | None) -> int:
-    """Return the tokens of a step.
-
-    Raises:
-        TypeError: They are not given.
-    """
+    """Return the tokens of a step."""
     if tokens is None:
         raise TypeError(f"{function}: give tokens=, those of the whole batch, or step= of trace")
     return tokens
@@ -472,12 +468,7 @@ def _traced_on(step: Any, mesh: AnyMesh) -> TracedStep:
 def _compiler_of(
     step: Any, topology: Topology | None
 ) -> Callable[[Mapping[str, int]], tuple[float, int]]:
-    """Return what compiles a step for a mesh of the topology.
-
-    Raises:
-        ValueError: There is no topology.
-        TypeError: The step is no function of the mesh.
-    """
+    """Return what compiles a step for a mesh of the topology."""
     if topology is None:
         raise ValueError("prove: give the topology to compile for, as devices='v5p:8x8x8'")
     if isinstance(step, TracedStep) or not callable(step):
@@ -489,12 +480,7 @@ def _compiler_of(
 
 
 def _check_alone(function: str, step: Any, **arguments: Any) -> None:
-    """Check that a step is one, and that nothing is given beside it, as it says all itself.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: Something is given.
-    """
+    """Check that a step is one, and that nothing is given beside it, as it says all itself."""
     if function != "sweep" or not callable(step):
         check_type("step", step, TracedStep, A_STEP)
     if names := [name for name, value in arguments.items() if value is not None]:
@@ -505,11 +491,7 @@ def _check_alone(function: str, step: Any, **arguments: Any) -> None:
 
 
 def check_none(what: str, value: Any) -> None:
-    """Check that an argument is left out.
-
-    Raises:
-        ValueError: It is given.
-    """
+    """Check that an argument is left out."""
     if value is not None:
         raise ValueError(f"{what}, and cannot be given beside it")
 
@@ -521,11 +503,7 @@ def _check_unused(**is_set: bool) -> None:
 
 
 def room_of(hbm: int | None, host_memory: int | None) -> Room:
-    """Return the memory that there is for each device.
-
-    Raises:
-        ValueError, TypeError: It is not a number of bytes.
-    """
+    """Return the memory that there is for each device."""
     for name, size in (("hbm", hbm), ("host_memory", host_memory)):
         if size is not None:
             check_bytes(name, size)

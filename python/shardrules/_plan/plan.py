@@ -790,12 +790,7 @@ class Plan(Estimates, Decider):
         return page
 
     def _proposed(self, suggestion: Proposal, training: Training) -> Proposed:
-        """Return other rules for these leaves, with their bytes counted in the same way.
-
-        Raises:
-            ValueError: They are for other leaves.
-            TypeError: The optimizer is planned under these rules.
-        """
+        """Return other rules for these leaves, with their bytes counted in the same way."""
         from shardrules._plan.report import Proposed
 
         proposal: Plan = suggestion.plan

@@ -322,9 +322,6 @@ def report_html(
         program: The report about a compiled function, shown before them; the same.
         time: The estimate of its seconds, with the time lines of its layers; the same.
         solution: The choices of `solve`, with what others cost; the same.
-
-    Raises:
-        ValueError: The sweep has other bytes for the plan's mesh.
     """
     scripts, styles = [*map(_text, _SCRIPTS)], _text("page.css")
     return Template(_text("page.html")).substitute(
@@ -412,14 +409,7 @@ def step_json(
 
 
 def plan_json(columns: Columns, memory: DeviceBytes, room: Room, time: StepTime | None) -> str:
-    """Return the plan as a JSON object, with a row for each folded path.
-
-    Args:
-        columns: The plan.
-        memory: Its bytes on each device.
-        room: The memory that there is, for the key "fits". Without any there is no such key.
-        time: The time of a step, for the key "time"; None for no such key.
-    """
+    """Return the plan as a JSON object, with a row for each folded path."""
     leaves = [
         {
             "path": row.pattern,

@@ -86,11 +86,7 @@ class SizedMesh(NamedTuple):
         return ManualAxes() if isinstance(self.form, Mapping) else manual_axes(self.form)
 
     def with_axes(self, axis_sizes: dict[str, int]) -> SizedMesh:
-        """Return the mesh with these axes, which are its own or parts of them.
-
-        Raises:
-            ValueError: The mesh cannot be factored.
-        """
+        """Return the mesh with these axes, which are its own or parts of them."""
         return SizedMesh(mesh_on(self.form, axis_sizes), axis_sizes)
 
 
@@ -372,12 +368,7 @@ _GIVE: Final = "give a PartitionSpec, a NamedSharding, or None for a leaf that n
 
 
 def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
-    """Return the rules that give each leaf, surveyed by no rules, its spec in a tree of specs.
-
-    Raises:
-        TypeError: A spec is something else, or nothing has one.
-        ValueError: The tree of specs does not fit the tree.
-    """
+    """Return the rules that give each leaf, surveyed by no rules, its spec in a tree of specs."""
     from jax import tree_util
 
     rows, treedef = tree_util.tree_flatten(leaves.tree)

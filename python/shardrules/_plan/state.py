@@ -147,11 +147,7 @@ def by_parameters(
     zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
 ) -> Columns:
-    """Put an optimizer's state on the mesh of its parameters.
-
-    Raises:
-        ValueError: The mesh has no axis `zero1`.
-    """
+    """Put an optimizer's state on the mesh of its parameters."""
     if zero1 is not None and zero1.axis not in params.axis_sizes:
         raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1.axis!r}")
     is_state = [False] * len(state.paths)
@@ -414,11 +410,7 @@ def _cut_by_zero1(
 
 
 def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
-    """Return the leaves that have gradients, with None in the tree for the others.
-
-    Raises:
-        ValueError: No leaf has a gradient.
-    """
+    """Return the leaves that have gradients, with None in the tree for the others."""
     rows = params.gradient_rows
     if params.paths and not len(rows):
         raise ValueError(

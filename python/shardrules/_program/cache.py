@@ -70,13 +70,7 @@ class Result(NamedTuple):
 def cached_result(
     lowered: Any, mesh: Mesh | None, compile: Callable[[Any], Compiled | Refusal | XlaDump]
 ) -> Result:
-    """Return what the cache has of a lowered step, or compile it and keep that.
-
-    Args:
-        lowered: The step, lowered for a mesh.
-        mesh: That mesh; only what is for described devices is kept.
-        compile: Compiles it.
-    """
+    """Return what the cache has of a lowered step, or compile it and keep that."""
     path = None if mesh is None or not is_described(mesh) else _path_of(lowered, mesh)
     if path is not None and mesh is not None:
         with suppress(*_DAMAGES):

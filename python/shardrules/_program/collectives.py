@@ -88,12 +88,7 @@ class Collective(NamedTuple):
 
 
 def exchanges(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Exchange]:
-    """Yield the arrays that collectives move, in the order of the text.
-
-    Args:
-        hlo: The module.
-        axis_sizes: Devices along each mesh axis; empty if the mesh is not known.
-    """
+    """Yield the arrays that collectives move, in the order of the text."""
     windows = _windows(hlo)
     around = {op.instruction.name for window in windows.values() for op in window.ops}
     for op in hlo.collectives:

@@ -303,12 +303,7 @@ def placed_on(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
 
 
 def check_step(step: Any, args: tuple[Any, ...], effort: Effort = "full") -> None:
-    """Check that a step is a function, and that no argument is what another parameter takes.
-
-    Raises:
-        TypeError: It is none, or one is.
-        ValueError: There is no such effort.
-    """
+    """Check that a step is a function, and that no argument is what another parameter takes."""
     from jax.sharding import Mesh
     from jax.stages import Compiled
 

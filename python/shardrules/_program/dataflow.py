@@ -133,11 +133,6 @@ def updated_values(hlo: Hlo, value: Value, seen: Container[Value]) -> Iterator[V
 
     A new state is made so from the old one and its gradient; the gradient, which comes of a
     product, is not made so from other arrays.
-
-    Args:
-        hlo: The module.
-        value: The value to begin with.
-        seen: Values at which the walk does not go on.
     """
     pending, mine = [value], set()
     while pending:

@@ -48,10 +48,6 @@ class XlaDump(NamedTuple):
     def program(self, lowered: Any, mesh: Mesh | None) -> Any:
         """Return what is known of the step, as what JAX gives for one that is compiled.
 
-        Args:
-            lowered: What was compiled.
-            mesh: Its mesh.
-
         Raises:
             TimeoutError: Nothing is known, or not the shardings of its results.
         """
@@ -91,10 +87,6 @@ def compiled_within(compile: Callable[[Mapping[str, Any]], T], seconds: float) -
     """Compile in another thread; after the time limit return what is known by then.
 
     The compiler cannot be stopped: that thread goes on until it ends, or the process does.
-
-    Args:
-        compile: Compiles, with these options of XLA.
-        seconds: The limit.
     """
     folder = tempfile.mkdtemp(prefix="shardrules-")
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": True}

@@ -468,11 +468,6 @@ def is_filter_jit(step: Any) -> bool:
 def lowered_by_equinox(step: Any, args: Sequence[Any], place: Callable[[Any], Any]) -> Any:
     """Lower a step of `equinox.filter_jit` for shapes, which it takes for constants itself.
 
-    Args:
-        step: The step.
-        args: Its arguments.
-        place: Makes shapes of the arrays of the function itself, such as those of a module.
-
     Raises:
         TypeError: It takes other arguments, or equinox has other private names.
     """

@@ -71,14 +71,7 @@ def product_of(hlo: Hlo, value: Value) -> Instruction | None:
 
 
 def is_slice_of_whole(hlo: Hlo, value: Value, count: int, differs: Callable[[Value], bool]) -> bool:
-    """Say whether each device takes its part of an array that it has whole.
-
-    Args:
-        hlo: The module.
-        value: The part.
-        count: Number of parts.
-        differs: Says of a value whether devices have different ones.
-    """
+    """Say whether each device takes its part of an array that it has whole."""
     value = source_of(hlo, value)
     line = hlo[value.computation][value.name]
     if not _has(hlo, line, "dynamic-slice", _SLICED):
@@ -180,13 +173,7 @@ def joined(hlo: Hlo, pieces: Value, count: int) -> Value:
 
 
 def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Consumer]:
-    """Yield the instructions in which a value, or what is made of it by element, ends.
-
-    Args:
-        hlo: The module.
-        value: The value to begin with.
-        is_end: Says of a value that the walk does not go on from it.
-    """
+    """Yield the instructions in which a value, or what is made of it by element, ends."""
     size = elements(hlo, value)
     pending, seen = [value], {value}
     while pending and len(seen) < _MOST_STEPS:

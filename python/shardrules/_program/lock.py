@@ -127,15 +127,7 @@ def _read_entry(entry: Any, mesh: Mapping[str, int]) -> tuple[Key, Sent]:
 def compared(
     now: Costs, before: Costs, rows: Sequence[Collective], tolerance: float, name: str
 ) -> Findings:
-    """Find what has grown, and what has shrunk.
-
-    Args:
-        now: Costs of the program.
-        before: Those that it is compared with.
-        rows: The program's collectives.
-        tolerance: Growth, as a share, that is accepted.
-        name: What `before` is of: "the lock".
-    """
+    """Find what has grown, and what has shrunk."""
     check_real("tolerance", tolerance)
     if isinstance(tolerance, bool) or not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance is {tolerance}; it must be a share such as 0.02")

@@ -284,10 +284,6 @@ def time_on(topology: Topology, program: Program) -> ProgramTime | None:
     """Estimate the seconds of a step by the compiler's cycles; None if it tells none.
 
     At O1 the compiler expects nearly three times the cycles.
-
-    Args:
-        topology: That of the devices.
-        program: The report about the step.
     """
     hlo, mesh = program._executable.hlo, program.mesh
     if hlo is None or mesh is None:

@@ -37,13 +37,7 @@ class _Subtree(NamedTuple):
 
 
 def states(executable: Executable, inputs: Any, outputs: Any) -> list[State]:
-    """Find the states of a step: the output as a whole, or else its children.
-
-    Args:
-        executable: The step.
-        inputs: The plans of the arguments.
-        outputs: The plans of the results.
-    """
+    """Find the states of a step: the output as a whole, or else its children."""
     updated = list(_updated_state(executable))
     taken = {leaf for state in updated for leaf in state.inputs}
     plans = executable.inputs.plans_of(inputs)

@@ -128,15 +128,7 @@ def program_time(
     link_rate: Callable[[Sequence[str]], float],
     peak: float,
 ) -> ProgramTime | None:
-    """Estimate the time of a program; None if its text has no cycles.
-
-    Args:
-        hlo: The module, behind the generation of code.
-        collectives: All that it sends.
-        clock: Cycles of a device in a second.
-        link_rate: Bytes that a device sends in a second over these mesh axes.
-        peak: Its floating-point operations in a second.
-    """
+    """Estimate the time of a program; None if its text has no cycles."""
     rows = [row for row in collectives if row.axes]
     with hlo_errors():
         cycles = [(one, count / clock, times) for one, count, times in _cycles(hlo)]

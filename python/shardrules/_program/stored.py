@@ -18,9 +18,6 @@ class StoredProgram:
         outputs: The same of the results.
         text: The optimized module.
         memory: The `SIZES` of `buffers.py` as attributes.
-
-    Raises:
-        ValueError: The leaves are not so many.
     """
 
     def __init__(

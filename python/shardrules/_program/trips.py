@@ -21,13 +21,7 @@ _LAST: Final = {"LT": 0, "LE": 1, "NE": 0}
 def trips(
     computations: Mapping[str, Computation], computation: Computation, loop: Instruction
 ) -> int | None:
-    """Count the trips of a loop; None if its text does not tell.
-
-    Args:
-        computations: Those of the module, by name.
-        computation: The computation that the loop is in.
-        loop: The while instruction.
-    """
+    """Count the trips of a loop; None if its text does not tell."""
     if match := _KNOWN.search(loop.attributes):
         return int(match[1])
     condition, body = (computations[loop.called[key][0]] for key in ("condition", "body"))

@@ -108,11 +108,6 @@ def decided_tree(
 
     The warnings name the line that called the public function, three frames above this one.
 
-    Args:
-        matcher: What made the walk.
-        walk: Its result.
-        misfits_message: misfits_message(matcher, count, leaves) words `walk.misfits`.
-
     Raises:
         ValueError: Some leaves are not decided; one message lists all.
     """
@@ -241,16 +236,7 @@ class Counters(NamedTuple):
 
 
 class Matcher:
-    """Compiled rule list.
-
-    Args:
-        pairs: (pattern, spec) pairs, as `checked_pattern` and `normalize_spec` return them.
-        dialect: Whose semantics to follow.
-        memory_budget: Bytes for remembered states; see `Rules`.
-
-    Raises:
-        re.error: A pattern is invalid.
-    """
+    """Compiled rule list."""
 
     __slots__ = (
         "_remembered",
@@ -394,11 +380,7 @@ class Matcher:
 
 
 def checked_path(path: object) -> str:
-    """Return a path that users give.
-
-    Raises:
-        TypeError: It is not a string.
-    """
+    """Return a path that users give."""
     check_type("path", path, str, "a string")
     return str(path)
 

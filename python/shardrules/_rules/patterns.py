@@ -85,11 +85,7 @@ MATCH_MODES: Final[dict[ModeName, MatchMode]] = {
 
 
 def checked_pattern(index: int, pattern: Any, mode: MatchMode) -> Any:
-    """Return the pattern of rule `index` in a hashable form.
-
-    Raises:
-        TypeError: The match mode does not take such a pattern.
-    """
+    """Return the pattern of rule `index` in a hashable form."""
     if mode.written_as == "text":
         if isinstance(pattern, str):
             return pattern
@@ -358,11 +354,7 @@ def parse(where: str, regex: Pattern) -> Any:
 
 
 def check_template(pattern: Pattern, template: str) -> None:
-    """Check a regex, and what `re.sub` shall put in the place of what it finds.
-
-    Raises:
-        re.error, OverflowError, RecursionError, ValueError: `re` rejects one of them.
-    """
+    """Check a regex, and what `re.sub` shall put in the place of what it finds."""
     parse("pattern", pattern)
     try:
         re.sub(pattern, template, "")

@@ -189,11 +189,7 @@ def suggest(
 
 
 def _check_said(said: Mapping[str, Any]) -> None:
-    """Check that nothing is given that a step says itself.
-
-    Raises:
-        ValueError: Something is.
-    """
+    """Check that nothing is given that a step says itself."""
     for name, value in said.items():
         if value is not None:
             raise ValueError(
@@ -287,11 +283,7 @@ def _doubts(units: Sequence[Unit]) -> tuple[str, ...]:
 def _dialect_for(
     model: Any, names: Any, dialect: Dialect | LogicalDialect | None
 ) -> Dialect | LogicalDialect:
-    """Return the dialect, which says whether rules are for paths or for logical axis names.
-
-    Raises:
-        TypeError: The model or `names` say something else.
-    """
+    """Return the dialect, which says whether rules are for paths or for logical axis names."""
     if names is not None and isinstance(model, Plan):
         raise TypeError("names: a Plan has its own: give the tree, or leave names out")
     if names is not None and isinstance(dialect, Dialect):
@@ -337,12 +329,7 @@ def _check_named(result: Plan, declared: Declared) -> None:
 
 
 def _in_dialect(current: PathRules, dialect: Dialect) -> Rules:
-    """Return the rules, in the dialect of the suggestion.
-
-    Raises:
-        TypeError: They are for logical axis names.
-        ValueError: They are in another dialect.
-    """
+    """Return the rules, in the dialect of the suggestion."""
     rules = current if isinstance(current, Rules) else remembered_rules(current, dialect, "like")
     if rules.dialect != dialect:
         raise ValueError(
@@ -402,11 +389,7 @@ def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:
 
 
 def _check_room(result: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
-    """Check that parameters, gradients and the optimizer's moments fit.
-
-    Raises:
-        ValueError: They do not.
-    """
+    """Check that parameters, gradients and the optimizer's moments fit."""
     needed = result.bytes_per_device(gradients=True, optimizer=moments)
     if hbm is not None and needed.max > hbm:
         raise ValueError(

@@ -113,13 +113,7 @@ class _Gather(NamedTuple):
     def axes(
         self, target: PlannedSharding, shape: tuple[int, ...], layers: int = 1
     ) -> tuple[str, ...]:
-        """List the axes that are planned to shard an array, and do not shard the gathered copy.
-
-        Args:
-            target: The planned sharding of the array.
-            shape: The array's shape.
-            layers: How many slices it has such as the gathered one.
-        """
+        """List the axes that are planned to shard an array, and do not shard the gathered copy."""
         mesh = getattr(target.sharding, "mesh", None)
         size = layers * prod(self.collective.results[self.number].dims)
         if mesh is None or size <= prod(target.sharding.shard_shape(shape)):

@@ -90,12 +90,7 @@ class ObjectPairs:
     def differences(
         self, are_equal: Callable[[Any, Any, int], bool], texts: Callable[[int], _Texts]
     ) -> Iterator[tuple[_Texts, list[int]]]:
-        """Yield the positions of pairs that differ, those with the same texts together.
-
-        Args:
-            are_equal: Called once for each pair of the same objects, with one of its positions.
-            texts: Formats both objects at a position.
-        """
+        """Yield the positions of pairs that differ, those with the same texts together."""
         numbers, positions = self._groups
         differ = [number for number, i in enumerate(positions) if not self._is_equal(i, are_equal)]
         merged: dict[_Texts, list[int]] = defaultdict(list)

@@ -65,13 +65,7 @@ _FIXES: Final = {
 def unexpected(
     program: Program, large: int, reported: Container[Collective] = ()
 ) -> Iterator[Finding]:
-    """Yield findings about what the program sends without need.
-
-    Args:
-        program: The report about the program.
-        large: Minimum bytes that a device sends in a step, for what is no large share of all.
-        reported: Collectives that other findings are about.
-    """
+    """Yield findings about what the program sends without need."""
     total = sum(program.sent.values())
     groups: defaultdict[tuple[str, tuple[str, ...]], list[Collective]] = defaultdict(list)
     for row in program.collectives:
@@ -116,12 +110,7 @@ def _finding(
 
 
 def computed_alike(program: Program, reported: Container[str]) -> Iterator[Finding]:
-    """Yield findings about products that devices along an axis compute alike.
-
-    Args:
-        program: The report about the program.
-        reported: Mesh axes of which another finding says the same.
-    """
+    """Yield findings about products that devices along an axis compute alike."""
     products = program.products
     total = sum(product.flops for product in products)
     for axis, count in program.axis_sizes.items():
@@ -146,12 +135,7 @@ def _alike(axis: str, products: Sequence[Product], share: float) -> Finding:
 
 
 def kept_activations(program: Program, large: int) -> Iterator[Finding]:
-    """Yield a finding if most of the memory has what the forward pass keeps for the backward pass.
-
-    Args:
-        program: The report about the program.
-        large: Minimum bytes of these arrays.
-    """
+    """Yield a finding if most memory is what the forward pass keeps for the backward pass."""
     totals = program.totals
     if totals is None or totals.temporaries < max(large, _KEPT * totals.peak):
         return  # without a walk through the schedule

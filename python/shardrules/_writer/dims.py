@@ -294,15 +294,7 @@ class Unit(NamedTuple):
 
 
 def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
-    """Collect the leaves that need a rule.
-
-    Args:
-        columns: Of the tree, without rules.
-        heads: Elements of a head by row of a projection of attention, where they are known.
-
-    Raises:
-        ValueError: The paths have too many names.
-    """
+    """Collect the leaves that need a rule."""
     kinds = columns.kinds
     needed = [
         kind.shape is not None and (kind.status != "placed" or kind.names is not None)

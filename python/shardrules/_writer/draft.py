@@ -131,12 +131,6 @@ def draft_of_specs(
 ) -> Draft:
     """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more.
 
-    Args:
-        units: All leaves that need a rule.
-        specs: Of each leaf, by its path.
-        dialect: Of the rules.
-        tightness: As in `draft`.
-
     Raises:
         ValueError: The dialect's patterns cannot tell the paths apart, or these have too many
             names.
@@ -215,13 +209,7 @@ def _joined(
 
 
 def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Draft:
-    """Keep the rules of a plan that decide leaves, and writes rules for all other leaves.
-
-    Args:
-        columns: Of the tree under these rules.
-        units: All leaves that need a rule.
-        tightness: As in `draft`.
-    """
+    """Keep the rules of a plan that decide leaves, and writes rules for all other leaves."""
     rules = columns._leaves.path_rules
     assert rules is not None
     queries = Queries(columns, DEFAULT_LARGE, NOTHING, None)

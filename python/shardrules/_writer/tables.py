@@ -226,11 +226,7 @@ def rules_of(rules: Iterable[NameRule], dialect: LogicalDialect) -> LogicalRules
 def name_rules(
     units: list[Unit], axis_sizes: Mapping[str, int], dialect: LogicalDialect
 ) -> list[NameRule]:
-    """Write a rule, or more, for each name; names that get their axes first come first.
-
-    Raises:
-        ValueError: There are too many names.
-    """
+    """Write a rule, or more, for each name; names that get their axes first come first."""
     arrays: dict[NamedArray, list[Unit]] = defaultdict(list)
     for unit in units:
         # Keys may share a name with queries: only heads whose size is known bind it.
