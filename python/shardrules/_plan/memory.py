@@ -119,7 +119,7 @@ def budget(
         columns, gradients, optimizer, optimizer_memory_kind, activations
     )
     totals = (classes.each(totals) for totals in counted_bytes[:-1])
-    return DeviceBytes(*totals, counted_bytes.guessed)
+    return DeviceBytes._make((*totals, counted_bytes.guessed))
 
 
 def by_class(
@@ -186,7 +186,7 @@ def _counted(
     classes = DeviceClasses(all_arrays, columns.axis_sizes)
     nothing = classes.total(())
     totals = (classes.total(part) if part else nothing for part in parts.values())
-    return classes, DeviceBytes(*totals, columns._leaves.guessed)
+    return classes, DeviceBytes._make((*totals, columns._leaves.guessed))
 
 
 def _check_same_mesh(whose: str, plan: Columns, columns: Columns) -> None:
