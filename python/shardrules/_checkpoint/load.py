@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jax import tree_util
+
 from shardrules._arguments import check_type, each, in_order, integer, listed, texts
 from shardrules._checkpoint.formats import format_of, reads_of
 from shardrules._checkpoint.job import Job, bytes_in_flight
@@ -116,8 +118,6 @@ def load(
         >>> tuple(params["wq"].sharding.spec), params["wq"].shape
         ((None, 'tp'), (4, 8))
     """
-    from jax import tree_util
-
     check_type("source", source, str | os.PathLike, "the path of a checkpoint")
     reports = checked_progress(progress)
     with JointCall("load") as call:

@@ -7,7 +7,10 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._checkpoint.boxes import Arrangement, Form, sized
 from shardrules._checkpoint.job import Job
@@ -17,8 +20,6 @@ from shardrules._files.leaves import ArraySpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from jax.sharding import NamedSharding
 
 
 class _Recipe(NamedTuple):
@@ -35,8 +36,6 @@ def codes_and_scales(job: Job, arrays: Mapping[str, ArraySpec]) -> dict[str, Job
 
     A program for a small array takes longer to compile, and there is none for parts that differ.
     """
-    from jax.sharding import NamedSharding, PartitionSpec
-
     target, parts = job.target, _in_order(job.target.parts)
     if job.is_small or not _is_regular(target, arrays):
         return {}
@@ -136,9 +135,6 @@ def _is_regular(target: Target, arrays: Mapping[str, ArraySpec]) -> bool:
 def _program(
     recipe: _Recipe, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
 ) -> Callable[[Any, Any], Any]:
-    import jax
-    import jax.numpy as jnp
-
     form, blocks, grid = recipe
     rank = len(shape)
 

@@ -9,7 +9,9 @@ from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules._arguments import check_tree, check_type, in_order
 from shardrules._dtypes import SAFETENSORS, bits_of
@@ -37,8 +39,6 @@ from shardrules._text import bytes_shown, counted, mesh_shown, with_article
 from shardrules._verify.live import Live, fields_of, is_committed, live_leaves
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-
     from shardrules._mesh.mesh import MeshLike
     from shardrules._plan.table import Kind
     from shardrules._verify.live import Fields, Where
@@ -429,8 +429,6 @@ class _PlannedKinds:
             yield _Fault("sharding", self._shown(sharding, ()), placement_shown(kind))
 
     def _on_mesh(self, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
-        from jax.sharding import NamedSharding
-
         assert self.mesh is not None
         # The arrays' mesh may lack axes of one device.
         absent = self._axis_sizes.keys() - frozenset(self.mesh.axis_names)
@@ -473,8 +471,6 @@ class _PlannedKinds:
 
 def _mesh_of(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> Mesh | None:
     """Make a mesh with the plan's axes from the arrays' devices."""
-    from jax.sharding import Mesh
-
     meshes: Counter[Mesh] = Counter()
     devices: Counter[tuple[Any, ...]] = Counter()
     for where, leaves in Counter(wheres).items():
@@ -523,8 +519,6 @@ def _fault_name(dtype: Any) -> str:
 
 def _name_on_devices(dtype: Any) -> str | None:
     """Names the dtype that JAX makes of it, which depends on jax_enable_x64."""
-    import jax
-
     try:
         return _fault_name(jax.dtypes.canonicalize_dtype(_fault_name(dtype)))
     except TypeError:  # that of random keys
