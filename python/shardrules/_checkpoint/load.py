@@ -21,7 +21,7 @@ from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._dtypes import bits_of, given_float
 from shardrules._files.leaves import ArraySpecs
 from shardrules._files.models import Arrays, read_arrays
-from shardrules._place.decider import policy_for
+from shardrules._place.decider import RulesLike, policy_for
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
 from shardrules._plan.plan import Plan
@@ -29,7 +29,6 @@ from shardrules._plan.plan import Plan
 if TYPE_CHECKING:
     from shardrules._correction import Correction
     from shardrules._mesh.mesh import MeshLike
-    from shardrules._place.decider import RulesLike
     from shardrules._plan.companions import Companion
 
 

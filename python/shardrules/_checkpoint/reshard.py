@@ -24,7 +24,7 @@ from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec
-from shardrules._place.decider import BySpecs, policy_for
+from shardrules._place.decider import BySpecs, RulesLike, policy_for
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
 from shardrules._place.shard import converted, leaf_path, of_placeable
@@ -35,11 +35,8 @@ from shardrules._text import bytes_shown, shown
 from shardrules._trees.align import align, leaf_paths, rows_and_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from shardrules._correction import Correction
     from shardrules._mesh.mesh import MeshLike
-    from shardrules._place.decider import RulesLike
     from shardrules._plan.companions import Companion
 
 

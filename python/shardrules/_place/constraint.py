@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -17,8 +17,8 @@ from shardrules._arguments import Tree, in_order, listed, texts
 from shardrules._correction import Correction, RuleSpec
 from shardrules._jax import trace_state_check
 from shardrules._mesh.memory import moved_inside_jit
-from shardrules._mesh.mesh import contexts, has_devices
-from shardrules._place.decider import Decider
+from shardrules._mesh.mesh import MeshLike, contexts, has_devices
+from shardrules._place.decider import Decider, RulesLike
 from shardrules._place.named_shardings import requested_shardings
 from shardrules._place.operations import Function, Operation, applied, one_call, operations_for
 from shardrules._place.shard import agreed_shardings
@@ -27,10 +27,6 @@ from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp, entries_of, is_unconstrained
-
-if TYPE_CHECKING:
-    from shardrules._mesh.mesh import MeshLike
-    from shardrules._place.decider import RulesLike
 
 _MOST_LEAVES: Final = 2**16
 _DECIDERS: Final = (Rules, LogicalRules, Decider)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
 
 from shardrules._mesh.memory import memory_apart, moved_inside_jit
-from shardrules._mesh.mesh import axes_of_type, current_view
+from shardrules._mesh.mesh import AnyMesh, axes_of_type, current_view
 from shardrules._place.shardings import manual_axes
 from shardrules._specs import (
     entries_of,
@@ -20,9 +20,6 @@ from shardrules._specs import (
     with_entries,
     without_axes,
 )
-
-if TYPE_CHECKING:
-    from shardrules._mesh.mesh import AnyMesh
 
 Function = Callable[[Any, Any], Any]
 

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from os.path import commonprefix
 from traceback import format_exception_only
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 from jax import tree_util
@@ -23,12 +23,9 @@ from jax.sharding import NamedSharding, Sharding
 
 import shardrules
 from shardrules._jax import coordination_state
-from shardrules._mesh.mesh import axes_of_type
+from shardrules._mesh.mesh import AnyMesh, axes_of_type
 from shardrules._place.fingerprint import spec_text
 from shardrules._text import brief, mesh_shown
-
-if TYPE_CHECKING:
-    from shardrules._mesh.mesh import AnyMesh
 
 # 1 is the version of the protocol.
 _ROOT: Final = "shardrules/1"

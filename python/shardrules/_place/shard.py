@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import jax
 import numpy as np
@@ -17,8 +17,8 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey, tree_flatten_with_pa
 from shardrules._arguments import Tree, boolean, check_choice, check_tree, in_order
 from shardrules._correction import Correction
 from shardrules._dtypes import given_float, is_plain_float
-from shardrules._mesh.mesh import check_placeable, resolve_mesh
-from shardrules._place.decider import check_decided
+from shardrules._mesh.mesh import MeshLike, check_placeable, resolve_mesh
+from shardrules._place.decider import RulesLike, check_decided
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, Row, rows_of
 from shardrules._place.spec_trees import broadcast_specs
@@ -33,10 +33,6 @@ from shardrules._place.transfers import (
 from shardrules._rules.names import is_flax_struct, variable_types
 from shardrules._specs import entries_of, entry_axes, is_partition_spec
 from shardrules._text import counted, mesh_shown, shown
-
-if TYPE_CHECKING:
-    from shardrules._mesh.mesh import MeshLike
-    from shardrules._place.decider import RulesLike
 
 _NUMBERS: Final = frozenset({int, float, complex})
 _HOST_TYPES: Final = (np.ndarray, np.generic, int, float, complex)

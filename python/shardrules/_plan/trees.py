@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from jax import ShapeDtypeStruct, tree_util
 from jax.sharding import NamedSharding
 
-from shardrules._correction import rule_spec_shown
+from shardrules._correction import MemoryKind, rule_spec_shown
 from shardrules._dtypes import key_dtype
 from shardrules._mesh.memory import sharding_in_memory
-from shardrules._mesh.mesh import as_mesh
+from shardrules._mesh.mesh import MeshLike, as_mesh
 from shardrules._place.shardings import Placement
 from shardrules._plan.check import check
 from shardrules._plan.check_rules import refusals
@@ -21,8 +21,6 @@ from shardrules._trees.leaf_errors import LeafError, leaf_errors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardrules._correction import MemoryKind
-    from shardrules._mesh.mesh import MeshLike
     from shardrules._plan.table import Columns, Kind
 
 

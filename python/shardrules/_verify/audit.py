@@ -18,12 +18,12 @@ from shardrules._dtypes import SAFETENSORS, bits_of
 from shardrules._jax import device_order
 from shardrules._mesh.device_bytes import held_of
 from shardrules._mesh.memory import memory_apart
-from shardrules._mesh.mesh import has_devices, processes_of
+from shardrules._mesh.mesh import MeshLike, has_devices, processes_of
 from shardrules._place.processes import DEVICES, JointCall, Row
 from shardrules._plan.findings import Finding, Findings, Level, VerifyKind
 from shardrules._plan.fold import fold
 from shardrules._plan.plan import Plan
-from shardrules._plan.table import DEFAULT_LARGE, axes_used, dtype_shown, placement_shown
+from shardrules._plan.table import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
 from shardrules._specs import (
     Entries,
     as_partition_spec,
@@ -36,13 +36,9 @@ from shardrules._specs import (
     without_axes,
 )
 from shardrules._text import bytes_shown, counted, mesh_shown, with_article
-from shardrules._verify.live import Live, fields_of, is_committed, live_leaves
+from shardrules._verify.live import Fields, Live, Where, fields_of, is_committed, live_leaves
 
 if TYPE_CHECKING:
-    from shardrules._mesh.mesh import MeshLike
-    from shardrules._plan.table import Kind
-    from shardrules._verify.live import Fields, Where
-
     _Case = tuple[Fields, int]
     """Fields of equal leaves, and the index of their kind in the plan."""
 

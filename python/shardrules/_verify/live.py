@@ -20,11 +20,11 @@ from shardrules._trees.align import align, rows_and_paths
 if TYPE_CHECKING:
     from shardrules._plan.table import Leaves
 
-    Where = Sharding | Literal["deleted", "abstract", "host", "nowhere"]
-    """Sharding of a leaf; or, of "host", a numpy array or number in this process's memory, and of
-    "nowhere", something that is no array."""
-    Fields = tuple[Where, tuple[int, ...] | None, Any]
-    """Fields of `Live`, as a plain tuple: making 10,000 records costs half a walk."""
+Where = Sharding | Literal["deleted", "abstract", "host", "nowhere"]
+"""Sharding of a leaf; or, of "host", a numpy array or number in this process's memory, and of
+"nowhere", something that is no array."""
+Fields = tuple[Where, tuple[int, ...] | None, Any]
+"""Fields of `Live`, as a plain tuple: making 10,000 records costs half a walk."""
 
 
 class Live(NamedTuple):
