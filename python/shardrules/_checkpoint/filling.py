@@ -11,6 +11,7 @@ from math import prod
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import jax
 import numpy as np
 
 from shardrules._checkpoint.boxes import Box, Piece, box_shape, slices_in
@@ -167,8 +168,6 @@ class _Filling:
 
 def _wait_for(unit: _Unit, sent: Any) -> None:
     """Wait until what was put for a unit is on the devices."""
-    import jax
-
     jax.block_until_ready(sent)
 
 

@@ -10,6 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from jax import ShapeDtypeStruct, tree_util
+
 from shardrules._checkpoint.filling import fill
 from shardrules._checkpoint.job import Job, bytes_to_read
 from shardrules._checkpoint.programs import ingredients, made
@@ -114,8 +116,6 @@ class RestoredByOrbax:
         most_bytes: int,
         progress: bool | Progress | None,
     ) -> Generator[list[Any]]:
-        from jax import ShapeDtypeStruct
-
         for batch in batches:
             abstract = {
                 job.target.parts[0].source: ShapeDtypeStruct(
@@ -225,7 +225,6 @@ def _restored(directory: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     """
     import orbax.checkpoint as ocp
     from etils.epath import Path as OrbaxPath
-    from jax import tree_util
 
     handler = ocp.PyTreeCheckpointHandler()
     place = OrbaxPath(directory.absolute())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._checkpoint.boxes import Form
 from shardrules._checkpoint.job import Job
@@ -14,9 +17,6 @@ from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.scales import codes_and_scales, product_of, spread
 from shardrules._checkpoint.targets import Target, whole
 from shardrules._files.leaves import ArraySpec
-
-if TYPE_CHECKING:
-    from jax.sharding import NamedSharding
 
 
 def is_plain(target: Target, shape_of: Callable[[str], tuple[int, ...]]) -> bool:
@@ -76,15 +76,11 @@ def made(
 
 def dtype_on_devices(dtype: str) -> np.dtype[Any]:
     """Return the dtype that an array of this one gets on devices: 64 bits become 32."""
-    import jax
-
     return np.dtype(jax.dtypes.canonicalize_dtype(numpy_dtype(dtype)))
 
 
 def _spread(shape: tuple[int, ...], job: Job) -> NamedSharding:
     """Cut an ingredient like the result if they have one shape, else along as much as divides."""
-    from jax.sharding import NamedSharding
-
     mesh = job.sharding.mesh
     same = shape == job.target.shape
     return NamedSharding(mesh, job.sharding.spec) if same else spread_over(mesh, shape)
@@ -92,8 +88,6 @@ def _spread(shape: tuple[int, ...], job: Job) -> NamedSharding:
 
 def spread_over(mesh: Any, shape: tuple[int, ...]) -> NamedSharding:
     """Cut an array along as much of the mesh as divides it."""
-    from jax.sharding import NamedSharding, PartitionSpec
-
     left = list(shape)
     cuts: list[list[str]] = [[] for _ in shape]
     for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
@@ -168,8 +162,6 @@ def _program(
     dtype: Any,
     sharding: NamedSharding | None,
 ) -> Callable[..., Any]:
-    import jax
-
     def make(sources: list[Any], scales: list[Any], starts: list[Any]) -> Any:
         values = list(map(_assembled, recipes, sources, scales, starts))
         result = values[0]
@@ -182,9 +174,6 @@ def _program(
 
 def _assembled(recipe: _Recipe, sources: list[Any], scales: list[Any], starts: list[Any]) -> Any:
     """Arrange and scale the parts, and put them together."""
-    import jax
-    import jax.numpy as jnp
-
     forms, shape, dtype = recipe
     if not forms:
         return sources[0]
@@ -206,9 +195,6 @@ def _assembled(recipe: _Recipe, sources: list[Any], scales: list[Any], starts: l
 
 def _blank(shape: tuple[int, ...], values: Any) -> Any:
     """Make an array of this shape to put values into. Of random keys there are no zeros."""
-    import jax
-    import jax.numpy as jnp
-
     if not jnp.issubdtype(values.dtype, jax.dtypes.extended):
         return jnp.zeros(shape, values.dtype)
     return jnp.broadcast_to(values.reshape(-1)[0], shape)

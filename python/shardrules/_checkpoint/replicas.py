@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._dtypes import bits_of
 from shardrules._files.remote import RemotePath
@@ -15,8 +16,6 @@ from shardrules._place.transfers import put
 from shardrules._specs import entries_of, entry_axes, entry_of
 
 if TYPE_CHECKING:
-    from jax.sharding import NamedSharding
-
     from shardrules._files.models import Arrays
 
 # Smaller arrays are read by each process: a request takes as long as a program.
@@ -51,8 +50,6 @@ def gathered(
 @lru_cache(maxsize=4096)
 def _apart(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """Cut over the axes without a use that span processes, where they divide a dimension."""
-    from jax.sharding import NamedSharding, PartitionSpec
-
     mesh: Any = sharding.mesh
     if sharding.memory_kind not in (None, mesh.devices.flat[0].default_memory().kind):
         return sharding

@@ -12,7 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import jax
 import numpy as np
+from jax import tree_util
 
 from shardrules._arguments import check_type, each, integer, listed
 from shardrules._checkpoint.problems import Problems
@@ -87,8 +89,6 @@ def save(
         ...     sorted(os.listdir(os.path.join(directory, "model")))
         ['model-00001-of-00001.safetensors', 'model.safetensors.index.json']
     """
-    import jax
-
     check_type("path", path, str | os.PathLike, "the path of a directory")
     target = path_of(path).absolute()
     if target.suffix == ".safetensors":
@@ -150,8 +150,6 @@ class _Array(NamedTuple):
 
 def _arrays(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
     """Return the arrays to write, in order."""
-    from jax import tree_util
-
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
     arrays = []
     for name, leaf in zip(names, leaves, strict=True):
@@ -279,8 +277,6 @@ def _tiled(shape: tuple[int, ...], boxes: list[_Values]) -> list[_Values]:
 
 
 def _own_boxes(leaf: Any, first: bool) -> Iterator[_Values]:
-    import jax
-
     if isinstance(leaf, jax.Array):
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:

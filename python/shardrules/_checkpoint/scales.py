@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._checkpoint.boxes import Arrangement, Form, sized
 from shardrules._checkpoint.job import Job
 from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._files.leaves import ArraySpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from jax.sharding import NamedSharding
 
 
 class _Recipe(NamedTuple):
@@ -35,8 +33,6 @@ def codes_and_scales(job: Job, arrays: Mapping[str, ArraySpec]) -> dict[str, Job
 
     A program for a small array takes longer to compile, and there is none for parts that differ.
     """
-    from jax.sharding import NamedSharding, PartitionSpec
-
     target, parts = job.target, _in_order(job.target.parts)
     if job.is_small or not _is_regular(target, arrays):
         return {}
@@ -136,9 +132,6 @@ def _is_regular(target: Target, arrays: Mapping[str, ArraySpec]) -> bool:
 def _program(
     recipe: _Recipe, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
 ) -> Callable[[Any, Any], Any]:
-    import jax
-    import jax.numpy as jnp
-
     form, blocks, grid = recipe
     rank = len(shape)
 

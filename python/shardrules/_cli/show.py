@@ -16,8 +16,8 @@ import click
 from shardrules._cli.inputs import Planned, dialect_of
 from shardrules._cli.process import hint, working
 from shardrules._plan.show import heading, plan_table
-from shardrules._plan.table import DEFAULT_LARGE, is_replicated
-from shardrules._text import and_more, brief, is_command, printable
+from shardrules._plan.table import DEFAULT_LARGE, Kind, is_replicated
+from shardrules._text import Table, and_more, brief, is_command, printable
 
 if TYPE_CHECKING:
     from types import SimpleNamespace as Args
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from shardrules._plan.findings import Findings, Level
     from shardrules._plan.memory import Room
     from shardrules._plan.plan import Plan
-    from shardrules._plan.table import Kind
     from shardrules._suggest.suggestion import Suggestion
-    from shardrules._text import Table
 
 _STYLES: Final[dict[str, dict[str, Any]]] = {
     "error": {"fg": "red", "bold": True},

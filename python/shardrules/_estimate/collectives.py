@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._dtypes import given_bits
 from shardrules._mesh.device_bytes import held_of
-from shardrules._plan.roles import with_roles
+from shardrules._plan.roles import DimRole, Part, with_roles
 from shardrules._specs import Entries, entries_of, entry_axes
 from shardrules._text import and_more, brief, counted
 
 if TYPE_CHECKING:
-    from fractions import Fraction
-
     from shardrules._estimate.schedule import CollectiveKind, Of, Row, Schedule
-    from shardrules._plan.roles import DimRole, Part
     from shardrules._plan.table import Columns, Kind
 
 _MOST_SEEN: Final = 3

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from shardrules._arguments import check_choice, check_type, integer, texts
 from shardrules._dtypes import bits_of, given_dtype
-from shardrules._estimate.collectives import cut_parts, kernel_uses
-from shardrules._estimate.schedule import Of, Schedule, schedule_of
+from shardrules._estimate.collectives import CutPart, cut_parts, kernel_uses
+from shardrules._estimate.schedule import Of, Schedule, Transmission, schedule_of
 from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
 from shardrules._hardware import Hardware, as_hardware, check_share
 from shardrules._text import (
@@ -25,9 +25,6 @@ from shardrules._text import (
 )
 
 if TYPE_CHECKING:
-    from shardrules._estimate.collectives import CutPart
-    from shardrules._estimate.schedule import Schedule, Transmission
-    from shardrules._hardware import Hardware
     from shardrules._mesh.topology import Topology
     from shardrules._plan.memory import DeviceBytes
     from shardrules._plan.roles import DimRole

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._estimate.step_time import assumed_lines, step_time, time_shown
+from shardrules._estimate.step_time import Run, StepTime, assumed_lines, step_time, time_shown
 from shardrules._mesh_sizes import check_bounds
 from shardrules._plan.axis_uses import data_axes_among
-from shardrules._plan.memory import by_class
-from shardrules._plan.table import axes_used
+from shardrules._plan.memory import DeviceBytes, Room, by_class
+from shardrules._plan.table import Columns, axes_used
 from shardrules._text import (
     Column,
     Table,
@@ -29,9 +29,6 @@ from shardrules._text import (
 
 if TYPE_CHECKING:
     from shardrules._correction import MemoryKind
-    from shardrules._estimate.step_time import Run, StepTime
-    from shardrules._plan.memory import DeviceBytes, Room
-    from shardrules._plan.table import Columns
 
 _MOST_MESHES: Final = 10_000
 # Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less

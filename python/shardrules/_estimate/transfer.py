@@ -14,7 +14,7 @@ from shardrules._mesh.device_bytes import Grid, moved_bytes
 from shardrules._plan.check_rules import refusals
 from shardrules._plan.diff import Pair, Pairs, paired
 from shardrules._plan.fold import fold
-from shardrules._plan.table import Kind, dtype_shown, placement_shown
+from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown
 from shardrules._plan.trees import placement_errors
 from shardrules._specs import Entries, entries_of, is_unconstrained
 from shardrules._text import (
@@ -32,8 +32,6 @@ from shardrules._text import (
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from shardrules._plan.table import Columns
 
     _Ints = npt.NDArray[Any]
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
 from shardrules._jax import mesh_contexts
 from shardrules._mesh_sizes import check_bounds, checked_sizes
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-    AnyMesh = Mesh | AbstractMesh
-    MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+AnyMesh: TypeAlias = "Mesh | AbstractMesh"
+MeshLike: TypeAlias = "Mesh | AbstractMesh | Mapping[str, int]"
 
 _NOT_FACTORED: Final = {
     "Explicit": "the types of arrays name them; pass that mesh, with axes of these types",

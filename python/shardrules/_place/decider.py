@@ -10,11 +10,11 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 from shardrules._arguments import listed, texts
 from shardrules._correction import Correction, check_correction
-from shardrules._mesh.mesh import local_view, resolve_mesh
+from shardrules._mesh.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.name_shardings import shardings_by_names
 from shardrules._place.shardings import Placement, Policy, placements_by_rules, shardings_by_rules
 from shardrules._place.spec_trees import (
@@ -28,9 +28,6 @@ from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.rules import PathRules, Rules, as_rules, matcher_of, where_rules_are
 from shardrules._specs import Fsdp, is_partition_spec
 from shardrules._text import brief, shown
-
-if TYPE_CHECKING:
-    from shardrules._mesh.mesh import AnyMesh, MeshLike
 
 RulesLike: TypeAlias = "PathRules | LogicalRules | Decider | Any"
 """(pattern, spec) pairs; `Rules`; `LogicalRules`; a `Plan`, whose leaves are found by their paths;

@@ -15,18 +15,17 @@ from itertools import zip_longest
 from os.path import commonprefix
 from traceback import format_exception_only
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import jax
+from jax import tree_util
+from jax.sharding import NamedSharding, Sharding
 
 import shardrules
 from shardrules._jax import coordination_state
-from shardrules._mesh.mesh import axes_of_type
+from shardrules._mesh.mesh import AnyMesh, axes_of_type
 from shardrules._place.fingerprint import spec_text
 from shardrules._text import brief, mesh_shown
-
-if TYPE_CHECKING:
-    from jax.sharding import NamedSharding, Sharding
-
-    from shardrules._mesh.mesh import AnyMesh
 
 # 1 is the version of the protocol.
 _ROOT: Final = "shardrules/1"
@@ -74,8 +73,6 @@ class JointCall:
         self.joint = False
 
     def __enter__(self) -> JointCall:
-        import jax
-
         self.joint = jax.process_count() > 1
         if self.joint:
             shardrules._leave_before_jax()
@@ -164,14 +161,10 @@ class _Job:
 
     @functools.cached_property
     def me(self) -> int:
-        import jax
-
         return jax.process_index()
 
     @functools.cached_property
     def count(self) -> int:
-        import jax
-
         return jax.process_count()  # type: ignore[no-any-return]
 
     def note(self, text: str) -> None:
@@ -385,8 +378,6 @@ def rows_of(tree: Any, shardings: Mapping[int, NamedSharding | None]) -> list[Ro
         tree: A pytree.
         shardings: The new sharding by the leaf's index. None for a leaf that stays.
     """
-    from jax import tree_util
-
     texts, paths = _Texts(), tree_util.tree_flatten_with_path(tree)[0]
     rows = [
         (tree_util.keystr(paths[index][0]) or "(the tree)", texts.leaf(paths[index][1], to))
@@ -422,15 +413,11 @@ def first_difference(rows: list[Row], other_rows: list[Row], names: tuple[str, s
 
 def is_spread(leaf: Any) -> bool:
     """Return whether other processes hold parts of this array."""
-    import jax
-
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def crosses(leaf: Any, sharding: NamedSharding) -> bool:
     """Return whether an array goes to other devices by collectives of all processes."""
-    import jax
-
     if not isinstance(leaf, jax.Array):
         return False
     if leaf.sharding.device_set == sharding.device_set:
@@ -460,7 +447,6 @@ def holders_of(sharding: Sharding) -> frozenset[int]:
 
 def canonical_dtype(leaf: Any) -> Any:
     """Return the dtype of a numpy array or a number on devices, which depends on jax_enable_x64."""
-    import jax
     import numpy as np
 
     return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
@@ -475,8 +461,6 @@ class _Texts:
         self._meshes: dict[AnyMesh, int] = {}
 
     def leaf(self, leaf: Any, to: NamedSharding | None) -> str:
-        import jax
-
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         if to is not None and not isinstance(leaf, jax.Array):
             dtype = canonical_dtype(leaf)
@@ -503,8 +487,6 @@ class _Texts:
         return entry[1]
 
     def _made(self, sharding: Any) -> str:
-        from jax.sharding import NamedSharding
-
         if not isinstance(sharding, NamedSharding):
             return str(sharding)
         mesh = sharding.mesh

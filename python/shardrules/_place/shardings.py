@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from shardrules._core import ShardingTable
 from shardrules._correction import (
     Correction,
+    MemoryKind,
     RuleSpec,
     memory_kind_of,
     plain_spec,
     rule_spec,
 )
 from shardrules._mesh.memory import sharding_in_memory
-from shardrules._mesh.mesh import axes_of_type, on_axes
+from shardrules._mesh.mesh import AnyMesh, axes_of_type, on_axes
 from shardrules._mesh.spec_on_mesh import NO_OTHERS, LostAxes, SpecByShape, SpecOnMesh, in_parts
 from shardrules._rules.matcher import Matcher, decided_tree
 from shardrules._rules.patterns import Pattern
@@ -38,9 +39,6 @@ from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
-
-    from shardrules._correction import MemoryKind
-    from shardrules._mesh.mesh import AnyMesh
 
 
 class Policy(NamedTuple):

@@ -8,27 +8,23 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardrules._arguments import check_bytes, check_type, integer, listed, texts
-from shardrules._correction import check_memory_kind
+from shardrules._correction import MemoryKind, check_memory_kind
 from shardrules._estimate.traced import A_STEP, TracedStep
-from shardrules._mesh.mesh import as_mesh
+from shardrules._mesh.mesh import AnyMesh, MeshLike, as_mesh
 from shardrules._mesh.topology import Topology
 from shardrules._mesh_sizes import checked_sizes
-from shardrules._plan.memory import Room
-from shardrules._plan.resolve import sized_mesh
+from shardrules._plan.memory import DeviceBytes, Room
+from shardrules._plan.resolve import OnMesh, sized_mesh
 from shardrules._plan.state import DTYPES, Training
 from shardrules._plan.table import OVERLAP, Columns
 from shardrules._text import nearest, shown
 
 if TYPE_CHECKING:
-    from shardrules._correction import MemoryKind
     from shardrules._estimate.schedule import InputGradients, Of, Reduce
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._estimate.sweep import Measure, Sweep
     from shardrules._estimate.traffic import Traffic
     from shardrules._hardware import Hardware
-    from shardrules._mesh.mesh import AnyMesh, MeshLike
-    from shardrules._plan.memory import DeviceBytes
-    from shardrules._plan.resolve import OnMesh
     from shardrules._plan.roles import DimRole
 
 _SIZES: Final = "a dict of axis sizes"

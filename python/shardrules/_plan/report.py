@@ -12,10 +12,11 @@ from string import Template
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from shardrules._correction import rule_spec_shown
-from shardrules._plan.findings import conclusion
+from shardrules._plan.findings import Findings, conclusion
 from shardrules._plan.lock import plan_fingerprint
 from shardrules._plan.table import (
     DEFAULT_LARGE,
+    Columns,
     Kind,
     decided_shown,
     dtype_shown,
@@ -31,9 +32,7 @@ if TYPE_CHECKING:
     from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.sweep import Sweep, SweepRow
     from shardrules._estimate.traffic import Traffic
-    from shardrules._plan.findings import Findings
     from shardrules._plan.memory import DeviceBytes, Room
-    from shardrules._plan.table import Columns
     from shardrules._rules.patterns import Pattern
 
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import numpy as np
 
 from shardrules._arguments import check_choices, check_type, listed, texts
-from shardrules._correction import check_memory_kind
+from shardrules._correction import MemoryKind, check_memory_kind
 from shardrules._dtypes import bits_of, is_inexact
 from shardrules._plan import memory
 from shardrules._plan.resolve import Fit, fit_of, kind_on_mesh
 from shardrules._plan.survey import grouped
-from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, axes_named
+from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, Spec, axes_named
 from shardrules._specs import (
     Dim,
     Entries,
@@ -35,9 +35,7 @@ from shardrules._specs import (
 from shardrules._text import brief, mesh_shown, without_defaults
 
 if TYPE_CHECKING:
-    from shardrules._correction import MemoryKind
     from shardrules._plan.memory import DeviceBytes
-    from shardrules._plan.table import Spec
 
 DTYPES: Final = "dtypes, one for each moment: Adam's two are ('float32', 'float32')"
 

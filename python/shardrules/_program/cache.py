@@ -20,7 +20,11 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
 
 from shardrules._estimate.buffers import SIZES, sizes_of
 from shardrules._io import opened, write_bytes
@@ -31,10 +35,6 @@ from shardrules._program.compile import Refusal
 from shardrules._program.dump import XlaDump
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.stored import StoredProgram, boxed, inner_of
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-    from jax.stages import Compiled
 
 _VARIABLE: Final = "SHARDRULES_CACHE"
 _FORM: Final = 1
@@ -129,8 +129,6 @@ def _versions() -> list[tuple[str, str | None]]:
 
 def _settings() -> list[tuple[str, str]]:
     """List JAX's settings, among them the level of optimization."""
-    import jax
-
     values: Mapping[str, Any] = jax.config.values
     return sorted((name, repr(value)) for name, value in values.items())
 
@@ -190,8 +188,6 @@ def _written(sharding: Any, mesh: Mesh) -> list[Any]:
 
 def _sharding(written: Any, mesh: Mesh) -> Any:
     """Read what `_written` has made."""
-    from jax.sharding import NamedSharding, PartitionSpec
-
     entries, memory_kind = written
     entries = [tuple(entry) if isinstance(entry, list) else entry for entry in entries]
     return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=memory_kind)

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardrules._program.trips import trips
-from shardrules._text import record
+from shardrules._text import Place, record
 
 if TYPE_CHECKING:
     from shardrules._program.computation import Shape
     from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo
-    from shardrules._text import Place
 
 Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
 

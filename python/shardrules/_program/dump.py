@@ -12,15 +12,14 @@ from pathlib import Path
 from shutil import rmtree
 from threading import Thread
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
+
+from jax.sharding import Mesh, NamedSharding
 
 from shardrules._estimate.buffers import SIZES
 from shardrules._jax import dumped_specs, lowered_shardings
 from shardrules._program.computation import with_elements
 from shardrules._program.stored import StoredProgram, boxed, inner_of
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
 
 T = TypeVar("T")
 _STAGE: Final = "after_optimizations_after_buffer_assignment"
@@ -55,8 +54,6 @@ class XlaDump(NamedTuple):
         shardings = None if inner is None else lowered_shardings(inner)
         if mesh is None or shardings is None or not self.text:
             raise self.error()
-        from jax.sharding import NamedSharding
-
         inputs, outputs = shardings
         if None in outputs:
             specs = dumped_specs(self.module, mesh) or []

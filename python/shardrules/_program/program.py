@@ -12,15 +12,15 @@ from shardrules._arguments import check_file, check_type, in_order
 from shardrules._io import write_text
 from shardrules._locks import content_of
 from shardrules._plan.plan import Plan
-from shardrules._program.collectives import Collective, exchanges
+from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import planned_targets
-from shardrules._program.lock import compared, costs_of, lock_text, read_lock
+from shardrules._program.lock import Costs, compared, costs_of, lock_text, read_lock
 from shardrules._program.memory import memory_of, totals_of
 from shardrules._program.movement import REASONS, Movement, Tracer
 from shardrules._program.states import State, states
-from shardrules._program.step_seconds import program_time
+from shardrules._program.step_seconds import ProgramTime, program_time
 from shardrules._program.work import Product, products
 from shardrules._text import Column, Table, answer, bytes_shown, mesh_shown, printable
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory, Totals
     from shardrules._mesh.topology import Topology
     from shardrules._plan.findings import Findings
-    from shardrules._program.collectives import Exchange
-    from shardrules._program.lock import Costs
-    from shardrules._program.step_seconds import ProgramTime
 
 SMALL: Final = 2**16
 """Bytes that a device sends in a step, below which a collective needs no explanation."""

@@ -8,13 +8,10 @@ dtypes are the same too. `flax.nnx.jit` itself says which modules come back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from shardrules._program.executable import at
+from shardrules._program.executable import Executable, at
 from shardrules._specs import is_partition_spec
-
-if TYPE_CHECKING:
-    from shardrules._program.executable import Executable
 
 Evidence = Literal["updated", "donated", "planned", "alike"]
 

@@ -20,8 +20,6 @@ from shardrules._text import shown
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-    from shardrules._rules.rules import Rules
-
 
 def last_wins(rules: Iterable[tuple[str, Any]]) -> dict[Any, Any]:
     """Return rules as a dict from logical name to mesh axes.

@@ -20,9 +20,7 @@ from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import has_names
 from shardrules._rules.rules import PathRules, Rules, remembered_rules
-from shardrules._solve.solution import Solution, solve
 from shardrules._specs import Entries, entries_of, entry_axes
-from shardrules._step.step import Step
 from shardrules._suggest.suggestion import CutReason, Reason, Suggestion
 from shardrules._text import brief, bytes_shown, mesh_shown
 from shardrules._writer.dims import Unit, units_of
@@ -32,6 +30,8 @@ from shardrules._writer.tables import NameRule, name_rules, rules_of
 
 if TYPE_CHECKING:
     from shardrules._mesh.mesh import MeshLike
+    from shardrules._solve.solution import Solution
+    from shardrules._step.step import Step
     from shardrules._writer.choose import Axes
 
 _AXES: Final = ("fsdp", "tp")
@@ -202,6 +202,9 @@ def _of_step(
     model: Any, step: Any, mesh: Any, hbm: int | None, hardware: Hardware | str | None
 ) -> Suggestion:
     """Solve a step, and explain each rule by what the step does with its leaves."""
+    from shardrules._solve.solution import solve
+    from shardrules._step.step import Step
+
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     planned = step.plan
     if planned is None:

@@ -14,14 +14,13 @@ import numpy as np
 from shardrules._correction import in_memory
 from shardrules._mesh.memory import memory_apart
 from shardrules._program.dataflow import is_made_from
-from shardrules._program.executable import at, sharding_shown
+from shardrules._program.executable import Executable, Library, Side, at, sharding_shown
 from shardrules._text import bytes_shown, counted, printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardrules._plan.findings import Finding, Level, VerifyKind
-    from shardrules._program.executable import Executable, Library, Side
     from shardrules._program.inputs import PlannedSharding
     from shardrules._program.states import Evidence, State
 

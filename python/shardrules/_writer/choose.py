@@ -10,10 +10,9 @@ from functools import cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._plan.axis_uses import is_gathered, use_of
+from shardrules._plan.axis_uses import AxisUse, is_gathered, use_of
 
 if TYPE_CHECKING:
-    from shardrules._plan.axis_uses import AxisUse
     from shardrules._writer.dims import Dims, Side, Unit
 
 Axes = tuple[str, ...]

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from shardrules._plan.roles import parts_of_model
+from shardrules._plan.roles import Part, parts_of_model
 from shardrules._text import brief
-from shardrules._writer.patterns import apart, numbered, words_of
+from shardrules._writer.patterns import Path, apart, numbered, words_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._plan.fold import Folded
-    from shardrules._plan.roles import Part
     from shardrules._plan.table import Columns
-    from shardrules._writer.patterns import Path
 
 Side = Literal[
     "layers", "experts", "vocabulary", "residual", "hidden", "heads", "head", "fused", "window",

@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._correction import RuleSpec, plain_spec
-from shardrules._plan.axis_uses import is_gathered, uses_of
+from shardrules._plan.axis_uses import AxisUse, is_gathered, uses_of
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.queries import Queries
-from shardrules._plan.table import DEFAULT_LARGE
-from shardrules._rules.patterns import MATCH_MODES
+from shardrules._plan.table import DEFAULT_LARGE, Columns
+from shardrules._rules.patterns import MATCH_MODES, Pattern
 from shardrules._rules.rules import Rules
 from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, entry_of, fsdp
 from shardrules._text import brief, counted
-from shardrules._writer.choose import Cuts, choose, with_followers
+from shardrules._writer.choose import Axes, Cuts, choose, with_followers
 from shardrules._writer.patterns import (
     NUMBER,
     TIGHTEST,
     AmbiguousError,
     Label,
+    Path,
+    Phrase,
     least_tightness,
     pattern_of,
     phrases,
@@ -34,13 +36,8 @@ from shardrules._writer.texts import pattern_shown
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._plan.axis_uses import AxisUse
-    from shardrules._plan.table import Columns
     from shardrules._rules.dialects import Dialect
-    from shardrules._rules.patterns import Pattern
-    from shardrules._writer.choose import Axes, Cuts
     from shardrules._writer.dims import Unit
-    from shardrules._writer.patterns import Path, Phrase
 
 _MOST_TEXTS: Final = 1000
 MOST_RULES: Final = 12

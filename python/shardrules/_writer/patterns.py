@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._rules.patterns import MATCH_MODES
+from shardrules._rules.patterns import MATCH_MODES, Pattern
 
 if TYPE_CHECKING:
     from shardrules._plan.fold import Folded
     from shardrules._rules.dialects import Dialect
-    from shardrules._rules.patterns import Pattern
 
 NUMBER: Final = "\0#"
 """Stands for a number, in a `Word`; no path of a model has it."""

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._plan.axis_uses import uses_of
+from shardrules._plan.axis_uses import AxisUse, uses_of
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._specs import entry_of
@@ -15,7 +15,6 @@ from shardrules._text import brief
 from shardrules._writer.choose import SLACK, Axes, Cuts, discomfort_of, shard_count
 
 if TYPE_CHECKING:
-    from shardrules._plan.axis_uses import AxisUse
     from shardrules._rules.dialects import LogicalDialect
     from shardrules._writer.dims import Dims, Side, Unit
 

@@ -18,7 +18,7 @@ from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._mesh.device_bytes import device_bytes
-from shardrules._mesh.mesh import context_mesh, legacy_mesh
+from shardrules._mesh.mesh import AnyMesh, context_mesh, legacy_mesh
 from shardrules._place.constraint import is_tracing
 from shardrules._place.constraint import with_sharding_constraint as _with_sharding_constraint
 from shardrules._place.shard import gather
@@ -37,8 +37,6 @@ from shardrules._specs import entries_of, entry_axes, is_partition_spec, is_unco
 from shardrules._text import shown
 
 if TYPE_CHECKING:
-    from shardrules._mesh.mesh import AnyMesh
-
     AxisNames = str | list[str] | tuple[str, ...]
 
 __all__ = [
