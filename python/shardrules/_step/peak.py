@@ -134,6 +134,7 @@ class _Run:
         self._wide: dict[int, int] = {}
         self._readers: dict[int, set[int]] = {}
         self._users: Counter[int | None] = Counter()
+        self._fusible: dict[int, int] = {}
         self._turn_begin = 0
         self._gathered: dict[int, list[SpreadCollective]] = {}
         for sent in spread.sent:
@@ -283,7 +284,8 @@ class _Run:
     def _run(self, body: Body, carries: int = 0, *, is_scan: bool = False) -> None:
         stacked = set(body.outputs[carries:]) if is_scan else set()
         late = _late(body, carries) if is_scan else set()
-        self._users.update(Counter(i for row in body.operations for i in row.inputs))
+        self._users.update(i for row in body.operations for i in row.inputs)
+        self._users.update(body.outputs)
         for operation in sorted(body.operations, key=lambda row: id(row) in late):
             self._time += 1
             self._step(operation)
@@ -326,6 +328,8 @@ class _Run:
             self._roots[number] = (buffer,)
             if self._is_in_parts(operation):
                 self._begin[buffer] = self._turn_begin
+            elif operation.name in _PRODUCTS:
+                self._fusible[number] = buffer
             if operation.name in _IN_PLACE and place == 0 and len(before) == 1:
                 self._carried.append((buffer, before[0]))
 
@@ -373,6 +377,13 @@ class _Run:
             dict.fromkeys(root for number in operation.inputs for root in self._roots_of(number))
         )
         is_identity = operation.rule is not None and operation.rule.is_identity
+        if (product := self._fused_into(operation, roots)) is not None:
+            others = [root for root in roots if root != product]
+            for root in others:
+                self._end[root] = max(self._end[root], self._begin[product])
+            self._in_place.append((product, others))
+            roots = (product,)
+            self._fusible.update(dict.fromkeys(operation.outputs, product))
         self._makers.update(dict.fromkeys(operation.outputs, operation))
         for place, number in enumerate(operation.outputs):
             self._roots[number] = (
@@ -380,6 +391,27 @@ class _Run:
             )
             if len(roots) > _MOST_ROOTS or (operation.name in _SUMS and self._is_apart(number)):
                 self._put(number)
+
+    def _fused_into(self, operation: TracedOperation, roots: Sequence[int]) -> int | None:
+        """Return the buffer of the product that XLA computes an elementwise operation in.
+
+        It is the only one that reads the product, and its other operands are there before. So the
+        gradient of relu takes the place of relu's operand.
+        """
+        if operation.rule is None or len(operation.outputs) != 1 or len(roots) < 2:
+            return None
+        size = self._spread.bytes(operation.outputs[0])
+        last = max(roots, key=self._begin.__getitem__)
+        for number, dims in zip(operation.inputs, operation.rule.operands, strict=True):
+            if (
+                number is not None
+                and self._users[number] == 1
+                and self._fusible.get(number) == last
+                and dims == operation.rule.results[0]
+                and self._size[last] == size
+            ):
+                return last
+        return None
 
     def _loop(self, operation: TracedOperation) -> None:
         is_scan = operation.name == "scan"
