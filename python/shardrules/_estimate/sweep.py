@@ -200,11 +200,11 @@ def sweep(
         raise errors[0]
     if all(row.time is None for row in rows):
         return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), left_out)
-    ranked = list(_best_first(rows, _seconds))
-    return Sweep(ranked if prove is None else _proven(ranked, room, *prove), left_out)
+    ranked = list(_best_first(rows, _row_seconds))
+    return Sweep(ranked if prove is None else _ranked_by_proof(ranked, room, *prove), left_out)
 
 
-def _proven(
+def _ranked_by_proof(
     rows: list[SweepRow],
     room: Room,
     count: int,
@@ -245,7 +245,7 @@ def _preference(row: SweepRow) -> tuple[float, ...]:
     return _tensor_devices(row), row.corrections, _held_bytes(row)
 
 
-def _seconds(row: SweepRow) -> float:
+def _row_seconds(row: SweepRow) -> float:
     return 0.0 if row.time is None else row.time.total
 
 
