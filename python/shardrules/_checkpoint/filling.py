@@ -367,7 +367,7 @@ def _fill_staged(
     try:
         reader.fill(name, requests)
         for part, piece, read, view in changed:
-            values = read if part.scale is None else _scaled(read, part, piece, reader)
+            values = read if part.scale is None else _scaled_on_host(read, part, piece, reader)
             copy_values(piece.arranged(values), view)
     except FloatingPointError as error:
         raise FileError(
@@ -387,7 +387,7 @@ def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
     return place.reshape([piece.lengths[axis] for axis in piece.order])
 
 
-def _scaled(
+def _scaled_on_host(
     values: npt.NDArray[Any], part: SourcePart, piece: Piece, reader: Reader
 ) -> npt.NDArray[Any]:
     """Multiply the values by the scales of their blocks, in float32."""

@@ -175,7 +175,7 @@ class Reads(NamedTuple):
     def read(self, most_bytes: int, progress: bool | Progress | None) -> list[Any]:
         """Read and make the arrays of the jobs."""
         values: list[Any] = [None] * len(self.jobs)
-        batches = list(_merged(self.batches, most_bytes))
+        batches = list(_merged_batches(self.batches, most_bytes))
         reads = [[self.jobs[i] for i in self.direct], *([*b.reads.values()] for b in batches)]
         with closing(self.format.read(self.arrays, reads, most_bytes, progress)) as results:
             for i, array in zip(self.direct, next(results), strict=True):
@@ -209,7 +209,7 @@ def reads_of(checkpoint_format: CheckpointFormat, arrays: Arrays, jobs: list[Job
     return Reads(checkpoint_format, arrays, jobs, direct, [*batches.values()])
 
 
-def _merged(batches: list[Batch], most_bytes: int) -> Iterator[Batch]:
+def _merged_batches(batches: list[Batch], most_bytes: int) -> Iterator[Batch]:
     """Join small batches, which are read faster together."""
     for group in in_batches(batches, most_bytes, lambda batch: batch.bytes):
         reads = dict(chain.from_iterable(batch.reads.items() for batch in group))

@@ -70,7 +70,7 @@ def made(
     names = tuple(job.target.inputs)
     values = [live[_input_name(job, argument)] for argument in names]
     plain = tuple(_Recipe((), value.shape, None) for value in values)
-    program = _program(plain, names, job.target.apply, job.dtype, job.sharding)
+    program = _target_program(plain, names, job.target.apply, job.dtype, job.sharding)
     return program([[value] for value in values], *[[[]] * len(values)] * 2)
 
 
@@ -138,7 +138,7 @@ def made_of(
         for each in inputs.values()
     )
     at = sharding if in_place else None
-    return _program(recipes, tuple(inputs), target.apply, dtype, at)(sources, scales, starts)
+    return _target_program(recipes, tuple(inputs), target.apply, dtype, at)(sources, scales, starts)
 
 
 def _recipe(target: Target, dtype: Any) -> _Recipe:
@@ -155,7 +155,7 @@ def _recipe(target: Target, dtype: Any) -> _Recipe:
 
 
 @lru_cache(maxsize=512)
-def _program(
+def _target_program(
     recipes: tuple[_Recipe, ...],
     names: tuple[str, ...],
     apply: Callable[..., Any] | None,
@@ -179,7 +179,7 @@ def _assembled(recipe: _Recipe, sources: list[Any], scales: list[Any], starts: l
         return sources[0]
     result = None
     for part_form, source, scale, start in zip(forms, sources, scales, starts, strict=True):
-        values = _scaled(jnp, jnp.asarray(source), scale, part_form.blocks)
+        values = _scaled_on_device(jnp, jnp.asarray(source), scale, part_form.blocks)
         if part_form.sizes != values.shape:
             values = jax.lax.dynamic_slice(values, list(start), part_form.sizes)
         values = part_form.form.arranged(jnp, values)
@@ -200,7 +200,7 @@ def _blank(shape: tuple[int, ...], values: Any) -> Any:
     return jnp.broadcast_to(values.reshape(-1)[0], shape)
 
 
-def _scaled(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
+def _scaled_on_device(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
     if not blocks:
         return values
     factors = spread(jnp, scale, blocks, [(0, size) for size in values.shape])

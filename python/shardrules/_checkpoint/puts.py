@@ -40,14 +40,14 @@ def stacked_arrays(
     )
     spec = PartitionSpec(None, *sharding.spec)
     of_stack = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    program, arrays = _program(sharding, dtype), []
+    program, arrays = _concatenation(sharding, dtype), []
     for i in range(0, count, _TOGETHER):
         arrays += program(jax.device_put(stack[i : i + _TOGETHER], of_stack))
     return [*arrays, *whole_arrays(jobs[count:], filled[count:])]
 
 
 @lru_cache(maxsize=512)
-def _program(sharding: NamedSharding, dtype: np.dtype[Any]) -> Callable[[Any], list[Any]]:
+def _concatenation(sharding: NamedSharding, dtype: np.dtype[Any]) -> Callable[[Any], list[Any]]:
     def take_apart(stack: Any) -> list[Any]:
         same = stack.dtype == dtype
         return [*stack] if same else [jax.lax.bitcast_convert_type(each, dtype) for each in stack]
@@ -63,7 +63,7 @@ def whole_arrays(
     at_once = [i for i, job in enumerate(jobs) if job.is_put_whole]
     for i, (job, buffers) in enumerate(zip(jobs, filled, strict=True)):
         if not job.is_put_whole:
-            arrays[i] = _array(job, buffers)
+            arrays[i] = _array_of_buffers(job, buffers)
     values = [next(iter(filled[i].values())) for i in at_once]
     put = jax.device_put(values, [jobs[i].sharding for i in at_once])
     for i, array in zip(at_once, put, strict=True):
@@ -71,7 +71,7 @@ def whole_arrays(
     return arrays
 
 
-def _array(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
+def _array_of_buffers(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
     shape = job.target.shape
     if not job.sharding.addressable_devices:
         return array_of_shards(shape, job.sharding, [], job.dtype)

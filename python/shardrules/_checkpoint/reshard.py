@@ -274,10 +274,10 @@ def _shardings_in(target: Any) -> list[Any] | None:
             f"rules: {leaf_path(target, place)} is {shown(leaves[place])}, which has no "
             "sharding, as arrays have; give one for each array of tree"
         )
-    return list(map(_named, shardings))
+    return list(map(_as_named_sharding, shardings))
 
 
-def _named(sharding: Any) -> Any:
+def _as_named_sharding(sharding: Any) -> Any:
     """Turn a sharding on a single device into a NamedSharding."""
     if not isinstance(sharding, SingleDeviceSharding):
         return sharding

@@ -19,7 +19,7 @@ from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._files.leaves import ArraySpec
 
 
-class _Recipe(NamedTuple):
+class _Spread(NamedTuple):
     """How the scales of equal parts are spread over the array that the parts make."""
 
     form: Form
@@ -66,7 +66,7 @@ def codes_and_scales(job: Job, arrays: Mapping[str, ArraySpec]) -> dict[str, Job
 
 def product_of(job: Job, live: Mapping[str, Any]) -> Any:
     """Multiply the codes by the scales, on the devices of the result."""
-    program = _program(_recipe(job.target), job.target.shape, job.dtype, job.sharding)
+    program = _spread_program(_spread_of(job.target), job.target.shape, job.dtype, job.sharding)
     return program(live[job.path], live[f"{job.path}: scales"])
 
 
@@ -94,10 +94,10 @@ def spread(xp: Any, scales: Any, blocks: Sequence[int], spans: Sequence[tuple[in
     return scales
 
 
-def _recipe(target: Target) -> _Recipe:
+def _spread_of(target: Target) -> _Spread:
     first = target.parts[0]
     sizes = zip(target.shape, first.sized.target_shape, strict=True)
-    return _Recipe(first.sized.form, first.blocks, tuple(size // part for size, part in sizes))
+    return _Spread(first.sized.form, first.blocks, tuple(size // part for size, part in sizes))
 
 
 def _is_regular(target: Target, arrays: Mapping[str, ArraySpec]) -> bool:
@@ -129,8 +129,8 @@ def _is_regular(target: Target, arrays: Mapping[str, ArraySpec]) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _program(
-    recipe: _Recipe, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+def _spread_program(
+    recipe: _Spread, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
 ) -> Callable[[Any, Any], Any]:
     form, blocks, grid = recipe
     rank = len(shape)

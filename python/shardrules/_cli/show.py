@@ -93,7 +93,7 @@ def show_findings(args: Args, findings: Findings, planned: Planned | None = None
     if args.format == "json":
         print(findings.to_json())
     elif args.format == "github":
-        commands = github_commands(findings, *_rule_lines(args, planned), _title(args))
+        commands = github_commands(findings, *_rule_lines(args, planned), _page_title(args))
         print(commands or conclusion(findings))
     else:
         for finding in findings:
@@ -131,10 +131,10 @@ def annotation(args: Args, what: str, lines: Sequence[str]) -> str:
     file = args.rules or args.after
     shown = [*lines[:_MOST_LINES], *and_more(len(lines), _MOST_LINES, "line")]
     place = _from_root(file if Path(file).is_file() else None)
-    return github_command("warning", f"{_title(args)} {what}", shown, place)
+    return github_command("warning", f"{_page_title(args)} {what}", shown, place)
 
 
-def _title(args: Args) -> str:
+def _page_title(args: Args) -> str:
     return " ".join(filter(None, [getattr(args, "job", None), "shardrules"]))
 
 

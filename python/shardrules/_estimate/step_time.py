@@ -285,7 +285,7 @@ def step_time(
     assumed = {"batch_axes": None, "roles": None, **run.schedule}
     schedule = schedule_of(columns.axis_sizes, tokens=run.tokens, **assumed)
     dtype = str(given_dtype("activations", schedule.activations))
-    work, peak = flops(columns, schedule), _peak(hardware, dtype)
+    work, peak = flops(columns, schedule), _peak_rate(hardware, dtype)
     compute = work.per_device / (peak * machine.efficiency)
     moved = _memory_bytes(columns, schedule, device_bytes, bits_of(dtype))
     memory = moved / hardware.memory_bytes_per_second
@@ -321,7 +321,7 @@ def sent_seconds(
     return dict(sent), alone
 
 
-def _peak(hardware: Hardware, dtype: str) -> float:
+def _peak_rate(hardware: Hardware, dtype: str) -> float:
     peak = hardware.flops_per_second.get(dtype)
     if peak is None:
         raise ValueError(

@@ -215,12 +215,12 @@ def sweep(
         raise errors[0]
     if all(row.time is None for row in rows):
         return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), left_out, guessed)
-    ranked = list(_best_first(rows, _seconds))
-    proven = ranked if prove is None else _proven(ranked, room, *prove)
+    ranked = list(_best_first(rows, _row_seconds))
+    proven = ranked if prove is None else _ranked_by_proof(ranked, room, *prove)
     return Sweep(proven, left_out, guessed)
 
 
-def _proven(
+def _ranked_by_proof(
     rows: list[SweepRow],
     room: Room,
     count: int,
@@ -261,7 +261,7 @@ def _preference(row: SweepRow) -> tuple[float, ...]:
     return _tensor_devices(row), row.corrections, _held_bytes(row)
 
 
-def _seconds(row: SweepRow) -> float:
+def _row_seconds(row: SweepRow) -> float:
     return 0.0 if row.time is None else row.time.total
 
 

@@ -251,12 +251,12 @@ def _check_placed(whose: str, columns: Columns) -> None:
             raise ValueError(f"{whose}: leaves get no sharding\n{placement_errors(columns)}")
     for part in columns.folded:
         kind = columns.kinds[part.group]
-        if why := _unknown(kind):
+        if why := _reason_unknown(kind):
             spec = placement_shown(kind)
             raise ValueError(printable(f"{whose}: {part.pattern} has {spec}: {why}"))
 
 
-def _unknown(kind: Kind) -> str | None:
+def _reason_unknown(kind: Kind) -> str | None:
     """Return why it is not known what devices hold of a leaf that is placed; None if it is."""
     if kind.spec is not None and any(map(is_unconstrained, entries_of(kind.spec))):
         return "XLA chooses how to cut its unconstrained dimensions; give them axes, or None"

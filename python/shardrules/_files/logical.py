@@ -26,10 +26,12 @@ _BAD_VALUES: Final = (ArithmeticError, AttributeError, LookupError, TypeError, V
 
 def logical_rules(path: Path, rules: list[Any], dialect: LogicalDialect) -> LogicalRules:
     """Read the rules of a list of tables {name, axes} or pairs [name, axes]."""
-    return LogicalRules([_pair(f"{path}: rule {i}", rule) for i, rule in enumerate(rules)], dialect)
+    return LogicalRules(
+        [_rule_pair(f"{path}: rule {i}", rule) for i, rule in enumerate(rules)], dialect
+    )
 
 
-def _pair(where: str, rule: object) -> tuple[str, str | tuple[str, ...] | None]:
+def _rule_pair(where: str, rule: object) -> tuple[str, str | tuple[str, ...] | None]:
     if isinstance(rule, list) and len(rule) == 2:
         rule = dict(zip(_RULE_KEYS, rule, strict=True))
     if not isinstance(rule, dict) or rule.keys() != set(_RULE_KEYS):

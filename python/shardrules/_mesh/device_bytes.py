@@ -366,11 +366,11 @@ def moved_bytes(
     asked -= old.group_sums(old.of_shared(kept), used)
     kept_of_all = new.of_shared(kept)
     return Moved(
-        received=_bytes(after - kept_of_all),
-        kept=_bytes(kept_of_all),
-        sent=old.shares(_bytes(asked) * count, used),
+        received=_whole_bytes(after - kept_of_all),
+        kept=_whole_bytes(kept_of_all),
+        sent=old.shares(_whole_bytes(asked) * count, used),
     )
 
 
-def _bytes(bits: _Ints) -> _Ints:
+def _whole_bytes(bits: _Ints) -> _Ints:
     return (bits + 7) >> 3  # ten times as fast as a division

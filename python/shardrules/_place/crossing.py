@@ -108,14 +108,14 @@ def _crossing(
     lanes = NamedSharding(mesh, PartitionSpec(_DEVICE))
     return _Crossing(
         jax.jit(cut, out_shardings=of_senders),
-        jax.jit(_sent(mesh, pairs, to, copies), donate_argnums=0),
+        jax.jit(_sending_program(mesh, pairs, to, copies), donate_argnums=0),
         jax.jit(join, out_shardings=after),
         lanes,
         of_receivers,
     )
 
 
-def _sent(
+def _sending_program(
     mesh: Mesh, pairs: Sequence[tuple[int, int]], receivers: Sequence[int], copies: int
 ) -> Callable[[Any], Any]:
     """Return the program that sends blocks by pairs of places, and copies them at the receivers."""

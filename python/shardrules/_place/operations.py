@@ -34,7 +34,7 @@ class Operation(NamedTuple):
 
 def operations_for(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Operation]:
     """Return the calls for these leaves, in their order."""
-    calls_for = functools.cache(lambda sharding: list(_calls(sharding)))
+    calls_for = functools.cache(lambda sharding: list(_calls_for(sharding)))
     by_function: dict[Function, dict[int, NamedSharding]] = {each: {} for each in _functions()}
     for place, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if sharding is not None and hasattr(leaf, "shape"):
@@ -69,7 +69,7 @@ def one_call(
     return (function, shardings[0]) if takes_trees and is_all else None
 
 
-def _calls(sharding: NamedSharding) -> Iterator[tuple[Function, NamedSharding]]:
+def _calls_for(sharding: NamedSharding) -> Iterator[tuple[Function, NamedSharding]]:
     """Return the functions that bring an array into the sharding, with the sharding for each."""
     functions = _functions()
     explicit, auto = _by_axis_type(sharding, current_view(sharding.mesh))

@@ -120,7 +120,7 @@ def fail(name: str, error: BaseException, when: str) -> None:
 def note(text: str) -> None:
     """Tell waiting processes which call this process made last, without them."""
     with contextlib.suppress(RuntimeError):
-        _job().note(text)
+        _current_job().note(text)
 
 
 def leave() -> None:
@@ -129,7 +129,7 @@ def leave() -> None:
     if state is None:
         return
     with contextlib.suppress(RuntimeError):
-        job = _job()
+        job = _current_job()
         job.number += 1
         _Round(job, "exit").decide({"error": f"process {state.process_id} has ended"})
 
@@ -179,7 +179,7 @@ class _Job:
         for key, noted in self.client.key_value_dir_get(f"{_ROOT}/note"):
             number, text = noted.split(" ", 1)
             if int(number) == self.number - 1:
-                notes[_last(key)] = text
+                notes[_last_number(key)] = text
         return notes
 
 
@@ -293,7 +293,7 @@ class _Round:
     def _rows(self) -> dict[int, Any]:
         """Return the rows so far, by process."""
         there = self._job.client.key_value_dir_get(f"{self._at}/row")
-        return dict(sorted((_last(key), json.loads(row)) for key, row in there))
+        return dict(sorted((_last_number(key), json.loads(row)) for key, row in there))
 
     def _set_rows(self, rows: list[Row]) -> None:
         packed = zlib.compress(json.dumps(rows).encode())
@@ -326,7 +326,7 @@ class _Round:
             return None
 
 
-def _job() -> _Job:
+def _current_job() -> _Job:
     state = coordination_state()
     if state is None:
         raise RuntimeError(
@@ -341,7 +341,7 @@ _job_of: Final = functools.lru_cache(maxsize=1)(_Job)
 
 
 def _next_round(name: str) -> _Round:
-    job = _job()
+    job = _current_job()
     job.number += 1
     return _Round(job, name)
 
@@ -367,7 +367,7 @@ def _processes(indices: list[int]) -> str:
     return f"process{'es' if len(indices) > 1 else ''} {first}"
 
 
-def _last(key: str) -> int:
+def _last_number(key: str) -> int:
     return int(key.rsplit("/", 1)[1])
 
 
@@ -407,7 +407,9 @@ def first_difference(rows: list[Row], other_rows: list[Row], names: tuple[str, s
         texts = (" ".join(a) if a else ends, " ".join(b) if b else ends)
     same = len(commonprefix(texts))  # noqa: RUF071 these are no paths of files
     start = max(0, same - _SHOWN // 2) if max(map(len, texts)) > _SHOWN else 0
-    texts_of = [f"{name} has {_cut(text, start)}" for name, text in zip(names, texts, strict=True)]
+    texts_of = [
+        f"{name} has {_text_from(text, start)}" for name, text in zip(names, texts, strict=True)
+    ]
     return f"{where}: {', and '.join(texts_of)}"
 
 
@@ -501,6 +503,6 @@ class _Texts:
 _name = functools.lru_cache(maxsize=256)(str)  # numpy takes 10 microseconds to name a dtype
 
 
-def _cut(text: str, start: int) -> str:
+def _text_from(text: str, start: int) -> str:
     before, after = "..." if start else "", "..." if len(text) > start + _SHOWN else ""
     return f"{before}{text[start : start + _SHOWN]}{after}"

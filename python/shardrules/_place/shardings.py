@@ -101,12 +101,14 @@ def _bound_rules(
     on_mesh = bind(mesh)
     if not (on_mesh.by_factors and may_factor):
         return on_mesh
-    factors = _factors(tree, matcher, on_mesh, policy.min_size)
+    factors = _cutting_factors(tree, matcher, on_mesh, policy.min_size)
     factored = on_axes(mesh, in_parts(mesh.shape, factors))
     return on_mesh if factored is mesh else bind(factored)
 
 
-def _factors(tree: Any, matcher: Matcher, on_mesh: _OnMesh, min_size: int) -> dict[str, set[int]]:
+def _cutting_factors(
+    tree: Any, matcher: Matcher, on_mesh: _OnMesh, min_size: int
+) -> dict[str, set[int]]:
     """Return by axis the factors that cut some leaf; costs a walk over the tree."""
     specs = on_mesh.specs
     factors: dict[str, set[int]] = defaultdict(set)

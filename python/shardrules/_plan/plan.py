@@ -512,7 +512,7 @@ class Plan(Estimates, Decider):
 
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
         columns = read_lock(*content_of(lock))
-        return cls(columns, partial(_locked, columns), columns.axis_sizes)
+        return cls(columns, partial(_put_locked, columns), columns.axis_sizes)
 
     def diff(self, other: Plan) -> PlanDiff:
         """Compare with another plan: rules, new and missing leaves, other shardings.
@@ -847,7 +847,7 @@ def _warn_of(name: str, instead: str) -> None:
     warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
-def _locked(columns: Columns, mesh: SizedMesh, **_: frozenset[str]) -> Columns:
+def _put_locked(columns: Columns, mesh: SizedMesh, **_: frozenset[str]) -> Columns:
     if not columns._is_on(mesh.axis_sizes):
         raise ValueError(f"a locked plan is for the mesh {mesh_shown(columns.axis_sizes)} alone")
     return replace(columns, _explicit_axes=mesh.explicit_axes)

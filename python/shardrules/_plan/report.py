@@ -322,8 +322,8 @@ def report_html(
         time: The estimate of its seconds, with the time lines of its layers; the same.
         solution: The choices of `solve`, with what others cost; the same.
     """
-    scripts, styles = [*map(_text, _SCRIPTS)], _text("page.css")
-    return Template(_text("page.html")).substitute(
+    scripts, styles = [*map(_data_text, _SCRIPTS)], _data_text("page.css")
+    return Template(_data_text("page.html")).substitute(
         policy=_POLICY.format(
             scripts=" ".join(map(_script_hash, scripts)), styles=_script_hash(styles)
         ),
@@ -347,7 +347,7 @@ def report_html(
     )
 
 
-def _text(name: str) -> str:
+def _data_text(name: str) -> str:
     return (_FILES / name).read_text(encoding="utf-8")
 
 

@@ -306,7 +306,7 @@ def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) 
     elif shape[1:] == full:
         dims, origin = (None, *range(rank)), "the parameter's, behind a dimension of its own"
     elif (lacking := _lacking(shape, parameter, factor)) is not None:
-        dims = _without(lacking, rank)
+        dims = _dims_without(lacking, rank)
         origin = f"the parameter's without dim {lacking} (factored moment)"
     else:
         dims = None
@@ -324,11 +324,13 @@ def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
         by_size = int(np.argsort(full)[factor])
         if by_size in lacking:
             return by_size
-    specs = {_part_of_spec(parameter.spec or Entries(), _without(dim, rank)) for dim in lacking}
+    specs = {
+        _part_of_spec(parameter.spec or Entries(), _dims_without(dim, rank)) for dim in lacking
+    }
     return lacking[0] if len(specs) == 1 else None
 
 
-def _without(dim: int, rank: int) -> tuple[int, ...]:
+def _dims_without(dim: int, rank: int) -> tuple[int, ...]:
     return tuple(index for index in range(rank) if index != dim)
 
 

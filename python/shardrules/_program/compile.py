@@ -213,13 +213,15 @@ def result_of(lowered: Any, timeout: float | None = None) -> Compiled | Refusal 
         timeout: Seconds after which to return what is known by then; None for no limit.
     """
     if timeout is not None:
-        return compiled_within(partial(_result, lowered), timeout)
+        return compiled_within(partial(_compiled_or_refusal, lowered), timeout)
     level = getattr(jax.config, "jax_optimization_level", None)
     # With options, JAX neither takes nor keeps the executable of the same step at another level.
-    return _result(lowered, {"xla_dump_hlo_as_text": False} if level == _LEVELS["fast"] else None)
+    return _compiled_or_refusal(
+        lowered, {"xla_dump_hlo_as_text": False} if level == _LEVELS["fast"] else None
+    )
 
 
-def _result(lowered: Any, options: Mapping[str, Any] | None) -> Compiled | Refusal:
+def _compiled_or_refusal(lowered: Any, options: Mapping[str, Any] | None) -> Compiled | Refusal:
     try:
         return lowered.compile(compiler_options=options)  # type: ignore[no-any-return]
     except Exception as error:

@@ -237,14 +237,14 @@ def _definition(hlo: Hlo, value: Value) -> Instruction:
 def _local_source(hlo: Hlo, value: Value, through: frozenset[str]) -> Value:
     """Trace a value back within its computation, as far as it goes."""
     for _ in range(len(hlo[value.computation].lines) + 1):
-        before = _step(hlo, value, through)
+        before = _step_back(hlo, value, through)
         if before is None:
             return value
         value = before
     raise LookupError(f"{value.name} is made of itself")
 
 
-def _step(hlo: Hlo, value: Value, through: frozenset[str]) -> Value | None:
+def _step_back(hlo: Hlo, value: Value, through: frozenset[str]) -> Value | None:
     """Go one instruction back; None from a parameter, or where the value is computed."""
     definition = _definition(hlo, value)
     if definition.opcode in _CALLS:

@@ -403,7 +403,7 @@ def _at_same_paths(before: Any, after: Any) -> Iterator[tuple[int, int]]:
             yield leaves[path], number
 
 
-class _Entry(NamedTuple):
+class _FlatArgument(NamedTuple):
     """Plan of an argument whose structure equinox has not kept."""
 
     name: str
@@ -507,22 +507,22 @@ def _split_keywords(
     return positional, {**unplanned, **keywords}
 
 
-def _call_entry(name: str, planned: Any) -> _Entry:
+def _call_entry(name: str, planned: Any) -> _FlatArgument:
     if planned is None or is_partition_spec(planned) or isinstance(planned, Sharding):
-        return _Entry(name, planned is not None)
+        return _FlatArgument(name, planned is not None)
     if not isinstance(planned, Plan):
-        return _Entry(name, True, planned)
+        return _FlatArgument(name, True, planned)
     columns = planned._columns
     shape_of = [columns.kinds[kind].shape for kind in columns.kind_of.tolist()]
     tree = tree_util.tree_map(
         lambda row: None if shape_of[row] is None else row, columns._leaves.tree
     )
     shapes = tuple(shape_of[row] or () for row in tree_util.tree_leaves(tree))
-    return _Entry(name, True, tree, shapes)
+    return _FlatArgument(name, True, tree, shapes)
 
 
 def _trees(
-    entries: Sequence[_Entry], numbers: list[int], shapes: list[tuple[int, ...]]
+    entries: Sequence[_FlatArgument], numbers: list[int], shapes: list[tuple[int, ...]]
 ) -> Iterator[Any]:
     """Yield each argument as a tree of its leaves' numbers.
 
@@ -548,7 +548,9 @@ def _trees(
             yield leaves[0] if width == 1 else tuple(leaves)
 
 
-def _splits(entries: Sequence[_Entry], shapes: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+def _splits(
+    entries: Sequence[_FlatArgument], shapes: list[tuple[int, ...]]
+) -> Iterator[tuple[int, ...]]:
     """Yield the array counts of the entries, for each way in which plans fit the shapes."""
     first = next((i for i, entry in enumerate(entries) if entry.tree is not None), None)
     if first is None:
@@ -564,7 +566,7 @@ def _splits(entries: Sequence[_Entry], shapes: list[tuple[int, ...]]) -> Iterato
                 yield (*loose, width, *after)
 
 
-def _loose_widths(entries: Sequence[_Entry], count: int) -> tuple[int, ...] | None:
+def _loose_widths(entries: Sequence[_FlatArgument], count: int) -> tuple[int, ...] | None:
     """Share arrays out among entries that do not say how many they have; None if unclear."""
     planned = [entry.is_planned for entry in entries]
     if count == len(entries):

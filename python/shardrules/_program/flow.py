@@ -239,7 +239,7 @@ def _through(hlo: Hlo, value: Value, user: Instruction, size: int) -> Iterator[V
     elif _has(hlo, user, "scatter", _ADDED_ROWS):
         yield Consumer("rows", value, user)
     else:
-        yield from _elementwise(value, user, size)
+        yield from _elementwise_uses(value, user, size)
 
 
 def _bodies(caller: Instruction, places: list[int]) -> Iterator[tuple[str, int]]:
@@ -252,7 +252,7 @@ def _bodies(caller: Instruction, places: list[int]) -> Iterator[tuple[str, int]]
         yield from ((caller.callees[place - 1], 0) for place in places if place)
 
 
-def _elementwise(value: Value, user: Instruction, size: int) -> Iterator[Value | Consumer]:
+def _elementwise_uses(value: Value, user: Instruction, size: int) -> Iterator[Value | Consumer]:
     is_tuple = len(user.results) > 1
     alike = [
         i for i, shape in enumerate(user.results) if abs(shape.elements - size) <= size // _PADDED

@@ -65,15 +65,15 @@ def planned_targets(
         ValueError: It does not fit the arguments, or a plan the mesh.
     """
     plans: dict[int, _PlanLeaves] = {}
-    of_inputs = _Targets(executable.inputs, executable, plans)
+    of_inputs = _SideTargets(executable.inputs, executable, plans)
     _fill_arguments(of_inputs, executable.inputs, inputs)
-    of_outputs = _Targets(executable.outputs, executable, plans)
+    of_outputs = _SideTargets(executable.outputs, executable, plans)
     of_outputs.fill("outputs", outputs, executable.outputs.treedef)
     updated = [of_inputs.targets[before] for before, _ in executable.call.updates]
     return of_inputs.targets, of_outputs.targets + updated
 
 
-def _fill_arguments(targets: _Targets, side: Side, plans: Any) -> None:
+def _fill_arguments(targets: _SideTargets, side: Side, plans: Any) -> None:
     if not isinstance(plans, tuple | list):
         raise TypeError(
             f"inputs is {shown(plans)}; give a tuple with an entry for each positional argument: "
@@ -114,7 +114,7 @@ def _plan_leaves(
     )
 
 
-class _Targets:
+class _SideTargets:
     """Targets of a side, filled in subtree by subtree."""
 
     def __init__(self, side: Side, executable: Executable, plans: dict[int, _PlanLeaves]) -> None:

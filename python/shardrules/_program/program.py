@@ -94,7 +94,7 @@ class Program:
         with hlo_errors():
             rows = list(exchanges(hlo, self.axis_sizes))
             if self._tracer is None:
-                movements = [_unknown(row) for row in rows]
+                movements = [_unknown_movement(row) for row in rows]
             else:
                 movements = self._tracer.movements(rows)
         pairs = zip(rows, movements, strict=True)
@@ -245,7 +245,7 @@ class Program:
             ]
         parts: list[Table | str] = [printable(self._summary())]
         if self.collectives:
-            parts.append(Table(_COLUMNS, map(_cells, self.collectives[:_KEPT_IN_TEXT])))
+            parts.append(Table(_COLUMNS, map(_collective_cells, self.collectives[:_KEPT_IN_TEXT])))
         rest = len(self.collectives) - _KEPT_IN_TEXT
         if rest > 0:
             parts.append(f"and {rest} more")
@@ -290,7 +290,7 @@ def time_on(topology: Topology, program: Program) -> ProgramTime | None:
     return program_time(hlo, program.collectives, topology.clock, link_rate, peak)
 
 
-def _cells(row: Collective) -> Sequence[str]:
+def _collective_cells(row: Collective) -> Sequence[str]:
     return (
         bytes_shown(row.sent_at_least),
         "per iteration" if row.times is None else f"{row.times:,}",
@@ -303,7 +303,7 @@ def _cells(row: Collective) -> Sequence[str]:
     )
 
 
-def _unknown(row: Exchange) -> Movement:
+def _unknown_movement(row: Exchange) -> Movement:
     name = row.op.instruction.op_name or row.op.instruction.name
     return Movement("unexplained", name, "unknown")
 

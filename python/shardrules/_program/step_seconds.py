@@ -105,7 +105,7 @@ class ProgramTime(NamedTuple):
         phases = _sums((phase, seconds) for _, phase, seconds in self.parts)
         scopes = _sums((scope, seconds) for scope, _, seconds in self.parts if scope)
         if phases:
-            listed = "; ".join(_listed(sums) for sums in (phases, scopes) if sums)
+            listed = "; ".join(_largest_sums(sums) for sums in (phases, scopes) if sums)
             lines.append(f"computing: {listed}")
         if self.kernels:
             lines.append(
@@ -136,7 +136,7 @@ def program_time(
         rate = peak * KERNEL_EFFICIENCY
         kernels = [(one, count / rate, times) for one, count, times in flops if count]
         timed = cycles + kernels
-        lines = {one.name: _line(hlo, one) for one, _, _ in timed}
+        lines = {one.name: _instruction_line(hlo, one) for one, _, _ in timed}
         names = {one.name: _scope_and_phase(one) for one, _, _ in timed}
         by_line = _sums((lines[one.name], times * seconds) for one, seconds, times in timed)
         parts = _sums((names[one.name], times * seconds) for one, seconds, times in timed)
@@ -169,7 +169,7 @@ def _sums(items: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _listed(sums: dict[str, float]) -> str:
+def _largest_sums(sums: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds_shown(s)}" for name, s in list(sums.items())[:_IN_TEXT])
 
 
@@ -203,7 +203,7 @@ def _splash_flops(kernel: Instruction) -> int:
     return splash_flops(name, arrays, len(kernel.results))
 
 
-def _line(hlo: Hlo, instruction: Instruction) -> str:
+def _instruction_line(hlo: Hlo, instruction: Instruction) -> str:
     place = hlo.place(instruction)
     return str(place) if place else instruction.op_name or "of no line"
 

@@ -127,7 +127,7 @@ def decided_tree(
 
 def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any]]) -> str:
     """Word the message about leaves that no rule matches: (path, shape or None)."""
-    lines = _listed(
+    lines = _leaf_lines(
         count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
     )
     searches = matcher.dialect.match == ("search",)
@@ -144,7 +144,7 @@ def ambiguous_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
 ) -> str:
     """Word the message about leaves that several rules match: (path, (rules, shape))."""
-    lines = _listed(
+    lines = _leaf_lines(
         count,
         [
             f"{path}  shape {shape}  "
@@ -164,7 +164,7 @@ def too_long_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
 ) -> str:
     """Word the message about leaves of fewer dimensions than entries: (path, (rule, shape))."""
-    lines = _listed(
+    lines = _leaf_lines(
         count,
         [
             f"{path}  shape {shape}  rule {rule}: {rule_shown(*matcher.pairs[rule])}"
@@ -196,7 +196,7 @@ def _leaves_match(count: int) -> str:
     return f"{counted(count, 'leaf')} {'matches' if count == 1 else 'match'}"
 
 
-def _listed(count: int, lines: list[str]) -> str:
+def _leaf_lines(count: int, lines: list[str]) -> str:
     return printable_lines(f"    {line}" for line in lines + and_more(count, len(lines), "leaf"))
 
 

@@ -350,7 +350,7 @@ def parse(where: str, regex: Pattern) -> Any:
     except re.error as error:
         raise _located(where, error, text) from None
     except (OverflowError, RecursionError, ValueError) as error:
-        raise type(error)(f"{where}: {error}: {_shown(text)}") from None
+        raise type(error)(f"{where}: {error}: {_brief(text)}") from None
 
 
 def check_template(pattern: Pattern, template: str) -> None:
@@ -361,7 +361,7 @@ def check_template(pattern: Pattern, template: str) -> None:
     except (re.error, IndexError) as error:
         text = _text_and_flags(pattern)[0]
         raise re.error(
-            f"{_shown(template)} does not go with the pattern {_shown(text)}: {error}; a group is "
+            f"{_brief(template)} does not go with the pattern {_brief(text)}: {error}; a group is "
             r"(...), and \1 in its place"
         ) from None
 
@@ -382,7 +382,7 @@ def _text_and_flags(pattern: Pattern) -> tuple[str, int]:
     return pattern.pattern, pattern.flags & ~_DEBUG
 
 
-def _shown(text: str) -> str:
+def _brief(text: str) -> str:
     return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."
 
 

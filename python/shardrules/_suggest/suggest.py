@@ -429,7 +429,7 @@ def _rule_reasons(rules: Draft) -> tuple[Reason, ...]:
         entries += [None] * (rank - len(entries))
         dims = [_cut_reason(units[0], dim, entry_axes(entry)) for dim, entry in enumerate(entries)]
         is_understood = unknown.isdisjoint(map(id, units))
-        reasons.append(_reason(number, pattern, units, dims, is_understood=is_understood))
+        reasons.append(_rule_reason(number, pattern, units, dims, is_understood=is_understood))
     return tuple(reasons)
 
 
@@ -441,10 +441,10 @@ def _reason_of_name(number: int, rule: NameRule) -> Reason:
         dims.setdefault((cut.size, cut.role), cut)
     units = [unit for unit, _ in rule.dims]
     is_understood = not units or any(unit.dims.is_known for unit in units)
-    return _reason(number, rule.name, units, dims.values(), is_understood=is_understood)
+    return _rule_reason(number, rule.name, units, dims.values(), is_understood=is_understood)
 
 
-def _reason(
+def _rule_reason(
     number: int,
     pattern: Any,
     units: Sequence[Unit],

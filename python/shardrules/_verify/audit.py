@@ -306,7 +306,8 @@ class _Audit:
         fix = _structure_fix([columns.paths[row] for row in missing], list(sizes), separator)
         if missing:
             message = f"the tree lacks {counted(len(missing), 'array')} of the plan"
-            paths, size = self._folded(missing), int(columns.device_bytes[missing].sum())
+            paths = self._folded(missing)
+            size = sum(columns.kinds[columns.kind_of[row]].device_bytes for row in missing)
             yield Finding(
                 "error", "structure", message, paths, len(missing), None, size, fix, _REPLANNED
             )
@@ -368,7 +369,7 @@ class _PlannedKinds:
         self, axis_sizes: Mapping[str, int], mesh: MeshLike, wheres: Iterable[Where]
     ) -> None:
         self._axis_sizes = axis_sizes
-        self.mesh = mesh if has_devices(mesh) else _mesh_of(axis_sizes, wheres)
+        self.mesh = mesh if has_devices(mesh) else _mesh_of_arrays(axis_sizes, wheres)
         """None if no array is on as many devices."""
         self._devices = () if self.mesh is None else tuple(self.mesh.devices.flat)
         self._default_memory = None
@@ -465,7 +466,7 @@ class _PlannedKinds:
         return spec_shown(spec) + ("" if is_same else f" on {mesh_shown(mesh.shape)}")
 
 
-def _mesh_of(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> Mesh | None:
+def _mesh_of_arrays(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> Mesh | None:
     """Make a mesh with the plan's axes from the arrays' devices."""
     meshes: Counter[Mesh] = Counter()
     devices: Counter[tuple[Any, ...]] = Counter()

@@ -366,11 +366,11 @@ def _not_aliased(executable: Executable, leaves: list[int], *, is_state: bool) -
         )
         return side.finding("error", "donation", message, fix, leaves, bytes=size)
     message += f"{bytes_shown(size)} on each device; none is like them"
-    fix, mend = "do not donate them", _without(executable, leaves)
+    fix, mend = "do not donate them", _donation_without(executable, leaves)
     return side.finding("warning", "donation", message, fix, leaves, bytes=size, mend=mend)
 
 
-def _without(executable: Executable, leaves: Sequence[int]) -> str:
+def _donation_without(executable: Executable, leaves: Sequence[int]) -> str:
     """Write what jit donates without these leaves; "" if their arguments have others."""
     lost, donated = set(leaves), {leaf for leaf in executable.kept if executable.donated[leaf]}
     places = [i for i, (_, part) in enumerate(executable.inputs.subtrees) if donated & {*part}]

@@ -183,7 +183,7 @@ def prove(
     findings, program = findings_and_program(
         compiled, inputs, outputs, hbm=hbm, large=large, budget=budget
     )
-    target = _target(on, mesh or program.mesh)
+    target = _target_shown(on, mesh or program.mesh)
     estimate = None
     if isinstance(on, Topology) and effort == "full" and dump is None:
         estimate = time_on(on, program)
@@ -209,7 +209,7 @@ def _planned_on(mesh: Mesh, planned: Any) -> Any:
     return tree_util.tree_map(on_mesh, planned, is_leaf=lambda node: isinstance(node, Plan))
 
 
-def _target(on: Any, mesh: Any) -> str:
+def _target_shown(on: Any, mesh: Any) -> str:
     """Name the devices of a mesh, and how its axes lie."""
     if mesh is None:
         return "one device"

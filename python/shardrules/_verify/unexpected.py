@@ -74,10 +74,10 @@ def unexpected(
     for (reason, axes), rows in groups.items():
         size = sum(row.sent_at_least for row in rows)
         if size >= large or (size >= _SHARE * total and total >= large):
-            yield _finding(program, reason, axes, rows, size)
+            yield _movement_finding(program, reason, axes, rows, size)
 
 
-def _finding(
+def _movement_finding(
     program: Program, reason: str, axes: tuple[str, ...], rows: Sequence[Collective], size: int
 ) -> Finding:
     (key,) = [name for name, entry in REASONS.items() if entry.text == reason]
@@ -117,10 +117,12 @@ def computed_alike(program: Program, reported: Container[str]) -> Iterator[Findi
         alike = [product for product in products if axis not in product.axes]
         flops = sum(product.flops for product in alike)
         if count > 1 and flops > _ALIKE * total and axis not in reported:
-            yield _alike(axis, sorted(alike, key=lambda product: -product.flops), flops / total)
+            yield _alike_finding(
+                axis, sorted(alike, key=lambda product: -product.flops), flops / total
+            )
 
 
-def _alike(axis: str, products: Sequence[Product], share: float) -> Finding:
+def _alike_finding(axis: str, products: Sequence[Product], share: float) -> Finding:
     names = [f"{p.op_name}" + (f" at {p.place}" if p.place else "") for p in products[:_NAMED]]
     message = (
         f"{counted(len(products), 'product')}, {share:.0%} of the work of a device, are computed "

@@ -173,7 +173,7 @@ def _matrix_dims(
     residual = [dim for dim in free if shape[dim] in widths]
     has_heads = _has_heads(part) and len(free) > 2 and len(residual) == 1
     if _is_convolution(shape, free) and not has_heads:
-        return _convolution(shape, free), True
+        return _convolution_sides(shape, free), True
     if len(free) > 2 and len(residual) == 1:
         return _heads(part, free, residual[0]), True
     if len(free) > 3:
@@ -232,7 +232,7 @@ def _is_convolution(shape: tuple[int, ...], free: list[int]) -> bool:
     return len(free) == 3 and any(size < _WINDOW and size % 2 for size in (sizes[0], sizes[-1]))
 
 
-def _convolution(shape: tuple[int, ...], free: list[int]) -> dict[int, Side]:
+def _convolution_sides(shape: tuple[int, ...], free: list[int]) -> dict[int, Side]:
     """Names the sides of a convolution; channels are first in torch, and last in flax."""
     first, last = free[:2], free[-2:]
     ends = first if shape[free[0]] > shape[free[-1]] else last

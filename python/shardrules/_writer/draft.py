@@ -117,10 +117,10 @@ def draft(
         cuts = [_copied(unit, siblings) or cut for unit, cut in zip(units, cuts, strict=True)]
     spared = {axis for axis, size in axis_sizes.items() if size > 1 and uses[axis] == "tensor"}
     labels = [
-        _label(unit, of_unit, spared, entries or {})
+        _label_of(unit, of_unit, spared, entries or {})
         for unit, of_unit in zip(units, cuts, strict=True)
     ]
-    return _written(units, labels, dialect, tightness, uses)
+    return _rules_for_labels(units, labels, dialect, tightness, uses)
 
 
 def draft_of_specs(
@@ -141,10 +141,10 @@ def draft_of_specs(
             rows_of[Label(spec, is_plain=spec == Entries(), is_known=True)].append(row)
         parts += map(unit.with_rows, rows_of.values())
         labels += rows_of
-    return _written(parts, labels, dialect, tightness, None)
+    return _rules_for_labels(parts, labels, dialect, tightness, None)
 
 
-def _written(
+def _rules_for_labels(
     units: Sequence[Unit],
     labels: Sequence[Label],
     dialect: Dialect,
@@ -162,9 +162,9 @@ def _written(
         pairs, of_rules = _text_rules(labelled)
     else:
         ends, rest = _phrases(units, labels)
-        pairs, of_rules = _proven(ends, units, dialect, tightness)
+        pairs, of_rules = _loosest_patterns(ends, units, dialect, tightness)
         if uses is None:
-            pairs, of_rules = _joined(ends, pairs, of_rules)
+            pairs, of_rules = _joined_rules(ends, pairs, of_rules)
         unnamed = [units[number] for number in rest]
     if unnamed:
         if uses is None:
@@ -178,7 +178,7 @@ def _written(
     return Draft(Rules(pairs, dialect), of_rules, unknown + unnamed)
 
 
-def _joined(
+def _joined_rules(
     phrases: Sequence[Phrase], pairs: _Pairs, of_rules: list[tuple[Unit, ...]]
 ) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
     """Join all rules of what is whole; and of others with one spec the shortest, if they are many.
@@ -283,7 +283,7 @@ def _sibling_keys(unit: Unit) -> list[Any]:
     return [(*words[:place], None, *words[len(words) + place + 1 :], array) for place in places]
 
 
-def _label(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes, Any]) -> Label:
+def _label_of(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes, Any]) -> Label:
     """Label a unit; `spared` are the axes that some kernels are not sharded by on purpose."""
     value: Any = Entries(trimmed(entries_of.get(axes, entry_of(axes)) for axes in cuts))
     if units := _head_units(unit, cuts):
@@ -366,7 +366,7 @@ def _phrases(units: list[Unit], labels: list[Label]) -> tuple[list[Phrase], tupl
         ) from None
 
 
-def _proven(
+def _loosest_patterns(
     phrases: list[Phrase], units: Sequence[Unit], dialect: Dialect, least: int
 ) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
     """Write patterns as loose as they may be: of the path of each unit only its own matches.
@@ -385,7 +385,7 @@ def _proven(
             (pattern_of(phrase, words, dialect, tight), phrase.label.value)
             for phrase, tight in zip(phrases, tightness, strict=True)
         ]
-        wrong = dict(_wrong(Rules(pairs, dialect), paths, owner, phrases))
+        wrong = dict(_mismatches(Rules(pairs, dialect), paths, owner, phrases))
         loose = [rule for rule in wrong if tightness[rule] < TIGHTEST]
         if not loose:
             break
@@ -399,7 +399,7 @@ def _proven(
     return pairs, [tuple(units[number] for number in phrase.units) for phrase in phrases]
 
 
-def _wrong(
+def _mismatches(
     rules: Rules, paths: Sequence[str], owner: Mapping[int, int], phrases: Sequence[Phrase]
 ) -> Iterator[tuple[int, str]]:
     """Yield rules that match a path of another, or miss one of their own, and a path of each."""
