@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from shardrules._jax import user_line
+from shardrules._step.spread import PRODUCTS
 
 if TYPE_CHECKING:
     from shardrules._step.equations import Body, Equations, TracedOperation
@@ -83,9 +84,6 @@ _IN_PLACE: Final = frozenset(
     ["dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"]
 )
 _SUMS: Final = frozenset(["add", "add_any"])
-_PRODUCTS: Final = frozenset(
-    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
-)
 # A loop over so few parts is written out.
 _FEW_PARTS: Final = 4
 _MOST_ROOTS: Final = 64
@@ -328,14 +326,14 @@ class _Run:
             self._roots[number] = (buffer,)
             if self._is_in_parts(operation):
                 self._begin[buffer] = self._turn_begin
-            elif operation.name in _PRODUCTS:
+            elif operation.name in PRODUCTS:
                 self._fusible[number] = buffer
             if operation.name in _IN_PLACE and place == 0 and len(before) == 1:
                 self._carried.append((buffer, before[0]))
 
     def _batches(self, operation: TracedOperation, number: int) -> int:
         """Count the batch dimensions of a product that are not one on a device; 0 of others."""
-        if operation.name not in _PRODUCTS or operation.rule is None:
+        if operation.name not in PRODUCTS or operation.rule is None:
             return 0
         rows = [{f for dim in dims for f in dim} for dims in operation.rule.operands]
         shape, cuts = self._equations.values[number].shape, self._spread.cuts.get(number, ())
@@ -351,7 +349,7 @@ class _Run:
         a turn on.
         """
         rule = operation.rule
-        if operation.name not in _PRODUCTS or rule is None or not self._turn_begin:
+        if operation.name not in PRODUCTS or rule is None or not self._turn_begin:
             return False
         for sent in self._gathered.get(id(operation), ()):
             if sent.value not in operation.inputs:  # a result that is brought to other cuts
@@ -487,7 +485,7 @@ def _late(body: Body, carries: int) -> set[int]:
     made: set[int | None] = set()
     for operation in body.operations:
         if needed.isdisjoint(operation.outputs) and (
-            operation.name in _PRODUCTS or not made.isdisjoint(operation.inputs)
+            operation.name in PRODUCTS or not made.isdisjoint(operation.inputs)
         ):
             late.add(id(operation))
             made.update(operation.outputs)
