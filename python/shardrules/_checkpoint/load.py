@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jax import tree_util
+
 from shardrules._arguments import check_type, each, in_order, integer, listed, texts
 from shardrules._checkpoint.formats import format_of, reads_of
 from shardrules._checkpoint.job import Job, bytes_in_flight
@@ -19,7 +21,7 @@ from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._dtypes import bits_of, given_float
 from shardrules._files.leaves import ArraySpecs
 from shardrules._files.models import Arrays, read_arrays
-from shardrules._place.decider import policy_for
+from shardrules._place.decider import RulesLike, policy_for
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
 from shardrules._plan.plan import Plan
@@ -27,7 +29,6 @@ from shardrules._plan.plan import Plan
 if TYPE_CHECKING:
     from shardrules._correction import Correction
     from shardrules._mesh.mesh import MeshLike
-    from shardrules._place.decider import RulesLike
     from shardrules._plan.companions import Companion
 
 
@@ -116,8 +117,6 @@ def load(
         >>> tuple(params["wq"].sharding.spec), params["wq"].shape
         ((None, 'tp'), (4, 8))
     """
-    from jax import tree_util
-
     check_type("source", source, str | os.PathLike, "the path of a checkpoint")
     reports = checked_progress(progress)
     with JointCall("load") as call:

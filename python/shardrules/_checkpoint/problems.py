@@ -16,12 +16,7 @@ _MOST_NEAR: Final = 5
 
 
 class Problems:
-    """Problems with arrays; equal lines with many paths become one, with the paths folded.
-
-    Args:
-        name: Where the arrays come from.
-        in_file: Whether that is a file; else its error is no FileError.
-    """
+    """Problems with arrays; equal lines with many paths become one, with the paths folded."""
 
     def __init__(self, name: str, *, in_file: bool = True) -> None:
         self._name = name

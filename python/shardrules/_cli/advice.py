@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace as Args
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._cli import inputs
 from shardrules._cli.process import working
@@ -18,10 +18,12 @@ from shardrules._io import FileError
 from shardrules._mesh.topology import Topology
 from shardrules._mesh_sizes import parse_mesh
 from shardrules._rules.rules import Rules
-from shardrules._solve.solution import Solution, solve
 from shardrules._suggest.suggest import suggest, suggestion_of
 from shardrules._suggest.suggestion import Suggestion
 from shardrules._text import mesh_shown
+
+if TYPE_CHECKING:
+    from shardrules._solve.solution import Solution
 
 _RULES: Final = "rules.toml"
 _MODEL: Final = "model.json.gz"
@@ -56,13 +58,9 @@ def suggested(args: Args, **step: Any) -> Suggestion:
 
 
 def solved(args: Args, function: str, rules: Any = None) -> Solution:
-    """Solve a step for the devices of a command line.
+    """Solve a step for the devices of a command line."""
+    from shardrules._solve.solution import solve
 
-    Args:
-        args: The command line.
-        function: The step, as package.module:function.
-        rules: The rules that the function takes, if it does.
-    """
     hardware = getattr(args, "hardware", None)
     sizes = None if args.mesh is None else parse_mesh(args.mesh)
     if sizes is not None:

@@ -17,8 +17,8 @@ import click
 from shardrules._cli.inputs import Planned, dialect_of
 from shardrules._cli.process import hint, working
 from shardrules._plan.show import heading, plan_table
-from shardrules._plan.table import DEFAULT_LARGE, is_replicated
-from shardrules._text import and_more, brief, is_command, printable
+from shardrules._plan.table import DEFAULT_LARGE, Kind, is_replicated
+from shardrules._text import Table, and_more, brief, is_command, printable
 
 if TYPE_CHECKING:
     from types import SimpleNamespace as Args
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from shardrules._plan.findings import Findings, Level
     from shardrules._plan.memory import Room
     from shardrules._plan.plan import Plan
-    from shardrules._plan.table import Kind
     from shardrules._suggest.suggestion import Suggestion
-    from shardrules._text import Table
 
 _STYLES: Final[dict[str, dict[str, Any]]] = {
     "error": {"fg": "red", "bold": True},
@@ -98,7 +96,7 @@ def show_findings(args: Args, findings: Findings, planned: Planned | None = None
     if args.format == "json":
         print(findings.to_json())
     elif args.format == "github":
-        commands = github_commands(findings, *_rule_lines(args, planned), _title(args))
+        commands = github_commands(findings, *_rule_lines(args, planned), _page_title(args))
         print(commands or conclusion(findings))
     else:
         for finding in findings:
@@ -141,10 +139,10 @@ def annotation(args: Args, what: str, lines: Sequence[str]) -> str:
     file = args.rules or args.after
     shown = [*lines[:_MOST_LINES], *and_more(len(lines), _MOST_LINES, "line")]
     place = _from_root(file if Path(file).is_file() else None)
-    return github_command("warning", f"{_title(args)} {what}", shown, place)
+    return github_command("warning", f"{_page_title(args)} {what}", shown, place)
 
 
-def _title(args: Args) -> str:
+def _page_title(args: Args) -> str:
     return " ".join(filter(None, [getattr(args, "job", None), "shardrules"]))
 
 
@@ -178,11 +176,7 @@ def show_fix(args: Args, planned: Planned, findings: Findings) -> int:
 
 
 def _check_obeyed(patch: str) -> None:
-    """Check that a CI runner, which reads the output, obeys no line of a patch: it must be exact.
-
-    Raises:
-        ValueError: It would.
-    """
+    """Check that a CI runner, which reads the output, obeys no line of a patch."""
     if not any(name in os.environ for name in _RUNNERS):
         return
     with suppress(OSError):  # a stream without a number

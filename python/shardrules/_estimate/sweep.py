@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._estimate.step_time import assumed_lines, step_time, time_shown
+from shardrules._estimate.step_time import Run, StepTime, assumed_lines, step_time, time_shown
 from shardrules._mesh_sizes import check_bounds
 from shardrules._plan.axis_uses import data_axes_among
-from shardrules._plan.memory import by_class
-from shardrules._plan.table import axes_used
+from shardrules._plan.memory import DeviceBytes, Room, by_class
+from shardrules._plan.table import Columns, axes_used
 from shardrules._text import (
     Column,
     Table,
@@ -28,9 +28,6 @@ from shardrules._text import (
 
 if TYPE_CHECKING:
     from shardrules._correction import MemoryKind
-    from shardrules._estimate.step_time import Run, StepTime
-    from shardrules._plan.memory import DeviceBytes, Room
-    from shardrules._plan.table import Columns
 
 _MOST_MESHES: Final = 10_000
 # Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less
@@ -180,10 +177,6 @@ def sweep(
 
     `measure` tells of a traced step there; `prove` is how many rows to compile, and a function that
     gives the seconds and the bytes of a step on a mesh by what the compiler makes of it.
-
-    Raises:
-        ValueError: There are too many meshes.
-        Exception: Tracing the step raises it on every mesh.
     """
     meshes_ = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(meshes_) > _MOST_MESHES:
@@ -207,11 +200,11 @@ def sweep(
         raise errors[0]
     if all(row.time is None for row in rows):
         return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), left_out)
-    ranked = list(_best_first(rows, _seconds))
-    return Sweep(ranked if prove is None else _proven(ranked, room, *prove), left_out)
+    ranked = list(_best_first(rows, _row_seconds))
+    return Sweep(ranked if prove is None else _ranked_by_proof(ranked, room, *prove), left_out)
 
 
-def _proven(
+def _ranked_by_proof(
     rows: list[SweepRow],
     room: Room,
     count: int,
@@ -252,7 +245,7 @@ def _preference(row: SweepRow) -> tuple[float, ...]:
     return _tensor_devices(row), row.corrections, _held_bytes(row)
 
 
-def _seconds(row: SweepRow) -> float:
+def _row_seconds(row: SweepRow) -> float:
     return 0.0 if row.time is None else row.time.total
 
 

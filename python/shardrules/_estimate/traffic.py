@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardrules._estimate.collectives import (
     activation_rows,
@@ -19,11 +19,8 @@ from shardrules._estimate.collectives import (
     uncounted,
 )
 from shardrules._estimate.schedule import Schedule, Transmission, merged
-from shardrules._plan.table import axes_used
+from shardrules._plan.table import Columns, axes_used
 from shardrules._text import Column, Table, answer, bytes_shown, printable
-
-if TYPE_CHECKING:
-    from shardrules._plan.table import Columns
 
 _COLUMNS: Final = (
     Column("of"),

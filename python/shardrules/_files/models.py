@@ -73,11 +73,7 @@ class ModelFormat(Protocol):
         ...
 
     def read(self, path: Path, make: ArraySpecs) -> Arrays:
-        """Read names, shapes and dtypes, with leaves of `make.of_columns`.
-
-        Raises:
-            FileError: The file is damaged.
-        """
+        """Read names, shapes and dtypes, with leaves of `make.of_columns`."""
         ...
 
 
@@ -225,7 +221,9 @@ class ArraysInJson:
         names = content.get("logical_axes")
         arrays = _arrays_in(path, leaves, content.get("model"))
         return (
-            arrays if names is None else arrays._replace(logical_axes=_names(path, names, leaves))
+            arrays
+            if names is None
+            else arrays._replace(logical_axes=_checked_names(path, names, leaves))
         )
 
 
@@ -238,7 +236,7 @@ FORMATS: Final[list[ModelFormat]] = [
 """The formats of models, in the order in which they are asked."""
 
 
-def _names(
+def _checked_names(
     path: Path, names: object, leaves: dict[str, ArraySpec]
 ) -> dict[str, tuple[str | None, ...]]:
     if not isinstance(names, dict):

@@ -34,10 +34,6 @@ def is_module_form(text: str) -> bool:
 def load_object(text: str, *arguments: Any) -> Any:
     """Import the object that `package.module:name` names, and call it if that is possible.
 
-    Args:
-        text: As of `find_object`.
-        *arguments: What it is called with.
-
     Raises:
         FileError: As `find_object`; or the call has raised an error, which is chained.
     """
@@ -56,9 +52,6 @@ def find_object(text: str) -> Any:
     """Import the object that `package.module:name` names.
 
     The current directory is searched too, as with `python -m`. A name may have dots.
-
-    Args:
-        text: A text for which `is_module_form` is true.
 
     Raises:
         FileError: There is no such module or name, or its code has raised an error, which is

@@ -115,11 +115,7 @@ class RemotePath:
 
     @contextmanager
     def opened(self) -> Iterator[io.BufferedReader]:
-        """Yield the file, open for reading.
-
-        Raises:
-            FileError: It cannot be read.
-        """
+        """Yield the file, open for reading."""
         raw = RemoteFile(self)
         with io.BufferedReader(raw, 1 << 16) as file:
             yield cast("io.BufferedReader", file)
@@ -127,9 +123,6 @@ class RemotePath:
 
 class RemoteFile(io.RawIOBase):
     """A file that is read in ranges.
-
-    Args:
-        path: Where it is.
 
     Attributes:
         path: Where it is.
@@ -174,11 +167,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def _asked(path: RemotePath, question: str, *, size: int | None = None, **how: Any) -> Any:
-    """Ask the store, again if it fails; with a size, for so many bytes.
-
-    Raises:
-        FileError: There is no answer.
-    """
+    """Ask the store, again if it fails; with a size, for so many bytes."""
     where = "" if size is None else f"byte {how['start']:,}: "
     reason: object = ""
     for pause in (0.0, *_PAUSES):

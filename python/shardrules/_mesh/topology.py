@@ -131,7 +131,7 @@ class Topology:
         Raises:
             ImportError: The compiler is not installed.
         """
-        return _described(self._layout)
+        return _described_devices(self._layout)
 
     def mesh(self, axes: Mapping[str, int] | None = None, /, **sizes: int) -> Mesh:
         """Return a mesh whose axes lie along the dimensions of the torus, where that is possible.
@@ -187,7 +187,7 @@ class Topology:
         axes = texts("axes", axes)
         return [
             sizes
-            for shape in _factors(self.device_count, len(axes))
+            for shape in _factorizations(self.device_count, len(axes))
             if self._is_whole(sizes := dict(zip(axes, shape, strict=True)))
         ]
 
@@ -302,7 +302,7 @@ def topology_shown(topology: Topology) -> str:
 
 
 @cache
-def _described(layout: _Layout) -> tuple[Any, ...]:
+def _described_devices(layout: _Layout) -> tuple[Any, ...]:
     """Return the devices of a topology; those of another description would be others to JAX."""
     devices = layout.described()
     _DESCRIBED.update(dict.fromkeys(devices, layout))
@@ -332,11 +332,11 @@ def device_identity(mesh: Mesh) -> tuple[Any, ...]:
     return layout, first.device_kind, first.client.platform_version, numbers
 
 
-def _factors(count: int, axes: int) -> Iterator[tuple[int, ...]]:
+def _factorizations(count: int, axes: int) -> Iterator[tuple[int, ...]]:
     """Yield all sizes of so many axes whose product is the count."""
     if axes == 0:
         yield from [()] if count == 1 else []
         return
     for size in range(1, count + 1):
         if count % size == 0:
-            yield from ((size, *rest) for rest in _factors(count // size, axes - 1))
+            yield from ((size, *rest) for rest in _factorizations(count // size, axes - 1))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import Correction
-from shardrules._mesh.mesh import local_view, resolve_mesh
+from shardrules._mesh.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.shardings import Placement, Policy, sharding_or_reasons
 from shardrules._rules.dialects import EFORMER
 from shardrules._specs import Fsdp, is_partition_spec, spec_shown
@@ -17,8 +17,6 @@ from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
-
-    from shardrules._mesh.mesh import AnyMesh, MeshLike
 
 
 def is_spec(node: Any) -> bool:

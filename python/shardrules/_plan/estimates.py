@@ -8,27 +8,23 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardrules._arguments import check_bytes, check_type, integer, listed, texts
-from shardrules._correction import check_memory_kind
+from shardrules._correction import MemoryKind, check_memory_kind
 from shardrules._estimate.traced import A_STEP, TracedStep
-from shardrules._mesh.mesh import as_mesh
+from shardrules._mesh.mesh import AnyMesh, MeshLike, as_mesh
 from shardrules._mesh.topology import Topology
 from shardrules._mesh_sizes import checked_sizes
-from shardrules._plan.memory import Room
-from shardrules._plan.resolve import sized_mesh
+from shardrules._plan.memory import DeviceBytes, Room
+from shardrules._plan.resolve import OnMesh, sized_mesh
 from shardrules._plan.state import DTYPES, Training
 from shardrules._plan.table import OVERLAP, Columns
 from shardrules._text import nearest, shown
 
 if TYPE_CHECKING:
-    from shardrules._correction import MemoryKind
     from shardrules._estimate.schedule import InputGradients, Of, Reduce
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._estimate.sweep import Measure, Sweep
     from shardrules._estimate.traffic import Traffic
     from shardrules._hardware import Hardware
-    from shardrules._mesh.mesh import AnyMesh, MeshLike
-    from shardrules._plan.memory import DeviceBytes
-    from shardrules._plan.resolve import OnMesh
     from shardrules._plan.roles import DimRole
 
 _SIZES: Final = "a dict of axis sizes"
@@ -437,11 +433,7 @@ class Estimates(Columns):
 
 
 def _needed(function: str, tokens: int | None) -> int:
-    """Return the tokens of a step.
-
-    Raises:
-        TypeError: They are not given.
-    """
+    """Return the tokens of a step."""
     if tokens is None:
         raise TypeError(f"{function}: give tokens=, those of the whole batch, or step= of trace")
     return tokens
@@ -472,12 +464,7 @@ def _traced_on(step: Any, mesh: AnyMesh) -> TracedStep:
 def _compiler_of(
     step: Any, topology: Topology | None
 ) -> Callable[[Mapping[str, int]], tuple[float, int]]:
-    """Return what compiles a step for a mesh of the topology.
-
-    Raises:
-        ValueError: There is no topology.
-        TypeError: The step is no function of the mesh.
-    """
+    """Return what compiles a step for a mesh of the topology."""
     if topology is None:
         raise ValueError("prove: give the topology to compile for, as devices='v5p:8x8x8'")
     if isinstance(step, TracedStep) or not callable(step):
@@ -489,12 +476,7 @@ def _compiler_of(
 
 
 def _check_alone(function: str, step: Any, **arguments: Any) -> None:
-    """Check that a step is one, and that nothing is given beside it, as it says all itself.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: Something is given.
-    """
+    """Check that a step is one, and that nothing is given beside it, as it says all itself."""
     if function != "sweep" or not callable(step):
         check_type("step", step, TracedStep, A_STEP)
     if names := [name for name, value in arguments.items() if value is not None]:
@@ -505,11 +487,7 @@ def _check_alone(function: str, step: Any, **arguments: Any) -> None:
 
 
 def check_none(what: str, value: Any) -> None:
-    """Check that an argument is left out.
-
-    Raises:
-        ValueError: It is given.
-    """
+    """Check that an argument is left out."""
     if value is not None:
         raise ValueError(f"{what}, and cannot be given beside it")
 
@@ -521,11 +499,7 @@ def _check_unused(**is_set: bool) -> None:
 
 
 def room_of(hbm: int | None, host_memory: int | None) -> Room:
-    """Return the memory that there is for each device.
-
-    Raises:
-        ValueError, TypeError: It is not a number of bytes.
-    """
+    """Return the memory that there is for each device."""
     for name, size in (("hbm", hbm), ("host_memory", host_memory)):
         if size is not None:
             check_bytes(name, size)

@@ -193,9 +193,6 @@ def _set_shown(numbers: list[int]) -> str:
 def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
     """Yield a pattern's parts: (a text of its paths, None), or ("", a set without its braces).
 
-    Raises:
-        ValueError: Its braces make no sense.
-
     Example:
         >>> list(parts_of("{{x}}/{0..2}"))
         [('{', None), ('x', None), ('}', None), ('/', None), ('', '0..2')]
@@ -213,9 +210,6 @@ def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
 
 def runs_of(numbers: str) -> list[range]:
     """Return the runs of a set without its braces.
-
-    Raises:
-        ValueError: It is not a set of numbers.
 
     Example:
         >>> runs_of("0..3,7")

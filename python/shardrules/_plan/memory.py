@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardrules._arguments import MOST
-from shardrules._correction import is_on_host
+from shardrules._correction import MemoryKind, is_on_host
 from shardrules._dtypes import given_bits
 from shardrules._mesh.device_bytes import DeviceClasses, Held, held_of
 from shardrules._specs import Entries
@@ -16,7 +16,6 @@ from shardrules._text import answer, bytes_shown
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._correction import MemoryKind
     from shardrules._plan.table import Columns
 
 

@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from shardrules._plan.memory import by_class
-from shardrules._plan.table import decided_shown, dtype_shown, placement_shown, problem_shown
+from shardrules._plan.table import (
+    Columns,
+    decided_shown,
+    dtype_shown,
+    placement_shown,
+    problem_shown,
+)
 from shardrules._text import (
     Column,
     Table,
@@ -19,7 +25,6 @@ from shardrules._text import (
 
 if TYPE_CHECKING:
     from shardrules._plan.fold import Folded
-    from shardrules._plan.table import Columns
 
 _MOST_ROWS: Final = 60
 _COLUMNS: Final = (

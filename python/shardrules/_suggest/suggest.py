@@ -20,9 +20,7 @@ from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import has_names
 from shardrules._rules.rules import PathRules, Rules, remembered_rules
-from shardrules._solve.solution import Solution, solve
 from shardrules._specs import Entries, entries_of, entry_axes
-from shardrules._step.step import Step
 from shardrules._suggest.suggestion import CutReason, Reason, Suggestion
 from shardrules._text import brief, bytes_shown, mesh_shown
 from shardrules._writer.dims import Unit, units_of
@@ -32,6 +30,8 @@ from shardrules._writer.tables import NameRule, name_rules, rules_of
 
 if TYPE_CHECKING:
     from shardrules._mesh.mesh import MeshLike
+    from shardrules._solve.solution import Solution
+    from shardrules._step.step import Step
     from shardrules._writer.choose import Axes
 
 _AXES: Final = ("fsdp", "tp")
@@ -189,11 +189,7 @@ def suggest(
 
 
 def _check_said(said: Mapping[str, Any]) -> None:
-    """Check that nothing is given that a step says itself.
-
-    Raises:
-        ValueError: Something is.
-    """
+    """Check that nothing is given that a step says itself."""
     for name, value in said.items():
         if value is not None:
             raise ValueError(
@@ -206,6 +202,9 @@ def _of_step(
     model: Any, step: Any, mesh: Any, hbm: int | None, hardware: Hardware | str | None
 ) -> Suggestion:
     """Solve a step, and explain each rule by what the step does with its leaves."""
+    from shardrules._solve.solution import solve
+    from shardrules._step.step import Step
+
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     planned = step.plan
     if planned is None:
@@ -287,11 +286,7 @@ def _doubts(units: Sequence[Unit]) -> tuple[str, ...]:
 def _dialect_for(
     model: Any, names: Any, dialect: Dialect | LogicalDialect | None
 ) -> Dialect | LogicalDialect:
-    """Return the dialect, which says whether rules are for paths or for logical axis names.
-
-    Raises:
-        TypeError: The model or `names` say something else.
-    """
+    """Return the dialect, which says whether rules are for paths or for logical axis names."""
     if names is not None and isinstance(model, Plan):
         raise TypeError("names: a Plan has its own: give the tree, or leave names out")
     if names is not None and isinstance(dialect, Dialect):
@@ -337,12 +332,7 @@ def _check_named(result: Plan, declared: Declared) -> None:
 
 
 def _in_dialect(current: PathRules, dialect: Dialect) -> Rules:
-    """Return the rules, in the dialect of the suggestion.
-
-    Raises:
-        TypeError: They are for logical axis names.
-        ValueError: They are in another dialect.
-    """
+    """Return the rules, in the dialect of the suggestion."""
     rules = current if isinstance(current, Rules) else remembered_rules(current, dialect, "like")
     if rules.dialect != dialect:
         raise ValueError(
@@ -402,11 +392,7 @@ def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:
 
 
 def _check_room(result: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
-    """Check that parameters, gradients and the optimizer's moments fit.
-
-    Raises:
-        ValueError: They do not.
-    """
+    """Check that parameters, gradients and the optimizer's moments fit."""
     needed = result.bytes_per_device(gradients=True, optimizer=moments)
     if hbm is not None and needed.max > hbm:
         raise ValueError(
@@ -443,7 +429,7 @@ def _rule_reasons(rules: Draft) -> tuple[Reason, ...]:
         entries += [None] * (rank - len(entries))
         dims = [_cut_reason(units[0], dim, entry_axes(entry)) for dim, entry in enumerate(entries)]
         is_understood = unknown.isdisjoint(map(id, units))
-        reasons.append(_reason(number, pattern, units, dims, is_understood=is_understood))
+        reasons.append(_rule_reason(number, pattern, units, dims, is_understood=is_understood))
     return tuple(reasons)
 
 
@@ -455,10 +441,10 @@ def _reason_of_name(number: int, rule: NameRule) -> Reason:
         dims.setdefault((cut.size, cut.role), cut)
     units = [unit for unit, _ in rule.dims]
     is_understood = not units or any(unit.dims.is_known for unit in units)
-    return _reason(number, rule.name, units, dims.values(), is_understood=is_understood)
+    return _rule_reason(number, rule.name, units, dims.values(), is_understood=is_understood)
 
 
-def _reason(
+def _rule_reason(
     number: int,
     pattern: Any,
     units: Sequence[Unit],
