@@ -21,6 +21,7 @@ from shardrules._files.models import Arrays
 from shardrules._files.orbax import SEPARATOR, is_item
 from shardrules._io import FileError
 from shardrules._text import printable
+from shardrules._trees.align import key_text
 
 if TYPE_CHECKING:
     from shardrules._place.processes import Row
@@ -231,7 +232,7 @@ def _restored(directory: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     try:
         # orbax wants the structure that was saved, with its lists and tuples.
         leaves, treedef = tree_util.tree_flatten_with_path(handler.metadata(place).tree)
-        paths = [SEPARATOR.join(map(_key_text, keys)) for keys, _ in leaves]
+        paths = [SEPARATOR.join(map(key_text, keys)) for keys, _ in leaves]
         # What has no shape, such as a string, is left out.
         item = tree_util.tree_unflatten(
             treedef, [abstract.get(path, ocp.PLACEHOLDER) for path in paths]
@@ -248,8 +249,3 @@ def _restored(directory: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     finally:
         handler.close()
     return dict(zip(paths, tree_util.tree_leaves(restored), strict=True))
-
-
-def _key_text(key: Any) -> str:
-    """Return the key of a dict, the index in a list or tuple, or the name of a field."""
-    return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))

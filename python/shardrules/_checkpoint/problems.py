@@ -6,10 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from shardrules._io import FileError
-from shardrules._plan.fold import fold
+from shardrules._plan.fold import fold_paths
 from shardrules._text import counted, near_shown
 
 _MOST_NEAR: Final = 5
@@ -36,13 +34,9 @@ class Problems:
         count = sum(map(len, self._paths.values()))
         lines = [f"{self._name}: {counted(count, 'problem')} with the arrays:"]
         for what, paths in self._paths.items():
-            for pattern in _folded(paths):
+            for pattern in fold_paths(paths):
                 # More of them would cost seconds, and tell no more.
-                others = _folded(self._among[what]) if len(lines) <= _MOST_NEAR else ()
+                others = fold_paths(self._among[what]) if len(lines) <= _MOST_NEAR else ()
                 lines.append(f"  {pattern}: {what}{near_shown(pattern, others)}")
         error = FileError(*lines)
         raise error if self._in_file else ValueError(str(error))
-
-
-def _folded(paths: Sequence[str]) -> list[str]:
-    return [group.pattern for group in fold(list(paths), np.zeros(len(paths), np.int32))]

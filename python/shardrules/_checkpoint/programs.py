@@ -179,7 +179,7 @@ def _assembled(recipe: _Recipe, sources: list[Any], scales: list[Any], starts: l
         return sources[0]
     result = None
     for part_form, source, scale, start in zip(forms, sources, scales, starts, strict=True):
-        values = _scaled_on_device(jnp, jnp.asarray(source), scale, part_form.blocks)
+        values = _scaled_on_device(jnp.asarray(source), scale, part_form.blocks)
         if part_form.sizes != values.shape:
             values = jax.lax.dynamic_slice(values, list(start), part_form.sizes)
         values = part_form.form.arranged(jnp, values)
@@ -200,7 +200,7 @@ def _blank(shape: tuple[int, ...], values: Any) -> Any:
     return jnp.broadcast_to(values.reshape(-1)[0], shape)
 
 
-def _scaled_on_device(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
+def _scaled_on_device(values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
     if not blocks:
         return values
     factors = spread(jnp, scale, blocks, [(0, size) for size in values.shape])

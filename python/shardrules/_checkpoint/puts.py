@@ -92,6 +92,5 @@ def parts_on_devices(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> dict[
 
 def assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
     order = job.sharding.addressable_devices_indices_map(job.target.shape)
-    return jax.make_array_from_single_device_arrays(
-        job.target.shape, job.sharding, [parts[device] for device in order]
-    )
+    shards = [parts[device] for device in order]
+    return array_of_shards(job.target.shape, job.sharding, shards, job.dtype)

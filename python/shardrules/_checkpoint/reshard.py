@@ -27,7 +27,8 @@ from shardrules._files.leaves import ArraySpec
 from shardrules._place.decider import BySpecs, RulesLike, policy_for
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
-from shardrules._place.shard import converted, leaf_path, of_placeable
+from shardrules._place.shard import converted, of_placeable
+from shardrules._place.spec_trees import leaf_path
 from shardrules._place.transfers import check_reachable, put, stays_in_part, stays_within
 from shardrules._plan.plan import Plan
 from shardrules._rules.names import unboxed

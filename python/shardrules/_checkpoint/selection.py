@@ -12,7 +12,7 @@ import numpy as np
 
 from shardrules._arguments import boolean, check_type
 from shardrules._checkpoint.problems import Problems
-from shardrules._plan.fold import fold
+from shardrules._plan.fold import fold_paths
 from shardrules._text import counted, shown
 
 if TYPE_CHECKING:
@@ -92,9 +92,8 @@ class Selection:
 
         for what, paths in (("left out", self.left_out), ("made", list(self.made))):
             if paths and jax.process_index() == 0:
-                folded = [group.pattern for group in fold(paths, np.zeros(len(paths), np.int32))]
-                count = counted(len(paths), "array")
-                _LOG.warning("load: %s: %s %s: %s", name, count, what, ", ".join(folded))
+                count, patterns = counted(len(paths), "array"), ", ".join(fold_paths(paths))
+                _LOG.warning("load: %s: %s %s: %s", name, count, what, patterns)
 
 
 def _checked_regex(keyword: str, pattern: str | re.Pattern[str]) -> re.Pattern[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import sys
@@ -33,6 +34,8 @@ _STYLES: Final[dict[str, dict[str, Any]]] = {
     "warning": {"fg": "yellow"},
     "info": {"fg": "cyan"},
 }
+_DECLARED: Final = re.compile(r"\b(optional|data)_axes=\[([^]]*)\]")
+"""Arguments in the fixes of findings that are options here."""
 _MOST_BARS: Final = 40
 _MOST_LINES: Final = 20
 _ADDED: Final = frozenset({"unmatched", "catch-all"})
@@ -99,7 +102,7 @@ def show_findings(args: Args, findings: Findings, planned: Planned | None = None
         for finding in findings:
             label, message, *lines = finding_lines(finding)
             _print(f"{click.style(label, **_STYLES[finding.level])}: {message}")
-            text = "\n".join(lines)
+            text = _DECLARED.sub(_as_option, "\n".join(lines))
             _print(click.style(text, dim=True) if finding.level == "info" else text)
         if not args.quiet:
             _print(click.style(conclusion(findings), bold=True))
@@ -107,6 +110,11 @@ def show_findings(args: Args, findings: Findings, planned: Planned | None = None
             if planned and args.rules and not planned.rules.companions and kinds & _ADDED:
                 print("--fix prints the missing rules")
     return exit_code(args, findings)
+
+
+def _as_option(match: re.Match[str]) -> str:
+    axes = match[2].replace("'", "").replace(" ", "")
+    return f"--{match[1]}-axes {axes}"
 
 
 def exit_code(args: Args, findings: Findings) -> int:

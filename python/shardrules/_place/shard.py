@@ -21,7 +21,7 @@ from shardrules._mesh.mesh import MeshLike, check_placeable, resolve_mesh
 from shardrules._place.decider import RulesLike, check_decided
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, Row, rows_of
-from shardrules._place.spec_trees import broadcast_specs
+from shardrules._place.spec_trees import broadcast_specs, leaf_path
 from shardrules._place.transfers import (
     check_reachable,
     distinct,
@@ -287,11 +287,6 @@ def agreed_shardings(
                     check_reachable(partial(leaf_path, tree, i), leaf, sharding)
         call.agree(lambda: [*extra, *rows_of(tree, dict(enumerate(targets)))])
     return leaves, treedef, targets
-
-
-def leaf_path(tree: Any, index: int) -> str:
-    """Return the path of a leaf as JAX writes it, for errors."""
-    return tree_util.keystr(_paths(tree, [index])[0][1]) or "(the tree)"
 
 
 def of_placeable(

@@ -124,8 +124,8 @@ def _bound_specs(
         else:
             index = next(i for i, leaf_spec in enumerate(spread) if leaf_spec is spec)
             raise TypeError(
-                f"{name}: for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be "
-                "a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
+                f"{name}: for the leaf {leaf_path(tree, index)} the spec is {shown(spec)}; it must "
+                "be a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
             )
     return bound
 
@@ -206,7 +206,8 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
 
-def _path(tree: Any, index: int) -> str:
+def leaf_path(tree: Any, index: int) -> str:
+    """Return the path of a leaf as JAX writes it, for errors."""
     from jax import tree_util
 
     return tree_util.keystr(tree_util.tree_flatten_with_path(tree)[0][index][0]) or "(the tree)"

@@ -163,18 +163,12 @@ class Estimates(Columns):
         from shardrules._estimate import step_time, sweep
         from shardrules._hardware import as_hardware
 
-        topology: Topology | None = None
-        if isinstance(devices, str | Topology):
-            try:
-                topology = Topology(devices) if isinstance(devices, str) else devices
-            except ValueError as error:
-                raise ValueError(f"devices: {error}") from error
+        topology = _topology_of(devices)
+        plan_axes = tuple(sized_mesh(self._mesh).axis_sizes)
+        if topology is not None:
             hardware = topology.hardware if hardware is None else hardware
             check_none("meshes: they are those of the topology", meshes)
             check_none("fixed: the meshes are those of the topology", fixed)
-            names = tuple(sized_mesh(self._mesh).axis_sizes)
-            meshes = topology.meshes(names if axes is None else texts("axes", axes))
-            devices = None
         device = None if hardware is None else as_hardware("hardware", hardware)
         if hbm is None and device is not None:
             hbm = device.memory_bytes
@@ -184,19 +178,12 @@ class Estimates(Columns):
         proof = (count, _compiler_of(step, topology)) if count else None
         if step is not None:
             _check_alone(
-                "sweep",
-                step,
-                tokens=tokens,
-                gradients=gradients,
-                optimizer=optimizer,
-                optimizer_memory_kind=optimizer_memory_kind,
-                schedule=schedule,
-            )
-            machine = None
-            if device is not None:
-                machine = step_time.machine_of(
-                    device, axes_over_dcn, overlap, efficiency, is_traced=True
-                )
+                "sweep", step, tokens=tokens, gradients=gradients, optimizer=optimizer,
+                optimizer_memory_kind=optimizer_memory_kind, schedule=schedule,
+            )  # fmt: skip
+            arguments = axes_over_dcn, overlap, efficiency
+            traced = partial(step_time.machine_of, is_traced=True)
+            machine = None if device is None else traced(device, *arguments)
             measure = partial(self._measured, step, machine, topology)
         elif tokens is None:
             _check_unused(
@@ -212,16 +199,18 @@ class Estimates(Columns):
             run = step_time.run_of(tokens, machine, schedule=schedule, gradients=gradients)
         check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
         moments = None if optimizer is None else listed("optimizer", optimizer, DTYPES)
-        if meshes is None:
+        if topology is not None:
+            meshes = topology.meshes(plan_axes if axes is None else texts("axes", axes))
+        elif meshes is None:
+            assert not isinstance(devices, str | Topology)
             meshes = self._factorizations(devices, axes, fixed)
         else:
             check_type("fixed", fixed, Mapping | None, _SIZES)
             check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
-        may_lack = frozenset(sized_mesh(self._mesh).axis_sizes)
 
         def on_mesh(mesh: MeshLike, axes: frozenset[str]) -> Columns:
             on = sized_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
-            return self._on_mesh(on, may_lack=axes | may_lack)
+            return self._on_mesh(on, may_lack=axes.union(plan_axes))
 
         return sweep.sweep(
             on_mesh,
@@ -430,6 +419,15 @@ class Estimates(Columns):
             return step.traffic(self)
         arguments["tokens"] = _needed("traffic", tokens)
         return traffic.traffic(self, schedule_of(self.axis_sizes, **arguments))
+
+
+def _topology_of(devices: int | str | Topology | None) -> Topology | None:
+    if isinstance(devices, str):
+        try:
+            return Topology(devices)
+        except ValueError as error:
+            raise ValueError(f"devices: {error}") from error
+    return devices if isinstance(devices, Topology) else None
 
 
 def _needed(function: str, tokens: int | None) -> int:

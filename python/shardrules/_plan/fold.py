@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -100,6 +100,16 @@ def fold(
             parts = (paths[row],) if is_single else _parts(names[template_of[row]], values)
             folded.append(Folded(parts, group, order[begin:end]))
     return [folded[i] for i in np.argsort(np.concatenate(firsts)).tolist()]
+
+
+def fold_paths(paths: Sequence[str]) -> list[str]:
+    """Return the patterns of paths that are all alike.
+
+    Example:
+        >>> fold_paths(["layers/0/w", "layers/1/w", "head"])
+        ['layers/{0..1}/w', 'head']
+    """
+    return [folded.pattern for folded in fold(list(paths), np.zeros(len(paths), np.int32))]
 
 
 def _products(

@@ -54,8 +54,9 @@ _KEPT: Final = 0.5
 _NOTED: Final = 4
 _NAMED: Final = 3
 _STATIC: Final = (
-    "A plan stands for arrays alone: give equinox.combine(plan.abstract(), static) in its place, "
-    "where static has the tree's leaves that are no arrays, and the plan itself in inputs="
+    "A plan stands for arrays alone: let the step take the arrays, and equinox.combine(arrays, "
+    "static) inside, where static has the tree's leaves that are no arrays; or give "
+    "equinox.combine(plan.abstract(), static) in its place, and prove the plan itself in inputs="
 )
 _LEVELS: Final = {"full": None, "fast": "O1"}
 OF_FAST: Final = (
@@ -329,14 +330,15 @@ def noted(step: Any, args: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return the innermost line of an error that is neither of JAX nor of this package."""
+    """Return the innermost line of an error that is the user's, or else of no JAX and not ours."""
     libraries = tuple(f"{Path(module).parent}{os.sep}" for module in (jax.__file__, _PACKAGE))
     frames = [
         f", which raises at {frame.filename}:{frame.lineno},"
         for frame in extract_tb(error.__traceback__)
         if not frame.filename.startswith((*libraries, "<")) and frame.name != "__exit__"
     ]
-    return frames[-1] if frames else ""
+    own = [frame for frame in frames if "site-packages" not in frame]
+    return (own or frames or [""])[-1]
 
 
 def _argument_shown(arg: Any) -> str:

@@ -25,13 +25,14 @@ from jax.stages import Compiled
 from shardrules._dtypes import bits_of
 from shardrules._jax import compiled_inputs, compiled_outputs
 from shardrules._plan.findings import Finding, FindingKind, Level
-from shardrules._plan.fold import fold
+from shardrules._plan.fold import fold_paths
 from shardrules._plan.plan import Plan
 from shardrules._program.dataflow import Value, returned
 from shardrules._program.hlo import Hlo, check_hlo
 from shardrules._program.stored import StoredProgram
 from shardrules._specs import is_partition_spec, spec_shown
 from shardrules._text import counted, printable, shown
+from shardrules._trees.align import key_text
 
 Library = Literal["jax", "nnx", "equinox"]
 
@@ -85,7 +86,7 @@ class Side:
         # Of inputs the first key tells positional from keyword arguments, whose keys are names.
         skipped = self.name == "inputs"
         paths = [
-            "/".join([self.name, *map(_key_shown, keys[skipped:])])
+            "/".join([self.name, *map(key_text, keys[skipped:])])
             for keys, _ in tree_util.tree_flatten_with_path(numbers)[0]
         ]
         return paths + self._updated()
@@ -147,8 +148,7 @@ class Side:
         mend: str = "",
     ) -> Finding:
         """Make a finding about leaves, with their paths folded."""
-        folded = fold([self.paths[leaf] for leaf in leaves], np.zeros(len(leaves), np.int32))
-        patterns = tuple(group.pattern for group in folded)
+        patterns = tuple(fold_paths([self.paths[leaf] for leaf in leaves]))
         return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix, mend)
 
 
@@ -265,14 +265,6 @@ def sharding_shown(sharding: Any) -> str:
     """Format a sharding for a message: as its spec if it has one."""
     spec = getattr(sharding, "spec", None)
     return type(sharding).__name__ if spec is None else spec_shown(spec)
-
-
-def _key_shown(key: Any) -> str:
-    """Format a key of a path: of a dict, a sequence, an attribute, or a flattened index."""
-    for name in ("key", "idx", "name"):
-        if hasattr(key, name):
-            return str(getattr(key, name))
-    return str(key)
 
 
 _EXPECTED: Final = "jax.jit(f).lower(...).compile()"

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 _AXES: Final = ("fsdp", "tp")
 _ADAM: Final = ("float32", "float32")
 _FEW: Final = 3
+_A_DIALECT: Final = (
+    "a Dialect, such as shardrules.dialects.EASYLM, or a LogicalDialect, such as "
+    "shardrules.dialects.MAXTEXT"
+)
 
 
 @in_order("tree", "mesh")
@@ -129,13 +133,7 @@ def suggest(
         return _of_step(model, step, mesh, hbm, hardware)
     if not isinstance(model, Plan):
         check_tree("model", model)
-    check_type(
-        "dialect",
-        dialect,
-        Dialect | LogicalDialect | None,
-        "a Dialect, such as shardrules.dialects.EASYLM, or a LogicalDialect, such as "
-        "shardrules.dialects.MAXTEXT",
-    )
+    check_type("dialect", dialect, Dialect | LogicalDialect | None, _A_DIALECT)
     size = None if head_dim is None else integer("head_dim", head_dim, least=1)
     batch = None if tokens is None else integer("tokens", tokens, least=1)
     moments = None if optimizer is None else listed("optimizer", optimizer, "dtypes")
@@ -154,16 +152,12 @@ def suggest(
         over = _default_axes(units) if axes is None else texts("axes", axes)
         is_timed = device is not None and batch is not None
         # Rules that use all axes, whatever their sizes will be.
-        best, *_ = bare.with_rules(_suggested_rules(units, dict.fromkeys(over, 2), dialect)).sweep(
-            devices=devices,
-            axes=over,
-            hbm=room,
-            gradients=True,
-            optimizer=moments,
-            tokens=batch if is_timed else None,
-            hardware=device,
-            schedule={"experts_per_token": experts_per_token} if is_timed else None,
-        )
+        on_any = bare.with_rules(_suggested_rules(units, dict.fromkeys(over, 2), dialect))
+        schedule = {"experts_per_token": experts_per_token} if is_timed else None
+        best, *_ = on_any.sweep(
+            devices=devices, axes=over, hbm=room, gradients=True, optimizer=moments,
+            tokens=batch if is_timed else None, hardware=device, schedule=schedule,
+        )  # fmt: skip
         bare = bare.on_mesh(best.mesh)
     uses = uses_of(bare.axis_sizes)
     declared = Declared(

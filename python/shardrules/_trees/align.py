@@ -50,6 +50,12 @@ def rows_and_paths(tree: Any, rules: Rules = _NO_RULES) -> PathsOfTree:
     return PathsOfTree(of_rows, paths)
 
 
+def key_text(key: Any) -> str:
+    """Return a key of JAX's paths as text: of a dict, a sequence, a field, or a flattened index."""
+    names = (name for name in ("key", "idx", "name") if hasattr(key, name))
+    return str(next((getattr(key, name) for name in names), key))
+
+
 def leaf_paths(tree: Any) -> list[str]:
     """Return the paths of a tree's leaves, in the order of JAX's leaves."""
     from jax import tree_util

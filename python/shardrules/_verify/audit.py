@@ -21,7 +21,7 @@ from shardrules._mesh.memory import memory_apart
 from shardrules._mesh.mesh import MeshLike, has_devices, processes_of
 from shardrules._place.processes import DEVICES, JointCall, Row
 from shardrules._plan.findings import Finding, Findings, Level, VerifyKind
-from shardrules._plan.fold import fold
+from shardrules._plan.fold import fold, fold_paths
 from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
 from shardrules._specs import (
@@ -313,8 +313,7 @@ class _Audit:
             )
         if count := len(sizes):
             message = f"{counted(count, 'array')} of the tree {_are(count)} not in the plan"
-            folded = fold(list(sizes), np.zeros(count, np.int32))
-            paths, size = tuple(group.pattern for group in folded), sum(sizes.values())
+            paths, size = tuple(fold_paths([*sizes])), sum(sizes.values())
             yield Finding("error", "structure", message, paths, count, None, size, fix, _REPLANNED)
 
     def _folded(self, rows: list[int]) -> tuple[str, ...]:
