@@ -216,8 +216,6 @@ REFUSED = {
     "Muon, v5e:4x4, fsdp=16": (22, 18_640_158_064),
     "dense, all saved, v6e:4x4, fsdp=4,tp=4": (32, 37_344_740_638),
 }
-# Of these what fits by the estimate: gradients of the head that the compiler postpones are missing.
-MISSED = {"Muon, v5e:4x4, fsdp=16"}
 
 
 @needs_axis_types
@@ -227,4 +225,4 @@ def test_a_step_that_the_compiler_refuses_does_not_fit(name):
     pair = replace(next(pair for pair in PAIRS if key(pair) == name), rows=rows)
     room = {"v5e": 16_911_433_728, "v6e": 33_542_897_664}[pair.on[:3]]
     assert required > 1.05 * room
-    assert (traced(pair).memory().peak > room) == (name not in MISSED)
+    assert traced(pair).memory().peak > room

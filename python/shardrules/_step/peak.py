@@ -281,7 +281,11 @@ class _Run:
 
     def _run(self, body: Body, carries: int = 0, *, is_scan: bool = False) -> None:
         stacked = set(body.outputs[carries:]) if is_scan else set()
-        late = _late(body, carries) if is_scan else set()
+        late: set[int] = set()
+        if is_scan:
+            late = _late(body, body.outputs[:carries])
+        elif self._is_postponed(body):
+            late = _late(body, [i for row in body.operations if row.bodies for i in row.inputs])
         self._users.update(i for row in body.operations for i in row.inputs)
         self._users.update(body.outputs)
         for operation in sorted(body.operations, key=lambda row: id(row) in late):
@@ -289,6 +293,16 @@ class _Run:
             self._step(operation)
             for number in stacked.intersection(operation.outputs):
                 self._use(number)
+
+    def _is_postponed(self, body: Body) -> bool:
+        """Say whether products that no loop waits for are computed after the last one.
+
+        So they are if operands of products are gathered there, such as those of Newton-Schulz
+        steps: XLA computes the gradient of the head meanwhile.
+        """
+        loops = [place for place, row in enumerate(body.operations) if row.bodies]
+        after = body.operations[loops[-1] + 1 :] if loops else []
+        return any(row.name in PRODUCTS and id(row) in self._gathered for row in after)
 
     def _step(self, operation: TracedOperation) -> None:
         is_read = operation.bodies or is_apart(operation)
@@ -472,12 +486,13 @@ class _Run:
         return carried
 
 
-def _late(body: Body, carries: int) -> set[int]:
-    """Return the products that the next turn of a loop does not wait for, and what they lead to.
+def _late(body: Body, awaited: Iterable[int | None]) -> set[int]:
+    """Return the products that nothing which is awaited needs, and what they lead to.
 
-    XLA computes them last: the gradients of weights.
+    XLA computes them last: the gradients of weights, for which the next turn of a loop does not
+    wait.
     """
-    needed = {number for number in body.outputs[:carries] if number is not None}
+    needed = {number for number in awaited if number is not None}
     for operation in reversed(body.operations):
         if not needed.isdisjoint(operation.outputs):
             needed.update(number for number in operation.inputs if number is not None)
