@@ -73,9 +73,10 @@ def __getattr__(name: str) -> object:
     if name in _SUBMODULES:
         return import_module(f"{__name__}.{name}")
     module = _MODULES.get(name) or _moved(name)
+    value = getattr(import_module(f"{__name__}.{module}"), name)
     if not _JAX_CAME_FIRST:
         _leave_before_jax()
-    return globals().setdefault(name, getattr(import_module(f"{__name__}.{module}"), name))
+    return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

@@ -76,11 +76,7 @@ def check_type(name: str, value: object, types: type | UnionType, what: str) -> 
 
 
 def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None:
-    """Check that the choice is one of `choices`.
-
-    Raises:
-        ValueError: It is not; the message lists them.
-    """
+    """Check that the choice is one of `choices`."""
     # What cannot be hashed may have an == that gives no bool, as arrays have.
     if not isinstance(choice, Hashable) or choice not in choices:
         names = ", ".join(map(repr, choices))
@@ -139,29 +135,17 @@ def integer(name: str, value: Any, least: int = 0, most: int = MOST, what: str =
 
 
 def check_real(name: str, value: object) -> None:
-    """Check that the value is a real number, which others can be compared with.
-
-    Raises:
-        TypeError: It is not.
-    """
+    """Check that the value is a real number, which others can be compared with."""
     check_type(name, value, Real, "a number")
 
 
 def check_bytes(name: str, value: object) -> None:
-    """Check that the value is a number of bytes.
-
-    Raises:
-        TypeError: It is not, as the text "95GB".
-    """
+    """Check that the value is a number of bytes."""
     check_type(name, value, Real, "a number of bytes, such as 95e9")
 
 
 def check_file(name: str, value: object) -> None:
-    """Check that the value is None or the path of a file.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Check that the value is None or the path of a file."""
     check_type(name, value, str | os.PathLike | None, "the path of a file")
 
 
@@ -169,9 +153,6 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     """Return a sequence of strings, as a tuple.
 
     A single string is refused: its items are its letters.
-
-    Raises:
-        TypeError: It is something else.
     """
     if type(value) is tuple and not value:
         return value
@@ -180,11 +161,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
-    """Return the items of an iterable, as a tuple. A string or a mapping is refused.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return the items of an iterable, as a tuple. A string or a mapping is refused."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         hint = f": write [{brief(value)}]" if isinstance(value, str) else ""
         raise TypeError(f"{name} is {shown(value)}; it must be a sequence of {what}{hint}")
@@ -308,9 +285,6 @@ def check_order(name: str, kinds: tuple[Kind, ...], arguments: Iterable[Any]) ->
         name: The function's name.
         kinds: What its first parameters are, in their order.
         arguments: What they got; None for a parameter that got nothing.
-
-    Raises:
-        TypeError: They are.
     """
     pairs = zip(kinds, arguments, strict=False)
     places = [(kind, kind_of(argument)) for kind, argument in pairs if argument is not None]
@@ -377,11 +351,6 @@ def _kind_of_tree(node: Any) -> Literal["specs", "tree", "other"]:
 
 def check_shapes(name: str, tree: object, path: str | None) -> None:
     """Check a tree none of whose leaves has a shape: it must have no leaf, and no array but these.
-
-    Args:
-        name: The parameter's name.
-        tree: The tree.
-        path: That of the first of its leaves, if it has any.
 
     Raises:
         TypeError: It is, say, a tree of shapes, or one of which only None is left.

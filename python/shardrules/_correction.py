@@ -131,11 +131,7 @@ class RuleSpec:
 
 
 def check_correction(correction: object) -> None:
-    """Check that it is a Correction, or None.
-
-    Raises:
-        TypeError: It is not.
-    """
+    """Check that it is a Correction, or None."""
     check_type(
         "correction",
         correction,

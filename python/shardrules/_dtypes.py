@@ -82,9 +82,6 @@ def bits_of(dtype: object) -> int:
     Args:
         dtype: A name in numpy, ml_dtypes or safetensors; a numpy dtype; or an object with an
             `itemsize` in bytes, such as the dtype of JAX's random keys.
-
-    Raises:
-        ValueError: It is something else.
     """
     try:
         return _bits_of(dtype)
@@ -115,9 +112,6 @@ def given_dtype(name: str, dtype: Any) -> Any:
     """Return a dtype that a user gives as the parameter `name`, in a form that numpy and JAX know.
 
     Classes such as np.float32 and jnp.bfloat16 stand for dtypes as well.
-
-    Raises:
-        ValueError: It is something else.
     """
     import numpy as np
 
@@ -140,11 +134,7 @@ def given_bits(name: str, dtype: Any) -> int:
 
 
 def given_name(name: str, dtype: Any) -> str:
-    """Return the name in numpy or ml_dtypes of such a dtype.
-
-    Raises:
-        ValueError: It is no dtype, or an unknown one.
-    """
+    """Return the name in numpy or ml_dtypes of such a dtype."""
     converted = given_dtype(name, dtype)
     try:
         return numpy_name(str(getattr(converted, "name", converted)))
@@ -153,11 +143,7 @@ def given_name(name: str, dtype: Any) -> str:
 
 
 def given_float(name: str, dtype: Any) -> str:
-    """Return the name of a dtype that all floating arrays are to have.
-
-    Raises:
-        ValueError: As `given_name`; or arrays do not convert to it.
-    """
+    """Return the name of a dtype that all floating arrays are to have."""
     float_name = given_name(name, dtype)
     if not converts("float32", float_name):
         raise ValueError(

@@ -124,12 +124,7 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 
 def as_hardware(name: str, hardware: Any) -> Hardware:
-    """Return the hardware that a user gives as the parameter `name`: a record, or a name.
-
-    Raises:
-        ValueError: There is no such name.
-        TypeError: It is neither.
-    """
+    """Return the hardware that a user gives as the parameter `name`: a record, or a name."""
     check_type(name, hardware, Hardware | str, "a Hardware or a name such as 'v5p'")
     return _public_hardware(name, hardware) if isinstance(hardware, str) else hardware
 
@@ -148,11 +143,7 @@ def _public_hardware(parameter: str, name: str) -> Hardware:
 
 
 def check_share(name: str, value: Any) -> None:
-    """Check a part of a whole.
-
-    Raises:
-        ValueError, TypeError: It is no number above 0 and at most 1.
-    """
+    """Check a part of a whole."""
     check_real(name, value)
     if not 0 < value <= 1:
         raise ValueError(f"{name} is {shown(value)}; it must be above 0 and at most 1")

@@ -87,9 +87,6 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     """Return the path of a file or directory to read.
 
     Python takes an empty text for the current one.
-
-    Raises:
-        FileError: It is empty.
     """
     if not os.fspath(path):
         raise FileError("the path is empty; give the name of a file, or . for this directory")
@@ -183,12 +180,6 @@ def _unpacked(path: Path, file: io.BufferedReader, size: int, per_byte: int) -> 
 def joined(path: Path, chunks: Iterable[bytes], size: int, per_byte: int = 1) -> bytes:
     """Join the chunks of a JSON text.
 
-    Args:
-        path: The file of the text.
-        chunks: The chunks of the text.
-        size: The size of the file in bytes.
-        per_byte: As in `read_bytes`.
-
     Raises:
         FileError: The text and its JSON values would take more than `max_memory` + `size` bytes.
     """
@@ -220,11 +211,7 @@ def unreadable(path: Path, error: OSError) -> FileError:
 
 
 def text_of(path: Path, data: bytes) -> str:
-    """Decode the bytes of a file.
-
-    Raises:
-        FileError: They are empty or not UTF-8.
-    """
+    """Decode the bytes of a file."""
     if not data:
         raise FileError(f"{path}: the file is empty; copy or download it again")
     try:

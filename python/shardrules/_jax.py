@@ -151,9 +151,6 @@ def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any]]:
 
     A dropped argument, which the function does not use, has the sharding None. Fallback:
     `input_shardings` and `args_info`, which take some microseconds longer for each leaf.
-
-    Args:
-        compiled: A `jax.stages.Compiled`.
     """
     from jax import tree_util
 
@@ -194,9 +191,6 @@ def lowered_options(lowered: Any) -> tuple[Any, ...] | None:
     These are shardings and layouts, which arguments are not dropped, and the `compiler_options` of
     `jax.jit`. Fallback: None, so that the result is kept in no cache. None also for a function that
     calls Python, whose text has addresses in this process.
-
-    Args:
-        lowered: A `jax.stages.Lowered`.
     """
     options = _private(lowered, "_lowering._compiler_options_kvs")
     arguments = _private(lowered, "_lowering.compile_args") or {}
@@ -212,9 +206,6 @@ def lowered_shardings(lowered: Any) -> tuple[list[Any], list[Any]] | None:
 
     That of an argument which is dropped, or of one that nothing says, is None. Fallback: None, so
     that nothing is read of a compiler that has not ended.
-
-    Args:
-        lowered: A `jax.stages.Lowered`.
     """
     from jax.sharding import NamedSharding
 
@@ -236,10 +227,6 @@ def dumped_specs(module: bytes, mesh: Any) -> list[Any] | None:
     """Return the PartitionSpecs of the results of a module as XLA writes it, as leaves.
 
     Fallback: None, so that only those are known which `out_shardings` names.
-
-    Args:
-        module: A serialized HloModuleProto.
-        mesh: The mesh of the function.
     """
     hlo = _private("jaxlib._hlo", "HloModule.from_serialized_hlo_module_proto")
     of_proto = _private("jaxlib._hlo", "HloSharding.from_proto")

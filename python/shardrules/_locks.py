@@ -18,11 +18,7 @@ _ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def checked_json(value: Any) -> str:
-    """Write a value as JSON in one line, if reading gives the same value.
-
-    Raises:
-        ValueError: A text in it is not read as it is written.
-    """
+    """Write a value as JSON in one line, if reading gives the same value."""
     if _ADJACENT_SURROGATES.search(json.dumps(value, ensure_ascii=False)):
         raise ValueError(
             f"a lock cannot hold adjacent lone surrogates, as in {shown(value)}: give the leaf, "
@@ -61,11 +57,7 @@ def lock_errors(place: str, fix: str) -> Iterator[None]:
 
 
 def check_fields(entry: dict[str, Any], fields: frozenset[str]) -> None:
-    """Check that an object has no other fields.
-
-    Raises:
-        ValueError: It has.
-    """
+    """Check that an object has no other fields."""
     if not entry.keys() <= fields:
         unknown = sorted(entry.keys() - fields)
         raise ValueError(f"there are fields that are not known: {shown(unknown)}")

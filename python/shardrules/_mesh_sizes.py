@@ -21,9 +21,6 @@ _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,1000}")
 def parse_mesh(text: str) -> dict[str, int]:
     """{axis: size}, in the order of the text.
 
-    Args:
-        text: For example `dp=8,fsdp=16,tp=4`.
-
     Raises:
         ValueError: The text has another form, an axis is there twice, or the sizes are invalid.
     """
@@ -66,11 +63,7 @@ def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def check_bounds(sizes: Mapping[str, int]) -> None:
-    """Check that a mesh has at most 32 axes and 2**24 devices.
-
-    Raises:
-        ValueError: It has more.
-    """
+    """Check that a mesh has at most 32 axes and 2**24 devices."""
     if len(sizes) > _MOST_AXES:
         raise ValueError(
             f"a mesh of {len(sizes):,} axes; it can have at most {_MOST_AXES}: leave out axes of "

@@ -57,7 +57,7 @@ def registration(
         return None, None
     record = _known.get(node_type)
     if record is None:
-        record = _record(node_type, unflatten)
+        record = _record_of(node_type, unflatten)
         if record is None or not _is_record(record, example, unflatten):
             return unflatten, None
         _known[node_type] = record
@@ -66,7 +66,7 @@ def registration(
     return unflatten, record
 
 
-def _record(node_type: type, unflatten: Callable[..., Any]) -> Record | None:
+def _record_of(node_type: type, unflatten: Callable[..., Any]) -> Record | None:
     if _full_name(unflatten) in _JAX_DATACLASS:
         fields = inspect.getclosurevars(unflatten).nonlocals
         children, rest = tuple(fields["data_fields"]), tuple(fields["meta_fields"])

@@ -79,11 +79,7 @@ def spec_for_rank(spec: object, rank: int, too_long: RankPolicy) -> object:
 
 
 def as_entries(name: str, spec: Any) -> Entries:
-    """Return the entries of a spec that a user gives as the parameter `name`.
-
-    Raises:
-        TypeError: It is not a spec, or one with unreduced axes.
-    """
+    """Return the entries of a spec that a user gives as the parameter `name`."""
     if is_partition_spec(spec) and not tags_of(spec):
         return Entries(entries_of(spec))
     try:
@@ -320,9 +316,6 @@ class Fsdp:
             within: The fixed part, for this array.
             units: As in `RuleSpec`.
             closed: Dimensions that must not be cut.
-
-        Raises:
-            ValueError: The bytes matter, and are not known.
         """
         if bits is None and self.min_bytes:
             raise ValueError(

@@ -265,6 +265,15 @@ def and_more(count: int, count_shown: int, what: str) -> list[str]:
     )
 
 
+def guesses_shown(guesses: Mapping[str, Sequence[str]], by: str = "names and shapes") -> list[str]:
+    """Return a line of what names tell, with how many paths and the first; or none."""
+    texts = []
+    for role, paths in guesses.items():
+        more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+        texts.append(f"{f'({role})' if ',' in role else role} of {paths[0]}{more}")
+    return [f"assumed by {by}: {'; '.join(texts)}"] if texts else []
+
+
 def misspelt(name: str, names: Iterable[str]) -> str | None:
     """Return the one of these names that this one is a misspelling of; None if none is near enough.
 
@@ -379,14 +388,14 @@ def answer(cls: type[_T]) -> type[_T]:
     A class with `_parts`, tables and texts, is shown by these.
     """
     if hasattr(cls, "_parts") and "__str__" not in vars(cls):
-        cls.__str__ = _joined  # type: ignore[method-assign]
+        cls.__str__ = _joined_parts  # type: ignore[method-assign]
     cls.__repr__ = _first_lines  # type: ignore[method-assign]
     return _shown_in_notebooks(readable(cls))
 
 
 def record(cls: type[_T]) -> type[_T]:
     """Make the `repr` of a NamedTuple one short line; notebooks show its text, if it has one."""
-    cls.__repr__ = _line  # type: ignore[method-assign]
+    cls.__repr__ = _record_line  # type: ignore[method-assign]
     has_text = "__str__" in vars(cls)
     decorated = readable(cls)
     return _shown_in_notebooks(decorated) if has_text else decorated
@@ -410,12 +419,12 @@ def _first_lines(self: object) -> str:
     return "\n".join([*lines[:_MOST_LINES], *rest])
 
 
-def _line(self: Any) -> str:
+def _record_line(self: Any) -> str:
     named = (f"{name}={brief(value)}" for name, value in zip(self._fields, self, strict=True))
     return f"{type(self).__name__}({', '.join(named)})"
 
 
-def _joined(self: Any) -> str:
+def _joined_parts(self: Any) -> str:
     """Return the parts of an answer as lines."""
     parts: list[Table | str] = self._parts()
     texts = (part if isinstance(part, str) else printable_lines(part.lines()) for part in parts)

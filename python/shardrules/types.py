@@ -1,52 +1,50 @@
 """Types of results, for annotations and `isinstance`; nobody needs to construct them."""
 
-from shardrules._estimate.buffers import Buffer as Buffer
-from shardrules._estimate.buffers import Memory as Memory
-from shardrules._estimate.buffers import Totals as Totals
-from shardrules._estimate.schedule import Transmission as Transmission
-from shardrules._estimate.step_time import StepTime as StepTime
-from shardrules._estimate.sweep import Sweep as Sweep
-from shardrules._estimate.sweep import SweepRow as SweepRow
-from shardrules._estimate.traffic import Traffic as Traffic
-from shardrules._estimate.transfer import Transfer as Transfer
-from shardrules._estimate.transfer import TransferRow as TransferRow
-from shardrules._files.rules import RuleFile as RuleFile
-from shardrules._place.compare import Decision as Decision
-from shardrules._place.compare import Difference as Difference
-from shardrules._place.logical import RulesFallback as RulesFallback
-from shardrules._plan.diff import Change as Change
-from shardrules._plan.diff import PlanDiff as PlanDiff
-from shardrules._plan.explain import Explanation as Explanation
-from shardrules._plan.explain import Tried as Tried
-from shardrules._plan.explain import TriedName as TriedName
-from shardrules._plan.findings import Finding as Finding
-from shardrules._plan.findings import Findings as Findings
-from shardrules._plan.memory import DeviceBytes as DeviceBytes
-from shardrules._plan.table import Kind as Kind
-from shardrules._plan.table import Loss as Loss
-from shardrules._program.collectives import Collective as Collective
-from shardrules._program.compiling import CompileLog as CompileLog
-from shardrules._program.compiling import Reshard as Reshard
-from shardrules._program.program import Program as Program
-from shardrules._program.step_seconds import ProgramTime as ProgramTime
-from shardrules._program.timeline import Span as Span
-from shardrules._program.timeline import Timeline as Timeline
-from shardrules._rules.matcher import Coverage as Coverage
-from shardrules._solve.activations import Activation as Activation
-from shardrules._solve.choices import Alternative as Alternative
-from shardrules._solve.choices import ClassChoice as ClassChoice
-from shardrules._solve.outcome import Gain as Gain
-from shardrules._solve.proof import ProofRound as ProofRound
-from shardrules._solve.proof import SentBytes as SentBytes
-from shardrules._solve.proof import SolutionProof as SolutionProof
-from shardrules._solve.recompute import RematChoice as RematChoice
-from shardrules._solve.solution import Solution as Solution
-from shardrules._step.step import DimensionClass as DimensionClass
-from shardrules._step.step import Step as Step
-from shardrules._step.step import Work as Work
-from shardrules._suggest.suggestion import Comparison as Comparison
-from shardrules._suggest.suggestion import CutReason as CutReason
-from shardrules._suggest.suggestion import Reason as Reason
-from shardrules._suggest.suggestion import Suggestion as Suggestion
-from shardrules._text import Place as Place
-from shardrules._verify.prove import Proof as Proof
+from importlib import import_module
+
+# A module is imported with its first type: most of them import JAX. Type checkers read `types.pyi`.
+_PUBLIC = {
+    "_estimate.buffers": "Buffer Memory Totals",
+    "_estimate.schedule": "Transmission",
+    "_estimate.step_time": "StepTime",
+    "_estimate.sweep": "Sweep SweepRow",
+    "_estimate.traffic": "Traffic",
+    "_estimate.transfer": "Transfer TransferRow",
+    "_files.rules": "RuleFile",
+    "_place.compare": "Decision Difference",
+    "_place.logical": "RulesFallback",
+    "_plan.diff": "Change PlanDiff",
+    "_plan.explain": "Explanation Tried TriedName",
+    "_plan.findings": "Finding Findings",
+    "_plan.memory": "DeviceBytes",
+    "_plan.table": "Kind Loss",
+    "_program.collectives": "Collective",
+    "_program.compiling": "CompileLog Reshard",
+    "_program.program": "Program",
+    "_program.step_seconds": "ProgramTime",
+    "_program.timeline": "Span Timeline",
+    "_rules.matcher": "Coverage",
+    "_solve.activations": "Activation",
+    "_solve.choices": "Alternative ClassChoice",
+    "_solve.outcome": "Gain",
+    "_solve.proof": "ProofRound SentBytes SolutionProof",
+    "_solve.recompute": "RematChoice",
+    "_solve.solution": "Solution",
+    "_step.step": "DimensionClass Step Work",
+    "_suggest.suggestion": "Comparison CutReason Reason Suggestion",
+    "_text": "Place",
+    "_verify.prove": "Proof",
+}
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+__all__ = sorted(_MODULES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"shardrules.{_MODULES[name]}")
+    return globals().setdefault(name, getattr(module, name))
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | set(__all__))

@@ -76,8 +76,10 @@ SLIP = {
     [
         (("-m", "fdsp=8,tp=4"), "did you mean 'fdsp'?", 1),
         (("-m", "tp=4"), "error[unknown-axis]", 1),
+        (("-m", "tp=4"), "or declare that a mesh may lack it: --optional-axes fsdp\n", 1),
         (("-m", "tp=4", "--optional-axes", "sp,fsdp"), "0 errors, 0 warnings", 0),
         (("-m", "fsdp=8,tp=4,dp=2", "--large", "500kB"), "warning[unused-axis]", 1),
+        (("-m", "fsdp=8,tp=4,dp=2", "--large", "500kB"), "that it cuts data alone: --data-axes dp\n", 1),
         (("-m", "fsdp=8,tp=4,dp=2", "--large", "500kB", "--data-axes", "dp"), "nothing found: 2 leaves", 0),
         (("-m", "fsdp=8,tp=4"), "nothing found: 2 leaves", 0),
         (("-m", "fsdp=8,tp=4", "--head-dim", "128"), "1.5 heads", 1),

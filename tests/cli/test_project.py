@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import shardrules as sr
 from shardrules._cli.project import forms
 from shardrules._files.project import ARGUMENTS, _jobs, read_project
 from shardrules._io import FileError
@@ -209,10 +210,27 @@ def test_init_replaces_nothing(bare, name):
     assert (bare / name).read_text() == text
 
 
-@pytest.mark.parametrize("words", ["", "--mesh tp=2 --devices 2"])
-def test_init_needs_a_mesh_or_devices(bare, words):
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "give a mesh with --mesh, or --devices"),
+        ("--mesh tp=2 --devices 2", "--devices has a mesh chosen, and --mesh gives one: leave"),
+    ],
+)
+def test_init_needs_a_mesh_or_devices(bare, words, told):
     done = invoke("init", "model.json", *words.split())
-    assert (done.exit_code, "give a mesh with --mesh, or --devices" in done.stderr) == (2, True)
+    assert (done.exit_code, told in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [("here", "Is a directory"), ("none/model.json", "No such file")]
+)
+def test_a_place_that_takes_no_file_is_named(bare, place, reason):
+    (bare / "here").mkdir()
+    done = invoke("manifest", "model.json", "-o", place)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: {place}: {reason}")
+    assert done.stderr.endswith("; check the name and the permissions\n")
 
 
 STEP = """
@@ -266,6 +284,19 @@ def test_init_of_a_step_takes_its_mesh_and_rules(step):
     assert done.exit_code == 0, done.output
     assert 'mesh = "fsdp=2,tp=2"\n' in (step / "shardrules.toml").read_text()
     assert invoke("check", "--fail-on", "warning").exit_code == 0
+
+
+def test_init_of_a_step_on_its_mesh_needs_no_compiler(step, monkeypatch):
+    def absent(_):
+        raise ImportError("libtpu is not installed: pip install 'shardrules[tpu]'")
+
+    monkeypatch.setattr(sr.Topology, "devices", property(absent))
+    words = ("init", "step_to_start:needs_rules", "--on", "v5e:2x2", "--mesh")
+    assert "fsdp=8 are 8 devices, and v5e:2x2 has 4" in invoke(*words, "fsdp=8").stderr
+    done = invoke(*words, "fsdp=2,tp=2")
+    assert done.exit_code == 0, done.output
+    assert "links count as whole, since libtpu is not installed: pip install" in done.stderr
+    assert 'mesh = "fsdp=2,tp=2"\n' in (step / "shardrules.toml").read_text()
 
 
 @needs_libtpu

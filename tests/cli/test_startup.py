@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 HEAVY = ("numpy", "jax", "plotly")
 
@@ -66,3 +68,34 @@ def test_a_plan_imports_no_other_command_and_no_suggestion(tmp_path):
     assert not [name for name in modules if name.startswith(tuple(map(PLANNING.__add__, unasked)))]
     # numpy.unique imports numpy.ma, for 10 ms; the others are for other files and questions.
     assert not modules & {"jax", "plotly", "rich", "numpy.ma", "tomllib", "fractions"}
+
+
+def test_a_compiler_is_no_reason_to_look_for_a_tpu(tmp_path):
+    """With libtpu in the environment, and no TPU, JAX would look for one and libtpu write lines."""
+    (tmp_path / "libtpu.py").touch()
+    (tmp_path / "own.py").write_text(
+        "import os\ndef tree(): raise ValueError(os.environ.get('JAX_PLATFORMS'))"
+    )
+    environment = {name: text for name, text in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+
+    def platforms(**more):
+        command = [sys.executable, "-c", COMMAND_LINE, "manifest", "own:tree"]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env=environment | more,
+        )
+        return done.stderr
+
+    devices = [
+        path for name in ("accel*", "vfio/*", "nvidia*", "kfd") for path in Path("/dev").glob(name)
+    ]
+    expected = "None" if devices else "cpu"
+    assert f"has raised ValueError: {expected};" in platforms()
+    assert "has raised ValueError: cuda;" in platforms(JAX_PLATFORMS="cuda")
+    (tmp_path / "libtpu.py").unlink()
+    assert "has raised ValueError: None;" in platforms()

@@ -328,10 +328,12 @@ def test_objects_of_modules(module):
     ("source", "name", "expected", "cause"),
     [
         ("", "tree", "module 'user_code' has no 'tree'; correct", AttributeError),
-        ("import nonexistent_", "tree", "the import of 'user_code' has raised ModuleNotFound", ImportError),
+        ("import nonexistent_", "tree", "the import of 'user_code' at user_code.py:1 has raised ModuleNotFound", ImportError),
         ("1 +", "tree", "the import of 'user_code' has raised SyntaxError", SyntaxError),
-        ("raise SystemExit", "tree", "the import of 'user_code' has raised SystemExit", SystemExit),
-        ("def tree(): return 1 / 0", "tree", r"the call of tree\(\) has raised ZeroDiv", ZeroDivisionError),
+        ("raise SystemExit", "tree", "'user_code' at user_code.py:1 has raised SystemExit; it", SystemExit),
+        ("def tree():\n return 1 / 0", "tree", r"the call of tree\(\) at user_code.py:2 has raised ZeroDiv", ZeroDivisionError),
+        ("import json\ntree = lambda: json.loads('x')", "tree", r"tree\(\) at user_code.py:2 has raised JSONDec", ValueError),
+        ("def tree(): raise ValueError('a\\nb')", "tree", r"py:1 has raised ValueError: a\nb\nit must work without arguments$", ValueError),
         ("def tree(x): pass", "tree", r"TypeError: .*; it must work without arguments", TypeError),
     ],
 )  # fmt: skip

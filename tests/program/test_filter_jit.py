@@ -130,6 +130,9 @@ def test_a_plan_of_constants_is_refused(model, mesh, x):
         with pytest.raises(ValueError, match=text):
             call(eqx.filter_jit(train), x, whole, on=mesh)
     static = eqx.filter(model, eqx.is_array, inverse=True)
+    inside = eqx.filter_jit(lambda x, arrays: train(x, eqx.combine(arrays, static)))
+    arrays = sr.plan(eqx.filter(model, eqx.is_array), RULES, mesh)  # as the message has it first
+    assert sr.prove(inside, x, arrays, on=mesh).program.mesh == mesh
     held = eqx.combine(whole.abstract(), static)
     step = eqx.filter_jit(train, donate="all")
     proof = sr.prove(step, x, held, on=mesh, inputs=(None, whole), outputs=whole, large=1024)

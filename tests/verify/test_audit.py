@@ -414,6 +414,7 @@ class TestFaults:
         assert sorted(kinds) == ["deleted", "structure", "type", "unplaced"]
 
 
+@pytest.mark.filterwarnings("error::DeprecationWarning")
 class TestStructure:
     def test_missing_and_extra_leaves(self, planned):
         tree, plan = planned

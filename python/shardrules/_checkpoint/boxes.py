@@ -100,7 +100,7 @@ def arrangement(text: str) -> Arrangement:
     sides = text.split("->")
     if len(sides) != 2:
         raise ValueError(f"dims {text!r} must have one '->', as in 'out in -> in out'")
-    dims = Arrangement(*(_groups(text, side) for side in sides))
+    dims = Arrangement(*(_axis_groups(text, side) for side in sides))
     for groups in dims:
         axes = [axis for group in groups for axis in group]
         if repeated := {axis for axis in axes if axes.count(axis) > 1}:
@@ -115,7 +115,7 @@ def arrangement(text: str) -> Arrangement:
     return dims
 
 
-def _groups(text: str, side: str) -> Groups:
+def _axis_groups(text: str, side: str) -> Groups:
     groups: list[tuple[str, ...]] = []
     opened: list[str] | None = None
     for token in _TOKEN.findall(side):

@@ -358,7 +358,9 @@ def from_hf(config: Mapping[str, Any], layout: str, *, scanned: bool = False) ->
         path = "model/layers" if scanned else _LAYOUTS[layout][1]
         blocks = [_Block(None, path, rows, 0 if scanned else None)]
     records = (
-        _record(config, block, row, _LAYOUTS[layout][0]) for block in blocks for row in block.rows
+        _block_rename(config, block, row, _LAYOUTS[layout][0])
+        for block in blocks
+        for row in block.rows
     )
     # DeepSeek's layer for more tokens.
     return (Rename(rf"^model\.layers\.{count}\.", None, optional=True), _COMPUTED, *records)
@@ -396,7 +398,7 @@ def _maxtext_blocks(
     return [block for block in blocks if block.numbers is None or block.numbers]
 
 
-def _record(config: Mapping[str, Any], block: _Block, row: _Row, norm: str) -> Rename:
+def _block_rename(config: Mapping[str, Any], block: _Block, row: _Row, norm: str) -> Rename:
     numbers, dims = block.numbers, row.dims
     has_layer = row.name.startswith("LAYER")
     is_stacked = has_layer and block.stacked_at is not None
@@ -415,7 +417,7 @@ def _record(config: Mapping[str, Any], block: _Block, row: _Row, norm: str) -> R
         "^" + name.replace("LAYER", rf"model\.layers\.{layer}") + "$",
         row.path.replace("LAYER", block.path).replace("NORM", norm),
         dims or None,
-        _sizes(config, dims),
+        _config_sizes(config, dims),
         words,
         r"\g<0>_scale_inv" if is_scaled else None,
         tuple(fp8.get("weight_block_size") or (None, None)) if is_scaled else (),
@@ -433,7 +435,7 @@ def _stacked(dims: str, at: int) -> str:
     return f"{source}-> {' '.join([*groups[:at], 'layer', *groups[at:]])}"
 
 
-def _sizes(config: Mapping[str, Any], dims: str) -> dict[str, int]:
+def _config_sizes(config: Mapping[str, Any], dims: str) -> dict[str, int]:
     """Return the sizes that the configuration tells of axes."""
     axes = set(re.findall(r"\w+", dims))
     sizes = {"half": 2} if "half" in axes else {}
@@ -481,7 +483,10 @@ _COMPUTED: Final = Rename(r"rotary_emb\.inv_freq$", None, optional=True)
 
 HF_TO_FLAX: Final = (
     _COMPUTED,
-    *(_record({}, _Block(None, "model/layers/{layer}", _FLAX), row, "scale") for row in _FLAX),
+    *(
+        _block_rename({}, _Block(None, "model/layers/{layer}", _FLAX), row, "scale")
+        for row in _FLAX
+    ),
 )
 r"""Renames: Llama, Mistral, Qwen, Mixtral, Gemma and DeepSeek of Hugging Face to a tree in the
 manner of flax, `model/layers/0/self_attn/q_proj/kernel` [in, out], with `bias`, `scale` and

@@ -11,6 +11,7 @@ from math import prod
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import jax
 import numpy as np
 
 from shardrules._checkpoint.boxes import Box, Piece, box_shape, slices_in
@@ -75,9 +76,6 @@ def fill(
         reader: The files of the stored arrays.
         most_bytes: Maximum bytes in flight, from `bytes_in_flight`.
         done: Called in this thread after each unit.
-
-    Raises:
-        FileError: A file has changed, or cannot be read.
     """
     units = list(_units(jobs, reader.arrays, most_bytes))
     filling = _Filling(jobs, reader, most_bytes, done, max(1, _THREADS // max(1, len(units))))
@@ -170,8 +168,6 @@ class _Filling:
 
 def _wait_for(unit: _Unit, sent: Any) -> None:
     """Wait until what was put for a unit is on the devices."""
-    import jax
-
     jax.block_until_ready(sent)
 
 
@@ -371,7 +367,7 @@ def _fill_staged(
     try:
         reader.fill(name, requests)
         for part, piece, read, view in changed:
-            values = read if part.scale is None else _scaled(read, part, piece, reader)
+            values = read if part.scale is None else _scaled_on_host(read, part, piece, reader)
             copy_values(piece.arranged(values), view)
     except FloatingPointError as error:
         raise FileError(
@@ -391,7 +387,7 @@ def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
     return place.reshape([piece.lengths[axis] for axis in piece.order])
 
 
-def _scaled(
+def _scaled_on_host(
     values: npt.NDArray[Any], part: SourcePart, piece: Piece, reader: Reader
 ) -> npt.NDArray[Any]:
     """Multiply the values by the scales of their blocks, in float32."""

@@ -152,7 +152,9 @@ def forecast(
         largest,
         min(most, max(map(int, read))),
         bandwidth,
-        _reads(sources, columns.axis_sizes, processes, int(np.argmax(read.astype(np.float64)))),
+        _count_reads(
+            sources, columns.axis_sizes, processes, int(np.argmax(read.astype(np.float64)))
+        ),
     )
 
 
@@ -172,7 +174,7 @@ def _device_boxes(
     return counts
 
 
-def _reads(
+def _count_reads(
     sources: Sequence[tuple[Target, str, Cuts, int]],
     axis_sizes: Mapping[str, int],
     processes: int,
@@ -184,12 +186,12 @@ def _reads(
     devices = devices.reshape(len(sizes), processes, -1)[:, process]
     places = dict(zip(axis_sizes, devices, strict=True))
     return sum(
-        count * _calls(target, dtype, _boxes(target.shape, cuts, axis_sizes, places))
+        count * _count_calls(target, dtype, _boxes(target.shape, cuts, axis_sizes, places))
         for target, dtype, cuts, count in sources
     )
 
 
-def _calls(target: Target, dtype: str, boxes: Sequence[Box]) -> int:
+def _count_calls(target: Target, dtype: str, boxes: Sequence[Box]) -> int:
     """Count the calls by which boxes of an array are read."""
     if bits_of(dtype) < 8:
         return len(target.parts)
@@ -250,11 +252,7 @@ def renamed(
 
 
 def timed(source: str, plan: Plan, renames: Iterable[Rename], in_flight: int | None) -> str:
-    """Load onto this process's devices; returns a line on what that took.
-
-    Raises:
-        ValueError: The mesh has another number of devices.
-    """
+    """Load onto this process's devices; returns a line on what that took."""
     import jax
     from jax.sharding import Mesh
 

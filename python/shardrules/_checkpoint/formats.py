@@ -10,6 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from jax import ShapeDtypeStruct, tree_util
+
 from shardrules._checkpoint.filling import fill
 from shardrules._checkpoint.job import Job, bytes_to_read
 from shardrules._checkpoint.programs import ingredients, made
@@ -19,6 +21,7 @@ from shardrules._files.models import Arrays
 from shardrules._files.orbax import SEPARATOR, is_item
 from shardrules._io import FileError
 from shardrules._text import printable
+from shardrules._trees.align import key_text
 
 if TYPE_CHECKING:
     from shardrules._place.processes import Row
@@ -53,17 +56,7 @@ class CheckpointFormat(Protocol):
         most_bytes: int,
         progress: bool | Progress | None,
     ) -> Generator[list[Any]]:
-        """Yield the arrays of each batch.
-
-        Args:
-            arrays: The arrays that were listed.
-            batches: What to make.
-            most_bytes: Maximum bytes in flight.
-            progress: As in `load`.
-
-        Raises:
-            FileError: A file is damaged or has changed.
-        """
+        """Yield the arrays of each batch."""
         ...
 
 
@@ -124,8 +117,6 @@ class RestoredByOrbax:
         most_bytes: int,
         progress: bool | Progress | None,
     ) -> Generator[list[Any]]:
-        from jax import ShapeDtypeStruct
-
         for batch in batches:
             abstract = {
                 job.target.parts[0].source: ShapeDtypeStruct(
@@ -142,11 +133,7 @@ FORMATS: Final[list[CheckpointFormat]] = [BytesInFiles(), RestoredByOrbax()]
 
 
 def format_of(arrays: Arrays) -> CheckpointFormat:
-    """Find the format that reads these arrays.
-
-    Raises:
-        FileError: There are no data.
-    """
+    """Find the format that reads these arrays."""
     claiming = next((each for each in FORMATS if each.claims(arrays)), None)
     if claiming is None:
         raise FileError(
@@ -189,7 +176,7 @@ class Reads(NamedTuple):
     def read(self, most_bytes: int, progress: bool | Progress | None) -> list[Any]:
         """Read and make the arrays of the jobs."""
         values: list[Any] = [None] * len(self.jobs)
-        batches = list(_merged(self.batches, most_bytes))
+        batches = list(_merged_batches(self.batches, most_bytes))
         reads = [[self.jobs[i] for i in self.direct], *([*b.reads.values()] for b in batches)]
         with closing(self.format.read(self.arrays, reads, most_bytes, progress)) as results:
             for i, array in zip(self.direct, next(results), strict=True):
@@ -223,7 +210,7 @@ def reads_of(checkpoint_format: CheckpointFormat, arrays: Arrays, jobs: list[Job
     return Reads(checkpoint_format, arrays, jobs, direct, [*batches.values()])
 
 
-def _merged(batches: list[Batch], most_bytes: int) -> Iterator[Batch]:
+def _merged_batches(batches: list[Batch], most_bytes: int) -> Iterator[Batch]:
     """Join small batches, which are read faster together."""
     for group in in_batches(batches, most_bytes, lambda batch: batch.bytes):
         reads = dict(chain.from_iterable(batch.reads.items() for batch in group))
@@ -236,20 +223,16 @@ def _restored(directory: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         directory: A result of `find_checkpoint`, whose names and files have been checked.
         abstract: By path, the ShapeDtypeStruct with its sharding.
-
-    Raises:
-        FileError: orbax cannot restore the checkpoint.
     """
     import orbax.checkpoint as ocp
     from etils.epath import Path as OrbaxPath
-    from jax import tree_util
 
     handler = ocp.PyTreeCheckpointHandler()
     place = OrbaxPath(directory.absolute())
     try:
         # orbax wants the structure that was saved, with its lists and tuples.
         leaves, treedef = tree_util.tree_flatten_with_path(handler.metadata(place).tree)
-        paths = [SEPARATOR.join(map(_key_text, keys)) for keys, _ in leaves]
+        paths = [SEPARATOR.join(map(key_text, keys)) for keys, _ in leaves]
         # What has no shape, such as a string, is left out.
         item = tree_util.tree_unflatten(
             treedef, [abstract.get(path, ocp.PLACEHOLDER) for path in paths]
@@ -266,8 +249,3 @@ def _restored(directory: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     finally:
         handler.close()
     return dict(zip(paths, tree_util.tree_leaves(restored), strict=True))
-
-
-def _key_text(key: Any) -> str:
-    """Return the key of a dict, the index in a list or tuple, or the name of a field."""
-    return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))

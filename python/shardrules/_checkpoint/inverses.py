@@ -79,7 +79,7 @@ def _loss_of_names(record: Rename) -> str:
         return "its pattern has more than texts and groups"
     if record.path == r"\g<0>":
         return ""
-    groups = {_key(i, t): t for i, t in enumerate(_groups(tokens), 1)}
+    groups = {_group_key(i, t): t for i, t in enumerate(_group_tokens(tokens), 1)}
     if any(re.compile(token.text).groups for token in groups.values()):
         return "a group of its pattern has groups"
     kept = {*_references(record.path or "", groups), *stacked_axes(record), *numbered_axes(record)}
@@ -87,11 +87,11 @@ def _loss_of_names(record: Rename) -> str:
     return f"its path does not have the group {lost[0]}" if lost else ""
 
 
-def _groups(tokens: Sequence[Token]) -> list[Token]:
+def _group_tokens(tokens: Sequence[Token]) -> list[Token]:
     return [token for token in tokens if token.kind == "group"]
 
 
-def _key(number: int, token: Token) -> str:
+def _group_key(number: int, token: Token) -> str:
     return token.name or f"g{number}"
 
 
@@ -108,7 +108,7 @@ def _inverses(record: Rename) -> Iterator[Rename]:
     if record.path == r"\g<0>":
         pattern, path = record.pattern, record.path
     else:
-        groups = {_key(i, token): token for i, token in enumerate(_groups(tokens), 1)}
+        groups = {_group_key(i, token): token for i, token in enumerate(_group_tokens(tokens), 1)}
         pattern = "".join(_pattern_parts(record, groups, tokens))
         path = "".join(_path_parts(record, tokens))
     apply: Any = record.apply
@@ -118,7 +118,11 @@ def _inverses(record: Rename) -> Iterator[Rename]:
         return
     inner = _inner_axis(record)
     if dims is None or inner is None:
-        text = None if dims is None else f"{_text(dims.target)} -> {_text(dims.source)}"
+        text = (
+            None
+            if dims is None
+            else f"{_arrangement_text(dims.target)} -> {_arrangement_text(dims.source)}"
+        )
         yield Rename(pattern, path, text, record.sizes, words, optional=True, apply=apply)
         return
     # The parts of each head are put together on devices.
@@ -140,7 +144,7 @@ def _inverses(record: Rename) -> Iterator[Rename]:
         yield Rename(
             str(pattern).replace(_axis_group(record, axis), re.escape(str(word))),
             path,
-            f"{_text(dims.target)} -> {_text(target)}",
+            f"{_arrangement_text(dims.target)} -> {_arrangement_text(target)}",
             of_part,
             words,
             optional=True,
@@ -221,9 +225,9 @@ def _path_parts(record: Rename, tokens: Sequence[Token]) -> Iterator[str]:
             yield token.text.replace("\\", r"\\")
         elif token.kind == "group":
             number += 1
-            key = _key(number, token)
+            key = _group_key(number, token)
             yield f"{{{key}}}" if key in by_number else rf"\g<{key}>"
 
 
-def _text(groups: Groups) -> str:
+def _arrangement_text(groups: Groups) -> str:
     return " ".join("1" if not g else g[0] if len(g) == 1 else f"({' '.join(g)})" for g in groups)

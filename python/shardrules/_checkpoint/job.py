@@ -115,11 +115,7 @@ def fills_view(part: SourcePart, piece: Piece) -> bool:
 
 
 def bytes_in_flight(jobs: Sequence[Job], bound: int | None) -> int:
-    """Return the bound, or the default.
-
-    Raises:
-        ValueError: An array's part on one device alone takes more.
-    """
+    """Return the bound, or the default."""
     sizes = [max(job.box_sizes.values(), default=0) for job in jobs]
     if not sizes:
         return bound_of(bound, 0, "")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from jax import tree_util
 
 from shardrules._arguments import check_type, each, in_order, integer, listed, texts
 from shardrules._checkpoint.formats import format_of, reads_of
@@ -15,11 +17,12 @@ from shardrules._checkpoint.reading import Progress, checked_progress
 from shardrules._checkpoint.renames import A_RENAME, Rename
 from shardrules._checkpoint.replicas import gathered, reading_of
 from shardrules._checkpoint.selection import Selection, initial
+from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._dtypes import bits_of, given_float
 from shardrules._files.leaves import ArraySpecs
 from shardrules._files.models import Arrays, read_arrays
-from shardrules._place.decider import policy_for
+from shardrules._place.decider import RulesLike, policy_for
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
 from shardrules._plan.plan import Plan
@@ -27,7 +30,6 @@ from shardrules._plan.plan import Plan
 if TYPE_CHECKING:
     from shardrules._correction import Correction
     from shardrules._mesh.mesh import MeshLike
-    from shardrules._place.decider import RulesLike
     from shardrules._plan.companions import Companion
 
 
@@ -54,13 +56,15 @@ def load(
     """Load a checkpoint of safetensors files, or of orbax, into sharded arrays.
 
     Each process reads only the bytes that its own devices hold, each of them once, and gaps of at
-    most 4 KiB between them. A program is compiled for each form of large arrays with scales, and
-    for `apply`. Several processes agree on the call first, as in `shard`; one that fails makes all
-    fail.
+    most 4 KiB between them. From a store on the network, of what several processes hold of an array
+    of 1 MiB or more, each reads a part, and the devices gather it. A program is compiled for that,
+    for each form of large arrays with scales, and for `apply`. Several processes agree on the call
+    first, as in `shard`; one that fails makes all fail.
 
     Args:
-        source: A safetensors file, the index of several, or a directory of them; or the directory
-            of an orbax checkpoint, which orbax restores.
+        source: A safetensors file, the index of several, or a directory of them, here or by the URL
+            of a store, such as gs:// or s3://; or the directory of an orbax checkpoint, which orbax
+            restores.
         rules: A `Plan`; `Rules` or (pattern, spec) pairs; `LogicalRules`; or specs or shardings, as
             in `shard`.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
@@ -116,8 +120,6 @@ def load(
         >>> tuple(params["wq"].sharding.spec), params["wq"].shape
         ((None, 'tp'), (4, 8))
     """
-    from jax import tree_util
-
     check_type("source", source, str | os.PathLike, "the path of a checkpoint")
     reports = checked_progress(progress)
     with JointCall("load") as call:
@@ -160,13 +162,7 @@ def load(
             selection=selection,
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh, **deciding)
-        jobs = [
-            Job(
-                path, target, leaf.dtype, reading_of(arrays, leaf, checked_sharding(path, sharding))
-            )
-            for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
-            if target is not None
-        ]
+        jobs = _jobs(arrays, targets, leaves, shardings)
         reads = reads_of(checkpoint_format, arrays, jobs)
         most = bytes_in_flight(reads.all, bound)
         call.agree(
@@ -181,20 +177,36 @@ def load(
             call.alone()
         read = iter(reads.read(most, reports))
         kept = leaves if tree is None else tree_util.tree_leaves(tree)
-        values = []
-        for (path, target), like, leaf, sharding in zip(
-            targets, leaves, kept, shardings, strict=True
-        ):
-            if target is not None:
-                values.append(next(read))
-            elif path in selection.made:
-                to = checked_sharding(path, sharding)
-                values.append(initial(path, selection.made[path], like, to))
-            else:
-                values.append(leaf)
+        rows = zip(targets, leaves, kept, shardings, strict=True)
+        values = [
+            next(read) if target is not None else _instead(selection, path, like, leaf, sharding)
+            for (path, target), like, leaf, sharding in rows
+        ]
         selection.tell(arrays.name)
         call.agree(lambda: [("the arrays", "read")])
     return treedef.unflatten(gathered(values, targets, shardings))
+
+
+def _jobs(
+    arrays: Arrays,
+    targets: Sequence[tuple[str, Target | None]],
+    leaves: Sequence[Any],
+    shardings: Sequence[Any],
+) -> list[Job]:
+    """Return what is to be made of the arrays."""
+    rows = zip(targets, leaves, shardings, strict=True)
+    return [
+        Job(path, target, leaf.dtype, reading_of(arrays, leaf, checked_sharding(path, sharding)))
+        for (path, target), leaf, sharding in rows
+        if target is not None
+    ]
+
+
+def _instead(selection: Selection, path: str, like: Any, leaf: Any, sharding: Any) -> Any:
+    """Return what stands in the place of an array that is not loaded: made anew, or the tree's."""
+    if path not in selection.made:
+        return leaf
+    return initial(path, selection.made[path], like, checked_sharding(path, sharding))
 
 
 def _check_dtypes(arrays: Arrays, problems: Problems) -> None:

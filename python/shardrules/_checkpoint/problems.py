@@ -6,22 +6,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from shardrules._io import FileError
-from shardrules._plan.fold import fold
+from shardrules._plan.fold import fold_paths
 from shardrules._text import counted, near_shown
 
 _MOST_NEAR: Final = 5
 
 
 class Problems:
-    """Problems with arrays; equal lines with many paths become one, with the paths folded.
-
-    Args:
-        name: Where the arrays come from.
-        in_file: Whether that is a file; else its error is no FileError.
-    """
+    """Problems with arrays; equal lines with many paths become one, with the paths folded."""
 
     def __init__(self, name: str, *, in_file: bool = True) -> None:
         self._name = name
@@ -41,13 +34,9 @@ class Problems:
         count = sum(map(len, self._paths.values()))
         lines = [f"{self._name}: {counted(count, 'problem')} with the arrays:"]
         for what, paths in self._paths.items():
-            for pattern in _folded(paths):
+            for pattern in fold_paths(paths):
                 # More of them would cost seconds, and tell no more.
-                others = _folded(self._among[what]) if len(lines) <= _MOST_NEAR else ()
+                others = fold_paths(self._among[what]) if len(lines) <= _MOST_NEAR else ()
                 lines.append(f"  {pattern}: {what}{near_shown(pattern, others)}")
         error = FileError(*lines)
         raise error if self._in_file else ValueError(str(error))
-
-
-def _folded(paths: Sequence[str]) -> list[str]:
-    return [group.pattern for group in fold(list(paths), np.zeros(len(paths), np.int32))]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._checkpoint.boxes import Form
 from shardrules._checkpoint.job import Job
@@ -14,9 +17,6 @@ from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.scales import codes_and_scales, product_of, spread
 from shardrules._checkpoint.targets import Target, whole
 from shardrules._files.leaves import ArraySpec
-
-if TYPE_CHECKING:
-    from jax.sharding import NamedSharding
 
 
 def is_plain(target: Target, shape_of: Callable[[str], tuple[int, ...]]) -> bool:
@@ -70,21 +70,17 @@ def made(
     names = tuple(job.target.inputs)
     values = [live[_input_name(job, argument)] for argument in names]
     plain = tuple(_Recipe((), value.shape, None) for value in values)
-    program = _program(plain, names, job.target.apply, job.dtype, job.sharding)
+    program = _target_program(plain, names, job.target.apply, job.dtype, job.sharding)
     return program([[value] for value in values], *[[[]] * len(values)] * 2)
 
 
 def dtype_on_devices(dtype: str) -> np.dtype[Any]:
     """Return the dtype that an array of this one gets on devices: 64 bits become 32."""
-    import jax
-
     return np.dtype(jax.dtypes.canonicalize_dtype(numpy_dtype(dtype)))
 
 
 def _spread(shape: tuple[int, ...], job: Job) -> NamedSharding:
     """Cut an ingredient like the result if they have one shape, else along as much as divides."""
-    from jax.sharding import NamedSharding
-
     mesh = job.sharding.mesh
     same = shape == job.target.shape
     return NamedSharding(mesh, job.sharding.spec) if same else spread_over(mesh, shape)
@@ -92,8 +88,6 @@ def _spread(shape: tuple[int, ...], job: Job) -> NamedSharding:
 
 def spread_over(mesh: Any, shape: tuple[int, ...]) -> NamedSharding:
     """Cut an array along as much of the mesh as divides it."""
-    from jax.sharding import NamedSharding, PartitionSpec
-
     left = list(shape)
     cuts: list[list[str]] = [[] for _ in shape]
     for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
@@ -124,15 +118,7 @@ class _Recipe(NamedTuple):
 def made_of(
     target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: NamedSharding | None
 ) -> Any:
-    """Make the target, on the devices of its arrays.
-
-    Args:
-        target: The target.
-        arrays: The live arrays by name.
-        dtype: The dtype of the result.
-        sharding: Where the result will be; it is made there if the arrays are on these devices.
-            None: where JAX makes it.
-    """
+    """Make the target, on the devices of its arrays."""
     inputs = target.inputs if target.apply is not None else {"": target}
     sources = [[arrays[part.source] for part in each.parts] for each in inputs.values()]
     scales = [
@@ -152,7 +138,7 @@ def made_of(
         for each in inputs.values()
     )
     at = sharding if in_place else None
-    return _program(recipes, tuple(inputs), target.apply, dtype, at)(sources, scales, starts)
+    return _target_program(recipes, tuple(inputs), target.apply, dtype, at)(sources, scales, starts)
 
 
 def _recipe(target: Target, dtype: Any) -> _Recipe:
@@ -169,15 +155,13 @@ def _recipe(target: Target, dtype: Any) -> _Recipe:
 
 
 @lru_cache(maxsize=512)
-def _program(
+def _target_program(
     recipes: tuple[_Recipe, ...],
     names: tuple[str, ...],
     apply: Callable[..., Any] | None,
     dtype: Any,
     sharding: NamedSharding | None,
 ) -> Callable[..., Any]:
-    import jax
-
     def make(sources: list[Any], scales: list[Any], starts: list[Any]) -> Any:
         values = list(map(_assembled, recipes, sources, scales, starts))
         result = values[0]
@@ -190,15 +174,12 @@ def _program(
 
 def _assembled(recipe: _Recipe, sources: list[Any], scales: list[Any], starts: list[Any]) -> Any:
     """Arrange and scale the parts, and put them together."""
-    import jax
-    import jax.numpy as jnp
-
     forms, shape, dtype = recipe
     if not forms:
         return sources[0]
     result = None
     for part_form, source, scale, start in zip(forms, sources, scales, starts, strict=True):
-        values = _scaled(jnp, jnp.asarray(source), scale, part_form.blocks)
+        values = _scaled_on_device(jnp.asarray(source), scale, part_form.blocks)
         if part_form.sizes != values.shape:
             values = jax.lax.dynamic_slice(values, list(start), part_form.sizes)
         values = part_form.form.arranged(jnp, values)
@@ -214,15 +195,12 @@ def _assembled(recipe: _Recipe, sources: list[Any], scales: list[Any], starts: l
 
 def _blank(shape: tuple[int, ...], values: Any) -> Any:
     """Make an array of this shape to put values into. Of random keys there are no zeros."""
-    import jax
-    import jax.numpy as jnp
-
     if not jnp.issubdtype(values.dtype, jax.dtypes.extended):
         return jnp.zeros(shape, values.dtype)
     return jnp.broadcast_to(values.reshape(-1)[0], shape)
 
 
-def _scaled(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
+def _scaled_on_device(values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
     if not blocks:
         return values
     factors = spread(jnp, scale, blocks, [(0, size) for size in values.shape])

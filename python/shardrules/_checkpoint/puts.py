@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardrules._checkpoint.boxes import Box, box_of
 from shardrules._dtypes import is_inexact
-from shardrules._place.transfers import array_without_data
+from shardrules._place.crossing import array_of_shards
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from jax.sharding import NamedSharding
 
     from shardrules._checkpoint.job import Job
 
@@ -29,9 +30,6 @@ def stacked_arrays(
 
     JAX takes longer to put a small array than to make one by a program.
     """
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
     sharding, dtype, count = jobs[0].sharding, jobs[0].dtype, len(jobs) // _TOGETHER * _TOGETHER
     (first,) = filled[0].values()
     if is_inexact(dtype) and dtype.kind != "c":
@@ -42,16 +40,14 @@ def stacked_arrays(
     )
     spec = PartitionSpec(None, *sharding.spec)
     of_stack = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    program, arrays = _program(sharding, dtype), []
+    program, arrays = _concatenation(sharding, dtype), []
     for i in range(0, count, _TOGETHER):
         arrays += program(jax.device_put(stack[i : i + _TOGETHER], of_stack))
     return [*arrays, *whole_arrays(jobs[count:], filled[count:])]
 
 
 @lru_cache(maxsize=512)
-def _program(sharding: NamedSharding, dtype: np.dtype[Any]) -> Callable[[Any], list[Any]]:
-    import jax
-
+def _concatenation(sharding: NamedSharding, dtype: np.dtype[Any]) -> Callable[[Any], list[Any]]:
     def take_apart(stack: Any) -> list[Any]:
         same = stack.dtype == dtype
         return [*stack] if same else [jax.lax.bitcast_convert_type(each, dtype) for each in stack]
@@ -63,13 +59,11 @@ def whole_arrays(
     jobs: Sequence[Job], filled: Sequence[Mapping[Box, npt.NDArray[Any]]]
 ) -> list[Any]:
     """Put whole arrays onto devices: one that is large, or several that are small."""
-    import jax
-
     arrays: list[Any] = [None] * len(jobs)
     at_once = [i for i, job in enumerate(jobs) if job.is_put_whole]
     for i, (job, buffers) in enumerate(zip(jobs, filled, strict=True)):
         if not job.is_put_whole:
-            arrays[i] = _array(job, buffers)
+            arrays[i] = _array_of_buffers(job, buffers)
     values = [next(iter(filled[i].values())) for i in at_once]
     put = jax.device_put(values, [jobs[i].sharding for i in at_once])
     for i, array in zip(at_once, put, strict=True):
@@ -77,12 +71,10 @@ def whole_arrays(
     return arrays
 
 
-def _array(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
-    import jax
-
+def _array_of_buffers(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
     shape = job.target.shape
     if not job.sharding.addressable_devices:
-        return array_without_data(shape, job.sharding, job.dtype)
+        return array_of_shards(shape, job.sharding, [], job.dtype)
     return jax.make_array_from_callback(
         shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
     )
@@ -90,9 +82,6 @@ def _array(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
 
 def parts_on_devices(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> dict[Any, Any]:
     """Make {device: its part} for these boxes."""
-    import jax
-    from jax.sharding import SingleDeviceSharding
-
     memory_kind = job.sharding.memory_kind
     return {
         device: jax.device_put(buffer, SingleDeviceSharding(device, memory_kind=memory_kind))
@@ -102,9 +91,6 @@ def parts_on_devices(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> dict[
 
 
 def assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
-    import jax
-
     order = job.sharding.addressable_devices_indices_map(job.target.shape)
-    return jax.make_array_from_single_device_arrays(
-        job.target.shape, job.sharding, [parts[device] for device in order]
-    )
+    shards = [parts[device] for device in order]
+    return array_of_shards(job.target.shape, job.sharding, shards, job.dtype)

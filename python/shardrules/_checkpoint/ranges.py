@@ -215,7 +215,7 @@ def copy_of(
     begin = sum(at * by for (at, _), by in zip(source, layout.strides, strict=True))
     if axes and size < _LEAST_RANGE:
         axes += [(size // item_bytes, item_bytes, item_bytes)] if size > item_bytes else []
-        return list(_tiles(Tiles(begin, 0, tuple(_merged(axes)), item_bytes)))
+        return list(_tiles(Tiles(begin, 0, tuple(_merged_axes(axes)), item_bytes)))
     begins = places = np.zeros(1, np.int64)
     for length, by, to in axes:
         steps = np.arange(length)
@@ -224,7 +224,7 @@ def copy_of(
     return Copy(begins + begin, places, size)
 
 
-def _merged(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _merged_axes(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Join axes that go on in each other, in the file and in memory."""
     merged: list[tuple[int, int, int]] = []
     for size, by, to in axes:
@@ -249,13 +249,7 @@ def _tiles(tiles: Tiles) -> Iterator[Tiles]:
 
 
 def axis_strides(shape: Sequence[int], strides: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Return the stride of each axis of a box whose dimensions consist of axes.
-
-    Args:
-        shape: The lengths of the box's dimensions.
-        strides: The stride of each of them.
-        lengths: The lengths of the axes, in the dimensions' order.
-    """
+    """Return the stride of each axis of a box whose dimensions consist of axes."""
     result = [0] * len(lengths)
     axis = 0
     for size, stride in zip(shape, strides, strict=True):

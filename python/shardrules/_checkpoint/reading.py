@@ -58,9 +58,6 @@ def bound_of(
         least: The bytes of the largest part, which are in flight at once.
         needs: What has so many bytes, for the error.
         keyword: The name of the bound.
-
-    Raises:
-        ValueError: The bound is too small.
     """
     if bound is None:
         return max(DEFAULT_IN_FLIGHT, least)
@@ -74,12 +71,7 @@ Progress = Callable[[int, int], None]
 
 
 def checked_progress(progress: object) -> bool | Progress | None:
-    """Check that the value is a truth value, None or a function.
-
-    Raises:
-        TypeError: It is something else.
-        ImportError: It is True, and rich is not installed.
-    """
+    """Check that the value is a truth value, None or a function."""
     if progress is True:
         try:
             import rich.progress  # noqa: F401
@@ -165,9 +157,6 @@ class Reader:
     """Open files; for several threads. A context manager that checks the files at its end.
 
     At most `_MOST_FILES` are open; then the one that was used longest ago is checked and closed.
-
-    Args:
-        arrays: The stored arrays by name.
 
     Attributes:
         bytes_read: How many bytes have been read so far.
@@ -272,11 +261,7 @@ class Reader:
         return copy if isinstance(copy, Copy) or (has_core and is_local) else None
 
     def fill(self, name: str, requests: Sequence[BoxRequest]) -> None:
-        """Fill each requested box of an array, by rows that are read once for all.
-
-        Raises:
-            FileError: The file has changed, or cannot be read.
-        """
+        """Fill each requested box of an array, by rows that are read once for all."""
         layout = StoredLayout(self.arrays[name])
         item_bytes, staging = layout.dtype.itemsize, self._staging()
         for box, together in _hulls(requests):
@@ -455,11 +440,7 @@ else:  # Windows
 
 
 def copy_values(values: npt.NDArray[Any], into: npt.NDArray[Any]) -> None:
-    """Copy, and convert where the dtypes differ.
-
-    Raises:
-        FloatingPointError: A finite value is too large for the other dtype.
-    """
+    """Copy, and convert where the dtypes differ."""
     if values.dtype != into.dtype:
         _check_range(values, into.dtype)
     elif values.dtype.kind == "V":

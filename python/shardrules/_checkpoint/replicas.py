@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._dtypes import bits_of
 from shardrules._files.remote import RemotePath
@@ -15,8 +16,6 @@ from shardrules._place.transfers import put
 from shardrules._specs import entries_of, entry_axes, entry_of
 
 if TYPE_CHECKING:
-    from jax.sharding import NamedSharding
-
     from shardrules._files.models import Arrays
 
 # Smaller arrays are read by each process: a request takes as long as a program.
@@ -28,11 +27,6 @@ def reading_of(arrays: Arrays, leaf: Any, sharding: NamedSharding) -> NamedShard
 
     It is cut over the axes that would make several processes read the same bytes of a store on the
     network. From local files each process reads its replicas itself, which takes less time.
-
-    Args:
-        arrays: What is read.
-        leaf: The abstract array.
-        sharding: Its sharding in the end.
     """
     first = next((each.file.path for each in arrays.leaves.values() if each.file), None)
     is_small = prod(leaf.shape) * bits_of(leaf.dtype) // 8 < _LEAST_BYTES
@@ -44,13 +38,7 @@ def reading_of(arrays: Arrays, leaf: Any, sharding: NamedSharding) -> NamedShard
 def gathered(
     values: list[Any], targets: Sequence[tuple[str, Any]], shardings: Sequence[Any]
 ) -> Any:
-    """Give the arrays that were read their shardings, one after the other.
-
-    Args:
-        values: All leaves.
-        targets: (path, what was read for it, or None) of each.
-        shardings: The sharding of each in the end.
-    """
+    """Give the arrays that were read their shardings, one after the other."""
     for i, (value, (_, target), sharding) in enumerate(
         zip(values, targets, shardings, strict=True)
     ):
@@ -62,8 +50,6 @@ def gathered(
 @lru_cache(maxsize=4096)
 def _apart(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """Cut over the axes without a use that span processes, where they divide a dimension."""
-    from jax.sharding import NamedSharding, PartitionSpec
-
     mesh: Any = sharding.mesh
     if sharding.memory_kind not in (None, mesh.devices.flat[0].default_memory().kind):
         return sharding

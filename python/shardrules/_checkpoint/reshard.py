@@ -9,7 +9,10 @@ from itertools import starmap
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
+import jax
 import numpy as np
+from jax import tree_util
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardrules._arguments import Tree, boolean, check_tree, each, in_order, integer, listed, texts
 from shardrules._checkpoint.problems import Problems
@@ -21,10 +24,11 @@ from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec
-from shardrules._place.decider import BySpecs, policy_for
+from shardrules._place.decider import BySpecs, RulesLike, policy_for
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
-from shardrules._place.shard import converted, leaf_path, of_placeable
+from shardrules._place.shard import converted, of_placeable
+from shardrules._place.spec_trees import leaf_path
 from shardrules._place.transfers import check_reachable, put, stays_in_part, stays_within
 from shardrules._plan.plan import Plan
 from shardrules._rules.names import unboxed
@@ -32,13 +36,8 @@ from shardrules._text import bytes_shown, shown
 from shardrules._trees.align import align, leaf_paths, rows_and_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from jax.sharding import NamedSharding
-
     from shardrules._correction import Correction
     from shardrules._mesh.mesh import MeshLike
-    from shardrules._place.decider import RulesLike
     from shardrules._plan.companions import Companion
 
 
@@ -161,9 +160,6 @@ def reshard(
         >>> tuple(moved["wq"].sharding.spec), str(moved["wq"].dtype)
         ((None, 'tp'), 'bfloat16')
     """
-    import jax
-    from jax import tree_util
-
     with JointCall("reshard") as call:
         check_tree("tree", tree)
         followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
@@ -221,8 +217,6 @@ def _moves(
     dtype: str | None,
 ) -> tuple[Any, dict[int, _Move]]:
     """Return (the result or an abstract one of its structure, the move of each leaf that moves)."""
-    from jax import tree_util
-
     target = rules
     keywords = {name: value for name, value in deciding.items() if name != "mesh"}
     if isinstance(rules, Plan):
@@ -248,8 +242,6 @@ def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
     Raises:
         ValueError: An array has another shape than in a tree of arrays.
     """
-    from jax import tree_util
-
     structure: Any
     leaves, treedef = tree_util.tree_flatten(tree)
     others, structure = tree_util.tree_flatten(target)
@@ -272,13 +264,7 @@ def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
 
 
 def _shardings_in(target: Any) -> list[Any] | None:
-    """Return the shardings of a tree of arrays or abstract arrays; None for anything else.
-
-    Raises:
-        TypeError: One of them has no sharding.
-    """
-    from jax import tree_util
-
+    """Return the shardings of a tree of arrays or abstract arrays; None for anything else."""
     leaves = tree_util.tree_leaves(target)
     if not any(hasattr(leaf, "shape") and hasattr(leaf, "sharding") for leaf in leaves):
         return None
@@ -289,13 +275,11 @@ def _shardings_in(target: Any) -> list[Any] | None:
             f"rules: {leaf_path(target, place)} is {shown(leaves[place])}, which has no "
             "sharding, as arrays have; give one for each array of tree"
         )
-    return list(map(_named, shardings))
+    return list(map(_as_named_sharding, shardings))
 
 
-def _named(sharding: Any) -> Any:
+def _as_named_sharding(sharding: Any) -> Any:
     """Turn a sharding on a single device into a NamedSharding."""
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-
     if not isinstance(sharding, SingleDeviceSharding):
         return sharding
     mesh = Mesh(np.array([*sharding.device_set]), ("device",))
@@ -351,8 +335,6 @@ def _moves_by_paths(
     dtype: str | None,
 ) -> tuple[Any, dict[int, _Move]]:
     """Return (the abstract tree of the result, the move of each of its leaves)."""
-    from jax import tree_util
-
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
     if isinstance(rules, Plan) and not renames:
         names = _planned_paths(tree, rules)
@@ -384,8 +366,6 @@ def _moves_by_paths(
 
 def _planned_paths(tree: Any, plan: Plan) -> list[str]:
     """Return the path of each leaf in the plan's tree, or its own if the plan does not have it."""
-    from jax import tree_util
-
     planned = rows_and_paths(plan.abstract())
     aligned = align(tree, planned, rows_and_paths)
     paths = [
@@ -403,11 +383,7 @@ def _made(target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSh
 
 
 def _bound(moves: Mapping[int, _Move], bound: int | None, tree: Any) -> int:
-    """Return the bound, or the default.
-
-    Raises:
-        ValueError: An array alone is larger.
-    """
+    """Return the bound, or the default."""
     largest = max(moves, key=lambda i: moves[i].bytes, default=None)
     if largest is None:
         return bound_of(bound, 0, "")
@@ -417,8 +393,6 @@ def _bound(moves: Mapping[int, _Move], bound: int | None, tree: Any) -> int:
 
 
 def _delete(leaves: Iterable[Any]) -> None:
-    import jax
-
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and not leaf.is_deleted():
             leaf.delete()

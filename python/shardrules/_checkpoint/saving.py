@@ -12,7 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import jax
 import numpy as np
+from jax import tree_util
 
 from shardrules._arguments import check_type, each, integer, listed
 from shardrules._checkpoint.problems import Problems
@@ -33,7 +35,7 @@ _PART: Final = ".part"
 _MOST_JOINED: Final = 1 << 30
 
 
-class _Entry(NamedTuple):
+class _FilePlace(NamedTuple):
     """An array, and where it begins in which file."""
 
     name: str
@@ -87,8 +89,6 @@ def save(
         ...     sorted(os.listdir(os.path.join(directory, "model")))
         ['model-00001-of-00001.safetensors', 'model.safetensors.index.json']
     """
-    import jax
-
     check_type("path", path, str | os.PathLike, "the path of a directory")
     target = path_of(path).absolute()
     if target.suffix == ".safetensors":
@@ -103,7 +103,7 @@ def save(
         with JointCall("save") as call:
             records = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
             most = integer("shard_bytes", shard_bytes, 1, what="a number of bytes")
-            entries = _entries(_arrays(tree, records), most)
+            entries = _file_places(_arrays_to_write(tree, records), most)
             files = [
                 f"model-{i + 1:05}-of-{entries[-1].file + 1:05}.safetensors"
                 for i in range(entries[-1].file + 1)
@@ -148,10 +148,8 @@ class _Array(NamedTuple):
     make: Callable[[], Any]
 
 
-def _arrays(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
+def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
     """Return the arrays to write, in order."""
-    from jax import tree_util
-
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
     arrays = []
     for name, leaf in zip(names, leaves, strict=True):
@@ -161,7 +159,7 @@ def _arrays(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
                 "give arrays, such as those of jax.jit(init, out_shardings=...)"
             )
         dtype = given_name(f"tree: the dtype of {name}", leaf.dtype)
-        arrays.append(_Array(name, tuple(leaf.shape), dtype, partial(_same, leaf)))
+        arrays.append(_Array(name, tuple(leaf.shape), dtype, partial(_unchanged, leaf)))
     if not renames:
         return arrays
     problems = Problems("the tree", in_file=False)
@@ -176,7 +174,7 @@ def _arrays(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
     return [_target_array(name, target, live) for name, target in targets.items()]
 
 
-def _same(leaf: Any) -> Any:
+def _unchanged(leaf: Any) -> Any:
     return leaf
 
 
@@ -184,7 +182,11 @@ def _target_array(name: str, target: Target, live: Mapping[str, Any]) -> _Array:
     first = live[target.sources[0]]
     if is_plain(target, lambda source: live[source].shape):
         dtype = target.dtype
-        same = partial(_same, first) if first.dtype.name == dtype else partial(first.astype, dtype)
+        same = (
+            partial(_unchanged, first)
+            if first.dtype.name == dtype
+            else partial(first.astype, dtype)
+        )
         return _Array(name, target.shape, dtype, same)
     dtype_there = dtype_on_devices(target.dtype)
     mesh = getattr(getattr(first, "sharding", None), "mesh", None)
@@ -193,15 +195,15 @@ def _target_array(name: str, target: Target, live: Mapping[str, Any]) -> _Array:
     return _Array(name, target.shape, dtype_there.name, make)
 
 
-def _entries(arrays: list[_Array], shard_bytes: int) -> list[_Entry]:
-    entries: dict[str, _Entry] = {}
+def _file_places(arrays: list[_Array], shard_bytes: int) -> list[_FilePlace]:
+    entries: dict[str, _FilePlace] = {}
     file = offset = 0
     for name, shape, dtype, make in arrays:
         if dtype not in _CODES or bits_of(dtype) < 8:
             raise ValueError(f"tree: {name} is {dtype}, which safetensors files cannot hold here")
         if name in entries or name == "__metadata__":
             raise ValueError(f"tree: {name!r} is no name for one array; rename it")
-        entry = _Entry(name, make, shape, dtype, file, offset)
+        entry = _FilePlace(name, make, shape, dtype, file, offset)
         if offset and offset + entry.size > shard_bytes:
             file, offset = file + 1, 0
             entry = entry._replace(file=file, offset=0)
@@ -212,7 +214,7 @@ def _entries(arrays: list[_Array], shard_bytes: int) -> list[_Entry]:
     return list(entries.values())
 
 
-def _make_file(path: Path, entries: list[_Entry], index: int) -> int:
+def _make_file(path: Path, entries: list[_FilePlace], index: int) -> int:
     """Write the header, reserve the place of the data, and return where that begins."""
     own = [entry for entry in entries if entry.file == index]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -233,11 +235,11 @@ def _data_start(path: Path) -> int:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
-def _write_file(path: Path, start: int, entries: list[_Entry], index: int, first: bool) -> None:
+def _write_file(path: Path, start: int, entries: list[_FilePlace], index: int, first: bool) -> None:
     with open(path, "r+b") as file:
         for entry in entries:
             if entry.file == index:
-                for box, values in _joined(entry.shape, _own_boxes(entry.make(), first)):
+                for box, values in _joined_rows(entry.shape, _own_boxes(entry.make(), first)):
                     _write_box(file.fileno(), start + entry.offset, entry.shape, box, values)
         os.fsync(file.fileno())
 
@@ -246,7 +248,7 @@ _Values = tuple[tuple[slice, ...], Any]
 """A box of an array, and its values."""
 
 
-def _joined(shape: tuple[int, ...], boxes: Iterable[_Values]) -> Iterator[_Values]:
+def _joined_rows(shape: tuple[int, ...], boxes: Iterable[_Values]) -> Iterator[_Values]:
     """Join neighbours of the same rows, up to a bound, so that rows are written whole."""
     pending: list[_Values] = []
     for box, values in boxes:
@@ -279,8 +281,6 @@ def _tiled(shape: tuple[int, ...], boxes: list[_Values]) -> list[_Values]:
 
 
 def _own_boxes(leaf: Any, first: bool) -> Iterator[_Values]:
-    import jax
-
     if isinstance(leaf, jax.Array):
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:
@@ -316,7 +316,7 @@ def _write_all(file: int, data: memoryview, place: int) -> None:
         data, place = data[written:], place + written
 
 
-def _publish(folder: Path, target: Path, files: list[str], entries: list[_Entry]) -> None:
+def _publish(folder: Path, target: Path, files: list[str], entries: list[_FilePlace]) -> None:
     for file in files:
         os.rename(folder / (file + _PART), folder / file)
     index = {

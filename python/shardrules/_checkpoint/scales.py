@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._checkpoint.boxes import Arrangement, Form, sized
 from shardrules._checkpoint.job import Job
@@ -15,13 +18,8 @@ from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._files.leaves import ArraySpec
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from jax.sharding import NamedSharding
-
-
-class _Recipe(NamedTuple):
+class _Spread(NamedTuple):
     """How the scales of equal parts are spread over the array that the parts make."""
 
     form: Form
@@ -35,8 +33,6 @@ def codes_and_scales(job: Job, arrays: Mapping[str, ArraySpec]) -> dict[str, Job
 
     A program for a small array takes longer to compile, and there is none for parts that differ.
     """
-    from jax.sharding import NamedSharding, PartitionSpec
-
     target, parts = job.target, _in_order(job.target.parts)
     if job.is_small or not _is_regular(target, arrays):
         return {}
@@ -70,7 +66,7 @@ def codes_and_scales(job: Job, arrays: Mapping[str, ArraySpec]) -> dict[str, Job
 
 def product_of(job: Job, live: Mapping[str, Any]) -> Any:
     """Multiply the codes by the scales, on the devices of the result."""
-    program = _program(_recipe(job.target), job.target.shape, job.dtype, job.sharding)
+    program = _spread_program(_spread_of(job.target), job.target.shape, job.dtype, job.sharding)
     return program(live[job.path], live[f"{job.path}: scales"])
 
 
@@ -98,10 +94,10 @@ def spread(xp: Any, scales: Any, blocks: Sequence[int], spans: Sequence[tuple[in
     return scales
 
 
-def _recipe(target: Target) -> _Recipe:
+def _spread_of(target: Target) -> _Spread:
     first = target.parts[0]
     sizes = zip(target.shape, first.sized.target_shape, strict=True)
-    return _Recipe(first.sized.form, first.blocks, tuple(size // part for size, part in sizes))
+    return _Spread(first.sized.form, first.blocks, tuple(size // part for size, part in sizes))
 
 
 def _is_regular(target: Target, arrays: Mapping[str, ArraySpec]) -> bool:
@@ -133,12 +129,9 @@ def _is_regular(target: Target, arrays: Mapping[str, ArraySpec]) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _program(
-    recipe: _Recipe, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+def _spread_program(
+    recipe: _Spread, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
 ) -> Callable[[Any, Any], Any]:
-    import jax
-    import jax.numpy as jnp
-
     form, blocks, grid = recipe
     rank = len(shape)
 

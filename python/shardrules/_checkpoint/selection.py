@@ -12,7 +12,7 @@ import numpy as np
 
 from shardrules._arguments import boolean, check_type
 from shardrules._checkpoint.problems import Problems
-from shardrules._plan.fold import fold
+from shardrules._plan.fold import fold_paths
 from shardrules._text import counted, shown
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class Selection:
         self.strict = boolean("strict", strict)
         check_type("only", only, str | re.Pattern | None, "a regex, or None")
         check_type("missing", missing, Mapping | None, "a dict of {pattern: init}, or None")
-        self.only = None if only is None else _regex("only", only)
+        self.only = None if only is None else _checked_regex("only", only)
         self.missing: dict[re.Pattern[str], Any] = {}
         for pattern, init in (missing or {}).items():
             check_type("missing", pattern, str | re.Pattern, "a dict whose keys are regexes")
-            self.missing[_regex("missing", pattern)] = init
+            self.missing[_checked_regex("missing", pattern)] = init
             if init is None or isinstance(init, str):
                 raise TypeError(
                     f"missing: {pattern!r} has {shown(init)}; give a number, an array, or a "
@@ -92,12 +92,11 @@ class Selection:
 
         for what, paths in (("left out", self.left_out), ("made", list(self.made))):
             if paths and jax.process_index() == 0:
-                folded = [group.pattern for group in fold(paths, np.zeros(len(paths), np.int32))]
-                count = counted(len(paths), "array")
-                _LOG.warning("load: %s: %s %s: %s", name, count, what, ", ".join(folded))
+                count, patterns = counted(len(paths), "array"), ", ".join(fold_paths(paths))
+                _LOG.warning("load: %s: %s %s: %s", name, count, what, patterns)
 
 
-def _regex(keyword: str, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+def _checked_regex(keyword: str, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -105,21 +104,11 @@ def _regex(keyword: str, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
 
 
 def initial(path: str, init: Any, like: Any, sharding: NamedSharding) -> Any:
-    """Make a leaf on its devices.
-
-    Args:
-        path: Its path.
-        init: A number, an array, or a function of shape and dtype.
-        like: Has its shape and dtype.
-        sharding: Its sharding.
-
-    Raises:
-        ValueError: What is made has another shape.
-    """
+    """Make a leaf on its devices."""
     try:
-        make = _program(init, like.shape, like.dtype, sharding)
+        make = _init_program(init, like.shape, like.dtype, sharding)
     except TypeError:  # an array cannot be hashed
-        make = _program.__wrapped__(init, like.shape, like.dtype, sharding)
+        make = _init_program.__wrapped__(init, like.shape, like.dtype, sharding)
     try:
         return make()
     except _ShapeError as error:
@@ -133,7 +122,7 @@ class _ShapeError(Exception):
 
 
 @lru_cache(maxsize=256)
-def _program(
+def _init_program(
     init: Any, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
 ) -> Callable[[], Any]:
     import jax

@@ -104,14 +104,7 @@ def targets_of(
     shapes: Mapping[str, Shape],
     problems: Problems,
 ) -> dict[str, Target]:
-    """Return the arrays of the tree by their paths.
-
-    Args:
-        arrays: The arrays of the checkpoint by name.
-        renames: What becomes of them.
-        shapes: The shapes in the tree, which tell sizes of axes; none if there is no tree.
-        problems: Where what is wrong is noted.
-    """
+    """Return the arrays of the tree by their paths."""
     renames_of, useless = _renames_of(list(arrays), renames)
     for rename in useless:
         problems.add(
@@ -140,7 +133,7 @@ def targets_of(
     for path, by_argument in parts_of.items():
         try:
             inputs = {
-                argument: _target(parts, arrays, shapes.get(path))
+                argument: _target_of_parts(parts, arrays, shapes.get(path))
                 for argument, parts in sorted(by_argument.items())
             }
             records = [part.rename for parts in by_argument.values() for part in parts]
@@ -200,11 +193,7 @@ def _scale_name(name: str, rename: Rename) -> str:
 def _parts_of_target(
     name: str, shape: Shape, rename: Rename, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, SourcePart]]:
-    """Yield (path, part) for each part of the array.
-
-    Raises:
-        _MisfitError: The rename does not fit the array.
-    """
+    """Yield (path, part) for each part of the array."""
     path = name
     if rename is not _PLAIN:
         path = re.sub(rename.pattern, rename.path or "", name, count=1)
@@ -226,7 +215,7 @@ def _parts_of_target(
         unstacked = dict(zip(counts, numbers, strict=True))
         part_path = _filled_stack(path, rename, unstacked)
         in_tree = None if part_path is None else shapes.get(part_path)
-        of_axes = _sizes(rename, {**stacked, **unstacked}, counts, shape, in_tree)
+        of_axes = _part_sizes(rename, {**stacked, **unstacked}, counts, shape, in_tree)
         parts.append((part_path, unstacked, of_axes))
     starts = [_starts(group, shape[dim], counts, parts) for dim, group in enumerate(dims.source)]
     for part_path, unstacked, of_axes in parts:
@@ -251,7 +240,7 @@ def _apart_at(group: Sequence[str], counts: Mapping[str, int]) -> int | None:
     return next((at for at, axis in enumerate(group) if axis in counts), None)
 
 
-def _words(rename: Rename, axis: str) -> list[str | None] | None:
+def _rename_words(rename: Rename, axis: str) -> list[str | None] | None:
     words = rename.words.get(axis)
     return None if words is None else [None if word is None else str(word) for word in words]
 
@@ -259,7 +248,7 @@ def _words(rename: Rename, axis: str) -> list[str | None] | None:
 def _position(name: str, rename: Rename, axis: str) -> int:
     """Return the index of the array among those that are stacked along the axis."""
     match = re.search(rename.pattern, name)
-    word, words = (match[axis] if match else None) or "", _words(rename, axis)
+    word, words = (match[axis] if match else None) or "", _rename_words(rename, axis)
     if words is None and word.isdecimal():
         return int(word)
     if words is None or word not in words:
@@ -289,7 +278,7 @@ def _count(rename: Rename, axis: str, dims: Arrangement, shape: Shape) -> int:
 
 def _filled_stack(path: str, rename: Rename, unstacked: Mapping[str, int]) -> str | None:
     for axis, number in unstacked.items():
-        words = _words(rename, axis)
+        words = _rename_words(rename, axis)
         word = str(number) if words is None else words[number]
         if word is None:
             return None
@@ -297,7 +286,7 @@ def _filled_stack(path: str, rename: Rename, unstacked: Mapping[str, int]) -> st
     return path
 
 
-def _sizes(
+def _part_sizes(
     rename: Rename,
     positions: Mapping[str, int],
     counts: Mapping[str, int],
@@ -395,11 +384,7 @@ def _starts(
 
 
 def _applied(inputs: dict[str, Target], records: Sequence[Rename]) -> Target:
-    """Make the target of its inputs, by the function of its record.
-
-    Raises:
-        _MisfitError: There is none, or it fails.
-    """
+    """Make the target of its inputs, by the function of its record."""
     functions = {id(record.apply): record for record in records if record.apply is not None}
     if not functions and [*inputs] == [""]:
         return inputs[""]
@@ -413,7 +398,7 @@ def _applied(inputs: dict[str, Target], records: Sequence[Rename]) -> Target:
     apply = record.apply
     assert apply is not None
     try:
-        result = _result(
+        result = _abstract_result(
             apply, tuple((name, each.shape, each.dtype) for name, each in inputs.items())
         )
     except Exception as error:
@@ -426,7 +411,7 @@ def _applied(inputs: dict[str, Target], records: Sequence[Rename]) -> Target:
 
 
 @lru_cache(maxsize=1024)
-def _result(apply: Callable[..., Any], inputs: tuple[tuple[str, Shape, str], ...]) -> Any:
+def _abstract_result(apply: Callable[..., Any], inputs: tuple[tuple[str, Shape, str], ...]) -> Any:
     import jax
 
     first, *others = (
@@ -436,14 +421,10 @@ def _result(apply: Callable[..., Any], inputs: tuple[tuple[str, Shape, str], ...
     return jax.eval_shape(apply, first[1], **dict(others))
 
 
-def _target(
+def _target_of_parts(
     parts: list[SourcePart], arrays: Mapping[str, ArraySpec], in_tree: Shape | None
 ) -> Target:
-    """Make one target of its parts.
-
-    Raises:
-        _MisfitError: They make none.
-    """
+    """Make one target of its parts."""
     axes = _stacking_axes(parts[0])
     if any(_stacking_axes(part) != axes for part in parts):
         raise _MisfitError("renames with different dims make it; only one can stack arrays")
@@ -451,7 +432,7 @@ def _target(
     dtypes = sorted({_dtype(part, arrays) for part in parts})
     if len(dtypes) > 1:
         raise _MisfitError(f"its parts have the dtypes {', '.join(dtypes)}; give one in dtype")
-    starts = {dim: _stack(dim, axis, parts) for dim, axis in axes.items()}
+    starts = {dim: _stack_starts(dim, axis, parts) for dim, axis in axes.items()}
     count = prod(len(starts_of_dim) - 1 for starts_of_dim in starts.values())
     if len({tuple(part.stacked.values()) for part in parts}) < len(parts):
         names = ", ".join(repr(part.source) for part in parts[:3])
@@ -524,7 +505,7 @@ def _goal(dtype: str, rename: Rename, what: str) -> str:
     return str(rename.dtype)
 
 
-def _stack(dim: int, axis: str, parts: list[SourcePart]) -> list[int]:
+def _stack_starts(dim: int, axis: str, parts: list[SourcePart]) -> list[int]:
     """Return where each stacked array begins in a dimension of the target; and the end."""
     sizes: dict[int, int] = {}
     for part in parts:

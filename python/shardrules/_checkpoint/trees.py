@@ -35,18 +35,6 @@ def matched(
     """Return (the tree of ShapeDtypeStructs, the path and the target of each leaf in order).
 
     A leaf has no target if it is not loaded, or made as it is missing.
-
-    Args:
-        arrays: The arrays that there are.
-        tree: The tree to make. None: the arrays' names.
-        renames: What becomes of the arrays.
-        dtype: The dtype of floating arrays; None: the tree's or the arrays'.
-        problems: What is wrong already.
-        takes_parts: Whether a tree may lack whole items of the arrays' tree, such as `opt_state`.
-        selection: What is loaded of them. Default: all.
-
-    Raises:
-        FileError: Something does not fit; everything is listed.
     """
     selection = selection or Selection()
     if tree is None:

@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace as Args
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._cli import inputs
-from shardrules._cli.process import working
+from shardrules._cli.process import hint, working
 from shardrules._files.manifest import manifest_text, packed
 from shardrules._files.modules import find_object, is_module_form
 from shardrules._files.project import OWN_FILE, find_table, project_text
@@ -18,10 +18,12 @@ from shardrules._io import FileError
 from shardrules._mesh.topology import Topology
 from shardrules._mesh_sizes import parse_mesh
 from shardrules._rules.rules import Rules
-from shardrules._solve.solution import Solution, solve
 from shardrules._suggest.suggest import suggest, suggestion_of
 from shardrules._suggest.suggestion import Suggestion
 from shardrules._text import mesh_shown
+
+if TYPE_CHECKING:
+    from shardrules._solve.solution import Solution
 
 _RULES: Final = "rules.toml"
 _MODEL: Final = "model.json.gz"
@@ -38,8 +40,7 @@ class NewProject(NamedTuple):
 
 def suggested(args: Args, **step: Any) -> Suggestion:
     """Suggest rules for the model of a command line."""
-    if args.mesh is None and args.devices is None:
-        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    _check_mesh(args)
     moments = inputs.moments(args)
     tree, about = inputs.load_model(args)
     return suggest(
@@ -55,14 +56,17 @@ def suggested(args: Args, **step: Any) -> Suggestion:
     )
 
 
-def solved(args: Args, function: str, rules: Any = None) -> Solution:
-    """Solve a step for the devices of a command line.
+def _check_mesh(args: Args) -> None:
+    if args.mesh is None and args.devices is None:
+        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    if args.mesh is not None and args.devices is not None:
+        raise ValueError("--devices has a mesh chosen, and --mesh gives one: leave out either")
 
-    Args:
-        args: The command line.
-        function: The step, as package.module:function.
-        rules: The rules that the function takes, if it does.
-    """
+
+def solved(args: Args, function: str, rules: Any = None) -> Solution:
+    """Solve a step for the devices of a command line."""
+    from shardrules._solve.solution import solve
+
     hardware = getattr(args, "hardware", None)
     sizes = None if args.mesh is None else parse_mesh(args.mesh)
     if sizes is not None:
@@ -79,8 +83,11 @@ def solved(args: Args, function: str, rules: Any = None) -> Solution:
         meshes = on.meshes(("fsdp", "tp") if args.axes is None else inputs.names(args.axes))
         sizes = meshes[len(meshes) // 2]  # as the function may not take one whose axis is 1
     elif args.on is not None:
-        on.mesh(sizes)  # what does not exist there is an error
-        on = sizes
+        try:
+            on = on.mesh(sizes)  # what does not exist there is an error
+        except ImportError as error:
+            hint(args, f"links count as whole, since {error}")
+            on = sizes
     step = inputs.trace_on(args, function, mesh_shown(sizes), rules)
     if step.plan is None:
         raise ValueError(
@@ -124,8 +131,7 @@ def project_of(args: Args) -> NewProject:
         return _project_of_step(args, job)
     if args.slices > 1:
         raise ValueError("--slices: without --on there are none; leave it out")
-    if (args.mesh is None) == (args.devices is None):
-        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    _check_mesh(args)
     if is_module_form(args.source) and not _takes(find_object(args.source)):
         raise FileError(
             f"{args.source}: it takes arguments, as a step does; for a step give --on v5p:8x8x8, "

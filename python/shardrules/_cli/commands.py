@@ -174,7 +174,7 @@ def verify(args: Args) -> int:
         )
     findings = verify(*step, large=large, hbm=hbm, budget=budget)
     if args.lock:
-        findings = _locked(args, inspect(*step), findings)
+        findings = _with_lock(args, inspect(*step), findings)
     return show.show_findings(args, findings)
 
 
@@ -188,7 +188,7 @@ def _check_lock(args: Args) -> None:
         raise FileError(f"{args.lock}: no such file; write it with --update-lock")
 
 
-def _locked(args: Args, program: Program, findings: Findings) -> Findings:
+def _with_lock(args: Args, program: Program, findings: Findings) -> Findings:
     """Write the lock of a program, or add what has grown since it was written."""
     from shardrules._plan.findings import Findings
 
@@ -261,7 +261,7 @@ def prove(args: Args) -> int:
     if args.lock and proof.is_cut:
         raise ValueError(f"--lock: {head_of(proof)}; the lock is of what is compiled to its end")
     if args.lock:
-        proof = proof._replace(findings=_locked(args, proof.program, proof.findings))
+        proof = proof._replace(findings=_with_lock(args, proof.program, proof.findings))
     if args.html:
         plan = plans[0].on_mesh(mesh)
         page = plan.to_html(

@@ -47,13 +47,7 @@ class Planned(NamedTuple):
 
 
 def load(args: Args, *, mesh: str | None = None, tree: Any = None) -> Planned:
-    """Plan the model of a command line.
-
-    Args:
-        args: The command line.
-        mesh: That of a sweep. Default: that of the command line.
-        tree: The model, if it is read already.
-    """
+    """Plan the model of a command line."""
     (planned,) = _load(args, mesh or args.mesh, args.source, tree=tree)
     return planned
 
@@ -223,11 +217,7 @@ def _tree(source: str, dialect: Dialect | LogicalDialect | None) -> tuple[str, A
 
 
 def step_of(source: str, result: Any) -> tuple[Any, ...]:
-    """Return (step, arguments, outputs) or (step, arguments) of what a user's function returns.
-
-    Raises:
-        FileError: It returns something else.
-    """
+    """Return (step, arguments, outputs) or (step, arguments) of what a user's function returns."""
     is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
     if not is_tuple or not isinstance(result[1], tuple):
         raise FileError(
@@ -273,11 +263,7 @@ def training(args: Args) -> dict[str, Any]:
 
 
 def step_on(source: str, mesh: Any, rules: Any = None) -> tuple[Any, ...]:
-    """Return what `step_of` gives for a function of the mesh, and of rules or those in a file.
-
-    Raises:
-        FileError: As `step_of`; or the rules are wrong.
-    """
+    """Return what `step_of` gives for a function of the mesh, and of rules or those in a file."""
     rules = read_rules(rules).rules if isinstance(rules, str) else rules
     arguments = (mesh,) if rules is None else (mesh, rules)
     return step_of(source, load_object(source, *arguments))
@@ -314,12 +300,7 @@ def traces(args: Args) -> Callable[[Any], Step]:
 
 
 def step(args: Args, mesh: str | None = None) -> dict[str, Any]:
-    """Return the arguments of `Plan.sweep` for the time of a step.
-
-    Args:
-        args: The command line.
-        mesh: That on which the step of --step is traced. Default: that of the command line.
-    """
+    """Return the arguments of `Plan.sweep` for the time of a step."""
     device = None if args.hardware is None else load_hardware(args.hardware)
     if getattr(args, "step", None) is not None:
         said = ("tokens", "experts_per_token", "gradients", "optimizer", "optimizer_memory")

@@ -52,15 +52,7 @@ def run_jobs(
     words: list[str],
     usage_message: Callable[[click.UsageError], str],
 ) -> int:
-    """Run a command for each job that has its arguments, and return the worst exit code.
-
-    Args:
-        command: The command.
-        ctx: Its context, with the options of the command line.
-        project: The project file.
-        words: The options of the command line, which go before those of the file.
-        usage_message: The words for wrong options.
-    """
+    """Run a command for each job that has its arguments, and return the worst exit code."""
     _check_options(command, ctx)
     name = str(command.name)
     jobs = [job for job in project.jobs if job.arguments.keys() >= {*ARGUMENTS_OF[name]}]

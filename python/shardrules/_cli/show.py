@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import sys
@@ -16,8 +17,8 @@ import click
 from shardrules._cli.inputs import Planned, dialect_of
 from shardrules._cli.process import hint, working
 from shardrules._plan.show import heading, plan_table
-from shardrules._plan.table import DEFAULT_LARGE, is_replicated
-from shardrules._text import and_more, brief, is_command, printable
+from shardrules._plan.table import DEFAULT_LARGE, Kind, is_replicated
+from shardrules._text import Table, and_more, brief, is_command, printable
 
 if TYPE_CHECKING:
     from types import SimpleNamespace as Args
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
     from shardrules._plan.findings import Findings, Level
     from shardrules._plan.memory import Room
     from shardrules._plan.plan import Plan
-    from shardrules._plan.table import Kind
     from shardrules._suggest.suggestion import Suggestion
-    from shardrules._text import Table
 
 _STYLES: Final[dict[str, dict[str, Any]]] = {
     "error": {"fg": "red", "bold": True},
     "warning": {"fg": "yellow"},
     "info": {"fg": "cyan"},
 }
+_DECLARED: Final = re.compile(r"\b(optional|data)_axes=\[([^]]*)\]")
+"""Arguments in the fixes of findings that are options here."""
 _MOST_BARS: Final = 40
 _MOST_LINES: Final = 20
 _ADDED: Final = frozenset({"unmatched", "catch-all"})
@@ -95,13 +96,13 @@ def show_findings(args: Args, findings: Findings, planned: Planned | None = None
     if args.format == "json":
         print(findings.to_json())
     elif args.format == "github":
-        commands = github_commands(findings, *_rule_lines(args, planned), _title(args))
+        commands = github_commands(findings, *_rule_lines(args, planned), _page_title(args))
         print(commands or conclusion(findings))
     else:
         for finding in findings:
             label, message, *lines = finding_lines(finding)
             _print(f"{click.style(label, **_STYLES[finding.level])}: {message}")
-            text = "\n".join(lines)
+            text = _DECLARED.sub(_as_option, "\n".join(lines))
             _print(click.style(text, dim=True) if finding.level == "info" else text)
         if not args.quiet:
             _print(click.style(conclusion(findings), bold=True))
@@ -109,6 +110,11 @@ def show_findings(args: Args, findings: Findings, planned: Planned | None = None
             if planned and args.rules and not planned.rules.companions and kinds & _ADDED:
                 print("--fix prints the missing rules")
     return exit_code(args, findings)
+
+
+def _as_option(match: re.Match[str]) -> str:
+    axes = match[2].replace("'", "").replace(" ", "")
+    return f"--{match[1]}-axes {axes}"
 
 
 def exit_code(args: Args, findings: Findings) -> int:
@@ -133,10 +139,10 @@ def annotation(args: Args, what: str, lines: Sequence[str]) -> str:
     file = args.rules or args.after
     shown = [*lines[:_MOST_LINES], *and_more(len(lines), _MOST_LINES, "line")]
     place = _from_root(file if Path(file).is_file() else None)
-    return github_command("warning", f"{_title(args)} {what}", shown, place)
+    return github_command("warning", f"{_page_title(args)} {what}", shown, place)
 
 
-def _title(args: Args) -> str:
+def _page_title(args: Args) -> str:
     return " ".join(filter(None, [getattr(args, "job", None), "shardrules"]))
 
 
@@ -170,11 +176,7 @@ def show_fix(args: Args, planned: Planned, findings: Findings) -> int:
 
 
 def _check_obeyed(patch: str) -> None:
-    """Check that a CI runner, which reads the output, obeys no line of a patch: it must be exact.
-
-    Raises:
-        ValueError: It would.
-    """
+    """Check that a CI runner, which reads the output, obeys no line of a patch."""
     if not any(name in os.environ for name in _RUNNERS):
         return
     with suppress(OSError):  # a stream without a number

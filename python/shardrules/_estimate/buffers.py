@@ -137,9 +137,9 @@ class Memory(NamedTuple):
 
 def table_of(buffers: Sequence[Buffer]) -> Table:
     """Return a table of the largest of these arrays."""
-    return Table(_COLUMNS, map(_cells, buffers[:_IN_TEXT]))
+    return Table(_COLUMNS, map(_buffer_cells, buffers[:_IN_TEXT]))
 
 
-def _cells(buffer: Buffer) -> tuple[str, ...]:
+def _buffer_cells(buffer: Buffer) -> tuple[str, ...]:
     place = "" if buffer.place is None else str(buffer.place)
     return bytes_shown(buffer.bytes), buffer.shape, buffer.what, place

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._dtypes import given_bits
 from shardrules._mesh.device_bytes import held_of
-from shardrules._plan.roles import with_roles
+from shardrules._plan.roles import DimRole, Part, with_roles
 from shardrules._specs import Entries, entries_of, entry_axes
 from shardrules._text import and_more, brief, counted
 
 if TYPE_CHECKING:
-    from fractions import Fraction
-
     from shardrules._estimate.schedule import CollectiveKind, Of, Row, Schedule
-    from shardrules._plan.roles import DimRole, Part
     from shardrules._plan.table import Columns, Kind
 
 _MOST_SEEN: Final = 3
@@ -106,11 +103,7 @@ def guessed(cuts: Iterable[CutPart], schedule: Schedule) -> dict[str, tuple[str,
 
 
 def _check_experts(parts: list[Part], schedule: Schedule) -> None:
-    """Check that it is said how many experts tokens meet if, and only if, there are some.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Check that it is said how many experts tokens meet if, and only if, there are some."""
     most = max(parts, key=lambda part: part.experts, default=None)
     if most is not None and most.experts > 1 and schedule.experts_per_token is None:
         raise ValueError(
@@ -339,7 +332,7 @@ def _of_inputs(
     if "in" not in part.dims or use.cut.turned:
         return
     width = -(-part.size("in") // use.cut.devices(contracted))
-    is_read = _reads(use)
+    is_read = _reads_residual(use)
     key = (*_input(use), out_axes)
     once = 0 if key in shared else use.inputs
     times = use.arrays if schedule.input_gradients == "each" else once
@@ -363,7 +356,7 @@ def expert_rows(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
     seen = set()
     for use in uses:
         part, cut = use.cut.part, use.cut
-        if not cut.experts or not _reads(use) or part.input_key in seen:
+        if not cut.experts or not _reads_residual(use) or part.input_key in seen:
             continue
         seen.add(part.input_key)
         batch = frozenset(schedule.batch_axes)
@@ -377,14 +370,14 @@ def expert_rows(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
 
 def uncounted(uses: Sequence[Use]) -> Iterator[str]:
     """Yield the folded paths of kernels whose activations are sent in a way that is not known."""
-    paths = {use.cut.part.input_key for use in uses if use.cut.experts and _reads(use)}
+    paths = {use.cut.part.input_key for use in uses if use.cut.experts and _reads_residual(use)}
     for use in uses:
         part, cut = use.cut.part, use.cut
         if cut.along("unknown", "stack") or (cut.experts and part.input_key not in paths):
             yield part.pattern
 
 
-def _reads(use: Use) -> bool:
+def _reads_residual(use: Use) -> bool:
     """Tell if it is a kernel that reads the residual stream; of a square one its name tells."""
     part = use.cut.part
     is_square = part.size("out") == part.width

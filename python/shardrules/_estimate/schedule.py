@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 from shardrules._arguments import (
     boolean,
@@ -20,11 +20,8 @@ from shardrules._arguments import (
 )
 from shardrules._dtypes import given_bits
 from shardrules._plan.axis_uses import data_axes_among
-from shardrules._plan.roles import DIM_ROLES
+from shardrules._plan.roles import DIM_ROLES, DimRole
 from shardrules._text import brief, mesh_shown, record
-
-if TYPE_CHECKING:
-    from shardrules._plan.roles import DimRole
 
 Reduce = Literal["reduce-scatter", "all-reduce"]
 InputGradients = Literal["once", "each"]
@@ -66,11 +63,7 @@ def schedule_of(
     roles: Mapping[str, Sequence[DimRole]] | None,
     **arguments: Any,
 ) -> Schedule:
-    """Return the schedule on a mesh with these axes, of what a user gives.
-
-    Raises:
-        ValueError, TypeError: An argument is wrong; the message names it.
-    """
+    """Return the schedule on a mesh with these axes, of what a user gives."""
     named = data_axes_among(axis_sizes) if batch_axes is None else texts("batch_axes", batch_axes)
     checked = {
         name: check(name, arguments[name]) for name, check in _CHECKS.items() if name in arguments

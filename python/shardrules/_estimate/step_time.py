@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from shardrules._arguments import check_choice, check_type, integer, texts
 from shardrules._dtypes import bits_of, given_dtype
-from shardrules._estimate.collectives import cut_parts, kernel_uses
-from shardrules._estimate.schedule import Of, Schedule, schedule_of
-from shardrules._estimate.traffic import guesses_shown, of_muon, traffic, why_uncounted
+from shardrules._estimate.collectives import CutPart, cut_parts, kernel_uses
+from shardrules._estimate.schedule import Of, Schedule, Transmission, schedule_of
+from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
 from shardrules._hardware import Hardware, as_hardware, check_share
-from shardrules._text import answer, brief, mesh_shown, printable, seconds_shown
+from shardrules._text import (
+    answer,
+    brief,
+    guesses_shown,
+    mesh_shown,
+    printable,
+    seconds_shown,
+)
 
 if TYPE_CHECKING:
-    from shardrules._estimate.collectives import CutPart
-    from shardrules._estimate.schedule import Schedule, Transmission
-    from shardrules._hardware import Hardware
     from shardrules._mesh.topology import Topology
     from shardrules._plan.memory import DeviceBytes
     from shardrules._plan.roles import DimRole
@@ -150,11 +154,7 @@ def machine_of(
     *,
     is_traced: bool = False,
 ) -> Machine:
-    """Return the machine of what a user gives; a traced step has the efficiency of the hardware.
-
-    Raises:
-        ValueError, TypeError: An argument is wrong; the message names it.
-    """
+    """Return the machine of what a user gives; a traced step has the efficiency of the hardware."""
     device = as_hardware("hardware", hardware)
     if efficiency is None:
         efficiency = device.efficiency if is_traced else 1.0
@@ -182,11 +182,7 @@ class Run(NamedTuple):
 def run_of(
     tokens: int, machine: Machine, *, schedule: Mapping[str, Any] | None, gradients: Any
 ) -> Run:
-    """Return the run of what a user gives; `gradients` is as in `Plan.bytes_per_device`.
-
-    Raises:
-        ValueError, TypeError: An argument is wrong; the message names it.
-    """
+    """Return the run of what a user gives; `gradients` is as in `Plan.bytes_per_device`."""
     check_type("schedule", schedule, Mapping | None, "a dict of arguments of Plan.traffic")
     of_traffic = dict(schedule or {})
     names = [field.name for field in fields(Schedule) if field.name != "tokens"]
@@ -284,19 +280,12 @@ def assumed_lines(assumptions: Mapping[str, Any], uncounted: Iterable[str]) -> l
 def step_time(
     columns: Columns, run: Run, device_bytes: DeviceBytes, state: Columns | None = None
 ) -> StepTime:
-    """See `Plan.step_time`.
-
-    Args:
-        columns: Of the parameters.
-        run: The arguments.
-        device_bytes: The bytes of parameters, gradients and optimizer.
-        state: Of the optimizer's state, if it has a plan.
-    """
+    """See `Plan.step_time`."""
     machine, hardware = run.machine, run.machine.hardware
     assumed = {"batch_axes": None, "roles": None, **run.schedule}
     schedule = schedule_of(columns.axis_sizes, tokens=run.tokens, **assumed)
     dtype = str(given_dtype("activations", schedule.activations))
-    work, peak = flops(columns, schedule), _peak(hardware, dtype)
+    work, peak = flops(columns, schedule), _peak_rate(hardware, dtype)
     compute = work.per_device / (peak * machine.efficiency)
     moved = _memory_bytes(columns, schedule, device_bytes, bits_of(dtype))
     memory = moved / hardware.memory_bytes_per_second
@@ -332,7 +321,7 @@ def sent_seconds(
     return dict(sent), alone
 
 
-def _peak(hardware: Hardware, dtype: str) -> float:
+def _peak_rate(hardware: Hardware, dtype: str) -> float:
     peak = hardware.flops_per_second.get(dtype)
     if peak is None:
         raise ValueError(

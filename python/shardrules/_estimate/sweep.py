@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._estimate.step_time import assumed_lines, step_time, time_shown
+from shardrules._estimate.step_time import Run, StepTime, assumed_lines, step_time, time_shown
 from shardrules._mesh_sizes import check_bounds
 from shardrules._plan.axis_uses import data_axes_among
-from shardrules._plan.memory import by_class
-from shardrules._plan.table import axes_used
+from shardrules._plan.memory import DeviceBytes, Room, by_class
+from shardrules._plan.table import Columns, axes_used
 from shardrules._text import (
     Column,
     Table,
@@ -20,6 +20,7 @@ from shardrules._text import (
     answer,
     bytes_shown,
     counted,
+    guesses_shown,
     mesh_shown,
     printable,
     record,
@@ -28,9 +29,6 @@ from shardrules._text import (
 
 if TYPE_CHECKING:
     from shardrules._correction import MemoryKind
-    from shardrules._estimate.step_time import Run, StepTime
-    from shardrules._plan.memory import DeviceBytes, Room
-    from shardrules._plan.table import Columns
 
 _MOST_MESHES: Final = 10_000
 # Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less
@@ -98,12 +96,18 @@ class Sweep(tuple[SweepRow, ...]):
     left_out: tuple[tuple[dict[str, int], str], ...]
     """(mesh, why a traced step is not for it): fewer rows of the batch than devices, cut heads, or
     what its function raises on this mesh alone."""
+    _guessed: Mapping[str, tuple[str, ...]]
+    """As `DeviceBytes.guessed`."""
 
     def __new__(
-        cls, rows: Iterable[SweepRow] = (), left_out: Iterable[tuple[dict[str, int], str]] = ()
+        cls,
+        rows: Iterable[SweepRow] = (),
+        left_out: Iterable[tuple[dict[str, int], str]] = (),
+        guessed: Mapping[str, tuple[str, ...]] | None = None,
     ) -> Sweep:
         sweep = super().__new__(cls, rows)
         sweep.left_out = tuple(left_out)
+        sweep._guessed = guessed or {}
         return sweep
 
     @property
@@ -123,8 +127,14 @@ class Sweep(tuple[SweepRow, ...]):
         times = [row.time for row in self if row.time is not None]
         uncounted = dict.fromkeys(path for time in times for path in time.uncounted)
         left = [f"left out {mesh_shown(mesh)}: {why}" for mesh, why in self.left_out]
+        guesses = guesses_shown(self._guessed, "names")
         more = and_more(len(left), _MOST_LEFT_OUT, "mesh")
-        lines = [*left[:_MOST_LEFT_OUT], *more, *assumed_lines(self.assumptions, uncounted)]
+        lines = [
+            *left[:_MOST_LEFT_OUT],
+            *more,
+            *assumed_lines(self.assumptions, uncounted),
+            *guesses,
+        ]
         return [printable(line) for line in lines]
 
     def _parts(self) -> list[Table | str]:
@@ -180,20 +190,18 @@ def sweep(
 
     `measure` tells of a traced step there; `prove` is how many rows to compile, and a function that
     gives the seconds and the bytes of a step on a mesh by what the compiler makes of it.
-
-    Raises:
-        ValueError: There are too many meshes.
-        Exception: Tracing the step raises it on every mesh.
     """
     meshes_ = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(meshes_) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
     rows, left_out, errors = [], [], []
+    guessed: Mapping[str, tuple[str, ...]] = {}
     axes = frozenset(axis for mesh in meshes_ if isinstance(mesh, Mapping) for axis in mesh)
     for mesh in meshes_:
         there = on_mesh(mesh, axes)
         device_bytes = by_class(there, gradients, optimizer, optimizer_memory_kind)
         row = _sweep_row(there, device_bytes, room, run)
+        guessed = device_bytes.guessed if measure is None else {}
         if measure is not None and not row.problems:
             peak, time, refusal, error = measure(there)
             if refusal:
@@ -206,12 +214,13 @@ def sweep(
     if errors and len(errors) == len(meshes_):
         raise errors[0]
     if all(row.time is None for row in rows):
-        return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), left_out)
-    ranked = list(_best_first(rows, _seconds))
-    return Sweep(ranked if prove is None else _proven(ranked, room, *prove), left_out)
+        return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), left_out, guessed)
+    ranked = list(_best_first(rows, _row_seconds))
+    proven = ranked if prove is None else _ranked_by_proof(ranked, room, *prove)
+    return Sweep(proven, left_out, guessed)
 
 
-def _proven(
+def _ranked_by_proof(
     rows: list[SweepRow],
     room: Room,
     count: int,
@@ -252,7 +261,7 @@ def _preference(row: SweepRow) -> tuple[float, ...]:
     return _tensor_devices(row), row.corrections, _held_bytes(row)
 
 
-def _seconds(row: SweepRow) -> float:
+def _row_seconds(row: SweepRow) -> float:
     return 0.0 if row.time is None else row.time.total
 
 

@@ -14,7 +14,7 @@ from shardrules._mesh.device_bytes import Grid, moved_bytes
 from shardrules._plan.check_rules import refusals
 from shardrules._plan.diff import Pair, Pairs, paired
 from shardrules._plan.fold import fold
-from shardrules._plan.table import Kind, dtype_shown, placement_shown
+from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown
 from shardrules._plan.trees import placement_errors
 from shardrules._specs import Entries, entries_of, is_unconstrained
 from shardrules._text import (
@@ -32,8 +32,6 @@ from shardrules._text import (
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from shardrules._plan.table import Columns
 
     _Ints = npt.NDArray[Any]
 
@@ -208,11 +206,7 @@ def transfer(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> 
 
 
 def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
-    """Return the kinds of the pairs, if both plans have the same leaves.
-
-    Raises:
-        ValueError: They do not; the message lists the first paths.
-    """
+    """Return the kinds of the pairs, if both plans have the same leaves."""
     same = {
         number: (before, after)
         for number, (before, after) in enumerate(pairs.groups)
@@ -251,22 +245,18 @@ def _difference(pair: Pair) -> str:
 
 
 def _check_placed(whose: str, columns: Columns) -> None:
-    """Check that it is known what the devices hold of each leaf.
-
-    Raises:
-        ValueError: It is not; the message names leaves.
-    """
+    """Check that it is known what the devices hold of each leaf."""
     for kind in columns.kinds:
         if kind.status != "placed" or any(refusals(kind, columns)):
             raise ValueError(f"{whose}: leaves get no sharding\n{placement_errors(columns)}")
     for part in columns.folded:
         kind = columns.kinds[part.group]
-        if why := _unknown(kind):
+        if why := _reason_unknown(kind):
             spec = placement_shown(kind)
             raise ValueError(printable(f"{whose}: {part.pattern} has {spec}: {why}"))
 
 
-def _unknown(kind: Kind) -> str | None:
+def _reason_unknown(kind: Kind) -> str | None:
     """Return why it is not known what devices hold of a leaf that is placed; None if it is."""
     if kind.spec is not None and any(map(is_unconstrained, entries_of(kind.spec))):
         return "XLA chooses how to cut its unconstrained dimensions; give them axes, or None"

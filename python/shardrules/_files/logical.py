@@ -25,15 +25,13 @@ _BAD_VALUES: Final = (ArithmeticError, AttributeError, LookupError, TypeError, V
 
 
 def logical_rules(path: Path, rules: list[Any], dialect: LogicalDialect) -> LogicalRules:
-    """Read the rules of a list of tables {name, axes} or pairs [name, axes].
-
-    Raises:
-        FileError: One of them is something else.
-    """
-    return LogicalRules([_pair(f"{path}: rule {i}", rule) for i, rule in enumerate(rules)], dialect)
+    """Read the rules of a list of tables {name, axes} or pairs [name, axes]."""
+    return LogicalRules(
+        [_rule_pair(f"{path}: rule {i}", rule) for i, rule in enumerate(rules)], dialect
+    )
 
 
-def _pair(where: str, rule: object) -> tuple[str, str | tuple[str, ...] | None]:
+def _rule_pair(where: str, rule: object) -> tuple[str, str | tuple[str, ...] | None]:
     if isinstance(rule, list) and len(rule) == 2:
         rule = dict(zip(_RULE_KEYS, rule, strict=True))
     if not isinstance(rule, dict) or rule.keys() != set(_RULE_KEYS):
@@ -57,11 +55,7 @@ def _pair(where: str, rule: object) -> tuple[str, str | tuple[str, ...] | None]:
 
 
 def rules_of_maxtext(path: Path, content: object, dialect: LogicalDialect) -> LogicalRules:
-    """Read the rules in the content of a YAML file of MaxText, whose other keys are for MaxText.
-
-    Raises:
-        FileError: There are none.
-    """
+    """Read the rules in the content of a YAML file of MaxText, whose other keys are for MaxText."""
     rules = content.get(MAXTEXT_KEY) if isinstance(content, dict) else None
     if not isinstance(rules, list):
         raise FileError(
@@ -72,11 +66,7 @@ def rules_of_maxtext(path: Path, content: object, dialect: LogicalDialect) -> Lo
 
 
 def parse_yaml(path: Path, data: bytes) -> Any:
-    """Parse bytes of a file as YAML, without tags that make objects.
-
-    Raises:
-        FileError: They are not YAML, or PyYAML is not installed.
-    """
+    """Parse bytes of a file as YAML, without tags that make objects."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ModuleNotFoundError:

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from shardrules._files import orbax, safetensors
 from shardrules._files.leaves import ArraySpec, ArraySpecs, all_are, check_column
-from shardrules._files.remote import remote_path
+from shardrules._files.remote import place_of
 from shardrules._io import (
     FileError,
     collector_paused,
@@ -73,11 +73,7 @@ class ModelFormat(Protocol):
         ...
 
     def read(self, path: Path, make: ArraySpecs) -> Arrays:
-        """Read names, shapes and dtypes, with leaves of `make.of_columns`.
-
-        Raises:
-            FileError: The file is damaged.
-        """
+        """Read names, shapes and dtypes, with leaves of `make.of_columns`."""
         ...
 
 
@@ -96,7 +92,7 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
         FileError: There is no such file, its kind is unknown, or it is damaged.
     """
     leaves = ArraySpecs() if make is None else make
-    path: Any = remote_path(source) if _URL.match(source) else path_of(source)
+    path: Any = place_of(source) if _URL.match(source) else path_of(source)
     try:
         if not path.exists():
             _check_place(source)
@@ -225,7 +221,9 @@ class ArraysInJson:
         names = content.get("logical_axes")
         arrays = _arrays_in(path, leaves, content.get("model"))
         return (
-            arrays if names is None else arrays._replace(logical_axes=_names(path, names, leaves))
+            arrays
+            if names is None
+            else arrays._replace(logical_axes=_checked_names(path, names, leaves))
         )
 
 
@@ -238,7 +236,7 @@ FORMATS: Final[list[ModelFormat]] = [
 """The formats of models, in the order in which they are asked."""
 
 
-def _names(
+def _checked_names(
     path: Path, names: object, leaves: dict[str, ArraySpec]
 ) -> dict[str, tuple[str | None, ...]]:
     if not isinstance(names, dict):

@@ -9,11 +9,14 @@ import re
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, Final
 
 from shardrules._io import FileError
 from shardrules._text import brief
 
+_LIBRARIES: Final = {"site-packages", "shardrules"}
+"""Folders of code that is not the user's, whose lines are left out of messages."""
 _FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<name>[^\W\d][\w.]*)")
 
 
@@ -31,10 +34,6 @@ def is_module_form(text: str) -> bool:
 def load_object(text: str, *arguments: Any) -> Any:
     """Import the object that `package.module:name` names, and call it if that is possible.
 
-    Args:
-        text: As of `find_object`.
-        *arguments: What it is called with.
-
     Raises:
         FileError: As `find_object`; or the call has raised an error, which is chained.
     """
@@ -44,20 +43,15 @@ def load_object(text: str, *arguments: Any) -> Any:
     try:
         return value(*arguments)
     except (Exception, SystemExit) as error:
-        name = text.rpartition(":")[2]
-        raise FileError(
-            f"{text}: the call of {name}({', '.join(map(brief, arguments))}) has raised "
-            f"{_object_shown(error)}; it must work {'so' if arguments else 'without arguments'}"
-        ) from error
+        call = f"{text.rpartition(':')[2]}({', '.join(map(brief, arguments))})"
+        how = "with these arguments" if arguments else "without arguments"
+        raise _raised(text, f"the call of {call}", error, f"it must work {how}") from error
 
 
 def find_object(text: str) -> Any:
     """Import the object that `package.module:name` names.
 
     The current directory is searched too, as with `python -m`. A name may have dots.
-
-    Args:
-        text: A text for which `is_module_form` is true.
 
     Raises:
         FileError: There is no such module or name, or its code has raised an error, which is
@@ -86,10 +80,7 @@ def _module(text: str, name: str) -> Any:
                 f"{text}: there is no module {absent!r}; install it, or run this in the directory "
                 "that has it"
             ) from error
-        raise FileError(
-            f"{text}: the import of {name!r} has raised {_object_shown(error)}; it must be "
-            "importable"
-        ) from error
+        raise _raised(text, f"the import of {name!r}", error, "it must be importable") from error
 
 
 def _attribute(text: str, module: Any, name: str) -> Any:
@@ -101,5 +92,14 @@ def _attribute(text: str, module: Any, name: str) -> Any:
         ) from error
 
 
-def _object_shown(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _raised(text: str, what: str, error: BaseException, fix: str) -> FileError:
+    """Return the error of user's code with its line, which may have several lines itself."""
+    files = ((Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__))
+    places = [
+        f" at {file.name}:{line}"
+        for file, line in files
+        if file.is_relative_to(Path.cwd()) and not _LIBRARIES.intersection(file.parts)
+    ]
+    lines = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()
+    head = f"{text}: {what}{places[-1] if places else ''} has raised {lines[0]}"
+    return FileError(head, *lines[1:], fix) if lines[1:] else FileError(f"{head}; {fix}")

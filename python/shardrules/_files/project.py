@@ -50,10 +50,6 @@ def read_project(folder: Path, forms: Mapping[str, str]) -> ProjectFile | None:
 
     Nothing is executed.
 
-    Args:
-        folder: The absolute path of the folder.
-        forms: {key: form of its value}, as `form_of` has it.
-
     Raises:
         FileError: A folder has two project files, or the content is invalid.
     """
@@ -65,9 +61,6 @@ def find_table(folder: Path) -> tuple[Path, Any] | None:
     """Find (the project file of a folder or the nearest above it, its table).
 
     The search ends at the root of the repository.
-
-    Raises:
-        FileError: As `read_project`, but the table is not read.
     """
     for place in (folder, *folder.parents):
         tables = {path: table for path in (place / OWN_FILE, place / _PYPROJECT)
@@ -122,7 +115,7 @@ def _table_of(path: Path) -> Any:
 
 def _jobs(path: Path, table: object, forms: Mapping[str, str]) -> list[ProjectJob]:
     if isinstance(table, dict):
-        _check_keys(f"{path}", table, ["jobs", *ARGUMENTS, *forms])
+        _check_known_keys(f"{path}", table, ["jobs", *ARGUMENTS, *forms])
     jobs = table.get("jobs") if isinstance(table, dict) else None
     if not isinstance(table, dict) or not isinstance(jobs, dict) or not jobs:
         start = "jobs" if path.name == OWN_FILE else "tool.shardrules.jobs"
@@ -130,16 +123,18 @@ def _jobs(path: Path, table: object, forms: Mapping[str, str]) -> list[ProjectJo
             f'{path}: there are no jobs; write [{start}.NAME] with model = "model.json", rules and '
             "mesh"
         )
-    shared = _entries(f"{path}", {key: table[key] for key in table if key != "jobs"}, forms)
-    return [_job(f"{path}: job {name}", name, shared, job, forms) for name, job in jobs.items()]
+    shared = _job_entries(f"{path}", {key: table[key] for key in table if key != "jobs"}, forms)
+    return [
+        _project_job(f"{path}: job {name}", name, shared, job, forms) for name, job in jobs.items()
+    ]
 
 
-def _job(
+def _project_job(
     where: str, name: str, shared: _Entries, job: object, forms: Mapping[str, str]
 ) -> ProjectJob:
     if not isinstance(job, dict):
         raise FileError(f'{where}: it is {shown(job)}; write a table with model = "model.json"')
-    own = _entries(where, job, forms)
+    own = _job_entries(where, job, forms)
     arguments, options = shared.arguments | own.arguments, shared.options | own.options
     if not arguments.keys() & {"model", "function"}:
         raise FileError(f"{where}: it has neither a model to check nor a function to prove")
@@ -153,21 +148,21 @@ class _Entries(NamedTuple):
     options: dict[str, list[str]]
 
 
-def _entries(where: str, table: dict[str, Any], forms: Mapping[str, str]) -> _Entries:
-    _check_keys(where, table, [*ARGUMENTS, *forms])
+def _job_entries(where: str, table: dict[str, Any], forms: Mapping[str, str]) -> _Entries:
+    _check_known_keys(where, table, [*ARGUMENTS, *forms])
     arguments = {key: table[key] for key in ARGUMENTS if key in table}
     for key, value in arguments.items():
         if not isinstance(value, str) or not value:
             raise FileError(f"{where}: {key} is {shown(value)}; write a file or module:function")
     options = {
-        key: _words(f"{where}: {key}", key, form, table[key])
+        key: _option_words(f"{where}: {key}", key, form, table[key])
         for key, form in forms.items()
         if key in table
     }
     return _Entries(arguments, options)
 
 
-def _check_keys(where: str, table: dict[str, Any], known: list[str]) -> None:
+def _check_known_keys(where: str, table: dict[str, Any], known: list[str]) -> None:
     for key in table:
         if key not in known:
             near = misspelt(key, known) or misspelt(key.replace("_", "-"), known)
@@ -175,19 +170,19 @@ def _check_keys(where: str, table: dict[str, Any], known: list[str]) -> None:
             raise FileError(f"{where}: key {key!r} is unknown; {hint}")
 
 
-def _words(where: str, key: str, form: str, value: object) -> list[str]:
+def _option_words(where: str, key: str, form: str, value: object) -> list[str]:
     """Return the words of a command line for the value of a key."""
     if form == "flag":
         if not isinstance(value, bool):
             raise FileError(f"{where} is {shown(value)}; write true or false")
         return [f"--{key}"] if value else []
     if isinstance(value, dict) and form in ("table", "tables"):
-        texts = [f"{name}={_text(f'{where}: {name}', size)}" for name, size in value.items()]
+        texts = [f"{name}={_option_text(f'{where}: {name}', size)}" for name, size in value.items()]
     elif isinstance(value, list) and form in ("list", "lists", "tables"):
-        texts = [_text(f"{where}[{index}]", item, is_number=False)
+        texts = [_option_text(f"{where}[{index}]", item, is_number=False)
                  for index, item in enumerate(value)]  # fmt: skip
     else:
-        texts = [_text(where, value, is_number=form == "number")]
+        texts = [_option_text(where, value, is_number=form == "number")]
     if form.startswith("{") and texts[0] not in (choices := form[1:-1].split(",")):
         raise FileError(f"{where} is {shown(value)}; it is one of {', '.join(choices)}")
     if form in ("table", "list"):
@@ -195,7 +190,7 @@ def _words(where: str, key: str, form: str, value: object) -> list[str]:
     return [f"--{key}={text}" for text in texts]
 
 
-def _text(where: str, value: object, *, is_number: bool = True) -> str:
+def _option_text(where: str, value: object, *, is_number: bool = True) -> str:
     if isinstance(value, str) or (is_number and type(value) is int):
         return str(value)
     raise FileError(f"{where} is {shown(value)}; write a {'number or ' * is_number}text")

@@ -153,7 +153,7 @@ def read_hardware(path: str | os.PathLike[str]) -> Hardware:
             "give another file"
         )
     table = parse_toml(file, data)
-    _check_keys(file, table)
+    _check_hardware_keys(file, table)
     try:
         return Hardware(**{**table, "memory_bytes": _whole(table["memory_bytes"])})
     except (TypeError, ValueError) as error:
@@ -179,7 +179,7 @@ def _file(path: Any) -> str:
     return name
 
 
-def _check_keys(file: Path, table: dict[str, Any]) -> None:
+def _check_hardware_keys(file: Path, table: dict[str, Any]) -> None:
     is_required = {field.name: field.default is MISSING for field in fields(Hardware)}
     for key in table:
         if key not in is_required:

@@ -35,12 +35,7 @@ NOWHERE: Final = RulePlaces(None, ())
 
 
 def rule_places(source: str, rules: int) -> RulePlaces:
-    """Find the lines of the rules of a source.
-
-    Args:
-        source: As `read_rules` takes it.
-        rules: How many rules were read of it.
-    """
+    """Find the lines of the rules of a source."""
     if is_module_form(source):
         return _in_module(source, rules)
     path = Path(source)

@@ -41,11 +41,7 @@ _CHARACTER: Final = re.compile(r"[^\n]")
 
 
 def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
-    """Parse bytes of a file as TOML.
-
-    Raises:
-        FileError: They are not TOML, or a key has too many levels.
-    """
+    """Parse bytes of a file as TOML."""
     import tomllib  # few processes read any
 
     text = text_of(path, data)
@@ -83,11 +79,7 @@ COMPANION_KEYS: Final = ("stacked", "companions", "unstacked")
 def companions_in(
     where: str, table: Mapping[str, Any], also: Mapping[str, list[str]]
 ) -> tuple[Companion, ...]:
-    """Read the companions of a rule file.
-
-    Raises:
-        FileError: An entry is invalid.
-    """
+    """Read the companions of a rule file."""
     records: list[Companion] = []
     for key in COMPANION_KEYS:
         entries = table.get(key, [])
@@ -367,10 +359,10 @@ def _file_pattern(where: str, pattern: object, flags: object) -> object:
         raise FileError(f"{where}: flags is {flags!r}; they are letters of {''.join(_FLAGS)!r}")
     if not isinstance(pattern, str):
         raise FileError(f"{where}: flags need a pattern that is a string, not {shown(pattern)}")
-    return _regex(where, pattern, sum(_FLAGS[flag] for flag in set(flags)))
+    return _compiled_regex(where, pattern, sum(_FLAGS[flag] for flag in set(flags)))
 
 
-def _regex(where: str, pattern: str, flags: int) -> re.Pattern[str]:
+def _compiled_regex(where: str, pattern: str, flags: int) -> re.Pattern[str]:
     try:
         return re.compile(pattern, flags)
     except (re.error, ValueError, OverflowError, RecursionError) as error:
@@ -419,7 +411,7 @@ def _patterns(path: Path, patterns: object) -> tuple[str, ...]:
         raise FileError(f"{path}: replicated is {shown(patterns)}; write a list of patterns")
     for index, pattern in enumerate(patterns):
         _check_length(f"{path}: replicated[{index}]", pattern)
-        _regex(f"{path}: replicated[{index}]", pattern, 0)
+        _compiled_regex(f"{path}: replicated[{index}]", pattern, 0)
     return tuple(patterns)
 
 

@@ -48,15 +48,7 @@ _ODD_OFFSETS: Final = "needs data_offsets that are a list of two integers"
 
 
 def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
-    """Read the arrays of one file.
-
-    Args:
-        path: The file.
-        make: The leaves of the model.
-
-    Raises:
-        FileError: It is damaged, or not a safetensors file.
-    """
+    """Read the arrays of one file."""
     header, file, data = _header(path)
     _check_metadata(path, header.pop(_METADATA, None))
     names, entries = list(header), list(header.values())

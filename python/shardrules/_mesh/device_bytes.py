@@ -151,9 +151,6 @@ class DeviceClasses:
     def total(self, counted: Iterable[tuple[int, Held]]) -> npt.NDArray[Any]:
         """Return bytes per class of all arrays.
 
-        Args:
-            counted: (number of arrays, one of them) pairs.
-
         Returns:
             An array of int64, or of Python ints if int64 is too small.
         """
@@ -313,12 +310,7 @@ class Grid:
         return sums
 
     def shares(self, of_group: _Ints, used: frozenset[str]) -> _Ints:
-        """Return numbers of groups, shared equally among their devices; the first get the rest.
-
-        Args:
-            of_group: With the dimensions of `of_groups`.
-            used: As there.
-        """
+        """Return numbers of groups, shared equally among their devices; the first get the rest."""
         copies = [size if axis not in used else 1 for axis, size in self._axis_sizes.items()]
         each = of_group // prod(copies)
         rank = np.arange(prod(copies)).reshape(copies)
@@ -374,11 +366,11 @@ def moved_bytes(
     asked -= old.group_sums(old.of_shared(kept), used)
     kept_of_all = new.of_shared(kept)
     return Moved(
-        received=_bytes(after - kept_of_all),
-        kept=_bytes(kept_of_all),
-        sent=old.shares(_bytes(asked) * count, used),
+        received=_whole_bytes(after - kept_of_all),
+        kept=_whole_bytes(kept_of_all),
+        sent=old.shares(_whole_bytes(asked) * count, used),
     )
 
 
-def _bytes(bits: _Ints) -> _Ints:
+def _whole_bytes(bits: _Ints) -> _Ints:
     return (bits + 7) >> 3  # ten times as fast as a division

@@ -73,11 +73,7 @@ def memory_keeper() -> Callable[[Any, NamedSharding], NamedSharding]:
 
 
 def moved_inside_jit(array: Any, sharding: NamedSharding) -> Any:
-    """Return the array in the sharding's memory kind, unless that is the devices' default.
-
-    Raises:
-        ValueError: JAX does not have this kind inside jit.
-    """
+    """Return the array in the sharding's memory kind, unless that is the devices' default."""
     kind = memory_apart(sharding)
     if kind is None:
         return array

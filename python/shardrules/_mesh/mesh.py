@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
 from shardrules._jax import mesh_contexts
 from shardrules._mesh_sizes import check_bounds, checked_sizes
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-    AnyMesh = Mesh | AbstractMesh
-    MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+AnyMesh: TypeAlias = "Mesh | AbstractMesh"
+MeshLike: TypeAlias = "Mesh | AbstractMesh | Mapping[str, int]"
 
 _NOT_FACTORED: Final = {
     "Explicit": "the types of arrays name them; pass that mesh, with axes of these types",
@@ -151,10 +151,6 @@ def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
 
 def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
     """Return the mesh with some of its axes in parts: the same devices in the same order.
-
-    Args:
-        mesh: The mesh.
-        axis_sizes: Its axes, or those of `in_parts`.
 
     Raises:
         ValueError: It would have other axes, and has some that are not of type Auto.

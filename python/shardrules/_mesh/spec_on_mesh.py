@@ -64,9 +64,6 @@ class SpecOnMesh:
         optional_axes: Axes that the mesh may lack, which are no error then.
         named_with: For axes that the mesh may lack, others that rules name beside them, which they
             are no misspellings of.
-
-    Raises:
-        ValueError: The spec has more than 64 axes.
     """
 
     __slots__ = (

@@ -131,7 +131,8 @@ class Topology:
         Raises:
             ImportError: The compiler is not installed.
         """
-        return _described(self._layout)
+        _NAMED.setdefault(self._layout, self)
+        return _described_devices(self._layout)
 
     def mesh(self, axes: Mapping[str, int] | None = None, /, **sizes: int) -> Mesh:
         """Return a mesh whose axes lie along the dimensions of the torus, where that is possible.
@@ -187,7 +188,7 @@ class Topology:
         axes = texts("axes", axes)
         return [
             sizes
-            for shape in _factors(self.device_count, len(axes))
+            for shape in _factorizations(self.device_count, len(axes))
             if self._is_whole(sizes := dict(zip(axes, shape, strict=True)))
         ]
 
@@ -302,7 +303,7 @@ def topology_shown(topology: Topology) -> str:
 
 
 @cache
-def _described(layout: _Layout) -> tuple[Any, ...]:
+def _described_devices(layout: _Layout) -> tuple[Any, ...]:
     """Return the devices of a topology; those of another description would be others to JAX."""
     devices = layout.described()
     _DESCRIBED.update(dict.fromkeys(devices, layout))
@@ -311,11 +312,20 @@ def _described(layout: _Layout) -> tuple[Any, ...]:
 
 _DESCRIBED: Final[dict[Any, _Layout]] = {}
 """By device, the layout of its topology."""
+_NAMED: Final[dict[_Layout, Topology]] = {}
 
 
 def is_described(mesh: Mesh) -> bool:
     """Say whether the devices of a mesh are those of a topology, on which nothing runs."""
     return mesh.devices.flat[0] in _DESCRIBED
+
+
+def topology_of(mesh: Any) -> Topology | None:
+    """Return the topology whose devices a mesh has; None of a mesh of others, or of none."""
+    from jax.sharding import Mesh
+
+    layout = _DESCRIBED.get(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else None
+    return None if layout is None else _NAMED[layout]
 
 
 def memory_limit(mesh: Mesh) -> int | None:
@@ -332,11 +342,11 @@ def device_identity(mesh: Mesh) -> tuple[Any, ...]:
     return layout, first.device_kind, first.client.platform_version, numbers
 
 
-def _factors(count: int, axes: int) -> Iterator[tuple[int, ...]]:
+def _factorizations(count: int, axes: int) -> Iterator[tuple[int, ...]]:
     """Yield all sizes of so many axes whose product is the count."""
     if axes == 0:
         yield from [()] if count == 1 else []
         return
     for size in range(1, count + 1):
         if count % size == 0:
-            yield from ((size, *rest) for rest in _factors(count // size, axes - 1))
+            yield from ((size, *rest) for rest in _factorizations(count // size, axes - 1))

@@ -91,11 +91,7 @@ class Slices:
 
     @classmethod
     def parse(cls, name: str, slices: int) -> Slices:
-        """Return the slices that a topology's name says.
-
-        Raises:
-            ValueError: There is no slice of this shape.
-        """
+        """Return the slices that a topology's name says."""
         kind = GENERATIONS[re.split(r"[:-]", name, maxsplit=1)[0].lower()]
         layout = cls(kind.compiler_name, _shape_of(name, kind), slices)
         hardware = Hardware.named(kind.hardware)
@@ -130,11 +126,7 @@ class Slices:
         return self.slices * prod(self.shape) * self._cores
 
     def described(self) -> tuple[Any, ...]:
-        """Return the devices as the compiler has them.
-
-        Raises:
-            ImportError: The package libtpu is not installed.
-        """
+        """Return the devices as the compiler has them."""
         use_libtpu()
         from jax.experimental import topologies
 
@@ -150,12 +142,7 @@ class Slices:
     def arrange(
         self, devices: Sequence[Any], sizes: Mapping[str, int], *, is_split: bool
     ) -> npt.NDArray[np.object_]:
-        """Lay the axes of a mesh along dimensions, as jax.experimental.mesh_utils does.
-
-        Raises:
-            NotImplementedError: A dimension would have to be split.
-            ValueError: No axis is divisible by the slices.
-        """
+        """Lay the axes of a mesh along dimensions, as jax.experimental.mesh_utils does."""
         from jax.experimental import mesh_utils
 
         shape = tuple(sizes.values())
@@ -251,11 +238,7 @@ def _shape_of(name: str, kind: _Generation) -> tuple[int, ...]:
 
 
 def use_libtpu() -> None:
-    """Set what libtpu reads from its environment, as far as it is not set.
-
-    Raises:
-        ImportError: The package is not installed.
-    """
+    """Set what libtpu reads from its environment, as far as it is not set."""
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             "the TPU's compiler is in the package libtpu, which is not installed: pip install "

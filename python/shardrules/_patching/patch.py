@@ -37,9 +37,6 @@ def code_digest(function: FunctionType) -> str:
 
     Functions that differ only in comments, docstrings, annotations or layout have the same digest.
 
-    Raises:
-        OSError: There is no source to read.
-
     Example:
         >>> len(code_digest(code_digest))
         16

@@ -121,7 +121,7 @@ def compare(
         if isinstance(decider, BySpecs):
             specs = broadcast_specs(decider.parameter, tree, treedef, decider.specs)
             return list(map(_of_spec, specs))
-        by_paths = _by_paths(matcher_of(decider.rules), plain, least)
+        by_paths = _path_decisions(matcher_of(decider.rules), plain, least)
         return treedef.flatten_up_to(by_paths)  # type: ignore[no-any-return]
 
     differing = [
@@ -169,7 +169,7 @@ def _of_spec(sharding: Any) -> Decision:
     return Decision(spec, None, None, "unmatched" if sharding is None else None)
 
 
-def _by_paths(matcher: Matcher, tree: Any, min_size: int) -> Any:
+def _path_decisions(matcher: Matcher, tree: Any, min_size: int) -> Any:
     """Return the tree with a Decision for each leaf."""
     replicated = Decision(partition_spec(), None, None, None)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import jax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten
 
 from shardrules._arguments import Tree, in_order, listed, texts
 from shardrules._correction import Correction, RuleSpec
 from shardrules._jax import trace_state_check
 from shardrules._mesh.memory import moved_inside_jit
-from shardrules._mesh.mesh import contexts, has_devices
-from shardrules._place.decider import Decider
+from shardrules._mesh.mesh import MeshLike, contexts, has_devices
+from shardrules._place.decider import Decider, RulesLike
 from shardrules._place.named_shardings import requested_shardings
 from shardrules._place.operations import Function, Operation, applied, one_call, operations_for
 from shardrules._place.shard import agreed_shardings
@@ -24,15 +28,16 @@ from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp, entries_of, is_unconstrained
 
-if TYPE_CHECKING:
-    from jax.sharding import NamedSharding
-
-    from shardrules._correction import Correction
-    from shardrules._mesh.mesh import MeshLike
-    from shardrules._place.decider import RulesLike
-
 _MOST_LEAVES: Final = 2**16
 _DECIDERS: Final = (Rules, LogicalRules, Decider)
+_VALUES: Final = frozenset(
+    {
+        *(str, re.Pattern, RuleSpec, Fsdp, PartitionSpec, NamedSharding),
+        type(PartitionSpec.UNCONSTRAINED),
+    }
+)
+"""Types of what specs and rules are made of; equal values say the same."""
+_trace_state_clean: Final = trace_state_check()
 
 
 class _Known(NamedTuple):
@@ -59,7 +64,7 @@ def constrained(tree: Any, rules: RulesLike, mesh: MeshLike | None, keywords: _K
     leaves: list[Any] = []
     with suppress(AttributeError, TypeError, ValueError):  # something wrong, or not to remember
         _check_not_read_once(rules)
-        leaves, structure = _names_of_jax().flatten((tree, rules, keywords.names))
+        leaves, structure = tree_flatten((tree, rules, keywords.names))
         values = tuple([_KEY_OF[type(leaf)](leaf) for leaf in leaves])
         least = keywords.min_size
         if least is None:  # the environment says how many, and may say otherwise later
@@ -82,41 +87,18 @@ def constrained(tree: Any, rules: RulesLike, mesh: MeshLike | None, keywords: _K
 
 def is_tracing(leaves: list[Any]) -> bool:
     """Return whether the caller, or one of the leaves, is inside jit or another transformation."""
-    jax = _names_of_jax()
-    return not jax.trace_state_clean() or any(isinstance(leaf, jax.tracer) for leaf in leaves)
-
-
-class _NamesOfJax(NamedTuple):
-    tracer: Any
-    values: frozenset[type]
-    """Types of what specs and rules are made of; equal values say the same."""
-    trace_state_clean: Callable[[], bool]
-    flatten: Callable[[Any], tuple[list[Any], Any]]
-
-
-@functools.cache  # importing names takes microseconds, a tenth of JAX's own call
-def _names_of_jax() -> _NamesOfJax:
-    from jax.core import Tracer
-    from jax.sharding import NamedSharding, PartitionSpec
-    from jax.tree_util import tree_flatten
-
-    unconstrained = type(PartitionSpec.UNCONSTRAINED)
-    values = frozenset(
-        {str, re.Pattern, RuleSpec, Fsdp, PartitionSpec, NamedSharding, unconstrained}
-    )
-    return _NamesOfJax(Tracer, values, trace_state_check(), tree_flatten)
+    return not _trace_state_clean() or any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
 class _KeyOf(dict[type, Callable[[Any], Hashable]]):
     """Functions, by the type of a leaf, to all that its operations depend on."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Hashable]:
-        jax = _names_of_jax()
-        if issubclass(kind, jax.tracer):
+        if issubclass(kind, Tracer):
             self[kind] = attrgetter("aval.shape", "aval.dtype")
         elif issubclass(kind, _DECIDERS):
             self[kind] = id
-        elif kind in jax.values:
+        elif kind in _VALUES:
             self[kind] = _itself
         else:
             raise TypeError  # something wrong; or an array outside jit, whose memory matters
@@ -249,8 +231,6 @@ def with_sharding_constraint(
 
 
 def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
-    import jax
-
     placed = list(leaves)
     at_once: dict[int, NamedSharding] = {}
     for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):

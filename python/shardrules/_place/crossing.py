@@ -10,29 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import gcd, prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules._jax import weakly_typed
-
-if TYPE_CHECKING:
-    import jax
-    from jax.sharding import Mesh, NamedSharding, Sharding
 
 _DEVICE: Final = "device"
 
 
 def crossed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Move an array; all processes call this alike.
-
-    Args:
-        leaf: The array.
-        sharding: Where it is to be, on other devices, or not only on its own.
-    """
-    import jax
-
-    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    """Move an array; all processes call this alike."""
+    is_key = is_extended(leaf)
     key = jax.random.key_impl(leaf) if is_key else None
     is_weak = not is_key and leaf.weak_type
     if leaf.size == 0 and not is_key and not is_weak:  # JAX 0.10 does not cut what is empty
@@ -48,26 +39,29 @@ def crossed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
         for device in devices
         if device.process_index == jax.process_index()
     ]
-    received = way.send(_array((len(devices), *block[1:]), way.lanes, ours, blocks.dtype))
+    received = way.send(array_of_shards((len(devices), *block[1:]), way.lanes, ours, blocks.dtype))
     there = way.arrived.device_set
     ours = [shard.data for shard in received.addressable_shards if shard.device in there]
-    result: jax.Array = way.join(_array(blocks.shape, way.arrived, ours, blocks.dtype))
+    result: jax.Array = way.join(array_of_shards(blocks.shape, way.arrived, ours, blocks.dtype))
     return result
 
 
 def _empty(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    import jax
-
     shape = sharding.shard_shape(leaf.shape)
     devices = sharding.addressable_devices
     shards = [jax.numpy.zeros(shape, leaf.dtype, device=device) for device in devices]
-    array: jax.Array = _array(leaf.shape, sharding, shards, leaf.dtype)
-    return array
+    return array_of_shards(leaf.shape, sharding, shards, leaf.dtype)
 
 
-def _array(shape: tuple[int, ...], sharding: Any, shards: list[Any], dtype: Any) -> Any:
-    import jax
+def is_extended(leaf: Any) -> bool:
+    """Return whether it has random keys."""
+    return bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended))
 
+
+def array_of_shards(
+    shape: tuple[int, ...], sharding: NamedSharding, shards: list[Any], dtype: Any
+) -> jax.Array:
+    """Return the array of this process's shards: none, if it has none of the devices."""
     return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
 
 
@@ -90,9 +84,6 @@ class _Crossing(NamedTuple):
 def _crossing(
     shape: tuple[int, ...], key: Any, is_weak: bool, before: Sharding, after: NamedSharding
 ) -> _Crossing:
-    import jax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
     def cut(array: Any) -> Any:
         return (array if key is None else jax.random.key_data(array))[None]
 
@@ -117,19 +108,17 @@ def _crossing(
     lanes = NamedSharding(mesh, PartitionSpec(_DEVICE))
     return _Crossing(
         jax.jit(cut, out_shardings=of_senders),
-        jax.jit(_sent(mesh, pairs, to, copies), donate_argnums=0),
+        jax.jit(_sending_program(mesh, pairs, to, copies), donate_argnums=0),
         jax.jit(join, out_shardings=after),
         lanes,
         of_receivers,
     )
 
 
-def _sent(
+def _sending_program(
     mesh: Mesh, pairs: Sequence[tuple[int, int]], receivers: Sequence[int], copies: int
 ) -> Callable[[Any], Any]:
     """Return the program that sends blocks by pairs of places, and copies them at the receivers."""
-    import jax
-    from jax.sharding import PartitionSpec
 
     def send(block: Any) -> Any:
         block = jax.lax.ppermute(block, _DEVICE, pairs)
@@ -172,8 +161,6 @@ def _grid(shape: tuple[int, ...], lanes: int, after: NamedSharding) -> list[int]
 
 def _in_blocks(devices: Sequence[Any], grid: Sequence[int]) -> NamedSharding:
     """Return the sharding of blocks, with a first dimension of 1; neighbours have copies."""
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
     names = [f"dim{i}" for i in range(len(grid))]
     mesh = Mesh(np.array(devices).reshape(*grid, -1), (*names, "copy"))
     return NamedSharding(mesh, PartitionSpec(None, *names))

@@ -10,11 +10,11 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 from shardrules._arguments import listed, texts
 from shardrules._correction import Correction, check_correction
-from shardrules._mesh.mesh import local_view, resolve_mesh
+from shardrules._mesh.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.name_shardings import shardings_by_names
 from shardrules._place.shardings import Placement, Policy, placements_by_rules, shardings_by_rules
 from shardrules._place.spec_trees import (
@@ -28,9 +28,6 @@ from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.rules import PathRules, Rules, as_rules, matcher_of, where_rules_are
 from shardrules._specs import Fsdp, is_partition_spec
 from shardrules._text import brief, shown
-
-if TYPE_CHECKING:
-    from shardrules._mesh.mesh import AnyMesh, MeshLike
 
 RulesLike: TypeAlias = "PathRules | LogicalRules | Decider | Any"
 """(pattern, spec) pairs; `Rules`; `LogicalRules`; a `Plan`, whose leaves are found by their paths;
@@ -52,11 +49,6 @@ class Decider(ABC):
     @abstractmethod
     def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
         """Return the Placement of each leaf in JAX's order; None for a leaf that stays unchanged.
-
-        Args:
-            tree: Any pytree.
-            mesh: The mesh. Default: that of the decider or of the context.
-            policy: The result of `policy_for`.
 
         Raises:
             ValueError: There is no mesh, or some leaves get no placement; the message lists them.
@@ -158,12 +150,7 @@ class BySpecs(Decider):
 
 
 def as_decider(name: str, rules: RulesLike) -> Decider:
-    """Return what decides; `name` is the parameter's, for errors.
-
-    Raises:
-        TypeError: It is nothing of that.
-        re.error: As `Rules`.
-    """
+    """Return what decides; `name` is the parameter's, for errors."""
     if isinstance(rules, Rules):
         return ByPaths(rules)
     if isinstance(rules, Decider):

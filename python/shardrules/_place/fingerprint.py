@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jax import tree_util
+from jax.sharding import NamedSharding
 
 from shardrules._arguments import check_tree, check_type
 from shardrules._mesh.memory import memory_apart
 from shardrules._place.decider import check_decided
 from shardrules._specs import entries_of, tags_shown
 from shardrules._text import counted, mesh_shown
-
-if TYPE_CHECKING:
-    from jax.sharding import NamedSharding
 
 
 def fingerprint(tree: Any, shardings: Any) -> str:
@@ -39,9 +39,6 @@ def fingerprint(tree: Any, shardings: Any) -> str:
         >>> fingerprint(tree, named_shardings(tree, [("w", "tp")], {"tp": 2}))[:8]
         '773924b8'
     """
-    from jax import tree_util
-    from jax.sharding import NamedSharding
-
     check_tree("tree", tree)
     check_decided("shardings", shardings, "named_shardings(tree, rules, mesh) or plan.shardings()")
     leaves = tree_util.tree_flatten_with_path(tree)[0]

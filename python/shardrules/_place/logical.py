@@ -6,27 +6,24 @@ import enum
 import functools
 from collections.abc import Callable, Iterable
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jax import tree_util
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._arguments import Tree, check_choice, check_tree, check_type, in_order, shape_of
 from shardrules._core import resolve_all
 from shardrules._correction import Correction, check_correction
-from shardrules._mesh.mesh import context_mesh, resolve_mesh
+from shardrules._mesh.mesh import AnyMesh, MeshLike, context_mesh, resolve_mesh
 from shardrules._place.constraint import with_sharding_constraint
 from shardrules._place.name_shardings import ErrorCollector, corrected, unknown_axes
 from shardrules._place.shardings import local_sizes, manual_axes
 from shardrules._rules.dialects import LINEN, LogicalDialect
-from shardrules._rules.logical_rules import LogicalRules, get_logical_axis_rules
+from shardrules._rules.logical_rules import LogicalRules, LogicalRulesLike, get_logical_axis_rules
 from shardrules._rules.names import NodeForms, is_name
 from shardrules._rules.resolver import UNASSIGNED, Resolution, Resolver, resolver_for
 from shardrules._specs import is_partition_spec, partition_spec
 from shardrules._text import mesh_shown, shown
-
-if TYPE_CHECKING:
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    from shardrules._mesh.mesh import AnyMesh, MeshLike
-    from shardrules._rules.logical_rules import LogicalRulesLike
 
 _AS_FLAX = Correction(absent="keep", indivisible="keep", rank="keep", pad=False)
 
@@ -266,8 +263,6 @@ def resolved(
         make: Called once for equal names and shapes. An `ErrorCollector` reports all errors.
         is_leaf: Tells the leaves, which are names then. Default: whatever has names.
     """
-    from jax import tree_util
-
     forms = NodeForms()
     find = is_leaf or forms.has_names
     leaves, treedef = tree_util.tree_flatten(tree, is_leaf=find)
@@ -291,15 +286,11 @@ def resolved(
 
 
 def _array_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[str]:
-    from jax import tree_util
-
     leaves = tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     return [tree_util.keystr(path) for path, _ in leaves]
 
 
 def _shapes(tree: Any, arrays: Any) -> list[Any]:
-    from jax import tree_util
-
     forms = NodeForms()
     leaves = tree_util.tree_leaves(tree, is_leaf=forms.has_names)
     arrays_of_leaves: list[Any] = []
@@ -327,8 +318,6 @@ def sharding_maker(resolver: Resolver, mesh: AnyMesh) -> ErrorCollector:
 
 @functools.lru_cache(maxsize=4096)
 def _named_sharding(spec: PartitionSpec, mesh: AnyMesh) -> NamedSharding:
-    from jax.sharding import NamedSharding
-
     return NamedSharding(mesh, spec)
 
 
@@ -349,8 +338,6 @@ def constraint_spec(resolution: Resolution, fallback: Any) -> PartitionSpec | No
 
 
 def _map_names(function: Any, names: Any) -> Any:
-    from jax import tree_util
-
     return tree_util.tree_map(
         lambda leaf: None if leaf is None else function(leaf),
         names,

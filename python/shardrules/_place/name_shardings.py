@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules._arguments import check_shapes
 from shardrules._core import resolve_all
 from shardrules._place.shardings import Policy, local_sizes, manual_axes, sharding_or_reasons
-from shardrules._rules.logical_rules import resolver_of
+from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.names import logical_names
 from shardrules._rules.resolver import UNASSIGNED, Resolution, Resolver, axes_in
 from shardrules._text import nearest
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from shardrules._correction import Correction
     from shardrules._mesh.mesh import AnyMesh
-    from shardrules._rules.logical_rules import LogicalRules
-    from shardrules._rules.resolver import Resolver
 
 
 def unknown_axes(resolution: Resolution, mesh_axes: Collection[str]) -> list[str]:
@@ -110,12 +108,6 @@ def shardings_by_names(
     policy: Policy,
 ) -> tuple[Any, list[NamedSharding]]:
     """Return (the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
-
-    Args:
-        tree: A tree of arrays, boxes, nnx Variables or haliax arrays. A box becomes its sharding.
-        rules: What decides the names.
-        mesh: The mesh.
-        policy: The keywords of the call.
 
     Raises:
         ValueError: As `logical_to_mesh_sharding`, and as `plan` for names.

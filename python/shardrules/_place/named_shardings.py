@@ -10,7 +10,7 @@ from shardrules._arguments import check_shapes, check_tree, check_type, in_order
 from shardrules._correction import Correction
 from shardrules._dtypes import given_bits
 from shardrules._mesh.memory import memory_keeper
-from shardrules._mesh.mesh import context_mesh, local_view, processes_of, resolve_mesh
+from shardrules._mesh.mesh import MeshLike, context_mesh, local_view, processes_of, resolve_mesh
 from shardrules._place.decider import (
     ByNames,
     ByPaths,
@@ -25,8 +25,6 @@ from shardrules._rules.rules import matcher_of, specs_by_rules
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
-
-    from shardrules._mesh.mesh import MeshLike
 
 
 @in_order("tree", "rules", "mesh")
@@ -101,12 +99,6 @@ def requested_shardings(
     """Return (leaves, treedef, the sharding of each leaf or None if it stays unchanged).
 
     An array stays in its memory kind, unless a NamedSharding or a rule has one.
-
-    Args:
-        tree: Any pytree.
-        rules: Rules of any kind, or a `Decider`.
-        mesh: The mesh. Default: the context's.
-        keywords: Those of `policy_for`.
 
     Raises:
         ValueError: As `named_shardings`.

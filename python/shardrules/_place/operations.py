@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
 
 from shardrules._mesh.memory import memory_apart, moved_inside_jit
-from shardrules._mesh.mesh import axes_of_type, current_view
+from shardrules._mesh.mesh import AnyMesh, axes_of_type, current_view
 from shardrules._place.shardings import manual_axes
 from shardrules._specs import (
     entries_of,
@@ -17,11 +20,6 @@ from shardrules._specs import (
     with_entries,
     without_axes,
 )
-
-if TYPE_CHECKING:
-    from jax.sharding import NamedSharding
-
-    from shardrules._mesh.mesh import AnyMesh
 
 Function = Callable[[Any, Any], Any]
 
@@ -36,7 +34,7 @@ class Operation(NamedTuple):
 
 def operations_for(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Operation]:
     """Return the calls for these leaves, in their order."""
-    calls_for = functools.cache(lambda sharding: list(_calls(sharding)))
+    calls_for = functools.cache(lambda sharding: list(_calls_for(sharding)))
     by_function: dict[Function, dict[int, NamedSharding]] = {each: {} for each in _functions()}
     for place, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if sharding is not None and hasattr(leaf, "shape"):
@@ -71,7 +69,7 @@ def one_call(
     return (function, shardings[0]) if takes_trees and is_all else None
 
 
-def _calls(sharding: NamedSharding) -> Iterator[tuple[Function, NamedSharding]]:
+def _calls_for(sharding: NamedSharding) -> Iterator[tuple[Function, NamedSharding]]:
     """Return the functions that bring an array into the sharding, with the sharding for each."""
     functions = _functions()
     explicit, auto = _by_axis_type(sharding, current_view(sharding.mesh))
@@ -95,16 +93,12 @@ class _Functions(NamedTuple):
 
 @functools.cache
 def _functions() -> _Functions:
-    import jax
-
     reshard = getattr(jax.sharding, "reshard", _reshard_beside)  # JAX before 0.6 has no such axes
     return _Functions(_reshard_beside, reshard, jax.lax.with_sharding_constraint, _move)
 
 
 def _reshard_beside(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
     """Return `reshard` with an array's own entries for UNCONSTRAINED, which JAX refuses."""
-    import jax
-
     targets = list(map(_with_own_entries, shardings, arrays))
     resharded: list[Any] = jax.sharding.reshard(arrays, targets)
     return resharded
@@ -116,8 +110,6 @@ def _move(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
 
 def _with_own_entries(sharding: NamedSharding, array: Any) -> NamedSharding:
     """Return the sharding with the array's own entries for UNCONSTRAINED."""
-    import jax
-
     entries = entries_of(sharding.spec)
     taken = {axis for entry in entries for axis in entry_axes(entry)}
     current = entries_of(jax.typeof(array).sharding.spec)
@@ -134,8 +126,6 @@ def _by_axis_type(
     sharding: NamedSharding, view: AnyMesh
 ) -> tuple[NamedSharding | None, NamedSharding | None]:
     """Return (sharding for reshard, sharding for a constraint) on `view`; None for no call."""
-    from jax.sharding import NamedSharding
-
     types = {kind: axes_of_type(view, kind) for kind in ("Auto", "Explicit")}
     local = without_axes(sharding.spec, *manual_axes(view))
 

@@ -15,18 +15,17 @@ from itertools import zip_longest
 from os.path import commonprefix
 from traceback import format_exception_only
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import jax
+from jax import tree_util
+from jax.sharding import NamedSharding, Sharding
 
 import shardrules
 from shardrules._jax import coordination_state
-from shardrules._mesh.mesh import axes_of_type
+from shardrules._mesh.mesh import AnyMesh, axes_of_type
 from shardrules._place.fingerprint import spec_text
 from shardrules._text import brief, mesh_shown
-
-if TYPE_CHECKING:
-    from jax.sharding import NamedSharding, Sharding
-
-    from shardrules._mesh.mesh import AnyMesh
 
 # 1 is the version of the protocol.
 _ROOT: Final = "shardrules/1"
@@ -74,8 +73,6 @@ class JointCall:
         self.joint = False
 
     def __enter__(self) -> JointCall:
-        import jax
-
         self.joint = jax.process_count() > 1
         if self.joint:
             shardrules._leave_before_jax()
@@ -123,7 +120,7 @@ def fail(name: str, error: BaseException, when: str) -> None:
 def note(text: str) -> None:
     """Tell waiting processes which call this process made last, without them."""
     with contextlib.suppress(RuntimeError):
-        _job().note(text)
+        _current_job().note(text)
 
 
 def leave() -> None:
@@ -132,7 +129,7 @@ def leave() -> None:
     if state is None:
         return
     with contextlib.suppress(RuntimeError):
-        job = _job()
+        job = _current_job()
         job.number += 1
         _Round(job, "exit").decide({"error": f"process {state.process_id} has ended"})
 
@@ -164,14 +161,10 @@ class _Job:
 
     @functools.cached_property
     def me(self) -> int:
-        import jax
-
         return jax.process_index()
 
     @functools.cached_property
     def count(self) -> int:
-        import jax
-
         return jax.process_count()  # type: ignore[no-any-return]
 
     def note(self, text: str) -> None:
@@ -186,7 +179,7 @@ class _Job:
         for key, noted in self.client.key_value_dir_get(f"{_ROOT}/note"):
             number, text = noted.split(" ", 1)
             if int(number) == self.number - 1:
-                notes[_last(key)] = text
+                notes[_last_number(key)] = text
         return notes
 
 
@@ -300,7 +293,7 @@ class _Round:
     def _rows(self) -> dict[int, Any]:
         """Return the rows so far, by process."""
         there = self._job.client.key_value_dir_get(f"{self._at}/row")
-        return dict(sorted((_last(key), json.loads(row)) for key, row in there))
+        return dict(sorted((_last_number(key), json.loads(row)) for key, row in there))
 
     def _set_rows(self, rows: list[Row]) -> None:
         packed = zlib.compress(json.dumps(rows).encode())
@@ -333,7 +326,7 @@ class _Round:
             return None
 
 
-def _job() -> _Job:
+def _current_job() -> _Job:
     state = coordination_state()
     if state is None:
         raise RuntimeError(
@@ -348,7 +341,7 @@ _job_of: Final = functools.lru_cache(maxsize=1)(_Job)
 
 
 def _next_round(name: str) -> _Round:
-    job = _job()
+    job = _current_job()
     job.number += 1
     return _Round(job, name)
 
@@ -374,7 +367,7 @@ def _processes(indices: list[int]) -> str:
     return f"process{'es' if len(indices) > 1 else ''} {first}"
 
 
-def _last(key: str) -> int:
+def _last_number(key: str) -> int:
     return int(key.rsplit("/", 1)[1])
 
 
@@ -385,8 +378,6 @@ def rows_of(tree: Any, shardings: Mapping[int, NamedSharding | None]) -> list[Ro
         tree: A pytree.
         shardings: The new sharding by the leaf's index. None for a leaf that stays.
     """
-    from jax import tree_util
-
     texts, paths = _Texts(), tree_util.tree_flatten_with_path(tree)[0]
     rows = [
         (tree_util.keystr(paths[index][0]) or "(the tree)", texts.leaf(paths[index][1], to))
@@ -416,21 +407,19 @@ def first_difference(rows: list[Row], other_rows: list[Row], names: tuple[str, s
         texts = (" ".join(a) if a else ends, " ".join(b) if b else ends)
     same = len(commonprefix(texts))  # noqa: RUF071 these are no paths of files
     start = max(0, same - _SHOWN // 2) if max(map(len, texts)) > _SHOWN else 0
-    texts_of = [f"{name} has {_cut(text, start)}" for name, text in zip(names, texts, strict=True)]
+    texts_of = [
+        f"{name} has {_text_from(text, start)}" for name, text in zip(names, texts, strict=True)
+    ]
     return f"{where}: {', and '.join(texts_of)}"
 
 
 def is_spread(leaf: Any) -> bool:
     """Return whether other processes hold parts of this array."""
-    import jax
-
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def crosses(leaf: Any, sharding: NamedSharding) -> bool:
     """Return whether an array goes to other devices by collectives of all processes."""
-    import jax
-
     if not isinstance(leaf, jax.Array):
         return False
     if leaf.sharding.device_set == sharding.device_set:
@@ -460,7 +449,6 @@ def holders_of(sharding: Sharding) -> frozenset[int]:
 
 def canonical_dtype(leaf: Any) -> Any:
     """Return the dtype of a numpy array or a number on devices, which depends on jax_enable_x64."""
-    import jax
     import numpy as np
 
     return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
@@ -475,8 +463,6 @@ class _Texts:
         self._meshes: dict[AnyMesh, int] = {}
 
     def leaf(self, leaf: Any, to: NamedSharding | None) -> str:
-        import jax
-
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         if to is not None and not isinstance(leaf, jax.Array):
             dtype = canonical_dtype(leaf)
@@ -503,8 +489,6 @@ class _Texts:
         return entry[1]
 
     def _made(self, sharding: Any) -> str:
-        from jax.sharding import NamedSharding
-
         if not isinstance(sharding, NamedSharding):
             return str(sharding)
         mesh = sharding.mesh
@@ -519,6 +503,6 @@ class _Texts:
 _name = functools.lru_cache(maxsize=256)(str)  # numpy takes 10 microseconds to name a dtype
 
 
-def _cut(text: str, start: int) -> str:
+def _text_from(text: str, start: int) -> str:
     before, after = "..." if start else "", "..." if len(text) > start + _SHOWN else ""
     return f"{before}{text[start : start + _SHOWN]}{after}"

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
+import jax
 import numpy as np
+from jax import tree_util
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey, tree_flatten_with_path
 
 from shardrules._arguments import Tree, boolean, check_choice, check_tree, in_order
 from shardrules._correction import Correction
 from shardrules._dtypes import given_float, is_plain_float
-from shardrules._mesh.mesh import check_placeable, resolve_mesh
-from shardrules._place.decider import check_decided
+from shardrules._mesh.mesh import MeshLike, check_placeable, resolve_mesh
+from shardrules._place.decider import RulesLike, check_decided
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, Row, rows_of
-from shardrules._place.spec_trees import broadcast_specs
+from shardrules._place.spec_trees import broadcast_specs, leaf_path
 from shardrules._place.transfers import (
     check_reachable,
     distinct,
@@ -28,12 +33,6 @@ from shardrules._place.transfers import (
 from shardrules._rules.names import is_flax_struct, variable_types
 from shardrules._specs import entries_of, entry_axes, is_partition_spec
 from shardrules._text import counted, mesh_shown, shown
-
-if TYPE_CHECKING:
-    from jax.sharding import NamedSharding
-
-    from shardrules._mesh.mesh import MeshLike
-    from shardrules._place.decider import RulesLike
 
 _NUMBERS: Final = frozenset({int, float, complex})
 _HOST_TYPES: Final = (np.ndarray, np.generic, int, float, complex)
@@ -170,9 +169,6 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
         >>> batch["tokens"].shape
         (8, 16)
     """
-    import jax
-    from jax import tree_util
-
     with JointCall("shard_local") as call:
         check_tree("batch", batch)
         check_decided("spec", spec, "a PartitionSpec such as P('dp'), which fits all of the batch")
@@ -221,9 +217,6 @@ def gather(tree: Tree) -> Tree:
         >>> gather([jax.numpy.ones(2), 3])
         [array([1., 1.], dtype=float32), 3]
     """
-    import jax
-    from jax.core import Tracer
-
     with JointCall("gather") as call:
         check_tree("tree", tree)
         leaves, treedef = jax.tree_util.tree_flatten(tree)
@@ -296,13 +289,6 @@ def agreed_shardings(
     return leaves, treedef, targets
 
 
-def leaf_path(tree: Any, index: int) -> str:
-    """Return the path of a leaf as JAX writes it, for errors."""
-    from jax import tree_util
-
-    return tree_util.keystr(_paths(tree, [index])[0][1]) or "(the tree)"
-
-
 def of_placeable(
     tree: Any,
     leaves: list[Any],
@@ -311,8 +297,6 @@ def of_placeable(
     scalars: Literal["place", "keep"] | None = None,
 ) -> list[NamedSharding | None]:
     """Return the shardings, with None for leaves that stay unchanged; `scalars` as in `shard`."""
-    import jax
-
     targets = list(shardings)
     if scalars == "keep":
         arrays = (hasattr(leaf, "shape") and not isinstance(leaf, type) for leaf in leaves)
@@ -341,7 +325,6 @@ def of_placeable(
 
 def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> None:
     """Check that the leaves with a sharding can be placed: here, on devices, and as it says."""
-    from jax.core import Tracer
 
     def path(sharding: NamedSharding) -> str:
         return leaf_path(tree, next(i for i, target in enumerate(shardings) if target is sharding))
@@ -373,8 +356,6 @@ def _instead(leaf: Any) -> str:
 
 def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
     """Return (index, keys) of each of these leaves."""
-    from jax import tree_util
-
     if not indices:
         return []
     paths = tree_util.tree_flatten_with_path(tree)[0]
@@ -383,8 +364,6 @@ def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
 
 def _is_attribute_of_module(tree: Any, path: tuple[Any, ...]) -> bool:
     """Return whether the leaf of this path is in a module, and not in a node of data."""
-    from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
-
     if not path or isinstance(path[-1], (DictKey, SequenceKey)):
         return False
     node = tree
@@ -397,8 +376,6 @@ def _is_attribute_of_module(tree: Any, path: tuple[Any, ...]) -> bool:
 
 def _stays(leaf: Any, path: tuple[Any, ...]) -> bool:
     """Return whether the leaf is a part of a model but not data: a flag, function or attribute."""
-    from jax.tree_util import GetAttrKey
-
     if hasattr(leaf, "shape") and not isinstance(leaf, type):  # an abstract array
         return False
     # A flag must stay a bool: an array cannot decide an `if` inside jit. A string is an option if
@@ -407,22 +384,16 @@ def _stays(leaf: Any, path: tuple[Any, ...]) -> bool:
 
 
 def _can_be_placed(leaf: Any) -> bool:
-    import jax
-
     if isinstance(leaf, _HOST_TYPES):
         return not isinstance(leaf, bool)
     return isinstance(leaf, jax.Array)
 
 
 def _replicated(sharding: Any) -> NamedSharding:
-    from jax.sharding import NamedSharding, PartitionSpec
-
     return NamedSharding(sharding.mesh, PartitionSpec())
 
 
 def _local_sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:
-    from jax.sharding import NamedSharding
-
     if isinstance(spec, NamedSharding):
         sharding = spec
     elif is_partition_spec(spec):
@@ -472,8 +443,6 @@ def _global_shape(path: str, leaf: Any, sharding: NamedSharding) -> tuple[int, .
 
 def _local_parts(sharding: NamedSharding, axes: tuple[str, ...]) -> int:
     """Return how many of the parts that these axes make are on devices of this process."""
-    import jax
-
     mesh, me = sharding.mesh, jax.process_index()
     dims = [mesh.axis_names.index(axis) for axis in axes]
     places = np.argwhere(np.vectorize(lambda device: device.process_index == me)(mesh.devices))

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from shardrules._core import ShardingTable
 from shardrules._correction import (
     Correction,
+    MemoryKind,
     RuleSpec,
     memory_kind_of,
     plain_spec,
     rule_spec,
 )
 from shardrules._mesh.memory import sharding_in_memory
-from shardrules._mesh.mesh import axes_of_type, on_axes
+from shardrules._mesh.mesh import AnyMesh, axes_of_type, on_axes
 from shardrules._mesh.spec_on_mesh import NO_OTHERS, LostAxes, SpecByShape, SpecOnMesh, in_parts
 from shardrules._rules.matcher import Matcher, decided_tree
 from shardrules._rules.patterns import Pattern
@@ -38,9 +39,6 @@ from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
-
-    from shardrules._correction import MemoryKind
-    from shardrules._mesh.mesh import AnyMesh
 
 
 class Policy(NamedTuple):
@@ -93,11 +91,7 @@ def _decided(
 def _bound_rules(
     tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy, may_factor: bool = True
 ) -> _OnMesh:
-    """Return the rules on the mesh; with indivisible="factor", on the parts that the leaves need.
-
-    Raises:
-        ValueError: The mesh cannot be factored.
-    """
+    """Return the rules on the mesh; with indivisible="factor", on the parts that leaves need."""
     correction = policy.correction or matcher.dialect.correction
 
     def bind(mesh: AnyMesh) -> _OnMesh:
@@ -107,12 +101,14 @@ def _bound_rules(
     on_mesh = bind(mesh)
     if not (on_mesh.by_factors and may_factor):
         return on_mesh
-    factors = _factors(tree, matcher, on_mesh, policy.min_size)
+    factors = _cutting_factors(tree, matcher, on_mesh, policy.min_size)
     factored = on_axes(mesh, in_parts(mesh.shape, factors))
     return on_mesh if factored is mesh else bind(factored)
 
 
-def _factors(tree: Any, matcher: Matcher, on_mesh: _OnMesh, min_size: int) -> dict[str, set[int]]:
+def _cutting_factors(
+    tree: Any, matcher: Matcher, on_mesh: _OnMesh, min_size: int
+) -> dict[str, set[int]]:
     """Return by axis the factors that cut some leaf; costs a walk over the tree."""
     specs = on_mesh.specs
     factors: dict[str, set[int]] = defaultdict(set)
@@ -330,11 +326,7 @@ def bound_spec(
 
 
 def check_memory_of_rules(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh) -> None:
-    """Check that the mesh's devices have the memory kind of each rule.
-
-    Raises:
-        ValueError: They do not; the message names the rule.
-    """
+    """Check that the mesh's devices have the memory kind of each rule."""
     first: dict[MemoryKind | None, str] = {}
     for index, (pattern, spec) in enumerate(rules):
         first.setdefault(memory_kind_of(spec), f"rule {index} {pattern!r}")
@@ -343,11 +335,7 @@ def check_memory_of_rules(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh) -
 
 
 def check_memory_on_mesh(name: str, kind: MemoryKind | None, mesh: AnyMesh) -> None:
-    """Check that the mesh's devices have this memory kind; `name` is what says so, for errors.
-
-    Raises:
-        ValueError: They do not.
-    """
+    """Check that the mesh's devices have this memory kind; `name` is what says so, for errors."""
     try:
         sharding_in_memory(mesh, partition_spec(), kind)
     except ValueError as error:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import Correction
-from shardrules._mesh.mesh import local_view, resolve_mesh
+from shardrules._mesh.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.shardings import Placement, Policy, sharding_or_reasons
 from shardrules._rules.dialects import EFORMER
 from shardrules._specs import Fsdp, is_partition_spec, spec_shown
@@ -17,8 +17,6 @@ from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
-
-    from shardrules._mesh.mesh import AnyMesh, MeshLike
 
 
 def is_spec(node: Any) -> bool:
@@ -126,8 +124,8 @@ def _bound_specs(
         else:
             index = next(i for i, leaf_spec in enumerate(spread) if leaf_spec is spec)
             raise TypeError(
-                f"{name}: for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be "
-                "a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
+                f"{name}: for the leaf {leaf_path(tree, index)} the spec is {shown(spec)}; it must "
+                "be a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
             )
     return bound
 
@@ -208,7 +206,8 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
 
-def _path(tree: Any, index: int) -> str:
+def leaf_path(tree: Any, index: int) -> str:
+    """Return the path of a leaf as JAX writes it, for errors."""
     from jax import tree_util
 
     return tree_util.keystr(tree_util.tree_flatten_with_path(tree)[0][index][0]) or "(the tree)"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardrules._jax import weakly_typed
-from shardrules._place.crossing import crossed
+from shardrules._place.crossing import array_of_shards, crossed, is_extended
 from shardrules._place.processes import (
     canonical_dtype,
     crosses,
@@ -18,10 +20,6 @@ from shardrules._place.processes import (
     is_spread,
 )
 from shardrules._text import counted
-
-if TYPE_CHECKING:
-    import jax
-    from jax.sharding import NamedSharding
 
 _T = TypeVar("_T")
 
@@ -45,8 +43,6 @@ def put(
         may_alias: Whether a result may be a given jax.Array, or share its memory.
         donate: Whether jax.Arrays may be given up. They are deleted, unless a device keeps a part.
     """
-    import jax
-
     to_devices = partial(jax.device_put, may_alias=None if may_alias else False, donate=donate)
     result: list[Any]
     if not any(map(is_array, of_each_type(leaves))) and _are_for_here(shardings):
@@ -64,18 +60,7 @@ def put(
 
 
 def check_reachable(path: Callable[[], str], leaf: Any, sharding: NamedSharding) -> None:
-    """Check that an array can go to devices of other processes.
-
-    Args:
-        path: Gives the array's path, for the error.
-        leaf: The array, or anything else, which can be moved.
-        sharding: Where it is to be.
-
-    Raises:
-        ValueError: It cannot.
-    """
-    import jax
-
+    """Check that an array can go to devices of other processes."""
     if not crosses(leaf, sharding):
         return
     before, after = holders_of(leaf.sharding), holders_of(sharding)
@@ -97,8 +82,6 @@ def check_reachable(path: Callable[[], str], leaf: Any, sharding: NamedSharding)
 
 def stays_within(tree: Any, process: int | None) -> bool:
     """Return whether this process alone has what goes to its own devices; None is no process."""
-    import jax
-
     if process is None:
         return False
     takers = frozenset((process,))
@@ -121,8 +104,6 @@ def _prepared(
     leaves: list[Any], shardings: list[NamedSharding], *, may_stay: bool
 ) -> tuple[list[Any], list[int]]:
     """Return (the leaves as `jax.device_put` is to get them, the places of those that it gets)."""
-    import jax
-
     is_joint = jax.process_count() > 1
     is_local = {id(target): target.is_fully_addressable for target in distinct(shardings)}
     ready, moved, elsewhere = list(leaves), [], []
@@ -165,9 +146,7 @@ def _is_not_put(leaf: Any, was: Any, sharding: NamedSharding) -> bool:
     That is so of random keys; and JAX aborts a process that has none of the devices, if their order
     is another.
     """
-    import jax
-
-    if _is_extended(leaf):
+    if is_extended(leaf):
         return True
     orders = (list(each.devices_indices_map(leaf.shape)) for each in (was, sharding))
     return len(holders_of(was)) < jax.process_count() and len({*map(tuple, orders)}) > 1
@@ -201,49 +180,31 @@ def _is_cut_otherwise_elsewhere(leaf: jax.Array, was: Any, sharding: NamedShardi
         and (is_here or was.is_fully_replicated)
         # A numpy array has neither weak types nor random keys.
         and not getattr(leaf, "weak_type", False)
-        and not _is_extended(leaf)
+        and not is_extended(leaf)
     )
 
 
 def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
     """Return the global array, made from the shards of host data on local devices."""
-    import jax
-
     array: jax.Array
     if sharding.addressable_devices:
         host, weak = _on_host(leaf)
         array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
     else:
         dtype = leaf.dtype if isinstance(leaf, jax.Array) else canonical_dtype(leaf)
-        array = array_without_data(np.shape(leaf), sharding, dtype)
+        array = array_of_shards(np.shape(leaf), sharding, [], dtype)
         weak = _is_weak(leaf)
     # Else type promotion of a number would be different in several processes and in one.
     return jax.jit(weakly_typed, out_shardings=sharding)(array) if weak else array
 
 
-def array_without_data(shape: tuple[int, ...], sharding: NamedSharding, dtype: Any) -> jax.Array:
-    """Return an array in a process that has none of its devices."""
-    import jax
-
-    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-
-
 def _on_host(leaf: Any) -> tuple[Any, bool]:
     """Return (the leaf with its dtype on devices, whether its type is weak)."""
-    import jax
-
-    if isinstance(leaf, jax.Array) and _is_extended(leaf):
+    if isinstance(leaf, jax.Array) and is_extended(leaf):
         return leaf, False
     host = np.asarray(leaf)
     host = host.astype(canonical_dtype(host), copy=False)
     return host, _is_weak(leaf)
-
-
-def _is_extended(leaf: Any) -> bool:
-    """Return whether it has random keys."""
-    import jax
-
-    return bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended))
 
 
 def _is_weak(leaf: Any) -> bool:
@@ -261,8 +222,6 @@ def of_each_type(leaves: list[Any]) -> Iterable[Any]:
 
 
 def is_array(leaf: Any) -> bool:
-    import jax
-
     return isinstance(leaf, jax.Array)
 
 

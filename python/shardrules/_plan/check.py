@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from shardrules._arguments import check_choice
 from shardrules._plan import check_leaves, check_names, check_rules
-from shardrules._plan.findings import LEVELS, Findings
+from shardrules._plan.findings import (
+    LEVELS,
+    CheckKind,
+    Declared,
+    Finding,
+    FindingKind,
+    Findings,
+    Level,
+)
 from shardrules._plan.queries import CHECKS, KINDS, OF_STEP, Queries
-from shardrules._plan.table import DEFAULT_LARGE
+from shardrules._plan.table import DEFAULT_LARGE, Columns
 from shardrules._text import counted, mesh_shown
-
-if TYPE_CHECKING:
-    from shardrules._plan.findings import CheckKind, Declared, Finding, FindingKind, Level
-    from shardrules._plan.table import Columns
 
 _MODULES: Final = (check_leaves, check_rules, check_names)
 """Each registers its checks with `queries.check`."""

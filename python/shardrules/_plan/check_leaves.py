@@ -6,26 +6,20 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from shardrules._correction import is_on_host
-from shardrules._plan.companions import base_path, fits_rank
+from shardrules._plan.companions import Companion, base_path, fits_rank
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
 from shardrules._plan.memory import DeviceBytes, Room, by_class
 from shardrules._plan.queries import Queries, check, finding, leaves_in, rules_listed
-from shardrules._plan.table import Kind, axes_named, first_rules
+from shardrules._plan.table import Columns, Kind, axes_named, first_rules
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp
 from shardrules._text import bytes_shown, counted
-
-if TYPE_CHECKING:
-    from shardrules._plan.companions import Companion
-    from shardrules._plan.findings import Finding
-    from shardrules._plan.fold import Folded
-    from shardrules._plan.table import Columns
 
 
 @check(

@@ -7,20 +7,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from shardrules._plan.axis_uses import is_gathered
 from shardrules._plan.findings import Finding, Level, at_stake
 from shardrules._plan.fold import Folded
 from shardrules._plan.queries import Queries, check, finding, leaves_in, rules_listed
-from shardrules._plan.table import Kind
+from shardrules._plan.table import Columns, Kind
 from shardrules._rules.resolver import axes_in
 from shardrules._rules.rules import Rules
 from shardrules._specs import entries_of, entry_axes
 from shardrules._text import and_more, counted, misspelt
-
-if TYPE_CHECKING:
-    from shardrules._plan.table import Columns
 
 _ATTENTION: Final = re.compile(r"att(n|ention)", re.I)
 # Projections to heads, and from heads, as the field's libraries name them inside of attention.

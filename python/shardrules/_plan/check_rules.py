@@ -6,7 +6,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from shardrules._correction import rule_spec_shown
 from shardrules._plan.check_leaves import advice
@@ -14,6 +14,8 @@ from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded
 from shardrules._plan.queries import Queries, check, finding, leaves_in, rules_listed
 from shardrules._plan.table import (
+    Columns,
+    Kind,
     Loss,
     axes_named,
     could_cut,
@@ -24,9 +26,6 @@ from shardrules._plan.table import (
 )
 from shardrules._specs import Entries
 from shardrules._text import counted
-
-if TYPE_CHECKING:
-    from shardrules._plan.table import Columns, Kind
 
 # A number that ends a name, as in w1 and w2, is a part of the name.
 _NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")

@@ -110,11 +110,7 @@ def fits_rank(companion: Companion, rank: int) -> bool:
 
 
 def check_dims(dims: Dims) -> None:
-    """Check that each is a dimension, None, a mesh axis or a tuple of them, or a final ellipsis.
-
-    Raises:
-        ValueError: One is not.
-    """
+    """Check that each is a dimension, None, a mesh axis or a tuple of them, or a final ellipsis."""
     for position, dim in enumerate(dims):
         if dim is not None and not _is_dim(dim) and not (dim is ... and position == len(dims) - 1):
             raise ValueError(
@@ -171,7 +167,7 @@ def _dims_of_b(shape: Shape, base: Shape | None) -> tuple[Dim, ...]:
     return (None,) * len(shape)
 
 
-def _constant(
+def _unchecked_companion(
     pattern: str,
     base: str,
     dims: Dims | Callable[[Shape, Shape | None], tuple[Dim, ...]] = (...,),
@@ -188,20 +184,26 @@ def _constant(
 LORA: Final = (
     # flax.nnx.LoRA and LoRALinear, and linen modules of that manner: [in, r] and [r, out] beside a
     # kernel [in, out].
-    _constant(r"(^|/)(?:lora/)?lora_[aA](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(0, None)),
-    _constant(r"(^|/)(?:lora/)?lora_[bB](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(None, 1)),
+    _unchecked_companion(
+        r"(^|/)(?:lora/)?lora_[aA](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(0, None)
+    ),
+    _unchecked_companion(
+        r"(^|/)(?:lora/)?lora_[bB](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(None, 1)
+    ),
     # qwix: [..., in, r] and [r, ..., out], or [batch, r, out], beside a weight of any name, the
     # dimensions of which an einsum may have in any order.
-    _constant(r"_lora_a(/value)?$", r"\1", dims=_dims_of_a),
-    _constant(r"_lora_b(/value)?$", r"\1", dims=_dims_of_b),
+    _unchecked_companion(r"_lora_a(/value)?$", r"\1", dims=_dims_of_a),
+    _unchecked_companion(r"_lora_b(/value)?$", r"\1", dims=_dims_of_b),
     # peft's Linear: [r, in] and [out, r] beside a weight [out, in]; "default" is an adapter's name.
-    _constant(r"(^|[./])lora_A(?:[./]\w+)?[./]weight$", r"\1weight", dims=(None, 1)),
-    _constant(r"(^|[./])lora_B(?:[./]\w+)?[./]weight$", r"\1weight", dims=(0, None)),
+    _unchecked_companion(r"(^|[./])lora_A(?:[./]\w+)?[./]weight$", r"\1weight", dims=(None, 1)),
+    _unchecked_companion(r"(^|[./])lora_B(?:[./]\w+)?[./]weight$", r"\1weight", dims=(0, None)),
     # DoRA in peft: [out].
-    _constant(r"(^|[./])lora_magnitude_vector(?:[./]\w+)?(?:[./]weight)?$", r"\1weight", dims=(0,)),
+    _unchecked_companion(
+        r"(^|[./])lora_magnitude_vector(?:[./]\w+)?(?:[./]weight)?$", r"\1weight", dims=(0,)
+    ),
     # peft's Embedding: [r, rows] and [columns, r] beside a weight [rows, columns].
-    _constant(r"(^|[./])lora_embedding_A(?:[./]\w+)?$", r"\1weight", dims=(None, 0)),
-    _constant(r"(^|[./])lora_embedding_B(?:[./]\w+)?$", r"\1weight", dims=(1, None)),
+    _unchecked_companion(r"(^|[./])lora_embedding_A(?:[./]\w+)?$", r"\1weight", dims=(None, 0)),
+    _unchecked_companion(r"(^|[./])lora_embedding_B(?:[./]\w+)?$", r"\1weight", dims=(1, None)),
 )
 r"""Companions: the factors of LoRA follow the kernel or weight that they adapt; their dimension r,
 the rank of the adaptation, is not cut. Of flax.nnx (`lora_a`, `lora_b`), qwix (`..._lora_a`,
@@ -213,22 +215,22 @@ _GROUPED: Final = r"(^|[./])(?:qweight|qzeros|scales)$"
 
 QUANTIZED: Final = (
     # DeepSeek-V3's FP8: a scale for each block of 128 x 128.
-    _constant(r"(^|[./])weight_scale_inv$", r"\1weight", dims=(0, 1), blocks=(128, 128)),
+    _unchecked_companion(r"(^|[./])weight_scale_inv$", r"\1weight", dims=(0, 1), blocks=(128, 128)),
     # compressed-tensors: [out, in / 8] and scales [out, 1] or [out, groups], or one per row.
-    _constant(r"(^|[./])weight_(?:packed|scale|zero_point)$", r"\1weight", dims=(0, 1)),
-    _constant(r"(^|[./])weight_(?:scale|zero_point)$", r"\1weight", dims=(0,)),
+    _unchecked_companion(r"(^|[./])weight_(?:packed|scale|zero_point)$", r"\1weight", dims=(0, 1)),
+    _unchecked_companion(r"(^|[./])weight_(?:scale|zero_point)$", r"\1weight", dims=(0,)),
     # GPTQ and AWQ: [in, out], [groups, out], packed along in or out, beside a weight [out, in].
-    _constant(_GROUPED, r"\1weight", dims=(1, 0)),
-    _constant(r"(^|[./])g_idx$", r"\1weight", dims=(1,)),
+    _unchecked_companion(_GROUPED, r"\1weight", dims=(1, 0)),
+    _unchecked_companion(r"(^|[./])g_idx$", r"\1weight", dims=(1,)),
     # gpt-oss's MXFP4: [experts, out, in / 32, 16 bytes] and [experts, out, in / 32] beside an array
     # [experts, in, out].
-    _constant(r"_proj_blocks$", "_proj", dims=(0, 2, 1, None), blocks=(1, 1, 32, 1)),
-    _constant(r"_proj_scales$", "_proj", dims=(0, 2, 1), blocks=(1, 1, 32)),
+    _unchecked_companion(r"_proj_blocks$", "_proj", dims=(0, 2, 1, None), blocks=(1, 1, 32, 1)),
+    _unchecked_companion(r"_proj_scales$", "_proj", dims=(0, 2, 1), blocks=(1, 1, 32)),
     # qwix: the values of a quantized weight, and scales of as many dimensions, some of them 1.
-    _constant(r"/array/(?:qvalue|scale|zero_point)(/value)?$", r"\1"),
+    _unchecked_companion(r"/array/(?:qvalue|scale|zero_point)(/value)?$", r"\1"),
     # A flax kernel [in, out] with a scale for each output: [out] or [1, out].
-    _constant(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(1,)),
-    _constant(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(0, 1)),
+    _unchecked_companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(1,)),
+    _unchecked_companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(0, 1)),
 )
 r"""Companions: what quantization puts beside a weight, or in its place, follows the weight.
 DeepSeek's `weight_scale_inv`; `qweight`, `qzeros`, `scales` and `g_idx` of GPTQ and AWQ;

@@ -14,7 +14,7 @@ import numpy as np
 from shardrules._correction import is_on_host, rule_spec
 from shardrules._plan.fold import fold
 from shardrules._plan.memory import by_class
-from shardrules._plan.table import Kind, dtype_shown, placement_shown, problem_shown
+from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown, problem_shown
 from shardrules._rules.rules import Rules
 from shardrules._specs import spec_shown
 from shardrules._text import answer, bytes_shown, counted, mesh_shown, printable, record
@@ -23,7 +23,6 @@ from shardrules._trees.align import match_rows
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._plan.table import Columns, Kind
     from shardrules._rules.logical_rules import LogicalRules
 
     AnyRules = Rules | LogicalRules
@@ -161,13 +160,7 @@ def diff(before: Columns, after: Columns) -> PlanDiff:
 
 
 def _rules_changed(before: AnyRules, after: AnyRules, decided_otherwise: int) -> Iterator[str]:
-    """Yield the differences of the rules, in words.
-
-    Args:
-        before: The rules of one plan.
-        after: Those of the other.
-        decided_otherwise: How many leaves that get the same get it from a rule of another number.
-    """
+    """Yield the differences of the rules, in words."""
     if type(before) is not type(after):
         yield "paths or logical axis names decide"
         return

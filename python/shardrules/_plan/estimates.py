@@ -8,27 +8,23 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardrules._arguments import check_bytes, check_type, integer, listed, texts
-from shardrules._correction import check_memory_kind
+from shardrules._correction import MemoryKind, check_memory_kind
 from shardrules._estimate.traced import A_STEP, TracedStep
-from shardrules._mesh.mesh import as_mesh
+from shardrules._mesh.mesh import AnyMesh, MeshLike, as_mesh
 from shardrules._mesh.topology import Topology
 from shardrules._mesh_sizes import checked_sizes
-from shardrules._plan.memory import Room
-from shardrules._plan.resolve import sized_mesh
+from shardrules._plan.memory import DeviceBytes, Room
+from shardrules._plan.resolve import OnMesh, sized_mesh
 from shardrules._plan.state import DTYPES, Training
 from shardrules._plan.table import OVERLAP, Columns
 from shardrules._text import nearest, shown
 
 if TYPE_CHECKING:
-    from shardrules._correction import MemoryKind
     from shardrules._estimate.schedule import InputGradients, Of, Reduce
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._estimate.sweep import Measure, Sweep
     from shardrules._estimate.traffic import Traffic
     from shardrules._hardware import Hardware
-    from shardrules._mesh.mesh import AnyMesh, MeshLike
-    from shardrules._plan.memory import DeviceBytes
-    from shardrules._plan.resolve import OnMesh
     from shardrules._plan.roles import DimRole
 
 _SIZES: Final = "a dict of axis sizes"
@@ -167,18 +163,12 @@ class Estimates(Columns):
         from shardrules._estimate import step_time, sweep
         from shardrules._hardware import as_hardware
 
-        topology: Topology | None = None
-        if isinstance(devices, str | Topology):
-            try:
-                topology = Topology(devices) if isinstance(devices, str) else devices
-            except ValueError as error:
-                raise ValueError(f"devices: {error}") from error
+        topology = _topology_of(devices)
+        plan_axes = tuple(sized_mesh(self._mesh).axis_sizes)
+        if topology is not None:
             hardware = topology.hardware if hardware is None else hardware
             check_none("meshes: they are those of the topology", meshes)
             check_none("fixed: the meshes are those of the topology", fixed)
-            names = tuple(sized_mesh(self._mesh).axis_sizes)
-            meshes = topology.meshes(names if axes is None else texts("axes", axes))
-            devices = None
         device = None if hardware is None else as_hardware("hardware", hardware)
         if hbm is None and device is not None:
             hbm = device.memory_bytes
@@ -188,19 +178,12 @@ class Estimates(Columns):
         proof = (count, _compiler_of(step, topology)) if count else None
         if step is not None:
             _check_alone(
-                "sweep",
-                step,
-                tokens=tokens,
-                gradients=gradients,
-                optimizer=optimizer,
-                optimizer_memory_kind=optimizer_memory_kind,
-                schedule=schedule,
-            )
-            machine = None
-            if device is not None:
-                machine = step_time.machine_of(
-                    device, axes_over_dcn, overlap, efficiency, is_traced=True
-                )
+                "sweep", step, tokens=tokens, gradients=gradients, optimizer=optimizer,
+                optimizer_memory_kind=optimizer_memory_kind, schedule=schedule,
+            )  # fmt: skip
+            arguments = axes_over_dcn, overlap, efficiency
+            traced = partial(step_time.machine_of, is_traced=True)
+            machine = None if device is None else traced(device, *arguments)
             measure = partial(self._measured, step, machine, topology)
         elif tokens is None:
             _check_unused(
@@ -216,16 +199,18 @@ class Estimates(Columns):
             run = step_time.run_of(tokens, machine, schedule=schedule, gradients=gradients)
         check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
         moments = None if optimizer is None else listed("optimizer", optimizer, DTYPES)
-        if meshes is None:
+        if topology is not None:
+            meshes = topology.meshes(plan_axes if axes is None else texts("axes", axes))
+        elif meshes is None:
+            assert not isinstance(devices, str | Topology)
             meshes = self._factorizations(devices, axes, fixed)
         else:
             check_type("fixed", fixed, Mapping | None, _SIZES)
             check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
-        may_lack = frozenset(sized_mesh(self._mesh).axis_sizes)
 
         def on_mesh(mesh: MeshLike, axes: frozenset[str]) -> Columns:
             on = sized_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
-            return self._on_mesh(on, may_lack=axes | may_lack)
+            return self._on_mesh(on, may_lack=axes.union(plan_axes))
 
         return sweep.sweep(
             on_mesh,
@@ -436,12 +421,17 @@ class Estimates(Columns):
         return traffic.traffic(self, schedule_of(self.axis_sizes, **arguments))
 
 
-def _needed(function: str, tokens: int | None) -> int:
-    """Return the tokens of a step.
+def _topology_of(devices: int | str | Topology | None) -> Topology | None:
+    if isinstance(devices, str):
+        try:
+            return Topology(devices)
+        except ValueError as error:
+            raise ValueError(f"devices: {error}") from error
+    return devices if isinstance(devices, Topology) else None
 
-    Raises:
-        TypeError: They are not given.
-    """
+
+def _needed(function: str, tokens: int | None) -> int:
+    """Return the tokens of a step."""
     if tokens is None:
         raise TypeError(f"{function}: give tokens=, those of the whole batch, or step= of trace")
     return tokens
@@ -472,12 +462,7 @@ def _traced_on(step: Any, mesh: AnyMesh) -> TracedStep:
 def _compiler_of(
     step: Any, topology: Topology | None
 ) -> Callable[[Mapping[str, int]], tuple[float, int]]:
-    """Return what compiles a step for a mesh of the topology.
-
-    Raises:
-        ValueError: There is no topology.
-        TypeError: The step is no function of the mesh.
-    """
+    """Return what compiles a step for a mesh of the topology."""
     if topology is None:
         raise ValueError("prove: give the topology to compile for, as devices='v5p:8x8x8'")
     if isinstance(step, TracedStep) or not callable(step):
@@ -489,12 +474,7 @@ def _compiler_of(
 
 
 def _check_alone(function: str, step: Any, **arguments: Any) -> None:
-    """Check that a step is one, and that nothing is given beside it, as it says all itself.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: Something is given.
-    """
+    """Check that a step is one, and that nothing is given beside it, as it says all itself."""
     if function != "sweep" or not callable(step):
         check_type("step", step, TracedStep, A_STEP)
     if names := [name for name, value in arguments.items() if value is not None]:
@@ -505,11 +485,7 @@ def _check_alone(function: str, step: Any, **arguments: Any) -> None:
 
 
 def check_none(what: str, value: Any) -> None:
-    """Check that an argument is left out.
-
-    Raises:
-        ValueError: It is given.
-    """
+    """Check that an argument is left out."""
     if value is not None:
         raise ValueError(f"{what}, and cannot be given beside it")
 
@@ -521,11 +497,7 @@ def _check_unused(**is_set: bool) -> None:
 
 
 def room_of(hbm: int | None, host_memory: int | None) -> Room:
-    """Return the memory that there is for each device.
-
-    Raises:
-        ValueError, TypeError: It is not a number of bytes.
-    """
+    """Return the memory that there is for each device."""
     for name, size in (("hbm", hbm), ("host_memory", host_memory)):
         if size is not None:
             check_bytes(name, size)

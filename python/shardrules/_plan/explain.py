@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from shardrules._plan.table import Kind, dtype_shown, placement_shown
+from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown
 from shardrules._specs import spec_shown
 from shardrules._text import answer, bytes_shown, counted, mesh_shown, printable_lines, record
 
 if TYPE_CHECKING:
     from shardrules._plan.companions import Companion
-    from shardrules._plan.table import Columns
     from shardrules._rules.patterns import Pattern
     from shardrules._rules.resolver import Reason
     from shardrules._rules.rules import Rules

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -102,6 +102,16 @@ def fold(
     return [folded[i] for i in np.argsort(np.concatenate(firsts)).tolist()]
 
 
+def fold_paths(paths: Sequence[str]) -> list[str]:
+    """Return the patterns of paths that are all alike.
+
+    Example:
+        >>> fold_paths(["layers/0/w", "layers/1/w", "head"])
+        ['layers/{0..1}/w', 'head']
+    """
+    return [folded.pattern for folded in fold(list(paths), np.zeros(len(paths), np.int32))]
+
+
 def _products(
     group_of: npt.NDArray[np.intp], columns: list[npt.NDArray[np.int64]]
 ) -> npt.NDArray[np.intp]:
@@ -193,9 +203,6 @@ def _set_shown(numbers: list[int]) -> str:
 def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
     """Yield a pattern's parts: (a text of its paths, None), or ("", a set without its braces).
 
-    Raises:
-        ValueError: Its braces make no sense.
-
     Example:
         >>> list(parts_of("{{x}}/{0..2}"))
         [('{', None), ('x', None), ('}', None), ('/', None), ('', '0..2')]
@@ -213,9 +220,6 @@ def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
 
 def runs_of(numbers: str) -> list[range]:
     """Return the runs of a set without its braces.
-
-    Raises:
-        ValueError: It is not a set of numbers.
 
     Example:
         >>> runs_of("0..3,7")

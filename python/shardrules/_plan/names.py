@@ -5,30 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
 from shardrules._core import resolve_all
-from shardrules._correction import RuleSpec
+from shardrules._correction import Correction, RuleSpec
 from shardrules._mesh.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._place.shardings import bound_spec, local_sizes
-from shardrules._plan.resolve import Fit, Policies, Problem, fitted, kind_on_mesh, loss_of
+from shardrules._plan.resolve import (
+    Fit,
+    OnMesh,
+    Policies,
+    Problem,
+    SizedMesh,
+    fitted,
+    kind_on_mesh,
+    loss_of,
+)
 from shardrules._plan.survey import survey
-from shardrules._plan.table import NO_RULE_NEEDED, Columns
-from shardrules._rules.logical_rules import resolver_of
+from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, Loss
+from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.names import checked_names, unboxed_with_names
-from shardrules._rules.resolver import UNASSIGNED, axes_in, repeated
+from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in, repeated
 from shardrules._rules.rules import Rules
 from shardrules._specs import Entries, entry_axes
 from shardrules._trees.align import by_row, names_beside
-
-if TYPE_CHECKING:
-    from shardrules._correction import Correction
-    from shardrules._plan.resolve import OnMesh, SizedMesh
-    from shardrules._plan.table import Kind, LeafType, Leaves, Loss
-    from shardrules._rules.logical_rules import LogicalRules
-    from shardrules._rules.resolver import Resolution
 
 _NO_RULES: Final = Rules(())
 

@@ -29,7 +29,7 @@ from shardrules._correction import Correction, MemoryKind, check_memory_kind
 from shardrules._dtypes import given_dtype
 from shardrules._estimate.traced import A_STEP, TracedStep
 from shardrules._io import write_text
-from shardrules._mesh.mesh import as_mesh, has_devices, places_in, resolve_mesh
+from shardrules._mesh.mesh import AnyMesh, MeshLike, as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._place.decider import (
     ByNames,
     ByPaths,
@@ -39,11 +39,13 @@ from shardrules._place.decider import (
     as_decider,
     policy_for,
 )
-from shardrules._place.shardings import Policy, check_memory_on_mesh
+from shardrules._place.shardings import Placement, Policy, check_memory_on_mesh
 from shardrules._plan.companions import Companion
 from shardrules._plan.estimates import Estimates, room_of
-from shardrules._plan.findings import NOTHING, Declared, all_declared
+from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
 from shardrules._plan.resolve import (
+    OnMesh,
+    SizedMesh,
     mesh_of_shardings,
     mesh_on,
     plan_by_rules,
@@ -52,9 +54,9 @@ from shardrules._plan.resolve import (
     sized_mesh,
 )
 from shardrules._plan.show import plan_text
-from shardrules._plan.state import Training
-from shardrules._plan.survey import leaves_in_plan, survey, survey_planned
-from shardrules._plan.table import DEFAULT_LARGE, Columns
+from shardrules._plan.state import Training, Zero1
+from shardrules._plan.survey import PlannedLeaves, leaves_in_plan, survey, survey_planned
+from shardrules._plan.table import DEFAULT_LARGE, Columns, Kind
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import check_rules_are_for_paths, unboxed
 from shardrules._rules.rules import Rules
@@ -65,16 +67,9 @@ if TYPE_CHECKING:
 
     from shardrules._estimate.sweep import Sweep
     from shardrules._estimate.transfer import Transfer
-    from shardrules._mesh.mesh import AnyMesh, MeshLike
-    from shardrules._place.shardings import Placement
     from shardrules._plan.diff import PlanDiff
     from shardrules._plan.explain import Explanation
-    from shardrules._plan.findings import CheckKind, Findings, Level
     from shardrules._plan.report import CompiledProgram, CompiledTime, Proposal, Proposed, Solved
-    from shardrules._plan.resolve import OnMesh, SizedMesh
-    from shardrules._plan.state import Zero1
-    from shardrules._plan.survey import PlannedLeaves
-    from shardrules._plan.table import Kind
 
 _MOST_IN_NOTEBOOK = 100_000  # leaves; a check of more takes long
 _PATH = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys of that leaf"
@@ -517,7 +512,7 @@ class Plan(Estimates, Decider):
 
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
         columns = read_lock(*content_of(lock))
-        return cls(columns, partial(_locked, columns), columns.axis_sizes)
+        return cls(columns, partial(_put_locked, columns), columns.axis_sizes)
 
     def diff(self, other: Plan) -> PlanDiff:
         """Compare with another plan: rules, new and missing leaves, other shardings.
@@ -790,12 +785,7 @@ class Plan(Estimates, Decider):
         return page
 
     def _proposed(self, suggestion: Proposal, training: Training) -> Proposed:
-        """Return other rules for these leaves, with their bytes counted in the same way.
-
-        Raises:
-            ValueError: They are for other leaves.
-            TypeError: The optimizer is planned under these rules.
-        """
+        """Return other rules for these leaves, with their bytes counted in the same way."""
         from shardrules._plan.report import Proposed
 
         proposal: Plan = suggestion.plan
@@ -857,7 +847,7 @@ def _warn_of(name: str, instead: str) -> None:
     warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
-def _locked(columns: Columns, mesh: SizedMesh, **_: frozenset[str]) -> Columns:
+def _put_locked(columns: Columns, mesh: SizedMesh, **_: frozenset[str]) -> Columns:
     if not columns._is_on(mesh.axis_sizes):
         raise ValueError(f"a locked plan is for the mesh {mesh_shown(columns.axis_sizes)} alone")
     return replace(columns, _explicit_axes=mesh.explicit_axes)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from shardrules._correction import rule_spec, rule_spec_shown
-from shardrules._plan.findings import CheckKind, Finding, Level, compiled_replicated
+from shardrules._plan.findings import CheckKind, Declared, Finding, Level, compiled_replicated
 from shardrules._plan.fold import Folded, fold, parts_of
 from shardrules._plan.memory import by_class
 from shardrules._plan.table import (
     UNMATCHED,
+    Columns,
     Kind,
     axes_named,
     axes_used,
@@ -27,8 +28,6 @@ from shardrules._plan.table import (
 from shardrules._specs import Fsdp
 
 if TYPE_CHECKING:
-    from shardrules._plan.findings import Declared
-    from shardrules._plan.table import Columns
     from shardrules._rules.rules import Rules
 
 # A rule that matches these, and all leaves, matches whatever comes.

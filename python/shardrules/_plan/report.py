@@ -12,10 +12,11 @@ from string import Template
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from shardrules._correction import rule_spec_shown
-from shardrules._plan.findings import conclusion
+from shardrules._plan.findings import Findings, conclusion
 from shardrules._plan.lock import plan_fingerprint
 from shardrules._plan.table import (
     DEFAULT_LARGE,
+    Columns,
     Kind,
     decided_shown,
     dtype_shown,
@@ -31,9 +32,7 @@ if TYPE_CHECKING:
     from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.sweep import Sweep, SweepRow
     from shardrules._estimate.traffic import Traffic
-    from shardrules._plan.findings import Findings
     from shardrules._plan.memory import DeviceBytes, Room
-    from shardrules._plan.table import Columns
     from shardrules._rules.patterns import Pattern
 
 
@@ -149,7 +148,7 @@ def report_data(
         "leaves": len(columns.paths),
         "bytes": columns.total_bytes,
         "fullest": budget.max,
-        "budget": {name: int(part.max()) for name, part in budget._asdict().items()},
+        "budget": budget._fullest(),
         "fingerprint": plan_fingerprint(columns),
         "hbm": room.hbm,
         "fits": None if (fits := room.fits(budget)) is None else {"yes": fits, "room": str(room)},
@@ -322,12 +321,9 @@ def report_html(
         program: The report about a compiled function, shown before them; the same.
         time: The estimate of its seconds, with the time lines of its layers; the same.
         solution: The choices of `solve`, with what others cost; the same.
-
-    Raises:
-        ValueError: The sweep has other bytes for the plan's mesh.
     """
-    scripts, styles = [*map(_text, _SCRIPTS)], _text("page.css")
-    return Template(_text("page.html")).substitute(
+    scripts, styles = [*map(_data_text, _SCRIPTS)], _data_text("page.css")
+    return Template(_data_text("page.html")).substitute(
         policy=_POLICY.format(
             scripts=" ".join(map(_script_hash, scripts)), styles=_script_hash(styles)
         ),
@@ -351,7 +347,7 @@ def report_html(
     )
 
 
-def _text(name: str) -> str:
+def _data_text(name: str) -> str:
     return (_FILES / name).read_text(encoding="utf-8")
 
 
@@ -412,14 +408,7 @@ def step_json(
 
 
 def plan_json(columns: Columns, memory: DeviceBytes, room: Room, time: StepTime | None) -> str:
-    """Return the plan as a JSON object, with a row for each folded path.
-
-    Args:
-        columns: The plan.
-        memory: Its bytes on each device.
-        room: The memory that there is, for the key "fits". Without any there is no such key.
-        time: The time of a step, for the key "time"; None for no such key.
-    """
+    """Return the plan as a JSON object, with a row for each folded path."""
     leaves = [
         {
             "path": row.pattern,
@@ -438,12 +427,11 @@ def plan_json(columns: Columns, memory: DeviceBytes, room: Room, time: StepTime 
         for row in columns.folded
         for kind in (columns.kinds[row.group],)
     ]
-    parts = {name: int(part.max()) for name, part in memory._asdict().items()}
     content: dict[str, Any] = {
         "mesh": columns.axis_sizes,
         "leaves": len(columns.paths),
         "bytes": columns.total_bytes,
-        "device_bytes": {"total": memory.max, **parts},
+        "device_bytes": {"total": memory.max, **memory._fullest()},
         "fingerprint": plan_fingerprint(columns),
         "folded": leaves,
     }

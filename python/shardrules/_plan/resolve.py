@@ -10,11 +10,11 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._correction import RuleSpec, memory_kind_of
+from shardrules._correction import Correction, MemoryKind, RuleSpec, memory_kind_of
 from shardrules._mesh.device_bytes import held_of
 from shardrules._mesh.memory import memory_apart
-from shardrules._mesh.mesh import axes_of_type, has_devices, on_axes
-from shardrules._mesh.spec_on_mesh import in_parts
+from shardrules._mesh.mesh import MeshLike, axes_of_type, has_devices, on_axes
+from shardrules._mesh.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh, in_parts
 from shardrules._mesh_sizes import check_bounds, checked_sizes
 from shardrules._place.shardings import (
     ManualAxes,
@@ -31,6 +31,7 @@ from shardrules._place.spec_trees import (
 from shardrules._plan.fold import Folded, fold, runs_of
 from shardrules._plan.survey import (
     Derivation,
+    PlannedLeaves,
     combined,
     dims_shown,
     grouped,
@@ -44,7 +45,10 @@ from shardrules._plan.table import (
     UNMATCHED,
     Columns,
     Kind,
+    LeafType,
+    Leaves,
     Loss,
+    Spec,
     Status,
     axes_named,
     refused,
@@ -55,12 +59,7 @@ from shardrules._specs import Entries, entries_of, entry_axes
 from shardrules._text import shown
 
 if TYPE_CHECKING:
-    from shardrules._correction import Correction, MemoryKind
-    from shardrules._mesh.mesh import MeshLike
-    from shardrules._mesh.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh
     from shardrules._plan.companions import Companion
-    from shardrules._plan.survey import PlannedLeaves
-    from shardrules._plan.table import LeafType, Leaves, Spec
     from shardrules._rules.resolver import LostRule
 
 OnMesh = Callable[..., Columns]
@@ -86,11 +85,7 @@ class SizedMesh(NamedTuple):
         return ManualAxes() if isinstance(self.form, Mapping) else manual_axes(self.form)
 
     def with_axes(self, axis_sizes: dict[str, int]) -> SizedMesh:
-        """Return the mesh with these axes, which are its own or parts of them.
-
-        Raises:
-            ValueError: The mesh cannot be factored.
-        """
+        """Return the mesh with these axes, which are its own or parts of them."""
         return SizedMesh(mesh_on(self.form, axis_sizes), axis_sizes)
 
 
@@ -372,12 +367,7 @@ _GIVE: Final = "give a PartitionSpec, a NamedSharding, or None for a leaf that n
 
 
 def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
-    """Return the rules that give each leaf, surveyed by no rules, its spec in a tree of specs.
-
-    Raises:
-        TypeError: A spec is something else, or nothing has one.
-        ValueError: The tree of specs does not fit the tree.
-    """
+    """Return the rules that give each leaf, surveyed by no rules, its spec in a tree of specs."""
     from jax import tree_util
 
     rows, treedef = tree_util.tree_flatten(leaves.tree)

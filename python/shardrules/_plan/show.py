@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from shardrules._plan.memory import by_class
-from shardrules._plan.table import decided_shown, dtype_shown, placement_shown, problem_shown
+from shardrules._plan.table import (
+    Columns,
+    decided_shown,
+    dtype_shown,
+    placement_shown,
+    problem_shown,
+)
 from shardrules._text import (
     Column,
     Table,
@@ -19,9 +25,9 @@ from shardrules._text import (
 
 if TYPE_CHECKING:
     from shardrules._plan.fold import Folded
-    from shardrules._plan.table import Columns
 
 _MOST_ROWS: Final = 60
+_MOST_HTML_ROWS: Final = 50
 _COLUMNS: Final = (
     Column("path", is_elided=True),
     Column("leaves", is_right=True, is_optional=True),
@@ -69,7 +75,7 @@ def _plan_cells(columns: Columns, folded: Folded) -> tuple[str, ...]:
     )
 
 
-def table_html(columns: Columns, limit: int = 50) -> str:
+def table_html(columns: Columns) -> str:
     """Return the rows with most bytes on each device as an HTML table; names are escaped."""
     rows = sorted(
         columns.folded,
@@ -79,5 +85,7 @@ def table_html(columns: Columns, limit: int = 50) -> str:
     caption = (
         f"{counted(len(columns.paths), 'leaf')} on {mesh or 'one device'}: {by_class(columns)}"
     )
-    more = "".join(f"{line}; Plan.to_html shows all" for line in and_more(len(rows), limit, "row"))
-    return plan_table(columns, rows[:limit]).html(caption, more)
+    more = "".join(
+        f"{line}; Plan.to_html shows all" for line in and_more(len(rows), _MOST_HTML_ROWS, "row")
+    )
+    return plan_table(columns, rows[:_MOST_HTML_ROWS]).html(caption, more)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import numpy as np
 
 from shardrules._arguments import check_choices, check_type, listed, texts
-from shardrules._correction import check_memory_kind
+from shardrules._correction import MemoryKind, check_memory_kind
 from shardrules._dtypes import bits_of, is_inexact
 from shardrules._plan import memory
 from shardrules._plan.resolve import Fit, fit_of, kind_on_mesh
 from shardrules._plan.survey import grouped
-from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, axes_named
+from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, Spec, axes_named
 from shardrules._specs import (
     Dim,
     Entries,
@@ -35,9 +35,7 @@ from shardrules._specs import (
 from shardrules._text import brief, mesh_shown, without_defaults
 
 if TYPE_CHECKING:
-    from shardrules._correction import MemoryKind
     from shardrules._plan.memory import DeviceBytes
-    from shardrules._plan.table import Spec
 
 DTYPES: Final = "dtypes, one for each moment: Adam's two are ('float32', 'float32')"
 
@@ -147,11 +145,7 @@ def by_parameters(
     zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
 ) -> Columns:
-    """Put an optimizer's state on the mesh of its parameters.
-
-    Raises:
-        ValueError: The mesh has no axis `zero1`.
-    """
+    """Put an optimizer's state on the mesh of its parameters."""
     if zero1 is not None and zero1.axis not in params.axis_sizes:
         raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1.axis!r}")
     is_state = [False] * len(state.paths)
@@ -312,7 +306,7 @@ def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) 
     elif shape[1:] == full:
         dims, origin = (None, *range(rank)), "the parameter's, behind a dimension of its own"
     elif (lacking := _lacking(shape, parameter, factor)) is not None:
-        dims = _without(lacking, rank)
+        dims = _dims_without(lacking, rank)
         origin = f"the parameter's without dim {lacking} (factored moment)"
     else:
         dims = None
@@ -330,11 +324,13 @@ def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
         by_size = int(np.argsort(full)[factor])
         if by_size in lacking:
             return by_size
-    specs = {_part_of_spec(parameter.spec or Entries(), _without(dim, rank)) for dim in lacking}
+    specs = {
+        _part_of_spec(parameter.spec or Entries(), _dims_without(dim, rank)) for dim in lacking
+    }
     return lacking[0] if len(specs) == 1 else None
 
 
-def _without(dim: int, rank: int) -> tuple[int, ...]:
+def _dims_without(dim: int, rank: int) -> tuple[int, ...]:
     return tuple(index for index in range(rank) if index != dim)
 
 
@@ -414,11 +410,7 @@ def _cut_by_zero1(
 
 
 def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
-    """Return the leaves that have gradients, with None in the tree for the others.
-
-    Raises:
-        ValueError: No leaf has a gradient.
-    """
+    """Return the leaves that have gradients, with None in the tree for the others."""
     rows = params.gradient_rows
     if params.paths and not len(rows):
         raise ValueError(

@@ -23,7 +23,7 @@ from shardrules._plan.companions import (
     fits_rank,
     named_dims,
 )
-from shardrules._plan.fold import fold
+from shardrules._plan.fold import fold_paths
 from shardrules._plan.table import (
     AMBIGUOUS,
     NO_RULE_NEEDED,
@@ -361,7 +361,7 @@ def leaves_in_plan(leaves: Leaves, planned: Leaves) -> PlannedLeaves:
 def _checked(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
     if -1 in rows:
         unknown = [path for path, row in zip(leaves.paths, rows, strict=True) if row == -1]
-        folded = [group.pattern for group in fold(unknown, np.zeros(len(unknown), np.int32))]
+        folded = fold_paths(unknown)
         planned_patterns = [group.pattern for group in planned.folded]
         raise ValueError(
             listing(

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardrules._correction import in_memory, plain_spec
+from shardrules._correction import MemoryKind, in_memory, plain_spec
 from shardrules._dtypes import is_inexact
 from shardrules._plan.fold import Folded, Templates, fold, templates_of
-from shardrules._rules.dialects import EFORMER
+from shardrules._rules.dialects import EFORMER, Dialect
 from shardrules._rules.matcher import Coverage
 from shardrules._rules.rules import Rules, matcher_of
 from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, is_unconstrained, spec_shown
@@ -29,16 +29,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import PartitionSpec
 
-    from shardrules._correction import MemoryKind
     from shardrules._mesh.device_bytes import Held
     from shardrules._mesh.spec_on_mesh import LossKind
     from shardrules._plan.companions import Companion, Link
     from shardrules._plan.roles import Part
-    from shardrules._rules.dialects import Dialect
     from shardrules._rules.logical_rules import LogicalRules
     from shardrules._rules.resolver import LostRule
 
-    Spec = PartitionSpec | Entries
+Spec: TypeAlias = "PartitionSpec | Entries"
 
 DEFAULT_LARGE: Final = 16 * 2**20
 """Minimum bytes per device for a replicated leaf to be reported."""
@@ -226,6 +224,17 @@ class Leaves:
     def folded(self) -> list[Folded]:
         """Folds siblings, a kind each."""
         return fold(self.paths, self.kind_of, self.templates)
+
+    @cached_property
+    def guessed(self) -> dict[str, tuple[str, ...]]:
+        """Returns what names say of bytes: {"optimizer" or "activations": folded paths}."""
+        rows = {"optimizer": self.state_rows, "activations": self.activation_rows}
+        of_row = {row: name for name, of in rows.items() for row in of.tolist()}
+        paths: dict[str, list[str]] = {}
+        for part in self.folded if of_row else ():
+            if (name := of_row.get(int(part.rows[0]))) is not None:
+                paths.setdefault(name, []).append(part.pattern)
+        return {name: tuple(of) for name, of in paths.items()}
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._correction import rule_spec_shown
+from jax import ShapeDtypeStruct, tree_util
+from jax.sharding import NamedSharding
+
+from shardrules._correction import MemoryKind, rule_spec_shown
 from shardrules._dtypes import key_dtype
 from shardrules._mesh.memory import sharding_in_memory
-from shardrules._mesh.mesh import as_mesh
+from shardrules._mesh.mesh import MeshLike, as_mesh
 from shardrules._place.shardings import Placement
 from shardrules._plan.check import check
 from shardrules._plan.check_rules import refusals
@@ -18,10 +21,6 @@ from shardrules._trees.leaf_errors import LeafError, leaf_errors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jax.sharding import NamedSharding
-
-    from shardrules._correction import MemoryKind
-    from shardrules._mesh.mesh import MeshLike
     from shardrules._plan.table import Columns, Kind
 
 
@@ -43,8 +42,6 @@ def placements_of(
     Raises:
         ValueError: As `Plan.shardings`.
     """
-    from jax import tree_util
-
     of_kind = _kind_placements(columns, mesh)
     of_row = columns.kind_of[rows].tolist()
     return [of_kind[of_row[row]] for row in tree_util.tree_leaves(tree)]
@@ -57,8 +54,6 @@ def _kind_placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
 
 def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
     """Return `Plan.abstract`."""
-    from jax import ShapeDtypeStruct
-
     kinds = zip(columns.kinds, _kind_shardings(columns, mesh), strict=True)
     return _mapped(
         columns,
@@ -137,7 +132,5 @@ def _decider(kind: Kind, columns: Columns) -> str:
 
 
 def _mapped(columns: Columns, of_kind: list[Any]) -> Any:
-    from jax import tree_util
-
     of_row = [of_kind[kind] for kind in columns.kind_of.tolist()]
     return tree_util.tree_map(of_row.__getitem__, columns._leaves.tree)

@@ -20,7 +20,11 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
 
 from shardrules._estimate.buffers import SIZES, sizes_of
 from shardrules._io import opened, write_bytes
@@ -31,10 +35,6 @@ from shardrules._program.compile import Refusal
 from shardrules._program.dump import XlaDump
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.stored import StoredProgram, boxed, inner_of
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-    from jax.stages import Compiled
 
 _VARIABLE: Final = "SHARDRULES_CACHE"
 _FORM: Final = 1
@@ -70,17 +70,11 @@ class Result(NamedTuple):
 def cached_result(
     lowered: Any, mesh: Mesh | None, compile: Callable[[Any], Compiled | Refusal | XlaDump]
 ) -> Result:
-    """Return what the cache has of a lowered step, or compile it and keep that.
-
-    Args:
-        lowered: The step, lowered for a mesh.
-        mesh: That mesh; only what is for described devices is kept.
-        compile: Compiles it.
-    """
+    """Return what the cache has of a lowered step, or compile it and keep that."""
     path = None if mesh is None or not is_described(mesh) else _path_of(lowered, mesh)
     if path is not None and mesh is not None:
         with suppress(*_DAMAGES):
-            result = _read(path, lowered, mesh)
+            result = _read_result(path, lowered, mesh)
             with suppress(OSError):  # it may be another user's
                 os.utime(path)
             return result
@@ -89,7 +83,7 @@ def cached_result(
     result = Result(content, time.perf_counter() - begin, False)
     if path is not None and mesh is not None and not isinstance(content, XlaDump):
         with suppress(OSError):  # such as no room, or no right to write
-            _write(path, result, mesh)
+            _write_result(path, result, mesh)
     return result
 
 
@@ -135,20 +129,18 @@ def _versions() -> list[tuple[str, str | None]]:
 
 def _settings() -> list[tuple[str, str]]:
     """List JAX's settings, among them the level of optimization."""
-    import jax
-
     values: Mapping[str, Any] = jax.config.values
     return sorted((name, repr(value)) for name, value in values.items())
 
 
-def _write(path: Path, result: Result, mesh: Mesh) -> None:
+def _write_result(path: Path, result: Result, mesh: Mesh) -> None:
     """Keep a result, unless it has shardings that cannot be written down."""
     content = result.content
     if isinstance(content, Refusal):
         facts: dict[str, Any] = {"refusal": [content.required, content.available]}
         text = content.text
     else:
-        described = _described(content, mesh)
+        described = _facts_and_text(content, mesh)
         if described is None:
             return
         facts, text = described
@@ -160,7 +152,7 @@ def _write(path: Path, result: Result, mesh: Mesh) -> None:
         _remove_oldest(path.parent)
 
 
-def _described(compiled: Any, mesh: Mesh) -> tuple[dict[str, Any], str] | None:
+def _facts_and_text(compiled: Any, mesh: Mesh) -> tuple[dict[str, Any], str] | None:
     """Return the facts and the text of what was compiled; None if an entry cannot have them."""
     call = call_of(getattr(compiled, "compiled", compiled), ())
     executable, stats = Executable(call), call.compiled.memory_analysis()
@@ -175,14 +167,14 @@ def _described(compiled: Any, mesh: Mesh) -> tuple[dict[str, Any], str] | None:
             for sharding in side.shardings
         ]
     try:
-        shardings = [_written(sharding, mesh) for sharding in records]
+        shardings = [_sharding_json(sharding, mesh) for sharding in records]
     except _DAMAGES:
         return None
     memory = sizes_of(stats)
     return {**numbers, "shardings": shardings, "memory": memory}, text
 
 
-def _written(sharding: Any, mesh: Mesh) -> list[Any]:
+def _sharding_json(sharding: Any, mesh: Mesh) -> list[Any]:
     """Return a sharding as JSON has it.
 
     Raises:
@@ -195,15 +187,13 @@ def _written(sharding: Any, mesh: Mesh) -> list[Any]:
 
 
 def _sharding(written: Any, mesh: Mesh) -> Any:
-    """Read what `_written` has made."""
-    from jax.sharding import NamedSharding, PartitionSpec
-
+    """Read what `_sharding_json` has made."""
     entries, memory_kind = written
     entries = [tuple(entry) if isinstance(entry, list) else entry for entry in entries]
     return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=memory_kind)
 
 
-def _read(path: Path, lowered: Any, mesh: Mesh) -> Result:
+def _read_result(path: Path, lowered: Any, mesh: Mesh) -> Result:
     """Read a result.
 
     Raises:
@@ -234,7 +224,7 @@ def _read(path: Path, lowered: Any, mesh: Mesh) -> Result:
 
 def _remove_oldest(folder: Path) -> None:
     """Remove entries, and no other files, until those that are left are within the limit."""
-    files = sorted(_entries(folder), reverse=True)
+    files = sorted(_cache_entries(folder), reverse=True)
     total = 0
     for _, size, path in files:
         total += size
@@ -243,7 +233,7 @@ def _remove_oldest(folder: Path) -> None:
                 path.unlink()
 
 
-def _entries(folder: Path) -> Iterator[tuple[int, int, Path]]:
+def _cache_entries(folder: Path) -> Iterator[tuple[int, int, Path]]:
     """Yield time of the last use, bytes and path of each entry."""
     for item in os.scandir(folder):
         if _ENTRY.fullmatch(item.name):

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardrules._program.trips import trips
-from shardrules._text import record
+from shardrules._text import Place, record
 
 if TYPE_CHECKING:
     from shardrules._program.computation import Shape
     from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo
-    from shardrules._text import Place
 
 Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
 
@@ -88,34 +87,29 @@ class Collective(NamedTuple):
 
 
 def exchanges(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Exchange]:
-    """Yield the arrays that collectives move, in the order of the text.
-
-    Args:
-        hlo: The module.
-        axis_sizes: Devices along each mesh axis; empty if the mesh is not known.
-    """
-    windows = _windows(hlo)
+    """Yield the arrays that collectives move, in the order of the text."""
+    windows = _window_loops(hlo)
     around = {op.instruction.name for window in windows.values() for op in window.ops}
     for op in hlo.collectives:
         axes = op.groups.axes(axis_sizes) if axis_sizes else ()
         if window := windows.pop(op.computation, None):
             yield window.exchange(axes)
         if op.instruction.name not in around:
-            yield from _arrays(op, axes)
+            yield from _exchanges_of(op, axes)
 
 
-def _arrays(op: CollectiveOp, axes: tuple[str, ...]) -> Iterator[Exchange]:
+def _exchanges_of(op: CollectiveOp, axes: tuple[str, ...]) -> Iterator[Exchange]:
     """Yield the arrays of a collective, several of which XLA may have combined."""
     shapes = op.operands if op.kind == "reduce-scatter" else op.results
     sizes = [shape.bytes for shape in shapes]
     if op.kind == "all-to-all":
         sizes = [sum(sizes)]  # its results are pieces of one array
     for number, size in enumerate(sizes):
-        sent = _sent(op, size)
+        sent = _sent_bytes(op, size)
         yield Exchange(op, number, op.kind, axes, shapes[number], size, sent, op.times)
 
 
-def _sent(op: CollectiveOp, size: int) -> int:
+def _sent_bytes(op: CollectiveOp, size: int) -> int:
     if op.kind == "collective-permute":
         return size * any(source != target for source, target in op.groups)
     devices = len(op.groups[0])
@@ -148,7 +142,7 @@ _WINDOW: Final = re.compile(r"windowed_dot_general_body_(ag|rs)")
 _WINDOW_KINDS: Final[dict[str, CollectiveOpcode]] = {"ag": "all-gather", "rs": "reduce-scatter"}
 
 
-def _windows(hlo: Hlo) -> dict[str, _Window]:
+def _window_loops(hlo: Hlo) -> dict[str, _Window]:
     """Find such loops, by the name of their body."""
     permutes = defaultdict(list)
     for op in hlo.collectives if _WINDOW.search(hlo.text) else ():

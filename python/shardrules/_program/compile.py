@@ -11,7 +11,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
+
+import jax
+from jax import tree_util
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
 
 from shardrules._arguments import check_choice, check_real, check_type, kind_of
 from shardrules._estimate.buffers import Buffer, table_of
@@ -35,10 +40,6 @@ from shardrules._text import (
     shown,
 )
 
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-    from jax.stages import Compiled
-
 Effort = Literal["full", "fast"]
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (18.14G) exceeds
 # available HBM (15.75G)."; older ones: "Used 18.14G of 15.75G hbm."
@@ -53,8 +54,9 @@ _KEPT: Final = 0.5
 _NOTED: Final = 4
 _NAMED: Final = 3
 _STATIC: Final = (
-    "A plan stands for arrays alone: give equinox.combine(plan.abstract(), static) in its place, "
-    "where static has the tree's leaves that are no arrays, and the plan itself in inputs="
+    "A plan stands for arrays alone: let the step take the arrays, and equinox.combine(arrays, "
+    "static) inside, where static has the tree's leaves that are no arrays; or give "
+    "equinox.combine(plan.abstract(), static) in its place, and prove the plan itself in inputs="
 )
 _LEVELS: Final = {"full": None, "fast": "O1"}
 OF_FAST: Final = (
@@ -211,16 +213,16 @@ def result_of(lowered: Any, timeout: float | None = None) -> Compiled | Refusal 
         lowered: The step.
         timeout: Seconds after which to return what is known by then; None for no limit.
     """
-    import jax
-
     if timeout is not None:
-        return compiled_within(partial(_result, lowered), timeout)
+        return compiled_within(partial(_compiled_or_refusal, lowered), timeout)
     level = getattr(jax.config, "jax_optimization_level", None)
     # With options, JAX neither takes nor keeps the executable of the same step at another level.
-    return _result(lowered, {"xla_dump_hlo_as_text": False} if level == _LEVELS["fast"] else None)
+    return _compiled_or_refusal(
+        lowered, {"xla_dump_hlo_as_text": False} if level == _LEVELS["fast"] else None
+    )
 
 
-def _result(lowered: Any, options: Mapping[str, Any] | None) -> Compiled | Refusal:
+def _compiled_or_refusal(lowered: Any, options: Mapping[str, Any] | None) -> Compiled | Refusal:
     try:
         return lowered.compile(compiler_options=options)  # type: ignore[no-any-return]
     except Exception as error:
@@ -237,8 +239,6 @@ def target_mesh(on: Topology | Mesh, args: Iterable[Any]) -> Mesh:
     Raises:
         ValueError: The arguments have no mesh, several, or one of another size.
     """
-    from jax.sharding import Mesh
-
     what = "such as shardrules.Topology('v5p:8x8x8'), or a jax.sharding.Mesh of devices"
     check_type("on", on, Topology | Mesh, what)
     if not isinstance(on, Topology):
@@ -265,8 +265,6 @@ def mesh_of(args: Iterable[Any]) -> Mesh | None:
 
 def _meshes_of(args: Iterable[Any]) -> Iterator[Any]:
     """Yield the meshes of plans and shardings among the arguments."""
-    from jax import tree_util
-
     for arg in args:
         if isinstance(arg, Plan):
             yield as_mesh(arg._mesh)
@@ -279,12 +277,8 @@ def _meshes_of(args: Iterable[Any]) -> Iterator[Any]:
 
 def placed_on(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
     """Return the arguments as shapes that are sharded on the mesh by the same axes."""
-    from jax import tree_util
 
     def on_mesh(leaf: Any) -> Any:
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
-
         if mesh is None or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
         target = NamedSharding(mesh, PartitionSpec())
@@ -303,15 +297,7 @@ def placed_on(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
 
 
 def check_step(step: Any, args: tuple[Any, ...], effort: Effort = "full") -> None:
-    """Check that a step is a function, and that no argument is what another parameter takes.
-
-    Raises:
-        TypeError: It is none, or one is.
-        ValueError: There is no such effort.
-    """
-    from jax.sharding import Mesh
-    from jax.stages import Compiled
-
+    """Check that a step is a function, and that no argument is what another parameter takes."""
     check_choice("effort", effort, tuple(_LEVELS))
     if not callable(step) or isinstance(step, Compiled):
         first = any(map(callable, args))
@@ -344,21 +330,19 @@ def noted(step: Any, args: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return the innermost line of an error that is neither of JAX nor of this package."""
-    import jax
-
+    """Return the innermost line of an error that is the user's, or else of no JAX and not ours."""
     libraries = tuple(f"{Path(module).parent}{os.sep}" for module in (jax.__file__, _PACKAGE))
     frames = [
         f", which raises at {frame.filename}:{frame.lineno},"
         for frame in extract_tb(error.__traceback__)
         if not frame.filename.startswith((*libraries, "<")) and frame.name != "__exit__"
     ]
-    return frames[-1] if frames else ""
+    own = [frame for frame in frames if "site-packages" not in frame]
+    return (own or frames or [""])[-1]
 
 
 def _argument_shown(arg: Any) -> str:
     """Return an argument in a line: a plan by its tree, arrays by dtype and shape."""
-    from jax import tree_util
 
     def line(leaf: Any) -> str:
         has_shape = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
@@ -373,8 +357,6 @@ def _argument_shown(arg: Any) -> str:
 
 def lowered_on(mesh: Mesh | None, step: Any, args: tuple[Any, ...]) -> Any:
     """Lower a step for its arguments on a mesh, which is the context's for the specs in it."""
-    import jax
-
     check_static(step, args)
     placed = placed_on(args, mesh)
     if is_filter_jit(step):
@@ -446,8 +428,6 @@ def check_static(step: Any, args: Iterable[Any]) -> None:
 @contextmanager
 def options_for(mesh: Mesh | None, effort: Effort) -> Iterator[None]:
     """Set JAX's level of optimization, and whether it caches what it compiles, for a while."""
-    import jax
-
     config: Any = jax.config
     level = _LEVELS[effort]
     if level is not None and not hasattr(config, "jax_optimization_level"):

@@ -102,11 +102,11 @@ class _Stderr:
             if not self._users:
                 self._file.unlink()
                 lines = data.splitlines(keepends=True)
-                _write(b"".join(line for line in lines if _reshard(_text(line)) is None))
-            return _text(data[begin:])
+                _write_stderr(b"".join(line for line in lines if _reshard(_decoded(line)) is None))
+            return _decoded(data[begin:])
 
 
-def _text(data: bytes) -> str:
+def _decoded(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
@@ -115,7 +115,7 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
-def _write(data: bytes) -> None:
+def _write_stderr(data: bytes) -> None:
     with suppress(OSError):  # such as a closed pipe
         while data:
             data = data[os.write(2, data) :]
@@ -170,7 +170,7 @@ def _reshard(line: str) -> Reshard | None:
         return None
     *shardings, dtype, dims, rest = match.groups()
     local = [int(size) for size in dims.split(",") if size]
-    source, target = (_read(sharding, len(local)) for sharding in shardings)
+    source, target = (_dims_and_text(sharding, len(local)) for sharding in shardings)
     if source is None or target is None:
         return None
     whole = ",".join(str(size * parts) for size, parts in zip(local, source[0], strict=True))
@@ -178,7 +178,7 @@ def _reshard(line: str) -> Reshard | None:
     return Reshard(f"{dtype}[{whole}]", source[1], target[1], op_name[1] if op_name else "")
 
 
-def _read(sharding: str, rank: int) -> tuple[list[int], str] | None:
+def _dims_and_text(sharding: str, rank: int) -> tuple[list[int], str] | None:
     """Return the parts of each dimension, and a text: a spec if mesh axes are named."""
     if mesh := _MESH.match(sharding):
         sizes = dict(_AXIS.findall(mesh[1]))

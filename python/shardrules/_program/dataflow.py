@@ -133,11 +133,6 @@ def updated_values(hlo: Hlo, value: Value, seen: Container[Value]) -> Iterator[V
 
     A new state is made so from the old one and its gradient; the gradient, which comes of a
     product, is not made so from other arrays.
-
-    Args:
-        hlo: The module.
-        value: The value to begin with.
-        seen: Values at which the walk does not go on.
     """
     pending, mine = [value], set()
     while pending:
@@ -242,14 +237,14 @@ def _definition(hlo: Hlo, value: Value) -> Instruction:
 def _local_source(hlo: Hlo, value: Value, through: frozenset[str]) -> Value:
     """Trace a value back within its computation, as far as it goes."""
     for _ in range(len(hlo[value.computation].lines) + 1):
-        before = _step(hlo, value, through)
+        before = _step_back(hlo, value, through)
         if before is None:
             return value
         value = before
     raise LookupError(f"{value.name} is made of itself")
 
 
-def _step(hlo: Hlo, value: Value, through: frozenset[str]) -> Value | None:
+def _step_back(hlo: Hlo, value: Value, through: frozenset[str]) -> Value | None:
     """Go one instruction back; None from a parameter, or where the value is computed."""
     definition = _definition(hlo, value)
     if definition.opcode in _CALLS:

@@ -12,15 +12,14 @@ from pathlib import Path
 from shutil import rmtree
 from threading import Thread
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
+
+from jax.sharding import Mesh, NamedSharding
 
 from shardrules._estimate.buffers import SIZES
 from shardrules._jax import dumped_specs, lowered_shardings
 from shardrules._program.computation import with_elements
 from shardrules._program.stored import StoredProgram, boxed, inner_of
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
 
 T = TypeVar("T")
 _STAGE: Final = "after_optimizations_after_buffer_assignment"
@@ -48,10 +47,6 @@ class XlaDump(NamedTuple):
     def program(self, lowered: Any, mesh: Mesh | None) -> Any:
         """Return what is known of the step, as what JAX gives for one that is compiled.
 
-        Args:
-            lowered: What was compiled.
-            mesh: Its mesh.
-
         Raises:
             TimeoutError: Nothing is known, or not the shardings of its results.
         """
@@ -59,8 +54,6 @@ class XlaDump(NamedTuple):
         shardings = None if inner is None else lowered_shardings(inner)
         if mesh is None or shardings is None or not self.text:
             raise self.error()
-        from jax.sharding import NamedSharding
-
         inputs, outputs = shardings
         if None in outputs:
             specs = dumped_specs(self.module, mesh) or []
@@ -91,10 +84,6 @@ def compiled_within(compile: Callable[[Mapping[str, Any]], T], seconds: float) -
     """Compile in another thread; after the time limit return what is known by then.
 
     The compiler cannot be stopped: that thread goes on until it ends, or the process does.
-
-    Args:
-        compile: Compiles, with these options of XLA.
-        seconds: The limit.
     """
     folder = tempfile.mkdtemp(prefix="shardrules-")
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": True}

@@ -15,24 +15,24 @@ from importlib.metadata import version
 from inspect import Parameter
 from itertools import accumulate, chain, islice, pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+from jax import Array, ShapeDtypeStruct, tree_util
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.stages import Compiled
 
 from shardrules._dtypes import bits_of
 from shardrules._jax import compiled_inputs, compiled_outputs
 from shardrules._plan.findings import Finding, FindingKind, Level
-from shardrules._plan.fold import fold
+from shardrules._plan.fold import fold_paths
 from shardrules._plan.plan import Plan
 from shardrules._program.dataflow import Value, returned
 from shardrules._program.hlo import Hlo, check_hlo
 from shardrules._program.stored import StoredProgram
 from shardrules._specs import is_partition_spec, spec_shown
 from shardrules._text import counted, printable, shown
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-    from jax.stages import Compiled
+from shardrules._trees.align import key_text
 
 Library = Literal["jax", "nnx", "equinox"]
 
@@ -82,13 +82,11 @@ class Side:
     @cached_property
     def paths(self) -> list[str]:
         """Paths of the leaves, such as inputs/0/w or, of a keyword argument, inputs/batch."""
-        from jax import tree_util
-
         numbers = self.treedef.unflatten(range(self.treedef.num_leaves))
         # Of inputs the first key tells positional from keyword arguments, whose keys are names.
         skipped = self.name == "inputs"
         paths = [
-            "/".join([self.name, *map(_key_shown, keys[skipped:])])
+            "/".join([self.name, *map(key_text, keys[skipped:])])
             for keys, _ in tree_util.tree_flatten_with_path(numbers)[0]
         ]
         return paths + self._updated()
@@ -150,8 +148,7 @@ class Side:
         mend: str = "",
     ) -> Finding:
         """Make a finding about leaves, with their paths folded."""
-        folded = fold([self.paths[leaf] for leaf in leaves], np.zeros(len(leaves), np.int32))
-        patterns = tuple(group.pattern for group in folded)
+        patterns = tuple(fold_paths([self.paths[leaf] for leaf in leaves]))
         return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix, mend)
 
 
@@ -192,8 +189,6 @@ class Executable:
     @cached_property
     def donated(self) -> list[bool]:
         """True for each leaf of the inputs that is donated."""
-        from jax import tree_util
-
         infos: list[Any] = tree_util.tree_leaves(self.call.compiled.args_info)
         return list(map(attrgetter("donated"), at(infos, self.call.in_leaves)))
 
@@ -209,8 +204,6 @@ class Executable:
     @cached_property
     def mesh(self) -> Mesh | None:
         """Mesh of the first input or output that has one of devices."""
-        from jax.sharding import Mesh, NamedSharding
-
         for sharding in chain(self.inputs.shardings, self.outputs.shardings):
             if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
                 return sharding.mesh
@@ -274,14 +267,6 @@ def sharding_shown(sharding: Any) -> str:
     return type(sharding).__name__ if spec is None else spec_shown(spec)
 
 
-def _key_shown(key: Any) -> str:
-    """Format a key of a path: of a dict, a sequence, an attribute, or a flattened index."""
-    for name in ("key", "idx", "name"):
-        if hasattr(key, name):
-            return str(getattr(key, name))
-    return str(key)
-
-
 _EXPECTED: Final = "jax.jit(f).lower(...).compile()"
 
 
@@ -296,8 +281,6 @@ def call_of(compiled: Any, inputs: Any) -> Call:
         TypeError: It is something else, or of a version of a library that has other private names.
         ValueError: The plans fit no arguments that equinox has flattened.
     """
-    from jax.stages import Compiled
-
     if isinstance(compiled, Compiled | StoredProgram):
         trees: list[Any] = [compiled.in_tree, compiled.out_tree]
         in_tree, out_tree = trees
@@ -323,8 +306,6 @@ def _call(
     changes: Iterator[tuple[int, int]],
 ) -> Call:
     """Make a call from trees of leaf numbers."""
-    from jax import tree_util
-
     in_leaves, in_tree = tree_util.tree_flatten(arguments)
     out_leaves, out_tree = tree_util.tree_flatten(returned)
     place_of = {number: place for place, number in enumerate(in_leaves)}
@@ -374,8 +355,6 @@ def _nnx_of_graphs(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, i
 
 def _nnx_of_trees(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, int]]]:
     """Return the same where modules are trees of JAX, and only changed variables come back."""
-    from jax import tree_util
-
     extract, variable_type = import_module("flax.nnx.extract"), import_module("flax.nnx").Variable
     before = extract.labeled(args=args[0], kwargs=args[1])
     returned, updates = out
@@ -397,8 +376,6 @@ def _nnx_of_trees(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, in
 
 def _with_states(tree: Any) -> Any:
     """Replace modules by their states."""
-    from jax import tree_util
-
     nnx = import_module("flax.nnx")
 
     def is_module(node: Any) -> bool:
@@ -412,15 +389,13 @@ def _with_states(tree: Any) -> Any:
 
 def _at_same_paths(before: Any, after: Any) -> Iterator[tuple[int, int]]:
     """Yield the leaves of two trees that have the same path."""
-    from jax import tree_util
-
     leaves = dict(tree_util.tree_flatten_with_path(before)[0])
     for path, number in tree_util.tree_flatten_with_path(after)[0]:
         if path in leaves:
             yield leaves[path], number
 
 
-class _Entry(NamedTuple):
+class _FlatArgument(NamedTuple):
     """Plan of an argument whose structure equinox has not kept."""
 
     name: str
@@ -432,15 +407,11 @@ class _Entry(NamedTuple):
 
     @property
     def treedef(self) -> Any:
-        from jax import tree_util
-
         return tree_util.tree_structure(self.tree)
 
 
 def _equinox_call(compiled: Any, inner: Compiled, inputs: Any) -> Call:
     """Read a call of `equinox.filter_jit`: arguments are flat, with the structure of plans."""
-    from jax import tree_util
-
     with _reading("equinox"):
         (groups, _), (_, returned, _) = (
             _numbered_leaves(inner.in_tree),
@@ -468,11 +439,6 @@ def is_filter_jit(step: Any) -> bool:
 def lowered_by_equinox(step: Any, args: Sequence[Any], place: Callable[[Any], Any]) -> Any:
     """Lower a step of `equinox.filter_jit` for shapes, which it takes for constants itself.
 
-    Args:
-        step: The step.
-        args: Its arguments.
-        place: Makes shapes of the arrays of the function itself, such as those of a module.
-
     Raises:
         TypeError: It takes other arguments, or equinox has other private names.
     """
@@ -495,8 +461,6 @@ def lowered_by_equinox(step: Any, args: Sequence[Any], place: Callable[[Any], An
 
 
 def _is_array_or_shape(leaf: Any) -> bool:
-    from jax import Array, ShapeDtypeStruct
-
     return isinstance(leaf, Array | ShapeDtypeStruct | np.ndarray | np.generic)
 
 
@@ -535,25 +499,22 @@ def _split_keywords(
     return positional, {**unplanned, **keywords}
 
 
-def _call_entry(name: str, planned: Any) -> _Entry:
-    from jax import tree_util
-    from jax.sharding import Sharding
-
+def _call_entry(name: str, planned: Any) -> _FlatArgument:
     if planned is None or is_partition_spec(planned) or isinstance(planned, Sharding):
-        return _Entry(name, planned is not None)
+        return _FlatArgument(name, planned is not None)
     if not isinstance(planned, Plan):
-        return _Entry(name, True, planned)
+        return _FlatArgument(name, True, planned)
     columns = planned._columns
     shape_of = [columns.kinds[kind].shape for kind in columns.kind_of.tolist()]
     tree = tree_util.tree_map(
         lambda row: None if shape_of[row] is None else row, columns._leaves.tree
     )
     shapes = tuple(shape_of[row] or () for row in tree_util.tree_leaves(tree))
-    return _Entry(name, True, tree, shapes)
+    return _FlatArgument(name, True, tree, shapes)
 
 
 def _trees(
-    entries: Sequence[_Entry], numbers: list[int], shapes: list[tuple[int, ...]]
+    entries: Sequence[_FlatArgument], numbers: list[int], shapes: list[tuple[int, ...]]
 ) -> Iterator[Any]:
     """Yield each argument as a tree of its leaves' numbers.
 
@@ -579,7 +540,9 @@ def _trees(
             yield leaves[0] if width == 1 else tuple(leaves)
 
 
-def _splits(entries: Sequence[_Entry], shapes: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+def _splits(
+    entries: Sequence[_FlatArgument], shapes: list[tuple[int, ...]]
+) -> Iterator[tuple[int, ...]]:
     """Yield the array counts of the entries, for each way in which plans fit the shapes."""
     first = next((i for i, entry in enumerate(entries) if entry.tree is not None), None)
     if first is None:
@@ -595,7 +558,7 @@ def _splits(entries: Sequence[_Entry], shapes: list[tuple[int, ...]]) -> Iterato
                 yield (*loose, width, *after)
 
 
-def _loose_widths(entries: Sequence[_Entry], count: int) -> tuple[int, ...] | None:
+def _loose_widths(entries: Sequence[_FlatArgument], count: int) -> tuple[int, ...] | None:
     """Share arrays out among entries that do not say how many they have; None if unclear."""
     planned = [entry.is_planned for entry in entries]
     if count == len(entries):

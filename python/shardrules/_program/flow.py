@@ -71,14 +71,7 @@ def product_of(hlo: Hlo, value: Value) -> Instruction | None:
 
 
 def is_slice_of_whole(hlo: Hlo, value: Value, count: int, differs: Callable[[Value], bool]) -> bool:
-    """Say whether each device takes its part of an array that it has whole.
-
-    Args:
-        hlo: The module.
-        value: The part.
-        count: Number of parts.
-        differs: Says of a value whether devices have different ones.
-    """
+    """Say whether each device takes its part of an array that it has whole."""
     value = source_of(hlo, value)
     line = hlo[value.computation][value.name]
     if not _has(hlo, line, "dynamic-slice", _SLICED):
@@ -180,13 +173,7 @@ def joined(hlo: Hlo, pieces: Value, count: int) -> Value:
 
 
 def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Consumer]:
-    """Yield the instructions in which a value, or what is made of it by element, ends.
-
-    Args:
-        hlo: The module.
-        value: The value to begin with.
-        is_end: Says of a value that the walk does not go on from it.
-    """
+    """Yield the instructions in which a value, or what is made of it by element, ends."""
     size = elements(hlo, value)
     pending, seen = [value], {value}
     while pending and len(seen) < _MOST_STEPS:
@@ -252,7 +239,7 @@ def _through(hlo: Hlo, value: Value, user: Instruction, size: int) -> Iterator[V
     elif _has(hlo, user, "scatter", _ADDED_ROWS):
         yield Consumer("rows", value, user)
     else:
-        yield from _elementwise(value, user, size)
+        yield from _elementwise_uses(value, user, size)
 
 
 def _bodies(caller: Instruction, places: list[int]) -> Iterator[tuple[str, int]]:
@@ -265,7 +252,7 @@ def _bodies(caller: Instruction, places: list[int]) -> Iterator[tuple[str, int]]
         yield from ((caller.callees[place - 1], 0) for place in places if place)
 
 
-def _elementwise(value: Value, user: Instruction, size: int) -> Iterator[Value | Consumer]:
+def _elementwise_uses(value: Value, user: Instruction, size: int) -> Iterator[Value | Consumer]:
     is_tuple = len(user.results) > 1
     alike = [
         i for i, shape in enumerate(user.results) if abs(shape.elements - size) <= size // _PADDED

@@ -52,10 +52,6 @@ class ReplicaGroups(tuple[tuple[int, ...], ...]):
 def read_groups(attributes: str, partitions: int) -> ReplicaGroups:
     """Parse the replica groups of a collective, or its (source, target) pairs.
 
-    Args:
-        attributes: Text behind the operands of a collective.
-        partitions: Partitions of the module, which are one group where none is written.
-
     Raises:
         ValueError: The groups have a form that XLA is not known to write.
     """

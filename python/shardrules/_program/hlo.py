@@ -57,11 +57,7 @@ _FIELD: Final = re.compile(r"(\w+)=(\d+)")
 
 
 def check_hlo(text: str) -> None:
-    """Check that a text begins and ends as a module does.
-
-    Raises:
-        ValueError: It does not.
-    """
+    """Check that a text begins and ends as a module does."""
     if not text.startswith("HloModule") or not text.rstrip().endswith("}"):
         raise ValueError(f"{_NO_HLO}: {text[:40]!r} ... {text[-40:]!r}")
 

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from jax import tree_util
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
 from shardrules._mesh.memory import memory_apart
 from shardrules._mesh.mesh import has_devices, on_axes
 from shardrules._place.decider import check_decided
@@ -21,8 +24,6 @@ from shardrules._text import brief, counted, mesh_shown, near_shown, printable, 
 from shardrules._trees.align import align, rows_and_paths
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from shardrules._program.executable import Executable, Side
 
 _WHAT: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
@@ -64,15 +65,15 @@ def planned_targets(
         ValueError: It does not fit the arguments, or a plan the mesh.
     """
     plans: dict[int, _PlanLeaves] = {}
-    of_inputs = _Targets(executable.inputs, executable, plans)
+    of_inputs = _SideTargets(executable.inputs, executable, plans)
     _fill_arguments(of_inputs, executable.inputs, inputs)
-    of_outputs = _Targets(executable.outputs, executable, plans)
+    of_outputs = _SideTargets(executable.outputs, executable, plans)
     of_outputs.fill("outputs", outputs, executable.outputs.treedef)
     updated = [of_inputs.targets[before] for before, _ in executable.call.updates]
     return of_inputs.targets, of_outputs.targets + updated
 
 
-def _fill_arguments(targets: _Targets, side: Side, plans: Any) -> None:
+def _fill_arguments(targets: _SideTargets, side: Side, plans: Any) -> None:
     if not isinstance(plans, tuple | list):
         raise TypeError(
             f"inputs is {shown(plans)}; give a tuple with an entry for each positional argument: "
@@ -113,12 +114,10 @@ def _plan_leaves(
     )
 
 
-class _Targets:
+class _SideTargets:
     """Targets of a side, filled in subtree by subtree."""
 
     def __init__(self, side: Side, executable: Executable, plans: dict[int, _PlanLeaves]) -> None:
-        from jax.sharding import PartitionSpec, Sharding
-
         self.targets: list[PlannedSharding | None] = []
         self._side = side
         self._executable = executable
@@ -128,8 +127,6 @@ class _Targets:
 
     def fill(self, at: str, plan: Any, treedef: Any) -> None:
         """Fill in the leaves of a subtree; errors name it by `at`."""
-        from jax import tree_util
-
         count = treedef.num_leaves
         if plan is None:
             self.targets += [None] * count
@@ -147,8 +144,6 @@ class _Targets:
                 self._fill_children(at, plan, treedef)
 
     def _fill_children(self, at: str, plan: Any, treedef: Any) -> None:
-        from jax import tree_util
-
         children, tree = tree_util.tree_flatten_with_path(plan, lambda node: node is not plan)
         root: Any = tree
         if root.num_nodes == 1:
@@ -162,8 +157,6 @@ class _Targets:
             self.fill(at + tree_util.keystr(key), child, child_def)
 
     def _record(self, at: str, planned: Any) -> PlannedSharding:
-        from jax.sharding import Mesh, NamedSharding
-
         if id(planned) not in self._records:
             if is_partition_spec(planned):
                 record = PlannedSharding(
@@ -178,8 +171,6 @@ class _Targets:
         return self._records[id(planned)]
 
     def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[PlannedSharding | None]:
-        from jax import tree_util
-
         leaves = plan._columns._leaves
         if id(plan) not in self._plans:
             rows, structure = tree_util.tree_flatten(leaves.tree)
@@ -200,8 +191,6 @@ class _Targets:
         return planned.targets
 
     def _of_kind(self, at: str, plan: Plan) -> list[PlannedSharding]:
-        from jax.sharding import NamedSharding
-
         columns, planned = plan._columns, plan._mesh
         if has_devices(planned) and not is_of_other_kind(self._executable, planned):
             base: Any = planned
@@ -215,8 +204,6 @@ class _Targets:
 
     def _rows_by_paths(self, at: str, plan: Plan, treedef: Any) -> list[int]:
         """Find the plan's row for each leaf of another structure, by paths."""
-        from jax import tree_util
-
         columns = plan._columns
         leaves = columns._leaves
         begin = len(self.targets)
@@ -270,8 +257,6 @@ def is_of_other_kind(executable: Executable, mesh: Any) -> bool:
 
 def other_kinds(executable: Executable, planned: Any) -> list[str]:
     """List the kinds of devices that plans are for, and the executable is not."""
-    from jax import tree_util
-
     leaves = tree_util.tree_leaves(planned, is_leaf=lambda node: isinstance(node, Plan))
     meshes: list[Any] = [leaf._mesh for leaf in leaves if isinstance(leaf, Plan)]
     kinds = [

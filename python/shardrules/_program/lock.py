@@ -105,14 +105,14 @@ def read_lock(data: bytes, name: str) -> Costs:
     sent: dict[Key, Sent] = {}
     for number, entry in enumerate(entries):
         with lock_errors(f"{name}: sent[{number}]", _FIX):
-            key, size = _read_entry(entry, mesh)
+            key, size = _read_cost(entry, mesh)
             if key in sent:
-                raise ValueError(f"{_label(key)} stands there twice")
+                raise ValueError(f"{_key_label(key)} stands there twice")
             sent[key] = size
     return Costs(versions, mesh, peak, sent)
 
 
-def _read_entry(entry: Any, mesh: Mapping[str, int]) -> tuple[Key, Sent]:
+def _read_cost(entry: Any, mesh: Mapping[str, int]) -> tuple[Key, Sent]:
     check_fields(of_type(entry, dict), _ENTRY_FIELDS)
     axes = tuple(of_type(axis, str) for axis in of_type(entry["axes"], list))
     for axis in axes:
@@ -127,15 +127,7 @@ def _read_entry(entry: Any, mesh: Mapping[str, int]) -> tuple[Key, Sent]:
 def compared(
     now: Costs, before: Costs, rows: Sequence[Collective], tolerance: float, name: str
 ) -> Findings:
-    """Find what has grown, and what has shrunk.
-
-    Args:
-        now: Costs of the program.
-        before: Those that it is compared with.
-        rows: The program's collectives.
-        tolerance: Growth, as a share, that is accepted.
-        name: What `before` is of: "the lock".
-    """
+    """Find what has grown, and what has shrunk."""
     check_real("tolerance", tolerance)
     if isinstance(tolerance, bool) or not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance is {tolerance}; it must be a share such as 0.02")
@@ -163,11 +155,11 @@ def _changes(
         of_key = [row for row in rows if (row.axes, row.kind) == key]
         if old.bytes and new.is_per_iteration != old.is_per_iteration and new.bytes:
             where = "now" if new.is_per_iteration else f"in {name}"
-            message = f"{_label(key)}: the trip count is not known {where}: {largest(of_key)}"
+            message = f"{_key_label(key)}: the trip count is not known {where}: {largest(of_key)}"
             yield budget_finding("error", message, new.bytes, _GROWN)
             continue
         step = "an iteration" if new.is_per_iteration else "a step"
-        what = f"{_label(key)}: each device sends {bytes_shown(new.bytes)} in {step}"
+        what = f"{_key_label(key)}: each device sends {bytes_shown(new.bytes)} in {step}"
         yield from _change(what, new.bytes, old.bytes, tolerance, largest(of_key))
     if now.peak is not None and before.peak is not None:
         what = f"peak: each device needs {bytes_shown(now.peak)}"
@@ -189,7 +181,7 @@ def _change(what: str, new: int, old: int, tolerance: float, rows: str) -> Itera
         yield budget_finding("info", message, 0, f"to keep it so, {_FIX}", _ANEW)
 
 
-def _label(key: Key) -> str:
+def _key_label(key: Key) -> str:
     axes, kind = key
     return f"{kind} over {','.join(axes) or 'an unknown axis'}"
 

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._estimate.buffers import Buffer, Memory, Totals, sizes_of, totals_from
 from shardrules._program.dataflow import Value, source_of
 from shardrules._program.flow import is_written_in_part
-from shardrules._program.hlo import hlo_errors
-from shardrules._program.liveness import alive_at_peak
+from shardrules._program.hlo import Hlo, hlo_errors
+from shardrules._program.liveness import Alive, alive_at_peak
 
 if TYPE_CHECKING:
     from shardrules._program.computation import Computation, Instruction
     from shardrules._program.executable import Executable
-    from shardrules._program.hlo import Hlo
-    from shardrules._program.liveness import Alive
 
 _LARGEST: Final = 100
 _IN_TEXT: Final = 10
@@ -65,7 +63,7 @@ def _is_saved(hlo: Hlo, row: Alive) -> bool:
     if row.parameter is not None or row.is_output or row.last_use is None:
         return False
     maker, user = (
-        _named(hlo, hlo[computation], name).op_name or ""
+        _named_instruction(hlo, hlo[computation], name).op_name or ""
         for computation, name in ((row.computation, row.name), row.last_use)
     )
     return "jvp(" in maker and "transpose(" not in maker and "transpose(" in user
@@ -76,7 +74,7 @@ def buffers_of(
 ) -> Iterator[Buffer]:
     """Yield what is known of arrays that are alive; `path_of` names the module's parameters."""
     for row in rows:
-        instruction = _named(hlo, hlo[row.computation], row.name)
+        instruction = _named_instruction(hlo, hlo[row.computation], row.name)
         what = "output" if row.is_output else instruction.op_name or instruction.name
         if row.parameter is not None:
             what = path_of(row.parameter) or instruction.op_name or f"parameter {row.parameter}"
@@ -90,7 +88,7 @@ def buffers_of(
         )
 
 
-def _named(hlo: Hlo, computation: Computation, name: str) -> Instruction:
+def _named_instruction(hlo: Hlo, computation: Computation, name: str) -> Instruction:
     """Return the instruction that makes an array, or the next before it that JAX has named.
 
     Of an update it is what is written: the update itself is a line of JAX's own.

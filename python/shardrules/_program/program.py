@@ -12,15 +12,15 @@ from shardrules._arguments import check_file, check_type, in_order
 from shardrules._io import write_text
 from shardrules._locks import content_of
 from shardrules._plan.plan import Plan
-from shardrules._program.collectives import Collective, exchanges
+from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import planned_targets
-from shardrules._program.lock import compared, costs_of, lock_text, read_lock
+from shardrules._program.lock import Costs, compared, costs_of, lock_text, read_lock
 from shardrules._program.memory import memory_of, totals_of
 from shardrules._program.movement import REASONS, Movement, Tracer
 from shardrules._program.states import State, states
-from shardrules._program.step_seconds import program_time
+from shardrules._program.step_seconds import ProgramTime, program_time
 from shardrules._program.work import Product, products
 from shardrules._text import Column, Table, answer, bytes_shown, mesh_shown, printable
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory, Totals
     from shardrules._mesh.topology import Topology
     from shardrules._plan.findings import Findings
-    from shardrules._program.collectives import Exchange
-    from shardrules._program.lock import Costs
-    from shardrules._program.step_seconds import ProgramTime
 
 SMALL: Final = 2**16
 """Bytes that a device sends in a step, below which a collective needs no explanation."""
@@ -97,7 +94,7 @@ class Program:
         with hlo_errors():
             rows = list(exchanges(hlo, self.axis_sizes))
             if self._tracer is None:
-                movements = [_unknown(row) for row in rows]
+                movements = [_unknown_movement(row) for row in rows]
             else:
                 movements = self._tracer.movements(rows)
         pairs = zip(rows, movements, strict=True)
@@ -248,7 +245,7 @@ class Program:
             ]
         parts: list[Table | str] = [printable(self._summary())]
         if self.collectives:
-            parts.append(Table(_COLUMNS, map(_cells, self.collectives[:_KEPT_IN_TEXT])))
+            parts.append(Table(_COLUMNS, map(_collective_cells, self.collectives[:_KEPT_IN_TEXT])))
         rest = len(self.collectives) - _KEPT_IN_TEXT
         if rest > 0:
             parts.append(f"and {rest} more")
@@ -284,10 +281,6 @@ def time_on(topology: Topology, program: Program) -> ProgramTime | None:
     """Estimate the seconds of a step by the compiler's cycles; None if it tells none.
 
     At O1 the compiler expects nearly three times the cycles.
-
-    Args:
-        topology: That of the devices.
-        program: The report about the step.
     """
     hlo, mesh = program._executable.hlo, program.mesh
     if hlo is None or mesh is None:
@@ -297,7 +290,7 @@ def time_on(topology: Topology, program: Program) -> ProgramTime | None:
     return program_time(hlo, program.collectives, topology.clock, link_rate, peak)
 
 
-def _cells(row: Collective) -> Sequence[str]:
+def _collective_cells(row: Collective) -> Sequence[str]:
     return (
         bytes_shown(row.sent_at_least),
         "per iteration" if row.times is None else f"{row.times:,}",
@@ -310,7 +303,7 @@ def _cells(row: Collective) -> Sequence[str]:
     )
 
 
-def _unknown(row: Exchange) -> Movement:
+def _unknown_movement(row: Exchange) -> Movement:
     name = row.op.instruction.op_name or row.op.instruction.name
     return Movement("unexplained", name, "unknown")
 

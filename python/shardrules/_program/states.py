@@ -8,13 +8,10 @@ dtypes are the same too. `flax.nnx.jit` itself says which modules come back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from shardrules._program.executable import at
+from shardrules._program.executable import Executable, at
 from shardrules._specs import is_partition_spec
-
-if TYPE_CHECKING:
-    from shardrules._program.executable import Executable
 
 Evidence = Literal["updated", "donated", "planned", "alike"]
 
@@ -37,13 +34,7 @@ class _Subtree(NamedTuple):
 
 
 def states(executable: Executable, inputs: Any, outputs: Any) -> list[State]:
-    """Find the states of a step: the output as a whole, or else its children.
-
-    Args:
-        executable: The step.
-        inputs: The plans of the arguments.
-        outputs: The plans of the results.
-    """
+    """Find the states of a step: the output as a whole, or else its children."""
     updated = list(_updated_state(executable))
     taken = {leaf for state in updated for leaf in state.inputs}
     plans = executable.inputs.plans_of(inputs)

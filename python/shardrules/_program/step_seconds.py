@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from shardrules._estimate.kernels import KERNEL_EFFICIENCY, splash_flops
-from shardrules._program.computation import line_at, parsed, shapes_in
-from shardrules._program.hlo import hlo_errors
+from shardrules._program.computation import Instruction, line_at, parsed, shapes_in
+from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.timeline import Timeline, Timetable, hidden_of
 from shardrules._text import Column, Table, answer, counted, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._program.collectives import Collective
-    from shardrules._program.computation import Instruction
-    from shardrules._program.hlo import Hlo
 
 _CYCLES: Final = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN: Final = 2**62
@@ -107,7 +105,7 @@ class ProgramTime(NamedTuple):
         phases = _sums((phase, seconds) for _, phase, seconds in self.parts)
         scopes = _sums((scope, seconds) for scope, _, seconds in self.parts if scope)
         if phases:
-            listed = "; ".join(_listed(sums) for sums in (phases, scopes) if sums)
+            listed = "; ".join(_largest_sums(sums) for sums in (phases, scopes) if sums)
             lines.append(f"computing: {listed}")
         if self.kernels:
             lines.append(
@@ -128,15 +126,7 @@ def program_time(
     link_rate: Callable[[Sequence[str]], float],
     peak: float,
 ) -> ProgramTime | None:
-    """Estimate the time of a program; None if its text has no cycles.
-
-    Args:
-        hlo: The module, behind the generation of code.
-        collectives: All that it sends.
-        clock: Cycles of a device in a second.
-        link_rate: Bytes that a device sends in a second over these mesh axes.
-        peak: Its floating-point operations in a second.
-    """
+    """Estimate the time of a program; None if its text has no cycles."""
     rows = [row for row in collectives if row.axes]
     with hlo_errors():
         cycles = [(one, count / clock, times) for one, count, times in _cycles(hlo)]
@@ -146,7 +136,7 @@ def program_time(
         rate = peak * KERNEL_EFFICIENCY
         kernels = [(one, count / rate, times) for one, count, times in flops if count]
         timed = cycles + kernels
-        lines = {one.name: _line(hlo, one) for one, _, _ in timed}
+        lines = {one.name: _instruction_line(hlo, one) for one, _, _ in timed}
         names = {one.name: _scope_and_phase(one) for one, _, _ in timed}
         by_line = _sums((lines[one.name], times * seconds) for one, seconds, times in timed)
         parts = _sums((names[one.name], times * seconds) for one, seconds, times in timed)
@@ -179,7 +169,7 @@ def _sums(items: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _listed(sums: dict[str, float]) -> str:
+def _largest_sums(sums: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds_shown(s)}" for name, s in list(sums.items())[:_IN_TEXT])
 
 
@@ -213,7 +203,7 @@ def _splash_flops(kernel: Instruction) -> int:
     return splash_flops(name, arrays, len(kernel.results))
 
 
-def _line(hlo: Hlo, instruction: Instruction) -> str:
+def _instruction_line(hlo: Hlo, instruction: Instruction) -> str:
     place = hlo.place(instruction)
     return str(place) if place else instruction.op_name or "of no line"
 

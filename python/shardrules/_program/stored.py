@@ -6,6 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from jax.stages import Lowered
+
 from shardrules._program.hlo import check_hlo
 
 
@@ -18,9 +20,6 @@ class StoredProgram:
         outputs: The same of the results.
         text: The optimized module.
         memory: The `SIZES` of `buffers.py` as attributes.
-
-    Raises:
-        ValueError: The leaves are not so many.
     """
 
     def __init__(
@@ -47,8 +46,6 @@ class StoredProgram:
 
 def inner_of(lowered: Any) -> Any:
     """Return JAX's own Lowered, also behind one of flax or equinox; None of anything else."""
-    from jax.stages import Lowered
-
     inner = getattr(lowered, "lowered", lowered)
     return inner if isinstance(inner, Lowered) else None
 

@@ -21,13 +21,7 @@ _LAST: Final = {"LT": 0, "LE": 1, "NE": 0}
 def trips(
     computations: Mapping[str, Computation], computation: Computation, loop: Instruction
 ) -> int | None:
-    """Count the trips of a loop; None if its text does not tell.
-
-    Args:
-        computations: Those of the module, by name.
-        computation: The computation that the loop is in.
-        loop: The while instruction.
-    """
+    """Count the trips of a loop; None if its text does not tell."""
     if match := _KNOWN.search(loop.attributes):
         return int(match[1])
     condition, body = (computations[loop.called[key][0]] for key in ("condition", "body"))
@@ -36,11 +30,14 @@ def trips(
     last = _LAST.get(direction[1]) if direction else None
     if test.opcode != "compare" or last is None:
         return None
-    index, bound = _source(condition, test.operands[0]), _constant(condition, test.operands[1])
+    index, bound = (
+        _source(condition, test.operands[0]),
+        _constant_value(condition, test.operands[1]),
+    )
     if index.opcode != "get-tuple-element" or index.element is None or bound is None:
         return None
     first = _element(computation, loop.operands[0], index.element)
-    step = _step(body, index.element)
+    step = _trip_step(body, index.element)
     if first is None or step is None or step <= 0:
         return None
     return max(0, -((first - bound - last) // step))
@@ -56,7 +53,7 @@ def _source(computation: Computation, name: str) -> Instruction:
     return instruction
 
 
-def _constant(computation: Computation, name: str) -> int | None:
+def _constant_value(computation: Computation, name: str) -> int | None:
     source = _source(computation, name)
     is_number = source.opcode == "constant" and re.fullmatch(r"-?\d+", source.literal)
     return int(source.literal) if is_number else None
@@ -67,10 +64,10 @@ def _element(computation: Computation, name: str, element: int) -> int | None:
     source = _source(computation, name)
     if source.opcode != "tuple" or element >= len(source.operands):
         return None
-    return _constant(computation, source.operands[element])
+    return _constant_value(computation, source.operands[element])
 
 
-def _step(body: Computation, element: int) -> int | None:
+def _trip_step(body: Computation, element: int) -> int | None:
     """Return what a trip adds to an element of the loop's state."""
     root = body.root
     if root.opcode != "tuple" or element >= len(root.operands):
@@ -81,5 +78,5 @@ def _step(body: Computation, element: int) -> int | None:
     for value, step in (total.operands, total.operands[::-1]):
         source = _source(body, value)
         if source.opcode == "get-tuple-element" and source.element == element:
-            return _constant(body, step)
+            return _constant_value(body, step)
     return None

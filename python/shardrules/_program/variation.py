@@ -41,11 +41,6 @@ class Variation:
 
     A value differs along an axis if it is computed from an argument that the axis shards, or from
     the device's number, and no collective has made it equal since.
-
-    Args:
-        hlo: The module.
-        axis_sizes: Devices along each mesh axis, in the mesh's order.
-        parameters: Axes that shard each parameter of the module, by its number.
     """
 
     def __init__(

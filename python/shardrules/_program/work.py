@@ -43,13 +43,13 @@ def products(hlo: Hlo, variation: Callable[[], Variation]) -> Iterator[Product]:
         computation = hlo[pending.pop()]
         for instruction in computation.executed:
             if is_product(hlo, instruction):
-                yield _product(hlo, variation(), computation, instruction)
+                yield _product_of_line(hlo, variation(), computation, instruction)
             elif instruction.opcode != "fusion":
                 pending += [name for name in instruction.callees if name not in seen]
                 seen.update(instruction.callees)
 
 
-def _product(
+def _product_of_line(
     hlo: Hlo, variation: Variation, computation: Computation, instruction: Instruction
 ) -> Product:
     inner = hlo[instruction.callees[0]] if instruction.opcode == "fusion" else computation

@@ -83,11 +83,7 @@ class LogicalRules:
 
 
 def check_not_for_paths(rules: object) -> None:
-    """Check that rules for logical axis names are not rules of paths, whose pairs look alike.
-
-    Raises:
-        TypeError: They are.
-    """
+    """Check that rules for logical axis names are not rules of paths, whose pairs look alike."""
     if isinstance(rules, Rules):
         raise TypeError(
             f"rules must be (logical name, mesh axes) pairs, not {shown(rules)}, which are for "

@@ -108,11 +108,6 @@ def decided_tree(
 
     The warnings name the line that called the public function, three frames above this one.
 
-    Args:
-        matcher: What made the walk.
-        walk: Its result.
-        misfits_message: misfits_message(matcher, count, leaves) words `walk.misfits`.
-
     Raises:
         ValueError: Some leaves are not decided; one message lists all.
     """
@@ -132,7 +127,7 @@ def decided_tree(
 
 def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any]]) -> str:
     """Word the message about leaves that no rule matches: (path, shape or None)."""
-    lines = _listed(
+    lines = _leaf_lines(
         count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
     )
     searches = matcher.dialect.match == ("search",)
@@ -149,7 +144,7 @@ def ambiguous_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
 ) -> str:
     """Word the message about leaves that several rules match: (path, (rules, shape))."""
-    lines = _listed(
+    lines = _leaf_lines(
         count,
         [
             f"{path}  shape {shape}  "
@@ -169,7 +164,7 @@ def too_long_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
 ) -> str:
     """Word the message about leaves of fewer dimensions than entries: (path, (rule, shape))."""
-    lines = _listed(
+    lines = _leaf_lines(
         count,
         [
             f"{path}  shape {shape}  rule {rule}: {rule_shown(*matcher.pairs[rule])}"
@@ -201,7 +196,7 @@ def _leaves_match(count: int) -> str:
     return f"{counted(count, 'leaf')} {'matches' if count == 1 else 'match'}"
 
 
-def _listed(count: int, lines: list[str]) -> str:
+def _leaf_lines(count: int, lines: list[str]) -> str:
     return printable_lines(f"    {line}" for line in lines + and_more(count, len(lines), "leaf"))
 
 
@@ -241,16 +236,7 @@ class Counters(NamedTuple):
 
 
 class Matcher:
-    """Compiled rule list.
-
-    Args:
-        pairs: (pattern, spec) pairs, as `checked_pattern` and `normalize_spec` return them.
-        dialect: Whose semantics to follow.
-        memory_budget: Bytes for remembered states; see `Rules`.
-
-    Raises:
-        re.error: A pattern is invalid.
-    """
+    """Compiled rule list."""
 
     __slots__ = (
         "_remembered",
@@ -394,11 +380,7 @@ class Matcher:
 
 
 def checked_path(path: object) -> str:
-    """Return a path that users give.
-
-    Raises:
-        TypeError: It is not a string.
-    """
+    """Return a path that users give."""
     check_type("path", path, str, "a string")
     return str(path)
 

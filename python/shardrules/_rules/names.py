@@ -20,8 +20,6 @@ from shardrules._text import shown
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-    from shardrules._rules.rules import Rules
-
 
 def last_wins(rules: Iterable[tuple[str, Any]]) -> dict[Any, Any]:
     """Return rules as a dict from logical name to mesh axes.
@@ -45,11 +43,7 @@ def last_wins(rules: Iterable[tuple[str, Any]]) -> dict[Any, Any]:
 
 
 def check_rules(rules: Iterable[Any], instead: str = "") -> None:
-    """Check that each rule is a pair with a hashable name.
-
-    Raises:
-        ValueError, TypeError: As `last_wins`.
-    """
+    """Check that each rule is a pair with a hashable name."""
     hint = f"; of a dict, give {instead}" if instead else ""
     for index, rule in enumerate(rules):
         if isinstance(rule, str) or (isinstance(rule, (tuple, list)) and len(rule) != 2):
@@ -227,11 +221,7 @@ class NodeForms:
         return () if form == "other" and hasattr(leaf, "shape") else leaf
 
     def check_some_have_names(self, leaves: list[Any]) -> None:
-        """Check that not all leaves are arrays.
-
-        Raises:
-            TypeError: They are.
-        """
+        """Check that not all leaves are arrays."""
         if leaves and all(self.of(x) == "other" and hasattr(x, "shape") for x in leaves):
             raise TypeError(_no_names(leaves[0], "a tree of names, with the arrays as arrays=..."))
 
@@ -316,12 +306,7 @@ def unboxed(tree: Any) -> Unboxed:
 
 
 def unboxed_with_names(tree: Any) -> Unboxed:
-    """Return the same, of a tree in which something has names.
-
-    Raises:
-        TypeError: Nothing has.
-        ValueError: As `unboxed`.
-    """
+    """Return the same, of a tree in which something has names."""
     boxes = unboxed(tree)
     if boxes.leaves and all(entry is None for entry in boxes.names):
         raise TypeError(_no_names(boxes.leaves[0], "names="))
@@ -329,11 +314,7 @@ def unboxed_with_names(tree: Any) -> Unboxed:
 
 
 def has_names(tree: Any) -> bool:
-    """Return whether an array of the tree has logical axis names; free without such libraries.
-
-    Raises:
-        ValueError: As `unboxed`.
-    """
+    """Return whether an array of the tree has logical axis names; free without such libraries."""
     if not (box_types() or variable_types() or named_array_types()):
         return False
     return any(unboxed(tree).names)

@@ -85,11 +85,7 @@ MATCH_MODES: Final[dict[ModeName, MatchMode]] = {
 
 
 def checked_pattern(index: int, pattern: Any, mode: MatchMode) -> Any:
-    """Return the pattern of rule `index` in a hashable form.
-
-    Raises:
-        TypeError: The match mode does not take such a pattern.
-    """
+    """Return the pattern of rule `index` in a hashable form."""
     if mode.written_as == "text":
         if isinstance(pattern, str):
             return pattern
@@ -354,22 +350,18 @@ def parse(where: str, regex: Pattern) -> Any:
     except re.error as error:
         raise _located(where, error, text) from None
     except (OverflowError, RecursionError, ValueError) as error:
-        raise type(error)(f"{where}: {error}: {_shown(text)}") from None
+        raise type(error)(f"{where}: {error}: {_brief(text)}") from None
 
 
 def check_template(pattern: Pattern, template: str) -> None:
-    """Check a regex, and what `re.sub` shall put in the place of what it finds.
-
-    Raises:
-        re.error, OverflowError, RecursionError, ValueError: `re` rejects one of them.
-    """
+    """Check a regex, and what `re.sub` shall put in the place of what it finds."""
     parse("pattern", pattern)
     try:
         re.sub(pattern, template, "")
     except (re.error, IndexError) as error:
         text = _text_and_flags(pattern)[0]
         raise re.error(
-            f"{_shown(template)} does not go with the pattern {_shown(text)}: {error}; a group is "
+            f"{_brief(template)} does not go with the pattern {_brief(text)}: {error}; a group is "
             r"(...), and \1 in its place"
         ) from None
 
@@ -390,7 +382,7 @@ def _text_and_flags(pattern: Pattern) -> tuple[str, int]:
     return pattern.pattern, pattern.flags & ~_DEBUG
 
 
-def _shown(text: str) -> str:
+def _brief(text: str) -> str:
     return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."
 
 

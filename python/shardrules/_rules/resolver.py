@@ -114,11 +114,7 @@ class Resolver:
         return [name for name in self._name_ids if isinstance(name, str)]
 
     def spec(self, names: Any) -> PartitionSpec:
-        """Return the PartitionSpec of an array with these names and any shape; cached.
-
-        Raises:
-            ValueError, TypeError: As `resolve`.
-        """
+        """Return the PartitionSpec of an array with these names and any shape; cached."""
         try:
             return _spec_of_axes(self, tuple(names) if isinstance(names, list) else names)
         except TypeError:  # not hashable, or not names: this raises the error
@@ -131,10 +127,6 @@ class Resolver:
             names: A name for each dimension. None, a tuple of mesh axes and UNCONSTRAINED stay
                 unchanged.
             shape: The shape of the array, if rules that do not divide it shall lose.
-
-        Raises:
-            ValueError: A name occurs twice.
-            TypeError: `names` is not a tuple, list or PartitionSpec.
         """
         free = logical_names(names)
         if twice := repeated(free, self.dialect):

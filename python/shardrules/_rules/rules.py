@@ -59,7 +59,7 @@ class GivenPairs:
         return (
             isinstance(other, GivenPairs)
             and self.dialect is other.dialect
-            and _same(self.pairs, other.pairs)
+            and _are_same(self.pairs, other.pairs)
         )
 
 
@@ -70,7 +70,7 @@ def _plain_pair(pair: Any) -> Any:
     return pair[0], pair[1]
 
 
-def _same(a: Any, b: Any) -> bool:
+def _are_same(a: Any, b: Any) -> bool:
     if a is b:
         return True
     kind = type(a)
@@ -79,11 +79,11 @@ def _same(a: Any, b: Any) -> bool:
     if kind in _VALUES:
         return bool(a == b)
     if kind in _SEQUENCES:
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_are_same, a, b))
     if kind in _RECORDS:
-        return all(_same(getattr(a, name), getattr(b, name)) for name in kind.__slots__)
+        return all(_are_same(getattr(a, name), getattr(b, name)) for name in kind.__slots__)
     # The entries are looked at as well: one may be a string of the user's own type.
-    return is_partition_spec(a) and bool(a == b) and _same(entries_of(a), entries_of(b))
+    return is_partition_spec(a) and bool(a == b) and _are_same(entries_of(a), entries_of(b))
 
 
 DEFAULT_MEMORY_BUDGET: Final = 32 * 1024 * 1024

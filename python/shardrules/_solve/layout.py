@@ -210,6 +210,7 @@ class LaidSpread(Spread):
     """
 
     _may_split = False  # a layout is of whole axes
+    _has_free_routes = False  # it says how each array is cut
 
     def __init__(self, arrays: StepArrays, layout: Layout, *, merges_sums: bool = True) -> None:
         self._arrays, self._layout = arrays, layout

@@ -9,10 +9,10 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardrules._arguments import check_choice, check_real, check_type, integer, listed
+from shardrules._arguments import check_bytes, check_choice, check_real, check_type, listed
 from shardrules._estimate.step_time import machine_of
 from shardrules._mesh.mesh import as_mesh
-from shardrules._mesh.topology import Topology
+from shardrules._mesh.topology import Topology, topology_of
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import OVERLAP
 from shardrules._solve.activations import spec_of_cuts
@@ -113,7 +113,8 @@ def solve(
 
     Args:
         step: What `trace` read.
-        on: The mesh, or a `Topology`, of which the best mesh is chosen. Default: the step's mesh.
+        on: The mesh, or a `Topology`, of which the best mesh is chosen; `Topology.mesh` makes one
+            that has its links. Default: the step's mesh.
         hardware: The devices: a `Hardware` or its name. Default: that of the topology.
         hbm: Bytes of memory of a device. Default: that of the hardware.
         keep: What is not chosen: patterns, searched in paths such as "inputs/0/layers/q", of
@@ -152,13 +153,15 @@ def solve(
     if time_limit is not None:
         check_real("time_limit", time_limit)
         if time_limit < 0:
-            raise ValueError(f"time_limit is {time_limit}; it must be a number of seconds")
+            raise ValueError(f"time_limit is {time_limit}; it must be a number of seconds from 0")
     if on is not None and not isinstance(on, Topology):
         as_mesh(on, "on")
     if on is None and step.mesh is None:
         raise TypeError("on: the step was traced without a mesh; give one, or a Topology")
+    topology = on if isinstance(on, Topology) else topology_of(step.mesh if on is None else on)
+    if topology is not None and hardware is None:
+        hardware = topology.hardware
     if isinstance(on, Topology):
-        hardware = on.hardware if hardware is None else hardware
         axes = _AXES if step.mesh is None else tuple(step.mesh.shape)
         meshes: list[Any] = list(on.meshes(axes))
     else:
@@ -166,7 +169,9 @@ def solve(
     if hardware is None:
         raise TypeError("hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')")
     machine = machine_of(hardware, (), OVERLAP, None, is_traced=True)
-    room = machine.hardware.memory_bytes if hbm is None else integer("hbm", hbm, 1)
+    if hbm is not None:
+        check_bytes("hbm", hbm)
+    room = machine.hardware.memory_bytes if hbm is None else int(hbm)
     until = inf if time_limit is None else monotonic() + time_limit
     blocks = blocks_of(step) if remat == "choose" else []
     task = Task(step, machine, room, keep, forbid, until, tuple(subsets(blocks)))
@@ -178,7 +183,8 @@ def solve(
         "remat": remat,
     }
     again = partial(solve, step, on, **options)
-    return _solution(best_of(task, meshes, on), blocks, on, again)
+    place = on if topology is None else topology
+    return _solution(best_of(task, meshes, place), blocks, place, again)
 
 
 def _solution(best: Best, blocks: Iterable[Block], on: Any, again: partial[Solution]) -> Solution:

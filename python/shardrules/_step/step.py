@@ -10,7 +10,7 @@ from functools import cached_property
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
-from shardrules._arguments import check_bytes, check_type, integer
+from shardrules._arguments import check_bytes, check_type
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
@@ -352,7 +352,8 @@ class Step(TracedStep):
             >>> sr.trace(lambda params, x: x @ params["w"], plan, x).largest_batch(plan, hbm=4096)
             62
         """
-        size = integer("hbm", hbm, 1, what="a whole number of bytes")
+        check_bytes("hbm", hbm)
+        size = int(hbm)
         spread = self._spread(plan)
         inputs = self._equations.body.inputs
         batches = [(i, name) for i in inputs if (name := self._roles.batch_of(i)) is not None]
@@ -427,8 +428,8 @@ class Step(TracedStep):
             topology: That of the mesh's devices.
 
         Returns:
-            Seconds by the compiler's cycles and the links, with parameters and gradients sent
-            meanwhile, infinite if it refuses the step; and bytes on a device.
+            Seconds by the compiler's cycles, the links, and what the schedule hides, infinite if it
+            refuses the step; and bytes on a device.
         """
         with options_for(self.mesh, "full"):
             lowered = lowered_on(self.mesh, self._function, self._args)
@@ -439,13 +440,8 @@ class Step(TracedStep):
         time = time_on(topology, program)
         if time is None:
             raise ValueError(f"prove: the compiler for {topology.name} tells no cycles")
-        hidden = sum(
-            row.sent_at_least / topology.link_rate(self.mesh, row.axes)
-            for row in program.collectives
-            if row.axes and row.what in ("argument", "gradient", "state")
-        )
         held = 0 if program.memory is None else program.memory.peak
-        return max(time.computing, hidden) + time.sending - hidden, held
+        return time.scheduled, held
 
     def _planned_paths(self) -> dict[int, str]:
         """Return the paths of the first plan's leaves, by the number of the array."""

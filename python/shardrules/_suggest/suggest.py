@@ -20,9 +20,7 @@ from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import has_names
 from shardrules._rules.rules import PathRules, Rules, remembered_rules
-from shardrules._solve.solution import Solution, solve
 from shardrules._specs import Entries, entries_of, entry_axes
-from shardrules._step.step import Step
 from shardrules._suggest.suggestion import CutReason, Reason, Suggestion
 from shardrules._text import brief, bytes_shown, mesh_shown
 from shardrules._writer.dims import Unit, units_of
@@ -32,11 +30,17 @@ from shardrules._writer.tables import NameRule, name_rules, rules_of
 
 if TYPE_CHECKING:
     from shardrules._mesh.mesh import MeshLike
+    from shardrules._solve.solution import Solution
+    from shardrules._step.step import Step
     from shardrules._writer.choose import Axes
 
 _AXES: Final = ("fsdp", "tp")
 _ADAM: Final = ("float32", "float32")
 _FEW: Final = 3
+_A_DIALECT: Final = (
+    "a Dialect, such as shardrules.dialects.EASYLM, or a LogicalDialect, such as "
+    "shardrules.dialects.MAXTEXT"
+)
 
 
 @in_order("tree", "mesh")
@@ -129,13 +133,7 @@ def suggest(
         return _of_step(model, step, mesh, hbm, hardware)
     if not isinstance(model, Plan):
         check_tree("model", model)
-    check_type(
-        "dialect",
-        dialect,
-        Dialect | LogicalDialect | None,
-        "a Dialect, such as shardrules.dialects.EASYLM, or a LogicalDialect, such as "
-        "shardrules.dialects.MAXTEXT",
-    )
+    check_type("dialect", dialect, Dialect | LogicalDialect | None, _A_DIALECT)
     size = None if head_dim is None else integer("head_dim", head_dim, least=1)
     batch = None if tokens is None else integer("tokens", tokens, least=1)
     moments = None if optimizer is None else listed("optimizer", optimizer, "dtypes")
@@ -154,16 +152,12 @@ def suggest(
         over = _default_axes(units) if axes is None else texts("axes", axes)
         is_timed = device is not None and batch is not None
         # Rules that use all axes, whatever their sizes will be.
-        best, *_ = bare.with_rules(_suggested_rules(units, dict.fromkeys(over, 2), dialect)).sweep(
-            devices=devices,
-            axes=over,
-            hbm=room,
-            gradients=True,
-            optimizer=moments,
-            tokens=batch if is_timed else None,
-            hardware=device,
-            schedule={"experts_per_token": experts_per_token} if is_timed else None,
-        )
+        on_any = bare.with_rules(_suggested_rules(units, dict.fromkeys(over, 2), dialect))
+        schedule = {"experts_per_token": experts_per_token} if is_timed else None
+        best, *_ = on_any.sweep(
+            devices=devices, axes=over, hbm=room, gradients=True, optimizer=moments,
+            tokens=batch if is_timed else None, hardware=device, schedule=schedule,
+        )  # fmt: skip
         bare = bare.on_mesh(best.mesh)
     uses = uses_of(bare.axis_sizes)
     declared = Declared(
@@ -189,11 +183,7 @@ def suggest(
 
 
 def _check_said(said: Mapping[str, Any]) -> None:
-    """Check that nothing is given that a step says itself.
-
-    Raises:
-        ValueError: Something is.
-    """
+    """Check that nothing is given that a step says itself."""
     for name, value in said.items():
         if value is not None:
             raise ValueError(
@@ -206,6 +196,9 @@ def _of_step(
     model: Any, step: Any, mesh: Any, hbm: int | None, hardware: Hardware | str | None
 ) -> Suggestion:
     """Solve a step, and explain each rule by what the step does with its leaves."""
+    from shardrules._solve.solution import solve
+    from shardrules._step.step import Step
+
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     planned = step.plan
     if planned is None:
@@ -287,11 +280,7 @@ def _doubts(units: Sequence[Unit]) -> tuple[str, ...]:
 def _dialect_for(
     model: Any, names: Any, dialect: Dialect | LogicalDialect | None
 ) -> Dialect | LogicalDialect:
-    """Return the dialect, which says whether rules are for paths or for logical axis names.
-
-    Raises:
-        TypeError: The model or `names` say something else.
-    """
+    """Return the dialect, which says whether rules are for paths or for logical axis names."""
     if names is not None and isinstance(model, Plan):
         raise TypeError("names: a Plan has its own: give the tree, or leave names out")
     if names is not None and isinstance(dialect, Dialect):
@@ -337,12 +326,7 @@ def _check_named(result: Plan, declared: Declared) -> None:
 
 
 def _in_dialect(current: PathRules, dialect: Dialect) -> Rules:
-    """Return the rules, in the dialect of the suggestion.
-
-    Raises:
-        TypeError: They are for logical axis names.
-        ValueError: They are in another dialect.
-    """
+    """Return the rules, in the dialect of the suggestion."""
     rules = current if isinstance(current, Rules) else remembered_rules(current, dialect, "like")
     if rules.dialect != dialect:
         raise ValueError(
@@ -402,11 +386,7 @@ def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:
 
 
 def _check_room(result: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
-    """Check that parameters, gradients and the optimizer's moments fit.
-
-    Raises:
-        ValueError: They do not.
-    """
+    """Check that parameters, gradients and the optimizer's moments fit."""
     needed = result.bytes_per_device(gradients=True, optimizer=moments)
     if hbm is not None and needed.max > hbm:
         raise ValueError(
@@ -443,7 +423,7 @@ def _rule_reasons(rules: Draft) -> tuple[Reason, ...]:
         entries += [None] * (rank - len(entries))
         dims = [_cut_reason(units[0], dim, entry_axes(entry)) for dim, entry in enumerate(entries)]
         is_understood = unknown.isdisjoint(map(id, units))
-        reasons.append(_reason(number, pattern, units, dims, is_understood=is_understood))
+        reasons.append(_rule_reason(number, pattern, units, dims, is_understood=is_understood))
     return tuple(reasons)
 
 
@@ -455,10 +435,10 @@ def _reason_of_name(number: int, rule: NameRule) -> Reason:
         dims.setdefault((cut.size, cut.role), cut)
     units = [unit for unit, _ in rule.dims]
     is_understood = not units or any(unit.dims.is_known for unit in units)
-    return _reason(number, rule.name, units, dims.values(), is_understood=is_understood)
+    return _rule_reason(number, rule.name, units, dims.values(), is_understood=is_understood)
 
 
-def _reason(
+def _rule_reason(
     number: int,
     pattern: Any,
     units: Sequence[Unit],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._plan.findings import Findings
+from shardrules._plan.findings import Declared, Findings
 from shardrules._text import (
     and_more,
     answer,
@@ -20,7 +20,6 @@ from shardrules._writer.texts import pattern_shown, python_text, toml_text
 if TYPE_CHECKING:
     from shardrules._place.decider import RulesLike
     from shardrules._plan.diff import PlanDiff
-    from shardrules._plan.findings import Declared
     from shardrules._plan.plan import Plan
     from shardrules._rules.logical_rules import LogicalRules
     from shardrules._rules.patterns import Pattern

@@ -50,6 +50,12 @@ def rows_and_paths(tree: Any, rules: Rules = _NO_RULES) -> PathsOfTree:
     return PathsOfTree(of_rows, paths)
 
 
+def key_text(key: Any) -> str:
+    """Return a key of JAX's paths as text: of a dict, a sequence, a field, or a flattened index."""
+    names = (name for name in ("key", "idx", "name") if hasattr(key, name))
+    return str(next((getattr(key, name) for name in names), key))
+
+
 def leaf_paths(tree: Any) -> list[str]:
     """Return the paths of a tree's leaves, in the order of JAX's leaves."""
     from jax import tree_util
@@ -232,12 +238,7 @@ def _by_jax(of_rows: Any, names: Any) -> list[Any]:
 
 
 def by_row(rows: list[int], values: list[Any]) -> list[Any]:
-    """Return values of JAX's leaves by row: rows have dicts in their own order, JAX sorts keys.
-
-    Args:
-        rows: The row of each leaf, in JAX's order.
-        values: The values, in the same order.
-    """
+    """Return values of JAX's leaves by row: rows have dicts in their own order, JAX sorts keys."""
     if rows == list(range(len(rows))):
         return values
     ordered = values.copy()
@@ -266,16 +267,7 @@ class NamedArrays(NamedTuple):
 
 
 def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
-    """Find the arrays of a tree, and their names.
-
-    Args:
-        tree: A tree of arrays, boxes, nnx Variables or haliax arrays.
-        names: As in `plan`.
-
-    Raises:
-        TypeError: Nothing has names.
-        ValueError: As `names_beside`.
-    """
+    """Find the arrays of a tree, and their names."""
     from jax import tree_util
 
     if names is None:

@@ -9,19 +9,21 @@ from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules._arguments import check_tree, check_type, in_order
 from shardrules._dtypes import SAFETENSORS, bits_of
 from shardrules._jax import device_order
 from shardrules._mesh.device_bytes import held_of
 from shardrules._mesh.memory import memory_apart
-from shardrules._mesh.mesh import has_devices, processes_of
+from shardrules._mesh.mesh import MeshLike, has_devices, processes_of
 from shardrules._place.processes import DEVICES, JointCall, Row
 from shardrules._plan.findings import Finding, Findings, Level, VerifyKind
-from shardrules._plan.fold import fold
+from shardrules._plan.fold import fold, fold_paths
 from shardrules._plan.plan import Plan
-from shardrules._plan.table import DEFAULT_LARGE, axes_used, dtype_shown, placement_shown
+from shardrules._plan.table import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
 from shardrules._specs import (
     Entries,
     as_partition_spec,
@@ -34,15 +36,9 @@ from shardrules._specs import (
     without_axes,
 )
 from shardrules._text import bytes_shown, counted, mesh_shown, with_article
-from shardrules._verify.live import Live, fields_of, is_committed, live_leaves
+from shardrules._verify.live import Fields, Live, Where, fields_of, is_committed, live_leaves
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-
-    from shardrules._mesh.mesh import MeshLike
-    from shardrules._plan.table import Kind
-    from shardrules._verify.live import Fields, Where
-
     _Case = tuple[Fields, int]
     """Fields of equal leaves, and the index of their kind in the plan."""
 
@@ -310,14 +306,14 @@ class _Audit:
         fix = _structure_fix([columns.paths[row] for row in missing], list(sizes), separator)
         if missing:
             message = f"the tree lacks {counted(len(missing), 'array')} of the plan"
-            paths, size = self._folded(missing), int(columns.device_bytes[missing].sum())
+            paths = self._folded(missing)
+            size = sum(columns.kinds[columns.kind_of[row]].device_bytes for row in missing)
             yield Finding(
                 "error", "structure", message, paths, len(missing), None, size, fix, _REPLANNED
             )
         if count := len(sizes):
             message = f"{counted(count, 'array')} of the tree {_are(count)} not in the plan"
-            folded = fold(list(sizes), np.zeros(count, np.int32))
-            paths, size = tuple(group.pattern for group in folded), sum(sizes.values())
+            paths, size = tuple(fold_paths([*sizes])), sum(sizes.values())
             yield Finding("error", "structure", message, paths, count, None, size, fix, _REPLANNED)
 
     def _folded(self, rows: list[int]) -> tuple[str, ...]:
@@ -372,7 +368,7 @@ class _PlannedKinds:
         self, axis_sizes: Mapping[str, int], mesh: MeshLike, wheres: Iterable[Where]
     ) -> None:
         self._axis_sizes = axis_sizes
-        self.mesh = mesh if has_devices(mesh) else _mesh_of(axis_sizes, wheres)
+        self.mesh = mesh if has_devices(mesh) else _mesh_of_arrays(axis_sizes, wheres)
         """None if no array is on as many devices."""
         self._devices = () if self.mesh is None else tuple(self.mesh.devices.flat)
         self._default_memory = None
@@ -429,8 +425,6 @@ class _PlannedKinds:
             yield _Fault("sharding", self._shown(sharding, ()), placement_shown(kind))
 
     def _on_mesh(self, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
-        from jax.sharding import NamedSharding
-
         assert self.mesh is not None
         # The arrays' mesh may lack axes of one device.
         absent = self._axis_sizes.keys() - frozenset(self.mesh.axis_names)
@@ -471,10 +465,8 @@ class _PlannedKinds:
         return spec_shown(spec) + ("" if is_same else f" on {mesh_shown(mesh.shape)}")
 
 
-def _mesh_of(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> Mesh | None:
+def _mesh_of_arrays(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> Mesh | None:
     """Make a mesh with the plan's axes from the arrays' devices."""
-    from jax.sharding import Mesh
-
     meshes: Counter[Mesh] = Counter()
     devices: Counter[tuple[Any, ...]] = Counter()
     for where, leaves in Counter(wheres).items():
@@ -523,8 +515,6 @@ def _fault_name(dtype: Any) -> str:
 
 def _name_on_devices(dtype: Any) -> str | None:
     """Names the dtype that JAX makes of it, which depends on jax_enable_x64."""
-    import jax
-
     try:
         return _fault_name(jax.dtypes.canonicalize_dtype(_fault_name(dtype)))
     except TypeError:  # that of random keys

@@ -52,7 +52,7 @@ def limits_of(budget: Any, mesh: Mesh | None) -> list[Limit]:
 def _limit(key: Any, value: Any, axes: Sequence[str]) -> Limit:
     check_type("a key of budget", key, str, "a mesh axis, a kind of collective, total or peak")
     name = f"budget[{brief(key)}]"
-    key, size = key.strip(), _bytes(name, value)
+    key, size = key.strip(), _checked_bytes(name, value)
     if key in _WORDS:
         return Limit(key, frozenset(), KINDS, size)
     words = re.split(r"[,\s]+", key)
@@ -69,7 +69,7 @@ def _limit(key: Any, value: Any, axes: Sequence[str]) -> Limit:
     return Limit(key, frozenset(words) - {*KINDS}, kinds or KINDS, size)
 
 
-def _bytes(name: str, value: Any) -> int:
+def _checked_bytes(name: str, value: Any) -> int:
     if isinstance(value, str):
         try:
             size = byte_count(value)

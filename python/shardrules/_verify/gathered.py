@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
 from shardrules._plan.axis_uses import expert_axes_among
-from shardrules._plan.findings import Finding
+from shardrules._plan.findings import Finding, Level
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
 from shardrules._program.dataflow import (
@@ -22,7 +22,7 @@ from shardrules._program.dataflow import (
     source_of,
     value_uses,
 )
-from shardrules._program.executable import sharding_shown
+from shardrules._program.executable import Executable, sharding_shown
 from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
 from shardrules._text import bytes_shown, counted
@@ -30,8 +30,6 @@ from shardrules._verify.placements import is_same
 from shardrules._verify.unexpected import CONSTRAINT
 
 if TYPE_CHECKING:
-    from shardrules._plan.findings import Level
-    from shardrules._program.executable import Executable
     from shardrules._program.hlo import CollectiveOp, Hlo
     from shardrules._program.inputs import PlannedSharding
     from shardrules._program.states import State
@@ -113,13 +111,7 @@ class _Gather(NamedTuple):
     def axes(
         self, target: PlannedSharding, shape: tuple[int, ...], layers: int = 1
     ) -> tuple[str, ...]:
-        """List the axes that are planned to shard an array, and do not shard the gathered copy.
-
-        Args:
-            target: The planned sharding of the array.
-            shape: The array's shape.
-            layers: How many slices it has such as the gathered one.
-        """
+        """List the axes that are planned to shard an array, and do not shard the gathered copy."""
         mesh = getattr(target.sharding, "mesh", None)
         size = layers * prod(self.collective.results[self.number].dims)
         if mesh is None or size <= prod(target.sharding.shard_shape(shape)):

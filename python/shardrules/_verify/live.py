@@ -7,21 +7,24 @@ from numbers import Number
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+import jax
+from jax import tree_util
+from jax.core import Tracer
+from jax.sharding import Sharding
+
 from shardrules._core import values_beside
 from shardrules._rules.names import NodeForms
 from shardrules._rules.rules import Rules
 from shardrules._trees.align import align, rows_and_paths
 
 if TYPE_CHECKING:
-    from jax.sharding import Sharding
-
     from shardrules._plan.table import Leaves
 
-    Where = Sharding | Literal["deleted", "abstract", "host", "nowhere"]
-    """Sharding of a leaf; or, of "host", a numpy array or number in this process's memory, and of
-    "nowhere", something that is no array."""
-    Fields = tuple[Where, tuple[int, ...] | None, Any]
-    """Fields of `Live`, as a plain tuple: making 10,000 records costs half a walk."""
+Where = Sharding | Literal["deleted", "abstract", "host", "nowhere"]
+"""Sharding of a leaf; or, of "host", a numpy array or number in this process's memory, and of
+"nowhere", something that is no array."""
+Fields = tuple[Where, tuple[int, ...] | None, Any]
+"""Fields of `Live`, as a plain tuple: making 10,000 records costs half a walk."""
 
 
 class Live(NamedTuple):
@@ -52,8 +55,6 @@ _OF_ARRAY: Final[Any] = attrgetter("sharding", "aval.shape", "aval.dtype")
 
 def live_leaves(tree: Any, leaves: Leaves) -> LiveLeaves:
     """Match the leaves of a tree with those of a plan: by structure, or else by path."""
-    from jax import tree_util
-
     rows, values = _by_structure(tree, leaves)
     if values is None:
         return _leaves_by_paths(tree, leaves)
@@ -68,8 +69,6 @@ def live_leaves(tree: Any, leaves: Leaves) -> LiveLeaves:
 
 def _by_structure(tree: Any, leaves: Leaves) -> tuple[list[int], list[Any] | None]:
     """Return rows and the leaf of each, or None if the structures differ."""
-    from jax import tree_util
-
     values = values_beside(leaves.tree, tree, len(leaves.paths))
     if values is not None:
         return list(range(len(values))), values
@@ -101,9 +100,6 @@ def _leaves_by_paths(tree: Any, leaves: Leaves) -> LiveLeaves:
 
 
 def _are_arrays(types: set[type]) -> bool:
-    import jax
-    from jax.core import Tracer
-
     return all(issubclass(cls, jax.Array) and not issubclass(cls, Tracer) for cls in types)
 
 
@@ -124,9 +120,6 @@ def fields_of(leaves: list[Any]) -> list[Fields]:
 
 
 def _live(leaf: Any) -> Live:
-    import jax
-    from jax.core import Tracer
-
     if isinstance(leaf, Tracer):
         raise TypeError(
             "audit looks at arrays on devices, and inside jit there are none yet: call it outside"

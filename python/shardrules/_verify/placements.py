@@ -14,14 +14,13 @@ import numpy as np
 from shardrules._correction import in_memory
 from shardrules._mesh.memory import memory_apart
 from shardrules._program.dataflow import is_made_from
-from shardrules._program.executable import at, sharding_shown
+from shardrules._program.executable import Executable, Library, Side, at, sharding_shown
 from shardrules._text import bytes_shown, counted, printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardrules._plan.findings import Finding, Level, VerifyKind
-    from shardrules._program.executable import Executable, Library, Side
     from shardrules._program.inputs import PlannedSharding
     from shardrules._program.states import Evidence, State
 
@@ -90,12 +89,7 @@ class ObjectPairs:
     def differences(
         self, are_equal: Callable[[Any, Any, int], bool], texts: Callable[[int], _Texts]
     ) -> Iterator[tuple[_Texts, list[int]]]:
-        """Yield the positions of pairs that differ, those with the same texts together.
-
-        Args:
-            are_equal: Called once for each pair of the same objects, with one of its positions.
-            texts: Formats both objects at a position.
-        """
+        """Yield the positions of pairs that differ, those with the same texts together."""
         numbers, positions = self._groups
         differ = [number for number, i in enumerate(positions) if not self._is_equal(i, are_equal)]
         merged: dict[_Texts, list[int]] = defaultdict(list)
@@ -372,11 +366,11 @@ def _not_aliased(executable: Executable, leaves: list[int], *, is_state: bool) -
         )
         return side.finding("error", "donation", message, fix, leaves, bytes=size)
     message += f"{bytes_shown(size)} on each device; none is like them"
-    fix, mend = "do not donate them", _without(executable, leaves)
+    fix, mend = "do not donate them", _donation_without(executable, leaves)
     return side.finding("warning", "donation", message, fix, leaves, bytes=size, mend=mend)
 
 
-def _without(executable: Executable, leaves: Sequence[int]) -> str:
+def _donation_without(executable: Executable, leaves: Sequence[int]) -> str:
     """Write what jit donates without these leaves; "" if their arguments have others."""
     lost, donated = set(leaves), {leaf for leaf in executable.kept if executable.donated[leaf]}
     places = [i for i, (_, part) in enumerate(executable.inputs.subtrees) if donated & {*part}]

@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from jax import tree_util
+from jax.sharding import Mesh
+from jax.stages import Compiled
+
 from shardrules._mesh.topology import Topology, memory_limit, topology_shown
 from shardrules._plan.findings import Findings, Level
 from shardrules._plan.plan import Plan
@@ -29,9 +33,6 @@ from shardrules._text import Table, answer, mesh_shown
 from shardrules._verify.verify import findings_and_program
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-    from jax.stages import Compiled
-
     from shardrules._estimate.buffers import Memory
     from shardrules._program.collectives import Collective
     from shardrules._program.step_seconds import ProgramTime
@@ -182,7 +183,7 @@ def prove(
     findings, program = findings_and_program(
         compiled, inputs, outputs, hbm=hbm, large=large, budget=budget
     )
-    target = _target(on, mesh or program.mesh)
+    target = _target_shown(on, mesh or program.mesh)
     estimate = None
     if isinstance(on, Topology) and effort == "full" and dump is None:
         estimate = time_on(on, program)
@@ -196,8 +197,6 @@ def prove(
 
 def _planned_on(mesh: Mesh, planned: Any) -> Any:
     """Return what is planned, with plans for the mesh in the place of those for its axes."""
-    from jax import tree_util
-
     plans: dict[int, Plan] = {}  # the plan of a state is one object on both sides
 
     def on_mesh(plan: Any) -> Any:
@@ -210,7 +209,7 @@ def _planned_on(mesh: Mesh, planned: Any) -> Any:
     return tree_util.tree_map(on_mesh, planned, is_leaf=lambda node: isinstance(node, Plan))
 
 
-def _target(on: Any, mesh: Any) -> str:
+def _target_shown(on: Any, mesh: Any) -> str:
     """Name the devices of a mesh, and how its axes lie."""
     if mesh is None:
         return "one device"

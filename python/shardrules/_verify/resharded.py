@@ -33,7 +33,7 @@ def resharded(
         size = sum(row.sent_at_least for row in rows)
         if rows and size >= large:
             rest = [row for row in rest if row not in rows]
-            yield _finding(reshards, rows, size), rows
+            yield _reshard_finding(reshards, rows, size), rows
 
 
 def _replicating(op_name: str, shape: str, rows: Sequence[Collective]) -> list[Collective]:
@@ -59,7 +59,7 @@ def _elements(shape: str) -> int:
     return max(1, math.prod(map(int, re.findall(r"\d+", shape.partition("[")[2]))))
 
 
-def _finding(reshards: Sequence[Reshard], rows: Sequence[Collective], size: int) -> Finding:
+def _reshard_finding(reshards: Sequence[Reshard], rows: Sequence[Collective], size: int) -> Finding:
     ways = ", nor ".join(f"from {reshard.source} to {reshard.target}" for reshard in reshards)
     step = "an iteration" if any(row.times is None for row in rows) else "a step"
     message = (

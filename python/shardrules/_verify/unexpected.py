@@ -65,13 +65,7 @@ _FIXES: Final = {
 def unexpected(
     program: Program, large: int, reported: Container[Collective] = ()
 ) -> Iterator[Finding]:
-    """Yield findings about what the program sends without need.
-
-    Args:
-        program: The report about the program.
-        large: Minimum bytes that a device sends in a step, for what is no large share of all.
-        reported: Collectives that other findings are about.
-    """
+    """Yield findings about what the program sends without need."""
     total = sum(program.sent.values())
     groups: defaultdict[tuple[str, tuple[str, ...]], list[Collective]] = defaultdict(list)
     for row in program.collectives:
@@ -80,10 +74,10 @@ def unexpected(
     for (reason, axes), rows in groups.items():
         size = sum(row.sent_at_least for row in rows)
         if size >= large or (size >= _SHARE * total and total >= large):
-            yield _finding(program, reason, axes, rows, size)
+            yield _movement_finding(program, reason, axes, rows, size)
 
 
-def _finding(
+def _movement_finding(
     program: Program, reason: str, axes: tuple[str, ...], rows: Sequence[Collective], size: int
 ) -> Finding:
     (key,) = [name for name, entry in REASONS.items() if entry.text == reason]
@@ -116,22 +110,19 @@ def _finding(
 
 
 def computed_alike(program: Program, reported: Container[str]) -> Iterator[Finding]:
-    """Yield findings about products that devices along an axis compute alike.
-
-    Args:
-        program: The report about the program.
-        reported: Mesh axes of which another finding says the same.
-    """
+    """Yield findings about products that devices along an axis compute alike."""
     products = program.products
     total = sum(product.flops for product in products)
     for axis, count in program.axis_sizes.items():
         alike = [product for product in products if axis not in product.axes]
         flops = sum(product.flops for product in alike)
         if count > 1 and flops > _ALIKE * total and axis not in reported:
-            yield _alike(axis, sorted(alike, key=lambda product: -product.flops), flops / total)
+            yield _alike_finding(
+                axis, sorted(alike, key=lambda product: -product.flops), flops / total
+            )
 
 
-def _alike(axis: str, products: Sequence[Product], share: float) -> Finding:
+def _alike_finding(axis: str, products: Sequence[Product], share: float) -> Finding:
     names = [f"{p.op_name}" + (f" at {p.place}" if p.place else "") for p in products[:_NAMED]]
     message = (
         f"{counted(len(products), 'product')}, {share:.0%} of the work of a device, are computed "
@@ -146,12 +137,7 @@ def _alike(axis: str, products: Sequence[Product], share: float) -> Finding:
 
 
 def kept_activations(program: Program, large: int) -> Iterator[Finding]:
-    """Yield a finding if most of the memory has what the forward pass keeps for the backward pass.
-
-    Args:
-        program: The report about the program.
-        large: Minimum bytes of these arrays.
-    """
+    """Yield a finding if most memory is what the forward pass keeps for the backward pass."""
     totals = program.totals
     if totals is None or totals.temporaries < max(large, _KEPT * totals.peak):
         return  # without a walk through the schedule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrules._arguments import check_bytes, check_type, in_order
 from shardrules._plan.findings import Finding, Findings
@@ -11,7 +11,7 @@ from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.compiling import CompileLog
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.hlo import hlo_errors
-from shardrules._program.inputs import other_kinds, planned_targets
+from shardrules._program.inputs import PlannedSharding, other_kinds, planned_targets
 from shardrules._program.program import Program, batches
 from shardrules._program.states import states
 from shardrules._text import bytes_shown, counted
@@ -27,9 +27,6 @@ from shardrules._verify.placements import (
 )
 from shardrules._verify.resharded import resharded
 from shardrules._verify.unexpected import computed_alike, kept_activations, unexpected
-
-if TYPE_CHECKING:
-    from shardrules._program.inputs import PlannedSharding
 
 
 @in_order("compiled", "plan")

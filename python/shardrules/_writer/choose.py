@@ -10,10 +10,9 @@ from functools import cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._plan.axis_uses import is_gathered, use_of
+from shardrules._plan.axis_uses import AxisUse, is_gathered, use_of
 
 if TYPE_CHECKING:
-    from shardrules._plan.axis_uses import AxisUse
     from shardrules._writer.dims import Dims, Side, Unit
 
 Axes = tuple[str, ...]
@@ -45,7 +44,7 @@ _DISCOMFORT: Final[dict[AxisUse, dict[Side, int]]] = {
 _TENSOR: Final[dict[str, tuple[Side, ...]]] = {"heads": ("heads", "hidden"), "none": ()}
 
 
-class _Layout(NamedTuple):
+class _ArrayCuts(NamedTuple):
     """Cuts of an array, and what they cost."""
 
     bytes: float
@@ -60,16 +59,19 @@ def choose(
     used = {axis: size for axis, size in axis_sizes.items() if size > 1 and uses[axis] != "data"}
 
     @cache
-    def layouts_of(shape: tuple[int, ...], dims: Dims) -> list[_Layout]:
+    def layouts_of(shape: tuple[int, ...], dims: Dims) -> list[_ArrayCuts]:
         return _front_dims(_layouts(shape, dims, used, uses))
 
     fronts = [
-        [layout._replace(bytes=layout.bytes * unit.bytes) for layout in layouts_of(*_key(unit))]
+        [
+            layout._replace(bytes=layout.bytes * unit.bytes)
+            for layout in layouts_of(*_unit_key(unit))
+        ]
         for unit in units
     ]
     # Arrays that are alike are sharded alike; biases and norms are all whole, or all sharded.
-    keys = [None if unit.dims.is_vector else _key(unit) for unit in units]
-    groups: dict[object, list[list[_Layout]]] = defaultdict(list)
+    keys = [None if unit.dims.is_vector else _unit_key(unit) for unit in units]
+    groups: dict[object, list[list[_ArrayCuts]]] = defaultdict(list)
     for key, front in zip(keys, fronts, strict=True):
         groups[key].append(front)
     most = _most_discomforts([*groups.values()], SLACK * sum(front[0].bytes for front in fronts))
@@ -77,11 +79,11 @@ def choose(
     return [_at_most(front, most_of[key]).cuts for key, front in zip(keys, fronts, strict=True)]
 
 
-def _key(unit: Unit) -> tuple[tuple[int, ...], Dims]:
+def _unit_key(unit: Unit) -> tuple[tuple[int, ...], Dims]:
     return unit.part.shape, unit.dims
 
 
-def _most_discomforts(groups: list[list[list[_Layout]]], slack: float) -> list[float]:
+def _most_discomforts(groups: list[list[list[_ArrayCuts]]], slack: float) -> list[float]:
     """Lower the discomfort allowed to each group while the bytes last, the cheapest first."""
     levels = [inf] * len(groups)
     spent = [0.0] * len(groups)
@@ -97,7 +99,7 @@ def _most_discomforts(groups: list[list[list[_Layout]]], slack: float) -> list[f
     return levels
 
 
-def _at_most(front: list[_Layout], discomfort: float) -> _Layout:
+def _at_most(front: list[_ArrayCuts], discomfort: float) -> _ArrayCuts:
     """Return the layout with the fewest bytes among those of so much discomfort, or the least."""
     return next((layout for layout in front if layout.discomfort <= discomfort), front[-1])
 
@@ -107,7 +109,7 @@ def _layouts(
     dims: Dims,
     axis_sizes: Mapping[str, int],
     uses: Mapping[str, AxisUse],
-) -> Iterator[_Layout]:
+) -> Iterator[_ArrayCuts]:
     """Yield all ways to lay the axes along the dimensions that they divide."""
     choices: list[tuple[int | None, ...]] = [
         (None, *(dim for dim, side in enumerate(dims.sides)
@@ -121,12 +123,12 @@ def _layouts(
         )
         discomfort = discomfort_of(shape, dims, cuts, axis_sizes, uses)
         if discomfort is not None:
-            yield _Layout(1 / shard_count(cuts, axis_sizes), discomfort, cuts)
+            yield _ArrayCuts(1 / shard_count(cuts, axis_sizes), discomfort, cuts)
 
 
-def _front_dims(layouts: Iterator[_Layout]) -> list[_Layout]:
+def _front_dims(layouts: Iterator[_ArrayCuts]) -> list[_ArrayCuts]:
     """Keep the layouts to which none is better in both costs, the fewest bytes first."""
-    front: list[_Layout] = []
+    front: list[_ArrayCuts] = []
     for layout in sorted(layouts, key=lambda layout: (layout.bytes, layout.discomfort)):
         if not front or layout.discomfort < front[-1].discomfort:
             front.append(layout)

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from shardrules._plan.roles import parts_of_model
+from shardrules._plan.roles import Part, parts_of_model
 from shardrules._text import brief
-from shardrules._writer.patterns import apart, numbered, words_of
+from shardrules._writer.patterns import Path, apart, numbered, words_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._plan.fold import Folded
-    from shardrules._plan.roles import Part
     from shardrules._plan.table import Columns
-    from shardrules._writer.patterns import Path
 
 Side = Literal[
     "layers", "experts", "vocabulary", "residual", "hidden", "heads", "head", "fused", "window",
@@ -175,7 +173,7 @@ def _matrix_dims(
     residual = [dim for dim in free if shape[dim] in widths]
     has_heads = _has_heads(part) and len(free) > 2 and len(residual) == 1
     if _is_convolution(shape, free) and not has_heads:
-        return _convolution(shape, free), True
+        return _convolution_sides(shape, free), True
     if len(free) > 2 and len(residual) == 1:
         return _heads(part, free, residual[0]), True
     if len(free) > 3:
@@ -234,7 +232,7 @@ def _is_convolution(shape: tuple[int, ...], free: list[int]) -> bool:
     return len(free) == 3 and any(size < _WINDOW and size % 2 for size in (sizes[0], sizes[-1]))
 
 
-def _convolution(shape: tuple[int, ...], free: list[int]) -> dict[int, Side]:
+def _convolution_sides(shape: tuple[int, ...], free: list[int]) -> dict[int, Side]:
     """Names the sides of a convolution; channels are first in torch, and last in flax."""
     first, last = free[:2], free[-2:]
     ends = first if shape[free[0]] > shape[free[-1]] else last
@@ -294,15 +292,7 @@ class Unit(NamedTuple):
 
 
 def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
-    """Collect the leaves that need a rule.
-
-    Args:
-        columns: Of the tree, without rules.
-        heads: Elements of a head by row of a projection of attention, where they are known.
-
-    Raises:
-        ValueError: The paths have too many names.
-    """
+    """Collect the leaves that need a rule."""
     kinds = columns.kinds
     needed = [
         kind.shape is not None and (kind.status != "placed" or kind.names is not None)

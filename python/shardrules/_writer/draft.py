@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._correction import RuleSpec, plain_spec
-from shardrules._plan.axis_uses import is_gathered, uses_of
+from shardrules._plan.axis_uses import AxisUse, is_gathered, uses_of
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.queries import Queries
-from shardrules._plan.table import DEFAULT_LARGE
-from shardrules._rules.patterns import MATCH_MODES
+from shardrules._plan.table import DEFAULT_LARGE, Columns
+from shardrules._rules.patterns import MATCH_MODES, Pattern
 from shardrules._rules.rules import Rules
 from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, entry_of, fsdp
 from shardrules._text import brief, counted
-from shardrules._writer.choose import Cuts, choose, with_followers
+from shardrules._writer.choose import Axes, Cuts, choose, with_followers
 from shardrules._writer.patterns import (
     NUMBER,
     TIGHTEST,
     AmbiguousError,
     Label,
+    Path,
+    Phrase,
     least_tightness,
     pattern_of,
     phrases,
@@ -34,13 +36,8 @@ from shardrules._writer.texts import pattern_shown
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._plan.axis_uses import AxisUse
-    from shardrules._plan.table import Columns
     from shardrules._rules.dialects import Dialect
-    from shardrules._rules.patterns import Pattern
-    from shardrules._writer.choose import Axes, Cuts
     from shardrules._writer.dims import Unit
-    from shardrules._writer.patterns import Path, Phrase
 
 _MOST_TEXTS: Final = 1000
 MOST_RULES: Final = 12
@@ -120,22 +117,16 @@ def draft(
         cuts = [_copied(unit, siblings) or cut for unit, cut in zip(units, cuts, strict=True)]
     spared = {axis for axis, size in axis_sizes.items() if size > 1 and uses[axis] == "tensor"}
     labels = [
-        _label(unit, of_unit, spared, entries or {})
+        _label_of(unit, of_unit, spared, entries or {})
         for unit, of_unit in zip(units, cuts, strict=True)
     ]
-    return _written(units, labels, dialect, tightness, uses)
+    return _rules_for_labels(units, labels, dialect, tightness, uses)
 
 
 def draft_of_specs(
     units: Iterable[Unit], specs: Mapping[str, Entries | RuleSpec], dialect: Dialect, tightness: int
 ) -> Draft:
     """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more.
-
-    Args:
-        units: All leaves that need a rule.
-        specs: Of each leaf, by its path.
-        dialect: Of the rules.
-        tightness: As in `draft`.
 
     Raises:
         ValueError: The dialect's patterns cannot tell the paths apart, or these have too many
@@ -150,10 +141,10 @@ def draft_of_specs(
             rows_of[Label(spec, is_plain=spec == Entries(), is_known=True)].append(row)
         parts += map(unit.with_rows, rows_of.values())
         labels += rows_of
-    return _written(parts, labels, dialect, tightness, None)
+    return _rules_for_labels(parts, labels, dialect, tightness, None)
 
 
-def _written(
+def _rules_for_labels(
     units: Sequence[Unit],
     labels: Sequence[Label],
     dialect: Dialect,
@@ -171,9 +162,9 @@ def _written(
         pairs, of_rules = _text_rules(labelled)
     else:
         ends, rest = _phrases(units, labels)
-        pairs, of_rules = _proven(ends, units, dialect, tightness)
+        pairs, of_rules = _loosest_patterns(ends, units, dialect, tightness)
         if uses is None:
-            pairs, of_rules = _joined(ends, pairs, of_rules)
+            pairs, of_rules = _joined_rules(ends, pairs, of_rules)
         unnamed = [units[number] for number in rest]
     if unnamed:
         if uses is None:
@@ -187,7 +178,7 @@ def _written(
     return Draft(Rules(pairs, dialect), of_rules, unknown + unnamed)
 
 
-def _joined(
+def _joined_rules(
     phrases: Sequence[Phrase], pairs: _Pairs, of_rules: list[tuple[Unit, ...]]
 ) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
     """Join all rules of what is whole; and of others with one spec the shortest, if they are many.
@@ -215,13 +206,7 @@ def _joined(
 
 
 def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Draft:
-    """Keep the rules of a plan that decide leaves, and writes rules for all other leaves.
-
-    Args:
-        columns: Of the tree under these rules.
-        units: All leaves that need a rule.
-        tightness: As in `draft`.
-    """
+    """Keep the rules of a plan that decide leaves, and writes rules for all other leaves."""
     rules = columns._leaves.path_rules
     assert rules is not None
     queries = Queries(columns, DEFAULT_LARGE, NOTHING, None)
@@ -298,7 +283,7 @@ def _sibling_keys(unit: Unit) -> list[Any]:
     return [(*words[:place], None, *words[len(words) + place + 1 :], array) for place in places]
 
 
-def _label(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes, Any]) -> Label:
+def _label_of(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes, Any]) -> Label:
     """Label a unit; `spared` are the axes that some kernels are not sharded by on purpose."""
     value: Any = Entries(trimmed(entries_of.get(axes, entry_of(axes)) for axes in cuts))
     if units := _head_units(unit, cuts):
@@ -381,7 +366,7 @@ def _phrases(units: list[Unit], labels: list[Label]) -> tuple[list[Phrase], tupl
         ) from None
 
 
-def _proven(
+def _loosest_patterns(
     phrases: list[Phrase], units: Sequence[Unit], dialect: Dialect, least: int
 ) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
     """Write patterns as loose as they may be: of the path of each unit only its own matches.
@@ -400,7 +385,7 @@ def _proven(
             (pattern_of(phrase, words, dialect, tight), phrase.label.value)
             for phrase, tight in zip(phrases, tightness, strict=True)
         ]
-        wrong = dict(_wrong(Rules(pairs, dialect), paths, owner, phrases))
+        wrong = dict(_mismatches(Rules(pairs, dialect), paths, owner, phrases))
         loose = [rule for rule in wrong if tightness[rule] < TIGHTEST]
         if not loose:
             break
@@ -414,7 +399,7 @@ def _proven(
     return pairs, [tuple(units[number] for number in phrase.units) for phrase in phrases]
 
 
-def _wrong(
+def _mismatches(
     rules: Rules, paths: Sequence[str], owner: Mapping[int, int], phrases: Sequence[Phrase]
 ) -> Iterator[tuple[int, str]]:
     """Yield rules that match a path of another, or miss one of their own, and a path of each."""

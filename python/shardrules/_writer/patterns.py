@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._rules.patterns import MATCH_MODES
+from shardrules._rules.patterns import MATCH_MODES, Pattern
 
 if TYPE_CHECKING:
     from shardrules._plan.fold import Folded
     from shardrules._rules.dialects import Dialect
-    from shardrules._rules.patterns import Pattern
 
 NUMBER: Final = "\0#"
 """Stands for a number, in a `Word`; no path of a model has it."""
@@ -93,7 +92,7 @@ def words_of(folded: Sequence[Folded]) -> list[Path]:
 
     A number that is a word is left open, as is one inside of a name that has many.
     """
-    split = [_split(path.parts) for path in folded]
+    split = [_split_path(path.parts) for path in folded]
     # A name with many numbers may be folded in parts, with a few numbers each.
     texts_of: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for words in split:
@@ -123,7 +122,7 @@ def _opened(word: Word) -> Word:
     return word._replace(text=_bare_words(word))
 
 
-def _split(parts: tuple[str, ...]) -> Path:
+def _split_path(parts: tuple[str, ...]) -> Path:
     text = "".join(NUMBER if place % 2 else part for place, part in enumerate(parts))
     words = [
         Word(before, NUMBER if _NUMBERS.fullmatch(word) else word)
@@ -209,7 +208,7 @@ def phrases(
     """
     ends = list(_ends(paths, labels, places))
     for place in _PLACES:
-        ends = list(_merged(ends, place))
+        ends = list(_merged_phrases(ends, place))
     ends.sort(
         key=lambda phrase: (not phrase.label.is_numbered, phrase.label.is_plain, phrase.units)
     )
@@ -310,7 +309,7 @@ def _says_little(end: Path, label: Label, paths: Sequence[Path], units: list[int
     return is_short and (first == _OF_NNX or needs_module)
 
 
-def _merged(phrases: Iterable[Phrase], place: int) -> Iterator[Phrase]:
+def _merged_phrases(phrases: Iterable[Phrase], place: int) -> Iterator[Phrase]:
     """Merge phrases of one label that differ only in the word at this place."""
     groups: dict[Any, list[Phrase]] = defaultdict(list)
     for number, phrase in enumerate(phrases):

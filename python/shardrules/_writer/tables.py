@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._plan.axis_uses import uses_of
+from shardrules._plan.axis_uses import AxisUse, uses_of
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._specs import entry_of
@@ -15,7 +15,6 @@ from shardrules._text import brief
 from shardrules._writer.choose import SLACK, Axes, Cuts, discomfort_of, shard_count
 
 if TYPE_CHECKING:
-    from shardrules._plan.axis_uses import AxisUse
     from shardrules._rules.dialects import LogicalDialect
     from shardrules._writer.dims import Dims, Side, Unit
 
@@ -226,11 +225,7 @@ def rules_of(rules: Iterable[NameRule], dialect: LogicalDialect) -> LogicalRules
 def name_rules(
     units: list[Unit], axis_sizes: Mapping[str, int], dialect: LogicalDialect
 ) -> list[NameRule]:
-    """Write a rule, or more, for each name; names that get their axes first come first.
-
-    Raises:
-        ValueError: There are too many names.
-    """
+    """Write a rule, or more, for each name; names that get their axes first come first."""
     arrays: dict[NamedArray, list[Unit]] = defaultdict(list)
     for unit in units:
         # Keys may share a name with queries: only heads whose size is known bind it.

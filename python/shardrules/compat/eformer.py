@@ -18,7 +18,7 @@ from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._mesh.device_bytes import device_bytes
-from shardrules._mesh.mesh import context_mesh, legacy_mesh
+from shardrules._mesh.mesh import AnyMesh, context_mesh, legacy_mesh
 from shardrules._place.constraint import is_tracing
 from shardrules._place.constraint import with_sharding_constraint as _with_sharding_constraint
 from shardrules._place.shard import gather
@@ -37,8 +37,6 @@ from shardrules._specs import entries_of, entry_axes, is_partition_spec, is_unco
 from shardrules._text import shown
 
 if TYPE_CHECKING:
-    from shardrules._mesh.mesh import AnyMesh
-
     AxisNames = str | list[str] | tuple[str, ...]
 
 __all__ = [
@@ -145,7 +143,7 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) ->
         def placed(arrays: list[Any]) -> Any:
             return _with_sharding_constraint(arrays, sharding, correction=_CORRECTION)
 
-        return lambda tensor: _with_arrays(tensor, _array, placed)
+        return lambda tensor: _with_arrays(tensor, _placeable_array, placed)
 
     def gather_fn(tensor: Any) -> Any:
         array = jax.numpy.asarray(tensor)
@@ -407,7 +405,7 @@ def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) ->
         1
     """
     sizes = (get_incontext_mesh() if mesh is None else mesh).shape
-    return _product(axis_names, lambda axis: sizes[axis])  # type: ignore[no-any-return]
+    return _product_of_sizes(axis_names, lambda axis: sizes[axis])  # type: ignore[no-any-return]
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
@@ -430,7 +428,7 @@ def get_mesh_axis_size(axis_names: AxisNames) -> Any:
         >>> jax.vmap(lambda x: x * get_mesh_axis_size("i"), axis_name="i")(jax.numpy.ones(3))
         Array([3., 3., 3.], dtype=float32)
     """
-    return _product(axis_names, lambda axis: jax.lax.psum(1, axis_name=axis))
+    return _product_of_sizes(axis_names, lambda axis: jax.lax.psum(1, axis_name=axis))
 
 
 def get_submesh_device_index(axis_names: AxisNames) -> Any:
@@ -534,7 +532,7 @@ def _jax_array(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array) else None
 
 
-def _array(leaf: Any) -> Any:
+def _placeable_array(leaf: Any) -> Any:
     """Return the leaf as a jax or numpy array; None if JAX cannot hold it."""
     if isinstance(leaf, jax.Array):
         return leaf
@@ -559,7 +557,7 @@ def _names_tuple(axis_names: Any) -> Iterable[str]:
     )
 
 
-def _product(axis_names: Any, size_of: Callable[[str], Any]) -> Any:
+def _product_of_sizes(axis_names: Any, size_of: Callable[[str], Any]) -> Any:
     product = 1
     for axis in _names_tuple(axis_names):
         product *= size_of(axis)

@@ -14,17 +14,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, dataclass_transform
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardrules._mesh.mesh import context_mesh, resolve_mesh
+from shardrules._mesh.mesh import AnyMesh, MeshLike, context_mesh, resolve_mesh
 from shardrules._rules.names import loaded, logical_names, says_its_sharding, variable_types
 from shardrules._text import shown
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from shardrules._mesh.mesh import AnyMesh, MeshLike
-
     LogicalNames = tuple[str | None, ...]
 
 __all__ = [

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shardrules._mesh.mesh import axes_of_type, context_mesh
+from shardrules._mesh.mesh import AnyMesh, axes_of_type, context_mesh
+from shardrules._rules.logical_rules import LogicalRulesLike as LogicalRules
 from shardrules._rules.logical_rules import (
     get_logical_axis_rules,
     logical_axis_rules,
@@ -23,8 +24,6 @@ from shardrules._text import mesh_shown, shown
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-    from shardrules._mesh.mesh import AnyMesh
-    from shardrules._rules.logical_rules import LogicalRulesLike as LogicalRules
 
 __all__ = [
     "apply_rules",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._place.logical import (
     RulesFallback,
@@ -23,6 +23,7 @@ from shardrules._place.logical import (
     sharding_maker,
 )
 from shardrules._rules.logical_rules import (
+    LogicalRulesLike,
     get_logical_axis_rules,
     logical_axis_rules,
     set_logical_axis_rules,
@@ -31,10 +32,6 @@ from shardrules._specs import is_partition_spec
 from shardrules.compat.flax_core_meta import Partitioned, global_mesh_defined
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from shardrules._rules.logical_rules import LogicalRulesLike
-
     LogicalNames = tuple[str | None, ...]
 
 __all__ = [

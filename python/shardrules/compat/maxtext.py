@@ -147,7 +147,7 @@ def read_dump(path: str | Path, *, dtype: str = "float32") -> Dump:
                 _dump_shape(line["shape"]),
                 dtype,
                 _dump_names(line["logical"]),
-                _entries(line["spec"]),
+                _dump_entries(line["spec"]),
             )
             for name, line in _dump_typed(content["leaves"], dict).items()
         }
@@ -239,7 +239,7 @@ def _activation(line: dict[str, Any]) -> _Dumped:
         tuple(dims),
         match["dtype"],
         _dump_names(ast.literal_eval(line["logical"])),
-        _entries(spec),
+        _dump_entries(spec),
     )
 
 
@@ -247,7 +247,7 @@ def _dump_names(names: Any) -> tuple[Any, ...]:
     return checked_names(tuple(_dump_typed(names, list | tuple)))
 
 
-def _entries(spec: Any) -> tuple[Any, ...]:
+def _dump_entries(spec: Any) -> tuple[Any, ...]:
     text = spec if isinstance(spec, list | tuple) else (spec,)
     entries = tuple(tuple(item) if isinstance(item, list) else item for item in text)
     return checked_names(entries)

@@ -15,6 +15,7 @@ from shardrules._arguments import boolean, check_tree, check_type, each
 from shardrules._rules.dialects import TP_PLAN
 from shardrules._rules.rules import remembered_rules
 from shardrules._specs import partition_spec
+from shardrules._trees.align import key_text
 
 __all__ = ["SHARDED_DIMENSIONS", "match_tp_plan", "parameter_tp_plan"]
 
@@ -172,9 +173,7 @@ def match_tp_plan(
 
 def _last_name(path: tuple[Any, ...]) -> str:
     """Return the last component of a leaf's dotted name, since a key may be the whole name."""
-    key = path[-1] if path else ""
-    texts = (getattr(key, attribute, None) for attribute in ("key", "name", "idx"))
-    return str(next((text for text in texts if text is not None), key)).rpartition(".")[2]
+    return key_text(path[-1]).rpartition(".")[2] if path else ""
 
 
 def _checked_style(name: str, style: str, axis: str | tuple[str, ...]) -> _Style:
