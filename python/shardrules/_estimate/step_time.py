@@ -133,11 +133,15 @@ class Machine(NamedTuple):
     efficiency: float
     link_rate: Callable[[Sequence[str]], float] | None = None
     """Bytes that a device sends in a second over mesh axes; None if no topology says."""
+    hides: float = 1.0
+    """Of what could be sent while devices compute, the part that is."""
 
     def assumptions(self) -> dict[str, Any]:
         """Return the arguments by their names."""
         arguments = self._asdict() | {"hardware": self.hardware.name}
         del arguments["link_rate"]
+        if self.hides == 1.0:
+            del arguments["hides"]
         return arguments
 
     def on_slice(self, topology: Topology, sizes: Mapping[str, int]) -> Machine:
