@@ -99,7 +99,7 @@ class Room(NamedTuple):
         )
 
 
-def budget(
+def training_bytes(
     columns: Columns,
     gradients: Any = None,
     optimizer: Columns | tuple[Any, ...] | None = None,

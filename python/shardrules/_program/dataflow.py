@@ -110,7 +110,7 @@ def source_of(hlo: Hlo, value: Value) -> Value:
     return source._replace(name=definition.operands[0]) if is_done else source
 
 
-def returned(hlo: Hlo) -> Iterator[Value]:
+def output_values(hlo: Hlo) -> Iterator[Value]:
     """Yield for each output of the module the value that it is a copy of."""
     root = hlo[hlo.entry].root
     names = root.operands if root.opcode == "tuple" else (root.name,)

@@ -160,7 +160,7 @@ def _has(hlo: Hlo, instruction: Instruction, opcode: str, pattern: re.Pattern[st
     return instruction.opcode == opcode
 
 
-def joined(hlo: Hlo, pieces: Value, count: int) -> Value:
+def whole_of_pieces(hlo: Hlo, pieces: Value, count: int) -> Value:
     """Return the array that the pieces of an all-to-all are concatenated to; else the first one."""
     computation = hlo[pieces.computation]
     elements_of = [computation[name] for name in computation.users(pieces.name)]
@@ -188,10 +188,10 @@ def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Co
 
 def elements(hlo: Hlo, value: Value) -> int:
     """Count the elements of a value on a device."""
-    return shape_of(hlo, value).elements
+    return shape_at(hlo, value).elements
 
 
-def shape_of(hlo: Hlo, value: Value) -> Shape:
+def shape_at(hlo: Hlo, value: Value) -> Shape:
     """Return the shape of a value on a device."""
     return hlo[value.computation][value.name].results[value.element or 0]
 

@@ -20,11 +20,11 @@ from shardrules._program.flow import (
     is_slice_of_whole,
     is_summed,
     is_written_in_part,
-    joined,
     lookup_of,
     product_of,
     uses,
     whole_of_piece,
+    whole_of_pieces,
 )
 from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
@@ -380,7 +380,7 @@ class Tracer:
         if fusion is None:
             if op.kind == "all-to-all" and len(op.results) > 1:
                 pieces = Value(op.computation, op.instruction.name)
-                return joined(self._hlo, pieces, len(op.results))
+                return whole_of_pieces(self._hlo, pieces, len(op.results))
             element = exchange.number if len(op.results) > 1 else None
             return Value(op.computation, op.instruction.name, element)
         computation, instruction = fusion
