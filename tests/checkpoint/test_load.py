@@ -737,3 +737,14 @@ def test_large_arrays_are_scaled_on_devices(tmp_path, rng, blocks, dims):
     assert loaded.dtype == "bfloat16"
     assert loaded.sharding.spec == spec
     assert bits(loaded) == expected.tobytes()
+
+
+def test_the_url_of_a_file_is_its_path(tmp_path):
+    folder = tmp_path / "a b"
+    sr.save({"w": np.arange(8.0, dtype="float32")}, folder)
+    for url in (folder.as_uri(), f"file:{folder.as_uri()[7:]}"):  # a Path leaves one slash
+        assert bits(sr.load(url, P("tp"), mesh_of())["w"]) == bits(np.arange(8.0, dtype="float32"))
+    with pytest.raises(sr.FileError, match=r"there is no such file .*check the URL"):
+        sr.load(f"{folder.as_uri()}/none", P("tp"), mesh_of())
+    with pytest.raises(sr.FileError, match=r"no absolute path; write file:///data/x$"):
+        sr.load("file://data/x", P("tp"), mesh_of())

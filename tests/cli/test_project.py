@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import shardrules as sr
 from shardrules._cli.project import forms
 from shardrules._files.project import ARGUMENTS, _jobs, read_project
 from shardrules._io import FileError
@@ -266,6 +267,19 @@ def test_init_of_a_step_takes_its_mesh_and_rules(step):
     assert done.exit_code == 0, done.output
     assert 'mesh = "fsdp=2,tp=2"\n' in (step / "shardrules.toml").read_text()
     assert invoke("check", "--fail-on", "warning").exit_code == 0
+
+
+def test_init_of_a_step_on_its_mesh_needs_no_compiler(step, monkeypatch):
+    def absent(_):
+        raise ImportError("libtpu is not installed: pip install 'shardrules[tpu]'")
+
+    monkeypatch.setattr(sr.Topology, "devices", property(absent))
+    words = ("init", "step_to_start:needs_rules", "--on", "v5e:2x2", "--mesh")
+    assert "fsdp=8 are 8 devices, and v5e:2x2 has 4" in invoke(*words, "fsdp=8").stderr
+    done = invoke(*words, "fsdp=2,tp=2")
+    assert done.exit_code == 0, done.output
+    assert "links count as whole, since libtpu is not installed: pip install" in done.stderr
+    assert 'mesh = "fsdp=2,tp=2"\n' in (step / "shardrules.toml").read_text()
 
 
 @needs_libtpu

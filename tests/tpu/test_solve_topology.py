@@ -40,6 +40,19 @@ def test_the_mesh_is_the_best_of_those_of_the_topology(monkeypatch):
     assert solution.gap == 0
 
 
+def test_a_mesh_of_a_slice_has_its_links(monkeypatch):
+    topology, sizes = sr.Topology("v5e:2x4"), {"fsdp": 4, "tp": 2}
+    step = sr.trace(loss, TREE, jax.ShapeDtypeStruct((48, 512), "bfloat16"))
+    solution = sr.solve(step, topology.mesh(sizes))
+    monkeypatch.setattr(sr.Topology, "meshes", lambda *_: [sizes])
+    chosen = sr.solve(step, topology)
+    assert (solution.time.total, solution.specs) == (chosen.time.total, chosen.specs)
+    assert sr.solve(step, sizes, hardware="v5e").time.total != solution.time.total
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"it fits on v5e:\S+ as fsdp="):
+        sr.solve(step, topology.mesh(sizes), hbm=4 * 10**5)
+
+
 def test_the_axes_are_those_of_the_step():
     plan = sr.plan(TREE, [(".*", ())], {"a": 2, "b": 2, "c": 2})
     step = sr.trace(loss, plan, jax.ShapeDtypeStruct((4096, 512), "bfloat16"))

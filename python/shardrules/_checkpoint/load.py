@@ -56,13 +56,15 @@ def load(
     """Load a checkpoint of safetensors files, or of orbax, into sharded arrays.
 
     Each process reads only the bytes that its own devices hold, each of them once, and gaps of at
-    most 4 KiB between them. A program is compiled for each form of large arrays with scales, and
-    for `apply`. Several processes agree on the call first, as in `shard`; one that fails makes all
-    fail.
+    most 4 KiB between them. From a store on the network, of what several processes hold of an array
+    of 1 MiB or more, each reads a part, and the devices gather it. A program is compiled for that,
+    for each form of large arrays with scales, and for `apply`. Several processes agree on the call
+    first, as in `shard`; one that fails makes all fail.
 
     Args:
-        source: A safetensors file, the index of several, or a directory of them; or the directory
-            of an orbax checkpoint, which orbax restores.
+        source: A safetensors file, the index of several, or a directory of them, here or by the URL
+            of a store, such as gs:// or s3://; or the directory of an orbax checkpoint, which orbax
+            restores.
         rules: A `Plan`; `Rules` or (pattern, spec) pairs; `LogicalRules`; or specs or shardings, as
             in `shard`.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.

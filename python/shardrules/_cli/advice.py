@@ -10,7 +10,7 @@ from types import SimpleNamespace as Args
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._cli import inputs
-from shardrules._cli.process import working
+from shardrules._cli.process import hint, working
 from shardrules._files.manifest import manifest_text, packed
 from shardrules._files.modules import find_object, is_module_form
 from shardrules._files.project import OWN_FILE, find_table, project_text
@@ -77,8 +77,11 @@ def solved(args: Args, function: str, rules: Any = None) -> Solution:
         meshes = on.meshes(("fsdp", "tp") if args.axes is None else inputs.names(args.axes))
         sizes = meshes[len(meshes) // 2]  # as the function may not take one whose axis is 1
     elif args.on is not None:
-        on.mesh(sizes)  # what does not exist there is an error
-        on = sizes
+        try:
+            on = on.mesh(sizes)  # what does not exist there is an error
+        except ImportError as error:
+            hint(args, f"links count as whole, since {error}")
+            on = sizes
     step = inputs.trace_on(args, function, mesh_shown(sizes), rules)
     if step.plan is None:
         raise ValueError(

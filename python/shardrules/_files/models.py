@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from shardrules._files import orbax, safetensors
 from shardrules._files.leaves import ArraySpec, ArraySpecs, all_are, check_column
-from shardrules._files.remote import remote_path
+from shardrules._files.remote import place_of
 from shardrules._io import (
     FileError,
     collector_paused,
@@ -92,7 +92,7 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
         FileError: There is no such file, its kind is unknown, or it is damaged.
     """
     leaves = ArraySpecs() if make is None else make
-    path: Any = remote_path(source) if _URL.match(source) else path_of(source)
+    path: Any = place_of(source) if _URL.match(source) else path_of(source)
     try:
         if not path.exists():
             _check_place(source)

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final, cast
 
-from shardrules._io import FileError
+from shardrules._io import FileError, path_of
 
 # A range that fails is asked for again, after these seconds.
 _PAUSES: Final = (0.1, 0.4, 1.6, 4.0)
@@ -49,9 +50,23 @@ def _store(protocol: str) -> Any:
         ) from None
 
 
-def remote_path(source: str) -> RemotePath:
-    """Return the path of a URL, of which a `Path` leaves one slash."""
+def place_of(source: str) -> RemotePath | Path:
+    """Return the path of a URL, of which a `Path` leaves one slash; of a file here its `Path`.
+
+    Raises:
+        FileError: The URL of a file names another machine.
+    """
     protocol, _, place = source.partition(":/")
+    if protocol == "file":
+        from urllib.parse import urlparse
+        from urllib.request import url2pathname
+
+        url = urlparse(source)
+        if url.netloc not in ("", "localhost"):
+            raise FileError(
+                f"{source}: it has no absolute path; write file:///{url.netloc}{url.path}"
+            )
+        return path_of(url2pathname(url.path))
     return RemotePath(f"{protocol}://{place.lstrip('/')}")
 
 

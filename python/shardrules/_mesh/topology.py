@@ -131,6 +131,7 @@ class Topology:
         Raises:
             ImportError: The compiler is not installed.
         """
+        _NAMED.setdefault(self._layout, self)
         return _described_devices(self._layout)
 
     def mesh(self, axes: Mapping[str, int] | None = None, /, **sizes: int) -> Mesh:
@@ -311,11 +312,20 @@ def _described_devices(layout: _Layout) -> tuple[Any, ...]:
 
 _DESCRIBED: Final[dict[Any, _Layout]] = {}
 """By device, the layout of its topology."""
+_NAMED: Final[dict[_Layout, Topology]] = {}
 
 
 def is_described(mesh: Mesh) -> bool:
     """Say whether the devices of a mesh are those of a topology, on which nothing runs."""
     return mesh.devices.flat[0] in _DESCRIBED
+
+
+def topology_of(mesh: Any) -> Topology | None:
+    """Return the topology whose devices a mesh has; None of a mesh of others, or of none."""
+    from jax.sharding import Mesh
+
+    layout = _DESCRIBED.get(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else None
+    return None if layout is None else _NAMED[layout]
 
 
 def memory_limit(mesh: Mesh) -> int | None:

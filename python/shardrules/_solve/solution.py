@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from shardrules._arguments import check_choice, check_real, check_type, integer, listed
 from shardrules._estimate.step_time import machine_of
 from shardrules._mesh.mesh import as_mesh
-from shardrules._mesh.topology import Topology
+from shardrules._mesh.topology import Topology, topology_of
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import OVERLAP
 from shardrules._solve.activations import spec_of_cuts
@@ -113,7 +113,8 @@ def solve(
 
     Args:
         step: What `trace` read.
-        on: The mesh, or a `Topology`, of which the best mesh is chosen. Default: the step's mesh.
+        on: The mesh, or a `Topology`, of which the best mesh is chosen; `Topology.mesh` makes one
+            that has its links. Default: the step's mesh.
         hardware: The devices: a `Hardware` or its name. Default: that of the topology.
         hbm: Bytes of memory of a device. Default: that of the hardware.
         keep: What is not chosen: patterns, searched in paths such as "inputs/0/layers/q", of
@@ -157,8 +158,10 @@ def solve(
         as_mesh(on, "on")
     if on is None and step.mesh is None:
         raise TypeError("on: the step was traced without a mesh; give one, or a Topology")
+    topology = on if isinstance(on, Topology) else topology_of(step.mesh if on is None else on)
+    if topology is not None and hardware is None:
+        hardware = topology.hardware
     if isinstance(on, Topology):
-        hardware = on.hardware if hardware is None else hardware
         axes = _AXES if step.mesh is None else tuple(step.mesh.shape)
         meshes: list[Any] = list(on.meshes(axes))
     else:
@@ -178,7 +181,8 @@ def solve(
         "remat": remat,
     }
     again = partial(solve, step, on, **options)
-    return _solution(best_of(task, meshes, on), blocks, on, again)
+    place = on if topology is None else topology
+    return _solution(best_of(task, meshes, place), blocks, place, again)
 
 
 def _solution(best: Best, blocks: Iterable[Block], on: Any, again: partial[Solution]) -> Solution:
