@@ -25,7 +25,7 @@ _PADDED: Final = 8
 _PRODUCT: Final = re.compile(r" (?:dot|convolution|custom-call)\(")
 _LOOKUP: Final = re.compile(r" gather\(")
 _SLICES: Final = re.compile(r" slice\(")
-_WRITTEN: Final = re.compile(r" (?:dynamic-update-slice|scatter)\(")
+WRITTEN: Final = re.compile(r" (?:dynamic-update-slice|scatter)\(")
 _SLICED: Final = re.compile(r" dynamic-slice\(")
 _ADDED_ROWS: Final = re.compile(r" scatter\(")
 _COLLECTIVES: Final = (
@@ -117,7 +117,7 @@ def is_summed(hlo: Hlo, use: Consumer, begin: int, end: int) -> bool:
 
 def is_written_in_part(hlo: Hlo, line: Instruction) -> bool:
     """Say whether an instruction writes a part of an array, and keeps the rest."""
-    return line.opcode == "scatter" or _has(hlo, line, "dynamic-update-slice", _WRITTEN)
+    return line.opcode == "scatter" or _has(hlo, line, "dynamic-update-slice", WRITTEN)
 
 
 def whole_of_piece(hlo: Hlo, piece: Value) -> Value:
