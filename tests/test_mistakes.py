@@ -77,6 +77,10 @@ def saved(**changes):
     return sr.load(**{"source": folder, "rules": [("wq", ("fsdp", "tp")), (".*", ())], "mesh": MESH} | changes)  # fmt: skip
 
 
+def solution():
+    return sr.solve(STEP, SIZES, hardware="v5p")
+
+
 # What is wrong: the call, and the parts of its message, in any order: what was given, what is expected, what to write.
 OF_PLANS = {
     "a function as tree": (lambda: sr.plan(train, RULES, SIZES), "<function train", "jax.eval_shape(function, *arguments)"),
@@ -238,7 +242,7 @@ OF_STEPS = {
     "traffic of another plan": (lambda: STEP.traffic(OTHER), "1 leaf", "3 leaves", "trace the step with it"),
     "memory of sizes": (lambda: STEP.memory(SIZES), "(a dict)", "that of shardrules.plan"),
     "time of a name": (lambda: STEP.time("v5p"), "'v5p'", "plan.step_time(step=step, hardware='v5p')"),
-    "batch with a unit": (lambda: STEP.largest_batch(PLAN, "95GB"), "'95GB'", "a whole number of bytes"),
+    "batch with a unit": (lambda: STEP.largest_batch(PLAN, "95GB"), "'95GB'", "a number of bytes, such as 95e9"),
     "a function to check": (lambda: PLAN.check(step=train), "<function train", "shardrules.trace(step, plan, *arguments)"),
     "a function to sweep": (lambda: PLAN.sweep(devices=8, step=train), "<function train", "shardrules.trace(step, plan, *arguments)"),
     "a step and tokens": (lambda: PLAN.traffic(step=STEP, tokens=100), "tokens is given beside step=", "leave out tokens="),
@@ -281,6 +285,17 @@ OF_FILES = {
     "a function as file": (lambda: sr.read_model("own:params"), "own:params", "use the object itself"),
     "a folder of rules": (lambda: sr.read_rules(CHECKPOINT), "Is a directory", "check the name"),
     "path before a manifest's tree": (lambda: sr.write_manifest("model.json", TREE), "path, tree", "write write_manifest(tree, path)"),
+    "a manifest of nothing": (lambda: sr.write_manifest({}, CHECKPOINT / "model.json"), "no arrays", "that of a model"),
+    "a manifest of a function": (lambda: sr.write_manifest(train, CHECKPOINT / "model.json"), "<function train", "jax.eval_shape(function, *arguments)"),
+    "a part of no array": (lambda: saved(only="wz"), "wz: only finds no such path", "correct the pattern"),
+    "pairs of what is missing": (lambda: saved(tree={"wq": SHAPE((4, 4), "float32")}, missing=[("new", 0)]), "[('new', 0)]", "a dict of {pattern: init}"),
+    "a renamed pair to save": (lambda: sr.save(ARRAYS, CHECKPOINT / "r", renames=[("a", "b")]), "renames[0] is ('a', 'b')", "must be a Rename"),
+    "two of one name to save": (lambda: sr.save({"a": np.ones(4), "b": np.ones(4)}, CHECKPOINT / "r", renames=[sr.Rename("a|b", "c")]), "'a', 'b'", "rename or leave out one"),
+    "no array to rename in save": (lambda: sr.save({"a": np.ones(4)}, CHECKPOINT / "r", renames=[sr.Rename("wq", "c")]), "wq: this Rename finds no array", "optional=True"),
+    "code to apply": (lambda: sr.Rename("a", "b", apply="x + 1"), "'x + 1'", "a function of arrays"),
+    "shapes to reshard": (lambda: sr.reshard(TREE, RULES, MESH), "ShapeDtypeStruct", "jax.jit(init, out_shardings=plan.shardings())"),
+    "resharded onto sizes": (lambda: sr.reshard({"w": jnp.ones((4, 4))}, OTHER), "AbstractMesh('tp': 2", "('tp',))"),
+    "a misspelt axis to reshard": (lambda: sr.reshard({"w": jnp.ones((8, 8))}, [("w", "tpp")], MESH), "'tpp'", "did you mean 'tp'"),
     "an unknown device": (lambda: sr.Hardware.named("v5"), "'v5'", "did you mean 'v5e'"),
     "a dash": (lambda: sr.Hardware.named("H-100"), "'H-100'", "did you mean 'H100'"),
     "a device's memory with a unit": (lambda: dataclasses.replace(V5P, memory_bytes="96GB"), "'96GB'", "an integer"),
@@ -289,12 +304,34 @@ OF_FILES = {
     "a short dtype of a device": (lambda: dataclasses.replace(V5P, flops_per_second={"bf16": 1e12}), "'bf16'", "bfloat16"),
     "a time on an unknown device": (lambda: PLAN.step_time(tokens=100, hardware="v55p"), "'v55p'", "did you mean 'v5p'"),
 }  # fmt: skip
-ALL = OF_PLANS | OF_PLACEMENT | OF_TOPOLOGIES | OF_DEVICES | OF_STEPS | OF_FILES
+OF_SOLUTIONS = {
+    "solved before it is traced": (lambda: sr.solve(train, SIZES, hardware="v5p"), "<function train", "as shardrules.trace gives one"),
+    "a slice's name to solve": (lambda: sr.solve(STEP, "v5p:2x2x2"), "'v5p:2x2x2'", "shardrules.Topology('v5p:8x8x8')"),
+    "no devices to solve": (lambda: sr.solve(STEP, SIZES), "such as 'v5p'", "on=Topology('v5p:8x8x8')"),
+    "a solution's memory with a unit": (lambda: sr.solve(STEP, SIZES, hardware="v5p", hbm="95GB"), "'95GB'", "a number of bytes, such as 95e9"),
+    "no memory to solve": (lambda: sr.solve(STEP, SIZES, hardware="v5p", hbm=95.0), "nothing fits", "more than the 95 B", "inputs/0/layers/0/wq/kernel"),
+    "one pattern to keep": (lambda: sr.solve(STEP, SIZES, hardware="v5p", keep="wq"), "'wq'", "write ['wq']"),
+    "a misspelt pattern to keep": (lambda: sr.solve(STEP, SIZES, hardware="v5p", keep=["embedd"]), "'embedd' is in no path", "near it: inputs/0/embed"),
+    "a misspelt axis to keep": (lambda: sr.solve(STEP, SIZES, hardware="v5p", keep=[("wq", ("fsdpp",))]), "'fsdpp'", "near it: fsdp"),
+    "a misspelt role": (lambda: sr.solve(STEP, SIZES, hardware="v5p", forbid=[("hiden", "tp")]), "'hiden'", "'batch', 'hidden'"),
+    "a misspelt axis to forbid": (lambda: sr.solve(STEP, SIZES, hardware="v5p", forbid=[("batch", "tpp")]), "'tpp'", "'fsdp', 'tp'"),
+    "all to recompute": (lambda: sr.solve(STEP, SIZES, hardware="v5p", remat=True), "remat is True", "'choose'"),
+    "a time with a unit": (lambda: sr.solve(STEP, SIZES, hardware="v5p", time_limit="60s"), "'60s'", "a number"),
+    "a time before": (lambda: sr.solve(STEP, SIZES, hardware="v5p", time_limit=-1), "-1", "seconds from 0"),
+    "a solution proved nowhere": (lambda: solution().prove(), "of no devices", "jax.make_mesh((2, 4), ('fsdp', 'tp'))", "on=shardrules.Topology("),
+    "a solution without devices": (lambda: solution().constraints().__enter__(), "of no devices", "jax.make_mesh((2, 4), ('fsdp', 'tp'))"),
+    "a solution on another mesh": (lambda: solution().constraints(MESH).__enter__(), "fsdp=1,tp=1", "the solution is for fsdp=2,tp=4"),
+    "a file to compare with": (lambda: solution().compare("rules.toml"), "'rules.toml'", "shardrules.read_rules(path).rules"),
+    "rules for the largest batch": (lambda: STEP.largest_batch(RULES, 95e9), "(a list)", "that of shardrules.plan"),
+    "a sweep that proves nowhere": (lambda: PLAN.sweep(devices=8, step=STEP, prove=3), "prove: give the topology", "devices='v5p:8x8x8'"),
+    "a sweep that proves one mesh": (lambda: PLAN.sweep(devices=SLICE, step=STEP, prove=3), "a function of the mesh", "the Step of trace"),
+}  # fmt: skip
+ALL = OF_SOLUTIONS | OF_PLANS | OF_PLACEMENT | OF_TOPOLOGIES | OF_DEVICES | OF_STEPS | OF_FILES
 CHECKPOINT = None
 
 
 def test_there_are_83_of_0_2_and_60_of_0_3():
-    tables = (OF_PLANS, OF_PLACEMENT, OF_TOPOLOGIES, OF_DEVICES, OF_STEPS, OF_FILES)
+    tables = (OF_SOLUTIONS, OF_PLANS, OF_PLACEMENT, OF_TOPOLOGIES, OF_DEVICES, OF_STEPS, OF_FILES)
     assert sum(map(len, tables)) == len(ALL)
     assert len(OF_PLANS) + len(OF_PLACEMENT) >= 83
     assert len(OF_TOPOLOGIES) + len(OF_DEVICES) + len(OF_STEPS) + len(OF_FILES) >= 60

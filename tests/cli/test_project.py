@@ -210,10 +210,27 @@ def test_init_replaces_nothing(bare, name):
     assert (bare / name).read_text() == text
 
 
-@pytest.mark.parametrize("words", ["", "--mesh tp=2 --devices 2"])
-def test_init_needs_a_mesh_or_devices(bare, words):
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "give a mesh with --mesh, or --devices"),
+        ("--mesh tp=2 --devices 2", "--devices has a mesh chosen, and --mesh gives one: leave"),
+    ],
+)
+def test_init_needs_a_mesh_or_devices(bare, words, told):
     done = invoke("init", "model.json", *words.split())
-    assert (done.exit_code, "give a mesh with --mesh, or --devices" in done.stderr) == (2, True)
+    assert (done.exit_code, told in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [("here", "Is a directory"), ("none/model.json", "No such file")]
+)
+def test_a_place_that_takes_no_file_is_named(bare, place, reason):
+    (bare / "here").mkdir()
+    done = invoke("manifest", "model.json", "-o", place)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: {place}: {reason}")
+    assert done.stderr.endswith("; check the name and the permissions\n")
 
 
 STEP = """

@@ -40,8 +40,7 @@ class NewProject(NamedTuple):
 
 def suggested(args: Args, **step: Any) -> Suggestion:
     """Suggest rules for the model of a command line."""
-    if args.mesh is None and args.devices is None:
-        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    _check_mesh(args)
     moments = inputs.moments(args)
     tree, about = inputs.load_model(args)
     return suggest(
@@ -55,6 +54,13 @@ def suggested(args: Args, **step: Any) -> Suggestion:
         **step,
         **about,
     )
+
+
+def _check_mesh(args: Args) -> None:
+    if args.mesh is None and args.devices is None:
+        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    if args.mesh is not None and args.devices is not None:
+        raise ValueError("--devices has a mesh chosen, and --mesh gives one: leave out either")
 
 
 def solved(args: Args, function: str, rules: Any = None) -> Solution:
@@ -125,8 +131,7 @@ def project_of(args: Args) -> NewProject:
         return _project_of_step(args, job)
     if args.slices > 1:
         raise ValueError("--slices: without --on there are none; leave it out")
-    if (args.mesh is None) == (args.devices is None):
-        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    _check_mesh(args)
     if is_module_form(args.source) and not _takes(find_object(args.source)):
         raise FileError(
             f"{args.source}: it takes arguments, as a step does; for a step give --on v5p:8x8x8, "

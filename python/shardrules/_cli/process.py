@@ -164,6 +164,8 @@ def _signal_message(error: BaseException) -> str:
             return printable_lines(lines)
     if isinstance(error, MemoryError):
         return printable(f"out of memory: {error}".removesuffix(": "))
+    if isinstance(error, OSError) and error.filename is not None:
+        return printable(f"{error.filename}: {error.strerror}; check the name and the permissions")
     if isinstance(error, _BAD_INPUT):
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         return printable(str(text))

@@ -82,8 +82,8 @@ def write_manifest(tree: Any, path: str | os.PathLike[str]) -> None:
         path: The file, such as model.json; gzipped if its name ends with .gz.
 
     Raises:
-        ValueError: The paths do not consist of keys with "/" between them, two are equal, or
-            a dtype is one that files do not have.
+        ValueError: The tree has no arrays, the paths do not consist of keys with "/" between
+            them, two are equal, or a dtype is one that files do not have.
         OSError: The file cannot be written.
 
     Example:
@@ -97,4 +97,7 @@ def write_manifest(tree: Any, path: str | os.PathLike[str]) -> None:
         {'layers': {'0': {'wq': ShapeDtypeStruct(shape=(8, 8), dtype=bfloat16)}}}
     """
     check_type("path", path, str | os.PathLike, "the path of a file")
-    write_packed(path, manifest_text(tree if isinstance(tree, Plan) else arrays_of(tree)))
+    arrays = tree if isinstance(tree, Plan) else arrays_of(tree)
+    if not len(arrays):
+        raise ValueError("the tree has no arrays: give that of a model")
+    write_packed(path, manifest_text(arrays))

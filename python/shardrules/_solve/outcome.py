@@ -192,7 +192,8 @@ class Outcome:
         if choice is None or not has_devices(choice):
             raise ValueError(
                 f"mesh: the solution is for {mesh_shown(sizes)}, of no devices: give a mesh of "
-                f"devices, such as jax.make_mesh({tuple(sizes.values())}, {tuple(sizes)})"
+                f"devices, such as jax.make_mesh({tuple(sizes.values())}, {tuple(sizes)}); to "
+                "prove it, on=shardrules.Topology('v5p:8x8x8')"
             )
         if dict(choice.shape) != sizes:
             raise ValueError(

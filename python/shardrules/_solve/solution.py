@@ -9,7 +9,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardrules._arguments import check_choice, check_real, check_type, integer, listed
+from shardrules._arguments import check_bytes, check_choice, check_real, check_type, listed
 from shardrules._estimate.step_time import machine_of
 from shardrules._mesh.mesh import as_mesh
 from shardrules._mesh.topology import Topology, topology_of
@@ -153,7 +153,7 @@ def solve(
     if time_limit is not None:
         check_real("time_limit", time_limit)
         if time_limit < 0:
-            raise ValueError(f"time_limit is {time_limit}; it must be a number of seconds")
+            raise ValueError(f"time_limit is {time_limit}; it must be a number of seconds from 0")
     if on is not None and not isinstance(on, Topology):
         as_mesh(on, "on")
     if on is None and step.mesh is None:
@@ -169,7 +169,9 @@ def solve(
     if hardware is None:
         raise TypeError("hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')")
     machine = machine_of(hardware, (), OVERLAP, None, is_traced=True)
-    room = machine.hardware.memory_bytes if hbm is None else integer("hbm", hbm, 1)
+    if hbm is not None:
+        check_bytes("hbm", hbm)
+    room = machine.hardware.memory_bytes if hbm is None else int(hbm)
     until = inf if time_limit is None else monotonic() + time_limit
     blocks = blocks_of(step) if remat == "choose" else []
     task = Task(step, machine, room, keep, forbid, until, tuple(subsets(blocks)))

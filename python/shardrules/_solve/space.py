@@ -203,7 +203,10 @@ def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dic
             rank = len(step._equations.values[number].shape)
             cuts = rows[i] or () if spec is None else tuple(map(entry_axes, entries_of(spec)))
             if absent := [axis for row in cuts for axis in row if axis not in sizes]:
-                raise ValueError(f"keep: {step._paths[i]}: the mesh has no axis {brief(absent[0])}")
+                near = near_shown(absent[0], sizes)
+                raise ValueError(
+                    f"keep: {step._paths[i]}: the mesh has no axis {brief(absent[0])}{near}"
+                )
             if len(cuts) > rank:
                 raise ValueError(f"keep: {step._paths[i]}: {spec} has more entries than its {rank}")
             cut = tuple(tuple(axis for axis in row if sizes[axis] > 1) for row in cuts)
