@@ -44,9 +44,9 @@ from shardrules import FileError
 from shardrules._files.models import read_arrays
 from shardrules._io import parse_json, read_bytes
 from shardrules._files.public import read_hardware
-from shardrules._files.rules import read_rules
+from shardrules._files.rules import read_rule_source
 read = {"json": lambda path: parse_json(Path(path), read_bytes(Path(path))),
-        "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rules(path).rules,
+        "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rule_source(path).rules,
         "hardware": read_hardware}
 try:
     print("read", len(read[sys.argv[1]](sys.argv[2])))
