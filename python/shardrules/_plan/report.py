@@ -148,7 +148,7 @@ def report_data(
         "leaves": len(columns.paths),
         "bytes": columns.total_bytes,
         "fullest": budget.max,
-        "budget": {name: int(part.max()) for name, part in budget._asdict().items()},
+        "budget": budget._fullest(),
         "fingerprint": plan_fingerprint(columns),
         "hbm": room.hbm,
         "fits": None if (fits := room.fits(budget)) is None else {"yes": fits, "room": str(room)},
@@ -422,12 +422,11 @@ def plan_json(columns: Columns, memory: DeviceBytes, room: Room, time: StepTime 
         for row in columns.folded
         for kind in (columns.kinds[row.group],)
     ]
-    parts = {name: int(part.max()) for name, part in memory._asdict().items()}
     content: dict[str, Any] = {
         "mesh": columns.axis_sizes,
         "leaves": len(columns.paths),
         "bytes": columns.total_bytes,
-        "device_bytes": {"total": memory.max, **parts},
+        "device_bytes": {"total": memory.max, **memory._fullest()},
         "fingerprint": plan_fingerprint(columns),
         "folded": leaves,
     }
