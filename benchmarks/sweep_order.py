@@ -36,10 +36,12 @@ from benchmarks import solving
 from shardrules._io import write_text
 from shardrules._program.dataflow import PRODUCTS
 from shardrules._program.flow import is_product
+from shardrules._program.program import time_on
 from shardrules._program.work import _flops
 
 FILE = Path(__file__).with_suffix(".json")
 TOPOLOGIES = ("v5e:4x4", "v5p:2x2x4", "v6e:4x4", "v5p:4x4x4")
+LATER_TOPOLOGIES = ("v5p:2x4x4", "v5e:4x8")
 MOST_MESHES = 5
 """Of a model on a topology: evenly of those for which the step is."""
 EXPECTED = 0.53
@@ -117,6 +119,13 @@ MODELS = (
     Model("large vocabulary", width=1024, hidden=2816, heads=8, kv_heads=8, words=256000),
 )
 
+LATER = (
+    Model("Nemo", width=5120, hidden=14336, heads=32, kv_heads=8, words=131072, length=4096),
+    Model("medium", width=1024, hidden=4096, words=50304, length=1024),
+    Model("16 experts", hidden=1536, kv_heads=4, words=151936, experts=16),
+)
+"""Compiled for `LATER_TOPOLOGIES`, and looked at when the estimate was done."""
+
 
 class Row(NamedTuple):
     """A model on a mesh, in seconds: by the sweep, and of the program that the compiler makes."""
@@ -126,17 +135,21 @@ class Row(NamedTuple):
     computing: float
     sending: float
     hidden: float
-    """Of sending, what `sweep(prove=)` takes for hidden: parameters, gradients and state."""
-
-    @property
-    def ranked(self) -> float:
-        """By which `sweep(prove=)` ranks."""
-        return max(self.computing, self.hidden) + self.sending - self.hidden
+    """Of sending, parameters, gradients and state."""
+    cycles: float | None = None
+    """Of computing, those that the compiler expects, once it has compiled to the end."""
+    scheduled: float | None = None
+    """Of a step then, by which `sweep(prove=)` ranks."""
 
     @property
     def middle(self) -> float:
         """Between all hidden and none."""
         return (max(self.computing, self.sending) + self.computing + self.sending) / 2
+
+    @property
+    def compilers(self) -> float:
+        """By the compiler's cycles and schedule, or where they are not known by the roofline."""
+        return self.middle if self.scheduled is None else self.scheduled
 
 
 def tree_of(model: Model) -> Any:
@@ -227,23 +240,27 @@ def meshes_of(model: Model, topology: str) -> list[str]:
     return [",".join(map(str, mesh)) for mesh in sorted(some)]
 
 
-def compiled(model: Model, topology: str, name: str) -> Any:
+def compiled(model: Model, topology: str, name: str, to_the_end: bool) -> Any:
     """Return the seconds of the program that the compiler makes of a model on a mesh."""
     slice_ = sr.Topology(topology)
     mesh = slice_.mesh(dict(zip(model.axes, map(int, name.split(",")), strict=True)))
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        solving.stop_before_code(Path(folder))
+        if not to_the_end:
+            solving.stop_before_code(Path(folder))
         try:
             program = sr.prove(*step_on(model, mesh), on=mesh, timeout=solving.LIMIT).program
         except sr.OutOfMemory:
             return REFUSED
     rows = [(row, row.sent_at_least / slice_.link_rate(mesh, row.axes))
             for row in program.collectives if row.axes]  # fmt: skip
-    return {
+    seconds = {
         "computing": fused_seconds(program._executable.hlo, slice_.hardware) / EXPECTED,
         "sending": sum(seconds for _, seconds in rows),
         "hidden": sum(s for row, s in rows if row.what in ("argument", "gradient", "state")),
     }
+    if to_the_end and (time := time_on(slice_, program)) is not None:
+        seconds |= {"cycles": time.computing, "scheduled": time.scheduled}
+    return seconds
 
 
 def fused_seconds(hlo: Any, hardware: sr.Hardware) -> float:
@@ -329,20 +346,33 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def keep(kept: Kept, seconds: float, only: str) -> None:
-    """Compile what is not kept, one mesh after the other, until the time is over."""
+def cases() -> Iterator[tuple[str, Model, str]]:
+    """Yield (slice, model, whether the estimate was made by looking at it)."""
+    for topologies, models, when in (
+        (TOPOLOGIES, MODELS, "looked at"),
+        (LATER_TOPOLOGIES, LATER, "not looked at"),
+    ):
+        yield from ((topology, model, when) for topology in topologies for model in models)
+
+
+def keep(kept: Kept, seconds: float, only: str, to_the_end: bool) -> None:
+    """Compile what is not kept, one mesh after the other, until the time is over.
+
+    To the end, that is what is kept without cycles.
+    """
     end = time.monotonic() + seconds
-    for topology, model in ((topology, model) for topology in TOPOLOGIES for model in MODELS):
+    for topology, model, _ in cases():
         if only not in f"{model.name}, {topology}":
             continue
         meshes = kept.setdefault(model.name, {}).setdefault(topology, {})
         if not meshes and time.monotonic() < end:
             meshes |= dict.fromkeys(apart(meshes_of, model, topology))
         for name, result in meshes.items():
-            if result is not None or time.monotonic() >= end:
+            is_done = "scheduled" in (result or "") if to_the_end else result is not None
+            if is_done or result == REFUSED or time.monotonic() >= end:
                 continue
             begin = time.monotonic()
-            meshes[name] = apart(compiled, model, topology, name)
+            meshes[name] = apart(compiled, model, topology, name, to_the_end)
             write_text(FILE, json.dumps(kept, indent=1) + "\n")
             print(f"{model.name}, {topology}, {name}: {time.monotonic() - begin:.0f} s", flush=True)
 
@@ -363,24 +393,24 @@ def table(kept: Kept, only: str) -> Iterator[str]:
     yield "| model | slice | mesh: by the sweep, by the compiler | in order | not | ties |"
     yield "|---|---|---|--:|--:|--:|"
     sums: dict[str, list[int]] = {}
-    others = {"ranked": [0, 0, 0]}
-    for topology in TOPOLOGIES:
-        for model in MODELS:
-            results = kept.get(model.name, {}).get(topology, {})
-            if only not in f"{model.name}, {topology}" or not any(results.values()):
-                continue
-            rows = rows_of(model, topology, results)
-            counts = in_order(rows, attrgetter("middle"))
-            for name, sum_ in others.items():
-                others[name] = _sum(sum_, in_order(rows, attrgetter(name)))
-            for key in (model.name, topology, "all"):
-                sums[key] = _sum(sums.get(key, [0, 0, 0]), counts)
-            times = "; ".join(
-                f"{','.join(f'{axis}={n}' for axis, n in row.mesh.items() if n > 1)}: "
-                f"{row.estimated * 1e3:.3g}, {row.middle * 1e3:.3g} ms"
-                for row in rows
-            )
-            yield f"| {model.name} | {topology} | {times} | {' | '.join(map(str, counts))} |"
+    others = {"middle": [0, 0, 0]}
+    for topology, model, when in cases():
+        results = kept.get(model.name, {}).get(topology, {})
+        if only not in f"{model.name}, {topology}" or not any(results.values()):
+            continue
+        rows = rows_of(model, topology, results)
+        counts = in_order(rows, attrgetter("compilers"))
+        for name, sum_ in others.items():
+            others[name] = _sum(sum_, in_order(rows, attrgetter(name)))
+        for key in (model.name, topology, when):
+            sums[key] = _sum(sums.get(key, [0, 0, 0]), counts)
+        times = "; ".join(
+            f"{','.join(f'{axis}={n}' for axis, n in row.mesh.items() if n > 1)}: "
+            f"{row.estimated * 1e3:.3g}, {row.compilers * 1e3:.3g}"
+            f"{' ms' if row.scheduled is None else ' ms*'}"
+            for row in rows
+        )
+        yield f"| {model.name} | {topology} | {times} | {' | '.join(map(str, counts))} |"
     yield ""
     for key, (right, wrong, ties) in {**sums, **others}.items():
         share = right / max(1, right + wrong)
@@ -396,10 +426,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=0)
     parser.add_argument("--only", default="", help='of "model, topology"')
+    parser.add_argument("--cycles", action="store_true", help="compile to the end")
     options = parser.parse_args()
     kept: Kept = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     if options.seconds:
-        keep(kept, options.seconds, options.only)
+        keep(kept, options.seconds, options.only, options.cycles)
     else:
         for line in table(kept, options.only):
             print(line, flush=True)

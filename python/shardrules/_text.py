@@ -265,6 +265,15 @@ def and_more(count: int, count_shown: int, what: str) -> list[str]:
     )
 
 
+def guesses_shown(guesses: Mapping[str, Sequence[str]], by: str = "names and shapes") -> list[str]:
+    """Return a line of what names tell, with how many paths and the first; or none."""
+    texts = []
+    for role, paths in guesses.items():
+        more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+        texts.append(f"{f'({role})' if ',' in role else role} of {paths[0]}{more}")
+    return [f"assumed by {by}: {'; '.join(texts)}"] if texts else []
+
+
 def misspelt(name: str, names: Iterable[str]) -> str | None:
     """Return the one of these names that this one is a misspelling of; None if none is near enough.
 

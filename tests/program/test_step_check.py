@@ -164,15 +164,19 @@ def routed(*, cuts_masks):
 
 
 def test_masks_of_experts_that_nothing_cuts():
-    """XLA gathers the batch for them, of which the jaxpr alone says nothing; it does what is told."""
+    """XLA gathers the batch for them, which is counted; it does what is told."""
     ours, compiled, (finding,) = routed(cuts_masks=False)
     assert "nothing cuts by the batch what top_k has chosen" in finding.message
     assert "test_step_check.py" in finding.message
     assert finding.mend == "x = jax.lax.with_sharding_constraint(x, P(('fsdp', 'ep')))"
-    assert compiled > 1.5 * ours
+    # XLA for the CPU has all-reduce for reduce-scatter, and gathers a result over fsdp that nothing
+    # explains.
+    assert 0.6 * compiled < ours < compiled
+    unmended = ours
     ours, mended, rows = routed(cuts_masks=True)
     assert rows == []
     assert mended < compiled / 1.5
+    assert ours < unmended / 1.5
     assert ours == pytest.approx(mended, rel=0.2)  # but for the router's probabilities
 
 

@@ -62,6 +62,29 @@ def test_vectors_of_one_one_are_computed_where_they_are_multiplied():
     assert peak < ROWS * 4096 * 4
 
 
+def gradients(loss):
+    def step(params, x):
+        return jax.grad(lambda params: loss(params, x).sum())(params)
+
+    return step
+
+
+def test_the_gradient_of_relu_is_computed_in_the_place_of_its_operand():
+    """The product that it masks is read by nothing else; one that is has a buffer of its own."""
+    params = {"up": array(WIDTH, 8 * WIDTH), "down": array(8 * WIDTH, WIDTH)}
+    size = ROWS * 8 * WIDTH * 4
+    relu = gradients(lambda w, x: jax.nn.relu(x @ w["up"]) @ w["down"])
+    rest = 3 * ROWS * WIDTH * 4 + 4 * 8 * WIDTH * WIDTH * 4
+    assert size < memory(relu, params, array(ROWS, WIDTH)).peak <= size + rest
+
+    def both(x, y):
+        hidden, other = x @ x.T, y @ y.T
+        return jnp.where(hidden > 0, other, 0.0) @ x, other @ y, hidden @ x
+
+    square = ROWS * ROWS * 4
+    assert memory(both, array(ROWS, 8), array(ROWS, 8)).peak >= 2 * square
+
+
 ROW = "bt,bs->bts"
 HEADS = "bht,bhs->bhts"
 
@@ -193,8 +216,6 @@ REFUSED = {
     "Muon, v5e:4x4, fsdp=16": (22, 18_640_158_064),
     "dense, all saved, v6e:4x4, fsdp=4,tp=4": (32, 37_344_740_638),
 }
-# Of these what fits by the estimate: gradients of the head that the compiler postpones are missing.
-MISSED = {"Muon, v5e:4x4, fsdp=16"}
 
 
 @needs_axis_types
@@ -204,4 +225,4 @@ def test_a_step_that_the_compiler_refuses_does_not_fit(name):
     pair = replace(next(pair for pair in PAIRS if key(pair) == name), rows=rows)
     room = {"v5e": 16_911_433_728, "v6e": 33_542_897_664}[pair.on[:3]]
     assert required > 1.05 * room
-    assert (traced(pair).memory().peak > room) == (name not in MISSED)
+    assert traced(pair).memory().peak > room

@@ -499,6 +499,7 @@ PAIRS = [
 SEEN = frozenset([
     "dense, v5e:4x4, fsdp=16",
     "LoRA, v5e:4x4, fsdp=16",
+    "Muon, v5e:4x4, fsdp=16",
     "forward, v5e:4x4, fsdp=16",
     "forward, v6e:4x4, fsdp=4,tp=4",
     "forward, v6e:4x4, fsdp=16",

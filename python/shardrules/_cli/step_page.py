@@ -44,11 +44,11 @@ def step_page(step: Step, memory: Memory) -> str:
         f"<p>{step.flops:.3g} FLOPs on all devices.",
         "Dimensions of one colour must be sharded alike.",
         "<h2>Arrays</h2>",
-        _table("Arrays", ("array", "dtype", "dimensions"), _arrays(step, hues)),
+        _html_table("Arrays", ("array", "dtype", "dimensions"), _arrays(step, hues)),
         "<h2>Work</h2>",
-        _table("Work", ("FLOPs", "operation", "pass", "line"), _work(step)),
+        _html_table("Work", ("FLOPs", "operation", "pass", "line"), _work(step)),
         f"<h2>Memory at the peak</h2><p>{escape(printable(str(memory).splitlines()[0]))}",
-        _table("Memory", ("bytes", "array", "what", "line"), _buffers(memory)),
+        _html_table("Memory", ("bytes", "array", "what", "line"), _buffers(memory)),
         *(f"<p>Not looked into: {escape(printable(text))}" for text in step.unmodelled),
         "</main>",
     ]
@@ -98,7 +98,7 @@ def _buffers(memory: Memory) -> Iterator[tuple[str, ...]]:
         yield f"{row.bytes:,}", escape(row.shape), escape(printable(row.what)), escape(place)
 
 
-def _table(name: str, heads: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+def _html_table(name: str, heads: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a table that is scrolled where it is wider than the page, by keys too."""
     head = "".join(f"<th scope=col>{text}" for text in heads)
     box = f'<div class="scroll" tabindex="0" role="region" aria-label="Table: {name}">'

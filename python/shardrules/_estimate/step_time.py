@@ -13,9 +13,16 @@ from shardrules._arguments import check_choice, check_type, integer, texts
 from shardrules._dtypes import bits_of, given_dtype
 from shardrules._estimate.collectives import CutPart, cut_parts, kernel_uses
 from shardrules._estimate.schedule import Of, Schedule, Transmission, schedule_of
-from shardrules._estimate.traffic import guesses_shown, of_muon, traffic, why_uncounted
+from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
 from shardrules._hardware import Hardware, as_hardware, check_share
-from shardrules._text import answer, brief, mesh_shown, printable, seconds_shown
+from shardrules._text import (
+    answer,
+    brief,
+    guesses_shown,
+    mesh_shown,
+    printable,
+    seconds_shown,
+)
 
 if TYPE_CHECKING:
     from shardrules._mesh.topology import Topology

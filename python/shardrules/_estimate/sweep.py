@@ -20,6 +20,7 @@ from shardrules._text import (
     answer,
     bytes_shown,
     counted,
+    guesses_shown,
     mesh_shown,
     printable,
     record,
@@ -95,12 +96,18 @@ class Sweep(tuple[SweepRow, ...]):
     left_out: tuple[tuple[dict[str, int], str], ...]
     """(mesh, why a traced step is not for it): fewer rows of the batch than devices, cut heads, or
     what its function raises on this mesh alone."""
+    _guessed: Mapping[str, tuple[str, ...]]
+    """As `DeviceBytes.guessed`."""
 
     def __new__(
-        cls, rows: Iterable[SweepRow] = (), left_out: Iterable[tuple[dict[str, int], str]] = ()
+        cls,
+        rows: Iterable[SweepRow] = (),
+        left_out: Iterable[tuple[dict[str, int], str]] = (),
+        guessed: Mapping[str, tuple[str, ...]] | None = None,
     ) -> Sweep:
         sweep = super().__new__(cls, rows)
         sweep.left_out = tuple(left_out)
+        sweep._guessed = guessed or {}
         return sweep
 
     @property
@@ -120,8 +127,14 @@ class Sweep(tuple[SweepRow, ...]):
         times = [row.time for row in self if row.time is not None]
         uncounted = dict.fromkeys(path for time in times for path in time.uncounted)
         left = [f"left out {mesh_shown(mesh)}: {why}" for mesh, why in self.left_out]
+        guesses = guesses_shown(self._guessed, "names")
         more = and_more(len(left), _MOST_LEFT_OUT, "mesh")
-        lines = [*left[:_MOST_LEFT_OUT], *more, *assumed_lines(self.assumptions, uncounted)]
+        lines = [
+            *left[:_MOST_LEFT_OUT],
+            *more,
+            *assumed_lines(self.assumptions, uncounted),
+            *guesses,
+        ]
         return [printable(line) for line in lines]
 
     def _parts(self) -> list[Table | str]:
@@ -161,7 +174,7 @@ def _compiled_shown(seconds: float) -> str:
     return seconds_shown(seconds) if seconds < inf else "refused"
 
 
-def sweep(
+def sweep_meshes(
     on_mesh: Callable[[Mapping[str, int], frozenset[str]], Columns],
     meshes: Iterable[Mapping[str, int]],
     *,
@@ -182,11 +195,13 @@ def sweep(
     if len(meshes_) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
     rows, left_out, errors = [], [], []
+    guessed: Mapping[str, tuple[str, ...]] = {}
     axes = frozenset(axis for mesh in meshes_ if isinstance(mesh, Mapping) for axis in mesh)
     for mesh in meshes_:
         there = on_mesh(mesh, axes)
         device_bytes = by_class(there, gradients, optimizer, optimizer_memory_kind)
         row = _sweep_row(there, device_bytes, room, run)
+        guessed = device_bytes.guessed if measure is None else {}
         if measure is not None and not row.problems:
             peak, time, refusal, error = measure(there)
             if refusal:
@@ -199,9 +214,10 @@ def sweep(
     if errors and len(errors) == len(meshes_):
         raise errors[0]
     if all(row.time is None for row in rows):
-        return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), left_out)
+        return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), left_out, guessed)
     ranked = list(_best_first(rows, _row_seconds))
-    return Sweep(ranked if prove is None else _ranked_by_proof(ranked, room, *prove), left_out)
+    proven = ranked if prove is None else _ranked_by_proof(ranked, room, *prove)
+    return Sweep(proven, left_out, guessed)
 
 
 def _ranked_by_proof(
@@ -286,16 +302,16 @@ def factorizations(
             f"{counted(devices, 'device')} cannot make a mesh with {mesh_shown(fixed) or axes}; "
             f"give sizes whose product divides {devices}"
         )
-    return ({**mesh, **fixed} for mesh in _factorizations(each, axes))
+    return ({**mesh, **fixed} for mesh in _all_factorizations(each, axes))
 
 
-def _factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+def _all_factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
     first, *rest = axes
     if not rest:
         yield {first: devices}
         return
     for size in _divisors(devices):
-        for others in _factorizations(devices // size, tuple(rest)):
+        for others in _all_factorizations(devices // size, tuple(rest)):
             yield {first: size, **others}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from shardrules._estimate.collectives import (
@@ -20,7 +20,7 @@ from shardrules._estimate.collectives import (
 )
 from shardrules._estimate.schedule import Schedule, Transmission, merged
 from shardrules._plan.table import Columns, axes_used
-from shardrules._text import Column, Table, answer, bytes_shown, printable
+from shardrules._text import Column, Table, answer, bytes_shown, guesses_shown, printable
 
 _COLUMNS: Final = (
     Column("of"),
@@ -90,15 +90,6 @@ class Traffic(tuple[Transmission, ...]):
         missing = [f"not counted, since {why_uncounted(path)}: {path}" for path in self.uncounted]
         sent = f"each device sends {bytes_shown(self.sent)} in a step"
         return [printable(sent), table, *map(printable, [*assumed, *missing])]
-
-
-def guesses_shown(guesses: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line of what names and shapes say, with how many paths and the first; or none."""
-    texts = []
-    for role, paths in guesses.items():
-        more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
-        texts.append(f"{f'({role})' if ',' in role else role} of {paths[0]}{more}")
-    return [f"assumed by names and shapes: {'; '.join(texts)}"] if texts else []
 
 
 def _traffic_cells(row: Transmission) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -11,12 +11,14 @@ from shardrules._correction import MemoryKind, is_on_host
 from shardrules._dtypes import given_bits
 from shardrules._mesh.device_bytes import DeviceClasses, Held, held_of
 from shardrules._specs import Entries
-from shardrules._text import answer, bytes_shown
+from shardrules._text import answer, bytes_shown, guesses_shown, printable_lines
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._plan.table import Columns
+
+_ON_DEVICE: Final = ("params", "gradients", "optimizer", "activations")
 
 
 @answer
@@ -41,6 +43,8 @@ class DeviceBytes(NamedTuple):
     `bytes_per_device` is given as activations."""
     host: npt.NDArray[np.int64]
     """Leaves of all four in the host's memory, for each of its devices."""
+    guessed: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
+    """What names alone tell: the folded paths by "optimizer" or "activations"."""
 
     @property
     def total(self) -> npt.NDArray[np.int64]:
@@ -69,13 +73,16 @@ class DeviceBytes(NamedTuple):
         total, least = self.max, int(self.total.min())
         uneven = "" if least == total else f" (the emptiest {bytes_shown(least)})"
         host = f"; {bytes_shown(self.max_host)} in the host's memory" if self.max_host else ""
-        return (
-            f"{bytes_shown(total)} on the fullest device{uneven}: "
-            f"{', '.join(parts) or 'nothing'}{host}"
-        )
+        held = f"{bytes_shown(total)} on the fullest device{uneven}: "
+        lines = [f"{held}{', '.join(parts) or 'nothing'}{host}"]
+        return printable_lines([*lines, *guesses_shown(self.guessed, "names")])
+
+    def _fullest(self) -> dict[str, int]:
+        """Return the bytes of each part on the device that has most of it."""
+        return {name: int(getattr(self, name).max()) for name in (*_ON_DEVICE, "host")}
 
     def _on_device(self) -> dict[str, npt.NDArray[np.int64]]:
-        return {name: total for name, total in self._asdict().items() if name != "host"}
+        return {name: getattr(self, name) for name in _ON_DEVICE}
 
 
 class Room(NamedTuple):
@@ -99,7 +106,7 @@ class Room(NamedTuple):
         )
 
 
-def budget(
+def training_bytes(
     columns: Columns,
     gradients: Any = None,
     optimizer: Columns | tuple[Any, ...] | None = None,
@@ -110,7 +117,8 @@ def budget(
     classes, counted_bytes = _counted(
         columns, gradients, optimizer, optimizer_memory_kind, activations
     )
-    return DeviceBytes(*map(classes.each, counted_bytes))
+    totals = (classes.each(totals) for totals in counted_bytes[:-1])
+    return DeviceBytes._make((*totals, counted_bytes.guessed))
 
 
 def by_class(
@@ -135,7 +143,7 @@ def _counted(
             f"optimizer_memory_kind is {optimizer_memory_kind!r}, but no optimizer is given; give "
             "it, or name the memory of leaves in their rules"
         )
-    parts: dict[str, list[tuple[int, Held]]] = {name: [] for name in DeviceBytes._fields}
+    parts: dict[str, list[tuple[int, Held]]] = {name: [] for name in (*_ON_DEVICE, "host")}
 
     def count(
         part: str,
@@ -177,7 +185,7 @@ def _counted(
     classes = DeviceClasses(all_arrays, columns.axis_sizes)
     nothing = classes.total(())
     totals = (classes.total(part) if part else nothing for part in parts.values())
-    return classes, DeviceBytes(*totals)
+    return classes, DeviceBytes._make((*totals, columns._leaves.guessed))
 
 
 def _check_same_mesh(whose: str, plan: Columns, columns: Columns) -> None:

@@ -226,6 +226,17 @@ class Leaves:
         return fold(self.paths, self.kind_of, self.templates)
 
     @cached_property
+    def guessed(self) -> dict[str, tuple[str, ...]]:
+        """Returns what names say of bytes: {"optimizer" or "activations": folded paths}."""
+        rows = {"optimizer": self.state_rows, "activations": self.activation_rows}
+        of_row = {row: name for name, of in rows.items() for row in of.tolist()}
+        paths: dict[str, list[str]] = {}
+        for part in self.folded if of_row else ():
+            if (name := of_row.get(int(part.rows[0]))) is not None:
+                paths.setdefault(name, []).append(part.pattern)
+        return {name: tuple(of) for name, of in paths.items()}
+
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Returns the parameters with siblings folded, and what their dimensions are."""
         from shardrules._plan.roles import parts_of_model

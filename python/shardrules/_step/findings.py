@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._plan.findings import CheckKind, Finding
 from shardrules._specs import Entries, spec_shown
-from shardrules._step.spread import CONSTRAINTS
+from shardrules._step.spread import PRODUCTS
 from shardrules._text import bytes_shown, counted
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 # Less than this part of a step's work may be repeated without a word: norms, routers, KV heads.
 _REPEATED: Final = 0.1
-_PRODUCTS: Final = frozenset(
-    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
-)
 _SHOWN: Final = 3
 _HEADS: Final[tuple[ClassRole, ...]] = ("heads", "KV heads", "query heads of a KV head")
 
@@ -71,12 +68,12 @@ def _repeated(view: View) -> Iterator[Finding]:
     products = [
         (operation, operation.flops * trips / spread.share(operation))
         for operation, trips in _computing(view, body)
-        if operation.name in _PRODUCTS
+        if operation.name in PRODUCTS
     ]
     total = sum(
         operation.flops * trips / spread.share(operation)
         for operation, trips in view.equations.operations(on_device=True)
-        if operation.name in _PRODUCTS or operation.rule is None
+        if operation.name in PRODUCTS or operation.rule is None
     )
     gathered = _gathered_weights(view)
     for axis, size in spread.sizes.items():
@@ -246,13 +243,9 @@ def _whole_routes(view: View) -> Iterator[Finding]:
     product with the tokens is cut, by experts: so it gathers the tokens for that product.
     """
     spread = view.spread
-    batch = {name for names, _ in _batch_axes(view).values() for name in names}
-    exchanged = {sent.value for sent in spread.sent if sent.kind == "all-to-all"}
     masks: dict[str, tuple[int, int]] = {}
-    for operation, routed in _routed_products(view, batch):
+    for operation, routed in spread.routes:
         (tokens,) = {*operation.inputs} - {routed}
-        if exchanged.isdisjoint([tokens, *operation.outputs]) or tokens in view.roles.weights:
-            continue
         masks.setdefault(view.line(operation), (routed, spread.bytes(tokens or 0)))
     rows = {line: row for line, row in masks.items() if row[1] >= view.large}
     for line, (routed, size) in list(rows.items())[:1]:
@@ -267,33 +260,6 @@ def _whole_routes(view: View) -> Iterator[Finding]:
             bytes=size,
             mend=constraint,
         )
-
-
-def _routed_products(view: View, batch: set[int]) -> Iterator[tuple[TracedOperation, int]]:
-    """Yield products of what `top_k` has chosen with something else, and the former's number."""
-    values, dims = view.equations.values, view.equations.dims
-    routed: set[int | None] = set()
-
-    def has_batch(number: int | None) -> bool:
-        shape = () if number is None else values[number].dims
-        return any(not batch.isdisjoint(dims.classes(dim)) for dim in shape)
-
-    def walk(body: Body) -> Iterator[tuple[TracedOperation, int]]:
-        for operation in body.operations:
-            for inner in operation.bodies if operation.name != "shard_map" else ():
-                pairs = operation.arguments(inner)
-                routed.update(number for outer, number in pairs if outer in routed)
-                yield from walk(inner)
-            inputs = [number for number in operation.inputs if has_batch(number)]
-            chosen = [number for number in inputs if number in routed]
-            if operation.name == "top_k" or (
-                inputs and chosen == inputs and operation.name not in CONSTRAINTS
-            ):
-                routed.update(operation.outputs)
-            elif operation.name in _PRODUCTS and len(chosen) == 1:
-                yield operation, chosen[0] or 0
-
-    return walk(view.equations.body)
 
 
 def _constraint_of(entries: list[tuple[str, ...]]) -> str:

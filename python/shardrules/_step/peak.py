@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from shardrules._jax import user_line
+from shardrules._step.spread import PRODUCTS
 
 if TYPE_CHECKING:
     from shardrules._step.equations import Body, Equations, TracedOperation
@@ -83,9 +84,6 @@ _IN_PLACE: Final = frozenset(
     ["dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"]
 )
 _SUMS: Final = frozenset(["add", "add_any"])
-_PRODUCTS: Final = frozenset(
-    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
-)
 # A loop over so few parts is written out.
 _FEW_PARTS: Final = 4
 _MOST_ROOTS: Final = 64
@@ -134,6 +132,7 @@ class _Run:
         self._wide: dict[int, int] = {}
         self._readers: dict[int, set[int]] = {}
         self._users: Counter[int | None] = Counter()
+        self._fusible: dict[int, int] = {}
         self._turn_begin = 0
         self._gathered: dict[int, list[SpreadCollective]] = {}
         for sent in spread.sent:
@@ -282,13 +281,28 @@ class _Run:
 
     def _run(self, body: Body, carries: int = 0, *, is_scan: bool = False) -> None:
         stacked = set(body.outputs[carries:]) if is_scan else set()
-        late = _late(body, carries) if is_scan else set()
-        self._users.update(Counter(i for row in body.operations for i in row.inputs))
+        late: set[int] = set()
+        if is_scan:
+            late = _late(body, body.outputs[:carries])
+        elif self._is_postponed(body):
+            late = _late(body, [i for row in body.operations if row.bodies for i in row.inputs])
+        self._users.update(i for row in body.operations for i in row.inputs)
+        self._users.update(body.outputs)
         for operation in sorted(body.operations, key=lambda row: id(row) in late):
             self._time += 1
             self._step(operation)
             for number in stacked.intersection(operation.outputs):
                 self._use(number)
+
+    def _is_postponed(self, body: Body) -> bool:
+        """Say whether products that no loop waits for are computed after the last one.
+
+        So they are if operands of products are gathered there, such as those of Newton-Schulz
+        steps: XLA computes the gradient of the head meanwhile.
+        """
+        loops = [place for place, row in enumerate(body.operations) if row.bodies]
+        after = body.operations[loops[-1] + 1 :] if loops else []
+        return any(row.name in PRODUCTS and id(row) in self._gathered for row in after)
 
     def _step(self, operation: TracedOperation) -> None:
         is_read = operation.bodies or is_apart(operation)
@@ -326,12 +340,14 @@ class _Run:
             self._roots[number] = (buffer,)
             if self._is_in_parts(operation):
                 self._begin[buffer] = self._turn_begin
+            elif operation.name in PRODUCTS:
+                self._fusible[number] = buffer
             if operation.name in _IN_PLACE and place == 0 and len(before) == 1:
                 self._carried.append((buffer, before[0]))
 
     def _batches(self, operation: TracedOperation, number: int) -> int:
         """Count the batch dimensions of a product that are not one on a device; 0 of others."""
-        if operation.name not in _PRODUCTS or operation.rule is None:
+        if operation.name not in PRODUCTS or operation.rule is None:
             return 0
         rows = [{f for dim in dims for f in dim} for dims in operation.rule.operands]
         shape, cuts = self._equations.values[number].shape, self._spread.cuts.get(number, ())
@@ -347,7 +363,7 @@ class _Run:
         a turn on.
         """
         rule = operation.rule
-        if operation.name not in _PRODUCTS or rule is None or not self._turn_begin:
+        if operation.name not in PRODUCTS or rule is None or not self._turn_begin:
             return False
         for sent in self._gathered.get(id(operation), ()):
             if sent.value not in operation.inputs:  # a result that is brought to other cuts
@@ -373,6 +389,13 @@ class _Run:
             dict.fromkeys(root for number in operation.inputs for root in self._roots_of(number))
         )
         is_identity = operation.rule is not None and operation.rule.is_identity
+        if (product := self._fused_into(operation, roots)) is not None:
+            others = [root for root in roots if root != product]
+            for root in others:
+                self._end[root] = max(self._end[root], self._begin[product])
+            self._in_place.append((product, others))
+            roots = (product,)
+            self._fusible.update(dict.fromkeys(operation.outputs, product))
         self._makers.update(dict.fromkeys(operation.outputs, operation))
         for place, number in enumerate(operation.outputs):
             self._roots[number] = (
@@ -380,6 +403,27 @@ class _Run:
             )
             if len(roots) > _MOST_ROOTS or (operation.name in _SUMS and self._is_apart(number)):
                 self._put(number)
+
+    def _fused_into(self, operation: TracedOperation, roots: Sequence[int]) -> int | None:
+        """Return the buffer of the product that XLA computes an elementwise operation in.
+
+        It is the only one that reads the product, and its other operands are there before. So the
+        gradient of relu takes the place of relu's operand.
+        """
+        if operation.rule is None or len(operation.outputs) != 1 or len(roots) < 2:
+            return None
+        size = self._spread.bytes(operation.outputs[0])
+        last = max(roots, key=self._begin.__getitem__)
+        for number, dims in zip(operation.inputs, operation.rule.operands, strict=True):
+            if (
+                number is not None
+                and self._users[number] == 1
+                and self._fusible.get(number) == last
+                and dims == operation.rule.results[0]
+                and self._size[last] == size
+            ):
+                return last
+        return None
 
     def _loop(self, operation: TracedOperation) -> None:
         is_scan = operation.name == "scan"
@@ -442,12 +486,13 @@ class _Run:
         return carried
 
 
-def _late(body: Body, carries: int) -> set[int]:
-    """Return the products that the next turn of a loop does not wait for, and what they lead to.
+def _late(body: Body, awaited: Iterable[int | None]) -> set[int]:
+    """Return the products that nothing which is awaited needs, and what they lead to.
 
-    XLA computes them last: the gradients of weights.
+    XLA computes them last: the gradients of weights, for which the next turn of a loop does not
+    wait.
     """
-    needed = {number for number in body.outputs[:carries] if number is not None}
+    needed = {number for number in awaited if number is not None}
     for operation in reversed(body.operations):
         if not needed.isdisjoint(operation.outputs):
             needed.update(number for number in operation.inputs if number is not None)
@@ -455,7 +500,7 @@ def _late(body: Body, carries: int) -> set[int]:
     made: set[int | None] = set()
     for operation in body.operations:
         if needed.isdisjoint(operation.outputs) and (
-            operation.name in _PRODUCTS or not made.isdisjoint(operation.inputs)
+            operation.name in PRODUCTS or not made.isdisjoint(operation.inputs)
         ):
             late.add(id(operation))
             made.update(operation.outputs)

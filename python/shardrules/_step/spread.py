@@ -27,6 +27,9 @@ _Move = tuple["CollectiveKind", tuple[str, ...], int]
 """(collective, axes, payload), as in `SpreadCollective`."""
 _MOST_CHOICES: Final = 256
 _ADDS: Final = frozenset({"add", "add_any"})
+PRODUCTS: Final = frozenset(
+    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
+)
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
 # Collectives that code by device has, by the name of the primitive.
 _EXPLICIT: Final[dict[str, CollectiveKind]] = {
@@ -83,6 +86,8 @@ class Spread:
     """
 
     _may_split = True
+    _has_free_routes = True
+    """Whether nothing may say how masks are cut, so that XLA has them whole."""
 
     def __init__(
         self,
@@ -151,6 +156,10 @@ class Spread:
         self._users: dict[int, list[TracedOperation]] = {}
         self._axes: dict[int, tuple[str, ...]] = {}
         self._summed_parts: dict[int, int] = {}
+        self.routes: list[tuple[TracedOperation, int]] = []
+        """Products whose tokens are gathered, and the masks of what `top_k` has chosen."""
+        self._routed: set[int] = set()
+        self._route_of: dict[str, Any] = {}
         body = equations.body
         self._find_users(body)
         for number, cuts in zip(body.inputs, arguments, strict=True):
@@ -381,14 +390,15 @@ class Spread:
             for before, after in zip(operation.inputs, operation.outputs, strict=False):
                 self.cuts[after] = self._known(after, () if before is None else self._of(before))
             return
-        options = self._options(operation, rule)
+        routed = self._whole_routes(operation)
+        options = self._options(operation, rule, routed)
         choice = self._cheapest(operation, rule, options)
         self._axes[id(operation)] = tuple(axis for axes in choice.values() for axis in axes)
         if operation.name in _ADDS and self._add_terms(operation, choice, rule, trips):
             return
         parts: list[int] = []
         for number, dims in zip(operation.inputs, rule.operands, strict=True):
-            if number is not None:
+            if number is not None and number != routed:
                 cuts, needs = self._of(number), _cuts_of(dims, choice)
                 parts += [] if cuts == needs else [self._parts_of_sum(rule, dims, cuts, needs)]
                 self._move(number, needs, trips, operation)
@@ -407,11 +417,32 @@ class Spread:
         ]
         return self._count(set().union(*gathered))
 
-    def _options(self, operation: TracedOperation, rule: Rule) -> dict[str, list[int]]:
+    def _whole_routes(self, operation: TracedOperation) -> int | None:
+        """Return the operand of a product that XLA has whole on each device; None without one.
+
+        It is made of what `top_k` has chosen alone, without a constraint, such as the masks that
+        give tokens to experts. XLA cuts it as the result of the product is to be cut, by experts,
+        and gathers the tokens.
+        """
+        numbers = [n for n in operation.inputs if n is not None and any(self._of(n))]
+        routed = [number for number in numbers if number in self._routed]
+        if operation.name == "top_k" or (routed and routed == numbers):
+            self._routed.update(operation.outputs)
+            return None
+        is_whole = self._has_free_routes and operation.name in PRODUCTS and len(routed) == 1
+        return routed[0] if is_whole else None
+
+    def _options(
+        self, operation: TracedOperation, rule: Rule, routed: int | None
+    ) -> dict[str, list[int]]:
         """Return by axis the factors of an operation that it may cut."""
         options: dict[str, list[int]] = {}
+        of_routed: dict[int, Any] = {}
         for number, dims in zip(operation.inputs, rule.operands, strict=True):
-            if number is not None:
+            if number is not None and number == routed:
+                rows = zip(self._equations.values[number].dims, dims, strict=True)
+                of_routed.update((factor, dim) for dim, row in rows for factor in row)
+            elif number is not None:
                 by_factor = self._by_factor(rule, dims, self._of(number))
                 closed = self._closed(rule, by_factor)
                 for factor, names in by_factor.items():
@@ -427,6 +458,11 @@ class Spread:
                 if factor not in closed:  # a device has the whole, and needs its part
                     for name in names:
                         options.setdefault(name, [factor])
+                        dim = of_routed.get(factor)
+                        if dim is not None and self._route_of.setdefault(name, dim) == dim:
+                            if routed is not None and options[name] != [factor]:
+                                self.routes.append((operation, routed))
+                            options[name] = [factor]
         return options
 
     def _closed(self, rule: Rule, axes: Mapping[int, tuple[str, ...]]) -> frozenset[int]:

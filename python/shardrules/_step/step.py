@@ -428,8 +428,8 @@ class Step(TracedStep):
             topology: That of the mesh's devices.
 
         Returns:
-            Seconds by the compiler's cycles and the links, with parameters and gradients sent
-            meanwhile, infinite if it refuses the step; and bytes on a device.
+            Seconds by the compiler's cycles, the links, and what the schedule hides, infinite if it
+            refuses the step; and bytes on a device.
         """
         with options_for(self.mesh, "full"):
             lowered = lowered_on(self.mesh, self._function, self._args)
@@ -440,13 +440,8 @@ class Step(TracedStep):
         time = time_on(topology, program)
         if time is None:
             raise ValueError(f"prove: the compiler for {topology.name} tells no cycles")
-        hidden = sum(
-            row.sent_at_least / topology.link_rate(self.mesh, row.axes)
-            for row in program.collectives
-            if row.axes and row.what in ("argument", "gradient", "state")
-        )
         held = 0 if program.memory is None else program.memory.peak
-        return max(time.computing, hidden) + time.sending - hidden, held
+        return time.scheduled, held
 
     def _planned_paths(self) -> dict[int, str]:
         """Return the paths of the first plan's leaves, by the number of the array."""
