@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._solve.activations import activations, constrained_step, seams
+from shardrules._solve.layout import LaidSpread, Layout, StepArrays
 from shardrules._solve.rewrite import sites
 
 LAYERS, ROWS, WIDTH, HIDDEN, WORDS = 2, 8, 16, 32, 64
@@ -80,7 +83,7 @@ def layout(step):
         if value.shape[:1] == (ROWS,):
             tail = [("tp",) if size == HIDDEN else () for size in value.shape[1:]]
             cuts[number] = (("fsdp",), *tail)
-    return cuts
+    return SimpleNamespace(cuts=cuts, reads={}, sums=set())
 
 
 def shaped(step):
@@ -114,13 +117,13 @@ def test_values_are_those_of_the_step(fsdp, tp):
 def test_constraints_are_in_loops_branches_rules_of_gradients_and_what_is_recomputed():
     mesh = mesh_of(4, 2)
     step = traced(mesh)
-    cuts = layout(step)
-    rows = seams(step, cuts)
+    spread = layout(step)
+    rows = seams(step, spread)
     depths = {len(row.site) for row in rows}
     assert len(depths) > 2
-    text = str(constrained_step(step, cuts, mesh).trace(*shaped(step)).jaxpr)
+    text = str(constrained_step(step, spread, mesh).trace(*shaped(step)).jaxpr)
     assert text.count("sharding_constraint[") >= len(rows) > 8
-    lines = {row.line.rpartition("/")[2] for row in activations(step, cuts)}
+    lines = {row.line.rpartition("/")[2] for row in activations(step, spread)}
     source = __file__.rpartition("/")[2]
     assert all(line.startswith(source) for line in lines)
 
@@ -132,11 +135,11 @@ def test_hidden_units_are_sharded_by_the_constraint_alone():
         return params["embed"][rows] @ params["turn"] @ params["head"]
 
     step = traced(mesh, forward)
-    cuts = layout(step)
-    (last,) = (row for row in seams(step, cuts) if row.number == step._equations.body.outputs[0])
-    cuts[last.number] = ((), ("fsdp", "tp"))
+    spread = layout(step)
+    (last,) = (row for row in seams(step, spread) if row.number == step._equations.body.outputs[0])
+    spread.cuts[last.number] = ((), ("fsdp", "tp"))
     params, rows = values(mesh, 1)
-    result = constrained_step(step, cuts, mesh)(params, rows)
+    result = constrained_step(step, spread, mesh)(params, rows)
     assert result.sharding.spec == P(None, ("fsdp", "tp"))
 
 
@@ -158,11 +161,11 @@ def test_constraints_of_the_program_are_replaced():
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "tp"))) * 2
 
     step = traced(mesh, forward)
-    cuts = layout(step)
+    spread = layout(step)
     other = mesh_of(2, 4)
     params, rows = values(other, 1)
-    assert any(row.replaces for row in activations(step, cuts))
-    result = constrained_step(step, cuts, other)(params, rows)
+    assert any(row.replaces for row in activations(step, spread))
+    result = constrained_step(step, spread, other)(params, rows)
     assert result.sharding.mesh.shape == {"fsdp": 2, "tp": 4}
     np.testing.assert_array_equal(result, forward(jax.device_get(params), jax.device_get(rows)))
 
@@ -200,3 +203,34 @@ def test_an_explicit_mesh_is_refused():
     step = traced(mesh_of(4, 2))
     with pytest.raises(ValueError, match="mesh: fsdp are Explicit"):
         constrained_step(step, layout(step), explicit)
+
+
+@pytest.mark.parametrize("is_constrained", [True, False])
+def test_an_operation_reads_as_was_priced(is_constrained):
+    """Rows by both axes, hidden units by one: else XLA gathers hidden units, not weights."""
+    mesh = mesh_of(4, 2)
+    sizes = {"gate": (64, 256), "up": (64, 256), "down": (256, 64)}
+    x = jax.ShapeDtypeStruct(
+        (16, 32, 64), "float32", sharding=NamedSharding(mesh, P(mesh.axis_names))
+    )
+
+    def loss(w, x):
+        hidden = jax.nn.silu(x @ w["gate"]) * (x @ w["up"])
+        return jax.numpy.mean(jax.numpy.square(x + hidden @ w["down"]))
+
+    plan = sr.plan(shapes(sizes), [("down", ("tp", "fsdp")), (".*", ("fsdp", "tp"))], mesh)
+    step = sr.trace(jax.jit(jax.grad(loss)), plan, x)
+    axes = {"batch": ("fsdp", "tp"), "hidden": ("tp",)}
+    by_class = {name: axes.get(role, ()) for name, role in step._roles.of.items()}
+    arrays = StepArrays(step._equations, step._roles, dict(mesh.shape))
+    spread = LaidSpread(arrays, Layout(by_class, ("fsdp",)))
+    most = max(sent.payload for sent in spread.sent if sent.kind == "all-gather")
+    read = [row for row in activations(step, spread) if row.is_read]
+    assert [row.shape for row in read] == [(16, 32, 64), (64, 256), (256, 64)]
+    assert "into dot_general" in str(read[0])
+    if not is_constrained:
+        spread.reads.clear()
+    run = constrained_step(step, spread, mesh)
+    proof = sr.prove(run, plan, x)
+    gathered = [sent.payload for sent in proof.collectives if sent.kind == "all-gather"]
+    assert (max(gathered) <= most) == is_constrained

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,6 +16,7 @@ from shardrules._writer.draft import trimmed
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
+    from shardrules._solve.layout import LaidSpread
     from shardrules._solve.rewrite import Site
     from shardrules._step.equations import Body, TracedOperation
     from shardrules._step.spread import Cuts
@@ -26,8 +27,10 @@ _MAKES: Final = frozenset(
     ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "gather",
      "scatter-add", "scatter", "concatenate", "cumsum", "sort", "top_k"]
 )  # fmt: skip
-# Arrays of a smaller part of the largest one are left to XLA.
+# Arrays of a smaller part of the largest one are left to XLA; of what is sent for an operation it
+# is less, as weights are small beside what attention makes.
 _SMALL: Final = 1e-3
+_SMALL_SENT: Final = 1e-5
 
 
 @record
@@ -43,38 +46,57 @@ class Activation(NamedTuple):
     spec: PartitionSpec
     replaces: bool
     """True if the program has a constraint there, whose spec this is to be."""
+    is_read: bool
+    """True if the operation is to read the array so, False if it makes it."""
 
     def __str__(self) -> str:
         array = f"{self.dtype}[{','.join(map(str, self.shape))}]"
         text = f"x = jax.lax.with_sharding_constraint(x, {spec_shown(self.spec)})"
-        verb = "constrains already" if self.replaces else self.operation.rpartition("/")[2]
+        name = self.operation.rpartition("/")[2]
+        verb = "constrains already" if self.replaces else f"into {name}" if self.is_read else name
         return printable(f"{self.line or self.operation}: {text}  # {array}, {verb}")
 
 
 class Seam(NamedTuple):
-    """A result of an operation that a solution shards."""
+    """An array that a solution shards where an operation makes it, or reads it."""
 
     site: Site
-    result: int
+    place: int
+    """Of a result; of what is read, that of an operand as `~place`."""
     number: int
     """The array's, among the values of the step."""
+    cuts: Cuts
     operation: TracedOperation
 
 
-def seams(step: Step, cuts: Mapping[int, Cuts]) -> list[Seam]:
-    """List the results that are to be sharded: of what XLA may shard otherwise, and is large."""
-    values = step._equations.values
-    least = _SMALL * max((values[number].bits for number in cuts), default=0)
+def seams(step: Step, spread: LaidSpread) -> list[Seam]:
+    """List the arrays that are to be sharded: those that XLA may shard otherwise, and are large.
+
+    What an operation reads otherwise than it lies is one of them: XLA may gather another operand.
+    """
+    values, cuts = step._equations.values, spread.cuts
+    largest = max((values[number].bits for number in cuts), default=0)
     carried = set(_carried(step._equations.body))
     rows: list[Seam] = []
+
+    def is_large(number: int, part: float) -> bool:
+        return values[number].bits >= part * largest and bool(values[number].shape)
+
     for site, operation in sites(step._closed, step._equations.body):
+        if not operation.bodies and operation.name not in CONSTRAINTS:
+            for place, number in enumerate(operation.inputs):
+                if number is None or number not in cuts:
+                    continue
+                reads = spread.reads.get((id(operation), number), cuts[number])
+                if reads != cuts[number] and is_large(number, _SMALL_SENT):
+                    rows.append(Seam(site, ~place, number, reads, operation))
         is_made = operation.name in _MAKES or operation.name in CONSTRAINTS or _is_new(operation)
-        for result, number in enumerate(operation.outputs):
+        for place, number in enumerate(operation.outputs):
             if number not in cuts:
                 continue
-            is_large = values[number].bits >= least and bool(values[number].shape)
-            if is_large and (is_made or number in carried):
-                rows.append(Seam(site, result, number, operation))
+            is_sum = number in spread.sums and is_large(number, _SMALL_SENT)
+            if is_sum or ((is_made or number in carried) and is_large(number, _SMALL)):
+                rows.append(Seam(site, place, number, cuts[number], operation))
     return rows
 
 
@@ -93,18 +115,21 @@ def _carried(body: Body) -> Iterator[int]:
             yield from _carried(inner)
 
 
-def activations(step: Step, cuts: Mapping[int, Cuts]) -> tuple[Activation, ...]:
+def activations(step: Step, spread: LaidSpread) -> tuple[Activation, ...]:
     """List the constraints that a program may have, line by line, in its order.
 
     Args:
         step: What was solved for.
-        cuts: Mesh axes of each dimension, by the number of the array.
+        spread: What is sharded how.
     """
     rows: dict[Any, Activation] = {}
-    for seam in seams(step, cuts):
+    for seam in seams(step, spread):
         operation, value = seam.operation, step._equations.values[seam.number]
         # The backward pass of an array has its sharding, as JAX has it for a constraint.
-        if "transpose(" in operation.scope or step._roles.is_like_weights(seam.number):
+        is_result = seam.place >= 0
+        if "transpose(" in operation.scope or (
+            is_result and step._roles.is_like_weights(seam.number)
+        ):
             continue
         place = user_line(operation.eqn)
         row = Activation(
@@ -112,8 +137,9 @@ def activations(step: Step, cuts: Mapping[int, Cuts]) -> tuple[Activation, ...]:
             "" if place is None else str(Place(*place)),
             value.shape,
             getattr(value.dtype, "name", str(value.dtype)),
-            spec_of_cuts(cuts[seam.number]),
+            spec_of_cuts(seam.cuts),
             operation.name in CONSTRAINTS,
+            seam.place < 0,
         )
         rows.setdefault(row[1:] if row.line else row, row)
     return tuple(rows.values())
@@ -124,7 +150,7 @@ def spec_of_cuts(cuts: Cuts) -> PartitionSpec:
     return partition_spec(*trimmed(map(entry_of, cuts)))
 
 
-def constrained_step(step: Step, cuts: Mapping[int, Cuts], mesh: Mesh) -> Any:
+def constrained_step(step: Step, spread: LaidSpread, mesh: Mesh) -> Any:
     """Return the step as a jitted function that shards its arrays so, with their gradients.
 
     It is made of the step's jaxpr: the program's text, and libraries that it calls, stay as they
@@ -132,9 +158,8 @@ def constrained_step(step: Step, cuts: Mapping[int, Cuts], mesh: Mesh) -> Any:
 
     Args:
         step: What was solved for.
-        cuts: Mesh axes of each dimension, by the number of the array: of arguments, of results, and
-            of what is between.
-        mesh: The devices, whose axes are those of `cuts`.
+        spread: How arguments, results and what is between are sharded.
+        mesh: The devices, whose axes are those of `spread`.
 
     Returns:
         A function of the arguments that the step was traced with, of the same shapes.
@@ -153,14 +178,14 @@ def constrained_step(step: Step, cuts: Mapping[int, Cuts], mesh: Mesh) -> Any:
             "how they are sharded, and no constraint does; give a mesh whose axes are Auto"
         )
 
-    def on_mesh(number: int) -> NamedSharding:
-        return NamedSharding(mesh, spec_of_cuts(cuts[number]))
+    def on_mesh(cuts: Cuts) -> NamedSharding:
+        return NamedSharding(mesh, spec_of_cuts(cuts))
 
-    shardings = {(row.site, row.result): on_mesh(row.number) for row in seams(step, cuts)}
+    shardings = {(row.site, row.place): on_mesh(row.cuts) for row in seams(step, spread)}
     closed = constrained(step._closed, shardings, partial(_constraint, mesh))
     run = jaxpr_as_fun(closed)
     outputs = [
-        None if number is None else on_mesh(number) if number in cuts else None
+        on_mesh(spread.cuts[number]) if number in spread.cuts else None
         for number in step._equations.body.outputs
     ]
     inputs = [value.shape for value in closed.in_avals]

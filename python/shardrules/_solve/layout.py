@@ -215,6 +215,10 @@ class LaidSpread(Spread):
 
     def __init__(self, arrays: StepArrays, layout: Layout, *, merges_sums: bool = True) -> None:
         self._arrays, self._layout = arrays, layout
+        self.reads: dict[tuple[int, int], Cuts] = {}
+        """Cuts with which an operation reads an array, by the operation's id and the number."""
+        self.sums: set[int] = set()
+        """Arrays of which devices add up what each has."""
         inputs = arrays.equations.body.inputs
         cuts = [arrays.cuts(number, layout) for number in inputs]
         results = [None] * len(arrays.equations.body.outputs)
@@ -258,6 +262,17 @@ class LaidSpread(Spread):
                 self.cuts.setdefault(number, self._known(number, ()))
                 self._move(number, self.target(number), trips, operation)
                 self.cuts[number] = self.target(number)
+
+    def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
+        self.reads[id(operation), number] = cuts
+        super()._move(number, cuts, trips, operation)
+
+    def _add_up(
+        self, operation: TracedOperation, number: int, rows: tuple[Axes, ...], trips: int
+    ) -> None:
+        if rows:
+            self.sums.add(number)
+        super()._add_up(operation, number, rows, trips)
 
     def _enter(self, operation: TracedOperation, body: Body, trips: int) -> None:
         stop = operation.first + operation.carries

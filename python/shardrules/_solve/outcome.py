@@ -141,7 +141,7 @@ class Outcome:
 
         Each is printed as the line that shards it: XLA keeps to it, also in the backward pass.
         """
-        return activations(self.step, self.spread.cuts)
+        return activations(self.step, self.spread)
 
     @property
     def unconstrained(self) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ class Outcome:
     def constraints(self, mesh: Mesh | None = None) -> Iterator[Callable[..., Any]]:
         """Return a context that gives the step with the constraints in it, jitted.
 
-        The step is the traced one, with a constraint behind each operation of `activations` and its
+        The step is the traced one, with a constraint at each operation of `activations` and its
         gradient, also inside of `lax.scan`, branches and `jax.checkpoint`: code that cannot be
         edited stays as it is. Not in what `unconstrained` lists. Values are those of the step, but
         for the order of sums. In the context the mesh is in force.
@@ -180,7 +180,7 @@ class Outcome:
             yield self._constrained(devices)
 
     def _constrained(self, mesh: Mesh) -> Callable[..., Any]:
-        return constrained_step(self.step, self.spread.cuts, mesh)  # type: ignore[no-any-return]
+        return constrained_step(self.step, self.spread, mesh)  # type: ignore[no-any-return]
 
     def _devices(self, mesh: Mesh | None) -> Mesh:
         """Return the mesh of devices with the solution's axes."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Site = tuple[int, ...]
 """Places of equations, the outermost first; after that of a branch its number."""
 Shardings = Mapping[tuple[Site, int], Any]
-"""NamedShardings of the results of equations, by site and number of the result."""
+"""NamedShardings of the results of equations, by site and place; `~place` is that of an operand."""
 Names = dict[Any, Any]
 """What is to be read in the place of variables."""
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
@@ -140,18 +140,22 @@ class _Writer(Rewriter):
                 template = self._constraint(eqn.outvars[0].aval, self._shardings.get((site, 0)))
                 yield self._placed(template, eqn, eqn.invars, eqn.outvars)
                 continue
-            outvars, after = list(eqn.outvars), []
-            for number, var in enumerate(eqn.outvars):
-                sharding = self._shardings.get((site, number))
-                if sharding is not None:
+            # Variables are compared by identity: those of a new constraint are new.
+            invars, outvars, after = list(eqn.invars), list(eqn.outvars), []
+            for operand, var in enumerate(eqn.invars):
+                if sharding := self._shardings.get((site, ~operand)):
                     template = self._constraint(var.aval, sharding)
-                    # Variables are compared by identity: that of a new constraint is new.
-                    outvars[number] = template.invars[0]
-                    after.append(self._placed(template, eqn, [outvars[number]], [var]))
+                    yield self._placed(template, eqn, [var], template.outvars)
+                    (invars[operand],) = template.outvars
+            for result, var in enumerate(eqn.outvars):
+                if sharding := self._shardings.get((site, result)):
+                    template = self._constraint(var.aval, sharding)
+                    after.append(self._placed(template, eqn, template.invars, [var]))
+                    (outvars[result],) = template.invars
             params = self.params(eqn, site)
             if "ctx_mesh" in params:  # before, that of the trace
                 params["ctx_mesh"] = self._context
-            yield eqn.replace(params=params, outvars=outvars)
+            yield eqn.replace(params=params, invars=invars, outvars=outvars)
             yield from after
 
     def _placed(
