@@ -595,9 +595,7 @@ def other_pages(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "width"), [("step", 390), ("solution", 390), slow(("step", 1280))]
-)
+@pytest.mark.parametrize(("name", "width"), [("step", 390), ("solution", 390), slow("step", 1280)])
 def test_browser_fits_and_scrolls_other_pages(browser, other_pages, name, width):
     options = {"viewport": {"width": width, "height": 900}, "bypass_csp": True}
     with browser.new_context(**options) as context:
