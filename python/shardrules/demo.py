@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from shardrules import Hardware, match_partition_rules, named_shardings, plan
 from shardrules._files.models import nested, read_arrays
-from shardrules._files.rules import read_rules
+from shardrules._files.rules import read_rule_source
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._rules.rules import Rules
@@ -64,7 +64,7 @@ def main() -> int:
         print("the demo needs rich: pip install 'shardrules[cli]'", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
-    rules = read_rules(str(RULES)).rules
+    rules = read_rule_source(str(RULES)).rules
     start = perf_counter()
     before = plan(read_arrays(str(MODEL)).leaves, rules, MESH)
     took = perf_counter() - start

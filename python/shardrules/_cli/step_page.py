@@ -40,11 +40,11 @@ def step_page(step: Step, memory: Memory) -> str:
         f"<p>{step.flops:.3g} FLOPs on all devices.",
         "Dimensions of one colour must be sharded alike.",
         "<h2>Arrays</h2>",
-        _table(("array", "dtype", "dimensions"), _arrays(step, hues)),
+        _html_table(("array", "dtype", "dimensions"), _arrays(step, hues)),
         "<h2>Work</h2>",
-        _table(("FLOPs", "operation", "pass", "line"), _work(step)),
+        _html_table(("FLOPs", "operation", "pass", "line"), _work(step)),
         f"<h2>Memory at the peak</h2><p>{escape(printable(str(memory).splitlines()[0]))}",
-        _table(("bytes", "array", "what", "line"), _buffers(memory)),
+        _html_table(("bytes", "array", "what", "line"), _buffers(memory)),
         *(f"<p>Not looked into: {escape(printable(text))}" for text in step.unmodelled),
     ]
     return "\n".join(parts) + "\n"
@@ -93,7 +93,7 @@ def _buffers(memory: Memory) -> Iterator[tuple[str, ...]]:
         yield f"{row.bytes:,}", escape(row.shape), escape(printable(row.what)), escape(place)
 
 
-def _table(heads: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+def _html_table(heads: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
     head = "".join(f"<th>{name}" for name in heads)
     lines = ["<tr>" + "".join(f"<td>{cell}" for cell in row) for row in rows]
     return "\n".join([f"<table><tr>{head}", *lines, "</table>"])

@@ -294,7 +294,7 @@ class Plan(Estimates, Decider):
         if any(loss.is_error for kind in self.kinds for loss in kind.losses):
             optional = frozenset(declared["optional_axes"])
             columns = self._on_mesh(sized_mesh(self._mesh), may_lack=optional)
-        return check.check(
+        return check.run_checks(
             columns,
             large=large,
             declared=declared,
@@ -529,7 +529,7 @@ class Plan(Estimates, Decider):
         from shardrules._plan import diff
 
         check_type("other", other, Plan, "a Plan")
-        return diff.diff(self, other)
+        return diff.plan_diff(self, other)
 
     def transfer(self, other: Plan) -> Transfer:
         """Count what moves from these shardings to those of another plan of the same leaves.

@@ -12,7 +12,7 @@ from shardrules._dtypes import key_dtype
 from shardrules._mesh.memory import sharding_in_memory
 from shardrules._mesh.mesh import MeshLike, as_mesh
 from shardrules._place.shardings import Placement
-from shardrules._plan.check import check
+from shardrules._plan.check import run_checks
 from shardrules._plan.check_rules import refusals
 from shardrules._plan.findings import NOTHING
 from shardrules._specs import as_partition_spec
@@ -104,7 +104,7 @@ def placement_errors(columns: Columns) -> str:
     said_by = "rules" if columns._leaves.path_rules is not None else "logical rules"
     messages = [leaf_errors(rows, columns.axis_sizes, said_by=said_by)] if rows else []
     if any(kind.status == "unmatched" for kind in columns.kinds):
-        findings = check(columns, declared=NOTHING)
+        findings = run_checks(columns, declared=NOTHING)
         messages += [str(finding) for finding in findings if finding.kind == "unmatched"]
     return "\n".join(messages)
 
