@@ -172,8 +172,8 @@ def _print_times(console: Any, rules: list[tuple[Any, Any]]) -> None:
     rounds = [[_milliseconds(call, 1) for call in both] for _ in range(_ROUNDS)]
     ratios = sorted(theirs / ours for theirs, ours in rounds)
     console.print(
-        f"eformer {eformer.__version__}, the same specs: {median(row[0] for row in rounds):.0f} ms; "
-        f"slower in {sum(ratio > 1 for ratio in ratios)} of {_ROUNDS} rounds side by side, "
+        f"eformer {eformer.__version__}, the same specs: {median(row[0] for row in rounds):.0f} "
+        f"ms; slower in {sum(ratio > 1 for ratio in ratios)} of {_ROUNDS} rounds side by side, "
         f"{ratios[0]:.0f} to {ratios[-1]:.0f} times as long"
     )
 
