@@ -373,7 +373,7 @@ def solve(args: Args) -> None:
     for note in solver_notes(solution):
         hint(args, note)
     if args.html:
-        page = solution._ruled.plan.to_html(
+        page = suggestion.plan.to_html(
             title=args.function, hbm=hbm, suggestion=suggestion, solution=solution
         )
         write_text(Path(args.html), page)
