@@ -370,7 +370,7 @@ def expert(model: Model, topology: sr.Topology, name: str) -> dict[str, Any]:
         machine = machine.on_slice(topology, sizes)._replace(hides=HIDES)
         memory, seconds = step.memory().peak, step.time(machine).total
         is_over = memory > topology.hardware.memory_bytes
-        sent = sum(row.sent for row in step.traffic())
+        sent = sum(map(machine.sent, step.traffic()))
         rows.append((is_over, seconds, memory, sent, sizes, jitted, args))
     if not rows:
         return {}

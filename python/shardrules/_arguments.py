@@ -180,7 +180,7 @@ def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str)
     return values
 
 
-def shape_of(name: str, value: Any) -> tuple[Any, ...]:
+def checked_shape(name: str, value: Any) -> tuple[Any, ...]:
     """Return a shape, as a tuple. Symbolic dimensions and the like are for the caller to check.
 
     Raises:

@@ -162,13 +162,13 @@ def read_bytes(path: Path, per_byte: int = 1) -> bytes:
                 f"{path}: byte 0: this is not gzip; rename the file if it is not compressed"
             )
         # A read that would block, as of /proc/kmsg, gives None.
-        return joined(path, iter(lambda: file.read(_CHUNK) or b"", b""), size, per_byte)
+        return join_chunks(path, iter(lambda: file.read(_CHUNK) or b"", b""), size, per_byte)
 
 
 def _unpacked(path: Path, file: io.BufferedReader, size: int, per_byte: int) -> bytes:
     try:
         with gzip.GzipFile(fileobj=file) as unpacked:
-            return joined(path, iter(partial(unpacked.read, _CHUNK), b""), size, per_byte)
+            return join_chunks(path, iter(partial(unpacked.read, _CHUNK), b""), size, per_byte)
     except EOFError:
         raise FileError(f"{path}: the gzip ends too early; copy or download it again") from None
     except (gzip.BadGzipFile, zlib.error) as error:
@@ -177,7 +177,7 @@ def _unpacked(path: Path, file: io.BufferedReader, size: int, per_byte: int) -> 
         ) from None
 
 
-def joined(path: Path, chunks: Iterable[bytes], size: int, per_byte: int = 1) -> bytes:
+def join_chunks(path: Path, chunks: Iterable[bytes], size: int, per_byte: int = 1) -> bytes:
     """Join the chunks of a JSON text.
 
     Raises:

@@ -23,7 +23,7 @@ from shardrules._dtypes import BITS, SAFETENSORS, bits_of, numpy_name
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import read_arrays
 from shardrules._files.modules import is_module_form, load_object
-from shardrules._files.rules import DIALECTS, read_rules
+from shardrules._files.rules import DIALECTS, read_rule_source
 from shardrules._io import FileError
 from shardrules._mesh_sizes import parse_mesh
 from tests.support import corpus
@@ -175,8 +175,8 @@ def test_bad_gzip(write):
 def test_no_file(tmp_path):
     assert "No such file or directory; check" in message(read_arrays, tmp_path / "none.json")
     assert "No such file" in message(read_arrays, tmp_path / "none.safetensors")
-    assert "No such file" in message(read_rules, tmp_path / "none.toml")
-    assert "Is a directory" in message(read_rules, str(tmp_path))
+    assert "No such file" in message(read_rule_source, tmp_path / "none.toml")
+    assert "Is a directory" in message(read_rule_source, str(tmp_path))
     (tmp_path / "readme.txt").write_text("nothing")
     assert "the directory has no arrays that can be read" in message(read_arrays, str(tmp_path))
 
@@ -381,7 +381,7 @@ spec = []
 
 
 def test_rules_of_toml(write):
-    file = read_rules(write("llama.toml", TOML))
+    file = read_rule_source(write("llama.toml", TOML))
     correction = sr.Correction(absent="error", indivisible="prefix", rank="error", pad=False)
     own = sr.Correction(absent="drop", indivisible="prefix", rank="error", pad=False)
     wq = sr.RuleSpec(
@@ -399,7 +399,10 @@ def test_rules_of_toml(write):
     assert file.rules.match(tree) == {
         "wq": {"kernel": P("fsdp", None, ("tp", "sp"))}, "bias": P("tp"), "x": P(),
     }  # fmt: skip
-    assert read_rules(write("x.toml", TOML), sr.dialects.SPECTRAX).rules.dialect.name == "Spectrax"
+    assert (
+        read_rule_source(write("x.toml", TOML), sr.dialects.SPECTRAX).rules.dialect.name
+        == "Spectrax"
+    )
 
 
 def test_rules_with_specs_from_shapes(write):
@@ -414,16 +417,16 @@ def test_rules_with_specs_from_shapes(write):
     """
     wo = sr.fsdp(("dp", "fsdp"), min_bytes=2 * 2**20, min_rank=2, within=(None, "tp"))
     expected = [("wo", sr.RuleSpec(wo, units=(8,))), (".*", sr.fsdp("fsdp"))]
-    assert list(read_rules(write("rules.toml", toml)).rules) == expected
+    assert list(read_rule_source(write("rules.toml", toml)).rules) == expected
     in_json = [[".*", {"fsdp": "fsdp", "min_bytes": 4 * 2**20, "within": None}]]
-    assert list(read_rules(write("rules.json", in_json)).rules) == expected[1:]
+    assert list(read_rule_source(write("rules.json", in_json)).rules) == expected[1:]
 
 
 @pytest.mark.parametrize("name", corpus.regex_rule_sets())
 def test_rules_of_json(write, name):
     listed = corpus.rule_file(name)["rules"]
     for form in ({"rules": listed}, listed):
-        rules = read_rules(write("rules.json", form)).rules
+        rules = read_rule_source(write("rules.json", form)).rules
         assert [(pattern, P(*spec)) for pattern, spec in rules] == corpus.rules(name)
 
 
@@ -431,7 +434,7 @@ def test_rules_of_json(write, name):
 def test_a_key_that_says_nothing_of_rules(write, key):
     path = write("rules.json", {key: "logical", "rules": [["w", ["tp"]]]})
     with pytest.raises(FileError, match=f"key '{key}' is unknown; the keys are rules, dialect"):
-        read_rules(path)
+        read_rule_source(path)
 
 
 def test_companions_of_a_rule_file(write):
@@ -443,11 +446,11 @@ def test_companions_of_a_rule_file(write):
     path = write("x.toml", keys + '[[rules]]\npattern = "w"\nspec = "tp"\n')
     stacks = (sr.stacked("layers"), sr.stacked("h", "h_*", axis=1, mesh_axis="stage"))
     tables = (*sr.QUANTIZED, *sr.LORA)
-    assert read_rules(path).companions == (*stacks, *tables, sr.unstacked("encoder"))
+    assert read_rule_source(path).companions == (*stacks, *tables, sr.unstacked("encoder"))
     also = {"stacked": ["blocks"], "companions": ["lora"]}
-    more = read_rules(path, None, also).companions
+    more = read_rule_source(path, None, also).companions
     assert more == (*stacks, sr.stacked("blocks"), *tables, sr.unstacked("encoder"))
-    assert read_rules(write("y.json", [["w", ["tp"]]]), None, also).companions == (
+    assert read_rule_source(write("y.json", [["w", ["tp"]]]), None, also).companions == (
         sr.stacked("blocks"), *sr.LORA,
     )  # fmt: skip
     assert sr.read_rules(write("z.json", [["w", ["tp"]]])).companions == ()
@@ -471,15 +474,15 @@ def test_companions_of_a_rule_file(write):
 )
 def test_bad_companions_of_a_rule_file(write, table, expected):
     path = write("r.json", {"rules": [["w", ["tp"]]], **table})
-    assert re.search(expected, message(read_rules, path))
+    assert re.search(expected, message(read_rule_source, path))
 
 
 def test_rules_of_tp_plans(write):
     path = write(
         "p.json.gz", gzip.compress(b'{"dialect": "transformers", "rules": [["l.*.q", []]]}')
     )
-    assert read_rules(path).rules.first_match("l.3.q") == 0
-    assert read_rules(path).name == "p"
+    assert read_rule_source(path).rules.first_match("l.3.q") == 0
+    assert read_rule_source(path).name == "p"
     assert set(DIALECTS.values()) == {
         sr.dialects.EFORMER, sr.dialects.NNX, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.SPECTRAX, sr.dialects.KERAS, sr.dialects.TP_PLAN,
         sr.dialects.BIG_VISION,
@@ -490,13 +493,13 @@ def test_rules_of_a_module(module):
     module(
         "import shardrules as sr\nPAIRS = [('w', 'tp')]\ndef rules(): return sr.Rules(PAIRS, sr.dialects.KERAS)\n"
     )
-    assert read_rules("user_code:PAIRS").rules == sr.Rules([("w", "tp")])
-    assert read_rules("user_code:rules").rules == sr.Rules([("w", "tp")], sr.dialects.KERAS)
-    assert read_rules("user_code:rules", sr.dialects.EASYLM).rules == sr.Rules(
+    assert read_rule_source("user_code:PAIRS").rules == sr.Rules([("w", "tp")])
+    assert read_rule_source("user_code:rules").rules == sr.Rules([("w", "tp")], sr.dialects.KERAS)
+    assert read_rule_source("user_code:rules", sr.dialects.EASYLM).rules == sr.Rules(
         [("w", "tp")], sr.dialects.EASYLM
     )
-    assert read_rules("user_code:rules").name == "rules"
-    assert "rules must be a sequence of" in message(read_rules, "shardrules:__version__")
+    assert read_rule_source("user_code:rules").name == "rules"
+    assert "rules must be a sequence of" in message(read_rule_source, "shardrules:__version__")
 
 
 BAD_RULES = {
@@ -548,7 +551,7 @@ BAD_RULES = {
 @pytest.mark.parametrize("case", BAD_RULES)
 def test_bad_rules(write, case):
     name, data, expected = BAD_RULES[case]
-    assert re.search(expected, message(read_rules, write(name, data)))
+    assert re.search(expected, message(read_rule_source, write(name, data)))
 
 
 # Meshes

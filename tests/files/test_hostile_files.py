@@ -22,7 +22,7 @@ from shardrules import _io as content
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import Arrays, nested, read_arrays
 from shardrules._files.public import read_hardware
-from shardrules._files.rules import read_rules
+from shardrules._files.rules import read_rule_source
 from shardrules._io import FileError, memory_within, parse_json, read_bytes
 from tests.support.command_line import invoke
 from tests.support.contexts import pseudo_terminal
@@ -44,9 +44,9 @@ from shardrules import FileError
 from shardrules._files.models import read_arrays
 from shardrules._io import parse_json, read_bytes
 from shardrules._files.public import read_hardware
-from shardrules._files.rules import read_rules
+from shardrules._files.rules import read_rule_source
 read = {"json": lambda path: parse_json(Path(path), read_bytes(Path(path))),
-        "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rules(path).rules,
+        "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rule_source(path).rules,
         "hardware": read_hardware}
 try:
     print("read", len(read[sys.argv[1]](sys.argv[2])))
@@ -245,9 +245,9 @@ def test_more_memory_can_be_allowed(tmp_path):
         assert parse_json(path, read_bytes(path))
     toml = tmp_path / "r.toml"
     toml.write_text("rules = []\n" + "#\n" * 600_000)
-    assert "takes more than 537 MB" in message(read_rules, toml)
+    assert "takes more than 537 MB" in message(read_rule_source, toml)
     with memory_within(10**9):
-        assert len(read_rules(str(toml)).rules) == 0
+        assert len(read_rule_source(str(toml)).rules) == 0
 
 
 def test_the_command_line_allows_more(tmp_path):
@@ -313,15 +313,15 @@ NOT_REGULAR = "this is not a regular file but a device or a pipe"
 )
 def test_a_fifo_is_not_waited_for(tmp_path, at_once, name):
     os.mkfifo(tmp_path / name)
-    for read in (read_arrays, read_rules):
+    for read in (read_arrays, read_rule_source):
         assert NOT_REGULAR in at_once(read, tmp_path / name)
     (tmp_path / "link").symlink_to(name)
-    assert NOT_REGULAR in at_once(read_rules, tmp_path / "link")
+    assert NOT_REGULAR in at_once(read_rule_source, tmp_path / "link")
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "/dev/null", "/dev/tty", "/dev/random"])
 def test_a_device_is_not_read(at_once, name):
-    for read in (read_arrays, read_rules):
+    for read in (read_arrays, read_rule_source):
         said = at_once(read, name)
         assert NOT_REGULAR in said or "No such device or address" in said
 
@@ -403,7 +403,7 @@ def test_a_file_that_has_nothing_yet_is_not_waited_for(tmp_path, at_once, monkey
 
     monkeypatch.setattr(content, "_open_at_once", open_empty_pipe)
     monkeypatch.setattr(content.stat, "S_ISREG", lambda _: True)
-    read = {"m": read_arrays, "r": read_rules, "h": read_hardware}[name[0]]
+    read = {"m": read_arrays, "r": read_rule_source, "h": read_hardware}[name[0]]
     assert str(path) in at_once(read, path)
 
 
@@ -412,7 +412,7 @@ def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "m.json").write_text('{"params": [["w", [8], "F32"]]}')
     header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     (tmp_path / "m.safetensors").write_bytes(header_file(header) + bytes(8))
-    for read in (sr.read_model, sr.read_rules, sr.read_hardware, read_arrays, read_rules):
+    for read in (sr.read_model, sr.read_rules, sr.read_hardware, read_arrays, read_rule_source):
         assert message(read, "").startswith("the path is empty; give the name of a file")
     with pytest.raises(FileError, match="the path is empty"):
         sr.load("", [("w", None)], {"tp": 1})
@@ -425,7 +425,7 @@ def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch):
 
 def test_a_loop_of_links(tmp_path):
     (tmp_path / "x.json").symlink_to("x.json")
-    for read in (read_arrays, read_rules):
+    for read in (read_arrays, read_rule_source):
         assert "Too many levels of symbolic links" in message(read, tmp_path / "x.json")
 
 

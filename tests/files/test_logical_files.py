@@ -11,7 +11,7 @@ import pytest
 
 import shardrules as sr
 from shardrules._files.models import read_arrays
-from shardrules._files.rules import read_rules
+from shardrules._files.rules import read_rule_source
 from shardrules._io import memory_within
 from tests.support.command_line import invoke as run
 
@@ -83,16 +83,16 @@ class TestRules:
         )
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.chdir(tmp_path)
-        assert read_rules("logical_rules_here:RULES").rules.dialect == sr.dialects.MAXTEXT
+        assert read_rule_source("logical_rules_here:RULES").rules.dialect == sr.dialects.MAXTEXT
         assert (
-            read_rules("logical_rules_here:RULES", sr.dialects.LINEN).rules.dialect
+            read_rule_source("logical_rules_here:RULES", sr.dialects.LINEN).rules.dialect
             == sr.dialects.LINEN
         )
-        assert read_rules("logical_rules_here:PAIRS", sr.dialects.LINEN).rules == sr.LogicalRules(
-            [("embed", "fsdp")]
-        )
+        assert read_rule_source(
+            "logical_rules_here:PAIRS", sr.dialects.LINEN
+        ).rules == sr.LogicalRules([("embed", "fsdp")])
         with pytest.raises(sr.FileError, match="logical_rules_here:WRONG"):
-            read_rules("logical_rules_here:WRONG", sr.dialects.LINEN)
+            read_rule_source("logical_rules_here:WRONG", sr.dialects.LINEN)
 
     @pytest.mark.parametrize(
         ("table", "what"),
@@ -116,16 +116,16 @@ class TestRules:
         content = {"kind": "logical", "rules": [["embed", "tp"]], **table}
         file = written(tmp_path, "rules.json", json.dumps(content))
         with pytest.raises(sr.FileError, match=what) as caught:
-            read_rules(file)
+            read_rule_source(file)
         assert file in str(caught.value)
 
     def test_a_dialect_of_the_other_kind_is_refused(self, tmp_path):
         logical = written(tmp_path, "logical.toml", TOML)
         paths = written(tmp_path, "paths.json", '[["w", ["tp"]]]')
         with pytest.raises(sr.FileError, match="the rules are logical"):
-            read_rules(logical, sr.dialects.EFORMER)
+            read_rule_source(logical, sr.dialects.EFORMER)
         with pytest.raises(sr.FileError, match="the rules are for paths, and linen"):
-            read_rules(paths, sr.dialects.LINEN)
+            read_rule_source(paths, sr.dialects.LINEN)
 
     @pytest.mark.parametrize(
         ("text", "what"),
@@ -156,7 +156,7 @@ class TestRules:
     def test_yaml_that_is_none_or_has_no_rules(self, tmp_path, text, what):
         file = written(tmp_path, "rules.yml", text)
         with pytest.raises(sr.FileError, match=re.escape(what)) as error:
-            read_rules(file)
+            read_rule_source(file)
         assert str(error.value).startswith(f"{file}: ")
         assert "\n" not in str(error.value)
 
@@ -167,7 +167,7 @@ class TestRules:
         file = written(tmp_path, "rules.yml", text)
         try:
             with memory_within(2**28):
-                count = len(read_rules(file).rules)
+                count = len(read_rule_source(file).rules)
         except sr.FileError as error:
             assert re.search(r"line 4, column 5: .*merge keys \(<<\) make it", str(error))
         else:  # PyYAML 6.0.4 merges the same entry once
@@ -178,30 +178,30 @@ class TestRules:
         lines += [f"m{i}: &m{i} {{<<: *m{i - 1}, n{i}: 1}}" for i in range(1, 100)]
         text = "\n".join([*lines, "logical_axis_rules: [[embed, tp]]"])
         with pytest.raises(sr.FileError, match=r"column 6: .*merge keys \(<<\) make it"):
-            read_rules(written(tmp_path, "rules.yml", text))
+            read_rule_source(written(tmp_path, "rules.yml", text))
 
     def test_ordinary_merge_keys_are_read(self, tmp_path):
         lines = ["a: &a {x: 1}", "q: {r: {b: &b {<<: *a, x: 2}}}", "c: {<<: [*a, *b], x: 3}"]
         lines += [f"d{i}: {{<<: *a, y: {i}}}" for i in range(500)]
         text = "\n".join([*lines, "logical_axis_rules: [[embed, tp]]"])
-        assert len(read_rules(written(tmp_path, "rules.yml", text)).rules) == 1
+        assert len(read_rule_source(written(tmp_path, "rules.yml", text)).rules) == 1
 
     def test_aliases_that_stand_for_much_cost_nothing(self, tmp_path):
         lines = ["a0: &a0 [x, x]"]
         lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
         text = "\n".join([*lines, "logical_axis_rules: [[embed, *a39]]"])
         with pytest.raises(sr.FileError, match="rule 0: axes is"):
-            read_rules(written(tmp_path, "rules.yml", text))
+            read_rule_source(written(tmp_path, "rules.yml", text))
 
     def test_a_long_yaml_is_refused_before_it_is_parsed(self, tmp_path):
         file = written(tmp_path, "rules.yml", "# " + "x" * 10**6)
         with memory_within(2**28), pytest.raises(sr.FileError, match="allow more"):
-            read_rules(file)
+            read_rule_source(file)
 
     def test_without_pyyaml_the_message_says_how_to_get_it(self, tmp_path, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "yaml", None)
         with pytest.raises(sr.FileError, match=r"pip install 'shardrules\[yaml\]'"):
-            read_rules(written(tmp_path, "rules.yml", "a: 3"))
+            read_rule_source(written(tmp_path, "rules.yml", "a: 3"))
 
 
 MANIFEST = {

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._cli.inputs import load
+from shardrules._cli.inputs import load_model_plan
 from shardrules._dtypes import BITS
 from tests.support import corpus
 from tests.support.command_line import options_of
@@ -42,7 +42,7 @@ def written(path: Path, *rows) -> Path:
 @pytest.mark.parametrize("name", ["llama-3.1-405b", "easylm-llama-3.1-405b", "flax-gpt-j-6b"])
 def test_a_plan_of_files_is_that_of_the_command_line(name, rules):
     path = corpus.manifest_path(name)
-    theirs = load(options_of("plan", path, "-r", rules, "-m", MESH))
+    theirs = load_model_plan(options_of("plan", path, "-r", rules, "-m", MESH))
     read = sr.read_rules(rules)
     ours = sr.plan(sr.read_model(path), read.rules, {"fsdp": 8, "tp": 4})
     assert ours.fingerprint() == theirs.plan.fingerprint()

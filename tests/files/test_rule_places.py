@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from shardrules._files.rule_places import rule_places
-from shardrules._files.rules import read_rules
+from shardrules._files.rules import read_rule_source
 
 MULTILINE = f'\npattern = {3 * chr(39)}\n[[rules]]\n{3 * chr(39)}\nspec = ["fsdp"]\n'
 TABLES = f"""\
@@ -91,7 +91,7 @@ def made():
 def test_lines_of_a_file(tmp_path, name, text, lines):
     path = tmp_path / name
     path.write_bytes(text.encode())
-    found = rule_places(str(path), len(read_rules(str(path)).rules))
+    found = rule_places(str(path), len(read_rule_source(str(path)).rules))
     assert found == (str(path), lines)
 
 
@@ -105,13 +105,13 @@ def test_no_line_is_known_where_the_number_of_rules_is_another(tmp_path, rules):
 def test_a_quoted_key_hides_the_rules(tmp_path):
     path = tmp_path / "rules.toml"
     path.write_text('[["rules"]]\npattern = "a"\nspec = []\n')
-    assert rule_places(str(path), len(read_rules(str(path)).rules)) == (str(path), ())
+    assert rule_places(str(path), len(read_rule_source(str(path)).rules)) == (str(path), ())
 
 
 def test_a_gzipped_file_has_no_lines(tmp_path):
     path = tmp_path / "rules.json.gz"
     path.write_bytes(gzip.compress(json.dumps([["a", []]]).encode()))
-    assert rule_places(str(path), len(read_rules(str(path)).rules)).lines == ()
+    assert rule_places(str(path), len(read_rule_source(str(path)).rules)).lines == ()
 
 
 def test_standard_input_is_no_file(tmp_path, monkeypatch):
@@ -129,7 +129,7 @@ def test_lines_of_a_module(tmp_path, monkeypatch, name, lines):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "lined_rules", raising=False)
     source = f"lined_rules:{name}"
-    assert rule_places(source, len(read_rules(source).rules)) == ("lined_rules.py", lines)
+    assert rule_places(source, len(read_rule_source(source).rules)) == ("lined_rules.py", lines)
     monkeypatch.chdir("/")
     monkeypatch.setattr(sys.modules["lined_rules"], "__file__", "/nowhere/lined_rules.py")
     assert rule_places(source, 2).lines == ()

@@ -23,7 +23,7 @@ import shardrules as sr
 from shardrules import FileError
 from shardrules._files.models import read_arrays
 from shardrules._files.public import read_hardware
-from shardrules._files.rules import read_rules
+from shardrules._files.rules import read_rule_source
 from shardrules._plan import lock as locks
 from shardrules._plan.fold import fold
 
@@ -147,7 +147,7 @@ def toml(data: bytes) -> None:
 def yaml(data: bytes) -> None:
     """MaxText's rules in YAML: `FileError`, or names with mesh axes."""
     with suppress(FileError):
-        read = read_rules(_file("r.yml", data)).rules
+        read = read_rule_source(_file("r.yml", data)).rules
         assert isinstance(read, sr.LogicalRules)
         assert all(type(name) is str for name, _ in read)
 
@@ -163,7 +163,7 @@ def _check_rules(path: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            read = read_rules(path)
+            read = read_rule_source(path)
     except FileError:
         return
     assert isinstance(read.rules, sr.Rules)

@@ -392,13 +392,13 @@ class TestPlanned:
         assert found == plan.shardings()
 
     def test_a_rule_file(self, write):
-        from shardrules._files.rules import read_rules
+        from shardrules._files.rules import read_rule_source
 
         content = {
             "rules": [["w", [None, "tp"]]],
             "correction": {"indivisible": "factor"},
         }
-        rules = read_rules(write("rules.json", content)).rules
+        rules = read_rule_source(write("rules.json", content)).rules
         assert sr.plan({"w": struct(8, 4)}, rules, {"tp": 8}).specs() == {"w": P(None, "tp_0")}
 
 

@@ -1200,7 +1200,7 @@ def test_a_check_is_one_function(monkeypatch):
     monkeypatch.setattr(queries, "CHECKS", checks := dict(queries.CHECKS))
     monkeypatch.setattr(check, "CHECKS", checks)
 
-    @queries.check("toy", "info", "leaves of a single element")
+    @queries.check_of("toy", "info", "leaves of a single element")
     def toys(context):
         folded = context.folded(lambda kind: kind.shape == (1,))
         yield queries.finding("info", "toy", "too small to matter", "leave it", folded=folded)

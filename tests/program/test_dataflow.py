@@ -10,7 +10,7 @@ from shardrules._program.dataflow import (
     held_by_loops,
     is_made_from,
     origin_of,
-    returned,
+    output_values,
     updated_values,
     value_uses,
 )
@@ -103,7 +103,7 @@ def test_origins(hlo, value, origin):
 
 
 def test_what_is_returned_and_held(hlo):
-    assert [(one.name, one.element) for one in returned(hlo)] == [
+    assert [(one.name, one.element) for one in output_values(hlo)] == [
         ("ags", None),
         ("loop", 2),
         ("two", 0),

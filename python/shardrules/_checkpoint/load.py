@@ -15,7 +15,7 @@ from shardrules._checkpoint.job import Job, bytes_in_flight
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.reading import Progress, checked_progress
 from shardrules._checkpoint.renames import A_RENAME, Rename
-from shardrules._checkpoint.replicas import gathered, reading_of
+from shardrules._checkpoint.replicas import put_in_place, reading_of
 from shardrules._checkpoint.selection import Selection, initial
 from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched
@@ -162,7 +162,7 @@ def load(
             selection=selection,
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh, **deciding)
-        jobs = _jobs(arrays, targets, leaves, shardings)
+        jobs = _jobs_of(arrays, targets, leaves, shardings)
         reads = reads_of(checkpoint_format, arrays, jobs)
         most = bytes_in_flight(reads.all, bound)
         call.agree(
@@ -179,15 +179,17 @@ def load(
         kept = leaves if tree is None else tree_util.tree_leaves(tree)
         rows = zip(targets, leaves, kept, shardings, strict=True)
         values = [
-            next(read) if target is not None else _instead(selection, path, like, leaf, sharding)
+            next(read)
+            if target is not None
+            else _value_instead(selection, path, like, leaf, sharding)
             for (path, target), like, leaf, sharding in rows
         ]
         selection.tell(arrays.name)
         call.agree(lambda: [("the arrays", "read")])
-    return treedef.unflatten(gathered(values, targets, shardings))
+    return treedef.unflatten(put_in_place(values, targets, shardings))
 
 
-def _jobs(
+def _jobs_of(
     arrays: Arrays,
     targets: Sequence[tuple[str, Target | None]],
     leaves: Sequence[Any],
@@ -202,7 +204,7 @@ def _jobs(
     ]
 
 
-def _instead(selection: Selection, path: str, like: Any, leaf: Any, sharding: Any) -> Any:
+def _value_instead(selection: Selection, path: str, like: Any, leaf: Any, sharding: Any) -> Any:
     """Return what stands in the place of an array that is not loaded: made anew, or the tree's."""
     if path not in selection.made:
         return leaf

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules._checkpoint.boxes import Form
 from shardrules._checkpoint.job import Job
 from shardrules._checkpoint.ranges import numpy_dtype
-from shardrules._checkpoint.scales import codes_and_scales, product_of, spread
+from shardrules._checkpoint.scales import codes_and_scales, scaled_codes, spread
 from shardrules._checkpoint.targets import Target, whole
 from shardrules._files.leaves import ArraySpec
 
@@ -66,7 +66,7 @@ def made(
     if not arranges:
         return made_of(job.target, live, job.dtype, job.sharding)
     if job.target.apply is None:
-        return product_of(job, live)
+        return scaled_codes(job, live)
     names = tuple(job.target.inputs)
     values = [live[_input_name(job, argument)] for argument in names]
     plain = tuple(_Recipe((), value.shape, None) for value in values)

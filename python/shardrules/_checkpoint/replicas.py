@@ -35,7 +35,7 @@ def reading_of(arrays: Arrays, leaf: Any, sharding: NamedSharding) -> NamedShard
     return _apart(sharding, tuple(leaf.shape))
 
 
-def gathered(
+def put_in_place(
     values: list[Any], targets: Sequence[tuple[str, Any]], shardings: Sequence[Any]
 ) -> Any:
     """Give the arrays that were read their shardings, one after the other."""

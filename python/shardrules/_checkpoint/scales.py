@@ -64,7 +64,7 @@ def codes_and_scales(job: Job, arrays: Mapping[str, ArraySpec]) -> dict[str, Job
     }
 
 
-def product_of(job: Job, live: Mapping[str, Any]) -> Any:
+def scaled_codes(job: Job, live: Mapping[str, Any]) -> Any:
     """Multiply the codes by the scales, on the devices of the result."""
     program = _spread_program(_spread_of(job.target), job.target.shape, job.dtype, job.sharding)
     return program(live[job.path], live[f"{job.path}: scales"])

@@ -62,13 +62,13 @@ def plan(args: Args) -> int:
     from shardrules._io import write_text
     from shardrules._plan.report import plan_json
 
-    step, training = inputs.step(args), inputs.training(args)
+    step, training = inputs.step_arguments(args), inputs.training(args)
     room = inputs.room(args, step["hardware"])
     if args.must_fit:
         inputs.check_room(room)
     targets = {"--lock": args.lock, "--html": args.html, "--manifest": args.manifest}
     _check_targets(targets, filter(None, (args.source, args.rules)))
-    planned = inputs.load(args)
+    planned = inputs.load_model_plan(args)
     plan = planned.plan
     memory = plan.bytes_per_device(**training, step=step.get("step"))
     has_time = step["hardware"] is not None and len(step) > 1
@@ -132,7 +132,7 @@ def check(args: Args) -> int:
     else:
         why = "without --must-fit, only the parameters are counted"
         inputs.refuse(why, args, "gradients", "optimizer", "host_memory")
-    planned = inputs.load(args)
+    planned = inputs.load_model_plan(args)
     findings = planned.plan.check(
         **planned.rules.declared, large=large, head_dim=args.head_dim, hbm=room.hbm,
         levels=levels, step=inputs.traced(args),
@@ -164,7 +164,7 @@ def verify(args: Args) -> int:
     from shardrules._verify.verify import verify
 
     _check_lock(args)
-    budget = inputs.budget(args.budget)
+    budget = inputs.budget_texts(args.budget)
     large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
     step = load_object(args.function)
     if not isinstance(step, tuple) or len(step) not in (2, 3):
@@ -234,7 +234,7 @@ def prove(args: Args) -> int:
 
     _check_lock(args)
     _check_targets({"--lock": args.lock, "--html": args.html}, ())
-    budget = inputs.budget(args.budget)
+    budget = inputs.budget_texts(args.budget)
     large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
     topology = Topology(args.on, args.slices)
     mesh = topology.mesh(parse_mesh(args.mesh))
@@ -373,7 +373,7 @@ def solve(args: Args) -> None:
     for note in solver_notes(solution):
         hint(args, note)
     if args.html:
-        page = solution._ruled.plan.to_html(
+        page = suggestion.plan.to_html(
             title=args.function, hbm=hbm, suggestion=suggestion, solution=solution
         )
         write_text(Path(args.html), page)
@@ -388,7 +388,7 @@ def explain(args: Args) -> None:
     """Explain the spec of one array: the rules that match it, and each correction."""
     from shardrules._cli import inputs
 
-    print(inputs.load(args).plan.explain(args.path))
+    print(inputs.load_model_plan(args).plan.explain(args.path))
 
 
 @_command(
@@ -421,13 +421,13 @@ def sweep(args: Args) -> None:
         raise ValueError("--axes: the meshes of --on have no fixed sizes")
     sizes = dict.fromkeys(axes, 1) | fixed
     first = args.mesh[0] if meshes else ",".join(f"{axis}={size}" for axis, size in sizes.items())
-    step, training = inputs.step(args, first), inputs.training(args)
+    step, training = inputs.step_arguments(args, first), inputs.training(args)
     if args.step is not None:
         step |= {"step": inputs.traces(args), "prove": args.prove}
     else:
         inputs.refuse("without --step there is nothing to compile", args, "prove")
     room = inputs.room(args, step["hardware"])
-    plan = inputs.load(args, mesh=first).plan
+    plan = inputs.load_model_plan(args, mesh=first).plan
     topology = None if args.on is None else Topology(args.on, args.slices)
     with working(args, "trying meshes"):
         rows = plan.sweep(
@@ -463,7 +463,7 @@ def load(args: Args) -> None:
     targets: dict[str, Any] = {}
     if args.renames is not None or args.dtype is not None:
         tree, targets = renamed(args.source, renames, args.dtype)
-    plan = inputs.load(args, tree=tree).plan
+    plan = inputs.load_model_plan(args, tree=tree).plan
     if args.dry_run:
         columns = plan._columns
         options: dict[str, Any] = {"processes": args.processes, "bandwidth": speed}

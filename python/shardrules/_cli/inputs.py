@@ -16,7 +16,7 @@ from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.manifest import arrays_of
 from shardrules._files.models import nested, read_arrays
 from shardrules._files.modules import is_module_form, load_object
-from shardrules._files.rules import DIALECTS, RuleFile, read_rules
+from shardrules._files.rules import DIALECTS, RuleFile, read_rule_source
 from shardrules._io import FileError, memory_within
 from shardrules._mesh_sizes import parse_mesh
 from shardrules._plan.findings import Declared, Findings, all_declared, compiled_replicated
@@ -46,7 +46,7 @@ class Planned(NamedTuple):
     """A line for each pattern that `re` evaluates, with the reason."""
 
 
-def load(args: Args, *, mesh: str | None = None, tree: Any = None) -> Planned:
+def load_model_plan(args: Args, *, mesh: str | None = None, tree: Any = None) -> Planned:
     """Plan the model of a command line."""
     (planned,) = _load(args, mesh or args.mesh, args.source, tree=tree)
     return planned
@@ -86,7 +86,7 @@ def load_plan(args: Args, source: str, mesh: str | None, tree: Any = None) -> Pl
         raise click.UsageError(f"the following arguments are required: {', '.join(missing)}")
     axis_sizes = parse_mesh(mesh)
     companions = {"stacked": [*args.stacked], "companions": names(args.companions)}
-    rules = read_rules(args.rules, dialect_of(args), companions)
+    rules = read_rule_source(args.rules, dialect_of(args), companions)
     rules = rules._replace(declared=all_declared(rules.declared, declared))
     fallbacks = tuple(dict.fromkeys(_fallbacks(rules)))
     if fallbacks and args.no_fallbacks:
@@ -137,7 +137,7 @@ def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
     with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
         dialect = dialect_of(args)
         like = getattr(args, "like", None)
-        rules = None if like is None else read_rules(like, dialect).rules
+        rules = None if like is None else read_rule_source(like, dialect).rules
         if isinstance(rules, LogicalRules):
             raise TypeError(
                 f"{like}: it is for logical axis names; rules that are mended are for paths"
@@ -264,7 +264,7 @@ def training(args: Args) -> dict[str, Any]:
 
 def step_on(source: str, mesh: Any, rules: Any = None) -> tuple[Any, ...]:
     """Return what `step_of` gives for a function of the mesh, and of rules or those in a file."""
-    rules = read_rules(rules).rules if isinstance(rules, str) else rules
+    rules = read_rule_source(rules).rules if isinstance(rules, str) else rules
     arguments = (mesh,) if rules is None else (mesh, rules)
     return step_of(source, load_object(source, *arguments))
 
@@ -299,7 +299,7 @@ def traces(args: Args) -> Callable[[Any], Step]:
     return traced_on
 
 
-def step(args: Args, mesh: str | None = None) -> dict[str, Any]:
+def step_arguments(args: Args, mesh: str | None = None) -> dict[str, Any]:
     """Return the arguments of `Plan.sweep` for the time of a step."""
     device = None if args.hardware is None else load_hardware(args.hardware)
     if getattr(args, "step", None) is not None:
@@ -366,7 +366,7 @@ def levels(texts: Iterable[str]) -> dict[Any, Any]:
     return _pairs("--level", "level", texts, "a kind and its level, as dead=off")
 
 
-def budget(texts: Iterable[str]) -> dict[str, str]:
+def budget_texts(texts: Iterable[str]) -> dict[str, str]:
     """Return budgets by what they are of; that they are sizes is for `verify` to say."""
     return _pairs("--budget", "budget", texts, "what it is of and its bytes, as fsdp=25GB")
 

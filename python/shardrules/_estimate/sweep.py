@@ -174,7 +174,7 @@ def _compiled_shown(seconds: float) -> str:
     return seconds_shown(seconds) if seconds < inf else "refused"
 
 
-def sweep(
+def sweep_meshes(
     on_mesh: Callable[[Mapping[str, int], frozenset[str]], Columns],
     meshes: Iterable[Mapping[str, int]],
     *,
@@ -302,16 +302,16 @@ def factorizations(
             f"{counted(devices, 'device')} cannot make a mesh with {mesh_shown(fixed) or axes}; "
             f"give sizes whose product divides {devices}"
         )
-    return ({**mesh, **fixed} for mesh in _factorizations(each, axes))
+    return ({**mesh, **fixed} for mesh in _all_factorizations(each, axes))
 
 
-def _factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+def _all_factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
     first, *rest = axes
     if not rest:
         yield {first: devices}
         return
     for size in _divisors(devices):
-        for others in _factorizations(devices // size, tuple(rest)):
+        for others in _all_factorizations(devices // size, tuple(rest)):
             yield {first: size, **others}
 
 

@@ -14,7 +14,7 @@ from shardrules._files.models import nested as in_levels
 from shardrules._files.models import read_arrays
 from shardrules._files.modules import is_module_form
 from shardrules._files.rules import RuleFile, parse_toml
-from shardrules._files.rules import read_rules as rules_in
+from shardrules._files.rules import read_rule_source as rules_in
 from shardrules._hardware import Hardware, public_hardware
 from shardrules._io import DEFAULT_MEMORY, FileError, memory_within, opened, path_of
 from shardrules._rules.dialects import Dialect, LogicalDialect

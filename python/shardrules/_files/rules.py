@@ -166,7 +166,7 @@ class RuleFile(NamedTuple):
     """The file's name without suffixes, or the object's name."""
 
 
-def read_rules(
+def read_rule_source(
     source: str,
     dialect: Dialect | LogicalDialect | None = None,
     companions: Mapping[str, list[str]] = _NO_COMPANIONS,

@@ -29,7 +29,7 @@ from shardrules._files.leaves import (
     check_text,
     state_of,
 )
-from shardrules._io import FileError, joined, opened, parse_json
+from shardrules._io import FileError, join_chunks, opened, parse_json
 from shardrules._text import and_more, near_shown, shown
 
 SUFFIX: Final = ".safetensors"
@@ -89,7 +89,7 @@ def _header(path: Path) -> tuple[dict[str, Any], StoredFile, range]:
                 f"{path}: byte 0: the header's length is {length:,} bytes, and at most "
                 f"{_MOST_HEADER_BYTES:,} are allowed; is this a safetensors file?"
             )
-        text = joined(path, [file.read(length)], length)
+        text = join_chunks(path, [file.read(length)], length)
     _check_marks(path, text)
     header = parse_json(path, text)
     if not isinstance(header, dict):

@@ -123,7 +123,9 @@ class SpecOnMesh:
         )
 
     def _cuts_of(self, axis: str) -> list[Cut]:
-        return cuts_of(axis, self.axis_sizes, has_parts=self._has_parts, by_factors=self.by_factors)
+        return axis_cuts(
+            axis, self.axis_sizes, has_parts=self._has_parts, by_factors=self.by_factors
+        )
 
     def size_of(self, axis: str) -> int:
         """Return the devices along an axis, also one in parts; 0 if the mesh does not have it."""
@@ -357,7 +359,7 @@ class SpecOnMesh:
         sizes = [
             size
             for axis in entry_axes(entries_of(self.written)[dim])
-            for cut in cuts_of(
+            for cut in axis_cuts(
                 axis,
                 self.axis_sizes,
                 has_parts=is_factor or self._has_parts,
@@ -521,7 +523,7 @@ class Cut(NamedTuple):
     fit. Only if all fit can an array on this mesh have the axes."""
 
 
-def cuts_of(
+def axis_cuts(
     axis: str, axis_sizes: Mapping[str, int], *, has_parts: bool, by_factors: bool
 ) -> list[Cut]:
     """Return the cuts of an axis of a spec; an absent axis is one of size 0.

@@ -70,22 +70,22 @@ def _parsed(part: Any) -> tuple[str, frozenset[str]]:
     # The code's source is that of the wrapper where a function has been wrapped.
     source = inspect.getsource(getattr(part, "__code__", part))
     names: set[str] = set()
-    return _written(ast.parse(textwrap.dedent(source)), names), frozenset(names)
+    return _source_of(ast.parse(textwrap.dedent(source)), names), frozenset(names)
 
 
-def _written(node: Any, names: set[str]) -> str:
+def _source_of(node: Any, names: set[str]) -> str:
     """Return the syntax tree as text that is the same on all Pythons.
 
     Adds the names that it uses.
     """
     if isinstance(node, list):
-        return f"[{', '.join(_written(item, names) for item in node if not _is_docstring(item))}]"
+        return f"[{', '.join(_source_of(item, names) for item in node if not _is_docstring(item))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
     if isinstance(node, ast.Name):
         names.add(node.id)
     fields = [
-        f"{name}={_written(value, names)}"
+        f"{name}={_source_of(value, names)}"
         for name, value in ast.iter_fields(node)
         if name not in _LEFT_OUT and value not in (None, [])
     ]

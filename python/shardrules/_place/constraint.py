@@ -57,7 +57,9 @@ class _Keywords(NamedTuple):
     optional_axes: tuple[str, ...]
 
 
-def constrained(tree: Any, rules: RulesLike, mesh: MeshLike | None, keywords: _Keywords) -> Any:
+def constrain_traced(
+    tree: Any, rules: RulesLike, mesh: MeshLike | None, keywords: _Keywords
+) -> Any:
     """Return the tree as `with_sharding_constraint` does inside jit."""
     key: Hashable = None
     cached = None
@@ -212,7 +214,7 @@ def with_sharding_constraint(
         texts("optional_axes", optional_axes),
     )
     if is_tracing([]):
-        traced: Tree = constrained(tree, rules, mesh, keywords)
+        traced: Tree = constrain_traced(tree, rules, mesh, keywords)
         return traced
     leaves, treedef, shardings = agreed_shardings(
         "with_sharding_constraint",

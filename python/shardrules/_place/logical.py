@@ -11,7 +11,14 @@ from typing import Any
 from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules._arguments import Tree, check_choice, check_tree, check_type, in_order, shape_of
+from shardrules._arguments import (
+    Tree,
+    check_choice,
+    check_tree,
+    check_type,
+    checked_shape,
+    in_order,
+)
 from shardrules._core import resolve_all
 from shardrules._correction import Correction, check_correction
 from shardrules._mesh.mesh import AnyMesh, MeshLike, context_mesh, resolve_mesh
@@ -218,7 +225,7 @@ def explain_logical(
         dim 1 'embed' -> 'tp'  (rule 2)
             rule 1 ('embed', 'fsdp') lost: a mesh axis of it is used by dim 0 'batch'
     """
-    sizes = None if shape is None else shape_of("shape", shape)
+    sizes = None if shape is None else checked_shape("shape", shape)
     on_mesh = None if sizes is None and mesh is None else resolve_mesh(mesh)
     pairs, in_force = _in_force(rules, dialect)
     axis_sizes = {} if on_mesh is None else dict(on_mesh.shape)

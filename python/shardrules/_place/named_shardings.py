@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_shapes, check_tree, check_type, in_order, shape_of
+from shardrules._arguments import check_shapes, check_tree, check_type, checked_shape, in_order
 from shardrules._correction import Correction
 from shardrules._dtypes import given_bits
 from shardrules._mesh.memory import memory_keeper
@@ -174,7 +174,7 @@ def spec_for(
     """
     if dtype is not None:
         given_bits("dtype", dtype)
-    array = SimpleNamespace(shape=shape_of("shape", shape), dtype=dtype)
+    array = SimpleNamespace(shape=checked_shape("shape", shape), dtype=dtype)
     decider = as_decider("rules", rules)
     policy = policy_for(
         decider, min_size=min_size, correction=correction, optional_axes=optional_axes

@@ -28,7 +28,7 @@ _MODULES: Final = (check_leaves, check_rules, check_names)
 """Each registers its checks with `queries.check`."""
 
 
-def check(
+def run_checks(
     columns: Columns,
     *,
     large: int = DEFAULT_LARGE,
@@ -49,7 +49,7 @@ def check(
     checks = list(CHECKS)
     if of_step is not None and all(kind.status == "placed" for kind in columns.kinds):
         more = of_step()
-        checks.remove(check_names.half_heads)
+        checks.remove(check_names.cut_heads)
     elif of_step is not None:
         off += OF_STEP
     findings = (finding for check_ in checks for finding in check_(queries))

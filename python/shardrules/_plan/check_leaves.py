@@ -15,14 +15,14 @@ from shardrules._plan.companions import Companion, base_path, fits_rank
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
 from shardrules._plan.memory import DeviceBytes, Room, by_class
-from shardrules._plan.queries import Queries, check, finding, leaves_in, rules_listed
+from shardrules._plan.queries import Queries, check_of, finding, leaves_in, rules_listed
 from shardrules._plan.table import Columns, Kind, axes_named, first_rules
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp
 from shardrules._text import bytes_shown, counted
 
 
-@check(
+@check_of(
     "companion",
     "warning",
     "leaves that a companion finds, but no rule for their base, so that their own rule counts; "
@@ -106,7 +106,7 @@ def advice(queries: Queries, folded: Sequence[Folded]) -> str:
     )
 
 
-@check("companion")
+@check_of("companion")
 def cut_ranks(queries: Queries) -> Iterator[Finding]:
     """Factor of LoRA that a rule for their kernel decides, as if they were the kernel."""
     kinds = queries.columns.kinds
@@ -164,7 +164,7 @@ def _finder(table: tuple[Companion, ...]) -> Rules:
 _MOST_LEAVES: Final = 5
 
 
-@check("memory", "error", "leaves that do not fit into `hbm`")
+@check_of("memory", "error", "leaves that do not fit into `hbm`")
 def too_large(queries: Queries) -> Iterator[Finding]:
     """Leaves that do not fit into the memory of a device."""
     held_bytes = by_class(queries.columns)
@@ -187,7 +187,7 @@ def no_room(needed: DeviceBytes, room: Room, largest: list[Folded]) -> Finding:
     )
 
 
-@check(
+@check_of(
     "unpinned",
     "warning, info",
     "leaves in `unpinned_host` memory, which jit copies to the device as a whole; info if they "
@@ -213,7 +213,7 @@ def unpinned(queries: Queries) -> Iterator[Finding]:
     )
 
 
-@check(
+@check_of(
     "catch-all",
     "error, info",
     "leaves that only the catch-all rule matches; info if those of them that are replicated are "
@@ -251,7 +251,7 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
         )
 
 
-@check(
+@check_of(
     "replicated",
     "warning, info",
     "other leaves that are replicated, and large alone or together; info if the rule itself "

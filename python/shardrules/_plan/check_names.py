@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from shardrules._plan.axis_uses import is_gathered
 from shardrules._plan.findings import Finding, Level, at_stake
 from shardrules._plan.fold import Folded
-from shardrules._plan.queries import Queries, check, finding, leaves_in, rules_listed
+from shardrules._plan.queries import Queries, check_of, finding, leaves_in, rules_listed
 from shardrules._plan.table import Columns, Kind
 from shardrules._rules.resolver import axes_in
 from shardrules._rules.rules import Rules
@@ -57,8 +57,8 @@ class _CutHeads(NamedTuple):
         )
 
 
-@check("half-head", "warning", "projections of attention that are cut inside a head")
-def half_heads(queries: Queries) -> Iterator[Finding]:
+@check_of("half-head", "warning", "projections of attention that are cut inside a head")
+def cut_heads(queries: Queries) -> Iterator[Finding]:
     """Projection of attention that are cut inside a head.
 
     The size of a head is `head_dim`, or that of the norm of single heads beside them.
@@ -194,7 +194,7 @@ def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHea
 _MOST_NAMES: Final = 8
 
 
-@check(
+@check_of(
     "unknown-name",
     "error, info",
     "names that no logical rule has; info if the name is not near one that no leaf has and what "
@@ -240,7 +240,7 @@ def unknown_names(queries: Queries) -> Iterator[Finding]:
         )
 
 
-@check(
+@check_of(
     "unnamed",
     "error, warning, info",
     "leaves without logical axis names; info if they are not large together. A warning for "
@@ -263,7 +263,7 @@ def unnamed(queries: Queries) -> Iterator[Finding]:
         )
 
 
-@check("unnamed")
+@check_of("unnamed")
 def fewer_names(queries: Queries) -> Iterator[Finding]:
     """Arrays with fewer names than dimensions: the names may be those of the wrong dimensions."""
     if folded := queries.fewer_names:
@@ -287,7 +287,7 @@ def fewer_names(queries: Queries) -> Iterator[Finding]:
         )
 
 
-@check(
+@check_of(
     "taken",
     "info",
     "dimensions that nothing cuts, since the axes of their logical rules cut others",
@@ -320,7 +320,7 @@ def taken(queries: Queries) -> Iterator[Finding]:
         )
 
 
-@check("dead")
+@check_of("dead")
 def dead_names(queries: Queries) -> Iterator[Finding]:
     """Rules for names that no leaf has: often those of activations, or of other models."""
     columns = queries.columns
@@ -358,7 +358,7 @@ class _Matches(NamedTuple):
     """Per rule, the leaves that it matches only without the end."""
 
 
-@check(
+@check_of(
     "nnx-value",
     "error, warning, info",
     "rules that match leaves of flax nnx only through the `value` in which their paths end: "

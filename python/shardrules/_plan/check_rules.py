@@ -12,7 +12,7 @@ from shardrules._correction import rule_spec_shown
 from shardrules._plan.check_leaves import advice
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded
-from shardrules._plan.queries import Queries, check, finding, leaves_in, rules_listed
+from shardrules._plan.queries import Queries, check_of, finding, leaves_in, rules_listed
 from shardrules._plan.table import (
     Columns,
     Kind,
@@ -31,7 +31,7 @@ from shardrules._text import counted
 _NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")
 
 
-@check("dead", "warning, info", "rules that match no leaf; info for logical rules")
+@check_of("dead", "warning, info", "rules that match no leaf; info for logical rules")
 def dead_rules(queries: Queries) -> Iterator[Finding]:
     """Rules that match no leaf."""
     if queries.columns._leaves.path_rules is None:  # such rules are often for other trees as well
@@ -47,7 +47,7 @@ def dead_rules(queries: Queries) -> Iterator[Finding]:
         )
 
 
-@check("shadowed", "warning", "rules that match leaves, all of which earlier rules win")
+@check_of("shadowed", "warning", "rules that match leaves, all of which earlier rules win")
 def shadowed_rules(queries: Queries) -> Iterator[Finding]:
     """Rules that match leaves, all of which earlier rules win."""
     columns = queries.columns
@@ -73,7 +73,7 @@ def shadowed_rules(queries: Queries) -> Iterator[Finding]:
         )
 
 
-@check("siblings", "warning", "leaves that differ only in numbers, with different specs")
+@check_of("siblings", "warning", "leaves that differ only in numbers, with different specs")
 def siblings(queries: Queries) -> Iterator[Finding]:
     """Leaves that differ only in numbers, with different specs."""
     columns = queries.columns
@@ -104,7 +104,7 @@ def siblings(queries: Queries) -> Iterator[Finding]:
             )
 
 
-@check("uncut", "warning", "leaves that a mesh axis could cut, as it cuts others like them")
+@check_of("uncut", "warning", "leaves that a mesh axis could cut, as it cuts others like them")
 def uncut(queries: Queries) -> Iterator[Finding]:
     """Leaves that a mesh axis could cut as it cuts others like them, but does not.
 
@@ -173,7 +173,7 @@ def _saved_by(queries: Queries, parts: int, folded: list[Folded]) -> int:
     )
 
 
-@check(
+@check_of(
     "unused-axis",
     "warning, info",
     "mesh axes that cut no leaf and are not declared to be for data; info if little could be "
@@ -234,7 +234,7 @@ def _are_for_others(queries: Queries) -> bool:
 _Words = tuple[str | None, str | None]  # message and fix
 
 
-@check("unmatched", "error", "leaves that no rule matches")
+@check_of("unmatched", "error", "leaves that no rule matches")
 def unmatched(queries: Queries) -> Iterator[Finding]:
     """Leaves that no rule matches."""
     folded = queries.folded(lambda kind: kind.status == "unmatched")
@@ -252,7 +252,7 @@ def unmatched(queries: Queries) -> Iterator[Finding]:
         )
 
 
-@check("misfit", "error", "leaves that cannot be sharded as their rule says")
+@check_of("misfit", "error", "leaves that cannot be sharded as their rule says")
 def misfits(queries: Queries) -> Iterator[Finding]:
     """Leaves whose rule does not fit, or of which several rules claim to be the only one."""
     kinds = queries.columns.kinds
@@ -295,7 +295,7 @@ def _misfit_words(kind: Kind) -> _Words | None:
     return refused(others) if others else None
 
 
-@check("misfit")
+@check_of("misfit")
 def unplaceable(queries: Queries) -> Iterator[Finding]:
     """Leaves whose spec the corrections let through, and JAX refuses."""
     columns = queries.columns
@@ -361,8 +361,8 @@ class _Lost(NamedTuple):
     has_several_shapes: bool
 
 
-@check("unknown-axis", "error", "axes that rules name and the mesh lacks")
-@check(
+@check_of("unknown-axis", "error", "axes that rules name and the mesh lacks")
+@check_of(
     "correction",
     "warning, info",
     "axes of a rule's spec that leaves do not get, because of their shapes or the mesh; info if "

@@ -135,7 +135,7 @@ class PlanDiff(NamedTuple):
         return "\n".join(lines)
 
 
-def diff(before: Columns, after: Columns) -> PlanDiff:
+def plan_diff(before: Columns, after: Columns) -> PlanDiff:
     """See `Plan.diff`."""
     paths, group_of, groups = paired(before, after)
     counts = np.bincount(group_of).tolist()

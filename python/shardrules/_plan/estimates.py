@@ -212,7 +212,7 @@ class Estimates(Columns):
             on = sized_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
             return self._on_mesh(on, may_lack=axes.union(plan_axes))
 
-        return sweep.sweep(
+        return sweep.sweep_meshes(
             on_mesh,
             meshes,
             room=room,

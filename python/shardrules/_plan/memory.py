@@ -106,7 +106,7 @@ class Room(NamedTuple):
         )
 
 
-def budget(
+def training_bytes(
     columns: Columns,
     gradients: Any = None,
     optimizer: Columns | tuple[Any, ...] | None = None,

@@ -62,7 +62,7 @@ OF_STEP: Final[dict[str, CheckRow]] = {
 """Those of a traced step alone."""
 
 
-def check(kind: str, levels: str = "", what: str = "") -> Callable[[Check], Check]:
+def check_of(kind: str, levels: str = "", what: str = "") -> Callable[[Check], Check]:
     """Register a function as a check that gives findings of a kind.
 
     Args:

@@ -24,6 +24,7 @@ from shardrules._plan.table import (
     placement_shown,
     problem_shown,
 )
+from shardrules._rules.patterns import pattern_shown
 from shardrules._specs import spec_shown
 from shardrules._text import printable_json, printable_lines, seconds_shown
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from shardrules._estimate.sweep import Sweep, SweepRow
     from shardrules._estimate.traffic import Traffic
     from shardrules._plan.memory import DeviceBytes, Room
-    from shardrules._rules.patterns import Pattern
 
 
 @runtime_checkable
@@ -206,11 +206,6 @@ def _check_same_budget(columns: Columns, sweep: Sweep | None, budget: DeviceByte
             )
 
 
-def _pattern_shown(pattern: Pattern) -> str:
-    """Return a rule's pattern: a string as it is, anything else as Python writes it."""
-    return pattern if isinstance(pattern, str) else repr(pattern)
-
-
 def _separators(columns: Columns) -> str:
     """Before which characters a path comes apart into modules."""
     dialect = columns._leaves.paths_dialect
@@ -253,7 +248,7 @@ class _Share:
 def _rule_data(columns: Columns) -> list[dict[str, Any]]:
     """Return the share of each rule; last that of no rule, if there is any."""
     shares = [
-        _Share(_pattern_shown(pattern), _asked_shown(columns, i), i)
+        _Share(pattern_shown(pattern), _asked_shown(columns, i), i)
         for i, (pattern, _) in enumerate(columns.rules)
     ]
     free, lost = _Share("no rule is needed", "P()"), _Share("no rule decides", "-")

@@ -59,7 +59,7 @@ class Training:
     def bytes_with(self, params: Columns) -> DeviceBytes:
         """Count the bytes of the parameters and of what training adds to them."""
         moments: Any = self.optimizer
-        return memory.budget(
+        return memory.training_bytes(
             params, self.gradients, moments, self.optimizer_memory_kind, self.activations
         )
 

@@ -13,17 +13,17 @@ from math import prod
 from typing import Final, NamedTuple
 
 # Layouts, as in {1,0:T(8,128)S(1)}, have no small letters before their parentheses.
-_OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
+OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
 _SHAPE: Final = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
-_NAME: Final = re.compile(r"%([^\s,(){}]+)")
+NAME: Final = re.compile(r"%([^\s,(){}]+)")
 _ELEMENT: Final = re.compile(r"%([\w.\-]+)#(\d+)")
 _PARENTHESES: Final = re.compile(r"[()]")
-_HEADER: Final = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(")
+HEADER: Final = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(")
 # A fixed beginning makes it fast; the attribute's name stands before it.
 _CALLED: Final = re.compile(r"=\{?(%[^\s,)}]+(?:, ?%[^\s,)}]+)*)")
 _NO_CALLS: Final = ("control-predecessors", "control-successors")
-_MULTIPLIES: Final = (" dot(", " convolution(", " custom-call(")
-_RUNS: Final = (*_MULTIPLIES, " fusion(", " while(", " call(", " conditional(", " async-start(")
+MULTIPLIES: Final = (" dot(", " convolution(", " custom-call(")
+_RUNS: Final = (*MULTIPLIES, " fusion(", " while(", " call(", " conditional(", " async-start(")
 _OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _INDEX: Final = re.compile(r"\bindex=(\d+)")
 _DIMENSION: Final = re.compile(r"\bdimensions=\{(\d+)\}")
@@ -98,7 +98,7 @@ class Instruction(NamedTuple):
         for match in _CALLED.finditer(self.attributes):
             key = self.attributes[self.attributes.rfind(" ", 0, match.start()) + 1 : match.start()]
             if key not in _NO_CALLS:
-                called[key] = tuple(_NAME.findall(match[1]))
+                called[key] = tuple(NAME.findall(match[1]))
         return called
 
     @property
@@ -111,7 +111,7 @@ class Computation:
     """Instructions of a computation by name: definitions, users and the root."""
 
     def __init__(self, text: str, begin: int, end: int) -> None:
-        header = _HEADER.match(text, begin)
+        header = HEADER.match(text, begin)
         self.name = header[1] if header else ""
         self.end = end
         self._text = text
@@ -188,7 +188,7 @@ class Computation:
 def parsed(line: str) -> Instruction:
     """Parse the line of an instruction."""
     name, _, rest = line.partition(" = ")
-    opcode = _OPCODE.search(f" {rest}")
+    opcode = OPCODE.search(f" {rest}")
     if opcode is None:
         raise ValueError(f"not an instruction of HLO: {line[:80]}")
     begin = opcode.end() - 1
@@ -201,7 +201,7 @@ def parsed(line: str) -> Instruction:
         name=name_of(name),
         opcode=opcode[1],
         results=shapes_in(rest[: opcode.start()]),
-        operands=tuple(_NAME.findall(rest[begin:end])),
+        operands=tuple(NAME.findall(rest[begin:end])),
         literal=rest[begin:end],
         attributes=rest[end + 1 :],
     )

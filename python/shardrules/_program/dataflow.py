@@ -25,7 +25,7 @@ _SCALES: Final = frozenset({"add", "divide", "multiply", "subtract"})
 # An asynchronous fusion has the elements of its results, as its end has them.
 _CALLS: Final = frozenset({"call", "fusion", "fusion-start"})
 # Of several arrays at once, each its own.
-_SUMS: Final = ("all-reduce", "reduce-scatter")
+REDUCTIONS: Final = ("all-reduce", "reduce-scatter")
 PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
 _NOT_ELEMENTWISE: Final = PRODUCTS | {"gather", "reduce", "reduce-window", "sort"}
 # The array that is updated, and what is written, if all of it is as large as a part.
@@ -110,7 +110,7 @@ def source_of(hlo: Hlo, value: Value) -> Value:
     return source._replace(name=definition.operands[0]) if is_done else source
 
 
-def returned(hlo: Hlo) -> Iterator[Value]:
+def output_values(hlo: Hlo) -> Iterator[Value]:
     """Yield for each output of the module the value that it is a copy of."""
     root = hlo[hlo.entry].root
     names = root.operands if root.opcode == "tuple" else (root.name,)
@@ -214,7 +214,7 @@ def _before_update(hlo: Hlo, value: Value) -> Iterator[Value]:
             yield Value(body, hlo[body].root.name, value.element)
     elif (moved := _moved_value(hlo, definition, value.element, _GATHERS)) is not None:
         yield Value(value.computation, definition.operands[moved[0]], moved[1])
-    elif definition.opcode.startswith(_SUMS):
+    elif definition.opcode.startswith(REDUCTIONS):
         # The end of an asynchronous sum has the elements of its start, which has those of operands.
         is_done = definition.opcode.endswith("-done")
         number, element = (0, value.element) if is_done else (value.element or 0, None)

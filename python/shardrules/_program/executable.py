@@ -27,7 +27,7 @@ from shardrules._jax import compiled_inputs, compiled_outputs
 from shardrules._plan.findings import Finding, FindingKind, Level
 from shardrules._plan.fold import fold_paths
 from shardrules._plan.plan import Plan
-from shardrules._program.dataflow import Value, returned
+from shardrules._program.dataflow import Value, output_values
 from shardrules._program.hlo import Hlo, check_hlo
 from shardrules._program.stored import StoredProgram
 from shardrules._specs import is_partition_spec, spec_shown
@@ -235,7 +235,7 @@ class Executable:
     def sources(self) -> list[Value]:
         """Value that each leaf of the outputs is a copy of."""
         assert self.hlo is not None
-        values = list(returned(self.hlo))
+        values = list(output_values(self.hlo))
         # Tokens, which JAX returns as well, come first.
         first = len(values) - len(self._results[1])
         return [values[first + leaf] for leaf in self._out_leaves]

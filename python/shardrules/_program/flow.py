@@ -25,7 +25,7 @@ _PADDED: Final = 8
 _PRODUCT: Final = re.compile(r" (?:dot|convolution|custom-call)\(")
 _LOOKUP: Final = re.compile(r" gather\(")
 _SLICES: Final = re.compile(r" slice\(")
-_WRITTEN: Final = re.compile(r" (?:dynamic-update-slice|scatter)\(")
+WRITTEN: Final = re.compile(r" (?:dynamic-update-slice|scatter)\(")
 _SLICED: Final = re.compile(r" dynamic-slice\(")
 _ADDED_ROWS: Final = re.compile(r" scatter\(")
 _COLLECTIVES: Final = (
@@ -117,7 +117,7 @@ def is_summed(hlo: Hlo, use: Consumer, begin: int, end: int) -> bool:
 
 def is_written_in_part(hlo: Hlo, line: Instruction) -> bool:
     """Say whether an instruction writes a part of an array, and keeps the rest."""
-    return line.opcode == "scatter" or _has(hlo, line, "dynamic-update-slice", _WRITTEN)
+    return line.opcode == "scatter" or _has(hlo, line, "dynamic-update-slice", WRITTEN)
 
 
 def whole_of_piece(hlo: Hlo, piece: Value) -> Value:
@@ -160,7 +160,7 @@ def _has(hlo: Hlo, instruction: Instruction, opcode: str, pattern: re.Pattern[st
     return instruction.opcode == opcode
 
 
-def joined(hlo: Hlo, pieces: Value, count: int) -> Value:
+def whole_of_pieces(hlo: Hlo, pieces: Value, count: int) -> Value:
     """Return the array that the pieces of an all-to-all are concatenated to; else the first one."""
     computation = hlo[pieces.computation]
     elements_of = [computation[name] for name in computation.users(pieces.name)]
@@ -188,10 +188,10 @@ def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Co
 
 def elements(hlo: Hlo, value: Value) -> int:
     """Count the elements of a value on a device."""
-    return shape_of(hlo, value).elements
+    return shape_at(hlo, value).elements
 
 
-def shape_of(hlo: Hlo, value: Value) -> Shape:
+def shape_at(hlo: Hlo, value: Value) -> Shape:
     """Return the shape of a value on a device."""
     return hlo[value.computation][value.name].results[value.element or 0]
 

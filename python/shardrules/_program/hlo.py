@@ -12,6 +12,10 @@ from operator import attrgetter
 from typing import Final, Literal, NamedTuple, get_args
 
 from shardrules._program.computation import (
+    HEADER,
+    MULTIPLIES,
+    NAME,
+    OPCODE,
     Computation,
     Instruction,
     Shape,
@@ -35,14 +39,9 @@ CollectiveOpcode = Literal[
 ]
 _KINDS: Final[dict[str, CollectiveOpcode]] = {kind: kind for kind in get_args(CollectiveOpcode)}
 _COLLECTIVE: Final = re.compile(rf" ({'|'.join(_KINDS)})(-start)?\(")
-# Layouts, as in {1,0:T(8,128)S(1)}, have no small letters before their parentheses.
-_OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
-_NAME: Final = re.compile(r"%([^\s,(){}]+)")
-_HEADER: Final = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(")
 # A fixed beginning makes them fast.
 _CALLS: Final = re.compile(r"=%[^\s,)}]+")
 _BRANCHES: Final = re.compile(r"_computations=\{[^}]*\}")
-_MULTIPLIES: Final = (" dot(", " convolution(", " custom-call(")
 _ASYNC_START: Final = re.compile(r'custom_call_target="AsyncCollectiveStart"')
 _SCATTERED: Final = re.compile(r"^all-reduce-scatter\b")
 _PARTITIONS: Final = re.compile(r"num_partitions=(\d+)")
@@ -152,7 +151,7 @@ class Hlo:
     def entry(self) -> str:
         """Name of the entry computation."""
         begin = self.text.rfind("\nENTRY ") + 1
-        header = _HEADER.match(self.text, begin)
+        header = HEADER.match(self.text, begin)
         return header[1] if begin and header else ""
 
     @cached_property
@@ -196,7 +195,7 @@ class Hlo:
     @property
     def has_products(self) -> bool:
         """True if the module may have a matrix product or a convolution."""
-        return any(opcode in self.text for opcode in _MULTIPLIES)
+        return any(opcode in self.text for opcode in MULTIPLIES)
 
     @cached_property
     def has_gradients(self) -> bool:
@@ -291,7 +290,7 @@ class Hlo:
         calls = defaultdict(list)
         for attributes in (_CALLS, _BRANCHES):
             for attribute in attributes.finditer(self.text):
-                for name in _NAME.findall(attribute[0]):
+                for name in NAME.findall(attribute[0]):
                     calls[name].append(attribute.start())
         return calls
 
@@ -304,7 +303,7 @@ class Hlo:
             position = self.text.find(attribute)
             while position >= 0:
                 line = self.text.rfind("\n", 0, position)
-                opcode = _OPCODE.search(self.text, line)
+                opcode = OPCODE.search(self.text, line)
                 if opcode and (match := _COLLECTIVE.match(self.text, opcode.start())):
                     places.append((opcode.start(), _KINDS[match[1]], match[2] or ""))
                 position = self.text.find(attribute, position + 1)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._program.flow import WRITTEN
+
 if TYPE_CHECKING:
     from shardrules._program.computation import Computation, Instruction, Shape
     from shardrules._program.hlo import Hlo
@@ -32,7 +34,6 @@ _ELEMENTWISE: Final = frozenset({
 })  # fmt: skip
 _UPDATES: Final = frozenset({"dynamic-update-slice", "scatter"})
 _UNCOUNTED: Final = frozenset({"after-all", "outfeed", "partition-id", "replica-id"})
-_UPDATED: Final = re.compile(r" (?:dynamic-update-slice|scatter)\(")
 # Of a loop fusion these read an operand elsewhere than at the place of the result.
 _MOVING: Final = re.compile(
     r" (?:concatenate|convolution|dot|dynamic-slice|gather|pad|reduce|reduce-window|reverse|slice"
@@ -185,7 +186,7 @@ class _Run:
                     self._unite([value[int(place or 0)]], operands[int(number)])
         elif line.opcode.startswith("fusion"):
             (body,) = line.callees[:1]
-            if hlo.contains(body, _UPDATED):
+            if hlo.contains(body, WRITTEN):
                 for result in value:
                     shape = self._shapes[result]
                     alike = (array for array in arrays if self._shapes[array] == shape)

@@ -71,7 +71,7 @@ def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
     return Costs(versions, sizes, totals and totals.peak, sent)
 
 
-def lock_text(costs: Costs) -> str:
+def program_lock_text(costs: Costs) -> str:
     """Write `Program.lock`."""
     entries = [
         {"axes": axes, "kind": kind, "bytes": size}
@@ -84,7 +84,7 @@ def lock_text(costs: Costs) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def read_lock(data: bytes, name: str) -> Costs:
+def read_program_lock(data: bytes, name: str) -> Costs:
     """Read a lock.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from shardrules._plan.axis_uses import expert_axes_among, is_gathered
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
-from shardrules._program.dataflow import Value, origin_of, source_of, updated_values
+from shardrules._program.dataflow import REDUCTIONS, Value, origin_of, source_of, updated_values
 from shardrules._program.flow import (
     Consumer,
     elements,
@@ -20,11 +20,11 @@ from shardrules._program.flow import (
     is_slice_of_whole,
     is_summed,
     is_written_in_part,
-    joined,
     lookup_of,
     product_of,
     uses,
     whole_of_piece,
+    whole_of_pieces,
 )
 from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from shardrules._program.executable import Executable
     from shardrules._program.states import State
 
-_REDUCTIONS: Final = ("all-reduce", "reduce-scatter")
 # Names of collectives in user programs, as JAX has them in op_name.
 _CALLED: Final = frozenset({
     "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute",
@@ -199,7 +198,7 @@ class Tracer:
         """Return the axes over which gradients are summed, but for those of a few."""
         leaves_of: dict[str, set[int]] = {}
         for exchange, leaf in zip(exchanges, leaves, strict=True):
-            if leaf and leaf[0] == "state" and exchange.kind in _REDUCTIONS:
+            if leaf and leaf[0] == "state" and exchange.kind in REDUCTIONS:
                 for axis in exchange.axes:
                     leaves_of.setdefault(axis, set()).add(leaf[1])
         if not leaves_of:
@@ -253,7 +252,7 @@ class Tracer:
         ):
             return "gather"
         if exchange.kind != "all-gather":
-            return "copy" if is_small or exchange.kind in _REDUCTIONS else "moved"
+            return "copy" if is_small or exchange.kind in REDUCTIONS else "moved"
         if not is_small and self._is_sliced_again(exchange, frozenset(exchange.axes)):
             return "sliced"
         if not is_small and self._is_only_reduced(exchange):
@@ -299,7 +298,7 @@ class Tracer:
     def _of_state(self, exchange: Exchange, leaf: int, path: str) -> Movement:
         """Say what is moved on the way to the next state of a leaf."""
         axes = frozenset(exchange.axes)
-        if exchange.kind in _REDUCTIONS:
+        if exchange.kind in REDUCTIONS:
             reason = "gradient" if axes & self.batch_axes else "partial"
             reason = "microbatch" if self._is_repeated(exchange, leaf) else reason
             reason = "whole gradient" if self._is_stacked_whole(exchange, leaf) else reason
@@ -380,7 +379,7 @@ class Tracer:
         if fusion is None:
             if op.kind == "all-to-all" and len(op.results) > 1:
                 pieces = Value(op.computation, op.instruction.name)
-                return joined(self._hlo, pieces, len(op.results))
+                return whole_of_pieces(self._hlo, pieces, len(op.results))
             element = exchange.number if len(op.results) > 1 else None
             return Value(op.computation, op.instruction.name, element)
         computation, instruction = fusion
@@ -402,7 +401,7 @@ class Tracer:
         axes = frozenset(exchange.axes)
         is_batch = not axes.isdisjoint(self.batch_axes)
         is_called = _called_name(exchange) in _CALLED
-        if exchange.kind in _REDUCTIONS:
+        if exchange.kind in REDUCTIONS:
             operand = _operand(exchange)
             if not self._differs(axes, operand):
                 return "again"
@@ -509,7 +508,7 @@ class Tracer:
         dims, dimension = exchange.shape.dims, exchange.op.instruction.dimension
         sources = updated_values(self._hlo, _operand(exchange), {})
         lines = (self._hlo[source.computation][source.name] for source in sources)
-        if dimension is None or any(line.opcode.startswith(_REDUCTIONS) for line in lines):
+        if dimension is None or any(line.opcode.startswith(REDUCTIONS) for line in lines):
             return False
         inner = prod(dims[dimension + 1 :])
         return any(

@@ -16,7 +16,7 @@ from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import planned_targets
-from shardrules._program.lock import Costs, compared, costs_of, lock_text, read_lock
+from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
 from shardrules._program.memory import memory_of, totals_of
 from shardrules._program.movement import REASONS, Movement, Tracer
 from shardrules._program.states import State, states
@@ -200,7 +200,7 @@ class Program:
             nothing found: 0 sums of bytes and the peak compared with the lock
         """
         check_file("path", path)
-        text = lock_text(self._shown_costs())
+        text = program_lock_text(self._shown_costs())
         if path is not None:
             write_text(path, text)
         return text
@@ -226,7 +226,7 @@ class Program:
             before, name = other._shown_costs(), "the program"
         else:
             data, name = content_of(other)
-            before = read_lock(data, name)
+            before = read_program_lock(data, name)
         return compared(self._shown_costs(), before, self.collectives, tolerance, name)
 
     def to_json(self) -> dict[str, Any]:

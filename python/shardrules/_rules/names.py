@@ -155,7 +155,7 @@ def named_array_types() -> tuple[type, ...]:
     return () if named_array is None else (named_array,)
 
 
-def axis_names(named: Any) -> tuple[str, ...]:
+def names_of_axes(named: Any) -> tuple[str, ...]:
     """Return the names of a NamedArray's axes."""
     return tuple(axis.name for axis in named.axes)
 
@@ -214,7 +214,7 @@ class NodeForms:
         if form == "variable":
             return variable_sharding(leaf)
         if form == "named":
-            return axis_names(leaf)
+            return names_of_axes(leaf)
         if form == "box":
             return leaf.names
         # flax replicates the arrays without a box in a tree of boxes.

@@ -382,6 +382,11 @@ def _text_and_flags(pattern: Pattern) -> tuple[str, int]:
     return pattern.pattern, pattern.flags & ~_DEBUG
 
 
+def pattern_shown(pattern: Pattern) -> str:
+    """Return a rule's pattern: a string as it is, anything else as Python writes it."""
+    return pattern if isinstance(pattern, str) else repr(pattern)
+
+
 def _brief(text: str) -> str:
     return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._step.spread import Spread
@@ -210,6 +210,7 @@ class LaidSpread(Spread):
     """
 
     _may_split = False  # a layout is of whole axes
+    _most_between = inf  # terms of single operations know no order
     _has_free_routes = False  # it says how each array is cut
 
     def __init__(self, arrays: StepArrays, layout: Layout, *, merges_sums: bool = True) -> None:

@@ -318,7 +318,7 @@ def _predicted(solution: Outcome) -> _ByLine:
     for sent in solution.spread.sent:
         payload = sent.payload * sent.trips
         for row in merged([(sent.kind, sent.axes, "activations", sent.trips, payload)], sizes):
-            sums[line_of(sent.operation), row.axes] += row.sent
+            sums[line_of(sent.operation), row.axes] += solution.machine.sent(row)
     return sums
 
 

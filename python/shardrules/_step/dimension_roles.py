@@ -15,27 +15,11 @@ ClassRole = Literal[
     "model width", "hidden", "batch", "sequence", "",
 ]  # fmt: skip
 # What only changes the dtype, the shape or the order of one array.
-_SHAPED: Final = frozenset(
-    [
-        "convert_element_type",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "slice",
-        "dynamic_slice",
-        "copy",
-        "optimization_barrier",
-        "sharding_constraint",
-        "reshard",
-        "broadcast_in_dim",
-        "rev",
-        "name",
-        "copy_p",
-        "pvary",
-        "all_gather",
-        "all_gather_invariant",
-    ]
-)
+_SHAPED: Final = frozenset((
+    "convert_element_type", "reshape", "transpose", "squeeze", "slice", "dynamic_slice",
+    "copy", "optimization_barrier", "sharding_constraint", "reshard", "broadcast_in_dim",
+    "rev", "name", "copy_p", "pvary", "all_gather", "all_gather_invariant",
+))  # fmt: skip
 _DOTS: Final = frozenset({"dot_general"})
 
 

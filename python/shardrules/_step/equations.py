@@ -16,24 +16,11 @@ from shardrules._step.dimensions import Dimensions, Dims
 from shardrules._step.factors import Rule, Shape, rule_of, same_rule, shape_of
 
 # What holds one jaxpr that runs once, and the names of the parameter that has it.
-_CALLS: Final = frozenset(
-    [
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_closed_call",
-        "core_call",
-        "checkpoint",
-        "remat",
-        "remat2",
-        "run_state",
-        "eval_jaxpr",
-        "composite",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-    ]
-)
+_CALLS: Final = frozenset((
+    "jit", "pjit", "closed_call", "core_closed_call", "core_call", "checkpoint", "remat",
+    "remat2", "run_state", "eval_jaxpr", "composite", "custom_jvp_call", "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+))  # fmt: skip
 _INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _MOST_DEPTH: Final = 200
 

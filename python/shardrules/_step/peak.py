@@ -23,63 +23,19 @@ if TYPE_CHECKING:
     from shardrules._step.spread import Spread, SpreadCollective
 
 # What XLA makes an operation of its own; all else it computes where it is read.
-_MADE: Final = frozenset(
-    [
-        "dot_general",
-        "ragged_dot",
-        "ragged_dot_general",
-        "conv_general_dilated",
-        "gather",
-        "scatter",
-        "scatter-add",
-        "scatter_add",
-        "scatter-mul",
-        "scatter_mul",
-        "scatter_max",
-        "scatter_min",
-        "sort",
-        "top_k",
-        "concatenate",
-        "fft",
-        "cholesky",
-        "triangular_solve",
-        "eigh",
-        "qr",
-        "lu",
-        "svd",
-        "cumsum",
-        "cumprod",
-        "cummax",
-        "cummin",
-        "cumlogsumexp",
-        "reduce_window_sum",
-        "reduce_window_max",
-        "dynamic_update_slice",
-        "rng_bit_generator",
-        "random_bits",
-        "psum",
-        "psum2",
-        "all_gather",
-        "psum_invariant",
-        "all_to_all",
-        "ppermute",
-        "reduce_scatter",
-        "psum_scatter",
-        "all_gather_invariant",
-    ]
-)
-_REDUCED: Final = frozenset(
-    [
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_and",
-        "reduce_or",
-        "argmax",
-        "argmin",
-    ]
-)
+_MADE: Final = frozenset((
+    "dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "gather",
+    "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter_max",
+    "scatter_min", "sort", "top_k", "concatenate", "fft", "cholesky", "triangular_solve",
+    "eigh", "qr", "lu", "svd", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
+    "reduce_window_sum", "reduce_window_max", "dynamic_update_slice", "rng_bit_generator",
+    "random_bits", "psum", "psum2", "all_gather", "psum_invariant", "all_to_all",
+    "ppermute", "reduce_scatter", "psum_scatter", "all_gather_invariant",
+))  # fmt: skip
+_REDUCED: Final = frozenset((
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+    "argmax", "argmin",
+))  # fmt: skip
 _IN_PLACE: Final = frozenset(
     ["dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"]
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
-from math import gcd, prod
+from math import gcd, inf, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
@@ -30,6 +30,7 @@ _ADDS: Final = frozenset({"add", "add_any"})
 PRODUCTS: Final = frozenset(
     ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
 )
+_SAME_TERMS: Final = frozenset({"transpose", "convert_element_type"})
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
 # Collectives that code by device has, by the name of the primitive.
 _EXPLICIT: Final[dict[str, CollectiveKind]] = {
@@ -82,10 +83,13 @@ class Spread:
         arguments: Cuts of each argument; None if it is whole on each device.
         results: Cuts of each result; None if nothing says.
         merges_sums: Whether terms of several products are added before devices add up theirs, as
-            XLA has it for TPUs.
+            XLA has it for TPUs, which also gathers again what was
+            gathered long before, and does not move gathers out of loops.
     """
 
     _may_split = True
+    _most_between: float = 200
+    """Operations, in number, behind which XLA for TPUs gathers again and does not keep a copy."""
     _has_free_routes = True
     """Whether nothing may say how masks are cut, so that XLA has them whole."""
 
@@ -100,6 +104,8 @@ class Spread:
     ) -> None:
         self._equations = equations
         self._merges_sums = merges_sums
+        if not merges_sums:
+            self._most_between = inf
         self.mesh = {axis: size for axis, size in sizes.items() if size > 1}
         self.sizes = dict(self.mesh)
         """Devices by axis, and of one that is split by each of its parts."""
@@ -150,7 +156,9 @@ class Spread:
         self.cuts: dict[int, Cuts] = {}
         self.sent: list[SpreadCollective] = []
         self._wishes: dict[int, Cuts] = {}
-        self._copies: set[tuple[int, Cuts]] = set()
+        self._copies: dict[tuple[int, Cuts], int] = {}
+        self._place = 0
+        self._carried: dict[int | None, int] = {}
         self._trips: dict[int, int] = {}
         self._terms: dict[int, tuple[tuple[str, ...], ...]] = {}
         self._users: dict[int, list[TracedOperation]] = {}
@@ -302,6 +310,7 @@ class Spread:
             self._run_operation(operation, trips)
 
     def _run_operation(self, operation: TracedOperation, trips: int) -> None:
+        self._place += 1
         if operation.name in _EXPLICIT:
             self._explicit(operation, trips)
         if operation.name in CONSTRAINTS and operation.inputs[0] is not None:
@@ -350,6 +359,7 @@ class Spread:
                     self._move(outer, ((), *cuts[1:]), trips, operation)
                 cuts = cuts[1:]
             elif place >= operation.first and operation.name != "cond":
+                self._carried[inner] = trips
                 made = body.outputs[place - operation.first]
                 wish = None if made is None else self._wishes.get(made)
                 if wish is not None and wish != cuts:
@@ -606,19 +616,32 @@ class Spread:
                 self.cuts[number] = after
                 payload = self.bytes(number)
             if rest:
+                times = min(trips, self._accumulated(number, trips))
                 self.sent.append(
-                    SpreadCollective("all-reduce", rest, payload, trips, operation, number)
+                    SpreadCollective("all-reduce", rest, payload, times, operation, number)
                 )
+
+    def _accumulated(self, number: int, trips: int) -> int:
+        """Return how often devices add up a sum: behind a loop that only accumulates it."""
+        users = self._users.get(number, [])
+        while len(users) == 1 and users[0].name in _SAME_TERMS:
+            users = self._users.get(users[0].outputs[0], [])
+        if len(users) != 1 or users[0].name not in _ADDS or not self._merges_sums:
+            return trips
+        is_carried = self._users.get(users[0].outputs[0], []) == [_RESULT]
+        others = (i for i in users[0].inputs if i in self._carried)
+        return next((self._carried[i] for i in others if is_carried), trips)
 
     def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
         """Bring an array to other cuts; a copy that is there already is used again."""
-        before = self._of(number)
-        if before == cuts or (number, cuts) in self._copies:
+        before, place = self._of(number), self._copies.get((number, cuts))
+        is_near = place is not None and self._place - place <= self._most_between
+        if before == cuts or is_near:
             return
         moves = list(self._moves(number, before, cuts))
-        self._copies.add((number, cuts))
-        # What a loop does not change is moved before it.
-        trips = min(trips, self._trips.get(number, 1))
+        self._copies[number, cuts] = self._place
+        if not self._merges_sums:  # CPUs move before a loop what it does not change
+            trips = min(trips, self._trips.get(number, 1))
         for kind, axes, payload in moves:
             self.sent.append(SpreadCollective(kind, axes, payload, trips, operation, number))
 

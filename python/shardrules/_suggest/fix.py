@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._correction import RuleSpec, rule_spec
 from shardrules._files.modules import is_module_form
 from shardrules._files.rule_places import rule_places
-from shardrules._files.rules import RuleFile, read_rules
+from shardrules._files.rules import RuleFile, read_rule_source
 from shardrules._io import FileError
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.resolver import axes_in
@@ -143,7 +143,7 @@ def _patched(
         copy = Path(directory, path.name)
         copy.write_bytes(patched.encode())
         try:
-            is_right = [*read_rules(str(copy), dialect).rules] == [*expected]
+            is_right = [*read_rule_source(str(copy), dialect).rules] == [*expected]
         except FileError:  # such as for a list of rules in one value
             is_right = False
     return _diff(source, text, patched) if is_right else ""

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._plan.findings import Declared, Findings
+from shardrules._rules.patterns import pattern_shown
 from shardrules._text import (
     and_more,
     answer,
@@ -15,7 +16,7 @@ from shardrules._text import (
     printable,
     record,
 )
-from shardrules._writer.texts import pattern_shown, python_text, toml_text
+from shardrules._writer.texts import python_text, toml_text
 
 if TYPE_CHECKING:
     from shardrules._place.decider import RulesLike

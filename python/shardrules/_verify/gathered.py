@@ -145,7 +145,7 @@ _Copies = dict[tuple[str, tuple[str, ...], str], dict[int, int]]
 """Bytes on a device of each leaf that is gathered, by planned spec, axes and use."""
 
 
-def gathered(
+def gather_findings(
     executable: Executable,
     inputs: _Targets,
     outputs: _Targets,

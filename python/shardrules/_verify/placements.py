@@ -204,7 +204,7 @@ def dropped(
         yield side.finding("info", "input", message, fix, leaves, mend="keep_unused=True")
 
 
-def returned(
+def large_results(
     side: Side, targets: Sequence[PlannedSharding | None], carried: Sequence[State], large: int
 ) -> Iterator[Finding]:
     """Yield a finding about large results of a step that are neither its state nor planned."""

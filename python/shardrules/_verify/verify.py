@@ -16,13 +16,13 @@ from shardrules._program.program import Program, batches
 from shardrules._program.states import states
 from shardrules._text import bytes_shown, counted
 from shardrules._verify.budget import limits_of, over_budget
-from shardrules._verify.gathered import gathered
+from shardrules._verify.gathered import gather_findings
 from shardrules._verify.placements import (
     changed,
     dropped,
+    large_results,
     not_donated,
     placements,
-    returned,
     undonated,
 )
 from shardrules._verify.resharded import resharded
@@ -134,14 +134,14 @@ def findings_and_program(
     program = Program(executable, carried, batches(executable, inputs, carried))
     with hlo_errors():
         reshards = list(resharded(program, log, large))
-        of_gathers = list(gathered(executable, in_targets, out_targets, carried, large))
+        of_gathers = list(gather_findings(executable, in_targets, out_targets, carried, large))
         same_work = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
         findings = [
             *placements(executable.inputs, in_targets, library),
             *placements(executable.outputs, out_targets, library),
             *dropped(executable.inputs, in_targets, executable.kept),
             *_for_other_devices(executable, (inputs, outputs)),
-            *returned(executable.outputs, out_targets, carried, large),
+            *large_results(executable.outputs, out_targets, carried, large),
             *changed(executable, carried),
             *undonated(executable, carried),
             *not_donated(executable, carried, large),

@@ -14,7 +14,7 @@ from shardrules._plan.axis_uses import AxisUse, is_gathered, uses_of
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.queries import Queries
 from shardrules._plan.table import DEFAULT_LARGE, Columns
-from shardrules._rules.patterns import MATCH_MODES, Pattern
+from shardrules._rules.patterns import MATCH_MODES, Pattern, pattern_shown
 from shardrules._rules.rules import Rules
 from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, entry_of, fsdp
 from shardrules._text import brief, counted
@@ -31,7 +31,6 @@ from shardrules._writer.patterns import (
     phrases,
     text_pattern,
 )
-from shardrules._writer.texts import pattern_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -16,19 +16,14 @@ from shardrules._correction import RuleSpec, rule_spec
 from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.rules import DIALECTS
 from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.patterns import Pattern, pattern_shown
 from shardrules._rules.resolver import axes_in
 from shardrules._specs import Fsdp, entries_of, entry_axes, fsdp
 from shardrules._text import printable
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Declared
-    from shardrules._rules.patterns import Pattern
     from shardrules._rules.rules import Rules
-
-
-def pattern_shown(pattern: Pattern) -> str:
-    """Format a pattern for a message."""
-    return pattern if isinstance(pattern, str) else repr(pattern)
 
 
 def toml_text(

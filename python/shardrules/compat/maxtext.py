@@ -20,7 +20,7 @@ from shardrules._arguments import check_type
 from shardrules._files.leaves import ArraySpec, ArraySpecs
 from shardrules._io import FileError, parse_json, read_bytes
 from shardrules._mesh_sizes import checked_sizes
-from shardrules._plan.diff import PlanDiff, diff
+from shardrules._plan.diff import PlanDiff, plan_diff
 from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import Fit, kind_on_mesh
 from shardrules._plan.state import Zero1
@@ -76,7 +76,7 @@ class DumpedArrays(NamedTuple):
         dumped, planned = _plainest(self._columns()), _plainest(plan._columns)
         if dumped.axis_sizes != planned.axis_sizes:
             raise ValueError(f"plan: it is on the mesh {plan.axis_sizes}, the dump on {self.mesh}")
-        return diff(dumped, planned)._replace(rules=())
+        return plan_diff(dumped, planned)._replace(rules=())
 
     def _columns(self) -> Columns:
         paths = list(self.arrays)
