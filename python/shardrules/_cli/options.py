@@ -26,7 +26,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "h100:8x16, h200:8, b200:8x2, gb200:72x2.", {"required": True}),
         "slices": ("--slices NUMBER", "Slices of TPUs, which the data centre's network connects.",
             {"least": 1, "default": 1}),
-        "fast": ("--fast", "Compile at JAX's optimization level O1: sooner, with other memory.", {}),
+        "fast": ("--fast", "Compile at JAX's optimization level O1: sooner, other memory.", {}),
         "time_limit": ("--time-limit SECONDS", "Seconds after which the best so far is taken, with "
             "its gap.", {"least": 1}),
         "remat": ("--remat {choose}", "Choose as well which loops recompute what their gradient "
