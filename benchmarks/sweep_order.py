@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import combinations
 from math import prod
 from operator import attrgetter
@@ -240,13 +241,19 @@ def meshes_of(model: Model, topology: str) -> list[str]:
     return [",".join(map(str, mesh)) for mesh in sorted(some)]
 
 
+@contextmanager
+def stopped_before_code() -> Iterator[None]:
+    """Let proofs in this process and in its children end before the compiler makes code."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        solving.stop_before_code(Path(folder))
+        yield
+
+
 def compiled(model: Model, topology: str, name: str, to_the_end: bool) -> Any:
     """Return the seconds of the program that the compiler makes of a model on a mesh."""
     slice_ = sr.Topology(topology)
     mesh = slice_.mesh(dict(zip(model.axes, map(int, name.split(",")), strict=True)))
-    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        if not to_the_end:
-            solving.stop_before_code(Path(folder))
+    with nullcontext() if to_the_end else stopped_before_code():
         try:
             program = sr.prove(*step_on(model, mesh), on=mesh, timeout=solving.LIMIT).program
         except sr.OutOfMemory:
