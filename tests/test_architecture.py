@@ -17,7 +17,7 @@ import shardrules
 ROOT = Path(shardrules.__file__).parent
 # From left to right; in docs/architecture.md from top to bottom.
 ROOMS = (
-    "values and words", "_rules", "_trees", "_mesh", "_place", "_plan", "_estimate", "_plan.report", "_plan.estimates", "_plan.plan", "_files", "_checkpoint", "_program", "_step", "_verify",
+    "values and words", "_rules", "_trees", "_mesh", "_place", "_plan", "_estimate", "_plan.report", "_plan.estimates", "_plan.views", "_plan.plan", "_files", "_checkpoint", "_program", "_step", "_verify",
     "_writer", "_solve", "_suggest", "compat", "_patching", "dialects", "renames", "types", "__init__", "demo", "_cli", "__main__",
 )  # fmt: skip
 

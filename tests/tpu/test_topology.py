@@ -13,6 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._estimate.schedule import merged
+from shardrules._estimate.step_time import machine_of
 from tests.tpu.marks import needs_libtpu
 
 SHAPES = {
@@ -213,3 +215,38 @@ def test_two_processes_at_once_leave_nothing_behind(tmp_path):
         assert process.communicate(timeout=120)[1] == ""
         assert process.returncode == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "sizes", "summed"),
+    [
+        ("v5p:4x4x4", {"fsdp": 64}, {"all-gather", "reduce-scatter"}),
+        ("v5p:4x4x4", {"fsdp": 16, "tp": 4}, set()),
+        ("v6e:8x8", {"fsdp": 64}, {"reduce-scatter"}),
+        ("v5e:4x8", {"fsdp": 32}, set()),
+    ],
+)
+def test_the_compiler_sums_over_all_chips_of_a_large_slice(name, sizes, summed):
+    topology = sr.Topology(name)
+    mesh = topology.mesh(sizes)
+
+    def both(w, g):
+        return jax.lax.all_gather(w, "fsdp", tiled=True), jax.lax.psum_scatter(
+            g, "fsdp", tiled=True
+        )
+
+    step = jax.shard_map(
+        both, mesh=mesh, in_specs=(P("fsdp"), P()), out_specs=(P(), P("fsdp")), check_vma=False
+    )
+    shapes = [
+        jax.ShapeDtypeStruct((4096, 8192), "bfloat16", sharding=jax.NamedSharding(mesh, spec))
+        for spec in (P("fsdp"), P())
+    ]
+    kinds = sorted(row.kind for row in sr.prove(jax.jit(step), *shapes, on=mesh).collectives)
+    expected = {"all-gather", "reduce-scatter"} - summed
+    assert kinds == sorted([*expected, *["all-reduce"] * len(summed)])
+    machine = machine_of("v5p", (), (), None).on_slice(topology, sizes)
+    for kind in ("all-gather", "reduce-scatter"):
+        (row,) = merged([(kind, ("fsdp",), "params", 1, 2**20)], sizes)
+        assert machine.sent(row) == row.sent * (2 if kind in summed else 1)

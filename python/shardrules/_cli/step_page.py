@@ -16,11 +16,14 @@ _STYLE: Final = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;
   color: #1c2024; background: #fff; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.scroll { overflow-x: auto; }
 table { border-collapse: collapse; } td, th { padding: .2rem .7rem .2rem 0; text-align: left; }
 code { font-family: ui-monospace, monospace; font-size: .92em; }
-.dim { display: inline-block; padding: 0 .45rem; margin: 1px; border-radius: .3rem; color: #111;
+.dim { display: inline-block; white-space: nowrap; padding: 0 .45rem; margin: 1px;
+  border-radius: .3rem; color: #111;
   background: hsl(var(--hue) 70% 84%); border: 1px solid hsl(var(--hue) 45% 55%); }
 .dim.plain { background: #eee; border-color: #bbb; }
+@media print { .scroll { overflow: visible; } .dim { white-space: normal; } }
 @media (prefers-color-scheme: dark) { body { color: #e6e8ea; background: #16181a; } }
 """
 _TURN: Final = 137.508
@@ -34,18 +37,20 @@ def step_page(step: Step, memory: Memory) -> str:
     title = escape(printable(f"The step {step.name}"))
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'\">",
-        f"<title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>",
+        f"<title>{title}</title><style>{_STYLE}</style><main><h1>{title}</h1>",
         f"<p>{step.flops:.3g} FLOPs on all devices.",
         "Dimensions of one colour must be sharded alike.",
         "<h2>Arrays</h2>",
-        _html_table(("array", "dtype", "dimensions"), _arrays(step, hues)),
+        _html_table("Arrays", ("array", "dtype", "dimensions"), _arrays(step, hues)),
         "<h2>Work</h2>",
-        _html_table(("FLOPs", "operation", "pass", "line"), _work(step)),
+        _html_table("Work", ("FLOPs", "operation", "pass", "line"), _work(step)),
         f"<h2>Memory at the peak</h2><p>{escape(printable(str(memory).splitlines()[0]))}",
-        _html_table(("bytes", "array", "what", "line"), _buffers(memory)),
+        _html_table("Memory", ("bytes", "array", "what", "line"), _buffers(memory)),
         *(f"<p>Not looked into: {escape(printable(text))}" for text in step.unmodelled),
+        "</main>",
     ]
     return "\n".join(parts) + "\n"
 
@@ -93,7 +98,9 @@ def _buffers(memory: Memory) -> Iterator[tuple[str, ...]]:
         yield f"{row.bytes:,}", escape(row.shape), escape(printable(row.what)), escape(place)
 
 
-def _html_table(heads: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
-    head = "".join(f"<th>{name}" for name in heads)
+def _html_table(name: str, heads: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table that is scrolled where it is wider than the page, by keys too."""
+    head = "".join(f"<th scope=col>{text}" for text in heads)
+    box = f'<div class="scroll" tabindex="0" role="region" aria-label="Table: {name}">'
     lines = ["<tr>" + "".join(f"<td>{cell}" for cell in row) for row in rows]
-    return "\n".join([f"<table><tr>{head}", *lines, "</table>"])
+    return "\n".join([f"{box}<table><tr>{head}", *lines, "</table></div>"])

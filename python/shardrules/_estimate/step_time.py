@@ -74,7 +74,7 @@ class Network:
             raise ValueError(
                 f"axes_over_dcn: the mesh {mesh_shown(sizes)} has no axis {brief(absent[0])}"
             )
-        self._hardware, self._sizes, self._rate = hardware, sizes, machine.link_rate
+        self._machine, self._hardware, self._sizes = machine, hardware, sizes
         self._inside: dict[str, int] = {}
         remaining = hardware.link_devices
         for axis in reversed(list(sizes)):
@@ -85,8 +85,8 @@ class Network:
 
     def seconds(self, row: Transmission) -> float:
         """Return how long these collectives take, one after the other."""
-        if self._rate is not None:
-            return row.sent / self._rate(row.axes)
+        if self._machine.link_rate is not None:
+            return self._machine.sent(row) / self._machine.link_rate(row.axes)
         devices = prod(self._sizes[axis] for axis in row.axes)
         inside = prod(self._inside[axis] for axis in row.axes)
         outside = devices // inside
@@ -133,17 +133,30 @@ class Machine(NamedTuple):
     efficiency: float
     link_rate: Callable[[Sequence[str]], float] | None = None
     """Bytes that a device sends in a second over mesh axes; None if no topology says."""
+    hides: float = 1.0
+    """Of what could be sent while devices compute, the part that is."""
+    summed: Callable[[Sequence[str]], Sequence[str]] = lambda axes: ()
+    """Collectives over mesh axes that the compiler writes as all-reduces."""
+
+    def sent(self, row: Transmission) -> int:
+        """Return the bytes that a device sends, by what the compiler makes of the collectives."""
+        return row.sent * (2 if row.collective in self.summed(row.axes) else 1)
 
     def assumptions(self) -> dict[str, Any]:
         """Return the arguments by their names."""
         arguments = self._asdict() | {"hardware": self.hardware.name}
-        del arguments["link_rate"]
+        del arguments["link_rate"], arguments["summed"]
+        if self.hides == 1.0:
+            del arguments["hides"]
         return arguments
 
     def on_slice(self, topology: Topology, sizes: Mapping[str, int]) -> Machine:
         """Return the machine with the links that a mesh of these sizes has on a slice."""
         mesh = topology.mesh(sizes)
-        return self._replace(link_rate=cache(partial(topology.link_rate, mesh)))
+        return self._replace(
+            link_rate=cache(partial(topology.link_rate, mesh)),
+            summed=cache(partial(topology._summed, mesh)),
+        )
 
 
 def machine_of(

@@ -147,6 +147,10 @@ class Hosts:
         """Return the share of a device's links that an axis within a host has: all."""
         return 1.0
 
+    def summed(self, counts: Sequence[int]) -> tuple[str, ...]:
+        """Return the collectives that the compiler writes as all-reduces: none."""
+        return ()
+
 
 def target_config(hardware: str) -> str:
     """Return a GPU's facts as XLA reads them: the text form of its GpuTargetConfigProto."""

@@ -47,6 +47,7 @@ class _Layout(Protocol):
     def place(self, device: Any) -> tuple[int, ...]: ...
     def word(self, counts: Sequence[int]) -> str: ...
     def share(self, counts: Sequence[int]) -> float: ...
+    def summed(self, counts: Sequence[int]) -> tuple[str, ...]: ...
 
 
 _LAYOUTS: Final[Mapping[str, Callable[[str, int], _Layout]]] = {
@@ -257,19 +258,26 @@ class Topology:
         of it alone, half of that; within a host of GPUs each has all of its links. Over slices or
         hosts and within them, as if a device exchanged its own part with those of others alone.
         """
+        between, *within = self._counts(mesh, axes)
+        inner = self.hardware.link_bytes_per_second * self._layout.share(within)
+        if between == 1:
+            return inner
+        outer = (between - 1) / (prod(mesh.shape[axis] for axis in axes) - 1)
+        seconds: float = outer / self.hardware.dcn_bytes_per_second + (1 - outer) / inner
+        return 1 / seconds
+
+    def _summed(self, mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
+        """Return the collectives over axes that the compiler writes as all-reduces."""
+        between, *within = self._counts(mesh, axes)
+        return self._layout.summed(within) if between == 1 else ()
+
+    def _counts(self, mesh: Mesh, axes: Sequence[str]) -> list[int]:
+        """Return how many slices or hosts, and other coordinates, devices along axes have."""
         places = self._places(mesh)
         axes = texts("axes", axes)
         if unknown := [axis for axis in axes if axis not in mesh.axis_names]:
             raise ValueError(f"axes: {unknown[0]!r} is none of {', '.join(mesh.axis_names)}")
-        numbers = [mesh.axis_names.index(axis) for axis in axes]
-        count = prod(mesh.devices.shape[number] for number in numbers)
-        between, *within = _most_along(places, numbers)
-        inner = self.hardware.link_bytes_per_second * self._layout.share(within)
-        if between == 1:
-            return inner
-        outer = (between - 1) / (count - 1)
-        seconds: float = outer / self.hardware.dcn_bytes_per_second + (1 - outer) / inner
-        return 1 / seconds
+        return _most_along(places, [mesh.axis_names.index(axis) for axis in axes])
 
     def mesh_code(self, mesh: Mesh) -> str:
         """Write the order of a mesh's devices as code, so that a job builds the same mesh."""

@@ -191,6 +191,18 @@ class Slices:
         ]
         return min(1.0, (sum(shares) or 1.0) / len(self.shape))
 
+    def summed(self, counts: Sequence[int]) -> tuple[str, ...]:
+        """Return the collectives that the compiler writes as all-reduces, which send twice as much.
+
+        They are those between all chips of a large slice, as libtpu 0.0.50 has them.
+        """
+        if self.slices > 1 or tuple(counts[: len(self.shape)]) != self.shape:
+            return ()
+        if self._kind.dimensions == 2:
+            is_square = len(set(self.shape)) == 1
+            return ("reduce-scatter",) if is_square and prod(self.shape) >= 64 else ()
+        return ("all-gather", "reduce-scatter") if prod(self.shape) >= 64 else ()
+
     def _is_ring(self, dimension: int) -> bool:
         """Say whether a dimension has links around; two chips are neighbours anyway."""
         kind, size = self._kind, self.shape[dimension]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jax import ShapeDtypeStruct, tree_util
-from jax.sharding import NamedSharding
-
 from shardrules._correction import MemoryKind, rule_spec_shown
 from shardrules._dtypes import key_dtype
 from shardrules._mesh.memory import sharding_in_memory
@@ -20,6 +17,8 @@ from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from jax.sharding import NamedSharding
 
     from shardrules._plan.table import Columns, Kind
 
@@ -42,6 +41,8 @@ def placements_of(
     Raises:
         ValueError: As `Plan.shardings`.
     """
+    from jax import tree_util
+
     of_kind = _kind_placements(columns, mesh)
     of_row = columns.kind_of[rows].tolist()
     return [of_kind[of_row[row]] for row in tree_util.tree_leaves(tree)]
@@ -54,6 +55,8 @@ def _kind_placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
 
 def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
     """Return `Plan.abstract`."""
+    from jax import ShapeDtypeStruct
+
     kinds = zip(columns.kinds, _kind_shardings(columns, mesh), strict=True)
     return _mapped(
         columns,
@@ -132,5 +135,7 @@ def _decider(kind: Kind, columns: Columns) -> str:
 
 
 def _mapped(columns: Columns, of_kind: list[Any]) -> Any:
+    from jax import tree_util
+
     of_row = [of_kind[kind] for kind in columns.kind_of.tolist()]
     return tree_util.tree_map(of_row.__getitem__, columns._leaves.tree)

@@ -12,7 +12,7 @@
   const { host, ...onDevice } = report.budget;
   const parts = Object.entries(onDevice).filter(([, bytes]) => bytes > 0);
   if (parts.length > 1) {
-    facts.push(["Of it", parts.map(([name, bytes]) => `${name} ${bytesShown(bytes)}`).join(", ")]);
+    facts.push(["Breakdown", parts.map(([name, bytes]) => `${name} ${bytesShown(bytes)}`).join(", ")]);
   }
   if (host > 0) facts.push(["In the host's memory", `${bytesShown(host)} for each device`]);
   const { fits } = report;
@@ -123,7 +123,7 @@
   const hasTimes = report.sweep.every((row) => row.time !== null);
   const [made, body] = table(
     ["Mesh", "Devices", ...(hasTimes ? ["A step", "Longest"] : []), "Fullest device",
-      "Of it replicated", "Corrections", "Fits"],
+      "Replicated", "Corrections", "Fits"],
     hasTimes ? [1, 2, 4, 5, 6] : [1, 2, 3, 4]);
   const onHost = (row) => (row.host_bytes ? ` + ${bytesShown(row.host_bytes)} on the host` : "");
   const verdicts = new Map([[true, "yes"], [false, "no"], [null, "-"]]);
@@ -180,7 +180,7 @@
       element("td", {}, choice.alternatives.join("; ")))));
   const lines = element("ul", { class: "paths" });
   section.append(
-    element("p", {}, report.solution.text), element("div", { class: "scroll" }, made), lines);
+    element("p", {}, report.solution.text), scrolled(made, "Table of choices"), lines);
   appendPaged(lines, report.solution.activations, (line) =>
     element("li", {}, element("code", {}, line)), section, 40);
 })();
