@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace as Args
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._cli.options import GROUPS
 from shardrules._cli.process import hint, interruptible, working
 from shardrules._io import FileError, write_bytes, write_text
 from shardrules._text import byte_count, printable_json, shown
@@ -39,6 +40,10 @@ _PLAN: Final = "source rules mesh dialect stacked companions min_size max_memory
 _TRAINING: Final = "gradients optimizer optimizer_dtype optimizer_memory hbm host_memory"
 _STEP: Final = "step tokens hardware axes_over_dcn experts_per_token"
 _NEEDED: Final = {"required": True}
+_OR_LOCK: Final = {
+    "help": f"{GROUPS['Arguments']['source'][1]} Or a lock, which has its rules and mesh."
+}
+_RULES_OF_STEP: Final = {"help": "Rules that the function takes behind the mesh."}
 _FINDINGS: Final = {"usage": "--format {text,json,github}"}
 
 
@@ -52,7 +57,7 @@ def _command(example: str, *options: str, **changes: dict[str, Any]) -> Callable
 
 @_command(
     "model.json -r rules.toml -m fsdp=8,tp=4 --optimizer adam --hbm 96GB",
-    _PLAN, _TRAINING, "must_fit", _STEP, "format lock html manifest",
+    _PLAN, _TRAINING, "must_fit", _STEP, "format lock html manifest", source=_OR_LOCK,
 )  # fmt: skip
 def plan(args: Args) -> int:
     """Show the spec of every array, its bytes on each device, and the time of a step.
@@ -111,6 +116,7 @@ def _check_targets(outputs: Mapping[str, str | None], sources: Iterable[str]) ->
     "model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning",
     _PLAN, _TRAINING, "must_fit head_dim fail_on large replicated optional_axes data_axes level",
     "fix step format",
+    source=_OR_LOCK,
     format=_FINDINGS,
 )  # fmt: skip
 def check(args: Args) -> int:
@@ -205,6 +211,7 @@ def _with_lock(args: Args, program: Program, findings: Findings) -> Findings:
         "returns (step, arguments, outputs) or (step, arguments), as shardrules.prove takes them."
     },
     mesh={"help": "Devices per mesh axis, such as fsdp=64,tp=8.", **_NEEDED},
+    rules=_RULES_OF_STEP,
     hbm={
         "help": "Memory that XLA's count of bytes may have, such as 90GB. The TPU's compiler "
         "itself refuses what does not fit; for GPUs their memory is the default."
@@ -284,9 +291,10 @@ def prove(args: Args) -> int:
         "further outputs."
     },
     mesh={"help": "Devices per mesh axis, such as fsdp=64,tp=8.", **_NEEDED},
+    rules=_RULES_OF_STEP,
     hardware={
         "help": "The devices, for the time of a step: v4, v5e, v5p, v6e, 7x, A100, H100, H200, "
-        "B200; or a TOML file."
+        "B200, GB200; or a TOML file."
     },
 )
 def step(args: Args) -> None:
@@ -375,6 +383,7 @@ def solve(args: Args) -> None:
 @_command(
     "model.json layers/0/wq/kernel -r rules.toml -m fsdp=8,tp=4",
     _PLAN.replace(" ", " path ", 1),
+    source=_OR_LOCK,
 )
 def explain(args: Args) -> None:
     """Explain the spec of one array: the rules that match it, and each correction."""

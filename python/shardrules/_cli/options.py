@@ -14,8 +14,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
     "Arguments": {
         "source": ("SOURCE", "The model: a safetensors file, index or directory; an orbax "
             "checkpoint; a JSON manifest, also gzipped; - for a manifest on standard input; or "
-            "package.module:function, which returns a tree. plan, check and explain take a lock "
-            "too.", {}),
+            "package.module:function, which returns a tree.", {}),
         "path": ("PATH", "The path of the array; or what several arrays that are alike have in "
             "common: a folded path, a glob such as 'layers/*/wq', or the end of their paths.", {}),
         "function": ("FUNCTION", "package.module:function, which returns (compiled, inputs, "
@@ -27,7 +26,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "h100:8x16, h200:8, b200:8x2, gb200:72x2.", {"required": True}),
         "slices": ("--slices NUMBER", "Slices of TPUs, which the data centre's network connects.",
             {"least": 1, "default": 1}),
-        "fast": ("--fast", "Compile at JAX's optimization level O1.", {}),
+        "fast": ("--fast", "Compile at JAX's optimization level O1: sooner, other memory.", {}),
         "time_limit": ("--time-limit SECONDS", "Seconds after which the best so far is taken, with "
             "its gap.", {"least": 1}),
         "remat": ("--remat {choose}", "Choose as well which loops recompute what their gradient "

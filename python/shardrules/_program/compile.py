@@ -115,7 +115,7 @@ class OutOfMemory(MemoryError):  # noqa: N818
         line = "" if largest.place is None else f" at {largest.place}"
         if kept > _KEPT * total and any("/checkpoint" in row.what for row in self.buffers):
             return (
-                "most of it are the inputs of layers that are computed again: shard them by "
+                "most of it is the inputs of layers that are computed again: shard them by "
                 f"another axis too{line}, keep them in the host's memory by a policy of "
                 "jax.checkpoint, or take a smaller batch"
             )
@@ -125,7 +125,7 @@ class OutOfMemory(MemoryError):  # noqa: N818
                 "the layer, or take a smaller batch"
             )
         if of_arguments > _KEPT * total:
-            return "most of it are arguments: shard them over more devices, and donate the state"
+            return "most of it is arguments: shard them over more devices, and donate the state"
         return (
             f"shard {largest.shape}{line} by the axes of the batch or of the model, by "
             "jax.lax.with_sharding_constraint; or take a smaller batch"
