@@ -34,6 +34,7 @@ import shardrules as sr
 from shardrules._estimate.step_time import machine_of
 from shardrules._plan.table import OVERLAP
 from shardrules._program import dump
+from shardrules._solve.solution import HIDES
 
 TOPOLOGIES = ("v5e:4x4", "v6e:4x4", "v5p:2x2x4", "v5p:4x4x4")
 TOKENS = 4096
@@ -366,7 +367,7 @@ def expert(model: Model, topology: sr.Topology, name: str) -> dict[str, Any]:
     for sizes in meshes(model, topology, name):
         step, jitted, args = traced(model, sizes, layout.rules, layout.activations)
         machine = machine_of(topology.hardware, (), OVERLAP, None, is_traced=True)
-        machine = machine.on_slice(topology, sizes)
+        machine = machine.on_slice(topology, sizes)._replace(hides=HIDES)
         memory, seconds = step.memory().peak, step.time(machine).total
         is_over = memory > topology.hardware.memory_bytes
         sent = sum(map(machine.sent, step.traffic()))

@@ -77,7 +77,11 @@ def test_a_solution_says_how_parameters_are_stored_and_how_good_any_can_be():
 
 
 def test_many_rows_are_cut_by_all_axes():
-    solution = sr.solve(traced(2**20), {"fsdp": 4, "tp": 2}, hardware="v5p")
+    def squared(params, x):
+        return jnp.sum(jnp.square(jax.nn.relu(x @ params["up"]) @ params["down"]))
+
+    step = sr.trace(jax.grad(squared), TREE, shape(2**20, 512))
+    solution = sr.solve(step, {"fsdp": 4, "tp": 2}, hardware="v5p")
     assert axes_of(solution, "batch") == [("fsdp", "tp")]
     assert solution.specs["inputs/1"] == P(("fsdp", "tp"))
 

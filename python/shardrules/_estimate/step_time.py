@@ -133,6 +133,8 @@ class Machine(NamedTuple):
     efficiency: float
     link_rate: Callable[[Sequence[str]], float] | None = None
     """Bytes that a device sends in a second over mesh axes; None if no topology says."""
+    hides: float = 1.0
+    """Of what could be sent while devices compute, the part that is."""
     summed: Callable[[Sequence[str]], Sequence[str]] = lambda axes: ()
     """Collectives over mesh axes that the compiler writes as all-reduces."""
 
@@ -144,6 +146,8 @@ class Machine(NamedTuple):
         """Return the arguments by their names."""
         arguments = self._asdict() | {"hardware": self.hardware.name}
         del arguments["link_rate"], arguments["summed"]
+        if self.hides == 1.0:
+            del arguments["hides"]
         return arguments
 
     def on_slice(self, topology: Topology, sizes: Mapping[str, int]) -> Machine:

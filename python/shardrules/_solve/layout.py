@@ -244,6 +244,10 @@ class LaidSpread(Spread):
     def _of(self, number: int) -> Cuts:
         return self.cuts[number] if number in self.cuts else self.target(number)
 
+    def summed_parts(self, operation: TracedOperation) -> int:
+        """Return 1: a constraint has what an operation reads, so that XLA waits for all of it."""
+        return 1
+
     def _wish(self, body: Body, outputs: Sequence[Cuts | None]) -> None:
         self._wishes = _Targets(self.target)
 

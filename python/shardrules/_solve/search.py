@@ -35,6 +35,10 @@ _DESCENTS: Final = 3
 _LITTLE: Final = 1e-3
 
 
+class _LateError(Exception):
+    """The time is over amid the assignments of a node."""
+
+
 class _Entry(NamedTuple):
     """An assignment of a part, and what its terms cost."""
 
@@ -164,7 +168,7 @@ class Search:
     def _until_over(self, search: Callable[[], None]) -> None:
         try:
             search()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, _LateError):
             self.is_over = True
 
     def _branch(self) -> None:
@@ -172,7 +176,7 @@ class Search:
             if self._is_late():
                 return
             children = self._children(self.heap[0])
-            heapq.heappop(self.heap)  # not before, as an interrupt leaves it in the bound
+            heapq.heappop(self.heap)  # not before: what ends the search leaves it in the bound
             for child in children:
                 heapq.heappush(self.heap, child)
 
@@ -226,6 +230,8 @@ class Search:
             self.offer(assignment, seconds.total)
             return
         for entry in entries[0]:
+            if self._is_late():
+                raise _LateError
             sums = seconds.plus(entry.seconds)
             least = max(a + b for a, b in zip(sums.weighed, after[1], strict=True))
             if not self._is_worse(least):
@@ -242,6 +248,8 @@ class Search:
     ) -> Iterator[_Entry]:
         """Yield the assignments of a part that fit, each with what its terms cost."""
         for row in product(*(self.space.values[name] for name in part)):
+            if self._is_late():
+                raise _LateError
             values = dict(zip(part, row, strict=True))
             whole = {**assignment, **values}
             if not self._is_over(whole):

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from shardrules._solve.recompute import Block
 
 _AXES: Final = ("fsdp", "tp")
+HIDES: Final = 0.5
+"""Of what could be sent while devices compute; the middle of all and nothing."""
 _COLUMNS: Final = (Column("choice"), Column("next best"))
 
 
@@ -120,7 +122,8 @@ def solve(
         keep: What is not chosen: patterns, searched in paths such as "inputs/0/layers/q", of
             arguments that keep the spec with which the step was traced; or pairs of a pattern and
             a spec.
-        forbid: What must not be: pairs of a role, such as "experts", and a mesh axis.
+        forbid: What must not be: pairs of a role, such as "experts", and a mesh axis. Classes
+            without a role have "".
         remat: "choose" to choose as well whether a `lax.scan` saves arrays for its gradient or
             computes them again, as `jax.checkpoint` of its body does. What the program recomputes
             already stays so. Default: all is as the program has it.
@@ -168,7 +171,7 @@ def solve(
         meshes = [step.mesh if on is None else on]
     if hardware is None:
         raise TypeError("hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')")
-    machine = machine_of(hardware, (), OVERLAP, None, is_traced=True)
+    machine = machine_of(hardware, (), OVERLAP, None, is_traced=True)._replace(hides=HIDES)
     if hbm is not None:
         check_bytes("hbm", hbm)
     room = machine.hardware.memory_bytes if hbm is None else int(hbm)
@@ -181,6 +184,7 @@ def solve(
         "keep": keep,
         "forbid": forbid,
         "remat": remat,
+        "time_limit": time_limit,
     }
     again = partial(solve, step, on, **options)
     place = on if topology is None else topology

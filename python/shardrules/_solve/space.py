@@ -225,9 +225,10 @@ def forbidden_pairs(
     roles = step._roles.of
     for item in forbid:
         role, axis = _pair("forbid", item)
-        check_choice("forbid: a role", role, tuple(dict.fromkeys(filter(None, roles.values()))))
+        check_choice("forbid: a role", role, tuple(dict.fromkeys(["", *roles.values()])))
         check_choice("forbid: an axis", axis, tuple(sizes))
-        yield from ((name, axis) for name, of in roles.items() if of == role)
+        classes = range(len(step._equations.dims.sizes))
+        yield from ((name, axis) for name in classes if roles.get(name, "") == role)
 
 
 def _pair(name: str, item: Any) -> tuple[str, Any]:

@@ -256,10 +256,16 @@ class Terms:
         own, shared = probe.needs, {}
         for number in self._shared.intersection(own):
             shared[number] = own.pop(number)
-        sent = self._sent(probe.sent)
+        total = self._weighed(busy).plus(self._sent(probe.sent))
         for number, needs in own.items():
-            sent = sent.plus(self._sent(probe.moves(number, needs)))
-        return _Local(Seconds(busy, sent.meanwhile, sent.alone), shared)
+            total = total.plus(self._sent(probe.moves(number, needs)))
+        return _Local(total, shared)
+
+    def _weighed(self, busy: float = 0.0, meanwhile: float = 0.0, alone: float = 0.0) -> Seconds:
+        """Return seconds of which only the part that a machine hides can be hidden."""
+        hides = self._space.machine.hides
+        rest = (1 - hides) * (busy + meanwhile)
+        return Seconds(hides * busy, hides * meanwhile, alone + rest)
 
     def least(self, place: int, assignment: Mapping[int, Axes]) -> Weighed:
         """Return what a term costs at least if some of its variables have these values."""
@@ -275,7 +281,7 @@ class Terms:
                 rows = [self.least(place, {**assignment, name: v}) for v in values[name]]
                 self._least[key] = tuple(map(min, zip(*rows, strict=True)))
             else:
-                self._least[key] = Seconds(self._floors[place]).weighed
+                self._least[key] = self._weighed(self._floors[place]).weighed
         return self._least[key]
 
     def _floor(self, place: int) -> float:
@@ -283,7 +289,8 @@ class Terms:
         if not self.terms[place].operations:
             return 0.0
         whole: dict[int, Axes] = dict.fromkeys(self._space.values, ())
-        return self._local(place, whole).seconds.busy / prod(self._space.sizes.values())
+        busy = self._local(place, whole).seconds.busy / self._space.machine.hides
+        return busy / prod(self._space.sizes.values())
 
     def _sent(self, rows: Iterable[SpreadCollective]) -> Seconds:
         meanwhile = alone = 0.0
@@ -294,7 +301,7 @@ class Terms:
                 meanwhile += seconds
             else:
                 alone += seconds
-        return Seconds(0.0, meanwhile, alone)
+        return self._weighed(0.0, meanwhile, alone)
 
     def _rate(self, row: SpreadCollective) -> float:
         """Return the seconds of a collective for each byte of its payload."""

@@ -65,7 +65,9 @@ class Price:
         compute, memory = self._busy(hardware, machine.efficiency)
         sent, alone = sent_seconds(machine, sizes, self.traffic())
         meanwhile = sum(sent.values()) - alone
-        longest = max(compute + memory, meanwhile) + alone
+        busy = compute + memory
+        beside = (1 - machine.hides) * min(busy, meanwhile)
+        longest = max(busy, meanwhile) + beside + alone
         best = max(sum(self._busy(hardware, 1.0, _MOST_AT_BEST)), meanwhile) + alone
         peak = prod(sizes.values()) * hardware.flops_per_second["bfloat16"]
         return StepTime(
