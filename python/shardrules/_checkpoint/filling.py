@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from math import prod
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from shardrules._checkpoint.boxes import Box, Piece, box_shape, slices_in
 from shardrules._checkpoint.job import Job, fills_view
@@ -29,9 +30,6 @@ from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._files.leaves import ArraySpec, StoredFile
 from shardrules._io import FileError
 from shardrules._text import bytes_shown
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 # Reads at once, also of one array: a store on a network takes milliseconds to answer each.
 _THREADS: Final = 16

@@ -8,7 +8,7 @@ from contextlib import closing
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from jax import ShapeDtypeStruct, tree_util
 
@@ -20,11 +20,9 @@ from shardrules._checkpoint.reading import Progress, Reader, reported
 from shardrules._files.models import Arrays
 from shardrules._files.orbax import SEPARATOR, is_item
 from shardrules._io import FileError
+from shardrules._place.processes import Row
 from shardrules._text import printable
 from shardrules._trees.align import key_text
-
-if TYPE_CHECKING:
-    from shardrules._place.processes import Row
 
 # Of one array some bytes each.
 _MOST_SAMPLES: Final = 512

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape
 from shardrules._checkpoint.reading import STAGING, bound_of
@@ -16,9 +17,6 @@ from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._dtypes import bits_of
 from shardrules._files.leaves import ArraySpec
 from shardrules._text import bytes_shown
-
-if TYPE_CHECKING:
-    from jax.sharding import NamedSharding
 
 
 class Job(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax import tree_util
 
@@ -19,18 +19,16 @@ from shardrules._checkpoint.replicas import put_in_place, reading_of
 from shardrules._checkpoint.selection import Selection, initial
 from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched
+from shardrules._correction import Correction
 from shardrules._dtypes import bits_of, given_float
 from shardrules._files.leaves import ArraySpecs
 from shardrules._files.models import Arrays, read_arrays
+from shardrules._mesh.mesh import MeshLike
 from shardrules._place.decider import RulesLike, policy_for
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
+from shardrules._plan.companions import Companion
 from shardrules._plan.plan import Plan
-
-if TYPE_CHECKING:
-    from shardrules._correction import Correction
-    from shardrules._mesh.mesh import MeshLike
-    from shardrules._plan.companions import Companion
 
 
 @in_order("path", "rules", "mesh")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardrules._checkpoint.boxes import Box, box_of
+from shardrules._checkpoint.job import Job
 from shardrules._dtypes import is_inexact
 from shardrules._place.crossing import array_of_shards
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from shardrules._checkpoint.job import Job
 
 _TOGETHER: Final = 32
 """So many arrays go to the devices as one: to compile more takes longer than it saves."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._dtypes import bits_of
+from shardrules._files.models import Arrays
 from shardrules._files.remote import RemotePath
 from shardrules._place.transfers import put
 from shardrules._specs import entries_of, entry_axes, entry_of
-
-if TYPE_CHECKING:
-    from shardrules._files.models import Arrays
 
 # Smaller arrays are read by each process: a request takes as long as a program.
 _LEAST_BYTES: Final = 1 << 20

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import starmap
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import numpy as np
@@ -22,23 +22,21 @@ from shardrules._checkpoint.reading import bound_of
 from shardrules._checkpoint.renames import A_RENAME, Rename, texts_of
 from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
+from shardrules._correction import Correction
 from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec
+from shardrules._mesh.mesh import MeshLike
 from shardrules._place.decider import BySpecs, RulesLike, policy_for
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
 from shardrules._place.shard import converted, of_placeable
 from shardrules._place.spec_trees import leaf_path
 from shardrules._place.transfers import check_reachable, put, stays_in_part, stays_within
+from shardrules._plan.companions import Companion
 from shardrules._plan.plan import Plan
 from shardrules._rules.names import unboxed
 from shardrules._text import bytes_shown, shown
 from shardrules._trees.align import align, leaf_paths, rows_and_paths
-
-if TYPE_CHECKING:
-    from shardrules._correction import Correction
-    from shardrules._mesh.mesh import MeshLike
-    from shardrules._plan.companions import Companion
 
 
 class _Move(NamedTuple):

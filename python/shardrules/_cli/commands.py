@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._cli.options import GROUPS
 from shardrules._cli.process import hint, interruptible, working
+from shardrules._io import FileError, write_bytes, write_text
+from shardrules._text import byte_count, printable_json, shown
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Findings
@@ -64,7 +66,6 @@ def plan(args: Args) -> int:
     """
     from shardrules._cli import inputs, show
     from shardrules._files.manifest import manifest_text, write_packed
-    from shardrules._io import write_text
     from shardrules._plan.report import plan_json
 
     step, training = inputs.step_arguments(args), inputs.training(args)
@@ -125,7 +126,6 @@ def check(args: Args) -> int:
     parameters, gradients and optimizer do not fit together; without it, --hbm is of the parameters.
     """
     from shardrules._cli import inputs, show
-    from shardrules._text import byte_count
 
     if args.fix and args.format != "text":
         raise ValueError("--fix prints rules, so leave out --format")
@@ -164,9 +164,7 @@ def verify(args: Args) -> int:
     """
     from shardrules._cli import inputs, show
     from shardrules._files.modules import load_object
-    from shardrules._io import FileError
     from shardrules._program.program import inspect
-    from shardrules._text import byte_count, shown
     from shardrules._verify.verify import verify
 
     _check_lock(args)
@@ -186,8 +184,6 @@ def verify(args: Args) -> int:
 
 def _check_lock(args: Args) -> None:
     """Check the options of a lock before anything takes time."""
-    from shardrules._io import FileError
-
     if args.update_lock and args.lock is None:
         raise ValueError("--update-lock writes the file of --lock, so give --lock as well")
     if args.lock and not args.update_lock and not Path(args.lock).exists():
@@ -231,12 +227,10 @@ def prove(args: Args) -> int:
     Exits with 1 for findings of at least the level --fail-on, and if the step does not fit.
     """
     from shardrules._cli import inputs, show
-    from shardrules._io import write_text
     from shardrules._mesh.topology import Topology
     from shardrules._mesh_sizes import parse_mesh
     from shardrules._plan.plan import Plan
     from shardrules._program.compile import OutOfMemory
-    from shardrules._text import byte_count, printable_json
     from shardrules._verify.prove import head_of, notes_of, prove
 
     _check_lock(args)
@@ -307,7 +301,6 @@ def step(args: Args) -> None:
     """Show what a step does before it is compiled: dimensions, FLOPs, memory, traffic, time."""
     from shardrules._cli import inputs
     from shardrules._cli.step_page import step_page
-    from shardrules._io import write_text
     from shardrules._plan.report import step_json
 
     traced = inputs.trace_on(args, args.function, args.mesh, args.rules)
@@ -365,7 +358,6 @@ def solve(args: Args) -> None:
     """
     from shardrules._cli import inputs
     from shardrules._cli.advice import constraint_lines, solved, solver_notes
-    from shardrules._io import write_text
     from shardrules._suggest.suggest import suggestion_of
 
     _check_targets({"--html": args.html}, ())
@@ -461,7 +453,6 @@ def load(args: Args) -> None:
     from shardrules._checkpoint.forecast import forecast, renamed, timed
     from shardrules._cli import inputs
     from shardrules._files.modules import load_object
-    from shardrules._text import byte_count
 
     speed = byte_count(args.bandwidth)
     if not speed:
@@ -551,7 +542,6 @@ def init(args: Args) -> int:
     written too, model.json.gz. Replaces no file. Exits with 1 if check warns of the rules.
     """
     from shardrules._cli.advice import project_of
-    from shardrules._io import write_bytes
 
     project = project_of(args)
     for path, content in project.files.items():

@@ -17,7 +17,9 @@ from shardrules._files.manifest import arrays_of
 from shardrules._files.models import nested, read_arrays
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rule_source
+from shardrules._hardware import as_hardware
 from shardrules._io import FileError, memory_within
+from shardrules._mesh.mesh import as_mesh
 from shardrules._mesh_sizes import parse_mesh
 from shardrules._plan.findings import Declared, Findings, all_declared, compiled_replicated
 from shardrules._plan.memory import Room
@@ -158,7 +160,6 @@ def load_arrays(args: Args) -> tuple[Plan, str]:
 def load_hardware(text: str) -> Hardware:
     """Read the hardware in a TOML file, or finds that of this name."""
     from shardrules._files.public import read_hardware
-    from shardrules._hardware import as_hardware
 
     is_file = text.endswith(".toml") or "/" in text
     return read_hardware(text) if is_file else as_hardware("--hardware", text)
@@ -280,7 +281,6 @@ def traced(args: Args, mesh: str | None = None) -> Step | None:
 
 def trace_on(args: Args, source: str, mesh: str, rules: Any = None) -> Step:
     """Trace the step that a function returns for a mesh without devices."""
-    from shardrules._mesh.mesh import as_mesh
     from shardrules._step.tracing import trace
 
     with working(args, "tracing"):

@@ -16,8 +16,10 @@ import click
 
 from shardrules._cli.inputs import Planned, dialect_of
 from shardrules._cli.process import hint, working
+from shardrules._plan.findings import conclusion, finding_lines, github_command, github_commands
 from shardrules._plan.show import heading, plan_table
 from shardrules._plan.table import DEFAULT_LARGE, Kind, is_replicated
+from shardrules._rules.logical_rules import LogicalRules
 from shardrules._text import Table, and_more, brief, is_command, printable
 
 if TYPE_CHECKING:
@@ -91,8 +93,6 @@ def show_sweep(rows: Sweep, most: int) -> None:
 
 def show_findings(args: Args, findings: Findings, planned: Planned | None = None) -> int:
     """Show findings in the format of the options, and returns the exit code."""
-    from shardrules._plan.findings import conclusion, finding_lines, github_commands
-
     if args.format == "json":
         print(findings.to_json())
     elif args.format == "github":
@@ -134,8 +134,6 @@ def _rule_lines(args: Args, planned: Planned | None) -> tuple[str | None, Sequen
 
 def annotation(args: Args, what: str, lines: Sequence[str]) -> str:
     """Return a warning for GitHub about the rules, or else the file that comes after."""
-    from shardrules._plan.findings import github_command
-
     file = args.rules or args.after
     shown = [*lines[:_MOST_LINES], *and_more(len(lines), _MOST_LINES, "line")]
     place = _from_root(file if Path(file).is_file() else None)
@@ -210,7 +208,6 @@ def report(
 
 def _suggestion_text(args: Args, planned: Planned) -> Suggestion | None:
     """Write rules for the same arrays and mesh; None, with a note, if it cannot."""
-    from shardrules._rules.logical_rules import LogicalRules
     from shardrules._suggest.suggest import suggest
 
     rules = planned.rules.rules

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._arguments import check_shapes, check_tree, check_type, checked_shape, in_order
 from shardrules._correction import Correction
@@ -22,9 +24,6 @@ from shardrules._place.decider import (
 )
 from shardrules._place.shardings import shardings_by_rules
 from shardrules._rules.rules import matcher_of, specs_by_rules
-
-if TYPE_CHECKING:
-    from jax.sharding import NamedSharding, PartitionSpec
 
 
 @in_order("tree", "rules", "mesh")

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._correction import is_on_host
-from shardrules._plan.companions import Companion, base_path, fits_rank
+from shardrules._plan.companions import LORA, QUANTIZED, Companion, base_path, fits_rank
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
 from shardrules._plan.memory import DeviceBytes, Room, by_class
@@ -20,6 +20,9 @@ from shardrules._plan.table import Columns, Kind, axes_named, first_rules
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp
 from shardrules._text import bytes_shown, counted
+
+_TABLES: Final[Mapping[str, tuple[Companion, ...]]] = {"LORA": LORA, "QUANTIZED": QUANTIZED}
+"""The package's own tables by name."""
 
 
 @check_of(
@@ -71,17 +74,9 @@ def _sets_of(companions: Iterable[Companion]) -> dict[str, list[Companion]]:
     """
     sets: dict[str, list[Companion]] = defaultdict(list)
     for companion in companions:
-        name = next((name for name, table in tables().items() if companion in table), None)
+        name = next((name for name, table in _TABLES.items() if companion in table), None)
         sets[name or f"the companion {companion.pattern!r}"].append(companion)
     return sets
-
-
-@cache
-def tables() -> Mapping[str, tuple[Companion, ...]]:
-    """Return the package's own tables by name, imported where leaves may be theirs."""
-    from shardrules._plan.companions import LORA, QUANTIZED
-
-    return {"LORA": LORA, "QUANTIZED": QUANTIZED}
 
 
 class _Missed(NamedTuple):
@@ -97,7 +92,7 @@ def advice(queries: Queries, folded: Sequence[Folded]) -> str:
     """Return the part of a fix that counts the leaves that a table would lead to a rule."""
     leaves = {
         name: sum(len(missed.folded.rows) for missed in _missed(queries, folded, table))
-        for name, table in tables().items()
+        for name, table in _TABLES.items()
     }
     return "".join(
         f"; or give companions=shardrules.{name}: {count:,} of them then follow other leaves' rules"
@@ -112,7 +107,7 @@ def cut_ranks(queries: Queries) -> Iterator[Finding]:
     kinds = queries.columns.kinds
     cut: dict[int, list[Folded]] = defaultdict(list)
     named = [missed for missed in queries.columns.folded if "lora_" in "".join(missed.parts)]
-    for missed in _missed(queries, named, tables()["LORA"]) if named else ():
+    for missed in _missed(queries, named, _TABLES["LORA"]) if named else ():
         kind, dims = kinds[missed.folded.group], missed.companion.dims
         if kind.rule == missed.rule and kind.spec is not None and not callable(dims):
             entries = zip(dims, kind.spec, strict=False)

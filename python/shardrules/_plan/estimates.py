@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from shardrules._arguments import check_bytes, check_type, integer, listed, texts
 from shardrules._correction import MemoryKind, check_memory_kind
 from shardrules._estimate.traced import A_STEP, TracedStep
+from shardrules._hardware import as_hardware
 from shardrules._mesh.mesh import AnyMesh, MeshLike, as_mesh
 from shardrules._mesh.topology import Topology
 from shardrules._mesh_sizes import checked_sizes
@@ -161,7 +162,6 @@ class Estimates(Columns):
             [({'dp': 1, 'tp': 4}, 32), ({'dp': 2, 'tp': 2}, 64), ({'dp': 4, 'tp': 1}, 128)]
         """
         from shardrules._estimate import step_time, sweep
-        from shardrules._hardware import as_hardware
 
         topology = _topology_of(devices)
         plan_axes = tuple(sized_mesh(self._mesh).axis_sizes)

@@ -35,13 +35,20 @@ from shardrules._plan.findings import NOTHING, Declared
 from shardrules._plan.resolve import (
     OnMesh,
     SizedMesh,
+    by_plan,
     mesh_of_shardings,
     plan_by_rules,
     plan_by_specs,
     plan_leaves,
     sized_mesh,
 )
-from shardrules._plan.state import Zero1
+from shardrules._plan.state import (
+    Zero1,
+    by_parameters,
+    find_parameters,
+    gradients_of,
+    leaves_with_gradients,
+)
 from shardrules._plan.survey import PlannedLeaves, leaves_in_plan, survey, survey_planned
 from shardrules._plan.table import Columns
 from shardrules._plan.views import Views
@@ -258,8 +265,6 @@ class Plan(Views, Decider):
 
     def _for(self, tree: PlannedLeaves, mesh: MeshLike | None) -> Plan:
         """Plan another tree with leaves of this one, on this mesh or another."""
-        from shardrules._plan.resolve import by_plan
-
         planned = self if mesh is None else self.on_mesh(mesh)
         follow = partial(by_plan, tree=tree)
         on_mesh = partial(_put_followers, planned, self._on_mesh, follow, None)
@@ -393,8 +398,6 @@ class Plan(Views, Decider):
             >>> print(plan.for_optimizer(state, memory_kind="pinned_host").bytes_per_device())
             0 B on the fullest device: nothing; 28 B in the host's memory
         """
-        from shardrules._plan.state import Zero1, by_parameters, find_parameters
-
         if state is None:
             raise TypeError(
                 "state is None; give the optimizer's state, such as "
@@ -443,8 +446,6 @@ class Plan(Views, Decider):
             path  leaves  shape   dtype    rule  spec             bytes  per device
             w          1  [8, 8]  float32     0  P('fsdp', None)  256 B        64 B
         """
-        from shardrules._plan.state import gradients_of, leaves_with_gradients
-
         checked = None if dtype is None else given_dtype("dtype", dtype)
         leaves = leaves_with_gradients(self._leaves, checked)
         follow = partial(gradients_of, leaves=leaves, unreduced=texts("unreduced", unreduced))

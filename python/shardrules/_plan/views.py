@@ -28,7 +28,7 @@ from shardrules._mesh.mesh import MeshLike
 from shardrules._plan.estimates import Estimates, room_of
 from shardrules._plan.findings import CheckKind, Declared, Findings, Level, all_declared
 from shardrules._plan.resolve import mesh_on, sized_mesh
-from shardrules._plan.show import plan_text
+from shardrules._plan.show import plan_text, table_html
 from shardrules._plan.state import Training
 from shardrules._plan.table import DEFAULT_LARGE, Columns, Kind
 from shardrules._text import MOST_HTML, mesh_shown
@@ -177,6 +177,8 @@ class Views(Estimates):
     def abstract(self) -> Any:
         """Return ShapeDtypeStructs with their shardings, to restore a checkpoint into.
 
+        haliax's arrays come without their NamedArrays; its guide puts shardings into them.
+
         Raises:
             ValueError: As `specs`.
 
@@ -318,7 +320,6 @@ class Views(Estimates):
             True
         """
         from shardrules._estimate.sweep import Sweep
-        from shardrules._plan.findings import Findings
         from shardrules._plan.report import (
             CompiledProgram,
             CompiledTime,
@@ -382,8 +383,6 @@ class Views(Estimates):
 
     def _repr_html_(self) -> str:
         from html import escape
-
-        from shardrules._plan.show import table_html
 
         table = table_html(self)
         if len(self.paths) > _MOST_IN_NOTEBOOK:

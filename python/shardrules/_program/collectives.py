@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
+from shardrules._program.computation import Shape
+from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo
 from shardrules._program.trips import trips
 from shardrules._text import Place, record
-
-if TYPE_CHECKING:
-    from shardrules._program.computation import Shape
-    from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo
 
 Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
 

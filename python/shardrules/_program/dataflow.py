@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from math import prod
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from shardrules._program.computation import Instruction
-    from shardrules._program.hlo import Hlo
+from shardrules._program.computation import Instruction
+from shardrules._program.hlo import Hlo
 
 MOVES: Final = frozenset({
     "bitcast", "convert", "copy", "copy-done", "copy-start", "fusion-done", "optimization-barrier",

@@ -9,13 +9,11 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
+from shardrules._program.computation import Instruction, Shape
 from shardrules._program.dataflow import PRODUCTS, Value, source_of
-
-if TYPE_CHECKING:
-    from shardrules._program.computation import Instruction, Shape
-    from shardrules._program.hlo import Hlo
+from shardrules._program.hlo import Hlo
 
 _MOST_STEPS: Final = 20_000
 """Values that a walk visits at most; what lies behind is not known."""

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+import numpy.typing as npt
 
 _GROUPS: Final = re.compile(r"(?:replica_groups|source_target_pairs)=")
 _EXPLICIT: Final = re.compile(r"\{(?:\{[\d,]*\},?)*\}")

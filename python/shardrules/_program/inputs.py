@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -18,13 +18,11 @@ from shardrules._place.decider import check_decided
 from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import axis_sizes_of
 from shardrules._plan.trees import kind_specs
+from shardrules._program.executable import Executable, Side
 from shardrules._rules.rules import Rules
 from shardrules._specs import as_partition_spec, is_partition_spec
 from shardrules._text import brief, counted, mesh_shown, near_shown, printable, shown, with_article
 from shardrules._trees.align import align, rows_and_paths
-
-if TYPE_CHECKING:
-    from shardrules._program.executable import Executable, Side
 
 _WHAT: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
 

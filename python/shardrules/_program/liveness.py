@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from shardrules._program.computation import Computation, Instruction, Shape
 from shardrules._program.flow import WRITTEN
-
-if TYPE_CHECKING:
-    from shardrules._program.computation import Computation, Instruction, Shape
-    from shardrules._program.hlo import Hlo
+from shardrules._program.hlo import Hlo
 
 _MOST_DEPTH: Final = 100
 _NOTHING: Final = 0

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardrules._estimate.buffers import Buffer, Memory, Totals, sizes_of, totals_from
+from shardrules._program.computation import Computation, Instruction
 from shardrules._program.dataflow import Value, source_of
+from shardrules._program.executable import Executable
 from shardrules._program.flow import is_written_in_part
 from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.liveness import Alive, alive_at_peak
-
-if TYPE_CHECKING:
-    from shardrules._program.computation import Computation, Instruction
-    from shardrules._program.executable import Executable
 
 _LARGEST: Final = 100
 _IN_TEXT: Final = 10

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from shardrules._plan.axis_uses import expert_axes_among, is_gathered
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
+from shardrules._program.collectives import Exchange, Moved
 from shardrules._program.dataflow import REDUCTIONS, Value, origin_of, source_of, updated_values
+from shardrules._program.executable import Executable
 from shardrules._program.flow import (
     Consumer,
     elements,
@@ -26,13 +28,9 @@ from shardrules._program.flow import (
     whole_of_piece,
     whole_of_pieces,
 )
+from shardrules._program.states import State
 from shardrules._program.variation import Variation
 from shardrules._specs import entry_axes
-
-if TYPE_CHECKING:
-    from shardrules._program.collectives import Exchange, Moved
-    from shardrules._program.executable import Executable
-    from shardrules._program.states import State
 
 # Names of collectives in user programs, as JAX has them in op_name.
 _CALLED: Final = frozenset({

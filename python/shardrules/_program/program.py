@@ -6,11 +6,17 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
+
+from jax.sharding import Mesh
 
 from shardrules._arguments import check_file, check_type, in_order
+from shardrules._estimate.buffers import Memory, Totals
 from shardrules._io import write_text
 from shardrules._locks import content_of
+from shardrules._mesh.topology import Topology
+from shardrules._plan.findings import Findings
 from shardrules._plan.plan import Plan
 from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable, call_of
@@ -23,15 +29,6 @@ from shardrules._program.states import State, states
 from shardrules._program.step_seconds import ProgramTime, program_time
 from shardrules._program.work import Product, products
 from shardrules._text import Column, Table, answer, bytes_shown, mesh_shown, printable
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from jax.sharding import Mesh
-
-    from shardrules._estimate.buffers import Memory, Totals
-    from shardrules._mesh.topology import Topology
-    from shardrules._plan.findings import Findings
 
 SMALL: Final = 2**16
 """Bytes that a device sends in a step, below which a collective needs no explanation."""

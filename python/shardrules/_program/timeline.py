@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
+from shardrules._program.collectives import Collective
+from shardrules._program.computation import Instruction
+from shardrules._program.hlo import Hlo
 from shardrules._text import (
     Column,
     Table,
@@ -20,11 +23,6 @@ from shardrules._text import (
     record,
     seconds_shown,
 )
-
-if TYPE_CHECKING:
-    from shardrules._program.collectives import Collective
-    from shardrules._program.computation import Instruction
-    from shardrules._program.hlo import Hlo
 
 # On TPU, one fusion starts a collective, others go on with it beside what they compute, and one is
 # done with it. All have a copy of its line.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from shardrules._program.computation import Computation, Instruction
+from shardrules._program.computation import Computation, Instruction
 
 _KNOWN: Final = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _DIRECTION: Final = re.compile(r"direction=(\w+)")

@@ -6,15 +6,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
 from math import prod
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from shardrules._program.computation import Instruction
 from shardrules._program.dataflow import MOVES
-
-if TYPE_CHECKING:
-    from shardrules._program.computation import Instruction
-    from shardrules._program.hlo import Hlo
+from shardrules._program.hlo import Hlo
 
 # Collectives after which values are equal along the axes of their groups, or differ along them.
 _EQUALIZING: Final = ("all-gather", "all-reduce")

@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from math import prod, sqrt
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from shardrules._program.computation import Computation, Instruction
 from shardrules._program.dataflow import PRODUCTS
 from shardrules._program.flow import is_product
-
-if TYPE_CHECKING:
-    from shardrules._program.computation import Computation, Instruction
-    from shardrules._program.hlo import Hlo
-    from shardrules._program.variation import Variation
-    from shardrules._text import Place
+from shardrules._program.hlo import Hlo
+from shardrules._program.variation import Variation
+from shardrules._text import Place
 
 _CONTRACTED: Final = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS: Final = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")

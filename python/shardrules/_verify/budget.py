@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from jax.sharding import Mesh
 
 from shardrules._arguments import check_real, check_type
+from shardrules._plan.findings import Finding
 from shardrules._program.lock import KINDS, budget_finding, largest
+from shardrules._program.program import Program
 from shardrules._text import brief, byte_count, bytes_shown, nearest
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from shardrules._plan.findings import Finding
-    from shardrules._program.program import Program
 
 _WORDS: Final = ("total", "peak")
 _FIX: Final = "send or keep less there; or, if it is meant, raise the budget"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from numbers import Number
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 from jax import tree_util
@@ -13,12 +13,10 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from shardrules._core import values_beside
+from shardrules._plan.table import Leaves
 from shardrules._rules.names import NodeForms
 from shardrules._rules.rules import Rules
 from shardrules._trees.align import align, rows_and_paths
-
-if TYPE_CHECKING:
-    from shardrules._plan.table import Leaves
 
 Where = Sharding | Literal["deleted", "abstract", "host", "nowhere"]
 """Sharding of a leaf; or, of "host", a numpy array or number in this process's memory, and of

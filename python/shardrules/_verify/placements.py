@@ -7,23 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardrules._correction import in_memory
 from shardrules._mesh.memory import memory_apart
+from shardrules._plan.findings import Finding, Level, VerifyKind
 from shardrules._program.dataflow import is_made_from
 from shardrules._program.executable import Executable, Library, Side, at, sharding_shown
+from shardrules._program.inputs import PlannedSharding
+from shardrules._program.states import Evidence, State
 from shardrules._text import bytes_shown, counted, printable
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from shardrules._plan.findings import Finding, Level, VerifyKind
-    from shardrules._program.inputs import PlannedSharding
-    from shardrules._program.states import Evidence, State
-
 
 _CONSTRAINT: Final = "jax.lax.with_sharding_constraint(arrays, plan.shardings())"
 _NNX_SHARDINGS: Final = "in_shardings=nnx.StateSharding(plan.shardings())"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from jax import tree_util
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
+from shardrules._estimate.buffers import Memory
 from shardrules._mesh.topology import Topology, memory_limit, topology_shown
 from shardrules._plan.findings import Findings, Level
 from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.cache import cached_result
+from shardrules._program.collectives import Collective
 from shardrules._program.compile import (
     OF_FAST,
     Effort,
@@ -29,13 +31,9 @@ from shardrules._program.compile import (
 )
 from shardrules._program.dump import XlaDump
 from shardrules._program.program import Program, time_on
+from shardrules._program.step_seconds import ProgramTime
 from shardrules._text import Table, answer, mesh_shown
 from shardrules._verify.verify import findings_and_program
-
-if TYPE_CHECKING:
-    from shardrules._estimate.buffers import Memory
-    from shardrules._program.collectives import Collective
-    from shardrules._program.step_seconds import ProgramTime
 
 
 @answer

@@ -7,17 +7,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from shardrules._plan.findings import Finding
+from shardrules._program.collectives import Collective
+from shardrules._program.compiling import CompileLog, Reshard
 from shardrules._program.lock import largest
+from shardrules._program.program import Program
 from shardrules._text import bytes_shown
 from shardrules._verify.unexpected import CONSTRAINT
-
-if TYPE_CHECKING:
-    from shardrules._program.collectives import Collective
-    from shardrules._program.compiling import CompileLog, Reshard
-    from shardrules._program.program import Program
 
 
 def resharded(

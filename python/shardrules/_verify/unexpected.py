@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shardrules._plan.findings import Finding
+from shardrules._program.collectives import Collective
 from shardrules._program.movement import REASONS
+from shardrules._program.program import Program
+from shardrules._program.work import Product
 from shardrules._text import and_more, bytes_shown, counted
-
-if TYPE_CHECKING:
-    from shardrules._program.collectives import Collective
-    from shardrules._program.program import Program
-    from shardrules._program.work import Product
 
 _SHARE: Final = 0.05
 """Share of all bytes that are sent, above which a collective is told whatever its size."""
