@@ -18,9 +18,9 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import combinations
 from math import prod
-from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -53,8 +53,8 @@ NOT_MOVED = frozenset((
     "conditional", "after-all", "partition-id", "all-reduce", "all-gather", "reduce-scatter",
     "all-to-all", "collective-permute", "custom-call", "async-update", "opt-barrier",
 ))  # fmt: skip
-# Times that differ by less are no order.
-TIE = 0.02
+# Times that differ by less are no order: the sweep has them for a tie as well.
+TIE = 0.05
 LAYERS = 2
 SEQUENCES = 1
 """Of each device."""
@@ -146,11 +146,6 @@ class Row(NamedTuple):
         """Between all hidden and none."""
         return (max(self.computing, self.sending) + self.computing + self.sending) / 2
 
-    @property
-    def compilers(self) -> float:
-        """By the compiler's cycles and schedule, or where they are not known by the roofline."""
-        return self.middle if self.scheduled is None else self.scheduled
-
 
 def tree_of(model: Model) -> Any:
     """Return the parameters as shapes."""
@@ -240,13 +235,19 @@ def meshes_of(model: Model, topology: str) -> list[str]:
     return [",".join(map(str, mesh)) for mesh in sorted(some)]
 
 
+@contextmanager
+def stopped_before_code() -> Iterator[None]:
+    """Let proofs in this process and in its children end before the compiler makes code."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        solving.stop_before_code(Path(folder))
+        yield
+
+
 def compiled(model: Model, topology: str, name: str, to_the_end: bool) -> Any:
     """Return the seconds of the program that the compiler makes of a model on a mesh."""
     slice_ = sr.Topology(topology)
     mesh = slice_.mesh(dict(zip(model.axes, map(int, name.split(",")), strict=True)))
-    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        if not to_the_end:
-            solving.stop_before_code(Path(folder))
+    with nullcontext() if to_the_end else stopped_before_code():
         try:
             program = sr.prove(*step_on(model, mesh), on=mesh, timeout=solving.LIMIT).program
         except sr.OutOfMemory:
@@ -312,14 +313,27 @@ def _bytes(computation: Any, name: str) -> int:
     return sum(shape.bytes for shape in computation[name].results)
 
 
-def in_order(rows: list[Row], seconds: Callable[[Row], float]) -> list[int]:
+def in_order(rows: list[Row], by: Callable[[Row, Row], tuple[float, float] | None]) -> list[int]:
     """Return how many pairs of meshes are in order, how many are not, and ties of the compiler."""
     counts = [0, 0, 0]
-    for first, second in combinations(rows, 2):
-        a, b = seconds(first), seconds(second)
-        is_right = (first.estimated < second.estimated) == (a < b)
-        counts[2 if abs(a - b) < TIE * min(a, b) else 0 if is_right else 1] += 1
+    for pair in combinations(rows, 2):
+        if (seconds := by(*pair)) is not None:
+            a, b = seconds
+            is_right = (pair[0].estimated < pair[1].estimated) == (a < b)
+            counts[2 if abs(a - b) < TIE * min(a, b) else 0 if is_right else 1] += 1
     return counts
+
+
+def by_roofline(first: Row, second: Row) -> tuple[float, float]:
+    """Return the seconds of two meshes in the middle between hiding all that is sent and none."""
+    return first.middle, second.middle
+
+
+def by_schedule(first: Row, second: Row) -> tuple[float, float] | None:
+    """Return those by the compiler's cycles and schedule; None if it did not compile both."""
+    if first.scheduled is None or second.scheduled is None:
+        return None
+    return first.scheduled, second.scheduled
 
 
 Kept = dict[str, dict[str, dict[str, Any]]]
@@ -390,29 +404,29 @@ def rows_of(model: Model, topology: str, kept: Mapping[str, Any]) -> list[Row]:
 
 def table(kept: Kept, only: str) -> Iterator[str]:
     """Yield a row for each model and topology, and the pairs in order by model and topology."""
-    yield "| model | slice | mesh: by the sweep, by the compiler | in order | not | ties |"
+    times = "by the sweep, by the program, by the schedule"
+    yield f"| model | slice | mesh: {times} | in order | not | ties |"
     yield "|---|---|---|--:|--:|--:|"
     sums: dict[str, list[int]] = {}
-    others = {"middle": [0, 0, 0]}
+    scheduled = [0, 0, 0]
     for topology, model, when in cases():
         results = kept.get(model.name, {}).get(topology, {})
         if only not in f"{model.name}, {topology}" or not any(results.values()):
             continue
         rows = rows_of(model, topology, results)
-        counts = in_order(rows, attrgetter("compilers"))
-        for name, sum_ in others.items():
-            others[name] = _sum(sum_, in_order(rows, attrgetter(name)))
+        counts = in_order(rows, by_roofline)
+        scheduled = _sum(scheduled, in_order(rows, by_schedule))
         for key in (model.name, topology, when):
             sums[key] = _sum(sums.get(key, [0, 0, 0]), counts)
         times = "; ".join(
             f"{','.join(f'{axis}={n}' for axis, n in row.mesh.items() if n > 1)}: "
-            f"{row.estimated * 1e3:.3g}, {row.compilers * 1e3:.3g}"
-            f"{' ms' if row.scheduled is None else ' ms*'}"
+            f"{row.estimated * 1e3:.3g}, {row.middle * 1e3:.3g}"
+            f"{'' if row.scheduled is None else f', {row.scheduled * 1e3:.3g}'} ms"
             for row in rows
         )
         yield f"| {model.name} | {topology} | {times} | {' | '.join(map(str, counts))} |"
     yield ""
-    for key, (right, wrong, ties) in {**sums, **others}.items():
+    for key, (right, wrong, ties) in {**sums, "by the schedule": scheduled}.items():
         share = right / max(1, right + wrong)
         yield f"{key}: {right} of {right + wrong} pairs in order, {share:.0%}; {ties} ties"
 

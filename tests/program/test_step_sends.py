@@ -41,6 +41,14 @@ def test_a_step_sends_what_its_jaxpr_says(index):
     assert bool(differences) == (CASES[index].id in step_table.WHY), differences
 
 
+@pytest.mark.skipif(jax.__version_info__[:2] < (0, 10), reason="older JAX traces other jaxprs")
+@pytest.mark.parametrize("index", STEPS)
+def test_a_step_sends_between_tpus_what_its_jaxpr_says(index):
+    """By what the TPU's compiler made of it; or the page says why not."""
+    differences = list(step_table.differences(*step_table.compared_on_tpu(index)))
+    assert bool(differences) == (CASES[index].id in step_table.WHY_ON_TPU), differences
+
+
 def sent(tree, update, mesh, **options):
     plan = sr.plan({"params": tree, "moment": moments(tree)}, [(".*", "fsdp")], mesh)
     x = jax.ShapeDtypeStruct((4096, 512), "bfloat16", sharding=NamedSharding(mesh, P("fsdp")))
@@ -78,4 +86,14 @@ def test_gradients_are_added_in_parts_for_moments_of_another_dtype():
     jax.__version_info__[:2] != PAGE_VERSION, reason="the page's rows are of JAX 0.12"
 )
 def test_the_page_has_the_table_of_all_steps():
-    assert page_table.shown(step_table.PAGE) == step_table.table()
+    assert page_table.shown(step_table.PAGE) == step_table.table(
+        step_table.compared, step_table.WHY
+    )
+
+
+def test_the_page_has_the_table_of_steps_on_tpus():
+    """Behind the tests of its rows, which trace the steps anew."""
+    table = page_table.shown(step_table.PAGE, "steps on TPUs").splitlines()
+    assert len(table) == 2 + len(CASES)
+    reasons = {row.split("|")[-2].strip() for row in table[2:]} - {""}
+    assert reasons == set(step_table.WHY_ON_TPU.values())

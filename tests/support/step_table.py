@@ -1,11 +1,15 @@
 """What a step sends by its jaxpr and by its HLO: the table of docs/step.md.
 
 `XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.support.step_table` writes the
-table anew.
+tables anew; with `tpu` behind it, what is not in `tests/data/step_sends.json` is compiled before, for
+four minutes at most, which needs libtpu.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -17,6 +21,7 @@ import jax
 
 import shardrules as sr
 from shardrules._program.hlo import Hlo
+from shardrules._specs import entry_axes
 from shardrules._text import bytes_shown, mesh_shown
 from tests.support import page_table, step_suite, step_traffic, steps
 from tests.support.folders import ROOT
@@ -97,22 +102,75 @@ def compared(index: int) -> tuple[Rows, Rows]:
 
 SLICES = {4: "v5e:2x2", 8: "v5e:2x4"}
 """By the number of devices, the slice that the TPU's compiler compiles a case for."""
+FILE = ROOT / "tests" / "data" / "step_sends.json"
+_WHOLE = "XLA adds up whole gradients of small arrays, of which each device takes its part."
+_TURNED = "XLA adds up the tokens' gradients whole."
+WHY_ON_TPU = {
+    "dense, table gathered fsdp=8": "The table's gradient is added up whole, and taken for scattered.",
+    "dense, table as held fsdp=8": "The table's gradient has no name: its padding is not seen.",
+    "dense, square output transposed tp=4": _TURNED,
+    "dense, square output transposed, scanned fsdp=4,tp=2": _TURNED,
+    "Muon fsdp=4,tp=2": "XLA gathers parts of Newton-Schulz products, and not their operands.",
+    "LoRA fsdp=4,tp=2": _WHOLE,
+    "LoRA on int8 fsdp=4,tp=2": _WHOLE,
+    "masters cast fsdp=4,tp=2": "XLA packs pairs of float16, pads them, and adds up whole gradients.",
+    "ZeRO-1 data=8": _WHOLE,
+    "uneven heads fsdp=2,tp=4": "XLA exchanges parts of heads by permutes.",
+}
 
 
-def compared_on_tpu(index: int) -> tuple[Rows, Rows]:
-    """The same by the TPU's compiler, whose loops of permutes are the collectives they were."""
+def compiled_for_tpu(index: int) -> list[tuple[str, tuple[str, ...], str, float]]:
+    """(collective, axes, dtype, bytes that a device sends), by the TPU's compiler."""
     case = CASES[index]
     count = prod(case.sizes.values())
     devices = list(sr.Topology(SLICES[count]).mesh(all=count).devices.flat)
     with mock.patch.object(jax, "devices", return_value=devices):
         step, args = case.make()
+    mesh = jax.tree.leaves(args[0].shardings())[0].mesh
+    sent: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+    for op in sr.prove(step, *args, on=mesh, timeout=120).program.collectives:
+        axes = tuple(axis for axis in case.axes if axis in op.axes)
+        dtype = op.shape.partition("[")[0]
+        key, size = _logical(args[0], op.kind, axes, dtype, op.moves, op.sent_at_least)
+        sent[key] += round(size)
+    return [(*key, size) for key, size in sent.items() if key[1] and size]
+
+
+def _logical(
+    plan: sr.types.Plan, kind: str, axes: tuple[str, ...], dtype: str, moves: str, sent: float
+) -> tuple[tuple[str, tuple[str, ...], str], float]:
+    """The collective that one of the program stands for: parts of 96 are no whole tiles.
+
+    XLA pads such gradients to 128, scatters their sum, and brings rows back by permutes; or it adds
+    up the whole, of which each device takes its part.
+    """
+    path = moves.removeprefix("gradient of inputs/0/")
+    if kind == "collective-permute" and moves.startswith(kind):
+        return (kind, axes, dtype), 0
+    if kind == "reduce-scatter" and moves.startswith("all-reduce."):
+        return (kind, axes, dtype), sent * 96 / 128
+    if kind == "all-reduce" and path in plan.paths:
+        cut = {axis for entry in plan.kind(path).spec or () for axis in entry_axes(entry)}
+        if cut.issuperset(axes):
+            return ("reduce-scatter", axes, dtype), sent / 2
+    return (kind, axes, dtype), sent
+
+
+def compared_on_tpu(index: int) -> tuple[Rows, Rows]:
+    """What each device sends in `CASES[index]`, by its jaxpr and as the TPU's compiler had it.
+
+    JAX multiplies float32 on TPUs in bfloat16, and XLA sends operands as they are multiplied: they
+    count as float32, as in the jaxpr.
+    """
+    case = CASES[index]
+    step, args = case.make()
     ours: Rows = Counter()
     for row in sr.trace(step, *args).traffic():
         ours[row.collective, row.axes] += row.sent
     real: Rows = Counter()
-    for op in sr.inspect(sr.compile(step, *args), (None,) * len(args)).collectives:
-        real[op.kind, op.axes] += op.sent_at_least
-    return tuple(_in_order(rows, case.sizes) for rows in (ours, real))
+    for kind, axes, dtype, sent in json.loads(FILE.read_text())[case.id]:
+        real[kind, tuple(axes)] += 2 * sent if dtype == "bf16" else sent
+    return _in_order(ours, case.sizes), _in_order(real, case.sizes)
 
 
 def _ring(kind: str, payload: int, devices: int) -> int:
@@ -140,7 +198,7 @@ def differences(ours: Rows, real: Rows) -> Iterator[str]:
             yield f"{key[0]} over {','.join(key[1])}: {ours[key]:,} bytes, XLA {real[key]:,}"
 
 
-def table() -> str:
+def table(compared: Callable[[int], tuple[Rows, Rows]], why: Mapping[str, str]) -> str:
     """The rows of all cases."""
     lines = ["| step | mesh | by its jaxpr | by XLA | ratio | why |", "|" + "---|" * 6]
     for index, case in enumerate(CASES):
@@ -151,11 +209,31 @@ def table() -> str:
             bytes_shown(ours),
             bytes_shown(real),
             f"{ours / real:.3f}",
-            WHY.get(case.id, ""),
+            why.get(case.id, ""),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
+def record(end: float) -> None:
+    """Compile what is not recorded for TPUs, each in a process of its own, until a time."""
+    from benchmarks.sweep_order import apart, stopped_before_code
+
+    rows = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for index, case in enumerate(CASES):
+        if case.id not in rows and time.monotonic() < end:
+            with stopped_before_code():
+                result = apart(compiled_for_tpu, index)
+            if isinstance(result, str):
+                raise RuntimeError(f"{case.id}: {result}")
+            rows[case.id] = result
+            lines = (f" {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+            FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
 if __name__ == "__main__":
-    page_table.write(PAGE, table())
+    if sys.argv[1:] == ["tpu"]:
+        record(time.monotonic() + 240)
+    else:
+        page_table.write(PAGE, table(compared, WHY))
+    page_table.write(PAGE, table(compared_on_tpu, WHY_ON_TPU), "steps on TPUs")

@@ -107,7 +107,7 @@ def fold_paths(paths: Sequence[str]) -> list[str]:
 
     Example:
         >>> fold_paths(["layers/0/w", "layers/1/w", "head"])
-        ['layers/{0..1}/w', 'head']
+        ['layers/{0,1}/w', 'head']
     """
     return [folded.pattern for folded in fold(list(paths), np.zeros(len(paths), np.int32))]
 

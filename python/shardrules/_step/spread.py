@@ -379,9 +379,22 @@ class Spread:
         for outer, inner in operation.arguments(body):
             if outer is not None:
                 self._move(outer, cuts_of(outer, manual[inner]), trips, operation)
+        first = len(self.sent)
         self._run(body, trips)
-        for number in operation.outputs:
+        for number, made in zip(operation.outputs, body.outputs, strict=True):
             self.cuts[number] = cuts_of(number, manual[number])
+            if self._merges_sums and number in self._wishes:
+                self._scatter_sum(first, made, number)
+
+    def _scatter_sum(self, first: int, made: int | None, number: int) -> None:
+        """Scatter the sum that code by device gives back, where it is cut by those axes at once."""
+        wish, taken = self._wishes[number], {axis for row in self.cuts[number] for axis in row}
+        added = {axis for row in wish for axis in row} - taken
+        for place, row in enumerate(self.sent[first:], first):
+            is_it = row.operation.outputs == [made] and row.kind == "all-reduce"
+            if is_it and row.value is None and set(row.axes) == added:
+                self.sent[place] = row._replace(kind="reduce-scatter")
+                self.cuts[number] = wish
 
     def _find_users(self, body: Body) -> None:
         for operation in body.operations:
