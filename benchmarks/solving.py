@@ -487,28 +487,44 @@ def child(results: Any, name: str, slice_: str, layout: str, options: argparse.N
     os._exit(0)
 
 
-HEADS = ("step", "slice", "layers", "layout", "mesh", "price", "time", "to the best",
-         "sent", "by the price", "memory", "by the price")  # fmt: skip
+HEADS = ("step", "slice", "layers", "mesh", "gap", "price", "time", "best expert", "to it",
+         "sent", "to theirs", "by the price", "memory", "by the price")  # fmt: skip
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print the rows of the file: what is compiled, and beside it what the price says."""
+    """Print solutions, beside the best of the experts' layouts, and what the price says."""
     rows = known(options.file)
-    print("|", " | ".join(HEADS), "|\n|---|---|--:|---|---|" + "--:|" * (len(HEADS) - 5))
-    for key in tasks(options):
-        row = rows.get(key, {})
-        if "mesh" not in row:
+    print(
+        "|", " | ".join(HEADS), "|\n|---|---|--:|---|--:|--:|--:|---|" + "--:|" * (len(HEADS) - 8)
+    )
+    for name, slice_, layout in tasks(options):
+        row = rows.get((name, slice_, layout), {})
+        if layout != "solved" or not row:
+            continue
+        others = {of: rows.get((name, slice_, of), {}) for of in SPARSE}
+        fitting = {of: other for of, other in others.items() if "sending" in other}
+        best = min(fitting, key=lambda of: middle(fitting[of]), default=None)
+        tried = [of for of, other in others.items() if other]
+        theirs = f"none of {len(tried)} fits" if tried and best is None else best or ""
+        if "sending" not in row:
+            what = "refused" if "refused" in row else "does not fit"
+            print("|", " | ".join([name, slice_, "", what, "", "", "", theirs, *[""] * 6]), "|")
             continue
         mesh = "x".join(map(str, row["mesh"].values()))
-        cells = [*key[:2], str(row["layers"]), key[2], mesh, f"{row['price']:.3g} s"]
-        if "refused" in row:
-            cells += ["refused", "", "", "", "", f"{row['expected'] / 1e9:.3g} GB"]
-        else:
-            others = [rows.get((*key[:2], layout), {}) for layout in SPARSE]
-            best = min([middle(other) for other in others if "sending" in other], default=None)
-            cells += [f"{middle(row):.3g} s", f"{middle(row) / best:.2f}" if best else "alone fits"]
-            for name, expected in (("sent", "expected to send"), ("memory", "expected")):
-                cells += [f"{row[name] / 1e9:.3g} GB", f"{row[expected] / row[name]:.2f}"]
+        cells = [
+            name,
+            slice_,
+            str(row["layers"]),
+            mesh,
+            f"{row['gap']:.1%}",
+            f"{row['price']:.3g} s",
+        ]
+        cells += [f"{middle(row):.3g} s", theirs]
+        cells.append(f"{middle(row) / middle(fitting[best]):.2f}" if best else "")
+        cells.append(f"{row['sent'] / 1e9:.3g} GB")
+        cells.append(f"{row['sent'] / fitting[best]['sent']:.2f}" if best else "")
+        cells.append(f"{row['expected to send'] / row['sent']:.2f}")
+        cells += [f"{row['memory'] / 1e9:.3g} GB", f"{row['expected'] / row['memory']:.2f}"]
         print("|", " | ".join(cells), "|")
 
 

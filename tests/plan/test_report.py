@@ -537,6 +537,9 @@ def test_a_program_on_another_mesh_is_refused(program, deepseek):
 def test_browser_shows_the_compiled_program(opened, program):
     plan, report = program
     page = opened(plan, sweep=None, program=report)
+    peak = f"Peak of the step\n{bytes_shown(report.memory.peak)}"
+    facts = page.locator("header dl div").all_inner_texts()
+    assert facts[-2:] == [peak, "Sent in a step\n524 kB"]
     shown = page.locator("#memory .slice.leaf").all_inner_texts()
     assert len(shown) == len(report.memory.buffers)
     assert shown[0].split("\n")[:2] == ["f32[512,512]", "1.05 MB"]

@@ -260,3 +260,51 @@ def test_wrong_arguments_are_named(options, message):
     step = sr.trace(train, TREE, shape(8, 512))
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         sr.solve(step, **{"on": {"fsdp": 4}, "hardware": "v5p", **options})
+
+
+def of_layers(layers, width, hidden, experts):
+    """Trace the training of layers of attention and an MLP, or of experts that are weighed."""
+    tree = {"up": shape(layers, width, hidden), "down": shape(layers, hidden, width)}
+    if experts:
+        tree = {name: shape(layers, experts, *leaf.shape[1:]) for name, leaf in tree.items()}
+        tree["router"] = shape(layers, width, experts)
+    else:
+        tree |= {name: shape(layers, width, width) for name in "qkvo"}
+
+    def mixed(x, w):
+        rows, length, _ = x.shape
+        q, k, v = ((x @ w[name]).reshape(rows, length, -1, 128) for name in "qkv")
+        chances = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        x = x + jnp.einsum("bhts,bshd->bthd", chances, v).reshape(x.shape) @ w["o"]
+        return x + jax.nn.relu(x @ w["up"]) @ w["down"], None
+
+    def routed(x, w):
+        shares = jax.nn.softmax(x @ w["router"])
+        inner = jax.nn.relu(jnp.einsum("btd,edf->btef", x, w["up"])) * shares[..., None]
+        return x + jnp.einsum("btef,efd->btd", inner, w["down"]), None
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(jax.checkpoint(routed if experts else mixed), x, params)
+        return jnp.mean(jnp.square(x))
+
+    def update(params, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+
+    mesh = {"fsdp": 8, "tp": 2}
+    x = shape(16, 64, width) if experts else shape(64, 1024, width)
+    return sr.trace(update, sr.plan(tree, [(".*", ())], mesh), x), mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("experts", "hbm"), [(0, 10**9), (8, 10**10)])
+def test_a_slightly_larger_model_gets_the_same_rules(experts, hbm):
+    texts, sizes = [], []
+    for layers, width, hidden in ((4, 1024, 4096), (5, 1280, 5120)):
+        step, mesh = of_layers(layers, width, hidden, experts)
+        solution = sr.solve(step, mesh, hardware="v5p", hbm=hbm)
+        texts.append(str(solution.rules))
+        sizes.append(solution.plan.total_bytes)
+        assert solution.gap == 0
+    assert texts[0] == texts[1]
+    assert "'fsdp', 'tp'" in texts[0]
+    assert sizes[0] < sizes[1]

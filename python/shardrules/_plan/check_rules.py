@@ -121,13 +121,15 @@ def uncut(queries: Queries) -> Iterator[Finding]:
         if not queries.is_much(cost):
             continue
         rules = queries.rules_of(folded)
+        is_by_path = columns._leaves.path_rules is not None
+        where = "the spec" if is_by_path else "a rule for one of their names"
         yield finding(
             "warning",
             "uncut",
             f"the mesh axis {axis!r} could cut {counted(leaves_in(folded), 'leaf')} "
             f"({queries.rules(rules) or 'no rule'}), as it cuts others like them, but does not: "
             f"it costs {at_stake(cost)}",
-            f"name {axis!r} in the spec, or declare them replicated",
+            f"name {axis!r} in {where}, or declare them replicated",
             folded=folded,
             rule=rules[0] if len(rules) == 1 else None,
             bytes=cost,

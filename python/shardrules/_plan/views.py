@@ -177,6 +177,8 @@ class Views(Estimates):
     def abstract(self) -> Any:
         """Return ShapeDtypeStructs with their shardings, to restore a checkpoint into.
 
+        haliax's arrays come without their NamedArrays; its guide puts shardings into them.
+
         Raises:
             ValueError: As `specs`.
 

@@ -15,7 +15,13 @@
     facts.push(["Breakdown", parts.map(([name, bytes]) => `${name} ${bytesShown(bytes)}`).join(", ")]);
   }
   if (host > 0) facts.push(["In the host's memory", `${bytesShown(host)} for each device`]);
-  const { fits } = report;
+  const { fits, program, time } = report;
+  if (program?.memory) facts.push(["Peak of the step", bytesShown(program.memory.peak)]);
+  if (program?.collectives.every(({ sent }) => sent !== null)) {
+    const sent = program.collectives.reduce((sum, row) => sum + row.sent, 0);
+    facts.push(["Sent in a step", bytesShown(sent)]);
+  }
+  if (time) facts.push(["A step", `${secondsShown(time.shortest)} to ${secondsShown(time.longest)}`]);
   if (fits !== null) facts.unshift(["Fits", `${fits.yes ? "yes" : "no"}, into ${fits.room}`]);
   const worst = fits !== null && !fits.yes ? "error"
     : report.findings.length ? report.findings[0].level : "right";
