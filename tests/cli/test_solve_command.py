@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 
 import pytest
 
 import shardrules as sr
-from tests.support.command_line import invoke
+from tests.support.command_line import ended, invoke
 
 MODULE = """
 import jax
@@ -64,6 +65,17 @@ def test_it_writes_rules_and_constraints(folder):
     checked = invoke("check", "model.json", "-r", "rules.toml", "-m", "fsdp=4,tp=2")
     assert checked.exit_code == 0, checked.stdout
     assert invoke(*WORDS, "-q").stderr == ""
+
+
+@pytest.mark.parametrize(("is_terminal", "options"), [(True, ()), (True, ("-q",)), (False, ())])
+def test_a_terminal_shows_how_far_it_is(monkeypatch, is_terminal, options):
+    monkeypatch.setattr("sys.argv", ["shardrules", *WORDS, *options])
+    monkeypatch.setattr("sys.stderr", screen := io.StringIO())
+    monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
+    assert ended() == 0
+    told = screen.getvalue()
+    is_told = "mesh 1 of 1, fsdp=4,tp=2: best " in told and "bound " in told and "gap 0.0%" in told
+    assert is_told == (is_terminal and not options)
 
 
 def test_other_forms():

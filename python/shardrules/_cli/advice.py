@@ -65,6 +65,7 @@ def _check_mesh(args: Args) -> None:
 
 def solved(args: Args, function: str, rules: Any = None) -> Solution:
     """Solve a step for the devices of a command line."""
+    from shardrules._solve.meshes import telling
     from shardrules._solve.solution import solve
 
     hardware = getattr(args, "hardware", None)
@@ -94,7 +95,10 @@ def solved(args: Args, function: str, rules: Any = None) -> Solution:
             f"{function}: none of the arguments is a Plan: give shardrules.plan of the "
             "parameters, whose rules the solution replaces"
         )
-    with working(args, f"solving for {args.on or args.mesh}; Ctrl-C takes the best so far"):
+    with (
+        working(args, f"solving for {args.on or args.mesh}; Ctrl-C takes the best so far") as show,
+        telling(show),
+    ):
         return solve(
             step, on, hardware=hardware, hbm=inputs.memory("--hbm", "a device", args.hbm),
             remat=getattr(args, "remat", None), time_limit=getattr(args, "time_limit", None),

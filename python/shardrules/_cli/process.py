@@ -109,16 +109,20 @@ def hint(args: Args, text: str) -> None:
 
 
 @contextmanager
-def working(args: Args, what: str) -> Iterator[None]:
-    """Show this text on a terminal while the body runs."""
-    if args.quiet or not sys.stderr.isatty():
-        yield
-        return
-    print(f"{printable(what)} ...", end="\r", file=sys.stderr, flush=True)
+def working(args: Args, what: str) -> Iterator[Callable[[str], None]]:
+    """Show this text on a terminal while the body runs, which gets what shows another line."""
+
+    def show(text: str) -> None:
+        if is_shown:
+            print(f"\x1b[K{printable(text)} ...", end="\r", file=sys.stderr, flush=True)
+
+    is_shown = not args.quiet and sys.stderr.isatty()
+    show(what)
     try:
-        yield
+        yield show
     finally:
-        print(end="\x1b[K", file=sys.stderr, flush=True)
+        if is_shown:
+            print(end="\x1b[K", file=sys.stderr, flush=True)
 
 
 def interruptible(args: Args, what: str, call: Callable[[], T]) -> T:

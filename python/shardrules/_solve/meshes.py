@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,13 +13,14 @@ from shardrules._mesh.topology import Topology, topology_shown
 from shardrules._solve.recompute import Block, blocks_of, recomputed
 from shardrules._solve.search import ROUNDING, Search
 from shardrules._solve.space import Space, fixed_cuts, forbidden_pairs
-from shardrules._text import bytes_shown, mesh_shown, printable_lines
+from shardrules._text import bytes_shown, mesh_shown, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.step_time import Machine
     from shardrules._solve.space import Assignment, Cost
     from shardrules._step.step import Step
 
+_TOLD: ContextVar[Callable[[str], object]] = ContextVar("_TOLD", default=lambda text: None)
 _MOST_DOUBLED = 10
 _SHOWN = 3
 
@@ -99,6 +102,16 @@ class Best(NamedTuple):
         return self.case.search
 
 
+@contextmanager
+def telling(tell: Callable[[str], object]) -> Iterator[None]:
+    """Give a function a line of progress after each mesh, while the body runs."""
+    token = _TOLD.set(tell)
+    try:
+        yield
+    finally:
+        _TOLD.reset(token)
+
+
 def best_of(task: Task, meshes: Sequence[Any], on: Any) -> Best:
     """Find the best assignment on any of these meshes.
 
@@ -127,11 +140,18 @@ def _searched(cases: Sequence[Case]) -> Case | None:
     best: Case | None = None
     # All are tried in short before one is searched to its end, as that may take all of the time.
     for run in (Search.begin, Search.run):
-        for case in cases:
+        for number, case in enumerate(cases, 1):
             least = case.search.seconds = inf if best is None else best.search.seconds
             run(case.search)
             if case.search.seconds < least:
                 best = case
+            if best is not None:
+                seconds, bound = best.search.seconds, min(each.search.bound for each in cases)
+                _TOLD.get()(
+                    f"mesh {number} of {len(cases)}, {mesh_shown(case.sizes)}: best "
+                    f"{seconds_shown(seconds)}, bound {seconds_shown(bound)}, "
+                    f"gap {1 - bound / seconds if seconds else 0:.1%}"
+                )
             if case.search.is_over:
                 return best
     return best
