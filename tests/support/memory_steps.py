@@ -562,15 +562,15 @@ def ratios() -> dict[str, float]:
 
 def table(ratios: dict[str, float]) -> str:
     """Return the rows of all pairs that are recorded."""
-    heads = "step", "slice", "mesh", "by its jaxpr", "by the compiler", "ratio", "looked at"
-    lines = [f"| {' | '.join(heads)} |", "|---|---|---|--:|--:|--:|---|"]
+    heads = "step", "slice", "mesh", "by its jaxpr", "at its peak", "ratio", "allocated", "ratio"
+    lines = [f"| {' | '.join(heads)} | looked at |", "|---|---|---|--:|--:|--:|--:|--:|---|"]
     rows = recorded()
     for name, ratio in ratios.items():
-        peak = rows[name]["peak"]
-        step, on, mesh = name.rsplit(", ", 2)
-        sizes = bytes_shown(round(ratio * peak)), bytes_shown(peak)
-        seen = "yes" if name in SEEN else "no"
-        lines.append(f"| {' | '.join((step, on, mesh, *sizes, f'{ratio:.3f}', seen))} |")
+        peak, allocated = (rows[name].get(what) for what in ("peak", "allocated"))
+        ours = round(ratio * peak)
+        cells = [*name.rsplit(", ", 2), bytes_shown(ours), bytes_shown(peak), f"{ratio:.3f}"]
+        cells += [bytes_shown(allocated), f"{ours / allocated:.3f}"] if allocated else ["", ""]
+        lines.append(f"| {' | '.join(cells)} | {'yes' if name in SEEN else 'no'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardrules._step.equations import Equations, TracedOperation
     from shardrules._step.spread import Spread, SpreadCollective
 
-_MOST_PARTS: Final = 16
+_MOST_PARTS: Final = 32
 _MOST_AT_BEST: Final = 1
 """A flag of the compiler has all operands gathered first."""
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
-from shardrules._arguments import check_bytes, check_type
+from shardrules._arguments import check_bytes, check_type, integer
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
@@ -353,7 +353,7 @@ class Step(TracedStep):
             62
         """
         check_bytes("hbm", hbm)
-        size = int(hbm)
+        size = integer("hbm", int(hbm), 1)
         spread = self._spread(plan)
         inputs = self._equations.body.inputs
         batches = [(i, name) for i in inputs if (name := self._roles.batch_of(i)) is not None]
