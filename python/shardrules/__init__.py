@@ -64,7 +64,7 @@ _MOVED = {
 _SUBMODULES = ("compat", "dialects", "renames", "types")
 _JAX_CAME_FIRST = "jax" in sys.modules
 __all__ = sorted(_MODULES)  # noqa: PLE0605
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def __getattr__(name: str) -> object:
