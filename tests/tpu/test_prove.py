@@ -450,3 +450,17 @@ def test_fast_is_another_program_than_full_of_the_same_jitted_step():
         for effort in ("full", "fast", "full")
     )
     assert full == again != fast
+
+
+@needs_libtpu
+def test_what_a_refused_step_needs_includes_its_arguments():
+    mesh = sr.Topology("v5e:2x2").mesh(fsdp=4)
+    x = jax.ShapeDtypeStruct((2**16, 2**16), "bfloat16", sharding=NamedSharding(mesh, P()))
+
+    def products(x):
+        y = x @ x.T
+        return jnp.sin(y) @ y
+
+    with pytest.raises(sr.OutOfMemory) as caught:
+        sr.compile(products, x, on=mesh)
+    assert caught.value.required == pytest.approx(3 * 2**33, rel=0.01)

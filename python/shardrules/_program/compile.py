@@ -42,7 +42,7 @@ from shardrules._text import (
 
 Effort = Literal["full", "fast"]
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (18.14G) exceeds
-# available HBM (15.75G)."; older ones: "Used 18.14G of 15.75G hbm."
+# available HBM (15.75G)."; older ones: "Used 18.14G of 15.75G hbm." Arguments are counted, too.
 _REFUSALS: Final = (
     re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"),
     re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
@@ -71,7 +71,7 @@ class OutOfMemory(MemoryError):  # noqa: N818
     """The compiler's refusal of a step that needs more memory than a device has.
 
     Attributes:
-        required: Bytes that the step needs on a device for its temporary arrays.
+        required: Bytes that the step needs on a device, its arguments included.
         available: Bytes that the compiler lets it use.
         buffers: The largest arrays that are alive at the peak, with their lines; () if XLA does
             not tell.
@@ -79,8 +79,8 @@ class OutOfMemory(MemoryError):  # noqa: N818
     Example:
         >>> import shardrules as sr
         >>> refusal = sr.OutOfMemory(required=20 * 10**9, available=16 * 10**9, buffers=())
-        >>> str(refusal).partition(";")[0][-37:]
-        ' arrays, and the compiler has 16.0 GB'
+        >>> str(refusal).partition(",")[0]
+        'the step needs 20.0 GB on each device'
     """
 
     def __init__(self, required: int, available: int, buffers: tuple[Buffer, ...]) -> None:
@@ -94,7 +94,7 @@ class OutOfMemory(MemoryError):  # noqa: N818
 
     def _message(self) -> str:
         head = (
-            f"the step needs {bytes_shown(self.required)} on each device for its temporary arrays, "
+            f"the step needs {bytes_shown(self.required)} on each device, its arguments included, "
             f"and the compiler has {bytes_shown(self.available)}"
         )
         if not self.buffers:

@@ -235,7 +235,7 @@ def _next(
     for forbid in ((), data_alone)[:: -1 if len(rows) == _ROUNDS - 1 else 1]:
         try:
             other = solution._again(hbm=room, forbid=(*bans, *forbid))
-        except (ValueError, MemoryError):
+        except (ValueError, MemoryError, TimeoutError):
             continue
         is_known = any(other.specs == row.solution.specs for row in rows)
         if not is_known and (best.refusal or other.time.total < best.seconds):
@@ -258,10 +258,9 @@ def _round(
             timeout=timeout,
         )
     except OutOfMemory as error:
-        held = memory - solution.memory.totals.temporaries
-        needed = error.required + held
         text = str(error).partition(". The largest")[0]
-        return ProofRound(solution, None, text, (), (), (memory, needed), solution.time.total)
+        memories = (memory, error.required)
+        return ProofRound(solution, None, text, (), (), memories, solution.time.total)
     compiled: _ByLine = defaultdict(int)
     for sent in proof.collectives:
         compiled[str(sent.place or sent.op_name), _ordered(sent.axes, mesh)] += sent.sent_at_least
