@@ -84,7 +84,7 @@ def test_the_time_is_near_the_cycles_of_the_compiler():
 
 
 def test_what_is_assumed_of_parts_is_told():
-    assert time(("fsdp",)).assumptions["parts"] == 16
-    assert "parts=16" in str(time(("fsdp",)))
+    assert time(("fsdp",)).assumptions["parts"] == 32
+    assert "parts=32" in str(time(("fsdp",)))
     assert "parts" not in time((None, "fsdp")).assumptions
     assert "parts" not in time(("fsdp",), hardware="H100").assumptions

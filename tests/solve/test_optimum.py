@@ -113,7 +113,7 @@ def test_what_one_search_has_found_is_not_taken_for_another_s(monkeypatch):
     monkeypatch.setattr(Search, "begin", finds({"first": 5.0, "second": 4.0}))
     monkeypatch.setattr(Search, "run", finds({"first": 3.0, "second": 4.0}))
     first, second = (
-        SimpleNamespace(name=name, seconds=inf, assignment=None, is_over=False)
+        SimpleNamespace(name=name, seconds=inf, assignment=None, is_over=False, bound=0.0)
         for name in ("first", "second")
     )
     best = _searched([Case(None, {}, (), first), Case(None, {}, (), second)])
