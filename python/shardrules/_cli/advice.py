@@ -65,7 +65,7 @@ def _check_mesh(args: Args) -> None:
 
 def solved(args: Args, function: str, rules: Any = None) -> Solution:
     """Solve a step for the devices of a command line."""
-    from shardrules._solve.meshes import telling
+    from shardrules._solve.meshes import progress_shown
     from shardrules._solve.solution import solve
 
     hardware = getattr(args, "hardware", None)
@@ -97,7 +97,7 @@ def solved(args: Args, function: str, rules: Any = None) -> Solution:
         )
     with (
         working(args, f"solving for {args.on or args.mesh}; Ctrl-C takes the best so far") as show,
-        telling(show),
+        progress_shown(show),
     ):
         return solve(
             step, on, hardware=hardware, hbm=inputs.memory("--hbm", "a device", args.hbm),

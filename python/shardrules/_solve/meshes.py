@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardrules._solve.space import Assignment, Cost
     from shardrules._step.step import Step
 
-_TOLD: ContextVar[Callable[[str], object]] = ContextVar("_TOLD", default=lambda text: None)
+_PROGRESS: ContextVar[Callable[[str], object]] = ContextVar("_PROGRESS", default=lambda text: None)
 _MOST_DOUBLED = 10
 _SHOWN = 3
 
@@ -103,13 +103,13 @@ class Best(NamedTuple):
 
 
 @contextmanager
-def telling(tell: Callable[[str], object]) -> Iterator[None]:
+def progress_shown(show: Callable[[str], object]) -> Iterator[None]:
     """Give a function a line of progress after each mesh, while the body runs."""
-    token = _TOLD.set(tell)
+    token = _PROGRESS.set(show)
     try:
         yield
     finally:
-        _TOLD.reset(token)
+        _PROGRESS.reset(token)
 
 
 def best_of(task: Task, meshes: Sequence[Any], on: Any) -> Best:
@@ -147,7 +147,7 @@ def _searched(cases: Sequence[Case]) -> Case | None:
                 best = case
             if best is not None:
                 seconds, bound = best.search.seconds, min(each.search.bound for each in cases)
-                _TOLD.get()(
+                _PROGRESS.get()(
                     f"mesh {number} of {len(cases)}, {mesh_shown(case.sizes)}: best "
                     f"{seconds_shown(seconds)}, bound {seconds_shown(bound)}, "
                     f"gap {1 - bound / seconds if seconds else 0:.1%}"
