@@ -39,7 +39,7 @@ _SLICE_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 60.0
 # A gRPC message has at most 4 MiB.
 _CHUNK: Final = 1 << 20
-_SHOWN: Final = 300
+_TOLD: Final = 300
 # The row of a process that has written the verdict itself.
 _FAILED: Final = "failed"
 
@@ -359,7 +359,7 @@ def _judged(rows: dict[int, Any]) -> dict[str, Any]:
 
 def _first_line(error: BaseException) -> str:
     text = "".join(format_exception_only(error)).strip().splitlines()[0]
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _TOLD else f"{text[:_TOLD]}..."
 
 
 def _processes(indices: list[int]) -> str:
