@@ -124,7 +124,8 @@ LATER = (
     Model("medium", width=1024, hidden=4096, words=50304, length=1024),
     Model("16 experts", hidden=1536, kv_heads=4, words=151936, experts=16),
 )
-"""Compiled for `LATER_TOPOLOGIES`, and looked at when the estimate was done."""
+"""Compiled for `LATER_TOPOLOGIES`, and looked at when the estimate was done, from which
+`_MOST_PARTS` was then set."""
 
 
 class Row(NamedTuple):
@@ -361,10 +362,10 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def cases() -> Iterator[tuple[str, Model, str]]:
-    """Yield (slice, model, whether the estimate was made by looking at it)."""
+    """Yield (slice, model, when it was added)."""
     for topologies, models, when in (
-        (TOPOLOGIES, MODELS, "looked at"),
-        (LATER_TOPOLOGIES, LATER, "not looked at"),
+        (TOPOLOGIES, MODELS, "first"),
+        (LATER_TOPOLOGIES, LATER, "added later"),
     ):
         yield from ((topology, model, when) for topology in topologies for model in models)
 

@@ -310,8 +310,9 @@ def told(here, monkeypatch, place, name, *more):
             assert code in (0, 1, 2)
             assert (code == 2) == any(line.startswith("error: ") for line in err.split("\n")), err
             assert "bug of shardrules" not in err
-            # What the user's own code raises is told with its lines, each of them safe.
-            errors = None if place == "error_of_a_module" else err.count("\n")
+            # What the user's own code raises is told with its lines, if several with the fix behind.
+            count = len(name.splitlines()) if " has raised RuntimeError: " in err else 1
+            errors = err.count("\n") - (count if count > 1 else 0)
             lines = None if is_terminal or "suggest" in command else (out.count("\n"), errors)
             summary = out.split("\n")[-2:] if command == "check" and code != 2 else None
             found[command, is_terminal] = (code, lines, summary)

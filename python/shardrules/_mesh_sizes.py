@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Iterator, Mapping
+from math import isqrt, prod
 from typing import Final
 
 from shardrules._arguments import check_type, integer
@@ -75,3 +75,16 @@ def check_bounds(sizes: Mapping[str, int]) -> None:
             f"a mesh of {brief(devices)} devices; it can have at most {_MOST_DEVICES:,}: "
             "make an axis smaller"
         )
+
+
+def mesh_shapes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """Yield all sizes of so many axes whose product is the count, the smallest first."""
+    if axes == 0:
+        yield from [()] if count == 1 else []
+        return
+    if axes == 1:
+        yield (count,)
+        return
+    small = [size for size in range(1, isqrt(count) + 1) if count % size == 0]
+    for size in sorted({*small, *(count // size for size in small)}):
+        yield from ((size, *rest) for rest in mesh_shapes(count // size, axes - 1))

@@ -111,18 +111,18 @@ def hint(args: Args, text: str) -> None:
 @contextmanager
 def working(args: Args, what: str) -> Iterator[Callable[[str], None]]:
     """Show this text on a terminal while the body runs, which gets what shows another line."""
+    if args.quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
 
-    def show(text: str) -> None:
-        if is_shown:
-            print(f"\x1b[K{printable(text)} ...", end="\r", file=sys.stderr, flush=True)
+    def show(text: str, erase: str = "\x1b[K") -> None:
+        print(f"{erase}{printable(text)} ...", end="\r", file=sys.stderr, flush=True)
 
-    is_shown = not args.quiet and sys.stderr.isatty()
-    show(what)
+    show(what, erase="")
     try:
         yield show
     finally:
-        if is_shown:
-            print(end="\x1b[K", file=sys.stderr, flush=True)
+        print(end="\x1b[K", file=sys.stderr, flush=True)
 
 
 def interruptible(args: Args, what: str, call: Callable[[], T]) -> T:
@@ -150,10 +150,9 @@ def interruptible(args: Args, what: str, call: Callable[[], T]) -> T:
         tempfile.tempdir = folder
         try:
             thread.start()
-            while not future.done():
-                passed = int(time.monotonic() - begin)
-                with working(args, f"{what}: {passed} s" if passed else what):
-                    wait([future], timeout=1)
+            with working(args, what) as show:
+                while wait([future], timeout=1).not_done:
+                    show(f"{what}: {int(time.monotonic() - begin)} s")
         finally:
             tempfile.tempdir = before
     return future.result()

@@ -25,7 +25,7 @@ from shardrules._text import (
 )
 
 if TYPE_CHECKING:
-    from shardrules._mesh.topology import Topology
+    from shardrules._mesh.topology import Links, Topology
     from shardrules._plan.memory import DeviceBytes
     from shardrules._plan.roles import DimRole
     from shardrules._plan.table import Columns
@@ -85,8 +85,8 @@ class Network:
 
     def seconds(self, row: Transmission) -> float:
         """Return how long these collectives take, one after the other."""
-        if self._machine.link_rate is not None:
-            return self._machine.sent(row) / self._machine.link_rate(row.axes)
+        if self._machine.links is not None:
+            return self._machine.sent(row) / self._machine.links(row.axes).rate
         devices = prod(self._sizes[axis] for axis in row.axes)
         inside = prod(self._inside[axis] for axis in row.axes)
         outside = devices // inside
@@ -131,32 +131,27 @@ class Machine(NamedTuple):
     axes_over_dcn: tuple[str, ...]
     overlap: tuple[str, ...]
     efficiency: float
-    link_rate: Callable[[Sequence[str]], float] | None = None
-    """Bytes that a device sends in a second over mesh axes; None if no topology says."""
+    links: Callable[[Sequence[str]], Links] | None = None
+    """Those over mesh axes; None if no topology says."""
     hides: float = 1.0
     """Of what could be sent while devices compute, the part that is."""
-    summed: Callable[[Sequence[str]], Sequence[str]] = lambda axes: ()
-    """Collectives over mesh axes that the compiler writes as all-reduces."""
 
     def sent(self, row: Transmission) -> int:
         """Return the bytes that a device sends, by what the compiler makes of the collectives."""
-        return row.sent * (2 if row.collective in self.summed(row.axes) else 1)
+        summed = () if self.links is None else self.links(row.axes).summed
+        return row.sent * (2 if row.collective in summed else 1)
 
     def assumptions(self) -> dict[str, Any]:
         """Return the arguments by their names."""
         arguments = self._asdict() | {"hardware": self.hardware.name}
-        del arguments["link_rate"], arguments["summed"]
+        del arguments["links"]
         if self.hides == 1.0:
             del arguments["hides"]
         return arguments
 
     def on_slice(self, topology: Topology, sizes: Mapping[str, int]) -> Machine:
         """Return the machine with the links that a mesh of these sizes has on a slice."""
-        mesh = topology.mesh(sizes)
-        return self._replace(
-            link_rate=cache(partial(topology.link_rate, mesh)),
-            summed=cache(partial(topology._summed, mesh)),
-        )
+        return self._replace(links=cache(partial(topology._links, topology.mesh(sizes))))
 
 
 def machine_of(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import inf, isqrt, prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._estimate.step_time import Run, StepTime, assumed_lines, step_time, time_shown
-from shardrules._mesh_sizes import check_bounds
+from shardrules._mesh_sizes import check_bounds, mesh_shapes
 from shardrules._plan.axis_uses import data_axes_among
 from shardrules._plan.memory import DeviceBytes, Room, by_class
 from shardrules._plan.table import Columns, axes_used
@@ -302,22 +302,8 @@ def factorizations(
             f"{counted(devices, 'device')} cannot make a mesh with {mesh_shown(fixed) or axes}; "
             f"give sizes whose product divides {devices}"
         )
-    return ({**mesh, **fixed} for mesh in _all_factorizations(each, axes))
-
-
-def _all_factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
-    first, *rest = axes
-    if not rest:
-        yield {first: devices}
-        return
-    for size in _divisors(devices):
-        for others in _all_factorizations(devices // size, tuple(rest)):
-            yield {first: size, **others}
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    shapes = mesh_shapes(each, len(axes))
+    return ({**dict(zip(axes, shape, strict=True)), **fixed} for shape in shapes)
 
 
 def _sweep_row(

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from shardrules._arguments import check_type, integer, texts
 from shardrules._hardware import Hardware
 from shardrules._mesh.gpu_topology import GPUS, Hosts
 from shardrules._mesh.tpu_topology import GENERATIONS, Slices
-from shardrules._mesh_sizes import checked_sizes
+from shardrules._mesh_sizes import checked_sizes, mesh_shapes
 from shardrules._text import counted, mesh_shown, nearest, without_defaults
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from jax.sharding import Mesh
+
+
+class Links(NamedTuple):
+    """Links between devices along axes of a mesh."""
+
+    rate: float
+    """Bytes that a device sends over them in a second."""
+    summed: tuple[str, ...]
+    """Collectives that the compiler writes as all-reduces."""
 
 
 class _Layout(Protocol):
@@ -189,7 +198,7 @@ class Topology:
         axes = texts("axes", axes)
         return [
             sizes
-            for shape in _factorizations(self.device_count, len(axes))
+            for shape in mesh_shapes(self.device_count, len(axes))
             if self._is_whole(sizes := dict(zip(axes, shape, strict=True)))
         ]
 
@@ -258,26 +267,22 @@ class Topology:
         of it alone, half of that; within a host of GPUs each has all of its links. Over slices or
         hosts and within them, as if a device exchanged its own part with those of others alone.
         """
-        between, *within = self._counts(mesh, axes)
-        inner = self.hardware.link_bytes_per_second * self._layout.share(within)
-        if between == 1:
-            return inner
-        outer = (between - 1) / (prod(mesh.shape[axis] for axis in axes) - 1)
-        seconds: float = outer / self.hardware.dcn_bytes_per_second + (1 - outer) / inner
-        return 1 / seconds
+        return self._links(mesh, axes).rate
 
-    def _summed(self, mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the collectives over axes that the compiler writes as all-reduces."""
-        between, *within = self._counts(mesh, axes)
-        return self._layout.summed(within) if between == 1 else ()
-
-    def _counts(self, mesh: Mesh, axes: Sequence[str]) -> list[int]:
-        """Return how many slices or hosts, and other coordinates, devices along axes have."""
+    def _links(self, mesh: Mesh, axes: Sequence[str]) -> Links:
+        """Return how devices along axes of a mesh are connected."""
         places = self._places(mesh)
         axes = texts("axes", axes)
         if unknown := [axis for axis in axes if axis not in mesh.axis_names]:
             raise ValueError(f"axes: {unknown[0]!r} is none of {', '.join(mesh.axis_names)}")
-        return _most_along(places, [mesh.axis_names.index(axis) for axis in axes])
+        numbers = [mesh.axis_names.index(axis) for axis in axes]
+        between, *within = _most_along(places, numbers)
+        inner = self.hardware.link_bytes_per_second * self._layout.share(within)
+        if between == 1:
+            return Links(inner, self._layout.summed(within))
+        outer = (between - 1) / (prod(mesh.shape[axis] for axis in axes) - 1)
+        seconds: float = outer / self.hardware.dcn_bytes_per_second + (1 - outer) / inner
+        return Links(1 / seconds, ())
 
     def mesh_code(self, mesh: Mesh) -> str:
         """Write the order of a mesh's devices as code, so that a job builds the same mesh."""
@@ -348,13 +353,3 @@ def device_identity(mesh: Mesh) -> tuple[Any, ...]:
     numbers = [device.id for device in mesh.devices.flat]
     layout = repr(_DESCRIBED.get(first))
     return layout, first.device_kind, first.client.platform_version, numbers
-
-
-def _factorizations(count: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Yield all sizes of so many axes whose product is the count."""
-    if axes == 0:
-        yield from [()] if count == 1 else []
-        return
-    for size in range(1, count + 1):
-        if count % size == 0:
-            yield from ((size, *rest) for rest in _factorizations(count // size, axes - 1))

@@ -66,8 +66,8 @@ class Price:
         sent, alone = sent_seconds(machine, sizes, self.traffic())
         meanwhile = sum(sent.values()) - alone
         busy = compute + memory
-        beside = (1 - machine.hides) * min(busy, meanwhile)
-        longest = max(busy, meanwhile) + beside + alone
+        exposed = (1 - machine.hides) * min(busy, meanwhile)
+        longest = max(busy, meanwhile) + exposed + alone
         best = max(sum(self._busy(hardware, 1.0, _MOST_AT_BEST)), meanwhile) + alone
         peak = prod(sizes.values()) * hardware.flops_per_second["bfloat16"]
         return StepTime(
