@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -115,7 +116,8 @@ def _sweeps_of_steps() -> Iterator[Row]:
     ][:100]
     cuts = {name: P(("dp", "fsdp"), *spec[1:]) for name, spec in solving.ACTIVATIONS.items()}
     for name in ("Llama-3 70B", "DeepSeek-V3-like"):
-        step, plan = solving.traced(solving.MODELS[name], meshes[-1], solving.WEIGHTS, cuts)
+        model = replace(solving.MODELS[name], rows=1024)
+        step, _, (plan, _) = solving.traced(model, meshes[-1], solving.MIXED, cuts)
         begin = process_time()
         swept = plan.sweep(meshes, step=step, hardware="v5p")
         seconds = process_time() - begin
