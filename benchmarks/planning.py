@@ -142,7 +142,7 @@ def _logical_plans() -> Iterator[Row]:
     tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
     names = jax.tree_util.tree_map(_names_of, tree)
     boxes = jax.tree_util.tree_map(lambda leaf: LogicallyPartitioned(leaf, _names_of(leaf)), tree)
-    sizes = dict.fromkeys(("fsdp", "tensor", "expert"), 8)
+    sizes: dict[str, int] = dict.fromkeys(("fsdp", "tensor", "expert"), 8)
     beside, boxed = sr.plan(tree, rules, sizes, names=names), sr.plan(boxes, rules, sizes)
     if beside.specs() != boxed.specs():
         raise AssertionError("names beside arrays and in boxes give other specs")
