@@ -7,13 +7,13 @@ when one call takes too long. Every call compiles its rules, except in the plain
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any, Final, NamedTuple
 
 import optree
-import re2
+import re2  # pyright: ignore[reportMissingImports] # of the group bench alone
 from eformer.escale import match_partition_rules as eformer_match
 from flax.linen.spmd import logical_to_mesh_sharding as flax_logical_to_mesh_sharding
 from jax import tree_util
@@ -61,11 +61,12 @@ def _by_rules() -> Curve:
 
 def _by_names() -> Curve:
     series: dict[str, list[tuple[int, float]]] = {}
+    theirs: Any = flax_logical_to_mesh_sharding  # which takes an abstract mesh as well
     for count in (10, 100, 1_000, 10_000):
         tree, mesh, rules = logical_names(count)
         calls = {
             "shardrules": partial(sr.logical_to_mesh_sharding, tree, mesh, rules),
-            "flax": partial(flax_logical_to_mesh_sharding, tree, mesh, rules),
+            "flax": partial(theirs, tree, mesh, rules),
             "jax identity": partial(tree_util.tree_map, lambda x: x, tree),
         }
         _measure(calls, count, series)
@@ -99,7 +100,9 @@ def _curve(
     return Curve(title, x, series)
 
 
-def _measure(calls: dict[str, Call], size: int, series: dict[str, list[tuple[int, float]]]) -> None:
+def _measure(
+    calls: Mapping[str, Call], size: int, series: dict[str, list[tuple[int, float]]]
+) -> None:
     """Add a point to each series that has not become too slow at the size before."""
     expected = calls["shardrules"]()
     left = {
@@ -130,7 +133,7 @@ def _re2_set(rules: list[tuple[str, P]], tree: Any) -> Any:
     patterns.Compile()
 
     def spec_of(path: Any, leaf: Any) -> P:
-        found = patterns.Match(tree_util.keystr(path, simple=True, separator="/"))
-        return cut(rules[min(found)][1], leaf)
+        indices: Any = patterns.Match(tree_util.keystr(path, simple=True, separator="/"))
+        return cut(rules[min(indices)][1], leaf)
 
     return tree_util.tree_map_with_path(spec_of, tree)

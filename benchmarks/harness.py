@@ -9,7 +9,7 @@ import gc
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -112,7 +112,7 @@ def measure_all(cases: Iterable[Case], tell: Callable[[str], None]) -> dict[bool
     return results
 
 
-def interleaved_seconds(calls: list[Call], runs: int) -> list[float]:
+def interleaved_seconds(calls: Sequence[Call], runs: int) -> list[float]:
     """Return the median time of each call, of runs in which all of them take turns."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(runs):

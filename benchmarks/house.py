@@ -137,7 +137,8 @@ def _counted(call: Callable[[], Any]) -> tuple[int, int, int]:
 
     Lambdas, comprehensions and generators do not count.
     """
-    call(), call()
+    call()
+    call()
     return _profiled(call)
 
 

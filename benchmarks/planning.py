@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -115,7 +116,8 @@ def _sweeps_of_steps() -> Iterator[Row]:
     ][:100]
     cuts = {name: P(("dp", "fsdp"), *spec[1:]) for name, spec in solving.ACTIVATIONS.items()}
     for name in ("Llama-3 70B", "DeepSeek-V3-like"):
-        step, plan = solving.traced(solving.MODELS[name], meshes[-1], solving.WEIGHTS, cuts)
+        model = replace(solving.MODELS[name], rows=1024)
+        step, _, (plan, _) = solving.traced(model, meshes[-1], solving.MIXED, cuts)
         begin = process_time()
         swept = plan.sweep(meshes, step=step, hardware="v5p")
         seconds = process_time() - begin
@@ -140,7 +142,7 @@ def _logical_plans() -> Iterator[Row]:
     tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
     names = jax.tree_util.tree_map(_names_of, tree)
     boxes = jax.tree_util.tree_map(lambda leaf: LogicallyPartitioned(leaf, _names_of(leaf)), tree)
-    sizes = dict.fromkeys(("fsdp", "tensor", "expert"), 8)
+    sizes: dict[str, int] = dict.fromkeys(("fsdp", "tensor", "expert"), 8)
     beside, boxed = sr.plan(tree, rules, sizes, names=names), sr.plan(boxes, rules, sizes)
     if beside.specs() != boxed.specs():
         raise AssertionError("names beside arrays and in boxes give other specs")

@@ -79,7 +79,8 @@ def _check_audit(placed: Any, plan: sr.Plan) -> None:
     leaves, structure = tree_util.tree_flatten(placed)
     is_cut = [any(leaf.sharding.spec) for leaf in leaves]
     wrong = is_cut.index(True)
-    leaves[wrong] = jax.device_put(leaves[wrong], NamedSharding(plan.mesh, P()))
+    mesh: Any = plan.mesh
+    leaves[wrong] = jax.device_put(leaves[wrong], NamedSharding(mesh, P()))
     found = sr.audit(structure.unflatten(leaves), plan)
     if sr.audit(placed, plan) or [one.leaves for one in found] != [1]:
         raise AssertionError(f"audit does not find the one array that is not as planned: {found}")

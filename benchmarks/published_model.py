@@ -147,7 +147,7 @@ def rules(axes: Mapping[str, int]) -> list[tuple[str, P]]:
     ]
 
 
-def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+def normed(x: jax.Array, scale: jax.Array | float) -> jax.Array:
     """Scale by the root of the mean square."""
     mean = jnp.mean(jnp.square(x.astype("float32")), -1, keepdims=True)
     return (x * jax.lax.rsqrt(mean + 1e-5)).astype(x.dtype) * scale
@@ -205,7 +205,8 @@ def _attend(kind: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     )  # fmt: skip
     mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
     kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
-    return jax.vmap(kernel)(q, k, v)
+    mixed: Any = jax.vmap(kernel)(q, k, v)
+    return mixed
 
 
 def mlp(step: Step, x: jax.Array, w: Params) -> jax.Array:

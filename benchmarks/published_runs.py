@@ -258,7 +258,7 @@ def _summary(rows: Sequence[Row]) -> str:
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     """Correlate the ranks."""
     ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
-    return float(np.corrcoef(ranks)[0, 1])
+    return float(np.asarray(np.corrcoef(ranks))[0, 1])
 
 
 if __name__ == "__main__":

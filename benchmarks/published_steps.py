@@ -25,6 +25,7 @@ import shardrules as sr
 from benchmarks import published_model as code
 from benchmarks.published_runs import FILE, Run, published, spearman, title
 from shardrules._step.spread import Spread
+from shardrules._step.tracing import TracedFunction
 
 _ROUNDS: Final = 21
 
@@ -52,7 +53,7 @@ def traced(model: code.Model, run: Run) -> tuple[sr.types.Step, sr.Plan]:
 def print_speed(run: Run, model: code.Model) -> None:
     """Print the processor time of what is asked of a step after it is traced."""
     step, plan = traced(model, run)
-    parts = step._function, step._closed, step._out_tree
+    parts = TracedFunction(step._function, step._closed, step._out_tree)
     questions: dict[str, Callable[[sr.types.Step], object]] = {
         "dimensions and roles": lambda new: new.dimensions,
         "FLOPs": lambda new: new.flops,

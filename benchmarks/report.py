@@ -16,8 +16,8 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
+import matplotlib as mpl  # pyright: ignore[reportMissingImports] # of the group bench alone
+from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 from benchmarks import arrays, checkpoints, floor, patching, planning, proof, scaling
 from benchmarks.cases import cases

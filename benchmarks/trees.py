@@ -35,7 +35,7 @@ def attention_layers(leaves: int) -> dict[str, Any]:
 
 def families(nested: dict[str, Any]) -> dict[str, Any]:
     """Return the nested dict of arrays as trees of other nodes, by name."""
-    count = jax.ShapeDtypeStruct((), "int32")
+    count: Any = jax.ShapeDtypeStruct((), "int32")
     moments = (nested, jax.tree_util.tree_map(lambda leaf: leaf, nested))
     return {
         "FrozenDict": flax.core.freeze(nested),

@@ -16,6 +16,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardrules._text import Place
+
 
 def _private(owner: Any, name: str) -> Any:
     """Read a private name of a module or an object; None where it is missing."""
@@ -294,7 +296,7 @@ def _public_level(node: Any) -> tuple[list[tuple[Any, Any]], Any] | None:
     return [(path[0], child) for path, child in paths], auxiliary
 
 
-def user_line(eqn: Any) -> tuple[str, int] | None:
+def user_line(eqn: Any) -> Place | None:
     """Return the file and line of the program that makes an equation of a jaxpr.
 
     It is the innermost frame that is not of JAX or a library of layers on it. Fallback: None.
@@ -303,7 +305,7 @@ def user_line(eqn: Any) -> tuple[str, int] | None:
     libraries = _library_folders()
     for frame in frames:
         if not frame.file_name.startswith(libraries):
-            return frame.file_name, frame.line_num
+            return Place(frame.file_name, frame.line_num)
     return None
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._jax import user_line
 from shardrules._mesh.mesh import axes_of_type
-from shardrules._solve.rewrite import CONSTRAINTS, constrained, sites
+from shardrules._solve.rewrite import constrained, sites
 from shardrules._specs import entry_of, partition_spec, spec_shown
-from shardrules._text import Place, printable, record
+from shardrules._step.spread import CONSTRAINTS
+from shardrules._text import printable, record
 from shardrules._writer.draft import trimmed
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
     from shardrules._solve.layout import LaidSpread
     from shardrules._solve.rewrite import Site
+    from shardrules._step.cuts import Cuts
     from shardrules._step.equations import Body, TracedOperation
-    from shardrules._step.spread import Cuts
     from shardrules._step.step import Step
 
 # What makes arrays that XLA may shard otherwise; elementwise operations follow their operands.
@@ -131,10 +132,9 @@ def activations(step: Step, spread: LaidSpread) -> tuple[Activation, ...]:
             is_result and step._roles.is_like_weights(seam.number)
         ):
             continue
-        place = user_line(operation.eqn)
         row = Activation(
-            f"{operation.scope}/{operation.name}".lstrip("/"),
-            "" if place is None else str(Place(*place)),
+            operation.path,
+            str(user_line(operation.eqn) or ""),
             value.shape,
             getattr(value.dtype, "name", str(value.dtype)),
             spec_of_cuts(seam.cuts),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardrules._jax import user_line
 from shardrules._solve.space import STORED
-from shardrules._text import Place, bytes_shown, record, seconds_shown
+from shardrules._text import bytes_shown, record, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._solve.meshes import Best
@@ -89,7 +89,7 @@ def reasons(best: Best, rows: Iterable[ClassChoice], remat: Iterable[RematChoice
     for operation, _ in space.step._equations.operations():
         if operation.name == "sharding_constraint":
             line = user_line(operation.eqn)
-            at = "" if line is None else f" at {Place(*line)}"
+            at = "" if line is None else f" at {line}"
             yield f"the constraint{at} is left out: the solution has one in its place"
     yield from (f"not modelled, and whole on each device: {t}" for t in space.step.unmodelled)
     yield from map(str, remat)

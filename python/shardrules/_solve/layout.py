@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._step.spread import Spread
 
 if TYPE_CHECKING:
+    from shardrules._step.cuts import Cuts
     from shardrules._step.dimension_roles import Roles
     from shardrules._step.dimensions import Dims
     from shardrules._step.equations import Body, Equations, TracedOperation
-    from shardrules._step.spread import Cuts
 
 Axes = tuple[str, ...]
 _LARGE_VECTOR: Final = 2**20
@@ -213,7 +213,7 @@ class LaidSpread(Spread):
     _most_between = inf  # terms of single operations know no order
     _has_free_routes = False  # it says how each array is cut
 
-    def __init__(self, arrays: StepArrays, layout: Layout, *, merges_sums: bool = True) -> None:
+    def __init__(self, arrays: StepArrays, layout: Layout) -> None:
         self._arrays, self._layout = arrays, layout
         self.reads: dict[tuple[int, int], Cuts] = {}
         """Cuts with which an operation reads an array, by the operation's id and the number."""
@@ -222,7 +222,7 @@ class LaidSpread(Spread):
         inputs = arrays.equations.body.inputs
         cuts = [arrays.cuts(number, layout) for number in inputs]
         results = [None] * len(arrays.equations.body.outputs)
-        super().__init__(arrays.equations, arrays.sizes, cuts, results, merges_sums=merges_sums)
+        super().__init__(arrays.equations, arrays.sizes, cuts, results)
 
     def target(self, number: int) -> Cuts:
         """Return the cuts that the layout has for an array."""

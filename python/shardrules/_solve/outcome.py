@@ -16,7 +16,6 @@ from shardrules._rules.rules import Rules
 from shardrules._solve.activations import Activation, activations, constrained_step
 from shardrules._solve.rules import RuledPlan, with_cuts
 from shardrules._specs import entries_of, entry_axes
-from shardrules._step.step import line_of
 from shardrules._text import answer, bytes_shown, mesh_shown, seconds_shown
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ class Outcome:
         """
         operations = self.step._equations.everything()
         kept = (
-            f"{line_of(operation)}: {operation.name}"
+            f"{operation.line}: {operation.name}"
             for operation in operations
             if operation.name == "shard_map" or (operation.rule is None and not operation.bodies)
         )

@@ -14,7 +14,6 @@ from shardrules._estimate.step_time import sent_seconds
 from shardrules._plan.plan import Plan
 from shardrules._program.compile import OutOfMemory
 from shardrules._solve.outcome import Outcome
-from shardrules._step.step import line_of
 from shardrules._text import Column, Table, answer, bytes_shown, record, seconds_shown
 from shardrules._verify.prove import prove
 
@@ -317,7 +316,7 @@ def _predicted(solution: Outcome) -> _ByLine:
     for sent in solution.spread.sent:
         payload = sent.payload * sent.trips
         for row in merged([(sent.kind, sent.axes, "activations", sent.trips, payload)], sizes):
-            sums[line_of(sent.operation), row.axes] += solution.machine.sent(row)
+            sums[sent.operation.line, row.axes] += solution.machine.sent(row)
     return sums
 
 
@@ -346,7 +345,7 @@ def _blamed(row: ProofRound) -> list[tuple[str, str]]:
         if sent.compiled > sent.predicted
     }
     for operation, _ in equations.operations():
-        line = line_of(operation)
+        line = operation.line
         for (of_line, axes), size in excess.items():
             if of_line != line:
                 continue

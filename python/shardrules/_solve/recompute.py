@@ -14,11 +14,11 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
 from shardrules._jax import user_line
-from shardrules._solve.rewrite import Names, Rewriter, Site, bodies_of, named, open_jaxpr
-from shardrules._step.equations import inner_jaxpr, scan_counts
+from shardrules._solve.rewrite import Names, Rewriter, Site, bodies_of, named
+from shardrules._step.equations import inner_jaxpr, open_jaxpr, scan_counts
 from shardrules._step.step import Step
 from shardrules._step.tracing import in_force
-from shardrules._text import Place, bytes_shown, printable, record
+from shardrules._text import bytes_shown, printable, record
 
 # If there are more loops, all recompute or none.
 _MOST_APART: Final = 2
@@ -56,10 +56,9 @@ class Block(NamedTuple):
 
     def choice(self, *, recomputes: bool) -> RematChoice:
         """Return what users read of it."""
-        place = user_line(self.eqn)
         avals = [self.eqn.outvars[i].aval for i in self.saved]
         size = sum(aval.size * bits_of(aval.dtype) // 8 for aval in avals)
-        line = "" if place is None else str(Place(*place))
+        line = str(user_line(self.eqn) or "")
         return RematChoice(line, self.eqn.params["length"], size, recomputes)
 
 

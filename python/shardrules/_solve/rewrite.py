@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._step.equations import inner_jaxpr
+from shardrules._step.equations import inner_jaxpr, open_jaxpr
+from shardrules._step.spread import CONSTRAINTS
 
 if TYPE_CHECKING:
     from shardrules._step.equations import Body, TracedOperation
@@ -19,7 +20,6 @@ Shardings = Mapping[tuple[Site, int], Any]
 """NamedShardings of the results of equations, by site and place; `~place` is that of an operand."""
 Names = dict[Any, Any]
 """What is to be read in the place of variables."""
-CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
 _BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr"}
 
 
@@ -63,11 +63,6 @@ def _sites(jaxpr: Any, ahead: _Ahead, around: Site) -> Iterator[tuple[Site, Trac
             inside = _Ahead(iter(operation.bodies[number].operations))
             yield from _sites(open_jaxpr(within), inside, (*site, number))
         yield site, operation
-
-
-def open_jaxpr(closed: Any) -> Any:
-    """Return a jaxpr without its constants."""
-    return getattr(closed, "jaxpr", closed)
 
 
 def bodies_of(eqn: Any) -> list[tuple[str, Any]]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardrules._solve.layout import Axes
     from shardrules._solve.space import Assignment, Space
     from shardrules._solve.terms import Weighed
-    from shardrules._step.spread import Cuts
+    from shardrules._step.cuts import Cuts
 
 # A part has at most so many assignments.
 _MOST_OF_PART: Final = 16

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._arguments import check_choice
 from shardrules._solve.layout import Axes, LaidSpread, Layout, StepArrays
 from shardrules._specs import entries_of, entry_axes
-from shardrules._step.arguments import cuts_of
+from shardrules._step.cuts import argument_cuts
 from shardrules._text import brief, near_shown, shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
+    from shardrules._step.cuts import Cuts
     from shardrules._step.dimensions import Dims
-    from shardrules._step.spread import Cuts
     from shardrules._step.step import Step
 
 STORED: Final = -1
@@ -186,7 +186,7 @@ def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dic
     Raises:
         ValueError: A pattern is in no path, or a spec has another axis or too many entries.
     """
-    rows = [row for arg in step._args for row in cuts_of(arg, step._function)]
+    rows = [row for arg in step._args for row in argument_cuts(arg, step._function)]
     fixed: dict[int, Cuts] = {}
     for item in keep:
         pattern, spec = _pair("keep", (item, None) if isinstance(item, str) else item)

@@ -15,13 +15,14 @@ from shardrules._estimate.schedule import merged
 from shardrules._estimate.step_time import Network
 from shardrules._solve.layout import LaidSpread, Layout
 from shardrules._step.peak import is_apart
-from shardrules._step.spread import is_addition
+from shardrules._step.spread import ADDS
 
 if TYPE_CHECKING:
     from shardrules._solve.layout import Axes
     from shardrules._solve.space import Space
+    from shardrules._step.cuts import Cuts
     from shardrules._step.equations import Body, TracedOperation
-    from shardrules._step.spread import Cuts, SpreadCollective
+    from shardrules._step.spread import SpreadCollective
 
 
 Weighed = tuple[float, ...]
@@ -119,8 +120,8 @@ class _Probe(LaidSpread):
 
     def adder(self, number: int) -> TracedOperation | None:
         """Return the addition to which an array that is a sum may be left; None without one."""
-        users = self._users.get(number, [])
-        return users[0] if self._merges_sums and len(users) == 1 and is_addition(users[0]) else None
+        users = self._equations.users.get(number, [])
+        return users[0] if len(users) == 1 and users[0].name in ADDS else None
 
     def moves(self, number: int, needs: Iterable[_Need]) -> list[SpreadCollective]:
         """Return what is sent of an array, once for each of the cuts that are needed."""

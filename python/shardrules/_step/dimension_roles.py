@@ -83,6 +83,10 @@ class Roles:
                 self.of[name] = self.of[first]
             self.of_weights[name] = self.of_weights[first]
 
+    def lines_that_contract(self, name: int) -> list[str]:
+        """Return the lines of the products that sum over a class."""
+        return list(dict.fromkeys(operation.line for operation in self.contracted.get(name, ())))
+
     def is_like_weights(self, number: int) -> bool:
         """Say whether weights have all dimensions of an array, as their gradients do."""
         classes = list(self._classes_of([number]))

@@ -12,8 +12,10 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of, is_inexact
 from shardrules._estimate.kernels import splash_flops
+from shardrules._jax import user_line
+from shardrules._specs import entries_of, entry_axes
 from shardrules._step.dimensions import Dimensions, Dims
-from shardrules._step.factors import Rule, Shape, rule_of, same_rule, shape_of
+from shardrules._step.factors import Factors, Rule, Shape, rule_of, same_rule, shape_of
 
 # What holds one jaxpr that runs once, and the names of the parameter that has it.
 _CALLS: Final = frozenset((
@@ -23,6 +25,15 @@ _CALLS: Final = frozenset((
 ))  # fmt: skip
 _INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _MOST_DEPTH: Final = 200
+
+
+class _Result:
+    """User of what a step or a loop gives back."""
+
+    name = "result"
+
+
+RESULT: Final[Any] = _Result()
 
 
 class TracedArray(NamedTuple):
@@ -74,6 +85,23 @@ class TracedOperation:
         """Name of the primitive."""
         return self.eqn.primitive.name  # type: ignore[no-any-return]
 
+    @property
+    def path(self) -> str:
+        """JAX's names around it and the primitive's."""
+        return f"{self.scope}/{self.name}".lstrip("/")
+
+    @property
+    def line(self) -> str:
+        """File and line of the program; without one the name of the primitive."""
+        return str(user_line(self.eqn) or self.name)
+
+    def operands(self) -> Iterator[tuple[int, tuple[Factors, ...]]]:
+        """Yield (number, factors of each dimension) of the arrays that it reads by its rule."""
+        if self.rule is not None:
+            for number, dims in zip(self.inputs, self.rule.operands, strict=True):
+                if number is not None:
+                    yield number, dims
+
 
 class Body(NamedTuple):
     """Operations that run together: a step, or what is in a loop or a branch."""
@@ -97,10 +125,8 @@ class Equations:
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
         self.local: list[tuple[int, int]] = []
         """Pairs of a dimension, and what a device has of it in that code."""
-        inputs = [self._new(var) for var in closed.jaxpr.invars]
         self._scope = ""
-        body = self._body(closed, inputs)
-        self.body = _without_dead(body)
+        self.body = _without_dead(self._body(closed, list(map(self._new, closed.jaxpr.invars))))
 
     def _new(self, var: Any, dims: Dims | None = None) -> int:
         shape = shape_of(var)
@@ -112,7 +138,7 @@ class Equations:
 
     def _body(self, closed: Any, inputs: Sequence[int | None], depth: int = 0) -> Body:
         """Read a jaxpr, or one with its constants, whose inputs are these arrays."""
-        jaxpr = getattr(closed, "jaxpr", closed)
+        jaxpr = open_jaxpr(closed)
         if depth > _MOST_DEPTH:
             raise RecursionError(f"the jaxpr has more than {_MOST_DEPTH} levels of calls and loops")
         of: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -124,28 +150,23 @@ class Equations:
 
         for eqn in jaxpr.eqns:
             read = [number(atom) for atom in eqn.invars]
+            around, self._scope = self._scope, self._scope_of(eqn)
             inner = inner_jaxpr(eqn)
             if inner is not None:
-                # Arguments that are written in the program have no number.
-                arguments = [
-                    self._new(atom) if i is None else i
-                    for i, atom in zip(read, eqn.invars, strict=True)
-                ]
-                around, self._scope = self._scope, self._scope_of(eqn)
+                arguments = self._numbered(eqn, read)
                 if _is_barred(eqn):
                     barrier = self._barrier(eqn, arguments)
                     operations.append(barrier)
                     arguments = barrier.outputs
                 call = self._body(inner, arguments, depth + 1)
-                self._scope = around
                 operations += call.operations
                 made = call.outputs
             else:
-                around, self._scope = self._scope, self._scope_of(eqn)
                 operation = self._operation(eqn, read, depth + 1)
-                operation.scope, self._scope = self._scope, around
+                operation.scope = self._scope
                 operations.append(operation)
                 made = list(operation.outputs)
+            self._scope = around
             of |= zip(eqn.outvars, made, strict=True)
         outputs = list(map(number, jaxpr.outvars))
         return Body([i for i in inputs if i is not None], outputs, operations)
@@ -174,31 +195,34 @@ class Equations:
 
     def _barrier(self, eqn: Any, arguments: list[int]) -> TracedOperation:
         """Return the barrier before what is recomputed, which XLA does not take for the first."""
-        shapes = [self.values[i].shape for i in arguments]
-        rule = same_rule(shapes)
-        outputs = [
-            self._new(atom, self.values[i].dims)
-            for atom, i in zip(eqn.invars, arguments, strict=True)
-        ]
-        return TracedOperation(eqn, rule, list(arguments), outputs, self._scope)
+        rule = same_rule(self.values[i].shape for i in arguments)
+        outputs = self._like(eqn.invars, arguments)
+        return TracedOperation(eqn, rule, [*arguments], outputs, self._scope)
 
     def _numbered(self, eqn: Any, read: list[int | None]) -> list[int]:
+        """Give arguments that are written in the program a number as well."""
         pairs = zip(read, eqn.invars, strict=True)
         return [self._new(atom) if i is None else i for i, atom in pairs]
+
+    def _like(self, variables: Iterable[Any], numbers: Iterable[int]) -> list[int]:
+        """Return new arrays with the dimensions of others."""
+        pairs = zip(variables, numbers, strict=True)
+        return [self._new(var, self.values[i].dims) for var, i in pairs]
+
+    def _unite(self, number: int, made: int | None) -> None:
+        if made is not None:
+            self.dims.unite_all(self.values[number].dims, self.values[made].dims)
 
     def _scan(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         """Read a scan: what it carries, and what it slices and stacks along one dimension."""
         params = eqn.params
         closed, (consts, carries) = params["jaxpr"], scan_counts(params)
         numbers = self._numbered(eqn, read)
-        invars = getattr(closed, "jaxpr", closed).invars
+        invars = open_jaxpr(closed).invars
         stacked = consts + carries
         length = self.dims.new(params["length"])
-        inside = numbers[:consts]
-        inside += [
-            self._new(var, self.values[i].dims)
-            for var, i in zip(invars[consts:stacked], numbers[consts:stacked], strict=True)
-        ]
+        carried = self._like(invars[consts:stacked], numbers[consts:stacked])
+        inside = numbers[:consts] + carried
         for var, i in zip(invars[stacked:], numbers[stacked:], strict=True):
             dims = self.values[i].dims
             self.dims.unite(dims[0], length)
@@ -207,24 +231,15 @@ class Equations:
         outputs = []
         for place, (var, made) in enumerate(zip(eqn.outvars, body.outputs, strict=True)):
             if place < carries:
-                dims = self.values[inside[consts + place]].dims
-                if made is not None:
-                    self.dims.unite_all(dims, self.values[made].dims)
+                dims = self.values[carried[place]].dims
+                self._unite(carried[place], made)
             else:
                 inner = self.dims.shape(shape_of(var)[1:])
                 dims = (length, *(inner if made is None else self.values[made].dims))
             outputs.append(self._new(var, dims))
-        trips = params["length"]
-        return TracedOperation(
-            eqn,
-            None,
-            list(numbers),
-            outputs,
-            bodies=[body],
-            trips=trips,
-            first=consts,
-            carries=carries,
-        )
+        loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], carries=carries)
+        loop.trips, loop.first = params["length"], consts
+        return loop
 
     def _while(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         params = eqn.params
@@ -232,23 +247,15 @@ class Equations:
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
         begin = of_cond + of_body
         closed = params["body_jaxpr"]
-        invars = getattr(closed, "jaxpr", closed).invars[of_body:]
-        carried = [
-            self._new(var, self.values[i].dims)
-            for var, i in zip(invars, numbers[begin:], strict=True)
-        ]
-        body = self._body(params["body_jaxpr"], numbers[of_cond:begin] + carried, depth)
+        carried = self._like(open_jaxpr(closed).invars[of_body:], numbers[begin:])
+        body = self._body(closed, numbers[of_cond:begin] + carried, depth)
         for i, made in zip(carried, body.outputs, strict=True):
-            if made is not None:
-                self.dims.unite_all(self.values[i].dims, self.values[made].dims)
-        outputs = [
-            self._new(var, self.values[i].dims) for var, i in zip(eqn.outvars, carried, strict=True)
-        ]
-        operation = TracedOperation(
-            eqn, None, list(numbers), outputs, bodies=[body], first=of_body, carries=len(carried)
-        )
-        self.endless.append(operation)
-        return operation
+            self._unite(i, made)
+        outputs = self._like(eqn.outvars, carried)
+        loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], first=of_body)
+        loop.carries = len(carried)
+        self.endless.append(loop)
+        return loop
 
     def _cond(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         numbers = self._numbered(eqn, read)
@@ -256,37 +263,24 @@ class Equations:
         outputs = [self._new(var) for var in eqn.outvars]
         for body in bodies:
             for i, made in zip(outputs, body.outputs, strict=True):
-                if made is not None:
-                    self.dims.unite_all(self.values[i].dims, self.values[made].dims)
-        return TracedOperation(
-            eqn, None, list(numbers), outputs, bodies=bodies, carries=len(outputs)
-        )
+                self._unite(i, made)
+        return TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies, carries=len(outputs))
 
     def _shard_map(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         """Read the code of one device, whose specs are facts."""
         params = eqn.params
         numbers = self._numbered(eqn, read)
-        jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
-        inside = [
-            self._local(i, var, axes)
-            for i, var, axes in zip(numbers, jaxpr.invars, _axes_by_dim(params, "in"), strict=True)
-        ]
+        inside = list(map(self._new, open_jaxpr(params["jaxpr"]).invars))
+        self.manual |= zip(inside, _axes_by_dim(params, "in"), strict=True)
+        for whole, local in zip(numbers, inside, strict=True):
+            self._relate(whole, local, self.manual[local])
         body = self._body(params["jaxpr"], inside, depth)
-        outputs = []
-        for var, made, axes in zip(
-            eqn.outvars, body.outputs, _axes_by_dim(params, "out"), strict=True
-        ):
-            outputs.append(self._new(var))
-            self.manual[outputs[-1]] = axes
+        outputs = list(map(self._new, eqn.outvars))
+        self.manual |= zip(outputs, _axes_by_dim(params, "out"), strict=True)
+        for whole, made in zip(outputs, body.outputs, strict=True):
             if made is not None:
-                self._relate(outputs[-1], made, axes)
-        return TracedOperation(eqn, None, list(numbers), outputs, bodies=[body])
-
-    def _local(self, outside: int, var: Any, axes: dict[int, tuple[str, ...]]) -> int:
-        inside = self._new(var)
-        self.manual[inside] = axes
-        self._relate(outside, inside, axes)
-        return inside
+                self._relate(whole, made, self.manual[whole])
+        return TracedOperation(eqn, None, [*numbers], outputs, bodies=[body])
 
     def _relate(self, outside: int, inside: int, axes: dict[int, tuple[str, ...]]) -> None:
         pairs = zip(self.values[outside].dims, self.values[inside].dims, strict=True)
@@ -323,6 +317,25 @@ class Equations:
             if outer is not None
             for name in self.dims.classes(self.values[outer].dims[0])
         }
+
+    @cached_property
+    def users(self) -> dict[int, list[TracedOperation]]:
+        """Operations that read each array; `RESULT` is one of those of results."""
+        users: dict[int, list[TracedOperation]] = {}
+
+        def walk(body: Body) -> None:
+            for operation in body.operations:
+                for number in operation.inputs:
+                    if number is not None:
+                        users.setdefault(number, []).append(operation)
+                for inner in operation.bodies:
+                    walk(inner)
+            for number in body.outputs:
+                if number is not None:
+                    users.setdefault(number, []).append(RESULT)
+
+        walk(self.body)
+        return users
 
     def everything(self, body: Body | None = None) -> Iterator[TracedOperation]:
         """Yield each operation, loops before what is in them."""
@@ -376,11 +389,23 @@ def _read_inside(body: Body) -> Iterator[int]:
             yield from _read_inside(inner)
 
 
+def open_jaxpr(closed: Any) -> Any:
+    """Return a jaxpr without its constants."""
+    return getattr(closed, "jaxpr", closed)
+
+
 def inner_jaxpr(eqn: Any) -> Any:
     """Return the jaxpr that an equation runs once; None if it is no such call."""
     if eqn.primitive.name not in _CALLS:
         return None
     return next((eqn.params[name] for name in _INNER if name in eqn.params), None)
+
+
+def only_call(closed: Any) -> Any:
+    """Return the equation of the jitted function that a jaxpr consists of; None without one."""
+    eqns = closed.jaxpr.eqns
+    is_call = len(eqns) == 1 and eqns[0].primitive.name in ("jit", "pjit")
+    return eqns[0] if is_call and list(eqns[0].invars) == list(closed.jaxpr.invars) else None
 
 
 def _is_barred(eqn: Any) -> bool:
@@ -401,8 +426,6 @@ def _devices(operation: TracedOperation) -> int:
 
 def _axes_by_dim(params: Any, side: str) -> Iterable[dict[int, tuple[str, ...]]]:
     """Return for each array the mesh axes by dimension: JAX has had them as dicts, and as specs."""
-    from shardrules._specs import entries_of, entry_axes
-
     for spec in params[f"{side}_specs"] if f"{side}_specs" in params else params[f"{side}_names"]:
         if isinstance(spec, dict):
             yield {dim: tuple(axes) for dim, axes in spec.items() if axes}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -37,7 +37,6 @@ class View:
     spread: Spread
     paths: dict[int, str]
     """Of the plan's leaves, by the number of the array."""
-    line: Callable[[TracedOperation], str]
     large: int
     """Bytes on a device from which on an array is reported."""
 
@@ -81,7 +80,7 @@ def _repeated(view: View) -> Iterator[Finding]:
         weights: dict[str, None] = {}
         for operation, flops in products:
             if axis not in spread.axes_of(operation):
-                lines[view.line(operation)] += flops * (1 - 1 / size)
+                lines[operation.line] += flops * (1 - 1 / size)
                 weights |= dict.fromkeys(gathered.get((id(operation), axis), ()))
         wasted = sum(lines.values())
         if wasted <= _REPEATED * total:
@@ -233,7 +232,7 @@ def _whole_arrays(view: View, axis: str, batch: set[int]) -> Iterator[_WholeArra
                 entries = [*cuts]
                 entries[places[0]] = (*entries[places[0]], axis)
                 entries = [spread.named(names) for names in entries]
-                yield _WholeArray(size, view.line(operation), _constraint_of(entries))
+                yield _WholeArray(size, operation.line, _constraint_of(entries))
 
 
 def _whole_routes(view: View) -> Iterator[Finding]:
@@ -246,7 +245,7 @@ def _whole_routes(view: View) -> Iterator[Finding]:
     masks: dict[str, tuple[int, int]] = {}
     for operation, routed in spread.routes:
         (tokens,) = {*operation.inputs} - {routed}
-        masks.setdefault(view.line(operation), (routed, spread.bytes(tokens or 0)))
+        masks.setdefault(operation.line, (routed, spread.bytes(tokens or 0)))
     rows = {line: row for line, row in masks.items() if row[1] >= view.large}
     for line, (routed, size) in list(rows.items())[:1]:
         more = f" and at {counted(len(rows) - 1, 'more line')}" if len(rows) > 1 else ""
@@ -283,9 +282,7 @@ def _gathered_state(view: View) -> Iterator[Finding]:
             and sent.value not in view.roles.weights
             and all(n is not None and view.roles.is_like_weights(n) for n in sent.operation.inputs)
         ):
-            lines[view.line(sent.operation), view.spread.named(sent.axes)] += (
-                sent.payload * sent.trips
-            )
+            lines[sent.operation.line, view.spread.named(sent.axes)] += sent.payload * sent.trips
     for (line, axes), size in lines.items():
         if size >= view.large:
             yield _finding(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from shardrules._jax import user_line
-from shardrules._step.spread import PRODUCTS
+from shardrules._step.spread import ADDS, PRODUCTS
 
 if TYPE_CHECKING:
     from shardrules._step.equations import Body, Equations, TracedOperation
@@ -39,7 +39,6 @@ _REDUCED: Final = frozenset((
 _IN_PLACE: Final = frozenset(
     ["dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"]
 )
-_SUMS: Final = frozenset(["add", "add_any"])
 # A loop over so few parts is written out.
 _FEW_PARTS: Final = 4
 _MOST_ROOTS: Final = 64
@@ -357,7 +356,7 @@ class _Run:
             self._roots[number] = (
                 tuple(self._roots_of(operation.inputs[place])) if is_identity else roots
             )
-            if len(roots) > _MOST_ROOTS or (operation.name in _SUMS and self._is_apart(number)):
+            if len(roots) > _MOST_ROOTS or (operation.name in ADDS and self._is_apart(number)):
                 self._put(number)
 
     def _fused_into(self, operation: TracedOperation, roots: Sequence[int]) -> int | None:

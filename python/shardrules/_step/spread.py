@@ -8,25 +8,26 @@ that cut what is summed. Constraints, arguments and results are facts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, product
-from math import gcd, inf, prod
+from itertools import product
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
 from shardrules._specs import entries_of, entry_axes
+from shardrules._step.cuts import SplitError, array_cuts, closed_factors, factor_cuts, fitting_cuts
+from shardrules._step.equations import RESULT
 
 if TYPE_CHECKING:
     from shardrules._estimate.schedule import CollectiveKind
+    from shardrules._step.cuts import Cuts
     from shardrules._step.equations import Body, Equations, TracedOperation
     from shardrules._step.factors import Factors, Rule, Shape
-
-Cuts = tuple[tuple[str, ...], ...]
-"""The mesh axes that cut each dimension of an array."""
 
 _Move = tuple["CollectiveKind", tuple[str, ...], int]
 """(collective, axes, payload), as in `SpreadCollective`."""
 _MOST_CHOICES: Final = 256
-_ADDS: Final = frozenset({"add", "add_any"})
+ADDS: Final = frozenset({"add", "add_any"})
+"""Operations that can add what devices have of sums."""
 PRODUCTS: Final = frozenset(
     ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
 )
@@ -42,15 +43,6 @@ _EXPLICIT: Final[dict[str, CollectiveKind]] = {
 }
 
 
-class _Result:
-    """User of what a step or a loop gives back."""
-
-    name = "result"
-
-
-_RESULT: Final[Any] = _Result()
-
-
 class SpreadCollective(NamedTuple):
     """A collective of one operation."""
 
@@ -62,13 +54,6 @@ class SpreadCollective(NamedTuple):
     operation: TracedOperation
     value: int | None
     """The array that is gathered, or of whose terms the sum is; None in code by device."""
-
-
-class _SplitError(Exception):
-    """An axis whose first devices cut a factor that all of them do not: 4 heads by 8 devices."""
-
-    def __init__(self, axis: str, first: int) -> None:
-        self.axis, self.first = axis, first
 
 
 class Spread:
@@ -110,33 +95,28 @@ class Spread:
         self.sizes = dict(self.mesh)
         """Devices by axis, and of one that is split by each of its parts."""
         self._whole = {axis: axis for axis in self.mesh}
-        while (split := self._split_by(arguments, results)) is not None:
-            self._divide(split)
+        while True:
+            try:
+                self._spread(arguments, results)
+            except SplitError as split:
+                self._divide(split)
+            else:
+                break
 
-    def _split_by(
-        self, arguments: Sequence[Cuts | None], results: Sequence[Cuts | None]
-    ) -> _SplitError | None:
-        """Spread the specs; return how an axis is to be split before, or None if it need not."""
-        try:
-            self._spread(arguments, results)
-        except _SplitError as split:
-            return split
-        return None
-
-    def _divide(self, split: _SplitError) -> None:
+    def _divide(self, split: SplitError) -> None:
+        """Replace a mesh axis by its parts, of which one is split."""
         whole = self._whole[split.axis]
         parts: list[int] = []
         for axis in self._parts([whole]):
             size = self.sizes[axis]
-            is_it = axis == split.axis
-            parts += [split.first, size // split.first] if is_it else [size]
-        rows = [(axis, self.sizes[axis], self._whole[axis]) for axis in self.sizes]
-        divided = [(f"{whole}:{i}", size, whole) for i, size in enumerate(parts)]
-        place = next(i for i, row in enumerate(rows) if row[2] == whole)
-        rows = [row for row in rows if row[2] != whole]
-        rows[place:place] = divided
-        self.sizes = {axis: size for axis, size, _ in rows}
-        self._whole = {axis: name for axis, _, name in rows}
+            is_split = axis == split.axis
+            parts += [split.first, size // split.first] if is_split else [size]
+        divided = {f"{whole}:{i}": size for i, size in enumerate(parts)}
+        sizes: dict[str, int] = {}
+        for axis, size in self.sizes.items():
+            sizes |= divided if self._whole[axis] == whole else {axis: size}
+        self._whole = {a: whole if a in divided else self._whole[a] for a in sizes}
+        self.sizes = sizes
 
     def named(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return axes by their names in the mesh."""
@@ -161,7 +141,6 @@ class Spread:
         self._carried: dict[int | None, int] = {}
         self._trips: dict[int, int] = {}
         self._terms: dict[int, tuple[tuple[str, ...], ...]] = {}
-        self._users: dict[int, list[TracedOperation]] = {}
         self._axes: dict[int, tuple[str, ...]] = {}
         self._summed_parts: dict[int, int] = {}
         self.routes: list[tuple[TracedOperation, int]] = []
@@ -169,11 +148,10 @@ class Spread:
         self._routed: set[int] = set()
         self._route_of: dict[str, Any] = {}
         body = equations.body
-        self._find_users(body)
         for number, cuts in zip(body.inputs, arguments, strict=True):
             self.cuts[number] = self._known(number, cuts or ())
-        self._copied = dict(self._copies_of_arguments(body))
-        self._wish(body, [None if cuts is None else cuts for cuts in results])
+        self._copied = self._copies_of_arguments(body)
+        self._wish(body, results)
         self._run(body, 1)
         for result, cuts in zip(body.outputs, results, strict=True):
             if result is not None and cuts is not None and body.operations:
@@ -193,16 +171,17 @@ class Spread:
 
     def bytes(self, number: int, cuts: Cuts | None = None) -> int:
         """Return the bytes of an array on a device."""
-        value = self._equations.values[number]
-        return self._bytes(
-            value.shape, value.dtype, self.cuts.get(number, ()) if cuts is None else cuts
-        )
+        dtype = self._equations.values[number].dtype
+        if dtype is None:  # a token
+            return 0
+        return -(-prod(self.shape(number, cuts)) * bits_of(dtype) // 8)
 
-    def _bytes(self, shape: Shape, dtype: Any, cuts: Cuts) -> int:
-        sizes = list(shape)
-        for dim, axes in enumerate(cuts):
+    def shape(self, number: int, cuts: Cuts | None = None) -> Shape:
+        """Return the shape of an array on a device."""
+        sizes = list(self._equations.values[number].shape)
+        for dim, axes in enumerate(self.cuts.get(number, ()) if cuts is None else cuts):
             sizes[dim] = -(-sizes[dim] // self._count(axes))
-        return -(-prod(sizes) * _bits(dtype) // 8)
+        return tuple(sizes)
 
     def _count(self, axes: Iterable[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)
@@ -219,23 +198,20 @@ class Spread:
 
     # What operations wish for: from constraints and results backwards.
 
-    def _copies_of_arguments(self, body: Body) -> Iterator[tuple[int, Cuts]]:
-        """Yield the arguments, and what has their shape and is computed of one of them alone.
+    def _copies_of_arguments(self, body: Body) -> dict[int, Cuts]:
+        """Return the cuts of arguments, and of what is computed of one alone and has its shape.
 
         Such as moments that decay, and weights in another dtype: what is added to them is to be cut
         as they are.
         """
         copied = dict(self.cuts)
-        yield from copied.items()
         for operation in body.operations:
-            rule = operation.rule
-            rows = zip(operation.inputs, () if rule is None else rule.operands, strict=False)
-            arrays = [(number, dims) for number, dims in rows if number is not None and dims]
-            if rule is not None and len(arrays) == 1 and rule.results == (arrays[0][1],):
+            arrays = [(number, dims) for number, dims in operation.operands() if dims]
+            if len(arrays) == 1 and operation.rule and operation.rule.results == (arrays[0][1],):
                 cuts = copied.get(arrays[0][0])
                 if cuts is not None:
                     copied[operation.outputs[0]] = cuts
-                    yield operation.outputs[0], cuts
+        return copied
 
     def _wish(self, body: Body, outputs: Sequence[Cuts | None]) -> None:
         for number, cuts in zip(body.outputs, outputs, strict=True):
@@ -253,19 +229,15 @@ class Spread:
         axes: dict[int, tuple[str, ...]] = {}
         for result, dims in zip(operation.outputs, rule.results, strict=True):
             if result in self._wishes:
-                self._project(rule, dims, self._wishes[result], axes)
-        operands = [
-            (number, dims)
-            for number, dims in zip(operation.inputs, rule.operands, strict=True)
-            if number is not None
-        ]
+                axes = self._by_factor(rule, dims, self._wishes[result]) | axes
         if not axes:
-            for number, dims in operands:
-                self._project(rule, dims, self.cuts.get(number, self._copied.get(number, ())), axes)
+            for number, dims in operation.operands():
+                cuts = self.cuts.get(number, self._copied.get(number, ()))
+                axes = self._by_factor(rule, dims, cuts) | axes
         if axes:
-            for number, dims in operands:
+            for number, dims in operation.operands():
                 if number not in self.cuts:
-                    self._wishes.setdefault(number, _cuts_of(dims, axes))
+                    self._wishes.setdefault(number, array_cuts(dims, axes))
 
     def _wish_inside(self, operation: TracedOperation) -> None:
         if operation.name == "shard_map":
@@ -396,17 +368,6 @@ class Spread:
                 self.sent[place] = row._replace(kind="reduce-scatter")
                 self.cuts[number] = wish
 
-    def _find_users(self, body: Body) -> None:
-        for operation in body.operations:
-            for number in operation.inputs:
-                if number is not None:
-                    self._users.setdefault(number, []).append(operation)
-            for inner in operation.bodies:
-                self._find_users(inner)
-        for number in body.outputs:
-            if number is not None:
-                self._users.setdefault(number, []).append(_RESULT)
-
     def _compute(self, operation: TracedOperation, rule: Rule, trips: int) -> None:
         """Choose the axes of an operation's factors, move its operands, and add up its terms."""
         if rule.is_identity:
@@ -417,18 +378,18 @@ class Spread:
         options = self._options(operation, rule, routed)
         choice = self._cheapest(operation, rule, options)
         self._axes[id(operation)] = tuple(axis for axes in choice.values() for axis in axes)
-        if operation.name in _ADDS and self._add_terms(operation, choice, rule, trips):
+        if operation.name in ADDS and self._add_terms(operation, choice, rule, trips):
             return
         parts: list[int] = []
-        for number, dims in zip(operation.inputs, rule.operands, strict=True):
-            if number is not None and number != routed:
-                cuts, needs = self._of(number), _cuts_of(dims, choice)
+        for number, dims in operation.operands():
+            if number != routed:
+                cuts, needs = self._of(number), array_cuts(dims, choice)
                 parts += [] if cuts == needs else [self._parts_of_sum(rule, dims, cuts, needs)]
                 self._move(number, needs, trips, operation)
         # Of two operands that come, one at most comes in parts.
         self._summed_parts[id(operation)] = parts[0] if len(parts) == 1 else 1
         for number, dims in zip(operation.outputs, rule.results, strict=True):
-            self.cuts[number] = _cuts_of(dims, choice)
+            self.cuts[number] = array_cuts(dims, choice)
             rows = [choice[factor] for factor in sorted(rule.summed) if factor in choice]
             self._add_up(operation, number, tuple(rows), trips)
 
@@ -461,13 +422,13 @@ class Spread:
         """Return by axis the factors of an operation that it may cut."""
         options: dict[str, list[int]] = {}
         of_routed: dict[int, Any] = {}
-        for number, dims in zip(operation.inputs, rule.operands, strict=True):
-            if number is not None and number == routed:
+        for number, dims in operation.operands():
+            if number == routed:
                 rows = zip(self._equations.values[number].dims, dims, strict=True)
                 of_routed.update((factor, dim) for dim, row in rows for factor in row)
-            elif number is not None:
+            else:
                 by_factor = self._by_factor(rule, dims, self._of(number))
-                closed = self._closed(rule, by_factor)
+                closed = closed_factors(rule, by_factor, self.sizes)
                 for factor, names in by_factor.items():
                     for name in names:
                         places = options.setdefault(name, [])
@@ -476,7 +437,7 @@ class Spread:
         for result, dims in zip(operation.outputs, rule.results, strict=True):
             wished = self._wishes.get(result) or self._sibling(result)
             wish = self._by_factor(rule, dims, wished)
-            closed = self._closed(rule, wish)
+            closed = closed_factors(rule, wish, self.sizes)
             for factor, names in wish.items():
                 if factor not in closed:  # a device has the whole, and needs its part
                     for name in names:
@@ -488,27 +449,10 @@ class Spread:
                             options[name] = [factor]
         return options
 
-    def _closed(self, rule: Rule, axes: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
-        """Return the factors that devices cannot share.
-
-        They need all of it; or parts of a minor one are not contiguous in a dimension, since its
-        major is not cut into single elements.
-        """
-        minor = rule.minor
-        if not minor.intersection(axes):
-            return rule.whole
-        closed = set(rule.whole)
-        for dims in (*rule.operands, *rule.results):
-            for row in dims:
-                for before, factor in pairwise(row):
-                    if before in closed or self._count(axes.get(before, ())) != rule.sizes[before]:
-                        closed.add(factor)
-        return frozenset(closed)
-
     def _sibling(self, number: int) -> Cuts:
         """Return the cuts of what the only user of an array adds to it; () if there is none."""
-        users = self._users.get(number, [])
-        if len(users) != 1 or users[0].name not in _ADDS:
+        users = self._equations.users.get(number, [])
+        if len(users) != 1 or users[0].name not in ADDS:
             return ()
         values = self._equations.values
         cuts = (
@@ -523,9 +467,7 @@ class Spread:
     def _by_factor(
         self, rule: Rule, dims: Sequence[Factors], cuts: Cuts
     ) -> dict[int, tuple[str, ...]]:
-        axes: dict[int, tuple[str, ...]] = {}
-        self._project(rule, dims, cuts, axes)
-        return axes
+        return factor_cuts(rule, dims, cuts, self.sizes, may_split=self._may_split)
 
     def _cheapest(
         self, operation: TracedOperation, rule: Rule, options: Mapping[str, list[int]]
@@ -534,12 +476,12 @@ class Spread:
         axes = list(options)
         choices: list[list[int | None]] = [[*options[axis]] or [None] for axis in axes]
         if all(len(places) == 1 for places in choices):
-            return _by_factor(axes, [places[0] for places in choices], rule, self.sizes)
+            return fitting_cuts(axes, [places[0] for places in choices], rule, self.sizes)
         best: tuple[float, dict[int, tuple[str, ...]]] | None = None
         if prod(map(len, choices)) > _MOST_CHOICES:
             choices = [places[:1] for places in choices]
         for places in product(*choices):
-            by_factor = _by_factor(axes, places, rule, self.sizes)
+            by_factor = fitting_cuts(axes, places, rule, self.sizes)
             cost = self._cost(operation, rule, by_factor)
             if best is None or cost < best[0]:
                 best = cost, by_factor
@@ -550,25 +492,20 @@ class Spread:
     ) -> float:
         """Return the bytes that a device sends if an operation computes with these axes."""
         total = 0.0
-        for number, dims in zip(operation.inputs, rule.operands, strict=True):
-            if number is not None:
-                total += sum(
-                    self._ring(kind, axes, payload)
-                    for kind, axes, payload in self._moves(
-                        number, self._of(number), _cuts_of(dims, choice)
-                    )
-                )
+        for number, dims in operation.operands():
+            total += self._sent(number, self._of(number), array_cuts(dims, choice))
         summed = [axis for factor in rule.summed for axis in choice.get(factor, ())]
         for number, dims in zip(operation.outputs, rule.results, strict=True):
-            cuts = _cuts_of(dims, choice)
+            cuts = array_cuts(dims, choice)
             if summed:
                 total += self._ring("all-reduce", summed, self.bytes(number, cuts))
             if (wish := self._wishes.get(number)) is not None:
-                total += sum(
-                    self._ring(kind, axes, payload)
-                    for kind, axes, payload in self._moves(number, cuts, wish)
-                )
+                total += self._sent(number, cuts, wish)
         return total
+
+    def _sent(self, number: int, before: Cuts, after: Cuts) -> float:
+        """Return the bytes that a device sends to bring an array from some cuts to others."""
+        return sum(self._ring(*move) for move in self._moves(number, before, after))
 
     def _ring(self, kind: str, axes: Iterable[str], payload: int) -> float:
         count = self._count(axes)
@@ -586,7 +523,7 @@ class Spread:
         axes = {self._terms.get(number) for number in numbers}
         if len(numbers) == len(operation.inputs) and len(axes) == 1 and None not in axes:
             (result,) = operation.outputs
-            self.cuts[result] = _cuts_of(rule.results[0], choice)
+            self.cuts[result] = array_cuts(rule.results[0], choice)
             self._add_up(operation, result, self._terms[numbers[0]], trips)
             return True
         for number in numbers:
@@ -600,8 +537,8 @@ class Spread:
         """Add the terms of a result over the axes of each row, or let an addition do so."""
         if not rows:
             return
-        users = self._users.get(number, [])
-        if self._merges_sums and len(users) == 1 and users[0].name in _ADDS:
+        users = self._equations.users.get(number, [])
+        if self._merges_sums and len(users) == 1 and users[0].name in ADDS:
             self._terms[number] = rows
         else:
             self._send_sum(operation, number, rows, trips)
@@ -636,12 +573,12 @@ class Spread:
 
     def _accumulated(self, number: int, trips: int) -> int:
         """Return how often devices add up a sum: behind a loop that only accumulates it."""
-        users = self._users.get(number, [])
+        users = self._equations.users.get(number, [])
         while len(users) == 1 and users[0].name in _SAME_TERMS:
-            users = self._users.get(users[0].outputs[0], [])
-        if len(users) != 1 or users[0].name not in _ADDS or not self._merges_sums:
+            users = self._equations.users.get(users[0].outputs[0], [])
+        if len(users) != 1 or users[0].name not in ADDS or not self._merges_sums:
             return trips
-        is_carried = self._users.get(users[0].outputs[0], []) == [_RESULT]
+        is_carried = self._equations.users.get(users[0].outputs[0], []) == [RESULT]
         others = (i for i in users[0].inputs if i in self._carried)
         return next((self._carried[i] for i in others if is_carried), trips)
 
@@ -673,58 +610,3 @@ class Spread:
                 for dim, row in enumerate(before)
             )
             yield "all-gather", tuple(gathered), self.bytes(number, rows)
-
-    def _project(
-        self, rule: Rule, dims: Sequence[Factors], cuts: Cuts, axes: dict[int, tuple[str, ...]]
-    ) -> None:
-        """Put the axes of an array's dimensions on the factors that these consist of."""
-        for factors, names in zip(dims, cuts, strict=bool(cuts)):
-            if not names or not factors:
-                continue
-            rows: dict[int, tuple[str, ...]] = {}
-            place, left = 0, rule.sizes[factors[0]]
-            for name in names:
-                if left == 1 and place < len(factors) - 1:
-                    place, left = place + 1, rule.sizes[factors[place + 1]]
-                size = self.sizes[name]
-                if place < len(factors) - 1:  # parts of the minor factors are in one of the major
-                    kept = gcd(left, size)
-                    if 1 < kept < size and self._may_split:
-                        raise _SplitError(name, kept)
-                    if kept < size:
-                        break
-                    left //= size
-                rows[factors[place]] = (*rows.get(factors[place], ()), name)
-            for factor, row in rows.items():
-                axes.setdefault(factor, row)
-
-
-def is_addition(operation: TracedOperation) -> bool:
-    """Say whether an operation adds two arrays, and so can add what devices have of sums."""
-    return operation.name in _ADDS
-
-
-def _by_factor(
-    axes: Sequence[str], places: Sequence[int | None], rule: Rule, sizes: Mapping[str, int]
-) -> dict[int, tuple[str, ...]]:
-    by_factor: dict[int, tuple[str, ...]] = {}
-    for axis, factor in zip(axes, places, strict=True):
-        if factor is not None:
-            row = (*by_factor.get(factor, ()), axis)
-            if prod(sizes[name] for name in row) <= rule.sizes[factor]:
-                by_factor[factor] = row
-    return by_factor
-
-
-def _cuts_of(dims: Iterable[Factors], axes: Mapping[int, tuple[str, ...]]) -> Cuts:
-    """Return the cuts of an array by those of its factors."""
-    return tuple(
-        axes.get(factors[0], ())
-        if len(factors) == 1
-        else tuple(a for f in factors for a in axes.get(f, ()))
-        for factors in dims
-    )
-
-
-def _bits(dtype: Any) -> int:
-    return 0 if dtype is None else bits_of(dtype)  # a token has none

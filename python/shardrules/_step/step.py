@@ -26,16 +26,15 @@ from shardrules._program.compile import (
     result_of,
 )
 from shardrules._program.program import inspect, time_on
-from shardrules._step.arguments import cuts_of, only_call, result_cuts
+from shardrules._step.cuts import argument_cuts, result_cuts
 from shardrules._step.dimension_roles import ClassRole, Roles
-from shardrules._step.equations import Equations
+from shardrules._step.equations import Equations, only_call
 from shardrules._step.findings import View, half_heads, step_findings
 from shardrules._step.peak import AliveArray, alive_arrays
 from shardrules._step.price import Price
 from shardrules._step.spread import Spread
 from shardrules._text import (
     Column,
-    Place,
     Table,
     and_more,
     answer,
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.traffic import Traffic
     from shardrules._plan.findings import Finding
-    from shardrules._step.equations import TracedOperation
 
 _LARGEST: Final = 100
 _MOST_ROWS: Final = 2**32
@@ -201,7 +199,7 @@ class Step(TracedStep):
                 roles.of.get(name, ""),
                 equations.dims.sizes[name],
                 tuple(places),
-                tuple(dict.fromkeys(map(line_of, roles.contracted.get(name, ())))),
+                tuple(roles.lines_that_contract(name)),
             )
             for name, places in arrays.items()
         ]
@@ -214,7 +212,7 @@ class Step(TracedStep):
         times: Counter[tuple[str, str, str]] = Counter()
         for operation, trips in self._equations.operations():
             if operation.flops:
-                key = operation.name, _part(operation.scope), line_of(operation)
+                key = operation.name, _part(operation.scope), operation.line
                 flops[key] += operation.flops * trips
                 times[key] += trips
         return tuple(Work(*key, times[key], count) for key, count in flops.most_common())
@@ -228,10 +226,8 @@ class Step(TracedStep):
     def unmodelled(self) -> tuple[str, ...]:
         """What is not looked into: kernels, and primitives without a rule."""
         rows = [f"{name} ({count:,} times)" for name, count in self._equations.missing.items()]
-        rows += [
-            f"{line_of(loop)}: a loop whose length is not known" for loop in self._equations.endless
-        ]
-        return tuple(rows)
+        lines = (loop.line for loop in self._equations.endless)
+        return (*rows, *(f"{line}: a loop whose length is not known" for line in lines))
 
     @collector_paused()
     def _spread(
@@ -252,7 +248,7 @@ class Step(TracedStep):
         equations = equations or self._equations
         args = self._with_plan(plan)
         sizes = self._sizes(args)
-        cuts = [row for arg in args for row in cuts_of(arg, self._function)]
+        cuts = [row for arg in args for row in argument_cuts(arg, self._function)]
         results = result_cuts(self._call, equations)
         spread = Spread(equations, sizes, cuts, results, merges_sums=merges_sums)
         if is_usual:
@@ -418,8 +414,7 @@ class Step(TracedStep):
                 if size % parts and number not in planned:
                     names = ",".join(spread.named(axes))
                     return f"{path}: {size:,} rows cannot be cut into {parts:,} parts by {names}"
-        view = View(self._equations, self._roles, spread, self._planned_paths(), line_of, 0)
-        return next((finding.message for finding in half_heads(view)), "")
+        return next((finding.message for finding in half_heads(self._view(plan, 0))), "")
 
     def _compiled(self, topology: Topology) -> tuple[float, int]:
         """Compile the step for the mesh that it was traced on, and estimate its time.
@@ -460,27 +455,27 @@ class Step(TracedStep):
         """
         check_type("plan", plan, Plan, "that of shardrules.plan")
         check_bytes("large", large)
+        return list(step_findings(self._view(plan, large)))
+
+    def _view(self, plan: Plan | None, large: int) -> View:
         spread = self._spread(plan)
-        view = View(self._equations, self._roles, spread, self._planned_paths(), line_of, large)
-        return list(step_findings(view))
+        return View(self._equations, self._roles, spread, self._planned_paths(), large)
 
     def _priced(self, spread: Spread) -> Price:
         return Price(self.name, self._equations, self._roles, spread, self.unmodelled)
 
     def _buffer(self, row: AliveArray, spread: Spread) -> Buffer:
         value = self._equations.values[row.number]
-        sizes = list(value.shape)
-        for dim, axes in enumerate(() if row.is_gathered else spread.cuts.get(row.number, ())):
-            sizes[dim] = -(-sizes[dim] // prod(spread.sizes[axis] for axis in axes))
+        sizes = value.shape if row.is_gathered else spread.shape(row.number)
         shape = f"{getattr(value.dtype, 'name', value.dtype)}[{','.join(map(str, sizes))}]"
         if row.operation is None:
             places = dict(zip(self._equations.body.inputs, self._paths, strict=True))
             what = places.get(row.number, "output")
             return Buffer(row.bytes, shape, what, row.number in places, False, None)
-        what = f"{row.operation.scope}/{row.operation.name}".lstrip("/")
-        what = f"gathered for {what}" if row.is_gathered else what
+        path = row.operation.path
+        what = f"gathered for {path}" if row.is_gathered else path
         is_saved = row.operation.name == "scan" and "transpose(" not in row.operation.scope
-        return Buffer(row.bytes, shape, what, False, is_saved, _place(row.operation))
+        return Buffer(row.bytes, shape, what, False, is_saved, user_line(row.operation.eqn))
 
     def explain(self, path: str) -> str:
         """Say of each dimension of an argument what the step does with it.
@@ -513,7 +508,7 @@ class Step(TracedStep):
         names = {c: f"{roles.of.get(c, '') or 'no role'} {sizes[c]:,}" for c in classes}
         yield f"  dimension {place}, {size:,}: {' x '.join(names.values()) or 'one element'}"
         for name, text in names.items():
-            lines = list(dict.fromkeys(map(line_of, roles.contracted.get(name, ()))))
+            lines = roles.lines_that_contract(name)
             part = f"{text} " if len(names) > 1 else ""
             for line in lines[:_ARRAYS_SHOWN]:
                 yield f"    {part}summed over at {line}"
@@ -555,16 +550,6 @@ def _part(scope: str) -> str:
     if "transpose(" in scope:
         return "backward"
     return "forward" if "jvp(" in scope else "other"
-
-
-def _place(operation: TracedOperation) -> Place | None:
-    line = user_line(operation.eqn)
-    return None if line is None else Place(*line)
-
-
-def line_of(operation: TracedOperation) -> str:
-    place = _place(operation)
-    return operation.name if place is None else str(place)
 
 
 def _class_cells(row: DimensionClass) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from shardrules._mesh.mesh import as_mesh, has_devices
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._program.compile import check_static, check_step, noted, placed_on, target_mesh
-from shardrules._step.arguments import inputs_of
+from shardrules._step.cuts import inputs_of
 from shardrules._step.step import Step, TracedFunction
 from shardrules._text import mesh_shown
 from shardrules._trees.align import leaf_paths
