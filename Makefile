@@ -21,7 +21,7 @@ PYTEST = -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 # How long `make fuzz` spends on each target.
 SECONDS ?= 300
 
-.PHONY: demo test test-all test-newest test-tpu test-tpu-pages test-cuda test-cpp test-oldest test-asan bench bench-report docs fuzz fuzz-cpp fuzz-python \
+.PHONY: demo test environments test-all test-newest test-tpu test-tpu-pages test-cuda test-cpp test-oldest test-asan bench bench-report docs fuzz fuzz-cpp fuzz-python \
 	fuzz-differential lint format sanitize clean dist test-dist api
 
 demo: $(VENV)/installed
@@ -37,6 +37,9 @@ test-all: $(VENV)/stores test
 $(VENV)/stores: $(VENV)/dependencies
 	$(VENV)/bin/python -m pip $(INSTALL) --group stores
 	touch $@
+
+# What `make test-all`, `make test-tpu` and `make test-dist` install before they begin.
+environments: $(VENV)/installed $(VENV)/stores $(TPU)/installed $(DIST)/dependencies
 
 # The TPU's compiler, in the version that this JAX wants, in a directory of its own: with it in the
 # environment, JAX would look for a TPU in each process.
