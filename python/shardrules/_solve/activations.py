@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardrules._solve.layout import LaidSpread
     from shardrules._solve.rewrite import Site
     from shardrules._step.cuts import Cuts
-    from shardrules._step.equations import Body, TracedOperation
+    from shardrules._step.equations import Equations, TracedOperation
     from shardrules._step.step import Step
 
 # What makes arrays that XLA may shard otherwise; elementwise operations follow their operands.
@@ -77,7 +77,7 @@ def seams(step: Step, spread: LaidSpread) -> list[Seam]:
     """
     values, cuts = step._equations.values, spread.cuts
     largest = max((values[number].bits for number in cuts), default=0)
-    carried = set(_carried(step._equations.body))
+    carried = set(_carried(step._equations))
     rows: list[Seam] = []
 
     def is_large(number: int, part: float) -> bool:
@@ -107,13 +107,11 @@ def _is_new(operation: TracedOperation) -> bool:
     return operation.name == "broadcast_in_dim" and rule is not None and not any(rule.operands[0])
 
 
-def _carried(body: Body) -> Iterator[int]:
+def _carried(equations: Equations) -> Iterator[int | None]:
     """Yield what loops carry from a turn to the next, such as the arrays between layers."""
-    for operation in body.operations:
-        for inner in operation.bodies:
-            if operation.name in ("scan", "while"):
-                yield from (n for n in inner.outputs[: operation.carries] if n is not None)
-            yield from _carried(inner)
+    for operation, _ in equations.everything():
+        if operation.name in ("scan", "while"):
+            yield from operation.bodies[0].outputs[: operation.carries]
 
 
 def activations(step: Step, spread: LaidSpread) -> tuple[Activation, ...]:

@@ -84,7 +84,7 @@ class Search:
         for place in self.terms.largest:
             for name in self.terms.terms[place].scope:
                 self._of[name].append(place)
-        self.heap = [] if self._is_over({}) else [self._root()]
+        self.heap = [] if self.is_over_memory({}) else [self._root()]
 
     # Parts.
 
@@ -115,7 +115,7 @@ class Search:
     def _tightened(self, node: _Node, name: int, value: Axes) -> _Node | None:
         """Return the node in which a variable has a value; None if it is shown to be worse."""
         assignment = {**node.assignment, name: value}
-        if self._is_over(assignment):
+        if self.is_over_memory(assignment):
             return None
         terms, sums = dict(node.terms), node.sums
         for place in self._of[name]:
@@ -134,15 +134,13 @@ class Search:
     def _is_worse(self, seconds: float) -> bool:
         return seconds >= self.seconds * (1 - ROUNDING)
 
-    def _is_over(self, assignment: Mapping[int, Axes]) -> bool:
-        hbm = self.space.hbm
-        return hbm is not None and self.resident.least(assignment) > hbm
+    def is_over_memory(self, assignment: Mapping[int, Axes]) -> bool:
+        """Say whether what is resident alone does not fit if variables have these values."""
+        return self._over(assignment) > 0
 
     def fits(self, assignment: Assignment) -> bool:
         """Say whether the step fits by its own estimate."""
-        if self.space.hbm is None:
-            return True
-        if self._is_over(assignment):
+        if self.is_over_memory(assignment):
             return False
         layout = self.space.layout(assignment)
         key = tuple(self.space.arrays.cuts(number, layout) for number in self._arrays)
@@ -236,7 +234,7 @@ class Search:
             least = max(a + b for a, b in zip(sums.weighed, after[1], strict=True))
             if not self._is_worse(least):
                 joined = {**assignment, **entry.values}
-                if not self._is_over(joined):
+                if not self.is_over_memory(joined):
                     self._join(joined, sums, entries[1:], after[1:])
 
     def _least_of(self, places: Iterable[int], assignment: Assignment) -> Weighed:
@@ -252,7 +250,7 @@ class Search:
                 raise _LateError
             values = dict(zip(part, row, strict=True))
             whole = {**assignment, **values}
-            if not self._is_over(whole):
+            if not self.is_over_memory(whole):
                 seconds = Seconds()
                 for place in places:
                     seconds = seconds.plus(self.terms.seconds(place, whole))
@@ -395,9 +393,9 @@ class Search:
         ):
             self.assignment = other
 
-    def _over(self, assignment: Assignment) -> int:
-        hbm = self.space.hbm
-        return 0 if hbm is None else max(0, self.resident.least(assignment) - hbm)
+    def _over(self, assignment: Mapping[int, Axes]) -> int:
+        """Return the bytes by which what is resident does not fit."""
+        return max(0, self.resident.least(assignment) - self.space.hbm)
 
 
 def _least_of_all(rows: Iterable[Weighed]) -> Weighed:

@@ -50,7 +50,7 @@ class Space:
         step: What is solved for.
         sizes: Devices by mesh axis.
         machine: As the step's time is estimated with.
-        hbm: Bytes of memory of a device; None if there is no bound.
+        hbm: Bytes of memory of a device.
         fixed: Cuts of arguments that are not chosen.
         forbidden: Pairs of a class and an axis that must not cut it.
     """
@@ -60,7 +60,7 @@ class Space:
         step: Step,
         sizes: Mapping[str, int],
         machine: Machine,
-        hbm: int | None,
+        hbm: int,
         *,
         fixed: Mapping[int, Cuts],
         forbidden: Iterable[tuple[int, str]] = (),

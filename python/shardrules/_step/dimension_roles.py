@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from shardrules._step.dimensions import Dims
-    from shardrules._step.equations import Body, Equations, TracedOperation
+    from shardrules._step.equations import Equations, TracedOperation
 
 ClassRole = Literal[
     "layers", "experts", "vocabulary", "KV heads", "heads", "query heads of a KV head", "head size",
@@ -20,26 +20,18 @@ _SHAPED: Final = frozenset((
     "copy", "optimization_barrier", "sharding_constraint", "reshard", "broadcast_in_dim",
     "rev", "name", "copy_p", "pvary", "all_gather", "all_gather_invariant",
 ))  # fmt: skip
-_DOTS: Final = frozenset({"dot_general"})
 
 
 def weight_arrays(equations: Equations, weights: Iterable[int]) -> dict[int, int]:
     """Return {array that is a weight, or a slice, cast or other shape of it: the weight}."""
     sources = {number: number for number in weights}
-
-    def walk(body: Body) -> None:
-        for operation in body.operations:
-            for inner in operation.bodies:
-                for outer, number in operation.arguments(inner):
-                    if outer in sources:
-                        sources[number] = sources[outer]
-                walk(inner)
-            if operation.name in _SHAPED or (operation.rule and operation.rule.is_identity):
-                for before, after in zip(operation.inputs, operation.outputs, strict=False):
-                    if before in sources:
-                        sources[after] = sources[before]
-
-    walk(equations.body)
+    for operation, _ in equations.everything():
+        pairs = [pair for inner in operation.bodies for pair in operation.arguments(inner)]
+        if operation.name in _SHAPED or (operation.rule and operation.rule.is_identity):
+            pairs += zip(operation.inputs, operation.outputs, strict=False)
+        for before, after in pairs:
+            if before in sources:
+                sources[after] = sources[before]
     return sources
 
 
@@ -72,9 +64,8 @@ class Roles:
         self._of_data = [list(self._dims_of(number)) for number in data]
         self.of: dict[int, ClassRole] = {}
         self.contracted: dict[int, list[TracedOperation]] = {}
-        operations = [operation for operation, _ in equations.operations()]
-        self._name_stacks(equations.body)
-        for operation in operations:
+        self._name_stacks()
+        for operation, _ in equations.operations():
             self._see(operation)
         self._name_data()
         self._name_rest()
@@ -117,22 +108,20 @@ class Roles:
         for name in classes:
             self.of.setdefault(name, role)
 
-    def _name_stacks(self, body: Body) -> None:
-        for operation in body.operations:
-            for inner in operation.bodies:
-                if operation.name == "scan":
-                    stop = operation.first + operation.carries
-                    for outer, _ in operation.arguments(inner)[stop:]:
-                        if outer in self.weights:
-                            self._name(next(self._dims_of(outer)), "layers")
-                self._name_stacks(inner)
+    def _name_stacks(self) -> None:
+        for operation, _ in self._equations.everything():
+            if operation.name == "scan":
+                stop = operation.first + operation.carries
+                for outer, _ in operation.arguments(operation.bodies[0])[stop:]:
+                    if outer in self.weights:
+                        self._name(next(self._dims_of(outer)), "layers")
 
     def _see(self, operation: TracedOperation) -> None:
         """Name the classes that one operation tells of."""
         rule = operation.rule
         if rule is None or not operation.inputs:
             return
-        if operation.name in _DOTS:
+        if operation.name == "dot_general":
             self._see_dot(operation)
         elif operation.name.startswith("ragged_dot"):
             group = operation.inputs[1]
@@ -143,9 +132,7 @@ class Roles:
             self._name((c for c in last if c in self.of_weights), "experts")
         if not rule.looked_up:
             return
-        for number, dims in zip(operation.inputs, rule.operands, strict=True):
-            if number is None:
-                continue
+        for number, dims in operation.operands():
             for classes, factors in zip(self._dims_of(number), dims, strict=True):
                 if rule.looked_up.intersection(factors):
                     named = [c for c in classes if c in self.of_weights and c not in self.of]
@@ -153,7 +140,7 @@ class Roles:
 
     def _see_dot(self, operation: TracedOperation) -> None:
         numbers = operation.eqn.params["dimension_numbers"]
-        (left, right), (left_batch, _) = numbers
+        (left, _), (left_batch, _) = numbers
         first, second = operation.inputs
         if first is None or second is None:
             return
@@ -166,7 +153,7 @@ class Roles:
         if is_weight:
             self._name((c for c in batch if c in self.of_weights), "experts")
         elif batch and (_is_any_other(batch, self.of_weights) or self._is_of_one_row(dims, left)):
-            self._see_attention(dims, left, right, batch)
+            self._see_attention(dims, left, batch)
 
     def _is_of_one_row(self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int]) -> bool:
         """Say whether a product is attention's if the batch is one row, which has no class.
@@ -182,11 +169,7 @@ class Roles:
         )
 
     def _see_attention(
-        self,
-        dims: tuple[list[Dims], list[Dims]],
-        left: Iterable[int],
-        right: Iterable[int],
-        batch: list[int],
+        self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int], batch: list[int]
     ) -> None:
         """Name the classes of a product of two activations, one for each sequence and head."""
         summed = {c for dim in left for c in dims[0][dim]}
@@ -196,9 +179,8 @@ class Roles:
         self._name((c for c in summed if c in self.of_weights), "head size")
         grouped = [c for part in free for c in part if c in self.of_weights]
         if summed & self.of_weights.keys() or not grouped:
-            self._name(
-                (c for c in batch if c in self.of_weights), "KV heads" if grouped else "heads"
-            )
+            heads: ClassRole = "KV heads" if grouped else "heads"
+            self._name((c for c in batch if c in self.of_weights), heads)
         if summed & self.of_weights.keys():
             self._name(grouped, "query heads of a KV head")
             self._name((c for part in free for c in part if c not in self.of_weights), "sequence")

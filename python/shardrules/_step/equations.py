@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -310,7 +311,7 @@ class Equations:
         """Return the classes over which loops go."""
         return {
             name
-            for operation in self.everything()
+            for operation, _ in self.everything()
             if operation.name == "scan"
             for body in operation.bodies
             for outer, _ in operation.arguments(body)[operation.first + operation.carries :]
@@ -321,49 +322,38 @@ class Equations:
     @cached_property
     def users(self) -> dict[int, list[TracedOperation]]:
         """Operations that read each array; `RESULT` is one of those of results."""
-        users: dict[int, list[TracedOperation]] = {}
+        users: defaultdict[int, list[TracedOperation]] = defaultdict(list)
+        rows = [operation for operation, _ in self.everything()]
+        bodies = [self.body, *(inner for operation in rows for inner in operation.bodies)]
+        pairs = [(number, operation) for operation in rows for number in operation.inputs]
+        pairs += [(number, RESULT) for body in bodies for number in body.outputs]
+        for number, user in pairs:
+            if number is not None:
+                users[number].append(user)
+        return dict(users)
 
-        def walk(body: Body) -> None:
-            for operation in body.operations:
-                for number in operation.inputs:
-                    if number is not None:
-                        users.setdefault(number, []).append(operation)
-                for inner in operation.bodies:
-                    walk(inner)
-            for number in body.outputs:
-                if number is not None:
-                    users.setdefault(number, []).append(RESULT)
+    def everything(
+        self, body: Body | None = None, trips: int = 1, *, on_device: bool = True
+    ) -> Iterator[tuple[TracedOperation, int]]:
+        """Yield each operation, loops before what is in them, and how often it runs in a step.
 
-        walk(self.body)
-        return users
-
-    def everything(self, body: Body | None = None) -> Iterator[TracedOperation]:
-        """Yield each operation, loops before what is in them."""
+        Code by device runs on each of them, unless it is asked how often it runs `on_device`.
+        """
         for operation in (self.body if body is None else body).operations:
-            yield operation
+            yield operation, trips
+            turns = trips * operation.trips * (1 if on_device else _devices(operation))
             for inner in operation.bodies:
-                yield from self.everything(inner)
+                yield from self.everything(inner, turns, on_device=on_device)
 
     @cached_property
     def flops(self) -> int:
         """Operations of a step on all devices."""
         return sum(operation.flops * trips for operation, trips in self.operations())
 
-    def operations(
-        self, body: Body | None = None, trips: int = 1, *, on_device: bool = False
-    ) -> Iterator[tuple[TracedOperation, int]]:
-        """Yield each operation with a rule, or none known, and how often it runs in a step.
-
-        Code by device runs on each of them, unless it is asked how often it runs `on_device`.
-        """
-        for operation in (self.body if body is None else body).operations:
-            if not operation.bodies:
-                yield operation, trips
-            devices = 1 if on_device else _devices(operation)
-            for inner in operation.bodies:
-                yield from self.operations(
-                    inner, trips * operation.trips * devices, on_device=on_device
-                )
+    def operations(self, *, on_device: bool = False) -> Iterator[tuple[TracedOperation, int]]:
+        """Yield the same of operations with a rule, or none known: what loops consist of."""
+        rows = self.everything(on_device=on_device)
+        return (row for row in rows if not row[0].bodies)
 
 
 def _without_dead(body: Body) -> Body:

@@ -68,8 +68,8 @@ class Spread:
         arguments: Cuts of each argument; None if it is whole on each device.
         results: Cuts of each result; None if nothing says.
         merges_sums: Whether terms of several products are added before devices add up theirs, as
-            XLA has it for TPUs, which also gathers again what was
-            gathered long before, and does not move gathers out of loops.
+            XLA has it for TPUs, which also gathers again what was gathered long before, and does
+            not move gathers out of loops.
     """
 
     _may_split = True
@@ -475,17 +475,12 @@ class Spread:
         """Return the axes by factor for which least is sent."""
         axes = list(options)
         choices: list[list[int | None]] = [[*options[axis]] or [None] for axis in axes]
-        if all(len(places) == 1 for places in choices):
-            return fitting_cuts(axes, [places[0] for places in choices], rule, self.sizes)
-        best: tuple[float, dict[int, tuple[str, ...]]] | None = None
         if prod(map(len, choices)) > _MOST_CHOICES:
             choices = [places[:1] for places in choices]
-        for places in product(*choices):
-            by_factor = fitting_cuts(axes, places, rule, self.sizes)
-            cost = self._cost(operation, rule, by_factor)
-            if best is None or cost < best[0]:
-                best = cost, by_factor
-        return {} if best is None else best[1]
+        rows = [fitting_cuts(axes, places, rule, self.sizes) for places in product(*choices)]
+        if len(rows) == 1:
+            return rows[0]
+        return min(rows, key=lambda row: self._cost(operation, rule, row))
 
     def _cost(
         self, operation: TracedOperation, rule: Rule, choice: dict[int, tuple[str, ...]]

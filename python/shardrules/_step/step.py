@@ -163,8 +163,7 @@ class Step(TracedStep):
     @property
     def plan(self) -> Plan | None:
         """The first Plan among the arguments; None without one."""
-        arg = self._args[self._place] if self._args else None
-        return arg if isinstance(arg, Plan) else None
+        return next((arg for arg in self._args if isinstance(arg, Plan)), None)
 
     @property
     def _place(self) -> int:
@@ -368,13 +367,10 @@ class Step(TracedStep):
             alive, _ = alive_arrays(resized, self._spread(plan, equations=resized), self._donated)
             return sum(row.bytes for row in alive) > size
 
-        low, high = 0, 1
+        high = 1
         while high * least < _MOST_ROWS and not is_over(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if is_over(middle) else (middle, high)
-        return least * low
+            high *= 2
+        return least * (bisect_left(range(high), True, high // 2 + 1, key=is_over) - 1)
 
     def traffic(self, plan: Plan | None = None) -> Traffic:
         """Count the bytes that each device sends in the step; `Plan.traffic` with `step`.
