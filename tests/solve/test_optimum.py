@@ -46,9 +46,9 @@ def is_optimum(seed, most=1024):
     if prod(map(len, space.values.values())) > most:
         return None
     costs = [space.cost(assignment) for assignment in assignments(space)]
-    peaks = sorted(cost.peak for cost in costs)
+    peaks = sorted(cost.memory.peak for cost in costs)
     space.hbm = rng.choice((ROOM, rng.choice(peaks), peaks[len(peaks) // 10], peaks[0] - 1))
-    fitting = [c.time.total for c in costs if c.peak <= space.hbm]
+    fitting = [c.time.total for c in costs if c.memory.peak <= space.hbm]
     search = Search(space)
     search.begin()
     search.run()
@@ -58,7 +58,7 @@ def is_optimum(seed, most=1024):
     return (
         cost.time.total == pytest.approx(min(fitting), rel=1e-7, abs=1e-11)
         and search.bound == pytest.approx(min(fitting), rel=1e-7, abs=1e-11)
-        and cost.peak <= space.hbm
+        and cost.memory.peak <= space.hbm
     )
 
 
@@ -138,7 +138,7 @@ def test_the_time_is_looked_at_amid_what_a_node_leaves(monkeypatch, where):
     """Parts of many assignments take minutes: the node stays in the bound, and none is tried."""
     search = Search(space_of(3), until=1.0)
     search.heap, now, after = [search._root()], [0.0], []
-    begin, is_over = getattr(Search, where), Search._is_over
+    begin, is_over = getattr(Search, where), Search.is_over_memory
 
     def late(self, *args):
         now[0] = 2.0
@@ -150,7 +150,7 @@ def test_the_time_is_looked_at_amid_what_a_node_leaves(monkeypatch, where):
 
     monkeypatch.setattr("shardrules._solve.search.monotonic", lambda: now[0])
     monkeypatch.setattr(Search, where, late)
-    monkeypatch.setattr(Search, "_is_over", counted)
+    monkeypatch.setattr(Search, "is_over_memory", counted)
     search.run()
     assert search.is_over
     assert search.heap

@@ -263,11 +263,7 @@ def _use(cut: CutPart, schedule: Schedule) -> Use:
         local = local * share / cut.devices(siblings)
     layers = part.size("stack")
     return Use(
-        cut=cut,
-        tokens=local,
-        share=share,
-        arrays=part.leaves * layers,
-        inputs=part.inputs * layers,
+        cut=cut, tokens=local, share=share, arrays=part.leaves * layers, inputs=part.inputs * layers
     )
 
 

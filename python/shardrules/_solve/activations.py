@@ -10,6 +10,7 @@ from shardrules._jax import user_line
 from shardrules._mesh.mesh import axes_of_type
 from shardrules._solve.rewrite import constrained, sites
 from shardrules._specs import entry_of, partition_spec, spec_shown
+from shardrules._step.equations import RESULT
 from shardrules._step.spread import CONSTRAINTS
 from shardrules._text import printable, record
 from shardrules._writer.draft import trimmed
@@ -41,7 +42,7 @@ class Activation(NamedTuple):
     operation: str
     """JAX's names around the operation that makes them, and its own."""
     line: str
-    """File and line of it; "" if that is not known."""
+    """File and line of it, or of what reads it, if JAX itself adds it; "" if none is known."""
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec
@@ -55,7 +56,8 @@ class Activation(NamedTuple):
         text = f"x = jax.lax.with_sharding_constraint(x, {spec_shown(self.spec)})"
         name = self.operation.rpartition("/")[2]
         verb = "constrains already" if self.replaces else f"into {name}" if self.is_read else name
-        return printable(f"{self.line or self.operation}: {text}  # {array}, {verb}")
+        line = self.line or f"no line is known of {self.operation}"
+        return printable(f"{line}: {text}  # {array}, {verb}")
 
 
 class Seam(NamedTuple):
@@ -130,9 +132,11 @@ def activations(step: Step, spread: LaidSpread) -> tuple[Activation, ...]:
             is_result and step._roles.is_like_weights(seam.number)
         ):
             continue
+        users = step._equations.users.get(seam.number, ())
+        lines = (user_line(row.eqn) for row in (operation, *users) if row is not RESULT)
         row = Activation(
             operation.path,
-            str(user_line(operation.eqn) or ""),
+            str(next(filter(None, lines), "")),
             value.shape,
             getattr(value.dtype, "name", str(value.dtype)),
             spec_of_cuts(seam.cuts),

@@ -42,7 +42,6 @@ class _LateError(Exception):
 class _Entry(NamedTuple):
     """An assignment of a part, and what its terms cost."""
 
-    weighed: Weighed
     seconds: Seconds
     values: Assignment
 
@@ -128,7 +127,7 @@ class Search:
 
     def _root(self) -> _Node:
         terms = {place: self.terms.least(place, {}) for place in range(len(self.terms.terms))}
-        sums = tuple(map(sum, zip(Seconds().weighed, *terms.values(), strict=True)))
+        sums = _sum_of(terms.values())
         return _Node(max(sums), next(self._numbers), {}, terms, sums)
 
     def _is_worse(self, seconds: float) -> bool:
@@ -202,14 +201,17 @@ class Search:
         base = Seconds()
         for place in self._of_part[-1]:
             base = base.plus(self.terms.seconds(place, assignment))
-        least = [self._least_of(places, assignment) for places in self._of_part[:-1]]
+        least = [
+            _sum_of(self.terms.least(place, assignment) for place in places)
+            for places in self._of_part[:-1]
+        ]
         entries: list[list[_Entry]] = []
         for i, part in enumerate(self._parts):
             rows = list(self._entries(part, self._of_part[i], assignment))
             if not rows:
                 return
-            least[i] = _least_of_all(row.weighed for row in rows)
-            entries.append(sorted(rows, key=lambda row: max(row.weighed)))
+            least[i] = tuple(map(min, zip(*(row.seconds.weighed for row in rows), strict=True)))
+            entries.append(sorted(rows, key=lambda row: max(row.seconds.weighed)))
             if self._is_worse(max(map(sum, zip(base.weighed, *least, strict=True)))):
                 return
         after: list[Weighed] = [(0.0,) * len(base.weighed)]
@@ -237,10 +239,6 @@ class Search:
                 if not self.is_over_memory(joined):
                     self._join(joined, sums, entries[1:], after[1:])
 
-    def _least_of(self, places: Iterable[int], assignment: Assignment) -> Weighed:
-        rows = [self.terms.least(place, assignment) for place in places]
-        return tuple(map(sum, zip(Seconds().weighed, *rows, strict=True)))
-
     def _entries(
         self, part: list[int], places: list[int], assignment: Assignment
     ) -> Iterator[_Entry]:
@@ -254,7 +252,7 @@ class Search:
                 seconds = Seconds()
                 for place in places:
                     seconds = seconds.plus(self.terms.seconds(place, whole))
-                yield _Entry(seconds.weighed, seconds, values)
+                yield _Entry(seconds, values)
 
     # A first solution.
 
@@ -398,5 +396,5 @@ class Search:
         return max(0, self.resident.least(assignment) - self.space.hbm)
 
 
-def _least_of_all(rows: Iterable[Weighed]) -> Weighed:
-    return tuple(map(min, zip(*rows, strict=True)))
+def _sum_of(rows: Iterable[Weighed]) -> Weighed:
+    return tuple(map(sum, zip(Seconds().weighed, *rows, strict=True)))

@@ -37,11 +37,6 @@ class Cost(NamedTuple):
     memory: Memory
     spread: LaidSpread
 
-    @property
-    def peak(self) -> int:
-        """Return the bytes of memory that a device needs."""
-        return self.memory.peak
-
 
 class Space:
     """Variables with their values, and the price of an assignment.

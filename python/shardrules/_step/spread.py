@@ -8,6 +8,7 @@ that cut what is summed. Constraints, arguments and results are facts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -542,29 +543,23 @@ class Spread:
         self, operation: TracedOperation, number: int, rows: tuple[tuple[str, ...], ...], trips: int
     ) -> None:
         """Count the collectives that add the terms of a result over axes, a row after the other."""
-        wish = self._wishes.get(number)
+        send = partial(SpreadCollective, operation=operation, value=number)
+        wish = self._wishes.get(number) or ()
         for axes in rows:
             before, payload = self.cuts[number], self.bytes(number)
             taken = {axis for row in before for axis in row}
-            scattered = tuple(
-                axis for row in wish or () for axis in row if axis in axes and axis not in taken
-            )
+            scattered = tuple(a for row in wish for a in row if a in axes and a not in taken)
             rest = tuple(axis for axis in axes if axis not in scattered)
-            if scattered and wish is not None:
-                after = tuple(
+            if scattered:
+                self.sent.append(send("reduce-scatter", scattered, payload, trips))
+                self.cuts[number] = tuple(
                     (*row, *(axis for axis in target if axis in scattered))
                     for row, target in zip(before, wish, strict=True)
                 )
-                self.sent.append(
-                    SpreadCollective("reduce-scatter", scattered, payload, trips, operation, number)
-                )
-                self.cuts[number] = after
                 payload = self.bytes(number)
             if rest:
                 times = min(trips, self._accumulated(number, trips))
-                self.sent.append(
-                    SpreadCollective("all-reduce", rest, payload, times, operation, number)
-                )
+                self.sent.append(send("all-reduce", rest, payload, times))
 
     def _accumulated(self, number: int, trips: int) -> int:
         """Return how often devices add up a sum: behind a loop that only accumulates it."""

@@ -16,19 +16,15 @@ from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
 from shardrules._io import collector_paused
 from shardrules._jax import user_line
+from shardrules._jaxprs import only_call
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._program.cache import cached_result
-from shardrules._program.compile import (
-    Refusal,
-    lowered_on,
-    options_for,
-    result_of,
-)
+from shardrules._program.compile import Refusal, lowered_on, options_for, result_of
 from shardrules._program.program import inspect, time_on
 from shardrules._step.cuts import argument_cuts, result_cuts
 from shardrules._step.dimension_roles import ClassRole, Roles
-from shardrules._step.equations import Equations, only_call
+from shardrules._step.equations import Equations
 from shardrules._step.findings import View, half_heads, step_findings
 from shardrules._step.peak import AliveArray, alive_arrays
 from shardrules._step.price import Price
@@ -54,11 +50,7 @@ _LARGEST: Final = 100
 _MOST_ROWS: Final = 2**32
 _IN_TEXT: Final = 12
 _ARRAYS_SHOWN: Final = 4
-_COLUMNS: Final = (
-    Column("role"),
-    Column("size", is_right=True),
-    Column("arrays", is_elided=True),
-)
+_COLUMNS: Final = (Column("role"), Column("size", is_right=True), Column("arrays", is_elided=True))
 _WORK: Final = (
     Column("FLOPs", is_right=True),
     Column("share", is_right=True),
@@ -230,11 +222,7 @@ class Step(TracedStep):
 
     @collector_paused()
     def _spread(
-        self,
-        plan: Plan | None,
-        *,
-        merges_sums: bool = True,
-        equations: Equations | None = None,
+        self, plan: Plan | None, *, merges_sums: bool = True, equations: Equations | None = None
     ) -> Spread:
         """Spread the specs of a plan, and of the arguments' shardings, over all arrays.
 
@@ -530,10 +518,7 @@ class Step(TracedStep):
         lines = [f"{self.name}: {self.flops:.3g} FLOPs on all devices"]
         lines += Table(_WORK, work).lines() if work else []
         lines += and_more(len(rows), _IN_TEXT, "row")
-        lines += [
-            "",
-            "dimensions of the arguments, by what must be sharded alike",
-        ]
+        lines += ["", "dimensions of the arguments, by what must be sharded alike"]
         lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
         lines += [f"not looked into: {text}" for text in self.unmodelled]
         return printable_lines(lines)
