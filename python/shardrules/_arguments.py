@@ -76,7 +76,6 @@ def check_type(name: str, value: object, types: type | UnionType, what: str) -> 
 
 
 def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None:
-    """Check that the choice is one of `choices`."""
     # What cannot be hashed may have an == that gives no bool, as arrays have.
     if not isinstance(choice, Hashable) or choice not in choices:
         names = ", ".join(map(repr, choices))
@@ -140,12 +139,10 @@ def check_real(name: str, value: object) -> None:
 
 
 def check_bytes(name: str, value: object) -> None:
-    """Check that the value is a number of bytes."""
     check_type(name, value, Real, "a number of bytes, such as 95e9")
 
 
 def check_file(name: str, value: object) -> None:
-    """Check that the value is None or the path of a file."""
     check_type(name, value, str | os.PathLike | None, "the path of a file")
 
 

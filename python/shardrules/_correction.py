@@ -131,7 +131,6 @@ class RuleSpec:
 
 
 def check_correction(correction: object) -> None:
-    """Check that it is a Correction, or None."""
     check_type(
         "correction",
         correction,

@@ -106,7 +106,6 @@ def _remembered_spec(entries: tuple[Any, ...]) -> PartitionSpec:
 
 
 def is_partition_spec(spec: object) -> TypeGuard[PartitionSpec]:
-    """Return whether it is a PartitionSpec."""
     # Without JAX in the process nobody can have made one.
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and isinstance(spec, sharding.PartitionSpec)
@@ -245,7 +244,6 @@ def axes_present(axes: list[str], present: Container[str], absent: str) -> list[
 
 
 def is_unconstrained(entry: object) -> bool:
-    """Return whether it is PartitionSpec.UNCONSTRAINED."""
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and entry is sharding.PartitionSpec.UNCONSTRAINED
 

@@ -192,7 +192,6 @@ def _count_reads(
 
 
 def _count_calls(target: Target, dtype: str, boxes: Sequence[Box]) -> int:
-    """Count the calls by which boxes of an array are read."""
     if bits_of(dtype) < 8:
         return len(target.parts)
     of_source: dict[str, set[Box]] = defaultdict(set)

@@ -189,7 +189,6 @@ class Reads(NamedTuple):
 
 
 def reads_of(checkpoint_format: CheckpointFormat, arrays: Arrays, jobs: list[Job]) -> Reads:
-    """Return what to read for the jobs."""
     direct = []
     batch_of: dict[str, Batch] = {}
     for i, job in enumerate(jobs):

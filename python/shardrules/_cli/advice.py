@@ -162,7 +162,7 @@ def _project_of_step(args: Args, job: dict[str, str]) -> NewProject:
     }  # fmt: skip
     rules = "\n".join([suggestion.to_toml().rstrip("\n"), *constraint_lines(solution), ""])
     files = {
-        _MODEL: packed(manifest_text(plan._columns, args.source)),
+        _MODEL: packed(manifest_text(plan, args.source)),
         _RULES: rules.encode(),
         OWN_FILE: project_text(job).encode(),
     }

@@ -64,7 +64,6 @@ class Decider(ABC):
         return treedef.unflatten(placement and placement.sharding for placement in placements)
 
     def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
-        """Return the meshes of the placements."""
         return {resolve_mesh(mesh)}
 
 

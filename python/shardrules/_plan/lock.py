@@ -89,7 +89,6 @@ _PROBLEMS: Final = {"unmatched": UNMATCHED_LEAVES, "ambiguous": AMBIGUOUS_LEAVES
 
 
 def plan_fingerprint(columns: Columns) -> str:
-    """Return `Plan.fingerprint`."""
     return leaves_digest(columns.axis_sizes, columns.paths, columns.kind_of, columns.kinds)
 
 
@@ -264,7 +263,6 @@ class _Leaves:
         self._text_left = MOST_TEXT
 
     def add(self, entry: Any) -> None:
-        """Add the leaves of an entry."""
         check_fields(of_type(entry, dict), _LEAF_FIELDS)
         pattern = of_type(entry.pop("path"), str)
         text = repr(entry)

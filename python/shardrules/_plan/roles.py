@@ -347,7 +347,6 @@ def _leading_dims(
 
 
 def _add_experts(part: _Seen, front: dict[int, DimRole], is_routed: bool) -> None:
-    """Add the dimension of experts, if there is one."""
     rest = [dim for dim in range(len(part.shape)) if dim not in front]
     is_apart = len(rest) > (1 if part.is_vector else 2) and _numbered_experts(part.pattern) == 1
     is_expert = is_routed or _is_of_experts(part.words)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def spec_tree(columns: Columns) -> Any:
-    """Return `Plan.specs`."""
     return _mapped(columns, [as_partition_spec(spec) for spec in kind_specs(columns)])
 
 
@@ -54,7 +53,6 @@ def _kind_placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
 
 
 def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
-    """Return `Plan.abstract`."""
     from jax import ShapeDtypeStruct
 
     kinds = zip(columns.kinds, _kind_shardings(columns, mesh), strict=True)

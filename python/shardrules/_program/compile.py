@@ -408,11 +408,10 @@ def check_static(step: Any, args: Iterable[Any]) -> None:
     for i, plan in enumerate(args if is_filter_jit(step) else ()):
         if not isinstance(plan, Plan):
             continue
-        columns = plan._columns
         lost = [
             path
-            for path, kind in zip(plan.paths, columns.kind_of.tolist(), strict=True)
-            if columns.kinds[kind].shape is None
+            for path, kind in zip(plan.paths, plan.kind_of.tolist(), strict=True)
+            if plan.kinds[kind].shape is None
         ]
         if lost:
             names = ", ".join([*lost[:_NAMED], *and_more(len(lost), _NAMED, "leaf")])

@@ -70,7 +70,6 @@ def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
 
 
 def program_lock_text(costs: Costs) -> str:
-    """Write `Program.lock`."""
     entries = [
         {"axes": axes, "kind": kind, "bytes": size}
         | ({"per_iteration": True} if is_per_iteration else {})

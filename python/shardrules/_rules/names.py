@@ -145,7 +145,6 @@ def own_rules(variable: Any) -> Any:
 
 
 def says_its_sharding(variable: Any) -> bool:
-    """Return whether a Variable has a sharding."""
     return bool(variable_sharding(variable))
 
 
