@@ -174,11 +174,7 @@ def tags_shown(spec: object) -> list[str]:
 
 
 def with_tags(spec: PartitionSpec | Entries, tags: Mapping[str, Any]) -> PartitionSpec | Entries:
-    """Return the spec with these tags alone.
-
-    Raises:
-        ValueError: JAX is too old for them, or they do not go together with the entries.
-    """
+    """Return the spec with these tags alone."""
     if not tags and not tags_of(spec):
         return spec
     from jax import sharding

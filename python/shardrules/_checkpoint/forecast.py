@@ -233,11 +233,7 @@ def _boxes(
 def renamed(
     source: str, renames: Iterable[Rename], dtype: str | None
 ) -> tuple[Any, dict[str, tuple[Target, str]]]:
-    """Return (the tree that a checkpoint becomes, by path what an array is made of and its dtype).
-
-    Raises:
-        FileError: There is no such checkpoint, or the renames do not fit it.
-    """
+    """Return (the tree of a renamed checkpoint, by path what an array is made of and its dtype)."""
     followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
     arrays = read_arrays(source)
     problems = Problems(arrays.name)

@@ -169,11 +169,7 @@ class RemoteFile(io.RawIOBase):
         return len(data)
 
     def range(self, begin: int, end: int) -> bytes:
-        """Read these bytes.
-
-        Raises:
-            FileError: The store does not give them, after several attempts.
-        """
+        """Read these bytes."""
         data = _asked(self.path, "cat_file", size=end - begin, start=begin, end=end)
         return bytes(data)
 

@@ -193,11 +193,7 @@ def _each_json(texts: list[str]) -> list[str]:
 
 
 def read_lock(data: bytes, name: str) -> Columns:
-    """Read a plan from a lock's content.
-
-    Raises:
-        FileError: It is not a lock, or its parts do not agree; `name` is the file's.
-    """
+    """Read a plan from a lock's content."""
     content = parse_json(Path(name), data)
     with lock_errors(name, _FIX):
         _check_format(content)

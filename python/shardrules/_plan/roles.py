@@ -203,11 +203,7 @@ def experts_dim(path: str, shape: Shape) -> int | None:
 
 
 def with_roles(parts: Sequence[Part], roles: Mapping[str, tuple[DimRole, ...]]) -> list[Part]:
-    """Return the same parts; the first pattern that a folded path has says what its dimensions are.
-
-    Raises:
-        ValueError: A pattern finds nothing, or has not as many roles as an array has dimensions.
-    """
+    """Return the same parts; the first pattern in a folded path says what its dimensions are."""
     matches = {pattern: re.compile(pattern) for pattern in roles}
     first = [next((p for p in matches if matches[p].search(part.pattern)), None) for part in parts]
     if unused := [pattern for pattern in roles if pattern not in first]:

@@ -429,11 +429,7 @@ def is_filter_jit(step: Any) -> bool:
 
 
 def lowered_by_equinox(step: Any, args: Sequence[Any], place: Callable[[Any], Any]) -> Any:
-    """Lower a step of `equinox.filter_jit` for shapes, which it takes for constants itself.
-
-    Raises:
-        TypeError: It takes other arguments, or equinox has other private names.
-    """
+    """Lower a step of `equinox.filter_jit` for shapes, which it takes for constants itself."""
     with _reading("equinox"):
         jit = import_module("equinox._jit")
         functions = (jit._preprocess, jit._postprocess)

@@ -82,11 +82,7 @@ def program_lock_text(costs: Costs) -> str:
 
 
 def read_program_lock(data: bytes, name: str) -> Costs:
-    """Read a lock.
-
-    Raises:
-        FileError: It is no lock of a program; `name` is the file's.
-    """
+    """Read a lock."""
     content = parse_json(Path(name), data)
     with lock_errors(name, _FIX):
         form = content.get("format") if isinstance(content, dict) else None

@@ -81,11 +81,7 @@ def logical_names(names: Any) -> tuple[Any, ...]:
 
 
 def checked_names(names: Any) -> tuple[Any, ...]:
-    """Return the entries of logical axis names: names, None, UNCONSTRAINED, tuples of names.
-
-    Raises:
-        TypeError: One is something else.
-    """
+    """Return the entries of logical axis names: names, None, UNCONSTRAINED, tuples of names."""
     entries = logical_names(names)
     for entry in entries:
         if not is_name(entry) and not (isinstance(entry, tuple) and all(map(is_name, entry))):

@@ -313,11 +313,7 @@ def _suggested_rules(
 
 
 def _check_named(result: Plan, declared: Declared) -> None:
-    """Check that a table of names decides all that is large.
-
-    Raises:
-        ValueError: Arrays have no names, not as many as dimensions, or one twice.
-    """
+    """Check that a table of names decides all that is large."""
     for finding in result.check(**declared).at_least("warning"):
         if finding.kind in ("unnamed", "misfit"):
             raise ValueError(
