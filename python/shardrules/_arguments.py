@@ -157,12 +157,7 @@ def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str)
 
 
 def checked_shape(name: str, value: Any) -> tuple[Any, ...]:
-    """Return a shape, as a tuple. Symbolic dimensions and the like are for the caller to check.
-
-    Raises:
-        TypeError: It is not a sequence, or a dimension is a float, a string or None.
-        ValueError: A dimension is negative, or above 2**63 - 1.
-    """
+    """Return a shape, as a tuple. Symbolic dimensions and the like are for the caller to check."""
     shape = listed(name, value, "integers")
     for position, size in enumerate(shape):
         if isinstance(size, int | float | str | bytes | None):
@@ -326,11 +321,7 @@ def _kind_of_tree(node: Any) -> Literal["specs", "tree", "other"]:
 
 
 def check_shapes(name: str, tree: object, path: str | None) -> None:
-    """Check a tree none of whose leaves has a shape: it must have no leaf, and no array but these.
-
-    Raises:
-        TypeError: It is, say, a tree of shapes, or one of which only None is left.
-    """
+    """Check a tree none of whose leaves has a shape: it has no leaf, and no array but these."""
     if path is not None:
         raise TypeError(
             f"{name}: no leaf has a shape; the first is at {brief(path)}. Numbers are no arrays, "

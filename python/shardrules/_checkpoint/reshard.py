@@ -235,11 +235,7 @@ def _moves(
 
 
 def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
-    """Compare structures, but for boxes, and shapes; with a plan dtypes too.
-
-    Raises:
-        ValueError: An array has another shape than in a tree of arrays.
-    """
+    """Compare structures, but for boxes, and shapes; with a plan dtypes too."""
     structure: Any
     leaves, treedef = tree_util.tree_flatten(tree)
     others, structure = tree_util.tree_flatten(target)

@@ -44,13 +44,7 @@ class Layout:
 
 
 class StepArrays:
-    """What a layout needs to know of the arrays of a step.
-
-    Args:
-        equations: Of the step.
-        roles: Of its classes.
-        sizes: Devices by mesh axis, without those of one device.
-    """
+    """What a layout needs to know of the arrays of a step."""
 
     def __init__(self, equations: Equations, roles: Roles, sizes: Mapping[str, int]) -> None:
         self.equations, self.roles, self.sizes = equations, roles, sizes
