@@ -208,11 +208,7 @@ def reshard(
 
 
 def _moves(
-    tree: Any,
-    rules: Any,
-    deciding: Mapping[str, Any],
-    renames: Sequence[Rename],
-    dtype: str | None,
+    tree: Any, rules: Any, deciding: Mapping[str, Any], renames: Sequence[Rename], dtype: str | None
 ) -> tuple[Any, dict[int, _Move]]:
     """Return (the result or an abstract one of its structure, the move of each leaf that moves)."""
     target = rules
@@ -322,11 +318,7 @@ def _moved_bytes_of(leaf: Any, dtype: str | None) -> int:
 
 
 def _moves_by_paths(
-    tree: Any,
-    rules: Any,
-    deciding: Mapping[str, Any],
-    renames: Sequence[Rename],
-    dtype: str | None,
+    tree: Any, rules: Any, deciding: Mapping[str, Any], renames: Sequence[Rename], dtype: str | None
 ) -> tuple[Any, dict[int, _Move]]:
     """Return (the abstract tree of the result, the move of each of its leaves)."""
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)

@@ -126,9 +126,7 @@ class Problem(NamedTuple):
 PLACED: Final = Problem("placed")
 UNMATCHED_LEAVES: Final = Problem("unmatched", "no rule matches", "add a rule that matches")
 AMBIGUOUS_LEAVES: Final = Problem(
-    "ambiguous",
-    "several rules match, where only one may",
-    "make the patterns exclude each other",
+    "ambiguous", "several rules match, where only one may", "make the patterns exclude each other"
 )
 _WITHOUT_RULE: Final = {
     NO_RULE_NEEDED: PLACED,

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from shardrules._arguments import (
-    check_bytes,
-    check_file,
-    check_type,
-    each,
-    integer,
-    listed,
-    texts,
-)
+from shardrules._arguments import check_bytes, check_file, check_type, each, integer, listed, texts
 from shardrules._correction import MemoryKind
 from shardrules._estimate.traced import A_STEP, TracedStep
 from shardrules._io import write_text
