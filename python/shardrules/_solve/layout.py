@@ -219,11 +219,11 @@ class LaidSpread(Spread):
             self._arrays.shards[key] = super().bytes(*key)
         return self._arrays.shards[key]
 
-    def _count(self, axes: Iterable[str]) -> int:
+    def count(self, axes: Iterable[str]) -> int:
         counts = self._arrays.counts
         key = axes if isinstance(axes, tuple) else tuple(axes)
         if key not in counts:
-            counts[key] = super()._count(key)
+            counts[key] = super().count(key)
         return counts[key]
 
     def _of(self, number: int) -> Cuts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
@@ -80,8 +80,10 @@ class Roles:
 
     def is_like_weights(self, number: int) -> bool:
         """Say whether weights have all dimensions of an array, as their gradients do."""
-        classes = list(self._classes_of([number]))
-        return bool(classes) and all(map(self.of_weights.__contains__, classes))
+        return self._are_of_weights(list(self._classes_of([number])))
+
+    def _are_of_weights(self, classes: Collection[int]) -> bool:
+        return bool(classes) and all(name in self.of_weights for name in classes)
 
     def is_summed_for_weights(self, name: int) -> bool:
         """Say whether products sum over a class for gradients: those of frozen weights are not."""
@@ -152,7 +154,7 @@ class Roles:
         is_weight = first in self.weights or second in self.weights
         if is_weight:
             self._name((c for c in batch if c in self.of_weights), "experts")
-        elif batch and (_is_any_other(batch, self.of_weights) or self._is_of_one_row(dims, left)):
+        elif batch and (not self._are_of_weights(batch) or self._is_of_one_row(dims, left)):
             self._see_attention(dims, left, batch)
 
     def _is_of_one_row(self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int]) -> bool:
@@ -162,11 +164,7 @@ class Roles:
         """
         summed = [c for dim in left for c in dims[0][dim]]
         of_both = [c for operand in dims for row in operand for c in row]
-        return (
-            bool(summed)
-            and not _is_any_other(summed, self.of_weights)
-            and (_is_any_other(of_both, self.of_weights))
-        )
+        return self._are_of_weights(summed) and not self._are_of_weights(of_both)
 
     def _see_attention(
         self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int], batch: list[int]
@@ -201,7 +199,3 @@ class Roles:
         if rest and self.of_weights[rest[0]] > 1 and rest[0] in self.contracted:
             self._name([rest.pop(0)], "model width")
         self._name((c for c in rest if c in self.contracted), "hidden")
-
-
-def _is_any_other(classes: Iterable[int], known: Container[int]) -> bool:
-    return any(name not in known for name in classes)

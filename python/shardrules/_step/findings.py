@@ -150,7 +150,7 @@ def half_heads(view: View) -> Iterator[Finding]:
             if not axes or [roles.get(c) for c in rest] != ["head size"]:
                 continue
             count = prod(equations.dims.sizes[c] for c in heads)
-            devices = prod(view.spread.sizes[axis] for axis in axes)
+            devices = view.spread.count(axes)
             if count % devices:
                 size = equations.dims.sizes[rest[0]]
                 groups[

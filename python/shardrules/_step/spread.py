@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from math import inf, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
@@ -68,12 +68,12 @@ class Spread:
         sizes: Devices by mesh axis.
         arguments: Cuts of each argument; None if it is whole on each device.
         results: Cuts of each result; None if nothing says.
-        merges_sums: Whether terms of several products are added before devices add up theirs, as
-            XLA has it for TPUs, which also gathers again what was gathered long before, and does
-            not move gathers out of loops.
     """
 
     _may_split = True
+    _merges_sums = True
+    """Whether terms of several products are added before devices add up theirs, and no gather is
+    moved out of a loop, as XLA has it for TPUs."""
     _most_between: float = 200
     """Operations, in number, behind which XLA for TPUs gathers again and does not keep a copy."""
     _has_free_routes = True
@@ -85,13 +85,8 @@ class Spread:
         sizes: Mapping[str, int],
         arguments: Sequence[Cuts | None],
         results: Sequence[Cuts | None],
-        *,
-        merges_sums: bool = True,
     ) -> None:
         self._equations = equations
-        self._merges_sums = merges_sums
-        if not merges_sums:
-            self._most_between = inf
         self.mesh = {axis: size for axis, size in sizes.items() if size > 1}
         self.sizes = dict(self.mesh)
         """Devices by axis, and of one that is split by each of its parts."""
@@ -164,7 +159,7 @@ class Spread:
 
     def share(self, operation: TracedOperation) -> int:
         """Return how many devices share the work of an operation."""
-        return self._count(self.axes_of(operation))
+        return self.count(self.axes_of(operation))
 
     def summed_parts(self, operation: TracedOperation) -> int:
         """Count the parts in which devices get an operand that a product sums over; 1 if whole."""
@@ -181,10 +176,10 @@ class Spread:
         """Return the shape of an array on a device."""
         sizes = list(self._equations.values[number].shape)
         for dim, axes in enumerate(self.cuts.get(number, ()) if cuts is None else cuts):
-            sizes[dim] = -(-sizes[dim] // self._count(axes))
+            sizes[dim] = -(-sizes[dim] // self.count(axes))
         return tuple(sizes)
 
-    def _count(self, axes: Iterable[str]) -> int:
+    def count(self, axes: Iterable[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)
 
     def _known(self, number: int, cuts: Sequence[Sequence[str]]) -> Cuts:
@@ -400,7 +395,7 @@ class Spread:
         gathered = [
             set(b) - set(a) for factors, b, a in rows if not rule.summed.isdisjoint(factors)
         ]
-        return self._count(set().union(*gathered))
+        return self.count(set().union(*gathered))
 
     def _whole_routes(self, operation: TracedOperation) -> int | None:
         """Return the operand of a product that XLA has whole on each device; None without one.
@@ -504,7 +499,7 @@ class Spread:
         return sum(self._ring(*move) for move in self._moves(number, before, after))
 
     def _ring(self, kind: str, axes: Iterable[str], payload: int) -> float:
-        count = self._count(axes)
+        count = self.count(axes)
         return (2 if kind == "all-reduce" else 1) * payload * (count - 1) / count
 
     def _add_terms(
