@@ -19,11 +19,7 @@ _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,1000}")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """{axis: size}, in the order of the text.
-
-    Raises:
-        ValueError: The text has another form, an axis is there twice, or the sizes are invalid.
-    """
+    """{axis: size}, in the order of the text."""
     if not text.strip():
         raise ValueError("the mesh is empty; write its axes as dp=8,tp=4")
     sizes: dict[str, int] = {}
@@ -46,12 +42,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Devices per axis, as a new dict.
-
-    Raises:
-        ValueError: There are no axes, a size is below 1, or the mesh is out of bounds.
-        TypeError: A name is not a string, or a size not an integer.
-    """
+    """Devices per axis, as a new dict."""
     if not sizes:
         raise ValueError("a mesh without axes; write them as {'fsdp': 8, 'tp': 4}")
     checked = {}

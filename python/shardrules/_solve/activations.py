@@ -117,12 +117,7 @@ def _carried(equations: Equations) -> Iterator[int | None]:
 
 
 def activations(step: Step, spread: LaidSpread) -> tuple[Activation, ...]:
-    """List the constraints that a program may have, line by line, in its order.
-
-    Args:
-        step: What was solved for.
-        spread: What is sharded how.
-    """
+    """List the constraints that a program may have, line by line, in its order."""
     rows: dict[Any, Activation] = {}
     for seam in seams(step, spread):
         operation, value = seam.operation, step._equations.values[seam.number]

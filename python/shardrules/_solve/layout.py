@@ -96,7 +96,6 @@ class StepArrays:
         )
 
     def cuts(self, number: int, layout: Layout) -> Cuts:
-        """Return the cuts of an array in a layout."""
         if number in layout.fixed:
             return layout.fixed[number]
         rows = self.classes[number]

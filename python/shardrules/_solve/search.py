@@ -58,12 +58,7 @@ class _Node(NamedTuple):
 
 
 class Search:
-    """One search in a space.
-
-    Args:
-        space: What can be chosen.
-        until: The time at which it ends, as `monotonic` has it.
-    """
+    """One search in a space."""
 
     def __init__(self, space: Space, until: float = inf) -> None:
         self.space, self._until = space, until

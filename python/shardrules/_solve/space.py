@@ -176,11 +176,7 @@ class Space:
 
 
 def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:
-    """Return the cuts of the arguments that `keep` of `solve` names.
-
-    Raises:
-        ValueError: A pattern is in no path, or a spec has another axis or too many entries.
-    """
+    """Return the cuts of the arguments that `keep` of `solve` names."""
     rows = [row for arg in step._args for row in argument_cuts(arg, step._function)]
     fixed: dict[int, Cuts] = {}
     for item in keep:
@@ -212,11 +208,7 @@ def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dic
 def forbidden_pairs(
     step: Step, forbid: Iterable[Any], sizes: Mapping[str, int]
 ) -> Iterator[tuple[int, str]]:
-    """Yield (class, axis) of the pairs that `forbid` of `solve` names.
-
-    Raises:
-        ValueError: There is no such role, or axis.
-    """
+    """Yield (class, axis) of the pairs that `forbid` of `solve` names."""
     roles = step._roles.of
     for item in forbid:
         role, axis = _pair("forbid", item)

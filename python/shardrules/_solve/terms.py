@@ -133,11 +133,7 @@ class _Probe(LaidSpread):
 
 
 class Terms:
-    """The terms of a step in a space, each evaluated when it is first asked for.
-
-    Args:
-        space: What can be chosen.
-    """
+    """The terms of a step in a space, each evaluated when it is first asked for."""
 
     def __init__(self, space: Space) -> None:
         self._space = space

@@ -42,7 +42,6 @@ class View:
 
 
 def step_findings(view: View) -> Iterator[Finding]:
-    """Yield all findings of a step."""
     yield from _repeated(view)
     yield from half_heads(view)
     yield from _whole_batches(view)
