@@ -317,6 +317,7 @@ class Views(Estimates):
             CompiledTime,
             Proposal,
             Solved,
+            report_data,
             report_html,
         )
 
@@ -338,7 +339,7 @@ class Views(Estimates):
         )
         check_type("solution", solution, Solved | None, "the Solution of shardrules.solve")
         training = Training(gradients, optimizer, optimizer_memory_kind)
-        page = report_html(
+        data = report_data(
             self,
             self.check() if findings is None else findings,
             sweep,
@@ -350,6 +351,7 @@ class Views(Estimates):
             time=time,
             solution=solution,
         )
+        page = report_html(data)
         if path is not None:
             write_text(path, page)
         return page
