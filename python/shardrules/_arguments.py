@@ -67,17 +67,12 @@ _KINDS: Final[dict[str, Kind]] = {
 
 
 def check_type(name: str, value: object, types: type | UnionType, what: str) -> None:
-    """Check that the value is of one of the types.
-
-    Raises:
-        TypeError: It is not; `what` says in the message what it must be.
-    """
+    """Check that the value is of one of the types; `what` says in the message what it must be."""
     if not isinstance(value, types):
         raise TypeError(f"{name} is {shown(value)}; it must be {what}")
 
 
 def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None:
-    """Check that the choice is one of `choices`."""
     # What cannot be hashed may have an == that gives no bool, as arrays have.
     if not isinstance(choice, Hashable) or choice not in choices:
         names = ", ".join(map(repr, choices))
@@ -85,11 +80,7 @@ def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None
 
 
 def check_choices(record: Any) -> None:
-    """Check that each field of a dataclass has a value that its annotation, a Literal, lists.
-
-    Raises:
-        ValueError: One has another value; the message names the field and lists the choices.
-    """
+    """Check that each field of a dataclass has a value that its annotation, a Literal, lists."""
     for name, choices in _choices_of(record.__class__).items():
         value = getattr(record, name)
         if type(value) is not str or value not in choices:
@@ -103,23 +94,14 @@ def _choices_of(record_type: type) -> dict[str, tuple[object, ...]]:
 
 
 def boolean(name: str, value: object) -> bool:
-    """Return the value, a bool of Python or numpy, as Python's.
-
-    Raises:
-        TypeError: It is neither True nor False.
-    """
+    """Return the value, a bool of Python or numpy, as Python's."""
     if not isinstance(value, Hashable) or value not in (True, False):
         raise TypeError(f"{name} is {shown(value)}; it must be True or False")
     return bool(value)
 
 
 def integer(name: str, value: Any, least: int = 0, most: int = MOST, what: str = "") -> int:
-    """Return the value, an integer of Python or numpy, as an int.
-
-    Raises:
-        TypeError: It is not an integer.
-        ValueError: It is below `least` or above `most`.
-    """
+    """Return the value, an integer of Python or numpy, as an int."""
     needed = what or "an integer"
     if isinstance(value, bool):
         raise TypeError(f"{name} is {shown(value)}; it must be {needed}")
@@ -141,12 +123,10 @@ def check_real(name: str, value: object) -> None:
 
 
 def check_bytes(name: str, value: object) -> None:
-    """Check that the value is a number of bytes."""
     check_type(name, value, Real, "a number of bytes, such as 95e9")
 
 
 def check_file(name: str, value: object) -> None:
-    """Check that the value is None or the path of a file."""
     check_type(name, value, str | os.PathLike | None, "the path of a file")
 
 
@@ -171,11 +151,7 @@ def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
 
 
 def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str) -> tuple[Any, ...]:
-    """Return the same values, each checked to be of one of the types.
-
-    Raises:
-        TypeError: One is not; the message has its position.
-    """
+    """Return the same values, each checked to be of one of the types."""
     for position, value in enumerate(values):
         if not isinstance(value, types):
             check_type(f"{name}[{position}]", value, types, what)

@@ -178,11 +178,7 @@ def _unpacked(path: Path, file: io.BufferedReader, size: int, per_byte: int) -> 
 
 
 def join_chunks(path: Path, chunks: Iterable[bytes], size: int, per_byte: int = 1) -> bytes:
-    """Join the chunks of a JSON text.
-
-    Raises:
-        FileError: The text and its JSON values would take more than `max_memory` + `size` bytes.
-    """
+    """Join the chunks of a JSON text."""
     parts: list[bytes] = []
     length, values, width, most = 0, 0, _NARROW, max_memory.get() + size
     for chunk in chunks:
@@ -229,11 +225,7 @@ def text_of(path: Path, data: bytes) -> str:
 
 
 def parse_json(path: Path, data: bytes) -> Any:
-    """Parse bytes of a file as JSON.
-
-    Raises:
-        FileError: They are not JSON, or an object has a key twice.
-    """
+    """Parse bytes of a file as JSON."""
     text = text_of(path, data)
     del data  # frees it, unless the caller holds it
     try:

@@ -20,11 +20,7 @@ _SIZED: Final = re.compile(r"([^\W\d]\w*)\s*[=:]\s*([0-9]+)(?![\w.])")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """{axis: size}, in the order of the text.
-
-    Raises:
-        ValueError: The text has another form, an axis is there twice, or the sizes are invalid.
-    """
+    """{axis: size}, in the order of the text."""
     if not text.strip():
         raise ValueError("the mesh is empty; write its axes as dp=8,tp=4")
     sizes: dict[str, int] = {}
@@ -56,12 +52,7 @@ def _meant(text: str) -> str:
 
 
 def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Devices per axis, as a new dict.
-
-    Raises:
-        ValueError: There are no axes, a size is below 1, or the mesh is out of bounds.
-        TypeError: A name is not a string, or a size not an integer.
-    """
+    """Devices per axis, as a new dict."""
     if not sizes:
         raise ValueError("a mesh without axes; write them as {'fsdp': 8, 'tp': 4}")
     checked = {}

@@ -15,12 +15,10 @@ Box = tuple[Span, ...]
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """Return the lengths of a box."""
     return tuple(end - begin for begin, end in box)
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """Return the box of an index of slices."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 

@@ -189,7 +189,6 @@ class Reads(NamedTuple):
 
 
 def reads_of(checkpoint_format: CheckpointFormat, arrays: Arrays, jobs: list[Job]) -> Reads:
-    """Return what to read for the jobs."""
     direct = []
     batch_of: dict[str, Batch] = {}
     for i, job in enumerate(jobs):
@@ -216,12 +215,7 @@ def _merged_batches(batches: list[Batch], most_bytes: int) -> Iterator[Batch]:
 
 
 def _restored(directory: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the arrays by their paths in the checkpoint.
-
-    Args:
-        directory: A result of `find_checkpoint`, whose names and files have been checked.
-        abstract: By path, the ShapeDtypeStruct with its sharding.
-    """
+    """Restore the arrays by their paths in the checkpoint."""
     import orbax.checkpoint as ocp
     from etils.epath import Path as OrbaxPath
 

@@ -345,7 +345,7 @@ def must_fit(findings: Findings, plan: Plan, room: Room, training: dict[str, Any
     if room.fits(needed):
         return findings
     by_bytes = sorted(
-        plan._columns.folded,
+        plan.folded,
         key=lambda part: -kinds[part.group].device_bytes * len(part.rows),
     )
     others = (finding for finding in findings if finding.kind != "memory")

@@ -53,11 +53,10 @@ def _print(text: str) -> None:
 
 def show_plan(plan: Plan) -> None:
     """Print the heading and all folded paths."""
-    columns = plan._columns
-    print(heading(columns))
-    kinds = [columns.kinds[row.group] for row in columns.folded]
-    alarming = [_is_alarming(kind, columns.axis_sizes) for kind in kinds]
-    _print_table(plan_table(columns, columns.folded), alarming)
+    print(heading(plan))
+    kinds = [plan.kinds[row.group] for row in plan.folded]
+    alarming = [_is_alarming(kind, plan.axis_sizes) for kind in kinds]
+    _print_table(plan_table(plan, plan.folded), alarming)
 
 
 def _is_alarming(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:

@@ -74,11 +74,7 @@ class CutPart(NamedTuple):
 
 
 def cut_parts(columns: Columns, schedule: Schedule) -> list[CutPart]:
-    """Return what the axes of the mesh do for each folded path of parameters.
-
-    Raises:
-        ValueError: The schedule lacks what the model needs, or its roles do not fit.
-    """
+    """Return what the axes of the mesh do for each folded path of parameters."""
     parts: Iterable[Part] = columns._leaves.parts
     if schedule.roles:
         parts = with_roles(columns._leaves.parts, schedule.roles)
@@ -263,11 +259,7 @@ def _use(cut: CutPart, schedule: Schedule) -> Use:
         local = local * share / cut.devices(siblings)
     layers = part.size("stack")
     return Use(
-        cut=cut,
-        tokens=local,
-        share=share,
-        arrays=part.leaves * layers,
-        inputs=part.inputs * layers,
+        cut=cut, tokens=local, share=share, arrays=part.leaves * layers, inputs=part.inputs * layers
     )
 
 

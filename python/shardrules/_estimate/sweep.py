@@ -285,11 +285,7 @@ def _tensor_devices(row: SweepRow) -> int:
 def factorizations(
     devices: int, axes: tuple[str, ...], fixed: Mapping[str, int]
 ) -> Iterator[dict[str, int]]:
-    """Return all meshes of that many devices with these axes, in order, and then the fixed ones.
-
-    Raises:
-        ValueError: No axes, an axis twice, or no number of devices that the fixed ones divide.
-    """
+    """Return all meshes of that many devices with these axes, in order, and then the fixed ones."""
     names = (*axes, *fixed)
     if not axes or len(set(names)) < len(names):
         raise ValueError(f"the axes of a mesh are names, each once, not {names}")

@@ -271,11 +271,7 @@ def _reason_unknown(kind: Kind) -> str | None:
 def _grids(
     before: Columns, after: Columns, places: npt.NDArray[np.int64], kinds: int
 ) -> tuple[Grid, Grid]:
-    """Return the devices of both meshes, with counts of a dtype that is large enough for all sums.
-
-    Raises:
-        ValueError: There are too many devices for so many pairs of kinds.
-    """
+    """Return the devices of both meshes, with counts of a dtype large enough for all sums."""
     devices = before.devices + after.devices
     if kinds * devices > _MOST_WORK:
         raise ValueError(

@@ -111,11 +111,7 @@ def _descriptions() -> str:
 
 
 def _check_place(source: str) -> None:
-    """Check whether a name that is not here may be one of something elsewhere.
-
-    Raises:
-        FileError: It is a URL, or may be a repository; the message says what to do.
-    """
+    """Check whether a name that is not here may be one of something elsewhere."""
     if _URL.match(source):
         raise FileError(f"{source}: there is no such file or directory; check the URL")
     if _REPOSITORY.fullmatch(source) and not source.endswith((safetensors.SUFFIX, *_JSON)):

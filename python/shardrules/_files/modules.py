@@ -34,11 +34,7 @@ def is_module_form(text: str) -> bool:
 
 
 def load_object(text: str, *arguments: Any) -> Any:
-    """Import the object that `package.module:name` names, and call it if that is possible.
-
-    Raises:
-        FileError: As `find_object`; or the call has raised an error, which is chained.
-    """
+    """Import the object that `package.module:name` names, and call it if that is possible."""
     value = find_object(text)
     if not callable(value):
         return value

@@ -95,7 +95,6 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """Return the directory."""
         return RemotePath(self.url.rstrip("/").rpartition("/")[0])
 
     @property
@@ -112,7 +111,6 @@ class RemotePath:
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
-        """Say whether there is such a file."""
         return bool(_asked(self, "isfile"))
 
     def is_dir(self) -> bool:
@@ -120,7 +118,6 @@ class RemotePath:
         return not self.name.endswith(_FILES) and bool(_asked(self, "isdir"))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yield what is in the directory."""
         for name in _asked(self, "ls", detail=False):
             yield self / str(name).rstrip("/").rpartition("/")[2]
 
@@ -172,11 +169,7 @@ class RemoteFile(io.RawIOBase):
         return len(data)
 
     def range(self, begin: int, end: int) -> bytes:
-        """Read these bytes.
-
-        Raises:
-            FileError: The store does not give them, after several attempts.
-        """
+        """Read these bytes."""
         data = _asked(self.path, "cat_file", size=end - begin, start=begin, end=end)
         return bytes(data)
 

@@ -41,7 +41,6 @@ _CHARACTER: Final = re.compile(r"[^\n]")
 
 
 def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
-    """Parse bytes of a file as TOML."""
     import tomllib  # few processes read any
 
     text = text_of(path, data)

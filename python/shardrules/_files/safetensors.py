@@ -262,12 +262,7 @@ def _check_series(source: Path, names: list[str]) -> None:
 
 
 def read_files(directory: Path, paths: list[Path], make: ArraySpecs) -> dict[str, ArraySpec]:
-    """Read the arrays of several files of a directory together.
-
-    Raises:
-        FileError: A file is damaged or missing, two have an array of the same name, or they are of
-            several models.
-    """
+    """Read the arrays of several files of a directory together."""
     _check_series(directory, [path.name for path in paths])
     for path in paths:
         if path.name.startswith(_OF_OTHERS) and len(paths) > 1:

@@ -413,12 +413,7 @@ def _local_sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedShardin
 
 
 def _global_shape(path: str, leaf: Any, sharding: NamedSharding) -> tuple[int, ...]:
-    """Return the shape of which the process's part has the leaf's.
-
-    Raises:
-        ValueError: The parts do not divide it, or the spec has more dimensions.
-        TypeError: It is not an array.
-    """
+    """Return the shape of which the process's part has the leaf's."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise TypeError(f"batch: {path} is {shown(leaf)}; only arrays can be placed")
     entries = entries_of(sharding.spec)

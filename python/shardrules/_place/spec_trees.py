@@ -25,12 +25,10 @@ def is_spec(node: Any) -> bool:
 
 
 def is_spec_of_mesh(spec: Any) -> bool:
-    """Return whether it is a spec that needs a mesh."""
     return is_partition_spec(spec) or isinstance(spec, Fsdp)
 
 
 def is_named_sharding(spec: Any) -> bool:
-    """Return whether it is a spec with its mesh."""
     from jax.sharding import NamedSharding
 
     return isinstance(spec, NamedSharding)

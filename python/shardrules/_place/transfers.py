@@ -217,7 +217,6 @@ def distinct(objects: list[_T]) -> Iterable[_T]:
 
 
 def of_each_type(leaves: list[Any]) -> Iterable[Any]:
-    """Return a leaf of each type."""
     return dict(zip(map(type, leaves), leaves, strict=True)).values()
 
 

@@ -180,10 +180,6 @@ class Plan(Views, Decider):
     ) -> None:
         vars(self).update(vars(_value), _on_mesh=_on_mesh, _mesh=_mesh, _declared=_declared)
 
-    @property
-    def _columns(self) -> Plan:  # by which later rooms know the value
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
         if has_devices(self._mesh):
             raise TypeError(

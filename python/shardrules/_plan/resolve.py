@@ -90,11 +90,7 @@ class SizedMesh(NamedTuple):
 
 
 def sized_mesh(mesh: MeshLike) -> SizedMesh:
-    """Return the mesh with its axis sizes.
-
-    Raises:
-        ValueError, TypeError: It is not a mesh, or has more devices than can be counted.
-    """
+    """Return the mesh with its axis sizes."""
     if isinstance(mesh, Mapping):
         return SizedMesh(mesh, checked_sizes(mesh))
     check_bounds(sizes := dict(mesh.shape))
@@ -314,12 +310,7 @@ def by_rules(
     *,
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
-    """Put leaves on the mesh, which may lack the axes of `may_lack` too.
-
-    Raises:
-        TypeError: A rule's spec cannot be made a PartitionSpec.
-        ValueError: The leaves need factors of axes, and the mesh cannot be factored.
-    """
+    """Put leaves on the mesh, which may lack the axes of `may_lack` too."""
     types = list(zip(leaves.types, derivations, strict=True))
     optional = policies.optional_axes | may_lack
     on_mesh = RulesOnMesh(rules, policies.correction, mesh, optional)

@@ -189,12 +189,7 @@ def by_parameters(
 
 
 def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
-    """Find the parameters of the leaves of a state, on whatever mesh.
-
-    Raises:
-        ValueError: The state has moments, by their dtypes and sizes, and none of them follows a
-            parameter.
-    """
+    """Find the parameters of the leaves of a state, on whatever mesh."""
     separator = params.paths_dialect.separator
     # A component of `keystr` paths begins with [ or a dot.
     boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)
@@ -444,12 +439,7 @@ def _without_others(params: Leaves, rows: list[int]) -> Any:
 
 
 def gradients_of(params: Columns, leaves: Leaves, unreduced: tuple[str, ...]) -> Columns:
-    """Put the gradients on the mesh of their parameters.
-
-    Raises:
-        ValueError: The mesh lacks one of these axes, or it is not Explicit; or JAX has no unreduced
-            axes.
-    """
+    """Put the gradients on the mesh of their parameters."""
     for axis in unreduced:
         if axis not in params.axis_sizes:
             raise ValueError(f"unreduced: the mesh {params.axis_sizes} has no axis {axis!r}")

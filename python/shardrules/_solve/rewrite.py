@@ -6,9 +6,9 @@ An equation is named by its site: its place in the jaxpr, and the places in thos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from shardrules._step.equations import inner_jaxpr, open_jaxpr
+from shardrules._jaxprs import BODIES, bodies_of, inner_jaxpr, open_jaxpr
 from shardrules._step.spread import CONSTRAINTS
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ Shardings = Mapping[tuple[Site, int], Any]
 """NamedShardings of the results of equations, by site and place; `~place` is that of an operand."""
 Names = dict[Any, Any]
 """What is to be read in the place of variables."""
-_BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr"}
 
 
 def sites(closed: Any, body: Body) -> Iterator[tuple[Site, TracedOperation]]:
@@ -63,14 +62,6 @@ def _sites(jaxpr: Any, ahead: _Ahead, around: Site) -> Iterator[tuple[Site, Trac
             inside = _Ahead(iter(operation.bodies[number].operations))
             yield from _sites(open_jaxpr(within), inside, (*site, number))
         yield site, operation
-
-
-def bodies_of(eqn: Any) -> list[tuple[str, Any]]:
-    """Return (name of the parameter, jaxpr) of what a loop or branch runs."""
-    name = eqn.primitive.name
-    if name == "cond":
-        return [("branches", branch) for branch in eqn.params["branches"]]
-    return [(_BODIES[name], eqn.params[_BODIES[name]])] if name in _BODIES else []
 
 
 def named(names: Names, atom: Any) -> Any:
@@ -117,7 +108,7 @@ class Rewriter:
         if eqn.primitive.name == "cond":
             params["branches"] = tuple(written)
         elif written:
-            params[_BODIES[eqn.primitive.name]] = written[0]
+            params[BODIES[eqn.primitive.name]] = written[0]
         return params
 
 

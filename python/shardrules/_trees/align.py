@@ -267,7 +267,6 @@ class NamedArrays(NamedTuple):
 
 
 def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
-    """Find the arrays of a tree, and their names."""
     from jax import tree_util
 
     if names is None:

@@ -100,8 +100,8 @@ def verify(
         >>> step = jax.jit(lambda params, x: x @ params["w"])
         >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
         >>> compiled = step.lower(plan.abstract(), x).compile()
-        >>> print(sr.verify(compiled, (plan, None), jax.sharding.PartitionSpec()))
-        nothing found: 1 of 2 inputs planned, 1 of 1 output planned; peak memory not asked for
+        >>> print(sr.verify(compiled, (plan, None), jax.sharding.PartitionSpec(), hbm=95e9))
+        nothing found: 1 of 2 inputs planned, 1 of 1 output planned; peak memory within 95.0 GB
         >>> sr.verify(compiled, (plan, None)).raise_for("error")
     """
     findings, _ = findings_and_program(
@@ -216,5 +216,5 @@ def _scope(
     ]
     if not is_compared and outputs.count(None) == len(outputs):
         texts[1] = "no output compared, as outputs= is not given"
-    room = "not asked for" if hbm is None else f"within {bytes_shown(hbm)}"
+    room = "not compared, as hbm= is not given" if hbm is None else f"within {bytes_shown(hbm)}"
     return f"{', '.join(texts)}; peak memory {room}"

@@ -55,7 +55,6 @@ class _ArrayCuts(NamedTuple):
 def choose(
     units: Sequence[Unit], axis_sizes: Mapping[str, int], uses: Mapping[str, AxisUse]
 ) -> list[Cuts]:
-    """Choose the cuts of each unit."""
     used = {axis: size for axis, size in axis_sizes.items() if size > 1 and uses[axis] != "data"}
 
     @cache

@@ -125,12 +125,7 @@ def draft(
 def draft_of_specs(
     units: Iterable[Unit], specs: Mapping[str, Entries | RuleSpec], dialect: Dialect, tightness: int
 ) -> Draft:
-    """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more.
-
-    Raises:
-        ValueError: The dialect's patterns cannot tell the paths apart, or these have too many
-            names.
-    """
+    """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more."""
     parts: list[Unit] = []
     labels: list[Label] = []
     for unit in units:
