@@ -36,6 +36,7 @@ Tree = TypeVar("Tree")
 MOST: Final = 2**63 - 1
 """The largest number that the core and numpy's int64 hold."""
 
+_TEXTS: Final = ("strings", "patterns", "words")
 _NODES: Final = (dict, list, tuple)
 _PLAIN: Final = (str, bytes, bytearray, os.PathLike, Iterator)
 # Nobody nests deeper by hand, and a list may be inside itself.
@@ -143,7 +144,8 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
     """Return the items of an iterable, as a tuple. A string or a mapping is refused."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        hint = f": write [{brief(value)}]" if isinstance(value, str) else ""
+        is_item = isinstance(value, str) and what.startswith(_TEXTS)
+        hint = f": write [{brief(value)}]" if is_item else ""
         raise TypeError(f"{name} is {shown(value)}; it must be a sequence of {what}{hint}")
     return tuple(value)
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._text import bytes_shown, printable_lines
+from shardrules._text import bytes_shown, misspelt, printable_lines
 
 _MOST: Final = 900
 _END: Final = 300
@@ -203,7 +203,12 @@ def _raise_too_large(path: Path, size: int) -> NoReturn:
 
 def unreadable(path: Path, error: OSError) -> FileError:
     """Return the error to raise if the system cannot read a file."""
-    return FileError(f"{path}: {error.strerror or error}; check the name and the permissions")
+    near = None
+    if error.errno == errno.ENOENT:
+        with suppress(OSError):
+            near = misspelt(path.name, os.listdir(path.parent))
+    fix = f"did you mean {near}?" if near else "check the name and the permissions"
+    return FileError(f"{path}: {error.strerror or error}; {fix}")
 
 
 def text_of(path: Path, data: bytes) -> str:

@@ -221,9 +221,11 @@ def step_of(source: str, result: Any) -> tuple[Any, ...]:
     """Return (step, arguments, outputs) or (step, arguments) of what a user's function returns."""
     is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
     if not is_tuple or not isinstance(result[1], tuple):
+        kinds = ", ".join(type(part).__name__ for part in result) if type(result) is tuple else ""
         raise FileError(
-            f"{source}: this gives {shown(result)}; it must be (step, arguments, outputs) "
-            "or (step, arguments), where arguments is a tuple"
+            f"{source}: this gives {f'({kinds})' if kinds else shown(result)}; it must be (step, "
+            "arguments, outputs) or (step, arguments), where arguments is a tuple: write "
+            "return step, (plan, batch), plan"
         )
     return tuple(result)
 

@@ -202,7 +202,7 @@ def check_decided(name: str, specs: Any, instead: str) -> None:
         raise TypeError(f"{name} is {shown(specs)}, and must be decided already: give {instead}")
 
 
-_COMPANIONS: Final = "Companion records, such as shardrules.LORA"
+_COMPANIONS: Final = "Companion records: write shardrules.LORA, or [shardrules.stacked('layers')]"
 
 
 def policy_for(

@@ -304,6 +304,14 @@ def check_step(step: Any, args: tuple[Any, ...], effort: Effort = "full") -> Non
                 f"argument {place} of the step is {shown(arg)}, which are rules; give their plan, "
                 "shardrules.plan(tree, rules, mesh)"
             )
+        if not isinstance(arg, Plan) and any(
+            isinstance(x, Plan) for x in tree_util.tree_leaves(arg)
+        ):
+            raise TypeError(
+                f"argument {place} of the step has a Plan in a {type(arg).__name__}, and a plan is "
+                "a whole argument: write the arguments one by one, as in prove(step, plan, batch); "
+                "or plan the tree that has both"
+            )
 
 
 @contextmanager
