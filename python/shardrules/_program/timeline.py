@@ -141,11 +141,8 @@ class Timetable:
     ) -> None:  # fmt: skip
         """Read which lines start collectives, and which are done with them.
 
-        Args:
-            hlo: The module, scheduled.
-            computing: What is computed, and its seconds in one execution, by instruction.
-            sent: Seconds of each collective in a step, by instruction.
-            collectives: The collectives, for their words.
+        By instruction, `computing` has what is computed and its seconds in one execution, `sent`
+        the seconds of a collective in a step.
         """
         self._hlo = hlo
         self._computing = computing
