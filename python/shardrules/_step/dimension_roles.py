@@ -72,9 +72,8 @@ class Roles:
         self._of_data = [list(self._dims_of(number)) for number in data]
         self.of: dict[int, ClassRole] = {}
         self.contracted: dict[int, list[TracedOperation]] = {}
-        operations = [operation for operation, _ in equations.operations()]
         self._name_stacks(equations.body)
-        for operation in operations:
+        for operation in equations.everything():
             self._see(operation)
         self._name_data()
         self._name_rest()

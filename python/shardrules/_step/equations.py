@@ -21,9 +21,9 @@ from shardrules._step.factors import Factors, Rule, Shape, rule_of, same_rule, s
 _CALLS: Final = frozenset((
     "jit", "pjit", "closed_call", "core_closed_call", "core_call", "checkpoint", "remat",
     "remat2", "run_state", "eval_jaxpr", "composite", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
+    "custom_vjp_call_jaxpr", "custom_vmap_call", "remat_opt", "linear_call",
 ))  # fmt: skip
-_INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call", "callee")
 _MOST_DEPTH: Final = 200
 
 
@@ -68,6 +68,8 @@ class TracedOperation:
     """Place of the first carried array among the inputs of the body."""
     carries: int = 0
     """How many arrays the body carries; what follows is sliced, and among the results stacked."""
+    taken: int | None = None
+    """Of branches, the place of that which computes most."""
 
     def arguments(self, body: Body) -> list[tuple[int | None, int]]:
         """Return pairs of an input of the operation, and the input of a body that it is."""
@@ -264,7 +266,10 @@ class Equations:
         for body in bodies:
             for i, made in zip(outputs, body.outputs, strict=True):
                 self._unite(i, made)
-        return TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies, carries=len(outputs))
+        branches = TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies)
+        branches.carries = len(outputs)
+        branches.taken = _taken(eqn, [self._flops(body) for body in bodies])
+        return branches
 
     def _shard_map(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         """Read the code of one device, whose specs are facts."""
@@ -345,22 +350,38 @@ class Equations:
                 yield from self.everything(inner)
 
     @cached_property
+    def untaken(self) -> set[int]:
+        """Return the operations, by identity, of branches that compute less than another one."""
+        return {
+            id(inner)
+            for operation in self.everything()
+            for place, body in enumerate(operation.bodies)
+            if operation.taken not in (None, place)
+            for inner in self.everything(body)
+        }
+
+    @cached_property
     def flops(self) -> int:
         """Operations of a step on all devices."""
-        return sum(operation.flops * trips for operation, trips in self.operations())
+        return self._flops(self.body)
+
+    def _flops(self, body: Body) -> int:
+        return sum(operation.flops * trips for operation, trips in self.operations(body))
 
     def operations(
         self, body: Body | None = None, trips: int = 1, *, on_device: bool = False
     ) -> Iterator[tuple[TracedOperation, int]]:
         """Yield each operation with a rule, or none known, and how often it runs in a step.
 
-        Code by device runs on each of them, unless it is asked how often it runs `on_device`.
+        Code by device runs on each of them, unless it is asked how often it runs `on_device`. Of
+        branches the one runs that computes most.
         """
         for operation in (self.body if body is None else body).operations:
             if not operation.bodies:
                 yield operation, trips
             devices = 1 if on_device else _devices(operation)
-            for inner in operation.bodies:
+            place = operation.taken
+            for inner in operation.bodies if place is None else [operation.bodies[place]]:
                 yield from self.operations(
                     inner, trips * operation.trips * devices, on_device=on_device
                 )
@@ -406,6 +427,12 @@ def only_call(closed: Any) -> Any:
     eqns = closed.jaxpr.eqns
     is_call = len(eqns) == 1 and eqns[0].primitive.name in ("jit", "pjit")
     return eqns[0] if is_call and list(eqns[0].invars) == list(closed.jaxpr.invars) else None
+
+
+def _taken(eqn: Any, flops: list[int]) -> int:
+    """Return the branch that is priced: of any platform, or that which computes most."""
+    platforms = eqn.params.get("branches_platforms") or ()
+    return platforms.index(None) if None in platforms else flops.index(max(flops))
 
 
 def _is_barred(eqn: Any) -> bool:
