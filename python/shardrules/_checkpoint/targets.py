@@ -93,7 +93,6 @@ class Target(NamedTuple):
 
 
 def whole(name: str, array: ArraySpec) -> Target:
-    """Return an array as it is."""
     part = SourcePart(name, _PLAIN, unchanged(array.shape), (0,) * len(array.shape), {})
     return Target(array.shape, array.dtype, (part._replace(target_at=part.source_at),))
 
@@ -424,7 +423,6 @@ def _abstract_result(apply: Callable[..., Any], inputs: tuple[tuple[str, Shape, 
 def _target_of_parts(
     parts: list[SourcePart], arrays: Mapping[str, ArraySpec], in_tree: Shape | None
 ) -> Target:
-    """Make one target of its parts."""
     axes = _stacking_axes(parts[0])
     if any(_stacking_axes(part) != axes for part in parts):
         raise _MisfitError("renames with different dims make it; only one can stack arrays")

@@ -149,11 +149,7 @@ class DeviceClasses:
             )
 
     def total(self, counted: Iterable[tuple[int, Held]]) -> npt.NDArray[Any]:
-        """Return bytes per class of all arrays.
-
-        Returns:
-            An array of int64, or of Python ints if int64 is too small.
-        """
+        """Return bytes per class of all arrays."""
         counts: Counter[Held] = Counter()
         for count, array in counted:
             counts[array] += count

@@ -75,11 +75,7 @@ def as_mesh(mesh: MeshLike, name: str = "mesh") -> AnyMesh:
 
 
 def context_mesh() -> AnyMesh | None:
-    """Return the mesh of the context, or None.
-
-    Raises:
-        ValueError: `jax.set_mesh` and `with mesh:` are both in force and differ.
-    """
+    """Return the mesh of the context, or None."""
     meshes = mesh_contexts()
     abstract, concrete = _unless_empty(meshes.abstract()), _unless_empty(meshes.concrete())
     legacy = legacy_mesh()
@@ -150,11 +146,7 @@ def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
 
 
 def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
-    """Return the mesh with some of its axes in parts: the same devices in the same order.
-
-    Raises:
-        ValueError: It would have other axes, and has some that are not of type Auto.
-    """
+    """Return the mesh with some of its axes in parts: the same devices in the same order."""
     from jax.sharding import Mesh
 
     sizes, names = tuple(axis_sizes.values()), tuple(axis_sizes)

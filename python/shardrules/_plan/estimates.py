@@ -438,11 +438,7 @@ def _needed(function: str, tokens: int | None) -> int:
 
 
 def _traced_on(step: Any, mesh: AnyMesh) -> TracedStep:
-    """Return the step that was traced, or trace it on a mesh.
-
-    Raises:
-        TypeError: The function takes other arguments, or returns something else.
-    """
+    """Return the step that was traced, or trace it on a mesh."""
     if isinstance(step, TracedStep):
         return step
     try:

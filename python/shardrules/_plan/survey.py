@@ -180,11 +180,7 @@ def with_companions(
 
 
 def redecided(leaves: Leaves, rules: Rules) -> Leaves:
-    """Decide the same leaves by other rules; the tree is not walked again.
-
-    Raises:
-        ValueError: The rules' dialect has other paths, or other leaves that need no rule.
-    """
+    """Decide the same leaves by other rules; the tree is not walked again."""
     before, after = leaves.paths_dialect, rules.dialect
     for name in ("keys", "separator", "hidden_key", "scalars"):
         if getattr(before, name) != getattr(after, name):
@@ -287,11 +283,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
             the message names the path.
     """
     of_rows, paths, kinds, column = matcher_of(rules).survey(
-        tree,
-        min_size=min_size,
-        replicated=NO_RULE_NEEDED,
-        unmatched=UNMATCHED,
-        ambiguous=AMBIGUOUS,
+        tree, min_size=min_size, replicated=NO_RULE_NEEDED, unmatched=UNMATCHED, ambiguous=AMBIGUOUS
     )
     kind_of = np.frombuffer(column, np.int32)
     types = []
@@ -305,11 +297,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
 
 
 def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafType:
-    """Return the type of leaves whose shape and dtype make sense.
-
-    Raises:
-        TypeError, ValueError: They do not; no path is named.
-    """
+    """Return the type of leaves whose shape and dtype make sense."""
     if shape is None:
         return LeafType(rule, None, None, 0)
     for size in shape:

@@ -70,7 +70,6 @@ def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
 
 
 def program_lock_text(costs: Costs) -> str:
-    """Write `Program.lock`."""
     entries = [
         {"axes": axes, "kind": kind, "bytes": size}
         | ({"per_iteration": True} if is_per_iteration else {})
@@ -83,11 +82,7 @@ def program_lock_text(costs: Costs) -> str:
 
 
 def read_program_lock(data: bytes, name: str) -> Costs:
-    """Read a lock.
-
-    Raises:
-        FileError: It is no lock of a program; `name` is the file's.
-    """
+    """Read a lock."""
     content = parse_json(Path(name), data)
     with lock_errors(name, _FIX):
         form = content.get("format") if isinstance(content, dict) else None

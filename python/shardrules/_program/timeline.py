@@ -192,11 +192,7 @@ class Timetable:
         return self._bodies[name]
 
     def timelines(self, phases: Mapping[str, str]) -> Iterator[Timeline]:
-        """Yield those of the loops that take most, or of the step if nothing is in loops.
-
-        Args:
-            phases: The phase of each instruction that is computed, such as "forward".
-        """
+        """Yield those of the loops that take most, or of the step if nothing is in loops."""
         self._of(self._hlo.entry)
         times = {name: self._hlo.times(name) or 1 for name in self._bodies}
         loops = [name for name in self._bodies if name != self._hlo.entry and _WINDOW not in name]

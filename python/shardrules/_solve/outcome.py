@@ -148,10 +148,9 @@ class Outcome:
 
         Its arrays stay as the program has them; what is around is sharded for it.
         """
-        operations = self.step._equations.everything()
         kept = (
             f"{operation.line}: {operation.name}"
-            for operation in operations
+            for operation, _ in self.step._equations.everything()
             if operation.name == "shard_map" or (operation.rule is None and not operation.bodies)
         )
         return tuple(dict.fromkeys(kept))

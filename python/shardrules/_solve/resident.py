@@ -17,9 +17,6 @@ class Resident:
 
     Arguments are alive throughout, as `peak.py` has it, and what a loop stacks until another loop
     has read it.
-
-    Args:
-        space: What can be chosen.
     """
 
     def __init__(self, space: Space) -> None:

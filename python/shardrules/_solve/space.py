@@ -37,11 +37,6 @@ class Cost(NamedTuple):
     memory: Memory
     spread: LaidSpread
 
-    @property
-    def peak(self) -> int:
-        """Return the bytes of memory that a device needs."""
-        return self.memory.peak
-
 
 class Space:
     """Variables with their values, and the price of an assignment.
@@ -50,7 +45,7 @@ class Space:
         step: What is solved for.
         sizes: Devices by mesh axis.
         machine: As the step's time is estimated with.
-        hbm: Bytes of memory of a device; None if there is no bound.
+        hbm: Bytes of memory of a device.
         fixed: Cuts of arguments that are not chosen.
         forbidden: Pairs of a class and an axis that must not cut it.
     """
@@ -60,7 +55,7 @@ class Space:
         step: Step,
         sizes: Mapping[str, int],
         machine: Machine,
-        hbm: int | None,
+        hbm: int,
         *,
         fixed: Mapping[int, Cuts],
         forbidden: Iterable[tuple[int, str]] = (),
@@ -102,7 +97,7 @@ class Space:
                 tuple(axis for axis in equations.manual[number].get(dim, ()) if axis in self.sizes)
                 for dim in range(len(equations.values[number].shape))
             )
-            for operation in equations.everything()
+            for operation, _ in equations.everything()
             for number in operation.outputs
             if operation.name == "shard_map"
             and {reader.name for reader in equations.users.get(number, ())} <= {"shard_map"}
@@ -194,11 +189,7 @@ class Space:
 
 
 def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:
-    """Return the cuts of the arguments that `keep` of `solve` names.
-
-    Raises:
-        ValueError: A pattern is in no path, or a spec has another axis or too many entries.
-    """
+    """Return the cuts of the arguments that `keep` of `solve` names."""
     rows = [row for arg in step._args for row in argument_cuts(arg, step._function)]
     fixed: dict[int, Cuts] = {}
     for item in keep:
@@ -246,11 +237,7 @@ def _check_cuts(path: str, cuts: Cuts, shape: Iterable[int], sizes: Mapping[str,
 def forbidden_pairs(
     step: Step, forbid: Iterable[Any], sizes: Mapping[str, int]
 ) -> Iterator[tuple[int, str]]:
-    """Yield (class, axis) of the pairs that `forbid` of `solve` names.
-
-    Raises:
-        ValueError: There is no such role, or axis.
-    """
+    """Yield (class, axis) of the pairs that `forbid` of `solve` names."""
     roles = step._roles.of
     for item in forbid:
         role, axis = _pair("forbid", item)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardrules._solve.layout import Axes
     from shardrules._solve.space import Space
     from shardrules._step.cuts import Cuts
-    from shardrules._step.equations import Body, TracedOperation
+    from shardrules._step.equations import Body, Equations, TracedOperation
     from shardrules._step.spread import SpreadCollective
 
 
@@ -133,11 +133,7 @@ class _Probe(LaidSpread):
 
 
 class Terms:
-    """The terms of a step in a space, each evaluated when it is first asked for.
-
-    Args:
-        space: What can be chosen.
-    """
+    """The terms of a step in a space, each evaluated when it is first asked for."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -149,7 +145,7 @@ class Terms:
         self._seconds: dict[tuple[Any, ...], Seconds] = {}
         groups = [
             group
-            for group in _groups(self._probe, space.step._equations.body)
+            for group in _groups(self._probe, space.step._equations)
             if len(group) > 1 or not self._is_free(*group[0])
         ]
         readers: dict[int, list[int]] = {}
@@ -342,9 +338,9 @@ def _numbers(operation: TracedOperation) -> Iterator[int]:
         yield from (n for n in body.outputs if n is not None)
 
 
-def _groups(probe: _Probe, body: Body) -> Iterator[list[tuple[TracedOperation, int]]]:
+def _groups(probe: _Probe, equations: Equations) -> Iterator[list[tuple[TracedOperation, int]]]:
     """Yield operations by what must be priced together: those whose sums an addition merges."""
-    rows = list(_all(body, 1))
+    rows = list(equations.everything())
     pairs = []
     places = {id(operation): i for i, (operation, _) in enumerate(rows)}
     merges = [bool(op.rule and op.rule.summed) for op, _ in rows]
@@ -377,11 +373,3 @@ def connected(items: Iterable[int], links: Iterable[Sequence[int]]) -> list[list
     for item in items:
         groups.setdefault(root(item), []).append(item)
     return list(groups.values())
-
-
-def _all(body: Body, trips: int) -> Iterator[tuple[TracedOperation, int]]:
-    """Yield all operations, with how often each runs on a device."""
-    for operation in body.operations:
-        yield operation, trips
-        for inner in operation.bodies:
-            yield from _all(inner, trips * operation.trips)

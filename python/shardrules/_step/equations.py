@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -10,20 +11,20 @@ from functools import cached_property
 from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
-from shardrules._dtypes import bits_of, is_inexact
-from shardrules._estimate.kernels import splash_flops
+from shardrules._dtypes import bits_of
+from shardrules._estimate.kernels import kernel_flops, primitive_name
 from shardrules._jax import user_line
-from shardrules._specs import entries_of, entry_axes
+from shardrules._jaxprs import (
+    axes_by_dim,
+    devices_of,
+    inner_jaxpr,
+    is_barred,
+    open_jaxpr,
+    scan_counts,
+)
 from shardrules._step.dimensions import Dimensions, Dims
 from shardrules._step.factors import Factors, Rule, Shape, rule_of, same_rule, shape_of
 
-# What holds one jaxpr that runs once, and the names of the parameter that has it.
-_CALLS: Final = frozenset((
-    "jit", "pjit", "closed_call", "core_closed_call", "core_call", "checkpoint", "remat",
-    "remat2", "run_state", "eval_jaxpr", "composite", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "custom_vmap_call", "remat_opt", "linear_call",
-))  # fmt: skip
-_INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call", "callee")
 _MOST_DEPTH: Final = 200
 
 
@@ -76,11 +77,16 @@ class TracedOperation:
         return list(zip(self.inputs[-len(body.inputs) :], body.inputs, strict=True))
 
     @property
+    def running(self) -> list[Body]:
+        """Return the bodies that run in a step: one of several branches."""
+        return self.bodies if self.taken is None else [self.bodies[self.taken]]
+
+    @property
     def flops(self) -> int:
         """Operations of one run; of a kernel those that it estimates, 0 if they are not known."""
         if self.rule is not None:
             return self.rule.flops
-        return _kernel_flops(self.eqn) if self.name == "pallas_call" else 0
+        return kernel_flops(self.eqn) if self.name == "pallas_call" else 0
 
     @property
     def name(self) -> str:
@@ -156,7 +162,7 @@ class Equations:
             inner = inner_jaxpr(eqn)
             if inner is not None:
                 arguments = self._numbered(eqn, read)
-                if _is_barred(eqn):
+                if is_barred(eqn):
                     barrier = self._barrier(eqn, arguments)
                     operations.append(barrier)
                     arguments = barrier.outputs
@@ -185,7 +191,7 @@ class Equations:
             return operation
         rule = rule_of(eqn)
         if rule is None:
-            self.missing[_named(eqn)] = self.missing.get(_named(eqn), 0) + 1
+            self.missing[primitive_name(eqn)] = self.missing.get(primitive_name(eqn), 0) + 1
             return TracedOperation(eqn, None, read, [self._new(var) for var in eqn.outvars])
         operands = [
             self.dims.shape(shape_of(atom)) if i is None else self.values[i].dims
@@ -276,12 +282,12 @@ class Equations:
         params = eqn.params
         numbers = self._numbered(eqn, read)
         inside = list(map(self._new, open_jaxpr(params["jaxpr"]).invars))
-        self.manual |= zip(inside, _axes_by_dim(params, "in"), strict=True)
+        self.manual |= zip(inside, axes_by_dim(params, "in"), strict=True)
         for whole, local in zip(numbers, inside, strict=True):
             self._relate(whole, local, self.manual[local])
         body = self._body(params["jaxpr"], inside, depth)
         outputs = list(map(self._new, eqn.outvars))
-        self.manual |= zip(outputs, _axes_by_dim(params, "out"), strict=True)
+        self.manual |= zip(outputs, axes_by_dim(params, "out"), strict=True)
         for whole, made in zip(outputs, body.outputs, strict=True):
             if made is not None:
                 self._relate(whole, made, self.manual[whole])
@@ -315,7 +321,7 @@ class Equations:
         """Return the classes over which loops go."""
         return {
             name
-            for operation in self.everything()
+            for operation, _ in self.everything()
             if operation.name == "scan"
             for body in operation.bodies
             for outer, _ in operation.arguments(body)[operation.first + operation.carries :]
@@ -326,38 +332,38 @@ class Equations:
     @cached_property
     def users(self) -> dict[int, list[TracedOperation]]:
         """Operations that read each array; `RESULT` is one of those of results."""
-        users: dict[int, list[TracedOperation]] = {}
+        users: defaultdict[int, list[TracedOperation]] = defaultdict(list)
+        rows = [operation for operation, _ in self.everything()]
+        bodies = [self.body, *(inner for operation in rows for inner in operation.bodies)]
+        pairs = [(number, operation) for operation in rows for number in operation.inputs]
+        pairs += [(number, RESULT) for body in bodies for number in body.outputs]
+        for number, user in pairs:
+            if number is not None:
+                users[number].append(user)
+        return dict(users)
 
-        def walk(body: Body) -> None:
-            for operation in body.operations:
-                for number in operation.inputs:
-                    if number is not None:
-                        users.setdefault(number, []).append(operation)
-                for inner in operation.bodies:
-                    walk(inner)
-            for number in body.outputs:
-                if number is not None:
-                    users.setdefault(number, []).append(RESULT)
+    def everything(
+        self, body: Body | None = None, trips: int = 1, *, on_device: bool = True
+    ) -> Iterator[tuple[TracedOperation, int]]:
+        """Yield each operation, loops before what is in them, and how often it runs in a step.
 
-        walk(self.body)
-        return users
-
-    def everything(self, body: Body | None = None) -> Iterator[TracedOperation]:
-        """Yield each operation, loops before what is in them."""
+        Code by device runs on each of them, unless it is asked how often it runs `on_device`.
+        """
         for operation in (self.body if body is None else body).operations:
-            yield operation
+            yield operation, trips
+            turns = trips * operation.trips * (1 if on_device else devices_of(operation.eqn))
             for inner in operation.bodies:
-                yield from self.everything(inner)
+                yield from self.everything(inner, turns, on_device=on_device)
 
     @cached_property
     def untaken(self) -> set[int]:
         """Return the operations, by identity, of branches that compute less than another one."""
         return {
             id(inner)
-            for operation in self.everything()
+            for operation, _ in self.everything()
             for place, body in enumerate(operation.bodies)
             if operation.taken not in (None, place)
-            for inner in self.everything(body)
+            for inner, _ in self.everything(body)
         }
 
     @cached_property
@@ -366,25 +372,15 @@ class Equations:
         return self._flops(self.body)
 
     def _flops(self, body: Body) -> int:
-        return sum(operation.flops * trips for operation, trips in self.operations(body))
+        return sum(
+            row.flops + row.trips * devices_of(row.eqn) * sum(map(self._flops, row.running))
+            for row in body.operations
+        )
 
-    def operations(
-        self, body: Body | None = None, trips: int = 1, *, on_device: bool = False
-    ) -> Iterator[tuple[TracedOperation, int]]:
-        """Yield each operation with a rule, or none known, and how often it runs in a step.
-
-        Code by device runs on each of them, unless it is asked how often it runs `on_device`. Of
-        branches the one runs that computes most.
-        """
-        for operation in (self.body if body is None else body).operations:
-            if not operation.bodies:
-                yield operation, trips
-            devices = 1 if on_device else _devices(operation)
-            place = operation.taken
-            for inner in operation.bodies if place is None else [operation.bodies[place]]:
-                yield from self.operations(
-                    inner, trips * operation.trips * devices, on_device=on_device
-                )
+    def operations(self, *, on_device: bool = False) -> Iterator[tuple[TracedOperation, int]]:
+        """Yield the same of what computes: not loops, and of branches that which computes most."""
+        rows = self.everything(on_device=on_device)
+        return (row for row in rows if not row[0].bodies and id(row[0]) not in self.untaken)
 
 
 def _without_dead(body: Body) -> Body:
@@ -410,79 +406,10 @@ def _read_inside(body: Body) -> Iterator[int]:
             yield from _read_inside(inner)
 
 
-def open_jaxpr(closed: Any) -> Any:
-    """Return a jaxpr without its constants."""
-    return getattr(closed, "jaxpr", closed)
-
-
-def inner_jaxpr(eqn: Any) -> Any:
-    """Return the jaxpr that an equation runs once; None if it is no such call."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    return next((eqn.params[name] for name in _INNER if name in eqn.params), None)
-
-
-def only_call(closed: Any) -> Any:
-    """Return the equation of the jitted function that a jaxpr consists of; None without one."""
-    eqns = closed.jaxpr.eqns
-    is_call = len(eqns) == 1 and eqns[0].primitive.name in ("jit", "pjit")
-    return eqns[0] if is_call and list(eqns[0].invars) == list(closed.jaxpr.invars) else None
-
-
 def _taken(eqn: Any, flops: list[int]) -> int:
-    """Return the branch that is priced: of any platform, or that which computes most."""
+    """Return the branch that is priced: that of any platform, or that which computes most."""
     platforms = eqn.params.get("branches_platforms") or ()
     return platforms.index(None) if None in platforms else flops.index(max(flops))
-
-
-def _is_barred(eqn: Any) -> bool:
-    """Say whether an equation is what `jax.checkpoint` recomputes, behind a barrier."""
-    barred = eqn.params.get("prevent_cse", False)
-    is_any = any(barred) if isinstance(barred, tuple) else bool(barred)
-    return is_any and bool(eqn.params.get("differentiated", False))
-
-
-def _devices(operation: TracedOperation) -> int:
-    """Return on how many devices code by device runs, each with its part."""
-    if operation.name != "shard_map":
-        return 1
-    sizes = dict(operation.eqn.params["mesh"].shape)
-    manual = operation.eqn.params.get("manual_axes", sizes)
-    return prod(sizes[axis] for axis in manual)
-
-
-def _axes_by_dim(params: Any, side: str) -> Iterable[dict[int, tuple[str, ...]]]:
-    """Return for each array the mesh axes by dimension: JAX has had them as dicts, and as specs."""
-    for spec in params[f"{side}_specs"] if f"{side}_specs" in params else params[f"{side}_names"]:
-        if isinstance(spec, dict):
-            yield {dim: tuple(axes) for dim, axes in spec.items() if axes}
-        else:
-            axes = [entry_axes(entry) for entry in entries_of(spec)]
-            yield {dim: tuple(names) for dim, names in enumerate(axes) if names}
-
-
-def scan_counts(params: Any) -> tuple[int, int]:
-    """Return how many constants and how many carried arrays a scan begins with."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carries, _ = params["ft_in"].unpack()  # since JAX 0.11
-    return len(consts), len(carries)
-
-
-def _named(eqn: Any) -> str:
-    """Name what is not modelled: a kernel by its own name."""
-    name = eqn.primitive.name
-    kernel = eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", None)
-    return f"{name} {kernel}" if isinstance(kernel, str) and kernel else str(name)
-
-
-def _kernel_flops(eqn: Any) -> int:
-    """Count the operations of a Pallas kernel by its estimate; those of splash attention."""
-    estimate = eqn.params.get("cost_estimate")
-    if estimate is not None:
-        return int(estimate.flops)
-    arrays = [shape_of(var) for var in eqn.invars if is_inexact(var.aval.dtype)]
-    return splash_flops(_named(eqn), arrays, len(eqn.outvars))
 
 
 _STRUCTURED: Final[dict[str, Any]] = {

@@ -79,9 +79,11 @@ class _Builder:
         pair = self.dimension(before), self.dimension(after)
         if all(pair):
             self.parts.append((pair[0][0], pair[1][0]))
-        for factors in pair:
-            self.whole.update(factors)
+        self.keep_whole(pair)
         return pair
+
+    def keep_whole(self, dimensions: Iterable[Factors]) -> None:
+        self.whole.update(factor for factors in dimensions for factor in factors)
 
     def rule(
         self,
@@ -247,7 +249,8 @@ def _ragged_dot(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     Or, if the rows are summed over as for the kernels' gradients, of a product for each expert.
     """
     numbers = params.get("ragged_dot_dimension_numbers")
-    dots, ragged, group = (((1,), (1,)), ((), ())), (0,), (0,)
+    dots: Any = ((1,), (1,)), ((), ())
+    ragged, group = (0,), (0,)
     if numbers is not None:
         dots, ragged = numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions)
         group = tuple(numbers.rhs_group_dimensions)
@@ -290,7 +293,7 @@ def _convolution(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule
         operands[1][rhs[0]] = result[out[1]] = operands[0][lhs[1]]
     multiplied = results[0][out[0]] * results[0][out[1]] * shapes[1][rhs[1]]
     for place, (i, j, k) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
-        builder.whole.update(operands[0][i], operands[1][j], result[k])
+        builder.keep_whole((operands[0][i], operands[1][j], result[k]))
         rows = (results[0][k], params["window_strides"][place])
         window = (shapes[1][j], params["rhs_dilation"][place])
         first, dilation = params["padding"][place][0], params["lhs_dilation"][place]
@@ -309,23 +312,29 @@ def _met(
     few, many = sorted((rows, window))
     places = np.arange(many[0]) * many[1] - first
     count = 0
-    for i in range(few[0]):
-        met = places + i * few[1]
+    for met in (places + i * few[1] for i in range(few[0])):
         inside = (met >= 0) & (met <= (size - 1) * dilation) & (met % dilation == 0)
         count += int(np.count_nonzero(inside))
     return count
 
 
+def _indexed(
+    builder: _Builder, shapes: list[Shape], numbers: Any, batching: str, dropped: Iterable[int]
+) -> tuple[list[Factors], list[Factors], list[int]]:
+    """Return the factors of an array, and of indices into it; and the dimensions of a window."""
+    operand, indices = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
+    batch = getattr(numbers, "operand_batching_dims", ())
+    for dim, other in zip(batch, getattr(numbers, batching, ()), strict=True):
+        indices[other] = operand[dim]
+    return operand, indices, [d for d in range(len(operand)) if d not in {*dropped, *batch}]
+
+
 def _gather(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     numbers = params["dimension_numbers"]
-    slices = params["slice_sizes"]
-    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
-    index_batching = tuple(getattr(numbers, "start_indices_batching_dims", ()))
     builder = _Builder()
-    operand, indices = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
-    for dim, other in zip(batching, index_batching, strict=True):
-        indices[other] = operand[dim]
-    window = [d for d in range(len(slices)) if d not in {*numbers.collapsed_slice_dims, *batching}]
+    operand, indices, window = _indexed(
+        builder, shapes, numbers, "start_indices_batching_dims", numbers.collapsed_slice_dims
+    )
     offsets = dict(zip(numbers.offset_dims, window, strict=True))
     rows = iter(indices[:-1])
     result: list[Factors] = []
@@ -346,17 +355,10 @@ def _gather(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
 
 def _scatter(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     numbers = params["dimension_numbers"]
-    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
-    index_batching = tuple(getattr(numbers, "scatter_indices_batching_dims", ()))
     builder = _Builder()
-    operand, indices = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
-    for dim, other in zip(batching, index_batching, strict=True):
-        indices[other] = operand[dim]
-    window = [
-        dim
-        for dim in range(len(shapes[0]))
-        if dim not in {*numbers.inserted_window_dims, *batching}
-    ]
+    operand, indices, window = _indexed(
+        builder, shapes, numbers, "scatter_indices_batching_dims", numbers.inserted_window_dims
+    )
     offsets = dict(zip(numbers.update_window_dims, window, strict=True))
     rows = iter(indices[:-1])
     updates: list[Factors] = []
@@ -466,7 +468,7 @@ def _last(count: int) -> Callable[[Any, list[Shape], list[Shape]], Rule]:
 
         def dimensions(shape: Shape) -> list[Factors]:
             rest = builder.dimensions(shape[len(lead) :])
-            builder.whole.update(f for factors in rest for f in factors)
+            builder.keep_whole(rest)
             return [*lead[: len(shape)], *rest]
 
         return builder.rule(map(dimensions, shapes), map(dimensions, results))
@@ -491,18 +493,15 @@ def _new(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     builder = _Builder()
     operands = [builder.dimensions(shape) for shape in shapes]
     for dims in operands:
-        builder.whole.update(f for factors in dims for f in factors)
-    return builder.rule(operands, [builder.dimensions(shape) for shape in results])
+        builder.keep_whole(dims)
+    return builder.rule(operands, map(builder.dimensions, results))
 
 
 def _across(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     """Return the rule of what goes between devices, in the code of one of them."""
-    alike = len(shapes) == len(results) and all(
-        len(before) == len(after) for before, after in zip(shapes, results, strict=True)
-    )
-    if not alike or len(shapes) != 1:
-        return _new(params, shapes, results)
-    return _cut(params, shapes, results)
+    ranks = [len(shape) for shape in (*shapes, *results)]
+    is_alike = len(shapes) == len(results) == 1 and ranks[0] == ranks[1]
+    return (_cut if is_alike else _new)(params, shapes, results)
 
 
 def same_rule(shapes: Iterable[Shape]) -> Rule:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from shardrules._plan.findings import CheckKind, Finding
 from shardrules._specs import Entries, spec_shown
@@ -42,7 +42,6 @@ class View:
 
 
 def step_findings(view: View) -> Iterator[Finding]:
-    """Yield all findings of a step."""
     yield from _repeated(view)
     yield from half_heads(view)
     yield from _whole_batches(view)
@@ -98,7 +97,7 @@ def _repeated(view: View) -> Iterator[Finding]:
             fix,
             mend=f"({re.escape(next(iter(weights)))!r}, P(...))"
             if weights
-            else _constrained(f"...{axis!r}..."),
+            else _constraint(f"P(...{axis!r}...)"),
             paths=tuple(weights)[:_SHOWN],
             leaves=len(weights),
         )
@@ -150,7 +149,7 @@ def half_heads(view: View) -> Iterator[Finding]:
             if not axes or [roles.get(c) for c in rest] != ["head size"]:
                 continue
             count = prod(equations.dims.sizes[c] for c in heads)
-            devices = prod(view.spread.sizes[axis] for axis in axes)
+            devices = view.spread.count(axes)
             if count % devices:
                 size = equations.dims.sizes[rest[0]]
                 groups[
@@ -168,32 +167,22 @@ def half_heads(view: View) -> Iterator[Finding]:
         )
 
 
-class _WholeArray(NamedTuple):
-    """Array with the batch that an axis of the batch does not cut."""
-
-    bytes: int
-    line: str
-    constraint: str
-    """The line that cuts it."""
-
-
 def _whole_batches(view: View) -> Iterator[Finding]:
     """Yield for each axis of the batch what has the batch and is not cut by it."""
     for axis, (batch, sizes) in _batch_axes(view).items():
-        rows = sorted(_whole_arrays(view, axis, batch), key=lambda row: -row.bytes)
+        rows = sorted(_whole_arrays(view, axis, batch), key=lambda row: -row[0])
         if not rows:
             continue
-        first = rows[0]
-        lines = list(dict.fromkeys(row.line for row in rows))
-        more = f" and at {counted(len(lines) - 1, 'more line')}" if len(lines) > 1 else ""
+        size, line, constraint = rows[0]
+        more = _and_at(len({line for _, line, _ in rows}) - 1)
         (name,) = view.spread.named([axis])
         yield _finding(
             "whole-batch",
-            f"'{name}' cuts the batch of the inputs, but not {bytes_shown(first.bytes)} at "
-            f"{first.line}{more}: each of the {sizes} devices along it has the same",
-            f"constrain it there: {first.constraint}",
-            bytes=first.bytes,
-            mend=first.constraint,
+            f"'{name}' cuts the batch of the inputs, but not {bytes_shown(size)} at {line}{more}: "
+            f"each of the {sizes} devices along it has the same",
+            f"constrain it there: {constraint}",
+            bytes=size,
+            mend=constraint,
         )
 
 
@@ -213,8 +202,15 @@ def _batch_axes(view: View) -> dict[str, tuple[set[int], int]]:
     return axes
 
 
-def _whole_arrays(view: View, axis: str, batch: set[int]) -> Iterator[_WholeArray]:
-    """Yield the large results of products and constraints with the batch that an axis leaves."""
+def _and_at(count: int) -> str:
+    return f" and at {counted(count, 'more line')}" if count else ""
+
+
+def _whole_arrays(view: View, axis: str, batch: set[int]) -> Iterator[tuple[int, str, str]]:
+    """Yield (bytes, line, the constraint that cuts it) of what has the batch and an axis leaves.
+
+    These are large results of products and constraints.
+    """
     equations, spread = view.equations, view.spread
     for operation, _ in _computing(view, equations.body):
         for number in operation.outputs:
@@ -231,8 +227,7 @@ def _whole_arrays(view: View, axis: str, batch: set[int]) -> Iterator[_WholeArra
             if places and size >= view.large:
                 entries = [*cuts]
                 entries[places[0]] = (*entries[places[0]], axis)
-                entries = [spread.named(names) for names in entries]
-                yield _WholeArray(size, operation.line, _constraint_of(entries))
+                yield size, operation.line, _constraint_of(map(spread.named, entries))
 
 
 def _whole_routes(view: View) -> Iterator[Finding]:
@@ -248,9 +243,8 @@ def _whole_routes(view: View) -> Iterator[Finding]:
         masks.setdefault(operation.line, (routed, spread.bytes(tokens or 0)))
     rows = {line: row for line, row in masks.items() if row[1] >= view.large}
     for line, (routed, size) in list(rows.items())[:1]:
-        more = f" and at {counted(len(rows) - 1, 'more line')}" if len(rows) > 1 else ""
-        entries = [spread.named(names) for names in spread.cuts.get(routed, ())]
-        constraint = _constraint_of(entries)
+        more = _and_at(len(rows) - 1)
+        constraint = _constraint_of(map(spread.named, spread.cuts.get(routed, ())))
         yield _finding(
             "whole-batch",
             f"nothing cuts by the batch what top_k has chosen: for the product at {line}{more} XLA "
@@ -261,15 +255,16 @@ def _whole_routes(view: View) -> Iterator[Finding]:
         )
 
 
-def _constraint_of(entries: list[tuple[str, ...]]) -> str:
+def _constraint_of(cuts: Iterable[tuple[str, ...]]) -> str:
     """Return the line that cuts an array by these axes."""
+    entries = list(cuts)
     while entries and not entries[-1]:
-        entries = entries[:-1]
-    return f"x = jax.lax.with_sharding_constraint(x, {spec_shown(Entries(entries))})"
+        entries.pop()
+    return _constraint(spec_shown(Entries(entries)))
 
 
-def _constrained(spec: str) -> str:
-    return f"x = jax.lax.with_sharding_constraint(x, P({spec}))"
+def _constraint(spec: str) -> str:
+    return f"x = jax.lax.with_sharding_constraint(x, {spec})"
 
 
 def _gathered_state(view: View) -> Iterator[Finding]:
@@ -289,7 +284,7 @@ def _gathered_state(view: View) -> Iterator[Finding]:
                 "gathered-state",
                 f"a product of the optimizer gathers matrices over {','.join(axes)}: "
                 f"{bytes_shown(size)} on each device in a step, at {line}",
-                mend=_constrained("..."),
+                mend=_constraint("P(...)"),
                 fix="give each device whole matrices, cut along layers or experts, with a "
                 "constraint before the product",
                 bytes=size,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -59,8 +58,7 @@ def alive_arrays(
     equations: Equations, spread: Spread, donated: Iterable[int]
 ) -> tuple[list[AliveArray], dict[str, int]]:
     """Return what is alive at the peak, the largest first, and bytes of arguments and results."""
-    run = _Run(equations, spread)
-    return run.peak(set(donated))
+    return _Run(equations, spread).peak(set(donated))
 
 
 def is_apart(operation: TracedOperation) -> bool:
@@ -145,8 +143,7 @@ class _Run:
     def _put(self, number: int) -> None:
         """Give an array that was computed where it is read a buffer."""
         roots = self._roots_of(number)
-        for root in roots:
-            self._end[root] = self._time
+        self._use(number)
         makers = [self._makers[number], *(self._number[root][1] for root in roots)]
         # What JAX itself adds, to sum up gradients, has no line.
         lined = (row for row in makers if row is not None and user_line(row.eqn) is not None)
@@ -201,10 +198,8 @@ class _Run:
                     break
 
     def _is_alike(self, number: int, other: int) -> bool:
-        one, two = (self._equations.values[i] for i in (number, other))
-        return (one.shape, one.dtype) == (two.shape, two.dtype) and (
-            self._spread.bytes(number) == self._spread.bytes(other)
-        )
+        values, size = self._equations.values, self._spread.bytes
+        return values[number][:2] == values[other][:2] and size(number) == size(other)
 
     def _keep(self, number: int, buffer: int | None) -> None:
         """Let a result have a buffer of its own, or that of a donated argument."""
@@ -307,7 +302,7 @@ class _Run:
         rows = [{f for dim in dims for f in dim} for dims in operation.rule.operands]
         shape, cuts = self._equations.values[number].shape, self._spread.cuts.get(number, ())
         return sum(
-            size > prod(self._spread.sizes[axis] for axis in axes) and set(dim) <= rows[0] & rows[1]
+            size > self._spread.count(axes) and set(dim) <= rows[0] & rows[1]
             for size, axes, dim in zip(shape, cuts, operation.rule.results[0], strict=False)
         )
 
@@ -326,10 +321,9 @@ class _Run:
             users = self._users.get(sent.value, 0)
             cuts = self._spread.cuts.get(sent.value or 0, ())
             dims = rule.operands[operation.inputs.index(sent.value)]
-            count = prod(self._spread.sizes[axis] for axis in sent.axes)
             if (
                 users == 1
-                and count > _FEW_PARTS
+                and self._spread.count(sent.axes) > _FEW_PARTS
                 and any(
                     not rule.summed.isdisjoint(factors) and set(axes) & set(sent.axes)
                     for factors, axes in zip(dims, cuts, strict=False)

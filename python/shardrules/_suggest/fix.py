@@ -93,7 +93,7 @@ def _added_paths(source: str, rules: Rules, plan: Plan, head_dim: int | None) ->
         if len(kept) < len(pairs) and rule == pairs[len(kept)]:
             kept.append(number)
     added = [(*pair, note) for pair, note in zip(pairs, suggestion._notes, strict=True)]
-    wins = plan._columns.coverage.won
+    wins = plan.coverage.won
     catch_alls = (number for number in range(len(rules)) if wins[number] and number not in kept)
     place = next(catch_alls, len(rules))
     if place < len(rules) and len(kept) < len(pairs) and rules.dialect.precedence == "only":

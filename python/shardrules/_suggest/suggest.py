@@ -147,7 +147,7 @@ def suggest(
     if like is not None and isinstance(dialect, LogicalDialect):
         raise TypeError("like: rules of paths are mended; those for logical axis names are not")
     bare = _bare_plan(model, mesh, devices, dialect, names)
-    units = units_of(bare._columns, head_sizes(bare._columns, size))
+    units = units_of(bare, head_sizes(bare, size))
     if devices is not None:
         over = _default_axes(units) if axes is None else texts("axes", axes)
         is_timed = device is not None and batch is not None
@@ -313,11 +313,7 @@ def _suggested_rules(
 
 
 def _check_named(result: Plan, declared: Declared) -> None:
-    """Check that a table of names decides all that is large.
-
-    Raises:
-        ValueError: Arrays have no names, not as many as dimensions, or one twice.
-    """
+    """Check that a table of names decides all that is large."""
     for finding in result.check(**declared).at_least("warning"):
         if finding.kind in ("unnamed", "misfit"):
             raise ValueError(
@@ -326,7 +322,6 @@ def _check_named(result: Plan, declared: Declared) -> None:
 
 
 def _in_dialect(current: PathRules, dialect: Dialect) -> Rules:
-    """Return the rules, in the dialect of the suggestion."""
     rules = current if isinstance(current, Rules) else remembered_rules(current, dialect, "like")
     if rules.dialect != dialect:
         raise ValueError(
@@ -367,7 +362,7 @@ def _decided_rows(
         if current is None:
             rules = draft(units, bare.axis_sizes, dialect, tightness)
         else:
-            rules = mended(current._columns, units, tightness)
+            rules = mended(current, units, tightness)
         # The tree itself decides: paths as texts may hide where a key ends.
         is_plan = isinstance(model, Plan)
         result = bare.with_rules(rules.rules) if is_plan else plan(model, rules.rules, bare.mesh)

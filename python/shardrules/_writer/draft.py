@@ -125,12 +125,7 @@ def draft(
 def draft_of_specs(
     units: Iterable[Unit], specs: Mapping[str, Entries | RuleSpec], dialect: Dialect, tightness: int
 ) -> Draft:
-    """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more.
-
-    Raises:
-        ValueError: The dialect's patterns cannot tell the paths apart, or these have too many
-            names.
-    """
+    """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more."""
     parts: list[Unit] = []
     labels: list[Label] = []
     for unit in units:
@@ -371,9 +366,6 @@ def _loosest_patterns(
     """Write patterns as loose as they may be: of the path of each unit only its own matches.
 
     Patterns that leave numbers open may also match what patterns with numbers, before them, match.
-
-    Raises:
-        ValueError: No pattern of the dialect tells some path from another.
     """
     words = [unit.words for unit in units]
     tightness = [max(least, least_tightness(phrase)) for phrase in phrases]
