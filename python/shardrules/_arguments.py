@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import islice
+from math import inf
 from numbers import Number, Real
 from types import ModuleType, UnionType
 from typing import (
@@ -124,6 +125,14 @@ def check_real(name: str, value: object) -> None:
 
 def check_bytes(name: str, value: object) -> None:
     check_type(name, value, Real, "a number of bytes, such as 95e9")
+
+
+def memory_bytes(name: str, value: Any) -> int:
+    """Return the bytes of a device's memory: at least one, and not without end."""
+    check_bytes(name, value)
+    if isinstance(value, bool) or not 1 <= value < inf:
+        raise ValueError(f"{name} is {shown(value)}; it must be a number of bytes, such as 95e9")
+    return int(value)
 
 
 def check_file(name: str, value: object) -> None:

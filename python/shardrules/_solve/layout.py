@@ -283,6 +283,8 @@ def _inside(body: Body, is_local: bool = False) -> Iterator[int]:
     if is_local:
         yield from body.inputs
     for operation in body.operations:
+        if is_local:  # constants among them
+            yield from (number for number in operation.inputs if number is not None)
         if is_local or (operation.rule is None and not operation.bodies):
             yield from operation.outputs
         for inner in operation.bodies:
