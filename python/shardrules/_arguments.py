@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import islice
+from math import inf
 from numbers import Number, Real
 from types import ModuleType, UnionType
 from typing import (
@@ -126,6 +127,14 @@ def check_bytes(name: str, value: object) -> None:
     check_type(name, value, Real, "a number of bytes, such as 95e9")
 
 
+def memory_bytes(name: str, value: Any) -> int:
+    """Return the bytes of a device's memory: at least one, and not without end."""
+    check_bytes(name, value)
+    if isinstance(value, bool) or not 1 <= value < inf:
+        raise ValueError(f"{name} is {shown(value)}; it must be a number of bytes, such as 95e9")
+    return int(value)
+
+
 def check_file(name: str, value: object) -> None:
     check_type(name, value, str | os.PathLike | None, "the path of a file")
 
@@ -159,12 +168,7 @@ def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str)
 
 
 def checked_shape(name: str, value: Any) -> tuple[Any, ...]:
-    """Return a shape, as a tuple. Symbolic dimensions and the like are for the caller to check.
-
-    Raises:
-        TypeError: It is not a sequence, or a dimension is a float, a string or None.
-        ValueError: A dimension is negative, or above 2**63 - 1.
-    """
+    """Return a shape, as a tuple. Symbolic dimensions and the like are for the caller to check."""
     shape = listed(name, value, "integers")
     for position, size in enumerate(shape):
         if isinstance(size, int | float | str | bytes | None):
@@ -328,11 +332,7 @@ def _kind_of_tree(node: Any) -> Literal["specs", "tree", "other"]:
 
 
 def check_shapes(name: str, tree: object, path: str | None) -> None:
-    """Check a tree none of whose leaves has a shape: it must have no leaf, and no array but these.
-
-    Raises:
-        TypeError: It is, say, a tree of shapes, or one of which only None is left.
-    """
+    """Check a tree none of whose leaves has a shape: it has no leaf, and no array but these."""
     if path is not None:
         raise TypeError(
             f"{name}: no leaf has a shape; the first is at {brief(path)}. Numbers are no arrays, "

@@ -12,9 +12,9 @@ from shardrules._specs import entries_of, entry_axes
 _CALLS: Final = frozenset((
     "jit", "pjit", "closed_call", "core_closed_call", "core_call", "checkpoint", "remat",
     "remat2", "run_state", "eval_jaxpr", "composite", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
+    "custom_vjp_call_jaxpr", "custom_vmap_call", "remat_opt", "linear_call",
 ))  # fmt: skip
-_INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call", "callee")
 BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr"}
 """The parameter that has the jaxpr of a loop."""
 

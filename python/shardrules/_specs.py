@@ -362,11 +362,7 @@ class Chosen(NamedTuple):
 
 
 def fsdp(
-    axis: str | Sequence[str],
-    *,
-    min_bytes: int = _MIN_BYTES,
-    min_rank: int = 0,
-    within: Any = (),
+    axis: str | Sequence[str], *, min_bytes: int = _MIN_BYTES, min_rank: int = 0, within: Any = ()
 ) -> Fsdp:
     """Return a rule's spec that is made from each array's shape: its largest dimension is cut.
 

@@ -78,6 +78,38 @@ def test_terms_add_up_to_the_price_of_the_step(seed):
         assert terms.total(assignment).total == price
 
 
+def test_terms_have_the_branch_that_computes_most():
+    def step(w, x, i):
+        return jax.lax.switch(i, [lambda: x @ w, lambda: jnp.sum(x @ w) * (w @ (w @ x.T)).T])
+
+    traced = sr.trace(
+        step,
+        jax.ShapeDtypeStruct((2048, 2048), "float32"),
+        jax.ShapeDtypeStruct((4096, 2048), "float32"),
+        jax.ShapeDtypeStruct((), "int32"),
+    )
+    space = Space(traced, {"a": 2, "b": 2}, MACHINE, None, fixed={})
+    terms = Terms(space)
+    for seed in range(6):
+        assignment = random_assignment(space, random.Random(seed))
+        price = pytest.approx(space.cost(assignment).time.total, rel=1e-7)
+        assert terms.total(assignment).total == price
+
+
+def test_terms_have_what_a_square_array_sends_when_it_is_transposed():
+    square = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    # One class for both dimensions, whose axes cut the first of them before and behind.
+    traced = sr.trace(lambda w: w @ w + jnp.sin(w.T), square)
+    space = Space(traced, {"a": 4}, MACHINE, None, fixed={})
+    for axes in ((), ("a",)):
+        assignment = dict.fromkeys(space.values, axes)
+        cost = space.cost(assignment)
+        sent = {row.kind for row in cost.spread.sent if row.operation.name == "transpose"}
+        assert sent == ({"all-to-all"} if axes else set())
+        price = pytest.approx(cost.time.total, rel=1e-7)
+        assert Terms(space).total(assignment).total == price
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_bounds_are_below_what_they_bound(seed):
     space, rng = space_of(seed), random.Random(seed)

@@ -90,11 +90,7 @@ def _only_in(groups: Groups, excluded: Groups) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def arrangement(text: str) -> Arrangement:
-    """Parse the text of an arrangement. A `1` is a dimension of no axes.
-
-    Raises:
-        ValueError: It has another form, names an axis twice, or takes a dimension apart along two.
-    """
+    """Parse the text of an arrangement. A `1` is a dimension of no axes."""
     sides = text.split("->")
     if len(sides) != 2:
         raise ValueError(f"dims {text!r} must have one '->', as in 'out in -> in out'")

@@ -571,7 +571,7 @@ def diff(args: Args) -> int:
     before, after = inputs.load_sides(args)
     differences = before.diff(after)
     if differences and args.format == "github":
-        print(show.annotation(args, "diff", str(differences).splitlines()))
+        print(show.annotation(args, str(differences).splitlines()))
     else:
         print(differences)
     return 1 if differences else 0

@@ -345,8 +345,7 @@ def must_fit(findings: Findings, plan: Plan, room: Room, training: dict[str, Any
     if room.fits(needed):
         return findings
     by_bytes = sorted(
-        plan.folded,
-        key=lambda part: -kinds[part.group].device_bytes * len(part.rows),
+        plan.folded, key=lambda part: -kinds[part.group].device_bytes * len(part.rows)
     )
     others = (finding for finding in findings if finding.kind != "memory")
     return Findings([no_room(needed, room, by_bytes), *others], findings.scope)

@@ -131,12 +131,12 @@ def _rule_lines(args: Args, planned: Planned | None) -> tuple[str | None, Sequen
     return _from_root(file), lines
 
 
-def annotation(args: Args, what: str, lines: Sequence[str]) -> str:
-    """Return a warning for GitHub about the rules, or else the file that comes after."""
+def annotation(args: Args, lines: Sequence[str]) -> str:
+    """Return a warning of `diff` for GitHub about the rules, or else the file that comes after."""
     file = args.rules or args.after
     shown = [*lines[:_MOST_LINES], *and_more(len(lines), _MOST_LINES, "line")]
     place = _from_root(file if Path(file).is_file() else None)
-    return github_command("warning", f"{_page_title(args)} {what}", shown, place)
+    return github_command("warning", f"{_page_title(args)} diff", shown, place)
 
 
 def _page_title(args: Args) -> str:

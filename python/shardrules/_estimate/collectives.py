@@ -108,7 +108,8 @@ def _check_experts(parts: list[Part], schedule: Schedule) -> None:
             "experts_per_token=2"
         )
     if schedule.experts_per_token is not None and (most is None or most.experts < 2):
-        kernels = sorted(filter(_is_kernel, parts), key=lambda part: -len(part.shape))
+        kernels = [part for part in parts if part.is_product and "lookup" not in part.dims]
+        kernels.sort(key=lambda part: -len(part.shape))
         seen = [f"{brief(part.pattern)} {part.shape}" for part in kernels[:_MOST_SEEN]]
         seen += and_more(len(kernels), _MOST_SEEN, "pattern")
         raise ValueError(
@@ -116,10 +117,6 @@ def _check_experts(parts: list[Part], schedule: Schedule) -> None:
             f"experts: looked at {', '.join(seen) or 'no kernel'}; leave it out, or say which "
             "dimension is that of experts, such as roles={'w1$': ('experts', 'in', 'out')}"
         )
-
-
-def _is_kernel(part: Part) -> bool:
-    return part.is_product and "lookup" not in part.dims
 
 
 def cut_of(part: Part, kind: Kind, sizes: dict[str, int], batch: frozenset[str]) -> CutPart:

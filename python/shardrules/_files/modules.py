@@ -54,10 +54,6 @@ def find_object(text: str) -> Any:
     """Import the object that `package.module:name` names.
 
     The current directory is searched too, as with `python -m`. A name may have dots.
-
-    Raises:
-        FileError: There is no such module or name, or its code has raised an error, which is
-            chained.
     """
     form = _FORM.fullmatch(text)
     if form is None:

@@ -53,9 +53,6 @@ def read_project(folder: Path, forms: Mapping[str, str]) -> ProjectFile | None:
     """Read the project file of a folder or the nearest above it; None if there is none.
 
     Nothing is executed.
-
-    Raises:
-        FileError: A folder has two project files, or the content is invalid.
     """
     found = find_table(folder)
     return None if found is None else ProjectFile(found[0], _jobs(*found, forms))

@@ -51,11 +51,7 @@ def _store(protocol: str) -> Any:
 
 
 def place_of(source: str) -> RemotePath | Path:
-    """Return the path of a URL, of which a `Path` leaves one slash; of a file here its `Path`.
-
-    Raises:
-        FileError: The URL of a file names another machine.
-    """
+    """Return the path of a URL, of which a `Path` leaves one slash; of a file here its `Path`."""
     protocol, _, place = source.partition(":/")
     if protocol == "file":
         from urllib.parse import urlparse

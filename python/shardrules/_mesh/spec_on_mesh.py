@@ -360,10 +360,7 @@ class SpecOnMesh:
             size
             for axis in entry_axes(entries_of(self.written)[dim])
             for cut in axis_cuts(
-                axis,
-                self.axis_sizes,
-                has_parts=is_factor or self._has_parts,
-                by_factors=is_factor,
+                axis, self.axis_sizes, has_parts=is_factor or self._has_parts, by_factors=is_factor
             )
             for size in cut.sizes
         ]

@@ -217,11 +217,7 @@ def with_sharding_constraint(
         traced: Tree = constrain_traced(tree, rules, mesh, keywords)
         return traced
     leaves, treedef, shardings = agreed_shardings(
-        "with_sharding_constraint",
-        tree,
-        rules,
-        mesh,
-        **keywords._asdict(),
+        "with_sharding_constraint", tree, rules, mesh, **keywords._asdict()
     )
     placed = (
         applied(leaves, operations_for(leaves, shardings))

@@ -102,10 +102,7 @@ class ErrorCollector:
 
 
 def shardings_by_names(
-    tree: Any,
-    rules: LogicalRules,
-    mesh: AnyMesh,
-    policy: Policy,
+    tree: Any, rules: LogicalRules, mesh: AnyMesh, policy: Policy
 ) -> tuple[Any, list[NamedSharding]]:
     """Return (the tree of NamedShardings, the sharding of each array in JAX's order)."""
     from jax import tree_util

@@ -237,7 +237,8 @@ def gather(tree: Tree) -> Tree:
             if leaf.is_fully_addressable or leaf.is_fully_replicated:
                 at_once.append(index)
             else:
-                spread[index] = _replicated(leaf.sharding)
+                sharding: Any = leaf.sharding
+                spread[index] = NamedSharding(sharding.mesh, PartitionSpec())
         if not spread:
             call.alone()
         call.agree(lambda: rows_of(tree, spread))
@@ -387,10 +388,6 @@ def _can_be_placed(leaf: Any) -> bool:
     if isinstance(leaf, _HOST_TYPES):
         return not isinstance(leaf, bool)
     return isinstance(leaf, jax.Array)
-
-
-def _replicated(sharding: Any) -> NamedSharding:
-    return NamedSharding(sharding.mesh, PartitionSpec())
 
 
 def _local_sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:

@@ -45,7 +45,9 @@ def put(
     """
     to_devices = partial(jax.device_put, may_alias=None if may_alias else False, donate=donate)
     result: list[Any]
-    if not any(map(is_array, of_each_type(leaves))) and _are_for_here(shardings):
+    if not any(map(is_array, of_each_type(leaves))) and all(
+        sharding.is_fully_addressable for sharding in distinct(shardings)
+    ):
         result = to_devices(leaves, shardings)
         return result
     ready, moved = _prepared(leaves, shardings, may_stay=may_alias and not donate)
@@ -150,11 +152,6 @@ def _is_not_put(leaf: Any, was: Any, sharding: NamedSharding) -> bool:
         return True
     orders = (list(each.devices_indices_map(leaf.shape)) for each in (was, sharding))
     return len(holders_of(was)) < jax.process_count() and len({*map(tuple, orders)}) > 1
-
-
-def _are_for_here(shardings: list[NamedSharding]) -> bool:
-    """Return whether all their devices are of this process."""
-    return all(sharding.is_fully_addressable for sharding in distinct(shardings))
 
 
 def _is_in_place(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:

@@ -9,14 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import (
-    check_shapes,
-    check_tree,
-    check_type,
-    each,
-    in_order,
-    texts,
-)
+from shardrules._arguments import check_shapes, check_tree, check_type, each, in_order, texts
 from shardrules._correction import Correction, MemoryKind, check_memory_kind
 from shardrules._dtypes import given_dtype
 from shardrules._mesh.mesh import AnyMesh, MeshLike, as_mesh, has_devices, places_in, resolve_mesh

@@ -295,7 +295,7 @@ def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) 
         origin = "the parameter's, same shape"
     elif prod(shape) == 1:
         dims, origin = None, "one element for the parameter: not cut"
-    elif len(shape) == rank and all(map(_is_one_or, shape, full)):
+    elif len(shape) == rank and all(n in (1, size) for n, size in zip(shape, full, strict=True)):
         dims = tuple(None if n == 1 else dim for dim, n in enumerate(shape))
         origin = "the parameter's, but for dimensions of size 1"
     elif shape[1:] == full:
@@ -327,10 +327,6 @@ def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
 
 def _dims_without(dim: int, rank: int) -> tuple[int, ...]:
     return tuple(index for index in range(rank) if index != dim)
-
-
-def _is_one_or(size: int, full: int) -> bool:
-    return size in (1, full)
 
 
 def _state_kind(

@@ -283,11 +283,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
             the message names the path.
     """
     of_rows, paths, kinds, column = matcher_of(rules).survey(
-        tree,
-        min_size=min_size,
-        replicated=NO_RULE_NEEDED,
-        unmatched=UNMATCHED,
-        ambiguous=AMBIGUOUS,
+        tree, min_size=min_size, replicated=NO_RULE_NEEDED, unmatched=UNMATCHED, ambiguous=AMBIGUOUS
     )
     kind_of = np.frombuffer(column, np.int32)
     types = []

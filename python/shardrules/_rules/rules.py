@@ -222,10 +222,7 @@ PathRules: TypeAlias = Rules | Iterable[tuple[Pattern, Any]]
 
 
 def match_partition_rules(
-    rules: PathRules,
-    tree: Any,
-    min_size: int | None = 0,
-    strict: bool = True,
+    rules: PathRules, tree: Any, min_size: int | None = 0, strict: bool = True
 ) -> Any:
     """Return the tree with each leaf replaced by the spec of the first rule that matches its path.
 

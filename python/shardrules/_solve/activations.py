@@ -152,17 +152,6 @@ def constrained_step(step: Step, spread: LaidSpread, mesh: Mesh) -> Any:
 
     It is made of the step's jaxpr: the program's text, and libraries that it calls, stay as they
     are. Its own constraints are left out where the solution has others.
-
-    Args:
-        step: What was solved for.
-        spread: How arguments, results and what is between are sharded.
-        mesh: The devices, whose axes are those of `spread`.
-
-    Returns:
-        A function of the arguments that the step was traced with, of the same shapes.
-
-    Raises:
-        ValueError: An axis of the mesh is Explicit: then arrays' types say how they are sharded.
     """
     import jax
     from jax import tree_util

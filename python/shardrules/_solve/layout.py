@@ -44,13 +44,7 @@ class Layout:
 
 
 class StepArrays:
-    """What a layout needs to know of the arrays of a step.
-
-    Args:
-        equations: Of the step.
-        roles: Of its classes.
-        sizes: Devices by mesh axis, without those of one device.
-    """
+    """What a layout needs to know of the arrays of a step."""
 
     def __init__(self, equations: Equations, roles: Roles, sizes: Mapping[str, int]) -> None:
         self.equations, self.roles, self.sizes = equations, roles, sizes
@@ -289,6 +283,8 @@ def _inside(body: Body, is_local: bool = False) -> Iterator[int]:
     if is_local:
         yield from body.inputs
     for operation in body.operations:
+        if is_local:  # constants among them
+            yield from (number for number in operation.inputs if number is not None)
         if is_local or (operation.rule is None and not operation.bodies):
             yield from operation.outputs
         for inner in operation.bodies:

@@ -340,7 +340,7 @@ def _blamed(row: ProofRound) -> list[tuple[str, str]]:
         for sent in row.lines
         if sent.compiled > sent.predicted
     }
-    for operation, _ in equations.operations():
+    for operation, _ in equations.everything():
         line = operation.line
         for (of_line, axes), size in excess.items():
             if of_line != line:

@@ -73,11 +73,6 @@ def constrained(closed: Any, shardings: Shardings, constraint: Callable[[Any, An
     """Return a closed jaxpr whose equations' results have these shardings.
 
     Constraints that the program has of another mesh are replaced, or left out.
-
-    Args:
-        closed: What `jax.make_jaxpr` gives.
-        shardings: Of results, by site.
-        constraint: Makes the equation of a constraint, of a variable's shape and a sharding.
     """
     return _Writer(shardings, constraint).closed(closed, ())
 

@@ -195,7 +195,8 @@ class Terms:
         if rule.is_identity:
             return True
         kinds = {kind for kind in kinds if any(kind[0])}
-        return len(kinds) < 2 and not rule.whole and not rule.minor
+        is_turned = operation.name == "transpose"  # of a square array: the axes stay in their place
+        return len(kinds) < 2 and not rule.whole and not rule.minor and not is_turned
 
     def _ordered(self, names: set[int]) -> tuple[int, ...]:
         return tuple(name for name in self._space.values if name in names)
@@ -247,7 +248,7 @@ class Terms:
             probe.run(operation, trips)
         busy = 0.0
         for operation, trips in term.operations:
-            if not operation.bodies:
+            if not operation.bodies and id(operation) not in self._space.step._equations.untaken:
                 seconds = self._price.seconds(operation, machine.hardware, machine.efficiency)
                 busy += max(seconds) * trips
         own, shared = probe.needs, {}

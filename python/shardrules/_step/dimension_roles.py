@@ -65,7 +65,7 @@ class Roles:
         self.of: dict[int, ClassRole] = {}
         self.contracted: dict[int, list[TracedOperation]] = {}
         self._name_stacks()
-        for operation, _ in equations.operations():
+        for operation, _ in equations.everything():
             self._see(operation)
         self._name_data()
         self._name_rest()

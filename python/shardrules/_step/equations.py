@@ -69,10 +69,17 @@ class TracedOperation:
     """Place of the first carried array among the inputs of the body."""
     carries: int = 0
     """How many arrays the body carries; what follows is sliced, and among the results stacked."""
+    taken: int | None = None
+    """Of branches, the place of that which computes most."""
 
     def arguments(self, body: Body) -> list[tuple[int | None, int]]:
         """Return pairs of an input of the operation, and the input of a body that it is."""
         return list(zip(self.inputs[-len(body.inputs) :], body.inputs, strict=True))
+
+    @property
+    def running(self) -> list[Body]:
+        """Return the bodies that run in a step: one of several branches."""
+        return self.bodies if self.taken is None else [self.bodies[self.taken]]
 
     @property
     def flops(self) -> int:
@@ -265,7 +272,10 @@ class Equations:
         for body in bodies:
             for i, made in zip(outputs, body.outputs, strict=True):
                 self._unite(i, made)
-        return TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies, carries=len(outputs))
+        branches = TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies)
+        branches.carries = len(outputs)
+        branches.taken = _taken(eqn, [self._flops(body) for body in bodies])
+        return branches
 
     def _shard_map(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         """Read the code of one device, whose specs are facts."""
@@ -346,14 +356,31 @@ class Equations:
                 yield from self.everything(inner, turns, on_device=on_device)
 
     @cached_property
+    def untaken(self) -> set[int]:
+        """Return the operations, by identity, of branches that compute less than another one."""
+        return {
+            id(inner)
+            for operation, _ in self.everything()
+            for place, body in enumerate(operation.bodies)
+            if operation.taken not in (None, place)
+            for inner, _ in self.everything(body)
+        }
+
+    @cached_property
     def flops(self) -> int:
         """Operations of a step on all devices."""
-        return sum(operation.flops * trips for operation, trips in self.operations())
+        return self._flops(self.body)
+
+    def _flops(self, body: Body) -> int:
+        return sum(
+            row.flops + row.trips * devices_of(row.eqn) * sum(map(self._flops, row.running))
+            for row in body.operations
+        )
 
     def operations(self, *, on_device: bool = False) -> Iterator[tuple[TracedOperation, int]]:
-        """Yield the same of operations with a rule, or none known: what loops consist of."""
+        """Yield the same of what computes: not loops, and of branches that which computes most."""
         rows = self.everything(on_device=on_device)
-        return (row for row in rows if not row[0].bodies)
+        return (row for row in rows if not row[0].bodies and id(row[0]) not in self.untaken)
 
 
 def _without_dead(body: Body) -> Body:
@@ -377,6 +404,12 @@ def _read_inside(body: Body) -> Iterator[int]:
         yield from (number for number in operation.inputs if number is not None)
         for inner in operation.bodies:
             yield from _read_inside(inner)
+
+
+def _taken(eqn: Any, flops: list[int]) -> int:
+    """Return the branch that is priced: that of any platform, or that which computes most."""
+    platforms = eqn.params.get("branches_platforms") or ()
+    return platforms.index(None) if None in platforms else flops.index(max(flops))
 
 
 _STRUCTURED: Final[dict[str, Any]] = {

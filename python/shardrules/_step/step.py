@@ -10,7 +10,7 @@ from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
-from shardrules._arguments import check_bytes, check_type, integer
+from shardrules._arguments import check_bytes, check_type, memory_bytes
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
@@ -324,8 +324,7 @@ class Step(TracedStep):
             >>> sr.trace(lambda params, x: x @ params["w"], plan, x).largest_batch(plan, hbm=4096)
             62
         """
-        check_bytes("hbm", hbm)
-        size = integer("hbm", int(hbm), 1)
+        size = memory_bytes("hbm", hbm)
         spread = self._spread(plan)
         inputs = self._equations.body.inputs
         batches = [(i, name) for i in inputs if (name := self._roles.batch_of(i)) is not None]

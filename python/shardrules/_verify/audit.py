@@ -154,9 +154,7 @@ _WORDS: Final[dict[str, _FaultWords]] = {
         _PLACE,
     ),
     "uncommitted": _FaultWords(
-        "unplaced",
-        "{leaves} {are} whole on a device that JAX chose; planned on {planned}",
-        _PLACE,
+        "unplaced", "{leaves} {are} whole on a device that JAX chose; planned on {planned}", _PLACE
     ),
     "devices": _FaultWords("devices", "{leaves} {are} on {actual}; planned on {planned}", _PLACE),
     "order": _FaultWords(

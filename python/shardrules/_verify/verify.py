@@ -128,7 +128,7 @@ def findings_and_program(
     check_type("log", log, CompileLog, "what shardrules.compiling gives")
     executable = Executable(call_of(compiled, inputs))
     limits = limits_of({} if budget is None else budget, executable.mesh)
-    library = executable.call.library
+    library, hlo = executable.call.library, executable.hlo
     in_targets, out_targets = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
     program = Program(executable, carried, batches(executable, inputs, carried))
@@ -149,17 +149,13 @@ def findings_and_program(
             *(finding for finding, _ in reshards),
             *unexpected(program, large, {row for _, rows in reshards for row in rows}),
             *computed_alike(program, same_work),
-            *(kept_activations(program, large) if _has_gradients(executable) else ()),
+            *(kept_activations(program, large) if hlo is not None and hlo.has_gradients else ()),
             *over_budget(program, limits),
             *_peak_findings(program, hbm),
         ]
     scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
     kept = f"; {counted(len(limits), 'budget')} kept" if limits else ""
     return Findings(findings, scope + kept), program
-
-
-def _has_gradients(executable: Executable) -> bool:
-    return executable.hlo is not None and executable.hlo.has_gradients
 
 
 def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding]:

@@ -366,9 +366,6 @@ def _loosest_patterns(
     """Write patterns as loose as they may be: of the path of each unit only its own matches.
 
     Patterns that leave numbers open may also match what patterns with numbers, before them, match.
-
-    Raises:
-        ValueError: No pattern of the dialect tells some path from another.
     """
     words = [unit.words for unit in units]
     tightness = [max(least, least_tightness(phrase)) for phrase in phrases]
