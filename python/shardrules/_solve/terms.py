@@ -150,9 +150,9 @@ class Terms:
         ]
         readers: dict[int, list[int]] = {}
         for place, group in enumerate(groups):
-            made = {number for operation, _ in group for number in operation.outputs}
+            outputs = {number for operation, _ in group for number in operation.outputs}
             for number in dict.fromkeys(n for op, _ in group for n in op.inputs if n is not None):
-                if number not in made:
+                if number not in outputs:
                     readers.setdefault(number, []).append(place)
         scopes = [
             space.scope_of({n for operation, _ in group for n in _numbers(operation)})
@@ -325,9 +325,9 @@ def _pairs_of_scan(operation: TracedOperation) -> Iterator[tuple[int, int, bool]
     for place, (outer, inner) in enumerate(operation.arguments(body)):
         if outer is not None and outer != inner:
             yield outer, inner, place >= stop
-    for place, (outer, made) in enumerate(zip(operation.outputs, body.outputs, strict=True)):
-        if made is not None:
-            yield outer, made, place >= operation.carries
+    for place, (outer, result) in enumerate(zip(operation.outputs, body.outputs, strict=True)):
+        if result is not None:
+            yield outer, result, place >= operation.carries
 
 
 def _numbers(operation: TracedOperation) -> Iterator[int]:

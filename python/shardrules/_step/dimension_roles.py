@@ -87,8 +87,8 @@ class Roles:
 
     def is_summed_for_weights(self, name: int) -> bool:
         """Say whether products sum over a class for gradients: those of frozen weights are not."""
-        made = (operation.outputs[0] for operation in self.contracted.get(name, ()))
-        return any(map(self.is_like_weights, made))
+        results = (operation.outputs[0] for operation in self.contracted.get(name, ()))
+        return any(map(self.is_like_weights, results))
 
     def batch_of(self, number: int) -> int | None:
         """Return the class of the batch in the first dimension of an array; None without one."""

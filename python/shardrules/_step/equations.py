@@ -168,14 +168,14 @@ class Equations:
                     arguments = barrier.outputs
                 call = self._body(inner, arguments, depth + 1)
                 operations += call.operations
-                made = call.outputs
+                results = call.outputs
             else:
                 operation = self._operation(eqn, read, depth + 1)
                 operation.scope = self._scope
                 operations.append(operation)
-                made = list(operation.outputs)
+                results = list(operation.outputs)
             self._scope = around
-            of |= zip(eqn.outvars, made, strict=True)
+            of |= zip(eqn.outvars, results, strict=True)
         outputs = list(map(number, jaxpr.outvars))
         return Body([i for i in inputs if i is not None], outputs, operations)
 
@@ -197,8 +197,8 @@ class Equations:
             self.dims.shape(shape_of(atom)) if i is None else self.values[i].dims
             for i, atom in zip(read, eqn.invars, strict=True)
         ]
-        made = self.dims.apply(rule, operands)
-        outputs = [self._new(var, dims) for var, dims in zip(eqn.outvars, made, strict=True)]
+        results = self.dims.apply(rule, operands)
+        outputs = [self._new(var, dims) for var, dims in zip(eqn.outvars, results, strict=True)]
         return TracedOperation(eqn, rule, read, outputs)
 
     def _barrier(self, eqn: Any, arguments: list[int]) -> TracedOperation:
@@ -217,9 +217,9 @@ class Equations:
         pairs = zip(variables, numbers, strict=True)
         return [self._new(var, self.values[i].dims) for var, i in pairs]
 
-    def _unite(self, number: int, made: int | None) -> None:
-        if made is not None:
-            self.dims.unite_all(self.values[number].dims, self.values[made].dims)
+    def _unite(self, number: int, result: int | None) -> None:
+        if result is not None:
+            self.dims.unite_all(self.values[number].dims, self.values[result].dims)
 
     def _scan(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         """Read a scan: what it carries, and what it slices and stacks along one dimension."""
@@ -237,13 +237,13 @@ class Equations:
             inside.append(self._new(var, dims[1:]))
         body = self._body(closed, inside, depth)
         outputs = []
-        for place, (var, made) in enumerate(zip(eqn.outvars, body.outputs, strict=True)):
+        for place, (var, result) in enumerate(zip(eqn.outvars, body.outputs, strict=True)):
             if place < carries:
                 dims = self.values[carried[place]].dims
-                self._unite(carried[place], made)
+                self._unite(carried[place], result)
             else:
                 inner = self.dims.shape(shape_of(var)[1:])
-                dims = (length, *(inner if made is None else self.values[made].dims))
+                dims = (length, *(inner if result is None else self.values[result].dims))
             outputs.append(self._new(var, dims))
         loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], carries=carries)
         loop.trips, loop.first = params["length"], consts
@@ -257,8 +257,8 @@ class Equations:
         closed = params["body_jaxpr"]
         carried = self._like(open_jaxpr(closed).invars[of_body:], numbers[begin:])
         body = self._body(closed, numbers[of_cond:begin] + carried, depth)
-        for i, made in zip(carried, body.outputs, strict=True):
-            self._unite(i, made)
+        for i, result in zip(carried, body.outputs, strict=True):
+            self._unite(i, result)
         outputs = self._like(eqn.outvars, carried)
         loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], first=of_body)
         loop.carries = len(carried)
@@ -270,8 +270,8 @@ class Equations:
         bodies = [self._body(branch, numbers[1:], depth) for branch in eqn.params["branches"]]
         outputs = [self._new(var) for var in eqn.outvars]
         for body in bodies:
-            for i, made in zip(outputs, body.outputs, strict=True):
-                self._unite(i, made)
+            for i, result in zip(outputs, body.outputs, strict=True):
+                self._unite(i, result)
         branches = TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies)
         branches.carries = len(outputs)
         branches.taken = _taken(eqn, [self._flops(body) for body in bodies])
@@ -288,9 +288,9 @@ class Equations:
         body = self._body(params["jaxpr"], inside, depth)
         outputs = list(map(self._new, eqn.outvars))
         self.manual |= zip(outputs, axes_by_dim(params, "out"), strict=True)
-        for whole, made in zip(outputs, body.outputs, strict=True):
-            if made is not None:
-                self._relate(whole, made, self.manual[whole])
+        for whole, result in zip(outputs, body.outputs, strict=True):
+            if result is not None:
+                self._relate(whole, result, self.manual[whole])
         return TracedOperation(eqn, None, [*numbers], outputs, bodies=[body])
 
     def _relate(self, outside: int, inside: int, axes: dict[int, tuple[str, ...]]) -> None:

@@ -97,7 +97,7 @@ def _repeated(view: View) -> Iterator[Finding]:
             fix,
             mend=f"({re.escape(next(iter(weights)))!r}, P(...))"
             if weights
-            else _constraint(f"P(...{axis!r}...)"),
+            else _constraint_line(f"P(...{axis!r}...)"),
             paths=tuple(weights)[:_SHOWN],
             leaves=len(weights),
         )
@@ -260,10 +260,10 @@ def _constraint_of(cuts: Iterable[tuple[str, ...]]) -> str:
     entries = list(cuts)
     while entries and not entries[-1]:
         entries.pop()
-    return _constraint(spec_shown(Entries(entries)))
+    return _constraint_line(spec_shown(Entries(entries)))
 
 
-def _constraint(spec: str) -> str:
+def _constraint_line(spec: str) -> str:
     return f"x = jax.lax.with_sharding_constraint(x, {spec})"
 
 
@@ -284,7 +284,7 @@ def _gathered_state(view: View) -> Iterator[Finding]:
                 "gathered-state",
                 f"a product of the optimizer gathers matrices over {','.join(axes)}: "
                 f"{bytes_shown(size)} on each device in a step, at {line}",
-                mend=_constraint("P(...)"),
+                mend=_constraint_line("P(...)"),
                 fix="give each device whole matrices, cut along layers or experts, with a "
                 "constraint before the product",
                 bytes=size,

@@ -205,11 +205,11 @@ class _Run:
         """Let a result have a buffer of its own, or that of a donated argument."""
         roots = self._roots_of(number)
         self._use(number)
-        made = self._new(number, None) if buffer is None else self._first(buffer)
-        if len(roots) != 1 or self._size[roots[0]] != self._size[made]:
+        target = self._new(number, None) if buffer is None else self._first(buffer)
+        if len(roots) != 1 or self._size[roots[0]] != self._size[target]:
             return
-        if buffer is None or self._is_free(made, self._begin[roots[0]], self._size[made]):
-            self._unite(made, roots[0])
+        if buffer is None or self._is_free(target, self._begin[roots[0]], self._size[target]):
+            self._unite(target, roots[0])
 
     def _largest(self) -> list[AliveArray]:
         """List what is alive when the sum is largest."""
@@ -398,26 +398,26 @@ class _Run:
             for place, (outer, _) in enumerate(arguments):
                 if place not in range(operation.first, stop):
                     self._use(outer)
-            for place, (number, made) in enumerate(
+            for place, (number, result) in enumerate(
                 zip(operation.outputs, body.outputs, strict=True)
             ):
                 if number in stacked:
                     self._use(number)
                     continue
                 if place in carried:
-                    self._turn(carried[place], made)
+                    self._turn(carried[place], result)
                     self._roots[number] = (carried[place],)
                 else:
-                    self._use(made)
-                    roots = tuple(self._roots_of(made))
+                    self._use(result)
+                    roots = tuple(self._roots_of(result))
                     self._roots[number] = roots or (self._new(number, operation),)
 
-    def _turn(self, carried: int, made: int | None) -> None:
+    def _turn(self, carried: int, result: int | None) -> None:
         """End a turn: what comes next is in the place of what was carried, if that is free."""
-        roots = self._roots_of(made)
+        roots = self._roots_of(result)
         if len(roots) == 1 and self._is_free(carried, self._begin[roots[0]], self._size[roots[0]]):
             self._unite(carried, roots[0])
-        self._use(made)
+        self._use(result)
         self._end[self._first(carried)] = self._time
 
     def _carry(self, operation: TracedOperation, body: Body) -> dict[int, int]:
@@ -446,11 +446,11 @@ def _late(body: Body, awaited: Iterable[int | None]) -> set[int]:
         if not needed.isdisjoint(operation.outputs):
             needed.update(number for number in operation.inputs if number is not None)
     late: set[int] = set()
-    made: set[int | None] = set()
+    outputs: set[int | None] = set()
     for operation in body.operations:
         if needed.isdisjoint(operation.outputs) and (
-            operation.name in PRODUCTS or not made.isdisjoint(operation.inputs)
+            operation.name in PRODUCTS or not outputs.isdisjoint(operation.inputs)
         ):
             late.add(id(operation))
-            made.update(operation.outputs)
+            outputs.update(operation.outputs)
     return late

@@ -308,10 +308,10 @@ class Spread:
         for body in operation.bodies:
             self._enter(operation, body, trips)
             self._run(body, trips * operation.trips)
-            for place, (number, made) in enumerate(
+            for place, (number, result) in enumerate(
                 zip(operation.outputs, body.outputs, strict=True)
             ):
-                cuts = () if made is None else self._of(made)
+                cuts = () if result is None else self._of(result)
                 is_stack = place >= operation.carries
                 self.cuts[number] = self._known(number, ((), *cuts) if is_stack else cuts)
 
@@ -328,8 +328,8 @@ class Spread:
                 cuts = cuts[1:]
             elif place >= operation.first and operation.name != "cond":
                 self._carried[inner] = trips
-                made = body.outputs[place - operation.first]
-                wish = None if made is None else self._wishes.get(made)
+                result = body.outputs[place - operation.first]
+                wish = None if result is None else self._wishes.get(result)
                 if wish is not None and wish != cuts:
                     self._move(outer, wish, trips, operation)
                     cuts = wish
@@ -349,17 +349,17 @@ class Spread:
                 self._move(outer, cuts_of(outer, manual[inner]), trips, operation)
         first = len(self.sent)
         self._run(body, trips)
-        for number, made in zip(operation.outputs, body.outputs, strict=True):
+        for number, result in zip(operation.outputs, body.outputs, strict=True):
             self.cuts[number] = cuts_of(number, manual[number])
             if self._merges_sums and number in self._wishes:
-                self._scatter_sum(first, made, number)
+                self._scatter_sum(first, result, number)
 
-    def _scatter_sum(self, first: int, made: int | None, number: int) -> None:
+    def _scatter_sum(self, first: int, result: int | None, number: int) -> None:
         """Scatter the sum that code by device gives back, where it is cut by those axes at once."""
         wish, taken = self._wishes[number], {axis for row in self.cuts[number] for axis in row}
         added = {axis for row in wish for axis in row} - taken
         for place, row in enumerate(self.sent[first:], first):
-            is_it = row.operation.outputs == [made] and row.kind == "all-reduce"
+            is_it = row.operation.outputs == [result] and row.kind == "all-reduce"
             if is_it and row.value is None and set(row.axes) == added:
                 self.sent[place] = row._replace(kind="reduce-scatter")
                 self.cuts[number] = wish

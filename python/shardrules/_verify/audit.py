@@ -235,10 +235,9 @@ class _Audit:
             message = (
                 f"the plan's mesh {axes} has no devices: the mesh of most of the arrays counts"
             )
-            fix = "give the mesh of devices: audit(tree, plan.on_mesh(mesh))"
-            yield Finding(
-                "info", "devices", message, (), 0, None, 0, fix, "audit(tree, plan.on_mesh(mesh))"
-            )
+            mend = "audit(tree, plan.on_mesh(mesh))"
+            fix = f"give the mesh of devices: {mend}"
+            yield Finding("info", "devices", message, (), 0, None, 0, fix, mend)
 
     @cached_property
     def _cases(self) -> list[_Case]:
