@@ -259,6 +259,11 @@ def spec_shown(spec: Any) -> str:
     return f"P({', '.join([*texts, *tags_shown(spec)])})"
 
 
+def constraint_line(spec: str) -> str:
+    """Return the line of a program that gives an array this spec."""
+    return f"x = jax.lax.with_sharding_constraint(x, {spec})"
+
+
 def rules_shown(dialect: str, pairs: Iterable[tuple[Any, Any]]) -> str:
     """Return a line for the dialect, and one for each rule."""
     lines = [

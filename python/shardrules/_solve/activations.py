@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._jax import user_line
 from shardrules._mesh.mesh import axes_of_type
 from shardrules._solve.rewrite import constrained, sites
-from shardrules._specs import entry_of, partition_spec, spec_shown
+from shardrules._specs import constraint_line, entry_of, partition_spec, spec_shown
 from shardrules._step.equations import RESULT
 from shardrules._step.spread import CONSTRAINTS
 from shardrules._text import printable, record
@@ -53,7 +53,7 @@ class Activation(NamedTuple):
 
     def __str__(self) -> str:
         array = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-        text = f"x = jax.lax.with_sharding_constraint(x, {spec_shown(self.spec)})"
+        text = constraint_line(spec_shown(self.spec))
         name = self.operation.rpartition("/")[2]
         verb = "constrains already" if self.replaces else f"into {name}" if self.is_read else name
         line = self.line or f"no line is known of {self.operation}"

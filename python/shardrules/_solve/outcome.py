@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._mesh.mesh import as_mesh, context_mesh, has_devices
+from shardrules._mesh.mesh import as_mesh, context_mesh, has_devices, in_force
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._rules.logical_rules import LogicalRules
@@ -171,10 +171,8 @@ class Outcome:
         Raises:
             ValueError: There are no devices, the mesh has other axes, or Explicit ones.
         """
-        import jax
-
         devices = self._devices(mesh)
-        with jax.set_mesh(devices) if hasattr(jax, "set_mesh") else devices:
+        with in_force(devices):
             yield self._constrained(devices)
 
     def _constrained(self, mesh: Mesh) -> Callable[..., Any]:

@@ -139,6 +139,7 @@ class Terms:
         self._space = space
         self._probe = _Probe(space)
         self._price = space.step._priced(self._probe)
+        self._running = {id(operation) for operation, _ in space.step._equations.operations()}
         self._rates: dict[tuple[Any, ...], float] = {}
         self._network = Network(space.machine, space.sizes)
         self._locals: dict[tuple[Any, ...], _Local] = {}
@@ -248,7 +249,7 @@ class Terms:
             probe.run(operation, trips)
         busy = 0.0
         for operation, trips in term.operations:
-            if not operation.bodies and id(operation) not in self._space.step._equations.untaken:
+            if id(operation) in self._running:
                 seconds = self._price.seconds(operation, machine.hardware, machine.efficiency)
                 busy += max(seconds) * trips
         own, shared = probe.needs, {}

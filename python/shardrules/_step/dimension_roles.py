@@ -49,10 +49,8 @@ def _alike(equations: Equations) -> dict[int, int]:
 class Roles:
     """Roles by class of dimensions.
 
-    Args:
-        equations: Of the step.
-        weights: Numbers of the arguments that are the model's parameters.
-        data: Numbers of the arguments that are not, and no state of the optimizer.
+    `weights` are the arguments that are the model's parameters, `data` those that are neither
+    these nor state of the optimizer.
     """
 
     def __init__(self, equations: Equations, weights: Iterable[int], data: Iterable[int]) -> None:

@@ -343,28 +343,13 @@ class Equations:
         return dict(users)
 
     def everything(
-        self, body: Body | None = None, trips: int = 1, *, on_device: bool = True
+        self, body: Body | None = None, trips: int = 1
     ) -> Iterator[tuple[TracedOperation, int]]:
-        """Yield each operation, loops before what is in them, and how often it runs in a step.
-
-        Code by device runs on each of them, unless it is asked how often it runs `on_device`.
-        """
+        """Yield each operation, loops before what is in them, and how often a device runs it."""
         for operation in (self.body if body is None else body).operations:
             yield operation, trips
-            turns = trips * operation.trips * (1 if on_device else devices_of(operation.eqn))
             for inner in operation.bodies:
-                yield from self.everything(inner, turns, on_device=on_device)
-
-    @cached_property
-    def untaken(self) -> set[int]:
-        """Return the operations, by identity, of branches that compute less than another one."""
-        return {
-            id(inner)
-            for operation, _ in self.everything()
-            for place, body in enumerate(operation.bodies)
-            if operation.taken not in (None, place)
-            for inner, _ in self.everything(body)
-        }
+                yield from self.everything(inner, trips * operation.trips)
 
     @cached_property
     def flops(self) -> int:
@@ -372,15 +357,21 @@ class Equations:
         return self._flops(self.body)
 
     def _flops(self, body: Body) -> int:
-        return sum(
-            row.flops + row.trips * devices_of(row.eqn) * sum(map(self._flops, row.running))
-            for row in body.operations
-        )
+        return sum(operation.flops * trips for operation, trips in self.operations(body))
 
-    def operations(self, *, on_device: bool = False) -> Iterator[tuple[TracedOperation, int]]:
-        """Yield the same of what computes: not loops, and of branches that which computes most."""
-        rows = self.everything(on_device=on_device)
-        return (row for row in rows if not row[0].bodies and id(row[0]) not in self.untaken)
+    def operations(
+        self, body: Body | None = None, trips: int = 1, *, on_device: bool = False
+    ) -> Iterator[tuple[TracedOperation, int]]:
+        """Yield what computes in a step: not loops, and of branches that which computes most.
+
+        And how often it runs: code by device on each of them, unless it is asked `on_device`.
+        """
+        for operation in (self.body if body is None else body).operations:
+            if not operation.bodies:
+                yield operation, trips
+            turns = trips * operation.trips * (1 if on_device else devices_of(operation.eqn))
+            for inner in operation.running:
+                yield from self.operations(inner, turns, on_device=on_device)
 
 
 def _without_dead(body: Body) -> Body:

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardrules._plan.findings import CheckKind, Finding
-from shardrules._specs import Entries, spec_shown
+from shardrules._specs import Entries, constraint_line, spec_shown
 from shardrules._step.spread import PRODUCTS
 from shardrules._text import bytes_shown, counted
 
@@ -97,7 +97,7 @@ def _repeated(view: View) -> Iterator[Finding]:
             fix,
             mend=f"({re.escape(next(iter(weights)))!r}, P(...))"
             if weights
-            else _constraint_line(f"P(...{axis!r}...)"),
+            else constraint_line(f"P(...{axis!r}...)"),
             paths=tuple(weights)[:_SHOWN],
             leaves=len(weights),
         )
@@ -260,11 +260,7 @@ def _constraint_of(cuts: Iterable[tuple[str, ...]]) -> str:
     entries = list(cuts)
     while entries and not entries[-1]:
         entries.pop()
-    return _constraint_line(spec_shown(Entries(entries)))
-
-
-def _constraint_line(spec: str) -> str:
-    return f"x = jax.lax.with_sharding_constraint(x, {spec})"
+    return constraint_line(spec_shown(Entries(entries)))
 
 
 def _gathered_state(view: View) -> Iterator[Finding]:
@@ -284,7 +280,7 @@ def _gathered_state(view: View) -> Iterator[Finding]:
                 "gathered-state",
                 f"a product of the optimizer gathers matrices over {','.join(axes)}: "
                 f"{bytes_shown(size)} on each device in a step, at {line}",
-                mend=_constraint_line("P(...)"),
+                mend=constraint_line("P(...)"),
                 fix="give each device whole matrices, cut along layers or experts, with a "
                 "constraint before the product",
                 bytes=size,

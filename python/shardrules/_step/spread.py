@@ -61,13 +61,8 @@ class Spread:
     """Specs of all arrays of a step on a mesh, and what is sent.
 
     An axis that a reshape can keep only in part, such as 8 devices of 4 heads, is taken for
-    several: "tp:0" of 4 devices and "tp:1" of 2.
-
-    Args:
-        equations: Of the step.
-        sizes: Devices by mesh axis.
-        arguments: Cuts of each argument; None if it is whole on each device.
-        results: Cuts of each result; None if nothing says.
+    several: "tp:0" of 4 devices and "tp:1" of 2. `arguments` and `results` are the cuts of each;
+    None of an argument that is whole on each device, and of a result of which nothing says.
     """
 
     _may_split = True

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardrules._mesh.mesh import as_mesh, has_devices
+from shardrules._mesh.mesh import as_mesh, in_force
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._program.compile import check_static, check_step, noted, placed_on, target_mesh
@@ -81,18 +80,6 @@ def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
         texts = "; ".join(mesh_shown(mesh.shape) for mesh in meshes)
         raise ValueError(f"the plans among the arguments have several meshes: {texts}")
     return meshes[0] if meshes else None
-
-
-def in_force(mesh: Any) -> AbstractContextManager[Any]:
-    """Return the context in which specs are of a mesh, with devices or without them."""
-    import jax
-
-    if mesh is None:
-        return nullcontext()
-    if not has_devices(mesh):
-        use = getattr(jax.sharding, "use_abstract_mesh", None)
-        return nullcontext() if use is None else use(mesh)
-    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh
 
 
 def _is_of_nnx(tree: Any) -> bool:

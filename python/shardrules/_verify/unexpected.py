@@ -11,6 +11,7 @@ from shardrules._program.collectives import Collective
 from shardrules._program.movement import REASONS
 from shardrules._program.program import Program
 from shardrules._program.work import Product
+from shardrules._specs import constraint_line
 from shardrules._text import and_more, bytes_shown, counted
 
 _SHARE: Final = 0.05
@@ -22,7 +23,7 @@ _KEPT: Final = 0.5
 _RECOMPUTED: Final = "layer = jax.checkpoint(layer)"
 _NAMED: Final = 3
 
-CONSTRAINT: Final = "x = jax.lax.with_sharding_constraint(x, P(...))"
+CONSTRAINT: Final = constraint_line("P(...)")
 """The line that constrains an array, by a spec to choose."""
 _MENDS: Final = {
     "whole gradient": "jax.lax.with_sharding_constraint(gradients, plan.shardings())",
@@ -130,7 +131,7 @@ def _alike_finding(axis: str, products: Sequence[Product], share: float) -> Find
         f"let {axis} shard the batch, or a dimension of what is multiplied: constrain the "
         f"activations by {axis} where the products begin"
     )
-    mend = f"x = jax.lax.with_sharding_constraint(x, P({axis!r}))"
+    mend = constraint_line(f"P({axis!r})")
     return Finding("warning", "batch", message, (), 0, None, 0, fix, mend)
 
 
