@@ -463,7 +463,7 @@ class TestNothingFound:
         none = sr.verify(compiled, (None, None))
         assert str(none) == (
             "nothing found: 0 of 2 inputs planned, no output compared, as outputs= is not given; "
-            "peak memory not asked for"
+            "peak memory not compared, as hbm= is not given"
         )
         planned = (jax.sharding.NamedSharding(mesh, spec), None)
         found = sr.verify(compiled, planned, planned[0], hbm=10**9)

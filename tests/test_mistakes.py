@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.support.command_line import invoke
 
 SHAPE = jax.ShapeDtypeStruct
 TREE = {
@@ -77,6 +79,41 @@ def saved(**changes):
     return sr.load(**{"source": folder, "rules": [("wq", ("fsdp", "tp")), (".*", ())], "mesh": MESH} | changes)  # fmt: skip
 
 
+USERS_STEP = """
+import jax
+import shardrules as sr
+
+def step_on(mesh):
+    plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", ("fsdp", "tp"))], mesh)
+    return jax.jit(lambda params: params), (plan,), plan
+
+def of_no_mesh(): return step_on(None)
+def bare(mesh): return step_on(mesh)[0]
+def flat(mesh): return step_on(mesh)[0], *step_on(mesh)[1], None
+"""
+USERS_MODEL = '{"params": [["layers/0/wq", [512, 512], "F32"]]}'
+
+
+def command(*words, project=""):
+    """Runs a command beside a user's files, and raises what it says."""
+    files = {
+        "users_step.py": USERS_STEP,
+        "model.json": USERS_MODEL,
+        "own.toml": 'rules = [["w", ["fsdp"]]]',
+        "shardrules.toml": project,
+    }
+    for name, text in files.items():
+        if text:
+            Path(name).write_text(text)
+    done = invoke(*words)
+    assert done.exit_code == 2
+    raise RuntimeError(done.stderr)
+
+
+def step_command(function, *words):
+    command("step", function, "--mesh", "fsdp=2,tp=4", *words)
+
+
 def solution():
     return sr.solve(STEP, SIZES, hardware="v5p")
 
@@ -106,7 +143,7 @@ OF_PLANS = {
     "a text as correction": (lambda: sr.plan(TREE, RULES, SIZES, correction="drop"), "'drop'", "Correction(indivisible='error')"),
     "a size with a unit": (lambda: sr.plan(TREE, RULES, SIZES, min_size="1k"), "'1k'", "a number"),
     "one optional axis": (lambda: sr.plan(TREE, RULES, SIZES, optional_axes="sp"), "'sp'", "sequence of strings", "write ['sp']"),
-    "a name of companions": (lambda: sr.plan(TREE, RULES, SIZES, companions="lora"), "'lora'", "shardrules.LORA"),
+    "a name of companions": (lambda: sr.plan(TREE, RULES, SIZES, companions="layers"), "'layers'", "write shardrules.LORA, or [shardrules.stacked('layers')]"),
     "rules before the tree": (lambda: sr.plan(RULES, TREE, SIZES), "rules, tree, mesh", "write plan(tree, rules, mesh)"),
     "boxes with pairs": (lambda: sr.plan(boxed(), [("embed", "fsdp")], SIZES), "'embed'", "Give shardrules.LogicalRules(rules)"),
     "names for no names": (lambda: sr.plan(TREE, sr.LogicalRules([("embed", "fsdp")]), SIZES).check().raise_for("info"), "names", "Give names="),
@@ -216,6 +253,7 @@ OF_STEPS = {
     "a name for on": (lambda: sr.compile(JITTED, PLAN, X, on="v5p:2x2x2"), "'v5p:2x2x2'", "shardrules.Topology('v5p:8x8x8')"),
     "sizes for on": (lambda: sr.compile(JITTED, PLAN, X, on=SIZES), "(a dict)", "jax.sharding.Mesh of devices"),
     "a topology as argument": (lambda: sr.compile(JITTED, PLAN, X, SLICE), "argument 2", "(a Topology)", "on=..."),
+    "arguments in a tuple": (lambda: sr.compile(JITTED, (PLAN, X), on=SLICE), "argument 0", "a Plan in a tuple", "prove(step, plan, batch)"),
     "an effort": (lambda: sr.compile(JITTED, TREE, X, on=SLICE, effort="quick"), "'quick'", "'fast'"),
     "no axes for a slice": (lambda: sr.compile(JITTED, TREE, X, on=SLICE), "meshes of the arguments are none", "on=topology.mesh(fsdp=64, tp=8)"),
     "its result": (lambda: sr.compile(3.0, PLAN, X, on=SLICE), "3.0 (a float)", "give the function"),
@@ -326,12 +364,48 @@ OF_SOLUTIONS = {
     "a sweep that proves nowhere": (lambda: PLAN.sweep(devices=8, step=STEP, prove=3), "prove: give the topology", "devices='v5p:8x8x8'"),
     "a sweep that proves one mesh": (lambda: PLAN.sweep(devices=SLICE, step=STEP, prove=3), "a function of the mesh", "the Step of trace"),
 }  # fmt: skip
-ALL = OF_SOLUTIONS | OF_PLANS | OF_PLACEMENT | OF_TOPOLOGIES | OF_DEVICES | OF_STEPS | OF_FILES
+
+OF_COMMANDS = {
+    "a mesh with colons": (lambda: command("check", "model.json", "-r", "x", "-m", "fsdp:8,tp:4"), "'fsdp:8'", "write fsdp=8,tp=4"),
+    "a mesh with spaces": (lambda: command("check", "model.json", "-r", "x", "-m", "fsdp=8 tp=4"), "'fsdp=8 tp=4'", "write fsdp=8,tp=4"),
+    "a mesh with semicolons": (lambda: command("check", "model.json", "-r", "x", "-m", "fsdp=8;tp=4"), "'fsdp'", "write fsdp=8,tp=4"),
+    "a misspelt file": (lambda: command("manifest", "modle.json"), "modle.json: No such file", "did you mean model.json?"),
+    "a misspelt function": (lambda: step_command("users_step:step_no"), "has no 'step_no'", "near it: step_on"),
+    "a file for a module": (lambda: step_command("users_step.py:step_on"), "no module 'users_step.py'", "write users_step:step_on"),
+    "a path for a module": (lambda: step_command("code/users_step.py:step_on"), "not the name of an object", "write code.users_step:step_on"),
+    "a dot for a colon": (lambda: step_command("users_step.step_on"), "not the name of an object", "write users_step:step_on"),
+    "a function of no mesh": (lambda: step_command("users_step:of_no_mesh"), "takes 0 positional arguments but 1 was given", "write def of_no_mesh(mesh)"),
+    "a function without rules": (lambda: step_command("users_step:step_on", "-r", "own.toml"), "takes 1 positional argument but 2 were given", "write def step_on(mesh, rules)"),
+    "a step alone": (lambda: step_command("users_step:bare"), "(a PjitFunction)", "write return step, (plan, batch), plan"),
+    "arguments one by one": (lambda: step_command("users_step:flat"), "(PjitFunction, Plan, NoneType)", "where arguments is a tuple", "write return step, (plan, batch), plan"),
+    "a misspelt key of a project": (lambda: command("check", project='[jobs.a]\nmodel = "model.json"\nmeshh = "tp=2"'), "job a", "'meshh' is unknown", "did you mean 'mesh'"),
+    "a number as mesh of a project": (lambda: command("check", project='[jobs.a]\nmodel = "model.json"\nmesh = 8'), "mesh is 8", "{ fsdp = 8, tp = 4 }"),
+    "a project without jobs": (lambda: command("check", project='model = "model.json"'), "no jobs", "[jobs.NAME]"),
+}  # fmt: skip
+ALL = (
+    OF_SOLUTIONS
+    | OF_COMMANDS
+    | OF_PLANS
+    | OF_PLACEMENT
+    | OF_TOPOLOGIES
+    | OF_DEVICES
+    | OF_STEPS
+    | OF_FILES
+)
 CHECKPOINT = None
 
 
 def test_there_are_83_of_0_2_and_60_of_0_3():
-    tables = (OF_SOLUTIONS, OF_PLANS, OF_PLACEMENT, OF_TOPOLOGIES, OF_DEVICES, OF_STEPS, OF_FILES)
+    tables = (
+        OF_SOLUTIONS,
+        OF_COMMANDS,
+        OF_PLANS,
+        OF_PLACEMENT,
+        OF_TOPOLOGIES,
+        OF_DEVICES,
+        OF_STEPS,
+        OF_FILES,
+    )
     assert sum(map(len, tables)) == len(ALL)
     assert len(OF_PLANS) + len(OF_PLACEMENT) >= 83
     assert len(OF_TOPOLOGIES) + len(OF_DEVICES) + len(OF_STEPS) + len(OF_FILES) >= 60
@@ -342,6 +416,8 @@ def test_the_message_says_what_was_given_and_what_to_write(mistake, tmp_path, mo
     if mistake in OF_DEVICES and importlib.util.find_spec("libtpu") is None:
         pytest.skip("no compiler for TPUs")
     monkeypatch.setitem(globals(), "CHECKPOINT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     call, *parts = ALL[mistake]
     with pytest.raises(Exception) as raised:  # noqa: PT011
         call()

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import islice
+from math import inf
 from numbers import Number, Real
 from types import ModuleType, UnionType
 from typing import (
@@ -36,6 +37,7 @@ Tree = TypeVar("Tree")
 MOST: Final = 2**63 - 1
 """The largest number that the core and numpy's int64 hold."""
 
+_TEXTS: Final = ("strings", "patterns", "words")
 _NODES: Final = (dict, list, tuple)
 _PLAIN: Final = (str, bytes, bytearray, os.PathLike, Iterator)
 # Nobody nests deeper by hand, and a list may be inside itself.
@@ -66,17 +68,12 @@ _KINDS: Final[dict[str, Kind]] = {
 
 
 def check_type(name: str, value: object, types: type | UnionType, what: str) -> None:
-    """Check that the value is of one of the types.
-
-    Raises:
-        TypeError: It is not; `what` says in the message what it must be.
-    """
+    """Check that the value is of one of the types; `what` says in the message what it must be."""
     if not isinstance(value, types):
         raise TypeError(f"{name} is {shown(value)}; it must be {what}")
 
 
 def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None:
-    """Check that the choice is one of `choices`."""
     # What cannot be hashed may have an == that gives no bool, as arrays have.
     if not isinstance(choice, Hashable) or choice not in choices:
         names = ", ".join(map(repr, choices))
@@ -84,11 +81,7 @@ def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None
 
 
 def check_choices(record: Any) -> None:
-    """Check that each field of a dataclass has a value that its annotation, a Literal, lists.
-
-    Raises:
-        ValueError: One has another value; the message names the field and lists the choices.
-    """
+    """Check that each field of a dataclass has a value that its annotation, a Literal, lists."""
     for name, choices in _choices_of(record.__class__).items():
         value = getattr(record, name)
         if type(value) is not str or value not in choices:
@@ -102,23 +95,14 @@ def _choices_of(record_type: type) -> dict[str, tuple[object, ...]]:
 
 
 def boolean(name: str, value: object) -> bool:
-    """Return the value, a bool of Python or numpy, as Python's.
-
-    Raises:
-        TypeError: It is neither True nor False.
-    """
+    """Return the value, a bool of Python or numpy, as Python's."""
     if not isinstance(value, Hashable) or value not in (True, False):
         raise TypeError(f"{name} is {shown(value)}; it must be True or False")
     return bool(value)
 
 
 def integer(name: str, value: Any, least: int = 0, most: int = MOST, what: str = "") -> int:
-    """Return the value, an integer of Python or numpy, as an int.
-
-    Raises:
-        TypeError: It is not an integer.
-        ValueError: It is below `least` or above `most`.
-    """
+    """Return the value, an integer of Python or numpy, as an int."""
     needed = what or "an integer"
     if isinstance(value, bool):
         raise TypeError(f"{name} is {shown(value)}; it must be {needed}")
@@ -140,12 +124,18 @@ def check_real(name: str, value: object) -> None:
 
 
 def check_bytes(name: str, value: object) -> None:
-    """Check that the value is a number of bytes."""
     check_type(name, value, Real, "a number of bytes, such as 95e9")
 
 
+def memory_bytes(name: str, value: Any) -> int:
+    """Return the bytes of a device's memory: at least one, and not without end."""
+    check_bytes(name, value)
+    if isinstance(value, bool) or not 1 <= value < inf:
+        raise ValueError(f"{name} is {shown(value)}; it must be a number of bytes, such as 95e9")
+    return int(value)
+
+
 def check_file(name: str, value: object) -> None:
-    """Check that the value is None or the path of a file."""
     check_type(name, value, str | os.PathLike | None, "the path of a file")
 
 
@@ -163,17 +153,14 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
     """Return the items of an iterable, as a tuple. A string or a mapping is refused."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        hint = f": write [{brief(value)}]" if isinstance(value, str) else ""
+        is_item = isinstance(value, str) and what.startswith(_TEXTS)
+        hint = f": write [{brief(value)}]" if is_item else ""
         raise TypeError(f"{name} is {shown(value)}; it must be a sequence of {what}{hint}")
     return tuple(value)
 
 
 def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str) -> tuple[Any, ...]:
-    """Return the same values, each checked to be of one of the types.
-
-    Raises:
-        TypeError: One is not; the message has its position.
-    """
+    """Return the same values, each checked to be of one of the types."""
     for position, value in enumerate(values):
         if not isinstance(value, types):
             check_type(f"{name}[{position}]", value, types, what)
@@ -181,12 +168,7 @@ def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str)
 
 
 def checked_shape(name: str, value: Any) -> tuple[Any, ...]:
-    """Return a shape, as a tuple. Symbolic dimensions and the like are for the caller to check.
-
-    Raises:
-        TypeError: It is not a sequence, or a dimension is a float, a string or None.
-        ValueError: A dimension is negative, or above 2**63 - 1.
-    """
+    """Return a shape, as a tuple. Symbolic dimensions and the like are for the caller to check."""
     shape = listed(name, value, "integers")
     for position, size in enumerate(shape):
         if isinstance(size, int | float | str | bytes | None):
@@ -350,11 +332,7 @@ def _kind_of_tree(node: Any) -> Literal["specs", "tree", "other"]:
 
 
 def check_shapes(name: str, tree: object, path: str | None) -> None:
-    """Check a tree none of whose leaves has a shape: it must have no leaf, and no array but these.
-
-    Raises:
-        TypeError: It is, say, a tree of shapes, or one of which only None is left.
-    """
+    """Check a tree none of whose leaves has a shape: it has no leaf, and no array but these."""
     if path is not None:
         raise TypeError(
             f"{name}: no leaf has a shape; the first is at {brief(path)}. Numbers are no arrays, "

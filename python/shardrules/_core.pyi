@@ -31,11 +31,7 @@ class SpecTable(Answers):
     """
 
     def __init__(
-        self,
-        specs: Sequence[object],
-        lengths: Sequence[int],
-        make: Callable[[int, int], object],
-        /,
+        self, specs: Sequence[object], lengths: Sequence[int], make: Callable[[int, int], object], /
     ) -> None: ...
 
 @final

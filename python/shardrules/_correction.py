@@ -14,11 +14,7 @@ MEMORY_KINDS: Final[tuple[MemoryKind, ...]] = get_args(MemoryKind)
 
 
 def check_memory_kind(name: str, kind: object) -> None:
-    """Check that it is a kind of memory, or None.
-
-    Raises:
-        ValueError: It is something else; the message names the parameter and lists the kinds.
-    """
+    """Check that it is a kind of memory, or None."""
     check_choice(name, kind, (None, *MEMORY_KINDS))
 
 
@@ -131,7 +127,6 @@ class RuleSpec:
 
 
 def check_correction(correction: object) -> None:
-    """Check that it is a Correction, or None."""
     check_type(
         "correction",
         correction,

@@ -60,11 +60,7 @@ RANDOM_KEYS: Final = {"threefry2x32": "key<fry>", "rbg": "key<rbg>", "unsafe_rbg
 
 
 def numpy_name(name: str) -> str:
-    """Return the name in numpy or ml_dtypes of a dtype, from that name or the one in safetensors.
-
-    Raises:
-        ValueError: The name is unknown. The message lists similar names.
-    """
+    """Return the name of a dtype in numpy or ml_dtypes, from that or the one in safetensors."""
     numpy_dtype = SAFETENSORS.get(name, name)
     if numpy_dtype in BITS:
         return numpy_dtype
@@ -125,11 +121,7 @@ def given_dtype(name: str, dtype: Any) -> Any:
 
 
 def given_bits(name: str, dtype: Any) -> int:
-    """Return the number of bits of one element of such a dtype.
-
-    Raises:
-        ValueError: As `given_dtype`.
-    """
+    """Return the number of bits of one element of such a dtype."""
     return bits_of(given_dtype(name, dtype))
 
 

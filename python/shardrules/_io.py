@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._text import bytes_shown, printable_lines
+from shardrules._text import bytes_shown, misspelt, printable_lines
 
 _MOST: Final = 900
 _END: Final = 300
@@ -178,11 +178,7 @@ def _unpacked(path: Path, file: io.BufferedReader, size: int, per_byte: int) -> 
 
 
 def join_chunks(path: Path, chunks: Iterable[bytes], size: int, per_byte: int = 1) -> bytes:
-    """Join the chunks of a JSON text.
-
-    Raises:
-        FileError: The text and its JSON values would take more than `max_memory` + `size` bytes.
-    """
+    """Join the chunks of a JSON text."""
     parts: list[bytes] = []
     length, values, width, most = 0, 0, _NARROW, max_memory.get() + size
     for chunk in chunks:
@@ -207,7 +203,12 @@ def _raise_too_large(path: Path, size: int) -> NoReturn:
 
 def unreadable(path: Path, error: OSError) -> FileError:
     """Return the error to raise if the system cannot read a file."""
-    return FileError(f"{path}: {error.strerror or error}; check the name and the permissions")
+    near = None
+    if error.errno == errno.ENOENT:
+        with suppress(OSError):
+            near = misspelt(path.name, os.listdir(path.parent))
+    fix = f"did you mean {near}?" if near else "check the name and the permissions"
+    return FileError(f"{path}: {error.strerror or error}; {fix}")
 
 
 def text_of(path: Path, data: bytes) -> str:
@@ -224,11 +225,7 @@ def text_of(path: Path, data: bytes) -> str:
 
 
 def parse_json(path: Path, data: bytes) -> Any:
-    """Parse bytes of a file as JSON.
-
-    Raises:
-        FileError: They are not JSON, or an object has a key twice.
-    """
+    """Parse bytes of a file as JSON."""
     text = text_of(path, data)
     del data  # frees it, unless the caller holds it
     try:

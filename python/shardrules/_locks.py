@@ -64,11 +64,7 @@ def check_fields(entry: dict[str, Any], fields: frozenset[str]) -> None:
 
 
 def of_type(value: Any, kind: type) -> Any:
-    """Return the value, if it is of the type.
-
-    Raises:
-        TypeError: It is not. A bool is no int.
-    """
+    """Return the value, if it is of the type; a bool is no int."""
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{shown(value)} stands where {with_article(kind.__name__)} belongs")
     return value

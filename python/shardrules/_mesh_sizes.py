@@ -16,27 +16,27 @@ _MOST_DEVICES: Final = 2**24
 _MOST_AXES: Final = 32
 _AXIS: Final = re.compile(r"\s*(?P<name>[^=\s]+)\s*=\s*(?P<size>\S+)\s*")
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,1000}")
+_SIZED: Final = re.compile(r"([^\W\d]\w*)\s*[=:]\s*([0-9]+)(?![\w.])")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """{axis: size}, in the order of the text.
-
-    Raises:
-        ValueError: The text has another form, an axis is there twice, or the sizes are invalid.
-    """
+    """{axis: size}, in the order of the text."""
     if not text.strip():
         raise ValueError("the mesh is empty; write its axes as dp=8,tp=4")
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis = _AXIS.fullmatch(part)
         if axis is None:
-            raise ValueError(f"mesh {text!r}: {part!r} is not an axis; write it as tp=4")
+            raise ValueError(
+                f"mesh {text!r}: {part!r} is not an axis; write {_meant(text) or 'it as tp=4'}"
+            )
         name = axis["name"]
         if name in sizes:
             raise ValueError(f"mesh {text!r}: axis {name!r} is there twice; rename or remove one")
         if not _INTEGER.fullmatch(axis["size"]):
             raise ValueError(
-                f"mesh {text!r}: the size of {name!r} is not an integer; write {name}=4"
+                f"mesh {text!r}: the size of {name!r} is not an integer; write "
+                f"{_meant(text) or f'{name}=4'}"
             )
         sizes[name] = int(axis["size"])
     try:
@@ -45,13 +45,14 @@ def parse_mesh(text: str) -> dict[str, int]:
         raise ValueError(f"mesh {text!r}: {error}") from None
 
 
-def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Devices per axis, as a new dict.
+def _meant(text: str) -> str:
+    """Return the mesh of a text with other marks between its parts; "" if a size is missing."""
+    sizes = _SIZED.findall(text)
+    return ",".join(map("=".join, sizes)) if len(sizes) > text.count(",") else ""
 
-    Raises:
-        ValueError: There are no axes, a size is below 1, or the mesh is out of bounds.
-        TypeError: A name is not a string, or a size not an integer.
-    """
+
+def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Devices per axis, as a new dict."""
     if not sizes:
         raise ValueError("a mesh without axes; write them as {'fsdp': 8, 'tp': 4}")
     checked = {}

@@ -106,7 +106,6 @@ def _remembered_spec(entries: tuple[Any, ...]) -> PartitionSpec:
 
 
 def is_partition_spec(spec: object) -> TypeGuard[PartitionSpec]:
-    """Return whether it is a PartitionSpec."""
     # Without JAX in the process nobody can have made one.
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and isinstance(spec, sharding.PartitionSpec)
@@ -175,11 +174,7 @@ def tags_shown(spec: object) -> list[str]:
 
 
 def with_tags(spec: PartitionSpec | Entries, tags: Mapping[str, Any]) -> PartitionSpec | Entries:
-    """Return the spec with these tags alone.
-
-    Raises:
-        ValueError: JAX is too old for them, or they do not go together with the entries.
-    """
+    """Return the spec with these tags alone."""
     if not tags and not tags_of(spec):
         return spec
     from jax import sharding
@@ -245,7 +240,6 @@ def axes_present(axes: list[str], present: Container[str], absent: str) -> list[
 
 
 def is_unconstrained(entry: object) -> bool:
-    """Return whether it is PartitionSpec.UNCONSTRAINED."""
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and entry is sharding.PartitionSpec.UNCONSTRAINED
 
@@ -263,6 +257,11 @@ def spec_shown(spec: Any) -> str:
         return repr(spec)
     texts = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in plain_entries(spec))
     return f"P({', '.join([*texts, *tags_shown(spec)])})"
+
+
+def constraint_line(spec: str) -> str:
+    """Return the line of a program that gives an array this spec."""
+    return f"x = jax.lax.with_sharding_constraint(x, {spec})"
 
 
 def rules_shown(dialect: str, pairs: Iterable[tuple[Any, Any]]) -> str:
@@ -368,11 +367,7 @@ class Chosen(NamedTuple):
 
 
 def fsdp(
-    axis: str | Sequence[str],
-    *,
-    min_bytes: int = _MIN_BYTES,
-    min_rank: int = 0,
-    within: Any = (),
+    axis: str | Sequence[str], *, min_bytes: int = _MIN_BYTES, min_rank: int = 0, within: Any = ()
 ) -> Fsdp:
     """Return a rule's spec that is made from each array's shape: its largest dimension is cut.
 

@@ -231,11 +231,7 @@ def seconds_shown(seconds: float) -> str:
 
 
 def byte_count(text: str) -> int:
-    """Return the number of bytes that a text such as 96GB, 80GiB or 1000000 means.
-
-    Raises:
-        ValueError: The text has another form, or the number is negative.
-    """
+    """Return the number of bytes that a text such as 96GB, 80GiB or 1000000 means."""
     digits = text.strip().rstrip("BbKkMmGgTtIi ")
     unit = text.strip()[len(digits) :].strip().upper()
     try:

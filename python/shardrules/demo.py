@@ -41,10 +41,7 @@ EXPERTS: Final = [
     (r"mlp/experts/\d+/down_proj/kernel", ("tp", ("fsdp", "sp"))),
 ]
 # Counted beside the parameters, for training with Adam.
-_COUNTED: Final[dict[str, Any]] = {
-    "gradients": "bfloat16",
-    "optimizer": ("float32", "float32"),
-}
+_COUNTED: Final[dict[str, Any]] = {"gradients": "bfloat16", "optimizer": ("float32", "float32")}
 # Of the hardware page. A step of DeepSeek-V3's training had 15,360 sequences of 4,096 tokens, each
 # of which met 8 experts (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2).
 _HARDWARE: Final = Hardware.named("v5p")

@@ -61,8 +61,9 @@ def test_a_step_without_a_batch():
     step = sr.trace(lambda params: params["w"] * 2, plan)
     with pytest.raises(ValueError, match="no argument but the model's has a batch"):
         step.largest_batch(plan, 10**9)
-    with pytest.raises(ValueError, match="hbm is 0"):
-        step.largest_batch(plan, 0)
+    for nothing in (0, 0.5, -1, float("nan"), float("inf"), True):
+        with pytest.raises(ValueError, match=f"hbm is {nothing}.*; it must be a number of bytes"):
+            step.largest_batch(plan, nothing)
 
 
 def test_frozen_weights_have_no_batch():

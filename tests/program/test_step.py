@@ -237,6 +237,32 @@ def test_operations_of_a_whole_step_are_counted_as_by_xla():
     assert step.flops == pytest.approx(flops, rel=0.01)
 
 
+def test_of_branches_only_that_which_computes_most_is_counted():
+    def step(w, x, i):
+        return lax.switch(i, [lambda: x, lambda: x @ w, lambda: (x @ w) @ w])
+
+    traced = sr.trace(step, shape(64, 64), shape(8, 64), shape(dtype="int32"))
+    (products,) = [row for row in traced.work if row.operation == "dot_general"]
+    assert (products.times, products.flops) == (2, 2 * 2 * 8 * 64 * 64)
+    assert "summed over" in traced.explain("inputs/0")
+
+
+def test_the_branch_of_a_platform_is_not_that_of_any():
+    def step(x):
+        return lax.platform_dependent(x, mosaic=lambda x: x @ x, default=lambda x: x + 1)
+
+    traced = sr.trace(step, shape(64, 64))
+    assert traced.flops == 64 * 64
+    assert not traced.unmodelled
+
+
+def test_calls_by_any_name_are_looked_into():
+    double = jax.custom_batching.custom_vmap(lambda w, x: x @ w)
+    double.def_vmap(lambda size, cut, w, x: (x @ w, True))
+    traced = sr.trace(double, shape(16, 16), shape(8, 16))
+    assert (traced.flops, traced.unmodelled) == (2 * 8 * 16 * 16, ())
+
+
 def test_code_by_device_counts_on_all_devices():
     mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
     double = shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._jax import user_line
 from shardrules._solve.activations import activations, constrained_step, seams
 from shardrules._solve.layout import LaidSpread, Layout, StepArrays
 from shardrules._solve.rewrite import sites
@@ -234,3 +235,19 @@ def test_an_operation_reads_as_was_priced(is_constrained):
     proof = sr.prove(run, plan, x)
     gathered = [sent.payload for sent in proof.collectives if sent.kind == "all-gather"]
     assert (max(gathered) <= most) == is_constrained
+
+
+def test_what_jax_adds_has_the_line_of_what_reads_it(monkeypatch):
+    step = traced(mesh_of(2, 2))
+    spread = layout(step)
+    line_of = user_line
+    monkeypatch.setattr(
+        "shardrules._solve.activations.user_line",
+        lambda eqn: None if eqn.primitive.name == "gather" else line_of(eqn),
+    )
+    rows = activations(step, spread)
+    gathers = [row for row in rows if row.operation.endswith("gather")]
+    assert gathers
+    assert all("test_activations.py:" in row.line for row in gathers)
+    monkeypatch.setattr("shardrules._solve.activations.user_line", lambda eqn: None)
+    assert all(str(row).startswith("no line is known of ") for row in activations(step, spread))

@@ -22,11 +22,12 @@ from shardrules._solve.terms import Terms
 from tests.support.random_steps import random_step
 
 MACHINE = machine_of("v5p", (), OVERLAP, None, is_traced=True)
+ROOM = 10**18
 MESHES = ({"a": 4}, {"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 3})
 
 
-def space_of(seed, hbm=None):
-    return Space(random_step(seed), MESHES[seed % len(MESHES)], MACHINE, hbm, fixed={})
+def space_of(seed):
+    return Space(random_step(seed), MESHES[seed % len(MESHES)], MACHINE, ROOM, fixed={})
 
 
 def assignments(space):
@@ -45,9 +46,9 @@ def is_optimum(seed, most=1024):
     if prod(map(len, space.values.values())) > most:
         return None
     costs = [space.cost(assignment) for assignment in assignments(space)]
-    peaks = sorted(cost.peak for cost in costs)
-    space.hbm = rng.choice((None, rng.choice(peaks), peaks[len(peaks) // 10], peaks[0] - 1))
-    fitting = [c.time.total for c in costs if space.hbm is None or c.peak <= space.hbm]
+    peaks = sorted(cost.memory.peak for cost in costs)
+    space.hbm = rng.choice((ROOM, rng.choice(peaks), peaks[len(peaks) // 10], peaks[0] - 1))
+    fitting = [c.time.total for c in costs if c.memory.peak <= space.hbm]
     search = Search(space)
     search.begin()
     search.run()
@@ -57,7 +58,7 @@ def is_optimum(seed, most=1024):
     return (
         cost.time.total == pytest.approx(min(fitting), rel=1e-7, abs=1e-11)
         and search.bound == pytest.approx(min(fitting), rel=1e-7, abs=1e-11)
-        and (space.hbm is None or cost.peak <= space.hbm)
+        and cost.memory.peak <= space.hbm
     )
 
 
@@ -75,6 +76,38 @@ def test_terms_add_up_to_the_price_of_the_step(seed):
         assignment = random_assignment(space, rng)
         price = pytest.approx(space.cost(assignment).time.total, rel=1e-7, abs=1e-11)
         assert terms.total(assignment).total == price
+
+
+def test_terms_have_the_branch_that_computes_most():
+    def step(w, x, i):
+        return jax.lax.switch(i, [lambda: x @ w, lambda: jnp.sum(x @ w) * (w @ (w @ x.T)).T])
+
+    traced = sr.trace(
+        step,
+        jax.ShapeDtypeStruct((2048, 2048), "float32"),
+        jax.ShapeDtypeStruct((4096, 2048), "float32"),
+        jax.ShapeDtypeStruct((), "int32"),
+    )
+    space = Space(traced, {"a": 2, "b": 2}, MACHINE, None, fixed={})
+    terms = Terms(space)
+    for seed in range(6):
+        assignment = random_assignment(space, random.Random(seed))
+        price = pytest.approx(space.cost(assignment).time.total, rel=1e-7)
+        assert terms.total(assignment).total == price
+
+
+def test_terms_have_what_a_square_array_sends_when_it_is_transposed():
+    square = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    # One class for both dimensions, whose axes cut the first of them before and behind.
+    traced = sr.trace(lambda w: w @ w + jnp.sin(w.T), square)
+    space = Space(traced, {"a": 4}, MACHINE, None, fixed={})
+    for axes in ((), ("a",)):
+        assignment = dict.fromkeys(space.values, axes)
+        cost = space.cost(assignment)
+        sent = {row.kind for row in cost.spread.sent if row.operation.name == "transpose"}
+        assert sent == ({"all-to-all"} if axes else set())
+        price = pytest.approx(cost.time.total, rel=1e-7)
+        assert Terms(space).total(assignment).total == price
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -137,7 +170,7 @@ def test_the_time_is_looked_at_amid_what_a_node_leaves(monkeypatch, where):
     """Parts of many assignments take minutes: the node stays in the bound, and none is tried."""
     search = Search(space_of(3), until=1.0)
     search.heap, now, after = [search._root()], [0.0], []
-    begin, is_over = getattr(Search, where), Search._is_over
+    begin, is_over = getattr(Search, where), Search.is_over_memory
 
     def late(self, *args):
         now[0] = 2.0
@@ -149,7 +182,7 @@ def test_the_time_is_looked_at_amid_what_a_node_leaves(monkeypatch, where):
 
     monkeypatch.setattr("shardrules._solve.search.monotonic", lambda: now[0])
     monkeypatch.setattr(Search, where, late)
-    monkeypatch.setattr(Search, "_is_over", counted)
+    monkeypatch.setattr(Search, "is_over_memory", counted)
     search.run()
     assert search.is_over
     assert search.heap
@@ -171,7 +204,7 @@ def test_the_first_of_equal_axes_is_on_data():
             "down": jax.ShapeDtypeStruct((2048, 512), "float32")}  # fmt: skip
     # The batch has one factor of 2.
     step = sr.trace(train, tree, jax.ShapeDtypeStruct((2 * 4095, 512), "float32"))
-    search = Search(Space(step, {"fsdp": 2, "tp": 2}, MACHINE, None, fixed={}))
+    search = Search(Space(step, {"fsdp": 2, "tp": 2}, MACHINE, ROOM, fixed={}))
     search.begin()
     search.run()
     (batch,) = [name for name in search.space.values if step._roles.of.get(name) == "batch"]

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.support.hlo_steps import shard_map
 
 
 def shape(*sizes, dtype="float32"):
@@ -251,8 +254,22 @@ def test_a_step_without_products_and_a_mesh_of_one_device_have_solutions():
         ({"keep": "up"}, "keep is 'up' (a str); it must be a sequence"),
         ({"keep": [3]}, "keep: 3 (an int) is no pair of"),
         ({"keep": ["("]}, "is no pattern"),
-        ({"forbid": ["batch"]}, "forbid: 'batch' (a str) is no pair of"),
+        ({"keep": [("up", 3)]}, "keep: the spec of 'up' is 3 (an int); it must be a PartitionSpec"),
+        ({"keep": [("up", P("fsdp", "fsdp"))]}, "keep: inputs/0/up: 'fsdp' is used twice"),
+        ({"keep": [("up", "tp")]}, "keep: inputs/0/up: the mesh has no axis 'tp'"),
+        (
+            {"keep": [("1", P("fsdp"))], "on": {"fsdp": 3}},
+            "fsdp cuts dimension 0, of 8, into 3 parts",
+        ),
+        (
+            {"forbid": ["batch"]},
+            "is no pair of (role, mesh axis): write forbid=[(role, mesh axis)]",
+        ),
         ({"time_limit": "long"}, "time_limit"),
+        ({"time_limit": float("nan")}, "time_limit"),
+        ({"hbm": 0.5}, "hbm is 0.5 (a float); it must be a number of bytes"),
+        ({"hbm": 0}, "hbm is 0"),
+        ({"hbm": float("inf")}, "hbm is inf"),
         ({"on": None}, "the step was traced without a mesh"),
     ],
 )
@@ -260,6 +277,33 @@ def test_wrong_arguments_are_named(options, message):
     step = sr.trace(train, TREE, shape(8, 512))
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         sr.solve(step, **{"on": {"fsdp": 4}, "hardware": "v5p", **options})
+
+
+def test_a_step_without_arrays_is_refused():
+    with pytest.raises(ValueError, match="traced without arrays among its arguments"):
+        sr.solve(sr.trace(lambda: 1.0), {"fsdp": 4}, hardware="v5p")
+
+
+def test_a_kept_spec_may_be_the_name_of_an_axis():
+    step = sr.trace(train, TREE, shape(8, 512))
+    solution = sr.solve(step, {"fsdp": 4}, hardware="v5p", keep=[("up", "fsdp")])
+    assert solution.specs["inputs/0/up"] == P("fsdp")
+
+
+def test_what_only_code_by_device_makes_and_reads_is_not_chosen():
+    """Such as what its forward pass saves for its backward pass, and constants in it."""
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+
+    def local(w, x):
+        return jnp.sin(jnp.sin(x @ w) @ w.T)
+
+    mapped = shard_map(local, mesh=mesh, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))
+    step = sr.trace(jax.grad(lambda w, x: jnp.sum(mapped(w, x))), shape(64, 128), shape(4096, 64))
+    made = next(op for op, _ in step._equations.everything() if op.name == "shard_map").outputs
+    solution = sr.solve(step, mesh, hardware="v5p")
+    assert len(made) > 2
+    assert all(solution.spread.target(number)[0] == ("fsdp",) for number in made)
+    assert [row.size for row in solution.choices[1:]] == [4096, 64, 128]
 
 
 def of_layers(layers, width, hidden, experts):

@@ -80,7 +80,7 @@ def compared(index: int) -> tuple[Rows, Rows]:
     """What each device sends in `CASES[index]`, by its jaxpr and by its HLO."""
     case = CASES[index]
     step, args = case.make()
-    spread = sr.trace(step, *args)._spread(None, merges_sums=False)
+    spread = steps.spread_on_cpu(sr.trace(step, *args))
     ours: Rows = Counter()
     for row in spread.sent:
         # XLA for CPU makes no reduce-scatter of what is no line of the user's.

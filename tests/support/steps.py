@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import permutations
-from math import prod
+from math import inf, prod
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._program.computation import Shape
 from shardrules._program.hlo import CollectiveOp, Hlo
+from shardrules._step.cuts import argument_cuts, result_cuts
+from shardrules._step.spread import Spread
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 96, 256, 4, 2, 40, 352
 BATCH, SEQUENCE, LAYERS = 16, 36, 2
@@ -144,13 +146,26 @@ def compiled(model: Model, sizes: Mapping[str, int]) -> tuple[sr.Plan, Hlo]:
     return plan, Hlo(made.lower(plan.abstract(), ids, ids).compile().as_text())
 
 
+class _SpreadOnCpu(Spread):
+    """As XLA for CPU has it: it adds the parts of each product up, before it adds the products."""
+
+    _merges_sums = False
+    _most_between = inf
+
+
+def spread_on_cpu(step: sr.types.Step) -> Spread:
+    """The specs with which a step was traced, over all of its arrays."""
+    cuts = [row for arg in step._args for row in argument_cuts(arg, step._function)]
+    results = result_cuts(step._call, step._equations)
+    return _SpreadOnCpu(step._equations, step._sizes(step._args), cuts, results)
+
+
 def spread(model: Model, sizes: Mapping[str, int]) -> Counter[tuple[str, tuple[str, ...]]]:
     """Payloads by collective and axes of the step's jaxpr, as the CPU backend sends them."""
     made, plan, ids = jitted(model, sizes)
     step = sr.trace(made, plan, ids, ids)
     rows: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    # It adds the parts of each product up, before it adds the products.
-    for row in step._spread(None, merges_sums=False).sent:
+    for row in spread_on_cpu(step).sent:
         axes = tuple(axis for axis in sizes if axis in row.axes)
         rows[row.kind, axes] += row.payload * row.trips
     return rows

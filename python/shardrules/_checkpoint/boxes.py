@@ -15,12 +15,10 @@ Box = tuple[Span, ...]
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """Return the lengths of a box."""
     return tuple(end - begin for begin, end in box)
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """Return the box of an index of slices."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -92,11 +90,7 @@ def _only_in(groups: Groups, excluded: Groups) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def arrangement(text: str) -> Arrangement:
-    """Parse the text of an arrangement. A `1` is a dimension of no axes.
-
-    Raises:
-        ValueError: It has another form, names an axis twice, or takes a dimension apart along two.
-    """
+    """Parse the text of an arrangement. A `1` is a dimension of no axes."""
     sides = text.split("->")
     if len(sides) != 2:
         raise ValueError(f"dims {text!r} must have one '->', as in 'out in -> in out'")

@@ -17,12 +17,7 @@ import numpy.typing as npt
 
 from shardrules._checkpoint.boxes import Box, Piece, box_shape, slices_in
 from shardrules._checkpoint.job import Job, fills_view
-from shardrules._checkpoint.puts import (
-    assembled,
-    parts_on_devices,
-    stacked_arrays,
-    whole_arrays,
-)
+from shardrules._checkpoint.puts import assembled, parts_on_devices, stacked_arrays, whole_arrays
 from shardrules._checkpoint.ranges import Copy, Tiles, axis_strides, numpy_dtype
 from shardrules._checkpoint.reading import BoxRequest, Reader, copy_values
 from shardrules._checkpoint.scales import spread
@@ -348,10 +343,7 @@ def _direct(
 
 
 def _fill_staged(
-    job: Job,
-    name: str,
-    views: Sequence[tuple[SourcePart, Piece, npt.NDArray[Any]]],
-    reader: Reader,
+    job: Job, name: str, views: Sequence[tuple[SourcePart, Piece, npt.NDArray[Any]]], reader: Reader
 ) -> None:
     """Fill views of the result with pieces of one array that have to be changed on the way."""
     requests, changed = [], []

@@ -192,7 +192,6 @@ def _count_reads(
 
 
 def _count_calls(target: Target, dtype: str, boxes: Sequence[Box]) -> int:
-    """Count the calls by which boxes of an array are read."""
     if bits_of(dtype) < 8:
         return len(target.parts)
     of_source: dict[str, set[Box]] = defaultdict(set)
@@ -234,11 +233,7 @@ def _boxes(
 def renamed(
     source: str, renames: Iterable[Rename], dtype: str | None
 ) -> tuple[Any, dict[str, tuple[Target, str]]]:
-    """Return (the tree that a checkpoint becomes, by path what an array is made of and its dtype).
-
-    Raises:
-        FileError: There is no such checkpoint, or the renames do not fit it.
-    """
+    """Return (the tree of a renamed checkpoint, by path what an array is made of and its dtype)."""
     followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
     arrays = read_arrays(source)
     problems = Problems(arrays.name)

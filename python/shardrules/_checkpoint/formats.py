@@ -41,11 +41,9 @@ class CheckpointFormat(Protocol):
 
     def claims(self, arrays: Arrays) -> bool:
         """Say whether these arrays, which were listed, can be read."""
-        ...
 
     def samples(self, arrays: Arrays) -> list[Row]:
         """Return what several processes compare before they read, beside names and shapes."""
-        ...
 
     def read(
         self,
@@ -55,7 +53,6 @@ class CheckpointFormat(Protocol):
         progress: bool | Progress | None,
     ) -> Generator[list[Any]]:
         """Yield the arrays of each batch."""
-        ...
 
 
 class BytesInFiles:
@@ -189,7 +186,6 @@ class Reads(NamedTuple):
 
 
 def reads_of(checkpoint_format: CheckpointFormat, arrays: Arrays, jobs: list[Job]) -> Reads:
-    """Return what to read for the jobs."""
     direct = []
     batch_of: dict[str, Batch] = {}
     for i, job in enumerate(jobs):
@@ -216,12 +212,7 @@ def _merged_batches(batches: list[Batch], most_bytes: int) -> Iterator[Batch]:
 
 
 def _restored(directory: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the arrays by their paths in the checkpoint.
-
-    Args:
-        directory: A result of `find_checkpoint`, whose names and files have been checked.
-        abstract: By path, the ShapeDtypeStruct with its sharding.
-    """
+    """Restore the arrays by their paths in the checkpoint."""
     import orbax.checkpoint as ocp
     from etils.epath import Path as OrbaxPath
 

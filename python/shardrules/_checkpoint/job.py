@@ -62,7 +62,6 @@ class Job(NamedTuple):
 
     @property
     def boxes(self) -> Sequence[Box]:
-        """Return the boxes to fill."""
         if self.is_put_whole:
             return [tuple((0, size) for size in self.target.shape)]
         return list(self.local_boxes)

@@ -208,11 +208,7 @@ def reshard(
 
 
 def _moves(
-    tree: Any,
-    rules: Any,
-    deciding: Mapping[str, Any],
-    renames: Sequence[Rename],
-    dtype: str | None,
+    tree: Any, rules: Any, deciding: Mapping[str, Any], renames: Sequence[Rename], dtype: str | None
 ) -> tuple[Any, dict[int, _Move]]:
     """Return (the result or an abstract one of its structure, the move of each leaf that moves)."""
     target = rules
@@ -235,11 +231,7 @@ def _moves(
 
 
 def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
-    """Compare structures, but for boxes, and shapes; with a plan dtypes too.
-
-    Raises:
-        ValueError: An array has another shape than in a tree of arrays.
-    """
+    """Compare structures, but for boxes, and shapes; with a plan dtypes too."""
     structure: Any
     leaves, treedef = tree_util.tree_flatten(tree)
     others, structure = tree_util.tree_flatten(target)
@@ -326,11 +318,7 @@ def _moved_bytes_of(leaf: Any, dtype: str | None) -> int:
 
 
 def _moves_by_paths(
-    tree: Any,
-    rules: Any,
-    deciding: Mapping[str, Any],
-    renames: Sequence[Rename],
-    dtype: str | None,
+    tree: Any, rules: Any, deciding: Mapping[str, Any], renames: Sequence[Rename], dtype: str | None
 ) -> tuple[Any, dict[int, _Move]]:
     """Return (the abstract tree of the result, the move of each of its leaves)."""
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)

@@ -119,12 +119,7 @@ def solver_notes(solution: Solution) -> Iterator[str]:
 
 
 def project_of(args: Args) -> NewProject:
-    """Make the files of `init`: the project file, rules, and of a step its model.
-
-    Raises:
-        ValueError: A file is there already, or options are missing or contradict each other.
-        FileError: The step does not take the rules, or what `suggested` and `solved` say.
-    """
+    """Make the files of `init`: the project file, rules, and of a step its model."""
     if project := find_table(Path.cwd()):
         raise ValueError(f"{project[0]}: the project has this file; add a job to it")
     names = (OWN_FILE, _RULES) if args.on is None else (OWN_FILE, _RULES, _MODEL)
@@ -162,7 +157,7 @@ def _project_of_step(args: Args, job: dict[str, str]) -> NewProject:
     }  # fmt: skip
     rules = "\n".join([suggestion.to_toml().rstrip("\n"), *constraint_lines(solution), ""])
     files = {
-        _MODEL: packed(manifest_text(plan._columns, args.source)),
+        _MODEL: packed(manifest_text(plan, args.source)),
         _RULES: rules.encode(),
         OWN_FILE: project_text(job).encode(),
     }

@@ -55,7 +55,6 @@ class Argument(click.Argument):
     line = ""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return the name of the argument and its help."""
         return str(self.metavar), self.line
 
 

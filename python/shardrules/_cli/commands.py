@@ -81,7 +81,7 @@ def plan(args: Args) -> int:
     time = plan.step_time(**step, **training) if has_time else None
     # Made before anything is written: a failure leaves no file behind.
     report = args.html and show.report(args, planned, room, training, step)
-    shapes = args.manifest and manifest_text(plan._columns, planned.model)
+    shapes = args.manifest and manifest_text(plan, planned.model)
     if args.lock:
         plan.lock(args.lock)
     if shapes:
@@ -91,7 +91,7 @@ def plan(args: Args) -> int:
         hint(args, f"{args.html}: a report in one file, which works offline")
     fits = room.fits(memory)
     if args.format == "json":
-        print(plan_json(plan._columns, memory, room, time))
+        print(plan_json(plan, memory, room, time))
     else:
         show.show_plan(plan)
         print(memory)
@@ -465,9 +465,8 @@ def load(args: Args) -> None:
         tree, targets = renamed(args.source, renames, args.dtype)
     plan = inputs.load_model_plan(args, tree=tree).plan
     if args.dry_run:
-        columns = plan._columns
         options: dict[str, Any] = {"processes": args.processes, "bandwidth": speed}
-        print(forecast(columns, targets=targets, in_flight=most, **options))
+        print(forecast(plan, targets=targets, in_flight=most, **options))
     else:
         with working(args, f"loading {args.source}"):
             line = timed(args.source, plan, renames, most)
@@ -572,7 +571,7 @@ def diff(args: Args) -> int:
     before, after = inputs.load_sides(args)
     differences = before.diff(after)
     if differences and args.format == "github":
-        print(show.annotation(args, "diff", str(differences).splitlines()))
+        print(show.annotation(args, str(differences).splitlines()))
     else:
         print(differences)
     return 1 if differences else 0

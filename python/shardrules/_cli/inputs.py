@@ -221,9 +221,11 @@ def step_of(source: str, result: Any) -> tuple[Any, ...]:
     """Return (step, arguments, outputs) or (step, arguments) of what a user's function returns."""
     is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
     if not is_tuple or not isinstance(result[1], tuple):
+        kinds = ", ".join(type(part).__name__ for part in result) if type(result) is tuple else ""
         raise FileError(
-            f"{source}: this gives {shown(result)}; it must be (step, arguments, outputs) "
-            "or (step, arguments), where arguments is a tuple"
+            f"{source}: this gives {f'({kinds})' if kinds else shown(result)}; it must be (step, "
+            "arguments, outputs) or (step, arguments), where arguments is a tuple: write "
+            "return step, (plan, batch), plan"
         )
     return tuple(result)
 
@@ -343,8 +345,7 @@ def must_fit(findings: Findings, plan: Plan, room: Room, training: dict[str, Any
     if room.fits(needed):
         return findings
     by_bytes = sorted(
-        plan._columns.folded,
-        key=lambda part: -kinds[part.group].device_bytes * len(part.rows),
+        plan.folded, key=lambda part: -kinds[part.group].device_bytes * len(part.rows)
     )
     others = (finding for finding in findings if finding.kind != "memory")
     return Findings([no_room(needed, room, by_bytes), *others], findings.scope)

@@ -53,11 +53,10 @@ def _print(text: str) -> None:
 
 def show_plan(plan: Plan) -> None:
     """Print the heading and all folded paths."""
-    columns = plan._columns
-    print(heading(columns))
-    kinds = [columns.kinds[row.group] for row in columns.folded]
-    alarming = [_is_alarming(kind, columns.axis_sizes) for kind in kinds]
-    _print_table(plan_table(columns, columns.folded), alarming)
+    print(heading(plan))
+    kinds = [plan.kinds[row.group] for row in plan.folded]
+    alarming = [_is_alarming(kind, plan.axis_sizes) for kind in kinds]
+    _print_table(plan_table(plan, plan.folded), alarming)
 
 
 def _is_alarming(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
@@ -132,12 +131,12 @@ def _rule_lines(args: Args, planned: Planned | None) -> tuple[str | None, Sequen
     return _from_root(file), lines
 
 
-def annotation(args: Args, what: str, lines: Sequence[str]) -> str:
-    """Return a warning for GitHub about the rules, or else the file that comes after."""
+def annotation(args: Args, lines: Sequence[str]) -> str:
+    """Return a warning of `diff` for GitHub about the rules, or else the file that comes after."""
     file = args.rules or args.after
     shown = [*lines[:_MOST_LINES], *and_more(len(lines), _MOST_LINES, "line")]
     place = _from_root(file if Path(file).is_file() else None)
-    return github_command("warning", f"{_page_title(args)} {what}", shown, place)
+    return github_command("warning", f"{_page_title(args)} diff", shown, place)
 
 
 def _page_title(args: Args) -> str:

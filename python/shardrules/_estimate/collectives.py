@@ -74,11 +74,7 @@ class CutPart(NamedTuple):
 
 
 def cut_parts(columns: Columns, schedule: Schedule) -> list[CutPart]:
-    """Return what the axes of the mesh do for each folded path of parameters.
-
-    Raises:
-        ValueError: The schedule lacks what the model needs, or its roles do not fit.
-    """
+    """Return what the axes of the mesh do for each folded path of parameters."""
     parts: Iterable[Part] = columns._leaves.parts
     if schedule.roles:
         parts = with_roles(columns._leaves.parts, schedule.roles)
@@ -112,7 +108,8 @@ def _check_experts(parts: list[Part], schedule: Schedule) -> None:
             "experts_per_token=2"
         )
     if schedule.experts_per_token is not None and (most is None or most.experts < 2):
-        kernels = sorted(filter(_is_kernel, parts), key=lambda part: -len(part.shape))
+        kernels = [part for part in parts if part.is_product and "lookup" not in part.dims]
+        kernels.sort(key=lambda part: -len(part.shape))
         seen = [f"{brief(part.pattern)} {part.shape}" for part in kernels[:_MOST_SEEN]]
         seen += and_more(len(kernels), _MOST_SEEN, "pattern")
         raise ValueError(
@@ -120,10 +117,6 @@ def _check_experts(parts: list[Part], schedule: Schedule) -> None:
             f"experts: looked at {', '.join(seen) or 'no kernel'}; leave it out, or say which "
             "dimension is that of experts, such as roles={'w1$': ('experts', 'in', 'out')}"
         )
-
-
-def _is_kernel(part: Part) -> bool:
-    return part.is_product and "lookup" not in part.dims
 
 
 def cut_of(part: Part, kind: Kind, sizes: dict[str, int], batch: frozenset[str]) -> CutPart:
@@ -263,11 +256,7 @@ def _use(cut: CutPart, schedule: Schedule) -> Use:
         local = local * share / cut.devices(siblings)
     layers = part.size("stack")
     return Use(
-        cut=cut,
-        tokens=local,
-        share=share,
-        arrays=part.leaves * layers,
-        inputs=part.inputs * layers,
+        cut=cut, tokens=local, share=share, arrays=part.leaves * layers, inputs=part.inputs * layers
     )
 
 

@@ -15,14 +15,7 @@ from shardrules._estimate.collectives import CutPart, cut_parts, kernel_uses
 from shardrules._estimate.schedule import Of, Schedule, Transmission, schedule_of
 from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
 from shardrules._hardware import Hardware, as_hardware, check_share
-from shardrules._text import (
-    answer,
-    brief,
-    guesses_shown,
-    mesh_shown,
-    printable,
-    seconds_shown,
-)
+from shardrules._text import answer, brief, guesses_shown, mesh_shown, printable, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._mesh.topology import Links, Topology
@@ -170,12 +163,7 @@ def machine_of(
     meanwhile = texts("overlap", overlap)
     for purpose in meanwhile:
         check_choice("overlap: one of them", purpose, get_args(Of))
-    return Machine(
-        device,
-        texts("axes_over_dcn", axes_over_dcn),
-        meanwhile,
-        float(efficiency),
-    )
+    return Machine(device, texts("axes_over_dcn", axes_over_dcn), meanwhile, float(efficiency))
 
 
 class Run(NamedTuple):

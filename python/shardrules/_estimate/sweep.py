@@ -129,13 +129,8 @@ class Sweep(tuple[SweepRow, ...]):
         left = [f"left out {mesh_shown(mesh)}: {why}" for mesh, why in self.left_out]
         guesses = guesses_shown(self._guessed, "names")
         more = and_more(len(left), _MOST_LEFT_OUT, "mesh")
-        lines = [
-            *left[:_MOST_LEFT_OUT],
-            *more,
-            *assumed_lines(self.assumptions, uncounted),
-            *guesses,
-        ]
-        return [printable(line) for line in lines]
+        assumed = assumed_lines(self.assumptions, uncounted)
+        return [printable(line) for line in (*left[:_MOST_LEFT_OUT], *more, *assumed, *guesses)]
 
     def _parts(self) -> list[Table | str]:
         return [sweep_table(self), *self.notes]
@@ -215,7 +210,7 @@ def sweep_meshes(
         raise errors[0]
     if all(row.time is None for row in rows):
         return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), left_out, guessed)
-    ranked = list(_best_first(rows, _row_seconds))
+    ranked = list(_best_first(rows, lambda row: row.time.total if row.time else 0.0))
     proven = ranked if prove is None else _ranked_by_proof(ranked, room, *prove)
     return Sweep(proven, left_out, guessed)
 
@@ -229,9 +224,9 @@ def _ranked_by_proof(
     """Rank the first rows by what the compiler makes of the step, those that it refuses last."""
     proven = []
     for row in rows[:count]:
-        seconds, held = compiled(row.mesh)
+        seconds, size = compiled(row.mesh)
         fits = None if room.hbm is None else seconds < inf
-        proven.append(row._replace(compiled=seconds, bytes=held, fits=fits))
+        proven.append(row._replace(compiled=seconds, bytes=size, fits=fits))
     return [*sorted(proven, key=lambda row: row.compiled or 0.0), *rows[count:]]
 
 
@@ -261,10 +256,6 @@ def _preference(row: SweepRow) -> tuple[float, ...]:
     return _tensor_devices(row), row.corrections, _held_bytes(row)
 
 
-def _row_seconds(row: SweepRow) -> float:
-    return 0.0 if row.time is None else row.time.total
-
-
 def _usable(row: SweepRow) -> tuple[int, bool, bool]:
     # A time from which something is missing looks too good.
     is_partial = row.time is not None and bool(row.time.uncounted)
@@ -285,11 +276,7 @@ def _tensor_devices(row: SweepRow) -> int:
 def factorizations(
     devices: int, axes: tuple[str, ...], fixed: Mapping[str, int]
 ) -> Iterator[dict[str, int]]:
-    """Return all meshes of that many devices with these axes, in order, and then the fixed ones.
-
-    Raises:
-        ValueError: No axes, an axis twice, or no number of devices that the fixed ones divide.
-    """
+    """Return all meshes of that many devices with these axes, in order, and then the fixed ones."""
     names = (*axes, *fixed)
     if not axes or len(set(names)) < len(names):
         raise ValueError(f"the axes of a mesh are names, each once, not {names}")
@@ -317,9 +304,7 @@ def _sweep_row(
         mesh=columns.axis_sizes,
         devices=columns.devices,
         bytes=device_bytes.max,
-        replicated=sum(
-            kind.device_bytes * n for kind, n, is_replicated in counted if is_replicated
-        ),
+        replicated=sum(kind.device_bytes * count for kind, count, whole in counted if whole),
         largest_replicated=largest.pattern if largest else None,
         largest_replicated_bytes=columns.kinds[largest.group].device_bytes if largest else 0,
         corrections=sum(count for kind, count, _ in counted if kind.losses),

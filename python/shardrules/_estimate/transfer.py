@@ -129,12 +129,8 @@ class Transfer(NamedTuple):
             f"{bytes_shown(int(self.sent.max()))} sent by one"
             + (f"; at most {bytes_shown(copied)} copied to or from its host" if copied else "")
         )
-        head = printable_lines(
-            [
-                f"{meshes}: {counted(self.shared, 'device')} in both",
-                summary if self else "nothing moves",
-            ]
-        )
+        shared = f"{meshes}: {counted(self.shared, 'device')} in both"
+        head = printable_lines([shared, summary if self else "nothing moves"])
         moving = [row for row in self.rows if row.received or row.copied]
         table = Table(_COLUMNS, map(_transfer_cells, moving[:_MOST_ROWS])).lines() if moving else []
         more = and_more(len(moving), _MOST_ROWS, "row")
@@ -180,13 +176,8 @@ def transfer(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> 
         changes_memory = is_on_host(kind.memory_kind) != is_on_host(target.memory_kind)
         if changes_memory:
             copied += moved.kept * count
-        of_leaf.append(
-            (
-                int(moved.received.sum()),
-                int(moved.received.max()),
-                int(moved.kept.sum()) if changes_memory else 0,
-            )
-        )
+        kept = int(moved.kept.sum()) if changes_memory else 0
+        of_leaf.append((int(moved.received.sum()), int(moved.received.max()), kept))
     return Transfer(
         mesh=(before.axis_sizes, after.axis_sizes),
         shared=len(new.shared),
@@ -271,11 +262,7 @@ def _reason_unknown(kind: Kind) -> str | None:
 def _grids(
     before: Columns, after: Columns, places: npt.NDArray[np.int64], kinds: int
 ) -> tuple[Grid, Grid]:
-    """Return the devices of both meshes, with counts of a dtype that is large enough for all sums.
-
-    Raises:
-        ValueError: There are too many devices for so many pairs of kinds.
-    """
+    """Return the devices of both meshes, with counts of a dtype large enough for all sums."""
     devices = before.devices + after.devices
     if kinds * devices > _MOST_WORK:
         raise ValueError(

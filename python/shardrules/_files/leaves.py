@@ -88,11 +88,7 @@ class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
     def of_columns(
         self, path: Path, names: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
     ) -> dict[str, ArraySpec]:
-        """Make {name: leaf} of the names, shapes and dtypes in a file.
-
-        Raises:
-            FileError: An entry of a column is invalid.
-        """
+        """Make {name: leaf} of the names, shapes and dtypes in a file."""
         check_column(path, names, names, str, "has no string as its name")
         check_text(path, names, "array")
         check_column(path, names, shapes, list, _ODD_SHAPE)
@@ -140,11 +136,7 @@ def all_are(kind: type, values: Iterable[object]) -> bool:
 def check_column(
     path: Path, names: Sequence[Any], column: Sequence[Any], kind: type, needs: str
 ) -> None:
-    """Check that all values have exactly this type.
-
-    Raises:
-        FileError: One has not. The message has the array's name, `needs`, and the value.
-    """
+    """Check that all values have exactly this type."""
     if not all_are(kind, column):
         _raise_first(path, names, column, lambda value: type(value) is kind, needs)
 
@@ -162,11 +154,7 @@ def _raise_first(
 
 
 def check_text(path: Path, words: Sequence[str], what: str) -> None:
-    """Check that each word can be encoded, since JSON can escape half a surrogate pair.
-
-    Raises:
-        FileError: One cannot. The message calls it `what`.
-    """
+    """Check that each word can be encoded, since JSON can escape half a surrogate pair."""
     try:
         "".join(words).encode()
     except UnicodeEncodeError:

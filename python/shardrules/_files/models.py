@@ -66,15 +66,12 @@ class ModelFormat(Protocol):
     @property
     def description(self) -> str:
         """Return what to give, in words; nothing for files that are not read."""
-        ...
 
     def claims(self, path: Path) -> bool:
         """Say whether the name or the directory is of this form; the first format counts."""
-        ...
 
     def read(self, path: Path, make: ArraySpecs) -> Arrays:
         """Read names, shapes and dtypes, with leaves of `make.of_columns`."""
-        ...
 
 
 def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
@@ -111,11 +108,7 @@ def _descriptions() -> str:
 
 
 def _check_place(source: str) -> None:
-    """Check whether a name that is not here may be one of something elsewhere.
-
-    Raises:
-        FileError: It is a URL, or may be a repository; the message says what to do.
-    """
+    """Check whether a name that is not here may be one of something elsewhere."""
     if _URL.match(source):
         raise FileError(f"{source}: there is no such file or directory; check the URL")
     if _REPOSITORY.fullmatch(source) and not source.endswith((safetensors.SUFFIX, *_JSON)):
@@ -220,11 +213,9 @@ class ArraysInJson:
             )
         names = content.get("logical_axes")
         arrays = _arrays_in(path, leaves, content.get("model"))
-        return (
-            arrays
-            if names is None
-            else arrays._replace(logical_axes=_checked_names(path, names, leaves))
-        )
+        if names is None:
+            return arrays
+        return arrays._replace(logical_axes=_checked_names(path, names, leaves))
 
 
 FORMATS: Final[list[ModelFormat]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final
 
+from shardrules._arguments import kind_of
 from shardrules._io import FileError
-from shardrules._text import brief
+from shardrules._text import brief, near_shown
 
 _LIBRARIES: Final = {"site-packages", "shardrules"}
 """Folders of code that is not the user's, whose lines are left out of messages."""
@@ -32,35 +34,52 @@ def is_module_form(text: str) -> bool:
 
 
 def load_object(text: str, *arguments: Any) -> Any:
-    """Import the object that `package.module:name` names, and call it if that is possible.
-
-    Raises:
-        FileError: As `find_object`; or the call has raised an error, which is chained.
-    """
+    """Import the object that `package.module:name` names, and call it if that is possible."""
     value = find_object(text)
     if not callable(value):
         return value
     try:
         return value(*arguments)
     except (Exception, SystemExit) as error:
-        call = f"{text.rpartition(':')[2]}({', '.join(map(brief, arguments))})"
+        name = text.rpartition(":")[2]
+        call = f"{name}({', '.join(map(brief, arguments))})"
         how = "with these arguments" if arguments else "without arguments"
-        raise _raised(text, f"the call of {call}", error, f"it must work {how}") from error
+        fix = f"it must work {how}"
+        if not _takes(value, arguments):
+            fix = f"{fix}: write def {name}({', '.join(map(kind_of, arguments))})"
+        raise _raised(text, f"the call of {call}", error, fix) from error
 
 
 def find_object(text: str) -> Any:
     """Import the object that `package.module:name` names.
 
     The current directory is searched too, as with `python -m`. A name may have dots.
-
-    Raises:
-        FileError: There is no such module or name, or its code has raised an error, which is
-            chained.
     """
     form = _FORM.fullmatch(text)
     if form is None:
-        raise FileError(f"{text}: this is not the name of an object; write package.module:name")
+        raise FileError(f"{text}: this is not the name of an object; write {_meant(text)}")
     return _attribute(text, _module(text, form["module"]), form["name"])
+
+
+def _meant(text: str) -> str:
+    """Return the name of an object that has a file for its module, or a dot for its colon."""
+    module, _, name = text.rpartition(":") if ":" in text else (text, "", "name")
+    if module.endswith(".py"):
+        return f"{module.removesuffix('.py').replace('/', '.').lstrip('.')}:{name}"
+    module, _, name = text.rpartition(".")
+    is_dotted = module and ":" not in text and _is_module(module.partition(".")[0])
+    return f"{module}:{name}" if is_dotted else "package.module:name"
+
+
+def _takes(function: Any, arguments: tuple[Any, ...]) -> bool:
+    """Say whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # it has none
+        pass
+    return True
 
 
 def _is_module(name: str) -> bool:
@@ -76,10 +95,10 @@ def _module(text: str, name: str) -> Any:
     except (Exception, SystemExit) as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is not None and f"{name}.".startswith(f"{absent}."):
-            raise FileError(
-                f"{text}: there is no module {absent!r}; install it, or run this in the directory "
-                "that has it"
-            ) from error
+            fix = "install it, or run this in the directory that has it"
+            if name.endswith(".py"):
+                fix = f"write {_meant(text)}"
+            raise FileError(f"{text}: there is no module {absent!r}; {fix}") from error
         raise _raised(text, f"the import of {name!r}", error, "it must be importable") from error
 
 
@@ -89,6 +108,7 @@ def _attribute(text: str, module: Any, name: str) -> Any:
     except AttributeError as error:
         raise FileError(
             f"{text}: module {module.__name__!r} has no {name!r}; correct the name behind the colon"
+            f"{near_shown(name, vars(module))}"
         ) from error
 
 

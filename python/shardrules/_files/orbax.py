@@ -25,11 +25,7 @@ _STEP: Final = re.compile(r"(?:.*_)?(\d+)")
 
 
 def find_checkpoint(directory: Path) -> Path | None:
-    """Find the directory of the tree: this one, its only item, or that of the latest step.
-
-    Raises:
-        FileError: There are several items, or a link leads out of the directory.
-    """
+    """Find the directory of the tree: this one, its only item, or that of the latest step."""
     item = directory if is_item(directory) else _item_below(directory)
     if item is not None:
         _check_inside(directory, item)
@@ -59,16 +55,7 @@ def is_item(directory: Path) -> bool:
 
 
 def read_checkpoint(directory: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
-    """Read the arrays and numbers of a checkpoint. Their names are paths in its tree.
-
-    Args:
-        directory: A result of `find_checkpoint`.
-        make: The leaves of the model.
-
-    Raises:
-        FileError: orbax is not installed or cannot read the checkpoint, or the checkpoint refers to
-            files outside.
-    """
+    """Read the arrays and numbers of a checkpoint. Their names are paths in its tree."""
     _check_files(directory)
     _check_names(directory)
     try:

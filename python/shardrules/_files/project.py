@@ -22,6 +22,10 @@ _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _TABLES: Final = ("MESH", "WHAT=BYTES...", "KIND=LEVEL...")
 _LISTS: Final = ("AXES", "NAMES")
 _NUMBERS: Final = ("NUMBER", "BYTES", "SECONDS")
+_WRITTEN: Final = {
+    "table": 'a table, such as { fsdp = 8, tp = 4 }, or a text, "fsdp=8,tp=4"',
+    "list": 'a list, such as ["dp", "pp"], or a text, "dp,pp"',
+}
 
 
 class ProjectJob(NamedTuple):
@@ -49,12 +53,9 @@ def read_project(folder: Path, forms: Mapping[str, str]) -> ProjectFile | None:
     """Read the project file of a folder or the nearest above it; None if there is none.
 
     Nothing is executed.
-
-    Raises:
-        FileError: A folder has two project files, or the content is invalid.
     """
-    found = find_table(folder)
-    return None if found is None else ProjectFile(found[0], _jobs(*found, forms))
+    table = find_table(folder)
+    return None if table is None else ProjectFile(table[0], _jobs(*table, forms))
 
 
 def find_table(folder: Path) -> tuple[Path, Any] | None:
@@ -182,7 +183,7 @@ def _option_words(where: str, key: str, form: str, value: object) -> list[str]:
         texts = [_option_text(f"{where}[{index}]", item, is_number=False)
                  for index, item in enumerate(value)]  # fmt: skip
     else:
-        texts = [_option_text(where, value, is_number=form == "number")]
+        texts = [_option_text(where, value, is_number=form == "number", form=form)]
     if form.startswith("{") and texts[0] not in (choices := form[1:-1].split(",")):
         raise FileError(f"{where} is {shown(value)}; it is one of {', '.join(choices)}")
     if form in ("table", "list"):
@@ -190,7 +191,8 @@ def _option_words(where: str, key: str, form: str, value: object) -> list[str]:
     return [f"--{key}={text}" for text in texts]
 
 
-def _option_text(where: str, value: object, *, is_number: bool = True) -> str:
+def _option_text(where: str, value: object, *, is_number: bool = True, form: str = "text") -> str:
     if isinstance(value, str) or (is_number and type(value) is int):
         return str(value)
-    raise FileError(f"{where} is {shown(value)}; write a {'number or ' * is_number}text")
+    what = _WRITTEN.get(form, f"a {'number or ' * is_number}text")
+    raise FileError(f"{where} is {shown(value)}; write {what}")

@@ -51,11 +51,7 @@ def _store(protocol: str) -> Any:
 
 
 def place_of(source: str) -> RemotePath | Path:
-    """Return the path of a URL, of which a `Path` leaves one slash; of a file here its `Path`.
-
-    Raises:
-        FileError: The URL of a file names another machine.
-    """
+    """Return the path of a URL, of which a `Path` leaves one slash; of a file here its `Path`."""
     protocol, _, place = source.partition(":/")
     if protocol == "file":
         from urllib.parse import urlparse
@@ -95,7 +91,6 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """Return the directory."""
         return RemotePath(self.url.rstrip("/").rpartition("/")[0])
 
     @property
@@ -112,7 +107,6 @@ class RemotePath:
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
-        """Say whether there is such a file."""
         return bool(_asked(self, "isfile"))
 
     def is_dir(self) -> bool:
@@ -120,7 +114,6 @@ class RemotePath:
         return not self.name.endswith(_FILES) and bool(_asked(self, "isdir"))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yield what is in the directory."""
         for name in _asked(self, "ls", detail=False):
             yield self / str(name).rstrip("/").rpartition("/")[2]
 
@@ -172,11 +165,7 @@ class RemoteFile(io.RawIOBase):
         return len(data)
 
     def range(self, begin: int, end: int) -> bytes:
-        """Read these bytes.
-
-        Raises:
-            FileError: The store does not give them, after several attempts.
-        """
+        """Read these bytes."""
         data = _asked(self.path, "cat_file", size=end - begin, start=begin, end=end)
         return bytes(data)
 

@@ -35,7 +35,6 @@ NOWHERE: Final = RulePlaces(None, ())
 
 
 def rule_places(source: str, rules: int) -> RulePlaces:
-    """Find the lines of the rules of a source."""
     if is_module_form(source):
         return _in_module(source, rules)
     path = Path(source)

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from shardrules._correction import Correction, RuleSpec
-from shardrules._files.logical import (
-    LOGICAL_DIALECTS,
-    logical_rules,
-    parse_yaml,
-    rules_of_maxtext,
-)
+from shardrules._files.logical import LOGICAL_DIALECTS, logical_rules, parse_yaml, rules_of_maxtext
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._io import FileError, parse_json, path_of, read_bytes, text_of
 from shardrules._plan import companions
@@ -41,7 +36,6 @@ _CHARACTER: Final = re.compile(r"[^\n]")
 
 
 def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
-    """Parse bytes of a file as TOML."""
     import tomllib  # few processes read any
 
     text = text_of(path, data)

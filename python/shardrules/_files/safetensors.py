@@ -190,16 +190,7 @@ def _raise_gap(path: Path, names: list[str], offsets: Sequence[Any], data_bytes:
 
 
 def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, ArraySpec]:
-    """Read the arrays of the files in an index of Hugging Face, in the order of the index.
-
-    Args:
-        path: The index.
-        weight_map: The content of the index: {array: file beside the index}.
-        make: The leaves of the model.
-
-    Raises:
-        FileError: A file is missing or damaged, or does not have one of its arrays.
-    """
+    """Read the arrays of the files in an index of Hugging Face, in the order of the index."""
     if not isinstance(weight_map, dict):
         raise FileError(
             f"{path}: key 'weight_map': it is {shown(weight_map)}, not an object; write "
@@ -262,12 +253,7 @@ def _check_series(source: Path, names: list[str]) -> None:
 
 
 def read_files(directory: Path, paths: list[Path], make: ArraySpecs) -> dict[str, ArraySpec]:
-    """Read the arrays of several files of a directory together.
-
-    Raises:
-        FileError: A file is damaged or missing, two have an array of the same name, or they are of
-            several models.
-    """
+    """Read the arrays of several files of a directory together."""
     _check_series(directory, [path.name for path in paths])
     for path in paths:
         if path.name.startswith(_OF_OTHERS) and len(paths) > 1:

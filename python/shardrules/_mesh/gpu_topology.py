@@ -54,11 +54,7 @@ class Hosts:
 
     @classmethod
     def parse(cls, name: str, slices: int) -> Hosts:
-        """Return the hosts that a topology's name says.
-
-        Raises:
-            ValueError: It says none, NVLink does not connect so many, or there are slices.
-        """
+        """Return the hosts that a topology's name says."""
         match = re.fullmatch(r"(\w+):(\d{1,5})(?:x(\d{1,5}))?", name)
         if match is None or 0 in (shape := (int(match[2]), int(match[3] or 1))):
             raise ValueError(
@@ -94,11 +90,7 @@ class Hosts:
         return Hardware.named(self.hardware).memory_bytes
 
     def described(self) -> tuple[Any, ...]:
-        """Return the GPUs, in the order of their ids, as JAX's compiler has them.
-
-        Raises:
-            ImportError: JAX's plugin for CUDA is not installed, or JAX has not loaded it.
-        """
+        """Return the GPUs, in the order of their ids, as JAX's compiler has them."""
         from jax.experimental import topologies
 
         if not has_plugin():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
@@ -75,11 +76,7 @@ def as_mesh(mesh: MeshLike, name: str = "mesh") -> AnyMesh:
 
 
 def context_mesh() -> AnyMesh | None:
-    """Return the mesh of the context, or None.
-
-    Raises:
-        ValueError: `jax.set_mesh` and `with mesh:` are both in force and differ.
-    """
+    """Return the mesh of the context, or None."""
     meshes = mesh_contexts()
     abstract, concrete = _unless_empty(meshes.abstract()), _unless_empty(meshes.concrete())
     legacy = legacy_mesh()
@@ -94,6 +91,18 @@ def context_mesh() -> AnyMesh | None:
             + "; leave one of the two contexts, or pass mesh=..."
         )
     return current
+
+
+def in_force(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
+    """Return the context in which specs are of a mesh, with devices or without them."""
+    import jax
+
+    if mesh is None:
+        return nullcontext()
+    if not has_devices(mesh):
+        use: Any = getattr(jax.sharding, "use_abstract_mesh", None)
+        return nullcontext() if use is None else use(mesh)
+    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh
 
 
 def contexts() -> tuple[Any, ...]:
@@ -150,11 +159,7 @@ def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
 
 
 def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
-    """Return the mesh with some of its axes in parts: the same devices in the same order.
-
-    Raises:
-        ValueError: It would have other axes, and has some that are not of type Auto.
-    """
+    """Return the mesh with some of its axes in parts: the same devices in the same order."""
     from jax.sharding import Mesh
 
     sizes, names = tuple(axis_sizes.values()), tuple(axis_sizes)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._arguments import check_type, integer, texts
 from shardrules._hardware import Hardware
@@ -31,35 +31,7 @@ class Links(NamedTuple):
     """Collectives that the compiler writes as all-reduces."""
 
 
-class _Layout(Protocol):
-    """Where devices of a kind are, how they are connected, and what their compiler knows."""
-
-    @property
-    def places(self) -> str: ...
-    @property
-    def place_code(self) -> str: ...
-    @property
-    def hardware(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def device_count(self) -> int: ...
-    @property
-    def clock(self) -> float: ...
-    @property
-    def memory_limit(self) -> int | None: ...
-    def __hash__(self) -> int: ...
-    def described(self) -> tuple[Any, ...]: ...
-    def arrange(
-        self, devices: Sequence[Any], sizes: Mapping[str, int], *, is_split: bool
-    ) -> npt.NDArray[np.object_]: ...
-    def place(self, device: Any) -> tuple[int, ...]: ...
-    def word(self, counts: Sequence[int]) -> str: ...
-    def share(self, counts: Sequence[int]) -> float: ...
-    def summed(self, counts: Sequence[int]) -> tuple[str, ...]: ...
-
-
-_LAYOUTS: Final[Mapping[str, Callable[[str, int], _Layout]]] = {
+_LAYOUTS: Final[Mapping[str, Callable[[str, int], Slices | Hosts]]] = {
     **dict.fromkeys(GENERATIONS, Slices.parse),
     **dict.fromkeys(GPUS, Hosts.parse),
 }
@@ -108,7 +80,7 @@ class Topology:
         _ = self._layout  # which refuses what is no topology
 
     @cached_property
-    def _layout(self) -> _Layout:
+    def _layout(self) -> Slices | Hosts:
         kind = re.split(r"[:-]", self.name, maxsplit=1)[0].lower()
         if kind not in _LAYOUTS:
             near = nearest(kind, _LAYOUTS)
@@ -141,8 +113,10 @@ class Topology:
         Raises:
             ImportError: The compiler is not installed.
         """
-        _NAMED.setdefault(self._layout, self)
-        return _described_devices(self._layout)
+        devices = _described_devices(self._layout)
+        if devices[0] not in _DESCRIBED:
+            _DESCRIBED.update(dict.fromkeys(devices, self))
+        return devices
 
     def mesh(self, axes: Mapping[str, int] | None = None, /, **sizes: int) -> Mesh:
         """Return a mesh whose axes lie along the dimensions of the torus, where that is possible.
@@ -316,16 +290,13 @@ def topology_shown(topology: Topology) -> str:
 
 
 @cache
-def _described_devices(layout: _Layout) -> tuple[Any, ...]:
+def _described_devices(layout: Slices | Hosts) -> tuple[Any, ...]:
     """Return the devices of a topology; those of another description would be others to JAX."""
-    devices = layout.described()
-    _DESCRIBED.update(dict.fromkeys(devices, layout))
-    return devices
+    return layout.described()
 
 
-_DESCRIBED: Final[dict[Any, _Layout]] = {}
-"""By device, the layout of its topology."""
-_NAMED: Final[dict[_Layout, Topology]] = {}
+_DESCRIBED: Final[dict[Any, Topology]] = {}
+"""By device, the first topology that has named it."""
 
 
 def is_described(mesh: Mesh) -> bool:
@@ -337,19 +308,19 @@ def topology_of(mesh: Any) -> Topology | None:
     """Return the topology whose devices a mesh has; None of a mesh of others, or of none."""
     from jax.sharding import Mesh
 
-    layout = _DESCRIBED.get(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else None
-    return None if layout is None else _NAMED[layout]
+    return _DESCRIBED.get(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else None
 
 
 def memory_limit(mesh: Mesh) -> int | None:
     """Return the bytes of a described device, if its compiler takes what needs more."""
-    layout = _DESCRIBED.get(mesh.devices.flat[0])
-    return None if layout is None else layout.memory_limit
+    topology = _DESCRIBED.get(mesh.devices.flat[0])
+    return None if topology is None else topology._layout.memory_limit
 
 
 def device_identity(mesh: Mesh) -> tuple[Any, ...]:
     """Return what tells the devices of a mesh, and their order, from all others: for a key."""
     first = mesh.devices.flat[0]
     numbers = [device.id for device in mesh.devices.flat]
-    layout = repr(_DESCRIBED.get(first))
+    topology = _DESCRIBED.get(first)
+    layout = repr(topology and topology._layout)
     return layout, first.device_kind, first.client.platform_version, numbers

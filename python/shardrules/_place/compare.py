@@ -170,7 +170,6 @@ def _of_spec(sharding: Any) -> Decision:
 
 
 def _path_decisions(matcher: Matcher, tree: Any, min_size: int) -> Any:
-    """Return the tree with a Decision for each leaf."""
     replicated = Decision(partition_spec(), None, None, None)
 
     def decision(rule: int, spec: object) -> Decision:

@@ -64,7 +64,6 @@ class Decider(ABC):
         return treedef.unflatten(placement and placement.sharding for placement in placements)
 
     def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
-        """Return the meshes of the placements."""
         return {resolve_mesh(mesh)}
 
 
@@ -197,17 +196,13 @@ def _begins_with_a_pair(rules: Any) -> bool:
 
 
 def check_decided(name: str, specs: Any, instead: str) -> None:
-    """Check that specs or shardings are not rules, which would have to decide first.
-
-    Raises:
-        TypeError: They are; `instead` says in the message what to give.
-    """
+    """Check that specs are not rules, which decide first; the error says what to give `instead`."""
     is_pairs = isinstance(specs, _SEQUENCES) and bool(specs) and _begins_with_a_pair(specs)
     if is_pairs or isinstance(specs, Rules | LogicalRules | Decider):
         raise TypeError(f"{name} is {shown(specs)}, and must be decided already: give {instead}")
 
 
-_COMPANIONS: Final = "Companion records, such as shardrules.LORA"
+_COMPANIONS: Final = "Companion records: write shardrules.LORA, or [shardrules.stacked('layers')]"
 
 
 def policy_for(
@@ -219,12 +214,7 @@ def policy_for(
     names: Any = None,
     optional_axes: Any = (),
 ) -> Policy:
-    """Return the keywords, checked.
-
-    Raises:
-        TypeError: One is of another type, or names are given for other rules than `LogicalRules`.
-        ValueError: Another one is given that means nothing to the decider.
-    """
+    """Return the keywords, checked."""
     check_correction(correction)
     least = checked_min_size(min_size)
     records = listed("companions", companions, _COMPANIONS) if companions != () else ()

@@ -236,9 +236,7 @@ def explain_logical(
 
 
 def compiled(
-    rules: LogicalRulesLike | None,
-    mesh: AnyMesh | None,
-    dialect: LogicalDialect | None = None,
+    rules: LogicalRulesLike | None, mesh: AnyMesh | None, dialect: LogicalDialect | None = None
 ) -> Resolver:
     """Return the rules, by default those in force, compiled for the axis sizes of the mesh."""
     pairs, in_force = _in_force(rules, dialect)
@@ -346,9 +344,7 @@ def constraint_spec(resolution: Resolution, fallback: Any) -> PartitionSpec | No
 
 def _map_names(function: Any, names: Any) -> Any:
     return tree_util.tree_map(
-        lambda leaf: None if leaf is None else function(leaf),
-        names,
-        is_leaf=is_logical_spec,
+        lambda leaf: None if leaf is None else function(leaf), names, is_leaf=is_logical_spec
     )
 
 

@@ -102,17 +102,9 @@ class ErrorCollector:
 
 
 def shardings_by_names(
-    tree: Any,
-    rules: LogicalRules,
-    mesh: AnyMesh,
-    policy: Policy,
+    tree: Any, rules: LogicalRules, mesh: AnyMesh, policy: Policy
 ) -> tuple[Any, list[NamedSharding]]:
-    """Return (the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
-
-    Raises:
-        ValueError: As `logical_to_mesh_sharding`, and as `plan` for names.
-        TypeError: Nothing has names, or an array has no shape.
-    """
+    """Return (the tree of NamedShardings, the sharding of each array in JAX's order)."""
     from jax import tree_util
 
     named = named_arrays(tree, policy.names)

@@ -135,11 +135,7 @@ def leave() -> None:
 
 
 def wait_limit() -> float:
-    """Return seconds to wait for the other processes.
-
-    Raises:
-        ValueError: The environment variable is not a number above 0.
-    """
+    """Return seconds to wait for the other processes."""
     text = os.environ.get(_LIMIT, "")
     try:
         seconds = float(text or _LIMIT_SECONDS)
@@ -372,12 +368,7 @@ def _last_number(key: str) -> int:
 
 
 def rows_of(tree: Any, shardings: Mapping[int, NamedSharding | None]) -> list[Row]:
-    """Return a row for each of these leaves, and one for the devices of all meshes.
-
-    Args:
-        tree: A pytree.
-        shardings: The new sharding by the leaf's index. None for a leaf that stays.
-    """
+    """Return a row for each of these leaves, and one for the devices of all meshes."""
     texts, paths = _Texts(), tree_util.tree_flatten_with_path(tree)[0]
     rows = [
         (tree_util.keystr(paths[index][0]) or "(the tree)", texts.leaf(paths[index][1], to))

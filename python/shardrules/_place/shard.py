@@ -237,7 +237,8 @@ def gather(tree: Tree) -> Tree:
             if leaf.is_fully_addressable or leaf.is_fully_replicated:
                 at_once.append(index)
             else:
-                spread[index] = _replicated(leaf.sharding)
+                sharding: Any = leaf.sharding
+                spread[index] = NamedSharding(sharding.mesh, PartitionSpec())
         if not spread:
             call.alone()
         call.agree(lambda: rows_of(tree, spread))
@@ -389,10 +390,6 @@ def _can_be_placed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
-def _replicated(sharding: Any) -> NamedSharding:
-    return NamedSharding(sharding.mesh, PartitionSpec())
-
-
 def _local_sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:
     if isinstance(spec, NamedSharding):
         sharding = spec
@@ -413,12 +410,7 @@ def _local_sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedShardin
 
 
 def _global_shape(path: str, leaf: Any, sharding: NamedSharding) -> tuple[int, ...]:
-    """Return the shape of which the process's part has the leaf's.
-
-    Raises:
-        ValueError: The parts do not divide it, or the spec has more dimensions.
-        TypeError: It is not an array.
-    """
+    """Return the shape of which the process's part has the leaf's."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise TypeError(f"batch: {path} is {shown(leaf)}; only arrays can be placed")
     entries = entries_of(sharding.spec)

@@ -153,11 +153,7 @@ def sharding_or_reasons(
 def corrected_sharding(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
 ) -> NamedSharding:
-    """Return the NamedSharding of one array whose spec is known.
-
-    Raises:
-        ValueError: The correction makes it an error. The message names no path.
-    """
+    """Return the NamedSharding of one array whose spec is known."""
     result = sharding_or_reasons(spec, shape, mesh, correction)
     if not isinstance(result, list):
         return result

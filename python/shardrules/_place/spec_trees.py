@@ -25,12 +25,10 @@ def is_spec(node: Any) -> bool:
 
 
 def is_spec_of_mesh(spec: Any) -> bool:
-    """Return whether it is a spec that needs a mesh."""
     return is_partition_spec(spec) or isinstance(spec, Fsdp)
 
 
 def is_named_sharding(spec: Any) -> bool:
-    """Return whether it is a spec with its mesh."""
     from jax.sharding import NamedSharding
 
     return isinstance(spec, NamedSharding)
@@ -40,11 +38,7 @@ _Kind = tuple[int, tuple[int, ...], Any]  # the id of a spec; the shape and dtyp
 
 
 def placements_by_specs(
-    name: str,
-    tree: Any,
-    specs: Any,
-    mesh: MeshLike | None,
-    policy: Policy,
+    name: str, tree: Any, specs: Any, mesh: MeshLike | None, policy: Policy
 ) -> tuple[Any, list[Placement | None]]:
     """Return (treedef, placements); `name` is that of the parameter `specs` in messages."""
     from jax import tree_util
@@ -69,10 +63,7 @@ def placements_by_specs(
 
 
 def _errors(
-    tree: Any,
-    kinds: list[_Kind],
-    of_kind: dict[_Kind, Any],
-    bound: dict[int, tuple[Any, AnyMesh]],
+    tree: Any, kinds: list[_Kind], of_kind: dict[_Kind, Any], bound: dict[int, tuple[Any, AnyMesh]]
 ) -> str:
     rows, meshes = [], set()
     for path, kind in zip(leaf_paths(tree), kinds, strict=True):

@@ -45,7 +45,9 @@ def put(
     """
     to_devices = partial(jax.device_put, may_alias=None if may_alias else False, donate=donate)
     result: list[Any]
-    if not any(map(is_array, of_each_type(leaves))) and _are_for_here(shardings):
+    if not any(map(is_array, of_each_type(leaves))) and all(
+        sharding.is_fully_addressable for sharding in distinct(shardings)
+    ):
         result = to_devices(leaves, shardings)
         return result
     ready, moved = _prepared(leaves, shardings, may_stay=may_alias and not donate)
@@ -152,11 +154,6 @@ def _is_not_put(leaf: Any, was: Any, sharding: NamedSharding) -> bool:
     return len(holders_of(was)) < jax.process_count() and len({*map(tuple, orders)}) > 1
 
 
-def _are_for_here(shardings: list[NamedSharding]) -> bool:
-    """Return whether all their devices are of this process."""
-    return all(sharding.is_fully_addressable for sharding in distinct(shardings))
-
-
 def _is_in_place(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
     """Return whether `jax.device_put` would return the array itself; it takes microseconds."""
     is_there = was is sharding or was == sharding
@@ -217,7 +214,6 @@ def distinct(objects: list[_T]) -> Iterable[_T]:
 
 
 def of_each_type(leaves: list[Any]) -> Iterable[Any]:
-    """Return a leaf of each type."""
     return dict(zip(map(type, leaves), leaves, strict=True)).values()
 
 

@@ -136,7 +136,6 @@ class PlanDiff(NamedTuple):
 
 
 def plan_diff(before: Columns, after: Columns) -> PlanDiff:
-    """See `Plan.diff`."""
     paths, group_of, groups = paired(before, after)
     counts = np.bincount(group_of).tolist()
     changed: dict[int, Pair] = {}

@@ -88,7 +88,7 @@ class Explanation(NamedTuple):
         what = f"shape {kind.shape}  {dtype_shown(kind)}  {bytes_shown(kind.bytes)}"
         lines = [
             f"{self.path}  {what if kind.shape is not None else 'not an array'}",
-            *self._leaves_line(),
+            *([f"  the first of {counted(self.leaves, 'leaf')}"] if self.leaves > 1 else []),
             *self._companion_lines(),
             *(self._name_lines() if self.by_names else self._rule_lines()),
         ]
@@ -113,9 +113,6 @@ class Explanation(NamedTuple):
             lines += [f"  fix            {kind.fix}"] if kind.fix else []
         return printable_lines(lines)
 
-    def _leaves_line(self) -> list[str]:
-        return [] if self.leaves == 1 else [f"  the first of {counted(self.leaves, 'leaf')}"]
-
     def _companion_lines(self) -> list[str]:
         lines = []
         link = "it"
@@ -128,11 +125,8 @@ class Explanation(NamedTuple):
         return lines if self.source == self.path else [*lines, f"  follows        {self.source}"]
 
     def _rule_lines(self) -> list[str]:
-        source = [
-            tried
-            for tried in self.tried
-            if isinstance(tried, Tried) and tried.outcome != "no match"
-        ]
+        tried_rules = (tried for tried in self.tried if isinstance(tried, Tried))
+        source = [tried for tried in tried_rules if tried.outcome != "no match"]
         missed = len(self.tried) - len(source)
         if not source:
             needs_none = self.kind.status == "placed" and self.kind.origin is None
@@ -176,12 +170,9 @@ class Explanation(NamedTuple):
                 return []
             return ["  it has no logical axis names, so no rule is for it"]
         lines = []
+        tried_names = [tried for tried in self.tried if isinstance(tried, TriedName)]
         for dim, name in enumerate(names):
-            tried = [
-                outcome
-                for outcome in self.tried
-                if isinstance(outcome, TriedName) and outcome.dim == dim
-            ]
+            tried = [outcome for outcome in tried_names if outcome.dim == dim]
             lines += [
                 f"  dim {dim} {name!r}: rule {outcome.rule} -> {outcome.axes!r} "
                 f"{_outcome_words(outcome, names)}"
@@ -213,11 +204,8 @@ def explanation(columns: Columns, row: int, leaves: int) -> Explanation:
     tried = _tried_names(kind, columns) if rules is None else _tried(kind, source, rules)
     links = columns._leaves.links.get(row, ())
     companions, bases = tuple(link.companion for link in links), tuple(link.base for link in links)
-    mesh = mesh_shown(columns.axis_sizes)
-    path = columns.paths[row]
-    return Explanation(
-        path, source, kind, tried, mesh, companions, bases, leaves, by_names=rules is None
-    )
+    mesh, path = mesh_shown(columns.axis_sizes), columns.paths[row]
+    return Explanation(path, source, kind, tried, mesh, companions, bases, leaves, rules is None)
 
 
 def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:
@@ -240,8 +228,7 @@ def _tried_names(kind: Kind, columns: Columns) -> tuple[TriedName, ...]:
     own_names: list[tuple[int, int, NameOutcome, int | None]] = [
         (dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None
     ]
-    for rule_loss in kind.lost_rules:
-        own_names.append((rule_loss.dim, rule_loss.rule, _OUTCOMES[rule_loss.why], rule_loss.to))
+    own_names += [(lost.dim, lost.rule, _OUTCOMES[lost.why], lost.to) for lost in kind.lost_rules]
     return tuple(
         TriedName(rule, dim, names[dim], columns.rules[rule][1], outcome, to)
         for dim, rule, outcome, to in sorted(own_names, key=lambda rule_loss: rule_loss[:2])

@@ -155,9 +155,7 @@ def _states(parent: npt.NDArray[np.intp], edge: npt.NDArray[np.intp]) -> npt.NDA
     return states
 
 
-def _ranks(
-    values: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+def _ranks(values: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
     """Return the distinct values, ascending, and the place of each value among them."""
     most = int(values.max()) + 1
     if most > 4 * len(values):

@@ -89,7 +89,6 @@ _PROBLEMS: Final = {"unmatched": UNMATCHED_LEAVES, "ambiguous": AMBIGUOUS_LEAVES
 
 
 def plan_fingerprint(columns: Columns) -> str:
-    """Return `Plan.fingerprint`."""
     return leaves_digest(columns.axis_sizes, columns.paths, columns.kind_of, columns.kinds)
 
 
@@ -194,11 +193,7 @@ def _each_json(texts: list[str]) -> list[str]:
 
 
 def read_lock(data: bytes, name: str) -> Columns:
-    """Read a plan from a lock's content.
-
-    Raises:
-        FileError: It is not a lock, or its parts do not agree; `name` is the file's.
-    """
+    """Read a plan from a lock's content."""
     content = parse_json(Path(name), data)
     with lock_errors(name, _FIX):
         _check_format(content)
@@ -264,7 +259,6 @@ class _Leaves:
         self._text_left = MOST_TEXT
 
     def add(self, entry: Any) -> None:
-        """Add the leaves of an entry."""
         check_fields(of_type(entry, dict), _LEAF_FIELDS)
         pattern = of_type(entry.pop("path"), str)
         text = repr(entry)

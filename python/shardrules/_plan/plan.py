@@ -9,14 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import (
-    check_shapes,
-    check_tree,
-    check_type,
-    each,
-    in_order,
-    texts,
-)
+from shardrules._arguments import check_shapes, check_tree, check_type, each, in_order, texts
 from shardrules._correction import Correction, MemoryKind, check_memory_kind
 from shardrules._dtypes import given_dtype
 from shardrules._mesh.mesh import AnyMesh, MeshLike, as_mesh, has_devices, places_in, resolve_mesh
@@ -179,10 +172,6 @@ class Plan(Views, Decider):
         self, _value: Columns, _on_mesh: OnMesh, _mesh: MeshLike, _declared: Declared = NOTHING
     ) -> None:
         vars(self).update(vars(_value), _on_mesh=_on_mesh, _mesh=_mesh, _declared=_declared)
-
-    @property
-    def _columns(self) -> Plan:  # by which later rooms know the value
-        return self
 
     def __getstate__(self) -> dict[str, Any]:
         if has_devices(self._mesh):

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from string import Template
@@ -43,12 +44,10 @@ class Proposal(Protocol):
     @property
     def plan(self) -> Any:
         """The plan of the same leaves under these rules."""
-        ...
 
     @property
     def reasons(self) -> tuple[object, ...]:
         """Per rule why it says what it says; `str` gives it in words."""
-        ...
 
 
 @runtime_checkable
@@ -57,11 +56,9 @@ class CompiledProgram(Protocol):
 
     def to_json(self) -> dict[str, Any]:
         """Return its mesh, collectives and memory."""
-        ...
 
     def diff(self, other: Any) -> Findings:
         """Find what the program sends or needs beyond an earlier one."""
-        ...
 
 
 @runtime_checkable
@@ -71,11 +68,9 @@ class CompiledTime(Protocol):
     @property
     def timelines(self) -> tuple[Any, ...]:
         """Return what is computed and sent in a trip of its loops."""
-        ...
 
     def to_json(self) -> dict[str, Any]:
         """Return its seconds and these."""
-        ...
 
 
 @runtime_checkable
@@ -85,17 +80,14 @@ class Solved(Protocol):
     @property
     def choices(self) -> tuple[Any, ...]:
         """Return the classes of dimensions, with their mesh axes and what others cost."""
-        ...
 
     @property
     def activations(self) -> Any:
         """Return the constraints, a tuple; `str` gives the line of each."""
-        ...
 
     @property
     def summary(self) -> str:
         """Return its time, memory, bound and gap."""
-        ...
 
 
 def _solution_data(solution: Solved) -> dict[str, Any]:
@@ -138,7 +130,7 @@ def report_data(
     time: CompiledTime | None,
     solution: Solved | None,
 ) -> dict[str, Any]:
-    """Everything that a report shows; see `report_html`."""
+    """Return everything that a report shows, of a plan and what comes with it."""
     _check_same_budget(columns, sweep, budget)
     specs: dict[tuple[str, bool], int] = {}
     return {
@@ -290,54 +282,16 @@ _POLICY: Final = (
 _IN_SCRIPTS: Final = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
 
 
-def report_html(
-    columns: Columns,
-    findings: Findings,
-    sweep: Sweep | None,
-    title: str,
-    *,
-    room: Room,
-    budget: DeviceBytes,
-    proposed: Proposed | None = None,
-    program: CompiledProgram | None = None,
-    time: CompiledTime | None = None,
-    solution: Solved | None = None,
-) -> str:
-    """Return a plan as one HTML page that works offline: no part of it may fetch anything.
-
-    Args:
-        columns: What to show.
-        findings: As from `Plan.check`.
-        sweep: Rows of a mesh sweep, for a chart; without them there is none.
-        title: Such as the model's name.
-        room: The memory that there is, for the verdict and a line in that chart.
-        budget: The bytes on each device.
-        proposed: Other rules, shown at the end; without them there is nothing.
-        program: The report about a compiled function, shown before them; the same.
-        time: The estimate of its seconds, with the time lines of its layers; the same.
-        solution: The choices of `solve`, with what others cost; the same.
-    """
+def report_html(data: Mapping[str, Any]) -> str:
+    """Return `report_data` as an HTML page that works offline: no part of it may fetch anything."""
     scripts, styles = [*map(_data_text, _SCRIPTS)], _data_text("page.css")
     return Template(_data_text("page.html")).substitute(
         policy=_POLICY.format(
             scripts=" ".join(map(_script_hash, scripts)), styles=_script_hash(styles)
         ),
-        title=html.escape(_printable(title)).encode("ascii", "xmlcharrefreplace").decode(),
+        title=html.escape(_printable(data["title"])).encode("ascii", "xmlcharrefreplace").decode(),
         styles=styles,
-        data=_embedded_json(
-            report_data(
-                columns,
-                findings,
-                sweep,
-                title,
-                room=room,
-                budget=budget,
-                proposed=proposed,
-                program=program,
-                time=time,
-                solution=solution,
-            )
-        ),
+        data=_embedded_json(data),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 

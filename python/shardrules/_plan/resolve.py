@@ -90,11 +90,7 @@ class SizedMesh(NamedTuple):
 
 
 def sized_mesh(mesh: MeshLike) -> SizedMesh:
-    """Return the mesh with its axis sizes.
-
-    Raises:
-        ValueError, TypeError: It is not a mesh, or has more devices than can be counted.
-    """
+    """Return the mesh with its axis sizes."""
     if isinstance(mesh, Mapping):
         return SizedMesh(mesh, checked_sizes(mesh))
     check_bounds(sizes := dict(mesh.shape))
@@ -130,9 +126,7 @@ class Problem(NamedTuple):
 PLACED: Final = Problem("placed")
 UNMATCHED_LEAVES: Final = Problem("unmatched", "no rule matches", "add a rule that matches")
 AMBIGUOUS_LEAVES: Final = Problem(
-    "ambiguous",
-    "several rules match, where only one may",
-    "make the patterns exclude each other",
+    "ambiguous", "several rules match, where only one may", "make the patterns exclude each other"
 )
 _WITHOUT_RULE: Final = {
     NO_RULE_NEEDED: PLACED,
@@ -314,12 +308,7 @@ def by_rules(
     *,
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
-    """Put leaves on the mesh, which may lack the axes of `may_lack` too.
-
-    Raises:
-        TypeError: A rule's spec cannot be made a PartitionSpec.
-        ValueError: The leaves need factors of axes, and the mesh cannot be factored.
-    """
+    """Put leaves on the mesh, which may lack the axes of `may_lack` too."""
     types = list(zip(leaves.types, derivations, strict=True))
     optional = policies.optional_axes | may_lack
     on_mesh = RulesOnMesh(rules, policies.correction, mesh, optional)
@@ -384,7 +373,8 @@ def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
     values, group_of = grouped(_rule_value(leaves.paths[row], spec_of[row]) for row in decided)
     # No path matches two of these patterns: each lists exactly its own paths.
     folded = fold([leaves.paths[row] for row in decided], group_of)
-    return Rules([(_exact_pattern(paths), values[paths.group]) for paths in folded], EFORMER)
+    pairs = [(rf"^{''.join(_regexes(paths))}$", values[paths.group]) for paths in folded]
+    return Rules(pairs, EFORMER)
 
 
 def mesh_of_shardings(specs: Any) -> MeshLike | None:
@@ -404,10 +394,6 @@ def _rule_value(path: str, spec: Any) -> Any:
         raise TypeError(f"rules: for the leaf {path} the spec is {shown(spec)}; {_GIVE}")
     memory: Any = memory_apart(spec)
     return spec.spec if memory is None else RuleSpec(spec.spec, memory_kind=memory)
-
-
-def _exact_pattern(folded: Folded) -> str:
-    return rf"^{''.join(_regexes(folded))}$"
 
 
 def _regexes(folded: Folded) -> Iterator[str]:

@@ -203,11 +203,7 @@ def experts_dim(path: str, shape: Shape) -> int | None:
 
 
 def with_roles(parts: Sequence[Part], roles: Mapping[str, tuple[DimRole, ...]]) -> list[Part]:
-    """Return the same parts; the first pattern that a folded path has says what its dimensions are.
-
-    Raises:
-        ValueError: A pattern finds nothing, or has not as many roles as an array has dimensions.
-    """
+    """Return the same parts; the first pattern in a folded path says what its dimensions are."""
     matches = {pattern: re.compile(pattern) for pattern in roles}
     first = [next((p for p in matches if matches[p].search(part.pattern)), None) for part in parts]
     if unused := [pattern for pattern in roles if pattern not in first]:
@@ -347,7 +343,6 @@ def _leading_dims(
 
 
 def _add_experts(part: _Seen, front: dict[int, DimRole], is_routed: bool) -> None:
-    """Add the dimension of experts, if there is one."""
     rest = [dim for dim in range(len(part.shape)) if dim not in front]
     is_apart = len(rest) > (1 if part.is_vector else 2) and _numbered_experts(part.pattern) == 1
     is_expert = is_routed or _is_of_experts(part.words)

@@ -39,11 +39,7 @@ class Meant(NamedTuple):
 
 
 def row_of(columns: Columns, path: str) -> int:
-    """Return the row of this path; of a folded one, that of the first of its leaves.
-
-    Raises:
-        KeyError: No leaf has this path; the message has the nearest ones.
-    """
+    """Return the row of this path; of a folded one, that of the first of its leaves."""
     row = _exactly(columns, path)
     if row is None:
         raise _PathError(_no_such_path(columns, path))

@@ -13,15 +13,7 @@ from shardrules._plan.table import (
     placement_shown,
     problem_shown,
 )
-from shardrules._text import (
-    Column,
-    Table,
-    and_more,
-    bytes_shown,
-    counted,
-    mesh_shown,
-    printable,
-)
+from shardrules._text import Column, Table, and_more, bytes_shown, counted, mesh_shown, printable
 
 if TYPE_CHECKING:
     from shardrules._plan.fold import Folded
@@ -78,8 +70,7 @@ def _plan_cells(columns: Columns, folded: Folded) -> tuple[str, ...]:
 def table_html(columns: Columns) -> str:
     """Return the rows with most bytes on each device as an HTML table; names are escaped."""
     rows = sorted(
-        columns.folded,
-        key=lambda row: -len(row.rows) * columns.kinds[row.group].device_bytes,
+        columns.folded, key=lambda row: -len(row.rows) * columns.kinds[row.group].device_bytes
     )
     mesh = mesh_shown(columns.axis_sizes)
     caption = (

@@ -189,12 +189,7 @@ def by_parameters(
 
 
 def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
-    """Find the parameters of the leaves of a state, on whatever mesh.
-
-    Raises:
-        ValueError: The state has moments, by their dtypes and sizes, and none of them follows a
-            parameter.
-    """
+    """Find the parameters of the leaves of a state, on whatever mesh."""
     separator = params.paths_dialect.separator
     # A component of `keystr` paths begins with [ or a dot.
     boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)
@@ -300,7 +295,7 @@ def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) 
         origin = "the parameter's, same shape"
     elif prod(shape) == 1:
         dims, origin = None, "one element for the parameter: not cut"
-    elif len(shape) == rank and all(map(_is_one_or, shape, full)):
+    elif len(shape) == rank and all(n in (1, size) for n, size in zip(shape, full, strict=True)):
         dims = tuple(None if n == 1 else dim for dim, n in enumerate(shape))
         origin = "the parameter's, but for dimensions of size 1"
     elif shape[1:] == full:
@@ -332,10 +327,6 @@ def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
 
 def _dims_without(dim: int, rank: int) -> tuple[int, ...]:
     return tuple(index for index in range(rank) if index != dim)
-
-
-def _is_one_or(size: int, full: int) -> bool:
-    return size in (1, full)
 
 
 def _state_kind(
@@ -444,12 +435,7 @@ def _without_others(params: Leaves, rows: list[int]) -> Any:
 
 
 def gradients_of(params: Columns, leaves: Leaves, unreduced: tuple[str, ...]) -> Columns:
-    """Put the gradients on the mesh of their parameters.
-
-    Raises:
-        ValueError: The mesh lacks one of these axes, or it is not Explicit; or JAX has no unreduced
-            axes.
-    """
+    """Put the gradients on the mesh of their parameters."""
     for axis in unreduced:
         if axis not in params.axis_sizes:
             raise ValueError(f"unreduced: the mesh {params.axis_sizes} has no axis {axis!r}")

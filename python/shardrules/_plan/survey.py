@@ -180,11 +180,7 @@ def with_companions(
 
 
 def redecided(leaves: Leaves, rules: Rules) -> Leaves:
-    """Decide the same leaves by other rules; the tree is not walked again.
-
-    Raises:
-        ValueError: The rules' dialect has other paths, or other leaves that need no rule.
-    """
+    """Decide the same leaves by other rules; the tree is not walked again."""
     before, after = leaves.paths_dialect, rules.dialect
     for name in ("keys", "separator", "hidden_key", "scalars"):
         if getattr(before, name) != getattr(after, name):
@@ -231,13 +227,9 @@ def combined(steps: tuple[DimStep, ...], entries: int) -> tuple[tuple[Dim, ...],
             _item_or(step.blocks, i, 1) * (_item_or(blocks, dim, 1) if isinstance(dim, int) else 1)
             for i, dim in enumerate(after)
         )
-        dims = (
-            after
-            if place == 0
-            else tuple(
-                _item_or(before, dim, None) if isinstance(dim, int) else dim for dim in after
-            )
-        )
+        if place:
+            after = tuple(_item_or(before, d, None) if isinstance(d, int) else d for d in after)
+        dims = after
     return dims, blocks
 
 
@@ -287,11 +279,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
             the message names the path.
     """
     of_rows, paths, kinds, column = matcher_of(rules).survey(
-        tree,
-        min_size=min_size,
-        replicated=NO_RULE_NEEDED,
-        unmatched=UNMATCHED,
-        ambiguous=AMBIGUOUS,
+        tree, min_size=min_size, replicated=NO_RULE_NEEDED, unmatched=UNMATCHED, ambiguous=AMBIGUOUS
     )
     kind_of = np.frombuffer(column, np.int32)
     types = []
@@ -305,11 +293,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
 
 
 def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafType:
-    """Return the type of leaves whose shape and dtype make sense.
-
-    Raises:
-        TypeError, ValueError: They do not; no path is named.
-    """
+    """Return the type of leaves whose shape and dtype make sense."""
     if shape is None:
         return LeafType(rule, None, None, 0)
     for size in shape:

@@ -160,7 +160,6 @@ class Leaves:
 
     @cached_property
     def paths_dialect(self) -> Dialect:
-        """Returns the dialect that spells the paths."""
         return self.rules.dialect if isinstance(self.rules, Rules) else EFORMER
 
     @cached_property
@@ -186,7 +185,6 @@ class Leaves:
 
     @cached_property
     def activation_rows(self) -> npt.NDArray[np.intp]:
-        """Finds the rows of activations."""
         return self._rows(activation_leaves)
 
     @cached_property
@@ -376,7 +374,6 @@ def refused(losses: Sequence[Loss]) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
-    """Return the axes in a spec."""
     if isinstance(spec, Fsdp):
         return spec.named
     entries = entries_of(spec if spec is not None else Entries())

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def spec_tree(columns: Columns) -> Any:
-    """Return `Plan.specs`."""
     return _mapped(columns, [as_partition_spec(spec) for spec in kind_specs(columns)])
 
 
@@ -36,11 +35,7 @@ def sharding_tree(columns: Columns, mesh: MeshLike) -> Any:
 def placements_of(
     columns: Columns, mesh: MeshLike, tree: Any, rows: Sequence[int]
 ) -> list[Placement]:
-    """Return the Placement of each leaf of another tree, in the order of JAX's leaves.
-
-    Raises:
-        ValueError: As `Plan.shardings`.
-    """
+    """Return the Placement of each leaf of another tree, in the order of JAX's leaves."""
     from jax import tree_util
 
     of_kind = _kind_placements(columns, mesh)
@@ -54,7 +49,6 @@ def _kind_placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
 
 
 def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
-    """Return `Plan.abstract`."""
     from jax import ShapeDtypeStruct
 
     kinds = zip(columns.kinds, _kind_shardings(columns, mesh), strict=True)
@@ -70,11 +64,7 @@ def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
 
 
 def kind_specs(columns: Columns) -> list[Any]:
-    """Return the spec of each kind.
-
-    Raises:
-        ValueError: Some kinds are not placed; the message is that of `check`.
-    """
+    """Return the spec of each kind."""
     if any(kind.status != "placed" for kind in columns.kinds):
         raise ValueError(placement_errors(columns))
     return [kind.spec for kind in columns.kinds]

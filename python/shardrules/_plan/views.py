@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from shardrules._arguments import (
-    check_bytes,
-    check_file,
-    check_type,
-    each,
-    integer,
-    listed,
-    texts,
-)
+from shardrules._arguments import check_bytes, check_file, check_type, each, integer, listed, texts
 from shardrules._correction import MemoryKind
 from shardrules._estimate.traced import A_STEP, TracedStep
 from shardrules._io import write_text
@@ -325,6 +317,7 @@ class Views(Estimates):
             CompiledTime,
             Proposal,
             Solved,
+            report_data,
             report_html,
         )
 
@@ -346,7 +339,7 @@ class Views(Estimates):
         )
         check_type("solution", solution, Solved | None, "the Solution of shardrules.solve")
         training = Training(gradients, optimizer, optimizer_memory_kind)
-        page = report_html(
+        data = report_data(
             self,
             self.check() if findings is None else findings,
             sweep,
@@ -358,6 +351,7 @@ class Views(Estimates):
             time=time,
             solution=solution,
         )
+        page = report_html(data)
         if path is not None:
             write_text(path, page)
         return page

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
@@ -21,7 +21,7 @@ from jax.stages import Compiled
 from shardrules._arguments import check_choice, check_real, check_type, kind_of
 from shardrules._estimate.buffers import Buffer, table_of
 from shardrules._mesh.memory import memory_apart
-from shardrules._mesh.mesh import as_mesh, has_devices
+from shardrules._mesh.mesh import as_mesh, has_devices, in_force
 from shardrules._mesh.topology import Topology, is_described, topology_shown
 from shardrules._plan.plan import Plan
 from shardrules._program.computation import with_elements
@@ -207,12 +207,7 @@ class Refusal(NamedTuple):
 
 
 def result_of(lowered: Any, timeout: float | None = None) -> Compiled | Refusal | XlaDump:
-    """Compile a lowered step, within `options_for` its mesh.
-
-    Args:
-        lowered: The step.
-        timeout: Seconds after which to return what is known by then; None for no limit.
-    """
+    """Compile a lowered step, within `options_for` its mesh."""
     if timeout is not None:
         return compiled_within(partial(_compiled_or_refusal, lowered), timeout)
     level = getattr(jax.config, "jax_optimization_level", None)
@@ -234,11 +229,7 @@ def _compiled_or_refusal(lowered: Any, options: Mapping[str, Any] | None) -> Com
 
 
 def target_mesh(on: Topology | Mesh, args: Iterable[Any]) -> Mesh:
-    """Return the mesh of devices to compile for: with a topology, of the axes of the arguments.
-
-    Raises:
-        ValueError: The arguments have no mesh, several, or one of another size.
-    """
+    """Return the mesh of devices to compile for: with a topology, of the axes of the arguments."""
     what = "such as shardrules.Topology('v5p:8x8x8'), or a jax.sharding.Mesh of devices"
     check_type("on", on, Topology | Mesh, what)
     if not isinstance(on, Topology):
@@ -313,6 +304,14 @@ def check_step(step: Any, args: tuple[Any, ...], effort: Effort = "full") -> Non
                 f"argument {place} of the step is {shown(arg)}, which are rules; give their plan, "
                 "shardrules.plan(tree, rules, mesh)"
             )
+        if not isinstance(arg, Plan) and any(
+            isinstance(x, Plan) for x in tree_util.tree_leaves(arg)
+        ):
+            raise TypeError(
+                f"argument {place} of the step has a Plan in a {type(arg).__name__}, and a plan is "
+                "a whole argument: write the arguments one by one, as in prove(step, plan, batch); "
+                "or plan the tree that has both"
+            )
 
 
 @contextmanager
@@ -364,9 +363,7 @@ def lowered_on(mesh: Mesh | None, step: Any, args: tuple[Any, ...]) -> Any:
     else:
         jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
         lower = partial(jitted.lower, *placed)
-    with ExitStack() as stack:
-        if mesh is not None:
-            stack.enter_context(jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh)
+    with in_force(mesh):
         try:
             with noted(step, args):
                 return lower()
@@ -408,11 +405,10 @@ def check_static(step: Any, args: Iterable[Any]) -> None:
     for i, plan in enumerate(args if is_filter_jit(step) else ()):
         if not isinstance(plan, Plan):
             continue
-        columns = plan._columns
         lost = [
             path
-            for path, kind in zip(plan.paths, columns.kind_of.tolist(), strict=True)
-            if columns.kinds[kind].shape is None
+            for path, kind in zip(plan.paths, plan.kind_of.tolist(), strict=True)
+            if plan.kinds[kind].shape is None
         ]
         if lost:
             names = ", ".join([*lost[:_NAMED], *and_more(len(lost), _NAMED, "leaf")])

@@ -45,7 +45,6 @@ class Shape(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return prod(self.dims)
 
     @property
@@ -162,7 +161,6 @@ class Computation:
         return pattern.search(self._text, self.begin, self.end) is not None
 
     def matches(self, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
-        """Yield the matches of a pattern in the text of the computation."""
         return pattern.finditer(self._text, self.begin, self.end)
 
     @property
@@ -186,7 +184,6 @@ class Computation:
 
 
 def parsed(line: str) -> Instruction:
-    """Parse the line of an instruction."""
     name, _, rest = line.partition(" = ")
     opcode = OPCODE.search(f" {rest}")
     if opcode is None:

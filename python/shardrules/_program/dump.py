@@ -45,11 +45,7 @@ class XlaDump(NamedTuple):
         return TimeoutError(f"the compiler has not ended in {self.seconds:g} s")
 
     def program(self, lowered: Any, mesh: Mesh | None) -> Any:
-        """Return what is known of the step, as what JAX gives for one that is compiled.
-
-        Raises:
-            TimeoutError: Nothing is known, or not the shardings of its results.
-        """
+        """Return what is known of the step, as what JAX gives for one that is compiled."""
         inner = inner_of(lowered)
         shardings = None if inner is None else lowered_shardings(inner)
         if mesh is None or shardings is None or not self.text:

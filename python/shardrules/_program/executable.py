@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.metadata import version
 from inspect import Parameter
 from itertools import accumulate, chain, islice, pairwise
+from math import prod
 from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple
 
@@ -24,7 +25,7 @@ from jax.stages import Compiled
 
 from shardrules._dtypes import bits_of
 from shardrules._jax import compiled_inputs, compiled_outputs
-from shardrules._plan.findings import Finding, FindingKind, Level
+from shardrules._plan.findings import Finding, FindingKind, Level, finding_of
 from shardrules._plan.fold import fold_paths
 from shardrules._plan.plan import Plan
 from shardrules._program.dataflow import Value, output_values
@@ -93,12 +94,10 @@ class Side:
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the leaves."""
         return list(map(attrgetter("shape"), self.leaves))
 
     @cached_property
     def dtypes(self) -> list[Any]:
-        """Dtypes of the leaves."""
         return list(map(attrgetter("dtype"), self.leaves))
 
     @cached_property
@@ -130,11 +129,8 @@ class Side:
 
     def bytes_of(self, leaf: int, sharding: Any = None) -> int:
         """Compute the bytes of a leaf on a device, with its sharding or another one."""
-        shape = (sharding or self.shardings[leaf]).shard_shape(self.shapes[leaf])
-        count = bits_of(self.dtypes[leaf])
-        for size in shape:
-            count *= size
-        return -(-count // 8)
+        shape: tuple[int, ...] = (sharding or self.shardings[leaf]).shard_shape(self.shapes[leaf])
+        return -(-prod(shape) * bits_of(self.dtypes[leaf]) // 8)
 
     def finding(
         self,
@@ -149,7 +145,10 @@ class Side:
     ) -> Finding:
         """Make a finding about leaves, with their paths folded."""
         patterns = tuple(fold_paths([self.paths[leaf] for leaf in leaves]))
-        return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix, mend)
+        count = len(leaves)
+        return finding_of(
+            level, kind, message, fix, paths=patterns, leaves=count, bytes=bytes, mend=mend
+        )
 
 
 class Executable:
@@ -282,11 +281,9 @@ def call_of(compiled: Any, inputs: Any) -> Call:
         ValueError: The plans fit no arguments that equinox has flattened.
     """
     if isinstance(compiled, Compiled | StoredProgram):
-        trees: list[Any] = [compiled.in_tree, compiled.out_tree]
-        in_tree, out_tree = trees
-        return Call(
-            compiled, in_tree, range(in_tree.num_leaves), out_tree, range(out_tree.num_leaves)
-        )
+        in_tree, out_tree = compiled.in_tree, compiled.out_tree
+        sides = (range(in_tree.num_leaves), range(out_tree.num_leaves))
+        return Call(compiled, in_tree, sides[0], out_tree, sides[1])
     library = type(compiled).__module__.partition(".")[0]
     inner: Any = getattr(compiled, "compiled", None)
     is_boxed = isinstance(inner, Compiled | StoredProgram)
@@ -413,10 +410,8 @@ class _FlatArgument(NamedTuple):
 def _equinox_call(compiled: Any, inner: Compiled, inputs: Any) -> Call:
     """Read a call of `equinox.filter_jit`: arguments are flat, with the structure of plans."""
     with _reading("equinox"):
-        (groups, _), (_, returned, _) = (
-            _numbered_leaves(inner.in_tree),
-            _numbered_leaves(inner.out_tree),
-        )
+        groups, _ = _numbered_leaves(inner.in_tree)
+        _, returned, _ = _numbered_leaves(inner.out_tree)
         flat = {key: tree_util.tree_leaves(group[key]) for group in groups for key in group}
         first, rest = flat["first"], flat["rest"]
         parameters = dict(compiled.info[0].parameters)
@@ -437,11 +432,7 @@ def is_filter_jit(step: Any) -> bool:
 
 
 def lowered_by_equinox(step: Any, args: Sequence[Any], place: Callable[[Any], Any]) -> Any:
-    """Lower a step of `equinox.filter_jit` for shapes, which it takes for constants itself.
-
-    Raises:
-        TypeError: It takes other arguments, or equinox has other private names.
-    """
+    """Lower a step of `equinox.filter_jit` for shapes, which it takes for constants itself."""
     with _reading("equinox"):
         jit = import_module("equinox._jit")
         functions = (jit._preprocess, jit._postprocess)
@@ -475,9 +466,7 @@ def _split_keywords(
     kinds = [parameter.kind for parameter in parameters.values()]
     # Those that `**names` takes are one argument here.
     only = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-    unplanned = dict.fromkeys(
-        name for name, kind in zip(parameters, kinds, strict=True) if kind in only
-    )
+    unplanned = dict.fromkeys(name for name, of in parameters.items() if of.kind in only)
     last = inputs[-1] if inputs else None
     keywords = (
         last if isinstance(last, Mapping) and last and unplanned.keys() >= last.keys() else {}
@@ -504,10 +493,9 @@ def _call_entry(name: str, planned: Any) -> _FlatArgument:
         return _FlatArgument(name, planned is not None)
     if not isinstance(planned, Plan):
         return _FlatArgument(name, True, planned)
-    columns = planned._columns
-    shape_of = [columns.kinds[kind].shape for kind in columns.kind_of.tolist()]
+    shape_of = [planned.kinds[kind].shape for kind in planned.kind_of.tolist()]
     tree = tree_util.tree_map(
-        lambda row: None if shape_of[row] is None else row, columns._leaves.tree
+        lambda row: None if shape_of[row] is None else row, planned._leaves.tree
     )
     shapes = tuple(shape_of[row] or () for row in tree_util.tree_leaves(tree))
     return _FlatArgument(name, True, tree, shapes)

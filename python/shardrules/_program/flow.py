@@ -185,12 +185,10 @@ def uses(hlo: Hlo, value: Value, is_end: Callable[[Value], bool]) -> Iterator[Co
 
 
 def elements(hlo: Hlo, value: Value) -> int:
-    """Count the elements of a value on a device."""
     return shape_at(hlo, value).elements
 
 
 def shape_at(hlo: Hlo, value: Value) -> Shape:
-    """Return the shape of a value on a device."""
     return hlo[value.computation][value.name].results[value.element or 0]
 
 

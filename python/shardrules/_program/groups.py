@@ -48,11 +48,7 @@ class ReplicaGroups(tuple[tuple[int, ...], ...]):
 
 
 def read_groups(attributes: str, partitions: int) -> ReplicaGroups:
-    """Parse the replica groups of a collective, or its (source, target) pairs.
-
-    Raises:
-        ValueError: The groups have a form that XLA is not known to write.
-    """
+    """Parse the replica groups of a collective, or its (source, target) pairs."""
     begin = _GROUPS.search(attributes)
     if begin is None:
         return _everyone(partitions)

@@ -101,7 +101,6 @@ class Hlo:
 
     @cached_property
     def computations(self) -> dict[str, Computation]:
-        """Computations by name."""
         computations = {}
         after = 0
         while (end := self.text.find("\n}", after)) >= 0:

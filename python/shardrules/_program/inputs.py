@@ -100,9 +100,8 @@ def _fill_arguments(targets: _SideTargets, side: Side, plans: Any) -> None:
 def _plan_leaves(
     plan: Plan, of_kind: list[PlannedSharding], structure: Any, rows: list[int]
 ) -> _PlanLeaves:
-    columns = plan._columns
-    kind_of = columns.kind_of[rows].tolist()
-    shapes = [kind.shape for kind in columns.kinds]
+    kind_of = plan.kind_of[rows].tolist()
+    shapes = [kind.shape for kind in plan.kinds]
     return _PlanLeaves(
         of_kind,
         structure,
@@ -169,7 +168,7 @@ class _SideTargets:
         return self._records[id(planned)]
 
     def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[PlannedSharding | None]:
-        leaves = plan._columns._leaves
+        leaves = plan._leaves
         if id(plan) not in self._plans:
             rows, structure = tree_util.tree_flatten(leaves.tree)
             self._plans[id(plan)] = _plan_leaves(plan, self._of_kind(at, plan), structure, rows)
@@ -189,21 +188,20 @@ class _SideTargets:
         return planned.targets
 
     def _of_kind(self, at: str, plan: Plan) -> list[PlannedSharding]:
-        columns, planned = plan._columns, plan._mesh
+        planned = plan._mesh
         if has_devices(planned) and not is_of_other_kind(self._executable, planned):
             base: Any = planned
         else:
             base = self._mesh(at, axis_sizes_of(planned))
-        mesh = on_axes(base, columns.axis_sizes)
+        mesh = on_axes(base, plan.axis_sizes)
         return [
             PlannedSharding(NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind)
-            for spec, kind in zip(kind_specs(columns), columns.kinds, strict=True)
+            for spec, kind in zip(kind_specs(plan), plan.kinds, strict=True)
         ]
 
     def _rows_by_paths(self, at: str, plan: Plan, treedef: Any) -> list[int]:
         """Find the plan's row for each leaf of another structure, by paths."""
-        columns = plan._columns
-        leaves = columns._leaves
+        leaves = plan._leaves
         begin = len(self.targets)
         arrays = self._side.leaves[begin : begin + treedef.num_leaves]
         tree, rules = treedef.unflatten(arrays), Rules((), leaves.paths_dialect)
@@ -218,7 +216,7 @@ class _SideTargets:
             )
         for row in aligned.missing:
             # What is no array, such as a function in a module of equinox, is no argument either.
-            if columns.kinds[columns.kind_of[row]].shape is not None:
+            if plan.kinds[plan.kind_of[row]].shape is not None:
                 path = aligned.reference_paths[row]
                 raise _misfit(
                     f"{at}: the plan is for another tree: there is no leaf {path} in the "

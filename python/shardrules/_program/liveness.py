@@ -261,7 +261,6 @@ class _Run:
         return len(self._same) - 1
 
     def _first(self, buffer: int) -> int:
-        """Return the first of the buffers that are the same one."""
         same = self._same
         while same[buffer] != buffer:
             same[buffer] = buffer = same[same[buffer]]

@@ -12,7 +12,7 @@ from shardrules._arguments import check_choice, check_real, integer
 from shardrules._io import parse_json
 from shardrules._locks import check_fields, checked_json, line_by_line, lock_errors, of_type
 from shardrules._mesh_sizes import checked_sizes
-from shardrules._plan.findings import Finding, Findings, Level
+from shardrules._plan.findings import Finding, Findings, Level, finding_of
 from shardrules._program.collectives import Collective
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import CollectiveOpcode
@@ -70,7 +70,6 @@ def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
 
 
 def program_lock_text(costs: Costs) -> str:
-    """Write `Program.lock`."""
     entries = [
         {"axes": axes, "kind": kind, "bytes": size}
         | ({"per_iteration": True} if is_per_iteration else {})
@@ -83,11 +82,7 @@ def program_lock_text(costs: Costs) -> str:
 
 
 def read_program_lock(data: bytes, name: str) -> Costs:
-    """Read a lock.
-
-    Raises:
-        FileError: It is no lock of a program; `name` is the file's.
-    """
+    """Read a lock."""
     content = parse_json(Path(name), data)
     with lock_errors(name, _FIX):
         form = content.get("format") if isinstance(content, dict) else None
@@ -186,7 +181,7 @@ def _key_label(key: Key) -> str:
 
 def budget_finding(level: Level, message: str, size: int, fix: str, mend: str = "") -> Finding:
     """Make a finding about the bytes of a program."""
-    return Finding(level, "budget", message, (), 0, None, size, fix, mend)
+    return finding_of(level, "budget", message, fix, bytes=size, mend=mend)
 
 
 def largest(rows: Sequence[Collective]) -> str:

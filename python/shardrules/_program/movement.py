@@ -158,13 +158,11 @@ class Tracer:
     def _gathered_state(self, value: Value) -> int | None:
         """Find the leaf of a new state that is gathered and not returned so, as if evaluated."""
         leaf = self._next_state_of.get(source_of(self._hlo, value))
-        is_new = leaf is not None and self._is_update(leaf, value)
-        return leaf if is_new else None
+        return leaf if leaf is not None and self._is_update(leaf, value) else None
 
     def _is_update(self, leaf: int, value: Value) -> bool:
         """Say whether a value is made of the state's old value, element by element."""
-        number = self._executable.parameter_of[leaf]
-        return number in self._parameters_of(value)
+        return self._executable.parameter_of[leaf] in self._parameters_of(value)
 
     @cached_property
     def _next_state_of(self) -> Mapping[Value, int]:
@@ -346,13 +344,12 @@ class Tracer:
 
         Over axes that shard the leaf there is no choice: no device has room for all of the sum.
         """
-        side = self._executable.inputs
         sharding = self._leaf_axes(leaf)
         if exchange.times in (None, 1) or sharding.issuperset(exchange.axes):
             return False
         count = prod(self._axis_sizes[axis] for axis in sharding.difference(exchange.axes))
         summed = exchange.shape.elements * (exchange.times or 1) * count
-        return summed >= 2 * prod(side.shapes[leaf])
+        return summed >= 2 * prod(self._executable.inputs.shapes[leaf])
 
     def _is_stacked_whole(self, exchange: Exchange, leaf: int) -> bool:
         """Say whether a loop keeps whole gradients of its layers, of which devices have parts."""
@@ -488,7 +485,7 @@ class Tracer:
         if not products:
             return "batch" if is_batch else "alike"
         if not is_batch:
-            return "summed" if self._is_along_sum(exchange, axes) else "parts"
+            return "summed" if self._is_along_sum(exchange) else "parts"
         if self._is_for_gradient(exchange):
             return "parts"
         is_with_weights = any(
@@ -497,11 +494,11 @@ class Tracer:
         is_gradient = all(total in self._next_state_of for total in self._totals(exchange))
         return "batch" if is_with_weights or is_gradient else "parts"
 
-    def _is_along_sum(self, exchange: Exchange, axes: frozenset[str]) -> bool:
+    def _is_along_sum(self, exchange: Exchange) -> bool:
         """Say whether a kernel's factor is gathered along the dimension that is summed.
 
-        What comes of a sum over these axes may be sharded anyhow; what a product has computed in
-        parts fits a kernel that is sharded along the dimension that is summed.
+        What comes of a sum may be sharded anyhow; what a product has computed in parts fits a
+        kernel that is sharded along the dimension that is summed.
         """
         dims, dimension = exchange.shape.dims, exchange.op.instruction.dimension
         sources = updated_values(self._hlo, _operand(exchange), {})

@@ -51,9 +51,7 @@ class LogicalRules:
     """How a rule is chosen for each name of an array."""
 
     def __init__(
-        self,
-        rules: Iterable[tuple[Any, Any]] | Mapping[Any, Any],
-        dialect: LogicalDialect = LINEN,
+        self, rules: Iterable[tuple[Any, Any]] | Mapping[Any, Any], dialect: LogicalDialect = LINEN
     ) -> None:
         check_type("dialect", dialect, LogicalDialect, "a LogicalDialect, such as MAXTEXT")
         check_not_for_paths(rules)

@@ -26,12 +26,7 @@ _TRUE_WORDS: Final = ("true", "yes", "1", "on")
 
 
 def checked_min_size(min_size: Any) -> Any:
-    """Return a function's `min_size`; None stands for MIN_SHARDING_SIZE, or else 16384.
-
-    Raises:
-        TypeError: It is neither a number nor None.
-        ValueError: It is None, and MIN_SHARDING_SIZE is not an integer.
-    """
+    """Return a function's `min_size`; None stands for MIN_SHARDING_SIZE, or else 16384."""
     if min_size is not None:
         check_real("min_size", min_size)
         return min_size

@@ -81,11 +81,7 @@ def logical_names(names: Any) -> tuple[Any, ...]:
 
 
 def checked_names(names: Any) -> tuple[Any, ...]:
-    """Return the entries of logical axis names: names, None, UNCONSTRAINED, tuples of names.
-
-    Raises:
-        TypeError: One is something else.
-    """
+    """Return the entries of logical axis names: names, None, UNCONSTRAINED, tuples of names."""
     entries = logical_names(names)
     for entry in entries:
         if not is_name(entry) and not (isinstance(entry, tuple) and all(map(is_name, entry))):
@@ -145,7 +141,6 @@ def own_rules(variable: Any) -> Any:
 
 
 def says_its_sharding(variable: Any) -> bool:
-    """Return whether a Variable has a sharding."""
     return bool(variable_sharding(variable))
 
 

@@ -290,11 +290,7 @@ class _Lowering:
 
 
 def compile_patterns(patterns: Sequence[Any], modes: Sequence[MatchMode]) -> PatternCode:
-    """Lower all patterns of a rule list for the first match mode, then all for the next one.
-
-    Raises:
-        re.error: `re` rejects a pattern; the message has the rule's index and a caret.
-    """
+    """Lower all patterns of a rule list for the first match mode, then all for the next one."""
     lowering = _Lowering()
     lowered: list[str | list[int] | None] = []
     searched: list[tuple[int, Callable[[str], object]]] = []

@@ -39,11 +39,7 @@ _RECORDS: Final = (RuleSpec, Correction, Fsdp)
 
 
 class GivenPairs:
-    """Pairs for a dialect.
-
-    Raises:
-        TypeError: Something in the pairs cannot be hashed, such as a list.
-    """
+    """Pairs for a dialect."""
 
     __slots__ = ("_hash", "dialect", "pairs")
 
@@ -226,10 +222,7 @@ PathRules: TypeAlias = Rules | Iterable[tuple[Pattern, Any]]
 
 
 def match_partition_rules(
-    rules: PathRules,
-    tree: Any,
-    min_size: int | None = 0,
-    strict: bool = True,
+    rules: PathRules, tree: Any, min_size: int | None = 0, strict: bool = True
 ) -> Any:
     """Return the tree with each leaf replaced by the spec of the first rule that matches its path.
 
@@ -273,11 +266,7 @@ def match_partition_rules(
 
 
 def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bool = True) -> Any:
-    """Return the tree with each leaf replaced by its spec, for public functions.
-
-    Raises:
-        ValueError, TypeError, RecursionError: As `match_partition_rules`.
-    """
+    """Return the tree with each leaf replaced by its spec, for public functions."""
     if (rule := matcher.from_shapes) is not None:
         raise TypeError(
             f"rule {rule}: {rule_shown(*matcher.pairs[rule])} is a spec that only a mesh makes: "
@@ -294,20 +283,12 @@ def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bo
 
 
 def as_rules(name: str, rules: PathRules) -> Rules:
-    """Return the rules, compiled if they are pairs; `name` is the parameter's, for errors.
-
-    Raises:
-        TypeError, re.error: As `Rules`.
-    """
+    """Return the rules, compiled if they are pairs; `name` is the parameter's, for errors."""
     return rules if isinstance(rules, Rules) else remembered_rules(rules, EFORMER, name)
 
 
 def remembered_rules(rules: Iterable[Any], dialect: Dialect, name: str = "rules") -> Rules:
-    """Return `Rules(rules, dialect)`, or the ones of an earlier call with the same pairs.
-
-    Raises:
-        TypeError, re.error: As `Rules`; `name` is the parameter's.
-    """
+    """Return `Rules(rules, dialect)`, or the ones of an earlier call with the same pairs."""
     pairs = tuple(_checked_rules(rules, name))
     try:
         key = GivenPairs(pairs, dialect)

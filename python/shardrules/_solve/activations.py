@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._jax import user_line
 from shardrules._mesh.mesh import axes_of_type
 from shardrules._solve.rewrite import constrained, sites
-from shardrules._specs import entry_of, partition_spec, spec_shown
+from shardrules._specs import constraint_line, entry_of, partition_spec, spec_shown
+from shardrules._step.equations import RESULT
 from shardrules._step.spread import CONSTRAINTS
 from shardrules._text import printable, record
 from shardrules._writer.draft import trimmed
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from shardrules._solve.layout import LaidSpread
     from shardrules._solve.rewrite import Site
     from shardrules._step.cuts import Cuts
-    from shardrules._step.equations import Body, TracedOperation
+    from shardrules._step.equations import Equations, TracedOperation
     from shardrules._step.step import Step
 
 # What makes arrays that XLA may shard otherwise; elementwise operations follow their operands.
@@ -41,7 +42,7 @@ class Activation(NamedTuple):
     operation: str
     """JAX's names around the operation that makes them, and its own."""
     line: str
-    """File and line of it; "" if that is not known."""
+    """File and line of it, or of what reads it, if JAX itself adds it; "" if none is known."""
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec
@@ -52,10 +53,11 @@ class Activation(NamedTuple):
 
     def __str__(self) -> str:
         array = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-        text = f"x = jax.lax.with_sharding_constraint(x, {spec_shown(self.spec)})"
+        text = constraint_line(spec_shown(self.spec))
         name = self.operation.rpartition("/")[2]
         verb = "constrains already" if self.replaces else f"into {name}" if self.is_read else name
-        return printable(f"{self.line or self.operation}: {text}  # {array}, {verb}")
+        line = self.line or f"no line is known of {self.operation}"
+        return printable(f"{line}: {text}  # {array}, {verb}")
 
 
 class Seam(NamedTuple):
@@ -77,7 +79,7 @@ def seams(step: Step, spread: LaidSpread) -> list[Seam]:
     """
     values, cuts = step._equations.values, spread.cuts
     largest = max((values[number].bits for number in cuts), default=0)
-    carried = set(_carried(step._equations.body))
+    carried = set(_carried(step._equations))
     rows: list[Seam] = []
 
     def is_large(number: int, part: float) -> bool:
@@ -107,22 +109,15 @@ def _is_new(operation: TracedOperation) -> bool:
     return operation.name == "broadcast_in_dim" and rule is not None and not any(rule.operands[0])
 
 
-def _carried(body: Body) -> Iterator[int]:
+def _carried(equations: Equations) -> Iterator[int | None]:
     """Yield what loops carry from a turn to the next, such as the arrays between layers."""
-    for operation in body.operations:
-        for inner in operation.bodies:
-            if operation.name in ("scan", "while"):
-                yield from (n for n in inner.outputs[: operation.carries] if n is not None)
-            yield from _carried(inner)
+    for operation, _ in equations.everything():
+        if operation.name in ("scan", "while"):
+            yield from operation.bodies[0].outputs[: operation.carries]
 
 
 def activations(step: Step, spread: LaidSpread) -> tuple[Activation, ...]:
-    """List the constraints that a program may have, line by line, in its order.
-
-    Args:
-        step: What was solved for.
-        spread: What is sharded how.
-    """
+    """List the constraints that a program may have, line by line, in its order."""
     rows: dict[Any, Activation] = {}
     for seam in seams(step, spread):
         operation, value = seam.operation, step._equations.values[seam.number]
@@ -132,9 +127,11 @@ def activations(step: Step, spread: LaidSpread) -> tuple[Activation, ...]:
             is_result and step._roles.is_like_weights(seam.number)
         ):
             continue
+        users = step._equations.users.get(seam.number, ())
+        lines = (user_line(row.eqn) for row in (operation, *users) if row is not RESULT)
         row = Activation(
             operation.path,
-            str(user_line(operation.eqn) or ""),
+            str(next(filter(None, lines), "")),
             value.shape,
             getattr(value.dtype, "name", str(value.dtype)),
             spec_of_cuts(seam.cuts),
@@ -155,17 +152,6 @@ def constrained_step(step: Step, spread: LaidSpread, mesh: Mesh) -> Any:
 
     It is made of the step's jaxpr: the program's text, and libraries that it calls, stay as they
     are. Its own constraints are left out where the solution has others.
-
-    Args:
-        step: What was solved for.
-        spread: How arguments, results and what is between are sharded.
-        mesh: The devices, whose axes are those of `spread`.
-
-    Returns:
-        A function of the arguments that the step was traced with, of the same shapes.
-
-    Raises:
-        ValueError: An axis of the mesh is Explicit: then arrays' types say how they are sharded.
     """
     import jax
     from jax import tree_util

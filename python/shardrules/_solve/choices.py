@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import inf
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardrules._jax import user_line
@@ -72,9 +71,8 @@ def _alternatives(best: Best, name: int) -> Iterator[Alternative]:
     """Yield the next best values of a variable, those that fit first."""
     search, values = best.search, best.search.space.values[name]
     others = [{**best.assignment, name: v} for v in values if v != best.assignment[name]]
-    hbm = search.space.hbm or inf
     order = [
-        (search.resident.least(other) > hbm, search.terms.total(other).total, i)
+        (search.is_over_memory(other), search.terms.total(other).total, i)
         for i, other in enumerate(others)
     ]
     for _, seconds, i in sorted(order)[:_ALTERNATIVES]:
@@ -97,13 +95,13 @@ def reasons(best: Best, rows: Iterable[ClassChoice], remat: Iterable[RematChoice
         yield f"the search was ended: nothing takes less than {seconds_shown(best.bound)}"
 
 
-def _reason(row: ClassChoice, seconds: float, hbm: int | None) -> str:
+def _reason(row: ClassChoice, seconds: float, hbm: int) -> str:
     name = "storage of weights" if row.role == "stored" else f"{row.role or 'no role'} {row.size:,}"
     text = f"{name}: {_shown(row.axes)}"
     if not row.alternatives:
         return text
     other, *_ = row.alternatives
-    if hbm is not None and other.memory > hbm:
+    if other.memory > hbm:
         return f"{text}; with {_shown(other.axes)} a device would need {bytes_shown(other.memory)}"
     more = other.time / seconds - 1 if seconds else 0.0
     if more < _AS_GOOD:

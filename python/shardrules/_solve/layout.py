@@ -24,25 +24,10 @@ Axes = tuple[str, ...]
 _LARGE_VECTOR: Final = 2**20
 _STORED_FIRST: Final = ("model width", "hidden", "vocabulary", "")
 # If two classes of an array have one axis, that of the first of these roles keeps it.
-_RANKS: Final = {
-    role: rank
-    for rank, role in enumerate(
-        [
-            "experts",
-            "KV heads",
-            "heads",
-            "query heads of a KV head",
-            "hidden",
-            "vocabulary",
-            "",
-            "batch",
-            "sequence",
-            "model width",
-            "head size",
-            "layers",
-        ]
-    )
-}
+_RANKS: Final = (
+    "experts", "KV heads", "heads", "query heads of a KV head", "hidden", "vocabulary", "",
+    "batch", "sequence", "model width", "head size", "layers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,13 +44,7 @@ class Layout:
 
 
 class StepArrays:
-    """What a layout needs to know of the arrays of a step.
-
-    Args:
-        equations: Of the step.
-        roles: Of its classes.
-        sizes: Devices by mesh axis, without those of one device.
-    """
+    """What a layout needs to know of the arrays of a step."""
 
     def __init__(self, equations: Equations, roles: Roles, sizes: Mapping[str, int]) -> None:
         self.equations, self.roles, self.sizes = equations, roles, sizes
@@ -80,7 +59,7 @@ class StepArrays:
             for number in range(len(equations.values))
         ]
         self._ranks = {
-            name: (_RANKS[roles.of.get(name, "")], name)
+            name: (_RANKS.index(roles.of.get(name, "")), name)
             for rows in self.classes
             for row in rows
             for name in row
@@ -111,7 +90,6 @@ class StepArrays:
         )
 
     def cuts(self, number: int, layout: Layout) -> Cuts:
-        """Return the cuts of an array in a layout."""
         if number in layout.fixed:
             return layout.fixed[number]
         rows = self.classes[number]
@@ -234,11 +212,11 @@ class LaidSpread(Spread):
             self._arrays.shards[key] = super().bytes(*key)
         return self._arrays.shards[key]
 
-    def _count(self, axes: Iterable[str]) -> int:
+    def count(self, axes: Iterable[str]) -> int:
         counts = self._arrays.counts
         key = axes if isinstance(axes, tuple) else tuple(axes)
         if key not in counts:
-            counts[key] = super()._count(key)
+            counts[key] = super().count(key)
         return counts[key]
 
     def _of(self, number: int) -> Cuts:
@@ -305,6 +283,8 @@ def _inside(body: Body, is_local: bool = False) -> Iterator[int]:
     if is_local:
         yield from body.inputs
     for operation in body.operations:
+        if is_local:  # constants among them
+            yield from (number for number in operation.inputs if number is not None)
         if is_local or (operation.rule is None and not operation.bodies):
             yield from operation.outputs
         for inner in operation.bodies:

@@ -38,12 +38,7 @@ class Task(NamedTuple):
     """Blocks that may recompute together."""
 
     def cases(self, meshes: Sequence[Any], on: Any) -> list[Case]:
-        """Return the searches on these meshes, of each of the variants, with the links of a slice.
-
-        Args:
-            meshes: What to search.
-            on: The Topology that has these meshes, if it is one.
-        """
+        """Return the searches of each variant on meshes; `on` is the Topology that has these."""
         steps = [(blocks, recomputed(self.step, blocks)) for blocks in self.variants]
         return [
             Case(mesh, sizes, blocks, self._search(step, sizes, on))
@@ -113,12 +108,7 @@ def progress_shown(show: Callable[[str], object]) -> Iterator[None]:
 
 
 def best_of(task: Task, meshes: Sequence[Any], on: Any) -> Best:
-    """Find the best assignment on any of these meshes.
-
-    Raises:
-        ValueError: Nothing fits, on any of them; the message says by how much.
-        TimeoutError: The search was ended before it had found anything that fits.
-    """
+    """Find the best assignment on any of these meshes."""
     cases = sorted(task.cases(meshes, on), key=lambda case: case.rank)
     best = _searched(cases)
     if best is None:

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._mesh.mesh import as_mesh, context_mesh, has_devices
+from shardrules._mesh.mesh import as_mesh, context_mesh, has_devices, in_force
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._rules.logical_rules import LogicalRules
@@ -148,10 +148,9 @@ class Outcome:
 
         Its arrays stay as the program has them; what is around is sharded for it.
         """
-        operations = self.step._equations.everything()
         kept = (
             f"{operation.line}: {operation.name}"
-            for operation in operations
+            for operation, _ in self.step._equations.everything()
             if operation.name == "shard_map" or (operation.rule is None and not operation.bodies)
         )
         return tuple(dict.fromkeys(kept))
@@ -172,10 +171,8 @@ class Outcome:
         Raises:
             ValueError: There are no devices, the mesh has other axes, or Explicit ones.
         """
-        import jax
-
         devices = self._devices(mesh)
-        with jax.set_mesh(devices) if hasattr(jax, "set_mesh") else devices:
+        with in_force(devices):
             yield self._constrained(devices)
 
     def _constrained(self, mesh: Mesh) -> Callable[..., Any]:

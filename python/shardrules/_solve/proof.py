@@ -187,10 +187,6 @@ class Provable(Outcome):
         """
         return _proof(self, rounds, partial(_round, on=on, effort=effort, timeout=timeout))
 
-    def _again(self, **changes: Any) -> Outcome:
-        """Solve with other arguments."""
-        return self.again(**changes)  # type: ignore[no-any-return]
-
 
 def _proof(
     solution: Provable, rounds: int, compile: Callable[[Outcome], ProofRound]
@@ -233,7 +229,7 @@ def _next(
     best = min(rows, key=_rank)
     for forbid in ((), data_alone)[:: -1 if len(rows) == _ROUNDS - 1 else 1]:
         try:
-            other = solution._again(hbm=room, forbid=(*bans, *forbid))
+            other: Outcome = solution.again(hbm=room, forbid=(*bans, *forbid))
         except (ValueError, MemoryError, TimeoutError):
             continue
         is_known = any(other.specs == row.solution.specs for row in rows)
@@ -344,7 +340,7 @@ def _blamed(row: ProofRound) -> list[tuple[str, str]]:
         for sent in row.lines
         if sent.compiled > sent.predicted
     }
-    for operation, _ in equations.operations():
+    for operation, _ in equations.everything():
         line = operation.line
         for (of_line, axes), size in excess.items():
             if of_line != line:

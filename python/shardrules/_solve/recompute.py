@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
 from shardrules._jax import user_line
-from shardrules._solve.rewrite import Names, Rewriter, Site, bodies_of, named
-from shardrules._step.equations import inner_jaxpr, open_jaxpr, scan_counts
+from shardrules._jaxprs import bodies_of, inner_jaxpr, open_jaxpr, scan_counts
+from shardrules._mesh.mesh import in_force
+from shardrules._solve.rewrite import Names, Rewriter, Site, named
 from shardrules._step.step import Step
-from shardrules._step.tracing import in_force
 from shardrules._text import bytes_shown, printable, record
 
 # If there are more loops, all recompute or none.
@@ -137,7 +137,7 @@ class _Recomputing(Rewriter):
             site = (*around, place)
             eqn = before.replace(invars=[named(names, atom) for atom in before.invars])
             if block := self._blocks.get(site):
-                made, results = _written(partial(_with_begins, block), eqn.invars, eqn)
+                eqns, results = _written(partial(_with_begins, block), eqn.invars, eqn)
                 kept = [i for i in range(len(eqn.outvars)) if i not in block.saved]
                 names |= {eqn.outvars[i]: atom for i, atom in zip(kept, results, strict=False)}
                 own = iter(results[len(kept) :])
@@ -145,11 +145,11 @@ class _Recomputing(Rewriter):
                           for i in _Loop(eqn).begins()]  # fmt: skip
                 self._scans[site] = list(eqn.invars), begins
             elif forward := self._backward.get(site):
-                made, results = self._computes_again(self._blocks[forward], eqn)
+                eqns, results = self._computes_again(self._blocks[forward], eqn)
                 names |= zip(eqn.outvars, results, strict=True)
             else:
-                made = [eqn.replace(params=self.params(eqn, site))]
-            yield from made
+                eqns = [eqn.replace(params=self.params(eqn, site))]
+            yield from eqns
 
     def _computes_again(self, block: Block, eqn: Any) -> tuple[list[Any], list[Any]]:
         """Write the loop of a gradient with what the other one has saved in its body."""
@@ -169,13 +169,13 @@ class _Recomputing(Rewriter):
             def turn(carry: Any, x: Any) -> Any:
                 import jax
 
-                given, row, begin = x
+                others, row, begin = x
                 with jax.named_scope("rematted_computation"):
                     again = forward.run(*parts[0], *begin, *row)
-                given = iter(given)
-                values = [next(given) if i is None else again[i] for i in of]
-                made = own.run(*parts[1], *carry, *values)
-                return made[: own.carries], made[own.carries :]
+                others = iter(others)
+                values = [next(others) if i is None else again[i] for i in of]
+                results = own.run(*parts[1], *carry, *values)
+                return results[: own.carries], results[own.carries :]
 
             return own.scan(turn, parts[2], (rest, parts[3], parts[4]))
 
@@ -225,10 +225,10 @@ def _with_begins(block: Block, *args: Any) -> list[Any]:
     own = [place for place, result in enumerate(loop.begins()) if result is None]
 
     def turn(carry: Any, row: Any) -> Any:
-        made = loop.run(*consts, *carry, *row)
-        places = range(loop.carries, len(made))
-        kept = [made[i] for i in places if i not in block.saved]
-        return made[: loop.carries], kept + [carry[place] for place in own]
+        results = loop.run(*consts, *carry, *row)
+        places = range(loop.carries, len(results))
+        kept = [results[i] for i in places if i not in block.saved]
+        return results[: loop.carries], kept + [carry[place] for place in own]
 
     return loop.scan(turn, carried, slices)
 

@@ -17,9 +17,6 @@ class Resident:
 
     Arguments are alive throughout, as `peak.py` has it, and what a loop stacks until another loop
     has read it.
-
-    Args:
-        space: What can be chosen.
     """
 
     def __init__(self, space: Space) -> None:
@@ -88,12 +85,12 @@ def _stacked_until_read(space: Space) -> Iterator[list[int]]:
     for time, operation in enumerate(operations):
         if operation.name == "scan":
             last.update(dict.fromkeys((n for n in operation.inputs if n is not None), time))
-    made: dict[int, int] = {}
+    stacks: dict[int, int] = {}
     for time, operation in enumerate(operations):
         if operation.name == "scan":
-            alive = [n for n in made if last.get(n, -1) >= time]
+            alive = [n for n in stacks if last.get(n, -1) >= time]
             if alive:
                 yield alive
             for number in operation.outputs[operation.carries :]:
                 if not space.arrays.is_weight(number):
-                    made[number] = time
+                    stacks[number] = time

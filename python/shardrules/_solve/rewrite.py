@@ -6,9 +6,9 @@ An equation is named by its site: its place in the jaxpr, and the places in thos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from shardrules._step.equations import inner_jaxpr, open_jaxpr
+from shardrules._jaxprs import BODIES, bodies_of, inner_jaxpr, open_jaxpr
 from shardrules._step.spread import CONSTRAINTS
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ Shardings = Mapping[tuple[Site, int], Any]
 """NamedShardings of the results of equations, by site and place; `~place` is that of an operand."""
 Names = dict[Any, Any]
 """What is to be read in the place of variables."""
-_BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr"}
 
 
 def sites(closed: Any, body: Body) -> Iterator[tuple[Site, TracedOperation]]:
@@ -65,14 +64,6 @@ def _sites(jaxpr: Any, ahead: _Ahead, around: Site) -> Iterator[tuple[Site, Trac
         yield site, operation
 
 
-def bodies_of(eqn: Any) -> list[tuple[str, Any]]:
-    """Return (name of the parameter, jaxpr) of what a loop or branch runs."""
-    name = eqn.primitive.name
-    if name == "cond":
-        return [("branches", branch) for branch in eqn.params["branches"]]
-    return [(_BODIES[name], eqn.params[_BODIES[name]])] if name in _BODIES else []
-
-
 def named(names: Names, atom: Any) -> Any:
     """Return what is to be read in the place of a variable; literals stay."""
     return atom if hasattr(atom, "val") else names.get(atom, atom)
@@ -82,11 +73,6 @@ def constrained(closed: Any, shardings: Shardings, constraint: Callable[[Any, An
     """Return a closed jaxpr whose equations' results have these shardings.
 
     Constraints that the program has of another mesh are replaced, or left out.
-
-    Args:
-        closed: What `jax.make_jaxpr` gives.
-        shardings: Of results, by site.
-        constraint: Makes the equation of a constraint, of a variable's shape and a sharding.
     """
     return _Writer(shardings, constraint).closed(closed, ())
 
@@ -117,7 +103,7 @@ class Rewriter:
         if eqn.primitive.name == "cond":
             params["branches"] = tuple(written)
         elif written:
-            params[_BODIES[eqn.primitive.name]] = written[0]
+            params[BODIES[eqn.primitive.name]] = written[0]
         return params
 
 

@@ -74,7 +74,7 @@ def _by_paths(plan: Plan, cuts: Mapping[str, Cuts], heads: Mapping[str, tuple[in
         else _entries(cuts[path])
         for path in bare.paths
     }
-    units = units_of(bare._columns, {})
+    units = units_of(bare, {})
     wrong: list[str] = []
     for tightness in (0, TIGHTEST):
         result = bare.with_rules(draft_of_specs(units, specs, dialect, tightness).rules)

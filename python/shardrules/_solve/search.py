@@ -42,7 +42,6 @@ class _LateError(Exception):
 class _Entry(NamedTuple):
     """An assignment of a part, and what its terms cost."""
 
-    weighed: Weighed
     seconds: Seconds
     values: Assignment
 
@@ -59,12 +58,7 @@ class _Node(NamedTuple):
 
 
 class Search:
-    """One search in a space.
-
-    Args:
-        space: What can be chosen.
-        until: The time at which it ends, as `monotonic` has it.
-    """
+    """One search in a space."""
 
     def __init__(self, space: Space, until: float = inf) -> None:
         self.space, self._until = space, until
@@ -84,7 +78,7 @@ class Search:
         for place in self.terms.largest:
             for name in self.terms.terms[place].scope:
                 self._of[name].append(place)
-        self.heap = [] if self._is_over({}) else [self._root()]
+        self.heap = [] if self.is_over_memory({}) else [self._root()]
 
     # Parts.
 
@@ -115,7 +109,7 @@ class Search:
     def _tightened(self, node: _Node, name: int, value: Axes) -> _Node | None:
         """Return the node in which a variable has a value; None if it is shown to be worse."""
         assignment = {**node.assignment, name: value}
-        if self._is_over(assignment):
+        if self.is_over_memory(assignment):
             return None
         terms, sums = dict(node.terms), node.sums
         for place in self._of[name]:
@@ -128,21 +122,19 @@ class Search:
 
     def _root(self) -> _Node:
         terms = {place: self.terms.least(place, {}) for place in range(len(self.terms.terms))}
-        sums = tuple(map(sum, zip(Seconds().weighed, *terms.values(), strict=True)))
+        sums = _sum_of(terms.values())
         return _Node(max(sums), next(self._numbers), {}, terms, sums)
 
     def _is_worse(self, seconds: float) -> bool:
         return seconds >= self.seconds * (1 - ROUNDING)
 
-    def _is_over(self, assignment: Mapping[int, Axes]) -> bool:
-        hbm = self.space.hbm
-        return hbm is not None and self.resident.least(assignment) > hbm
+    def is_over_memory(self, assignment: Mapping[int, Axes]) -> bool:
+        """Say whether what is resident alone does not fit if variables have these values."""
+        return self._over(assignment) > 0
 
     def fits(self, assignment: Assignment) -> bool:
         """Say whether the step fits by its own estimate."""
-        if self.space.hbm is None:
-            return True
-        if self._is_over(assignment):
+        if self.is_over_memory(assignment):
             return False
         layout = self.space.layout(assignment)
         key = tuple(self.space.arrays.cuts(number, layout) for number in self._arrays)
@@ -204,14 +196,17 @@ class Search:
         base = Seconds()
         for place in self._of_part[-1]:
             base = base.plus(self.terms.seconds(place, assignment))
-        least = [self._least_of(places, assignment) for places in self._of_part[:-1]]
+        least = [
+            _sum_of(self.terms.least(place, assignment) for place in places)
+            for places in self._of_part[:-1]
+        ]
         entries: list[list[_Entry]] = []
         for i, part in enumerate(self._parts):
             rows = list(self._entries(part, self._of_part[i], assignment))
             if not rows:
                 return
-            least[i] = _least_of_all(row.weighed for row in rows)
-            entries.append(sorted(rows, key=lambda row: max(row.weighed)))
+            least[i] = tuple(map(min, zip(*(row.seconds.weighed for row in rows), strict=True)))
+            entries.append(sorted(rows, key=lambda row: max(row.seconds.weighed)))
             if self._is_worse(max(map(sum, zip(base.weighed, *least, strict=True)))):
                 return
         after: list[Weighed] = [(0.0,) * len(base.weighed)]
@@ -236,12 +231,8 @@ class Search:
             least = max(a + b for a, b in zip(sums.weighed, after[1], strict=True))
             if not self._is_worse(least):
                 joined = {**assignment, **entry.values}
-                if not self._is_over(joined):
+                if not self.is_over_memory(joined):
                     self._join(joined, sums, entries[1:], after[1:])
-
-    def _least_of(self, places: Iterable[int], assignment: Assignment) -> Weighed:
-        rows = [self.terms.least(place, assignment) for place in places]
-        return tuple(map(sum, zip(Seconds().weighed, *rows, strict=True)))
 
     def _entries(
         self, part: list[int], places: list[int], assignment: Assignment
@@ -252,11 +243,11 @@ class Search:
                 raise _LateError
             values = dict(zip(part, row, strict=True))
             whole = {**assignment, **values}
-            if not self._is_over(whole):
+            if not self.is_over_memory(whole):
                 seconds = Seconds()
                 for place in places:
                     seconds = seconds.plus(self.terms.seconds(place, whole))
-                yield _Entry(seconds.weighed, seconds, values)
+                yield _Entry(seconds, values)
 
     # A first solution.
 
@@ -395,10 +386,10 @@ class Search:
         ):
             self.assignment = other
 
-    def _over(self, assignment: Assignment) -> int:
-        hbm = self.space.hbm
-        return 0 if hbm is None else max(0, self.resident.least(assignment) - hbm)
+    def _over(self, assignment: Mapping[int, Axes]) -> int:
+        """Return the bytes by which what is resident does not fit."""
+        return max(0, self.resident.least(assignment) - self.space.hbm)
 
 
-def _least_of_all(rows: Iterable[Weighed]) -> Weighed:
-    return tuple(map(min, zip(*rows, strict=True)))
+def _sum_of(rows: Iterable[Weighed]) -> Weighed:
+    return tuple(map(sum, zip(Seconds().weighed, *rows, strict=True)))

@@ -9,7 +9,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardrules._arguments import check_bytes, check_choice, check_real, check_type, listed
+from shardrules._arguments import check_choice, check_real, check_type, listed, memory_bytes
 from shardrules._estimate.step_time import machine_of
 from shardrules._mesh.mesh import as_mesh
 from shardrules._mesh.topology import Topology, topology_of
@@ -149,13 +149,15 @@ def solve(
         ([None, 'tp'], 0.0)
     """
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
+    if not step._paths:
+        raise ValueError(f"{step.name}: it was traced without arrays among its arguments")
     keep = listed("keep", keep, "patterns, or pairs of a pattern and a spec")
     forbid = listed("forbid", forbid, "pairs of a role and a mesh axis")
     if remat is not None:
         check_choice("remat", remat, ("choose",))
     if time_limit is not None:
         check_real("time_limit", time_limit)
-        if time_limit < 0:
+        if not time_limit >= 0:
             raise ValueError(f"time_limit is {time_limit}; it must be a number of seconds from 0")
     if on is not None and not isinstance(on, Topology):
         as_mesh(on, "on")
@@ -172,9 +174,7 @@ def solve(
     if hardware is None:
         raise TypeError("hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')")
     machine = machine_of(hardware, (), OVERLAP, None, is_traced=True)._replace(hides=HIDES)
-    if hbm is not None:
-        check_bytes("hbm", hbm)
-    room = machine.hardware.memory_bytes if hbm is None else int(hbm)
+    room = machine.hardware.memory_bytes if hbm is None else memory_bytes("hbm", hbm)
     until = inf if time_limit is None else monotonic() + time_limit
     blocks = blocks_of(step) if remat == "choose" else []
     task = Task(step, machine, room, keep, forbid, until, tuple(subsets(blocks)))

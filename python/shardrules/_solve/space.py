@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._arguments import check_choice
 from shardrules._solve.layout import Axes, LaidSpread, Layout, StepArrays
-from shardrules._specs import entries_of, entry_axes
+from shardrules._specs import as_entries, entry_axes
 from shardrules._step.cuts import argument_cuts
 from shardrules._text import brief, near_shown, shown
 
@@ -37,11 +37,6 @@ class Cost(NamedTuple):
     memory: Memory
     spread: LaidSpread
 
-    @property
-    def peak(self) -> int:
-        """Return the bytes of memory that a device needs."""
-        return self.memory.peak
-
 
 class Space:
     """Variables with their values, and the price of an assignment.
@@ -50,7 +45,7 @@ class Space:
         step: What is solved for.
         sizes: Devices by mesh axis.
         machine: As the step's time is estimated with.
-        hbm: Bytes of memory of a device; None if there is no bound.
+        hbm: Bytes of memory of a device.
         fixed: Cuts of arguments that are not chosen.
         forbidden: Pairs of a class and an axis that must not cut it.
     """
@@ -60,7 +55,7 @@ class Space:
         step: Step,
         sizes: Mapping[str, int],
         machine: Machine,
-        hbm: int | None,
+        hbm: int,
         *,
         fixed: Mapping[int, Cuts],
         forbidden: Iterable[tuple[int, str]] = (),
@@ -68,7 +63,7 @@ class Space:
         self.step, self.machine, self.hbm = step, machine, hbm
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self.arrays = StepArrays(step._equations, step._roles, self.sizes)
-        self.fixed = dict(fixed) | self._fixed_like(fixed)
+        self.fixed = self._saved_by_device() | dict(fixed) | self._fixed_like(fixed)
         forbidden = set(forbidden)
         self.values: dict[int, list[Axes]] = {STORED: list(_subsets(self.sizes))}
         for name in self._large_classes():
@@ -85,15 +80,28 @@ class Space:
         """Return the classes that may be cut: of large arrays, without loops and heads."""
         equations = self.step._equations
         most: dict[int, int] = {}
-        for number, rows in enumerate(self.arrays.classes):
-            size = equations.values[number].bits
-            if number not in self.arrays.local:
-                for name in {name for row in rows for name in row}:
-                    most[name] = max(most.get(name, 0), size)
-        least = _SMALL * max(most.values(), default=0)
+        read = {*equations.users, *equations.body.inputs} - self.arrays.local
+        for number in read - self.fixed.keys():
+            for name in {name for row in self.arrays.classes[number] for name in row}:
+                most[name] = max(most.get(name, 0), equations.values[number].bits)
+        least = _SMALL * max((equations.values[number].bits for number in read), default=0)
         excluded = equations.looped | self._parts_of_heads()
         largest = sorted(most.items(), key=lambda row: (-row[1], row[0]))
         return [name for name, size in largest if size > least and name not in excluded]
+
+    def _saved_by_device(self) -> dict[int, Cuts]:
+        """Return the cuts of what only code by device makes and reads, such as for its gradient."""
+        equations = self.step._equations
+        return {
+            number: tuple(
+                tuple(axis for axis in equations.manual[number].get(dim, ()) if axis in self.sizes)
+                for dim in range(len(equations.values[number].shape))
+            )
+            for operation, _ in equations.everything()
+            for number in operation.outputs
+            if operation.name == "shard_map"
+            and {reader.name for reader in equations.users.get(number, ())} <= {"shard_map"}
+        }
 
     def _parts_of_heads(self) -> set[int]:
         """Return the classes within a dimension of a weight, such as the size of a head.
@@ -181,11 +189,7 @@ class Space:
 
 
 def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:
-    """Return the cuts of the arguments that `keep` of `solve` names.
-
-    Raises:
-        ValueError: A pattern is in no path, or a spec has another axis or too many entries.
-    """
+    """Return the cuts of the arguments that `keep` of `solve` names."""
     rows = [row for arg in step._args for row in argument_cuts(arg, step._function)]
     fixed: dict[int, Cuts] = {}
     for item in keep:
@@ -201,7 +205,10 @@ def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dic
         for i in places:
             number = step._equations.body.inputs[i]
             rank = len(step._equations.values[number].shape)
-            cuts = rows[i] or () if spec is None else tuple(map(entry_axes, entries_of(spec)))
+            entries = (
+                () if spec is None else as_entries(f"keep: the spec of {brief(pattern)}", spec)
+            )
+            cuts = rows[i] or () if spec is None else tuple(map(entry_axes, entries))
             if absent := [axis for row in cuts for axis in row if axis not in sizes]:
                 near = near_shown(absent[0], sizes)
                 raise ValueError(
@@ -209,19 +216,28 @@ def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dic
                 )
             if len(cuts) > rank:
                 raise ValueError(f"keep: {step._paths[i]}: {spec} has more entries than its {rank}")
+            _check_cuts(step._paths[i], cuts, step._equations.values[number].shape, sizes)
             cut = tuple(tuple(axis for axis in row if sizes[axis] > 1) for row in cuts)
             fixed[number] = cut + ((),) * (rank - len(cut))
     return fixed
 
 
+def _check_cuts(path: str, cuts: Cuts, shape: Iterable[int], sizes: Mapping[str, int]) -> None:
+    axes = [axis for row in cuts for axis in row]
+    if twice := [axis for i, axis in enumerate(axes) if axis in axes[:i]]:
+        raise ValueError(f"keep: {path}: {brief(twice[0])} is used twice")
+    for dim, (row, size) in enumerate(zip(cuts, shape, strict=False)):
+        if size % (parts := prod(sizes[axis] for axis in row)):
+            raise ValueError(
+                f"keep: {path}: {','.join(row)} cuts dimension {dim}, of {size:,}, into {parts:,} "
+                "parts, which do not divide it"
+            )
+
+
 def forbidden_pairs(
     step: Step, forbid: Iterable[Any], sizes: Mapping[str, int]
 ) -> Iterator[tuple[int, str]]:
-    """Yield (class, axis) of the pairs that `forbid` of `solve` names.
-
-    Raises:
-        ValueError: There is no such role, or axis.
-    """
+    """Yield (class, axis) of the pairs that `forbid` of `solve` names."""
     roles = step._roles.of
     for item in forbid:
         role, axis = _pair("forbid", item)
@@ -234,7 +250,7 @@ def forbidden_pairs(
 def _pair(name: str, item: Any) -> tuple[str, Any]:
     if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
         form = {"keep": "(pattern, spec)", "forbid": "(role, mesh axis)"}[name]
-        raise TypeError(f"{name}: {shown(item)} is no pair of {form}")
+        raise TypeError(f"{name}: {shown(item)} is no pair of {form}: write {name}=[{form}]")
     return item[0], item[1]
 
 

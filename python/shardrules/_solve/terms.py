@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardrules._solve.layout import Axes
     from shardrules._solve.space import Space
     from shardrules._step.cuts import Cuts
-    from shardrules._step.equations import Body, TracedOperation
+    from shardrules._step.equations import Body, Equations, TracedOperation
     from shardrules._step.spread import SpreadCollective
 
 
@@ -133,30 +133,27 @@ class _Probe(LaidSpread):
 
 
 class Terms:
-    """The terms of a step in a space, each evaluated when it is first asked for.
-
-    Args:
-        space: What can be chosen.
-    """
+    """The terms of a step in a space, each evaluated when it is first asked for."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
         self._probe = _Probe(space)
         self._price = space.step._priced(self._probe)
+        self._running = {id(operation) for operation, _ in space.step._equations.operations()}
         self._rates: dict[tuple[Any, ...], float] = {}
         self._network = Network(space.machine, space.sizes)
         self._locals: dict[tuple[Any, ...], _Local] = {}
         self._seconds: dict[tuple[Any, ...], Seconds] = {}
         groups = [
             group
-            for group in _groups(self._probe, space.step._equations.body)
+            for group in _groups(self._probe, space.step._equations)
             if len(group) > 1 or not self._is_free(*group[0])
         ]
         readers: dict[int, list[int]] = {}
         for place, group in enumerate(groups):
-            made = {number for operation, _ in group for number in operation.outputs}
+            outputs = {number for operation, _ in group for number in operation.outputs}
             for number in dict.fromkeys(n for op, _ in group for n in op.inputs if n is not None):
-                if number not in made:
+                if number not in outputs:
                     readers.setdefault(number, []).append(place)
         scopes = [
             space.scope_of({n for operation, _ in group for n in _numbers(operation)})
@@ -199,7 +196,8 @@ class Terms:
         if rule.is_identity:
             return True
         kinds = {kind for kind in kinds if any(kind[0])}
-        return len(kinds) < 2 and not rule.whole and not rule.minor
+        is_turned = operation.name == "transpose"  # of a square array: the axes stay in their place
+        return len(kinds) < 2 and not rule.whole and not rule.minor and not is_turned
 
     def _ordered(self, names: set[int]) -> tuple[int, ...]:
         return tuple(name for name in self._space.values if name in names)
@@ -251,7 +249,7 @@ class Terms:
             probe.run(operation, trips)
         busy = 0.0
         for operation, trips in term.operations:
-            if not operation.bodies:
+            if id(operation) in self._running:
                 seconds = self._price.seconds(operation, machine.hardware, machine.efficiency)
                 busy += max(seconds) * trips
         own, shared = probe.needs, {}
@@ -328,9 +326,9 @@ def _pairs_of_scan(operation: TracedOperation) -> Iterator[tuple[int, int, bool]
     for place, (outer, inner) in enumerate(operation.arguments(body)):
         if outer is not None and outer != inner:
             yield outer, inner, place >= stop
-    for place, (outer, made) in enumerate(zip(operation.outputs, body.outputs, strict=True)):
-        if made is not None:
-            yield outer, made, place >= operation.carries
+    for place, (outer, result) in enumerate(zip(operation.outputs, body.outputs, strict=True)):
+        if result is not None:
+            yield outer, result, place >= operation.carries
 
 
 def _numbers(operation: TracedOperation) -> Iterator[int]:
@@ -341,9 +339,9 @@ def _numbers(operation: TracedOperation) -> Iterator[int]:
         yield from (n for n in body.outputs if n is not None)
 
 
-def _groups(probe: _Probe, body: Body) -> Iterator[list[tuple[TracedOperation, int]]]:
+def _groups(probe: _Probe, equations: Equations) -> Iterator[list[tuple[TracedOperation, int]]]:
     """Yield operations by what must be priced together: those whose sums an addition merges."""
-    rows = list(_all(body, 1))
+    rows = list(equations.everything())
     pairs = []
     places = {id(operation): i for i, (operation, _) in enumerate(rows)}
     merges = [bool(op.rule and op.rule.summed) for op, _ in rows]
@@ -376,11 +374,3 @@ def connected(items: Iterable[int], links: Iterable[Sequence[int]]) -> list[list
     for item in items:
         groups.setdefault(root(item), []).append(item)
     return list(groups.values())
-
-
-def _all(body: Body, trips: int) -> Iterator[tuple[TracedOperation, int]]:
-    """Yield all operations, with how often each runs on a device."""
-    for operation in body.operations:
-        yield operation, trips
-        for inner in operation.bodies:
-            yield from _all(inner, trips * operation.trips)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from shardrules._step.dimensions import Dims
-    from shardrules._step.equations import Body, Equations, TracedOperation
+    from shardrules._step.equations import Equations, TracedOperation
 
 ClassRole = Literal[
     "layers", "experts", "vocabulary", "KV heads", "heads", "query heads of a KV head", "head size",
@@ -20,26 +20,18 @@ _SHAPED: Final = frozenset((
     "copy", "optimization_barrier", "sharding_constraint", "reshard", "broadcast_in_dim",
     "rev", "name", "copy_p", "pvary", "all_gather", "all_gather_invariant",
 ))  # fmt: skip
-_DOTS: Final = frozenset({"dot_general"})
 
 
 def weight_arrays(equations: Equations, weights: Iterable[int]) -> dict[int, int]:
     """Return {array that is a weight, or a slice, cast or other shape of it: the weight}."""
     sources = {number: number for number in weights}
-
-    def walk(body: Body) -> None:
-        for operation in body.operations:
-            for inner in operation.bodies:
-                for outer, number in operation.arguments(inner):
-                    if outer in sources:
-                        sources[number] = sources[outer]
-                walk(inner)
-            if operation.name in _SHAPED or (operation.rule and operation.rule.is_identity):
-                for before, after in zip(operation.inputs, operation.outputs, strict=False):
-                    if before in sources:
-                        sources[after] = sources[before]
-
-    walk(equations.body)
+    for operation, _ in equations.everything():
+        pairs = [pair for inner in operation.bodies for pair in operation.arguments(inner)]
+        if operation.name in _SHAPED or (operation.rule and operation.rule.is_identity):
+            pairs += zip(operation.inputs, operation.outputs, strict=False)
+        for before, after in pairs:
+            if before in sources:
+                sources[after] = sources[before]
     return sources
 
 
@@ -57,10 +49,8 @@ def _alike(equations: Equations) -> dict[int, int]:
 class Roles:
     """Roles by class of dimensions.
 
-    Args:
-        equations: Of the step.
-        weights: Numbers of the arguments that are the model's parameters.
-        data: Numbers of the arguments that are not, and no state of the optimizer.
+    `weights` are the arguments that are the model's parameters, `data` those that are neither
+    these nor state of the optimizer.
     """
 
     def __init__(self, equations: Equations, weights: Iterable[int], data: Iterable[int]) -> None:
@@ -72,9 +62,8 @@ class Roles:
         self._of_data = [list(self._dims_of(number)) for number in data]
         self.of: dict[int, ClassRole] = {}
         self.contracted: dict[int, list[TracedOperation]] = {}
-        operations = [operation for operation, _ in equations.operations()]
-        self._name_stacks(equations.body)
-        for operation in operations:
+        self._name_stacks()
+        for operation, _ in equations.everything():
             self._see(operation)
         self._name_data()
         self._name_rest()
@@ -89,13 +78,15 @@ class Roles:
 
     def is_like_weights(self, number: int) -> bool:
         """Say whether weights have all dimensions of an array, as their gradients do."""
-        classes = list(self._classes_of([number]))
-        return bool(classes) and all(map(self.of_weights.__contains__, classes))
+        return self._are_of_weights(list(self._classes_of([number])))
+
+    def _are_of_weights(self, classes: Collection[int]) -> bool:
+        return bool(classes) and all(name in self.of_weights for name in classes)
 
     def is_summed_for_weights(self, name: int) -> bool:
         """Say whether products sum over a class for gradients: those of frozen weights are not."""
-        made = (operation.outputs[0] for operation in self.contracted.get(name, ()))
-        return any(map(self.is_like_weights, made))
+        results = (operation.outputs[0] for operation in self.contracted.get(name, ()))
+        return any(map(self.is_like_weights, results))
 
     def batch_of(self, number: int) -> int | None:
         """Return the class of the batch in the first dimension of an array; None without one."""
@@ -117,22 +108,20 @@ class Roles:
         for name in classes:
             self.of.setdefault(name, role)
 
-    def _name_stacks(self, body: Body) -> None:
-        for operation in body.operations:
-            for inner in operation.bodies:
-                if operation.name == "scan":
-                    stop = operation.first + operation.carries
-                    for outer, _ in operation.arguments(inner)[stop:]:
-                        if outer in self.weights:
-                            self._name(next(self._dims_of(outer)), "layers")
-                self._name_stacks(inner)
+    def _name_stacks(self) -> None:
+        for operation, _ in self._equations.everything():
+            if operation.name == "scan":
+                stop = operation.first + operation.carries
+                for outer, _ in operation.arguments(operation.bodies[0])[stop:]:
+                    if outer in self.weights:
+                        self._name(next(self._dims_of(outer)), "layers")
 
     def _see(self, operation: TracedOperation) -> None:
         """Name the classes that one operation tells of."""
         rule = operation.rule
         if rule is None or not operation.inputs:
             return
-        if operation.name in _DOTS:
+        if operation.name == "dot_general":
             self._see_dot(operation)
         elif operation.name.startswith("ragged_dot"):
             group = operation.inputs[1]
@@ -143,9 +132,7 @@ class Roles:
             self._name((c for c in last if c in self.of_weights), "experts")
         if not rule.looked_up:
             return
-        for number, dims in zip(operation.inputs, rule.operands, strict=True):
-            if number is None:
-                continue
+        for number, dims in operation.operands():
             for classes, factors in zip(self._dims_of(number), dims, strict=True):
                 if rule.looked_up.intersection(factors):
                     named = [c for c in classes if c in self.of_weights and c not in self.of]
@@ -153,7 +140,7 @@ class Roles:
 
     def _see_dot(self, operation: TracedOperation) -> None:
         numbers = operation.eqn.params["dimension_numbers"]
-        (left, right), (left_batch, _) = numbers
+        (left, _), (left_batch, _) = numbers
         first, second = operation.inputs
         if first is None or second is None:
             return
@@ -165,8 +152,8 @@ class Roles:
         is_weight = first in self.weights or second in self.weights
         if is_weight:
             self._name((c for c in batch if c in self.of_weights), "experts")
-        elif batch and (_is_any_other(batch, self.of_weights) or self._is_of_one_row(dims, left)):
-            self._see_attention(dims, left, right, batch)
+        elif batch and (not self._are_of_weights(batch) or self._is_of_one_row(dims, left)):
+            self._see_attention(dims, left, batch)
 
     def _is_of_one_row(self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int]) -> bool:
         """Say whether a product is attention's if the batch is one row, which has no class.
@@ -175,18 +162,10 @@ class Roles:
         """
         summed = [c for dim in left for c in dims[0][dim]]
         of_both = [c for operand in dims for row in operand for c in row]
-        return (
-            bool(summed)
-            and not _is_any_other(summed, self.of_weights)
-            and (_is_any_other(of_both, self.of_weights))
-        )
+        return self._are_of_weights(summed) and not self._are_of_weights(of_both)
 
     def _see_attention(
-        self,
-        dims: tuple[list[Dims], list[Dims]],
-        left: Iterable[int],
-        right: Iterable[int],
-        batch: list[int],
+        self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int], batch: list[int]
     ) -> None:
         """Name the classes of a product of two activations, one for each sequence and head."""
         summed = {c for dim in left for c in dims[0][dim]}
@@ -196,9 +175,8 @@ class Roles:
         self._name((c for c in summed if c in self.of_weights), "head size")
         grouped = [c for part in free for c in part if c in self.of_weights]
         if summed & self.of_weights.keys() or not grouped:
-            self._name(
-                (c for c in batch if c in self.of_weights), "KV heads" if grouped else "heads"
-            )
+            heads: ClassRole = "KV heads" if grouped else "heads"
+            self._name((c for c in batch if c in self.of_weights), heads)
         if summed & self.of_weights.keys():
             self._name(grouped, "query heads of a KV head")
             self._name((c for part in free for c in part if c not in self.of_weights), "sequence")
@@ -219,7 +197,3 @@ class Roles:
         if rest and self.of_weights[rest[0]] > 1 and rest[0] in self.contracted:
             self._name([rest.pop(0)], "model width")
         self._name((c for c in rest if c in self.contracted), "hidden")
-
-
-def _is_any_other(classes: Iterable[int], known: Container[int]) -> bool:
-    return any(name not in known for name in classes)

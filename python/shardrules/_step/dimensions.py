@@ -26,7 +26,6 @@ class Dimensions:
         """Pairs of dimensions of which one is a part of the other."""
 
     def new(self, size: int) -> int:
-        """Return a new dimension."""
         self.sizes.append(size)
         self._same.append(len(self._same))
         return len(self._same) - 1

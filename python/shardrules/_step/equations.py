@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -10,20 +11,20 @@ from functools import cached_property
 from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
-from shardrules._dtypes import bits_of, is_inexact
-from shardrules._estimate.kernels import splash_flops
+from shardrules._dtypes import bits_of
+from shardrules._estimate.kernels import kernel_flops, primitive_name
 from shardrules._jax import user_line
-from shardrules._specs import entries_of, entry_axes
+from shardrules._jaxprs import (
+    axes_by_dim,
+    devices_of,
+    inner_jaxpr,
+    is_barred,
+    open_jaxpr,
+    scan_counts,
+)
 from shardrules._step.dimensions import Dimensions, Dims
 from shardrules._step.factors import Factors, Rule, Shape, rule_of, same_rule, shape_of
 
-# What holds one jaxpr that runs once, and the names of the parameter that has it.
-_CALLS: Final = frozenset((
-    "jit", "pjit", "closed_call", "core_closed_call", "core_call", "checkpoint", "remat",
-    "remat2", "run_state", "eval_jaxpr", "composite", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-))  # fmt: skip
-_INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _MOST_DEPTH: Final = 200
 
 
@@ -68,17 +69,24 @@ class TracedOperation:
     """Place of the first carried array among the inputs of the body."""
     carries: int = 0
     """How many arrays the body carries; what follows is sliced, and among the results stacked."""
+    taken: int | None = None
+    """Of branches, the place of that for any platform, or of that which computes most."""
 
     def arguments(self, body: Body) -> list[tuple[int | None, int]]:
         """Return pairs of an input of the operation, and the input of a body that it is."""
         return list(zip(self.inputs[-len(body.inputs) :], body.inputs, strict=True))
 
     @property
+    def running(self) -> list[Body]:
+        """Return the bodies that run in a step: one of several branches."""
+        return self.bodies if self.taken is None else [self.bodies[self.taken]]
+
+    @property
     def flops(self) -> int:
         """Operations of one run; of a kernel those that it estimates, 0 if they are not known."""
         if self.rule is not None:
             return self.rule.flops
-        return _kernel_flops(self.eqn) if self.name == "pallas_call" else 0
+        return kernel_flops(self.eqn) if self.name == "pallas_call" else 0
 
     @property
     def name(self) -> str:
@@ -154,20 +162,20 @@ class Equations:
             inner = inner_jaxpr(eqn)
             if inner is not None:
                 arguments = self._numbered(eqn, read)
-                if _is_barred(eqn):
+                if is_barred(eqn):
                     barrier = self._barrier(eqn, arguments)
                     operations.append(barrier)
                     arguments = barrier.outputs
                 call = self._body(inner, arguments, depth + 1)
                 operations += call.operations
-                made = call.outputs
+                results = call.outputs
             else:
                 operation = self._operation(eqn, read, depth + 1)
                 operation.scope = self._scope
                 operations.append(operation)
-                made = list(operation.outputs)
+                results = list(operation.outputs)
             self._scope = around
-            of |= zip(eqn.outvars, made, strict=True)
+            of |= zip(eqn.outvars, results, strict=True)
         outputs = list(map(number, jaxpr.outvars))
         return Body([i for i in inputs if i is not None], outputs, operations)
 
@@ -179,18 +187,19 @@ class Equations:
     def _operation(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         structured = _STRUCTURED.get(eqn.primitive.name)
         if structured is not None:
-            operation: TracedOperation = structured(self, eqn, read, depth)
+            numbers = self._numbered(eqn, read)
+            operation: TracedOperation = structured(self, eqn, numbers, depth)
             return operation
         rule = rule_of(eqn)
         if rule is None:
-            self.missing[_named(eqn)] = self.missing.get(_named(eqn), 0) + 1
+            self.missing[primitive_name(eqn)] = self.missing.get(primitive_name(eqn), 0) + 1
             return TracedOperation(eqn, None, read, [self._new(var) for var in eqn.outvars])
         operands = [
             self.dims.shape(shape_of(atom)) if i is None else self.values[i].dims
             for i, atom in zip(read, eqn.invars, strict=True)
         ]
-        made = self.dims.apply(rule, operands)
-        outputs = [self._new(var, dims) for var, dims in zip(eqn.outvars, made, strict=True)]
+        results = self.dims.apply(rule, operands)
+        outputs = [self._new(var, dims) for var, dims in zip(eqn.outvars, results, strict=True)]
         return TracedOperation(eqn, rule, read, outputs)
 
     def _barrier(self, eqn: Any, arguments: list[int]) -> TracedOperation:
@@ -209,15 +218,14 @@ class Equations:
         pairs = zip(variables, numbers, strict=True)
         return [self._new(var, self.values[i].dims) for var, i in pairs]
 
-    def _unite(self, number: int, made: int | None) -> None:
-        if made is not None:
-            self.dims.unite_all(self.values[number].dims, self.values[made].dims)
+    def _unite(self, number: int, result: int | None) -> None:
+        if result is not None:
+            self.dims.unite_all(self.values[number].dims, self.values[result].dims)
 
-    def _scan(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
+    def _scan(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         """Read a scan: what it carries, and what it slices and stacks along one dimension."""
         params = eqn.params
         closed, (consts, carries) = params["jaxpr"], scan_counts(params)
-        numbers = self._numbered(eqn, read)
         invars = open_jaxpr(closed).invars
         stacked = consts + carries
         length = self.dims.new(params["length"])
@@ -229,57 +237,59 @@ class Equations:
             inside.append(self._new(var, dims[1:]))
         body = self._body(closed, inside, depth)
         outputs = []
-        for place, (var, made) in enumerate(zip(eqn.outvars, body.outputs, strict=True)):
+        for place, (var, result) in enumerate(zip(eqn.outvars, body.outputs, strict=True)):
             if place < carries:
                 dims = self.values[carried[place]].dims
-                self._unite(carried[place], made)
+                self._unite(carried[place], result)
             else:
                 inner = self.dims.shape(shape_of(var)[1:])
-                dims = (length, *(inner if made is None else self.values[made].dims))
+                dims = (length, *(inner if result is None else self.values[result].dims))
             outputs.append(self._new(var, dims))
         loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], carries=carries)
         loop.trips, loop.first = params["length"], consts
         return loop
 
-    def _while(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
+    def _while(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         params = eqn.params
-        numbers = self._numbered(eqn, read)
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
         begin = of_cond + of_body
         closed = params["body_jaxpr"]
         carried = self._like(open_jaxpr(closed).invars[of_body:], numbers[begin:])
         body = self._body(closed, numbers[of_cond:begin] + carried, depth)
-        for i, made in zip(carried, body.outputs, strict=True):
-            self._unite(i, made)
+        for i, result in zip(carried, body.outputs, strict=True):
+            self._unite(i, result)
         outputs = self._like(eqn.outvars, carried)
         loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], first=of_body)
         loop.carries = len(carried)
         self.endless.append(loop)
         return loop
 
-    def _cond(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
-        numbers = self._numbered(eqn, read)
+    def _cond(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         bodies = [self._body(branch, numbers[1:], depth) for branch in eqn.params["branches"]]
         outputs = [self._new(var) for var in eqn.outvars]
         for body in bodies:
-            for i, made in zip(outputs, body.outputs, strict=True):
-                self._unite(i, made)
-        return TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies, carries=len(outputs))
+            for i, result in zip(outputs, body.outputs, strict=True):
+                self._unite(i, result)
+        branches = TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies)
+        branches.carries = len(outputs)
+        platforms = eqn.params.get("branches_platforms") or ()
+        flops = list(map(self._flops, bodies))
+        branches.taken = platforms.index(None) if None in platforms else flops.index(max(flops))
+        return branches
 
-    def _shard_map(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
+    def _shard_map(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         """Read the code of one device, whose specs are facts."""
         params = eqn.params
-        numbers = self._numbered(eqn, read)
         inside = list(map(self._new, open_jaxpr(params["jaxpr"]).invars))
-        self.manual |= zip(inside, _axes_by_dim(params, "in"), strict=True)
+        self.manual |= zip(inside, axes_by_dim(params, "in"), strict=True)
         for whole, local in zip(numbers, inside, strict=True):
             self._relate(whole, local, self.manual[local])
         body = self._body(params["jaxpr"], inside, depth)
         outputs = list(map(self._new, eqn.outvars))
-        self.manual |= zip(outputs, _axes_by_dim(params, "out"), strict=True)
-        for whole, made in zip(outputs, body.outputs, strict=True):
-            if made is not None:
-                self._relate(whole, made, self.manual[whole])
+        self.manual |= zip(outputs, axes_by_dim(params, "out"), strict=True)
+        for whole, result in zip(outputs, body.outputs, strict=True):
+            if result is not None:
+                self._relate(whole, result, self.manual[whole])
         return TracedOperation(eqn, None, [*numbers], outputs, bodies=[body])
 
     def _relate(self, outside: int, inside: int, axes: dict[int, tuple[str, ...]]) -> None:
@@ -310,7 +320,7 @@ class Equations:
         """Return the classes over which loops go."""
         return {
             name
-            for operation in self.everything()
+            for operation, _ in self.everything()
             if operation.name == "scan"
             for body in operation.bodies
             for outer, _ in operation.arguments(body)[operation.first + operation.carries :]
@@ -321,49 +331,46 @@ class Equations:
     @cached_property
     def users(self) -> dict[int, list[TracedOperation]]:
         """Operations that read each array; `RESULT` is one of those of results."""
-        users: dict[int, list[TracedOperation]] = {}
+        users: defaultdict[int, list[TracedOperation]] = defaultdict(list)
+        rows = [operation for operation, _ in self.everything()]
+        bodies = [self.body, *(inner for operation in rows for inner in operation.bodies)]
+        pairs = [(number, operation) for operation in rows for number in operation.inputs]
+        pairs += [(number, RESULT) for body in bodies for number in body.outputs]
+        for number, user in pairs:
+            if number is not None:
+                users[number].append(user)
+        return dict(users)
 
-        def walk(body: Body) -> None:
-            for operation in body.operations:
-                for number in operation.inputs:
-                    if number is not None:
-                        users.setdefault(number, []).append(operation)
-                for inner in operation.bodies:
-                    walk(inner)
-            for number in body.outputs:
-                if number is not None:
-                    users.setdefault(number, []).append(RESULT)
-
-        walk(self.body)
-        return users
-
-    def everything(self, body: Body | None = None) -> Iterator[TracedOperation]:
-        """Yield each operation, loops before what is in them."""
+    def everything(
+        self, body: Body | None = None, trips: int = 1
+    ) -> Iterator[tuple[TracedOperation, int]]:
+        """Yield each operation, loops before what is in them, and how often a device runs it."""
         for operation in (self.body if body is None else body).operations:
-            yield operation
+            yield operation, trips
             for inner in operation.bodies:
-                yield from self.everything(inner)
+                yield from self.everything(inner, trips * operation.trips)
 
     @cached_property
     def flops(self) -> int:
         """Operations of a step on all devices."""
-        return sum(operation.flops * trips for operation, trips in self.operations())
+        return self._flops(self.body)
+
+    def _flops(self, body: Body) -> int:
+        return sum(operation.flops * trips for operation, trips in self.operations(body))
 
     def operations(
         self, body: Body | None = None, trips: int = 1, *, on_device: bool = False
     ) -> Iterator[tuple[TracedOperation, int]]:
-        """Yield each operation with a rule, or none known, and how often it runs in a step.
+        """Yield what computes in a step: not loops, and of branches that which computes most.
 
-        Code by device runs on each of them, unless it is asked how often it runs `on_device`.
+        And how often it runs: code by device on each of them, unless it is asked `on_device`.
         """
         for operation in (self.body if body is None else body).operations:
             if not operation.bodies:
                 yield operation, trips
-            devices = 1 if on_device else _devices(operation)
-            for inner in operation.bodies:
-                yield from self.operations(
-                    inner, trips * operation.trips * devices, on_device=on_device
-                )
+            turns = trips * operation.trips * (1 if on_device else devices_of(operation.eqn))
+            for inner in operation.running:
+                yield from self.operations(inner, turns, on_device=on_device)
 
 
 def _without_dead(body: Body) -> Body:
@@ -373,89 +380,18 @@ def _without_dead(body: Body) -> Body:
     for operation in reversed(body.operations):
         if operation.eqn.effects or not live.isdisjoint(operation.outputs):
             operation.bodies = list(map(_without_dead, operation.bodies))
-            live.update(number for number in operation.inputs if number is not None)
-            for inner in operation.bodies:
-                live.update(_read_inside(inner))
+            live.update(_read_by(operation))
             operations.append(operation)
     return body._replace(operations=operations[::-1])
 
 
-def _read_inside(body: Body) -> Iterator[int]:
-    """Yield the arrays that a body reads, those from outside among them."""
-    yield from (number for number in body.outputs if number is not None)
-    for operation in body.operations:
-        yield from (number for number in operation.inputs if number is not None)
-        for inner in operation.bodies:
-            yield from _read_inside(inner)
-
-
-def open_jaxpr(closed: Any) -> Any:
-    """Return a jaxpr without its constants."""
-    return getattr(closed, "jaxpr", closed)
-
-
-def inner_jaxpr(eqn: Any) -> Any:
-    """Return the jaxpr that an equation runs once; None if it is no such call."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    return next((eqn.params[name] for name in _INNER if name in eqn.params), None)
-
-
-def only_call(closed: Any) -> Any:
-    """Return the equation of the jitted function that a jaxpr consists of; None without one."""
-    eqns = closed.jaxpr.eqns
-    is_call = len(eqns) == 1 and eqns[0].primitive.name in ("jit", "pjit")
-    return eqns[0] if is_call and list(eqns[0].invars) == list(closed.jaxpr.invars) else None
-
-
-def _is_barred(eqn: Any) -> bool:
-    """Say whether an equation is what `jax.checkpoint` recomputes, behind a barrier."""
-    barred = eqn.params.get("prevent_cse", False)
-    is_any = any(barred) if isinstance(barred, tuple) else bool(barred)
-    return is_any and bool(eqn.params.get("differentiated", False))
-
-
-def _devices(operation: TracedOperation) -> int:
-    """Return on how many devices code by device runs, each with its part."""
-    if operation.name != "shard_map":
-        return 1
-    sizes = dict(operation.eqn.params["mesh"].shape)
-    manual = operation.eqn.params.get("manual_axes", sizes)
-    return prod(sizes[axis] for axis in manual)
-
-
-def _axes_by_dim(params: Any, side: str) -> Iterable[dict[int, tuple[str, ...]]]:
-    """Return for each array the mesh axes by dimension: JAX has had them as dicts, and as specs."""
-    for spec in params[f"{side}_specs"] if f"{side}_specs" in params else params[f"{side}_names"]:
-        if isinstance(spec, dict):
-            yield {dim: tuple(axes) for dim, axes in spec.items() if axes}
-        else:
-            axes = [entry_axes(entry) for entry in entries_of(spec)]
-            yield {dim: tuple(names) for dim, names in enumerate(axes) if names}
-
-
-def scan_counts(params: Any) -> tuple[int, int]:
-    """Return how many constants and how many carried arrays a scan begins with."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carries, _ = params["ft_in"].unpack()  # since JAX 0.11
-    return len(consts), len(carries)
-
-
-def _named(eqn: Any) -> str:
-    """Name what is not modelled: a kernel by its own name."""
-    name = eqn.primitive.name
-    kernel = eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", None)
-    return f"{name} {kernel}" if isinstance(kernel, str) and kernel else str(name)
-
-
-def _kernel_flops(eqn: Any) -> int:
-    """Count the operations of a Pallas kernel by its estimate; those of splash attention."""
-    estimate = eqn.params.get("cost_estimate")
-    if estimate is not None:
-        return int(estimate.flops)
-    arrays = [shape_of(var) for var in eqn.invars if is_inexact(var.aval.dtype)]
-    return splash_flops(_named(eqn), arrays, len(eqn.outvars))
+def _read_by(operation: TracedOperation) -> Iterator[int]:
+    """Yield the arrays that an operation reads, and those that its bodies read and give back."""
+    yield from (number for number in operation.inputs if number is not None)
+    for body in operation.bodies:
+        yield from (number for number in body.outputs if number is not None)
+        for inner in body.operations:
+            yield from _read_by(inner)
 
 
 _STRUCTURED: Final[dict[str, Any]] = {

@@ -13,9 +13,13 @@ from functools import lru_cache
 from math import gcd, prod
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 Factors = tuple[int, ...]
 """Numbers of the factors of one dimension, the major one first; () for a dimension of size 1."""
 Shape = tuple[int, ...]
+_OF_BUTTERFLY: Final = 8
+"""Operations of a Fourier transform for each element and pass, as XLA counts them."""
 
 
 class Rule(NamedTuple):
@@ -75,9 +79,11 @@ class _Builder:
         pair = self.dimension(before), self.dimension(after)
         if all(pair):
             self.parts.append((pair[0][0], pair[1][0]))
-        for factors in pair:
-            self.whole.update(factors)
+        self.keep_whole(pair)
         return pair
+
+    def keep_whole(self, dimensions: Iterable[Factors]) -> None:
+        self.whole.update(factor for factors in dimensions for factor in factors)
 
     def rule(
         self,
@@ -237,32 +243,40 @@ def _dot(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     return builder.rule(operands, [result], flops)
 
 
-def _ragged_dot(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule | None:
-    """Return the rule of tokens sorted by expert, each multiplied by the kernel of its expert."""
+def _ragged_dot(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    """Return the rule of rows sorted by expert, each multiplied by the kernel of its expert.
+
+    Or, if the rows are summed over as for the kernels' gradients, of a product for each expert.
+    """
     numbers = params.get("ragged_dot_dimension_numbers")
-    plain = ((1,), (1,)), ((), ())
-    is_plain = numbers is None or (
-        tuple(map(tuple, numbers.dot_dimension_numbers[0])) == plain[0]
-        and tuple(numbers.lhs_ragged_dimensions) == (0,)
-        and tuple(numbers.rhs_group_dimensions) == (0,)
-    )
-    if not is_plain or [len(shape) for shape in shapes[:2]] != [2, 3]:
-        return None
+    dots: Any = ((1,), (1,)), ((), ())
+    ragged, group = (0,), (0,)
+    if numbers is not None:
+        dots, ragged = numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions)
+        group = tuple(numbers.rhs_group_dimensions)
+    (left_summed, right_summed), (left_batch, right_batch) = dots
     builder = _Builder()
-    rows, inputs = builder.dimensions(shapes[0])
-    experts, _, outputs = builder.dimensions(shapes[1])
-    builder.summed.update(inputs, experts)
+    left, right = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
+    for i, j in zip((*left_summed, *left_batch), (*right_summed, *right_batch), strict=True):
+        right[j] = left[i]
+    experts = right[group[0]] if group else builder.dimension(shapes[2][-1])
+    builder.summed.update(f for i in left_summed for f in left[i])
+    builder.summed.update(experts if group else ())
+    has_experts = not group and ragged[0] in left_summed
+    rest = [f for i, f in enumerate(left) if i not in (*left_summed, *left_batch)]
+    rest += [f for j, f in enumerate(right) if j not in (*right_summed, *right_batch, *group)]
+    result = [*[experts][:has_experts], *[left[i] for i in left_batch], *rest]
+    flops = 2 * prod(results[0]) * prod(shapes[0][i] for i in left_summed)
+    sizes = [*[()] * (len(shapes[2]) - 1), experts]
     return builder.rule(
-        [[rows, inputs], [experts, inputs, outputs], [experts]],
-        [[rows, outputs]],
-        2 * prod(results[0]) * shapes[0][1],
+        [left, right, sizes, *[[] for _ in shapes[3:]]],
+        [result],
+        flops // (shapes[2][-1] if has_experts else 1),
     )
 
 
 def _convolution(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    lhs, rhs, out = (
-        getattr(params["dimension_numbers"], f"{x}_spec") for x in ("lhs", "rhs", "out")
-    )
+    lhs, rhs, out = params["dimension_numbers"]
     groups = params["feature_group_count"]
     builder = _Builder()
     operands = [builder.dimensions(shape) for shape in shapes]
@@ -275,26 +289,50 @@ def _convolution(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule
         builder.summed.update(operands[0][lhs[1]])
     elif shapes[0][lhs[1]] == groups == shapes[1][rhs[0]]:  # of one channel each
         operands[1][rhs[0]] = result[out[1]] = operands[0][lhs[1]]
-    for dim in lhs[2:]:
-        builder.whole.update(operands[0][dim])
-    for dim in rhs[2:]:
-        builder.whole.update(operands[1][dim])
-    for dim in out[2:]:
-        builder.whole.update(result[dim])
-    flops = 2 * prod(results[0]) * prod(shapes[1]) // max(1, shapes[1][rhs[0]])
-    return builder.rule(operands, [result], flops)
+    multiplied = results[0][out[0]] * results[0][out[1]] * shapes[1][rhs[1]]
+    for place, (i, j, k) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
+        builder.keep_whole((operands[0][i], operands[1][j], result[k]))
+        rows = (results[0][k], params["window_strides"][place])
+        window = (shapes[1][j], params["rhs_dilation"][place])
+        first, dilation = params["padding"][place][0], params["lhs_dilation"][place]
+        multiplied *= _met(rows, window, first, shapes[0][i], dilation)
+    return builder.rule(operands, [result], 2 * multiplied)
+
+
+def _met(
+    rows: tuple[int, int], window: tuple[int, int], first: int, size: int, dilation: int
+) -> int:
+    """Count the pairs of a row and a place of its window that meet no padding, along a dimension.
+
+    Rows and places are so many, and so far apart; `first` is the padding before the operand, whose
+    elements are a dilation apart.
+    """
+    few, many = sorted((rows, window))
+    places = np.arange(many[0]) * many[1] - first
+    count = 0
+    for met in (places + i * few[1] for i in range(few[0])):
+        inside = (met >= 0) & (met <= (size - 1) * dilation) & (met % dilation == 0)
+        count += int(np.count_nonzero(inside))
+    return count
+
+
+def _indexed(
+    builder: _Builder, shapes: list[Shape], numbers: Any, batching: str, dropped: Iterable[int]
+) -> tuple[list[Factors], list[Factors], list[int]]:
+    """Return the factors of an array, and of indices into it; and the dimensions of a window."""
+    operand, indices = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
+    batch = getattr(numbers, "operand_batching_dims", ())
+    for dim, other in zip(batch, getattr(numbers, batching, ()), strict=True):
+        indices[other] = operand[dim]
+    return operand, indices, [d for d in range(len(operand)) if d not in {*dropped, *batch}]
 
 
 def _gather(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     numbers = params["dimension_numbers"]
-    slices = params["slice_sizes"]
-    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
-    index_batching = tuple(getattr(numbers, "start_indices_batching_dims", ()))
     builder = _Builder()
-    operand, indices = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
-    for dim, other in zip(batching, index_batching, strict=True):
-        indices[other] = operand[dim]
-    window = [d for d in range(len(slices)) if d not in {*numbers.collapsed_slice_dims, *batching}]
+    operand, indices, window = _indexed(
+        builder, shapes, numbers, "start_indices_batching_dims", numbers.collapsed_slice_dims
+    )
     offsets = dict(zip(numbers.offset_dims, window, strict=True))
     rows = iter(indices[:-1])
     result: list[Factors] = []
@@ -315,17 +353,10 @@ def _gather(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
 
 def _scatter(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     numbers = params["dimension_numbers"]
-    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
-    index_batching = tuple(getattr(numbers, "scatter_indices_batching_dims", ()))
     builder = _Builder()
-    operand, indices = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
-    for dim, other in zip(batching, index_batching, strict=True):
-        indices[other] = operand[dim]
-    window = [
-        dim
-        for dim in range(len(shapes[0]))
-        if dim not in {*numbers.inserted_window_dims, *batching}
-    ]
+    operand, indices, window = _indexed(
+        builder, shapes, numbers, "scatter_indices_batching_dims", numbers.inserted_window_dims
+    )
     offsets = dict(zip(numbers.update_window_dims, window, strict=True))
     rows = iter(indices[:-1])
     updates: list[Factors] = []
@@ -407,7 +438,8 @@ def _stack(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
 def _scatter_of_windows(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     """Return the rule of the gradient of a maximum over windows."""
     rule = _cut(params, shapes[:1], results)
-    return rule._replace(operands=(rule.operands[0], rule.results[0], *[()] * (len(shapes) - 2)))
+    operands = rule.operands[0], rule.results[0], *[()] * (len(shapes) - 2)
+    return rule._replace(operands=operands, flops=prod((*shapes[0], *params["window_dimensions"])))
 
 
 def _along(name: str, flops: int = 0) -> Callable[[Any, list[Shape], list[Shape]], Rule]:
@@ -434,7 +466,7 @@ def _last(count: int) -> Callable[[Any, list[Shape], list[Shape]], Rule]:
 
         def dimensions(shape: Shape) -> list[Factors]:
             rest = builder.dimensions(shape[len(lead) :])
-            builder.whole.update(f for factors in rest for f in factors)
+            builder.keep_whole(rest)
             return [*lead[: len(shape)], *rest]
 
         return builder.rule(map(dimensions, shapes), map(dimensions, results))
@@ -444,7 +476,14 @@ def _last(count: int) -> Callable[[Any, list[Shape], list[Shape]], Rule]:
 
 def _windows(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     rule = _cut(params, shapes, results)
-    return rule._replace(flops=prod(results[0]) * prod(params["window_dimensions"]))
+    return rule._replace(flops=prod(results[0]) * (prod(params["window_dimensions"]) - 1))
+
+
+def _fourier(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+    lengths = params["fft_lengths"]
+    rule = _last(len(lengths))(params, shapes, results)
+    passes = sum(length.bit_length() - 1 for length in lengths)
+    return rule._replace(flops=_OF_BUTTERFLY * passes * prod(shapes[0]))
 
 
 def _new(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
@@ -452,18 +491,14 @@ def _new(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     builder = _Builder()
     operands = [builder.dimensions(shape) for shape in shapes]
     for dims in operands:
-        builder.whole.update(f for factors in dims for f in factors)
-    return builder.rule(operands, [builder.dimensions(shape) for shape in results])
+        builder.keep_whole(dims)
+    return builder.rule(operands, map(builder.dimensions, results))
 
 
 def _across(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     """Return the rule of what goes between devices, in the code of one of them."""
-    alike = len(shapes) == len(results) and all(
-        len(before) == len(after) for before, after in zip(shapes, results, strict=True)
-    )
-    if not alike or len(shapes) != 1:
-        return _new(params, shapes, results)
-    return _cut(params, shapes, results)
+    is_alike = len(shapes) == len(results) == 1 and len(shapes[0]) == len(results[0])
+    return (_cut if is_alike else _new)(params, shapes, results)
 
 
 def same_rule(shapes: Iterable[Shape]) -> Rule:
@@ -494,7 +529,8 @@ _ELEMENTWISE: Final = _UNCOUNTED | _names(
     eq ne lt le gt ge lt_to le_to eq_to shift_left shift_right_logical shift_right_arithmetic
     clamp convert_element_type integer_pow square one_minus_square nextafter real imag
     complex conj population_count clz threefry2x32 mulhi regularized_incomplete_beta igamma igammac
-    igamma_grad_a random_gamma_grad polygamma zeta to_edtype from_edtype tie"""
+    igamma_grad_a random_gamma_grad random_gamma polygamma zeta to_edtype from_edtype tie
+    reciprocal"""
 )
 _BY_NAME: Final[dict[str, Callable[[Any, list[Shape], list[Shape]], Rule | None]]] = {
     "broadcast_in_dim": _broadcast,
@@ -519,15 +555,17 @@ _BY_NAME: Final[dict[str, Callable[[Any, list[Shape], list[Shape]], Rule | None]
     "rev": _along("dimensions"),
     "sort": _along("dimension"),
     "cumsum cumprod cummax cummin cumlogsumexp": _along("axis", 1),
-    "top_k approx_top_k fft": _last(1),
+    "top_k approx_top_k": _last(1),
+    "fft": _fourier,
     """cholesky triangular_solve eigh qr lu svd householder_product schur
     tridiagonal_solve""": _last(2),
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min": _windows,
     """iota rng_bit_generator rng_uniform random_bits random_seed random_wrap random_unwrap
-    random_fold_in random_split random_clone axis_index empty empty2 create_token""": _new,
+    random_fold_in random_split random_clone axis_index empty empty2 create_token
+    platform_index lu_pivots_to_permutation""": _new,
     """sharding_constraint reshard mesh_cast optimization_barrier device_put layout_constraint
     reduce_vma vary_unreduced_cast pbroadcast ppermute psum psum2 psum_invariant pmax
-    pmin""": _same,
+    pmin with_memory_space_constraint xla_metadata_value pin unpin reduced_vary_cast""": _same,
     "all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all": _across,
 }
 _RULES: Final = {name: rule for names, rule in _BY_NAME.items() for name in names.split()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +15,7 @@ from shardrules._estimate.traffic import Traffic
 from shardrules._step.peak import is_apart
 
 if TYPE_CHECKING:
-    from shardrules._estimate.schedule import Of, Row
+    from shardrules._estimate.schedule import Of
     from shardrules._hardware import Hardware
     from shardrules._step.dimension_roles import Roles
     from shardrules._step.equations import Equations, TracedOperation
@@ -39,15 +39,12 @@ class Price:
 
     def traffic(self) -> Traffic:
         """Count what the step sends; what it is traced from is the only assumption."""
-        return Traffic(
-            merged(self._rows(), self.spread.sizes, self.spread.named),
-            {"step": self.name},
-            self.unmodelled,
+        rows = (
+            (sent.kind, sent.axes, self.purpose(sent), sent.trips, sent.payload * sent.trips)
+            for sent in self.spread.sent
         )
-
-    def _rows(self) -> Iterator[Row]:
-        for sent in self.spread.sent:
-            yield sent.kind, sent.axes, self.purpose(sent), sent.trips, sent.payload * sent.trips
+        sent = merged(rows, self.spread.sizes, self.spread.named)
+        return Traffic(sent, {"step": self.name}, self.unmodelled)
 
     def purpose(self, sent: SpreadCollective) -> Of:
         """Say of what a collective is."""
@@ -121,26 +118,17 @@ class Price:
         XLA for TPUs does not wait for an operand that is gathered in so many parts at most: it
         multiplies with each part, and adds that to the result in memory.
         """
-        flops, moved, peak = self._of_operation(operation, hardware)
-        share = KERNEL_EFFICIENCY if operation.rule is None else efficiency
-        rate, added = hardware.memory_bytes_per_second, 0
-        if (parts := self._parts(operation, hardware, most_parts)) > 1:
-            made = sum(self.spread.bytes(n) for n in operation.outputs if n is not None)
-            added = 2 * (parts - 1) * made
-        return flops / (peak * share) + added / rate, moved / rate
-
-    def _of_operation(
-        self, operation: TracedOperation, hardware: Hardware
-    ) -> tuple[float, float, float]:
-        """Return the products of an operation on a device, the bytes that it moves, the peak."""
         if not is_apart(operation):
-            return 0.0, 0.0, 1.0
-        flops = operation.flops / self.spread.share(operation)
-        numbers = {n for n in (*operation.inputs, *operation.outputs) if n is not None}
-        moved = sum(map(self.spread.bytes, numbers))
-        number = next((n for n in operation.inputs if n is not None), None)
-        dtype = None if number is None else self.equations.values[number].dtype
-        return flops, moved, _peak(hardware.flops_per_second, dtype)
+            return 0.0, 0.0
+        reads = [number for number in operation.inputs if number is not None]
+        dtype = self.equations.values[reads[0]].dtype if reads else None
+        share = KERNEL_EFFICIENCY if operation.rule is None else efficiency
+        speed = _peak(hardware.flops_per_second, dtype) * share
+        size, rate = self.spread.bytes, hardware.memory_bytes_per_second
+        parts = self._parts(operation, hardware, most_parts)
+        added = 2 * (parts - 1) * sum(map(size, operation.outputs))
+        moved = sum(map(size, {*reads, *operation.outputs}))
+        return operation.flops / self.spread.share(operation) / speed + added / rate, moved / rate
 
 
 def _peak(rates: Mapping[str, float], dtype: Any) -> float:

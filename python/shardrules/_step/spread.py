@@ -8,8 +8,9 @@ that cut what is summed. Constraints, arguments and results are facts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
-from math import inf, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
@@ -60,19 +61,14 @@ class Spread:
     """Specs of all arrays of a step on a mesh, and what is sent.
 
     An axis that a reshape can keep only in part, such as 8 devices of 4 heads, is taken for
-    several: "tp:0" of 4 devices and "tp:1" of 2.
-
-    Args:
-        equations: Of the step.
-        sizes: Devices by mesh axis.
-        arguments: Cuts of each argument; None if it is whole on each device.
-        results: Cuts of each result; None if nothing says.
-        merges_sums: Whether terms of several products are added before devices add up theirs, as
-            XLA has it for TPUs, which also gathers again what was
-            gathered long before, and does not move gathers out of loops.
+    several: "tp:0" of 4 devices and "tp:1" of 2. `arguments` and `results` are the cuts of each;
+    None of an argument that is whole on each device, and of a result of which nothing says.
     """
 
     _may_split = True
+    _merges_sums = True
+    """Whether terms of several products are added before devices add up theirs, and no gather is
+    moved out of a loop, as XLA has it for TPUs."""
     _most_between: float = 200
     """Operations, in number, behind which XLA for TPUs gathers again and does not keep a copy."""
     _has_free_routes = True
@@ -84,13 +80,8 @@ class Spread:
         sizes: Mapping[str, int],
         arguments: Sequence[Cuts | None],
         results: Sequence[Cuts | None],
-        *,
-        merges_sums: bool = True,
     ) -> None:
         self._equations = equations
-        self._merges_sums = merges_sums
-        if not merges_sums:
-            self._most_between = inf
         self.mesh = {axis: size for axis, size in sizes.items() if size > 1}
         self.sizes = dict(self.mesh)
         """Devices by axis, and of one that is split by each of its parts."""
@@ -163,7 +154,7 @@ class Spread:
 
     def share(self, operation: TracedOperation) -> int:
         """Return how many devices share the work of an operation."""
-        return self._count(self.axes_of(operation))
+        return self.count(self.axes_of(operation))
 
     def summed_parts(self, operation: TracedOperation) -> int:
         """Count the parts in which devices get an operand that a product sums over; 1 if whole."""
@@ -180,10 +171,10 @@ class Spread:
         """Return the shape of an array on a device."""
         sizes = list(self._equations.values[number].shape)
         for dim, axes in enumerate(self.cuts.get(number, ()) if cuts is None else cuts):
-            sizes[dim] = -(-sizes[dim] // self._count(axes))
+            sizes[dim] = -(-sizes[dim] // self.count(axes))
         return tuple(sizes)
 
-    def _count(self, axes: Iterable[str]) -> int:
+    def count(self, axes: Iterable[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)
 
     def _known(self, number: int, cuts: Sequence[Sequence[str]]) -> Cuts:
@@ -296,9 +287,7 @@ class Spread:
 
     def _explicit(self, operation: TracedOperation, trips: int) -> None:
         params = operation.eqn.params
-        names = params.get("axes", params.get("axis_name", ()))
-        names = (names,) if isinstance(names, str) else tuple(names)
-        axes = self._parts(names)
+        axes = self._parts(entry_axes(params.get("axes", params.get("axis_name"))))
         kind = _EXPLICIT[operation.name]
         arrays = operation.outputs if kind == "all-gather" else operation.inputs
         payload = sum(self.bytes(number) for number in arrays if number is not None)
@@ -312,10 +301,10 @@ class Spread:
         for body in operation.bodies:
             self._enter(operation, body, trips)
             self._run(body, trips * operation.trips)
-            for place, (number, made) in enumerate(
+            for place, (number, result) in enumerate(
                 zip(operation.outputs, body.outputs, strict=True)
             ):
-                cuts = () if made is None else self._of(made)
+                cuts = () if result is None else self._of(result)
                 is_stack = place >= operation.carries
                 self.cuts[number] = self._known(number, ((), *cuts) if is_stack else cuts)
 
@@ -332,8 +321,8 @@ class Spread:
                 cuts = cuts[1:]
             elif place >= operation.first and operation.name != "cond":
                 self._carried[inner] = trips
-                made = body.outputs[place - operation.first]
-                wish = None if made is None else self._wishes.get(made)
+                result = body.outputs[place - operation.first]
+                wish = None if result is None else self._wishes.get(result)
                 if wish is not None and wish != cuts:
                     self._move(outer, wish, trips, operation)
                     cuts = wish
@@ -353,17 +342,17 @@ class Spread:
                 self._move(outer, cuts_of(outer, manual[inner]), trips, operation)
         first = len(self.sent)
         self._run(body, trips)
-        for number, made in zip(operation.outputs, body.outputs, strict=True):
+        for number, result in zip(operation.outputs, body.outputs, strict=True):
             self.cuts[number] = cuts_of(number, manual[number])
             if self._merges_sums and number in self._wishes:
-                self._scatter_sum(first, made, number)
+                self._scatter_sum(first, result, number)
 
-    def _scatter_sum(self, first: int, made: int | None, number: int) -> None:
+    def _scatter_sum(self, first: int, result: int | None, number: int) -> None:
         """Scatter the sum that code by device gives back, where it is cut by those axes at once."""
         wish, taken = self._wishes[number], {axis for row in self.cuts[number] for axis in row}
         added = {axis for row in wish for axis in row} - taken
         for place, row in enumerate(self.sent[first:], first):
-            is_it = row.operation.outputs == [made] and row.kind == "all-reduce"
+            is_it = row.operation.outputs == [result] and row.kind == "all-reduce"
             if is_it and row.value is None and set(row.axes) == added:
                 self.sent[place] = row._replace(kind="reduce-scatter")
                 self.cuts[number] = wish
@@ -399,7 +388,7 @@ class Spread:
         gathered = [
             set(b) - set(a) for factors, b, a in rows if not rule.summed.isdisjoint(factors)
         ]
-        return self._count(set().union(*gathered))
+        return self.count(set().union(*gathered))
 
     def _whole_routes(self, operation: TracedOperation) -> int | None:
         """Return the operand of a product that XLA has whole on each device; None without one.
@@ -475,25 +464,21 @@ class Spread:
         """Return the axes by factor for which least is sent."""
         axes = list(options)
         choices: list[list[int | None]] = [[*options[axis]] or [None] for axis in axes]
-        if all(len(places) == 1 for places in choices):
-            return fitting_cuts(axes, [places[0] for places in choices], rule, self.sizes)
-        best: tuple[float, dict[int, tuple[str, ...]]] | None = None
         if prod(map(len, choices)) > _MOST_CHOICES:
             choices = [places[:1] for places in choices]
-        for places in product(*choices):
-            by_factor = fitting_cuts(axes, places, rule, self.sizes)
-            cost = self._cost(operation, rule, by_factor)
-            if best is None or cost < best[0]:
-                best = cost, by_factor
-        return {} if best is None else best[1]
+        rows = [fitting_cuts(axes, places, rule, self.sizes) for places in product(*choices)]
+        if len(rows) == 1:
+            return rows[0]
+        return min(rows, key=lambda row: self._cost(operation, rule, row))
 
     def _cost(
         self, operation: TracedOperation, rule: Rule, choice: dict[int, tuple[str, ...]]
     ) -> float:
         """Return the bytes that a device sends if an operation computes with these axes."""
-        total = 0.0
-        for number, dims in operation.operands():
-            total += self._sent(number, self._of(number), array_cuts(dims, choice))
+        total = sum(
+            self._sent(number, self._of(number), array_cuts(dims, choice))
+            for number, dims in operation.operands()
+        )
         summed = [axis for factor in rule.summed for axis in choice.get(factor, ())]
         for number, dims in zip(operation.outputs, rule.results, strict=True):
             cuts = array_cuts(dims, choice)
@@ -508,7 +493,7 @@ class Spread:
         return sum(self._ring(*move) for move in self._moves(number, before, after))
 
     def _ring(self, kind: str, axes: Iterable[str], payload: int) -> float:
-        count = self._count(axes)
+        count = self.count(axes)
         return (2 if kind == "all-reduce" else 1) * payload * (count - 1) / count
 
     def _add_terms(
@@ -547,29 +532,23 @@ class Spread:
         self, operation: TracedOperation, number: int, rows: tuple[tuple[str, ...], ...], trips: int
     ) -> None:
         """Count the collectives that add the terms of a result over axes, a row after the other."""
-        wish = self._wishes.get(number)
+        send = partial(SpreadCollective, operation=operation, value=number)
+        wish = self._wishes.get(number) or ()
         for axes in rows:
             before, payload = self.cuts[number], self.bytes(number)
             taken = {axis for row in before for axis in row}
-            scattered = tuple(
-                axis for row in wish or () for axis in row if axis in axes and axis not in taken
-            )
+            scattered = tuple(a for row in wish for a in row if a in axes and a not in taken)
             rest = tuple(axis for axis in axes if axis not in scattered)
-            if scattered and wish is not None:
-                after = tuple(
+            if scattered:
+                self.sent.append(send("reduce-scatter", scattered, payload, trips))
+                self.cuts[number] = tuple(
                     (*row, *(axis for axis in target if axis in scattered))
                     for row, target in zip(before, wish, strict=True)
                 )
-                self.sent.append(
-                    SpreadCollective("reduce-scatter", scattered, payload, trips, operation, number)
-                )
-                self.cuts[number] = after
                 payload = self.bytes(number)
             if rest:
                 times = min(trips, self._accumulated(number, trips))
-                self.sent.append(
-                    SpreadCollective("all-reduce", rest, payload, times, operation, number)
-                )
+                self.sent.append(send("all-reduce", rest, payload, times))
 
     def _accumulated(self, number: int, trips: int) -> int:
         """Return how often devices add up a sum: behind a loop that only accumulates it."""

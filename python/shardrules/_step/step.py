@@ -7,28 +7,25 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from functools import cached_property
-from math import inf, prod
+from itertools import compress
+from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
-from shardrules._arguments import check_bytes, check_type, integer
+from shardrules._arguments import check_bytes, check_type, memory_bytes
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
 from shardrules._io import collector_paused
 from shardrules._jax import user_line
+from shardrules._jaxprs import only_call
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._program.cache import cached_result
-from shardrules._program.compile import (
-    Refusal,
-    lowered_on,
-    options_for,
-    result_of,
-)
+from shardrules._program.compile import Refusal, lowered_on, options_for, result_of
 from shardrules._program.program import inspect, time_on
 from shardrules._step.cuts import argument_cuts, result_cuts
 from shardrules._step.dimension_roles import ClassRole, Roles
-from shardrules._step.equations import Equations, only_call
+from shardrules._step.equations import Equations
 from shardrules._step.findings import View, half_heads, step_findings
 from shardrules._step.peak import AliveArray, alive_arrays
 from shardrules._step.price import Price
@@ -54,11 +51,7 @@ _LARGEST: Final = 100
 _MOST_ROWS: Final = 2**32
 _IN_TEXT: Final = 12
 _ARRAYS_SHOWN: Final = 4
-_COLUMNS: Final = (
-    Column("role"),
-    Column("size", is_right=True),
-    Column("arrays", is_elided=True),
-)
+_COLUMNS: Final = (Column("role"), Column("size", is_right=True), Column("arrays", is_elided=True))
 _WORK: Final = (
     Column("FLOPs", is_right=True),
     Column("share", is_right=True),
@@ -163,8 +156,7 @@ class Step(TracedStep):
     @property
     def plan(self) -> Plan | None:
         """The first Plan among the arguments; None without one."""
-        arg = self._args[self._place] if self._args else None
-        return arg if isinstance(arg, Plan) else None
+        return next((arg for arg in self._args if isinstance(arg, Plan)), None)
 
     @property
     def _place(self) -> int:
@@ -230,28 +222,19 @@ class Step(TracedStep):
         return (*rows, *(f"{line}: a loop whose length is not known" for line in lines))
 
     @collector_paused()
-    def _spread(
-        self,
-        plan: Plan | None,
-        *,
-        merges_sums: bool = True,
-        equations: Equations | None = None,
-    ) -> Spread:
+    def _spread(self, plan: Plan | None, resized: Equations | None = None) -> Spread:
         """Spread the specs of a plan, and of the arguments' shardings, over all arrays.
 
-        Without `merges_sums`, parts of each product are added up before the products are, as XLA
-        does it for CPU. `equations` are those with another batch.
+        Those of the step, or of `resized`, which has another batch.
         """
-        is_usual = merges_sums and equations is None
-        if is_usual and self._last is not None and self._last[0] is plan:
+        if resized is None and self._last is not None and self._last[0] is plan:
             return self._last[1]
-        equations = equations or self._equations
+        equations = resized or self._equations
         args = self._with_plan(plan)
-        sizes = self._sizes(args)
         cuts = [row for arg in args for row in argument_cuts(arg, self._function)]
         results = result_cuts(self._call, equations)
-        spread = Spread(equations, sizes, cuts, results, merges_sums=merges_sums)
-        if is_usual:
+        spread = Spread(equations, self._sizes(args), cuts, results)
+        if resized is None:
             self._last = plan, spread
         return spread
 
@@ -284,11 +267,9 @@ class Step(TracedStep):
     @cached_property
     def _donated(self) -> list[int]:
         """Numbers of the arguments whose memory results take."""
-        flags = [] if self._call is None else self._call.params.get("donated_invars", ())
+        flags = () if self._call is None else self._call.params.get("donated_invars", ())
         inputs = self._equations.body.inputs
-        if self._call is None or len(flags) != len(inputs):
-            return []
-        return [number for number, is_donated in zip(inputs, flags, strict=True) if is_donated]
+        return list(compress(inputs, flags)) if len(flags) == len(inputs) else []
 
     def memory(self, plan: Plan | None = None) -> Memory:
         """Estimate the memory that the step needs on a device, before it is compiled.
@@ -316,14 +297,8 @@ class Step(TracedStep):
         buffers = tuple(self._buffer(row, spread) for row in rows[:_LARGEST])
         saved = tuple(row for row in buffers if row.is_saved)
         scopes = (operation.scope for operation, _ in self._equations.operations())
-        return Memory(
-            totals,
-            alive,
-            sum(row.bytes for row in saved),
-            any("rematted" in scope for scope in scopes),
-            buffers,
-            saved,
-        )
+        is_recomputed = any("rematted" in scope for scope in scopes)
+        return Memory(totals, alive, sum(row.bytes for row in saved), is_recomputed, buffers, saved)
 
     def largest_batch(self, plan: Plan | None, hbm: int) -> int:
         """Return the largest batch with which the step fits, by the estimate of `memory`.
@@ -348,8 +323,7 @@ class Step(TracedStep):
             >>> sr.trace(lambda params, x: x @ params["w"], plan, x).largest_batch(plan, hbm=4096)
             62
         """
-        check_bytes("hbm", hbm)
-        size = integer("hbm", int(hbm), 1)
+        size = memory_bytes("hbm", hbm)
         spread = self._spread(plan)
         inputs = self._equations.body.inputs
         batches = [(i, name) for i in inputs if (name := self._roles.batch_of(i)) is not None]
@@ -358,23 +332,18 @@ class Step(TracedStep):
             raise ValueError(f"{self.name}: no argument but the model's has a batch")
         number, batch = (summed or batches)[0]
         rows = self._equations.values[number].shape[0]
-        axes = spread.cuts[number][0]
-        least = (
-            prod(spread.sizes[axis] for axis in axes) * rows // self._equations.dims.sizes[batch]
-        )
+        devices = spread.count(spread.cuts[number][0])
+        least = devices * rows // self._equations.dims.sizes[batch]
 
         def is_over(count: int) -> bool:
             resized = self._equations.resized(batch, Fraction(count * least, rows))
-            alive, _ = alive_arrays(resized, self._spread(plan, equations=resized), self._donated)
+            alive, _ = alive_arrays(resized, self._spread(plan, resized), self._donated)
             return sum(row.bytes for row in alive) > size
 
-        low, high = 0, 1
+        high = 1
         while high * least < _MOST_ROWS and not is_over(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if is_over(middle) else (middle, high)
-        return least * low
+            high *= 2
+        return least * (bisect_left(range(high), True, high // 2 + 1, key=is_over) - 1)
 
     def traffic(self, plan: Plan | None = None) -> Traffic:
         """Count the bytes that each device sends in the step; `Plan.traffic` with `step`.
@@ -395,36 +364,28 @@ class Step(TracedStep):
         check_type("machine", machine, Machine, what)
         return self._priced(self._spread(plan)).time(machine)
 
-    def _refusal(self, plan: Plan | None = None) -> str:
+    def _refusal(self, plan: Plan | None) -> str:
         """Say why the step is not for the mesh of a plan; "" if it is.
 
-        Args:
-            plan: As `memory` takes it.
-
-        Returns:
-            That the devices do not divide a dimension of an argument, such as the batch, which JAX
-            refuses; or that heads are cut inside.
+        The devices do not divide a dimension of an argument, such as the batch, which JAX refuses;
+        or heads are cut inside.
         """
         spread = self._spread(plan)
         planned = set(self._weights)
         for path, number in zip(self._paths, self._equations.body.inputs, strict=True):
             shape = self._equations.values[number].shape
             for size, axes in zip(shape, spread.cuts[number], strict=True):
-                parts = prod(spread.sizes[axis] for axis in axes)
+                parts = spread.count(axes)
                 if size % parts and number not in planned:
                     names = ",".join(spread.named(axes))
                     return f"{path}: {size:,} rows cannot be cut into {parts:,} parts by {names}"
         return next((finding.message for finding in half_heads(self._view(plan, 0))), "")
 
     def _compiled(self, topology: Topology) -> tuple[float, int]:
-        """Compile the step for the mesh that it was traced on, and estimate its time.
+        """Compile the step for the mesh that it was traced on; return its seconds and its bytes.
 
-        Args:
-            topology: That of the mesh's devices.
-
-        Returns:
-            Seconds by the compiler's cycles, the links, and what the schedule hides, infinite if it
-            refuses the step; and bytes on a device.
+        Seconds by the compiler's cycles, the links, and what the schedule hides, infinite if the
+        compiler refuses the step; bytes on a device.
         """
         with options_for(self.mesh, "full"):
             lowered = lowered_on(self.mesh, self._function, self._args)
@@ -435,8 +396,7 @@ class Step(TracedStep):
         time = time_on(topology, program)
         if time is None:
             raise ValueError(f"prove: the compiler for {topology.name} tells no cycles")
-        held = 0 if program.memory is None else program.memory.peak
-        return time.scheduled, held
+        return time.scheduled, 0 if program.memory is None else program.memory.peak
 
     def _planned_paths(self) -> dict[int, str]:
         """Return the paths of the first plan's leaves, by the number of the array."""
@@ -487,20 +447,19 @@ class Step(TracedStep):
             KeyError: There is no such array; the message lists near paths.
         """
         check_type("path", path, str, "a text, such as 'inputs/0/layers/up'")
-        row = next((i for i, name in enumerate(self._paths) if name == path), None)
-        if row is None:
-            ends = [i for i, name in enumerate(self._paths) if name.endswith(f"/{path}")]
-            if len(ends) != 1:
-                why = "is in several arguments" if ends else "is no argument's"
-                raise KeyError(f"the path {path!r} {why}{near_shown(path, self._paths)}")
-            row = ends[0]
+        ends = [i for i, name in enumerate(self._paths) if name.endswith(f"/{path}")]
+        rows = [i for i, name in enumerate(self._paths) if name == path] or ends
+        if len(rows) != 1:
+            why = "is in several arguments" if rows else "is no argument's"
+            raise KeyError(f"the path {path!r} {why}{near_shown(path, self._paths)}")
+        (row,) = rows
         equations = self._equations
         value = equations.values[equations.body.inputs[row]]
         lines = [
             f"{self._paths[row]} {getattr(value.dtype, 'name', value.dtype)}{list(value.shape)}"
         ]
-        for place, dim in enumerate(value.dims):
-            lines += self._dimension_lines(place, value.shape[place], equations.dims.classes(dim))
+        for place, (size, dim) in enumerate(zip(value.shape, value.dims, strict=True)):
+            lines += self._dimension_lines(place, size, equations.dims.classes(dim))
         return printable_lines(lines)
 
     def _dimension_lines(self, place: int, size: int, classes: Iterable[int]) -> Iterator[str]:
@@ -534,10 +493,7 @@ class Step(TracedStep):
         lines = [f"{self.name}: {self.flops:.3g} FLOPs on all devices"]
         lines += Table(_WORK, work).lines() if work else []
         lines += and_more(len(rows), _IN_TEXT, "row")
-        lines += [
-            "",
-            "dimensions of the arguments, by what must be sharded alike",
-        ]
+        lines += ["", "dimensions of the arguments, by what must be sharded alike"]
         lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
         lines += [f"not looked into: {text}" for text in self.unmodelled]
         return printable_lines(lines)

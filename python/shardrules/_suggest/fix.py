@@ -54,16 +54,7 @@ def fix(
 ) -> str:
     """Write rules for leaves that have none, or a catch-all's; "" if there are no such leaves.
 
-    Args:
-        source: The rule file, or `package.module:NAME`.
-        file: Its content.
-        plan: The model under these rules.
-        dialect: That in which the file is read, if not in its own.
-        head_dim: As in `suggest`.
-
-    Raises:
-        FileError: The rules have companions, or none can be added before a catch-all.
-        ValueError: As `suggest`.
+    `dialect` is that in which the file is read, if not in its own.
     """
     if file.companions:
         raise _refused(source, "some leaves follow others: leave out its companions, and fix that")
@@ -93,7 +84,7 @@ def _added_paths(source: str, rules: Rules, plan: Plan, head_dim: int | None) ->
         if len(kept) < len(pairs) and rule == pairs[len(kept)]:
             kept.append(number)
     added = [(*pair, note) for pair, note in zip(pairs, suggestion._notes, strict=True)]
-    wins = plan._columns.coverage.won
+    wins = plan.coverage.won
     catch_alls = (number for number in range(len(rules)) if wins[number] and number not in kept)
     place = next(catch_alls, len(rules))
     if place < len(rules) and len(kept) < len(pairs) and rules.dialect.precedence == "only":

@@ -16,6 +16,7 @@ from shardrules._plan.check_names import head_sizes
 from shardrules._plan.findings import Declared
 from shardrules._plan.fold import parts_of
 from shardrules._plan.plan import Plan, plan
+from shardrules._plan.table import axes_named
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import has_names
@@ -147,7 +148,7 @@ def suggest(
     if like is not None and isinstance(dialect, LogicalDialect):
         raise TypeError("like: rules of paths are mended; those for logical axis names are not")
     bare = _bare_plan(model, mesh, devices, dialect, names)
-    units = units_of(bare._columns, head_sizes(bare._columns, size))
+    units = units_of(bare, head_sizes(bare, size))
     if devices is not None:
         over = _default_axes(units) if axes is None else texts("axes", axes)
         is_timed = device is not None and batch is not None
@@ -215,23 +216,11 @@ def _of_step(
 def suggestion_of(solution: Solution) -> Suggestion:
     """Return the rules of a solution, each with what the step does with its leaves."""
     result = solution._ruled.plan
-    unused = [
-        axis
-        for axis in result.axis_sizes
-        if not any(
-            axis in entry_axes(entry)
-            for kind in result.kinds
-            if kind.spec is not None
-            for entry in entries_of(kind.spec)
-        )
-    ]
-    rules = result.rules
-    whole = [
-        str(pattern)
-        for pattern, value in (rules if isinstance(rules, Rules) else ())
-        if plain_spec(value) == Entries()
-    ]
-    declared = Declared(replicated=tuple(whole), optional_axes=(), data_axes=tuple(unused))
+    used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))
+    unused = tuple(axis for axis in result.axis_sizes if axis not in used)
+    pairs = result.rules if isinstance(result.rules, Rules) else ()
+    whole = tuple(str(pattern) for pattern, value in pairs if plain_spec(value) == Entries())
+    declared = Declared(replicated=whole, optional_axes=(), data_axes=unused)
     return Suggestion(result._declaring(declared), tuple(_solved_reasons(solution)), declared)
 
 
@@ -313,11 +302,7 @@ def _suggested_rules(
 
 
 def _check_named(result: Plan, declared: Declared) -> None:
-    """Check that a table of names decides all that is large.
-
-    Raises:
-        ValueError: Arrays have no names, not as many as dimensions, or one twice.
-    """
+    """Check that a table of names decides all that is large."""
     for finding in result.check(**declared).at_least("warning"):
         if finding.kind in ("unnamed", "misfit"):
             raise ValueError(
@@ -326,7 +311,6 @@ def _check_named(result: Plan, declared: Declared) -> None:
 
 
 def _in_dialect(current: PathRules, dialect: Dialect) -> Rules:
-    """Return the rules, in the dialect of the suggestion."""
     rules = current if isinstance(current, Rules) else remembered_rules(current, dialect, "like")
     if rules.dialect != dialect:
         raise ValueError(
@@ -367,7 +351,7 @@ def _decided_rows(
         if current is None:
             rules = draft(units, bare.axis_sizes, dialect, tightness)
         else:
-            rules = mended(current._columns, units, tightness)
+            rules = mended(current, units, tightness)
         # The tree itself decides: paths as texts may hide where a key ends.
         is_plan = isinstance(model, Plan)
         result = bare.with_rules(rules.rules) if is_plan else plan(model, rules.rules, bare.mesh)

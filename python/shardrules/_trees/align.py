@@ -24,12 +24,10 @@ class Walk(Protocol):
     @property
     def tree(self) -> Any:
         """The tree with the number of its row for each leaf."""
-        ...
 
     @property
     def paths(self) -> list[str]:
         """The path of each row."""
-        ...
 
 
 _Walk = TypeVar("_Walk", bound=Walk)
@@ -267,7 +265,6 @@ class NamedArrays(NamedTuple):
 
 
 def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
-    """Find the arrays of a tree, and their names."""
     from jax import tree_util
 
     if names is None:

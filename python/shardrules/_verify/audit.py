@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
@@ -20,7 +20,7 @@ from shardrules._mesh.device_bytes import held_of
 from shardrules._mesh.memory import memory_apart
 from shardrules._mesh.mesh import MeshLike, has_devices, processes_of
 from shardrules._place.processes import DEVICES, JointCall, Row
-from shardrules._plan.findings import Finding, Findings, Level, VerifyKind
+from shardrules._plan.findings import Finding, Findings, Level, VerifyKind, finding_of
 from shardrules._plan.fold import fold, fold_paths
 from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
@@ -154,9 +154,7 @@ _WORDS: Final[dict[str, _FaultWords]] = {
         _PLACE,
     ),
     "uncommitted": _FaultWords(
-        "unplaced",
-        "{leaves} {are} whole on a device that JAX chose; planned on {planned}",
-        _PLACE,
+        "unplaced", "{leaves} {are} whole on a device that JAX chose; planned on {planned}", _PLACE
     ),
     "devices": _FaultWords("devices", "{leaves} {are} on {actual}; planned on {planned}", _PLACE),
     "order": _FaultWords(
@@ -192,8 +190,8 @@ class _Audit:
     """Tree matched with its plan."""
 
     def __init__(self, tree: Any, plan: Plan) -> None:
-        self._columns = plan._columns
-        self._live = live_leaves(tree, self._columns._leaves)
+        self._plan = plan
+        self._live = live_leaves(tree, plan._leaves)
         self._fields = fields_of(self._live.leaves)
         self.kinds = _PlannedKinds(plan.axis_sizes, plan.mesh, map(itemgetter(0), self._fields))
         self._has_devices = has_devices(plan.mesh)
@@ -201,13 +199,13 @@ class _Audit:
     @property
     def scope(self) -> str:
         """Says in words what is compared."""
-        mesh = mesh_shown(self._columns.axis_sizes) or "one device"
+        mesh = mesh_shown(self._plan.axis_sizes) or "one device"
         return f"{counted(len(self._live.leaves), 'leaf')}, on {mesh}"
 
     def rows(self) -> list[Row]:
         """List what processes must agree on: each path and what is at it, and the devices."""
         texts = {row: self._text(index) for index, row in enumerate(self._live.rows)}
-        planned = enumerate(self._columns.paths)
+        planned = enumerate(self._plan.paths)
         rows = [(path, texts.get(row, "not in the tree")) for row, path in planned]
         rows += [(path, "not in the plan") for path in self._live.extra]
         mesh = self.kinds.mesh
@@ -215,7 +213,7 @@ class _Audit:
         return [*rows, (DEVICES, ids)]
 
     def _text(self, index: int) -> str:
-        kind = self._columns.kinds[self._cases[index][1]]
+        kind = self._plan.kinds[self._cases[index][1]]
         planned = f"{dtype_shown(kind)}{list(kind.shape or ())} {placement_shown(kind)}"
         faults = [f"{fault.name} {fault.actual}".strip() for fault in self._faults_of(index)]
         return f"{', '.join(faults) or 'as planned'}: planned {planned}"
@@ -223,34 +221,33 @@ class _Audit:
     def findings(self) -> Iterator[Finding]:
         """Yield all findings, in any order."""
         yield from self._of_structure()
-        columns = self._columns
+        plan = self._plan
         leaves_of: dict[tuple[_Fault, bool], list[int]] = defaultdict(list)
         if any(self._faults.values()):
-            is_sharded = [bool(axes_used(kind.spec, columns.axis_sizes)) for kind in columns.kinds]
+            is_sharded = [bool(axes_used(kind.spec, plan.axis_sizes)) for kind in plan.kinds]
             for index, (_, kind) in enumerate(self._cases):
                 for fault in self._faults_of(index):
                     leaves_of[fault, is_sharded[kind]].append(index)
         for (fault, is_of_sharded), indices in leaves_of.items():
             yield self._finding(fault, indices, is_sharded=is_of_sharded)
         if not self._has_devices and self.kinds.mesh is not None:
-            axes = mesh_shown(columns.axis_sizes)
+            axes = mesh_shown(plan.axis_sizes)
             message = (
                 f"the plan's mesh {axes} has no devices: the mesh of most of the arrays counts"
             )
-            fix = "give the mesh of devices: audit(tree, plan.on_mesh(mesh))"
-            yield Finding(
-                "info", "devices", message, (), 0, None, 0, fix, "audit(tree, plan.on_mesh(mesh))"
-            )
+            mend = "audit(tree, plan.on_mesh(mesh))"
+            fix = f"give the mesh of devices: {mend}"
+            yield finding_of("info", "devices", message, fix, mend=mend)
 
     @cached_property
     def _cases(self) -> list[_Case]:
-        kinds = self._columns.kind_of[self._live.rows].tolist()
+        kinds = self._plan.kind_of[self._live.rows].tolist()
         return list(zip(self._fields, kinds, strict=True))
 
     @cached_property
     def _faults(self) -> dict[_Case, tuple[_Fault, ...]]:
         return {
-            (live, kind): tuple(self.kinds.faults(Live(*live), self._columns.kinds[kind]))
+            (live, kind): tuple(self.kinds.faults(Live(*live), self._plan.kinds[kind]))
             for live, kind in set(self._cases)
         }
 
@@ -260,7 +257,7 @@ class _Audit:
             yield _Fault("uncommitted", "", fault.planned) if is_jax_choice else fault
 
     def _finding(self, fault: _Fault, indices: list[int], *, is_sharded: bool) -> Finding:
-        cases, kinds = Counter(self._cases[index] for index in indices), self._columns.kinds
+        cases, kinds = Counter(self._cases[index] for index in indices), self._plan.kinds
         rules = {kinds[kind].rule for _, kind in cases}
         size = sum(_bytes_of(Live(*live)) * count for (live, _), count in cases.items())
         budget = sum(kinds[kind].device_bytes * count for (_, kind), count in cases.items())
@@ -290,11 +287,9 @@ class _Audit:
 
     def _of_structure(self) -> Iterator[Finding]:
         """Yield findings about arrays that only the plan or only the tree has."""
-        columns, extra = self._columns, self._live.extra
+        plan, extra = self._plan, self._live.extra
         missing = [
-            row
-            for row in self._live.missing
-            if columns.kinds[columns.kind_of[row]].shape is not None
+            row for row in self._live.missing if plan.kinds[plan.kind_of[row]].shape is not None
         ]
         lives = zip(extra, map(Live._make, fields_of(list(extra.values()))), strict=True)
         sizes = {
@@ -302,25 +297,24 @@ class _Audit:
             for path, live in lives
             if live.shape is not None and live.dtype is not None
         }
-        separator = columns._leaves.paths_dialect.separator
-        fix = _structure_fix([columns.paths[row] for row in missing], list(sizes), separator)
+        separator = plan._leaves.paths_dialect.separator
+        fix = _structure_fix([plan.paths[row] for row in missing], list(sizes), separator)
+        error = partial(finding_of, "error", "structure", mend=_REPLANNED)
         if missing:
             message = f"the tree lacks {counted(len(missing), 'array')} of the plan"
-            paths = self._folded(missing)
-            size = sum(columns.kinds[columns.kind_of[row]].device_bytes for row in missing)
-            yield Finding(
-                "error", "structure", message, paths, len(missing), None, size, fix, _REPLANNED
-            )
+            paths, count = self._folded(missing), len(missing)
+            size = sum(plan.kinds[plan.kind_of[row]].device_bytes for row in missing)
+            yield error(message, fix, paths=paths, leaves=count, bytes=size)
         if count := len(sizes):
             message = f"{counted(count, 'array')} of the tree {_are(count)} not in the plan"
             paths, size = tuple(fold_paths([*sizes])), sum(sizes.values())
-            yield Finding("error", "structure", message, paths, count, None, size, fix, _REPLANNED)
+            yield error(message, fix, paths=paths, leaves=count, bytes=size)
 
     def _folded(self, rows: list[int]) -> tuple[str, ...]:
         """Fold the paths of rows of the plan, those with most bytes first."""
-        columns = self._columns
-        folded = fold([columns.paths[row] for row in rows], columns.kind_of[rows])
-        folded.sort(key=lambda group: -columns.kinds[group.group].device_bytes * len(group.rows))
+        plan = self._plan
+        folded = fold([plan.paths[row] for row in rows], plan.kind_of[rows])
+        folded.sort(key=lambda group: -plan.kinds[group.group].device_bytes * len(group.rows))
         return tuple(group.pattern for group in folded)
 
 
@@ -444,7 +438,6 @@ class _PlannedKinds:
         )
 
     def _has_axes_of(self, sharding: Sharding) -> TypeGuard[NamedSharding]:
-        """Say whether it is a NamedSharding on the axes of the plan."""
         mesh = getattr(sharding, "mesh", None)
         return mesh is not None and _axes_shown(mesh.shape) == _axes_shown(self._axis_sizes)
 

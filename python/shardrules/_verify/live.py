@@ -102,11 +102,7 @@ def _are_arrays(types: set[type]) -> bool:
 
 
 def fields_of(leaves: list[Any]) -> list[Fields]:
-    """Read the fields of `Live` for each leaf.
-
-    Raises:
-        TypeError: One is traced: inside jit no array is anywhere yet.
-    """
+    """Read the fields of `Live` for each leaf."""
     types: set[Any] = set(map(type, leaves))
     if not _are_arrays(types):
         return list(map(_live, leaves))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardrules._arguments import check_bytes, check_type, in_order
-from shardrules._plan.findings import Finding, Findings
+from shardrules._plan.findings import Finding, Findings, finding_of
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.compiling import CompileLog
 from shardrules._program.executable import Executable, call_of
@@ -100,8 +100,8 @@ def verify(
         >>> step = jax.jit(lambda params, x: x @ params["w"])
         >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
         >>> compiled = step.lower(plan.abstract(), x).compile()
-        >>> print(sr.verify(compiled, (plan, None), jax.sharding.PartitionSpec()))
-        nothing found: 1 of 2 inputs planned, 1 of 1 output planned; peak memory not asked for
+        >>> print(sr.verify(compiled, (plan, None), jax.sharding.PartitionSpec(), hbm=95e9))
+        nothing found: 1 of 2 inputs planned, 1 of 1 output planned; peak memory within 95.0 GB
         >>> sr.verify(compiled, (plan, None)).raise_for("error")
     """
     findings, _ = findings_and_program(
@@ -128,7 +128,7 @@ def findings_and_program(
     check_type("log", log, CompileLog, "what shardrules.compiling gives")
     executable = Executable(call_of(compiled, inputs))
     limits = limits_of({} if budget is None else budget, executable.mesh)
-    library = executable.call.library
+    library, hlo = executable.call.library, executable.hlo
     in_targets, out_targets = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
     program = Program(executable, carried, batches(executable, inputs, carried))
@@ -149,17 +149,13 @@ def findings_and_program(
             *(finding for finding, _ in reshards),
             *unexpected(program, large, {row for _, rows in reshards for row in rows}),
             *computed_alike(program, same_work),
-            *(kept_activations(program, large) if _has_gradients(executable) else ()),
+            *(kept_activations(program, large) if hlo is not None and hlo.has_gradients else ()),
             *over_budget(program, limits),
             *_peak_findings(program, hbm),
         ]
     scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
     kept = f"; {counted(len(limits), 'budget')} kept" if limits else ""
     return Findings(findings, scope + kept), program
-
-
-def _has_gradients(executable: Executable) -> bool:
-    return executable.hlo is not None and executable.hlo.has_gradients
 
 
 def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding]:
@@ -171,10 +167,8 @@ def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding
             f"{', '.join(kinds)}: this is not the program that will run there, whose collectives "
             "and memory are others"
         )
-        fix = "compile it for those: shardrules.prove(step, ..., on=mesh)"
-        yield Finding(
-            "info", "input", message, (), 0, None, 0, fix, "shardrules.prove(step, ..., on=mesh)"
-        )
+        mend = "shardrules.prove(step, ..., on=mesh)"
+        yield finding_of("info", "input", message, f"compile it for those: {mend}", mend=mend)
 
 
 def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
@@ -188,7 +182,7 @@ def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
             "known"
         )
         fix = "verify the same function on another backend"
-        yield Finding("warning", "peak", message, (), 0, None, 0, fix)
+        yield finding_of("warning", "peak", message, fix)
         return
     if totals.peak > hbm:
         message = (
@@ -198,8 +192,8 @@ def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
             "cut more of the arguments or activations, rematerialize, donate the state, or take a "
             "smaller batch"
         )
-        mend = "layer = jax.checkpoint(layer)"
-        yield Finding("error", "peak", message, (), 0, None, totals.peak - hbm, fix, mend)
+        excess, mend = totals.peak - hbm, "layer = jax.checkpoint(layer)"
+        yield finding_of("error", "peak", message, fix, bytes=excess, mend=mend)
 
 
 def _scope(
@@ -216,5 +210,5 @@ def _scope(
     ]
     if not is_compared and outputs.count(None) == len(outputs):
         texts[1] = "no output compared, as outputs= is not given"
-    room = "not asked for" if hbm is None else f"within {bytes_shown(hbm)}"
+    room = "not compared, as hbm= is not given" if hbm is None else f"within {bytes_shown(hbm)}"
     return f"{', '.join(texts)}; peak memory {room}"

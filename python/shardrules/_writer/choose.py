@@ -55,7 +55,6 @@ class _ArrayCuts(NamedTuple):
 def choose(
     units: Sequence[Unit], axis_sizes: Mapping[str, int], uses: Mapping[str, AxisUse]
 ) -> list[Cuts]:
-    """Choose the cuts of each unit."""
     used = {axis: size for axis, size in axis_sizes.items() if size > 1 and uses[axis] != "data"}
 
     @cache
@@ -105,10 +104,7 @@ def _at_most(front: list[_ArrayCuts], discomfort: float) -> _ArrayCuts:
 
 
 def _layouts(
-    shape: tuple[int, ...],
-    dims: Dims,
-    axis_sizes: Mapping[str, int],
-    uses: Mapping[str, AxisUse],
+    shape: tuple[int, ...], dims: Dims, axis_sizes: Mapping[str, int], uses: Mapping[str, AxisUse]
 ) -> Iterator[_ArrayCuts]:
     """Yield all ways to lay the axes along the dimensions that they divide."""
     choices: list[tuple[int | None, ...]] = [
@@ -238,10 +234,7 @@ def _followed_kernel(unit: Unit, kernel: Unit, cuts: Cuts, name: str) -> Iterato
 
 
 def _joined_axes(
-    shape: tuple[int, ...],
-    followed: Mapping[int, Axes],
-    cuts: Cuts,
-    axis_sizes: Mapping[str, int],
+    shape: tuple[int, ...], followed: Mapping[int, Axes], cuts: Cuts, axis_sizes: Mapping[str, int]
 ) -> Cuts:
     """Join the axes of the kernel and then those of the array, as far as they divide it."""
     joined: list[Axes] = [()] * len(shape)

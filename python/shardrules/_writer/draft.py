@@ -96,19 +96,11 @@ def draft(
     entries: Mapping[Axes, Any] | None = None,
     siblings: Mapping[Any, set[Cuts]] | None = None,
 ) -> Draft:
-    """Write rules for leaves that have none.
+    """Write rules for leaves that have none; patterns are as tight as `pattern_of` has it.
 
-    Args:
-        units: The leaves.
-        axis_sizes: Those of the mesh.
-        dialect: Of the rules.
-        tightness: How tight patterns must be, as in `pattern_of`.
-        entries: Entries with which other rules of the list write axes: there they may name axes of
-            one device, which are larger elsewhere.
-        siblings: How other rules cut leaves, by `_sibling_keys`: those of one module are cut alike.
-
-    Raises:
-        ValueError: The dialect's patterns cannot tell the paths apart.
+    `entries` are those with which other rules of the list write axes: there they may name axes of
+    one device, which are larger elsewhere. `siblings` says how other rules cut leaves, by
+    `_sibling_keys`: those of one module are cut alike.
     """
     uses = uses_of(axis_sizes)
     cuts = with_followers(units, choose(units, axis_sizes, uses), axis_sizes)
@@ -125,12 +117,7 @@ def draft(
 def draft_of_specs(
     units: Iterable[Unit], specs: Mapping[str, Entries | RuleSpec], dialect: Dialect, tightness: int
 ) -> Draft:
-    """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more.
-
-    Raises:
-        ValueError: The dialect's patterns cannot tell the paths apart, or these have too many
-            names.
-    """
+    """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more."""
     parts: list[Unit] = []
     labels: list[Label] = []
     for unit in units:
@@ -371,9 +358,6 @@ def _loosest_patterns(
     """Write patterns as loose as they may be: of the path of each unit only its own matches.
 
     Patterns that leave numbers open may also match what patterns with numbers, before them, match.
-
-    Raises:
-        ValueError: No pattern of the dialect tells some path from another.
     """
     words = [unit.words for unit in units]
     tightness = [max(least, least_tightness(phrase)) for phrase in phrases]

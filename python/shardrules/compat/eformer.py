@@ -26,13 +26,7 @@ from shardrules._place.shardings import corrected_sharding, correction_losses
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.matcher import checked_min_size, logs_moves
 from shardrules._rules.patterns import Pattern
-from shardrules._rules.rules import (
-    Rules,
-    as_rules,
-    matcher_of,
-    remembered_rules,
-    specs_by_rules,
-)
+from shardrules._rules.rules import Rules, as_rules, matcher_of, remembered_rules, specs_by_rules
 from shardrules._specs import entries_of, entry_axes, is_partition_spec, is_unconstrained
 from shardrules._text import shown
 

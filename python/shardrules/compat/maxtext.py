@@ -73,7 +73,7 @@ class DumpedArrays(NamedTuple):
             ValueError: The plan has another mesh.
         """
         check_type("plan", plan, Plan, "a Plan")
-        dumped, planned = _plainest(self._columns()), _plainest(plan._columns)
+        dumped, planned = _plainest(self._columns()), _plainest(plan)
         if dumped.axis_sizes != planned.axis_sizes:
             raise ValueError(f"plan: it is on the mesh {plan.axis_sizes}, the dump on {self.mesh}")
         return plan_diff(dumped, planned)._replace(rules=())
