@@ -70,7 +70,7 @@ class TracedOperation:
     carries: int = 0
     """How many arrays the body carries; what follows is sliced, and among the results stacked."""
     taken: int | None = None
-    """Of branches, the place of that which computes most."""
+    """Of branches, the place of that for any platform, or of that which computes most."""
 
     def arguments(self, body: Body) -> list[tuple[int | None, int]]:
         """Return pairs of an input of the operation, and the input of a body that it is."""
@@ -191,7 +191,8 @@ class Equations:
     def _operation(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         structured = _STRUCTURED.get(eqn.primitive.name)
         if structured is not None:
-            operation: TracedOperation = structured(self, eqn, read, depth)
+            numbers = self._numbered(eqn, read)
+            operation: TracedOperation = structured(self, eqn, numbers, depth)
             return operation
         rule = rule_of(eqn)
         if rule is None:
@@ -225,11 +226,10 @@ class Equations:
         if result is not None:
             self.dims.unite_all(self.values[number].dims, self.values[result].dims)
 
-    def _scan(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
+    def _scan(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         """Read a scan: what it carries, and what it slices and stacks along one dimension."""
         params = eqn.params
         closed, (consts, carries) = params["jaxpr"], scan_counts(params)
-        numbers = self._numbered(eqn, read)
         invars = open_jaxpr(closed).invars
         stacked = consts + carries
         length = self.dims.new(params["length"])
@@ -253,9 +253,8 @@ class Equations:
         loop.trips, loop.first = params["length"], consts
         return loop
 
-    def _while(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
+    def _while(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         params = eqn.params
-        numbers = self._numbered(eqn, read)
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
         begin = of_cond + of_body
         closed = params["body_jaxpr"]
@@ -269,8 +268,7 @@ class Equations:
         self.endless.append(loop)
         return loop
 
-    def _cond(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
-        numbers = self._numbered(eqn, read)
+    def _cond(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         bodies = [self._body(branch, numbers[1:], depth) for branch in eqn.params["branches"]]
         outputs = [self._new(var) for var in eqn.outvars]
         for body in bodies:
@@ -278,13 +276,14 @@ class Equations:
                 self._unite(i, result)
         branches = TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies)
         branches.carries = len(outputs)
-        branches.taken = _taken(eqn, [self._flops(body) for body in bodies])
+        platforms = eqn.params.get("branches_platforms") or ()
+        flops = list(map(self._flops, bodies))
+        branches.taken = platforms.index(None) if None in platforms else flops.index(max(flops))
         return branches
 
-    def _shard_map(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
+    def _shard_map(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         """Read the code of one device, whose specs are facts."""
         params = eqn.params
-        numbers = self._numbered(eqn, read)
         inside = list(map(self._new, open_jaxpr(params["jaxpr"]).invars))
         self.manual |= zip(inside, axes_by_dim(params, "in"), strict=True)
         for whole, local in zip(numbers, inside, strict=True):
@@ -385,26 +384,18 @@ def _without_dead(body: Body) -> Body:
     for operation in reversed(body.operations):
         if operation.eqn.effects or not live.isdisjoint(operation.outputs):
             operation.bodies = list(map(_without_dead, operation.bodies))
-            live.update(number for number in operation.inputs if number is not None)
-            for inner in operation.bodies:
-                live.update(_read_inside(inner))
+            live.update(_read_by(operation))
             operations.append(operation)
     return body._replace(operations=operations[::-1])
 
 
-def _read_inside(body: Body) -> Iterator[int]:
-    """Yield the arrays that a body reads, those from outside among them."""
-    yield from (number for number in body.outputs if number is not None)
-    for operation in body.operations:
-        yield from (number for number in operation.inputs if number is not None)
-        for inner in operation.bodies:
-            yield from _read_inside(inner)
-
-
-def _taken(eqn: Any, flops: list[int]) -> int:
-    """Return the branch that is priced: that of any platform, or that which computes most."""
-    platforms = eqn.params.get("branches_platforms") or ()
-    return platforms.index(None) if None in platforms else flops.index(max(flops))
+def _read_by(operation: TracedOperation) -> Iterator[int]:
+    """Yield the arrays that an operation reads, and those that its bodies read and give back."""
+    yield from (number for number in operation.inputs if number is not None)
+    for body in operation.bodies:
+        yield from (number for number in body.outputs if number is not None)
+        for inner in body.operations:
+            yield from _read_by(inner)
 
 
 _STRUCTURED: Final[dict[str, Any]] = {

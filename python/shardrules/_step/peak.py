@@ -77,7 +77,7 @@ class _Run:
         self._begin: list[int] = []
         self._end: list[int] = []
         self._number: list[tuple[int, TracedOperation | None, bool]] = []
-        self._roots: dict[int, tuple[int, ...]] = {}
+        self._roots: dict[int | None, tuple[int, ...]] = {}
         self._makers: dict[int, TracedOperation] = {}
         self._copies: dict[int, int] = {}
         self._in_place: list[tuple[int, Sequence[int]]] = []
@@ -125,10 +125,10 @@ class _Run:
         first = self._first(buffer)
         return self._end[first] <= time and self._size[first] == size
 
-    def _roots_of(self, number: int | None) -> list[int]:
-        """Return the buffers that an array lives in, or is computed from."""
-        roots = self._roots.get(number, ()) if number is not None else ()
-        return list(dict.fromkeys(map(self._first, roots)))
+    def _roots_of(self, *numbers: int | None) -> tuple[int, ...]:
+        """Return the buffers that arrays live in, or are computed from."""
+        roots = (root for number in numbers for root in self._roots.get(number, ()))
+        return tuple(dict.fromkeys(map(self._first, roots)))
 
     def _use(self, number: int | None) -> None:
         for root in self._roots_of(number):
@@ -259,8 +259,7 @@ class _Run:
         is_read = operation.bodies or is_apart(operation)
         if is_read:
             for number in operation.inputs:
-                is_summed = operation.name in _REDUCED
-                if number is not None and not is_summed and self._is_apart(number):
+                if number is not None and operation.name not in _REDUCED and self._is_apart(number):
                     self._put(number)
                 if number in self._copies:
                     self._end[self._copies[number]] = self._time
@@ -319,25 +318,20 @@ class _Run:
         for sent in self._gathered.get(id(operation), ()):
             if sent.value not in operation.inputs:  # a result that is brought to other cuts
                 continue
-            users = self._users.get(sent.value, 0)
             cuts = self._spread.cuts.get(sent.value or 0, ())
             dims = rule.operands[operation.inputs.index(sent.value)]
-            if (
-                users == 1
-                and self._spread.count(sent.axes) > _FEW_PARTS
-                and any(
-                    not rule.summed.isdisjoint(factors) and set(axes) & set(sent.axes)
-                    for factors, axes in zip(dims, cuts, strict=False)
-                )
-            ):
+            is_summed = any(
+                not rule.summed.isdisjoint(factors) and set(axes) & set(sent.axes)
+                for factors, axes in zip(dims, cuts, strict=False)
+            )
+            is_large = self._spread.count(sent.axes) > _FEW_PARTS
+            if is_summed and is_large and self._users[sent.value] == 1:
                 return True
         return False
 
     def _read(self, operation: TracedOperation) -> None:
         """Let results live in what they are computed from."""
-        roots = tuple(
-            dict.fromkeys(root for number in operation.inputs for root in self._roots_of(number))
-        )
+        roots = self._roots_of(*operation.inputs)
         is_identity = operation.rule is not None and operation.rule.is_identity
         if (product := self._fused_into(operation, roots)) is not None:
             others = [root for root in roots if root != product]
@@ -348,9 +342,7 @@ class _Run:
             self._fusible.update(dict.fromkeys(operation.outputs, product))
         self._makers.update(dict.fromkeys(operation.outputs, operation))
         for place, number in enumerate(operation.outputs):
-            self._roots[number] = (
-                tuple(self._roots_of(operation.inputs[place])) if is_identity else roots
-            )
+            self._roots[number] = self._roots_of(operation.inputs[place]) if is_identity else roots
             if len(roots) > _MOST_ROOTS or (operation.name in ADDS and self._is_apart(number)):
                 self._put(number)
 
@@ -388,7 +380,7 @@ class _Run:
             for place, (outer, inner) in enumerate(arguments):
                 if inner == outer:
                     continue
-                self._roots[inner] = tuple(self._roots_of(outer))
+                self._roots[inner] = self._roots_of(outer)
                 if is_scan and place >= stop:
                     self._roots[inner] = (self._new(inner, operation),)
             carried = self._carry(operation, body)
@@ -410,8 +402,7 @@ class _Run:
                     self._roots[number] = (carried[place],)
                 else:
                     self._use(result)
-                    roots = tuple(self._roots_of(result))
-                    self._roots[number] = roots or (self._new(number, operation),)
+                    self._roots[number] = self._roots_of(result) or (self._new(number, operation),)
 
     def _turn(self, carried: int, result: int | None) -> None:
         """End a turn: what comes next is in the place of what was carried, if that is free."""

@@ -287,9 +287,7 @@ class Spread:
 
     def _explicit(self, operation: TracedOperation, trips: int) -> None:
         params = operation.eqn.params
-        names = params.get("axes", params.get("axis_name", ()))
-        names = (names,) if isinstance(names, str) else tuple(names)
-        axes = self._parts(names)
+        axes = self._parts(entry_axes(params.get("axes", params.get("axis_name"))))
         kind = _EXPLICIT[operation.name]
         arrays = operation.outputs if kind == "all-gather" else operation.inputs
         payload = sum(self.bytes(number) for number in arrays if number is not None)
@@ -477,9 +475,10 @@ class Spread:
         self, operation: TracedOperation, rule: Rule, choice: dict[int, tuple[str, ...]]
     ) -> float:
         """Return the bytes that a device sends if an operation computes with these axes."""
-        total = 0.0
-        for number, dims in operation.operands():
-            total += self._sent(number, self._of(number), array_cuts(dims, choice))
+        total = sum(
+            self._sent(number, self._of(number), array_cuts(dims, choice))
+            for number, dims in operation.operands()
+        )
         summed = [axis for factor in rule.summed for axis in choice.get(factor, ())]
         for number, dims in zip(operation.outputs, rule.results, strict=True):
             cuts = array_cuts(dims, choice)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from functools import cached_property
+from itertools import compress
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
@@ -267,11 +268,9 @@ class Step(TracedStep):
     @cached_property
     def _donated(self) -> list[int]:
         """Numbers of the arguments whose memory results take."""
-        flags = [] if self._call is None else self._call.params.get("donated_invars", ())
+        flags = () if self._call is None else self._call.params.get("donated_invars", ())
         inputs = self._equations.body.inputs
-        if self._call is None or len(flags) != len(inputs):
-            return []
-        return [number for number, is_donated in zip(inputs, flags, strict=True) if is_donated]
+        return list(compress(inputs, flags)) if len(flags) == len(inputs) else []
 
     def memory(self, plan: Plan | None = None) -> Memory:
         """Estimate the memory that the step needs on a device, before it is compiled.
@@ -369,7 +368,7 @@ class Step(TracedStep):
         check_type("machine", machine, Machine, what)
         return self._priced(self._spread(plan)).time(machine)
 
-    def _refusal(self, plan: Plan | None = None) -> str:
+    def _refusal(self, plan: Plan | None) -> str:
         """Say why the step is not for the mesh of a plan; "" if it is.
 
         The devices do not divide a dimension of an argument, such as the batch, which JAX refuses;
@@ -453,13 +452,12 @@ class Step(TracedStep):
             KeyError: There is no such array; the message lists near paths.
         """
         check_type("path", path, str, "a text, such as 'inputs/0/layers/up'")
-        row = next((i for i, name in enumerate(self._paths) if name == path), None)
-        if row is None:
-            ends = [i for i, name in enumerate(self._paths) if name.endswith(f"/{path}")]
-            if len(ends) != 1:
-                why = "is in several arguments" if ends else "is no argument's"
-                raise KeyError(f"the path {path!r} {why}{near_shown(path, self._paths)}")
-            row = ends[0]
+        ends = [i for i, name in enumerate(self._paths) if name.endswith(f"/{path}")]
+        rows = [i for i, name in enumerate(self._paths) if name == path] or ends
+        if len(rows) != 1:
+            why = "is in several arguments" if rows else "is no argument's"
+            raise KeyError(f"the path {path!r} {why}{near_shown(path, self._paths)}")
+        (row,) = rows
         equations = self._equations
         value = equations.values[equations.body.inputs[row]]
         lines = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +57,8 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
 
         make = equinox.filter_make_jaxpr
     run = step
-    if any(map(_is_of_nnx, trees)):
+    bases = [base for tree in trees for base in type(tree).__mro__]
+    if any(base.__module__.startswith("flax.nnx.") for base in bases):
 
         def run(*modules: Any) -> tuple[Any, Any]:
             return step(*modules), modules  # which the step may change
@@ -66,7 +66,11 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
     with in_force(mesh), noted(step, args):
         closed, results, *_ = make(run)(*trees)
     traced = TracedFunction(step, closed, jax.tree_util.tree_structure(results))
-    paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree, step)]
+    paths = [
+        f"inputs/{place}/{path}" if path else f"inputs/{place}"
+        for place, tree in enumerate(trees)
+        for path in inputs_of(tree, step, leaf_paths(tree))
+    ]
     name = getattr(step, "__name__", type(step).__name__)
     return Step(name, traced, args, paths, mesh)
 
@@ -80,12 +84,3 @@ def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
         texts = "; ".join(mesh_shown(mesh.shape) for mesh in meshes)
         raise ValueError(f"the plans among the arguments have several meshes: {texts}")
     return meshes[0] if meshes else None
-
-
-def _is_of_nnx(tree: Any) -> bool:
-    return any(base.__module__.startswith("flax.nnx.") for base in type(tree).__mro__)
-
-
-def _paths_of(place: int, tree: Any, step: Any) -> Iterator[str]:
-    for path in inputs_of(tree, step, leaf_paths(tree)):
-        yield f"inputs/{place}/{path}" if path else f"inputs/{place}"
