@@ -156,7 +156,8 @@ class _Run:
     def peak(self, donated: set[int]) -> tuple[list[AliveArray], dict[str, int]]:
         body = self._equations.body
         size = self._spread.bytes
-        arguments = {i: self._new(i, None) for i in body.inputs}
+        read = (i for i in self._equations.constants if i in self._equations.users)
+        arguments = {i: self._new(i, None) for i in (*body.inputs, *read)}
         for i, buffer in arguments.items():
             self._roots[i] = (buffer,)
         self._run(body)

@@ -35,6 +35,7 @@ from shardrules._text import (
     Table,
     and_more,
     answer,
+    bytes_shown,
     counted,
     mesh_shown,
     near_shown,
@@ -292,7 +293,10 @@ class Step(TracedStep):
     def _memory(self, spread: Spread) -> Memory:
         rows, numbers = alive_arrays(self._equations, spread, self._donated)
         alive = sum(row.bytes for row in rows)
-        of_arguments = sum(row.bytes for row in rows if row.operation is None)
+        constants = set(self._equations.constants)
+        of_arguments = sum(
+            row.bytes for row in rows if row.operation is None and row.number not in constants
+        )
         totals = Totals(**numbers, temporaries=alive - of_arguments, code=0)
         buffers = tuple(self._buffer(row, spread) for row in rows[:_LARGEST])
         saved = tuple(row for row in buffers if row.is_saved)
@@ -430,7 +434,8 @@ class Step(TracedStep):
         shape = f"{getattr(value.dtype, 'name', value.dtype)}[{','.join(map(str, sizes))}]"
         if row.operation is None:
             places = dict(zip(self._equations.body.inputs, self._paths, strict=True))
-            what = places.get(row.number, "output")
+            is_constant = row.number in self._equations.constants
+            what = places.get(row.number, "constant" if is_constant else "output")
             return Buffer(row.bytes, shape, what, row.number in places, False, None)
         path = row.operation.path
         what = f"gathered for {path}" if row.is_gathered else path
@@ -496,7 +501,20 @@ class Step(TracedStep):
         lines += ["", "dimensions of the arguments, by what must be sharded alike"]
         lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
         lines += [f"not looked into: {text}" for text in self.unmodelled]
-        return printable_lines(lines)
+        return printable_lines([*lines, *self._constants()])
+
+    def _constants(self) -> Iterator[str]:
+        """Yield a line if the step closes over more than it is given, such as its parameters."""
+        values, users = self._equations.values, self._equations.users
+        size, given = (
+            sum(values[i].bits for i in numbers) // 8
+            for numbers in (users.keys() & self._equations.constants, self._equations.body.inputs)
+        )
+        if size > given:
+            yield (
+                f"the step closes over {bytes_shown(size)} of arrays, which are whole on each "
+                "device: give them as arguments"
+            )
 
 
 def _part(scope: str) -> str:
