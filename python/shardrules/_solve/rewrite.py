@@ -152,5 +152,5 @@ def _plain_call() -> dict[str, Any]:
     """Return the parameters of a call without shardings, on the mesh of the context."""
     import jax
 
-    (call,) = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns
-    return call.params  # type: ignore[no-any-return]
+    (call,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0).eqns
+    return dict(call.params)
