@@ -176,8 +176,7 @@ class Space:
 
     def peak(self, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes of memory that a device needs."""
-        spread = LaidSpread(self.arrays, self.layout(assignment))
-        return self.step._memory(spread).peak
+        return self.step._memory(LaidSpread(self.arrays, self.layout(assignment))).peak
 
     def scope_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Return the variables on which the layout of arrays depends."""
