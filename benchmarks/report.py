@@ -30,12 +30,14 @@ DOCS = Path(__file__).parent.parent / "docs"
 SUGGESTED = "\n## Suggested rules\n"
 """The heading of the section that tests/support/suggested.py writes."""
 METHOD = """
-Times are medians of interleaved runs in one process, after a check that the results are equal.
-Ratios of whole trees are medians of the rounds' ratios. *Ours* is cold: each call compiles its
-rules, as a program does once at start-up. *Identity* is `jax.tree_util.tree_map(lambda x: x, tree)`
-on the same tree. The time to free a result is not counted. The machine is shared and noisy, so
-compare ratios. [Performance](performance.md) explains the bars and the missed goals.
-`make bench-report` rewrites this page, except for the last section.
+Times are medians of alternating runs in one process, after a check that the results are equal.
+Ratios of whole trees are medians of the ratios of all rounds: 0.25x identity is a quarter of its
+time, and eformer / ours of 60x says that eformer takes 60 times as long. *Ours* is cold: each call
+compiles its rules, as a program does once at start-up. *Identity* is
+`jax.tree_util.tree_map(lambda x: x, tree)` on the same tree, and *re loop* a plain loop over the
+rules with `re`. A *bar* is a goal. The time to free a result is not counted. The machine is
+shared and noisy, so compare ratios. [Performance](performance.md) explains the bars and the missed
+goals. `make bench-report` rewrites this page, except for the last section.
 """
 
 

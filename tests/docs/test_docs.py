@@ -117,6 +117,28 @@ def test_every_block_runs_or_says_why_not():
     assert not_run == NOT_RUN
 
 
+def prose(path):
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+
+
+def headings(path):
+    """The anchors of a page, as mkdocs and GitHub make them."""
+    texts = re.findall(r"^#+ (.*)$", prose(path), re.M)
+    words = (re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", text)).lower() for text in texts)
+    return {re.sub(r"[-\s]+", "-", text.strip()) for text in words}
+
+
+@pytest.mark.parametrize("page", [*pages(), "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_links_lead_to_pages_and_headings(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose(ROOT / page)):
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        if target == NOTEBOOK.with_suffix(".md"):  # which the site makes of the notebook
+            continue
+        assert target.exists(), link
+        assert not anchor or anchor in headings(target), link
+
+
 def test_a_page_that_is_wrong_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(docs_pages, "ROOT", tmp_path)
     for text in (

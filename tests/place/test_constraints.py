@@ -500,7 +500,7 @@ class TestWhatIsRemembered:
         monkeypatch.setattr(constraint, "_memory", memory)
         for size in range(1, 8):
             text_of([jnp.zeros(size)] * 4, P("tp"), mesh)
-            assert len(memory._known) <= 3
+            assert len(memory.known) <= 3
 
 
 def test_min_size_and_companions_inside_jit():

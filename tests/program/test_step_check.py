@@ -87,6 +87,17 @@ def test_devices_that_compute_the_same():
     assert "cut the batch by 'tp'" in finding.fix
 
 
+def test_of_branches_the_one_that_computes_most_counts():
+    plan = sr.plan({"a": leaf(512, 512), "b": leaf(512, 512)}, [(".", ())], {"dp": 2})
+
+    def step(params, x, place):
+        return jax.lax.cond(place > 0, lambda: x @ params["a"], lambda: x @ params["b"])
+
+    traced = sr.trace(step, plan, leaf(64, 512), jax.ShapeDtypeStruct((), "int32"))
+    (finding,) = traced.findings(plan, 2**30)
+    assert finding.message.startswith("the 2 devices along 'dp' compute the same: 50% of the work")
+
+
 def test_weights_that_are_gathered_for_it():
     mesh = mesh_of(fsdp=2, tp=4)
     plan = sr.plan({"w": leaf(64, 64)}, [("w", (None, "tp"))], mesh)

@@ -200,11 +200,7 @@ class Reader:
     ) -> tuple[list[Callable[[], object]], Callable[[], object]]:
         """Return what reads into memory, in parts for so many threads, and what to call after it.
 
-        Args:
-            copies: By file, the ranges.
-            tiles: By array, what lies otherwise.
-            memory: Where they go.
-            threads: For how many threads there are parts, if there are enough bytes.
+        Of each file it reads the ranges of `copies`; `tiles` has by array what lies otherwise.
         """
         ranges = {file: in_file_order(of_file) for file, of_file in copies.items()}
         bands: dict[tuple[StoredFile, int], list[Band]] = defaultdict(list)
@@ -241,12 +237,7 @@ class Reader:
     ) -> Copy | list[Tiles] | None:
         """Work out how a box of an array is copied; None if rows have to be read for it first.
 
-        Args:
-            name: The array.
-            source: The box.
-            lengths: The lengths of the axes of which its dimensions consist.
-            axis_strides: Gives the bytes between neighbours along each axis in memory.
-            key: What tells these strides from others.
+        `lengths` and strides are as in `copy_of`; `key` tells these strides from others.
         """
         array = self.arrays[name]
         key = (array.shape, array.dtype, source, lengths, key)

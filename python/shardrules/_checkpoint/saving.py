@@ -182,12 +182,9 @@ def _target_array(name: str, target: Target, live: Mapping[str, Any]) -> _Array:
     first = live[target.sources[0]]
     if is_plain(target, lambda source: live[source].shape):
         dtype = target.dtype
-        same = (
-            partial(_unchanged, first)
-            if first.dtype.name == dtype
-            else partial(first.astype, dtype)
-        )
-        return _Array(name, target.shape, dtype, same)
+        is_same = first.dtype.name == dtype
+        make = partial(_unchanged, first) if is_same else partial(first.astype, dtype)
+        return _Array(name, target.shape, dtype, make)
     dtype_there = dtype_on_devices(target.dtype)
     mesh = getattr(getattr(first, "sharding", None), "mesh", None)
     sharding = None if mesh is None else spread_over(mesh, target.shape)

@@ -397,9 +397,8 @@ def _applied(inputs: dict[str, Target], records: Sequence[Rename]) -> Target:
     apply = record.apply
     assert apply is not None
     try:
-        result = _abstract_result(
-            apply, tuple((name, each.shape, each.dtype) for name, each in inputs.items())
-        )
+        shapes = tuple((name, each.shape, each.dtype) for name, each in inputs.items())
+        result = _abstract_result(apply, shapes)
     except Exception as error:
         raise _MisfitError(f"apply of its Rename fails: {type(error).__name__}: {error}") from error
     if not hasattr(result, "shape"):
@@ -441,10 +440,7 @@ def _target_of_parts(
             "whole?"
         )
     shapes = {
-        tuple(
-            starts[dim][-1] if dim in starts else size
-            for dim, size in enumerate(part.sized.target_shape)
-        )
+        tuple(starts[i][-1] if i in starts else n for i, n in enumerate(part.sized.target_shape))
         for part in parts
     }
     if len(shapes) > 1:
@@ -530,15 +526,10 @@ def _with_scale(part: SourcePart, arrays: Mapping[str, ArraySpec]) -> SourcePart
         if bits_of(array.dtype) > 8:
             return part
         raise _MisfitError(f"{part.source!r} is {array.dtype}, and its scales {name!r} are missing")
-    blocks = tuple(
-        size if block is None else block
-        for size, block in zip(array.shape, part.rename.blocks, strict=False)
-    )
-    if not part.rename.blocks:
-        blocks = array.shape
-    shape = tuple(
-        -(-size // max(block, 1)) for size, block in zip(array.shape, blocks, strict=False)
-    )
+    sizes = array.shape
+    written = zip(sizes, part.rename.blocks or sizes, strict=False)
+    blocks = tuple(size if block is None else block for size, block in written)
+    shape = tuple(-(-size // max(block, 1)) for size, block in zip(sizes, blocks, strict=False))
     stored = arrays[name].shape
     # Dimensions of one scale may be left out.
     if len(blocks) != len(array.shape) or _long(stored) != _long(shape):

@@ -191,8 +191,8 @@ def merged(
     payloads: Counter[tuple[CollectiveKind, tuple[str, ...], Of]] = Counter()
     counts = payloads.copy()
     for collective, axes, purpose, count, payload in rows:
-        given = frozenset(axes)
-        group = tuple(axis for axis, size in axis_sizes.items() if axis in given and size > 1)
+        names = frozenset(axes)
+        group = tuple(axis for axis, size in axis_sizes.items() if axis in names and size > 1)
         if group and payload:
             payloads[collective, group, purpose] += payload
             counts[collective, group, purpose] += count

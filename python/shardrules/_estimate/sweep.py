@@ -224,9 +224,9 @@ def _ranked_by_proof(
     """Rank the first rows by what the compiler makes of the step, those that it refuses last."""
     proven = []
     for row in rows[:count]:
-        seconds, held = compiled(row.mesh)
+        seconds, size = compiled(row.mesh)
         fits = None if room.hbm is None else seconds < inf
-        proven.append(row._replace(compiled=seconds, bytes=held, fits=fits))
+        proven.append(row._replace(compiled=seconds, bytes=size, fits=fits))
     return [*sorted(proven, key=lambda row: row.compiled or 0.0), *rows[count:]]
 
 

@@ -27,7 +27,7 @@ class TracedStep(ABC):
         """Find what is wrong with a plan for the step; see `Plan.check`."""
 
     @abstractmethod
-    def _refusal(self, plan: Any = None) -> str:
+    def _refusal(self, plan: Any) -> str:
         """Say why a step is not for the mesh of a plan; "" if it is."""
 
     @abstractmethod

@@ -81,10 +81,10 @@ class Traffic(tuple[Transmission, ...]):
         table = Table(_COLUMNS, (_traffic_cells(row) for row in self))
         assumptions = {**self.assumptions}
         guesses = guesses_shown(assumptions.pop("guessed", {}))
-        given = [f"{name}={_assumption_shown(value)}" for name, value in assumptions.items()]
+        texts = [f"{name}={_assumption_shown(value)}" for name, value in assumptions.items()]
         assumed = [
             line
-            for text in (f"assumed: {', '.join(given)}", *guesses)
+            for text in (f"assumed: {', '.join(texts)}", *guesses)
             for line in textwrap.wrap(text, 88, break_long_words=False, break_on_hyphens=False)
         ]
         missing = [f"not counted, since {why_uncounted(path)}: {path}" for path in self.uncounted]

@@ -213,11 +213,9 @@ class ArraysInJson:
             )
         names = content.get("logical_axes")
         arrays = _arrays_in(path, leaves, content.get("model"))
-        return (
-            arrays
-            if names is None
-            else arrays._replace(logical_axes=_checked_names(path, names, leaves))
-        )
+        if names is None:
+            return arrays
+        return arrays._replace(logical_axes=_checked_names(path, names, leaves))
 
 
 FORMATS: Final[list[ModelFormat]] = [

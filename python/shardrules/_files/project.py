@@ -54,8 +54,8 @@ def read_project(folder: Path, forms: Mapping[str, str]) -> ProjectFile | None:
 
     Nothing is executed.
     """
-    found = find_table(folder)
-    return None if found is None else ProjectFile(found[0], _jobs(*found, forms))
+    table = find_table(folder)
+    return None if table is None else ProjectFile(table[0], _jobs(*table, forms))
 
 
 def find_table(folder: Path) -> tuple[Path, Any] | None:

@@ -51,7 +51,7 @@ class Held(NamedTuple):
     @property
     def most(self) -> int:
         """Return bytes on the fullest device, which is the first one."""
-        return -(-self.bits * prod(cut.part for cut in self.cuts) // 8)
+        return -(-self.most_bits // 8)
 
     @property
     def most_bits(self) -> int:
@@ -331,17 +331,9 @@ def moved_bytes(
     bits: int,
     specs: tuple[PartitionSpec | Entries, PartitionSpec | Entries],
     grids: tuple[Grid, Grid],
-    count: int = 1,
+    count: int,
 ) -> Moved:
-    """Return what moves of so many arrays.
-
-    Args:
-        shape: Shape of the whole array.
-        bits: Bits of one element. Less than 8 are packed.
-        specs: Before and after.
-        grids: The old mesh and the new one.
-        count: Number of arrays.
-    """
+    """Return what moves of so many arrays, from the first of the specs and grids to the second."""
     old, new = grids
     cuts, new_cuts = (grid.cuts(len(shape), spec) for grid, spec in zip(grids, specs, strict=True))
     before, after, kept = old.full(bits), new.full(bits), new.full(bits)[new.shared]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
@@ -90,6 +91,18 @@ def context_mesh() -> AnyMesh | None:
             + "; leave one of the two contexts, or pass mesh=..."
         )
     return current
+
+
+def in_force(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
+    """Return the context in which specs are of a mesh, with devices or without them."""
+    import jax
+
+    if mesh is None:
+        return nullcontext()
+    if not has_devices(mesh):
+        use: Any = getattr(jax.sharding, "use_abstract_mesh", None)
+        return nullcontext() if use is None else use(mesh)
+    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh
 
 
 def contexts() -> tuple[Any, ...]:

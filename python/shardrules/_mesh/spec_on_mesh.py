@@ -525,11 +525,7 @@ def axis_cuts(
 ) -> list[Cut]:
     """Return the cuts of an axis of a spec; an absent axis is one of size 0.
 
-    Args:
-        axis: The axis.
-        axis_sizes: Devices along each mesh axis.
-        has_parts: Whether the axis may be on the mesh in parts.
-        by_factors: Whether some of its factors may cut an array without the others.
+    It may be on the mesh in parts, and some of its factors may cut an array without the others.
     """
     if not has_parts:
         return [Cut((axis,), (axis_sizes.get(axis, 0),))]
@@ -552,14 +548,8 @@ def in_parts(axis_sizes: Mapping[str, int], factors: Mapping[str, Iterable[int]]
     """Return the sizes of a mesh with some of its axes in parts.
 
     The parts are as few as can be if each factor divides the next. Otherwise they are the axis's
-    prime factors.
-
-    Args:
-        axis_sizes: Devices along each mesh axis.
-        factors: For each axis, the numbers of shards that some of its parts are to make.
-
-    Raises:
-        ValueError: A part would have the name of another axis, or there are too many parts.
+    prime factors. `factors` has for each axis the numbers of shards that some of its parts are to
+    make.
     """
     sizes: dict[str, int] = {}
     for axis, size in axis_sizes.items():

@@ -143,10 +143,13 @@ class Topology:
         check_type("axes", axes, Mapping | None, "a dict such as {'fsdp': 64, 'tp': 8}")
         sizes = checked_sizes({**(axes or {}), **sizes})
         if (count := prod(sizes.values())) != self.device_count:
+            axis, size = next(iter(sizes.items()))
+            first, rest = divmod(self.device_count * size, count)
+            near = "" if rest else f"such as {mesh_shown(sizes | {axis: first})}, or "
             raise ValueError(
                 f"{mesh_shown(sizes)} are {counted(count, 'device')}, and {topology_shown(self)} "
-                f"has {self.device_count:,}: write sizes whose product is {self.device_count}, as "
-                f"Topology.meshes({tuple(sizes)}) lists them"
+                f"has {self.device_count:,}: write sizes whose product is {self.device_count}, "
+                f"{near}as Topology.meshes({tuple(sizes)}) lists them"
             )
         try:
             devices = self._arranged(sizes, is_split=False)

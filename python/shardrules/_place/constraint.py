@@ -65,7 +65,8 @@ def constrain_traced(
     cached = None
     leaves: list[Any] = []
     with suppress(AttributeError, TypeError, ValueError):  # something wrong, or not to remember
-        _check_not_read_once(rules)
+        if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
+            raise TypeError
         leaves, structure = tree_flatten((tree, rules, keywords.names))
         values = tuple([_KEY_OF[type(leaf)](leaf) for leaf in leaves])
         least = keywords.min_size
@@ -73,7 +74,7 @@ def constrain_traced(
             least = checked_min_size(None)
         policy = least, keywords.correction, keywords.companions, keywords.optional_axes
         asked = structure, values, mesh, policy, contexts()
-        cached = _memory.get(asked)
+        cached = _memory.known.get(asked)
         key = asked
     if cached is None:
         leaves, treedef, shardings = requested_shardings(tree, rules, mesh, **keywords._asdict())
@@ -107,11 +108,6 @@ class _KeyOf(dict[type, Callable[[Any], Hashable]]):
         return self[kind]
 
 
-def _check_not_read_once(rules: RulesLike) -> None:
-    if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
-        raise TypeError
-
-
 def _itself(value: Any) -> Hashable:
     return value  # type: ignore[no-any-return]
 
@@ -128,17 +124,14 @@ class _Memory:
     """Memo of operations by the arguments; all are forgotten when their leaves are many."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Known] = {}
+        self.known: dict[Hashable, _Known] = {}
         self._leaves = 0
-
-    def get(self, key: Hashable) -> _Known | None:
-        return self._known.get(key)
 
     def put(self, key: Hashable, entry: _Known) -> None:
         if self._leaves > _MOST_LEAVES:
-            self._known.clear()
+            self.known.clear()
             self._leaves = 0
-        self._known[key] = entry
+        self.known[key] = entry
         self._leaves += 1 + entry.treedef.num_leaves
 
 

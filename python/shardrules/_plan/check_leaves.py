@@ -33,7 +33,6 @@ _TABLES: Final[Mapping[str, tuple[Companion, ...]]] = {"LORA": LORA, "QUANTIZED"
     "and factors of LoRA whose rank a rule for their kernel cuts",
 )
 def following(queries: Queries) -> Iterator[Finding]:
-    """Leaves that companions find but no rule for their bases; companions that find nothing."""
     columns = queries.columns
     unled: dict[Companion, list[int]] = defaultdict(list)
     for row, links in columns._leaves.links.items():
@@ -161,7 +160,6 @@ _MOST_LEAVES: Final = 5
 
 @check_of("memory", "error", "leaves that do not fit into `hbm`")
 def too_large(queries: Queries) -> Iterator[Finding]:
-    """Leaves that do not fit into the memory of a device."""
     held_bytes = by_class(queries.columns)
     if queries.hbm is not None and held_bytes.max > queries.hbm:
         largest = queries.folded(lambda kind: not is_on_host(kind.memory_kind))
@@ -189,7 +187,6 @@ def no_room(needed: DeviceBytes, room: Room, largest: list[Folded]) -> Finding:
     "are not large together",
 )
 def unpinned(queries: Queries) -> Iterator[Finding]:
-    """Leaves in the host's unpinned memory, which jit copies to the device as a whole."""
     folded = queries.folded(lambda kind: kind.memory_kind == "unpinned_host")
     if not folded:
         return
@@ -215,7 +212,6 @@ def unpinned(queries: Queries) -> Iterator[Finding]:
     "not large together",
 )
 def catch_alls(queries: Queries) -> Iterator[Finding]:
-    """Leaves that only the catch-all rule matches."""
     columns = queries.columns
     for rule in sorted(queries.silent_catch_alls):
         folded = queries.undeclared(queries.folded(lambda kind, rule=rule: kind.rule == rule))  # type: ignore[misc]
@@ -253,7 +249,6 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
     "leaves them whole, as `fsdp(min_bytes=)` does",
 )
 def replicated(queries: Queries) -> Iterator[Finding]:
-    """Other leaves that are replicated, and large alone or together."""
     columns = queries.columns
     by_rule: dict[Any, list[Folded]] = defaultdict(list)
     for part in queries.undeclared(queries.folded(queries.is_whole)):

@@ -201,7 +201,6 @@ _MOST_NAMES: Final = 8
     "is replicated is not large",
 )
 def unknown_names(queries: Queries) -> Iterator[Finding]:
-    """Names that no rule has: an error where one was probably meant, or leaves are replicated."""
     if queries.columns._leaves.path_rules is not None:
         return
     kinds, coverage = queries.columns.kinds, queries.columns.coverage
@@ -247,7 +246,6 @@ def unknown_names(queries: Queries) -> Iterator[Finding]:
     "leaves with fewer names than dimensions",
 )
 def unnamed(queries: Queries) -> Iterator[Finding]:
-    """Arrays without names, which no logical rule decides."""
     folded = queries.undeclared(queries.folded(queries.is_unnamed))
     if folded:
         cost = queries.device_bytes(folded)
@@ -293,7 +291,6 @@ def fewer_names(queries: Queries) -> Iterator[Finding]:
     "dimensions that nothing cuts, since the axes of their logical rules cut others",
 )
 def taken(queries: Queries) -> Iterator[Finding]:
-    """Dimension that no axis cuts, since the axes of their rules cut others of the array."""
     sizes = queries.columns.axis_sizes
     groups: dict[tuple[Any, int, Any], list[Folded]] = defaultdict(list)
     for part in queries.folded(lambda kind: bool(kind.lost_rules) and kind.spec is not None):
@@ -366,7 +363,6 @@ class _Matches(NamedTuple):
     "none because of it (warning)",
 )
 def nnx_values(queries: Queries) -> Iterator[Finding]:
-    """Rules that match a leaf only through its `value`, or match none because of it."""
     rules, coverage = queries.columns._leaves.path_rules, queries.columns.coverage
     if rules is None or rules.dialect.hidden_key is not None:
         return

@@ -33,7 +33,6 @@ _NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")
 
 @check_of("dead", "warning, info", "rules that match no leaf; info for logical rules")
 def dead_rules(queries: Queries) -> Iterator[Finding]:
-    """Rules that match no leaf."""
     if queries.columns._leaves.path_rules is None:  # such rules are often for other trees as well
         return
     for rule in queries.columns.coverage.dead:
@@ -49,7 +48,6 @@ def dead_rules(queries: Queries) -> Iterator[Finding]:
 
 @check_of("shadowed", "warning", "rules that match leaves, all of which earlier rules win")
 def shadowed_rules(queries: Queries) -> Iterator[Finding]:
-    """Rules that match leaves, all of which earlier rules win."""
     columns = queries.columns
     rules = columns._leaves.path_rules
     if rules is None:  # later rules for a name are for where the first does not fit
@@ -75,7 +73,6 @@ def shadowed_rules(queries: Queries) -> Iterator[Finding]:
 
 @check_of("siblings", "warning", "leaves that differ only in numbers, with different specs")
 def siblings(queries: Queries) -> Iterator[Finding]:
-    """Leaves that differ only in numbers, with different specs."""
     columns = queries.columns
     spec_of = ["none" if kind.spec is None else placement_shown(kind) for kind in columns.kinds]
     arrays = [(kind.shape, dtype_shown(kind)) for kind in columns.kinds]
@@ -182,7 +179,6 @@ def _saved_by(queries: Queries, parts: int, folded: list[Folded]) -> int:
     "saved by them, or only rules for no leaf name them",
 )
 def unused_axes(queries: Queries) -> Iterator[Finding]:
-    """Axes that cut no leaf and are not declared to cut data; a warning where they could."""
     columns = queries.columns
     # Locks know rules alone.
     specs = [columns._spec_of_rule(rule) for kind in columns.kinds for rule in kind.deciders]
@@ -238,7 +234,6 @@ _Words = tuple[str | None, str | None]  # message and fix
 
 @check_of("unmatched", "error", "leaves that no rule matches")
 def unmatched(queries: Queries) -> Iterator[Finding]:
-    """Leaves that no rule matches."""
     folded = queries.folded(lambda kind: kind.status == "unmatched")
     if folded:
         leaves = counted(leaves_in(folded), "leaf")

@@ -80,13 +80,9 @@ class Estimates(Columns):
         """
         if step is not None:
             _check_alone(
-                "bytes_per_device",
-                step,
-                gradients=gradients,
-                optimizer=optimizer,
-                optimizer_memory_kind=optimizer_memory_kind,
-                activations=activations,
-            )
+                "bytes_per_device", step, gradients=gradients, optimizer=optimizer,
+                optimizer_memory_kind=optimizer_memory_kind, activations=activations,
+            )  # fmt: skip
             held = Training().bytes_with(self)
             rest = max(0, step.memory(self).peak - held.max)
             return held._replace(activations=held.activations + rest)
@@ -321,14 +317,9 @@ class Estimates(Columns):
         )
         if step is not None:
             _check_alone(
-                "step_time",
-                step,
-                tokens=tokens,
-                gradients=gradients,
-                optimizer=optimizer,
-                optimizer_memory_kind=optimizer_memory_kind,
-                schedule=schedule,
-            )
+                "step_time", step, tokens=tokens, gradients=gradients, optimizer=optimizer,
+                optimizer_memory_kind=optimizer_memory_kind, schedule=schedule,
+            )  # fmt: skip
             return step.time(machine, self)
         tokens = _needed("step_time", tokens)
         run = step_time.run_of(tokens, machine, schedule=schedule, gradients=gradients)

@@ -144,6 +144,21 @@ class Finding(NamedTuple):
         return "\n".join([f"{label}: {message}", *lines])
 
 
+def finding_of(
+    level: Level,
+    kind: FindingKind,
+    message: str,
+    fix: str,
+    *,
+    paths: tuple[str, ...] = (),
+    leaves: int = 0,
+    bytes: int = 0,
+    mend: str = "",
+) -> Finding:
+    """Return a finding of which no rule is the reason."""
+    return Finding(level, kind, message, paths, leaves, None, bytes, fix, mend)
+
+
 def finding_lines(finding: Finding) -> list[str]:
     """Return the label of a finding, its message, and the lines below: paths and the fix."""
     rest = and_more(len(finding.paths), _MOST_PATHS, "pattern")

@@ -227,13 +227,9 @@ def combined(steps: tuple[DimStep, ...], entries: int) -> tuple[tuple[Dim, ...],
             _item_or(step.blocks, i, 1) * (_item_or(blocks, dim, 1) if isinstance(dim, int) else 1)
             for i, dim in enumerate(after)
         )
-        dims = (
-            after
-            if place == 0
-            else tuple(
-                _item_or(before, dim, None) if isinstance(dim, int) else dim for dim in after
-            )
-        )
+        if place:
+            after = tuple(_item_or(before, d, None) if isinstance(d, int) else d for d in after)
+        dims = after
     return dims, blocks
 
 

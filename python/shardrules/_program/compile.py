@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
@@ -21,7 +21,7 @@ from jax.stages import Compiled
 from shardrules._arguments import check_choice, check_real, check_type, kind_of
 from shardrules._estimate.buffers import Buffer, table_of
 from shardrules._mesh.memory import memory_apart, sharding_in_memory
-from shardrules._mesh.mesh import as_mesh, has_devices
+from shardrules._mesh.mesh import as_mesh, has_devices, in_force
 from shardrules._mesh.topology import Topology, is_described, topology_shown
 from shardrules._plan.plan import Plan
 from shardrules._program.computation import with_elements
@@ -362,9 +362,7 @@ def lowered_on(mesh: Mesh | None, step: Any, args: tuple[Any, ...]) -> Any:
     else:
         jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
         lower = partial(jitted.lower, *placed)
-    with ExitStack() as stack:
-        if mesh is not None:
-            stack.enter_context(jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh)
+    with in_force(mesh):
         try:
             with noted(step, args):
                 return lower()

@@ -25,7 +25,7 @@ from jax.stages import Compiled
 
 from shardrules._dtypes import bits_of
 from shardrules._jax import compiled_inputs, compiled_outputs
-from shardrules._plan.findings import Finding, FindingKind, Level
+from shardrules._plan.findings import Finding, FindingKind, Level, finding_of
 from shardrules._plan.fold import fold_paths
 from shardrules._plan.plan import Plan
 from shardrules._program.dataflow import Value, output_values
@@ -145,7 +145,10 @@ class Side:
     ) -> Finding:
         """Make a finding about leaves, with their paths folded."""
         patterns = tuple(fold_paths([self.paths[leaf] for leaf in leaves]))
-        return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix, mend)
+        count = len(leaves)
+        return finding_of(
+            level, kind, message, fix, paths=patterns, leaves=count, bytes=bytes, mend=mend
+        )
 
 
 class Executable:

@@ -12,7 +12,7 @@ from shardrules._arguments import check_choice, check_real, integer
 from shardrules._io import parse_json
 from shardrules._locks import check_fields, checked_json, line_by_line, lock_errors, of_type
 from shardrules._mesh_sizes import checked_sizes
-from shardrules._plan.findings import Finding, Findings, Level
+from shardrules._plan.findings import Finding, Findings, Level, finding_of
 from shardrules._program.collectives import Collective
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import CollectiveOpcode
@@ -181,7 +181,7 @@ def _key_label(key: Key) -> str:
 
 def budget_finding(level: Level, message: str, size: int, fix: str, mend: str = "") -> Finding:
     """Make a finding about the bytes of a program."""
-    return Finding(level, "budget", message, (), 0, None, size, fix, mend)
+    return finding_of(level, "budget", message, fix, bytes=size, mend=mend)
 
 
 def largest(rows: Sequence[Collective]) -> str:

@@ -127,20 +127,20 @@ def program_time(
     """Estimate the time of a program; None if its text has no cycles."""
     rows = [row for row in collectives if row.axes]
     with hlo_errors():
-        cycles = [(one, count / clock, times) for one, count, times in _cycles(hlo)]
+        cycles = [(op, count / clock, times) for op, count, times in _cycles(hlo)]
         if not cycles:
             return None
         flops = list(_kernels(hlo))
         rate = peak * KERNEL_EFFICIENCY
-        kernels = [(one, count / rate, times) for one, count, times in flops if count]
+        kernels = [(op, count / rate, times) for op, count, times in flops if count]
         timed = cycles + kernels
-        lines = {one.name: _instruction_line(hlo, one) for one, _, _ in timed}
-        names = {one.name: _scope_and_phase(one) for one, _, _ in timed}
-        by_line = _sums((lines[one.name], times * seconds) for one, seconds, times in timed)
-        parts = _sums((names[one.name], times * seconds) for one, seconds, times in timed)
+        lines = {op.name: _instruction_line(hlo, op) for op, _, _ in timed}
+        names = {op.name: _scope_and_phase(op) for op, _, _ in timed}
+        by_line = _sums((lines[op.name], times * seconds) for op, seconds, times in timed)
+        parts = _sums((names[op.name], times * seconds) for op, seconds, times in timed)
         sent = _sums((row.name, row.sent_at_least / link_rate(row.axes)) for row in rows)
         shown = {
-            one.name: (names[one.name][0] or lines[one.name], seconds) for one, seconds, _ in timed
+            op.name: (names[op.name][0] or lines[op.name], seconds) for op, seconds, _ in timed
         }
         schedule = Timetable(hlo, shown, sent, rows)
         timelines = tuple(schedule.timelines({name: phase for name, (_, phase) in names.items()}))
@@ -152,7 +152,7 @@ def program_time(
         parts=tuple((*key, seconds) for key, seconds in parts.items()),
         kernels=sum(times * seconds for _, seconds, times in kernels),
         uncounted=tuple(
-            dict.fromkeys(one.op_name or one.name for one, count, _ in flops if not count)
+            dict.fromkeys(op.op_name or op.name for op, count, _ in flops if not count)
         ),
         exposed=sending - schedule.hidden,
         timelines=timelines,

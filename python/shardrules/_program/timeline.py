@@ -141,11 +141,8 @@ class Timetable:
     ) -> None:  # fmt: skip
         """Read which lines start collectives, and which are done with them.
 
-        Args:
-            hlo: The module, scheduled.
-            computing: What is computed, and its seconds in one execution, by instruction.
-            sent: Seconds of each collective in a step, by instruction.
-            collectives: The collectives, for their words.
+        By instruction, `computing` has what is computed and its seconds in one execution, `sent`
+        the seconds of a collective in a step.
         """
         self._hlo = hlo
         self._computing = computing
@@ -201,8 +198,8 @@ class Timetable:
         shown = [name for seconds, name in rows if seconds > _LEAST_SHARE * rows[0][0]]
         order = list(self._bodies)
         for name in sorted(shown, key=order.index) or [self._hlo.entry]:
-            found = {phases[line] for line in self._hlo[name].lines if line in phases}
-            phase = next((word for word in ("backward", "forward") if word in found), "loop")
+            present = {phases[line] for line in self._hlo[name].lines if line in phases}
+            phase = next((word for word in ("backward", "forward") if word in present), "loop")
             phase = "step" if name == self._hlo.entry else phase
             if self._bodies[name].spans:
                 yield Timeline(phase, times[name], self._bodies[name].spans)

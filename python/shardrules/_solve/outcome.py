@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._mesh.mesh import as_mesh, context_mesh, has_devices
+from shardrules._mesh.mesh import as_mesh, context_mesh, has_devices, in_force
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._rules.logical_rules import LogicalRules
@@ -46,10 +46,9 @@ class Gain(NamedTuple):
     """Bytes that a device needs, of both."""
 
     def __str__(self) -> str:
-        lines = [str(self.diff)]
-        lines.append(f"{' -> '.join(map(seconds_shown, self.time))} a step")
-        lines.append(f"{' -> '.join(map(bytes_shown, self.memory))} on each device")
-        return "\n".join(lines)
+        time, memory = map(seconds_shown, self.time), map(bytes_shown, self.memory)
+        rest = f"{' -> '.join(time)} a step\n{' -> '.join(memory)} on each device"
+        return f"{self.diff}\n{rest}"
 
 
 class Outcome:
@@ -102,12 +101,8 @@ class Outcome:
         if base is None:
             base = self.plan
         else:
-            none = (
-                LogicalRules((), base.rules.dialect)
-                if isinstance(base.rules, LogicalRules)
-                else Rules((), base.rules.dialect)
-            )
-            base = base.with_rules(none).on_mesh(self.mesh)
+            kind: Any = LogicalRules if isinstance(base.rules, LogicalRules) else Rules
+            base = base.with_rules(kind((), base.rules.dialect)).on_mesh(self.mesh)
         prefix = f"inputs/{place}/"
         cuts, heads = {}, {}
         for row in step._ranges[place]:
@@ -171,14 +166,9 @@ class Outcome:
         Raises:
             ValueError: There are no devices, the mesh has other axes, or Explicit ones.
         """
-        import jax
-
         devices = self._devices(mesh)
-        with jax.set_mesh(devices) if hasattr(jax, "set_mesh") else devices:
-            yield self._constrained(devices)
-
-    def _constrained(self, mesh: Mesh) -> Callable[..., Any]:
-        return constrained_step(self.step, self.spread, mesh)  # type: ignore[no-any-return]
+        with in_force(devices):
+            yield constrained_step(self.step, self.spread, devices)
 
     def _devices(self, mesh: Mesh | None) -> Mesh:
         """Return the mesh of devices with the solution's axes."""

@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 from shardrules._dtypes import bits_of
 from shardrules._jax import user_line
 from shardrules._jaxprs import bodies_of, inner_jaxpr, open_jaxpr, scan_counts
+from shardrules._mesh.mesh import in_force
 from shardrules._solve.rewrite import Names, Rewriter, Site, named
 from shardrules._step.step import Step
-from shardrules._step.tracing import in_force
 from shardrules._text import bytes_shown, printable, record
 
 # If there are more loops, all recompute or none.
@@ -137,7 +137,7 @@ class _Recomputing(Rewriter):
             site = (*around, place)
             eqn = before.replace(invars=[named(names, atom) for atom in before.invars])
             if block := self._blocks.get(site):
-                made, results = _written(partial(_with_begins, block), eqn.invars, eqn)
+                eqns, results = _written(partial(_with_begins, block), eqn.invars, eqn)
                 kept = [i for i in range(len(eqn.outvars)) if i not in block.saved]
                 names |= {eqn.outvars[i]: atom for i, atom in zip(kept, results, strict=False)}
                 own = iter(results[len(kept) :])
@@ -145,11 +145,11 @@ class _Recomputing(Rewriter):
                           for i in _Loop(eqn).begins()]  # fmt: skip
                 self._scans[site] = list(eqn.invars), begins
             elif forward := self._backward.get(site):
-                made, results = self._computes_again(self._blocks[forward], eqn)
+                eqns, results = self._computes_again(self._blocks[forward], eqn)
                 names |= zip(eqn.outvars, results, strict=True)
             else:
-                made = [eqn.replace(params=self.params(eqn, site))]
-            yield from made
+                eqns = [eqn.replace(params=self.params(eqn, site))]
+            yield from eqns
 
     def _computes_again(self, block: Block, eqn: Any) -> tuple[list[Any], list[Any]]:
         """Write the loop of a gradient with what the other one has saved in its body."""
@@ -164,18 +164,18 @@ class _Recomputing(Rewriter):
         numbers = (len(consts), len(own_consts), len(carried), len(slices), len(begins))
 
         def run(*args: Any) -> Any:
-            *parts, rest = _cut(args, numbers)
+            *parts, rest = _in_parts(args, numbers)
 
             def turn(carry: Any, x: Any) -> Any:
                 import jax
 
-                given, row, begin = x
+                others, row, begin = x
                 with jax.named_scope("rematted_computation"):
                     again = forward.run(*parts[0], *begin, *row)
-                given = iter(given)
-                values = [next(given) if i is None else again[i] for i in of]
-                made = own.run(*parts[1], *carry, *values)
-                return made[: own.carries], made[own.carries :]
+                others = iter(others)
+                values = [next(others) if i is None else again[i] for i in of]
+                results = own.run(*parts[1], *carry, *values)
+                return results[: own.carries], results[own.carries :]
 
             return own.scan(turn, parts[2], (rest, parts[3], parts[4]))
 
@@ -201,7 +201,7 @@ class _Loop:
 
     def split(self, args: Sequence[Any]) -> list[Sequence[Any]]:
         """Return what does not change, what is carried, and what is sliced."""
-        return _cut(args, (self.consts, self.carries))
+        return _in_parts(args, (self.consts, self.carries))
 
     def scan(self, turn: Any, carried: Any, slices: Any) -> list[Any]:
         """Run another body as often, in the same order."""
@@ -212,7 +212,7 @@ class _Loop:
         return [*carried, *stacked]
 
 
-def _cut(args: Sequence[Any], counts: Iterable[int]) -> list[Sequence[Any]]:
+def _in_parts(args: Sequence[Any], counts: Iterable[int]) -> list[Sequence[Any]]:
     """Cut a sequence into parts of these lengths and the rest."""
     stops = [0, *accumulate(counts)]
     return [args[a:b] for a, b in zip(stops, [*stops[1:], None], strict=True)]
@@ -225,10 +225,10 @@ def _with_begins(block: Block, *args: Any) -> list[Any]:
     own = [place for place, result in enumerate(loop.begins()) if result is None]
 
     def turn(carry: Any, row: Any) -> Any:
-        made = loop.run(*consts, *carry, *row)
-        places = range(loop.carries, len(made))
-        kept = [made[i] for i in places if i not in block.saved]
-        return made[: loop.carries], kept + [carry[place] for place in own]
+        results = loop.run(*consts, *carry, *row)
+        places = range(loop.carries, len(results))
+        kept = [results[i] for i in places if i not in block.saved]
+        return results[: loop.carries], kept + [carry[place] for place in own]
 
     return loop.scan(turn, carried, slices)
 

@@ -85,12 +85,12 @@ def _stacked_until_read(space: Space) -> Iterator[list[int]]:
     for time, operation in enumerate(operations):
         if operation.name == "scan":
             last.update(dict.fromkeys((n for n in operation.inputs if n is not None), time))
-    made: dict[int, int] = {}
+    stacks: dict[int, int] = {}
     for time, operation in enumerate(operations):
         if operation.name == "scan":
-            alive = [n for n in made if last.get(n, -1) >= time]
+            alive = [n for n in stacks if last.get(n, -1) >= time]
             if alive:
                 yield alive
             for number in operation.outputs[operation.carries :]:
                 if not space.arrays.is_weight(number):
-                    made[number] = time
+                    stacks[number] = time

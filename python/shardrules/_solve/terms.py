@@ -139,6 +139,7 @@ class Terms:
         self._space = space
         self._probe = _Probe(space)
         self._price = space.step._priced(self._probe)
+        self._running = {id(operation) for operation, _ in space.step._equations.operations()}
         self._rates: dict[tuple[Any, ...], float] = {}
         self._network = Network(space.machine, space.sizes)
         self._locals: dict[tuple[Any, ...], _Local] = {}
@@ -146,13 +147,13 @@ class Terms:
         groups = [
             group
             for group in _groups(self._probe, space.step._equations)
-            if len(group) > 1 or not self._is_free(*group[0])
+            if len(group) > 1 or not self._is_free(group[0][0])
         ]
         readers: dict[int, list[int]] = {}
         for place, group in enumerate(groups):
-            made = {number for operation, _ in group for number in operation.outputs}
+            outputs = {number for operation, _ in group for number in operation.outputs}
             for number in dict.fromkeys(n for op, _ in group for n in op.inputs if n is not None):
-                if number not in made:
+                if number not in outputs:
                     readers.setdefault(number, []).append(place)
         scopes = [
             space.scope_of({n for operation, _ in group for n in _numbers(operation)})
@@ -162,7 +163,8 @@ class Terms:
         self._shared = {number for number, places in readers.items() if len(places) > 1}
         for number in sorted(self._shared):
             names = {name for place in readers[number] for name in scopes[place]}
-            self.terms.append(Term(self._ordered(names), (), number, tuple(readers[number])))
+            scope = tuple(name for name in space.values if name in names)
+            self.terms.append(Term(scope, (), number, tuple(readers[number])))
         self._least: dict[tuple[Any, ...], Weighed] = {}
         self._of_cuts: dict[tuple[Any, ...], _Local] = {}
         self._moved: dict[tuple[Any, ...], Seconds] = {}
@@ -176,30 +178,24 @@ class Terms:
         self.largest = sorted(range(len(self.terms)), key=lambda place: -self._floors[place])
         """Places of terms, those with most work first."""
 
-    def _is_free(self, operation: TracedOperation, _: int) -> bool:
+    def _is_free(self, operation: TracedOperation) -> bool:
         """Say whether an operation costs nothing in any layout, as its arrays are cut alike."""
         arrays, rule = self._space.arrays, operation.rule
-        kinds = {(arrays.classes[n], arrays.is_weight(n)) for n in _numbers(operation)}
-        if operation.bodies:
-            if operation.name != "scan":
-                return False
-            pairs = list(_pairs_of_scan(operation))
+        if operation.name == "scan":
             return all(
                 (arrays.classes[outer][is_slice:], arrays.is_weight(outer))
                 == (arrays.classes[inner], arrays.is_weight(inner))
                 and not (is_slice and set(arrays.classes[outer][0]) & self._space.values.keys())
-                for outer, inner, is_slice in pairs
+                for outer, inner, is_slice in _pairs_of_scan(operation)
             )
         if rule is None or rule.summed or is_apart(operation):
             return False
         if rule.is_identity:
             return True
-        kinds = {kind for kind in kinds if any(kind[0])}
+        numbers = [n for n in _numbers(operation) if any(arrays.classes[n])]
+        kinds = {(arrays.classes[n], arrays.is_weight(n)) for n in numbers}
         is_turned = operation.name == "transpose"  # of a square array: the axes stay in their place
         return len(kinds) < 2 and not rule.whole and not rule.minor and not is_turned
-
-    def _ordered(self, names: set[int]) -> tuple[int, ...]:
-        return tuple(name for name in self._space.values if name in names)
 
     def seconds(self, place: int, assignment: Mapping[int, Axes]) -> Seconds:
         """Return the seconds of a term if its variables have these values."""
@@ -248,7 +244,7 @@ class Terms:
             probe.run(operation, trips)
         busy = 0.0
         for operation, trips in term.operations:
-            if not operation.bodies and id(operation) not in self._space.step._equations.untaken:
+            if id(operation) in self._running:
                 seconds = self._price.seconds(operation, machine.hardware, machine.efficiency)
                 busy += max(seconds) * trips
         own, shared = probe.needs, {}
@@ -310,10 +306,10 @@ class Terms:
             self._rates[key] = sum(map(self._network.seconds, rows)) / payload
         return self._rates[key]
 
-    def total(self, assignment: Mapping[int, Axes]) -> Seconds:
-        """Return the seconds of the step under an assignment of all variables."""
+    def total(self, assignment: Mapping[int, Axes], places: Iterable[int] | None = None) -> Seconds:
+        """Return the seconds of some terms if their variables have these values; or of the step."""
         total = Seconds()
-        for place in range(len(self.terms)):
+        for place in range(len(self.terms)) if places is None else places:
             total = total.plus(self.seconds(place, assignment))
         return total
 
@@ -325,9 +321,9 @@ def _pairs_of_scan(operation: TracedOperation) -> Iterator[tuple[int, int, bool]
     for place, (outer, inner) in enumerate(operation.arguments(body)):
         if outer is not None and outer != inner:
             yield outer, inner, place >= stop
-    for place, (outer, made) in enumerate(zip(operation.outputs, body.outputs, strict=True)):
-        if made is not None:
-            yield outer, made, place >= operation.carries
+    for place, (outer, result) in enumerate(zip(operation.outputs, body.outputs, strict=True)):
+        if result is not None:
+            yield outer, result, place >= operation.carries
 
 
 def _numbers(operation: TracedOperation) -> Iterator[int]:

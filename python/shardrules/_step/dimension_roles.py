@@ -49,10 +49,8 @@ def _alike(equations: Equations) -> dict[int, int]:
 class Roles:
     """Roles by class of dimensions.
 
-    Args:
-        equations: Of the step.
-        weights: Numbers of the arguments that are the model's parameters.
-        data: Numbers of the arguments that are not, and no state of the optimizer.
+    `weights` are the arguments that are the model's parameters, `data` those that are neither
+    these nor state of the optimizer.
     """
 
     def __init__(self, equations: Equations, weights: Iterable[int], data: Iterable[int]) -> None:
@@ -87,8 +85,8 @@ class Roles:
 
     def is_summed_for_weights(self, name: int) -> bool:
         """Say whether products sum over a class for gradients: those of frozen weights are not."""
-        made = (operation.outputs[0] for operation in self.contracted.get(name, ()))
-        return any(map(self.is_like_weights, made))
+        results = (operation.outputs[0] for operation in self.contracted.get(name, ()))
+        return any(map(self.is_like_weights, results))
 
     def batch_of(self, number: int) -> int | None:
         """Return the class of the batch in the first dimension of an array; None without one."""

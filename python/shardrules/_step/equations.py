@@ -70,7 +70,7 @@ class TracedOperation:
     carries: int = 0
     """How many arrays the body carries; what follows is sliced, and among the results stacked."""
     taken: int | None = None
-    """Of branches, the place of that which computes most."""
+    """Of branches, the place of that for any platform, or of that which computes most."""
 
     def arguments(self, body: Body) -> list[tuple[int | None, int]]:
         """Return pairs of an input of the operation, and the input of a body that it is."""
@@ -131,6 +131,8 @@ class Equations:
         """Loops of which the jaxpr does not say how often they run."""
         self.manual: dict[int, dict[int, tuple[str, ...]]] = {}
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
+        self.constants: list[int] = []
+        """Arrays that the step closes over: XLA has them whole on each device."""
         self.local: list[tuple[int, int]] = []
         """Pairs of a dimension, and what a device has of it in that code."""
         self._scope = ""
@@ -150,7 +152,9 @@ class Equations:
         if depth > _MOST_DEPTH:
             raise RecursionError(f"the jaxpr has more than {_MOST_DEPTH} levels of calls and loops")
         of: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        of |= {var: self._new(var) for var in jaxpr.constvars}
+        constants = {var: self._new(var) for var in jaxpr.constvars}
+        self.constants += constants.values()
+        of |= constants
         operations: list[TracedOperation] = []
 
         def number(atom: Any) -> int | None:
@@ -168,14 +172,14 @@ class Equations:
                     arguments = barrier.outputs
                 call = self._body(inner, arguments, depth + 1)
                 operations += call.operations
-                made = call.outputs
+                results = call.outputs
             else:
                 operation = self._operation(eqn, read, depth + 1)
                 operation.scope = self._scope
                 operations.append(operation)
-                made = list(operation.outputs)
+                results = list(operation.outputs)
             self._scope = around
-            of |= zip(eqn.outvars, made, strict=True)
+            of |= zip(eqn.outvars, results, strict=True)
         outputs = list(map(number, jaxpr.outvars))
         return Body([i for i in inputs if i is not None], outputs, operations)
 
@@ -187,7 +191,8 @@ class Equations:
     def _operation(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
         structured = _STRUCTURED.get(eqn.primitive.name)
         if structured is not None:
-            operation: TracedOperation = structured(self, eqn, read, depth)
+            numbers = self._numbered(eqn, read)
+            operation: TracedOperation = structured(self, eqn, numbers, depth)
             return operation
         rule = rule_of(eqn)
         if rule is None:
@@ -197,8 +202,8 @@ class Equations:
             self.dims.shape(shape_of(atom)) if i is None else self.values[i].dims
             for i, atom in zip(read, eqn.invars, strict=True)
         ]
-        made = self.dims.apply(rule, operands)
-        outputs = [self._new(var, dims) for var, dims in zip(eqn.outvars, made, strict=True)]
+        results = self.dims.apply(rule, operands)
+        outputs = [self._new(var, dims) for var, dims in zip(eqn.outvars, results, strict=True)]
         return TracedOperation(eqn, rule, read, outputs)
 
     def _barrier(self, eqn: Any, arguments: list[int]) -> TracedOperation:
@@ -217,15 +222,14 @@ class Equations:
         pairs = zip(variables, numbers, strict=True)
         return [self._new(var, self.values[i].dims) for var, i in pairs]
 
-    def _unite(self, number: int, made: int | None) -> None:
-        if made is not None:
-            self.dims.unite_all(self.values[number].dims, self.values[made].dims)
+    def _unite(self, number: int, result: int | None) -> None:
+        if result is not None:
+            self.dims.unite_all(self.values[number].dims, self.values[result].dims)
 
-    def _scan(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
+    def _scan(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         """Read a scan: what it carries, and what it slices and stacks along one dimension."""
         params = eqn.params
         closed, (consts, carries) = params["jaxpr"], scan_counts(params)
-        numbers = self._numbered(eqn, read)
         invars = open_jaxpr(closed).invars
         stacked = consts + carries
         length = self.dims.new(params["length"])
@@ -237,50 +241,49 @@ class Equations:
             inside.append(self._new(var, dims[1:]))
         body = self._body(closed, inside, depth)
         outputs = []
-        for place, (var, made) in enumerate(zip(eqn.outvars, body.outputs, strict=True)):
+        for place, (var, result) in enumerate(zip(eqn.outvars, body.outputs, strict=True)):
             if place < carries:
                 dims = self.values[carried[place]].dims
-                self._unite(carried[place], made)
+                self._unite(carried[place], result)
             else:
                 inner = self.dims.shape(shape_of(var)[1:])
-                dims = (length, *(inner if made is None else self.values[made].dims))
+                dims = (length, *(inner if result is None else self.values[result].dims))
             outputs.append(self._new(var, dims))
         loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], carries=carries)
         loop.trips, loop.first = params["length"], consts
         return loop
 
-    def _while(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
+    def _while(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         params = eqn.params
-        numbers = self._numbered(eqn, read)
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
         begin = of_cond + of_body
         closed = params["body_jaxpr"]
         carried = self._like(open_jaxpr(closed).invars[of_body:], numbers[begin:])
         body = self._body(closed, numbers[of_cond:begin] + carried, depth)
-        for i, made in zip(carried, body.outputs, strict=True):
-            self._unite(i, made)
+        for i, result in zip(carried, body.outputs, strict=True):
+            self._unite(i, result)
         outputs = self._like(eqn.outvars, carried)
         loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], first=of_body)
         loop.carries = len(carried)
         self.endless.append(loop)
         return loop
 
-    def _cond(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
-        numbers = self._numbered(eqn, read)
+    def _cond(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         bodies = [self._body(branch, numbers[1:], depth) for branch in eqn.params["branches"]]
         outputs = [self._new(var) for var in eqn.outvars]
         for body in bodies:
-            for i, made in zip(outputs, body.outputs, strict=True):
-                self._unite(i, made)
+            for i, result in zip(outputs, body.outputs, strict=True):
+                self._unite(i, result)
         branches = TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies)
         branches.carries = len(outputs)
-        branches.taken = _taken(eqn, [self._flops(body) for body in bodies])
+        platforms = eqn.params.get("branches_platforms") or ()
+        flops = list(map(self._flops, bodies))
+        branches.taken = platforms.index(None) if None in platforms else flops.index(max(flops))
         return branches
 
-    def _shard_map(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
+    def _shard_map(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
         """Read the code of one device, whose specs are facts."""
         params = eqn.params
-        numbers = self._numbered(eqn, read)
         inside = list(map(self._new, open_jaxpr(params["jaxpr"]).invars))
         self.manual |= zip(inside, axes_by_dim(params, "in"), strict=True)
         for whole, local in zip(numbers, inside, strict=True):
@@ -288,9 +291,9 @@ class Equations:
         body = self._body(params["jaxpr"], inside, depth)
         outputs = list(map(self._new, eqn.outvars))
         self.manual |= zip(outputs, axes_by_dim(params, "out"), strict=True)
-        for whole, made in zip(outputs, body.outputs, strict=True):
-            if made is not None:
-                self._relate(whole, made, self.manual[whole])
+        for whole, result in zip(outputs, body.outputs, strict=True):
+            if result is not None:
+                self._relate(whole, result, self.manual[whole])
         return TracedOperation(eqn, None, [*numbers], outputs, bodies=[body])
 
     def _relate(self, outside: int, inside: int, axes: dict[int, tuple[str, ...]]) -> None:
@@ -343,28 +346,13 @@ class Equations:
         return dict(users)
 
     def everything(
-        self, body: Body | None = None, trips: int = 1, *, on_device: bool = True
+        self, body: Body | None = None, trips: int = 1
     ) -> Iterator[tuple[TracedOperation, int]]:
-        """Yield each operation, loops before what is in them, and how often it runs in a step.
-
-        Code by device runs on each of them, unless it is asked how often it runs `on_device`.
-        """
+        """Yield each operation, loops before what is in them, and how often a device runs it."""
         for operation in (self.body if body is None else body).operations:
             yield operation, trips
-            turns = trips * operation.trips * (1 if on_device else devices_of(operation.eqn))
             for inner in operation.bodies:
-                yield from self.everything(inner, turns, on_device=on_device)
-
-    @cached_property
-    def untaken(self) -> set[int]:
-        """Return the operations, by identity, of branches that compute less than another one."""
-        return {
-            id(inner)
-            for operation, _ in self.everything()
-            for place, body in enumerate(operation.bodies)
-            if operation.taken not in (None, place)
-            for inner, _ in self.everything(body)
-        }
+                yield from self.everything(inner, trips * operation.trips)
 
     @cached_property
     def flops(self) -> int:
@@ -372,15 +360,21 @@ class Equations:
         return self._flops(self.body)
 
     def _flops(self, body: Body) -> int:
-        return sum(
-            row.flops + row.trips * devices_of(row.eqn) * sum(map(self._flops, row.running))
-            for row in body.operations
-        )
+        return sum(operation.flops * trips for operation, trips in self.operations(body))
 
-    def operations(self, *, on_device: bool = False) -> Iterator[tuple[TracedOperation, int]]:
-        """Yield the same of what computes: not loops, and of branches that which computes most."""
-        rows = self.everything(on_device=on_device)
-        return (row for row in rows if not row[0].bodies and id(row[0]) not in self.untaken)
+    def operations(
+        self, body: Body | None = None, trips: int = 1, *, on_device: bool = False
+    ) -> Iterator[tuple[TracedOperation, int]]:
+        """Yield what computes in a step: not loops, and of branches that which computes most.
+
+        And how often it runs: code by device on each of them, unless it is asked `on_device`.
+        """
+        for operation in (self.body if body is None else body).operations:
+            if not operation.bodies:
+                yield operation, trips
+            turns = trips * operation.trips * (1 if on_device else devices_of(operation.eqn))
+            for inner in operation.running:
+                yield from self.operations(inner, turns, on_device=on_device)
 
 
 def _without_dead(body: Body) -> Body:
@@ -390,26 +384,18 @@ def _without_dead(body: Body) -> Body:
     for operation in reversed(body.operations):
         if operation.eqn.effects or not live.isdisjoint(operation.outputs):
             operation.bodies = list(map(_without_dead, operation.bodies))
-            live.update(number for number in operation.inputs if number is not None)
-            for inner in operation.bodies:
-                live.update(_read_inside(inner))
+            live.update(_read_by(operation))
             operations.append(operation)
     return body._replace(operations=operations[::-1])
 
 
-def _read_inside(body: Body) -> Iterator[int]:
-    """Yield the arrays that a body reads, those from outside among them."""
-    yield from (number for number in body.outputs if number is not None)
-    for operation in body.operations:
-        yield from (number for number in operation.inputs if number is not None)
-        for inner in operation.bodies:
-            yield from _read_inside(inner)
-
-
-def _taken(eqn: Any, flops: list[int]) -> int:
-    """Return the branch that is priced: that of any platform, or that which computes most."""
-    platforms = eqn.params.get("branches_platforms") or ()
-    return platforms.index(None) if None in platforms else flops.index(max(flops))
+def _read_by(operation: TracedOperation) -> Iterator[int]:
+    """Yield the arrays that an operation reads, and those that its bodies read and give back."""
+    yield from (number for number in operation.inputs if number is not None)
+    for body in operation.bodies:
+        yield from (number for number in body.outputs if number is not None)
+        for inner in body.operations:
+            yield from _read_by(inner)
 
 
 _STRUCTURED: Final[dict[str, Any]] = {

@@ -276,9 +276,7 @@ def _ragged_dot(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
 
 
 def _convolution(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    lhs, rhs, out = (
-        getattr(params["dimension_numbers"], f"{x}_spec") for x in ("lhs", "rhs", "out")
-    )
+    lhs, rhs, out = params["dimension_numbers"]
     groups = params["feature_group_count"]
     builder = _Builder()
     operands = [builder.dimensions(shape) for shape in shapes]
@@ -499,8 +497,7 @@ def _new(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
 
 def _across(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
     """Return the rule of what goes between devices, in the code of one of them."""
-    ranks = [len(shape) for shape in (*shapes, *results)]
-    is_alike = len(shapes) == len(results) == 1 and ranks[0] == ranks[1]
+    is_alike = len(shapes) == len(results) == 1 and len(shapes[0]) == len(results[0])
     return (_cut if is_alike else _new)(params, shapes, results)
 
 

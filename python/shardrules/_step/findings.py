@@ -9,15 +9,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardrules._plan.findings import CheckKind, Finding
-from shardrules._specs import Entries, spec_shown
+from shardrules._plan.findings import finding_of
+from shardrules._specs import constraint_line, entries_of_cuts, spec_shown
 from shardrules._step.spread import PRODUCTS
 from shardrules._text import bytes_shown, counted
 
 if TYPE_CHECKING:
+    from shardrules._plan.findings import Finding
     from shardrules._step.dimension_roles import ClassRole, Roles
     from shardrules._step.equations import Body, Equations, TracedOperation
     from shardrules._step.spread import Spread
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _REPEATED: Final = 0.1
 _SHOWN: Final = 3
 _HEADS: Final[tuple[ClassRole, ...]] = ("heads", "KV heads", "query heads of a KV head")
+_warning: Final = partial(finding_of, "warning")
 
 
 @dataclass
@@ -49,11 +52,11 @@ def step_findings(view: View) -> Iterator[Finding]:
     yield from _gathered_state(view)
 
 
-def _computing(view: View, body: Body) -> Iterator[tuple[TracedOperation, int]]:
+def _computing(body: Body) -> Iterator[tuple[TracedOperation, int]]:
     """Yield what computes, and how often, but code by device, which says itself who does."""
     for operation in body.operations:
-        for inner in operation.bodies if operation.name != "shard_map" else ():
-            for inside, trips in _computing(view, inner):
+        for inner in operation.running if operation.name != "shard_map" else ():
+            for inside, trips in _computing(inner):
                 yield inside, trips * operation.trips
         if operation.rule is not None and operation.flops:
             yield operation, 1
@@ -62,10 +65,9 @@ def _computing(view: View, body: Body) -> Iterator[tuple[TracedOperation, int]]:
 def _repeated(view: View) -> Iterator[Finding]:
     """Yield for each mesh axis the products that all devices along it compute."""
     spread = view.spread
-    body = view.equations.body
     products = [
         (operation, operation.flops * trips / spread.share(operation))
-        for operation, trips in _computing(view, body)
+        for operation, trips in _computing(view.equations.body)
         if operation.name in PRODUCTS
     ]
     total = sum(
@@ -90,14 +92,14 @@ def _repeated(view: View) -> Iterator[Finding]:
         (name,) = spread.named([axis])
         cause, fix = _cause(name, list(weights))
         many = f"the {size}" if name == axis else f"groups of {size}"
-        yield _finding(
+        yield _warning(
             "repeated",
             f"{many} devices along '{name}' compute the same: {wasted / total:.0%} of the "
             f"work of each of them, at {where}{cause}",
             fix,
             mend=f"({re.escape(next(iter(weights)))!r}, P(...))"
             if weights
-            else _constraint(f"P(...{axis!r}...)"),
+            else constraint_line(f"P(...{axis!r}...)"),
             paths=tuple(weights)[:_SHOWN],
             leaves=len(weights),
         )
@@ -157,7 +159,7 @@ def half_heads(view: View) -> Iterator[Finding]:
                     f"{devices} parts by {','.join(view.spread.named(axes))}"
                 ].append(path)
     for text, paths in groups.items():
-        yield _finding(
+        yield _warning(
             "half-head",
             f"{text}; devices exchange parts of heads in each step",
             "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)",
@@ -176,7 +178,7 @@ def _whole_batches(view: View) -> Iterator[Finding]:
         size, line, constraint = rows[0]
         more = _and_at(len({line for _, line, _ in rows}) - 1)
         (name,) = view.spread.named([axis])
-        yield _finding(
+        yield _warning(
             "whole-batch",
             f"'{name}' cuts the batch of the inputs, but not {bytes_shown(size)} at {line}{more}: "
             f"each of the {sizes} devices along it has the same",
@@ -212,7 +214,7 @@ def _whole_arrays(view: View, axis: str, batch: set[int]) -> Iterator[tuple[int,
     These are large results of products and constraints.
     """
     equations, spread = view.equations, view.spread
-    for operation, _ in _computing(view, equations.body):
+    for operation, _ in _computing(equations.body):
         for number in operation.outputs:
             cuts = spread.cuts.get(number)
             if cuts is None or any(axis in names for names in cuts):
@@ -245,7 +247,7 @@ def _whole_routes(view: View) -> Iterator[Finding]:
     for line, (routed, size) in list(rows.items())[:1]:
         more = _and_at(len(rows) - 1)
         constraint = _constraint_of(map(spread.named, spread.cuts.get(routed, ())))
-        yield _finding(
+        yield _warning(
             "whole-batch",
             f"nothing cuts by the batch what top_k has chosen: for the product at {line}{more} XLA "
             f"gathers {bytes_shown(size)} of each device's tokens instead of exchanging them",
@@ -257,14 +259,7 @@ def _whole_routes(view: View) -> Iterator[Finding]:
 
 def _constraint_of(cuts: Iterable[tuple[str, ...]]) -> str:
     """Return the line that cuts an array by these axes."""
-    entries = list(cuts)
-    while entries and not entries[-1]:
-        entries.pop()
-    return _constraint(spec_shown(Entries(entries)))
-
-
-def _constraint(spec: str) -> str:
-    return f"x = jax.lax.with_sharding_constraint(x, {spec})"
+    return constraint_line(spec_shown(entries_of_cuts(cuts)))
 
 
 def _gathered_state(view: View) -> Iterator[Finding]:
@@ -280,25 +275,12 @@ def _gathered_state(view: View) -> Iterator[Finding]:
             lines[sent.operation.line, view.spread.named(sent.axes)] += sent.payload * sent.trips
     for (line, axes), size in lines.items():
         if size >= view.large:
-            yield _finding(
+            yield _warning(
                 "gathered-state",
                 f"a product of the optimizer gathers matrices over {','.join(axes)}: "
                 f"{bytes_shown(size)} on each device in a step, at {line}",
-                mend=_constraint("P(...)"),
-                fix="give each device whole matrices, cut along layers or experts, with a "
-                "constraint before the product",
+                "give each device whole matrices, cut along layers or experts, with a constraint "
+                "before the product",
                 bytes=size,
+                mend=constraint_line("P(...)"),
             )
-
-
-def _finding(
-    kind: CheckKind,
-    message: str,
-    fix: str,
-    *,
-    paths: tuple[str, ...] = (),
-    leaves: int = 0,
-    bytes: int = 0,
-    mend: str = "",
-) -> Finding:
-    return Finding("warning", kind, message, paths, leaves, None, bytes, fix, mend)

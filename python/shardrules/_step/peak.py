@@ -58,7 +58,7 @@ def alive_arrays(
     equations: Equations, spread: Spread, donated: Iterable[int]
 ) -> tuple[list[AliveArray], dict[str, int]]:
     """Return what is alive at the peak, the largest first, and bytes of arguments and results."""
-    return _Run(equations, spread).peak(set(donated))
+    return _StepRun(equations, spread).peak(set(donated))
 
 
 def is_apart(operation: TracedOperation) -> bool:
@@ -66,7 +66,7 @@ def is_apart(operation: TracedOperation) -> bool:
     return operation.name in _MADE or operation.name in _REDUCED or operation.rule is None
 
 
-class _Run:
+class _StepRun:
     """One run of a step, with each loop run once."""
 
     def __init__(self, equations: Equations, spread: Spread) -> None:
@@ -77,7 +77,7 @@ class _Run:
         self._begin: list[int] = []
         self._end: list[int] = []
         self._number: list[tuple[int, TracedOperation | None, bool]] = []
-        self._roots: dict[int, tuple[int, ...]] = {}
+        self._roots: dict[int | None, tuple[int, ...]] = {}
         self._makers: dict[int, TracedOperation] = {}
         self._copies: dict[int, int] = {}
         self._in_place: list[tuple[int, Sequence[int]]] = []
@@ -125,10 +125,10 @@ class _Run:
         first = self._first(buffer)
         return self._end[first] <= time and self._size[first] == size
 
-    def _roots_of(self, number: int | None) -> list[int]:
-        """Return the buffers that an array lives in, or is computed from."""
-        roots = self._roots.get(number, ()) if number is not None else ()
-        return list(dict.fromkeys(map(self._first, roots)))
+    def _roots_of(self, *numbers: int | None) -> tuple[int, ...]:
+        """Return the buffers that arrays live in, or are computed from."""
+        roots = (root for number in numbers for root in self._roots.get(number, ()))
+        return tuple(dict.fromkeys(map(self._first, roots)))
 
     def _use(self, number: int | None) -> None:
         for root in self._roots_of(number):
@@ -156,7 +156,8 @@ class _Run:
     def peak(self, donated: set[int]) -> tuple[list[AliveArray], dict[str, int]]:
         body = self._equations.body
         size = self._spread.bytes
-        arguments = {i: self._new(i, None) for i in body.inputs}
+        read = (i for i in self._equations.constants if i in self._equations.users)
+        arguments = {i: self._new(i, None) for i in (*body.inputs, *read)}
         for i, buffer in arguments.items():
             self._roots[i] = (buffer,)
         self._run(body)
@@ -205,11 +206,11 @@ class _Run:
         """Let a result have a buffer of its own, or that of a donated argument."""
         roots = self._roots_of(number)
         self._use(number)
-        made = self._new(number, None) if buffer is None else self._first(buffer)
-        if len(roots) != 1 or self._size[roots[0]] != self._size[made]:
+        target = self._new(number, None) if buffer is None else self._first(buffer)
+        if len(roots) != 1 or self._size[roots[0]] != self._size[target]:
             return
-        if buffer is None or self._is_free(made, self._begin[roots[0]], self._size[made]):
-            self._unite(made, roots[0])
+        if buffer is None or self._is_free(target, self._begin[roots[0]], self._size[target]):
+            self._unite(target, roots[0])
 
     def _largest(self) -> list[AliveArray]:
         """List what is alive when the sum is largest."""
@@ -258,8 +259,7 @@ class _Run:
         is_read = operation.bodies or is_apart(operation)
         if is_read:
             for number in operation.inputs:
-                is_summed = operation.name in _REDUCED
-                if number is not None and not is_summed and self._is_apart(number):
+                if number is not None and operation.name not in _REDUCED and self._is_apart(number):
                     self._put(number)
                 if number in self._copies:
                     self._end[self._copies[number]] = self._time
@@ -318,25 +318,20 @@ class _Run:
         for sent in self._gathered.get(id(operation), ()):
             if sent.value not in operation.inputs:  # a result that is brought to other cuts
                 continue
-            users = self._users.get(sent.value, 0)
             cuts = self._spread.cuts.get(sent.value or 0, ())
             dims = rule.operands[operation.inputs.index(sent.value)]
-            if (
-                users == 1
-                and self._spread.count(sent.axes) > _FEW_PARTS
-                and any(
-                    not rule.summed.isdisjoint(factors) and set(axes) & set(sent.axes)
-                    for factors, axes in zip(dims, cuts, strict=False)
-                )
-            ):
+            is_summed = any(
+                not rule.summed.isdisjoint(factors) and set(axes) & set(sent.axes)
+                for factors, axes in zip(dims, cuts, strict=False)
+            )
+            is_large = self._spread.count(sent.axes) > _FEW_PARTS
+            if is_summed and is_large and self._users[sent.value] == 1:
                 return True
         return False
 
     def _read(self, operation: TracedOperation) -> None:
         """Let results live in what they are computed from."""
-        roots = tuple(
-            dict.fromkeys(root for number in operation.inputs for root in self._roots_of(number))
-        )
+        roots = self._roots_of(*operation.inputs)
         is_identity = operation.rule is not None and operation.rule.is_identity
         if (product := self._fused_into(operation, roots)) is not None:
             others = [root for root in roots if root != product]
@@ -347,9 +342,7 @@ class _Run:
             self._fusible.update(dict.fromkeys(operation.outputs, product))
         self._makers.update(dict.fromkeys(operation.outputs, operation))
         for place, number in enumerate(operation.outputs):
-            self._roots[number] = (
-                tuple(self._roots_of(operation.inputs[place])) if is_identity else roots
-            )
+            self._roots[number] = self._roots_of(operation.inputs[place]) if is_identity else roots
             if len(roots) > _MOST_ROOTS or (operation.name in ADDS and self._is_apart(number)):
                 self._put(number)
 
@@ -387,7 +380,7 @@ class _Run:
             for place, (outer, inner) in enumerate(arguments):
                 if inner == outer:
                     continue
-                self._roots[inner] = tuple(self._roots_of(outer))
+                self._roots[inner] = self._roots_of(outer)
                 if is_scan and place >= stop:
                     self._roots[inner] = (self._new(inner, operation),)
             carried = self._carry(operation, body)
@@ -398,26 +391,25 @@ class _Run:
             for place, (outer, _) in enumerate(arguments):
                 if place not in range(operation.first, stop):
                     self._use(outer)
-            for place, (number, made) in enumerate(
+            for place, (number, result) in enumerate(
                 zip(operation.outputs, body.outputs, strict=True)
             ):
                 if number in stacked:
                     self._use(number)
                     continue
                 if place in carried:
-                    self._turn(carried[place], made)
+                    self._turn(carried[place], result)
                     self._roots[number] = (carried[place],)
                 else:
-                    self._use(made)
-                    roots = tuple(self._roots_of(made))
-                    self._roots[number] = roots or (self._new(number, operation),)
+                    self._use(result)
+                    self._roots[number] = self._roots_of(result) or (self._new(number, operation),)
 
-    def _turn(self, carried: int, made: int | None) -> None:
+    def _turn(self, carried: int, result: int | None) -> None:
         """End a turn: what comes next is in the place of what was carried, if that is free."""
-        roots = self._roots_of(made)
+        roots = self._roots_of(result)
         if len(roots) == 1 and self._is_free(carried, self._begin[roots[0]], self._size[roots[0]]):
             self._unite(carried, roots[0])
-        self._use(made)
+        self._use(result)
         self._end[self._first(carried)] = self._time
 
     def _carry(self, operation: TracedOperation, body: Body) -> dict[int, int]:
@@ -446,11 +438,11 @@ def _late(body: Body, awaited: Iterable[int | None]) -> set[int]:
         if not needed.isdisjoint(operation.outputs):
             needed.update(number for number in operation.inputs if number is not None)
     late: set[int] = set()
-    made: set[int | None] = set()
+    outputs: set[int | None] = set()
     for operation in body.operations:
         if needed.isdisjoint(operation.outputs) and (
-            operation.name in PRODUCTS or not made.isdisjoint(operation.inputs)
+            operation.name in PRODUCTS or not outputs.isdisjoint(operation.inputs)
         ):
             late.add(id(operation))
-            made.update(operation.outputs)
+            outputs.update(operation.outputs)
     return late

@@ -61,13 +61,8 @@ class Spread:
     """Specs of all arrays of a step on a mesh, and what is sent.
 
     An axis that a reshape can keep only in part, such as 8 devices of 4 heads, is taken for
-    several: "tp:0" of 4 devices and "tp:1" of 2.
-
-    Args:
-        equations: Of the step.
-        sizes: Devices by mesh axis.
-        arguments: Cuts of each argument; None if it is whole on each device.
-        results: Cuts of each result; None if nothing says.
+    several: "tp:0" of 4 devices and "tp:1" of 2. `arguments` and `results` are the cuts of each;
+    None of an argument that is whole on each device, and of a result of which nothing says.
     """
 
     _may_split = True
@@ -292,9 +287,7 @@ class Spread:
 
     def _explicit(self, operation: TracedOperation, trips: int) -> None:
         params = operation.eqn.params
-        names = params.get("axes", params.get("axis_name", ()))
-        names = (names,) if isinstance(names, str) else tuple(names)
-        axes = self._parts(names)
+        axes = self._parts(entry_axes(params.get("axes", params.get("axis_name"))))
         kind = _EXPLICIT[operation.name]
         arrays = operation.outputs if kind == "all-gather" else operation.inputs
         payload = sum(self.bytes(number) for number in arrays if number is not None)
@@ -308,10 +301,10 @@ class Spread:
         for body in operation.bodies:
             self._enter(operation, body, trips)
             self._run(body, trips * operation.trips)
-            for place, (number, made) in enumerate(
+            for place, (number, result) in enumerate(
                 zip(operation.outputs, body.outputs, strict=True)
             ):
-                cuts = () if made is None else self._of(made)
+                cuts = () if result is None else self._of(result)
                 is_stack = place >= operation.carries
                 self.cuts[number] = self._known(number, ((), *cuts) if is_stack else cuts)
 
@@ -328,8 +321,8 @@ class Spread:
                 cuts = cuts[1:]
             elif place >= operation.first and operation.name != "cond":
                 self._carried[inner] = trips
-                made = body.outputs[place - operation.first]
-                wish = None if made is None else self._wishes.get(made)
+                result = body.outputs[place - operation.first]
+                wish = None if result is None else self._wishes.get(result)
                 if wish is not None and wish != cuts:
                     self._move(outer, wish, trips, operation)
                     cuts = wish
@@ -349,17 +342,17 @@ class Spread:
                 self._move(outer, cuts_of(outer, manual[inner]), trips, operation)
         first = len(self.sent)
         self._run(body, trips)
-        for number, made in zip(operation.outputs, body.outputs, strict=True):
+        for number, result in zip(operation.outputs, body.outputs, strict=True):
             self.cuts[number] = cuts_of(number, manual[number])
             if self._merges_sums and number in self._wishes:
-                self._scatter_sum(first, made, number)
+                self._scatter_sum(first, result, number)
 
-    def _scatter_sum(self, first: int, made: int | None, number: int) -> None:
+    def _scatter_sum(self, first: int, result: int | None, number: int) -> None:
         """Scatter the sum that code by device gives back, where it is cut by those axes at once."""
         wish, taken = self._wishes[number], {axis for row in self.cuts[number] for axis in row}
         added = {axis for row in wish for axis in row} - taken
         for place, row in enumerate(self.sent[first:], first):
-            is_it = row.operation.outputs == [made] and row.kind == "all-reduce"
+            is_it = row.operation.outputs == [result] and row.kind == "all-reduce"
             if is_it and row.value is None and set(row.axes) == added:
                 self.sent[place] = row._replace(kind="reduce-scatter")
                 self.cuts[number] = wish
@@ -482,9 +475,10 @@ class Spread:
         self, operation: TracedOperation, rule: Rule, choice: dict[int, tuple[str, ...]]
     ) -> float:
         """Return the bytes that a device sends if an operation computes with these axes."""
-        total = 0.0
-        for number, dims in operation.operands():
-            total += self._sent(number, self._of(number), array_cuts(dims, choice))
+        total = sum(
+            self._sent(number, self._of(number), array_cuts(dims, choice))
+            for number, dims in operation.operands()
+        )
         summed = [axis for factor in rule.summed for axis in choice.get(factor, ())]
         for number, dims in zip(operation.outputs, rule.results, strict=True):
             cuts = array_cuts(dims, choice)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from functools import cached_property
+from itertools import compress
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
@@ -34,6 +35,7 @@ from shardrules._text import (
     Table,
     and_more,
     answer,
+    bytes_shown,
     counted,
     mesh_shown,
     near_shown,
@@ -266,11 +268,9 @@ class Step(TracedStep):
     @cached_property
     def _donated(self) -> list[int]:
         """Numbers of the arguments whose memory results take."""
-        flags = [] if self._call is None else self._call.params.get("donated_invars", ())
+        flags = () if self._call is None else self._call.params.get("donated_invars", ())
         inputs = self._equations.body.inputs
-        if self._call is None or len(flags) != len(inputs):
-            return []
-        return [number for number, is_donated in zip(inputs, flags, strict=True) if is_donated]
+        return list(compress(inputs, flags)) if len(flags) == len(inputs) else []
 
     def memory(self, plan: Plan | None = None) -> Memory:
         """Estimate the memory that the step needs on a device, before it is compiled.
@@ -293,7 +293,10 @@ class Step(TracedStep):
     def _memory(self, spread: Spread) -> Memory:
         rows, numbers = alive_arrays(self._equations, spread, self._donated)
         alive = sum(row.bytes for row in rows)
-        of_arguments = sum(row.bytes for row in rows if row.operation is None)
+        constants = set(self._equations.constants)
+        of_arguments = sum(
+            row.bytes for row in rows if row.operation is None and row.number not in constants
+        )
         totals = Totals(**numbers, temporaries=alive - of_arguments, code=0)
         buffers = tuple(self._buffer(row, spread) for row in rows[:_LARGEST])
         saved = tuple(row for row in buffers if row.is_saved)
@@ -365,7 +368,7 @@ class Step(TracedStep):
         check_type("machine", machine, Machine, what)
         return self._priced(self._spread(plan)).time(machine)
 
-    def _refusal(self, plan: Plan | None = None) -> str:
+    def _refusal(self, plan: Plan | None) -> str:
         """Say why the step is not for the mesh of a plan; "" if it is.
 
         The devices do not divide a dimension of an argument, such as the batch, which JAX refuses;
@@ -431,7 +434,8 @@ class Step(TracedStep):
         shape = f"{getattr(value.dtype, 'name', value.dtype)}[{','.join(map(str, sizes))}]"
         if row.operation is None:
             places = dict(zip(self._equations.body.inputs, self._paths, strict=True))
-            what = places.get(row.number, "output")
+            is_constant = row.number in self._equations.constants
+            what = places.get(row.number, "constant" if is_constant else "output")
             return Buffer(row.bytes, shape, what, row.number in places, False, None)
         path = row.operation.path
         what = f"gathered for {path}" if row.is_gathered else path
@@ -448,13 +452,12 @@ class Step(TracedStep):
             KeyError: There is no such array; the message lists near paths.
         """
         check_type("path", path, str, "a text, such as 'inputs/0/layers/up'")
-        row = next((i for i, name in enumerate(self._paths) if name == path), None)
-        if row is None:
-            ends = [i for i, name in enumerate(self._paths) if name.endswith(f"/{path}")]
-            if len(ends) != 1:
-                why = "is in several arguments" if ends else "is no argument's"
-                raise KeyError(f"the path {path!r} {why}{near_shown(path, self._paths)}")
-            row = ends[0]
+        ends = [i for i, name in enumerate(self._paths) if name.endswith(f"/{path}")]
+        rows = [i for i, name in enumerate(self._paths) if name == path] or ends
+        if len(rows) != 1:
+            why = "is in several arguments" if rows else "is no argument's"
+            raise KeyError(f"the path {path!r} {why}{near_shown(path, self._paths)}")
+        (row,) = rows
         equations = self._equations
         value = equations.values[equations.body.inputs[row]]
         lines = [
@@ -498,7 +501,20 @@ class Step(TracedStep):
         lines += ["", "dimensions of the arguments, by what must be sharded alike"]
         lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
         lines += [f"not looked into: {text}" for text in self.unmodelled]
-        return printable_lines(lines)
+        return printable_lines([*lines, *self._constants()])
+
+    def _constants(self) -> Iterator[str]:
+        """Yield a line if the step closes over more than it is given, such as its parameters."""
+        values, users = self._equations.values, self._equations.users
+        size, given = (
+            sum(values[i].bits for i in numbers) // 8
+            for numbers in (users.keys() & self._equations.constants, self._equations.body.inputs)
+        )
+        if size > given:
+            yield (
+                f"the step closes over {bytes_shown(size)} of arrays, which are whole on each "
+                "device: give them as arguments"
+            )
 
 
 def _part(scope: str) -> str:

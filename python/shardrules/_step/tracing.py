@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardrules._mesh.mesh import as_mesh, has_devices
+from shardrules._mesh.mesh import as_mesh, in_force
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._program.compile import check_static, check_step, noted, placed_on, target_mesh
@@ -59,7 +57,8 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
 
         make = equinox.filter_make_jaxpr
     run = step
-    if any(map(_is_of_nnx, trees)):
+    bases = [base for tree in trees for base in type(tree).__mro__]
+    if any(base.__module__.startswith("flax.nnx.") for base in bases):
 
         def run(*modules: Any) -> tuple[Any, Any]:
             return step(*modules), modules  # which the step may change
@@ -67,7 +66,11 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
     with in_force(mesh), noted(step, args):
         closed, results, *_ = make(run)(*trees)
     traced = TracedFunction(step, closed, jax.tree_util.tree_structure(results))
-    paths = [path for i, tree in enumerate(trees) for path in _paths_of(i, tree, step)]
+    paths = [
+        f"inputs/{place}/{path}" if path else f"inputs/{place}"
+        for place, tree in enumerate(trees)
+        for path in inputs_of(tree, step, leaf_paths(tree))
+    ]
     name = getattr(step, "__name__", type(step).__name__)
     return Step(name, traced, args, paths, mesh)
 
@@ -81,24 +84,3 @@ def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
         texts = "; ".join(mesh_shown(mesh.shape) for mesh in meshes)
         raise ValueError(f"the plans among the arguments have several meshes: {texts}")
     return meshes[0] if meshes else None
-
-
-def in_force(mesh: Any) -> AbstractContextManager[Any]:
-    """Return the context in which specs are of a mesh, with devices or without them."""
-    import jax
-
-    if mesh is None:
-        return nullcontext()
-    if not has_devices(mesh):
-        use = getattr(jax.sharding, "use_abstract_mesh", None)
-        return nullcontext() if use is None else use(mesh)
-    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh
-
-
-def _is_of_nnx(tree: Any) -> bool:
-    return any(base.__module__.startswith("flax.nnx.") for base in type(tree).__mro__)
-
-
-def _paths_of(place: int, tree: Any, step: Any) -> Iterator[str]:
-    for path in inputs_of(tree, step, leaf_paths(tree)):
-        yield f"inputs/{place}/{path}" if path else f"inputs/{place}"

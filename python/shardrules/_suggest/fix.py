@@ -54,16 +54,7 @@ def fix(
 ) -> str:
     """Write rules for leaves that have none, or a catch-all's; "" if there are no such leaves.
 
-    Args:
-        source: The rule file, or `package.module:NAME`.
-        file: Its content.
-        plan: The model under these rules.
-        dialect: That in which the file is read, if not in its own.
-        head_dim: As in `suggest`.
-
-    Raises:
-        FileError: The rules have companions, or none can be added before a catch-all.
-        ValueError: As `suggest`.
+    `dialect` is that in which the file is read, if not in its own.
     """
     if file.companions:
         raise _refused(source, "some leaves follow others: leave out its companions, and fix that")

@@ -16,6 +16,7 @@ from shardrules._plan.check_names import head_sizes
 from shardrules._plan.findings import Declared
 from shardrules._plan.fold import parts_of
 from shardrules._plan.plan import Plan, plan
+from shardrules._plan.table import axes_named
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import has_names
@@ -215,23 +216,11 @@ def _of_step(
 def suggestion_of(solution: Solution) -> Suggestion:
     """Return the rules of a solution, each with what the step does with its leaves."""
     result = solution._ruled.plan
-    unused = [
-        axis
-        for axis in result.axis_sizes
-        if not any(
-            axis in entry_axes(entry)
-            for kind in result.kinds
-            if kind.spec is not None
-            for entry in entries_of(kind.spec)
-        )
-    ]
-    rules = result.rules
-    whole = [
-        str(pattern)
-        for pattern, value in (rules if isinstance(rules, Rules) else ())
-        if plain_spec(value) == Entries()
-    ]
-    declared = Declared(replicated=tuple(whole), optional_axes=(), data_axes=tuple(unused))
+    used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))
+    unused = tuple(axis for axis in result.axis_sizes if axis not in used)
+    pairs = result.rules if isinstance(result.rules, Rules) else ()
+    whole = tuple(str(pattern) for pattern, value in pairs if plain_spec(value) == Entries())
+    declared = Declared(replicated=whole, optional_axes=(), data_axes=unused)
     return Suggestion(result._declaring(declared), tuple(_solved_reasons(solution)), declared)
 
 

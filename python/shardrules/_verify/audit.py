@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
@@ -20,7 +20,7 @@ from shardrules._mesh.device_bytes import held_of
 from shardrules._mesh.memory import memory_apart
 from shardrules._mesh.mesh import MeshLike, has_devices, processes_of
 from shardrules._place.processes import DEVICES, JointCall, Row
-from shardrules._plan.findings import Finding, Findings, Level, VerifyKind
+from shardrules._plan.findings import Finding, Findings, Level, VerifyKind, finding_of
 from shardrules._plan.fold import fold, fold_paths
 from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
@@ -235,10 +235,9 @@ class _Audit:
             message = (
                 f"the plan's mesh {axes} has no devices: the mesh of most of the arrays counts"
             )
-            fix = "give the mesh of devices: audit(tree, plan.on_mesh(mesh))"
-            yield Finding(
-                "info", "devices", message, (), 0, None, 0, fix, "audit(tree, plan.on_mesh(mesh))"
-            )
+            mend = "audit(tree, plan.on_mesh(mesh))"
+            fix = f"give the mesh of devices: {mend}"
+            yield finding_of("info", "devices", message, fix, mend=mend)
 
     @cached_property
     def _cases(self) -> list[_Case]:
@@ -300,17 +299,16 @@ class _Audit:
         }
         separator = plan._leaves.paths_dialect.separator
         fix = _structure_fix([plan.paths[row] for row in missing], list(sizes), separator)
+        error = partial(finding_of, "error", "structure", mend=_REPLANNED)
         if missing:
             message = f"the tree lacks {counted(len(missing), 'array')} of the plan"
-            paths = self._folded(missing)
+            paths, count = self._folded(missing), len(missing)
             size = sum(plan.kinds[plan.kind_of[row]].device_bytes for row in missing)
-            yield Finding(
-                "error", "structure", message, paths, len(missing), None, size, fix, _REPLANNED
-            )
+            yield error(message, fix, paths=paths, leaves=count, bytes=size)
         if count := len(sizes):
             message = f"{counted(count, 'array')} of the tree {_are(count)} not in the plan"
             paths, size = tuple(fold_paths([*sizes])), sum(sizes.values())
-            yield Finding("error", "structure", message, paths, count, None, size, fix, _REPLANNED)
+            yield error(message, fix, paths=paths, leaves=count, bytes=size)
 
     def _folded(self, rows: list[int]) -> tuple[str, ...]:
         """Fold the paths of rows of the plan, those with most bytes first."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
 from shardrules._plan.axis_uses import expert_axes_among
-from shardrules._plan.findings import Finding, Level
+from shardrules._plan.findings import Finding, Level, finding_of
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
 from shardrules._program.dataflow import (
@@ -158,7 +158,7 @@ def gather_findings(
             "this backend does not show the text of executables: what they gather is not known"
         )
         fix = "verify the same function on another backend, such as CPU devices"
-        yield GatherFinding(Finding("warning", "gathered", message, (), 0, None, 0, fix))
+        yield GatherFinding(finding_of("warning", "gathered", message, fix))
         return
     gathers = [
         _Gather(collective, index)

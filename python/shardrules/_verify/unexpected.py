@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from typing import Final
 
-from shardrules._plan.findings import Finding
+from shardrules._plan.findings import Finding, finding_of
 from shardrules._program.collectives import Collective
 from shardrules._program.movement import REASONS
 from shardrules._program.program import Program
 from shardrules._program.work import Product
+from shardrules._specs import constraint_line
 from shardrules._text import and_more, bytes_shown, counted
 
 _SHARE: Final = 0.05
@@ -22,7 +23,7 @@ _KEPT: Final = 0.5
 _RECOMPUTED: Final = "layer = jax.checkpoint(layer)"
 _NAMED: Final = 3
 
-CONSTRAINT: Final = "x = jax.lax.with_sharding_constraint(x, P(...))"
+CONSTRAINT: Final = constraint_line("P(...)")
 """The line that constrains an array, by a spec to choose."""
 _MENDS: Final = {
     "whole gradient": "jax.lax.with_sharding_constraint(gradients, plan.shardings())",
@@ -93,17 +94,10 @@ def _movement_finding(
     line = "" if first.place is None else f" at {first.place}"
     mend = _MENDS.get(key, "").format(spec=spec)
     fix = _FIXES[key].format(mend=mend, axes=", ".join(axes), line=line)
-    paths = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
-    return Finding(
-        "warning",
-        "unexpected",
-        message,
-        tuple(dict.fromkeys(paths)),
-        len(paths),
-        None,
-        size,
-        fix,
-        mend,
+    leaves = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
+    paths, count = tuple(dict.fromkeys(leaves)), len(leaves)
+    return finding_of(
+        "warning", "unexpected", message, fix, paths=paths, leaves=count, bytes=size, mend=mend
     )
 
 
@@ -130,8 +124,8 @@ def _alike_finding(axis: str, products: Sequence[Product], share: float) -> Find
         f"let {axis} shard the batch, or a dimension of what is multiplied: constrain the "
         f"activations by {axis} where the products begin"
     )
-    mend = f"x = jax.lax.with_sharding_constraint(x, P({axis!r}))"
-    return Finding("warning", "batch", message, (), 0, None, 0, fix, mend)
+    mend = constraint_line(f"P({axis!r})")
+    return finding_of("warning", "batch", message, fix, mend=mend)
 
 
 def kept_activations(program: Program, large: int) -> Iterator[Finding]:
@@ -156,4 +150,4 @@ def kept_activations(program: Program, large: int) -> Iterator[Finding]:
         "recompute them: wrap the layer in jax.checkpoint, or give its policy less to save; in a "
         "scan, jax.lax.scan(jax.checkpoint(layer), ...)"
     )
-    yield Finding("info", "remat", message, (), 0, None, memory.saved, fix, _RECOMPUTED)
+    yield finding_of("info", "remat", message, fix, bytes=memory.saved, mend=_RECOMPUTED)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardrules._arguments import check_bytes, check_type, in_order
-from shardrules._plan.findings import Finding, Findings
+from shardrules._plan.findings import Finding, Findings, finding_of
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.compiling import CompileLog
 from shardrules._program.executable import Executable, call_of
@@ -167,10 +167,8 @@ def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding
             f"{', '.join(kinds)}: this is not the program that will run there, whose collectives "
             "and memory are others"
         )
-        fix = "compile it for those: shardrules.prove(step, ..., on=mesh)"
-        yield Finding(
-            "info", "input", message, (), 0, None, 0, fix, "shardrules.prove(step, ..., on=mesh)"
-        )
+        mend = "shardrules.prove(step, ..., on=mesh)"
+        yield finding_of("info", "input", message, f"compile it for those: {mend}", mend=mend)
 
 
 def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
@@ -184,7 +182,7 @@ def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
             "known"
         )
         fix = "verify the same function on another backend"
-        yield Finding("warning", "peak", message, (), 0, None, 0, fix)
+        yield finding_of("warning", "peak", message, fix)
         return
     if totals.peak > hbm:
         message = (
@@ -194,8 +192,8 @@ def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
             "cut more of the arguments or activations, rematerialize, donate the state, or take a "
             "smaller batch"
         )
-        mend = "layer = jax.checkpoint(layer)"
-        yield Finding("error", "peak", message, (), 0, None, totals.peak - hbm, fix, mend)
+        excess, mend = totals.peak - hbm, "layer = jax.checkpoint(layer)"
+        yield finding_of("error", "peak", message, fix, bytes=excess, mend=mend)
 
 
 def _scope(

@@ -16,7 +16,7 @@ from shardrules._plan.queries import Queries
 from shardrules._plan.table import DEFAULT_LARGE, Columns
 from shardrules._rules.patterns import MATCH_MODES, Pattern, pattern_shown
 from shardrules._rules.rules import Rules
-from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, entry_of, fsdp
+from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, entry_of, fsdp, trimmed
 from shardrules._text import brief, counted
 from shardrules._writer.choose import Axes, Cuts, choose, with_followers
 from shardrules._writer.patterns import (
@@ -96,19 +96,11 @@ def draft(
     entries: Mapping[Axes, Any] | None = None,
     siblings: Mapping[Any, set[Cuts]] | None = None,
 ) -> Draft:
-    """Write rules for leaves that have none.
+    """Write rules for leaves that have none; patterns are as tight as `pattern_of` has it.
 
-    Args:
-        units: The leaves.
-        axis_sizes: Those of the mesh.
-        dialect: Of the rules.
-        tightness: How tight patterns must be, as in `pattern_of`.
-        entries: Entries with which other rules of the list write axes: there they may name axes of
-            one device, which are larger elsewhere.
-        siblings: How other rules cut leaves, by `_sibling_keys`: those of one module are cut alike.
-
-    Raises:
-        ValueError: The dialect's patterns cannot tell the paths apart.
+    `entries` are those with which other rules of the list write axes: there they may name axes of
+    one device, which are larger elsewhere. `siblings` says how other rules cut leaves, by
+    `_sibling_keys`: those of one module are cut alike.
     """
     uses = uses_of(axis_sizes)
     cuts = with_followers(units, choose(units, axis_sizes, uses), axis_sizes)
@@ -288,14 +280,6 @@ def _label_of(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes
     has_spared = dims.tensor != "any" and bool(spared) and spared.isdisjoint(used)
     meaning = (dims.is_vector, dims.is_vector or sides, has_spared)
     return Label(value, dims.is_vector, dims.is_known, meaning)
-
-
-def trimmed(entries: Iterable[Any]) -> list[Any]:
-    """Return entries without the last ones that are None."""
-    trimmed = list(entries)
-    while trimmed and trimmed[-1] is None:
-        trimmed.pop()
-    return trimmed
 
 
 def _head_units(unit: Unit, cuts: Cuts) -> tuple[int, ...]:

@@ -254,10 +254,7 @@ class PartitionAxis:
             >>> dict(PartitionAxis().rules(MODE_TRAIN))[BATCH]
             ('fsdp', 'dp')
         """
-        axis_names = [
-            *_FIELD_OF,
-            *(name for name in self.get_registered_axes() if name not in _FIELD_OF),
-        ]
+        axis_names = list(dict.fromkeys([*_FIELD_OF, *self.get_registered_axes()]))
         return list(zip(axis_names, self.resolve_spec(axis_names, mode), strict=True))
 
     def replace(self, **updates: Any) -> PartitionAxis:
@@ -292,10 +289,8 @@ class PartitionAxis:
             return None
         if not isinstance(name, str):
             return unknown
-        rule, in_generation = self._registered.get(name) or (
-            _FIELD_OF.get(name, unknown),
-            NOT_GIVEN,
-        )
+        own = _Registered(_FIELD_OF.get(name, unknown), NOT_GIVEN)
+        rule, in_generation = self._registered.get(name) or own
         if mode not in names.GENERATION_MODES:
             return rule
         if in_generation is not NOT_GIVEN:
