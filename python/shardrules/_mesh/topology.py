@@ -315,9 +315,14 @@ def topology_of(mesh: Any) -> Topology | None:
 
 
 def memory_limit(mesh: Mesh) -> int | None:
-    """Return the bytes of a described device, if its compiler takes what needs more."""
-    topology = _DESCRIBED.get(mesh.devices.flat[0])
-    return None if topology is None else topology._layout.memory_limit
+    """Return the bytes that programs may need on a device, if its compiler takes what needs more.
+
+    Of a GPU that is there it is what JAX may allocate.
+    """
+    first = mesh.devices.flat[0]
+    if first in _DESCRIBED:
+        return _DESCRIBED[first]._layout.memory_limit
+    return (first.memory_stats() or {}).get("bytes_limit") if first.platform == "gpu" else None
 
 
 def device_identity(mesh: Mesh) -> tuple[Any, ...]:
