@@ -57,6 +57,14 @@ def test_figures_agree_with_a_second_source(name):
     )
 
 
+@pytest.mark.parametrize("name", ["A100", "H100", "H200", "B200", "GB200"])
+def test_gpus_multiply_float32_in_tf32_at_half_of_the_rate(name):
+    """As JAX has it by default. TPUs multiply it in bfloat16, and have no figure."""
+    rates = sr.Hardware.named(name).flops_per_second
+    assert rates["float32"] == rates["bfloat16"] / 2
+    assert "float32" not in sr.Hardware.named("v5p").flops_per_second
+
+
 def test_all_public_devices_are_compared_and_on_the_page():
     assert list(public_hardware()) == list(BOOK)
     page = (ROOT / "docs/hardware.md").read_text(encoding="utf-8")

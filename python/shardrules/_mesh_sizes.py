@@ -28,7 +28,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         axis = _AXIS.fullmatch(part)
         if axis is None:
             raise ValueError(
-                f"mesh {text!r}: {part!r} is not an axis; write {_meant(text) or 'it as tp=4'}"
+                f"mesh {text!r}: {part!r} is not an axis; write {_mesh_meant(text) or 'it as tp=4'}"
             )
         name = axis["name"]
         if name in sizes:
@@ -36,7 +36,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         if not _INTEGER.fullmatch(axis["size"]):
             raise ValueError(
                 f"mesh {text!r}: the size of {name!r} is not an integer; write "
-                f"{_meant(text) or f'{name}=4'}"
+                f"{_mesh_meant(text) or f'{name}=4'}"
             )
         sizes[name] = int(axis["size"])
     try:
@@ -45,7 +45,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         raise ValueError(f"mesh {text!r}: {error}") from None
 
 
-def _meant(text: str) -> str:
+def _mesh_meant(text: str) -> str:
     """Return the mesh of a text with other marks between its parts; "" if a size is missing."""
     sizes = _SIZED.findall(text)
     return ",".join(map("=".join, sizes)) if len(sizes) > text.count(",") else ""

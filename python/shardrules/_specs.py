@@ -144,6 +144,19 @@ def entry_of(axes: tuple[str, ...]) -> Any:
     return axes[0] if len(axes) == 1 else axes or None
 
 
+def trimmed(entries: Iterable[Any]) -> list[Any]:
+    """Return entries without the last ones that are None."""
+    trimmed = list(entries)
+    while trimmed and trimmed[-1] is None:
+        trimmed.pop()
+    return trimmed
+
+
+def entries_of_cuts(cuts: Iterable[tuple[str, ...]]) -> Entries:
+    """Return the plainest entries for the mesh axes that cut each dimension."""
+    return Entries(trimmed(map(entry_of, cuts)))
+
+
 def with_entries(spec: _Spec, entries: Iterable[Any]) -> _Spec:
     """Return a spec of these entries, with the type and (un)reduced axes of `spec`."""
     if isinstance(spec, Entries):

@@ -6,7 +6,9 @@ from functools import partial
 
 import jax
 import pytest
-from jax.sharding import Mesh
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.cuda.marks import needs_cuda
@@ -74,6 +76,42 @@ def test_arguments_on_described_gpus_say_their_memory():
     proof = sr.prove(lambda x: (x @ x.T).sum(), x)
     (finding,) = proof.findings.at_least("error")
     assert (finding.kind, "which has 141 GB" in finding.message) == ("peak", True)
+
+
+def test_arguments_in_the_host_s_memory_are_refused():
+    """JAX would count them in the device's: it describes GPUs without kinds of memory."""
+    topology = sr.Topology("h100:8")
+    host = NamedSharding(cpu_mesh(), P("fsdp"), memory_kind="pinned_host")
+    rules = [(".*", sr.RuleSpec("fsdp", memory_kind="pinned_host"))]
+    there = jax.ShapeDtypeStruct((8, 8), "float32", sharding=host)
+    for x in (there, sr.plan(there, rules, cpu_mesh())):
+        with pytest.raises(ValueError, match="'pinned_host' .*; leave the kind out to count it so"):
+            sr.prove(lambda x: jax.device_put(x, jax.memory.Space.Device), x, on=topology)
+
+
+def test_arrays_that_a_step_keeps_on_the_host_are_not_counted():
+    mesh = sr.Topology("h100:8").mesh(SIZES)
+    plan = sr.plan(params(), RULES, mesh)
+    x = batch(mesh, rows=2**16)
+    policies = jax.checkpoint_policies
+    offload = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+
+    def peak(policy):
+        def layer(x, w):
+            x = checkpoint_name(x, "x")
+            return x + jax.numpy.tanh(x @ w["up"]) @ w["down"], None
+
+        def loss(params, x):
+            saved = jax.checkpoint(layer, policy=policy)
+            return (jax.lax.scan(saved, x, params)[0] ** 2).mean()
+
+        return sr.prove(jax.grad(loss), plan, x, on=mesh).memory.peak
+
+    kept = 4 * 4 * 2**16 * 256 // SIZES["fsdp"]
+    assert peak(policies.nothing_saveable) - peak(offload) > 0.5 * kept
 
 
 def test_plans_on_other_devices_are_taken_by_their_axes():

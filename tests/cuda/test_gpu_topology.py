@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from unittest import mock
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._hardware import compiler_facts
 from shardrules._mesh import gpu_topology
+from shardrules._mesh.topology import memory_limit
 from tests.cuda.marks import needs_cuda
 
 SHAPES = {
@@ -113,10 +115,13 @@ def test_the_last_axes_are_within_a_host(name, sizes, links):
     assert len(set(mesh.devices.flat)) == topology.device_count
     assert topology.links(mesh) == links
     assert topology.mesh(**sizes) == mesh == sr.Topology(name).mesh(sizes)
+    hardware = topology.hardware
     for axis, link in links.items():
-        hardware = topology.hardware
-        rate = hardware.dcn_bytes_per_second if "DCN" in link else hardware.link_bytes_per_second
-        assert topology.link_rate(mesh, (axis,)) == rate
+        # Of what a device exchanges, the part of those in other hosts.
+        outer = (topology.shape[1] - 1) / (sizes[axis] - 1) if "DCN" in link else 0.0
+        seconds = outer / hardware.dcn_bytes_per_second
+        seconds += (1 - outer) / hardware.link_bytes_per_second
+        assert topology.link_rate(mesh, (axis,)) == pytest.approx(1 / seconds)
 
 
 @needs_cuda
@@ -155,3 +160,14 @@ def test_all_that_takes_a_mesh_takes_one_of_gpus():
     plan = sr.plan(tree, rules, mesh)
     assert not plan.check()
     assert sr.named_shardings(tree, rules, mesh)["w"].mesh == mesh
+
+
+@pytest.mark.parametrize(
+    ("platform", "stats", "limit"),
+    [("gpu", {"bytes_limit": 60}, 60), ("gpu", None, None), ("tpu", {"bytes_limit": 60}, None)],
+)
+def test_the_memory_of_a_gpu_that_is_there_is_what_jax_may_allocate(platform, stats, limit):
+    """Its compiler takes what needs more, and that of a TPU refuses it."""
+    device = mock.Mock(platform=platform)
+    device.memory_stats.return_value = stats
+    assert memory_limit(mock.Mock(devices=np.array([device]))) == limit

@@ -17,6 +17,7 @@ RULES = [("w", P("fsdp", "tp"))]
 KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
 DEFAULT = jax.devices()[0].default_memory().kind
 needs_kinds = pytest.mark.skipif("pinned_host" not in KINDS, reason="this JAX has one kind alone")
+needs_unpinned = pytest.mark.skipif("unpinned_host" not in KINDS, reason="GPUs have no such kind")
 
 functions = pytest.mark.parametrize("function", [sr.shard, sr.with_sharding_constraint])
 
@@ -184,6 +185,7 @@ class TestInsideJit:
         after = step(placed(mesh, "pinned_host"))
         assert after.sharding == of_kind(mesh, "pinned_host", "fsdp", "tp")
 
+    @needs_unpinned
     def test_a_rule_of_a_kind_that_jax_does_not_have_there_is_refused(self, mesh):
         step = jax.jit(lambda x: sr.with_sharding_constraint({"w": x}, rules, mesh))
         rules = rules_of_kind("unpinned_host")
@@ -228,6 +230,7 @@ class TestInsideJit:
             after = step(placed(mesh, "pinned_host"))
             assert after.sharding == of_kind(mesh, "pinned_host", "fsdp", "tp")
 
+    @needs_unpinned
     def test_a_kind_that_jax_does_not_have_there_is_refused(self, mesh):
         there = of_kind(mesh, "unpinned_host", "fsdp", "tp")
         with pytest.raises(

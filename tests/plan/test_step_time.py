@@ -181,7 +181,7 @@ def test_text_has_all_terms_and_all_assumptions():
         ({"efficiency": 40}, "above 0 and at most 1"),
         ({"hardware": "v6p"}, "hardware|there are no figures for 'v6p'"),
         ({"schedule": {"expert_per_token": 8}}, "schedule.*'experts_per_token'"),
-        ({"schedule": {"activations": "float32"}}, "H100 has no figure for products in float32"),
+        ({"schedule": {"activations": "float64"}}, "H100 has no figure for products in float64"),
         ({"schedule": {"tokens": 3}}, "schedule: an argument is 'tokens'"),
     ],
 )

@@ -21,11 +21,13 @@ pytestmark = pytest.mark.skipif(
 ROWS, WIDTH, HIDDEN = 2**17, 2048, 8192
 
 
-def time(weight, x=("fsdp",), made=("fsdp",), sizes=(("fsdp", 8),), hardware="v5p"):
+def time(
+    weight, x=("fsdp",), made=("fsdp",), sizes=(("fsdp", 8),), hardware="v5p", dtype="bfloat16"
+):
     """Return the time of a product, of which devices along fsdp have rows."""
     mesh = as_mesh(dict(sizes))
-    plan = sr.plan({"w": jax.ShapeDtypeStruct((WIDTH, HIDDEN), "bfloat16")}, [("w", weight)], mesh)
-    x = jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16", sharding=NamedSharding(mesh, P(*x)))
+    plan = sr.plan({"w": jax.ShapeDtypeStruct((WIDTH, HIDDEN), dtype)}, [("w", weight)], mesh)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), dtype, sharding=NamedSharding(mesh, P(*x)))
 
     def product(params, x):
         return lax.with_sharding_constraint(x @ params["w"], NamedSharding(mesh, P(*made)))
@@ -88,3 +90,9 @@ def test_what_is_assumed_of_parts_is_told():
     assert "parts=32" in str(time(("fsdp",)))
     assert "parts" not in time((None, "fsdp")).assumptions
     assert "parts" not in time(("fsdp",), hardware="H100").assumptions
+
+
+def test_float32_is_multiplied_at_its_own_rate_and_on_tpus_at_that_of_bfloat16():
+    for hardware, ratio in (("H100", 2), ("v5p", 1)):
+        times = [time((), hardware=hardware, dtype=dtype) for dtype in ("float32", "bfloat16")]
+        assert times[0].compute == pytest.approx(ratio * times[1].compute)

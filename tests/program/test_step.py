@@ -247,6 +247,10 @@ def test_of_branches_only_that_which_computes_most_is_counted():
     assert "summed over" in traced.explain("inputs/0")
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10),
+    reason="branches of this JAX do not say of which platform they are",
+)
 def test_the_branch_of_a_platform_is_not_that_of_any():
     def step(x):
         return lax.platform_dependent(x, mosaic=lambda x: x @ x, default=lambda x: x + 1)

@@ -226,3 +226,19 @@ def test_a_step_that_the_compiler_refuses_does_not_fit(name):
     room = {"v5e": 16_911_433_728, "v6e": 33_542_897_664}[pair.on[:3]]
     assert required > 1.05 * room
     assert traced(pair).memory().peak > room
+
+
+def closing_over(size, given):
+    weights = jnp.ones((size, size))
+    return sr.trace(lambda x: x @ weights, jax.ShapeDtypeStruct((given, size), "float32"))
+
+
+def test_arrays_that_a_step_closes_over_are_whole_on_each_device():
+    step = closing_over(256, 8)
+    memory = step.memory()
+    assert (memory.buffers[0].what, memory.buffers[0].bytes) == ("constant", 4 * 256 * 256)
+    assert memory.peak == 4 * (256 * 256 + 2 * 8 * 256)
+    assert (memory.totals.arguments, memory.totals.peak) == (4 * 8 * 256, memory.peak)
+    line = "the step closes over 262 kB of arrays, which are whole on each device: give them as arg"
+    assert line in str(step)
+    assert "closes over" not in str(closing_over(256, 512))  # a table beside what it is given

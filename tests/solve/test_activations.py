@@ -171,6 +171,21 @@ def test_constraints_of_the_program_are_replaced():
     np.testing.assert_array_equal(result, forward(jax.device_get(params), jax.device_get(rows)))
 
 
+def test_shardings_of_the_programs_results_are_replaced():
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+    held = NamedSharding(mesh, P("fsdp"))
+    double = jax.jit(lambda w: 2 * w, out_shardings=held)
+    step = sr.trace(jax.jit(lambda w: double(w) + 1, out_shardings=held), shapes((64, 64)), on=mesh)
+    solution = sr.solve(step, mesh, hardware="v5p", keep=[("", P())])
+    w = np.arange(64.0 * 64, dtype="float32").reshape(64, 64)
+    with solution.constraints() as constrained:
+        result = constrained(w)
+        compiled = constrained.lower(jax.device_put(w, NamedSharding(mesh, P()))).compile()
+    assert result.sharding.spec == P()
+    np.testing.assert_array_equal(result, 2 * w + 1)
+    assert not sr.inspect(compiled, (None,)).collectives
+
+
 def test_every_operation_but_those_of_devices_has_a_site():
     mesh = mesh_of(4, 2)
     step = traced(mesh)

@@ -290,6 +290,14 @@ def test_a_kept_spec_may_be_the_name_of_an_axis():
     assert solution.specs["inputs/0/up"] == P("fsdp")
 
 
+def test_arrays_that_a_step_closes_over_are_not_cut():
+    weights = jnp.ones((512, 2048))
+    step = sr.trace(lambda x: x @ weights, shape(6, 512))  # four devices divide no rows
+    solution = sr.solve(step, {"fsdp": 4}, hardware="v5p")
+    (constant,) = step._equations.constants
+    assert not any(solution.spread.target(constant))
+
+
 def test_what_only_code_by_device_makes_and_reads_is_not_chosen():
     """Such as what its forward pass saves for its backward pass, and constants in it."""
     mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._cli import inputs
 from shardrules._cli.process import hint, working
 from shardrules._files.manifest import manifest_text, packed
-from shardrules._files.modules import find_object, is_module_form
+from shardrules._files.modules import find_object, is_module_form, takes
 from shardrules._files.project import OWN_FILE, find_table, project_text
 from shardrules._io import FileError
 from shardrules._mesh.topology import Topology
@@ -184,12 +183,4 @@ def _rules_of_step(source: str) -> Rules | None:
 
 def _takes(value: Any, *arguments: str) -> bool:
     """Tell whether a value can be called with these arguments alone, or is no function."""
-    if not callable(value):
-        return not arguments
-    try:
-        inspect.signature(value).bind(*arguments)
-    except TypeError:
-        return False
-    except ValueError:  # that of a builtin is not known
-        return True
-    return True
+    return takes(value, arguments) if callable(value) else not arguments

@@ -45,7 +45,7 @@ def load_object(text: str, *arguments: Any) -> Any:
         call = f"{name}({', '.join(map(brief, arguments))})"
         how = "with these arguments" if arguments else "without arguments"
         fix = f"it must work {how}"
-        if not _takes(value, arguments):
+        if not takes(value, arguments):
             fix = f"{fix}: write def {name}({', '.join(map(kind_of, arguments))})"
         raise _raised(text, f"the call of {call}", error, fix) from error
 
@@ -71,13 +71,13 @@ def _meant(text: str) -> str:
     return f"{module}:{name}" if is_dotted else "package.module:name"
 
 
-def _takes(function: Any, arguments: tuple[Any, ...]) -> bool:
+def takes(function: Any, arguments: tuple[Any, ...]) -> bool:
     """Say whether a function can be called with so many arguments."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # it has none
+    except ValueError:  # that of a builtin is not known
         pass
     return True
 

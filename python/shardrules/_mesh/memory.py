@@ -6,21 +6,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardrules._jax import transfer_target
+from shardrules._mesh.topology import topology_of
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-    from shardrules._correction import MemoryKind
     from shardrules._mesh.mesh import AnyMesh
 
 
-def sharding_in_memory(
-    mesh: AnyMesh, spec: PartitionSpec, kind: MemoryKind | None
-) -> NamedSharding:
+def sharding_in_memory(mesh: AnyMesh, spec: PartitionSpec, kind: str | None) -> NamedSharding:
     """Return the NamedSharding of this memory kind. None leaves the kind to the mesh's devices.
 
     Raises:
-        ValueError: The devices do not have the kind; or, before JAX 0.6, the mesh has no devices.
+        ValueError: The devices do not have the kind; JAX forgets it, as for described GPUs; or,
+            before JAX 0.6, the mesh has no devices.
     """
     from jax.sharding import NamedSharding
 
@@ -28,6 +27,11 @@ def sharding_in_memory(
         return NamedSharding(mesh, spec)
     sharding = NamedSharding(mesh, spec, memory_kind=kind)
     if sharding.memory_kind != kind:
+        if topology_of(mesh) is not None:
+            raise ValueError(
+                f"JAX describes GPUs without kinds of memory, and would count {kind!r} as their "
+                "own; leave the kind out to count it so, or compile for GPUs that are there"
+            )
         raise ValueError(
             "this version of JAX forgets memory kinds on a mesh without devices; give a Mesh of "
             "devices, or use a newer JAX"

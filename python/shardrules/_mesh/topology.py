@@ -143,10 +143,13 @@ class Topology:
         check_type("axes", axes, Mapping | None, "a dict such as {'fsdp': 64, 'tp': 8}")
         sizes = checked_sizes({**(axes or {}), **sizes})
         if (count := prod(sizes.values())) != self.device_count:
+            axis, size = next(iter(sizes.items()))
+            first, rest = divmod(self.device_count * size, count)
+            near = "" if rest else f"such as {mesh_shown(sizes | {axis: first})}, or "
             raise ValueError(
                 f"{mesh_shown(sizes)} are {counted(count, 'device')}, and {topology_shown(self)} "
-                f"has {self.device_count:,}: write sizes whose product is {self.device_count}, as "
-                f"Topology.meshes({tuple(sizes)}) lists them"
+                f"has {self.device_count:,}: write sizes whose product is {self.device_count}, "
+                f"{near}as Topology.meshes({tuple(sizes)}) lists them"
             )
         try:
             devices = self._arranged(sizes, is_split=False)
@@ -312,9 +315,14 @@ def topology_of(mesh: Any) -> Topology | None:
 
 
 def memory_limit(mesh: Mesh) -> int | None:
-    """Return the bytes of a described device, if its compiler takes what needs more."""
-    topology = _DESCRIBED.get(mesh.devices.flat[0])
-    return None if topology is None else topology._layout.memory_limit
+    """Return the bytes that programs may need on a device, if its compiler takes what needs more.
+
+    Of a GPU that is there it is what JAX may allocate.
+    """
+    first = mesh.devices.flat[0]
+    if first in _DESCRIBED:
+        return _DESCRIBED[first]._layout.memory_limit
+    return (first.memory_stats() or {}).get("bytes_limit") if first.platform == "gpu" else None
 
 
 def device_identity(mesh: Mesh) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from jax.stages import Compiled
 
 from shardrules._arguments import check_choice, check_real, check_type, kind_of
 from shardrules._estimate.buffers import Buffer, table_of
-from shardrules._mesh.memory import memory_apart
+from shardrules._mesh.memory import memory_apart, sharding_in_memory
 from shardrules._mesh.mesh import as_mesh, has_devices, in_force
 from shardrules._mesh.topology import Topology, is_described, topology_shown
 from shardrules._plan.plan import Plan
@@ -274,9 +274,8 @@ def placed_on(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
             return leaf
         target = NamedSharding(mesh, PartitionSpec())
         if isinstance(leaf.sharding, NamedSharding):
-            target = NamedSharding(
-                mesh, leaf.sharding.spec, memory_kind=memory_apart(leaf.sharding)
-            )
+            kind = memory_apart(leaf.sharding)
+            target = sharding_in_memory(mesh, leaf.sharding.spec, kind)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
 
     return tuple(

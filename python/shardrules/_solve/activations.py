@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._jax import user_line
 from shardrules._mesh.mesh import axes_of_type
 from shardrules._solve.rewrite import constrained, sites
-from shardrules._specs import constraint_line, entry_of, partition_spec, spec_shown
+from shardrules._specs import constraint_line, entries_of_cuts, partition_spec, spec_shown
 from shardrules._step.equations import RESULT
 from shardrules._step.spread import CONSTRAINTS
 from shardrules._text import printable, record
-from shardrules._writer.draft import trimmed
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
@@ -144,7 +143,7 @@ def activations(step: Step, spread: LaidSpread) -> tuple[Activation, ...]:
 
 def spec_of_cuts(cuts: Cuts) -> PartitionSpec:
     """Return the spec of these cuts, without the last entries that are None."""
-    return partition_spec(*trimmed(map(entry_of, cuts)))
+    return partition_spec(*entries_of_cuts(cuts))
 
 
 def constrained_step(step: Step, spread: LaidSpread, mesh: Mesh) -> Any:

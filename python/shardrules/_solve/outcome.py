@@ -46,10 +46,9 @@ class Gain(NamedTuple):
     """Bytes that a device needs, of both."""
 
     def __str__(self) -> str:
-        lines = [str(self.diff)]
-        lines.append(f"{' -> '.join(map(seconds_shown, self.time))} a step")
-        lines.append(f"{' -> '.join(map(bytes_shown, self.memory))} on each device")
-        return "\n".join(lines)
+        time, memory = map(seconds_shown, self.time), map(bytes_shown, self.memory)
+        rest = f"{' -> '.join(time)} a step\n{' -> '.join(memory)} on each device"
+        return f"{self.diff}\n{rest}"
 
 
 class Outcome:
@@ -102,12 +101,8 @@ class Outcome:
         if base is None:
             base = self.plan
         else:
-            none = (
-                LogicalRules((), base.rules.dialect)
-                if isinstance(base.rules, LogicalRules)
-                else Rules((), base.rules.dialect)
-            )
-            base = base.with_rules(none).on_mesh(self.mesh)
+            kind: Any = LogicalRules if isinstance(base.rules, LogicalRules) else Rules
+            base = base.with_rules(kind((), base.rules.dialect)).on_mesh(self.mesh)
         prefix = f"inputs/{place}/"
         cuts, heads = {}, {}
         for row in step._ranges[place]:
@@ -173,10 +168,7 @@ class Outcome:
         """
         devices = self._devices(mesh)
         with in_force(devices):
-            yield self._constrained(devices)
-
-    def _constrained(self, mesh: Mesh) -> Callable[..., Any]:
-        return constrained_step(self.step, self.spread, mesh)  # type: ignore[no-any-return]
+            yield constrained_step(self.step, self.spread, devices)
 
     def _devices(self, mesh: Mesh | None) -> Mesh:
         """Return the mesh of devices with the solution's axes."""

@@ -13,6 +13,7 @@ from shardrules._estimate.schedule import Transmission, merged
 from shardrules._estimate.step_time import sent_seconds
 from shardrules._plan.plan import Plan
 from shardrules._program.compile import OutOfMemory
+from shardrules._solve.activations import constrained_step
 from shardrules._solve.outcome import Outcome
 from shardrules._text import Column, Table, answer, bytes_shown, record, seconds_shown
 from shardrules._verify.prove import prove
@@ -246,7 +247,7 @@ def _round(
     memory = solution.memory.peak
     try:
         proof = prove(
-            solution._constrained(mesh),
+            constrained_step(solution.step, solution.spread, mesh),
             *_arguments(solution, mesh),
             on=target,
             effort=effort,
@@ -258,7 +259,8 @@ def _round(
         return ProofRound(solution, None, text, (), (), memories, solution.time.total)
     compiled: _ByLine = defaultdict(int)
     for sent in proof.collectives:
-        compiled[str(sent.place or sent.op_name), _ordered(sent.axes, mesh)] += sent.sent_at_least
+        ordered = tuple(axis for axis in mesh.axis_names if axis in sent.axes)
+        compiled[str(sent.place or sent.op_name), ordered] += sent.sent_at_least
     lines = [
         SentBytes(axes, predicted.get((line, axes), 0), compiled.get((line, axes), 0), line)
         for line, axes in predicted.keys() | compiled.keys()
@@ -275,10 +277,6 @@ def _round(
         (memory, memory if proof.memory is None else proof.memory.peak),
         _seconds(solution, proof),
     )
-
-
-def _ordered(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
-    return tuple(axis for axis in mesh.axis_names if axis in axes)
 
 
 def _arguments(solution: Outcome, mesh: Mesh) -> Iterator[Any]:

@@ -164,7 +164,7 @@ class _Recomputing(Rewriter):
         numbers = (len(consts), len(own_consts), len(carried), len(slices), len(begins))
 
         def run(*args: Any) -> Any:
-            *parts, rest = _cut(args, numbers)
+            *parts, rest = _in_parts(args, numbers)
 
             def turn(carry: Any, x: Any) -> Any:
                 import jax
@@ -201,7 +201,7 @@ class _Loop:
 
     def split(self, args: Sequence[Any]) -> list[Sequence[Any]]:
         """Return what does not change, what is carried, and what is sliced."""
-        return _cut(args, (self.consts, self.carries))
+        return _in_parts(args, (self.consts, self.carries))
 
     def scan(self, turn: Any, carried: Any, slices: Any) -> list[Any]:
         """Run another body as often, in the same order."""
@@ -212,7 +212,7 @@ class _Loop:
         return [*carried, *stacked]
 
 
-def _cut(args: Sequence[Any], counts: Iterable[int]) -> list[Sequence[Any]]:
+def _in_parts(args: Sequence[Any], counts: Iterable[int]) -> list[Sequence[Any]]:
     """Cut a sequence into parts of these lengths and the rest."""
     stops = [0, *accumulate(counts)]
     return [args[a:b] for a, b in zip(stops, [*stops[1:], None], strict=True)]

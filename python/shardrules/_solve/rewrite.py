@@ -6,7 +6,7 @@ An equation is named by its site: its place in the jaxpr, and the places in thos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._jaxprs import BODIES, bodies_of, inner_jaxpr, open_jaxpr
 from shardrules._step.spread import CONSTRAINTS
@@ -20,6 +20,7 @@ Shardings = Mapping[tuple[Site, int], Any]
 """NamedShardings of the results of equations, by site and place; `~place` is that of an operand."""
 Names = dict[Any, Any]
 """What is to be read in the place of variables."""
+_OF_CALLS: Final = frozenset(["ctx_mesh", "in_shardings", "out_shardings"])
 
 
 def sites(closed: Any, body: Body) -> Iterator[tuple[Site, TracedOperation]]:
@@ -112,7 +113,7 @@ class _Writer(Rewriter):
 
     def __init__(self, shardings: Shardings, constraint: Callable[[Any, Any], Any]) -> None:
         self._shardings, self._constraint = shardings, constraint
-        self._context = _mesh_in_force()
+        self._call = _plain_call()
 
     def equations(self, jaxpr: Any, around: Site, names: Names) -> Iterator[Any]:
         for place, eqn in enumerate(jaxpr.eqns):
@@ -134,8 +135,9 @@ class _Writer(Rewriter):
                     after.append(self._placed(template, eqn, template.invars, [var]))
                     (outvars[result],) = template.invars
             params = self.params(eqn, site)
-            if "ctx_mesh" in params:  # before, that of the trace
-                params["ctx_mesh"] = self._context
+            for name in _OF_CALLS & params.keys():  # before, those of the trace and the program
+                plain = self._call[name]
+                params[name] = plain if name == "ctx_mesh" else plain * len(params[name])
             yield eqn.replace(params=params, invars=invars, outvars=outvars)
             yield from after
 
@@ -146,9 +148,9 @@ class _Writer(Rewriter):
         return template.replace(invars=list(invars), outvars=list(outvars), source_info=source)
 
 
-def _mesh_in_force() -> Any:
-    """Return the mesh of the context as a call has it, which is empty outside of any."""
+def _plain_call() -> dict[str, Any]:
+    """Return the parameters of a call without shardings, on the mesh of the context."""
     import jax
 
-    (call,) = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns
-    return call.params.get("ctx_mesh")
+    (call,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0).eqns
+    return dict(call.params)

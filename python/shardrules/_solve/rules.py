@@ -15,14 +15,15 @@ from shardrules._plan.plan import plan as plan_of
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
-from shardrules._specs import Entries, entries_of, entry_axes, entry_of, spec_shown
+from shardrules._specs import entries_of, entries_of_cuts, entry_axes, entry_of, spec_shown, trimmed
 from shardrules._text import brief
 from shardrules._writer.dims import units_of
-from shardrules._writer.draft import draft_of_specs, trimmed
+from shardrules._writer.draft import draft_of_specs
 from shardrules._writer.patterns import TIGHTEST
 
 if TYPE_CHECKING:
     from shardrules._rules.dialects import LogicalDialect
+    from shardrules._specs import Entries
     from shardrules._writer.choose import Axes, Cuts
 
 
@@ -59,7 +60,7 @@ def with_cuts(
     of_paths = plan_of(plan.abstract(), Rules(()), plan.mesh)
     note = (
         f"rules are for paths: no table of logical axis names gives {brief(at)} "
-        f"{spec_shown(_entries(cuts[at]))} and all others theirs"
+        f"{spec_shown(entries_of_cuts(cuts[at]))} and all others theirs"
     )
     return RuledPlan(_by_paths(of_paths, cuts, heads or {}), note)
 
@@ -69,9 +70,9 @@ def _by_paths(plan: Plan, cuts: Mapping[str, Cuts], heads: Mapping[str, tuple[in
     dialect = planned.dialect if isinstance(planned, Rules) else EFORMER
     bare = plan.with_rules(Rules((), replace(dialect, unmatched="error")))
     specs: dict[str, Entries | RuleSpec] = {
-        path: RuleSpec(_entries(cuts[path]), units=heads[path])
+        path: RuleSpec(entries_of_cuts(cuts[path]), units=heads[path])
         if path in heads
-        else _entries(cuts[path])
+        else entries_of_cuts(cuts[path])
         for path in bare.paths
     }
     units = units_of(bare, {})
@@ -82,12 +83,8 @@ def _by_paths(plan: Plan, cuts: Mapping[str, Cuts], heads: Mapping[str, tuple[in
             return result
     raise ValueError(
         f"{brief(wrong[0])}: rules of the dialect {dialect.name} cannot give it "
-        f"{spec_shown(_entries(cuts[wrong[0]]))}: rename it, or choose another dialect"
+        f"{spec_shown(entries_of_cuts(cuts[wrong[0]]))}: rename it, or choose another dialect"
     )
-
-
-def _entries(cuts: Cuts) -> Entries:
-    return Entries(trimmed(map(entry_of, cuts)))
 
 
 def _wrong(plan: Plan, cuts: Mapping[str, Cuts]) -> list[str]:
@@ -96,7 +93,7 @@ def _wrong(plan: Plan, cuts: Mapping[str, Cuts]) -> list[str]:
     for path, number in zip(plan.paths, plan.kind_of.tolist(), strict=True):
         spec = plan.kinds[number].spec
         entries = () if spec is None else trimmed(entries_of(spec))
-        if tuple(map(entry_axes, entries)) != tuple(map(entry_axes, _entries(cuts[path]))):
+        if tuple(map(entry_axes, entries)) != tuple(map(entry_axes, entries_of_cuts(cuts[path]))):
             wrong.append(path)
     return wrong
 

@@ -193,9 +193,7 @@ class Search:
     def _combine(self, node: _Node) -> None:
         """Try all assignments of the parts, each with those of all others."""
         assignment = node.assignment
-        base = Seconds()
-        for place in self._of_part[-1]:
-            base = base.plus(self.terms.seconds(place, assignment))
+        base = self.terms.total(assignment, self._of_part[-1])
         least = [
             _sum_of(self.terms.least(place, assignment) for place in places)
             for places in self._of_part[:-1]
@@ -244,10 +242,7 @@ class Search:
             values = dict(zip(part, row, strict=True))
             whole = {**assignment, **values}
             if not self.is_over_memory(whole):
-                seconds = Seconds()
-                for place in places:
-                    seconds = seconds.plus(self.terms.seconds(place, whole))
-                yield _Entry(seconds, values)
+                yield _Entry(self.terms.total(whole, places), values)
 
     # A first solution.
 

@@ -63,7 +63,7 @@ class Space:
         self.step, self.machine, self.hbm = step, machine, hbm
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self.arrays = StepArrays(step._equations, step._roles, self.sizes)
-        self.fixed = self._saved_by_device() | dict(fixed) | self._fixed_like(fixed)
+        self.fixed = self._facts() | dict(fixed) | self._fixed_like(fixed)
         forbidden = set(forbidden)
         self.values: dict[int, list[Axes]] = {STORED: list(_subsets(self.sizes))}
         for name in self._large_classes():
@@ -89,10 +89,11 @@ class Space:
         largest = sorted(most.items(), key=lambda row: (-row[1], row[0]))
         return [name for name, size in largest if size > least and name not in excluded]
 
-    def _saved_by_device(self) -> dict[int, Cuts]:
-        """Return the cuts of what only code by device makes and reads, such as for its gradient."""
+    def _facts(self) -> dict[int, Cuts]:
+        """Return the cuts of constants, and of what only code by device makes and reads."""
         equations = self.step._equations
-        return {
+        whole = {i: ((),) * len(equations.values[i].shape) for i in equations.constants}
+        return whole | {
             number: tuple(
                 tuple(axis for axis in equations.manual[number].get(dim, ()) if axis in self.sizes)
                 for dim in range(len(equations.values[number].shape))
@@ -175,8 +176,7 @@ class Space:
 
     def peak(self, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes of memory that a device needs."""
-        spread = LaidSpread(self.arrays, self.layout(assignment))
-        return self.step._memory(spread).peak
+        return self.step._memory(LaidSpread(self.arrays, self.layout(assignment))).peak
 
     def scope_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Return the variables on which the layout of arrays depends."""

@@ -147,7 +147,7 @@ class Terms:
         groups = [
             group
             for group in _groups(self._probe, space.step._equations)
-            if len(group) > 1 or not self._is_free(*group[0])
+            if len(group) > 1 or not self._is_free(group[0][0])
         ]
         readers: dict[int, list[int]] = {}
         for place, group in enumerate(groups):
@@ -163,7 +163,8 @@ class Terms:
         self._shared = {number for number, places in readers.items() if len(places) > 1}
         for number in sorted(self._shared):
             names = {name for place in readers[number] for name in scopes[place]}
-            self.terms.append(Term(self._ordered(names), (), number, tuple(readers[number])))
+            scope = tuple(name for name in space.values if name in names)
+            self.terms.append(Term(scope, (), number, tuple(readers[number])))
         self._least: dict[tuple[Any, ...], Weighed] = {}
         self._of_cuts: dict[tuple[Any, ...], _Local] = {}
         self._moved: dict[tuple[Any, ...], Seconds] = {}
@@ -177,30 +178,24 @@ class Terms:
         self.largest = sorted(range(len(self.terms)), key=lambda place: -self._floors[place])
         """Places of terms, those with most work first."""
 
-    def _is_free(self, operation: TracedOperation, _: int) -> bool:
+    def _is_free(self, operation: TracedOperation) -> bool:
         """Say whether an operation costs nothing in any layout, as its arrays are cut alike."""
         arrays, rule = self._space.arrays, operation.rule
-        kinds = {(arrays.classes[n], arrays.is_weight(n)) for n in _numbers(operation)}
-        if operation.bodies:
-            if operation.name != "scan":
-                return False
-            pairs = list(_pairs_of_scan(operation))
+        if operation.name == "scan":
             return all(
                 (arrays.classes[outer][is_slice:], arrays.is_weight(outer))
                 == (arrays.classes[inner], arrays.is_weight(inner))
                 and not (is_slice and set(arrays.classes[outer][0]) & self._space.values.keys())
-                for outer, inner, is_slice in pairs
+                for outer, inner, is_slice in _pairs_of_scan(operation)
             )
         if rule is None or rule.summed or is_apart(operation):
             return False
         if rule.is_identity:
             return True
-        kinds = {kind for kind in kinds if any(kind[0])}
+        numbers = [n for n in _numbers(operation) if any(arrays.classes[n])]
+        kinds = {(arrays.classes[n], arrays.is_weight(n)) for n in numbers}
         is_turned = operation.name == "transpose"  # of a square array: the axes stay in their place
         return len(kinds) < 2 and not rule.whole and not rule.minor and not is_turned
-
-    def _ordered(self, names: set[int]) -> tuple[int, ...]:
-        return tuple(name for name in self._space.values if name in names)
 
     def seconds(self, place: int, assignment: Mapping[int, Axes]) -> Seconds:
         """Return the seconds of a term if its variables have these values."""
@@ -311,10 +306,10 @@ class Terms:
             self._rates[key] = sum(map(self._network.seconds, rows)) / payload
         return self._rates[key]
 
-    def total(self, assignment: Mapping[int, Axes]) -> Seconds:
-        """Return the seconds of the step under an assignment of all variables."""
+    def total(self, assignment: Mapping[int, Axes], places: Iterable[int] | None = None) -> Seconds:
+        """Return the seconds of some terms if their variables have these values; or of the step."""
         total = Seconds()
-        for place in range(len(self.terms)):
+        for place in range(len(self.terms)) if places is None else places:
             total = total.plus(self.seconds(place, assignment))
         return total
 

@@ -131,6 +131,8 @@ class Equations:
         """Loops of which the jaxpr does not say how often they run."""
         self.manual: dict[int, dict[int, tuple[str, ...]]] = {}
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
+        self.constants: list[int] = []
+        """Arrays that the step closes over: XLA has them whole on each device."""
         self.local: list[tuple[int, int]] = []
         """Pairs of a dimension, and what a device has of it in that code."""
         self._scope = ""
@@ -150,7 +152,9 @@ class Equations:
         if depth > _MOST_DEPTH:
             raise RecursionError(f"the jaxpr has more than {_MOST_DEPTH} levels of calls and loops")
         of: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        of |= {var: self._new(var) for var in jaxpr.constvars}
+        constants = {var: self._new(var) for var in jaxpr.constvars}
+        self.constants += constants.values()
+        of |= constants
         operations: list[TracedOperation] = []
 
         def number(atom: Any) -> int | None:

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardrules._plan.findings import finding_of
-from shardrules._specs import Entries, constraint_line, spec_shown
+from shardrules._specs import constraint_line, entries_of_cuts, spec_shown
 from shardrules._step.spread import PRODUCTS
 from shardrules._text import bytes_shown, counted
 
@@ -259,10 +259,7 @@ def _whole_routes(view: View) -> Iterator[Finding]:
 
 def _constraint_of(cuts: Iterable[tuple[str, ...]]) -> str:
     """Return the line that cuts an array by these axes."""
-    entries = list(cuts)
-    while entries and not entries[-1]:
-        entries.pop()
-    return constraint_line(spec_shown(Entries(entries)))
+    return constraint_line(spec_shown(entries_of_cuts(cuts)))
 
 
 def _gathered_state(view: View) -> Iterator[Finding]:

@@ -58,7 +58,7 @@ def alive_arrays(
     equations: Equations, spread: Spread, donated: Iterable[int]
 ) -> tuple[list[AliveArray], dict[str, int]]:
     """Return what is alive at the peak, the largest first, and bytes of arguments and results."""
-    return _Run(equations, spread).peak(set(donated))
+    return _StepRun(equations, spread).peak(set(donated))
 
 
 def is_apart(operation: TracedOperation) -> bool:
@@ -66,7 +66,7 @@ def is_apart(operation: TracedOperation) -> bool:
     return operation.name in _MADE or operation.name in _REDUCED or operation.rule is None
 
 
-class _Run:
+class _StepRun:
     """One run of a step, with each loop run once."""
 
     def __init__(self, equations: Equations, spread: Spread) -> None:
@@ -156,7 +156,8 @@ class _Run:
     def peak(self, donated: set[int]) -> tuple[list[AliveArray], dict[str, int]]:
         body = self._equations.body
         size = self._spread.bytes
-        arguments = {i: self._new(i, None) for i in body.inputs}
+        read = (i for i in self._equations.constants if i in self._equations.users)
+        arguments = {i: self._new(i, None) for i in (*body.inputs, *read)}
         for i, buffer in arguments.items():
             self._roots[i] = (buffer,)
         self._run(body)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from functools import cached_property
 from itertools import compress
-from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
 from shardrules._arguments import check_bytes, check_type, memory_bytes
@@ -20,9 +19,7 @@ from shardrules._jax import user_line
 from shardrules._jaxprs import only_call
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
-from shardrules._program.cache import cached_result
-from shardrules._program.compile import Refusal, lowered_on, options_for, result_of
-from shardrules._program.program import inspect, time_on
+from shardrules._program.program import seconds_and_bytes
 from shardrules._step.cuts import argument_cuts, result_cuts
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
@@ -35,6 +32,7 @@ from shardrules._text import (
     Table,
     and_more,
     answer,
+    bytes_shown,
     counted,
     mesh_shown,
     near_shown,
@@ -259,10 +257,8 @@ class Step(TracedStep):
         return (*self._args[:place], plan, *self._args[place + 1 :])
 
     def _sizes(self, args: tuple[Any, ...]) -> dict[str, int]:
-        for arg in args:
-            if isinstance(arg, Plan):
-                return dict(arg.axis_sizes)
-        return {} if self.mesh is None else dict(self.mesh.shape)
+        own = {} if self.mesh is None else self.mesh.shape
+        return dict(next((arg.axis_sizes for arg in args if isinstance(arg, Plan)), own))
 
     @cached_property
     def _donated(self) -> list[int]:
@@ -292,7 +288,10 @@ class Step(TracedStep):
     def _memory(self, spread: Spread) -> Memory:
         rows, numbers = alive_arrays(self._equations, spread, self._donated)
         alive = sum(row.bytes for row in rows)
-        of_arguments = sum(row.bytes for row in rows if row.operation is None)
+        constants = set(self._equations.constants)
+        of_arguments = sum(
+            row.bytes for row in rows if row.operation is None and row.number not in constants
+        )
         totals = Totals(**numbers, temporaries=alive - of_arguments, code=0)
         buffers = tuple(self._buffer(row, spread) for row in rows[:_LARGEST])
         saved = tuple(row for row in buffers if row.is_saved)
@@ -382,21 +381,7 @@ class Step(TracedStep):
         return next((finding.message for finding in half_heads(self._view(plan, 0))), "")
 
     def _compiled(self, topology: Topology) -> tuple[float, int]:
-        """Compile the step for the mesh that it was traced on; return its seconds and its bytes.
-
-        Seconds by the compiler's cycles, the links, and what the schedule hides, infinite if the
-        compiler refuses the step; bytes on a device.
-        """
-        with options_for(self.mesh, "full"):
-            lowered = lowered_on(self.mesh, self._function, self._args)
-            content = cached_result(lowered, self.mesh, result_of).content
-        if isinstance(content, Refusal):
-            return inf, content.required
-        program = inspect(content, tuple(a if isinstance(a, Plan) else None for a in self._args))
-        time = time_on(topology, program)
-        if time is None:
-            raise ValueError(f"prove: the compiler for {topology.name} tells no cycles")
-        return time.scheduled, 0 if program.memory is None else program.memory.peak
+        return seconds_and_bytes(self._function, self._args, self.mesh, topology)
 
     def _planned_paths(self) -> dict[int, str]:
         """Return the paths of the first plan's leaves, by the number of the array."""
@@ -430,7 +415,8 @@ class Step(TracedStep):
         shape = f"{getattr(value.dtype, 'name', value.dtype)}[{','.join(map(str, sizes))}]"
         if row.operation is None:
             places = dict(zip(self._equations.body.inputs, self._paths, strict=True))
-            what = places.get(row.number, "output")
+            is_constant = row.number in self._equations.constants
+            what = places.get(row.number, "constant" if is_constant else "output")
             return Buffer(row.bytes, shape, what, row.number in places, False, None)
         path = row.operation.path
         what = f"gathered for {path}" if row.is_gathered else path
@@ -455,9 +441,8 @@ class Step(TracedStep):
         (row,) = rows
         equations = self._equations
         value = equations.values[equations.body.inputs[row]]
-        lines = [
-            f"{self._paths[row]} {getattr(value.dtype, 'name', value.dtype)}{list(value.shape)}"
-        ]
+        dtype = getattr(value.dtype, "name", value.dtype)
+        lines = [f"{self._paths[row]} {dtype}{list(value.shape)}"]
         for place, (size, dim) in enumerate(zip(value.shape, value.dims, strict=True)):
             lines += self._dimension_lines(place, size, equations.dims.classes(dim))
         return printable_lines(lines)
@@ -496,7 +481,20 @@ class Step(TracedStep):
         lines += ["", "dimensions of the arguments, by what must be sharded alike"]
         lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
         lines += [f"not looked into: {text}" for text in self.unmodelled]
-        return printable_lines(lines)
+        return printable_lines([*lines, *self._constants()])
+
+    def _constants(self) -> Iterator[str]:
+        """Yield a line if the step closes over more than it is given, such as its parameters."""
+        values, users = self._equations.values, self._equations.users
+        size, given = (
+            sum(values[i].bits for i in numbers) // 8
+            for numbers in (users.keys() & self._equations.constants, self._equations.body.inputs)
+        )
+        if size > given:
+            yield (
+                f"the step closes over {bytes_shown(size)} of arrays, which are whole on each "
+                "device: give them as arguments"
+            )
 
 
 def _part(scope: str) -> str:

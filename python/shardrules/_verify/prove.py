@@ -135,9 +135,9 @@ def prove(
             {"fsdp": 64, "tp": 8}, is one for a mesh of them with these axes.
         inputs: As `verify` takes it. Default: the plans among the arguments.
         outputs: The same.
-        hbm: As `verify` takes it. Default: for described GPUs the memory of their hardware, as
-            their compiler refuses nothing; else it is not asked: what does not fit, the TPU's
-            compiler refuses by its own count, which `memory_analysis` exceeds at times.
+        hbm: As `verify` takes it. Default: for GPUs, whose compiler refuses nothing, the memory of
+            described hardware, or what JAX may allocate; else it is not asked: what does not fit,
+            the TPU's compiler refuses by its own count, which `memory_analysis` exceeds at times.
         large: As `verify` takes it.
         budget: As `verify` takes it.
         effort: As `compile` takes it.

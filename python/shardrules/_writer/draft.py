@@ -16,7 +16,7 @@ from shardrules._plan.queries import Queries
 from shardrules._plan.table import DEFAULT_LARGE, Columns
 from shardrules._rules.patterns import MATCH_MODES, Pattern, pattern_shown
 from shardrules._rules.rules import Rules
-from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, entry_of, fsdp
+from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, entry_of, fsdp, trimmed
 from shardrules._text import brief, counted
 from shardrules._writer.choose import Axes, Cuts, choose, with_followers
 from shardrules._writer.patterns import (
@@ -280,14 +280,6 @@ def _label_of(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes
     has_spared = dims.tensor != "any" and bool(spared) and spared.isdisjoint(used)
     meaning = (dims.is_vector, dims.is_vector or sides, has_spared)
     return Label(value, dims.is_vector, dims.is_known, meaning)
-
-
-def trimmed(entries: Iterable[Any]) -> list[Any]:
-    """Return entries without the last ones that are None."""
-    trimmed = list(entries)
-    while trimmed and trimmed[-1] is None:
-        trimmed.pop()
-    return trimmed
 
 
 def _head_units(unit: Unit, cuts: Cuts) -> tuple[int, ...]:
