@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from functools import cached_property
 from itertools import compress
-from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
 from shardrules._arguments import check_bytes, check_type, memory_bytes
@@ -20,9 +19,7 @@ from shardrules._jax import user_line
 from shardrules._jaxprs import only_call
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
-from shardrules._program.cache import cached_result
-from shardrules._program.compile import Refusal, lowered_on, options_for, result_of
-from shardrules._program.program import inspect, time_on
+from shardrules._program.program import seconds_and_bytes
 from shardrules._step.cuts import argument_cuts, result_cuts
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
@@ -260,10 +257,8 @@ class Step(TracedStep):
         return (*self._args[:place], plan, *self._args[place + 1 :])
 
     def _sizes(self, args: tuple[Any, ...]) -> dict[str, int]:
-        for arg in args:
-            if isinstance(arg, Plan):
-                return dict(arg.axis_sizes)
-        return {} if self.mesh is None else dict(self.mesh.shape)
+        own = {} if self.mesh is None else self.mesh.shape
+        return dict(next((arg.axis_sizes for arg in args if isinstance(arg, Plan)), own))
 
     @cached_property
     def _donated(self) -> list[int]:
@@ -389,21 +384,7 @@ class Step(TracedStep):
         return next((finding.message for finding in half_heads(self._view(plan, 0))), "")
 
     def _compiled(self, topology: Topology) -> tuple[float, int]:
-        """Compile the step for the mesh that it was traced on; return its seconds and its bytes.
-
-        Seconds by the compiler's cycles, the links, and what the schedule hides, infinite if the
-        compiler refuses the step; bytes on a device.
-        """
-        with options_for(self.mesh, "full"):
-            lowered = lowered_on(self.mesh, self._function, self._args)
-            content = cached_result(lowered, self.mesh, result_of).content
-        if isinstance(content, Refusal):
-            return inf, content.required
-        program = inspect(content, tuple(a if isinstance(a, Plan) else None for a in self._args))
-        time = time_on(topology, program)
-        if time is None:
-            raise ValueError(f"prove: the compiler for {topology.name} tells no cycles")
-        return time.scheduled, 0 if program.memory is None else program.memory.peak
+        return seconds_and_bytes(self._function, self._args, self.mesh, topology)
 
     def _planned_paths(self) -> dict[int, str]:
         """Return the paths of the first plan's leaves, by the number of the array."""
@@ -463,9 +444,8 @@ class Step(TracedStep):
         (row,) = rows
         equations = self._equations
         value = equations.values[equations.body.inputs[row]]
-        lines = [
-            f"{self._paths[row]} {getattr(value.dtype, 'name', value.dtype)}{list(value.shape)}"
-        ]
+        dtype = getattr(value.dtype, "name", value.dtype)
+        lines = [f"{self._paths[row]} {dtype}{list(value.shape)}"]
         for place, (size, dim) in enumerate(zip(value.shape, value.dims, strict=True)):
             lines += self._dimension_lines(place, size, equations.dims.classes(dim))
         return printable_lines(lines)
