@@ -111,7 +111,7 @@ def test_the_report_has_the_choices(folder):
         (("solve", "mlp_to_solve:step_on", "-m", "fsdp=4"), "give the devices"),
         ((*WORDS, "--axes", "a,b"), "the mesh is that of --mesh"),
         ((*WORDS, "--on", "v5p:2x2x2"), "--on says the devices"),
-        ((*WORDS, "--hbm", "1MB"), "fit"),
+        ((*WORDS, "--hbm", "1MB"), "more than the 1.00 MB that there are\n  "),
         ((*WORDS, "--hbm", "much"), "not a number of bytes"),
         ((*WORDS, "--time-limit", "0"), "--time-limit"),
         (("solve", "mlp_to_solve:without_plan", *WORDS[2:]), "none of the arguments is a Plan"),

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.support.hlo_steps import shard_map
 
 WIDTH, LENGTH = 64, 32
 
@@ -88,3 +89,38 @@ def test_frozen_weights_have_no_batch():
     rows = step.largest_batch(plan, 2**24)
     assert 8 < rows < 2**20
     assert rows_of(rows).memory(plan).peak <= 2**24 < rows_of(rows + 1).memory(plan).peak
+
+
+def test_rows_that_are_concatenated_are_as_many():
+    """As the chosen and the rejected answers of preference losses are."""
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")  # noqa: E731
+    plan = sr.plan({"up": shape(64, 256), "down": shape(256, 64)}, [(".*", ())], {"data": 2})
+
+    def loss(params, chosen, rejected):
+        x = jnp.concatenate([chosen, rejected])
+        y = jnp.tanh(x @ params["up"]) @ params["down"]
+        return jnp.sum(y[: len(chosen)] * y[len(chosen) :])
+
+    def step(rows):
+        return sr.trace(jax.grad(loss), plan, shape(rows, 64), shape(rows, 64))
+
+    room = 4 * 10**6
+    peak = step(step(8).largest_batch(plan, room)).memory().peak
+    assert 0.97 * room < peak < 1.03 * room
+
+
+def test_rows_of_one_device_are_as_many():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    plan = sr.plan({"up": jax.ShapeDtypeStruct((64, 256), "float32")}, [(".*", ())], mesh)
+    mapped = shard_map(
+        lambda w, x: jnp.sin(jnp.tanh(x @ w) @ w.T), mesh=mesh, in_specs=(P(), P("data")),
+        out_specs=P("data"),
+    )  # fmt: skip
+
+    def step(rows):
+        x = jax.ShapeDtypeStruct((rows, 64), "float32", sharding=NamedSharding(mesh, P("data")))
+        return sr.trace(lambda params, x: jnp.sum(mapped(params["up"], x)), plan, x)
+
+    room = 4 * 10**6
+    peak = step(step(8).largest_batch(plan, room)).memory().peak
+    assert 0.97 * room < peak <= room

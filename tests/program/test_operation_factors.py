@@ -86,6 +86,13 @@ CASES = {
         array(16, 8, 8, 24),
         array(3, 3, 1, 24),
     ),
+    "convolution of groups": (
+        lambda a, k: lax.conv_general_dilated(
+            a, k, (1, 1), "SAME", feature_group_count=4, dimension_numbers=NHWC
+        ),
+        array(16, 8, 8, 32),
+        array(3, 3, 8, 64),
+    ),
     "largest of windows": (lambda a: lax.reduce_window(
         a, -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), array(16, 8, 8, 24)),
     "Fourier": (lambda a: lax.fft(a, "FFT", (32,)), array(16, 24, 32, dtype="complex64")),
@@ -165,6 +172,13 @@ def test_what_is_needed_whole_is_sent(name):
     rule = rule_of(equation(name))
     (factor,) = {f for f in rule.whole if any((f,) == dims for dims in rule.results[0])}
     assert collectives(name, rule, factor)
+
+
+def test_rows_of_grouped_convolutions_are_gathered():
+    name = "convolution of groups"
+    rule = rule_of(equation(name))
+    assert rule.operands[0][0][0] in rule.whole
+    assert "all-gather" in collectives(name, rule, rule.operands[0][0][0])
 
 
 # XLA counts the arithmetic of indices as well, and what it makes of these is no single operation.

@@ -198,6 +198,18 @@ def test_sizes_that_are_equal_are_not_one_dimension():
     assert frozenset({("inputs/0/w", 1)}) in rows
 
 
+@pytest.mark.skipif(not hasattr(lax, "ragged_dot"), reason="this JAX has no ragged_dot")
+def test_rows_of_the_gradients_of_experts_are_the_batch():
+    def loss(params, x, sizes):
+        return jnp.sum(lax.ragged_dot(x, params["up"], sizes) ** 2)
+
+    sizes = shape(8, dtype="int32")
+    step = sr.trace(jax.grad(loss), {"up": shape(8, 32, 24)}, shape(64, 32), sizes)
+    named = roles(step)
+    assert named["inputs/0/up", 0] == named["inputs/2", 0] == "experts"
+    assert named["inputs/1", 0] == "batch"
+
+
 # Arithmetic
 
 

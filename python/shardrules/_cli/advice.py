@@ -98,10 +98,13 @@ def solved(args: Args, function: str, rules: Any = None) -> Solution:
         working(args, f"solving for {args.on or args.mesh}; Ctrl-C takes the best so far") as show,
         progress_shown(show),
     ):
-        return solve(
-            step, on, hardware=hardware, hbm=inputs.memory("--hbm", "a device", args.hbm),
-            remat=getattr(args, "remat", None), time_limit=getattr(args, "time_limit", None),
-        )  # fmt: skip
+        try:
+            return solve(
+                step, on, hardware=hardware, hbm=inputs.memory("--hbm", "a device", args.hbm),
+                remat=getattr(args, "remat", None), time_limit=getattr(args, "time_limit", None),
+            )  # fmt: skip
+        except ValueError as error:  # of several lines, where nothing fits
+            raise FileError(*str(error).splitlines()) from None
 
 
 def constraint_lines(solution: Solution) -> list[str]:

@@ -124,9 +124,9 @@ class Roles:
         if operation.name == "dot_general":
             self._see_dot(operation)
         elif operation.name.startswith("ragged_dot"):
-            group = operation.inputs[1]
-            if group is not None:
-                self._name(next(self._dims_of(group)), "experts")
+            sizes = operation.inputs[2]
+            if sizes is not None:
+                self._name((c for dims in self._dims_of(sizes) for c in dims), "experts")
         elif operation.name == "top_k" and operation.inputs[0] is not None:
             *_, last = self._dims_of(operation.inputs[0])
             self._name((c for c in last if c in self.of_weights), "experts")

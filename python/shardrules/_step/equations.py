@@ -305,13 +305,13 @@ class Equations:
             else:
                 self.dims.unite(whole, local)
 
-    def resized(self, name: int, share: Fraction) -> Equations:
-        """Return the same operations with the dimensions of a class that many times as large."""
+    def resized(self, names: set[int], share: Fraction) -> Equations:
+        """Return the same operations with the dimensions of classes that many times as large."""
         other = copy(self)
         other.values = [
             value._replace(
                 shape=tuple(
-                    ceil(size * share) if name in self.dims.classes(dim) else size
+                    size if names.isdisjoint(self.dims.classes(dim)) else ceil(size * share)
                     for size, dim in zip(value.shape, value.dims, strict=True)
                 )
             )

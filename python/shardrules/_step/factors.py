@@ -289,6 +289,8 @@ def _convolution(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule
         builder.summed.update(operands[0][lhs[1]])
     elif shapes[0][lhs[1]] == groups == shapes[1][rhs[0]]:  # of one channel each
         operands[1][rhs[0]] = result[out[1]] = operands[0][lhs[1]]
+    else:  # of several channels, for which XLA gathers all
+        builder.keep_whole((*operands[0], *operands[1], *result))
     multiplied = results[0][out[0]] * results[0][out[1]] * shapes[1][rhs[1]]
     for place, (i, j, k) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
         builder.keep_whole((operands[0][i], operands[1][j], result[k]))

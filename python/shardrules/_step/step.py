@@ -333,9 +333,12 @@ class Step(TracedStep):
         rows = self._equations.values[number].shape[0]
         devices = spread.count(spread.cuts[number][0])
         least = devices * rows // self._equations.dims.sizes[batch]
+        # Such as rows that are concatenated; a weight has none of them.
+        linked = self._equations.dims.linked(batch)
+        names = {batch, *(name for name in linked if not self._roles.of_weights[name])}
 
         def is_over(count: int) -> bool:
-            resized = self._equations.resized(batch, Fraction(count * least, rows))
+            resized = self._equations.resized(names, Fraction(count * least, rows))
             alive, _ = alive_arrays(resized, self._spread(plan, resized), self._donated)
             return sum(row.bytes for row in alive) > size
 
