@@ -210,6 +210,24 @@ def test_rows_of_the_gradients_of_experts_are_the_batch():
     assert named["inputs/1", 0] == "batch"
 
 
+def test_shardings_of_a_jitted_step_are_those_of_its_arguments():
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+    held, rows = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P("fsdp", None))
+    jitted = jax.jit(lambda w, x: x @ w, in_shardings=(held, rows), out_shardings=rows)
+    w, x = shape(64, 128), shape(16, 64)
+    by_call = sr.trace(jitted, w, x, on=mesh)
+    by_array = sr.trace(
+        jax.jit(lambda w, x: x @ w, out_shardings=rows),
+        shape(64, 128, sharding=held),
+        shape(16, 64, sharding=rows),
+        on=mesh,
+    )
+    assert by_call.memory().totals.arguments == 4 * (64 * 128 + 16 * 64) // 8
+    assert by_call.memory().peak == by_array.memory().peak
+    assert [*by_call.traffic()] == [*by_array.traffic()]
+    assert by_call.traffic().sent > 0
+
+
 # Arithmetic
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._arguments import check_choice
 from shardrules._solve.layout import Axes, LaidSpread, Layout, StepArrays
 from shardrules._specs import as_entries, entry_axes
-from shardrules._step.cuts import argument_cuts
 from shardrules._text import brief, near_shown, shown
 
 if TYPE_CHECKING:
@@ -190,7 +189,7 @@ class Space:
 
 def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:
     """Return the cuts of the arguments that `keep` of `solve` names."""
-    rows = [row for arg in step._args for row in argument_cuts(arg, step._function)]
+    rows = step._argument_cuts(step._args)
     fixed: dict[int, Cuts] = {}
     for item in keep:
         pattern, spec = _pair("keep", (item, None) if isinstance(item, str) else item)

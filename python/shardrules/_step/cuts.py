@@ -11,7 +11,6 @@ from shardrules._plan.plan import Plan
 from shardrules._specs import entries_of, entry_axes
 
 if TYPE_CHECKING:
-    from shardrules._step.equations import Equations
     from shardrules._step.factors import Factors, Rule
 
 Cuts = tuple[tuple[str, ...], ...]
@@ -42,13 +41,10 @@ def inputs_of(tree: Any, function: Any, values: Iterable[Any] | None = None) -> 
     return [value for leaf, value in pairs if not is_filtered or isinstance(leaf, kinds)]
 
 
-def result_cuts(call: Any, equations: Equations) -> list[Cuts | None]:
-    """Return the cuts of results by the `out_shardings` of a call; None where nothing says."""
-    outputs = equations.body.outputs
-    shardings = () if call is None else call.params.get("out_shardings", ())
-    if len(shardings) != len(outputs):
-        return [None] * len(outputs)
-    return list(map(_sharding_cuts, shardings))
+def call_cuts(call: Any, name: str, count: int) -> list[Cuts | None]:
+    """Return the cuts of what goes into a call, or comes out, by its `in_shardings` and so on."""
+    shardings = () if call is None else call.params.get(name, ())
+    return [*map(_sharding_cuts, shardings)] if len(shardings) == count else [None] * count
 
 
 def _sharding_cuts(sharding: Any) -> Cuts | None:

@@ -20,7 +20,7 @@ from shardrules._jaxprs import only_call
 from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
 from shardrules._program.program import seconds_and_bytes
-from shardrules._step.cuts import argument_cuts, result_cuts
+from shardrules._step.cuts import Cuts, argument_cuts, call_cuts
 from shardrules._step.dimension_roles import ClassRole, Roles
 from shardrules._step.equations import Equations
 from shardrules._step.findings import View, half_heads, step_findings
@@ -229,12 +229,17 @@ class Step(TracedStep):
             return self._last[1]
         equations = resized or self._equations
         args = self._with_plan(plan)
-        cuts = [row for arg in args for row in argument_cuts(arg, self._function)]
-        results = result_cuts(self._call, equations)
-        spread = Spread(equations, self._sizes(args), cuts, results)
+        results = call_cuts(self._call, "out_shardings", len(equations.body.outputs))
+        spread = Spread(equations, self._sizes(args), self._argument_cuts(args), results)
         if resized is None:
             self._last = plan, spread
         return spread
+
+    def _argument_cuts(self, args: tuple[Any, ...]) -> list[Cuts | None]:
+        """Return the cuts of each argument's leaf: its own, or those that the jitted step gives."""
+        own = [row for arg in args for row in argument_cuts(arg, self._function)]
+        given = call_cuts(self._call, "in_shardings", len(own))
+        return [g if row is None else row for row, g in zip(own, given, strict=True)]
 
     def _with_plan(self, plan: Plan | None) -> tuple[Any, ...]:
         if plan is None:
