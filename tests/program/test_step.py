@@ -228,6 +228,17 @@ def test_shardings_of_a_jitted_step_are_those_of_its_arguments():
     assert by_call.traffic().sent > 0
 
 
+def test_without_a_plan_the_mesh_is_that_of_the_arguments():
+    mesh, other = (Mesh(np.array(jax.devices()[:n]), ("fsdp",)) for n in (8, 4))
+    cut = [shape(64, 128, sharding=NamedSharding(m, P("fsdp"))) for m in (mesh, other)]
+    x = shape(16, 64, sharding=NamedSharding(mesh, P("fsdp")))
+    step = sr.trace(lambda w, x: x @ w, cut[0], x)
+    assert {row.axes for row in step.traffic()} == {("fsdp",)}
+    assert step.memory().totals.arguments == 4 * (64 * 128 + 16 * 64) // 8
+    with pytest.raises(ValueError, match="the arguments have several meshes: fsdp=4; fsdp=8"):
+        sr.trace(lambda w, x: x @ w, cut[1], x)
+
+
 # Arithmetic
 
 

@@ -25,7 +25,8 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
         step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;
             give the jitted one for donation and `out_shardings`.
         *args: Its arguments, as `compile` takes them: a Plan stands for the tree that it plans.
-        on: The mesh of the constraints in it, as `compile` takes it. Default: that of the plans.
+        on: The mesh of the constraints in it, as `compile` takes it. Default: that of the plans, or
+            without one that of the arguments' shardings.
 
     Returns:
         A `Step`: classes of dimensions with their roles, FLOPs by line, and memory.
@@ -77,10 +78,18 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
 
 def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
     """Return the mesh of constraints; None if nothing says."""
+    from jax.sharding import NamedSharding
+    from jax.tree_util import tree_leaves
+
     if on is not None:
         return target_mesh(on, args)
     meshes = list(dict.fromkeys(as_mesh(arg._mesh) for arg in args if isinstance(arg, Plan)))
+    what = "plans among the arguments"
+    if not meshes:
+        shardings = (getattr(leaf, "sharding", None) for leaf in tree_leaves(args))
+        meshes = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
+        what = "arguments"
     if len({tuple(mesh.shape.items()) for mesh in meshes}) > 1:
         texts = "; ".join(mesh_shown(mesh.shape) for mesh in meshes)
-        raise ValueError(f"the plans among the arguments have several meshes: {texts}")
+        raise ValueError(f"the {what} have several meshes: {texts}")
     return meshes[0] if meshes else None
