@@ -238,8 +238,9 @@ class Step(TracedStep):
     def _argument_cuts(self, args: tuple[Any, ...]) -> list[Cuts | None]:
         """Return the cuts of each argument's leaf: its own, or those that the jitted step gives."""
         own = [row for arg in args for row in argument_cuts(arg, self._function)]
-        given = call_cuts(self._call, "in_shardings", len(own))
-        return [g if row is None else row for row, g in zip(own, given, strict=True)]
+        by_call = call_cuts(self._call, "in_shardings", len(own))
+        pairs = zip(own, by_call, strict=True)
+        return [default if row is None else row for row, default in pairs]
 
     def _with_plan(self, plan: Plan | None) -> tuple[Any, ...]:
         if plan is None:
