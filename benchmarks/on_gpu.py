@@ -107,7 +107,8 @@ def prove(name: str, on: str) -> list[float]:
     step, args = STEPS[name](mesh := topology.mesh(fsdp=1))
     traced: Any = sr.trace(step, *args)
     expected = traced.plan.step_time(step=traced, hardware=topology.hardware)
-    return [sr.prove(step, *args, on=mesh).memory.peak, traced.memory().peak, expected.best]
+    proof: Any = sr.prove(step, *args, on=mesh)
+    return [proof.memory.peak, traced.memory().peak, expected.best]
 
 
 def run(name: str) -> list[float]:
@@ -146,7 +147,7 @@ def main(on: str) -> None:
         if done.returncode and b"RESOURCE_EXHAUSTED" not in done.stderr:
             raise SystemExit(done.stderr.decode())
         peak, traced, best = prove(name, on)
-        row = ["refused", bytes_shown(peak), bytes_shown(traced), "", seconds_shown(best)]
+        row = ["refused", *map(bytes_shown, map(int, (peak, traced))), "", seconds_shown(best)]
         if not done.returncode:
             size, step = json.loads(done.stdout.splitlines()[-1])
             row[0], row[3] = bytes_shown(size), seconds_shown(step)

@@ -41,9 +41,11 @@ class CheckpointFormat(Protocol):
 
     def claims(self, arrays: Arrays) -> bool:
         """Say whether these arrays, which were listed, can be read."""
+        ...
 
     def samples(self, arrays: Arrays) -> list[Row]:
         """Return what several processes compare before they read, beside names and shapes."""
+        ...
 
     def read(
         self,
@@ -53,6 +55,7 @@ class CheckpointFormat(Protocol):
         progress: bool | Progress | None,
     ) -> Generator[list[Any]]:
         """Yield the arrays of each batch."""
+        ...
 
 
 class BytesInFiles:

@@ -66,12 +66,15 @@ class ModelFormat(Protocol):
     @property
     def description(self) -> str:
         """Return what to give, in words; nothing for files that are not read."""
+        ...
 
     def claims(self, path: Path) -> bool:
         """Say whether the name or the directory is of this form; the first format counts."""
+        ...
 
     def read(self, path: Path, make: ArraySpecs) -> Arrays:
         """Read names, shapes and dtypes, with leaves of `make.of_columns`."""
+        ...
 
 
 def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:

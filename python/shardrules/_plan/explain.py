@@ -228,7 +228,8 @@ def _tried_names(kind: Kind, columns: Columns) -> tuple[TriedName, ...]:
     own_names: list[tuple[int, int, NameOutcome, int | None]] = [
         (dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None
     ]
-    own_names += [(lost.dim, lost.rule, _OUTCOMES[lost.why], lost.to) for lost in kind.lost_rules]
+    for lost in kind.lost_rules:
+        own_names.append((lost.dim, lost.rule, _OUTCOMES[lost.why], lost.to))
     return tuple(
         TriedName(rule, dim, names[dim], columns.rules[rule][1], outcome, to)
         for dim, rule, outcome, to in sorted(own_names, key=lambda rule_loss: rule_loss[:2])

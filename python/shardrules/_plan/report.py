@@ -44,10 +44,12 @@ class Proposal(Protocol):
     @property
     def plan(self) -> Any:
         """The plan of the same leaves under these rules."""
+        ...
 
     @property
     def reasons(self) -> tuple[object, ...]:
         """Per rule why it says what it says; `str` gives it in words."""
+        ...
 
 
 @runtime_checkable
@@ -56,9 +58,11 @@ class CompiledProgram(Protocol):
 
     def to_json(self) -> dict[str, Any]:
         """Return its mesh, collectives and memory."""
+        ...
 
     def diff(self, other: Any) -> Findings:
         """Find what the program sends or needs beyond an earlier one."""
+        ...
 
 
 @runtime_checkable
@@ -68,9 +72,11 @@ class CompiledTime(Protocol):
     @property
     def timelines(self) -> tuple[Any, ...]:
         """Return what is computed and sent in a trip of its loops."""
+        ...
 
     def to_json(self) -> dict[str, Any]:
         """Return its seconds and these."""
+        ...
 
 
 @runtime_checkable
@@ -80,14 +86,17 @@ class Solved(Protocol):
     @property
     def choices(self) -> tuple[Any, ...]:
         """Return the classes of dimensions, with their mesh axes and what others cost."""
+        ...
 
     @property
     def activations(self) -> Any:
         """Return the constraints, a tuple; `str` gives the line of each."""
+        ...
 
     @property
     def summary(self) -> str:
         """Return its time, memory, bound and gap."""
+        ...
 
 
 def _solution_data(solution: Solved) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +15,7 @@ from shardrules._estimate.traffic import Traffic
 from shardrules._step.peak import is_apart
 
 if TYPE_CHECKING:
-    from shardrules._estimate.schedule import Of
+    from shardrules._estimate.schedule import Of, Row
     from shardrules._hardware import Hardware
     from shardrules._step.dimension_roles import Roles
     from shardrules._step.equations import Equations, TracedOperation
@@ -39,7 +39,7 @@ class Price:
 
     def traffic(self) -> Traffic:
         """Count what the step sends; what it is traced from is the only assumption."""
-        rows = (
+        rows: Iterator[Row] = (
             (sent.kind, sent.axes, self.purpose(sent), sent.trips, sent.payload * sent.trips)
             for sent in self.spread.sent
         )

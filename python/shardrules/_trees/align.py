@@ -24,10 +24,12 @@ class Walk(Protocol):
     @property
     def tree(self) -> Any:
         """The tree with the number of its row for each leaf."""
+        ...
 
     @property
     def paths(self) -> list[str]:
         """The path of each row."""
+        ...
 
 
 _Walk = TypeVar("_Walk", bound=Walk)
