@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._program.computation import Shape
 from shardrules._program.hlo import CollectiveOp, Hlo
-from shardrules._step.cuts import argument_cuts, call_cuts
+from shardrules._step.cuts import call_cuts
 from shardrules._step.spread import Spread
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 96, 256, 4, 2, 40, 352
@@ -155,7 +155,7 @@ class _SpreadOnCpu(Spread):
 
 def spread_on_cpu(step: sr.types.Step) -> Spread:
     """The specs with which a step was traced, over all of its arrays."""
-    cuts = [row for arg in step._args for row in argument_cuts(arg, step._function)]
+    cuts = step._argument_cuts(step._args)
     results = call_cuts(step._call, "out_shardings", len(step._equations.body.outputs))
     return _SpreadOnCpu(step._equations, step._sizes(step._args), cuts, results)
 

@@ -495,11 +495,11 @@ class Step(TracedStep):
     def _constants(self) -> Iterator[str]:
         """Yield a line if the step closes over more than it is given, such as its parameters."""
         values, users = self._equations.values, self._equations.users
-        size, given = (
+        size, input_size = (
             sum(values[i].bits for i in numbers) // 8
             for numbers in (users.keys() & self._equations.constants, self._equations.body.inputs)
         )
-        if size > given:
+        if size > input_size:
             yield (
                 f"the step closes over {bytes_shown(size)} of arrays, which are whole on each "
                 "device: give them as arguments"
