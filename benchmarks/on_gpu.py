@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._text import bytes_shown, seconds_shown
+from shardrules._base.text import bytes_shown, seconds_shown
 from tests.support.memory_steps import BIG, MOE, Pair, jitted
 
 Made = tuple[Any, tuple[Any, ...]]

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from benchmarks import solving
-from shardrules._io import write_text
+from shardrules._base.io import write_text
 from shardrules._program.dataflow import PRODUCTS
 from shardrules._program.flow import is_product
 from shardrules._program.program import time_on

@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import demo
-from shardrules._arguments import check_tree
+from shardrules._base.arguments import check_tree
+from shardrules._base.text import shown
 from shardrules._estimate.step_time import machine_of
 from shardrules._program.compiling import CompileLog
 from shardrules._rules import matcher
-from shardrules._text import shown
 from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan
 from tests.support import api
 from tests.support.files import header_file

@@ -214,7 +214,7 @@ def test_numpy_integers_and_lists_are_shapes():
 @pytest.mark.parametrize("size", [3, 8, 12, 15])
 def test_bytes_on_each_device(mesh, size):
     """Of an array that JAX can place, what its shards say; of others, the rounded-up parts."""
-    from shardrules._mesh.device_bytes import device_bytes
+    from shardrules._plan.device_bytes import device_bytes
 
     spec = P(("tp", "fsdp"))
     held = device_bytes((size, 5), 32, spec, mesh.shape)

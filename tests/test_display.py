@@ -25,7 +25,7 @@ import pytest
 from jax.sharding import Mesh
 
 import shardrules as sr
-from shardrules._text import answer, record
+from shardrules._base.text import answer, record
 from tests.support import api
 
 SIZES = {"fsdp": 2, "tp": 2}
@@ -178,10 +178,7 @@ RECORDS: dict[str, Callable[[], Any]] = {
 # What users write: the `repr` is how, without what they leave out.
 WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
     "Correction": (lambda: sr.Correction(rank="keep"), "Correction(rank='keep')"),
-    "RuleSpec": (
-        lambda: sr.RuleSpec("tp", units=(2,)),
-        "RuleSpec(spec='tp', units=(2,))",
-    ),
+    "RuleSpec": (lambda: sr.RuleSpec("tp", units=(2,)), "RuleSpec(spec='tp', units=(2,))"),
     "Dialect": (
         lambda: sr.dialects.Dialect("own", ".", sr.Correction(), scalars="none"),
         "Dialect(name='own', separator='.', correction=Correction(), scalars='none')",

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 import shardrules as sr
-from shardrules._hardware import public_hardware
+from shardrules._base.hardware import public_hardware
 from tests.support.folders import ROOT
 
 # From "How to Scale Your Model" (Austin et al., 2025), chapters "TPUs" and "GPUs": bfloat16 FLOP/s,

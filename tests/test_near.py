@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shardrules._text import near_paths, near_shown
+from shardrules._base.text import near_paths, near_shown
 
 WORDS = ("attention", "mlp", "query", "key", "value", "gate_proj", "up_proj", "kernel", "norm")
 

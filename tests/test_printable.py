@@ -16,7 +16,7 @@ from contextlib import suppress
 import pytest
 
 import shardrules as sr
-from shardrules._text import printable, printable_json
+from shardrules._base.text import printable, printable_json
 from tests.support import corpus
 from tests.support.command_line import ended
 from tests.support.slow import slow
@@ -353,9 +353,7 @@ def test_what_objects_say_of_themselves(name):
     plan = sr.plan(tree, [(re.escape(name), (name, "fsdp")), (".*", ())], {"fsdp": 4, name: 2})
     other = sr.plan({f"{name}/x": sr_leaf()}, [(".*", ())], {f"{name}y": 8})
     harmless = sr.plan(
-        {"v": sr_leaf(), "w": sr_leaf()},
-        [("v", ("z", "fsdp")), (".*", ())],
-        {"fsdp": 4, "z": 2},
+        {"v": sr_leaf(), "w": sr_leaf()}, [("v", ("z", "fsdp")), (".*", ())], {"fsdp": 4, "z": 2}
     )
     for text in (
         plan, plan.check(), plan.explain(name), plan.diff(other), plan.sweep([{name: 8}]), plan.on_mesh({"fsdp": 3}).explain(name),

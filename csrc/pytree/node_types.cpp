@@ -40,7 +40,7 @@ NodeType named_tuple(PyTypeObject* type) {
 
 NodeType registered(PyObject* example, PyTypeObject* type) {
     auto* const object = reinterpret_cast<PyObject*>(type);
-    const Ref known = Ref::checked(PyObject_CallMethod(imported("shardrules._node_types").get(),
+    const Ref known = Ref::checked(PyObject_CallMethod(imported("shardrules._base.node_types").get(),
                                                        "registration", "OO", object, example));
     PyObject *unflatten = nullptr, *record = nullptr;
     if (!PyArg_ParseTuple(known.get(), "OO", &unflatten, &record)) throw PythonError{};

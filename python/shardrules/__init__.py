@@ -14,13 +14,13 @@ _PUBLIC = {
     "_checkpoint.renames": "Rename",
     "_checkpoint.reshard": "reshard",
     "_checkpoint.saving": "save",
-    "_correction": "Correction RuleSpec",
+    "_base.correction": "Correction",
     "_files.manifest": "write_manifest",
     "_files.public": "read_hardware read_model read_rules",
-    "_hardware": "Hardware",
-    "_io": "FileError",
-    "_mesh.mesh": "resolve_mesh",
-    "_mesh.topology": "Topology",
+    "_base.hardware": "Hardware",
+    "_base.io": "FileError",
+    "_place.mesh": "resolve_mesh",
+    "_program.topologies.topology": "Topology",
     "_patching.patch": "patch unpatch",
     "_place.compare": "compare",
     "_place.constraint": "with_sharding_constraint",
@@ -41,7 +41,7 @@ _PUBLIC = {
     "_rules.logical_rules": "LogicalRules logical_axis_rules",
     "_rules.rules": "Rules match_partition_rules",
     "_solve.solution": "solve",
-    "_specs": "fsdp",
+    "_base.rule_specs": "RuleSpec fsdp",
     "_suggest.suggest": "suggest",
     "_verify.audit": "audit",
     "_verify.prove": "prove",
@@ -99,7 +99,7 @@ def _moved(name: str) -> str:
 def _leave() -> None:
     """Tell the other processes of a job, which may be waiting for this one, that it ends."""
     if "jax" in sys.modules:
-        from shardrules._jax import is_coordinated
+        from shardrules._base.jax_names import is_coordinated
 
         if is_coordinated():
             from shardrules._place import processes

@@ -17,14 +17,14 @@ from time import perf_counter
 from typing import Any, Final
 
 from shardrules import Hardware, match_partition_rules, named_shardings, plan
+from shardrules._base.text import bytes_shown
 from shardrules._files.models import nested, read_arrays
 from shardrules._files.rules import read_rule_source
-from shardrules._mesh.topology import Topology
 from shardrules._plan.plan import Plan
+from shardrules._program.topologies.topology import Topology
 from shardrules._rules.rules import Rules
 from shardrules._suggest.suggest import suggest
 from shardrules._suggest.suggestion import Suggestion
-from shardrules._text import bytes_shown
 from shardrules._verify.prove import head_of, prove
 
 __all__ = ["main"]

@@ -32,7 +32,7 @@ _PUBLIC = {
     "_solve.solution": "Solution",
     "_step.step": "DimensionClass Step Work",
     "_suggest.suggestion": "Comparison CutReason Reason Suggestion",
-    "_text": "Place",
+    "_base.text": "Place",
     "_verify.prove": "Proof",
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}

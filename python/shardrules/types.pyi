@@ -1,5 +1,6 @@
 """What type checkers and IDEs know of `shardrules.types`; a test compares it with `types.py`."""
 
+from shardrules._base.text import Place as Place
 from shardrules._estimate.buffers import Buffer as Buffer
 from shardrules._estimate.buffers import Memory as Memory
 from shardrules._estimate.buffers import Totals as Totals
@@ -48,5 +49,4 @@ from shardrules._suggest.suggestion import Comparison as Comparison
 from shardrules._suggest.suggestion import CutReason as CutReason
 from shardrules._suggest.suggestion import Reason as Reason
 from shardrules._suggest.suggestion import Suggestion as Suggestion
-from shardrules._text import Place as Place
 from shardrules._verify.prove import Proof as Proof

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.dtypes import BITS, SAFETENSORS
 from shardrules._checkpoint import filling, formats, reading, trees
-from shardrules._dtypes import BITS, SAFETENSORS
 from shardrules._files.leaves import ArraySpecs
 from shardrules._files.models import read_arrays
 from tests.support.files import header_file, message

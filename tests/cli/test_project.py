@@ -9,9 +9,9 @@ import sys
 import pytest
 
 import shardrules as sr
+from shardrules._base.io import FileError
 from shardrules._cli.project import forms
 from shardrules._files.project import ARGUMENTS, _jobs, read_project
-from shardrules._io import FileError
 from tests.support import project_schema
 from tests.support.command_line import invoke
 from tests.tpu.marks import needs_libtpu

@@ -36,8 +36,8 @@ def test_the_help_imports_no_command_and_no_library():
         "shardrules._cli.commands",
         "shardrules._cli.options",
         "shardrules._cli.process",
-        "shardrules._io",
-        "shardrules._text",
+        "shardrules._base.io",
+        "shardrules._base.text",
     }
     assert ours(imported_by(COMMAND_LINE, "plan", "--help")) == ours(modules)
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from shardrules import __version__
+from shardrules._base.hardware import public_hardware
+from shardrules._base.io import DEFAULT_MEMORY
+from shardrules._base.rule_specs import MEMORY_KINDS
+from shardrules._base.text import byte_count
 from shardrules._cli.commands import COMMANDS
 from shardrules._cli.options import GROUP_OF, GROUPS
-from shardrules._correction import MEMORY_KINDS
 from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.rules import DIALECTS, TABLES
-from shardrules._hardware import public_hardware
-from shardrules._io import DEFAULT_MEMORY
 from shardrules._plan.findings import LEVELS
-from shardrules._text import byte_count
 from tests.support import command_page
 from tests.support.command_line import invoke, options_of
 

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._specs import plain_entries
+from shardrules._base.specs import plain_entries
 from shardrules.compat import maxtext
 from tests.support import corpus
 

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._hardware import compiler_facts
-from shardrules._mesh import gpu_topology
-from shardrules._mesh.topology import memory_limit
+from shardrules._base.hardware import compiler_facts
+from shardrules._program.topologies import gpu as gpu_topology
+from shardrules._program.topologies.topology import memory_limit
 from tests.cuda.marks import needs_cuda
 
 SHAPES = {

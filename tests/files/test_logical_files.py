@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import shardrules as sr
+from shardrules._base.io import memory_within
 from shardrules._files.models import read_arrays
 from shardrules._files.rules import read_rule_source
-from shardrules._io import memory_within
 from tests.support.command_line import invoke as run
 
 DUMPS = Path(__file__).parents[1] / "data" / "maxtext-dumps"

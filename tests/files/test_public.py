@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.dtypes import BITS
 from shardrules._cli.inputs import load_model_plan
-from shardrules._dtypes import BITS
 from tests.support import corpus
 from tests.support.command_line import options_of
 from tests.support.files import message

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardrules._dtypes import BITS, SAFETENSORS
+from shardrules._base.dtypes import BITS, SAFETENSORS
+from shardrules._base.io import FileError
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import read_arrays
-from shardrules._io import FileError
 from tests.support.files import header_file, message
 
 DEEP = b"[" * 200_000 + b"]" * 200_000

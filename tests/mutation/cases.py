@@ -13,7 +13,7 @@ from typing import Any, Final
 import jax
 
 import shardrules as sr
-from shardrules._specs import entries_of, entry_axes
+from shardrules._base.specs import entries_of, entry_axes
 from tests.mutation.models import MODELS
 from tests.mutation.slips import Case
 from tests.support import corpus

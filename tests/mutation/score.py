@@ -14,7 +14,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 import shardrules as sr
-from shardrules._specs import Entries, entries_of, entry_axes
+from shardrules._base.specs import Entries, entries_of, entry_axes
 from tests.mutation.slips import CLASSES, Case
 
 __all__ = ["Score", "outcomes", "score", "table"]

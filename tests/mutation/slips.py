@@ -14,7 +14,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._specs import entries_of, entry_axes, entry_of
+from shardrules._base.specs import entries_of, entry_axes, entry_of
 
 Rule = tuple[Any, Any]
 

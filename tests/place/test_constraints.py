@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._mesh import mesh as meshes_of_jax
 from shardrules._place import constraint, named_shardings
+from shardrules._place import mesh as meshes_of_jax
 from tests.support.contexts import legacy, needs_set_mesh
 from tests.support.work import calls_by_file
 

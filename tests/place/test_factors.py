@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._mesh.spec_on_mesh import in_parts
+from shardrules._place.spec_on_mesh import in_parts
 from tests.support import corpus
 from tests.support.contexts import needs_set_mesh
 
@@ -156,12 +156,7 @@ def test_arrays_of_other_rules_keep_their_slices(factored, shape, sizes, policy,
     ("model", "projections", "spec", "units"),
     [
         # Heads have a dimension of their own, or share one with what a head holds.
-        (
-            "maxtext-llama3.1-405b-scanned",
-            "(query|key|value)/kernel",
-            (None, None, "tp"),
-            (),
-        ),
+        ("maxtext-llama3.1-405b-scanned", "(query|key|value)/kernel", (None, None, "tp"), ()),
         ("easydel-mixtral-8x22b", "[qkv]_proj/kernel", (None, "tp"), (None, 128)),
         ("llama-3.1-405b", r"[qkv]_proj\.weight", ("tp",), (128,)),
     ],
@@ -394,10 +389,7 @@ class TestPlanned:
     def test_a_rule_file(self, write):
         from shardrules._files.rules import read_rule_source
 
-        content = {
-            "rules": [["w", [None, "tp"]]],
-            "correction": {"indivisible": "factor"},
-        }
+        content = {"rules": [["w", [None, "tp"]]], "correction": {"indivisible": "factor"}}
         rules = read_rule_source(write("rules.json", content)).rules
         assert sr.plan({"w": struct(8, 4)}, rules, {"tp": 8}).specs() == {"w": P(None, "tp_0")}
 

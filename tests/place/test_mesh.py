@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._mesh_sizes import parse_mesh
+from shardrules._base.mesh_sizes import parse_mesh
 from tests.support.contexts import legacy, needs_set_mesh
 
 

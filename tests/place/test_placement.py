@@ -18,8 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._mesh import memory
-from shardrules._place import named_shardings, shard
+from shardrules._place import memory, named_shardings, shard
 from tests.support.contexts import legacy
 from tests.support.work import calls_by_file
 

@@ -19,11 +19,7 @@ from shardrules._rules.rules import matcher_of
 from tests.support import corpus
 from tests.support.slow import MODELS
 
-MESHES = [
-    {"dp": 2, "fsdp": 8, "ep": 4, "tp": 4, "sp": 2},
-    {"fsdp": 3, "tp": 7},
-    {"tp": 64},
-]
+MESHES = [{"dp": 2, "fsdp": 8, "ep": 4, "tp": 4, "sp": 2}, {"fsdp": 3, "tp": 7}, {"tp": 64}]
 
 
 def plainly_corrected(spec, shape, sizes):
@@ -99,7 +95,7 @@ def test_nothing_is_leaked():
     sr.named_shardings({"w": np.zeros(4)}, sr.Rules([("w", (None, marker))]), {"tp": 2})
     del marker
     gc.collect()
-    from shardrules import _specs
+    from shardrules._base import specs as _specs
 
     _specs._remembered_spec.cache_clear()
     assert alive() is None

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.text import nearest
 from shardrules._plan import check, queries
 from shardrules._plan.findings import CheckKind
 from shardrules._plan.fold import fold
 from shardrules._plan.queries import KINDS
-from shardrules._text import nearest
 from tests.support import corpus
 from tests.support.folders import DATA
 from tests.support.plans import shard_bytes
@@ -233,12 +233,7 @@ class TestCatchAll:
 
     @pytest.mark.parametrize(
         "dialect",
-        [
-            sr.dialects.EFORMER,
-            sr.dialects.KEYSTR,
-            sr.dialects.KERAS,
-            sr.dialects.TP_PLAN,
-        ],
+        [sr.dialects.EFORMER, sr.dialects.KEYSTR, sr.dialects.KERAS, sr.dialects.TP_PLAN],
         ids=lambda d: d.name,
     )
     @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

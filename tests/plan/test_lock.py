@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.specs import entries_of
 from shardrules._plan import lock as locks
-from shardrules._specs import entries_of
 from tests.support import corpus
 from tests.support.slow import MODELS
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._correction import MEMORY_KINDS
+from shardrules._base.rule_specs import MEMORY_KINDS
 
 KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
 needs_kinds = pytest.mark.skipif("pinned_host" not in KINDS, reason="this JAX has one kind alone")

@@ -24,8 +24,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._dtypes import bits_of
-from shardrules._mesh.device_bytes import device_bytes
+from shardrules._base.dtypes import bits_of
+from shardrules._plan.device_bytes import device_bytes
 from shardrules._plan.memory import by_class
 from tests.support import corpus, references
 from tests.support.plans import leaf_bytes, shard_bytes
@@ -211,11 +211,7 @@ def test_rule_specs_and_corrections():
         "x": P(),
         "y": P(("fsdp", "tp")),
     }
-    for correction in (
-        prefix,
-        sr.Correction(indivisible="keep"),
-        sr.Correction(pad=False),
-    ):
+    for correction in (prefix, sr.Correction(indivisible="keep"), sr.Correction(pad=False)):
         plan = sr.plan(tree, rules, mesh, correction=correction)
         check_equal_to_named_shardings(plan, tree, rules, mesh, correction=correction)
 
@@ -638,12 +634,7 @@ class TestExplain:
         return [one.outcome for one in self.plan(**options).explain(path).tried]
 
     def test_outcomes(self):
-        assert self.outcomes("a/w") == [
-            "wins",
-            "too late",
-            "no match",
-            "no match",
-        ]
+        assert self.outcomes("a/w") == ["wins", "too late", "no match", "no match"]
         assert self.outcomes("w") == ["no match", "wins", "no match", "no match"]
         assert self.outcomes("s") == ["no match"] * 4
         assert self.outcomes("w", min_size=100)[1] == "not needed"
@@ -653,10 +644,7 @@ class TestExplain:
             TOLD_MESH,
         )
         # What is equal to the path is tried first, and alone.
-        assert [one.outcome for one in keras.explain("w").tried] == [
-            "wins",
-            *["too late"] * 2,
-        ]
+        assert [one.outcome for one in keras.explain("w").tried] == ["wins", *["too late"] * 2]
         keras = sr.plan(
             TOLD_TREE,
             sr.Rules([("[w]", None), ("w|v", None), ("x", None)], sr.dialects.KERAS),
@@ -925,10 +913,7 @@ def test_real_dtypes_are_those_of_the_manifest():
     """A guard of these tests: the manifests have several, so that bytes differ."""
     assert {
         str(corpus.with_dtype(p).dtype) for p in corpus.manifest(corpus.DEEPSEEK).parameters
-    } == {
-        "bfloat16",
-        "float32",
-    }
+    } == {"bfloat16", "float32"}
 
 
 EMPTY = [((),), ((), "tp"), (("tp",), ()), ((), ()), (None, ()), ("fsdp", (), "tp")]

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import shardrules as sr
+from shardrules._base.text import bytes_shown, printable, printable_lines, seconds_shown
 from shardrules._cli.step_page import step_page
-from shardrules._text import bytes_shown, printable, printable_lines, seconds_shown
 from tests.support import corpus
 from tests.support.browser import chromium, metrics_of
 from tests.support.command_line import invoke

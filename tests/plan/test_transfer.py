@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._arguments import MOST
-from shardrules._dtypes import bits_of
-from shardrules._specs import entries_of
+from shardrules._base.arguments import MOST
+from shardrules._base.dtypes import bits_of
+from shardrules._base.specs import entries_of
 from tests.support import corpus
 from tests.support.slow import MODELS
 
@@ -297,7 +297,7 @@ def test_leaves_that_follow_their_mesh_stay():
 
 def test_the_table_has_what_moves():
     tree = {
-        "layers": [{"w": array(8, 8), "norm": array(8), "v\x1b": array(8, 8)} for _ in range(3)],
+        "layers": [{"w": array(8, 8), "norm": array(8), "v\x1b": array(8, 8)} for _ in range(3)]
     }
     rules = [("w", ("a", None)), ("norm", ()), (".", (None, "a"))]
     plan = sr.plan(tree, rules, {"a": 4})

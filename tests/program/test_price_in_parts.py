@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._mesh.mesh import as_mesh
+from shardrules._place.mesh import as_mesh
 from tests.support import memory_steps, page_table
 
 pytestmark = pytest.mark.skipif(

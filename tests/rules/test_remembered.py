@@ -22,14 +22,7 @@ import shardrules as sr
 from shardrules._rules import matcher, rules
 from shardrules._rules.dialects import EASYLM, EFORMER
 from shardrules._rules.rules import remembered_rules
-from shardrules.compat import (
-    big_vision,
-    easylm,
-    jaxseq,
-    keras,
-    spectrax,
-    tp_plan,
-)
+from shardrules.compat import big_vision, easylm, jaxseq, keras, spectrax, tp_plan
 from shardrules.compat import eformer as compat_eformer
 from tests.support.folders import ROOT
 
@@ -315,7 +308,7 @@ def test_the_memory_is_bounded():
     assert tree() is None
     for i in range(16):
         sr.match_partition_rules([(".*", f"axis{i}")], TREE)
-    from shardrules import _specs
+    from shardrules._base import specs as _specs
 
     _specs._remembered_spec.cache_clear()
     gc.collect()

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._jax import user_line
+from shardrules._base.jax_names import user_line
 from shardrules._solve.activations import activations, constrained_step, seams
 from shardrules._solve.layout import LaidSpread, Layout, StepArrays
 from shardrules._solve.rewrite import sites

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 import shardrules as sr
+from shardrules._base.specs import entries_of, entry_axes
 from shardrules._solve.rules import with_cuts
-from shardrules._specs import entries_of, entry_axes
 from shardrules._writer.draft import MOST_RULES
 from tests.support import corpus, models
 from tests.support.models import array

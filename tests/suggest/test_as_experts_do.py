@@ -9,7 +9,7 @@ import re
 import pytest
 
 import shardrules as sr
-from shardrules._specs import entry_axes
+from shardrules._base.specs import entry_axes
 from tests.support import models
 from tests.support.command_line import invoke
 from tests.support.folders import DATA

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import shardrules._node_types
+import shardrules._base.node_types
 from shardrules import Rules
+from shardrules._base.node_types import Record
 from shardrules._core import Corrector, RecordLayout, RuleSet, ShardingTable, SpecTable, templates
-from shardrules._node_types import Record
 from shardrules._rules.matcher import _choices
 from shardrules._rules.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, MATCH_MODES, compile_patterns
 from shardrules.dialects import EFORMER, KERAS, KEYSTR, NNX
@@ -264,7 +264,7 @@ def use_stand_in() -> None:
     sys.modules |= {
         "jax": ModuleType("jax"), "jax.tree_util": tree_util, "jax.sharding": sharding,
     }  # fmt: skip
-    shardrules._node_types.registration = registration
+    shardrules._base.node_types.registration = registration
     # CPython's os.environ raises a SystemError where there is no memory.
     shardrules._rules.matcher.logs_moves = lambda: False
 

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardrules._dtypes import bits_of
+from shardrules._base.dtypes import bits_of
 from shardrules._files.models import read_arrays
 
 __all__ = ["Manifest", "Parameter", "read_manifest"]

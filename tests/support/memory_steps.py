@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.text import bytes_shown, seconds_shown
 from shardrules._program.program import time_on
-from shardrules._text import bytes_shown, seconds_shown
 from tests.support import page_table
 from tests.support.folders import ROOT
 

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.io import FileError
 from shardrules._checkpoint import reading, saving
 from shardrules._files import remote
-from shardrules._io import FileError
 from tests.support import docs_pages
 from tests.support.process_worker import main, raised
 
@@ -248,11 +248,7 @@ def cross():
     for call in (sr.reshard, sr.shard)[: jax.process_index() + 1]:  # no process waits for another
         alone = call(whole, P("y"), mine)["rows"]
         is_alone &= np.array_equal(np.asarray(alone), arrays["rows"])
-    return {
-        "results": results,
-        "refused": refused,
-        "alone": bool(is_alone),
-    }
+    return {"results": results, "refused": refused, "alone": bool(is_alone)}
 
 
 def once():

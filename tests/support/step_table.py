@@ -20,9 +20,9 @@ from unittest import mock
 import jax
 
 import shardrules as sr
+from shardrules._base.specs import entry_axes
+from shardrules._base.text import bytes_shown, mesh_shown
 from shardrules._program.hlo import Hlo
-from shardrules._specs import entry_axes
-from shardrules._text import bytes_shown, mesh_shown
 from tests.support import page_table, step_suite, step_traffic, steps
 from tests.support.folders import ROOT
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
-from shardrules._text import bytes_shown, mesh_shown
+from shardrules._base.text import bytes_shown, mesh_shown
 from tests.support import page_table
 from tests.support.folders import ROOT
 from tests.support.steps import (

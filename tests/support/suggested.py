@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import shardrules as sr
-from shardrules._text import bytes_shown
+from shardrules._base.text import bytes_shown
 from tests.support import corpus
 from tests.support.folders import ROOT
 

@@ -13,8 +13,8 @@ from jax import tree_util
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.node_types import registration
 from shardrules._core import RecordLayout
-from shardrules._node_types import registration
 
 LEAF = jax.ShapeDtypeStruct((4, 8), "float32")
 
@@ -224,7 +224,7 @@ def test_a_layout_that_the_core_does_not_know(monkeypatch):
     known = registration(Plain, Plain(LEAF, LEAF))
     for layout in (-1, len(RecordLayout)):
         made = known[0], known[1]._replace(layout=layout)
-        monkeypatch.setattr("shardrules._node_types.registration", lambda *_, made=made: made)
+        monkeypatch.setattr("shardrules._base.node_types.registration", lambda *_, made=made: made)
         with pytest.raises(ValueError, match=f"records have no layout {layout}"):
             match(Plain(LEAF, LEAF))
 

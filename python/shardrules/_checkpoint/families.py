@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from shardrules._arguments import boolean, check_real, check_type
+from shardrules._base.arguments import boolean, check_real, check_type
+from shardrules._base.text import near_shown, shown
 from shardrules._checkpoint.renames import Rename
-from shardrules._text import near_shown, shown
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from shardrules._base.io import FileError
+from shardrules._base.text import bytes_shown
 from shardrules._checkpoint.boxes import Box, Piece, box_shape, slices_in
 from shardrules._checkpoint.job import Job, fills_view
 from shardrules._checkpoint.puts import assembled, parts_on_devices, stacked_arrays, whole_arrays
@@ -23,8 +25,6 @@ from shardrules._checkpoint.reading import BoxRequest, Reader, copy_values
 from shardrules._checkpoint.scales import spread
 from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._files.leaves import ArraySpec, StoredFile
-from shardrules._io import FileError
-from shardrules._text import bytes_shown
 
 # Reads at once, also of one array: a store on a network takes milliseconds to answer each.
 _THREADS: Final = 16

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardrules._arguments import each, listed
+from shardrules._base.arguments import each, listed
+from shardrules._base.dtypes import bits_of, given_float, numpy_name
+from shardrules._base.specs import entries_of, entry_axes
+from shardrules._base.text import bytes_shown, counted, mesh_shown, printable_lines
 from shardrules._checkpoint.boxes import Box
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.ranges import MOST_SHARE, STAGED, calls_of
@@ -18,11 +21,8 @@ from shardrules._checkpoint.reading import bound_of
 from shardrules._checkpoint.renames import A_RENAME, Rename
 from shardrules._checkpoint.targets import Target, whole
 from shardrules._checkpoint.trees import matched
-from shardrules._dtypes import bits_of, given_float, numpy_name
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import read_arrays
-from shardrules._specs import entries_of, entry_axes
-from shardrules._text import bytes_shown, counted, mesh_shown, printable_lines
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -12,6 +12,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from jax import ShapeDtypeStruct, tree_util
 
+from shardrules._base.io import FileError
+from shardrules._base.text import printable
 from shardrules._checkpoint.filling import fill
 from shardrules._checkpoint.job import Job, bytes_to_read
 from shardrules._checkpoint.programs import ingredients, made
@@ -19,10 +21,8 @@ from shardrules._checkpoint.ranges import in_batches
 from shardrules._checkpoint.reading import Progress, Reader, reported
 from shardrules._files.models import Arrays
 from shardrules._files.orbax import SEPARATOR, is_item
-from shardrules._io import FileError
+from shardrules._place.align import key_text
 from shardrules._place.processes import Row
-from shardrules._text import printable
-from shardrules._trees.align import key_text
 
 # Of one array some bytes each.
 _MOST_SAMPLES: Final = 512

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardrules._arguments import each, listed
+from shardrules._base.arguments import each, listed
+from shardrules._base.text import shown
 from shardrules._checkpoint.boxes import Groups
 from shardrules._checkpoint.patterns import Token, tokens_of
 from shardrules._checkpoint.renames import Rename, numbered_axes, stacked_axes
-from shardrules._text import shown
 
 # What `re.sub` puts in: a group by name or number, a character, or an axis.
 _TEMPLATE: Final = re.compile(r"\\g<(\w+)>|\\([1-9]\d?)|\\(.)|\{(\w+)\}|([^\\{]+|\{)", re.DOTALL)

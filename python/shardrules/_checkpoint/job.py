@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardrules._base.dtypes import bits_of
+from shardrules._base.text import bytes_shown
 from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape
 from shardrules._checkpoint.reading import STAGING, bound_of
 from shardrules._checkpoint.targets import SourcePart, Target
-from shardrules._dtypes import bits_of
 from shardrules._files.leaves import ArraySpec
-from shardrules._text import bytes_shown
 
 
 class Job(NamedTuple):

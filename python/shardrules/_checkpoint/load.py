@@ -9,7 +9,9 @@ from typing import Any
 
 from jax import tree_util
 
-from shardrules._arguments import check_type, each, in_order, integer, listed, texts
+from shardrules._base.arguments import check_type, each, in_order, integer, listed, texts
+from shardrules._base.correction import Correction
+from shardrules._base.dtypes import bits_of, given_float
 from shardrules._checkpoint.formats import format_of, reads_of
 from shardrules._checkpoint.job import Job, bytes_in_flight
 from shardrules._checkpoint.problems import Problems
@@ -19,12 +21,10 @@ from shardrules._checkpoint.replicas import put_in_place, reading_of
 from shardrules._checkpoint.selection import Selection, initial
 from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched
-from shardrules._correction import Correction
-from shardrules._dtypes import bits_of, given_float
 from shardrules._files.leaves import ArraySpecs
 from shardrules._files.models import Arrays, read_arrays
-from shardrules._mesh.mesh import MeshLike
 from shardrules._place.decider import RulesLike, policy_for
+from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
 from shardrules._plan.companions import Companion

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from shardrules._io import FileError
+from shardrules._base.io import FileError
+from shardrules._base.text import counted, near_shown
 from shardrules._plan.fold import fold_paths
-from shardrules._text import counted, near_shown
 
 _MOST_NEAR: Final = 5
 

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from shardrules._base.dtypes import is_inexact
 from shardrules._checkpoint.boxes import Box, box_of
 from shardrules._checkpoint.job import Job
-from shardrules._dtypes import is_inexact
 from shardrules._place.crossing import array_of_shards
 
 _TOGETHER: Final = 32

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import numpy as np
 
 from shardrules import _core
+from shardrules._base.dtypes import is_inexact
+from shardrules._base.io import FileError, opened
+from shardrules._base.text import bytes_shown, shown
 from shardrules._checkpoint.boxes import Box, box_shape, hull_of, intersection, slices_in
 from shardrules._checkpoint.ranges import (
     GAP,
@@ -33,11 +36,8 @@ from shardrules._checkpoint.ranges import (
     share_bytes,
     shares_of,
 )
-from shardrules._dtypes import is_inexact
 from shardrules._files.leaves import ArraySpec, StoredFile, state_of
 from shardrules._files.remote import RemoteFile
-from shardrules._io import FileError, opened
-from shardrules._text import bytes_shown, shown
 
 if TYPE_CHECKING:
     import io

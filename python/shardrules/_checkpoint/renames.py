@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from shardrules._arguments import boolean, check_type, integer, listed
+from shardrules._base.arguments import boolean, check_type, integer, listed
+from shardrules._base.dtypes import given_name
+from shardrules._base.text import misspelt, shown, without_defaults
 from shardrules._checkpoint.boxes import Arrangement, arrangement
-from shardrules._dtypes import given_name
 from shardrules._rules.patterns import check_template
-from shardrules._text import misspelt, shown, without_defaults
 
 A_RENAME: Final = r"a Rename, such as shardrules.Rename(r'^transformer/', '')"
 

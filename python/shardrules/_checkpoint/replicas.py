@@ -10,11 +10,11 @@ from typing import Any, Final
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules._dtypes import bits_of
+from shardrules._base.dtypes import bits_of
+from shardrules._base.specs import entries_of, entry_axes, entry_of
 from shardrules._files.models import Arrays
 from shardrules._files.remote import RemotePath
 from shardrules._place.transfers import put
-from shardrules._specs import entries_of, entry_axes, entry_of
 
 # Smaller arrays are read by each process: a request takes as long as a program.
 _LEAST_BYTES: Final = 1 << 20

@@ -14,7 +14,19 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from shardrules._arguments import Tree, boolean, check_tree, each, in_order, integer, listed, texts
+from shardrules._base.arguments import (
+    Tree,
+    boolean,
+    check_tree,
+    each,
+    in_order,
+    integer,
+    listed,
+    texts,
+)
+from shardrules._base.correction import Correction
+from shardrules._base.dtypes import BITS, bits_of, given_float, is_plain_float
+from shardrules._base.text import bytes_shown, shown
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.programs import is_plain, made_of
 from shardrules._checkpoint.ranges import in_batches
@@ -22,11 +34,11 @@ from shardrules._checkpoint.reading import bound_of
 from shardrules._checkpoint.renames import A_RENAME, Rename, texts_of
 from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
-from shardrules._correction import Correction
-from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec
-from shardrules._mesh.mesh import MeshLike
+from shardrules._place.align import align, leaf_paths, rows_and_paths
+from shardrules._place.boxes import unboxed
 from shardrules._place.decider import BySpecs, RulesLike, policy_for
+from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
 from shardrules._place.shard import converted, of_placeable
@@ -34,9 +46,6 @@ from shardrules._place.spec_trees import leaf_path
 from shardrules._place.transfers import check_reachable, put, stays_in_part, stays_within
 from shardrules._plan.companions import Companion
 from shardrules._plan.plan import Plan
-from shardrules._rules.names import unboxed
-from shardrules._text import bytes_shown, shown
-from shardrules._trees.align import align, leaf_paths, rows_and_paths
 
 
 class _Move(NamedTuple):

@@ -16,16 +16,16 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from shardrules._arguments import check_type, each, integer, listed
+from shardrules._base.arguments import check_type, each, integer, listed
+from shardrules._base.dtypes import SAFETENSORS, bits_of, given_name
+from shardrules._base.io import FileError, path_of, sync_directory
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.programs import dtype_on_devices, is_plain, made_of, spread_over
 from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.targets import Target, finds, targets_of
-from shardrules._dtypes import SAFETENSORS, bits_of, given_name
 from shardrules._files.leaves import ArraySpec
-from shardrules._io import FileError, path_of, sync_directory
+from shardrules._place.align import leaf_paths
 from shardrules._place.processes import JointCall
-from shardrules._trees.align import leaf_paths
 
 _CODES: Final = {numpy_name: code for code, numpy_name in SAFETENSORS.items()}
 _INDEX: Final = "model.safetensors.index.json"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrules._arguments import boolean, check_type
+from shardrules._base.arguments import boolean, check_type
+from shardrules._base.text import counted, shown
 from shardrules._checkpoint.problems import Problems
 from shardrules._plan.fold import fold_paths
-from shardrules._text import counted, shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding

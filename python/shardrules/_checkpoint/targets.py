@@ -11,6 +11,8 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from shardrules._base.dtypes import bits_of, converts
+from shardrules._base.text import counted
 from shardrules._checkpoint.boxes import (
     Arrangement,
     Box,
@@ -26,9 +28,7 @@ from shardrules._checkpoint.patterns import needed_text
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.renames import Rename, numbered_axes, stacked_axes
-from shardrules._dtypes import bits_of, converts
 from shardrules._files.leaves import ArraySpec
-from shardrules._text import counted
 
 Shape = tuple[int, ...]
 

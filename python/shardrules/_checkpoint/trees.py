@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from shardrules._arguments import check_tree
+from shardrules._base.arguments import check_tree
+from shardrules._base.dtypes import bits_of, converts, given_name, is_plain_float, key_dtype
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.selection import Selection
 from shardrules._checkpoint.targets import Target, targets_of
-from shardrules._dtypes import bits_of, converts, given_name, is_plain_float, key_dtype
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import Arrays, nested
-from shardrules._mesh.mesh import check_placeable
-from shardrules._trees.align import leaf_paths, match_rows
+from shardrules._place.align import leaf_paths, match_rows
+from shardrules._place.mesh import check_placeable
 
 _ShapeAndDtype = tuple[tuple[int, ...], str]
 

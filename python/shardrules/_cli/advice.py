@@ -8,18 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace as Args
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._base.io import FileError
+from shardrules._base.mesh_sizes import parse_mesh
+from shardrules._base.text import mesh_shown
 from shardrules._cli import inputs
 from shardrules._cli.process import hint, working
 from shardrules._files.manifest import manifest_text, packed
 from shardrules._files.modules import find_object, is_module_form, takes
 from shardrules._files.project import OWN_FILE, find_table, project_text
-from shardrules._io import FileError
-from shardrules._mesh.topology import Topology
-from shardrules._mesh_sizes import parse_mesh
+from shardrules._program.topologies.topology import Topology
 from shardrules._rules.rules import Rules
 from shardrules._suggest.suggest import suggest, suggestion_of
 from shardrules._suggest.suggestion import Suggestion
-from shardrules._text import mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._solve.solution import Solution

@@ -13,11 +13,11 @@ from typing import Any, Final
 import click
 
 from shardrules import __version__
+from shardrules._base.io import FileError
+from shardrules._base.text import printable
 from shardrules._cli.commands import COMMANDS, Entry
 from shardrules._cli.options import GROUP_OF, GROUPS
 from shardrules._cli.process import FAILED, print_note
-from shardrules._io import FileError
-from shardrules._text import printable
 
 _COMPLETE: Final = "_SHARDRULES_COMPLETE"
 _CONTEXT: Final = {
@@ -193,7 +193,7 @@ def usage_message(error: click.UsageError) -> str:
 
 def _did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return the end of a message on an unknown word: which of these was meant."""
-    from shardrules._text import nearest
+    from shardrules._base.text import nearest
 
     near = nearest(word, words)
     return f" (did you mean {near}?)" if near else ""

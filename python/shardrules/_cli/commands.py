@@ -12,10 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace as Args
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._base.io import FileError, write_bytes, write_text
+from shardrules._base.text import byte_count, printable_json, shown
 from shardrules._cli.options import GROUPS
 from shardrules._cli.process import hint, interruptible, working
-from shardrules._io import FileError, write_bytes, write_text
-from shardrules._text import byte_count, printable_json, shown
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Findings
@@ -226,11 +226,11 @@ def prove(args: Args) -> int:
     Without FUNCTION, it does so for all jobs of the project file that have one.
     Exits with 1 for findings of at least the level --fail-on, and if the step does not fit.
     """
+    from shardrules._base.mesh_sizes import parse_mesh
     from shardrules._cli import inputs, show
-    from shardrules._mesh.topology import Topology
-    from shardrules._mesh_sizes import parse_mesh
     from shardrules._plan.plan import Plan
     from shardrules._program.compile import OutOfMemory
+    from shardrules._program.topologies.topology import Topology
     from shardrules._verify.prove import head_of, notes_of, prove
 
     _check_lock(args)
@@ -404,10 +404,10 @@ def explain(args: Args) -> None:
 )  # fmt: skip
 def sweep(args: Args) -> None:
     """Compare meshes for one set of rules, the best first: by the time of a step, or by bytes."""
+    from shardrules._base.mesh_sizes import parse_mesh
     from shardrules._cli import inputs, show
-    from shardrules._mesh.topology import Topology
-    from shardrules._mesh_sizes import parse_mesh
     from shardrules._plan.report import sweep_json
+    from shardrules._program.topologies.topology import Topology
 
     if args.mesh:
         inputs.refuse("the meshes are those of --mesh", args, "on", "devices", "axes", "prove")

@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
+from shardrules._base.dtypes import numpy_name
+from shardrules._base.hardware import as_hardware
+from shardrules._base.io import FileError, memory_within
+from shardrules._base.mesh_sizes import parse_mesh
+from shardrules._base.text import and_more, byte_count, mesh_shown, shown
 from shardrules._cli.options import MOMENTS
 from shardrules._cli.process import hint, working
-from shardrules._dtypes import numpy_name
 from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.manifest import arrays_of
 from shardrules._files.models import nested, read_arrays
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rule_source
-from shardrules._hardware import as_hardware
-from shardrules._io import FileError, memory_within
-from shardrules._mesh.mesh import as_mesh
-from shardrules._mesh_sizes import parse_mesh
+from shardrules._place.mesh import as_mesh
 from shardrules._plan.findings import Declared, Findings, all_declared, compiled_replicated
 from shardrules._plan.memory import Room
 from shardrules._plan.plan import Plan, plan
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
-from shardrules._text import and_more, byte_count, mesh_shown, shown
 
 if TYPE_CHECKING:
-    from shardrules._hardware import Hardware
+    from shardrules._base.hardware import Hardware
     from shardrules._step.step import Step
 
 _MOST_FALLBACKS: Final = 5

@@ -23,8 +23,8 @@ from types import FrameType
 from types import SimpleNamespace as Args
 from typing import Final, NoReturn, TypeVar
 
-from shardrules._io import FileError
-from shardrules._text import printable, printable_lines
+from shardrules._base.io import FileError
+from shardrules._base.text import printable, printable_lines
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import TYPE_CHECKING, Final
 
-from shardrules._text import printable
+from shardrules._base.text import printable
 
 if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory

@@ -10,11 +10,11 @@ from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._dtypes import given_bits
-from shardrules._mesh.device_bytes import held_of
+from shardrules._base.dtypes import given_bits
+from shardrules._base.specs import Entries, entries_of, entry_axes
+from shardrules._base.text import and_more, brief, counted
+from shardrules._plan.device_bytes import held_of
 from shardrules._plan.roles import DimRole, Part, with_roles
-from shardrules._specs import Entries, entries_of, entry_axes
-from shardrules._text import and_more, brief, counted
 
 if TYPE_CHECKING:
     from shardrules._estimate.schedule import CollectiveKind, Of, Row, Schedule

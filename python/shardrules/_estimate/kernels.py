@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, Final
 
-from shardrules._dtypes import is_inexact
+from shardrules._base.dtypes import is_inexact
 
 KERNEL_EFFICIENCY: Final = 0.5
 """Share of the peak that Pallas kernels are assumed to reach."""

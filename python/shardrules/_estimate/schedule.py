@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
-from shardrules._arguments import (
+from shardrules._base.arguments import (
     boolean,
     check_choice,
     check_real,
@@ -18,10 +18,10 @@ from shardrules._arguments import (
     listed,
     texts,
 )
-from shardrules._dtypes import given_bits
+from shardrules._base.dtypes import given_bits
+from shardrules._base.text import brief, mesh_shown, record
 from shardrules._plan.axis_uses import data_axes_among
 from shardrules._plan.roles import DIM_ROLES, DimRole
-from shardrules._text import brief, mesh_shown, record
 
 Reduce = Literal["reduce-scatter", "all-reduce"]
 InputGradients = Literal["once", "each"]

@@ -9,19 +9,19 @@ from functools import cache, partial
 from math import log2, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
-from shardrules._arguments import check_choice, check_type, integer, texts
-from shardrules._dtypes import bits_of, given_dtype
+from shardrules._base.arguments import check_choice, check_type, integer, texts
+from shardrules._base.dtypes import bits_of, given_dtype
+from shardrules._base.hardware import Hardware, as_hardware, check_share
+from shardrules._base.text import answer, brief, guesses_shown, mesh_shown, printable, seconds_shown
 from shardrules._estimate.collectives import CutPart, cut_parts, kernel_uses
 from shardrules._estimate.schedule import Of, Schedule, Transmission, schedule_of
 from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
-from shardrules._hardware import Hardware, as_hardware, check_share
-from shardrules._text import answer, brief, guesses_shown, mesh_shown, printable, seconds_shown
 
 if TYPE_CHECKING:
-    from shardrules._mesh.topology import Links, Topology
     from shardrules._plan.memory import DeviceBytes
     from shardrules._plan.roles import DimRole
     from shardrules._plan.table import Columns
+    from shardrules._program.topologies.topology import Links, Topology
 
 # A multiplication and an addition for each element and token: forward, and for both gradients.
 _FOR_EACH: Final = 6

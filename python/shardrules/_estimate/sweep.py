@@ -8,12 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._estimate.step_time import Run, StepTime, assumed_lines, step_time, time_shown
-from shardrules._mesh_sizes import check_bounds, mesh_shapes
-from shardrules._plan.axis_uses import data_axes_among
-from shardrules._plan.memory import DeviceBytes, Room, by_class
-from shardrules._plan.table import Columns, axes_used
-from shardrules._text import (
+from shardrules._base.mesh_sizes import check_bounds, mesh_shapes
+from shardrules._base.text import (
     Column,
     Table,
     and_more,
@@ -26,9 +22,13 @@ from shardrules._text import (
     record,
     seconds_shown,
 )
+from shardrules._estimate.step_time import Run, StepTime, assumed_lines, step_time, time_shown
+from shardrules._plan.axis_uses import data_axes_among
+from shardrules._plan.memory import DeviceBytes, Room, by_class
+from shardrules._plan.table import Columns, axes_used
 
 if TYPE_CHECKING:
-    from shardrules._correction import MemoryKind
+    from shardrules._base.rule_specs import MemoryKind
 
 _MOST_MESHES: Final = 10_000
 # Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._estimate.traffic import Traffic
-    from shardrules._mesh.topology import Topology
     from shardrules._plan.findings import Finding
+    from shardrules._program.topologies.topology import Topology
 
 A_STEP: Final = "a Step, as shardrules.trace(step, plan, *arguments) gives one"
 

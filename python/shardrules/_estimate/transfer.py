@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._arguments import MOST
-from shardrules._correction import is_on_host
-from shardrules._dtypes import SAFETENSORS, bits_of
-from shardrules._mesh.device_bytes import Grid, moved_bytes
-from shardrules._plan.check_rules import refusals
-from shardrules._plan.diff import Pair, Pairs, paired
-from shardrules._plan.fold import fold
-from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown
-from shardrules._plan.trees import placement_errors
-from shardrules._specs import Entries, entries_of, is_unconstrained
-from shardrules._text import (
+from shardrules._base.arguments import MOST
+from shardrules._base.dtypes import SAFETENSORS, bits_of
+from shardrules._base.rule_specs import is_on_host
+from shardrules._base.specs import Entries, entries_of, is_unconstrained
+from shardrules._base.text import (
     Column,
     Table,
     and_more,
@@ -29,6 +23,12 @@ from shardrules._text import (
     printable_lines,
     record,
 )
+from shardrules._plan.check_rules import refusals
+from shardrules._plan.device_bytes import Grid, moved_bytes
+from shardrules._plan.diff import Pair, Pairs, paired
+from shardrules._plan.fold import fold
+from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown
+from shardrules._plan.trees import placement_errors
 
 if TYPE_CHECKING:
     import numpy.typing as npt

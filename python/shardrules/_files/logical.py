@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._io import FileError, first_repeated
+from shardrules._base.io import FileError, first_repeated
+from shardrules._base.text import shown
 from shardrules._rules import dialects as _dialects
 from shardrules._rules.dialects import LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._text import shown
 
 LOGICAL_DIALECTS: Final = {
     value.name: value for value in vars(_dialects).values() if isinstance(value, LogicalDialect)

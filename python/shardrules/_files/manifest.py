@@ -7,14 +7,14 @@ import json
 import os
 from typing import Any
 
-from shardrules._arguments import check_type, in_order
-from shardrules._dtypes import given_name
-from shardrules._io import write_bytes
+from shardrules._base.arguments import check_type, in_order
+from shardrules._base.dtypes import given_name
+from shardrules._base.io import write_bytes
+from shardrules._place.boxes import has_names
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import Columns
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.names import has_names
 from shardrules._rules.rules import Rules
 
 

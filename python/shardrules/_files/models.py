@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from shardrules._files import orbax, safetensors
-from shardrules._files.leaves import ArraySpec, ArraySpecs, all_are, check_column
-from shardrules._files.remote import place_of
-from shardrules._io import (
+from shardrules._base.io import (
     FileError,
     collector_paused,
     max_memory,
@@ -19,7 +16,10 @@ from shardrules._io import (
     read_bytes,
     unreadable,
 )
-from shardrules._text import near_shown, shown
+from shardrules._base.text import near_shown, shown
+from shardrules._files import orbax, safetensors
+from shardrules._files.leaves import ArraySpec, ArraySpecs, all_are, check_column
+from shardrules._files.remote import place_of
 
 # A dict with one key, and the key. No tree is walked deeper than about 1,000 levels.
 _BYTES_OF_NODE: Final = 320

@@ -13,9 +13,9 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final
 
-from shardrules._arguments import kind_of
-from shardrules._io import FileError
-from shardrules._text import brief, near_shown
+from shardrules._base.arguments import kind_of
+from shardrules._base.io import FileError
+from shardrules._base.text import brief, near_shown
 
 _LIBRARIES: Final = {"site-packages", "shardrules"}
 """Folders of code that is not the user's, whose lines are left out of messages."""

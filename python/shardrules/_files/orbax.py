@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Final
 
-from shardrules._dtypes import RANDOM_KEYS
+from shardrules._base.dtypes import RANDOM_KEYS
+from shardrules._base.io import FileError, parse_json, read_bytes
 from shardrules._files.leaves import ArraySpec, ArraySpecs
-from shardrules._io import FileError, parse_json, read_bytes
 
 SEPARATOR: Final = "/"
 _METADATA: Final = "_METADATA"

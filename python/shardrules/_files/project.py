@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from shardrules._base.io import FileError, read_bytes
+from shardrules._base.text import misspelt, shown
 from shardrules._files.rules import parse_toml
-from shardrules._io import FileError, read_bytes
-from shardrules._text import misspelt, shown
 
 OWN_FILE: Final = "shardrules.toml"
 _PYPROJECT: Final = "pyproject.toml"

@@ -7,18 +7,18 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Final
 
-from shardrules._arguments import boolean, check_type, integer
-from shardrules._dtypes import key_dtype
+from shardrules._base.arguments import boolean, check_type, integer
+from shardrules._base.dtypes import key_dtype
+from shardrules._base.hardware import Hardware, public_hardware
+from shardrules._base.io import DEFAULT_MEMORY, FileError, memory_within, opened, path_of
+from shardrules._base.text import bytes_shown, misspelt
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import nested as in_levels
 from shardrules._files.models import read_arrays
 from shardrules._files.modules import is_module_form
 from shardrules._files.rules import RuleFile, parse_toml
 from shardrules._files.rules import read_rule_source as rules_in
-from shardrules._hardware import Hardware, public_hardware
-from shardrules._io import DEFAULT_MEMORY, FileError, memory_within, opened, path_of
 from shardrules._rules.dialects import Dialect, LogicalDialect
-from shardrules._text import bytes_shown, misspelt
 
 _MOST_BYTES: Final = 1 << 16
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, cast
 
-from shardrules._io import FileError, path_of
+from shardrules._base.io import FileError, path_of
 
 # A range that fails is asked for again, after these seconds.
 _PAUSES: Final = (0.1, 0.4, 1.6, 4.0)

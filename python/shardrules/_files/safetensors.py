@@ -19,7 +19,9 @@ from operator import itemgetter, sub
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._dtypes import SAFETENSORS, bits_of
+from shardrules._base.dtypes import SAFETENSORS, bits_of
+from shardrules._base.io import FileError, join_chunks, opened, parse_json
+from shardrules._base.text import and_more, near_shown, shown
 from shardrules._files.leaves import (
     ArraySpec,
     ArraySpecs,
@@ -29,8 +31,6 @@ from shardrules._files.leaves import (
     check_text,
     state_of,
 )
-from shardrules._io import FileError, join_chunks, opened, parse_json
-from shardrules._text import and_more, near_shown, shown
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"

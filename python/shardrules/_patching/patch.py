@@ -23,10 +23,10 @@ from typing import Any, Final, TypeGuard
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules._arguments import each
+from shardrules._base.arguments import each
+from shardrules._place.boxes import loaded
 from shardrules._place.shardings import corrected_sharding
 from shardrules._rules.matcher import logs_moves
-from shardrules._rules.names import loaded
 from shardrules.compat import eformer as ours
 
 _LEFT_OUT: Final = ("annotation", "returns", "type_comment", "type_params", "kind")

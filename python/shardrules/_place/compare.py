@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal, NamedTuple
 
-from shardrules._arguments import check_tree, in_order
+from shardrules._base.arguments import check_tree, in_order
+from shardrules._base.specs import (
+    entries_of,
+    entry_axes,
+    is_partition_spec,
+    is_unconstrained,
+    partition_spec,
+    with_entries,
+)
+from shardrules._base.text import record
 from shardrules._core import resolve_all
+from shardrules._place.align import named_arrays, rows_and_paths
 from shardrules._place.decider import ByNames, ByPaths, BySpecs, RulesLike, as_decider
 from shardrules._place.spec_trees import broadcast_specs, is_named_sharding
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
@@ -14,16 +24,6 @@ from shardrules._rules.names import logical_names
 from shardrules._rules.patterns import Pattern
 from shardrules._rules.resolver import repeated
 from shardrules._rules.rules import Rules, as_rules, matcher_of
-from shardrules._specs import (
-    entries_of,
-    entry_axes,
-    is_partition_spec,
-    is_unconstrained,
-    partition_spec,
-    with_entries,
-)
-from shardrules._text import record
-from shardrules._trees.align import named_arrays, rows_and_paths
 
 Problem = Literal["unmatched", "ambiguous", "spec longer than rank", "name twice"]
 

@@ -13,12 +13,14 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
-from shardrules._arguments import Tree, in_order, listed, texts
-from shardrules._correction import Correction, RuleSpec
-from shardrules._jax import trace_state_check
-from shardrules._mesh.memory import moved_inside_jit
-from shardrules._mesh.mesh import MeshLike, contexts, has_devices
+from shardrules._base.arguments import Tree, in_order, listed, texts
+from shardrules._base.correction import Correction
+from shardrules._base.jax_names import trace_state_check
+from shardrules._base.rule_specs import Fsdp, RuleSpec
+from shardrules._base.specs import entries_of, is_unconstrained
 from shardrules._place.decider import Decider, RulesLike
+from shardrules._place.memory import moved_inside_jit
+from shardrules._place.mesh import MeshLike, contexts, has_devices
 from shardrules._place.named_shardings import requested_shardings
 from shardrules._place.operations import Function, Operation, applied, one_call, operations_for
 from shardrules._place.shard import agreed_shardings
@@ -26,7 +28,6 @@ from shardrules._place.transfers import put
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.rules import Rules
-from shardrules._specs import Fsdp, entries_of, is_unconstrained
 
 _MOST_LEAVES: Final = 2**16
 _DECIDERS: Final = (Rules, LogicalRules, Decider)

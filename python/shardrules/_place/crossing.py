@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardrules._jax import weakly_typed
+from shardrules._base.jax_names import weakly_typed
 
 _DEVICE: Final = "device"
 

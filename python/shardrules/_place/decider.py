@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, ClassVar, Final, TypeAlias
 
-from shardrules._arguments import listed, texts
-from shardrules._correction import Correction, check_correction
-from shardrules._mesh.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
+from shardrules._base.arguments import listed, texts
+from shardrules._base.correction import Correction, check_correction
+from shardrules._base.rule_specs import Fsdp
+from shardrules._base.specs import is_partition_spec
+from shardrules._base.text import brief, shown
+from shardrules._place.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.name_shardings import shardings_by_names
 from shardrules._place.shardings import Placement, Policy, placements_by_rules, shardings_by_rules
 from shardrules._place.spec_trees import (
@@ -26,8 +29,6 @@ from shardrules._place.spec_trees import (
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.rules import PathRules, Rules, as_rules, matcher_of, where_rules_are
-from shardrules._specs import Fsdp, is_partition_spec
-from shardrules._text import brief, shown
 
 RulesLike: TypeAlias = "PathRules | LogicalRules | Decider | Any"
 """(pattern, spec) pairs; `Rules`; `LogicalRules`; a `Plan`, whose leaves are found by their paths;

@@ -7,11 +7,11 @@ from typing import Any
 from jax import tree_util
 from jax.sharding import NamedSharding
 
-from shardrules._arguments import check_tree, check_type
-from shardrules._mesh.memory import memory_apart
+from shardrules._base.arguments import check_tree, check_type
+from shardrules._base.specs import entries_of, tags_shown
+from shardrules._base.text import counted, mesh_shown
 from shardrules._place.decider import check_decided
-from shardrules._specs import entries_of, tags_shown
-from shardrules._text import counted, mesh_shown
+from shardrules._place.memory import memory_apart
 
 
 def fingerprint(tree: Any, shardings: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules._arguments import (
+from shardrules._base.arguments import (
     Tree,
     check_choice,
     check_tree,
@@ -19,18 +19,19 @@ from shardrules._arguments import (
     checked_shape,
     in_order,
 )
+from shardrules._base.correction import Correction, check_correction
+from shardrules._base.specs import is_partition_spec, partition_spec
+from shardrules._base.text import mesh_shown, shown
 from shardrules._core import resolve_all
-from shardrules._correction import Correction, check_correction
-from shardrules._mesh.mesh import AnyMesh, MeshLike, context_mesh, resolve_mesh
+from shardrules._place.boxes import NodeForms
 from shardrules._place.constraint import with_sharding_constraint
+from shardrules._place.mesh import AnyMesh, MeshLike, context_mesh, resolve_mesh
 from shardrules._place.name_shardings import ErrorCollector, corrected, unknown_axes
 from shardrules._place.shardings import local_sizes, manual_axes
 from shardrules._rules.dialects import LINEN, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules, LogicalRulesLike, get_logical_axis_rules
-from shardrules._rules.names import NodeForms, is_name
+from shardrules._rules.names import is_name
 from shardrules._rules.resolver import UNASSIGNED, Resolution, Resolver, resolver_for
-from shardrules._specs import is_partition_spec, partition_spec
-from shardrules._text import mesh_shown, shown
 
 _AS_FLAX = Correction(absent="keep", indivisible="keep", rank="keep", pad=False)
 

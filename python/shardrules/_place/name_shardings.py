@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_shapes
+from shardrules._base.arguments import check_shapes
+from shardrules._base.text import nearest
 from shardrules._core import resolve_all
+from shardrules._place.align import named_arrays
+from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.shardings import Policy, local_sizes, manual_axes, sharding_or_reasons
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.names import logical_names
 from shardrules._rules.resolver import UNASSIGNED, Resolution, Resolver, axes_in
-from shardrules._text import nearest
-from shardrules._trees.align import named_arrays
-from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-    from shardrules._correction import Correction
-    from shardrules._mesh.mesh import AnyMesh
+    from shardrules._base.correction import Correction
+    from shardrules._place.mesh import AnyMesh
 
 
 def unknown_axes(resolution: Resolution, mesh_axes: Collection[str]) -> list[str]:

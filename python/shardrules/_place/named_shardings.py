@@ -8,11 +8,9 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules._arguments import check_shapes, check_tree, check_type, checked_shape, in_order
-from shardrules._correction import Correction
-from shardrules._dtypes import given_bits
-from shardrules._mesh.memory import memory_keeper
-from shardrules._mesh.mesh import MeshLike, context_mesh, local_view, processes_of, resolve_mesh
+from shardrules._base.arguments import check_shapes, check_tree, check_type, checked_shape, in_order
+from shardrules._base.correction import Correction
+from shardrules._base.dtypes import given_bits
 from shardrules._place.decider import (
     ByNames,
     ByPaths,
@@ -22,6 +20,8 @@ from shardrules._place.decider import (
     as_decider,
     policy_for,
 )
+from shardrules._place.memory import memory_keeper
+from shardrules._place.mesh import MeshLike, context_mesh, local_view, processes_of, resolve_mesh
 from shardrules._place.shardings import shardings_by_rules
 from shardrules._rules.rules import matcher_of, specs_by_rules
 

@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from shardrules._mesh.memory import memory_apart, moved_inside_jit
-from shardrules._mesh.mesh import AnyMesh, axes_of_type, current_view
-from shardrules._place.shardings import manual_axes
-from shardrules._specs import (
+from shardrules._base.specs import (
     entries_of,
     entry_axes,
     entry_of,
@@ -20,6 +17,9 @@ from shardrules._specs import (
     with_entries,
     without_axes,
 )
+from shardrules._place.memory import memory_apart, moved_inside_jit
+from shardrules._place.mesh import AnyMesh, axes_of_type, current_view
+from shardrules._place.shardings import manual_axes
 
 Function = Callable[[Any, Any], Any]
 

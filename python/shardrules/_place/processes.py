@@ -22,10 +22,10 @@ from jax import tree_util
 from jax.sharding import NamedSharding, Sharding
 
 import shardrules
-from shardrules._jax import coordination_state
-from shardrules._mesh.mesh import AnyMesh, axes_of_type
+from shardrules._base.jax_names import coordination_state
+from shardrules._base.text import brief, mesh_shown
 from shardrules._place.fingerprint import spec_text
-from shardrules._text import brief, mesh_shown
+from shardrules._place.mesh import AnyMesh, axes_of_type
 
 # 1 is the version of the protocol.
 _ROOT: Final = "shardrules/1"

@@ -14,11 +14,14 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, tree_flatten_with_path
 
-from shardrules._arguments import Tree, boolean, check_choice, check_tree, in_order
-from shardrules._correction import Correction
-from shardrules._dtypes import given_float, is_plain_float
-from shardrules._mesh.mesh import MeshLike, check_placeable, resolve_mesh
+from shardrules._base.arguments import Tree, boolean, check_choice, check_tree, in_order
+from shardrules._base.correction import Correction
+from shardrules._base.dtypes import given_float, is_plain_float
+from shardrules._base.specs import entries_of, entry_axes, is_partition_spec
+from shardrules._base.text import counted, mesh_shown, shown
+from shardrules._place.boxes import is_flax_struct, variable_types
 from shardrules._place.decider import RulesLike, check_decided
+from shardrules._place.mesh import MeshLike, check_placeable, resolve_mesh
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, Row, rows_of
 from shardrules._place.spec_trees import broadcast_specs, leaf_path
@@ -30,9 +33,6 @@ from shardrules._place.transfers import (
     replace_at,
     stays_within,
 )
-from shardrules._rules.names import is_flax_struct, variable_types
-from shardrules._specs import entries_of, entry_axes, is_partition_spec
-from shardrules._text import counted, mesh_shown, shown
 
 _NUMBERS: Final = frozenset({int, float, complex})
 _HOST_TYPES: Final = (np.ndarray, np.generic, int, float, complex)

@@ -8,23 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from shardrules._core import ShardingTable
-from shardrules._correction import (
-    Correction,
+from shardrules._base.correction import Correction
+from shardrules._base.rule_specs import (
+    Fsdp,
     MemoryKind,
     RuleSpec,
     memory_kind_of,
     plain_spec,
     rule_spec,
 )
-from shardrules._mesh.memory import sharding_in_memory
-from shardrules._mesh.mesh import AnyMesh, axes_of_type, on_axes
-from shardrules._mesh.spec_on_mesh import NO_OTHERS, LostAxes, SpecByShape, SpecOnMesh, in_parts
-from shardrules._rules.matcher import Matcher, decided_tree
-from shardrules._rules.patterns import Pattern
-from shardrules._specs import (
+from shardrules._base.specs import (
     Entries,
-    Fsdp,
     as_partition_spec,
     entries_of,
     is_partition_spec,
@@ -34,8 +28,14 @@ from shardrules._specs import (
     with_entries,
     without_axes,
 )
-from shardrules._text import mesh_shown, printable_lines, shown
-from shardrules._trees.leaf_errors import LeafError, leaf_errors
+from shardrules._base.text import mesh_shown, printable_lines, shown
+from shardrules._core import ShardingTable
+from shardrules._place.leaf_errors import LeafError, leaf_errors
+from shardrules._place.memory import sharding_in_memory
+from shardrules._place.mesh import AnyMesh, axes_of_type, on_axes
+from shardrules._place.spec_on_mesh import NO_OTHERS, LostAxes, SpecByShape, SpecOnMesh, in_parts
+from shardrules._rules.matcher import Matcher, decided_tree
+from shardrules._rules.patterns import Pattern
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from shardrules._correction import Correction
-from shardrules._mesh.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
+from shardrules._base.correction import Correction
+from shardrules._base.rule_specs import Fsdp
+from shardrules._base.specs import is_partition_spec, spec_shown
+from shardrules._base.text import brief, shown, with_article
+from shardrules._place.align import leaf_paths
+from shardrules._place.leaf_errors import LeafError, leaf_errors
+from shardrules._place.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.shardings import Placement, Policy, sharding_or_reasons
 from shardrules._rules.dialects import EFORMER
-from shardrules._specs import Fsdp, is_partition_spec, spec_shown
-from shardrules._text import brief, shown, with_article
-from shardrules._trees.align import leaf_paths
-from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding

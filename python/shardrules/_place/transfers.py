@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardrules._jax import weakly_typed
+from shardrules._base.jax_names import weakly_typed
+from shardrules._base.text import counted
 from shardrules._place.crossing import array_of_shards, crossed, is_extended
 from shardrules._place.processes import (
     canonical_dtype,
@@ -19,7 +20,6 @@ from shardrules._place.processes import (
     is_held_elsewhere,
     is_spread,
 )
-from shardrules._text import counted
 
 _T = TypeVar("_T")
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Final, Literal
 
-from shardrules._arguments import check_choice
+from shardrules._base.arguments import check_choice
+from shardrules._base.text import counted, mesh_shown
 from shardrules._plan import check_leaves, check_names, check_rules
 from shardrules._plan.findings import (
     LEVELS,
@@ -22,7 +23,6 @@ from shardrules._plan.findings import (
 )
 from shardrules._plan.queries import CHECKS, KINDS, OF_STEP, Queries
 from shardrules._plan.table import DEFAULT_LARGE, Columns
-from shardrules._text import counted, mesh_shown
 
 _MODULES: Final = (check_leaves, check_rules, check_names)
 """Each registers its checks with `queries.check`."""

@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._correction import is_on_host
+from shardrules._base.rule_specs import Fsdp, is_on_host
+from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.companions import LORA, QUANTIZED, Companion, base_path, fits_rank
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
@@ -18,8 +19,6 @@ from shardrules._plan.memory import DeviceBytes, Room, by_class
 from shardrules._plan.queries import Queries, check_of, finding, leaves_in, rules_listed
 from shardrules._plan.table import Columns, Kind, axes_named, first_rules
 from shardrules._rules.rules import Rules
-from shardrules._specs import Fsdp
-from shardrules._text import bytes_shown, counted
 
 _TABLES: Final[Mapping[str, tuple[Companion, ...]]] = {"LORA": LORA, "QUANTIZED": QUANTIZED}
 """The package's own tables by name."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, Final, NamedTuple
 
+from shardrules._base.specs import entries_of, entry_axes
+from shardrules._base.text import and_more, counted, misspelt
 from shardrules._plan.axis_uses import is_gathered
 from shardrules._plan.findings import Finding, Level, at_stake
 from shardrules._plan.fold import Folded
@@ -16,8 +18,6 @@ from shardrules._plan.queries import Queries, check_of, finding, leaves_in, rule
 from shardrules._plan.table import Columns, Kind
 from shardrules._rules.resolver import axes_in
 from shardrules._rules.rules import Rules
-from shardrules._specs import entries_of, entry_axes
-from shardrules._text import and_more, counted, misspelt
 
 _ATTENTION: Final = re.compile(r"att(n|ention)", re.I)
 # Projections to heads, and from heads, as the field's libraries name them inside of attention.

@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from shardrules._correction import rule_spec_shown
+from shardrules._base.rule_specs import rule_spec_shown
+from shardrules._base.specs import Entries
+from shardrules._base.text import counted
 from shardrules._plan.check_leaves import advice
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded
@@ -24,8 +26,6 @@ from shardrules._plan.table import (
     placement_shown,
     refused,
 )
-from shardrules._specs import Entries
-from shardrules._text import counted
 
 # A number that ends a name, as in w1 and w2, is a part of the name.
 _NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")

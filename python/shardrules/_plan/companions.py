@@ -12,10 +12,10 @@ from math import prod
 from types import EllipsisType
 from typing import Final, NamedTuple
 
-from shardrules._arguments import check_type, integer, listed
+from shardrules._base.arguments import check_type, integer, listed
+from shardrules._base.specs import Dim
+from shardrules._base.text import brief, shown, without_defaults
 from shardrules._rules.patterns import check_template
-from shardrules._specs import Dim
-from shardrules._text import brief, shown, without_defaults
 
 Shape = tuple[int, ...]
 Dims = tuple[Dim | EllipsisType, ...]

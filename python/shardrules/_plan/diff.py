@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._correction import is_on_host, rule_spec
+from shardrules._base.rule_specs import is_on_host, rule_spec
+from shardrules._base.specs import spec_shown
+from shardrules._base.text import answer, bytes_shown, counted, mesh_shown, printable, record
+from shardrules._place.align import match_rows
 from shardrules._plan.fold import fold
 from shardrules._plan.memory import by_class
 from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown, problem_shown
 from shardrules._rules.rules import Rules
-from shardrules._specs import spec_shown
-from shardrules._text import answer, bytes_shown, counted, mesh_shown, printable, record
-from shardrules._trees.align import match_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt

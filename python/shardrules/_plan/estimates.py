@@ -7,25 +7,25 @@ from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from shardrules._arguments import check_bytes, check_type, integer, listed, texts
-from shardrules._correction import MemoryKind, check_memory_kind
+from shardrules._base.arguments import check_bytes, check_type, integer, listed, texts
+from shardrules._base.hardware import as_hardware
+from shardrules._base.mesh_sizes import checked_sizes
+from shardrules._base.rule_specs import MemoryKind, check_memory_kind
+from shardrules._base.text import nearest, shown
 from shardrules._estimate.traced import A_STEP, TracedStep
-from shardrules._hardware import as_hardware
-from shardrules._mesh.mesh import AnyMesh, MeshLike, as_mesh
-from shardrules._mesh.topology import Topology
-from shardrules._mesh_sizes import checked_sizes
+from shardrules._place.mesh import AnyMesh, MeshLike, as_mesh
 from shardrules._plan.memory import DeviceBytes, Room
 from shardrules._plan.resolve import OnMesh, sized_mesh
 from shardrules._plan.state import DTYPES, Training
 from shardrules._plan.table import OVERLAP, Columns
-from shardrules._text import nearest, shown
+from shardrules._program.topologies.topology import Topology
 
 if TYPE_CHECKING:
+    from shardrules._base.hardware import Hardware
     from shardrules._estimate.schedule import InputGradients, Of, Reduce
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._estimate.sweep import Measure, Sweep
     from shardrules._estimate.traffic import Traffic
-    from shardrules._hardware import Hardware
     from shardrules._plan.roles import DimRole
 
 _SIZES: Final = "a dict of axis sizes"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from shardrules._base.specs import spec_shown
+from shardrules._base.text import answer, bytes_shown, counted, mesh_shown, printable_lines, record
 from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown
-from shardrules._specs import spec_shown
-from shardrules._text import answer, bytes_shown, counted, mesh_shown, printable_lines, record
 
 if TYPE_CHECKING:
     from shardrules._plan.companions import Companion

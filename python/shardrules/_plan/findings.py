@@ -7,10 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple, TypedDict, get_args
 
-from shardrules._arguments import check_choice, check_file, integer, listed
-from shardrules._rules.patterns import parse
-from shardrules._rules.rules import Rules
-from shardrules._text import (
+from shardrules._base.arguments import check_choice, check_file, integer, listed
+from shardrules._base.text import (
     and_more,
     answer,
     bytes_shown,
@@ -20,6 +18,8 @@ from shardrules._text import (
     printable_lines,
     record,
 )
+from shardrules._rules.patterns import parse
+from shardrules._rules.rules import Rules
 
 
 class Declared(TypedDict):

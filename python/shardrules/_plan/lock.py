@@ -15,10 +15,23 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardrules._correction import Correction, RuleSpec, check_memory_kind, rule_spec
-from shardrules._io import parse_json
-from shardrules._locks import check_fields, checked_json, line_by_line, lock_errors, of_type
-from shardrules._mesh_sizes import checked_sizes
+from shardrules._base.correction import Correction
+from shardrules._base.io import parse_json
+from shardrules._base.locks import check_fields, checked_json, line_by_line, lock_errors, of_type
+from shardrules._base.mesh_sizes import checked_sizes
+from shardrules._base.rule_specs import Fsdp, RuleSpec, check_memory_kind, fsdp, rule_spec
+from shardrules._base.specs import (
+    Entries,
+    entries_of,
+    entry_axes,
+    is_unconstrained,
+    partition_spec,
+    plain_entries,
+    spec_shown,
+    tags_of,
+    with_tags,
+)
+from shardrules._base.text import brief, shown
 from shardrules._plan.fold import parts_of, runs_of
 from shardrules._plan.resolve import (
     AMBIGUOUS_LEAVES,
@@ -44,20 +57,6 @@ from shardrules._plan.table import (
 from shardrules._rules.dialects import Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
-from shardrules._specs import (
-    Entries,
-    Fsdp,
-    entries_of,
-    entry_axes,
-    fsdp,
-    is_unconstrained,
-    partition_spec,
-    plain_entries,
-    spec_shown,
-    tags_of,
-    with_tags,
-)
-from shardrules._text import brief, shown
 
 FORMAT: Final = "shardrules lock 2"
 _FORMAT_1: Final = "shardrules lock 1"

@@ -9,10 +9,14 @@ from typing import Any, Final, cast
 
 import numpy as np
 
+from shardrules._base.correction import Correction
+from shardrules._base.rule_specs import RuleSpec
+from shardrules._base.specs import Entries, entry_axes
 from shardrules._core import resolve_all
-from shardrules._correction import Correction, RuleSpec
-from shardrules._mesh.spec_on_mesh import LostAxes, SpecOnMesh
+from shardrules._place.align import by_row, names_beside
+from shardrules._place.boxes import unboxed_with_names
 from shardrules._place.shardings import bound_spec, local_sizes
+from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._plan.resolve import (
     Fit,
     OnMesh,
@@ -26,11 +30,9 @@ from shardrules._plan.resolve import (
 from shardrules._plan.survey import survey
 from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, Loss
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
-from shardrules._rules.names import checked_names, unboxed_with_names
+from shardrules._rules.names import checked_names
 from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in, repeated
 from shardrules._rules.rules import Rules
-from shardrules._specs import Entries, entry_axes
-from shardrules._trees.align import by_row, names_beside
 
 _NO_RULES: Final = Rules(())
 

@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_shapes, check_tree, check_type, each, in_order, texts
-from shardrules._correction import Correction, MemoryKind, check_memory_kind
-from shardrules._dtypes import given_dtype
-from shardrules._mesh.mesh import AnyMesh, MeshLike, as_mesh, has_devices, places_in, resolve_mesh
+from shardrules._base.arguments import check_shapes, check_tree, check_type, each, in_order, texts
+from shardrules._base.correction import Correction
+from shardrules._base.dtypes import given_dtype
+from shardrules._base.rule_specs import MemoryKind, check_memory_kind
+from shardrules._base.text import mesh_shown
+from shardrules._place.boxes import check_rules_are_for_paths, unboxed
 from shardrules._place.decider import (
     ByNames,
     ByPaths,
@@ -22,6 +24,7 @@ from shardrules._place.decider import (
     as_decider,
     policy_for,
 )
+from shardrules._place.mesh import AnyMesh, MeshLike, as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._place.shardings import Placement, Policy, check_memory_on_mesh
 from shardrules._plan.companions import Companion
 from shardrules._plan.findings import NOTHING, Declared
@@ -46,9 +49,7 @@ from shardrules._plan.survey import PlannedLeaves, leaves_in_plan, survey, surve
 from shardrules._plan.table import Columns
 from shardrules._plan.views import Views
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.names import check_rules_are_for_paths, unboxed
 from shardrules._rules.rules import Rules
-from shardrules._text import mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.transfer import Transfer
@@ -291,7 +292,7 @@ class Plan(Views, Decider):
         Raises:
             FileError: It is not a lock; a ValueError.
         """
-        from shardrules._locks import content_of
+        from shardrules._base.locks import content_of
         from shardrules._plan.lock import read_lock
 
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")

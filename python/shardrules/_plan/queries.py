@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardrules._correction import rule_spec, rule_spec_shown
+from shardrules._base.rule_specs import Fsdp, rule_spec, rule_spec_shown
 from shardrules._plan.findings import CheckKind, Declared, Finding, Level, compiled_replicated
 from shardrules._plan.fold import Folded, fold, parts_of
 from shardrules._plan.memory import by_class
@@ -25,7 +25,6 @@ from shardrules._plan.table import (
     first_rules,
     is_replicated,
 )
-from shardrules._specs import Fsdp
 
 if TYPE_CHECKING:
     from shardrules._rules.rules import Rules

@@ -12,7 +12,9 @@ from importlib import resources
 from string import Template
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
-from shardrules._correction import rule_spec_shown
+from shardrules._base.rule_specs import rule_spec_shown
+from shardrules._base.specs import spec_shown
+from shardrules._base.text import printable_json, printable_lines, seconds_shown
 from shardrules._plan.findings import Findings, conclusion
 from shardrules._plan.lock import plan_fingerprint
 from shardrules._plan.table import (
@@ -26,8 +28,6 @@ from shardrules._plan.table import (
     problem_shown,
 )
 from shardrules._rules.patterns import pattern_shown
-from shardrules._specs import spec_shown
-from shardrules._text import printable_json, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory

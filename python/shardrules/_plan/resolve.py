@@ -10,24 +10,27 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._correction import Correction, MemoryKind, RuleSpec, memory_kind_of
-from shardrules._mesh.device_bytes import held_of
-from shardrules._mesh.memory import memory_apart
-from shardrules._mesh.mesh import MeshLike, axes_of_type, has_devices, on_axes
-from shardrules._mesh.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh, in_parts
-from shardrules._mesh_sizes import check_bounds, checked_sizes
+from shardrules._base.correction import Correction
+from shardrules._base.mesh_sizes import check_bounds, checked_sizes
+from shardrules._base.rule_specs import MemoryKind, RuleSpec, memory_kind_of
+from shardrules._base.specs import Entries, entries_of, entry_axes
+from shardrules._base.text import shown
+from shardrules._place.memory import memory_apart
+from shardrules._place.mesh import MeshLike, axes_of_type, has_devices, on_axes
 from shardrules._place.shardings import (
     ManualAxes,
     check_memory_of_rules,
     manual_axes,
     specs_on_mesh,
 )
+from shardrules._place.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh, in_parts
 from shardrules._place.spec_trees import (
     broadcast_specs,
     is_named_sharding,
     is_spec,
     is_spec_of_mesh,
 )
+from shardrules._plan.device_bytes import held_of
 from shardrules._plan.fold import Folded, fold, runs_of
 from shardrules._plan.survey import (
     Derivation,
@@ -55,8 +58,6 @@ from shardrules._plan.table import (
 )
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.rules import Rules
-from shardrules._specs import Entries, entries_of, entry_axes
-from shardrules._text import shown
 
 if TYPE_CHECKING:
     from shardrules._plan.companions import Companion

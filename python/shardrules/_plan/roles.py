@@ -16,8 +16,8 @@ from functools import cached_property
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
+from shardrules._base.text import brief, counted, near_shown
 from shardrules._plan.fold import Folded, parts_of, runs_of
-from shardrules._text import brief, counted, near_shown
 
 DimRole = Literal["stack", "experts", "in", "out", "lookup", "unknown"]
 DIM_ROLES: Final[tuple[DimRole, ...]] = ("stack", "experts", "in", "out", "lookup", "unknown")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._base.text import brief, near_shown, printable
 from shardrules._plan.fold import parts_of, runs_of
-from shardrules._text import brief, near_shown, printable
 
 if TYPE_CHECKING:
     from shardrules._plan.table import Columns

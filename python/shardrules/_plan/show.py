@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
+from shardrules._base.text import (
+    Column,
+    Table,
+    and_more,
+    bytes_shown,
+    counted,
+    mesh_shown,
+    printable,
+)
 from shardrules._plan.memory import by_class
 from shardrules._plan.table import (
     Columns,
@@ -13,7 +22,6 @@ from shardrules._plan.table import (
     placement_shown,
     problem_shown,
 )
-from shardrules._text import Column, Table, and_more, bytes_shown, counted, mesh_shown, printable
 
 if TYPE_CHECKING:
     from shardrules._plan.fold import Folded

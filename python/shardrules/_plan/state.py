@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from shardrules._arguments import check_choices, check_type, listed, texts
-from shardrules._correction import MemoryKind, check_memory_kind
-from shardrules._dtypes import bits_of, is_inexact
-from shardrules._plan import memory
-from shardrules._plan.resolve import Fit, fit_of, kind_on_mesh
-from shardrules._plan.survey import grouped
-from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, Spec, axes_named
-from shardrules._specs import (
+from shardrules._base.arguments import check_choices, check_type, listed, texts
+from shardrules._base.dtypes import bits_of, is_inexact
+from shardrules._base.rule_specs import MemoryKind, check_memory_kind
+from shardrules._base.specs import (
     Dim,
     Entries,
     entries_of,
@@ -32,7 +28,11 @@ from shardrules._specs import (
     with_entries,
     with_tags,
 )
-from shardrules._text import brief, mesh_shown, without_defaults
+from shardrules._base.text import brief, mesh_shown, without_defaults
+from shardrules._plan import memory
+from shardrules._plan.resolve import Fit, fit_of, kind_on_mesh
+from shardrules._plan.survey import grouped
+from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, Spec, axes_named
 
 if TYPE_CHECKING:
     from shardrules._plan.memory import DeviceBytes

@@ -11,7 +11,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardrules._dtypes import bits_of
+from shardrules._base.dtypes import bits_of
+from shardrules._base.specs import Dim
+from shardrules._base.text import brief, counted, near_shown, shown
+from shardrules._place.align import align, match_rows
+from shardrules._place.leaf_errors import listing
 from shardrules._plan.companions import (
     Companion,
     Dims,
@@ -34,10 +38,6 @@ from shardrules._plan.table import (
 )
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.rules import Rules, matcher_of, remembered_rules
-from shardrules._specs import Dim
-from shardrules._text import brief, counted, near_shown, shown
-from shardrules._trees.align import align, match_rows
-from shardrules._trees.leaf_errors import listing
 
 
 class _Place(NamedTuple):

@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardrules._correction import MemoryKind, in_memory, plain_spec
-from shardrules._dtypes import is_inexact
+from shardrules._base.dtypes import is_inexact
+from shardrules._base.rule_specs import Fsdp, MemoryKind, in_memory, plain_spec
+from shardrules._base.specs import Entries, entries_of, entry_axes, is_unconstrained, spec_shown
+from shardrules._base.text import record
 from shardrules._plan.fold import Folded, Templates, fold, templates_of
 from shardrules._rules.dialects import EFORMER, Dialect
 from shardrules._rules.matcher import Coverage
 from shardrules._rules.rules import Rules, matcher_of
-from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, is_unconstrained, spec_shown
-from shardrules._text import record
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import PartitionSpec
 
-    from shardrules._mesh.device_bytes import Held
-    from shardrules._mesh.spec_on_mesh import LossKind
+    from shardrules._place.spec_on_mesh import LossKind
     from shardrules._plan.companions import Companion, Link
+    from shardrules._plan.device_bytes import Held
     from shardrules._plan.roles import Part
     from shardrules._rules.logical_rules import LogicalRules
     from shardrules._rules.resolver import LostRule

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._correction import MemoryKind, rule_spec_shown
-from shardrules._dtypes import key_dtype
-from shardrules._mesh.memory import sharding_in_memory
-from shardrules._mesh.mesh import MeshLike, as_mesh
+from shardrules._base.dtypes import key_dtype
+from shardrules._base.rule_specs import MemoryKind, rule_spec_shown
+from shardrules._base.specs import as_partition_spec
+from shardrules._place.leaf_errors import LeafError, leaf_errors
+from shardrules._place.memory import sharding_in_memory
+from shardrules._place.mesh import MeshLike, as_mesh
 from shardrules._place.shardings import Placement
 from shardrules._plan.check import run_checks
 from shardrules._plan.check_rules import refusals
 from shardrules._plan.findings import NOTHING
-from shardrules._specs import as_partition_spec
-from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,18 +12,26 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from shardrules._arguments import check_bytes, check_file, check_type, each, integer, listed, texts
-from shardrules._correction import MemoryKind
+from shardrules._base.arguments import (
+    check_bytes,
+    check_file,
+    check_type,
+    each,
+    integer,
+    listed,
+    texts,
+)
+from shardrules._base.io import write_text
+from shardrules._base.rule_specs import MemoryKind
+from shardrules._base.text import MOST_HTML, mesh_shown
 from shardrules._estimate.traced import A_STEP, TracedStep
-from shardrules._io import write_text
-from shardrules._mesh.mesh import MeshLike
+from shardrules._place.mesh import MeshLike
 from shardrules._plan.estimates import Estimates, room_of
 from shardrules._plan.findings import CheckKind, Declared, Findings, Level, all_declared
 from shardrules._plan.resolve import mesh_on, sized_mesh
 from shardrules._plan.show import plan_text, table_html
 from shardrules._plan.state import Training
 from shardrules._plan.table import DEFAULT_LARGE, Columns, Kind
-from shardrules._text import MOST_HTML, mesh_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt

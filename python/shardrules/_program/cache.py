@@ -26,15 +26,15 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
+from shardrules._base.io import opened, write_bytes
+from shardrules._base.jax_names import lowered_options
+from shardrules._base.locks import of_type
 from shardrules._estimate.buffers import SIZES, sizes_of
-from shardrules._io import opened, write_bytes
-from shardrules._jax import lowered_options
-from shardrules._locks import of_type
-from shardrules._mesh.topology import device_identity, is_described
 from shardrules._program.compile import Refusal
 from shardrules._program.dump import XlaDump
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.stored import StoredProgram, boxed, inner_of
+from shardrules._program.topologies.topology import device_identity, is_described
 
 _VARIABLE: Final = "SHARDRULES_CACHE"
 _FORM: Final = 1

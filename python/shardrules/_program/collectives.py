@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Final, Literal, NamedTuple
 
+from shardrules._base.text import Place, record
 from shardrules._program.computation import Shape
 from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo
 from shardrules._program.trips import trips
-from shardrules._text import Place, record
 
 Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
 

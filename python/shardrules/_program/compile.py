@@ -18,19 +18,8 @@ from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
-from shardrules._arguments import check_choice, check_real, check_type, kind_of
-from shardrules._estimate.buffers import Buffer, table_of
-from shardrules._mesh.memory import memory_apart, sharding_in_memory
-from shardrules._mesh.mesh import as_mesh, has_devices, in_force
-from shardrules._mesh.topology import Topology, is_described, topology_shown
-from shardrules._plan.plan import Plan
-from shardrules._program.computation import with_elements
-from shardrules._program.dump import XlaDump, compiled_within
-from shardrules._program.executable import is_filter_jit, lowered_by_equinox
-from shardrules._program.hlo import Hlo
-from shardrules._program.liveness import alive_at_peak
-from shardrules._program.memory import buffers_of
-from shardrules._text import (
+from shardrules._base.arguments import check_choice, check_real, check_type, kind_of
+from shardrules._base.text import (
     and_more,
     brief,
     bytes_shown,
@@ -39,6 +28,17 @@ from shardrules._text import (
     printable_lines,
     shown,
 )
+from shardrules._estimate.buffers import Buffer, table_of
+from shardrules._place.memory import memory_apart, sharding_in_memory
+from shardrules._place.mesh import as_mesh, has_devices, in_force
+from shardrules._plan.plan import Plan
+from shardrules._program.computation import with_elements
+from shardrules._program.dump import XlaDump, compiled_within
+from shardrules._program.executable import is_filter_jit, lowered_by_equinox
+from shardrules._program.hlo import Hlo
+from shardrules._program.liveness import alive_at_peak
+from shardrules._program.memory import buffers_of
+from shardrules._program.topologies.topology import Topology, is_described, topology_shown
 
 Effort = Literal["full", "fast"]
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (18.14G) exceeds

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from shardrules._text import answer, counted, printable_lines, record
+from shardrules._base.text import answer, counted, printable_lines, record
 
 # "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}
 # efficiently for HLO operation %add = f32[8,16]{1,0} add(...), ..., metadata={op_name="..."}"

@@ -23,17 +23,17 @@ from jax import Array, ShapeDtypeStruct, tree_util
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Compiled
 
-from shardrules._dtypes import bits_of
-from shardrules._jax import compiled_inputs, compiled_outputs
+from shardrules._base.dtypes import bits_of
+from shardrules._base.jax_names import compiled_inputs, compiled_outputs
+from shardrules._base.specs import is_partition_spec, spec_shown
+from shardrules._base.text import counted, printable, shown
+from shardrules._place.align import key_text
 from shardrules._plan.findings import Finding, FindingKind, Level, finding_of
 from shardrules._plan.fold import fold_paths
 from shardrules._plan.plan import Plan
 from shardrules._program.dataflow import Value, output_values
 from shardrules._program.hlo import Hlo, check_hlo
 from shardrules._program.stored import StoredProgram
-from shardrules._specs import is_partition_spec, spec_shown
-from shardrules._text import counted, printable, shown
-from shardrules._trees.align import key_text
 
 Library = Literal["jax", "nnx", "equinox"]
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Final, Literal, NamedTuple, get_args
 
+from shardrules._base.text import Place
 from shardrules._program.computation import (
     HEADER,
     MULTIPLIES,
@@ -26,7 +27,6 @@ from shardrules._program.computation import (
 )
 from shardrules._program.groups import ReplicaGroups, read_groups
 from shardrules._program.trips import trips
-from shardrules._text import Place
 
 CollectiveOpcode = Literal[
     "all-gather",

@@ -12,17 +12,25 @@ from typing import Any, Final, NamedTuple
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardrules._mesh.memory import memory_apart
-from shardrules._mesh.mesh import has_devices, on_axes
+from shardrules._base.specs import as_partition_spec, is_partition_spec
+from shardrules._base.text import (
+    brief,
+    counted,
+    mesh_shown,
+    near_shown,
+    printable,
+    shown,
+    with_article,
+)
+from shardrules._place.align import align, rows_and_paths
 from shardrules._place.decider import check_decided
+from shardrules._place.memory import memory_apart
+from shardrules._place.mesh import has_devices, on_axes
 from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import axis_sizes_of
 from shardrules._plan.trees import kind_specs
 from shardrules._program.executable import Executable, Side
 from shardrules._rules.rules import Rules
-from shardrules._specs import as_partition_spec, is_partition_spec
-from shardrules._text import brief, counted, mesh_shown, near_shown, printable, shown, with_article
-from shardrules._trees.align import align, rows_and_paths
 
 _WHAT: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_args
 
-from shardrules._arguments import check_choice, check_real, integer
-from shardrules._io import parse_json
-from shardrules._locks import check_fields, checked_json, line_by_line, lock_errors, of_type
-from shardrules._mesh_sizes import checked_sizes
+from shardrules._base.arguments import check_choice, check_real, integer
+from shardrules._base.io import parse_json
+from shardrules._base.locks import check_fields, checked_json, line_by_line, lock_errors, of_type
+from shardrules._base.mesh_sizes import checked_sizes
+from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, shown
 from shardrules._plan.findings import Finding, Findings, Level, finding_of
 from shardrules._program.collectives import Collective
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import CollectiveOpcode
 from shardrules._program.memory import totals_of
-from shardrules._text import and_more, bytes_shown, counted, mesh_shown, shown
 
 KINDS: Final = get_args(CollectiveOpcode)
 _FORMAT: Final = "shardrules program lock 1"

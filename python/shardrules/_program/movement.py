@@ -9,6 +9,7 @@ from itertools import chain
 from math import prod
 from typing import Final, NamedTuple
 
+from shardrules._base.specs import entry_axes
 from shardrules._plan.axis_uses import expert_axes_among, is_gathered
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
@@ -30,7 +31,6 @@ from shardrules._program.flow import (
 )
 from shardrules._program.states import State
 from shardrules._program.variation import Variation
-from shardrules._specs import entry_axes
 
 # Names of collectives in user programs, as JAX has them in op_name.
 _CALLED: Final = frozenset({

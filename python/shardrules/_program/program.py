@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from jax.sharding import Mesh
 
-from shardrules._arguments import check_file, check_type, in_order
+from shardrules._base.arguments import check_file, check_type, in_order
+from shardrules._base.io import write_text
+from shardrules._base.locks import content_of
+from shardrules._base.text import Column, Table, answer, bytes_shown, mesh_shown, printable
 from shardrules._estimate.buffers import Memory, Totals
-from shardrules._io import write_text
-from shardrules._locks import content_of
-from shardrules._mesh.topology import Topology
 from shardrules._plan.findings import Findings
 from shardrules._plan.plan import Plan
 from shardrules._program.cache import cached_result
@@ -30,8 +30,8 @@ from shardrules._program.memory import memory_of, totals_of
 from shardrules._program.movement import REASONS, Movement, Tracer
 from shardrules._program.states import State, states
 from shardrules._program.step_seconds import ProgramTime, program_time
+from shardrules._program.topologies.topology import Topology
 from shardrules._program.work import Product, products
-from shardrules._text import Column, Table, answer, bytes_shown, mesh_shown, printable
 
 SMALL: Final = 2**16
 """Bytes that a device sends in a step, below which a collective needs no explanation."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from shardrules._base.specs import is_partition_spec
 from shardrules._program.executable import Executable, at
-from shardrules._specs import is_partition_spec
 
 Evidence = Literal["updated", "donated", "planned", "alike"]
 

@@ -10,10 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
-from shardrules._program.collectives import Collective
-from shardrules._program.computation import Instruction
-from shardrules._program.hlo import Hlo
-from shardrules._text import (
+from shardrules._base.text import (
     Column,
     Table,
     answer,
@@ -23,6 +20,9 @@ from shardrules._text import (
     record,
     seconds_shown,
 )
+from shardrules._program.collectives import Collective
+from shardrules._program.computation import Instruction
+from shardrules._program.hlo import Hlo
 
 # On TPU, one fusion starts a collective, others go on with it beside what they compute, and one is
 # done with it. All have a copy of its line.

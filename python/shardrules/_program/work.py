@@ -9,12 +9,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from shardrules._base.text import Place
 from shardrules._program.computation import Computation, Instruction
 from shardrules._program.dataflow import PRODUCTS
 from shardrules._program.flow import is_product
 from shardrules._program.hlo import Hlo
 from shardrules._program.variation import Variation
-from shardrules._text import Place
 
 _CONTRACTED: Final = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS: Final = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")

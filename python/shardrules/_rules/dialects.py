@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
-from shardrules._arguments import boolean, check_choice, check_choices, check_type, texts
-from shardrules._correction import Correction
+from shardrules._base.arguments import boolean, check_choice, check_choices, check_type, texts
+from shardrules._base.correction import Correction
+from shardrules._base.specs import RankPolicy
+from shardrules._base.text import without_defaults
 from shardrules._rules.patterns import ModeName
-from shardrules._specs import RankPolicy
-from shardrules._text import without_defaults
 
 
 @dataclass(frozen=True, slots=True)

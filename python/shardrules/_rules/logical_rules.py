@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardrules._arguments import check_type
-from shardrules._correction import Correction
-from shardrules._jax import flax_axis_rules
+from shardrules._base.arguments import check_type
+from shardrules._base.correction import Correction
+from shardrules._base.jax_names import flax_axis_rules
+from shardrules._base.specs import is_partition_spec, is_unconstrained, rules_shown
+from shardrules._base.text import answer, shown
 from shardrules._rules.dialects import LINEN, LogicalDialect
 from shardrules._rules.names import check_rules, last_wins
 from shardrules._rules.resolver import Resolver, axes_in, resolver_for
 from shardrules._rules.rules import Rules
-from shardrules._specs import is_partition_spec, is_unconstrained, rules_shown
-from shardrules._text import answer, shown
 
 
 @answer

@@ -8,9 +8,11 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar
 
-from shardrules._arguments import check_real, check_type
+from shardrules._base.arguments import check_real, check_type
+from shardrules._base.rule_specs import Fsdp, plain_spec
+from shardrules._base.specs import Entries, RankPolicy, spec_for_rank, spec_length
+from shardrules._base.text import and_more, answer, counted, printable, printable_lines, shown
 from shardrules._core import Answers, Choices, RuleSet, SpecTable
-from shardrules._correction import plain_spec
 from shardrules._rules.dialects import Dialect
 from shardrules._rules.patterns import (
     EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
@@ -18,8 +20,6 @@ from shardrules._rules.patterns import (
     Pattern,
     compile_patterns,
 )
-from shardrules._specs import Entries, Fsdp, RankPolicy, spec_for_rank, spec_length
-from shardrules._text import and_more, answer, counted, printable, printable_lines, shown
 
 _DEFAULT_MIN_SIZE: Final = "16384"
 _TRUE_WORDS: Final = ("true", "yes", "1", "on")

@@ -15,7 +15,7 @@ from operator import attrgetter
 from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
 from typing import Any, Final, Literal, NamedTuple, TypeGuard
 
-from shardrules._text import printable, shown
+from shardrules._base.text import printable, shown
 
 Pattern = str | re.Pattern[str]
 """The types that a rule's pattern may have."""

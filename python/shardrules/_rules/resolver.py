@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
 
+from shardrules._base.correction import Correction
+from shardrules._base.specs import Entries, axes_present, is_unconstrained, without_axes
+from shardrules._base.text import printable_lines, shown
 from shardrules._core import LogicalRuleSet
-from shardrules._correction import Correction
 from shardrules._rules.dialects import FLAX_CORE, LogicalDialect
 from shardrules._rules.names import check_rules, last_wins, logical_names, spec_of_names
-from shardrules._specs import Entries, axes_present, is_unconstrained, without_axes
-from shardrules._text import printable_lines, shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec

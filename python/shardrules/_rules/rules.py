@@ -9,8 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeAlias
 
-from shardrules._arguments import boolean, check_order, check_tree, check_type, integer
-from shardrules._correction import Correction, RuleSpec
+from shardrules._base.arguments import boolean, check_order, check_tree, check_type, integer
+from shardrules._base.correction import Correction
+from shardrules._base.rule_specs import Fsdp, RuleSpec
+from shardrules._base.specs import (
+    Entries,
+    as_partition_spec,
+    entries_of,
+    is_partition_spec,
+    normalize_spec,
+    rules_shown,
+)
+from shardrules._base.text import answer, shown
 from shardrules._rules.dialects import EFORMER, Dialect
 from shardrules._rules.matcher import (
     Coverage,
@@ -21,16 +31,6 @@ from shardrules._rules.matcher import (
     too_long_message,
 )
 from shardrules._rules.patterns import MATCH_MODES, MatchMode, Pattern, checked_pattern
-from shardrules._specs import (
-    Entries,
-    Fsdp,
-    as_partition_spec,
-    entries_of,
-    is_partition_spec,
-    normalize_spec,
-    rules_shown,
-)
-from shardrules._text import answer, shown
 
 # Equal ones are the same to everybody. An object of the user's own is the same only as itself.
 _VALUES: Final = (str, int, re.Pattern)

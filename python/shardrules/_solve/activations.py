@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._jax import user_line
-from shardrules._mesh.mesh import axes_of_type
+from shardrules._base.jax_names import user_line
+from shardrules._base.specs import constraint_line, entries_of_cuts, partition_spec, spec_shown
+from shardrules._base.text import printable, record
+from shardrules._place.mesh import axes_of_type
 from shardrules._solve.rewrite import constrained, sites
-from shardrules._specs import constraint_line, entries_of_cuts, partition_spec, spec_shown
 from shardrules._step.equations import RESULT
 from shardrules._step.spread import CONSTRAINTS
-from shardrules._text import printable, record
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from shardrules._jax import user_line
+from shardrules._base.jax_names import user_line
+from shardrules._base.text import bytes_shown, record, seconds_shown
 from shardrules._solve.space import STORED
-from shardrules._text import bytes_shown, record, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._solve.meshes import Best

@@ -8,12 +8,12 @@ from contextvars import ContextVar
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardrules._mesh.mesh import as_mesh
-from shardrules._mesh.topology import Topology, topology_shown
+from shardrules._base.text import bytes_shown, mesh_shown, printable_lines, seconds_shown
+from shardrules._place.mesh import as_mesh
+from shardrules._program.topologies.topology import Topology, topology_shown
 from shardrules._solve.recompute import Block, blocks_of, recomputed
 from shardrules._solve.search import ROUNDING, Search
 from shardrules._solve.space import Space, fixed_cuts, forbidden_pairs
-from shardrules._text import bytes_shown, mesh_shown, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.step_time import Machine

@@ -8,15 +8,15 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._mesh.mesh import as_mesh, context_mesh, has_devices, in_force
-from shardrules._mesh.topology import Topology
+from shardrules._base.specs import entries_of, entry_axes
+from shardrules._base.text import answer, bytes_shown, mesh_shown, seconds_shown
+from shardrules._place.mesh import as_mesh, context_mesh, has_devices, in_force
 from shardrules._plan.plan import Plan
+from shardrules._program.topologies.topology import Topology
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 from shardrules._solve.activations import Activation, activations, constrained_step
 from shardrules._solve.rules import RuledPlan, with_cuts
-from shardrules._specs import entries_of, entry_axes
-from shardrules._text import answer, bytes_shown, mesh_shown, seconds_shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
-    from shardrules._mesh.mesh import AnyMesh
     from shardrules._place.decider import RulesLike
+    from shardrules._place.mesh import AnyMesh
     from shardrules._plan.diff import PlanDiff
     from shardrules._solve.layout import LaidSpread
     from shardrules._step.step import Step

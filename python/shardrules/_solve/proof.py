@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._arguments import integer
+from shardrules._base.arguments import integer
+from shardrules._base.text import Column, Table, answer, bytes_shown, record, seconds_shown
 from shardrules._estimate.buffers import table_of
 from shardrules._estimate.schedule import Transmission, merged
 from shardrules._estimate.step_time import sent_seconds
@@ -15,14 +16,13 @@ from shardrules._plan.plan import Plan
 from shardrules._program.compile import OutOfMemory
 from shardrules._solve.activations import constrained_step
 from shardrules._solve.outcome import Outcome
-from shardrules._text import Column, Table, answer, bytes_shown, record, seconds_shown
 from shardrules._verify.prove import prove
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from shardrules._mesh.topology import Topology
     from shardrules._program.compile import Effort
+    from shardrules._program.topologies.topology import Topology
     from shardrules._verify.prove import Proof
 
 # Predicted and compiled bytes are alike within these shares of the compiled ones.

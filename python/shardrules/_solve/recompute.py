@@ -12,13 +12,13 @@ from functools import partial
 from itertools import accumulate, chain, combinations
 from typing import Any, Final, NamedTuple
 
-from shardrules._dtypes import bits_of
-from shardrules._jax import user_line
-from shardrules._jaxprs import bodies_of, inner_jaxpr, open_jaxpr, scan_counts
-from shardrules._mesh.mesh import in_force
+from shardrules._base.dtypes import bits_of
+from shardrules._base.jax_names import user_line
+from shardrules._base.text import bytes_shown, printable, record
+from shardrules._place.mesh import in_force
 from shardrules._solve.rewrite import Names, Rewriter, Site, named
+from shardrules._step.jaxprs import bodies_of, inner_jaxpr, open_jaxpr, scan_counts
 from shardrules._step.step import Step
-from shardrules._text import bytes_shown, printable, record
 
 # If there are more loops, all recompute or none.
 _MOST_APART: Final = 2

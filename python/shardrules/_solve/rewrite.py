@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._jaxprs import BODIES, bodies_of, inner_jaxpr, open_jaxpr
+from shardrules._step.jaxprs import BODIES, bodies_of, inner_jaxpr, open_jaxpr
 from shardrules._step.spread import CONSTRAINTS
 
 if TYPE_CHECKING:

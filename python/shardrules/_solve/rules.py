@@ -9,21 +9,28 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardrules._correction import RuleSpec
+from shardrules._base.rule_specs import RuleSpec
+from shardrules._base.specs import (
+    entries_of,
+    entries_of_cuts,
+    entry_axes,
+    entry_of,
+    spec_shown,
+    trimmed,
+)
+from shardrules._base.text import brief
 from shardrules._plan.plan import Plan
 from shardrules._plan.plan import plan as plan_of
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
-from shardrules._specs import entries_of, entries_of_cuts, entry_axes, entry_of, spec_shown, trimmed
-from shardrules._text import brief
 from shardrules._writer.dims import units_of
 from shardrules._writer.draft import draft_of_specs
 from shardrules._writer.patterns import TIGHTEST
 
 if TYPE_CHECKING:
+    from shardrules._base.specs import Entries
     from shardrules._rules.dialects import LogicalDialect
-    from shardrules._specs import Entries
     from shardrules._writer.choose import Axes, Cuts
 
 

@@ -9,12 +9,13 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardrules._arguments import check_choice, check_real, check_type, listed, memory_bytes
+from shardrules._base.arguments import check_choice, check_real, check_type, listed, memory_bytes
+from shardrules._base.text import Column, Table, answer, printable_lines
 from shardrules._estimate.step_time import machine_of
-from shardrules._mesh.mesh import as_mesh
-from shardrules._mesh.topology import Topology, topology_of
+from shardrules._place.mesh import as_mesh
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import OVERLAP
+from shardrules._program.topologies.topology import Topology, topology_of
 from shardrules._solve.activations import spec_of_cuts
 from shardrules._solve.choices import ClassChoice, choices, reasons
 from shardrules._solve.meshes import Best, Task, best_of
@@ -22,14 +23,13 @@ from shardrules._solve.proof import Provable
 from shardrules._solve.recompute import RematChoice, blocks_of, subsets
 from shardrules._solve.space import STORED
 from shardrules._step.step import Step
-from shardrules._text import Column, Table, answer, printable_lines
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
+    from shardrules._base.hardware import Hardware
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
-    from shardrules._hardware import Hardware
     from shardrules._solve.layout import LaidSpread
     from shardrules._solve.recompute import Block
 

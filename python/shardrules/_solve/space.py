@@ -8,10 +8,10 @@ from itertools import combinations
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._arguments import check_choice
+from shardrules._base.arguments import check_choice
+from shardrules._base.specs import as_entries, entry_axes
+from shardrules._base.text import brief, near_shown, shown
 from shardrules._solve.layout import Axes, LaidSpread, Layout, StepArrays
-from shardrules._specs import as_entries, entry_axes
-from shardrules._text import brief, near_shown, shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory

@@ -7,8 +7,8 @@ from itertools import pairwise
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
+from shardrules._base.specs import entries_of, entry_axes
 from shardrules._plan.plan import Plan
-from shardrules._specs import entries_of, entry_axes
 
 if TYPE_CHECKING:
     from shardrules._step.factors import Factors, Rule

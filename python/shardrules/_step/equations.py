@@ -11,10 +11,12 @@ from functools import cached_property
 from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
-from shardrules._dtypes import bits_of
+from shardrules._base.dtypes import bits_of
+from shardrules._base.jax_names import user_line
 from shardrules._estimate.kernels import kernel_flops, primitive_name
-from shardrules._jax import user_line
-from shardrules._jaxprs import (
+from shardrules._step.dimensions import Dimensions, Dims
+from shardrules._step.factors import Factors, Rule, Shape, rule_of, same_rule, shape_of
+from shardrules._step.jaxprs import (
     axes_by_dim,
     devices_of,
     inner_jaxpr,
@@ -22,8 +24,6 @@ from shardrules._jaxprs import (
     open_jaxpr,
     scan_counts,
 )
-from shardrules._step.dimensions import Dimensions, Dims
-from shardrules._step.factors import Factors, Rule, Shape, rule_of, same_rule, shape_of
 
 _MOST_DEPTH: Final = 200
 

@@ -13,10 +13,10 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Final
 
+from shardrules._base.specs import constraint_line, entries_of_cuts, spec_shown
+from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.findings import finding_of
-from shardrules._specs import constraint_line, entries_of_cuts, spec_shown
 from shardrules._step.spread import PRODUCTS
-from shardrules._text import bytes_shown, counted
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Finding

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._jax import user_line
+from shardrules._base.jax_names import user_line
 from shardrules._step.spread import ADDS, PRODUCTS
 
 if TYPE_CHECKING:

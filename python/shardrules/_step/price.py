@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._dtypes import is_inexact
+from shardrules._base.dtypes import is_inexact
 from shardrules._estimate.kernels import KERNEL_EFFICIENCY
 from shardrules._estimate.schedule import merged
 from shardrules._estimate.step_time import Machine, StepTime, sent_seconds
@@ -15,8 +15,8 @@ from shardrules._estimate.traffic import Traffic
 from shardrules._step.peak import is_apart
 
 if TYPE_CHECKING:
+    from shardrules._base.hardware import Hardware
     from shardrules._estimate.schedule import Of, Row
-    from shardrules._hardware import Hardware
     from shardrules._step.dimension_roles import Roles
     from shardrules._step.equations import Equations, TracedOperation
     from shardrules._step.spread import Spread, SpreadCollective

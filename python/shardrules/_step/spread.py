@@ -13,8 +13,8 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._dtypes import bits_of
-from shardrules._specs import entries_of, entry_axes
+from shardrules._base.dtypes import bits_of
+from shardrules._base.specs import entries_of, entry_axes
 from shardrules._step.cuts import SplitError, array_cuts, closed_factors, factor_cuts, fitting_cuts
 from shardrules._step.equations import RESULT
 

@@ -10,24 +10,10 @@ from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
-from shardrules._arguments import check_bytes, check_type, memory_bytes
-from shardrules._estimate.buffers import Buffer, Memory, Totals
-from shardrules._estimate.step_time import Machine
-from shardrules._estimate.traced import TracedStep
-from shardrules._io import collector_paused
-from shardrules._jax import user_line
-from shardrules._jaxprs import only_call
-from shardrules._mesh.topology import Topology
-from shardrules._plan.plan import Plan
-from shardrules._program.program import seconds_and_bytes
-from shardrules._step.cuts import Cuts, argument_cuts, call_cuts
-from shardrules._step.dimension_roles import ClassRole, Roles
-from shardrules._step.equations import Equations
-from shardrules._step.findings import View, half_heads, step_findings
-from shardrules._step.peak import AliveArray, alive_arrays
-from shardrules._step.price import Price
-from shardrules._step.spread import Spread
-from shardrules._text import (
+from shardrules._base.arguments import check_bytes, check_type, memory_bytes
+from shardrules._base.io import collector_paused
+from shardrules._base.jax_names import user_line
+from shardrules._base.text import (
     Column,
     Table,
     and_more,
@@ -39,6 +25,20 @@ from shardrules._text import (
     printable_lines,
     record,
 )
+from shardrules._estimate.buffers import Buffer, Memory, Totals
+from shardrules._estimate.step_time import Machine
+from shardrules._estimate.traced import TracedStep
+from shardrules._plan.plan import Plan
+from shardrules._program.program import seconds_and_bytes
+from shardrules._program.topologies.topology import Topology
+from shardrules._step.cuts import Cuts, argument_cuts, call_cuts
+from shardrules._step.dimension_roles import ClassRole, Roles
+from shardrules._step.equations import Equations
+from shardrules._step.findings import View, half_heads, step_findings
+from shardrules._step.jaxprs import only_call
+from shardrules._step.peak import AliveArray, alive_arrays
+from shardrules._step.price import Price
+from shardrules._step.spread import Spread
 
 if TYPE_CHECKING:
     from shardrules._estimate.step_time import StepTime

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardrules._mesh.mesh import as_mesh, in_force
-from shardrules._mesh.topology import Topology
+from shardrules._base.text import mesh_shown
+from shardrules._place.align import leaf_paths
+from shardrules._place.mesh import as_mesh, in_force
 from shardrules._plan.plan import Plan
 from shardrules._program.compile import check_static, check_step, noted, placed_on, target_mesh
+from shardrules._program.topologies.topology import Topology
 from shardrules._step.cuts import inputs_of
 from shardrules._step.step import Step, TracedFunction
-from shardrules._text import mesh_shown
-from shardrules._trees.align import leaf_paths
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

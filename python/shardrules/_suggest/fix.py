@@ -14,17 +14,17 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._correction import RuleSpec, rule_spec
+from shardrules._base.io import FileError
+from shardrules._base.rule_specs import Fsdp, RuleSpec, rule_spec
+from shardrules._base.specs import entries_of, entry_axes, entry_of
+from shardrules._base.text import counted, printable
 from shardrules._files.modules import is_module_form
 from shardrules._files.rule_places import rule_places
 from shardrules._files.rules import RuleFile, read_rule_source
-from shardrules._io import FileError
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.resolver import axes_in
 from shardrules._rules.rules import Rules
-from shardrules._specs import Fsdp, entries_of, entry_axes, entry_of
 from shardrules._suggest.suggest import suggest
-from shardrules._text import counted, printable
 from shardrules._writer.texts import plain_pattern, python_rule, toml_logical_rule, toml_rule
 
 if TYPE_CHECKING:

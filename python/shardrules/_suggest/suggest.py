@@ -8,9 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._arguments import check_tree, check_type, in_order, integer, listed, texts
-from shardrules._correction import plain_spec
-from shardrules._hardware import Hardware, as_hardware
+from shardrules._base.arguments import check_tree, check_type, in_order, integer, listed, texts
+from shardrules._base.hardware import Hardware, as_hardware
+from shardrules._base.rule_specs import plain_spec
+from shardrules._base.specs import Entries, entries_of, entry_axes
+from shardrules._base.text import brief, bytes_shown, mesh_shown
+from shardrules._place.boxes import has_names
 from shardrules._plan.axis_uses import uses_of
 from shardrules._plan.check_names import head_sizes
 from shardrules._plan.findings import Declared
@@ -19,18 +22,15 @@ from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import axes_named
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.names import has_names
 from shardrules._rules.rules import PathRules, Rules, remembered_rules
-from shardrules._specs import Entries, entries_of, entry_axes
 from shardrules._suggest.suggestion import CutReason, Reason, Suggestion
-from shardrules._text import brief, bytes_shown, mesh_shown
 from shardrules._writer.dims import Unit, units_of
 from shardrules._writer.draft import Draft, draft, is_spared, mended
 from shardrules._writer.patterns import TIGHTEST
 from shardrules._writer.tables import NameRule, name_rules, rules_of
 
 if TYPE_CHECKING:
-    from shardrules._mesh.mesh import MeshLike
+    from shardrules._place.mesh import MeshLike
     from shardrules._solve.solution import Solution
     from shardrules._step.step import Step
     from shardrules._writer.choose import Axes

@@ -5,9 +5,17 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from shardrules._base.text import (
+    and_more,
+    answer,
+    bytes_shown,
+    counted,
+    mesh_shown,
+    printable,
+    record,
+)
 from shardrules._plan.findings import Declared, Findings
 from shardrules._rules.patterns import pattern_shown
-from shardrules._text import and_more, answer, bytes_shown, counted, mesh_shown, printable, record
 from shardrules._writer.texts import python_text, toml_text
 
 if TYPE_CHECKING:

@@ -13,18 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardrules._arguments import check_tree, check_type, in_order
-from shardrules._dtypes import SAFETENSORS, bits_of
-from shardrules._jax import device_order
-from shardrules._mesh.device_bytes import held_of
-from shardrules._mesh.memory import memory_apart
-from shardrules._mesh.mesh import MeshLike, has_devices, processes_of
-from shardrules._place.processes import DEVICES, JointCall, Row
-from shardrules._plan.findings import Finding, Findings, Level, VerifyKind, finding_of
-from shardrules._plan.fold import fold, fold_paths
-from shardrules._plan.plan import Plan
-from shardrules._plan.table import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
-from shardrules._specs import (
+from shardrules._base.arguments import check_tree, check_type, in_order
+from shardrules._base.dtypes import SAFETENSORS, bits_of
+from shardrules._base.jax_names import device_order
+from shardrules._base.specs import (
     Entries,
     as_partition_spec,
     entries_of,
@@ -35,7 +27,15 @@ from shardrules._specs import (
     with_entries,
     without_axes,
 )
-from shardrules._text import bytes_shown, counted, mesh_shown, with_article
+from shardrules._base.text import bytes_shown, counted, mesh_shown, with_article
+from shardrules._place.memory import memory_apart
+from shardrules._place.mesh import MeshLike, has_devices, processes_of
+from shardrules._place.processes import DEVICES, JointCall, Row
+from shardrules._plan.device_bytes import held_of
+from shardrules._plan.findings import Finding, Findings, Level, VerifyKind, finding_of
+from shardrules._plan.fold import fold, fold_paths
+from shardrules._plan.plan import Plan
+from shardrules._plan.table import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
 from shardrules._verify.live import Fields, Live, Where, fields_of, is_committed, live_leaves
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple
 
 from jax.sharding import Mesh
 
-from shardrules._arguments import check_real, check_type
+from shardrules._base.arguments import check_real, check_type
+from shardrules._base.text import brief, byte_count, bytes_shown, nearest
 from shardrules._plan.findings import Finding
 from shardrules._program.lock import KINDS, budget_finding, largest
 from shardrules._program.program import Program
-from shardrules._text import brief, byte_count, bytes_shown, nearest
 
 _WORDS: Final = ("total", "peak")
 _FIX: Final = "send or keep less there; or, if it is meant, raise the budget"

@@ -9,7 +9,9 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._dtypes import bits_of
+from shardrules._base.dtypes import bits_of
+from shardrules._base.specs import entry_axes
+from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.axis_uses import expert_axes_among
 from shardrules._plan.findings import Finding, Level, finding_of
 from shardrules._plan.roles import experts_dim
@@ -24,8 +26,6 @@ from shardrules._program.dataflow import (
 )
 from shardrules._program.executable import Executable, sharding_shown
 from shardrules._program.variation import Variation
-from shardrules._specs import entry_axes
-from shardrules._text import bytes_shown, counted
 from shardrules._verify.placements import is_same
 from shardrules._verify.unexpected import CONSTRAINT
 

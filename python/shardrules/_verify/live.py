@@ -13,10 +13,10 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from shardrules._core import values_beside
+from shardrules._place.align import align, rows_and_paths
+from shardrules._place.boxes import NodeForms
 from shardrules._plan.table import Leaves
-from shardrules._rules.names import NodeForms
 from shardrules._rules.rules import Rules
-from shardrules._trees.align import align, rows_and_paths
 
 Where = Sharding | Literal["deleted", "abstract", "host", "nowhere"]
 """Sharding of a leaf; or, of "host", a numpy array or number in this process's memory, and of

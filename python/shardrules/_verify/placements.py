@@ -12,14 +12,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrules._correction import in_memory
-from shardrules._mesh.memory import memory_apart
+from shardrules._base.rule_specs import in_memory
+from shardrules._base.text import bytes_shown, counted, printable
+from shardrules._place.memory import memory_apart
 from shardrules._plan.findings import Finding, Level, VerifyKind
 from shardrules._program.dataflow import is_made_from
 from shardrules._program.executable import Executable, Library, Side, at, sharding_shown
 from shardrules._program.inputs import PlannedSharding
 from shardrules._program.states import Evidence, State
-from shardrules._text import bytes_shown, counted, printable
 
 _CONSTRAINT: Final = "jax.lax.with_sharding_constraint(arrays, plan.shardings())"
 _NNX_SHARDINGS: Final = "in_shardings=nnx.StateSharding(plan.shardings())"

@@ -10,8 +10,8 @@ from jax import tree_util
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
+from shardrules._base.text import Table, answer, mesh_shown
 from shardrules._estimate.buffers import Memory
-from shardrules._mesh.topology import Topology, memory_limit, topology_shown
 from shardrules._plan.findings import Findings, Level
 from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE
@@ -32,7 +32,7 @@ from shardrules._program.compile import (
 from shardrules._program.dump import XlaDump
 from shardrules._program.program import Program, time_on
 from shardrules._program.step_seconds import ProgramTime
-from shardrules._text import Table, answer, mesh_shown
+from shardrules._program.topologies.topology import Topology, memory_limit, topology_shown
 from shardrules._verify.verify import findings_and_program
 
 

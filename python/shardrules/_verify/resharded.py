@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from shardrules._base.text import bytes_shown
 from shardrules._plan.findings import Finding, finding_of
 from shardrules._program.collectives import Collective
 from shardrules._program.compiling import CompileLog, Reshard
 from shardrules._program.lock import largest
 from shardrules._program.program import Program
-from shardrules._text import bytes_shown
 from shardrules._verify.unexpected import CONSTRAINT
 
 

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from typing import Final
 
+from shardrules._base.specs import constraint_line
+from shardrules._base.text import and_more, bytes_shown, counted
 from shardrules._plan.findings import Finding, finding_of
 from shardrules._program.collectives import Collective
 from shardrules._program.movement import REASONS
 from shardrules._program.program import Program
 from shardrules._program.work import Product
-from shardrules._specs import constraint_line
-from shardrules._text import and_more, bytes_shown, counted
 
 _SHARE: Final = 0.05
 """Share of all bytes that are sent, above which a collective is told whatever its size."""

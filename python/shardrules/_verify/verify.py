@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardrules._arguments import check_bytes, check_type, in_order
+from shardrules._base.arguments import check_bytes, check_type, in_order
+from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.findings import Finding, Findings, finding_of
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.compiling import CompileLog
@@ -14,7 +15,6 @@ from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import PlannedSharding, other_kinds, planned_targets
 from shardrules._program.program import Program, batches
 from shardrules._program.states import states
-from shardrules._text import bytes_shown, counted
 from shardrules._verify.budget import limits_of, over_budget
 from shardrules._verify.gathered import gather_findings
 from shardrules._verify.placements import (

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
+from shardrules._base.text import brief
 from shardrules._plan.roles import Part, parts_of_model
-from shardrules._text import brief
 from shardrules._writer.patterns import Path, apart, numbered, words_of
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._correction import RuleSpec, plain_spec
+from shardrules._base.rule_specs import Fsdp, RuleSpec, fsdp, plain_spec
+from shardrules._base.specs import Entries, entries_of, entry_axes, entry_of, trimmed
+from shardrules._base.text import brief, counted
 from shardrules._plan.axis_uses import AxisUse, is_gathered, uses_of
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.queries import Queries
 from shardrules._plan.table import DEFAULT_LARGE, Columns
 from shardrules._rules.patterns import MATCH_MODES, Pattern, pattern_shown
 from shardrules._rules.rules import Rules
-from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, entry_of, fsdp, trimmed
-from shardrules._text import brief, counted
 from shardrules._writer.choose import Axes, Cuts, choose, with_followers
 from shardrules._writer.patterns import (
     NUMBER,

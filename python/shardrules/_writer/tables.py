@@ -7,11 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from shardrules._base.specs import entry_of
+from shardrules._base.text import brief
 from shardrules._plan.axis_uses import AxisUse, uses_of
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._specs import entry_of
-from shardrules._text import brief
 from shardrules._writer.choose import SLACK, Axes, Cuts, discomfort_of, shard_count
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from shardrules._correction import RuleSpec, rule_spec
+from shardrules._base.rule_specs import Fsdp, RuleSpec, fsdp, rule_spec
+from shardrules._base.specs import entries_of, entry_axes
+from shardrules._base.text import printable
 from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.rules import DIALECTS
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.patterns import Pattern, pattern_shown
 from shardrules._rules.resolver import axes_in
-from shardrules._specs import Fsdp, entries_of, entry_axes, fsdp
-from shardrules._text import printable
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Declared

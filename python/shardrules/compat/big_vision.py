@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-from shardrules._dtypes import given_bits
-from shardrules._mesh.mesh import resolve_mesh
+from shardrules._base.dtypes import given_bits
+from shardrules._base.rule_specs import fsdp as fsdp_spec
+from shardrules._base.rule_specs import largest_dim
+from shardrules._base.specs import entry_axes, partition_spec
+from shardrules._base.text import shown
+from shardrules._place.mesh import resolve_mesh
 from shardrules._rules.dialects import BIG_VISION
 from shardrules._rules.rules import Rules, remembered_rules
-from shardrules._specs import entry_axes, largest_dim, partition_spec
-from shardrules._specs import fsdp as fsdp_spec
-from shardrules._text import shown
 
 __all__ = ["fsdp", "infer_sharding", "replicate", "rules", "shard_dim"]
 

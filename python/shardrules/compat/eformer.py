@@ -17,18 +17,18 @@ import numpy as np
 from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardrules._mesh.device_bytes import device_bytes
-from shardrules._mesh.mesh import AnyMesh, context_mesh, legacy_mesh
+from shardrules._base.specs import entries_of, entry_axes, is_partition_spec, is_unconstrained
+from shardrules._base.text import shown
 from shardrules._place.constraint import is_tracing
 from shardrules._place.constraint import with_sharding_constraint as _with_sharding_constraint
+from shardrules._place.mesh import AnyMesh, context_mesh, legacy_mesh
 from shardrules._place.shard import gather
 from shardrules._place.shardings import corrected_sharding, correction_losses
+from shardrules._plan.device_bytes import device_bytes
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.matcher import checked_min_size, logs_moves
 from shardrules._rules.patterns import Pattern
 from shardrules._rules.rules import Rules, as_rules, matcher_of, remembered_rules, specs_by_rules
-from shardrules._specs import entries_of, entry_axes, is_partition_spec, is_unconstrained
-from shardrules._text import shown
 
 if TYPE_CHECKING:
     AxisNames = str | list[str] | tuple[str, ...]

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 import jax
 import numpy as np
 
-from shardrules._text import readable
+from shardrules._base.text import readable
 
 __all__ = [
     "BATCH",

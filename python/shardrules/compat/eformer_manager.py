@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Final, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from shardrules._specs import entry_of
-from shardrules._text import brief
+from shardrules._base.specs import entry_of
+from shardrules._base.text import brief
 from shardrules.compat import eformer_common_types as names
 from shardrules.compat.eformer import get_corrected_named_sharding, with_sharding_constraint
 from shardrules.compat.eformer_common_types import NOT_GIVEN

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, dataclass_transfo
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardrules._mesh.mesh import AnyMesh, MeshLike, context_mesh, resolve_mesh
-from shardrules._rules.names import loaded, logical_names, says_its_sharding, variable_types
-from shardrules._text import shown
+from shardrules._base.text import shown
+from shardrules._place.boxes import loaded, says_its_sharding, variable_types
+from shardrules._place.mesh import AnyMesh, MeshLike, context_mesh, resolve_mesh
+from shardrules._rules.names import logical_names
 
 if TYPE_CHECKING:
     LogicalNames = tuple[str | None, ...]

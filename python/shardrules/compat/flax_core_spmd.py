@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shardrules._mesh.mesh import AnyMesh, axes_of_type, context_mesh
+from shardrules._base.specs import is_partition_spec
+from shardrules._base.text import mesh_shown, shown
+from shardrules._place.boxes import loaded
+from shardrules._place.mesh import AnyMesh, axes_of_type, context_mesh
 from shardrules._rules.logical_rules import LogicalRulesLike as LogicalRules
 from shardrules._rules.logical_rules import (
     get_logical_axis_rules,
     logical_axis_rules,
     set_logical_axis_rules,
 )
-from shardrules._rules.names import last_wins, loaded, logical_names, spec_of_names
+from shardrules._rules.names import last_wins, logical_names, spec_of_names
 from shardrules._rules.resolver import resolve_core
-from shardrules._specs import is_partition_spec
-from shardrules._text import mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardrules._base.specs import is_partition_spec
 from shardrules._place.logical import (
     RulesFallback,
     compiled,
@@ -28,7 +29,6 @@ from shardrules._rules.logical_rules import (
     logical_axis_rules,
     set_logical_axis_rules,
 )
-from shardrules._specs import is_partition_spec
 from shardrules.compat.flax_core_meta import Partitioned, global_mesh_defined
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardrules._arguments import check_type
-from shardrules._specs import partition_spec
-from shardrules._text import shown
+from shardrules._base.arguments import check_type
+from shardrules._base.specs import partition_spec
+from shardrules._base.text import shown
 
 __all__ = ["physical_axis_name", "pspec_for_axis"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from shardrules._arguments import check_type
+from shardrules._base.arguments import check_type
+from shardrules._base.specs import entries_of, entry_axes, is_partition_spec, partition_spec
+from shardrules._base.text import shown
 from shardrules._rules.dialects import KERAS
 from shardrules._rules.matcher import ambiguous_message
 from shardrules._rules.rules import Rules, matcher_of, remembered_rules
-from shardrules._specs import entries_of, entry_axes, is_partition_spec, partition_spec
-from shardrules._text import shown
 
 __all__ = ["LayoutMap"]
 

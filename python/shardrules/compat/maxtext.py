@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._arguments import check_type
+from shardrules._base.arguments import check_type
+from shardrules._base.io import FileError, parse_json, read_bytes
+from shardrules._base.mesh_sizes import checked_sizes
+from shardrules._base.specs import Entries, entries_of, entry_axes, with_entries, without_axes
+from shardrules._base.text import record, shown
 from shardrules._files.leaves import ArraySpec, ArraySpecs
-from shardrules._io import FileError, parse_json, read_bytes
-from shardrules._mesh_sizes import checked_sizes
 from shardrules._plan.diff import PlanDiff, plan_diff
 from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import Fit, kind_on_mesh
@@ -29,8 +31,6 @@ from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, Leaves
 from shardrules._rules.dialects import MAXTEXT
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import checked_names
-from shardrules._specs import Entries, entries_of, entry_axes, with_entries, without_axes
-from shardrules._text import record, shown
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding

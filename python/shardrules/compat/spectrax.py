@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
-from shardrules._arguments import boolean
+from shardrules._base.arguments import boolean
 from shardrules._rules.dialects import SPECTRAX
 from shardrules._rules.patterns import Pattern
 from shardrules._rules.rules import remembered_rules

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from shardrules._arguments import check_type, integer
+from shardrules._base.arguments import check_type, integer
+from shardrules._base.text import shown
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._text import shown
 
 __all__ = ["axis_names", "standard_logical_axis_rules"]
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
-from shardrules._arguments import boolean, check_tree, check_type, each
+from shardrules._base.arguments import boolean, check_tree, check_type, each
+from shardrules._base.specs import partition_spec
+from shardrules._place.align import key_text
 from shardrules._rules.dialects import TP_PLAN
 from shardrules._rules.rules import remembered_rules
-from shardrules._specs import partition_spec
-from shardrules._trees.align import key_text
 
 __all__ = ["SHARDED_DIMENSIONS", "match_tp_plan", "parameter_tp_plan"]
 

@@ -9,10 +9,10 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
-from shardrules._jax import mesh_contexts
-from shardrules._mesh_sizes import check_bounds, checked_sizes
-from shardrules._specs import is_unconstrained, spec_shown
-from shardrules._text import mesh_shown, shown
+from shardrules._base.jax_names import mesh_contexts
+from shardrules._base.mesh_sizes import check_bounds, checked_sizes
+from shardrules._base.specs import is_unconstrained, spec_shown
+from shardrules._base.text import mesh_shown, shown
 
 if TYPE_CHECKING:
     import numpy as np

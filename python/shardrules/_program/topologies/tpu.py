@@ -11,8 +11,8 @@ from itertools import combinations_with_replacement
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._hardware import Hardware
-from shardrules._text import mesh_shown
+from shardrules._base.hardware import Hardware
+from shardrules._base.text import mesh_shown
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any, Final
 
-from shardrules._specs import entries_of, entry_axes
+from shardrules._base.specs import entries_of, entry_axes
 
 # What holds one jaxpr that runs once, and the names of the parameter that has it.
 _CALLS: Final = frozenset((

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
+from shardrules._base.specs import is_partition_spec
+from shardrules._base.text import counted, near_shown, shown
 from shardrules._core import values_beside
-from shardrules._rules.names import Unboxed, open_boxes, unboxed_with_names
+from shardrules._place.boxes import Unboxed, open_boxes, unboxed_with_names
+from shardrules._place.leaf_errors import listing
 from shardrules._rules.rules import Rules, matcher_of
-from shardrules._specs import is_partition_spec
-from shardrules._text import counted, near_shown, shown
-from shardrules._trees.leaf_errors import listing
 
 _NO_RULES: Final = Rules(())
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._hardware import Hardware, compiler_facts
+from shardrules._base.hardware import Hardware, compiler_facts
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,7 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardrules._text import Place
+from shardrules._base.text import Place
 
 
 def _private(owner: Any, name: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import Any, Final
 
-from shardrules._text import brief, shown
+from shardrules._base.text import brief, shown
 
 _NAMES_BY_BITS: Final = {
     1: "int1 uint1",

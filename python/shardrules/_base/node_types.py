@@ -17,8 +17,8 @@ from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+from shardrules._base.jax_names import node_flattener, registered_unflatten
 from shardrules._core import RecordLayout
-from shardrules._jax import node_flattener, registered_unflatten
 
 
 class Record(NamedTuple):

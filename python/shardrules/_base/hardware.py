@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
 
-from shardrules._arguments import check_real, check_type, integer, texts
-from shardrules._dtypes import numpy_name
-from shardrules._text import brief, nearest, shown
+from shardrules._base.arguments import check_real, check_type, integer, texts
+from shardrules._base.dtypes import numpy_name
+from shardrules._base.text import brief, nearest, shown
 
 _COMPILER: Final = "compiler"
 """The table of a device in `hardware.toml` that is for XLA alone."""
@@ -119,7 +119,7 @@ def _tables() -> dict[str, dict[str, Any]]:
     import tomllib
     from importlib import resources
 
-    text = (resources.files("shardrules") / "hardware.toml").read_text(encoding="utf-8")
+    text = (resources.files("shardrules._base") / "hardware.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._text import bytes_shown, misspelt, printable_lines
+from shardrules._base.text import bytes_shown, misspelt, printable_lines
 
 _MOST: Final = 900
 _END: Final = 300

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shardrules._jax import transfer_target
-from shardrules._mesh.topology import topology_of
+from shardrules._base.jax_names import transfer_target
+from shardrules._program.topologies.topology import topology_of
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-    from shardrules._mesh.mesh import AnyMesh
+    from shardrules._place.mesh import AnyMesh
 
 
 def sharding_in_memory(mesh: AnyMesh, spec: PartitionSpec, kind: str | None) -> NamedSharding:

@@ -11,14 +11,13 @@ from itertools import pairwise
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from shardrules._core import Corrector
-from shardrules._correction import Correction, IndivisiblePolicy
-from shardrules._dtypes import given_bits
-from shardrules._mesh_sizes import check_bounds
-from shardrules._specs import (
+from shardrules._base.correction import Correction, IndivisiblePolicy
+from shardrules._base.dtypes import given_bits
+from shardrules._base.mesh_sizes import check_bounds
+from shardrules._base.rule_specs import Fsdp
+from shardrules._base.specs import (
     Dim,
     Entries,
-    Fsdp,
     axes_present,
     entries_of,
     entry_axes,
@@ -28,7 +27,8 @@ from shardrules._specs import (
     with_dims,
     with_entries,
 )
-from shardrules._text import counted, mesh_shown, nearest
+from shardrules._base.text import counted, mesh_shown, nearest
+from shardrules._core import Corrector
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -183,7 +183,7 @@ class SpecOnMesh:
         """Return the spec for arrays that have some of the dimensions, as scales have.
 
         Args:
-            dims: As in `shardrules._specs.with_dims`.
+            dims: As in `shardrules._base.specs.with_dims`.
             blocks: For each dimension, the number of elements that one element stands for.
                 Default: 1.
         """

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
-from shardrules._text import and_more, counted, mesh_shown, printable_lines
+from shardrules._base.text import and_more, counted, mesh_shown, printable_lines
 
 MOST_LISTED: Final = 20
 _FEW: Final = 10

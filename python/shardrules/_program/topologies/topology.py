@@ -9,12 +9,12 @@ from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._arguments import check_type, integer, texts
-from shardrules._hardware import Hardware
-from shardrules._mesh.gpu_topology import GPUS, Hosts
-from shardrules._mesh.tpu_topology import GENERATIONS, Slices
-from shardrules._mesh_sizes import checked_sizes, mesh_shapes
-from shardrules._text import counted, mesh_shown, nearest, without_defaults
+from shardrules._base.arguments import check_type, integer, texts
+from shardrules._base.hardware import Hardware
+from shardrules._base.mesh_sizes import checked_sizes, mesh_shapes
+from shardrules._base.text import counted, mesh_shown, nearest, without_defaults
+from shardrules._program.topologies.gpu import GPUS, Hosts
+from shardrules._program.topologies.tpu import GENERATIONS, Slices
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from math import isqrt, prod
 from typing import Final
 
-from shardrules._arguments import check_type, integer
-from shardrules._text import brief
+from shardrules._base.arguments import check_type, integer
+from shardrules._base.text import brief
 
 # A plan has a number for each device: 128 MB for this many. Real meshes have 10,000s of devices.
 _MOST_DEVICES: Final = 2**24

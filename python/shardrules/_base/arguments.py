@@ -27,7 +27,7 @@ from typing import (
     get_type_hints,
 )
 
-from shardrules._text import brief, counted, shown
+from shardrules._base.text import brief, counted, shown
 
 Kind: TypeAlias = Literal["tree", "rules", "mesh", "plan", "path", "shape", "compiled"]
 

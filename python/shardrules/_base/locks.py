@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from shardrules._io import FileError, read_bytes
-from shardrules._text import shown, with_article
+from shardrules._base.io import FileError, read_bytes
+from shardrules._base.text import shown, with_article
 
 # JSON's reader takes the two for the one character that they would stand for.
 _ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._arguments import MOST
-from shardrules._specs import Entries, entries_of, entry_axes
+from shardrules._base.arguments import MOST
+from shardrules._base.specs import Entries, entries_of, entry_axes
 
 if TYPE_CHECKING:
     import numpy.typing as npt

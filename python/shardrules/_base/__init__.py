@@ -1,0 +1,1 @@
+"""Values, checks, texts and files that all floors share."""

@@ -1,1 +1,0 @@
-"""Meshes, specs on a mesh, and the bytes that devices hold."""

@@ -1,0 +1,1 @@
+"""Topologies of TPUs and GPUs that need not be there."""

@@ -1,1 +1,0 @@
-"""Trees: which leaf of one is which leaf of another, and errors of leaves."""
