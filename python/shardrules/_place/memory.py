@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardrules._base.jax_names import transfer_target
-from shardrules._program.topologies.topology import topology_of
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -18,8 +17,7 @@ def sharding_in_memory(mesh: AnyMesh, spec: PartitionSpec, kind: str | None) -> 
     """Return the NamedSharding of this memory kind. None leaves the kind to the mesh's devices.
 
     Raises:
-        ValueError: The devices do not have the kind; JAX forgets it, as for described GPUs; or,
-            before JAX 0.6, the mesh has no devices.
+        ValueError: The devices do not have the kind; or JAX forgets it, as for described GPUs.
     """
     from jax.sharding import NamedSharding
 
@@ -27,14 +25,9 @@ def sharding_in_memory(mesh: AnyMesh, spec: PartitionSpec, kind: str | None) -> 
         return NamedSharding(mesh, spec)
     sharding = NamedSharding(mesh, spec, memory_kind=kind)
     if sharding.memory_kind != kind:
-        if topology_of(mesh) is not None:
-            raise ValueError(
-                f"JAX describes GPUs without kinds of memory, and would count {kind!r} as their "
-                "own; leave the kind out to count it so, or compile for GPUs that are there"
-            )
         raise ValueError(
-            "this version of JAX forgets memory kinds on a mesh without devices; give a Mesh of "
-            "devices, or use a newer JAX"
+            f"JAX describes GPUs without kinds of memory, and would count {kind!r} as their "
+            "own; leave the kind out to count it so, or compile for GPUs that are there"
         )
     return sharding
 
