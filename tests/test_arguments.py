@@ -25,7 +25,7 @@ from shardrules._base.text import shown
 from shardrules._estimate.step_time import machine_of
 from shardrules._program.compiling import CompileLog
 from shardrules._rules import matcher
-from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan
+from shardrules.compat import maxtext, tp_plan
 from tests.support import api
 from tests.support.files import header_file
 
@@ -165,11 +165,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "is_weight": NOT_TRUTH,
     "prefix": (3, None, THING, HUGE),
     "scanned": (3, 0, "Layer", [3], THING, HUGE),
-    "mapping": (3, None, [], "tp", THING),
-    "params_axes": (3, None, [], THING, {"w_axes": 3}),
-    "activation_partitioning_dims": ("1", 0, 3, 1.5, None, THING, HUGE),
-    "parameter_partitioning_dims": ("1", 0, 3, 1.5, None, THING, HUGE),
-    "additional_rules": (3, "ab", [3], [("a",)], [("a", 3)], THING),
     "nested": tuple(value for value in NOT_TRUTH if value is not None),
     "max_memory": NOT_SIZE,
     "shardings": (3, {"w": 3}, {"w": P()}, {}, THING),
@@ -293,8 +288,6 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Plan.explain.path": (*NOT_TEXT, "no such leaf", "x" * 10**5),
     "Plan.kind.path": (*NOT_TEXT, "no such leaf"),
     "Plan.source.path": (*NOT_TEXT, "no such leaf"),
-    "compat.haliax.physical_axis_name.axis": (3, None, THING, HUGE, ["embed"]),
-    "compat.haliax.pspec_for_axis.axis": (3, None, THING, [3]),
     "Hardware.named.name": (*NOT_TEXT, "no such device"),
     "read_hardware.path": (*NOT_FILE, None, b"x"),
     "read_model.path": (*NOT_FILE, None, b"x"),
@@ -319,8 +312,6 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Zero1.axis": (3, None, [], THING, HUGE),
     "fsdp.axis": (3, None, [], [3], ("tp", "tp"), THING, HUGE),
     "compat.tp_plan.match_tp_plan.axis": (3, None, THING, HUGE),
-    "compat.easylm.TreePathShardingRule.rules": (["ab"], [3], [(3, "tp")]),
-    "compat.spectrax.match_partition_rules.tree": (),
     # As eformer's, it gives P() to whatever has no shape.
     "match_partition_rules.tree": (),
     "Rules.match.tree": (),
@@ -356,7 +347,6 @@ CALLED = {
     "devices": "devices",
     "gradients": "gradients",
     "schedule": "schedule|gathers",
-    "additional_rules": "rule",
     "scale": "scale|group",
     "source": "source|no such file",
     "sizes": "sizes|dims",
@@ -554,22 +544,7 @@ CALLS |= {
         "head_dim": 8, "dialect": sr.dialects.EFORMER, "like": RULES, "names": None, "step": None}),
 }  # fmt: skip
 CALLS |= {
-    f"compat.{module.__name__.split('.')[-1]}.match_partition_rules": (
-        module.match_partition_rules,
-        {"rules": RULES, "params": TREE},
-    )
-    for module in (easylm, jaxseq)
-}
-CALLS |= {
     "Zero1": (sr.Zero1, {"axis": "dp", "dim": "first", "place": "outer", "not_with": ()}),
-    "compat.easylm.TreePathShardingRule": (
-        lambda rules, strict: easylm.TreePathShardingRule(*rules, strict=strict),
-        {"rules": RULES, "strict": True},
-    ),
-    "compat.spectrax.match_partition_rules": (
-        spectrax.match_partition_rules,
-        {"rules": RULES, "tree": TREE, "min_size": 0, "strict": True},
-    ),
     "compat.maxtext.read_dump": (maxtext.read_dump, {"path": DUMP, "dtype": "float32"}),
     "compat.maxtext.DumpedArrays.diff": (
         DUMPED.diff,
@@ -590,31 +565,11 @@ CALLS |= {
         tp_plan.parameter_tp_plan,
         {"parameter_name": "w", "tp_plan": {"w": "colwise"}, "is_weight": True},
     ),
-    "compat.haliax.physical_axis_name": (
-        haliax.physical_axis_name,
-        {"axis": "embed", "mapping": {"embed": "tp"}},
-    ),
-    "compat.haliax.pspec_for_axis": (
-        haliax.pspec_for_axis,
-        {"axis": ("embed",), "mapping": {"embed": "tp"}},
-    ),
-    "compat.t5x.axis_names": (
-        t5x.axis_names,
-        {"params_axes": {"w_axes": SimpleNamespace(names=("embed",))}},
-    ),
-    "compat.t5x.standard_logical_axis_rules": (
-        t5x.standard_logical_axis_rules,
-        {
-            "activation_partitioning_dims": 1,
-            "parameter_partitioning_dims": 2,
-            "additional_rules": None,
-        },
-    ),
 }
 
 # Records that the package makes, for reading; values.
 MADE_BY_US = {"Activation", "Alternative", "Buffer", "Change", "ClassChoice", "RematChoice", "Gain", "ProofRound", "SentBytes", "Solution",
-              "Solution.constraints", "SolutionProof", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes", "DimensionClass",
+              "Solution.constraints", "SolutionProof", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "Coverage", "Decision", "DeviceBytes", "DimensionClass",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place", "Plan",
               "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "Span", "Step", "StepTime", "Timeline", "Work", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
@@ -632,8 +587,7 @@ THEIRS = (
     "compat.big_vision", "compat.eformer", "compat.flax", "compat.keras", "compat.maxtext.add_data_to_sharding",
 )  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
-TAKES_ANYTHING = {"compile.args", "prove.args", "trace.args", "RuleSpec.spec", "compat.easylm.match_partition_rules.params",
-                  "compat.jaxseq.match_partition_rules.params"}  # fmt: skip
+TAKES_ANYTHING = {"compile.args", "prove.args", "trace.args", "RuleSpec.spec"}
 
 
 def public_callables() -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.compat import easylm, jaxseq, spectrax, tp_plan
+from shardrules.compat import tp_plan
 from shardrules.compat.keras import LayoutMap
 from tests.support import corpus, references
 from tests.support.folders import DATA
@@ -84,7 +84,7 @@ def test_corpus(name, case):
 @pytest.mark.parametrize("model", ["easylm-llama-3.1-405b", "easylm-llama-3.1-405b-trainstate"])
 def test_easylm_on_its_model(model):
     rules, tree = corpus.rules("EasyLM__llama"), corpus.manifest(model).nested(corpus.abstract)
-    assert easylm.match_partition_rules(rules, tree) == references.easylm(rules, tree)
+    assert sr.Rules(rules, sr.dialects.EASYLM).match(tree) == references.easylm(rules, tree)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_easylm_on_its_model(model):
 )
 def test_jaxseq_on_its_models(rule_set, model):
     rules, tree = corpus.rules(rule_set), corpus.manifest(model).nested(corpus.abstract)
-    assert jaxseq.match_partition_rules(rules, tree) == references.jaxseq(rules, tree)
+    assert sr.Rules(rules, sr.dialects.KEYSTR).match(tree) == references.jaxseq(rules, tree)
 
 
 @pytest.mark.parametrize(
@@ -209,15 +209,23 @@ def is_spec(node):
     return isinstance(node, P)
 
 
+def spectrax(rules, tree, min_size, strict):
+    """spectrax.sharding.match_partition_rules, as docs/guides/recipes.md writes it."""
+    dialect = sr.dialects.SPECTRAX
+    dialect = dialect if strict else replace(dialect, scalars="none", rank="keep")
+    return sr.Rules(rules, dialect).match(tree, min_size=min_size or 0)
+
+
 def same(ours, theirs):
     return jax.tree.leaves(ours, is_leaf=is_spec) == jax.tree.leaves(theirs, is_leaf=is_spec)
 
 
 @given(RULES, TREES, st.sampled_from([None, 0, 1, 2, 6]), st.booleans())
 def test_generated_trees(rules, tree, min_size, strict):
-    assert same(easylm.match_partition_rules(rules, tree), references.easylm(rules, tree))
-    assert same(jaxseq.match_partition_rules(rules, tree), references.jaxseq(rules, tree))
-    ours = spectrax.match_partition_rules(rules, tree, min_size, strict)
+    easylm, jaxseq = (sr.Rules(rules, d) for d in (sr.dialects.EASYLM, sr.dialects.KEYSTR))
+    assert same(easylm.match(tree), references.easylm(rules, tree))
+    assert same(jaxseq.match(tree), references.jaxseq(rules, tree))
+    ours = spectrax(rules, tree, min_size, strict)
     assert same(ours, references.spectrax(rules, tree, min_size, strict))
 
 
@@ -248,17 +256,20 @@ class TestAgainstScalax:
         tree = corpus.manifest("easylm-llama-3.1-405b").nested(corpus.abstract)
         tree["count"], tree["one"] = array(), array(1, 1)
 
-        def outcome(rule_class):
+        def outcome(apply):
             try:
-                return rule_class(*rules, strict=strict).apply(tree)
+                return apply(tree)
             except ValueError as error:
                 return str(error).splitlines()[0].split(":")[0]
 
-        assert outcome(easylm.TreePathShardingRule) == outcome(scalax.TreePathShardingRule)
+        unmatched = "error" if strict else "replicate"
+        ours = sr.Rules(rules, replace(sr.dialects.EASYLM, unmatched=unmatched))
+        theirs = scalax.TreePathShardingRule(*rules, strict=strict)
+        assert outcome(ours.match) == outcome(theirs.apply)
 
     @given(RULES, TREES)
     def test_generated_trees(self, scalax, rules, tree):
-        ours = easylm.TreePathShardingRule(*rules).apply(tree)
+        ours = sr.Rules(rules, sr.dialects.EASYLM).match(tree)
         assert same(ours, scalax.TreePathShardingRule(*rules).apply(tree))
 
 
@@ -336,7 +347,7 @@ class TestAgainstKeras:
 class TestAgainstSpectrax:
     @given(RULES, TREES, st.sampled_from([None, 0, 2, 6]), st.booleans())
     def test_generated_trees(self, their_spectrax, rules, tree, min_size, strict):
-        ours = spectrax.match_partition_rules(rules, tree, min_size, strict)
+        ours = spectrax(rules, tree, min_size, strict)
         assert same(ours, their_spectrax.match_partition_rules(rules, tree, min_size, strict))
 
     @given(
@@ -360,20 +371,19 @@ class TestChoices:
     def test_size_one_is_a_scalar_but_size_zero_is_none(self):
         tree = {"a": array(1, 1), "b": array(0, 1), "c": array(1, 2)}
         rules = [(".", P("x", "y"))]
-        assert easylm.match_partition_rules(rules, tree) == {
+        assert sr.Rules(rules, sr.dialects.EASYLM).match(tree) == {
             "a": P(), "b": P("x", "y"), "c": P("x", "y")
         }  # fmt: skip
 
     def test_leaves_without_a_shape(self):
-        assert easylm.match_partition_rules([], {"a": 3, "b": "text"}) == {"a": P(), "b": P()}
+        assert sr.Rules([], sr.dialects.EASYLM).match({"a": 3, "b": "text"}) == {"a": P(), "b": P()}
         assert sr.Rules([("a", P("x"))], replace(sr.dialects.EASYLM, scalars="none")).match(
             {"a": 3}
         ) == {"a": P("x")}
 
     def test_specs_given_whole(self):
-        assert easylm.match_partition_rules([("a", ("x", None, "y"))], {"a": array(4)}) == {
-            "a": P("x", None, "y")
-        }
+        rules = sr.Rules([("a", ("x", None, "y"))], sr.dialects.EASYLM)
+        assert rules.match({"a": array(4)}) == {"a": P("x", None, "y")}
 
     def test_specs_too_long_replicate(self):
         rules = sr.Rules([("a", ("x", "y"))], replace(sr.dialects.EASYLM, rank="replicate"))
@@ -619,9 +629,8 @@ def test_pickled_and_compared():
 
 def test_events_of_other_dialects_do_not_stop_a_match(monkeypatch):
     monkeypatch.setenv("LOG_SHARDING_MOVE", "1")
-    assert easylm.match_partition_rules([("a", ("x", "y"))], {"a": np.zeros(4)}) == {
-        "a": P("x", "y")
-    }
+    rules = sr.Rules([("a", ("x", "y"))], sr.dialects.EASYLM)
+    assert rules.match({"a": np.zeros(4)}) == {"a": P("x", "y")}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import shardrules as sr
 from shardrules._rules import matcher, rules
 from shardrules._rules.dialects import EASYLM, EFORMER
 from shardrules._rules.rules import remembered_rules
-from shardrules.compat import big_vision, easylm, jaxseq, keras, spectrax, tp_plan
+from shardrules.compat import big_vision, keras, tp_plan
 from shardrules.compat import eformer as compat_eformer
 from tests.support.folders import ROOT
 
@@ -57,8 +57,6 @@ ENTRIES = {
     "spec_for": lambda pairs: sr.spec_for("wq/kernel", (4, 4), pairs, MESH),
     "plan": lambda pairs: sr.plan(TREE, pairs, MESH).specs(),
     "compat.eformer": lambda pairs: compat_eformer.match_partition_rules(pairs, TREE),
-    "compat.easylm": lambda pairs: easylm.match_partition_rules(pairs, TREE),
-    "compat.spectrax": lambda pairs: spectrax.match_partition_rules(pairs, TREE),
 }
 
 
@@ -128,12 +126,8 @@ OF_LIBRARIES = {
     "big_vision.rules": lambda: big_vision.rules(
         [("".join(["wq", "/.*"]), 'shard_dim("tp", 0)|fsdp("fsdp")')]
     ),
-    "easylm.TreePathShardingRule": lambda: easylm.TreePathShardingRule(*fresh_pairs()).apply(TREE),
     "eformer.create_pattern_based_partition_spec": lambda: (
         compat_eformer.create_pattern_based_partition_spec("wq|wk->fsdp.tp,norm->tp", MESH)("wq", None)
-    ),
-    "jaxseq.match_partition_rules": lambda: jaxseq.match_partition_rules(
-        [("".join(["ker", "nel"]), P("tp")), (".*", P())], TREE
     ),
     "keras.LayoutMap.rules": lambda: layouts().rules,
     "keras.LayoutMap.specs": lambda: layouts().specs(TREE),

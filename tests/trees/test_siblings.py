@@ -12,7 +12,6 @@ from jax import tree_util
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.compat import easylm, jaxseq
 
 
 class Text(str):
@@ -196,11 +195,9 @@ def test_siblings_that_take_turns():
 
 
 ONE_ELEMENT = {
-    "easylm": lambda tree: easylm.match_partition_rules([("scale", P("fsdp"))], tree),
-    "jaxseq": lambda tree: jaxseq.match_partition_rules([("scale", P("fsdp"))], tree),
-    "own dialect": sr.Rules(
-        [("scale", P("fsdp"))], replace(sr.dialects.NNX, scalars="size 1")
-    ).match,
+    "EasyLM": sr.dialects.EASYLM,
+    "JAXSeq": sr.dialects.KEYSTR,
+    "own dialect": replace(sr.dialects.NNX, scalars="size 1"),
 }
 
 
@@ -211,7 +208,8 @@ def test_a_leaf_of_one_element_gets_no_spec_of_larger_siblings(entry, count):
     tree = [{"scale": leaf(64), "w": None} for _ in range(count)]
     tree += [{"scale": leaf(1), "w": None}, {"scale": leaf(2), "w": None}]
     for _ in range(14):
-        specs = [node["scale"] for node in ONE_ELEMENT[entry](tree)]
+        rules = sr.Rules([("scale", P("fsdp"))], ONE_ELEMENT[entry])
+        specs = [node["scale"] for node in rules.match(tree)]
         assert specs == [P("fsdp")] * count + [P(), P("fsdp")]
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.compat import haliax
 
 PARAMETERS = {"embed": ("data", "replica"), "mlp": "model", "heads": "model"}
 COMPUTE = {"batch": ["replica", "data"], "mlp": "model", "heads": "model"}
@@ -40,12 +37,8 @@ def tree(hax):
 def test_specs_of_axes(axes, mapping):
     entries = (mapping.get(name) for name in axes)
     expected = P(*(tuple(one) if isinstance(one, list) else one for one in entries))
-    assert haliax.pspec_for_axis(axes, mapping) == expected
-    assert haliax.pspec_for_axis(dict.fromkeys(axes, 8), mapping) == expected
-    objects = [SimpleNamespace(name=name) for name in axes]
-    assert haliax.pspec_for_axis(objects, mapping) == expected
-    # As rules of a plan, where nothing is in the way, they say the same.
     rules = sr.LogicalRules(mapping, sr.dialects.HALIAX)
+    assert sr.logical_to_mesh(P(*axes), rules) == expected
     shape = jax.ShapeDtypeStruct((8,) * len(axes), "float32")
     plan = sr.plan({"w": shape}, rules, MESH, names={"w": axes})
     assert P(*plan.specs()["w"]) == P(*expected)
@@ -56,10 +49,7 @@ def test_specs_of_axes(axes, mapping):
 def test_specs_of_axes_are_those_of_haliax(hax, axes, mapping):
     given = [hax.Axis(name, 8) for name in axes]
     theirs = hax.partitioning.pspec_for_axis(given, mapping)
-    assert haliax.pspec_for_axis(given, mapping) == theirs
-    for one in given:
-        name = hax.partitioning.physical_axis_name(one, mapping)
-        assert haliax.physical_axis_name(one, mapping) == name
+    assert sr.logical_to_mesh(P(*axes), sr.LogicalRules(mapping, sr.dialects.HALIAX)) == theirs
 
 
 @pytest.mark.parametrize("mapping", [PARAMETERS, COMPUTE], ids=["parameters", "compute"])
@@ -96,10 +86,3 @@ def test_what_jax_would_refuse_is_an_error():
         assert plan.kinds[0].status == "misfit", names
         with pytest.raises(ValueError, match="w"):
             plan.specs()
-
-
-def test_bad_input():
-    with pytest.raises(TypeError, match=r"axis is 3 .*a name or an Axis"):
-        haliax.physical_axis_name(3, {})
-    with pytest.raises(TypeError, match="mapping is 3"):
-        haliax.pspec_for_axis("embed", 3)
