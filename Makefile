@@ -168,7 +168,7 @@ dist/.built-$(VERSION): $(DIST)/dependencies $(SOURCES) README.md LICENSE NOTICE
 	$(DIST)/bin/twine check --strict dist/*.tar.gz dist/*.whl
 	touch $@
 
-# Installs the wheel where there is no compiler, with the newest JAX or JAX=0.5.0, and tests it from
+# Installs the wheel where there is no compiler, with the newest JAX or JAX=0.7.2, and tests it from
 # elsewhere, without extras and then with them.
 test-dist: dist
 	$(DIST)/bin/auditwheel show $(WHEEL)

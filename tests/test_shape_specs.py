@@ -185,7 +185,6 @@ def test_arrays_are_placed_and_constrained_by_it(mesh):
     assert cuts(sr.named_shardings(tree, spec, mesh)["w"].spec) == ("fsdp",)
 
 
-@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="this JAX has no types of axes")
 def test_inside_a_shard_map_shapes_are_local(mesh):
     def body(x):
         return sr.with_sharding_constraint(x, [("", sr.fsdp("fsdp"))], mesh)

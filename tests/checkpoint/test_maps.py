@@ -92,9 +92,7 @@ def test_hugging_face_to_flax(save, rng, variant, shape):  # noqa: F811
     loaded = sr.load(save(arrays), RULES, mesh_of(shape), renames=sr.renames.HF_TO_FLAX)
     expected = to_flax(arrays)
     paths = {
-        jax.tree_util.keystr(keys, simple=True, separator="/")
-        if hasattr(jax, "set_mesh")
-        else "/".join(key.key for key in keys): array
+        jax.tree_util.keystr(keys, simple=True, separator="/"): array
         for keys, array in jax.tree_util.tree_flatten_with_path(loaded)[0]
     }
     assert paths.keys() == expected.keys()

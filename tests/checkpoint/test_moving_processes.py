@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 
-import jax
 import pytest
 
-from tests.place.test_processes import needs_collectives, run
+from tests.place.test_processes import run
 from tests.support import store
 from tests.support.slow import slow
 
@@ -52,7 +51,6 @@ def test_saved_by_all_and_refused_by_one(folder, processes):
         assert "No space left" in process["error"] or "process" in process["error"]
 
 
-@needs_collectives
 @pytest.mark.parametrize("processes", [slow(2), slow(4)])
 def test_moved_and_back(folder, processes):
     for process in run("move", processes, 4, folder, WORKER):
@@ -93,7 +91,6 @@ def test_one_that_fails_makes_all_fail(folder, processes):
                 assert FAILURES[case] in error
 
 
-@needs_collectives
 @pytest.mark.parametrize("processes", [2, slow(4)])
 def test_to_devices_of_other_processes_bit_by_bit(folder, processes):
     for process in run("cross", processes, 4, folder, WORKER):
@@ -104,7 +101,6 @@ def test_to_devices_of_other_processes_bit_by_bit(folder, processes):
         assert process["alone"]
 
 
-@needs_collectives
 @pytest.mark.parametrize("processes", [2, slow(4)])
 def test_of_a_store_replicas_are_read_once(folder, server, processes):
     pytest.importorskip("aiohttp")
@@ -125,16 +121,8 @@ def test_of_a_store_replicas_are_read_once(folder, server, processes):
         assert process["error"].startswith("FileError" if index == 1 else "RuntimeError")
 
 
-@needs_collectives
 @pytest.mark.parametrize("processes", [2, slow(4)])
 def test_the_page_of_trainers_and_samplers(folder, processes):
     """tests/docs runs it in one process."""
     for process in run("page", processes, 8 // processes, folder, WORKER):
         assert process == {"missing": []}
-
-
-@pytest.mark.skipif(hasattr(jax, "shard_map"), reason="this JAX can")
-def test_moves_that_jax_cannot_make_are_refused_by_all_at_once(folder):
-    for process in run("refuse", 2, 4, folder, WORKER):
-        assert "which takes jax.shard_map" in process["error"]
-        assert process["seconds"] < 20

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from shardrules.compat import eformer as ours
-from tests.support.contexts import legacy, needs_set_mesh
+from tests.support.contexts import legacy
 
 theirs = pytest.importorskip(
     "eformer.escale.partition.constraints", reason="eformer is not installed"
@@ -228,17 +228,13 @@ def test_mesh_questions(mesh):
 
 @pytest.mark.parametrize("axes", ["fsdp", ("fsdp", "tp"), ["tp", "fsdp"], ("dp",), ()])
 def test_positions_inside_shard_map(mesh, axes):
-    from jax.experimental.shard_map import shard_map as old_shard_map
-
-    shard_map = getattr(jax, "shard_map", old_shard_map)
-
     def positions(module):
         def body(x):
             size = module.get_mesh_axis_size(axes)
             return x * 0 + module.get_submesh_device_index(axes) + 100 * size
 
         spec = P(("dp", "fsdp", "tp"))
-        return shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.zeros(8, "int32"))
+        return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.zeros(8, "int32"))
 
     np.testing.assert_array_equal(positions(ours), positions(theirs))
 
@@ -376,7 +372,6 @@ QUESTIONS = [
 ]
 
 
-@needs_set_mesh
 @pytest.mark.parametrize("name", CONTEXTS_OF_TWO)
 def test_two_contexts_that_disagree(mesh, name):
     """All raised "two meshes are in force", even what never uses a mesh."""
@@ -389,7 +384,6 @@ def test_two_contexts_that_disagree(mesh, name):
                 assert question(ours) == question(theirs)
 
 
-@needs_set_mesh
 @pytest.mark.parametrize("manual", [{"dp", "fsdp", "tp"}, {"fsdp"}])
 def test_with_mesh_around_shard_map(mesh, manual):
     """get_incontext_mesh gave an AbstractMesh without devices, and specs became P()."""
@@ -525,7 +519,6 @@ def test_as_many_warnings_of_corrections(mesh, shape, spec):
 class TestWhereEformerIsBroken:
     """The table of docs/guides/eformer.md, row by row: eformer's fault first, then ours working."""
 
-    @needs_set_mesh
     def test_no_mesh_is_seen_under_set_mesh(self, mesh):
         x = jnp.zeros((8, 8))
         with jax.set_mesh(mesh):
@@ -572,7 +565,6 @@ class TestWhereEformerIsBroken:
         assert set(analysis["memory_per_device"].values()) == {32}
         uneven = ours.analyze_sharding_strategy(
             {"w": np.zeros(12, "int8")}, {"w": P("dp")}, AbstractMesh((8,), ("dp",))
-            if hasattr(jax, "set_mesh") else mesh
         )  # fmt: skip
         assert list(uneven["memory_per_device"].values()) == [2, 2, 2, 2, 2, 2, 0, 0]
         assert uneven["balance_score"] == 0.75

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.compat import eformer_common_types as names
 from shardrules.compat import eformer_manager as ours
-from tests.support.contexts import legacy, needs_set_mesh
+from tests.support.contexts import legacy
 
 theirs = pytest.importorskip("eformer.escale.partition.manager", reason="eformer is not installed")
 their_names = pytest.importorskip("eformer.common_types")
@@ -316,7 +316,6 @@ class TestSharding:
         assert got[0].sharding.is_equivalent_to(expected[0].sharding, len(shape))
         np.testing.assert_array_equal(got[0], expected[0])
 
-    @needs_set_mesh
     @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
     def test_under_set_mesh(self, axis_type):
         """Where eformer's finds no mesh."""
@@ -408,7 +407,6 @@ def test_as_logical_rules(mode, registry):
 
 
 class TestWhereEformerIsBroken:
-    @needs_set_mesh
     def test_the_mesh_of_set_mesh(self):
         """`TestSharding.test_under_set_mesh` has ours."""
         manager = theirs.PartitionManager(theirs.PartitionAxis())

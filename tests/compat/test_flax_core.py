@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from shardrules.compat import flax_core_meta as our_meta
 from shardrules.compat import flax_core_spmd as our_spmd
 from shardrules.compat import flax_linen_spmd as our_linen
-from tests.support.contexts import legacy, needs_set_mesh
+from tests.support.contexts import legacy
 
 flax_meta = pytest.importorskip("flax.core.meta", reason="flax is not installed")
 flax_spmd = pytest.importorskip("flax.core.spmd")
@@ -484,9 +484,6 @@ class Layers(nn.Module):
         return scan(self, x)[0]
 
 
-@pytest.mark.skipif(
-    not hasattr(jax.api_util, "debug_info"), reason="flax's nn.scan fails under this JAX"
-)
 def test_our_boxes_in_linen():
     x = jnp.ones((2, 4))
     variables = Layers().init(jax.random.key(0), x)
@@ -677,7 +674,6 @@ def test_legacy_mesh(fsdp_tp):
     assert all(array.sharding.is_equivalent_to(expected, 2) for array in placed)
 
 
-@needs_set_mesh
 def test_manual_axes_are_refused():
     mesh = mesh_of("auto")
 

@@ -8,7 +8,6 @@ import importlib
 import pkgutil
 import re
 
-import jax
 import pytest
 
 import shardrules
@@ -43,7 +42,6 @@ SLOW_PAGES = [
     "docs/guides/rl.md",
 ]
 # The other pages are about today's JAX.
-FOR_EVERY_JAX = ["README.md", "docs/derivation.md"]
 NOT_RUN = {
     "docs/guides/eformer.md": ["EasyLM is not on PyPI"] * 4,
     "docs/guides/maxtext.md": ["MaxText's own modules are not installed"] * 2,
@@ -85,8 +83,6 @@ def test_public_docstrings_have_examples():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pages show the legacy mesh, too
 @pytest.mark.parametrize("page", [slow(p) if p in SLOW_PAGES else p for p in pages()])
 def test_page(page):
-    if page not in FOR_EVERY_JAX and not hasattr(jax, "set_mesh"):
-        pytest.skip("the page is about a JAX with jax.set_mesh")
     with demo_folder() as folder:
         missing, shown = docs_pages.run(page, folder)
     text = (ROOT / page).read_text()

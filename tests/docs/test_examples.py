@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 
-import jax
 import pytest
 
 from tests.support.folders import ROOT
@@ -50,8 +49,6 @@ with open(sys.argv[1], "w") as file:
 def test_train_transformer(tmp_path):
     pytest.importorskip("flax", reason="flax is not installed")
     pytest.importorskip("optax", reason="optax is not installed")
-    if not hasattr(jax, "set_mesh"):
-        pytest.skip(f"the example needs jax.set_mesh, which JAX {jax.__version__} does not have")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "result.json"],
         cwd=EXAMPLES,

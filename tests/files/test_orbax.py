@@ -79,9 +79,6 @@ def test_the_plan_of_a_checkpoint_is_that_of_its_tree(params, saved, mesh):
 
 def test_a_save_and_a_restore_keep_the_memory_kinds_of_the_plan(params, tmp_path, mesh):
     """orbax stores none: the target has them. Without one all goes to the default memory."""
-    kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
-    if "pinned_host" not in kinds:
-        pytest.skip("this JAX has one kind alone")
     rules = [("embedding", sr.RuleSpec("tp", memory_kind="pinned_host")), *RULES]
     plan = sr.plan(params, rules, mesh)
     there = sr.shard(params, rules, mesh)

@@ -30,7 +30,7 @@ import shardrules as sr
 from shardrules._patching import patch as _patch
 from shardrules._patching.patch import code_digest
 from tests.support import corpus, peer_sources
-from tests.support.contexts import legacy, needs_set_mesh
+from tests.support.contexts import legacy
 from tests.support.folders import ROOT
 from tests.support.slow import some
 from tests.support.work import calls_by_file
@@ -453,7 +453,6 @@ class TestEformerIsTheSame:
             assert self.compare("get_corrected_named_sharding", (8,), P("tp")).spec == P("tp")
             assert self.compare("get_corrected_named_sharding", (8,), P()).spec == P()
 
-    @needs_set_mesh
     def test_under_set_mesh(self, mesh):
         with jax.set_mesh(mesh):
             assert self.compare("get_corrected_named_sharding", (8,), P("tp"))[0] is AssertionError

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._place import constraint, named_shardings
 from shardrules._place import mesh as meshes_of_jax
-from tests.support.contexts import legacy, needs_set_mesh
+from tests.support.contexts import legacy
 from tests.support.work import calls_by_file
 
 constrain = sr.with_sharding_constraint
@@ -33,8 +33,6 @@ def is_sharded(array, mesh, *entries):
 
 
 def meshes():
-    if not hasattr(jax.sharding, "AxisType"):
-        return {}
     auto, explicit = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
     return {
         "auto": (auto, auto, auto),
@@ -60,7 +58,6 @@ SPECS = [
 ]
 
 
-@needs_set_mesh
 class TestUnderSetMesh:
     @pytest.mark.parametrize(("shape", "spec", "expected"), SPECS)
     def test_in_and_out_of_jit(self, typed_mesh, shape, spec, expected):

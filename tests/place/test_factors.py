@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._place.spec_on_mesh import in_parts
 from tests.support import corpus
-from tests.support.contexts import needs_set_mesh
 
 FACTOR = sr.Correction(indivisible="factor")
 
@@ -205,8 +204,6 @@ class TestOnDevices:
 
     @pytest.mark.parametrize("context", [None, "set_mesh"])
     def test_a_step_with_arrays_on_both_meshes(self, context):
-        if context and not hasattr(jax, "set_mesh"):
-            pytest.skip("this JAX has no jax.set_mesh")
         mesh = mesh_of(tp=8)
         placed = sr.shard(ARRAYS, OF_ARRAYS, mesh, correction=FACTOR)
         x = jax.device_put(np.ones((4, 8), "float32"), NamedSharding(mesh, P(None, "tp")))
@@ -241,7 +238,6 @@ class TestOnDevices:
 OF_KV = [("kv", ("tp",))]
 
 
-@needs_set_mesh
 class TestRefused:
     @pytest.mark.parametrize("call", [sr.named_shardings, sr.plan])
     def test_explicit_axes(self, call):

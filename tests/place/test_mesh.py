@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.mesh_sizes import parse_mesh
-from tests.support.contexts import legacy, needs_set_mesh
+from tests.support.contexts import legacy
 
 
 @pytest.fixture
@@ -47,7 +47,6 @@ def test_legacy(mesh, other):
         assert seen == [mesh]
 
 
-@needs_set_mesh
 def test_set_mesh(mesh):
     with jax.set_mesh(mesh):
         assert sr.resolve_mesh() is mesh
@@ -56,14 +55,12 @@ def test_set_mesh(mesh):
         assert seen == [mesh]
 
 
-@needs_set_mesh
 def test_abstract_mesh():
     abstract = AbstractMesh((4, 2), ("fsdp", "tp"))
     with jax.sharding.use_abstract_mesh(abstract):
         assert sr.resolve_mesh() == abstract
 
 
-@needs_set_mesh
 def test_inside_shard_map_manual_axes_are_seen(mesh):
     seen = []
 
@@ -78,13 +75,11 @@ def test_inside_shard_map_manual_axes_are_seen(mesh):
     assert [type_.name for type_ in seen[0].axis_types] == ["Auto", "Manual", "Auto"]
 
 
-@needs_set_mesh
 def test_contexts_that_agree(mesh):
     with legacy(mesh), jax.set_mesh(mesh):
         assert sr.resolve_mesh() is mesh
 
 
-@needs_set_mesh
 def test_contexts_that_disagree(mesh, other):
     with legacy(other), jax.set_mesh(mesh), pytest.raises(ValueError, match="two meshes") as caught:
         sr.resolve_mesh()

@@ -76,10 +76,7 @@ def test_leaves_that_follow_others(mesh):
     assert placed["layers"]["q"]["lora_a"].sharding.spec == P(None, "fsdp", None)
     assert placed["layers"]["q"]["lora_a"].addressable_shards[0].data.shape[1] < 8
     factor = placed["layers"]["q"]["lora_b"]
-    try:
-        there = jax.device_put(factor, factor.sharding.with_memory_kind("pinned_host"))
-    except ValueError:  # this JAX has no such memory on CPUs
-        return
+    there = jax.device_put(factor, factor.sharding.with_memory_kind("pinned_host"))
     again = sr.shard({"layers": {"q": {"lora_b": there}}}, rules, mesh, companions=companions)
     assert again["layers"]["q"]["lora_b"].sharding.memory_kind == "pinned_host"
 

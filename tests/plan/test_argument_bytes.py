@@ -129,7 +129,6 @@ def test_random_keys(implementation, devices):
     check_equal(sr.plan({"key": key, "keys": keys}, [("", ("fsdp",))], mesh_of(devices)))
 
 
-@pytest.mark.skipif(not hasattr(jax, "memory"), reason="pinned_host of this JAX is not for CPU")
 def test_host_memory():
     """On CPU XLA counts it with the rest; the plan counts it apart."""
     rules = [("embed", sr.RuleSpec(("fsdp", "tp"), memory_kind="pinned_host")), ("", "fsdp")]

@@ -1144,16 +1144,13 @@ def refused_by_jax(spec, mesh, rank):
             P("auto", **{kind: {axis}})
             for kind in ("unreduced", "reduced")
             for axis in ("explicit", "nope")
-            if hasattr(P(), kind)
         ),
-        *(P(None, **{kind: {"auto"}}) for kind in ("unreduced", "reduced") if hasattr(P(), kind)),
+        *(P(None, **{kind: {"auto"}}) for kind in ("unreduced", "reduced")),
     ],
     ids=str,
 )
 def test_what_jax_refuses_to_place_is_a_misfit(spec):
-    types = getattr(jax.sharding, "AxisType", None)
-    if types is None:
-        pytest.skip("this JAX has no types of axes")
+    types = jax.sharding.AxisType
     mesh = jax.sharding.AbstractMesh(
         (2, 2), ("auto", "explicit"), axis_types=(types.Auto, types.Explicit)
     )
@@ -1166,8 +1163,6 @@ def test_what_jax_refuses_to_place_is_a_misfit(spec):
 
 
 def test_the_axes_of_a_dict_are_not_explicit():
-    if not hasattr(P(), "unreduced"):
-        pytest.skip("this JAX has no unreduced axes")
     plan = sr.plan({"w": array(8, 8)}, [("w", P("fsdp", unreduced={"tp"}))], MESH)
     (one,) = (one for one in plan.check() if one.kind == "misfit")
     assert "'tp' is unreduced and is not Explicit" in one.message

@@ -135,8 +135,6 @@ class TestExplicit:
 
     @pytest.fixture
     def mesh(self):
-        if not hasattr(P(), "reduced") or not hasattr(jax, "set_mesh"):
-            pytest.skip("this JAX has no reduced axes")
         types = (jax.sharding.AxisType.Explicit,) * 2
         return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tp"), axis_types=types)
 

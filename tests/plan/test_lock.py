@@ -188,8 +188,6 @@ TAGS = [{"unreduced": {"tp"}}, {"reduced": {"tp"}}, {"unreduced": {"tp"}, "reduc
 
 @pytest.mark.parametrize("tags", TAGS, ids=str)
 def test_unreduced_and_reduced_axes(tags):
-    if not hasattr(P(), "reduced"):
-        pytest.skip("this JAX has no reduced axes")
     tree = {"w": array(4, 4), "v": array(4)}
     rules = [("w", P("dp", None, **tags)), ("v", P(P.UNCONSTRAINED, **tags))]
     plan = sr.plan(tree, rules, MESH)
@@ -218,8 +216,6 @@ def test_the_kind_of_reduction_that_is_left():
 
 
 def test_a_lock_of_unreduced_axes_knows_an_explicit_mesh():
-    if not hasattr(P(), "unreduced"):
-        pytest.skip("this JAX has no unreduced axes")
     explicit = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=explicit)
     plan = sr.plan({"w": array(4, 4)}, [("w", P("dp", unreduced={"tp"}))], mesh)

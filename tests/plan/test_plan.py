@@ -52,13 +52,6 @@ def device_bytes_of(kind, mesh):
     return device_bytes(kind.shape, bits_of(kind.dtype), kind.spec, mesh)
 
 
-def set_mesh(mesh):
-    """jax.set_mesh, or what older versions have."""
-    return (
-        getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", None) or (lambda m: m)
-    )
-
-
 def check_equal_to_named_shardings(plan, tree, rules, mesh, **options):
     expected = sr.named_shardings(tree, rules, mesh, **options)
     found = plan.shardings()
@@ -248,13 +241,13 @@ class TestMeshes:
         assert plan.axis_sizes["tp"] == 2
 
     def test_the_context(self, mesh):
-        with set_mesh(mesh)(mesh):
+        with jax.set_mesh(mesh):
             plan = sr.plan(self.TREE, self.RULES)
             self.check(plan, mesh)
         # The plan is for that mesh, whatever is in force later.
         self.check(plan, mesh)
         other = Mesh(np.array(jax.devices()[:2]), ("tp",))
-        with set_mesh(other)(other):
+        with jax.set_mesh(other):
             self.check(plan, mesh)
 
     def test_none(self):

@@ -21,10 +21,6 @@ TREE = {name: jax.ShapeDtypeStruct((WIDTH, HEADS * SIZE), "bfloat16") for name i
 TREE["o"] = jax.ShapeDtypeStruct((HEADS * SIZE, WIDTH), "bfloat16")
 RULES = [("[qkv]", ("fsdp", "tp")), ("o", ("tp", "fsdp"))]
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(jax.sharding, "use_abstract_mesh"), reason="this JAX has no use_abstract_mesh"
-)
-
 
 def attention(params, x):
     def loss(params):

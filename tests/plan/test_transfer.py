@@ -410,8 +410,6 @@ def test_only_the_first_leaves_that_differ_are_listed():
 
 
 def test_unreduced_leaves_are_not_moved():
-    if not hasattr(P(), "unreduced"):
-        pytest.skip("this JAX has no unreduced axes")
     mesh = Mesh(
         np.array(jax.devices()).reshape(4, 2),
         ("a", "b"),

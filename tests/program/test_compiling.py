@@ -77,12 +77,11 @@ def test_a_warning_is_caught_with_the_whole_shape_and_both_shardings(built, capf
     assert {reshard.shape for reshard in log.reshards} == {"f32[16,16,16]"}
     text = str(log)
     assert text.startswith("XLA cannot reshard 1 array\nf32[16,16,16] (")
-    if hasattr(jax, "shard_map"):
-        (reshard,) = log.reshards
-        assert (reshard.source, reshard.target) in {
-            ("P('y', None, 'x')", "P(None, ('x', 'y'), None)"),
-            ("{devices=[2,1,4]<=[4,2]T(1,0)}", "{devices=[1,8,1]<=[8]}"),
-        }
+    (reshard,) = log.reshards
+    assert (reshard.source, reshard.target) in {
+        ("P('y', None, 'x')", "P(None, ('x', 'y'), None)"),
+        ("{devices=[2,1,4]<=[4,2]T(1,0)}", "{devices=[1,8,1]<=[8]}"),
+    }
 
 
 def unexpected(compiled, log, large):

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 
 eqx = pytest.importorskip("equinox", reason="equinox is not installed")
-pytestmark = pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this JAX has no set_mesh")
 
 RULES = [("weight$", P("fsdp", "tp")), ("bias$", P())]
 

@@ -17,11 +17,6 @@ from shardrules._program.hlo import Hlo
 
 AXES = {"data": 2, "model": 4}
 
-if hasattr(jax, "shard_map"):
-    from jax import shard_map
-else:
-    from jax.experimental.shard_map import shard_map
-
 
 @pytest.fixture(scope="module")
 def data_model():
@@ -79,7 +74,7 @@ def of_each_kind(data_model):
         return jax.lax.psum(moved, "data")
 
     spec = P(("data", "model"), None)
-    mapped = shard_map(body, mesh=data_model, in_specs=spec, out_specs=P(None, "model"))
+    mapped = jax.shard_map(body, mesh=data_model, in_specs=spec, out_specs=P(None, "model"))
     return hlo_of(data_model, mapped, ((64, 32), tuple(spec)))
 
 

@@ -195,9 +195,6 @@ def test_operations_are_counted_as_by_xla(name):
     assert counted == pytest.approx(flops, rel=0.01, abs=1)
 
 
-@pytest.mark.skipif(
-    not hasattr(lax, "ragged_dot_general"), reason="this JAX has no ragged_dot_general"
-)
 def test_gradients_of_experts_multiply_each_row_once():
     def loss(rows, kernels, sizes):
         return lax.ragged_dot(rows, kernels, sizes).sum()

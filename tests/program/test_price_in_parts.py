@@ -15,9 +15,6 @@ import shardrules as sr
 from shardrules._place.mesh import as_mesh
 from tests.support import memory_steps, page_table
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(jax.sharding, "use_abstract_mesh"), reason="this JAX has no use_abstract_mesh"
-)
 ROWS, WIDTH, HIDDEN = 2**17, 2048, 8192
 
 

@@ -16,9 +16,6 @@ import shardrules as sr
 from tests.support.hlo_steps import shard_map
 
 SIZES = {"fsdp": 4, "tp": 2}
-needs_abstract_mesh = pytest.mark.skipif(
-    not hasattr(jax.sharding, "use_abstract_mesh"), reason="this JAX has no use_abstract_mesh"
-)
 
 
 def shape(*sizes, dtype="float32", **sharding):
@@ -198,7 +195,6 @@ def test_sizes_that_are_equal_are_not_one_dimension():
     assert frozenset({("inputs/0/w", 1)}) in rows
 
 
-@pytest.mark.skipif(not hasattr(lax, "ragged_dot"), reason="this JAX has no ragged_dot")
 def test_rows_of_the_gradients_of_experts_are_the_batch():
     def loss(params, x, sizes):
         return jnp.sum(lax.ragged_dot(x, params["up"], sizes) ** 2)
@@ -351,7 +347,6 @@ def mlp_plan(sizes=SIZES):
     return planned(tree, [("up", P(None, "fsdp", "tp")), ("down", P(None, "tp", "fsdp"))], sizes)
 
 
-@needs_abstract_mesh
 def test_traffic_of_a_step_is_counted():
     plan = mlp_plan()
     traffic = plan.traffic(step=mlp_step(plan))
@@ -366,7 +361,6 @@ def test_traffic_of_a_step_is_counted():
     assert plan.traffic(step=mlp_step(plan)).by_axes().keys() == {("fsdp",), ("tp",)}
 
 
-@needs_abstract_mesh
 def test_a_step_on_another_mesh_is_spread_anew():
     plan = mlp_plan()
     step = mlp_step(plan)
@@ -375,7 +369,6 @@ def test_a_step_on_another_mesh_is_spread_anew():
     assert step.memory(other).totals.arguments < step.memory().totals.arguments
 
 
-@needs_abstract_mesh
 def test_memory_has_the_largest_arrays_with_their_lines():
     plan = mlp_plan()
     memory = mlp_step(plan).memory()
@@ -389,7 +382,6 @@ def test_memory_has_the_largest_arrays_with_their_lines():
     assert more.peak > memory.peak
 
 
-@needs_abstract_mesh
 def test_what_is_not_donated_takes_memory_twice():
     plan = mlp_plan()
 
@@ -402,7 +394,6 @@ def test_what_is_not_donated_takes_memory_twice():
     assert peaks[1] == 2 * peaks[0]
 
 
-@needs_abstract_mesh
 def test_estimates_take_a_step_in_the_place_of_assumptions():
     plan = mlp_plan()
     step = mlp_step(plan)
@@ -450,14 +441,12 @@ def test_estimates_take_a_step_in_the_place_of_assumptions():
         ),
     ],
 )
-@needs_abstract_mesh
 def test_what_cannot_be_answered_is_told(call, error, text):
     plan = mlp_plan()
     with pytest.raises(error, match=text):
         call(plan, mlp_step(plan))
 
 
-@needs_abstract_mesh
 def test_code_by_device_is_of_one_mesh():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
     plan = sr.plan({"w": shape(8, 16)}, [("w", P("fsdp"))], mesh)
@@ -483,7 +472,6 @@ def test_what_nothing_reads_is_left_out():
     assert not plan.traffic(step=traced)
 
 
-@needs_abstract_mesh
 def test_a_batch_on_a_mesh_of_explicit_axes_is_of_the_plans_mesh():
     """`jax.sharding.AbstractMesh` has explicit axes unless told otherwise, and plans of sizes have not."""
     plan = mlp_plan()
@@ -493,7 +481,6 @@ def test_a_batch_on_a_mesh_of_explicit_axes_is_of_the_plans_mesh():
     assert step.flops == 2 * 64 * 128 * 512
 
 
-@needs_abstract_mesh
 def test_a_scalar_that_is_added_to_an_array_takes_none_of_its_cuts():
     """`router` chooses where a permutation begins, as in the experts of some models."""
     plan = planned({"router": shape(128, 8)}, [("router", P("fsdp"))])
@@ -505,7 +492,6 @@ def test_a_scalar_that_is_added_to_an_array_takes_none_of_its_cuts():
     assert sr.trace(step, plan, batch_on(plan, 64, 128)).traffic().sent > 0
 
 
-@needs_abstract_mesh
 def test_code_by_device_takes_the_time_of_a_device():
     plan = planned({"w": shape(512, 512)}, [("w", P())], {"data": 8})
     x = batch_on(plan, 1024, 512, spec=P("data"))

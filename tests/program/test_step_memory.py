@@ -17,10 +17,6 @@ from tests.support.memory_steps import PAIRS, key, recorded, traced
 RECORDED = recorded()
 KNOWN = [pair for pair in PAIRS if key(pair) in RECORDED]
 ROWS, WIDTH, TURNS = 256, 128, 8
-# The jaxpr of JAX 0.5 names a scan's gradients in another way, too.
-needs_axis_types = pytest.mark.skipif(
-    not hasattr(jax.sharding, "AxisType"), reason="this JAX has no axis types"
-)
 
 
 def array(*shape, dtype="float32"):
@@ -124,7 +120,6 @@ def test_what_is_computed_element_by_element_takes_the_place_of_an_operand():
     assert len(both) == 2
 
 
-@needs_axis_types
 def test_gradients_of_weights_come_last_in_a_turn():
     def loss(w, x):
         def layer(x, w):
@@ -145,8 +140,6 @@ def test_gradients_of_weights_come_last_in_a_turn():
 @pytest.fixture(scope="module")
 def estimates():
     """The estimate for each pair."""
-    if not hasattr(jax.sharding, "AxisType"):
-        pytest.skip("this JAX has no axis types")
     return {key(pair): traced(pair).memory() for pair in KNOWN}
 
 
@@ -159,8 +152,6 @@ def test_the_arguments_are_those_of_the_executable(estimates):
 @pytest.fixture(scope="module")
 def ratios():
     """The estimate by the compiler's peak, for each pair."""
-    if not hasattr(jax.sharding, "AxisType"):
-        pytest.skip("this JAX has no axis types")
     return memory_steps.ratios()
 
 
@@ -198,7 +189,6 @@ def test_the_largest_arrays_have_lines(estimates):
 BATCHES = {"decode, v5e:4x4, data=4,tp=4": (96, 103, 16_911_433_728)}
 
 
-@needs_axis_types
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_largest_batch_is_accepted_and_not_refused(name):
     pair = next(pair for pair in PAIRS if key(pair) == name)
@@ -218,7 +208,6 @@ REFUSED = {
 }
 
 
-@needs_axis_types
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_step_that_the_compiler_refuses_does_not_fit(name):
     rows, required = REFUSED[name]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.compat import flax_linen_spmd as ours
-from tests.support.contexts import legacy, needs_set_mesh
+from tests.support.contexts import legacy
 from tests.support.logical_names import ARRAYS, RULES
 
 
@@ -46,7 +46,6 @@ class TestConstraint:
             )  # fmt: skip
         assert "lost: a mesh axis of it is used by dim 0 'batch'" in str(caught.value)
 
-    @needs_set_mesh
     def test_explicit_and_mixed_meshes(self):
         for types in (("Explicit", "Explicit"), ("Explicit", "Auto")):
             axis_types = tuple(getattr(jax.sharding.AxisType, t) for t in types)

@@ -211,7 +211,6 @@ def test_other_arguments_are_refused():
         run(params["layers"] | {"embed": params["embed"], "turn": params["turn"]}, rows)
 
 
-@pytest.mark.skipif(not hasattr(jax.sharding, "AxisType"), reason="this JAX has no axis types")
 def test_an_explicit_mesh_is_refused():
     types = jax.sharding.AxisType
     devices = np.array(jax.devices()).reshape(4, 2)

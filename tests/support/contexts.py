@@ -6,12 +6,8 @@ import os
 import warnings
 from contextlib import contextmanager
 
-import jax
 import pytest
 
-needs_set_mesh = pytest.mark.skipif(
-    not hasattr(jax, "set_mesh"), reason="this JAX has no jax.set_mesh"
-)
 measures_memory = pytest.mark.skipif(
     "asan" in os.environ.get("LD_PRELOAD", ""), reason="ASan keeps what is freed"
 )

@@ -1,7 +1,7 @@
 """Steps whose executables have the collectives that HLO knows, in plain JAX on abstract arrays.
 
 Each function takes a mesh and returns a jitted function and its abstract arguments. They need no
-library but JAX, from 0.5 on.
+library but JAX.
 """
 
 from __future__ import annotations
@@ -13,11 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-try:
-    shard_map = jax.shard_map
-except AttributeError:
-    from jax.experimental.shard_map import shard_map
 
 Step = tuple[Any, tuple[Any, ...]]
 
@@ -337,6 +332,7 @@ def _descent(loss: Any, weights: Any) -> Any:
 
 
 def _manual(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    check = "check_vma" if hasattr(jax, "shard_map") else "check_rep"
-    kwargs = {check: False}
-    return jax.jit(shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **kwargs))
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return jax.jit(mapped)

@@ -136,10 +136,6 @@ def enable_x64(on):
     return enable_x64(on)
 
 
-def in_context(mesh):
-    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh
-
-
 def check_parts(tree, shardings):
     """Each device has its part and no more; returns how many arrays are in parts."""
     in_parts = 0
@@ -157,7 +153,7 @@ def agree():
     shardings = sr.named_shardings(state, rules, mesh)
     embedding = shardings["params"]["transformer"]["wte"]["embedding"]
     assert embedding.spec == P(None, "tp")
-    with in_context(mesh):
+    with jax.set_mesh(mesh):
         placed = sr.shard(state, rules)
         assert check_parts(placed, shardings) == 5
         stepped = jax.jit(step, static_argnums=2)(
@@ -265,12 +261,10 @@ def differences(mesh, placed):
         "another function": lambda: sr.with_sharding_constraint(TREE, RULES_OF_TREE, mesh),
         "gathered": lambda: sr.gather(placed),
     }
-    if spread.memory_kind is not None and hasattr(jax, "set_mesh"):
-        host = spread.with_memory_kind("pinned_host")
-        found["memory"] = shard(specs={"a": host, "b": NamedSharding(mesh, P())})
-    if hasattr(jax.sharding, "AxisType"):
-        types = (jax.sharding.AxisType.Explicit,) * len(axes)
-        found["axis types"] = shard(on_mesh=Mesh(mesh.devices, axes, axis_types=types))
+    host = spread.with_memory_kind("pinned_host")
+    found["memory"] = shard(specs={"a": host, "b": NamedSharding(mesh, P())})
+    types = (jax.sharding.AxisType.Explicit,) * len(axes)
+    found["axis types"] = shard(on_mesh=Mesh(mesh.devices, axes, axis_types=types))
     return found
 
 

@@ -19,11 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 
-try:
-    shard_map = jax.shard_map
-except AttributeError:
-    from jax.experimental.shard_map import shard_map
-
 BATCH, LENGTH, WIDTH, HEADS, SIZE, HIDDEN, LAYERS = 16, 64, 96, 4, 40, 256, 2
 Step = tuple[Any, tuple[Any, ...]]
 Rules = list[tuple[str, Any]]
@@ -49,8 +44,9 @@ def on(mesh: Mesh, x: Any, *spec: Any) -> Any:
 
 
 def manual(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    check = "check_vma" if hasattr(jax, "shard_map") else "check_rep"
-    return shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **{check: False})
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 LAYER = {

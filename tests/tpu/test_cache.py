@@ -20,9 +20,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._program import cache
 from tests.tpu.marks import needs_libtpu
-from tests.tpu.test_prove import RULES, SIZES, batch, cpu_mesh, needs_set_mesh, params, step
-
-pytestmark = needs_set_mesh
+from tests.tpu.test_prove import RULES, SIZES, batch, cpu_mesh, params, step
 
 
 @pytest.fixture

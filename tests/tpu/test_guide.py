@@ -8,7 +8,7 @@ import shardrules as sr
 from tests.support.docs_pages import blocks
 from tests.support.plans import shard_bytes
 from tests.tpu.marks import needs_libtpu
-from tests.tpu.test_prove import TOPOLOGIES, needs_set_mesh
+from tests.tpu.test_prove import TOPOLOGIES
 
 PAGE = "docs/guides/prove.md"
 LIBRARIES = {"plain": "optax", "linen": "flax.linen", "nnx": "flax.nnx", "equinox": "equinox"}
@@ -36,7 +36,6 @@ def test_each_is_short():
 
 
 @needs_libtpu
-@needs_set_mesh
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_it_is_clean_and_its_arguments_are_the_plan_s_bytes(names, library, topology):

@@ -21,9 +21,6 @@ from tests.support.plans import shard_bytes
 from tests.tpu.marks import needs_libtpu
 
 SIZES = {"fsdp": 4, "tp": 2}
-needs_set_mesh = pytest.mark.skipif(
-    not hasattr(jax, "set_mesh"), reason="this JAX has no jax.set_mesh"
-)
 
 
 def params(layers=3, width=256):
@@ -58,7 +55,6 @@ def cpu_mesh():
 # On the devices that are here
 
 
-@needs_set_mesh
 def test_a_step_is_proved_on_the_devices_that_are_here():
     mesh = cpu_mesh()
     plan = sr.plan(params(), RULES, SIZES)  # without devices
@@ -147,9 +143,6 @@ def test_a_refusal_for_memory_has_the_bytes(message):
         sr.compile(Refused("something else"), 1)
 
 
-@pytest.mark.skipif(
-    not hasattr(jax.config, "jax_optimization_level"), reason='this JAX has no "fast"'
-)
 def test_what_is_compiled_fast_says_that_another_program_will_run():
     with pytest.raises(sr.OutOfMemory) as caught:
         sr.compile(

@@ -15,7 +15,7 @@ import pytest
 import shardrules as sr
 from shardrules._program import dump
 from tests.tpu.marks import needs_libtpu
-from tests.tpu.test_prove import RULES, SIZES, batch, cpu_mesh, needs_set_mesh, params, step
+from tests.tpu.test_prove import RULES, SIZES, batch, cpu_mesh, params, step
 
 
 @pytest.fixture
@@ -88,7 +88,6 @@ def test_a_step_that_ends_in_time_is_as_without_a_limit():
     assert refusals[0] == refusals[1]
 
 
-@needs_set_mesh
 def test_nothing_is_known_in_no_time():
     mesh = cpu_mesh()
     slow = jax.jit(lambda x: jnp.tanh(x @ x.T))

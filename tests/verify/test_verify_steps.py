@@ -238,8 +238,6 @@ def test_what_is_gathered_before_a_loop_over_micro_batches(mesh):
 
 def test_experts_that_are_gathered_over_an_axis_for_experts():
     """On a mesh with another axis, and where the axis for experts cuts dense kernels as well."""
-    if not hasattr(jax, "shard_map"):
-        pytest.skip("this JAX has no jax.shard_map")
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "ep"))
     tree = {
         "experts": {"up": shape(mesh, (8, 32, 64)), "down": shape(mesh, (8, 64, 32))},

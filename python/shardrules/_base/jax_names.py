@@ -43,12 +43,11 @@ class MeshContexts(NamedTuple):
 def mesh_contexts() -> MeshContexts:
     """Return the functions that read JAX's mesh contexts.
 
-    Fallback: `jax.sharding.get_abstract_mesh` and `get_mesh`, which JAX has since 0.6 and 0.7; and
+    Fallback: `jax.sharding.get_mesh`, which newer versions have, and
     `jax.interpreters.pxla.thread_resources`, which is deprecated.
     """
     import jax
 
-    abstract = _private("jax._src.mesh", "get_abstract_mesh")
     concrete = _private("jax._src.mesh", "get_concrete_mesh")
     threads = _private("jax._src.mesh", "thread_resources")
     if threads is None:
@@ -56,7 +55,7 @@ def mesh_contexts() -> MeshContexts:
             warnings.simplefilter("ignore", DeprecationWarning)
             threads = _private("jax.interpreters.pxla", "thread_resources")
     return MeshContexts(
-        abstract or getattr(jax.sharding, "get_abstract_mesh", _no_mesh),
+        jax.sharding.get_abstract_mesh,
         concrete or _public_concrete_mesh,
         _no_mesh if threads is None else lambda: threads.env.physical_mesh,
     )
@@ -131,8 +130,6 @@ _SPACES = {"device": "Device", "pinned_host": "Host"}
 def transfer_target(memory_kind: str) -> Any:
     """Return what `jax.device_put` takes for a memory kind inside jit.
 
-    JAX before 0.7 has only the private name.
-
     Raises:
         ValueError: JAX does not move arrays to this kind inside jit.
     """
@@ -143,9 +140,7 @@ def transfer_target(memory_kind: str) -> Any:
             f"an array cannot be moved to {memory_kind!r} memory inside jit, where JAX has "
             f"{' and '.join(map(repr, _SPACES))}; move it outside of jit"
         )
-    if hasattr(jax, "memory"):
-        return getattr(jax.memory.Space, _SPACES[memory_kind])
-    return _private("jax._src.sharding_impls", "TransferToMemoryKind")(memory_kind)
+    return getattr(jax.memory.Space, _SPACES[memory_kind])
 
 
 def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any]]:
@@ -171,7 +166,7 @@ def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any]]:
 def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
     """Return the shardings and the shaped values of a compiled function's results, as leaves.
 
-    Fallback: `output_shardings` and `out_info`; JAX before 0.6 lacks the second.
+    Fallback: `output_shardings` and `out_info`.
     """
     from jax import tree_util
 

@@ -34,9 +34,7 @@ def normalize_spec(index: int, spec: object) -> object:
         return Entries(())
     if isinstance(spec, str):
         return Entries((spec,))
-    # Before JAX 0.6 a PartitionSpec is a tuple itself.
-    plain = not is_partition_spec(spec) and not _is_named_tuple(spec)
-    if isinstance(spec, (tuple, list)) and plain:
+    if isinstance(spec, (tuple, list)) and not hasattr(type(spec), "_fields"):
         return Entries(tuple(_checked_entry(index, position, e) for position, e in enumerate(spec)))
     try:
         hash(spec)
@@ -106,10 +104,6 @@ def is_partition_spec(spec: object) -> TypeGuard[PartitionSpec]:
     # Without JAX in the process nobody can have made one.
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and isinstance(spec, sharding.PartitionSpec)
-
-
-def _is_named_tuple(spec: object) -> bool:
-    return hasattr(type(spec), "_fields")
 
 
 def _checked_entry(index: int, position: int, entry: object) -> object:
@@ -255,7 +249,7 @@ def is_unconstrained(entry: object) -> bool:
 
 
 def plain_entries(spec: PartitionSpec | Entries) -> list[Any]:
-    """Return the entries, equal for equal specs: ("tp",) is "tp", as in newer versions of JAX."""
+    """Return the entries, equal for equal specs: ("tp",) is "tp", as in JAX."""
     return [e if is_unconstrained(e) else entry_of(entry_axes(e)) for e in entries_of(spec)]
 
 

@@ -62,9 +62,7 @@ def array_of_shards(
     shape: tuple[int, ...], sharding: NamedSharding, shards: list[Any], dtype: Any
 ) -> jax.Array:
     """Return the array of this process's shards: none, if it has none of the devices."""
-    # JAX 0.5 takes no dtype, and always has shards.
-    of_none = {} if shards else {"dtype": dtype}
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards, **of_none)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
 
 
 class _Crossing(NamedTuple):

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Final, TypeAlias
 from shardrules._base.arguments import listed, texts
 from shardrules._base.correction import Correction, check_correction
 from shardrules._base.rule_specs import Fsdp
-from shardrules._base.specs import is_partition_spec
 from shardrules._base.text import brief, shown
 from shardrules._place.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.name_shardings import shardings_by_names
@@ -191,9 +190,7 @@ def _are_specs(rules: Any) -> bool:
 def _begins_with_a_pair(rules: Any) -> bool:
     """Return whether the first of a list or tuple is a (pattern, anything) pair."""
     first = rules[0]
-    is_pair = isinstance(first, _SEQUENCES) and len(first) == 2 and isinstance(first[0], _PATTERNS)
-    # In old versions of JAX a PartitionSpec is a tuple.
-    return is_pair and not is_partition_spec(first) and not is_partition_spec(rules)
+    return isinstance(first, _SEQUENCES) and len(first) == 2 and isinstance(first[0], _PATTERNS)
 
 
 def check_decided(name: str, specs: Any, instead: str) -> None:

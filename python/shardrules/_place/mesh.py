@@ -100,9 +100,8 @@ def in_force(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
     if mesh is None:
         return nullcontext()
     if not has_devices(mesh):
-        use: Any = getattr(jax.sharding, "use_abstract_mesh", None)
-        return nullcontext() if use is None else use(mesh)
-    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh
+        return jax.sharding.use_abstract_mesh(mesh)  # type: ignore[arg-type]
+    return jax.set_mesh(mesh)
 
 
 def contexts() -> tuple[Any, ...]:
@@ -208,25 +207,21 @@ def _processes_of(mesh: Any) -> frozenset[int]:
 
 def axes_of_type(mesh: AnyMesh, kind: str) -> frozenset[str]:
     """Return the axes of type "Auto", "Explicit" or "Manual"."""
-    types = getattr(mesh, "axis_types", None)
-    if not isinstance(types, tuple):  # JAX before 0.6 has no such types
-        return frozenset(mesh.axis_names) if kind == "Auto" else frozenset()
-    return frozenset(
-        name for name, type_ in zip(mesh.axis_names, types, strict=True) if type_.name == kind
-    )
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, type_ in types if type_.name == kind)
 
 
 def _unless_empty(mesh: Any) -> AnyMesh | None:
-    # JAX before 0.6 gives () or None for no mesh.
-    return mesh if mesh and not mesh.empty else None
+    return None if mesh is None or mesh.empty else mesh
 
 
 def _has_other_axes(abstract: Any, concrete: Any) -> bool:
     """Return whether use_abstract_mesh or shard_map has replaced the mesh of set_mesh."""
     if abstract is None:
         return False
-    types = getattr(abstract, "axis_types", None) != getattr(concrete, "axis_types", None)
-    return types or abstract.shape_tuple != concrete.shape_tuple
+    return bool(
+        abstract.axis_types != concrete.axis_types or abstract.shape_tuple != concrete.shape_tuple
+    )
 
 
 def _agree(legacy: Any, concrete: Any, current: Any) -> bool:
@@ -240,8 +235,5 @@ def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     import jax.sharding
 
     sizes = checked_sizes(sizes)
-    make: Any = jax.sharding.AbstractMesh
-    if not hasattr(jax.sharding, "AxisType"):  # JAX before 0.6
-        return make(tuple(sizes.items()))  # type: ignore[no-any-return]
     auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return make(tuple(sizes.values()), tuple(sizes), axis_types=auto)  # type: ignore[no-any-return]
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)

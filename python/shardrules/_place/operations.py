@@ -93,8 +93,8 @@ class _Functions(NamedTuple):
 
 @functools.cache
 def _functions() -> _Functions:
-    reshard = getattr(jax.sharding, "reshard", _reshard_beside)  # JAX before 0.6 has no such axes
-    return _Functions(_reshard_beside, reshard, jax.lax.with_sharding_constraint, _move)
+    constrain = jax.lax.with_sharding_constraint
+    return _Functions(_reshard_beside, jax.sharding.reshard, constrain, _move)
 
 
 def _reshard_beside(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:

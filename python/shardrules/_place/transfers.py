@@ -66,19 +66,13 @@ def check_reachable(path: Callable[[], str], leaf: Any, sharding: NamedSharding)
     if not crosses(leaf, sharding):
         return
     before, after = holders_of(leaf.sharding), holders_of(sharding)
-    why = ""
-    if not hasattr(jax, "shard_map"):
-        why = f"which takes jax.shard_map, and JAX {jax.__version__} has none; update JAX"
-    elif len(before) == 1 and before < after:
-        why = (
-            "and a process that holds all of an array takes it for data that each has; "
-            "reshard it to devices that the others have"
-        )
-    if why:
+    if len(before) == 1 and before < after:
         raise ValueError(
             f"{path()} is on {counted(len(leaf.sharding.device_set), 'device')} of processes "
             f"{sorted(before)}, and is to be on {len(sharding.device_set):,} of processes "
-            f"{sorted(after)}, {why}, or save the tree and load it there"
+            f"{sorted(after)}, and a process that holds all of an array takes it for data that "
+            "each has; reshard it to devices that the others have, or save the tree and load it "
+            "there"
         )
 
 

@@ -92,7 +92,6 @@ def check_not_for_paths(rules: object) -> None:
 def _checked_name_pair(index: int, rule: Any) -> tuple[Any, Any]:
     name, value = rule
     axes = value if isinstance(value, tuple | list) else axes_in(value)
-    # In old versions of JAX a PartitionSpec is a tuple.
     if is_partition_spec(value) or not all(isinstance(axis, str) for axis in axes):
         raise TypeError(
             f"logical axis rule {index} gives {name!r} the mesh axes {shown(value)}; give an axis, "

@@ -62,13 +62,10 @@ def devices_of(eqn: Any) -> int:
 
 
 def axes_by_dim(params: Any, side: str) -> Iterable[dict[int, tuple[str, ...]]]:
-    """Return for each array the mesh axes by dimension: JAX has had them as dicts, and as specs."""
-    for spec in params[f"{side}_specs"] if f"{side}_specs" in params else params[f"{side}_names"]:
-        if isinstance(spec, dict):
-            yield {dim: tuple(axes) for dim, axes in spec.items() if axes}
-        else:
-            axes = [entry_axes(entry) for entry in entries_of(spec)]
-            yield {dim: tuple(names) for dim, names in enumerate(axes) if names}
+    """Yield for each array of a shard_map's "in" or "out" its mesh axes by dimension."""
+    for spec in params[f"{side}_specs"]:
+        axes = map(entry_axes, entries_of(spec))
+        yield {dim: names for dim, names in enumerate(axes) if names}
 
 
 def scan_counts(params: Any) -> tuple[int, int]:

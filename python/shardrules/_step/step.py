@@ -78,7 +78,7 @@ class Work(NamedTuple):
 
     operation: str
     part: str
-    """"forward", "backward", "recomputed" or "other"; JAX 0.5 tells only "recomputed" apart."""
+    """"forward", "backward", "recomputed", "other"; JAX before 0.10 knows only "recomputed"."""
     line: str
     times: int
     """How many there are in a step, loops multiplied."""
