@@ -149,7 +149,7 @@ class TestRules:
         lacking = next((kind for kind in MEMORY_KINDS if kind not in KINDS), None)
         if lacking is None:
             lacking = "a_kind_of_other_devices"
-            monkeypatch.setattr("shardrules._base.correction.check_memory_kind", lambda *_: None)
+            monkeypatch.setattr("shardrules._base.rule_specs.check_memory_kind", lambda *_: None)
         rules, tree = [("b", "tp"), *rules_of_kind(lacking)], {"w": np.ones((8, 8))}
         for function in (sr.named_shardings, sr.shard, sr.with_sharding_constraint, sr.plan):
             with pytest.raises(ValueError, match=f"^rule 1 'w': memory_kind='{lacking}' is not on"):
