@@ -433,14 +433,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.first_match": (sr.Rules(RULES).first_match, {"path": "w"}),
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "min_size": 0, "strict": True}),
     "Traffic.by_axes": (PLAN.traffic(tokens=8).by_axes, {}),
-    "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0, "names": None}),
     "compile": (lambda step, args, **named: sr.compile(step, *args, **named), {
         "step": DOUBLED, "args": (np.ones(3),), "on": None, "effort": "full", "timeout": 60}),
     "compiling": (sr.compiling, {}),
     "explain_logical": (sr.explain_logical, {
         "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.dialects.LINEN}),
     "audit": (sr.audit, {"tree": TREE, "plan": PLAN}),
-    "fingerprint": (sr.fingerprint, {"tree": TREE, "shardings": {"w": None}}),
     "fsdp": (sr.fsdp, {"axis": "fsdp", "min_bytes": 0, "min_rank": 2, "within": ("tp",)}),
     "gather": (sr.gather, {"tree": TREE}),
     "inspect": (sr.inspect, {
@@ -569,8 +567,8 @@ CALLS |= {
 
 # Records that the package makes, for reading; values.
 MADE_BY_US = {"Activation", "Alternative", "Buffer", "Change", "ClassChoice", "RematChoice", "Gain", "ProofRound", "SentBytes", "Solution",
-              "Solution.constraints", "SolutionProof", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "Coverage", "Decision", "DeviceBytes", "DimensionClass",
-              "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place", "Plan",
+              "Solution.constraints", "SolutionProof", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "Coverage", "DeviceBytes", "DimensionClass",
+              "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place", "Plan",
               "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "Span", "Step", "StepTime", "Timeline", "Work", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.
@@ -696,9 +694,7 @@ TAKING_TREES: dict[str, Callable[[Any], Any]] = {
     "shard": lambda tree: sr.shard(tree, RULES, MESH),
     "with_sharding_constraint": lambda tree: sr.with_sharding_constraint(tree, RULES, MESH),
     "gather": sr.gather,
-    "compare": lambda tree: sr.compare(tree, RULES, RULES),
     "coverage": sr.Rules(RULES).coverage,
-    "fingerprint": lambda tree: sr.fingerprint(tree, {}),
     "audit": lambda tree: sr.audit(tree, PLAN),
 }
 

@@ -159,8 +159,6 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "TriedName": lambda: named().explain("w").tried[0],
     "Loss": lambda: plan().kind("odd").losses[0],
     "Kind": lambda: plan().kind("odd"),
-    "Decision": lambda: sr.compare(TREE, RULES, [(".*", ())])[0].a,
-    "Difference": lambda: sr.compare(TREE, RULES, [(".*", ())])[0],
     "RuleFile": rule_file,
     "Reshard": lambda: RESHARD,
     "Collective": lambda: program().collectives[0],

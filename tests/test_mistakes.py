@@ -192,7 +192,6 @@ OF_PLACEMENT = {
     "no rule to match": (lambda: sr.match_partition_rules([("wq", "tp")], TREE), "layers/0/norm", "('.*', PartitionSpec())"),
     "a dict to match": (lambda: sr.match_partition_rules(dict(RULES), TREE), "not dict", "list(rules.items())"),
     "mesh before rules": (lambda: sr.named_shardings(ARRAYS, MESH, RULES), "tree, mesh, rules", "write named_shardings(tree, rules, mesh)"),
-    "rules to compare": (lambda: sr.compare(RULES, RULES, TREE), "rules, rules, tree", "write compare(tree, rules, rules)"),
     "rules before shape": (lambda: sr.spec_for("wq/kernel", RULES, (512, 512), SIZES), "path, rules, shape, mesh", "write spec_for(path, shape, rules, mesh)"),
     "a number as shape": (lambda: sr.spec_for("wq/kernel", 512, RULES, SIZES), "shape is 512", "sequence of integers"),
     "no compiled function": (lambda: sr.verify(JITTED, (PLAN,)), "(a PjitFunction)", "jax.jit(f).lower(...).compile()"),

@@ -83,12 +83,6 @@ def tree_for(given: Any) -> Any:
     return BOXED if isinstance(given, sr.LogicalRules) else TREE
 
 
-def compared(given: Any, swapped: bool) -> dict[str, Any]:
-    others = [{path: P("other") for path in TREE}, given]
-    found = sr.compare(TREE, *(others[::-1] if swapped else others), **names_for(given))
-    return {one.path: cut((one.a if swapped else one.b).spec) for one in found}
-
-
 def suggested(given: Any) -> dict[str, Any]:
     is_named = isinstance(given, sr.LogicalRules)
     names = {"names": NAMES} if is_named else {}
@@ -150,16 +144,6 @@ CENSUS: dict[str, Row] = {
     ),
     "Suggestion.compare.rules": Row(suggested),
     "Solution.compare.rules": Row(solved),
-    "compare.rules_a": Row(
-        lambda given: compared(given, swapped=True),
-        {"Plan": "give plan.rules, or take plan.specs()"},
-        "a plan is two things: its rules, and what they are on its mesh; others have no mesh here",
-    ),
-    "compare.rules_b": Row(
-        lambda given: compared(given, swapped=False),
-        {"Plan": "give plan.rules, or take plan.specs()"},
-        "as rules_a",
-    ),
     "spec_for.rules": Row(
         lambda given: {
             path: cut(sr.spec_for(path, leaf.shape,
@@ -211,12 +195,6 @@ CENSUS: dict[str, Row] = {
         dict.fromkeys(("pairs", "Rules", "LogicalRules"), "shardrules.plan"),
         "an executable has no paths of its own to decide by",
     ),
-    "fingerprint.shardings": Row(
-        lambda given: sr.fingerprint(TREE, given) and ANSWER,
-        {**dict.fromkeys(("pairs", "Rules", "LogicalRules", "Plan"), "named_shardings"),
-         "specs": "a NamedSharding"},
-        "it is of what was decided, mesh and all; a plan has its own fingerprint",
-    ),
     "shard_local.spec": Row(
         lambda given: of_arrays(sr.shard_local(TREE, given, MESH)),
         dict.fromkeys(("pairs", "Rules", "LogicalRules", "Plan"), "give a PartitionSpec"),
@@ -230,7 +208,7 @@ FOR_OTHER_THINGS = {
     # They take the plan of the tree that the step was traced with, and no rules.
     "Step.findings.plan", "Step.largest_batch.plan", "Step.memory.plan", "Step.time.plan", "Step.traffic.plan",
 }  # fmt: skip
-PARAMETERS = {"rules", "rules_a", "rules_b", "like", "plan",
+PARAMETERS = {"rules", "like", "plan",
               "inputs", "shardings", "spec"}  # fmt: skip
 
 
@@ -251,8 +229,7 @@ def taking_rules() -> set[str]:
 
 
 # Fields of records that we make.
-RECORDS = {"RuleFile.rules", "Comparison.rules", "RuleSpec.spec", "Decision.spec",
-           "PlanDiff.rules", "Kind.spec", "Program.inputs", "Suggestion.plan",
+RECORDS = {"RuleFile.rules", "Comparison.rules", "RuleSpec.spec", "PlanDiff.rules", "Kind.spec", "Program.inputs", "Suggestion.plan",
            "Solution.plan", "Activation.spec"}  # fmt: skip
 
 

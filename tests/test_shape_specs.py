@@ -276,13 +276,6 @@ def test_a_stack_may_be_cut_by_the_axis_itself():
     assert cuts(plan.specs()["layers"]["w"]) == ("fsdp",)
 
 
-def test_rule_lists_with_it_are_compared():
-    tree = {"w": array(8, 8)}
-    one, other = [(".*", sr.fsdp("fsdp"))], [(".*", sr.fsdp("fsdp", min_rank=2))]
-    assert sr.compare(tree, one, one) == []
-    assert [difference.path for difference in sr.compare(tree, one, other)] == ["w"]
-
-
 def test_it_is_a_value():
     spec = sr.fsdp("fsdp", within=P(None, "tp"))
     assert spec == sr.fsdp(("fsdp",), min_bytes=4 * MIB, within=[None, "tp"])

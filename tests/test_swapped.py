@@ -27,7 +27,6 @@ SWAPPED = {
     "shard(tree, rules, mesh)": lambda: sr.shard(RULES, TREE, MESH),
     "with_sharding_constraint(tree, rules, mesh)": lambda: sr.with_sharding_constraint(TREE, MESH, RULES),
     "logical_to_mesh_sharding(tree, mesh, rules)": lambda: sr.logical_to_mesh_sharding({"w": P("embed")}, LOGICAL, SIZES),
-    "compare(tree, rules, rules)": lambda: sr.compare(RULES, RULES, TREE),
     "spec_for(path, shape, rules, mesh)": lambda: sr.spec_for("wq/kernel", RULES, (8, 8), SIZES),
     "audit(tree, plan)": lambda: sr.audit(PLAN, TREE),
     "load(path, rules, mesh)": lambda: sr.load("model.safetensors", MESH, RULES),

@@ -22,9 +22,7 @@ _PUBLIC = {
     "_place.mesh": "resolve_mesh",
     "_program.topologies.topology": "Topology",
     "_patching.patch": "patch unpatch",
-    "_place.compare": "compare",
     "_place.constraint": "with_sharding_constraint",
-    "_place.fingerprint": "fingerprint",
     "_place.logical": (
         "explain_logical logical_to_mesh logical_to_mesh_sharding with_logical_constraint"
     ),
@@ -56,7 +54,7 @@ _MOVED = {
     ),
     "renames": "DEEPSEEK_STACKED DEEPSEEK_UNSTACKED HF_TO_FLAX",
     "types": (
-        "Change Comparison Coverage CutReason Decision DeviceBytes Difference Explanation "
+        "Change Comparison Coverage CutReason DeviceBytes Explanation "
         "Finding Findings Kind Loss PlanDiff Reason RuleFile RulesFallback StepTime Suggestion "
         "Sweep SweepRow Traffic Transfer TransferRow Transmission Tried TriedName"
     ),

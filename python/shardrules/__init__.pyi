@@ -19,9 +19,7 @@ from shardrules._files.public import read_model as read_model
 from shardrules._files.public import read_rules as read_rules
 from shardrules._patching.patch import patch as patch
 from shardrules._patching.patch import unpatch as unpatch
-from shardrules._place.compare import compare as compare
 from shardrules._place.constraint import with_sharding_constraint as with_sharding_constraint
-from shardrules._place.fingerprint import fingerprint as fingerprint
 from shardrules._place.logical import explain_logical as explain_logical
 from shardrules._place.logical import logical_to_mesh as logical_to_mesh
 from shardrules._place.logical import logical_to_mesh_sharding as logical_to_mesh_sharding
@@ -79,9 +77,7 @@ from shardrules.types import Change as Change
 from shardrules.types import Comparison as Comparison
 from shardrules.types import Coverage as Coverage
 from shardrules.types import CutReason as CutReason
-from shardrules.types import Decision as Decision
 from shardrules.types import DeviceBytes as DeviceBytes
-from shardrules.types import Difference as Difference
 from shardrules.types import Explanation as Explanation
 from shardrules.types import Finding as Finding
 from shardrules.types import Findings as Findings
@@ -119,11 +115,9 @@ __all__ = [
     "Topology",
     "Zero1",
     "audit",
-    "compare",
     "compile",
     "compiling",
     "explain_logical",
-    "fingerprint",
     "fsdp",
     "gather",
     "inspect",

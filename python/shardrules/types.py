@@ -11,7 +11,6 @@ _PUBLIC = {
     "_estimate.traffic": "Traffic",
     "_estimate.transfer": "Transfer TransferRow",
     "_files.rules": "RuleFile",
-    "_place.compare": "Decision Difference",
     "_place.logical": "RulesFallback",
     "_plan.diff": "Change PlanDiff",
     "_plan.explain": "Explanation Tried TriedName",

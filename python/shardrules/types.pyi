@@ -12,8 +12,6 @@ from shardrules._estimate.traffic import Traffic as Traffic
 from shardrules._estimate.transfer import Transfer as Transfer
 from shardrules._estimate.transfer import TransferRow as TransferRow
 from shardrules._files.rules import RuleFile as RuleFile
-from shardrules._place.compare import Decision as Decision
-from shardrules._place.compare import Difference as Difference
 from shardrules._place.logical import RulesFallback as RulesFallback
 from shardrules._plan.diff import Change as Change
 from shardrules._plan.diff import PlanDiff as PlanDiff

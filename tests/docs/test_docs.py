@@ -23,7 +23,7 @@ MODULES = [
 # Modules of names alone.
 CONSTANTS = ("shardrules.compat.eformer_common_types",)
 WITHOUT_EXAMPLES = {
-    "AxisMetadata", "Change", "Comparison", "Coverage", "CutReason", "Decision", "DeviceBytes", "Dialect", "Difference",
+    "AxisMetadata", "Change", "Comparison", "Coverage", "CutReason", "DeviceBytes", "Dialect",
     "Explanation", "FileError", "Finding", "Kind", "LogicalDialect", "Loss", "PlanDiff", "Reason", "RuleFile", "RulesFallback", "Sweep",
     "SweepRow", "Tried", "make_shard_and_gather_fns", "with_sharding_constraint",
 }  # fmt: skip

@@ -235,20 +235,6 @@ class TestInsideJit:
             jax.jit(lambda x: sr.with_sharding_constraint(x, there))(placed(mesh, "device"))
 
 
-def test_processes_that_differ_in_memory_differ_in_their_fingerprints(mesh):
-    tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
-    prints = {
-        kind: sr.fingerprint(tree, {"w": of_kind(mesh, kind, "fsdp", "tp")})
-        for kind in (None, *KINDS)
-    }
-    assert len(set(prints.values())) == len(KINDS)
-    assert prints[None] == prints[DEFAULT]
-    assert prints[None] == sr.fingerprint(tree, sr.named_shardings(tree, RULES, dict(mesh.shape)))
-    abstract = sr.resolve_mesh(dict(mesh.shape))
-    for kind in (None, *KINDS):
-        assert sr.fingerprint(tree, {"w": of_kind(abstract, kind, "fsdp", "tp")}) == prints[kind]
-
-
 def test_state_on_the_host_is_fingerprinted_as_such(mesh, monkeypatch):
     """What `shard` compares between processes has the memory kinds of the arrays."""
     import shardrules._place.shard as placement

@@ -189,25 +189,6 @@ class TestSpecFor:
             sr.spec_for("layers/0/wk", (8, 7), self.RULES, mesh, correction=ERROR)
 
 
-def test_fingerprints_tell_trees_and_shardings_apart(mesh):
-    def of(tree, rules=(("w", ("fsdp", "tp")),), on=mesh):
-        return sr.fingerprint(tree, sr.named_shardings(tree, list(rules), on))
-
-    tree = {"w": np.zeros((8, 8), "float32"), "w2": np.zeros((4, 2), "float32")}
-    others = [
-        of({"w": tree["w"], "w3": tree["w2"]}),
-        of({"w": tree["w"], "w2": np.zeros((2, 4), "float32")}),
-        of({"w": tree["w"], "w2": tree["w2"].astype("float16")}),
-        of(tree, [("w2", "tp"), ("w", ("fsdp", "tp"))]),
-        of(tree, on={"dp": 1, "fsdp": 2, "tp": 4}),
-    ]
-    assert len({of(tree), *others}) == 6
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-    assert of(abstract) == of(tree) == of(tree, on={"dp": 1, "fsdp": 4, "tp": 2})
-    with pytest.raises(ValueError, match="2 leaves, but shardings has 1"):
-        sr.fingerprint(tree, {"w": NamedSharding(mesh, P())})
-
-
 def test_a_spec_for_all_leaves():
     tree = {"a": jax.ShapeDtypeStruct((8, 3), "float32"), "b": [jax.ShapeDtypeStruct((8,), "int8")]}
     mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))

@@ -489,7 +489,7 @@ class TestDiff:
         assert (change.path, change.leaves, change.after) == ("a/b", 1, None)
 
     def test_real_models(self):
-        """EasyDeL's rules of two versions: the leaves are those about which `compare` tells."""
+        """EasyDeL's rules of two versions: the leaves are those whose specs differ."""
         tree = corpus.manifest("easydel-deepseek-v3").nested(corpus.with_dtype)
         old, new = (corpus.rules(f"easydel__deepseek_{v}") for v in (
             "v2-DeepseekV2Config-v0.0.80", "v3-DeepseekV3Config-v0.2.0"))  # fmt: skip

@@ -593,36 +593,3 @@ class TestArrays:
         np.testing.assert_array_equal(step(placed)["wi"].value, values["wi"])
         eager = sr.with_sharding_constraint(placed, RULES, self.MESH)
         assert eager["wi"].value.sharding.spec == SPECS["wi"]
-
-
-class TestCompare:
-    PATHS = (("wte", P("tp", "fsdp")), ("wi|wq", P("fsdp", "tp")), ("odd", P("tp")))
-
-    def test_rules_of_paths_and_of_names_may_agree(self):
-        tree, names = beside()
-        assert sr.compare(tree, self.PATHS, RULES, names=names) == []
-        assert sr.compare(boxed(), RULES, self.PATHS) == []
-
-    def test_a_leaf_that_they_decide_otherwise_is_listed(self):
-        tree, names = beside()
-        other = [*self.PATHS[:1], ("wi", P("tp")), *self.PATHS[1:]]
-        for a, b in ((other, RULES), (RULES, other)):
-            (found,) = sr.compare(tree, a, b, names=names)
-            assert (found.path, found.shape) == ("wi", (64, 256))
-            assert {found.a.spec, found.b.spec} == {P("tp"), P("fsdp", "tp")}
-        (named,) = sr.compare(
-            boxed(), RULES, sr.LogicalRules([(n, a) for n, a in RULES if n != "vocab"])
-        )
-        assert named.path == "wte"
-        assert named.a == sr.types.Decision(P("tp", "fsdp"), None, None, None)
-
-    def test_the_names_are_wrong(self):
-        tree, names = beside()
-        (found,) = sr.compare(tree, RULES, self.PATHS, names={**names, "wi": ("embed", "embed")})
-        assert found.a.problem == "name twice"
-        with pytest.raises(TypeError, match="nothing in the tree has logical axis names"):
-            sr.compare(tree, RULES, self.PATHS)
-        with pytest.raises(TypeError, match="names: they are for LogicalRules"):
-            sr.compare(tree, self.PATHS, self.PATHS, names=names)
-        with pytest.raises(ValueError, match="min_size is 3"):
-            sr.compare(tree, RULES, self.PATHS, names=names, min_size=3)

@@ -104,7 +104,7 @@ class TestSpecs:
         assert "wins" in str(plan.explain("layers/1/wq"))
         assert plan.on_mesh({"fsdp": 4, "tp": 3}).specs()["head"] == P()
         assert plan.with_rules(layers_specs).fingerprint() == plan.fingerprint()
-        assert sr.compare(layers(), layers_specs, plan.rules) == []
+        assert sr.plan(layers(), plan.rules, SIZES).specs() == layers_specs
 
     def test_arguments_that_are_not_for_them_are_refused(self):
         for more in ({"min_size": 8}, {"companions": sr.LORA}):
@@ -116,7 +116,7 @@ class TestSpecs:
         specs = {path: P("tp" if path in ("block1", "block20") else "fsdp") for path in tree}
         rules = sr.plan(tree, specs, SIZES).rules
         assert len(rules) == 2
-        assert sr.compare(tree, rules, specs) == []
+        assert sr.plan(tree, rules, SIZES).specs() == specs
         assert rules.first_match("block21") is None
         assert rules.first_match("x/block2") is None
 

@@ -164,7 +164,7 @@ def agree():
     laid_out_anew(
         placed["params"]["transformer"], gathered["placed"]["params"]["transformer"], mesh
     )
-    return {"fingerprint": sr.fingerprint(state, shardings), "digests": digests(gathered)}
+    return {"fingerprint": sr.plan(state, rules, mesh).fingerprint(), "digests": digests(gathered)}
 
 
 def laid_out_anew(model, wanted, mesh):

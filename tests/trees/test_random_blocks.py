@@ -1,6 +1,6 @@
 """Blocks that are alike but for one thing: each leaf gets what it gets alone, on each call.
 
-Of all dialects and their choices, in `match`, `named_shardings`, `plan`, `spec_for` and `compare`.
+Of all dialects and their choices, in `match`, `named_shardings`, `plan` and `spec_for`.
 """
 
 from __future__ import annotations

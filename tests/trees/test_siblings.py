@@ -213,18 +213,6 @@ def test_a_leaf_of_one_element_gets_no_spec_of_larger_siblings(entry, count):
         assert specs == [P("fsdp")] * count + [P(), P("fsdp")]
 
 
-def test_compare_sees_a_leaf_of_one_element_among_larger_ones():
-    easy, plain = (
-        sr.Rules([("scale", P("tp"))], d) for d in (sr.dialects.EASYLM, sr.dialects.EFORMER)
-    )
-    tree = {f"l{i}": {"scale": leaf(8)} for i in range(60)}
-    assert sr.compare(tree, easy, plain) == []
-    for _ in range(2):
-        assert [d.path for d in sr.compare({**tree, "t": {"scale": leaf(1)}}, easy, plain)] == [
-            "t/scale"
-        ]
-
-
 def test_a_block_at_the_bound_of_depth_is_no_copy():
     """The levels of a copy were not counted: what was too deep alone was taken among siblings."""
     rules = sr.Rules([(".*", P("tp"))])

@@ -23,8 +23,9 @@ from jax.sharding import NamedSharding, Sharding
 
 import shardrules
 from shardrules._base.jax_names import coordination_state
+from shardrules._base.specs import entries_of, tags_shown
 from shardrules._base.text import brief, mesh_shown
-from shardrules._place.fingerprint import spec_text
+from shardrules._place.memory import memory_apart
 from shardrules._place.mesh import AnyMesh, axes_of_type
 
 # 1 is the version of the protocol.
@@ -487,8 +488,11 @@ class _Texts:
         kinds = {kind: axes_of_type(mesh, kind) for kind in ("Explicit", "Manual")}
         types = [f"{kind}={','.join(sorted(axes))}" for kind, axes in kinds.items() if axes]
         which = [f"(mesh {number})"] if number else []
-        spec, axes = spec_text(sharding), mesh_shown(mesh.shape)
-        return " ".join([f"P{spec} on {axes}", *types, *which])
+        tags = tags_shown(sharding.spec)
+        if memory := memory_apart(sharding):
+            tags.append(f"memory={memory}")
+        spec = " ".join([f"P{entries_of(sharding.spec)!r}", *tags])
+        return " ".join([f"{spec} on {mesh_shown(mesh.shape)}", *types, *which])
 
 
 _name = functools.lru_cache(maxsize=256)(str)  # numpy takes 10 microseconds to name a dtype

@@ -201,8 +201,7 @@ class Views(Estimates):
     def fingerprint(self) -> str:
         """Return 64 hex digits that change with any path, shape, dtype, spec, memory or mesh axis.
 
-        The same in every process and every run, whatever the order of the leaves. That of
-        `shardrules.fingerprint` is of shardings: the two differ.
+        The same in every process and every run, whatever the order of the leaves.
 
         Example:
             >>> import jax, shardrules as sr

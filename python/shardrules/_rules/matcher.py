@@ -257,7 +257,7 @@ class Matcher:
             (i for i, spec in enumerate(_specs_of(pairs)) if isinstance(spec, Fsdp)), None
         )
         """The first rule whose spec is made from shapes, which needs a mesh; or None."""
-        self.specs: Final = _spec_table(_specs_of(pairs), dialect.rank, None)
+        self.specs: Final = _spec_table(_specs_of(pairs), dialect.rank)
         """For `decide`: each rule's spec, as long as the dialect lets it be."""
         self.rule_set: Final = RuleSet(
             code.patterns,
@@ -333,13 +333,6 @@ class Matcher:
         """Return per rule, the paths that it matches and wins."""
         return _coverage(*self.rule_set.count_paths(paths))
 
-    def answers(self, answer: Callable[[int, Any], object]) -> Answers:
-        """Return for `decide` answer(rule, spec cut to the leaf), made once per rule and rank.
-
-        The spec is None where it is longer than the rank and the dialect calls that an error.
-        """
-        return _spec_table(_specs_of(self.pairs), self.dialect.rank, answer)
-
     def numbers(self) -> Answers:
         """Return for `decide` the index of the rule itself; needs no JAX."""
         count = len(self.pairs)
@@ -384,15 +377,12 @@ def _specs_of(pairs: Iterable[tuple[Pattern, Any]]) -> list[Any]:
     return [plain_spec(spec) for _, spec in pairs]
 
 
-def _spec_table(
-    specs: list[Any], too_long: RankPolicy, answer: Callable[[int, Any], object] | None
-) -> SpecTable:
+def _spec_table(specs: list[Any], too_long: RankPolicy) -> SpecTable:
     def make(rule: int, rank: int) -> object:
-        spec = spec_for_rank(specs[rule], rank, too_long)
-        return spec if answer is None else answer(rule, spec)
+        return spec_for_rank(specs[rule], rank, too_long)
 
     return SpecTable(
-        [None if isinstance(spec, Entries) or answer is not None else spec for spec in specs],
+        [None if isinstance(spec, Entries) else spec for spec in specs],
         [0 if too_long == "keep" else spec_length(spec) for spec in specs],
         make,
     )
