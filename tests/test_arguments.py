@@ -25,7 +25,7 @@ from shardrules._base.text import shown
 from shardrules._estimate.step_time import machine_of
 from shardrules._program.compiling import CompileLog
 from shardrules._rules import matcher
-from shardrules.compat import maxtext, tp_plan
+from shardrules.compat import maxtext
 from tests.support import api
 from tests.support.files import header_file
 
@@ -158,12 +158,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "logical_names": (3, "embed", THING),
     "arrays": (3, {}, [THING]),
     "libraries": (3, None, "keras", THING, []),
-    "tp_plan": (3, None, [], "colwise", THING, {3: "colwise"}),
-    "parameter_name": NOT_TEXT,
-    "ep_plan": (3, 0, [], "colwise", THING, {3: "colwise"}),
-    "ep_axis": (3, None, THING, HUGE),
-    "is_weight": NOT_TRUTH,
-    "prefix": (3, None, THING, HUGE),
     "scanned": (3, 0, "Layer", [3], THING, HUGE),
     "nested": tuple(value for value in NOT_TRUTH if value is not None),
     "max_memory": NOT_SIZE,
@@ -311,7 +305,6 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "explain_logical.dialect": NOT_LOGICAL_DIALECT,
     "Zero1.axis": (3, None, [], THING, HUGE),
     "fsdp.axis": (3, None, [], [3], ("tp", "tp"), THING, HUGE),
-    "compat.tp_plan.match_tp_plan.axis": (3, None, THING, HUGE),
     # As eformer's, it gives P() to whatever has no shape.
     "match_partition_rules.tree": (),
     "Rules.match.tree": (),
@@ -547,21 +540,6 @@ CALLS |= {
     "compat.maxtext.DumpedArrays.diff": (
         DUMPED.diff,
         {"plan": sr.plan(DUMPED.arrays, [], DUMPED.mesh)},
-    ),
-    "compat.tp_plan.match_tp_plan": (
-        tp_plan.match_tp_plan,
-        {
-            "tp_plan": {"w": "colwise"},
-            "tree": TREE,
-            "prefix": "",
-            "axis": "tp",
-            "ep_plan": None,
-            "ep_axis": "ep",
-        },
-    ),
-    "compat.tp_plan.parameter_tp_plan": (
-        tp_plan.parameter_tp_plan,
-        {"parameter_name": "w", "tp_plan": {"w": "colwise"}, "is_weight": True},
     ),
 }
 

@@ -50,7 +50,7 @@ _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.
 _MOVED = {
     "dialects": (
         "BIG_VISION Dialect EASYLM EFORMER FLAX_CORE HALIAX KERAS KEYSTR LINEN LogicalDialect "
-        "MAXTEXT NNX SPECTRAX TP_PLAN"
+        "MAXTEXT NNX SPECTRAX"
     ),
     "renames": "DEEPSEEK_STACKED DEEPSEEK_UNSTACKED HF_TO_FLAX",
     "types": (

@@ -67,7 +67,6 @@ from shardrules.dialects import LINEN as LINEN
 from shardrules.dialects import MAXTEXT as MAXTEXT
 from shardrules.dialects import NNX as NNX
 from shardrules.dialects import SPECTRAX as SPECTRAX
-from shardrules.dialects import TP_PLAN as TP_PLAN
 from shardrules.dialects import Dialect as Dialect
 from shardrules.dialects import LogicalDialect as LogicalDialect
 from shardrules.renames import DEEPSEEK_STACKED as DEEPSEEK_STACKED

@@ -11,6 +11,5 @@ from shardrules._rules.dialects import LINEN as LINEN
 from shardrules._rules.dialects import MAXTEXT as MAXTEXT
 from shardrules._rules.dialects import NNX as NNX
 from shardrules._rules.dialects import SPECTRAX as SPECTRAX
-from shardrules._rules.dialects import TP_PLAN as TP_PLAN
 from shardrules._rules.dialects import Dialect as Dialect
 from shardrules._rules.dialects import LogicalDialect as LogicalDialect

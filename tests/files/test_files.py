@@ -475,14 +475,12 @@ def test_bad_companions_of_a_rule_file(write, table, expected):
     assert re.search(expected, message(read_rule_source, path))
 
 
-def test_rules_of_tp_plans(write):
-    path = write(
-        "p.json.gz", gzip.compress(b'{"dialect": "transformers", "rules": [["l.*.q", []]]}')
-    )
+def test_rules_of_other_dialects(write):
+    path = write("p.json.gz", gzip.compress(b'{"dialect": "keras", "rules": [["l.*.q", []]]}'))
     assert read_rule_source(path).rules.first_match("l.3.q") == 0
     assert read_rule_source(path).name == "p"
     assert set(DIALECTS.values()) == {
-        sr.dialects.EFORMER, sr.dialects.NNX, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.SPECTRAX, sr.dialects.KERAS, sr.dialects.TP_PLAN,
+        sr.dialects.EFORMER, sr.dialects.NNX, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.SPECTRAX, sr.dialects.KERAS,
         sr.dialects.BIG_VISION,
     }  # fmt: skip
 

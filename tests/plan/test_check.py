@@ -233,7 +233,7 @@ class TestCatchAll:
 
     @pytest.mark.parametrize(
         "dialect",
-        [sr.dialects.EFORMER, sr.dialects.KEYSTR, sr.dialects.KERAS, sr.dialects.TP_PLAN],
+        [sr.dialects.EFORMER, sr.dialects.KEYSTR, sr.dialects.KERAS],
         ids=lambda d: d.name,
     )
     @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
@@ -1114,9 +1114,9 @@ def test_locks_find_what_needs_no_history():
     assert found == {one for one in expected if one.kind != "unused-axis"}
 
 
-@pytest.mark.parametrize("dialect", ["EFORMER", "KERAS", "KEYSTR", "TP_PLAN"])
+@pytest.mark.parametrize("dialect", ["EFORMER", "KERAS", "KEYSTR"])
 def test_empty_trees_and_rules(dialect):
-    dialect = replace(getattr(sr, dialect), name="x")
+    dialect = replace(getattr(sr.dialects, dialect), name="x")
     for tree in ({}, {"w": LARGE}):
         found = sr.plan(tree, sr.Rules([], dialect), MESH).check()
         assert str(found).endswith(found.summary)

@@ -87,7 +87,6 @@ TREE = {
         ("SPECTRAX", [("wq|wk", P(("fsdp", "tp"), None)), ("x", "dp"), (".*", P())]),
         ("KERAS", [(".*wq", P(None, "tp")), (".*q", P("dp")), ("layers/0/b", None)]),
         ("KEYSTR", [(r"\['wq'\]", P(("fsdp", "dp"), "tp")), (".*", P())]),
-        ("TP_PLAN", [("layers.*.wq", P("fsdp", "tp")), ("layers.0.b", None)]),
     ],
 )
 def test_dialects(dialect, rules):

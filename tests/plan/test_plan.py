@@ -159,7 +159,6 @@ def test_trees_of_all_kinds(name, mesh):
         ("SPECTRAX", [("wq", P(("fsdp", "xx"), "dp")), (".*", P("dp", "fsdp"))]),
         ("KERAS", [(".*wq", P(None, "fsdp")), ("layers/1/b", P("dp"))]),
         ("KEYSTR", [(r"\['wq'\]", P("fsdp")), (r"\[1\]", P("dp")), (".*", P())]),
-        ("TP_PLAN", [("layers.*.wq", P("fsdp", "dp")), ("layers.1.b", P("dp"))]),
     ],
 )
 def test_dialects(dialect, rules, mesh):
@@ -171,9 +170,7 @@ def test_dialects(dialect, rules, mesh):
     rules = sr.Rules(rules, getattr(sr.dialects, dialect))
     plan = sr.plan(tree, rules, mesh)
     check_equal_to_named_shardings(plan, tree, rules, mesh)
-    text = {"KEYSTR": tree_util.keystr, "TP_PLAN": references.DOTTED}.get(
-        dialect, references.SLASHED
-    )
+    text = tree_util.keystr if dialect == "KEYSTR" else references.SLASHED
     assert plan.paths == [text(path) for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
     chosen_by = references.CHOSEN_BY.get(dialect, references.by_search)
     for path, rule, leaf in zip(

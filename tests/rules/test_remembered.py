@@ -22,7 +22,7 @@ import shardrules as sr
 from shardrules._rules import matcher, rules
 from shardrules._rules.dialects import EASYLM, EFORMER
 from shardrules._rules.rules import remembered_rules
-from shardrules.compat import big_vision, keras, tp_plan
+from shardrules.compat import big_vision, keras
 from shardrules.compat import eformer as compat_eformer
 from tests.support.folders import ROOT
 
@@ -131,12 +131,6 @@ OF_LIBRARIES = {
     ),
     "keras.LayoutMap.rules": lambda: layouts().rules,
     "keras.LayoutMap.specs": lambda: layouts().specs(TREE),
-    "tp_plan.match_tp_plan": lambda: tp_plan.match_tp_plan(
-        {"".join(["wq", ".*"]): "colwise"}, {"wq.3": np.zeros((4, 4))}, ep_plan={"norm": "ep_router"}
-    ),
-    "tp_plan.parameter_tp_plan": lambda: tp_plan.parameter_tp_plan(
-        "layers.3.up", {"".join(["layers.*", ".up"]): "colwise"}, is_weight=False
-    ),
 }  # fmt: skip
 
 

@@ -244,7 +244,6 @@ class TestWords:
 
 DIALECTS = [
     sr.dialects.EFORMER, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.KERAS, sr.dialects.BIG_VISION, sr.dialects.SPECTRAX, sr.dialects.NNX,
-    sr.dialects.TP_PLAN,
 ]  # fmt: skip
 
 
@@ -271,29 +270,12 @@ class TestDialects:
     def test_patterns_are_as_the_dialect_writes_them(self):
         first = {
             dialect: sr.suggest(models.llama(), MESH, dialect=dialect).rules[2][0]
-            for dialect in (
-                sr.dialects.KEYSTR,
-                sr.dialects.KERAS,
-                sr.dialects.TP_PLAN,
-            )
+            for dialect in (sr.dialects.KEYSTR, sr.dialects.KERAS)
         }
         assert first == {
             sr.dialects.KEYSTR: r"self_attn'\]\['o_proj'\]\['kernel'\]",
             sr.dialects.KERAS: ".*self_attn/o_proj/kernel",
-            sr.dialects.TP_PLAN: "model.layers.*.self_attn.k_proj.kernel",
         }
-
-    def test_numbers_in_names_are_written_out_where_a_star_is_no_part_of_a_name(self):
-        tree = {"m": {f"b{i}": {"w": array(64, 256)} for i in range(8)}}
-        found = sr.suggest(tree, MESH, dialect=sr.dialects.TP_PLAN)
-        assert list(specs(found)) == [f"m.b{i}.w" for i in range(8)]
-        assert [one.leaves for one in found.reasons] == [1] * 8
-
-    def test_a_dialect_that_lists_paths_refuses_too_many(self):
-        names = random.Random(0)
-        tree = {f"{names.getrandbits(64):x}": array(64, 64) for _ in range(1500)}
-        with pytest.raises(ValueError, match="lists paths one by one"):
-            sr.suggest(tree, MESH, dialect=sr.dialects.TP_PLAN)
 
 
 class TestMesh:

@@ -22,7 +22,7 @@ from shardrules.dialects import Dialect
 
 MESH = {"fsdp": 2, "tp": 2}
 DIALECTS = [
-    sr.dialects.EFORMER, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.NNX, sr.dialects.SPECTRAX, sr.dialects.KERAS, sr.dialects.BIG_VISION, sr.dialects.TP_PLAN,
+    sr.dialects.EFORMER, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.NNX, sr.dialects.SPECTRAX, sr.dialects.KERAS, sr.dialects.BIG_VISION,
 ]  # fmt: skip
 # What any dialect may choose otherwise; its own choice is always tried as well.
 CHOICES: dict[str, list[Any]] = {
@@ -105,7 +105,6 @@ def random_rules(draw: random.Random) -> Rules:
 PATTERNS: dict[str, list[Any]] = {
     "search": ["kernel", "bias$", "a/kernel", "^1?[1-3]/", "scale.*e", "kernel.$", "value", ".*"],
     "fullmatch": [".*kernel", ".*/bias", "[0-9]/.*", ".*a.*", ".*(scale|value)", ".*"],
-    "glob_parent": ["*.kernel", "*.a", "*.a.bias", "3.scale", "*.value", "*.bias", "kernel"],
 }
 
 

@@ -32,27 +32,12 @@ def by_layout_map(patterns, path):
     return SEVERAL if len(matching) > 1 else next(iter(matching), None)
 
 
-def generalised(name: str) -> str:
-    return re.sub(r"\.\d+(\.|$)", lambda found: ".*" + found.group(1), name)
-
-
-def by_tp_plan(patterns, path):
-    general = generalised(path)
-    looked_up = [path, path.rpartition(".")[0], general, general.rpartition(".")[0]]
-    without_parent = "." not in path
-    for number, name in enumerate(looked_up):
-        if name in patterns and not (without_parent and number in (1, 3)):
-            return patterns.index(name)
-    return None
-
-
 CHOSEN_BY = {
     "EASYLM": by_search,
     "SPECTRAX": by_search,
     "KEYSTR": by_search,
     "KERAS": by_layout_map,
     "BIG_VISION": by_fullmatch,
-    "TP_PLAN": by_tp_plan,
 }
 
 
@@ -71,7 +56,7 @@ def specs_of(tree: Any, spec: Callable[[Any, Any], Any]) -> Any:
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
-SLASHED, DOTTED = joined("/"), joined(".")
+SLASHED = joined("/")
 
 
 def easylm(rules, tree, path_text=SLASHED):
@@ -97,16 +82,6 @@ def spectrax(rules, tree, min_size=None, strict=True):
         return P(*found[: leaf.ndim]) if strict and len(found) > leaf.ndim else found
 
     return specs_of(tree, spec)
-
-
-def tp_styles(plan, tree):
-    names = list(plan)
-
-    def style(path, _):
-        found = by_tp_plan(names, DOTTED(path))
-        return "" if found is None else plan[names[found]]
-
-    return specs_of(tree, style)
 
 
 def fsdp_dim(shape, parts, free):

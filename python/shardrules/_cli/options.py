@@ -46,7 +46,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "axes": ("--axes AXES", "Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp, and "
             "ep if there are stacks of experts.", {}),
         "dialect": ("--dialect NAME", "Semantics of the rules: big_vision, easylm, eformer, "
-            "jaxseq, keras, nnx, spectrax, transformers; of logical rules linen, "
+            "jaxseq, keras, nnx, spectrax; of logical rules linen, "
             "flax.core, maxtext, haliax. Default: the rule file's dialect, or else eformer, linen "
             "or, in YAML, maxtext.", {}),
         "like": ("--like FILE", "A rule file to mend: its rules that decide arrays stay, and "

@@ -26,8 +26,7 @@ class Dialect:
             separator; or JAX's "keystr", as in `['layers'][0].kernel`.
         match: The match modes: how a pattern meets a path. All rules are tried in the first mode
             before any is tried in the second. "search" and "fullmatch" are those of `re`; "exact"
-            is equality; "glob" is equality where `*` stands for a number; "exact_parent" and
-            "glob_parent" compare the path without its last component.
+            is equality.
         precedence: "first": of several rules that match, the first one wins. "only": at most one
             may match; more are an error. It is counted in the first match mode that has any match.
         scalars: Which leaves need no rule. "rank 0": those of rank 0 or without a shape. "size 1":
@@ -136,16 +135,6 @@ BIG_VISION = Dialect(
     unmatched="replicate",
 )
 """`infer_sharding` of big_vision's sharding, as of 2026. Its tactics are `fsdp` and plain specs."""
-
-TP_PLAN = Dialect(
-    name="transformers",
-    separator=".",
-    correction=_NONE,
-    match=("exact", "exact_parent", "glob", "glob_parent"),
-    scalars="none",
-    unmatched="replicate",
-)
-"""The `tp_plan` of a transformers model, as of `_get_parameter_tp_plan` in transformers 5."""
 
 _NAMES: Final = {value: name for name, value in [*globals().items()] if isinstance(value, Dialect)}
 """What the dialects above are called here: a whole record would hide the signatures in `help`."""

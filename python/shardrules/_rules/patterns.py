@@ -20,7 +20,7 @@ from shardrules._base.text import printable, shown
 Pattern = str | re.Pattern[str]
 """The types that a rule's pattern may have."""
 
-ModeName = Literal["search", "fullmatch", "exact", "exact_parent", "glob", "glob_parent"]
+ModeName = Literal["search", "fullmatch", "exact"]
 
 _NEVER_MATCHES: Final = "(?!)"
 
@@ -28,8 +28,6 @@ _NEVER_MATCHES: Final = "(?!)"
 class MatchMode(NamedTuple):
     """Way of matching a pattern with a path."""
 
-    written_as: Literal["regex", "text"]
-    """The form in which users write the pattern."""
     regex: Callable[[Any], Pattern]
     """Returns the regex of a pattern."""
     method: Literal["search", "fullmatch"]
@@ -45,51 +43,15 @@ def _literally(pattern: Pattern) -> str:
     return re.escape(pattern) if isinstance(pattern, str) else _NEVER_MATCHES
 
 
-def _numbers_for_stars(plan_key: str) -> str:
-    """Return a regex for the names that transformers generalises to this key.
-
-    It replaces each `.12` before a dot or the end by `.*`, from left to right, and the dot behind
-    is used up: of two adjacent numbers the second stays, and a first component always does. A star
-    that the name itself has stays, too.
-    """
-    components = plan_key.split(".")
-    parts = []
-    for before, component in zip([None, *components], components, strict=False):
-        is_star, is_number = component == "*", component.isdecimal()
-        if is_number and before not in (None, "*"):
-            return _NEVER_MATCHES
-        if is_number and before == "*":
-            parts.append(rf"(?<=\d\.){component}")
-        elif not is_star:
-            parts.append(re.escape(component))
-        elif before is None:
-            parts.append(r"\*")
-        else:
-            parts.append(r"(?:(?<=\*\.)\d+|\*)" if before == "*" else r"(?:\d+|\*)")
-    return r"\.".join(parts)
-
-
-def _or_parent(regex: Callable[[str], str]) -> Callable[[str], str]:
-    """Return the function for a parameter of the module that the key names."""
-    return lambda key: rf"(?:{regex(key)})\.[^.]*"
-
-
 MATCH_MODES: Final[dict[ModeName, MatchMode]] = {
-    "search": MatchMode("regex", _as_written, "search"),
-    "fullmatch": MatchMode("regex", _as_written, "fullmatch"),
-    "exact": MatchMode("regex", _literally, "fullmatch"),
-    "exact_parent": MatchMode("text", _or_parent(_literally), "fullmatch"),
-    "glob": MatchMode("text", _numbers_for_stars, "fullmatch"),
-    "glob_parent": MatchMode("text", _or_parent(_numbers_for_stars), "fullmatch"),
+    "search": MatchMode(_as_written, "search"),
+    "fullmatch": MatchMode(_as_written, "fullmatch"),
+    "exact": MatchMode(_literally, "fullmatch"),
 }
 
 
-def checked_pattern(index: int, pattern: Any, mode: MatchMode) -> Any:
-    """Return the pattern of rule `index` in a hashable form."""
-    if mode.written_as == "text":
-        if isinstance(pattern, str):
-            return pattern
-        raise TypeError(f"rule {index}: the pattern must be a string, not {shown(pattern)}")
+def checked_pattern(index: int, pattern: Any) -> Any:
+    """Return the pattern of rule `index`, which is a string or compiled from one."""
     text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
     if not isinstance(text, str):
         raise TypeError(

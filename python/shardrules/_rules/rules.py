@@ -30,7 +30,7 @@ from shardrules._rules.matcher import (
     rule_shown,
     too_long_message,
 )
-from shardrules._rules.patterns import MATCH_MODES, MatchMode, Pattern, checked_pattern
+from shardrules._rules.patterns import Pattern, checked_pattern
 
 # Equal ones are the same to everybody. An object of the user's own is the same only as itself.
 _VALUES: Final = (str, int, re.Pattern)
@@ -366,14 +366,13 @@ def _pairs_of(rules: Mapping[Any, Any]) -> str:
 
 
 def _checked_pairs(rules: Iterable[Any], dialect: Dialect) -> tuple[tuple[Pattern, Any], ...]:
-    mode = MATCH_MODES[dialect.match[-1]]
-    return tuple(_checked_pair(index, rule, mode) for index, rule in enumerate(rules))
+    return tuple(_checked_pair(index, rule) for index, rule in enumerate(rules))
 
 
-def _checked_pair(index: int, rule: Any, mode: MatchMode) -> tuple[Pattern, Any]:
+def _checked_pair(index: int, rule: Any) -> tuple[Pattern, Any]:
     if not isinstance(rule, (tuple, list)) or len(rule) != 2:
         raise TypeError(f"rule {index} is not a (pattern, spec) pair: {shown(rule)}")
-    pattern, spec = checked_pattern(index, rule[0], mode), rule[1]
+    pattern, spec = checked_pattern(index, rule[0]), rule[1]
     if isinstance(spec, RuleSpec):
         return pattern, replace(spec, spec=normalize_spec(index, spec.spec))
     return pattern, normalize_spec(index, spec)

@@ -16,7 +16,7 @@ from shardrules._plan.axis_uses import AxisUse, is_gathered, uses_of
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.queries import Queries
 from shardrules._plan.table import DEFAULT_LARGE, Columns
-from shardrules._rules.patterns import MATCH_MODES, Pattern, pattern_shown
+from shardrules._rules.patterns import Pattern, pattern_shown
 from shardrules._rules.rules import Rules
 from shardrules._writer.choose import Axes, Cuts, choose, with_followers
 from shardrules._writer.patterns import (
@@ -29,7 +29,6 @@ from shardrules._writer.patterns import (
     least_tightness,
     pattern_of,
     phrases,
-    text_pattern,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from shardrules._rules.dialects import Dialect
     from shardrules._writer.dims import Unit
 
-_MOST_TEXTS: Final = 1000
 MOST_RULES: Final = 12
 """Rules of a solution, if it has no more specs."""
 _Pairs = list[tuple["Pattern", Any]]
@@ -143,15 +141,11 @@ def _rules_for_labels(
     """
     labelled = _with_numbers(list(zip(units, labels, strict=True)), dialect)
     units, labels = [unit for unit, _ in labelled], [label for _, label in labelled]
-    unnamed: list[Unit] = []
-    if MATCH_MODES[dialect.match[-1]].written_as == "text":
-        pairs, of_rules = _text_rules(labelled)
-    else:
-        ends, rest = _phrases(units, labels)
-        pairs, of_rules = _loosest_patterns(ends, units, dialect, tightness)
-        if uses is None:
-            pairs, of_rules = _joined_rules(ends, pairs, of_rules)
-        unnamed = [units[number] for number in rest]
+    ends, rest = _phrases(units, labels)
+    pairs, of_rules = _loosest_patterns(ends, units, dialect, tightness)
+    if uses is None:
+        pairs, of_rules = _joined_rules(ends, pairs, of_rules)
+    unnamed = [units[number] for number in rest]
     if unnamed:
         if uses is None:
             raise ValueError(
@@ -308,24 +302,6 @@ def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[
             numbered = label._replace(is_numbered=True)
             told_apart += ((part, numbered) for part in unit.numbered())
     return told_apart
-
-
-def _text_rules(labelled: list[tuple[Unit, Label]]) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
-    """Write a rule for each path, where patterns are texts."""
-    units_of: dict[str, list[Unit]] = defaultdict(list)
-    value_of: dict[str, Any] = {}
-    for unit, label in labelled:
-        text = text_pattern(unit.words)
-        # Numbers in names are written out, path by path.
-        for part in [unit] if text is not None else unit.leaves():
-            units_of[text or part.path].append(part)
-            value_of[text or part.path] = label.value
-    if len(units_of) > _MOST_TEXTS:
-        raise ValueError(
-            f"the dialect lists paths one by one, and {len(units_of):,} differ not only in "
-            f"numbers; more than {_MOST_TEXTS:,} are no rules: choose a dialect of regexes"
-        )
-    return list(value_of.items()), list(map(tuple, units_of.values()))
 
 
 def _phrases(units: list[Unit], labels: list[Label]) -> tuple[list[Phrase], tuple[int, ...]]:

@@ -363,14 +363,6 @@ def pattern_of(phrase: Phrase, paths: Sequence[Path], dialect: Dialect, tightnes
     return regex + "$" if tightness in (2, TIGHTEST) and not is_full else regex
 
 
-def text_pattern(path: Path) -> str | None:
-    """Write a folded path as transformers does: `*` is a number between dots; None elsewhere."""
-    numbers = [place for place, word in enumerate(path) if NUMBER in word.text]
-    if any(path[n] != (".", NUMBER) or n == 0 or n - 1 in numbers for n in numbers):
-        return None
-    return "".join(word.before + word.text.replace(NUMBER, "*") for word in path)
-
-
 def _names_of(names: tuple[str, ...], *, is_loose: bool = False) -> str:
     """Write one name; or several as alternatives, or as their common end."""
     if len(names) == 1:
