@@ -122,13 +122,6 @@ def test_the_correction_says_what_becomes_of_an_axis_that_divides_nothing(indivi
     assert specs({"w": array(9, 10)}, spec, mesh, correction=policy) == {"w": expected}
 
 
-def test_a_factor_of_the_axis_may_cut_what_the_axis_does_not_divide():
-    tree = {"kv": array(4, 6), "w": array(64, 64)}
-    policy = sr.Correction(indivisible="factor")
-    found = specs(tree, sr.fsdp("fsdp", min_bytes=0), {"fsdp": 8}, correction=policy)
-    assert found == {"kv": (None, "fsdp_0"), "w": (None, ("fsdp_0", "fsdp_1"))}
-
-
 def test_a_leaf_that_must_be_cut_is_an_error():
     rules = [("w", sr.RuleSpec(sr.fsdp("fsdp", min_bytes=0), sr.Correction(indivisible="error")))]
     with pytest.raises(ValueError, match="dim 1 of size 10 is not divisible by fsdp=8") as info:

@@ -357,9 +357,7 @@ class TestCorrection:
         assert one.message == (
             "rule 0 'w' -> P('fsdp', 'tp'): dim 1 of size 1022 is not divisible by tp=4; costs 31.4 MB on each device"
         )
-        assert one.fix == (
-            "use fewer axes or pad the array, or let Correction(indivisible='factor') cut it into 2 parts"
-        )
+        assert one.fix == "use fewer axes or pad the array"
 
     def test_a_cheap_one_is_a_note(self):
         assert only(findings({"w": array(8, 6)}, SHARDED), "correction").level == "info"
@@ -372,8 +370,7 @@ class TestCorrection:
         [
             (8, ("fsdp", "tp"), "prefix", 8),
             (4, ("fsdp", "tp"), "drop_axis", 4),
-            (50280, ("rows", "sp"), "factor", 8),
-            (50280, ("rows",), "factor", 8),
+            (50280, ("rows",), None, None),
             (50281, ("rows", "tp"), None, None),
         ],
     )
@@ -389,13 +386,6 @@ class TestCorrection:
         assert one.fix == f"use fewer axes or pad the array, {said}"
         plan = sr.plan(tree, rules, mesh, correction=sr.Correction(indivisible=policy))
         assert plan.kind("w").device_bytes * parts == plan.kind("w").bytes
-
-    def test_logical_rules_are_not_advised_to_factor(self):
-        """They take no such correction."""
-        rules = sr.LogicalRules([("vocab", "tp")])
-        plan = sr.plan({"w": array(6, 16)}, rules, MESH, names={"w": ("vocab", None)})
-        (one,) = of_kind(plan.check(), "correction")
-        assert one.fix == "use fewer axes or pad the array"
 
     def test_an_absent_axis_takes_those_beside_it(self):
         rules = [("w", (("fsdp", "sp"), "tp")), ("v", ("tp", ("sp", "fsdp"))), ("x", ("tp", "sp"))]

@@ -216,17 +216,6 @@ def test_a_mesh_without_devices_has_those_of_the_other_in_order():
     assert plan.transfer(plan.on_mesh(Mesh(devices[::-1], ("d",)))).total == 128
 
 
-def test_the_mesh_of_factored_axes():
-    factor = sr.Correction(indivisible="factor")
-    rules = [("kv", (None, "tp")), ("w", ("tp", None))]
-    tree = {"kv": array(8, 4), "w": array(8, 8)}
-    plan = sr.plan(tree, rules, Mesh(np.array(jax.devices()), ("tp",)), correction=factor)
-    assert dict(plan.mesh.shape) == {"tp_0": 4, "tp_1": 2}
-    whole = sr.plan(tree, [(".*", ())], plan.mesh)
-    check(plan.transfer(whole), by_jax(plan, whole))
-    check(whole.transfer(plan), by_jax(whole, plan))
-
-
 def deepseek(mesh):
     tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
     return sr.plan(tree, [*EXPERTS, *corpus.rules(DEEPSEEK_RULES)], mesh)

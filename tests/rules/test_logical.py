@@ -150,13 +150,6 @@ class TestWithShapes:
         )  # fmt: skip
         assert tuple(sharding.spec) == expected
 
-    def test_there_are_no_factors_of_axes(self):
-        with pytest.raises(ValueError, match="'factor'.* is for rules for paths; with logical"):
-            sr.logical_to_mesh_sharding(
-                ("heads",), self.MESH, [("heads", "fsdp")],
-                arrays=np.zeros(6), correction=sr.Correction(indivisible="factor"),
-            )  # fmt: skip
-
     @pytest.mark.parametrize("indivisible", ["prefix", "drop_axis"])
     def test_a_rule_that_keeps_nothing_loses_to_the_next(self, indivisible):
         sharding = sr.logical_to_mesh_sharding(

@@ -535,17 +535,6 @@ class TestMisuse:
         with pytest.raises(sr.FindingsError):
             sr.audit(state, plan).raise_for()  # the plan of the parameters
 
-    def test_padded_and_factored_meshes(self):
-        tree = {"kv": np.ones((4, 8), "float32")}
-        mesh = Mesh(np.array(jax.devices()[:8]), ("tp",))
-        plan = sr.plan(tree, [("kv", "tp")], mesh, correction=sr.Correction(indivisible="factor"))
-        placed = sr.shard(
-            tree, [("kv", "tp")], mesh, correction=sr.Correction(indivisible="factor")
-        )
-        assert tuple(plan.mesh.axis_names) == ("tp_0", "tp_1")
-        assert sr.audit(placed, plan) == ()
-        assert seen(sr.shard(tree, P(), mesh), plan) == [("error", "sharding", 1)]
-
     def test_inside_jit(self, planned):
         tree, plan = planned
         with pytest.raises(TypeError, match="call it outside"):

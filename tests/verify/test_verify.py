@@ -199,19 +199,6 @@ def test_all_ways_to_plan_say_the_same(compiled_step, plan, state_plan, mesh):
         assert len(found(findings, "input")) == 2, way
 
 
-def test_a_plan_of_an_axis_in_parts(mesh):
-    shape = jax.ShapeDtypeStruct((2, 8), "float32")
-    correction = sr.Correction(indivisible="factor")
-    plan = sr.plan({"kv": shape}, [("kv", "model")], mesh, correction=correction)
-    abstract = plan.on_mesh({"data": 2, "model": 4})
-    assert plan.axis_sizes == abstract.axis_sizes != dict(mesh.shape)
-    compiled = jax.jit(lambda t: t["kv"] + 1).lower(plan.abstract()).compile()
-    assert not sr.verify(compiled, (plan,), plan.shardings()["kv"])
-    replicated = jax.ShapeDtypeStruct((2, 8), "float32", sharding=NamedSharding(mesh, P()))
-    compiled = jax.jit(lambda t: t["kv"] + 1).lower({"kv": replicated}).compile()
-    assert found(sr.verify(compiled, (abstract,)), "input") == [("error", ("inputs/0/kv",))]
-
-
 def test_keyword_arguments(mesh):
     x = jax.ShapeDtypeStruct((16, 64), "float32", sharding=NamedSharding(mesh, P("data")))
     compiled = jax.jit(lambda x, *, y, z: x + y + z).lower(x, y=x, z=x).compile()

@@ -10,7 +10,7 @@ from shardrules._base.specs import RankPolicy
 from shardrules._base.text import without_defaults
 
 MisfitPolicy = Literal["drop", "drop_axis", "prefix", "keep", "error"]
-IndivisiblePolicy = Literal["drop", "drop_axis", "prefix", "factor", "keep", "error"]
+IndivisiblePolicy = Literal["drop", "drop_axis", "prefix", "keep", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,7 @@ class Correction:
             it, and `Plan.check` says so).
         indivisible: For an entry whose axes do not divide the dimension: "drop" all, "drop_axis"
             the axes that do not fit beside those before them, keep the longest "prefix" that fits,
-            cut by the largest "factor" of the axes that divides, on a mesh that has it as an axis
-            (see `Plan.mesh`), "keep" them (uneven shards), or "error".
+            "keep" them (uneven shards), or "error".
         rank: For a spec that is longer than the array's rank: "truncate" it, "replicate" the array,
             "keep" it, or "error".
         unconstrained: Whether PartitionSpec.UNCONSTRAINED stays: "keep", or "drop" (it becomes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from shardrules._base.jax_names import mesh_contexts
 from shardrules._base.mesh_sizes import check_bounds, checked_sizes
@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 
 AnyMesh: TypeAlias = "Mesh | AbstractMesh"
 MeshLike: TypeAlias = "Mesh | AbstractMesh | Mapping[str, int]"
-
-_NOT_FACTORED: Final = {
-    "Explicit": "the types of arrays name them; pass that mesh, with axes of these types",
-    "Manual": "a shard_map runs over them; run it on that mesh",
-}
-"""By type of axis, why a mesh that has it is not factored, and the fix."""
 
 
 def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
@@ -155,26 +149,6 @@ def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
             "leaves a dimension to the compiler, which places nothing; name mesh axes or None "
             "there, or give Correction(unconstrained='drop')"
         )
-
-
-def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
-    """Return the mesh with some of its axes in parts: the same devices in the same order."""
-    from jax.sharding import Mesh
-
-    sizes, names = tuple(axis_sizes.values()), tuple(axis_sizes)
-    if names == tuple(mesh.axis_names):
-        return mesh
-    for kind, why in _NOT_FACTORED.items():
-        if axes := axes_of_type(mesh, kind):
-            raise ValueError(
-                f"indivisible='factor' needs the mesh {mesh_shown(axis_sizes)} in the place of "
-                f"{mesh_shown(mesh.shape)}, whose axes {', '.join(sorted(axes))} are {kind}: {why}"
-            )
-    if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices.reshape(sizes), names)
-    abstract = _abstract_mesh(axis_sizes)
-    device = getattr(mesh, "abstract_device", None)
-    return abstract.update(abstract_device=device) if device else abstract
 
 
 def places_in(mesh: MeshLike, target: MeshLike) -> npt.NDArray[np.int64]:

@@ -190,7 +190,7 @@ def spec_for(
         if mesh is None and context_mesh() is None:
             return specs_by_rules(matcher, tree, min_size)[path]  # type: ignore[no-any-return]
         on_mesh = local_view(resolve_mesh(mesh))
-        shardings = shardings_by_rules(tree, matcher, on_mesh, policy, may_factor=False)
+        shardings = shardings_by_rules(tree, matcher, on_mesh, policy)
         return shardings[path].spec  # type: ignore[no-any-return]
     if dtype is None and not isinstance(decider, BySpecs):
         array.dtype = "uint8"  # a plan decides by path and shape, whatever the dtype

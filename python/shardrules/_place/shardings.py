@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
@@ -32,8 +31,8 @@ from shardrules._base.text import mesh_shown, printable_lines, shown
 from shardrules._core import ShardingTable
 from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.memory import sharding_in_memory
-from shardrules._place.mesh import AnyMesh, axes_of_type, on_axes
-from shardrules._place.spec_on_mesh import NO_OTHERS, LostAxes, SpecByShape, SpecOnMesh, in_parts
+from shardrules._place.mesh import AnyMesh, axes_of_type
+from shardrules._place.spec_on_mesh import NO_OTHERS, LostAxes, SpecByShape, SpecOnMesh
 from shardrules._rules.matcher import Matcher, decided_tree
 from shardrules._rules.patterns import Pattern
 
@@ -62,11 +61,9 @@ class Placement:
     says_memory: bool
 
 
-def shardings_by_rules(
-    tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy, *, may_factor: bool = True
-) -> Any:
+def shardings_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy) -> Any:
     """Return the tree with each leaf replaced by the NamedSharding of its rule on the mesh."""
-    on_mesh = _bound_rules(tree, matcher, mesh, policy, may_factor)
+    on_mesh = _bound_rules(matcher, mesh, policy)
     return _decided(tree, matcher, on_mesh, on_mesh.shardings, policy.min_size)
 
 
@@ -76,7 +73,7 @@ def placements_by_rules(
     """Return the placement of each leaf, in the order of JAX's leaves."""
     from jax import tree_util
 
-    on_mesh = _bound_rules(tree, matcher, mesh, policy)
+    on_mesh = _bound_rules(matcher, mesh, policy)
     placements = _decided(tree, matcher, on_mesh, on_mesh.placements, policy.min_size)
     return tree_util.tree_leaves(placements)
 
@@ -88,48 +85,9 @@ def _decided(
     return decided_tree(matcher, decided, functools.partial(_misfits_message, on_mesh))
 
 
-def _bound_rules(
-    tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy, may_factor: bool = True
-) -> _OnMesh:
-    """Return the rules on the mesh; with indivisible="factor", on the parts that leaves need."""
-    correction = policy.correction or matcher.dialect.correction
-
-    def bind(mesh: AnyMesh) -> _OnMesh:
-        key = mesh, correction, policy.optional_axes
-        return matcher.remembered(key, lambda: _bind(matcher.pairs, *key))
-
-    on_mesh = bind(mesh)
-    if not (on_mesh.by_factors and may_factor):
-        return on_mesh
-    factors = _cutting_factors(tree, matcher, on_mesh, policy.min_size)
-    factored = on_axes(mesh, in_parts(mesh.shape, factors))
-    return on_mesh if factored is mesh else bind(factored)
-
-
-def _cutting_factors(
-    tree: Any, matcher: Matcher, on_mesh: _OnMesh, min_size: int
-) -> dict[str, set[int]]:
-    """Return by axis the factors that cut some leaf; costs a walk over the tree."""
-    specs = on_mesh.specs
-    factors: dict[str, set[int]] = defaultdict(set)
-
-    def note(spec: int, _: int, kept: int) -> bool:
-        return note_of(cast(SpecOnMesh, specs[spec]), kept)
-
-    def note_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> bool:
-        bound = cast(SpecByShape, specs[spec]).for_leaf(shape, dtype)
-        return bound is None or note_of(bound, bound.corrector.kept(shape))
-
-    def note_of(spec: SpecOnMesh, kept: int) -> bool:
-        for axis, factor in spec.factors(kept):
-            factors[axis].add(factor)
-        return True
-
-    # A table of its own, because one that is remembered would not ask again.
-    correctors = [spec.corrector for spec in specs]
-    table = ShardingTable(correctors, on_mesh.spec_of, note, note_for_shape)
-    matcher.decide(tree, table, True, min_size=min_size)
-    return factors
+def _bound_rules(matcher: Matcher, mesh: AnyMesh, policy: Policy) -> _OnMesh:
+    key = mesh, policy.correction or matcher.dialect.correction, policy.optional_axes
+    return matcher.remembered(key, lambda: _bind(matcher.pairs, *key))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -237,8 +195,6 @@ class _OnMesh(NamedTuple):
     specs: list[SpecOnMesh | SpecByShape]
     spec_of: list[int]
     mesh: AnyMesh
-    by_factors: bool
-    """Whether a factor of an axis may cut a leaf."""
 
 
 def specs_on_mesh(
@@ -275,12 +231,10 @@ def specs_on_mesh(
                 "PartitionSpec, axis name, tuple of axis names or None"
             )
         spec_of.append(index_of.setdefault(rule, len(index_of)))
-    policies = [rule.correction or correction for rule in index_of]
-    has_parts = any(policy.indivisible == "factor" for policy in policies)
-    options: Any = {"as_specs": as_specs, "has_parts": has_parts, "optional_axes": optional_axes}
+    options: Any = {"as_specs": as_specs, "optional_axes": optional_axes}
     specs = [
-        bound_spec(key, axis_sizes, policy, manual, **options)
-        for key, policy in zip(index_of, policies, strict=True)
+        bound_spec(rule, axis_sizes, rule.correction or correction, manual, **options)
+        for rule in index_of
     ]
     return specs, spec_of
 
@@ -292,7 +246,6 @@ def bound_spec(
     manual: ManualAxes,
     *,
     as_specs: bool = True,
-    has_parts: bool = False,
     optional_axes: frozenset[str] = frozenset(),
     named_with: Mapping[str, frozenset[str]] = NO_OTHERS,
 ) -> SpecOnMesh | SpecByShape:
@@ -306,7 +259,6 @@ def bound_spec(
         axis_sizes,
         inside,
         rule.units,
-        has_parts=has_parts,
         optional_axes=optional_axes.union(rule.optional_axes),
         named_with=named_with,
     )
@@ -383,7 +335,6 @@ def _bind(
         specs,
         spec_of,
         mesh,
-        any(spec.by_factors for spec in specs),
     )
 
 

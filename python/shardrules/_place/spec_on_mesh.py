@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._base.correction import Correction, IndivisiblePolicy
 from shardrules._base.dtypes import given_bits
-from shardrules._base.mesh_sizes import check_bounds
 from shardrules._base.rule_specs import Fsdp
 from shardrules._base.specs import (
     Dim,
@@ -27,16 +23,14 @@ from shardrules._base.specs import (
     with_dims,
     with_entries,
 )
-from shardrules._base.text import counted, mesh_shown, nearest
+from shardrules._base.text import counted, nearest
 from shardrules._core import Corrector
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
 
-LossKind = Literal[
-    "absent", "optional", "indivisible", "factored", "unfactored", "rank", "duplicate"
-]
+LossKind = Literal["absent", "optional", "indivisible", "rank", "duplicate"]
 
 
 NO_OTHERS: Final[Mapping[str, frozenset[str]]] = {}
@@ -59,8 +53,6 @@ class SpecOnMesh:
         correction: The policies.
         units: As in `RuleSpec`.
         follows: Whether the shapes of its arrays depend on other arrays, as for scales.
-        has_parts: Whether an axis may be on the mesh in parts, see `in_parts`. So it is for
-            indivisible="factor".
         optional_axes: Axes that the mesh may lack, which are no error then.
         named_with: For axes that the mesh may lack, others that rules name beside them, which they
             are no misspellings of.
@@ -68,19 +60,15 @@ class SpecOnMesh:
 
     __slots__ = (
         "_axes",
-        "_bits",
         "_correction",
-        "_cuts",
+        "_first",
         "_follows",
-        "_has_parts",
         "_named_with",
         "_optional_axes",
         "axis_sizes",
         "corrector",
         "spec",
-        "tried",
         "units",
-        "written",
     )
 
     def __init__(
@@ -91,50 +79,28 @@ class SpecOnMesh:
         units: tuple[int | None, ...] = (),
         *,
         follows: bool = False,
-        has_parts: bool = False,
         optional_axes: frozenset[str] = frozenset(),
         named_with: Mapping[str, frozenset[str]] = NO_OTHERS,
     ) -> None:
         self._follows = follows
         self._named_with = named_with
         self._optional_axes = optional_axes if correction.absent == "error" else frozenset()
-        self.written: Any = spec
         self.axis_sizes: Final = axis_sizes
         self._correction = correction
-        self._has_parts = has_parts or self.by_factors
-        # The policies that the words about a loss try, the least first.
-        self.tried: tuple[IndivisiblePolicy, ...] = ("prefix", "drop_axis", "factor")
-        cuts = [[c for a in entry_axes(e) for c in self._cuts_of(a)] for e in entries_of(spec)]
-        self._axes = tuple(tuple(axis for cut in of_dim for axis in cut.axes) for of_dim in cuts)
-        self._bits = _numbered(cuts)
-        self._cuts = cuts
         self.spec: Any = spec
-        if self._has_parts:
-            self.spec = with_entries(spec, map(self._in_parts, entries_of(spec), self._axes))
+        self._axes = tuple(map(entry_axes, entries_of(spec)))
+        # By dimension, the bit of its first axis in `Corrector.kept`.
+        self._first = tuple(itertools.accumulate(map(len, self._axes), initial=0))
         rest = [None] * (len(spec) - len(units))
         self.units: Final = tuple(unit or 1 for unit in (*units, *rest))
         self.corrector = Corrector(
             [
-                ([size for cut in of_dim for size in cut.sizes], unit)
-                for of_dim, unit in zip(cuts, self.units, strict=False)
+                ([axis_sizes.get(axis, 0) for axis in axes], unit)
+                for axes, unit in zip(self._axes, self.units, strict=False)
             ],
             self._if_absent,
-            _DROPPING.get(correction.indivisible, correction.indivisible),
+            _as_core(correction.indivisible),
         )
-
-    def _cuts_of(self, axis: str) -> list[Cut]:
-        return axis_cuts(
-            axis, self.axis_sizes, has_parts=self._has_parts, by_factors=self.by_factors
-        )
-
-    def size_of(self, axis: str) -> int:
-        """Return the devices along an axis, also one in parts; 0 if the mesh does not have it."""
-        return prod(size for cut in self._cuts_of(axis) for size in cut.sizes)
-
-    @property
-    def by_factors(self) -> bool:
-        """Return whether a factor of an axis may cut an array."""
-        return self._correction.indivisible == "factor"
 
     def for_array(self, shape: tuple[int, ...], bits: int | None) -> tuple[SpecOnMesh, str | None]:
         """Return (the spec for arrays of this shape, its origin if it is not the rule): itself."""
@@ -142,7 +108,7 @@ class SpecOnMesh:
 
     def with_spec(self, spec: Entries) -> SpecOnMesh:
         """Return another spec, bound to the same sizes, correction and units."""
-        return self._bound(with_entries(self.written, spec), self.units, self._follows)
+        return self._bound(with_entries(self.spec, spec), self.units, self._follows)
 
     def _bound(self, spec: Any, units: tuple[int, ...], follows: bool) -> SpecOnMesh:
         return SpecOnMesh(
@@ -151,7 +117,6 @@ class SpecOnMesh:
             self._correction,
             units,
             follows=follows,
-            has_parts=self._has_parts,
             optional_axes=self._optional_axes,
         )
 
@@ -194,7 +159,7 @@ class SpecOnMesh:
             return lcm(base, block) // block
 
         units = tuple(unit(position, dim) for position, dim in enumerate(dims))
-        return self._bound(with_dims(self.written, dims), units, follows=True)
+        return self._bound(with_dims(self.spec, dims), units, follows=True)
 
     def lost(self, rank: int, kept: int) -> Iterator[LostAxes]:
         """Yield the losses of an array of this rank that keeps the `kept` axes, by dimension."""
@@ -214,37 +179,15 @@ class SpecOnMesh:
                 yield LostAxes("optional", dim, optional)
             if len(axes) < len(named) and not (absent and self._lost_to_absent(named, axes)):
                 present = tuple(axis for axis in named if axis not in absent)
-                yield self._indivisible(dim, present, axes, kept)
+                yield LostAxes("indivisible", dim, present)
             twice = tuple(a for i, a in enumerate(axes) if a in seen or a in axes[:i])
             if twice:
                 yield LostAxes("duplicate", dim, twice)
             seen.update(axes)
 
-    def _indivisible(
-        self, dim: int, present: tuple[str, ...], had: tuple[str, ...], kept: int
-    ) -> LostAxes:
-        """Return the loss of an array that has only some of the wanted axes, or none."""
-        if not self.by_factors:
-            return LostAxes("indivisible", dim, present)
-        factored = {axis for axis, _ in self.factors(kept)}
-        if unfactored := tuple(axis for axis in present if axis in factored):
-            return LostAxes("unfactored", dim, unfactored)
-        is_cut = any(self.axis_sizes.get(axis, 1) > 1 for axis in had)
-        missing = tuple(axis for axis in present if axis not in had)
-        return LostAxes("factored" if is_cut else "indivisible", dim, missing)
-
-    def factors(self, kept: int) -> Iterator[tuple[str, int]]:
-        """Yield (axis, factor) of each axis of which only a factor fits."""
-        sizes = [size for of_dim in self._cuts for cut in of_dim for size in cut.sizes]
-        for axis, bits in itertools.chain(*self._bits):
-            if kept & bits not in (0, bits):
-                yield axis, prod(n for place, n in enumerate(sizes) if kept & bits & 1 << place)
-
     def is_error(self, lost: LostAxes) -> bool:
         """Return whether the correction forbids the loss."""
-        if lost.kind in ("duplicate", "unfactored"):
-            return True
-        return getattr(self._correction, lost.kind, None) == "error"
+        return lost.kind == "duplicate" or getattr(self._correction, lost.kind, None) == "error"
 
     def errors(self, shape: tuple[int, ...]) -> Iterator[str]:
         """Yield message and fix, in a line, of each loss of an array that is an error."""
@@ -253,11 +196,12 @@ class SpecOnMesh:
                 yield ": ".join(self.words(lost, shape))
 
     def _kept_axes(self, rank: int, kept: int) -> Iterator[tuple[str, ...]]:
-        for dim, axes in enumerate(self._bits):
+        for dim, axes in enumerate(self._axes):
             if dim < rank:
-                yield tuple([axis for axis, bits in axes if kept & bits == bits])
+                bits = kept >> self._first[dim]
+                yield tuple([axis for place, axis in enumerate(axes) if bits >> place & 1])
             elif self._correction.rank == "keep":
-                yield self._axes[dim]  # the core decides only about existing dimensions
+                yield axes  # the core decides only about existing dimensions
 
     def _lost_to_absent(self, named: tuple[str, ...], kept: tuple[str, ...]) -> bool:
         """Return whether the absent axes explain the whole loss."""
@@ -267,10 +211,6 @@ class SpecOnMesh:
     def _if_absent(self) -> str:
         # The caller sees the loss of what is not optional, and reports it.
         return "drop_axis" if self._correction.absent == "error" else self._correction.absent
-
-    @staticmethod
-    def _in_parts(entry: Any, axes: tuple[str, ...]) -> Any:
-        return entry if axes == entry_axes(entry) else entry_of(axes)
 
     def _entry(self, entry: Any, axes: tuple[str, ...]) -> Any:
         if is_unconstrained(entry):
@@ -345,7 +285,7 @@ class SpecOnMesh:
         message = self._misfit_shown(lost, shape)
         # The size of a scale is not free.
         fix = "use fewer axes" + ("" if self._follows else " or pad the array")
-        parts = {policy: self._parts(policy, lost.dim, shape) for policy in self.tried}
+        parts = {policy: self._parts(policy, lost.dim, shape) for policy in _TRIED}
         best = max(parts, key=parts.__getitem__)
         if parts[best] > self._parts(self._correction.indivisible, lost.dim, shape):
             fix += f", or let Correction(indivisible={best!r}) cut it into {parts[best]} parts"
@@ -355,31 +295,10 @@ class SpecOnMesh:
 
     def _parts(self, policy: IndivisiblePolicy, dim: int, shape: tuple[int, ...]) -> int:
         """Return into how many parts a dimension of this array would be cut under a policy."""
-        is_factor = policy == "factor"
-        sizes = [
-            size
-            for axis in entry_axes(entries_of(self.written)[dim])
-            for cut in axis_cuts(
-                axis, self.axis_sizes, has_parts=is_factor or self._has_parts, by_factors=is_factor
-            )
-            for size in cut.sizes
-        ]
-        kept = Corrector(
-            [(sizes, self.units[dim])], self._if_absent, _DROPPING.get(policy, policy)
-        ).kept((shape[dim],))
+        sizes = [self.axis_sizes.get(axis, 0) for axis in self._axes[dim]]
+        bound = Corrector([(sizes, self.units[dim])], self._if_absent, _as_core(policy))
+        kept = bound.kept((shape[dim],))
         return prod(size for place, size in enumerate(sizes) if kept >> place & 1)
-
-    def _words_of_factored(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
-        verb = "does" if len(lost.axes) == 1 else "do"
-        message = f"{self._misfit_shown(lost, shape)}: {', '.join(lost.axes)} {verb} not cut it"
-        pad = "" if self._follows else ", or pad the array"
-        return message, f"leave it so, or cut another dimension{pad}"
-
-    def _words_of_unfactored(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
-        return (
-            f"{self._misfit_shown(lost, shape)}, but by a factor of {' and '.join(lost.axes)}",
-            "pass the mesh that has this factor as an axis: Plan.mesh of the whole tree's plan",
-        )
 
     def _misfit_shown(self, lost: LostAxes, shape: tuple[int, ...]) -> str:
         present = [axis for axis in self._axes[lost.dim] if axis in self.axis_sizes]
@@ -389,26 +308,17 @@ class SpecOnMesh:
         return f"dim {lost.dim} of size {shape[lost.dim]} is not divisible by {parts}{multiples}"
 
 
-def _numbered(cuts: list[list[Cut]]) -> list[list[tuple[str, int]]]:
-    """Return by dimension each mesh axis, and the bits of `Corrector.kept` that it needs."""
-    numbered: list[list[tuple[str, int]]] = []
-    first = 0
-    for of_dim in cuts:
-        numbered.append([])
-        for cut in of_dim:
-            bits = ((1 << len(cut.sizes)) - 1) << first
-            first += len(cut.sizes)
-            numbered[-1] += [(axis, bits) for axis in cut.axes]
-    return numbered
-
-
 def _lost_axes_shown(axes: tuple[str, ...]) -> str:
     return f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(repr, axes))}"
 
 
-# "error" drops in the core; the caller sees the loss and reports it. What is kept of an axis's
-# primes, one after the other, is the largest factor.
-_DROPPING: Final = {"error": "drop", "factor": "drop_axis"}
+# The policies that the words about a loss try, the least first.
+_TRIED: Final[tuple[IndivisiblePolicy, ...]] = ("prefix", "drop_axis")
+
+
+def _as_core(policy: IndivisiblePolicy) -> str:
+    # The caller sees the loss and reports it.
+    return "drop" if policy == "error" else policy
 
 
 # A message lists some dozen.
@@ -449,8 +359,8 @@ class SpecByShape:
         entries, origin = self._fsdp.spec(
             shape,
             bits,
-            {axis: self._fixed.size_of(axis) or 1 for axis in self._fsdp.axes},
-            within=Entries(entries_of(self._fixed.written)),
+            self._fixed.axis_sizes,
+            within=Entries(entries_of(self._fixed.spec)),
             units=self._fixed.units,
             closed=self._closed,
         )
@@ -465,11 +375,6 @@ class SpecByShape:
         """
         closed = frozenset(place for place, dim in enumerate(dims) if not isinstance(dim, int))
         return SpecByShape(self._fsdp, self._fixed.with_dims(dims, blocks), closed)
-
-    @property
-    def by_factors(self) -> bool:
-        """Return whether a factor of an axis may cut an array."""
-        return self._fixed.by_factors
 
     def decided(self, shape: tuple[Any, ...], dtype: Any) -> Any:
         """Return the corrected spec for arrays of this shape and dtype; None if it is forbidden."""
@@ -509,77 +414,3 @@ def _checked_entries(shape: tuple[Any, ...]) -> tuple[int, ...]:
     if any(size < 0 for size in sizes):
         raise ValueError("a dimension is negative")
     return sizes
-
-
-class Cut(NamedTuple):
-    """Axes of the mesh that cut an array together or not at all."""
-
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    """What they cut by, in steps: an axis that may be factored is cut by its primes, to see which
-    fit. Only if all fit can an array on this mesh have the axes."""
-
-
-def axis_cuts(
-    axis: str, axis_sizes: Mapping[str, int], *, has_parts: bool, by_factors: bool
-) -> list[Cut]:
-    """Return the cuts of an axis of a spec; an absent axis is one of size 0.
-
-    It may be on the mesh in parts, and some of its factors may cut an array without the others.
-    """
-    if not has_parts:
-        return [Cut((axis,), (axis_sizes.get(axis, 0),))]
-    parts = _parts_of(axis, axis_sizes)
-    sizes = [axis_sizes.get(part, 0) for part in parts]
-    if not by_factors:
-        return [Cut(parts, (prod(sizes),))]
-    return [Cut((part,), _primes(size)) for part, size in zip(parts, sizes, strict=True)]
-
-
-def _parts_of(axis: str, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the axes of the mesh that are parts of this axis; the axis itself if none is."""
-    if axis in axis_sizes:
-        return (axis,)
-    part = re.compile(rf"{re.escape(axis)}(_[0-9]+)+")
-    return tuple(filter(part.fullmatch, axis_sizes)) or (axis,)
-
-
-def in_parts(axis_sizes: Mapping[str, int], factors: Mapping[str, Iterable[int]]) -> dict[str, int]:
-    """Return the sizes of a mesh with some of its axes in parts.
-
-    The parts are as few as can be if each factor divides the next. Otherwise they are the axis's
-    prime factors. `factors` has for each axis the numbers of shards that some of its parts are to
-    make.
-    """
-    sizes: dict[str, int] = {}
-    for axis, size in axis_sizes.items():
-        parts = _sizes_of_parts(size, factors.get(axis, ()))
-        names = [axis] if len(parts) == 1 else [f"{axis}_{i}" for i in range(len(parts))]
-        for name in names:
-            if name in sizes or (name != axis and name in axis_sizes):
-                raise ValueError(
-                    f"the axis {axis!r} of the mesh {mesh_shown(axis_sizes)} cannot be factored: "
-                    f"one part would be {name!r}, which the mesh has already; rename that axis"
-                )
-        sizes.update(zip(names, parts, strict=True))
-    check_bounds(sizes)
-    return sizes
-
-
-def _sizes_of_parts(size: int, factors: Iterable[int]) -> tuple[int, ...]:
-    chain = [1, *sorted(factors), size]
-    if all(larger % smaller == 0 for smaller, larger in pairwise(chain)):
-        return tuple(larger // smaller for smaller, larger in pairwise(chain))
-    return _primes(size)
-
-
-@functools.cache
-def _primes(number: int) -> tuple[int, ...]:
-    """Return the prime factors in ascending order; of 0 and 1 the number itself."""
-    factors, divisor = [], 2
-    while divisor * divisor <= number:
-        while number % divisor == 0:
-            factors.append(divisor)
-            number //= divisor
-        divisor += 1
-    return (*factors, number) if number > 1 or not factors else tuple(factors)

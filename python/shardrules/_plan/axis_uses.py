@@ -19,7 +19,7 @@ _USES: Final[dict[str, AxisUse]] = {
     **dict.fromkeys(("replica", "replicas", "sp", "cp", "seq", "sequence", "context"), "data"),
     **dict.fromkeys(("stage", "stages", "pp", "pipe", "pipeline"), "layers"),
 }
-# Numbers of names, and what `Correction(indivisible="factor")` adds to them.
+# Numbers of names.
 _NUMBER: Final = re.compile(r"[0-9]+$")
 
 

@@ -371,14 +371,12 @@ def corrections(queries: Queries) -> Iterator[Finding]:
     small = sum(lost.bytes for lost in losses if lost.bytes < queries.large)
     for lost in losses:
         is_much = lost.bytes >= queries.large or queries.matters(lost.bytes, small)
-        # Who lets factors of an axis cut has accepted that they cut less.
-        is_accepted = lost.loss.kind == "factored"
         who = queries.rules(lost.rules) or queries.who(queries.columns.kinds[lost.folded[0].group])
         # The message has the size of the first.
-        is_like = lost.has_several_shapes and lost.loss.kind in ("indivisible", "factored")
+        is_like = lost.has_several_shapes and lost.loss.kind == "indivisible"
         free = "" if lost.is_unknown else "; costs nothing"
         yield finding(
-            "error" if lost.is_unknown else "warning" if is_much and not is_accepted else "info",
+            "error" if lost.is_unknown else "warning" if is_much else "info",
             "unknown-axis" if lost.is_unknown else "correction",
             f"{who}: {lost.loss.message}{', and the like' if is_like else ''}"
             + (f"; costs {at_stake(lost.bytes)}" if lost.bytes else free),
@@ -401,8 +399,6 @@ def _mend_of_loss(queries: Queries, lost: _Lost) -> str:
         for axis, right in zip(axes, meant, strict=False):
             text = text.replace(repr(axis), repr(right))
         return f"({pattern!r}, {text})"
-    if lost.loss.kind == "indivisible":
-        return "correction=shardrules.Correction(indivisible='factor')"
     return queries.own_rule(lost.folded) if lost.loss.kind in ("rank", "duplicate") else ""
 
 

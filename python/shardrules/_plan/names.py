@@ -179,9 +179,7 @@ class _NamesOnMesh:
             optional_axes=self._optional_axes,
             named_with=self._named_with,
         )
-        on_mesh = cast(SpecOnMesh, bound)  # of entries, and not made from shapes
-        on_mesh.tried = ("prefix", "drop_axis")  # logical rules take no "factor"
-        return on_mesh
+        return cast(SpecOnMesh, bound)  # of entries, and not made from shapes
 
     def _lost_to_other_rules(
         self, bound: SpecOnMesh, by_names: Resolution, here: Resolution, shape: tuple[int, ...]

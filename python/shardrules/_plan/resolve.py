@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,14 +15,14 @@ from shardrules._base.rule_specs import MemoryKind, RuleSpec, memory_kind_of
 from shardrules._base.specs import Entries, entries_of, entry_axes
 from shardrules._base.text import shown
 from shardrules._place.memory import memory_apart
-from shardrules._place.mesh import MeshLike, axes_of_type, has_devices, on_axes
+from shardrules._place.mesh import MeshLike, axes_of_type, has_devices
 from shardrules._place.shardings import (
     ManualAxes,
     check_memory_of_rules,
     manual_axes,
     specs_on_mesh,
 )
-from shardrules._place.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh, in_parts
+from shardrules._place.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh
 from shardrules._place.spec_trees import (
     broadcast_specs,
     is_named_sharding,
@@ -85,10 +84,6 @@ class SizedMesh(NamedTuple):
         """Returns the axes of type Manual."""
         return ManualAxes() if isinstance(self.form, Mapping) else manual_axes(self.form)
 
-    def with_axes(self, axis_sizes: dict[str, int]) -> SizedMesh:
-        """Return the mesh with these axes, which are its own or parts of them."""
-        return SizedMesh(mesh_on(self.form, axis_sizes), axis_sizes)
-
 
 def sized_mesh(mesh: MeshLike) -> SizedMesh:
     """Return the mesh with its axis sizes."""
@@ -101,11 +96,6 @@ def sized_mesh(mesh: MeshLike) -> SizedMesh:
 def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
     """Return the devices along each mesh axis, as `sized_mesh` does."""
     return sized_mesh(mesh).axis_sizes
-
-
-def mesh_on(mesh: MeshLike, axis_sizes: dict[str, int]) -> MeshLike:
-    """Return the mesh with these axes, which are its own or parts of them."""
-    return axis_sizes if isinstance(mesh, Mapping) else on_axes(mesh, axis_sizes)
 
 
 class Policies(NamedTuple):
@@ -217,7 +207,7 @@ def kind_on_mesh(
 
 def _axes_lost(loss: Loss, losses: tuple[Loss, ...], by_rule: Spec | None) -> tuple[str, ...]:
     """Return the axes that a loss took: an absent one may take those beside it with it."""
-    counted = [taken.dim for taken in losses if taken.kind in ("indivisible", "factored")]
+    counted = [taken.dim for taken in losses if taken.kind == "indivisible"]
     if loss.kind != "absent" or loss.dim in counted:
         return loss.axes
     return entry_axes(entries_of(by_rule or Entries())[loss.dim])
@@ -271,19 +261,6 @@ class RulesOnMesh:
             written, fit = on_mesh.spec, fitted(on_mesh, leaf.shape)
         return kind_on_mesh(leaf, written, fit, self._axis_sizes, origin=origin, memory_kind=memory)
 
-    def factored(self, leaves: Iterable[tuple[LeafType, Derivation | None]]) -> dict[str, int]:
-        """Return the axis sizes with the parts of axes that the leaves need."""
-        if not any(spec.by_factors for spec in self._specs):
-            return self._axis_sizes
-        factors: dict[str, set[int]] = defaultdict(set)
-        for leaf, derivation in leaves:
-            if leaf.rule >= 0 and leaf.shape is not None:
-                by_rule = self._spec_for(leaf, derivation)[0]
-                on_mesh, _ = by_rule.for_array(leaf.shape, leaf.bits)
-                for axis, factor in on_mesh.factors(on_mesh.corrector.kept(leaf.shape)):
-                    factors[axis].add(factor)
-        return in_parts(self._axis_sizes, factors)
-
     def _spec_for(
         self, leaf: LeafType, derivation: Derivation | None
     ) -> tuple[SpecOnMesh | SpecByShape, str | None]:
@@ -313,10 +290,6 @@ def by_rules(
     types = list(zip(leaves.types, derivations, strict=True))
     optional = policies.optional_axes | may_lack
     on_mesh = RulesOnMesh(rules, policies.correction, mesh, optional)
-    axis_sizes = on_mesh.factored(types)
-    if axis_sizes != mesh.axis_sizes:
-        mesh = mesh.with_axes(axis_sizes)
-        on_mesh = RulesOnMesh(rules, policies.correction, mesh, optional)
     kinds = [on_mesh.kind(leaf, derivation) for leaf, derivation in types]
     return Columns(leaves, kinds, mesh.axis_sizes, mesh.explicit_axes)
 

@@ -262,9 +262,7 @@ class Loss(NamedTuple):
 
     kind: LossKind
     """Why: "absent" from the mesh, or so as is declared that it may be ("optional"); "indivisible";
-    beside the factors that do divide ("factored");
-    factors that the mesh does not have as axes ("unfactored"); beyond the leaf's "rank"; or a
-    "duplicate"."""
+    beyond the leaf's "rank"; or a "duplicate"."""
     dim: int
     """The dimension that they were to cut."""
     axes: tuple[str, ...]

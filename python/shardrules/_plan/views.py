@@ -28,7 +28,7 @@ from shardrules._estimate.traced import A_STEP, TracedStep
 from shardrules._place.mesh import MeshLike
 from shardrules._plan.estimates import Estimates, room_of
 from shardrules._plan.findings import CheckKind, Declared, Findings, Level, all_declared
-from shardrules._plan.resolve import mesh_on, sized_mesh
+from shardrules._plan.resolve import sized_mesh
 from shardrules._plan.show import plan_text, table_html
 from shardrules._plan.state import Training
 from shardrules._plan.table import DEFAULT_LARGE, Columns, Kind
@@ -51,20 +51,8 @@ class Views(Estimates):
 
     @property
     def mesh(self) -> MeshLike:
-        """Returns the mesh of the shardings: `plan`'s, or the same devices with axes in parts.
-
-        Parts are those that `Correction(indivisible="factor")` needs.
-
-        Example:
-            >>> import jax, shardrules as sr
-            >>> tree = {"kv": jax.ShapeDtypeStruct((4, 8), "bfloat16")}
-            >>> plan = sr.plan(
-            ...     tree, [("kv", "tp")], {"tp": 8}, correction=sr.Correction(indivisible="factor")
-            ... )
-            >>> plan.mesh, plan.kind("kv").spec
-            ({'tp_0': 4, 'tp_1': 2}, ('tp_0', None))
-        """
-        return mesh_on(self._mesh, self.axis_sizes)
+        """Returns the mesh that the tree is planned on, as it was given."""
+        return self._mesh
 
     @property
     def bytes(self) -> npt.NDArray[np.int64]:

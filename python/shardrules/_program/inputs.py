@@ -25,7 +25,7 @@ from shardrules._base.text import (
 from shardrules._place.align import align, rows_and_paths
 from shardrules._place.decider import check_decided
 from shardrules._place.memory import memory_apart
-from shardrules._place.mesh import has_devices, on_axes
+from shardrules._place.mesh import has_devices
 from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import axis_sizes_of
 from shardrules._plan.trees import kind_specs
@@ -198,10 +198,9 @@ class _SideTargets:
     def _of_kind(self, at: str, plan: Plan) -> list[PlannedSharding]:
         planned = plan._mesh
         if has_devices(planned) and not is_of_other_kind(self._executable, planned):
-            base: Any = planned
+            mesh: Any = planned
         else:
-            base = self._mesh(at, axis_sizes_of(planned))
-        mesh = on_axes(base, plan.axis_sizes)
+            mesh = self._mesh(at, axis_sizes_of(planned))
         return [
             PlannedSharding(NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind)
             for spec, kind in zip(kind_specs(plan), plan.kinds, strict=True)

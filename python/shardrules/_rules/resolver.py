@@ -53,8 +53,7 @@ class Resolver:
             makes that an error.
 
     Raises:
-        ValueError: A rule is not a pair, `rules` is not a tuple or list, or the correction is to
-            factor axes.
+        ValueError: A rule is not a pair, or `rules` is not a tuple or list.
     """
 
     __slots__ = ("_absent", "_axis_ids", "_core", "_name_ids", "_numbers", "dialect", "rules")
@@ -73,11 +72,6 @@ class Resolver:
                 "pairs such as ('embed', 'fsdp')"
             )
         check_rules(rules)
-        if correction is not None and correction.indivisible == "factor":
-            raise ValueError(
-                "Correction(indivisible='factor') is for rules for paths; with logical rules keep "
-                "the axes that divide, by indivisible='drop_axis' or 'prefix'"
-            )
         self.rules = tuple(rules)
         self.dialect = dialect
         policy = correction if correction is not None and dialect.tries_next else _KEEP
