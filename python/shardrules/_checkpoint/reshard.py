@@ -35,7 +35,7 @@ from shardrules._checkpoint.renames import A_RENAME, Rename, texts_of
 from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._files.leaves import ArraySpec
-from shardrules._place.align import align, leaf_paths, rows_and_paths
+from shardrules._place.align import align, check_distinct, leaf_paths, rows_and_paths
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import BySpecs, RulesLike, policy_for
 from shardrules._place.mesh import MeshLike
@@ -333,6 +333,7 @@ def _moves_by_paths(
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
     if isinstance(rules, Plan) and not renames:
         names = _planned_paths(tree, rules)
+    check_distinct(names, "a leaf finds its array by its path")
     arrays = dict(zip(names, starmap(ArraySpec, shapes_and_dtypes(tree, names)), strict=True))
     in_tree = None
     if isinstance(rules, Plan):

@@ -24,7 +24,7 @@ from shardrules._checkpoint.programs import dtype_on_devices, is_plain, made_of,
 from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.targets import Target, finds, targets_of
 from shardrules._files.leaves import ArraySpec
-from shardrules._place.align import leaf_paths
+from shardrules._place.align import check_distinct, leaf_paths
 from shardrules._place.processes import JointCall
 
 _CODES: Final = {numpy_name: code for code, numpy_name in SAFETENSORS.items()}
@@ -151,6 +151,7 @@ class _Array(NamedTuple):
 def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
     """Return the arrays to write, in order."""
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
+    check_distinct(names, "a file has each name once")
     arrays = []
     for name, leaf in zip(names, leaves, strict=True):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "__array__"):

@@ -16,7 +16,7 @@ from shardrules._checkpoint.selection import Selection
 from shardrules._checkpoint.targets import Target, targets_of
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import Arrays, nested
-from shardrules._place.align import leaf_paths, match_rows
+from shardrules._place.align import check_distinct, leaf_paths, match_rows
 from shardrules._place.mesh import check_placeable
 
 _ShapeAndDtype = tuple[tuple[int, ...], str]
@@ -48,6 +48,7 @@ def matched(
     else:
         check_tree("tree", tree)
         paths = leaf_paths(tree)
+        check_distinct(paths, "a leaf finds its array by its path")
         tree_specs = shapes_and_dtypes(tree, paths)
         shapes = {}
         for path, (shape, _) in zip(paths, tree_specs, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 from shardrules._base.arguments import check_type, in_order
 from shardrules._base.dtypes import given_name
 from shardrules._base.io import write_bytes
+from shardrules._place.align import check_distinct
 from shardrules._place.boxes import has_names
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import Columns
@@ -31,8 +32,7 @@ def manifest_text(columns: Columns, name: str | None = None) -> str:
             f"a manifest has paths such as layers/0/w, not {columns.paths[:1]}: give rules of "
             "another dialect, such as eformer"
         )
-    if len(set(columns.paths)) < len(columns.paths):
-        raise ValueError("two leaves have one path, and a manifest has each path once")
+    check_distinct(columns.paths, "a manifest has each path once")
     kinds = [columns.kinds[number] for number in columns.kind_of]
     arrays = [
         (path, kind)

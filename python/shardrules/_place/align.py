@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from shardrules._base.specs import is_partition_spec
-from shardrules._base.text import counted, near_shown, shown
+from shardrules._base.text import brief, counted, near_shown, shown
 from shardrules._core import values_beside
 from shardrules._place.boxes import Unboxed, open_boxes, unboxed_with_names
 from shardrules._place.leaf_errors import listing
@@ -33,6 +33,7 @@ class Walk(Protocol):
 
 
 _Walk = TypeVar("_Walk", bound=Walk)
+_Path = TypeVar("_Path", bound=Hashable)
 
 
 class PathsOfTree(NamedTuple):
@@ -64,10 +65,23 @@ def leaf_paths(tree: Any) -> list[str]:
     return [paths[row] for row in tree_util.tree_leaves(of_rows)]
 
 
+def check_distinct(paths: Sequence[str], use: str) -> None:
+    """Refuse two leaves of one path, such as a key "a/b" beside the key "b" of "a".
+
+    Raises:
+        ValueError: It says `use`, what tells leaves apart by their paths.
+    """
+    if len(set(paths)) < len(paths):
+        twice = next(path for path, count in Counter(paths).items() if count > 1)
+        raise ValueError(
+            f"two leaves have the path {brief(twice)}, and {use}: rename a key of one of them"
+        )
+
+
 def match_rows(
-    paths: Sequence[str], references: Sequence[str], *spellings: Callable[[str], str]
+    paths: Sequence[_Path], references: Sequence[_Path], *spellings: Callable[[_Path], _Path]
 ) -> list[int]:
-    """Find each path among others; several leaves of one path are paired in their order.
+    """Find each path among others; a path that stands twice on one side is found nowhere.
 
     Args:
         paths: The paths.
@@ -77,11 +91,8 @@ def match_rows(
     Returns:
         The index of the other path, or -1, for each path.
     """
-    if paths == references:
-        return list(range(len(paths)))
-    keys, reference_keys = _distinct(paths, references)
-    row_of = dict(zip(reference_keys, range(len(references)), strict=True))
-    rows = [row_of.get(key, -1) for key in keys]
+    row_of, reference_row_of = _rows_by_path(paths), _rows_by_path(references)
+    rows = [reference_row_of.get(path, -1) if path in row_of else -1 for path in paths]
     for spell in spellings:
         if -1 not in rows:
             break
@@ -93,18 +104,42 @@ def match_rows(
     return rows
 
 
-def _distinct(*columns: Sequence[Hashable]) -> tuple[Sequence[Hashable], ...]:
-    """Return distinct keys for leaves: their paths, with a count if two have the same."""
-    if all(len(set(paths)) == len(paths) for paths in columns):
-        return columns
-    keys: list[list[Hashable]] = []
-    for paths in columns:
-        counts: Counter[Hashable] = Counter()
-        keys.append([])
-        for path in paths:
-            keys[-1].append((path, counts[path]))
-            counts[path] += 1
-    return tuple(keys)
+def _rows_by_path(paths: Sequence[_Path]) -> dict[_Path, int]:
+    row_of = {path: row for row, path in enumerate(paths)}
+    if len(row_of) < len(paths):
+        counts = Counter(paths)
+        row_of = {path: row for path, row in row_of.items() if counts[path] == 1}
+    return row_of
+
+
+def match_leaves(leaves: Walk, reference: Walk) -> list[int]:
+    """Find each leaf among others by its path; those that share a path, by their keys.
+
+    Returns:
+        The row of the other leaf, or -1, for each leaf.
+    """
+    walks = (leaves, reference)
+    shared = {
+        path
+        for walk in walks
+        if len(set(walk.paths)) < len(walk.paths)
+        for path, count in Counter(walk.paths).items()
+        if count > 1
+    }
+    if not shared:
+        return match_rows(leaves.paths, reference.paths)
+    return match_rows(_distinct(leaves, shared), _distinct(reference, shared))
+
+
+def _distinct(walk: Walk, shared: set[str]) -> list[Hashable]:
+    """Return the paths, but the keys of leaves that share one: "a/b" alone, or "a" and "b"."""
+    from jax import tree_util
+
+    names: list[Hashable] = [(path,) if path in shared else path for path in walk.paths]
+    for keys, row in tree_util.tree_flatten_with_path(walk.tree)[0]:
+        if walk.paths[row] in shared:
+            names[row] = tuple(map(key_text, keys))
+    return names
 
 
 @dataclass(frozen=True)
@@ -143,7 +178,7 @@ def align(tree: Any, reference: Walk, walk: Callable[[Any], _Walk]) -> Alignment
         walk: Gives leaves their paths, as those of the other tree are.
     """
     leaves = walk(tree)
-    rows = match_rows(leaves.paths, reference.paths)
+    rows = match_leaves(leaves, reference)
     direct = Alignment(leaves, rows, tree, None, reference.paths)
     if -1 not in rows:
         return direct
@@ -152,17 +187,17 @@ def align(tree: Any, reference: Walk, walk: Callable[[Any], _Walk]) -> Alignment
     plain = walk(boxes.tree)
     plain_reference = _without_boxes(reference, walk)
     without = [
-        Alignment(plain, match_rows(plain.paths, spelled), boxes.tree, boxes, spelled)
-        for spelled in (reference.paths, plain_reference)
+        Alignment(plain, match_leaves(plain, each), boxes.tree, boxes, each.paths)
+        for each in (reference, plain_reference)
     ]
     boxed = Alignment(
-        leaves, match_rows(leaves.paths, plain_reference), tree, None, plain_reference
+        leaves, match_leaves(leaves, plain_reference), tree, None, plain_reference.paths
     )
     return min((direct, without[0], boxed, without[1]), key=lambda each: each.rows.count(-1))
 
 
-def _without_boxes(reference: Walk, walk: Callable[[Any], Walk]) -> list[str]:
-    """Return the paths that the rows of a tree have without boxes."""
+def _without_boxes(reference: Walk, walk: Callable[[Any], Walk]) -> PathsOfTree:
+    """Return the same rows, with the tree and the paths that they have without boxes."""
     from jax import tree_util
 
     tree = open_boxes(reference.tree).tree
@@ -171,7 +206,7 @@ def _without_boxes(reference: Walk, walk: Callable[[Any], Walk]) -> list[str]:
     paths = reference.paths.copy()
     for number, row in zip(numbers, rows, strict=True):
         paths[row] = plain.paths[number]
-    return paths
+    return PathsOfTree(tree, paths)
 
 
 def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:

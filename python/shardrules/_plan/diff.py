@@ -14,7 +14,7 @@ import numpy as np
 from shardrules._base.rule_specs import is_on_host, rule_spec
 from shardrules._base.specs import spec_shown
 from shardrules._base.text import answer, bytes_shown, counted, mesh_shown, printable, record
-from shardrules._place.align import match_rows
+from shardrules._place.align import match_leaves
 from shardrules._plan.fold import fold
 from shardrules._plan.memory import by_class
 from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown, problem_shown
@@ -47,8 +47,8 @@ class Pairs(NamedTuple):
 
 
 def paired(before: Columns, after: Columns) -> Pairs:
-    """Return the leaves of both plans. Those of one path are paired in the order of the trees."""
-    matched = np.array(match_rows(before.paths, after.paths), np.int64)
+    """Return the leaves of both plans, paired by their paths."""
+    matched = np.array(match_leaves(before._leaves, after._leaves), np.int64)
     new = np.setdiff1d(np.arange(len(after.paths)), matched)
     then = before.kind_of.astype(np.int64)
     # A kind of -1 stands for a leaf that is not there.

@@ -8,7 +8,6 @@ import itertools
 import json
 import operator
 import re
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +31,7 @@ from shardrules._base.specs import (
     with_tags,
 )
 from shardrules._base.text import brief, shown
+from shardrules._place.align import check_distinct
 from shardrules._plan.fold import parts_of, runs_of
 from shardrules._plan.resolve import (
     AMBIGUOUS_LEAVES,
@@ -174,12 +174,7 @@ def _check_lockable(paths: list[str]) -> None:
         raise ValueError(
             f"a lock holds paths of at most {MOST_TEXT:,} characters together, not {characters:,}"
         )
-    if len(set(paths)) < len(paths):
-        twice = next(path for path, count in Counter(paths).items() if count > 1)
-        raise ValueError(
-            f"two leaves have the path {twice!r}, and a lock tells leaves apart by their paths: "
-            "rename one of them"
-        )
+    check_distinct(paths, "a lock tells leaves apart by their paths")
 
 
 def _each_json(texts: list[str]) -> list[str]:

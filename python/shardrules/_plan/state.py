@@ -29,6 +29,7 @@ from shardrules._base.specs import (
     with_tags,
 )
 from shardrules._base.text import brief, mesh_shown, without_defaults
+from shardrules._place.align import check_distinct
 from shardrules._plan import memory
 from shardrules._plan.resolve import Fit, fit_of, kind_on_mesh
 from shardrules._plan.survey import grouped
@@ -190,6 +191,7 @@ def by_parameters(
 
 def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
     """Find the parameters of the leaves of a state, on whatever mesh."""
+    check_distinct(params.paths, "a state finds its parameters by their paths")
     separator = params.paths_dialect.separator
     # A component of `keystr` paths begins with [ or a dot.
     boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)

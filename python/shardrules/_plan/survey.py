@@ -14,7 +14,7 @@ import numpy as np
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import Dim
 from shardrules._base.text import brief, counted, near_shown, shown
-from shardrules._place.align import align, match_rows
+from shardrules._place.align import align, match_leaves
 from shardrules._place.leaf_errors import listing
 from shardrules._plan.companions import (
     Companion,
@@ -339,7 +339,7 @@ def survey_planned(tree: Any, planned: Leaves) -> PlannedLeaves:
 
 def leaves_in_plan(leaves: Leaves, planned: Leaves) -> PlannedLeaves:
     """Find leaves in a plan; raise as `survey_planned`."""
-    return _checked(leaves, planned, match_rows(leaves.paths, planned.paths))
+    return _checked(leaves, planned, match_leaves(leaves, planned))
 
 
 def _checked(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
