@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import pickle
 import subprocess
 import sys
@@ -483,6 +484,60 @@ def test_donated_arrays_are_given_up(mesh):
     np.testing.assert_array_equal(again["host"], one["host"])
     same = sr.shard(again, [("w", P("tp", "fsdp")), ("", P("fsdp"))], mesh, donate=True)
     np.testing.assert_array_equal(same["w"], np.arange(64.0).reshape(8, 8))
+
+
+class TestOneArrayUnderTwoPaths:
+    """With donation the result had a deleted array: only its own result was asked for its memory."""
+
+    CUTS = (P("fsdp"), P(("fsdp", "tp")), P("tp", "fsdp"), P())
+    SECOND = {
+        "itself": lambda w, mesh: w,
+        "other object": lambda w, mesh: jax.device_put(w, NamedSharding(mesh, P("fsdp", None))),
+    }
+
+    @pytest.mark.parametrize("function", [sr.shard, sr.reshard])
+    @pytest.mark.parametrize("donate", [True, False])
+    @pytest.mark.parametrize("second", SECOND)
+    def test_both_are_there(self, mesh, function, donate, second):
+        values = np.arange(64.0, dtype="float32").reshape(8, 8)
+        for specs in itertools.product(self.CUTS, self.CUTS):
+            w = jax.device_put(values, NamedSharding(mesh, P("fsdp")))
+            tree = {"ema": w, "params": self.SECOND[second](w, mesh)}
+            rules = dict(zip(tree, specs, strict=True))
+            placed = function(tree, rules, mesh, donate=donate)
+            for path, spec in rules.items():
+                assert placed[path].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+                np.testing.assert_array_equal(placed[path], values)
+            assert w.is_deleted() == (donate and P("fsdp") not in specs)
+
+    @pytest.mark.parametrize("function", [sr.shard, sr.reshard])
+    def test_what_stays_is_there(self, mesh, function):
+        key = jax.random.split(jax.random.key(0), 8)
+        for w in (np.ones((8, 8)), key, np.ones((0, 8))):
+            placed = jax.device_put(w, NamedSharding(mesh, P("fsdp")))
+            moved = function({"a": placed, "b": placed}, {"a": None, "b": P()}, mesh, donate=True)
+            assert not placed.is_deleted()
+            assert moved["a"] is placed
+            assert bool((moved["b"] == w).all())
+
+    def test_in_batches(self, mesh):
+        """An array is deleted after the batch of its last path, here and under other objects."""
+        values = np.ones((8, 8), "float32")
+        w = jax.device_put(values, NamedSharding(mesh, P("fsdp")))
+        v = jax.device_put(w, NamedSharding(mesh, P("fsdp", None)))
+        tree = {"a": w, "b": v, "c": w, "d": values}
+        moved = sr.reshard(tree, P("tp"), mesh, donate=True, max_bytes_in_flight=values.nbytes)
+        assert w.is_deleted()
+        assert v.is_deleted()
+        for array in moved.values():
+            np.testing.assert_array_equal(array, values)
+
+    def test_with_a_dtype_the_arrays_are_given_up_too(self, mesh):
+        w = jax.device_put(np.ones((8, 8), "float32"), NamedSharding(mesh, P("fsdp")))
+        placed = sr.shard({"a": w, "b": w}, P("fsdp"), mesh, donate=True, dtype="bfloat16")
+        assert w.is_deleted()
+        assert placed["a"].dtype == placed["b"].dtype == "bfloat16"
+        assert float(placed["a"].sum()) == 64
 
 
 class TestWhatIsInPlace:

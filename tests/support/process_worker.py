@@ -182,6 +182,11 @@ def laid_out_anew(model, wanted, mesh):
         moved = sr.shard(model, rules, other)
         check_parts(moved, sr.named_shardings(model, rules, other))
         assert digests(sr.gather(moved)) == digests(wanted)
+    placed = sr.shard(MATRIX, P("fsdp"), mesh)
+    tied = {"a": P("tp"), "b": P(None, "fsdp")}
+    given_up = sr.shard(dict.fromkeys(tied, placed), tied, mesh, donate=True)
+    assert placed.is_deleted()
+    assert digests(sr.gather(given_up)) == digests(dict.fromkeys(tied, MATRIX))
     # Outside of jit, of arrays on this host and of global ones.
     host = np.arange(64.0, dtype="float32").reshape(8, 8)
     kernel = model["attn"]["c_proj"]["kernel"]

@@ -43,7 +43,7 @@ from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
 from shardrules._place.shard import converted, of_placeable
 from shardrules._place.spec_trees import leaf_path
-from shardrules._place.transfers import check_reachable, put, stays_in_part, stays_within
+from shardrules._place.transfers import Donated, check_reachable, put, stays_within
 from shardrules._plan.companions import Companion
 from shardrules._plan.plan import Plan
 
@@ -141,7 +141,8 @@ def reshard(
         names: As in `plan`, for the tree of the result.
         optional_axes: As in `plan`.
         donate: Whether the arrays of the tree may be given up. They are deleted as soon as all that
-            is made of them has arrived, unless a device keeps its part. Default: False.
+            is made of them has arrived, unless an array of the result uses the memory of a part.
+            Default: False.
         dtype: As in `load`. Default: the plan's dtypes, or their own.
         renames: `Rename` records for arrays that have other names in the result, or lie otherwise;
             as in `load`. A program is compiled for each form that is not just another name.
@@ -197,7 +198,7 @@ def reshard(
                     check_reachable(partial(leaf_path, abstract, i), sources[source], move.sharding)
         call.agree(lambda: [("the options", options), *rows_of(abstract, shardings)])
     uses_left = Counter(source for move in moves_by_leaf.values() for source in move.sources)
-    shared: set[int] = set()
+    donated = Donated(sources if gives_up else ())
     batches = list(in_batches(moves_by_leaf, most, lambda i: moves_by_leaf[i].bytes))
     for batch in batches:
         moves = [moves_by_leaf[i] for i in batch]
@@ -206,13 +207,11 @@ def reshard(
             jax.block_until_ready(arrays)
         for i, move, array in zip(batch, moves, arrays, strict=True):
             values[i] = array
-            for source in move.sources if gives_up else ():
-                uses_left[source] -= 1
-                if stays_in_part(sources[source], array):
-                    shared.add(source)
+            uses_left.subtract(move.sources)
         if gives_up:
+            donated.keep(arrays)
             done = {source for move in moves for source in move.sources if not uses_left[source]}
-            _delete([sources[source] for source in done - shared])
+            donated.give_up([sources[source] for source in done])
     return tree_util.tree_unflatten(treedef, values)
 
 
@@ -386,9 +385,3 @@ def _bound(moves: Mapping[int, _Move], bound: int | None, tree: Any) -> int:
     size = moves[largest].bytes
     path = leaf_path(tree, largest) if bound is not None and size > bound else ""
     return bound_of(bound, size, f"{path} has {bytes_shown(size)}")
-
-
-def _delete(leaves: Iterable[Any]) -> None:
-    for leaf in leaves:
-        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
-            leaf.delete()

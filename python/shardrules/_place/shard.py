@@ -26,6 +26,7 @@ from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, Row, rows_of
 from shardrules._place.spec_trees import broadcast_specs, leaf_path
 from shardrules._place.transfers import (
+    Donated,
     check_reachable,
     distinct,
     of_each_type,
@@ -70,8 +71,8 @@ def shard(
             eformer's for specs.
         companions: As in `named_shardings`.
         names: For `LogicalRules`, as in `plan`.
-        donate: Whether the jax.Arrays of the tree may be given up: they are deleted, unless a
-            device keeps its part. Default: False.
+        donate: Whether the jax.Arrays of the tree may be given up: they are deleted, unless an
+            array of the result uses the memory of a part. Default: False.
         dtype: The dtype of all floating arrays of 16 bits or more. Default: their own.
         scalars: "place" makes arrays of all numbers. "keep" leaves all leaves as they are that are
             not arrays, such as numbers and strings. Default: numbers in dicts, lists, namedtuples
@@ -115,7 +116,13 @@ def shard(
     placed_at = [i for i, sharding in enumerate(targets) if sharding is not None]
     shardings: list[Any] = [targets[i] for i in placed_at]
     ready = [leaves[i] if dtype is None else converted(leaves[i], dtype) for i in placed_at]
-    placed = replace_at(leaves, placed_at, put(ready, shardings, donate=donate))
+    given = list(leaves)
+    donated = Donated(given if donate else ())
+    arrays = put(ready, shardings, donate=donate and donated.are_apart())
+    placed = replace_at(leaves, placed_at, arrays)
+    if donate:
+        donated.keep(jax.block_until_ready(placed))
+        donated.give_up(given)
     result: Tree = treedef.unflatten(placed)
     return result
 

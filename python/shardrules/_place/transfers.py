@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ def put(
         leaves: Arrays and numbers.
         shardings: The sharding of each leaf.
         may_alias: Whether a result may be a given jax.Array, or share its memory.
-        donate: Whether jax.Arrays may be given up. They are deleted, unless a device keeps a part.
+        donate: Whether JAX may use the memory of jax.Arrays anew, of which no two are the same.
     """
     to_devices = partial(jax.device_put, may_alias=None if may_alias else False, donate=donate)
     result: list[Any]
@@ -50,15 +51,46 @@ def put(
     ):
         result = to_devices(leaves, shardings)
         return result
-    ready, moved = _prepared(leaves, shardings, may_stay=may_alias and not donate)
+    ready, moved = _prepared(leaves, shardings, may_stay=may_alias)
     arrays = to_devices([ready[i] for i in moved], [shardings[i] for i in moved])
-    result = replace_at(ready, moved, arrays)
-    if donate:
-        jax.block_until_ready(result)
-        for leaf, array in zip(leaves, result, strict=True):
-            if isinstance(leaf, jax.Array) and leaf is not array and not stays_in_part(leaf, array):
-                leaf.delete()
-    return result
+    return replace_at(ready, moved, arrays)
+
+
+class Donated:
+    """Arrays that may be given up: each is deleted once nothing else has a part of its memory.
+
+    One array may stand under several paths, and several arrays may share memory.
+    """
+
+    def __init__(self, arrays: Iterable[Any]) -> None:
+        self._users: Counter[tuple[Any, int]] = Counter()
+        self.keep(arrays)
+
+    def keep(self, arrays: Iterable[Any]) -> None:
+        """Add arrays that use their memory until they are given up."""
+        for array in arrays:
+            self._users.update(_parts_in_memory(array))
+
+    def are_apart(self) -> bool:
+        """Return whether each part is that of one array alone."""
+        return max(self._users.values(), default=1) == 1
+
+    def give_up(self, arrays: Iterable[Any]) -> None:
+        """Delete the arrays whose memory nobody uses after that."""
+        parts_of = [(array, _parts_in_memory(array)) for array in arrays]
+        for _, parts in parts_of:
+            self._users.subtract(parts)
+        for array, parts in parts_of:
+            if parts and not any(self._users[part] for part in parts):
+                array.delete()
+
+
+def _parts_in_memory(array: Any) -> list[tuple[Any, int]]:
+    """Return (device, address) of each part that is here; none of what is no array, or deleted."""
+    if not isinstance(array, jax.Array) or array.is_deleted():
+        return []
+    data: Any = jax.random.key_data(array) if is_extended(array) else array
+    return [(part.device, part.data.unsafe_buffer_pointer()) for part in data.addressable_shards]
 
 
 def check_reachable(path: Callable[[], str], leaf: Any, sharding: NamedSharding) -> None:
@@ -85,15 +117,6 @@ def stays_within(tree: Any, process: int | None) -> bool:
         isinstance(leaf, jax.Array) and is_held_elsewhere(leaf, holders_of(leaf.sharding), takers)
         for leaf in jax.tree_util.tree_leaves(tree)
     )
-
-
-def stays_in_part(leaf: Any, array: jax.Array) -> bool:
-    """Return whether a device has the same part of both, which may then be the same memory."""
-    if getattr(leaf, "sharding", None) is None or leaf.shape != array.shape:
-        return False
-    was = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-    is_now = array.sharding.addressable_devices_indices_map(array.shape)
-    return any(was.get(device) == index for device, index in is_now.items())
 
 
 def _prepared(
