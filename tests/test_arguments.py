@@ -25,7 +25,6 @@ from shardrules._base.text import shown
 from shardrules._estimate.step_time import machine_of
 from shardrules._program.compiling import CompileLog
 from shardrules._rules import matcher
-from shardrules.compat import maxtext
 from tests.support import api
 from tests.support.files import header_file
 
@@ -39,8 +38,6 @@ COMPILED = jax.jit(lambda x: x).lower(np.ones(3)).compile()
 DOUBLED = jax.jit(lambda x: x * 2)
 STEP = sr.trace(lambda params, x: params["w"].sum() * x, PLAN, np.ones(3))
 SOLUTION = sr.solve(STEP, SIZES, hardware="v5p")
-DUMP = "tests/data/maxtext-dumps/qwen3-0.6b_tpu7x-16_default.json.gz"
-DUMPED = maxtext.read_dump(DUMP).leaves
 # Something whose text is far too long for a message.
 HUGE = {f"layer{i}": {"kernel": np.ones(2)} for i in range(20_000)}
 
@@ -235,8 +232,6 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     **{f"{name}.names": (3, "embed", THING, {"w": 3}, [3])
        for name in ("compare", "load", "plan", "named_shardings", "reshard", "shard",
                     "with_sharding_constraint")},
-    "compat.maxtext.read_dump.path": (*NOT_FILE, None),
-    "compat.maxtext.read_dump.dtype": (3, None, THING, HUGE, "no dtype"),
     "from_hf.scanned": NOT_TRUTH,
     "suggest.step": (3, "step", THING, HUGE, PLAN),
     "suggest.tokens": tuple(value for value in WRONG["tokens"] if value is not None),
@@ -536,11 +531,6 @@ CALLS |= {
 }  # fmt: skip
 CALLS |= {
     "Zero1": (sr.Zero1, {"axis": "dp", "dim": "first", "place": "outer", "not_with": ()}),
-    "compat.maxtext.read_dump": (maxtext.read_dump, {"path": DUMP, "dtype": "float32"}),
-    "compat.maxtext.DumpedArrays.diff": (
-        DUMPED.diff,
-        {"plan": sr.plan(DUMPED.arrays, [], DUMPED.mesh)},
-    ),
 }
 
 # Records that the package makes, for reading; values.
@@ -548,7 +538,7 @@ MADE_BY_US = {"Activation", "Alternative", "Buffer", "Change", "ClassChoice", "R
               "Solution.constraints", "SolutionProof", "Collective", "Comparison", "CompileLog", "CutReason", "Reason", "Suggestion", "Coverage", "DeviceBytes", "DimensionClass",
               "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place", "Plan",
               "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "Span", "Step", "StepTime", "Timeline", "Work", "Sweep", "SweepRow", "Totals", "Traffic", "Transfer",
-              "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
+              "TransferRow", "Transmission", "Tried", "TriedName"}  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.
 NEEDS_LIBTPU = {
     "Topology.link_rate",
@@ -560,7 +550,7 @@ NEEDS_LIBTPU = {
 }
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (
-    "compat.big_vision", "compat.eformer", "compat.flax", "compat.keras", "compat.maxtext.add_data_to_sharding",
+    "compat.eformer", "compat.flax", "compat.keras", "compat.maxtext.add_data_to_sharding",
 )  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
 TAKES_ANYTHING = {"compile.args", "prove.args", "trace.args", "RuleSpec.spec"}

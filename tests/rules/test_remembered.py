@@ -22,8 +22,8 @@ import shardrules as sr
 from shardrules._rules import matcher, rules
 from shardrules._rules.dialects import EASYLM, EFORMER
 from shardrules._rules.rules import remembered_rules
-from shardrules.compat import big_vision, keras
 from shardrules.compat import eformer as compat_eformer
+from shardrules.compat import keras
 from tests.support.folders import ROOT
 
 TREE = {"wq": {"kernel": np.zeros((4, 4))}, "norm": np.zeros(4)}
@@ -120,12 +120,6 @@ def layouts():
 
 # Those of libraries whose pairs are not ours; tests/test_arguments.py has the others.
 OF_LIBRARIES = {
-    "big_vision.infer_sharding": lambda: big_vision.infer_sharding(
-        TREE, [(".*/kernel", 'fsdp(axis="fsdp", min_size_to_shard_mb=0)'), (".*", "replicate")], MESH
-    ),
-    "big_vision.rules": lambda: big_vision.rules(
-        [("".join(["wq", "/.*"]), 'shard_dim("tp", 0)|fsdp("fsdp")')]
-    ),
     "eformer.create_pattern_based_partition_spec": lambda: (
         compat_eformer.create_pattern_based_partition_spec("wq|wk->fsdp.tp,norm->tp", MESH)("wq", None)
     ),
