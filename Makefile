@@ -1,5 +1,6 @@
 # `make demo` and `make test` do all the set-up: each Python version has its own virtual environment
-# under .venv/. PYTHON=python3.12 chooses another Python.
+# under .venv/. PYTHON=python3.12 chooses another Python. Whole paths are in quotes, as a folder above may
+# have a space in its name; make's own functions would split it there.
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("py%d.%d" % sys.version_info[:2])')
 VENV := .venv/$(VERSION)
@@ -10,11 +11,11 @@ TPU := .venv/$(VERSION)-tpu
 CUDA := .venv/$(VERSION)-cuda
 # A new environment each time, with nothing but a wheel and what it depends on.
 CLEAN := .venv/$(VERSION)-clean
-WHEEL := $(abspath dist)/shardrules-*-cp$(subst py,,$(subst .,,$(VERSION)))-*.whl
+WHEEL := "$(CURDIR)"/dist/shardrules-*-cp$(subst py,,$(subst .,,$(VERSION)))-*.whl
 SOURCES := $(shell find csrc python CMakeLists.txt -type f -not -name '*.pyc') pyproject.toml
 INSTALL := install --quiet --disable-pip-version-check
 # Python in the clean environment, in a directory without this package, and no compiler to be found.
-IN_CLEAN = cd $(CLEAN) && PATH="$(abspath $(CLEAN))/bin" CC=false CXX=false $(abspath $(CLEAN))/bin/python
+IN_CLEAN = cd $(CLEAN) && PATH="$(CURDIR)/$(CLEAN)/bin" CC=false CXX=false "$(CURDIR)/$(CLEAN)/bin/python"
 # Tests run on every core; PYTEST_ARGS passes more.
 PYTEST = -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
@@ -44,12 +45,12 @@ environments: $(VENV)/installed $(VENV)/stores $(TPU)/installed $(DIST)/dependen
 # The TPU's compiler, in the version that this JAX wants, in a directory of its own: with it in the
 # environment, JAX would look for a TPU in each process.
 test-tpu: $(VENV)/installed $(TPU)/installed
-	PYTHONPATH=$(abspath $(TPU)) JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -m "" tests/tpu tests/cli/test_project.py "tests/docs/test_docs.py::test_page[docs/pod.md]"
+	PYTHONPATH="$(CURDIR)/$(TPU)" JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -m "" tests/tpu tests/cli/test_project.py "tests/docs/test_docs.py::test_page[docs/pod.md]"
 
 # The proofs of the other pages, which take some minutes.
 PROVED_PAGES = quickstart $(addprefix guides/,eformer equinox haliax keras linen lora maxtext moe nnx offload prove rl)
 test-tpu-pages: $(VENV)/installed $(TPU)/installed
-	PYTHONPATH=$(abspath $(TPU)) JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -m "" $(PROVED_PAGES:%="tests/docs/test_docs.py::test_page[docs/%.md]")
+	PYTHONPATH="$(CURDIR)/$(TPU)" JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -m "" $(PROVED_PAGES:%="tests/docs/test_docs.py::test_page[docs/%.md]")
 
 $(TPU)/installed: $(VENV)/dependencies
 	$(VENV)/bin/python -m pip $(INSTALL) --no-deps --upgrade --target $(TPU) "$$($(VENV)/bin/python -c \
@@ -58,7 +59,7 @@ $(TPU)/installed: $(VENV)/dependencies
 
 # The compiler for CUDA, in the version that this JAX wants, in the same way: 0.5 GB, so not in CI.
 test-cuda: $(VENV)/installed $(CUDA)/installed
-	PYTHONPATH=$(abspath $(CUDA)) JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -m "" tests/cuda
+	PYTHONPATH="$(CURDIR)/$(CUDA)" JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -m "" tests/cuda
 
 $(CUDA)/installed: $(VENV)/dependencies
 	$(VENV)/bin/python -m pip $(INSTALL) --no-deps --upgrade --target $(CUDA) $$($(VENV)/bin/python -c \
@@ -82,8 +83,8 @@ test-cpp: cpp-test
 sanitize: test-asan cpp-tsan
 
 configure-%: $(VENV)/dependencies
-	VIRTUAL_ENV=$(abspath $(VENV)) CMAKE_PREFIX_PATH="$$($(VENV)/bin/python -m pybind11 --cmakedir)" \
-	  $(VENV)/bin/cmake --preset $* --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja)
+	VIRTUAL_ENV="$(CURDIR)/$(VENV)" CMAKE_PREFIX_PATH="$$($(VENV)/bin/python -m pybind11 --cmakedir)" \
+	  $(VENV)/bin/cmake --preset $* --log-level=WARNING -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(VENV)/bin/ninja"
 
 build-%: configure-%
 	$(VENV)/bin/cmake --build build/$*
@@ -148,8 +149,8 @@ lint: $(VENV)/installed configure-lint
 	$(VENV)/bin/mypy tests/typing
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/python -m mypy.stubtest --allowlist .stubtest-allowlist shardrules._core
-	$(VENV)/bin/run-clang-tidy.py -quiet -hide-progress -p build/lint \
-	  -clang-tidy-binary $(abspath $(VENV)/bin/clang-tidy)
+	$(VENV)/bin/python $(VENV)/bin/run-clang-tidy.py -quiet -hide-progress -p build/lint \
+	  -clang-tidy-binary "$(CURDIR)/$(VENV)/bin/clang-tidy"
 
 # The sdist, and this Python's wheel made from it, in dist/.
 dist: dist/.built-$(VERSION)
@@ -159,11 +160,11 @@ dist/.built-$(VERSION): $(DIST)/dependencies $(SOURCES) README.md LICENSE NOTICE
 	rm -f $(WHEEL)
 	rm -rf build/dist-$(VERSION)
 	$(DIST)/bin/python -m build --no-isolation --sdist --outdir build/dist-$(VERSION) . >/dev/null
-	PATH="$(abspath $(DIST))/bin:$$PATH" $(DIST)/bin/python -m pip wheel --quiet \
+	PATH="$(CURDIR)/$(DIST)/bin:$$PATH" $(DIST)/bin/python -m pip wheel --quiet \
 	  --disable-pip-version-check --no-index --no-build-isolation --no-deps \
 	  --wheel-dir build/dist-$(VERSION) build/dist-$(VERSION)/*.tar.gz
 	mv build/dist-$(VERSION)/*.tar.gz dist/
-	PATH="$(abspath $(DIST))/bin:$$PATH" $(DIST)/bin/auditwheel repair --wheel-dir dist \
+	PATH="$(CURDIR)/$(DIST)/bin:$$PATH" $(DIST)/bin/auditwheel repair --wheel-dir dist \
 	  build/dist-$(VERSION)/*.whl
 	$(DIST)/bin/twine check --strict dist/*.tar.gz dist/*.whl
 	touch $@
@@ -177,9 +178,9 @@ test-dist: dist
 	$(PYTHON) -m venv $(CLEAN)
 	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: $(WHEEL) \
 	  $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
-	$(IN_CLEAN) -I $(abspath tests/packaging/smoke.py)
+	$(IN_CLEAN) -I "$(CURDIR)/tests/packaging/smoke.py"
 	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: "$$(echo $(WHEEL))[cli]"
-	$(IN_CLEAN) -I $(abspath tests/packaging/smoke.py)
+	$(IN_CLEAN) -I "$(CURDIR)/tests/packaging/smoke.py"
 	rm -rf $(CLEAN)
 
 # What tests/packaging/test_api.py compares with, to be reviewed and committed.
@@ -212,6 +213,6 @@ $(addsuffix /dependencies,$(VENV) $(OLDEST) $(DOCS) $(DIST)): pyproject.toml
 
 # cmake and ninja are the environment's own.
 %/installed: %/dependencies $(SOURCES)
-	PATH="$(abspath $*)/bin:$$PATH" $*/bin/python -m pip $(INSTALL) --no-build-isolation --no-deps \
+	PATH="$(CURDIR)/$*/bin:$$PATH" $*/bin/python -m pip $(INSTALL) --no-build-isolation --no-deps \
 	  -C cmake.define.SHARDRULES_WERROR=ON .
 	touch $@
