@@ -255,6 +255,15 @@ def test_without_what_reads_dumps_no_shardings_of_results_are_known(without, mes
     assert _jax.lowered_shardings(lowered) is None
 
 
+def test_a_program_beside_a_library_has_lines():
+    """What lay in `jax_models` was of JAX, and so had none."""
+    file = str(Path(jax.__file__).parent) + "_models/step.py"
+    namespace = {}
+    exec(compile("def step(x):\n    return x * 2", file, "exec"), namespace)
+    (equation,) = jax.make_jaxpr(namespace["step"])(1.0).eqns
+    assert _jax.user_line(equation) == (file, 2)
+
+
 def test_without_frames_an_equation_has_no_line(without):
     (equation,) = jax.make_jaxpr(lambda x: x * 2)(1.0).eqns
     file, line = _jax.user_line(equation)

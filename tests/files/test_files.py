@@ -306,7 +306,13 @@ def module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield lambda source: (tmp_path / "user_code.py").write_text(source)
+
+    def write(source):
+        file = tmp_path / "user_code.py"
+        file.write_text(source)
+        return file
+
+    yield write
     sys.modules.pop("user_code", None)
 
 
@@ -340,6 +346,15 @@ def test_modules_that_fail(module, source, name, expected, cause):
     with pytest.raises(FileError, match=f"^user_code:{name}: .*{expected}") as info:
         load_object(f"user_code:{name}")
     assert isinstance(info.value.__cause__, cause)
+
+
+@pytest.mark.parametrize("folder", ["shardrules", "site-packages/project"])
+def test_a_line_is_named_wherever_the_program_lies(module, folder, tmp_path, monkeypatch):
+    """Nothing below a folder called like a library was the user's."""
+    (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / folder)
+    module("raise ValueError").rename("user_code.py")
+    assert "at user_code.py:1 has raised ValueError" in message(load_object, "user_code:tree")
 
 
 def test_no_module():

@@ -578,6 +578,7 @@ class TestEformerIsTheSame:
 
     def test_errors_are_not_chained_to_ours(self, mesh):
         """They were raised "during handling of the above exception", which was one of ours."""
+        package = Path(sr.__file__).parent
         make = self.module.make_shard_and_gather_fns
         name_of = self.module.create_pattern_based_partition_spec("a->b", mesh)
         calls = [
@@ -594,8 +595,8 @@ class TestEformerIsTheSame:
             error = caught.value
             while error is not None:
                 files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-                assert str(Path(sr.__file__).parent) not in str(error)
-                assert "shardrules" not in files[-1]
+                assert str(package) not in str(error)
+                assert not Path(files[-1]).is_relative_to(package)
                 error = error.__context__
 
     def test_it_is_ours_that_answers(self, mesh, monkeypatch):

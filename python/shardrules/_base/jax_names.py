@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -309,5 +310,7 @@ def _library_folders() -> tuple[str, ...]:
     names = ("jax", "jaxlib", "flax", "equinox", "optax", "shardrules", "functools", "contextlib")
     files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
     return tuple(
-        str(Path(file).parent if file.endswith("__init__.py") else file) for file in files if file
+        f"{Path(file).parent}{os.sep}" if file.endswith("__init__.py") else file
+        for file in files
+        if file
     )

@@ -17,8 +17,7 @@ from shardrules._base.arguments import kind_of
 from shardrules._base.io import FileError
 from shardrules._base.text import brief, near_shown
 
-_LIBRARIES: Final = {"site-packages", "shardrules"}
-"""Folders of code that is not the user's, whose lines are left out of messages."""
+_PACKAGE: Final = Path(__file__).parents[1]
 _FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<name>[^\W\d][\w.]*)")
 
 
@@ -114,11 +113,14 @@ def _attribute(text: str, module: Any, name: str) -> Any:
 
 def _raised(text: str, what: str, error: BaseException, fix: str) -> FileError:
     """Return the error of user's code with its line, which may have several lines itself."""
+    here = Path.cwd()
     files = ((Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__))
     places = [
         f" at {file.name}:{line}"
         for file, line in files
-        if file.is_relative_to(Path.cwd()) and not _LIBRARIES.intersection(file.parts)
+        if file.is_relative_to(here)
+        and not file.is_relative_to(_PACKAGE)
+        and "site-packages" not in file.relative_to(here).parts
     ]
     lines = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()
     head = f"{text}: {what}{places[-1] if places else ''} has raised {lines[0]}"
