@@ -216,6 +216,16 @@ def damaged(data):
     for name in facts:
         yield f"no {name}", packed({key: facts[key] for key in facts if key != name})
         yield f"{name} of another type", packed(facts | {name: "many"})
+    for size in (-1, 10**400, 2**63, 1.5, None, True):
+        yield f"{size} bytes", packed(facts | {"memory": [*facts["memory"][:-1], size]})
+    for seconds in (-1.0, float("inf"), float("nan"), 10**400):
+        yield f"{seconds} seconds", packed(facts | {"seconds": seconds})
+    yield "a sharding from the end", packed(facts | {"outputs": [-1] * len(facts["outputs"])})
+    yield (
+        "a refusal of less than nothing",
+        packed(facts | {"refusal": [-1, 5], "characters": 0}, ""),
+    )
+    yield "a refusal without a module", packed(facts | {"refusal": [5, 1], "characters": 1}, "x")
     yield "fewer arguments", packed(facts | {"inputs": facts["inputs"][1:]})
     yield "an unknown sharding", packed(facts | {"outputs": [99] * len(facts["outputs"])})
     yield "an unknown axis", packed(facts | {"shardings": [[["ep"], "device"]] * 9})
@@ -239,7 +249,7 @@ def test_a_damaged_entry_is_made_anew(folder, monkeypatch):
     good = path.read_bytes()
     monkeypatch.setattr(cache, "_MOST_UNPACKED", len(gzip.decompress(good)) + 100)
     cases = dict(damaged(good))
-    assert len(cases) == 27
+    assert len(cases) == 40
     for name, data in cases.items():
         path.write_bytes(data)
         proof = prove()
@@ -317,7 +327,7 @@ def test_a_folder_that_cannot_be_written_is_no_failure(folder, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as without_right:
-        without_right.setattr(cache, "write_bytes", refuse)
+        without_right.setattr(cache, "replace_file", refuse)
         assert is_compiled_again(mesh)
     assert entries(folder) == []
     folder.rmdir()
@@ -325,8 +335,82 @@ def test_a_folder_that_cannot_be_written_is_no_failure(folder, monkeypatch):
     assert is_compiled_again(mesh)
     folder.unlink()
     assert is_compiled_again(mesh)
-    monkeypatch.setattr(os, "utime", refuse)  # another user's folder, which can be read
+    monkeypatch.setattr(os, "utime", refuse)  # a disk that can only be read
     assert not is_compiled_again(mesh)
+
+
+def kept_step(mesh):
+    """Return a function that proves one step, and says whether it came from the cache."""
+    x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+    jitted = jax.jit(lambda x: x * 2)  # its lines are a part of the entry's name
+    return lambda: sr.prove(jitted, x, on=mesh).is_cached
+
+
+def test_an_entry_is_not_written_through_a_link(folder, tmp_path):
+    """The file behind a link with an entry's name was replaced by the entry, or made."""
+    is_kept = kept_step(cpu_mesh())
+    assert not is_kept()
+    (path,) = entries(folder)
+    good = path.read_bytes()
+    precious, absent = tmp_path / "precious", tmp_path / "absent"
+    precious.write_bytes(good)  # a link to a whole entry is not read either
+    for target in (precious, absent):
+        path.unlink()
+        path.symlink_to(target)
+        assert not is_kept()
+        assert (path.is_symlink(), precious.read_bytes(), absent.exists()) == (False, good, False)
+        assert is_kept()
+    os.utime(precious, (1, 1))
+    (folder / f"{'0' * 64}.gz").symlink_to(precious)
+    cache._remove_oldest(folder)
+    assert precious.stat().st_mtime == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no FIFOs")
+def test_what_is_no_file_is_no_entry(folder):
+    """`prove` waited for ever for a writer of a FIFO with an entry's name."""
+    is_kept = kept_step(cpu_mesh())
+    assert not is_kept()
+    (path,) = entries(folder)
+    path.unlink()
+    os.mkfifo(path)
+    assert not is_kept()
+    assert path.is_file()  # replaced
+    assert is_kept()
+    path.unlink()
+    path.mkdir()
+    assert not is_kept()
+    assert path.is_dir()
+
+
+def test_what_all_can_write_is_not_believed(folder):
+    is_kept = kept_step(cpu_mesh())
+    assert not is_kept()
+    (path,) = entries(folder)
+    for place, bad, good in ((folder, 0o1777, 0o770), (path, 0o666, 0o664)):
+        place.chmod(bad)
+        before = path.stat()
+        assert not is_kept()
+        assert os.path.samestat(before, path.stat()) == (
+            place == folder
+        )  # nothing is written there
+        place.chmod(good)
+        assert is_kept()
+
+
+@pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="only root gives files away")
+def test_what_another_user_has_written_is_not_believed(folder):
+    nobody = 65534
+    is_kept = kept_step(cpu_mesh())
+    assert not is_kept()
+    (path,) = entries(folder)
+    os.chown(path, nobody, -1)
+    assert not is_kept()
+    assert path.stat().st_uid == 0  # replaced
+    assert is_kept()
+    os.chown(folder, nobody, -1)
+    path.unlink()
+    assert [is_kept(), is_kept(), entries(folder)] == [False, False, []]
 
 
 PROGRAM = textwrap.dedent(

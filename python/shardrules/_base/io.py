@@ -291,7 +291,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     try:
         before = _status(path)
         if before is None or _is_replaceable(before):
-            _replace_file(Path(os.path.realpath(path)), data, before)
+            replace_file(Path(os.path.realpath(path)), data, before)
         else:
             _write_directly(path, data, before)
     except OSError as error:
@@ -327,7 +327,8 @@ def _write_directly(path: str | os.PathLike[str], data: bytes, status: os.stat_r
         file.write(data)
 
 
-def _replace_file(target: Path, data: bytes, before: os.stat_result | None) -> None:
+def replace_file(target: Path, data: bytes, before: os.stat_result | None = None) -> None:
+    """Put a new file under this name, whatever stands there, with the rights of the one before."""
     # Nobody can guess the name and plant a link there, and the mode "x" follows no link.
     part = target.with_name(f".{os.urandom(16).hex()}.part")
     # The system applies the umask. Nobody else may read the file before it has the old mode.

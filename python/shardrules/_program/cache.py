@@ -3,7 +3,8 @@
 JAX's own cache cannot read such executables. A proof needs their text, their memory and the
 shardings of their arguments and results, so an entry is a gzipped file of these: a line of JSON,
 then the text. It is parsed within bounds, never unpickled, and what is not understood is compiled
-again.
+again. What another user may have written is neither read nor followed: not his entry or folder,
+nor a folder that all can write, nor a link.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import os
 import re
+import stat
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +30,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
-from shardrules._base.io import opened, write_bytes
+from shardrules._base.io import replace_file
 from shardrules._base.jax_names import lowered_options
 from shardrules._base.locks import of_type
 from shardrules._estimate.buffers import SIZES, sizes_of
@@ -49,6 +53,9 @@ _FLAGS: Final = ("XLA_", "LIBTPU_", "TPU_")
 _DUMP: Final = "xla_dump"
 _ENTRY: Final = re.compile(r"[0-9a-f]{64}\.gz|\.[0-9a-f]{32}\.part")
 _LEVEL: Final = 5
+# No link is followed, and a FIFO without a writer does not block. Windows lacks them.
+_READ_FLAGS: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_MOST_BYTES: Final = 2**63
 # What a damaged or forged entry may raise.
 _DAMAGES: Final = (
     OSError, EOFError, zlib.error, ArithmeticError, AttributeError, LookupError, RecursionError,
@@ -75,8 +82,8 @@ def cached_result(
     if path is not None and mesh is not None:
         with suppress(*_DAMAGES):
             result = _read_result(path, lowered, mesh)
-            with suppress(OSError):  # it may be another user's
-                os.utime(path)
+            with suppress(OSError, NotImplementedError):
+                os.utime(path, follow_symlinks=False)
             return result
     begin = time.perf_counter()
     content = compile(lowered)
@@ -148,7 +155,8 @@ def _write_result(path: Path, result: Result, mesh: Mesh) -> None:
     packed = gzip.compress(f"{head}\n{text}".encode(), _LEVEL, mtime=0)
     if len(packed) <= _LIMIT:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_bytes(path, packed)
+        _check_own(os.stat(path.parent))
+        replace_file(path, packed)
         _remove_oldest(path.parent)
 
 
@@ -199,27 +207,53 @@ def _read_result(path: Path, lowered: Any, mesh: Mesh) -> Result:
     Raises:
         Exception: One of `_DAMAGES`: there is no such entry, or not a whole one.
     """
-    with opened(path) as file, gzip.GzipFile(fileobj=file) as unpacked:
-        data = unpacked.read(_MOST_UNPACKED + 1)
+    _check_own(os.stat(path.parent))
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _READ_FLAGS)) as file:
+        status = os.fstat(file.fileno())
+        _check_own(status)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("no regular file")
+        with gzip.GzipFile(fileobj=file) as unpacked:
+            data = unpacked.read(_MOST_UNPACKED + 1)
     if len(data) > _MOST_UNPACKED:
         raise ValueError("too large")
     head, _, text = data.decode().partition("\n")
     facts = json.loads(head)
-    seconds = float(facts["seconds"])
-    if facts["characters"] != len(text):
+    seconds = of_type(facts["seconds"], float)
+    if facts["characters"] != len(text) or not 0 <= seconds < math.inf:
         raise ValueError("cut")
     if "refusal" in facts:
-        required, available = (of_type(number, int) for number in facts["refusal"])
-        return Result(Refusal(required, available, text), seconds, True)
+        refusal = Refusal(*(_whole(number) for number in facts["refusal"]), text)
+        refusal.error("full")  # it is read from the text
+        return Result(refusal, seconds, True)
     shardings = [_sharding(written, mesh) for written in facts["shardings"]]
     inputs, outputs = (
-        [None if number is None else shardings[number] for number in facts[side]]
+        [None if number is None else shardings[_whole(number)] for number in facts[side]]
         for side in ("inputs", "outputs")
     )
-    sizes = [of_type(size, int) for size in facts["memory"]]
+    sizes = [_whole(size) for size in facts["memory"]]
     memory = SimpleNamespace(**dict(zip(SIZES, sizes, strict=True)))
     stored = StoredProgram(inner_of(lowered), inputs, outputs, text, memory)
     return Result(boxed(lowered, stored), seconds, True)
+
+
+def _check_own(status: os.stat_result) -> None:
+    """Check that no other user may have written a folder or an entry; root may.
+
+    Raises:
+        PermissionError: One may have.
+    """
+    if sys.platform == "win32":
+        return
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
+        raise PermissionError("another user may have written it")
+
+
+def _whole(number: Any) -> int:
+    """Return a number of bytes, or of a sharding."""
+    if not 0 <= of_type(number, int) < _MOST_BYTES:
+        raise ValueError(f"{number} is too small or too large")
+    return int(number)
 
 
 def _remove_oldest(folder: Path) -> None:
