@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 import shardrules as sr
 from shardrules._base.io import FileError
 from shardrules._cli.project import forms
-from shardrules._files.project import ARGUMENTS, _jobs, read_project
+from shardrules._files.project import ARGUMENTS, _jobs, find_table, read_project, stranger
 from tests.support import project_schema
 from tests.support.command_line import invoke
 from tests.tpu.marks import needs_libtpu
@@ -28,6 +31,13 @@ rules = "rules.toml"
 [jobs.dead]
 rules = "dead.toml"
 """
+NOBODY = 65534
+
+
+@pytest.fixture
+def as_root():
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        pytest.skip("only root can give files away")
 
 
 @pytest.fixture
@@ -46,7 +56,9 @@ def project(tmp_path, monkeypatch):
 
 def test_check_runs_all_jobs_and_exits_as_the_worst(project):
     done = invoke("check")
-    assert (done.exit_code, done.stderr) == (1, "")
+    told = f"project file: {project / 'shardrules.toml'}\n"
+    assert (done.exit_code, done.stderr) == (1, told)
+    assert invoke("check", "-q").stderr == ""
     clean, dead = done.stdout.split("dead:\n")
     assert clean == "clean:\nnothing found: 2 leaves, 2 rules, on tp=2\n"
     assert "warning[dead]: rule 2 'gone'" in dead
@@ -54,9 +66,8 @@ def test_check_runs_all_jobs_and_exits_as_the_worst(project):
     (project / "rules.toml").unlink()
     done = invoke("check")
     assert done.exit_code == 2
-    assert (
-        done.stderr
-        == "error: clean: rules.toml: No such file or directory; check the name and the permissions\n"
+    assert done.stderr == (
+        f"{told}error: clean: rules.toml: No such file or directory; check the name and the permissions\n"
     )
     assert "warning[dead]" in done.stdout
 
@@ -89,11 +100,139 @@ def test_formats_name_the_job(project):
     assert "::warning file=project/dead.toml,line=8," in done.stdout
 
 
-def test_the_search_ends_at_the_root_of_the_repository(project):
-    (project / "deep" / ".git").mkdir()
+NO_PROJECT = "the following arguments are required: SOURCE; or a project file"
+
+
+@pytest.mark.parametrize("end", ["repository", "worktree", "home", "linked home", "mount point"])
+def test_the_search_goes_no_higher_than(end, project, monkeypatch):
+    """It went up to the root of the disk, into folders of others."""
+    deep = project / "deep"
+    if end == "repository":
+        (deep / ".git").mkdir()
+    elif end == "worktree":
+        (deep / ".git").write_text("gitdir: elsewhere")
+    elif end == "home":
+        monkeypatch.setenv("HOME", str(deep))
+    elif end == "linked home":
+        (project / "link").symlink_to(deep)
+        monkeypatch.setenv("HOME", str(project / "link"))
+    else:
+        monkeypatch.setattr("os.path.ismount", lambda path: path == deep)
     done = invoke("check")
-    assert done.exit_code == 2
-    assert "the following arguments are required: SOURCE; or a project file" in done.stderr
+    assert (done.exit_code, NO_PROJECT in done.stderr) == (2, True), done.stderr
+    (project / "shardrules.toml").rename(deep / "shardrules.toml")  # the end itself is searched
+    done = invoke("check")
+    assert done.stderr.startswith(f"project file: {deep / 'shardrules.toml'}\n")
+
+
+def test_the_search_ends_at_a_real_mount_point(monkeypatch):
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("/dev/shm is no mount point here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.chdir(folder)
+        looked_at = []
+        monkeypatch.setattr(
+            "shardrules._files.project._table_of", lambda path: looked_at.append(path.parent)
+        )
+        assert find_table(Path(folder)) is None
+    assert set(looked_at) == {Path(folder), Path("/dev/shm")}
+
+
+PLANTED = """
+[jobs.planted]
+model = "planted_code:tree"
+rules = "rules.toml"
+mesh = "tp=2"
+"""
+
+
+@pytest.fixture
+def planted(project, monkeypatch):
+    """The folder of a project whose job names a module that tells that it ran."""
+    (project / "shardrules.toml").write_text(PLANTED)
+    (project / "planted_code.py").write_text(
+        "from pathlib import Path\nPath('ran').touch()\ndef tree(): return {}"
+    )
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield project
+    sys.modules.pop("planted_code", None)
+
+
+def test_the_project_file_of_another_user_runs_no_code(planted, as_root):
+    """A file above the current folder had its module imported, whoever had put it there."""
+    file = planted / "shardrules.toml"
+
+    def is_refused(why):
+        done = invoke("check")
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr == (
+            f"error: {file}: {why}, and its jobs may import code; if you trust it, give --project {file}\n"
+        )
+        assert not (planted / "ran").exists()
+
+    os.chown(file, NOBODY, -1)
+    is_refused(f"it belongs to the user {NOBODY}")
+    os.chown(file, 0, -1)
+    os.chown(planted, NOBODY, -1)
+    is_refused(f"its folder belongs to the user {NOBODY}")
+    os.chown(planted, 0, -1)
+    # A link of another user's to a file of one's own.
+    file.rename(planted / "own.toml")
+    file.symlink_to("own.toml")
+    os.chown(file, NOBODY, -1, follow_symlinks=False)
+    is_refused(f"it belongs to the user {NOBODY}")
+    done = invoke("check", "--project", "../../shardrules.toml")
+    assert (planted / "ran").exists(), done.output
+
+
+def test_a_project_file_that_all_may_write_runs_no_code(planted):
+    file = planted / "shardrules.toml"
+    file.chmod(0o666)
+    assert f"{file}: all users may write it, and" in invoke("check").stderr
+    file.chmod(0o664)
+    planted.chmod(0o1777)
+    assert f"{file}: all users may write its folder, and" in invoke("check").stderr
+    assert not (planted / "ran").exists()
+    planted.chmod(0o775)
+    invoke("check")
+    assert (planted / "ran").exists()
+
+
+def test_who_owns_a_project_file_that_is_used(planted, as_root, monkeypatch):
+    file, here = planted / "shardrules.toml", Path.cwd()
+    for owned in (file, planted, here):
+        os.chown(owned, NOBODY, -1)
+    assert stranger(file, here) is None  # root works in another user's project
+    monkeypatch.setattr("os.geteuid", lambda: NOBODY)
+    assert stranger(file, here) is None
+    os.chown(file, 0, -1)
+    assert stranger(file, here) is None
+    monkeypatch.setattr("os.geteuid", lambda: NOBODY - 1)
+    assert stranger(file, here) == f"its folder belongs to the user {NOBODY}"
+    assert stranger(file, planted) is None  # in the current folder
+
+
+def test_init_is_not_kept_from_its_work_by_a_file_of_another_user(planted, as_root):
+    os.chown(planted / "shardrules.toml", NOBODY, -1)
+    done = invoke("init", str(planted / "model.json"), "--mesh", "tp=2")
+    assert done.exit_code == 0, done.output
+    assert "wrote shardrules.toml" in done.stdout
+
+
+def test_a_project_file_is_named(project, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (project / "shardrules.toml").rename(project / "other.toml")
+    done = invoke("check", "--project", "project/other.toml")
+    assert done.stderr == f"project file: {project / 'other.toml'}\n"
+    assert (done.exit_code, done.stdout.startswith("clean:\nnothing found")) == (1, True)
+    for words, told in (
+        ("check --project none.toml", f"{tmp_path / 'none.toml'}: it is no file, or has no"),
+        ("check --project project", f"{project}: it is no file, or has no [tool.shardrules]"),
+        ("check m --project project/other.toml", "--project has the arguments: leave out SOURCE"),
+    ):
+        done = invoke(*words.split())
+        assert (done.exit_code, told in done.stderr) == (2, True), done.stderr
 
 
 def test_diff_compares_the_lock_of_each_job(project, monkeypatch):

@@ -15,7 +15,7 @@ from shardrules._cli import inputs
 from shardrules._cli.process import hint, working
 from shardrules._files.manifest import manifest_text, packed
 from shardrules._files.modules import find_object, is_module_form, takes
-from shardrules._files.project import OWN_FILE, find_table, project_text
+from shardrules._files.project import OWN_FILE, find_table, project_text, stranger
 from shardrules._program.topologies.topology import Topology
 from shardrules._rules.rules import Rules
 from shardrules._suggest.suggest import suggest, suggestion_of
@@ -122,7 +122,8 @@ def solver_notes(solution: Solution) -> Iterator[str]:
 
 def project_of(args: Args) -> NewProject:
     """Make the files of `init`: the project file, rules, and of a step its model."""
-    if project := find_table(Path.cwd()):
+    here = Path.cwd()
+    if (project := find_table(here)) and not stranger(project[0], here):
         raise ValueError(f"{project[0]}: the project has this file; add a job to it")
     names = (OWN_FILE, _RULES) if args.on is None else (OWN_FILE, _RULES, _MODEL)
     if there := next(filter(os.path.lexists, names), None):

@@ -72,14 +72,20 @@ class Command(click.Command):
         """Parse the words; without an argument, some commands are for the project file's jobs."""
         words = [*args]
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+            if ctx.params.get("project") and ctx.obj is None:
+                first = next(each for each in self.params if isinstance(each, Argument))
+                raise click.UsageError(
+                    f"--project has the arguments: leave out {first.metavar}", ctx
+                )
+            return rest
         except click.MissingParameter as error:
             from shardrules._cli.project import ARGUMENTS_OF, find_project
 
             arguments = [each for each in self.params if isinstance(each, Argument)]
             if self.name not in ARGUMENTS_OF or error.param is not arguments[0]:
                 raise
-            project = find_project()
+            project = find_project(ctx.params.get("project"))
             if project is None:
                 text = f"{usage_message(error)}; or a project file, which shardrules init writes"
                 raise click.UsageError(text, ctx) from None

@@ -115,7 +115,7 @@ def _check_targets(outputs: Mapping[str, str | None], sources: Iterable[str]) ->
 @_command(
     "model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning",
     _PLAN, _TRAINING, "must_fit head_dim fail_on large replicated optional_axes data_axes level",
-    "fix step format",
+    "fix step format project",
     source=_OR_LOCK,
     format=_FINDINGS,
 )  # fmt: skip
@@ -205,7 +205,7 @@ def _with_lock(args: Args, program: Program, findings: Findings) -> Findings:
 @_command(
     "my_package.train:step_on --on v5p:8x8x8 --mesh fsdp=64,tp=8 --budget peak=90GB",
     "function on slices mesh rules fast timeout large budget hbm fail_on format lock update_lock",
-    "html",
+    "html project",
     function={
         "help": "package.module:function, which takes the mesh, and the rules of --rules, and "
         "returns (step, arguments, outputs) or (step, arguments), as shardrules.prove takes them."
@@ -555,7 +555,7 @@ def init(args: Args) -> int:
 
 @_command(
     "plan.lock model.json -r rules.toml",
-    "before after", _PLAN.removeprefix("source "), "format",
+    "before after", _PLAN.removeprefix("source "), "format project",
     format={"usage": "--format {text,github}"},
     rules={"help": "Rules for models."},
     mesh={"help": "Mesh for models. Default: that of a lock."},

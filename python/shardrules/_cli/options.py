@@ -34,6 +34,9 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "timeout": ("--timeout SECONDS", "Seconds that the compiler may take. What is known by "
             "then is shown: all but the time of a step; or nothing, with exit code 2.",
             {"least": 1}),
+        "project": ("--project FILE", "Without arguments, run the jobs of this project file, "
+            "whoever owns it, and import what they name as package.module:function. Default: the "
+            "file in the current folder, or the nearest above it.", {}),
         "before": ("BEFORE", "A lockfile or a model.", {}),
         "after": ("AFTER", "A lockfile or a model.", {}),
     },

@@ -26,7 +26,7 @@ _EXAMPLES: Final = {
     "before": "plan.lock",
 }
 # What belongs to one run, not to a job.
-_OF_A_RUN: Final = ("format", "fix", "update_lock", "quiet", "color")
+_OF_A_RUN: Final = ("project", "format", "fix", "update_lock", "quiet", "color")
 
 
 def forms() -> dict[str, str]:
@@ -40,9 +40,9 @@ def forms() -> dict[str, str]:
     }
 
 
-def find_project() -> ProjectFile | None:
-    """Read the project file of the current folder, or of one above it."""
-    return read_project(Path.cwd(), forms())
+def find_project(named: str | None) -> ProjectFile | None:
+    """Read the named project file, or that of the current folder or of one above it."""
+    return read_project(Path.cwd(), forms(), named and Path(named).absolute())
 
 
 def run_jobs(
@@ -59,6 +59,8 @@ def run_jobs(
     if not jobs:
         keys = " and ".join(f"{key} = {_EXAMPLES[key]!r}" for key in ARGUMENTS_OF[name])
         raise click.UsageError(f"{project.path}: no job is for {name}; write into one {keys}")
+    if not ctx.params.get("quiet"):
+        print_note(printable(f"project file: {project.path}"))
     is_json = ctx.params.get("format") == "json"
     answers: dict[str, Any] = {}
     codes: list[int] = []
@@ -95,7 +97,11 @@ def _check_options(command: click.Command, ctx: click.Context) -> None:
     """Check that no option names a file, of which each job has its own."""
     for option in command.params:
         is_given = ctx.params.get(str(option.name)) not in (None, False, ())
-        if is_given and (isinstance(option.type, click.Path) or option.name == "fix"):
+        if (
+            is_given
+            and option.name != "project"
+            and (isinstance(option.type, click.Path) or option.name == "fix")
+        ):
             raise click.UsageError(
                 f"{option.opts[-1]} is of one job: give the arguments of {command.name} too, or "
                 "write it into the project file", ctx

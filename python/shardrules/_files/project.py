@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -49,20 +52,35 @@ class ProjectFile(NamedTuple):
     jobs: list[ProjectJob]
 
 
-def read_project(folder: Path, forms: Mapping[str, str]) -> ProjectFile | None:
-    """Read the project file of a folder or the nearest above it; None if there is none.
+def read_project(
+    folder: Path, forms: Mapping[str, str], named: Path | None = None
+) -> ProjectFile | None:
+    """Read the named project file, or that of a folder or the nearest above it; None if there is none.
 
     Nothing is executed.
+
+    Raises:
+        FileError: The file is wrong, or was found above the folder and may be another user's work.
     """
-    table = find_table(folder)
-    return None if table is None else ProjectFile(table[0], _jobs(*table, forms))
+    found = find_table(folder) if named is None else (named, _table_of(named))
+    if found is None:
+        return None
+    path, table = found
+    if table is None:
+        raise FileError(f"{path}: it is no file, or has no [tool.shardrules]")
+    if named is None and (why := stranger(path, folder)):
+        raise FileError(
+            f"{path}: {why}, and its jobs may import code; if you trust it, give --project {path}"
+        )
+    return ProjectFile(path, _jobs(path, table, forms))
 
 
 def find_table(folder: Path) -> tuple[Path, Any] | None:
     """Find (the project file of a folder or the nearest above it, its table).
 
-    The search ends at the root of the repository.
+    The search goes no higher than the root of the repository, the home folder or a mount point.
     """
+    home = Path(os.path.realpath(os.path.expanduser("~")))
     for place in (folder, *folder.parents):
         tables = {path: table for path in (place / OWN_FILE, place / _PYPROJECT)
                   if (table := _table_of(path)) is not None}  # fmt: skip
@@ -72,8 +90,31 @@ def find_table(folder: Path) -> tuple[Path, Any] | None:
             )
         if tables:
             return tables.popitem()
-        if (place / ".git").exists():
+        if os.path.lexists(place / ".git") or place == home or os.path.ismount(place):
             return None
+    return None
+
+
+def stranger(path: Path, folder: Path) -> str | None:
+    """Return why a project file above this folder may be another user's work; None if it cannot be.
+
+    The file's folder counts too, as modules are imported from there. Root trusts the owner of the
+    folder as well. Nobody is asked on Windows.
+    """
+    if path.parent == folder or sys.platform == "win32":
+        return None
+    trusted = {0, os.geteuid()}
+    if os.geteuid() == 0:
+        trusted.add(folder.stat().st_uid)
+    for what, status in (
+        ("it", path.lstat()),
+        ("it", path.stat()),
+        ("its folder", path.parent.stat()),
+    ):
+        if status.st_uid not in trusted:
+            return f"{what} belongs to the user {status.st_uid}"
+        if status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode):
+            return f"all users may write {what}"
     return None
 
 
@@ -108,7 +149,7 @@ def _table_of(path: Path) -> Any:
     if not path.is_file():
         return None
     table = parse_toml(path, read_bytes(path, _PER_BYTE))
-    if path.name == OWN_FILE:
+    if path.name != _PYPROJECT:
         return table
     tools = table.get("tool", {})
     return tools.get("shardrules") if isinstance(tools, dict) else None
@@ -119,7 +160,7 @@ def _jobs(path: Path, table: object, forms: Mapping[str, str]) -> list[ProjectJo
         _check_known_keys(f"{path}", table, ["jobs", *ARGUMENTS, *forms])
     jobs = table.get("jobs") if isinstance(table, dict) else None
     if not isinstance(table, dict) or not isinstance(jobs, dict) or not jobs:
-        start = "jobs" if path.name == OWN_FILE else "tool.shardrules.jobs"
+        start = "tool.shardrules.jobs" if path.name == _PYPROJECT else "jobs"
         raise FileError(
             f'{path}: there are no jobs; write [{start}.NAME] with model = "model.json", rules and '
             "mesh"
