@@ -73,12 +73,6 @@ class Command(click.Command):
         words = [*args]
         try:
             rest = super().parse_args(ctx, args)
-            if ctx.params.get("project") and ctx.obj is None:
-                first = next(each for each in self.params if isinstance(each, Argument))
-                raise click.UsageError(
-                    f"--project has the arguments: leave out {first.metavar}", ctx
-                )
-            return rest
         except click.MissingParameter as error:
             from shardrules._cli.project import ARGUMENTS_OF, find_project
 
@@ -91,6 +85,10 @@ class Command(click.Command):
                 raise click.UsageError(text, ctx) from None
             ctx.obj = (project, words)
             return []
+        if ctx.params.get("project") and ctx.obj is None:
+            first = next(each for each in self.params if isinstance(each, Argument))
+            raise click.UsageError(f"--project has the arguments: leave out {first.metavar}", ctx)
+        return rest
 
     def invoke(self, ctx: click.Context) -> int:
         """Run the command, and returns its exit code."""

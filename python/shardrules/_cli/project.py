@@ -42,7 +42,7 @@ def forms() -> dict[str, str]:
 
 def find_project(named: str | None) -> ProjectFile | None:
     """Read the named project file, or that of the current folder or of one above it."""
-    return read_project(Path.cwd(), forms(), named and Path(named).absolute())
+    return read_project(Path.cwd(), forms(), None if named is None else Path(named).absolute())
 
 
 def run_jobs(

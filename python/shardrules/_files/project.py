@@ -55,7 +55,7 @@ class ProjectFile(NamedTuple):
 def read_project(
     folder: Path, forms: Mapping[str, str], named: Path | None = None
 ) -> ProjectFile | None:
-    """Read the named project file, or that of a folder or the nearest above it; None if there is none.
+    """Read the named project file, or that of a folder or the nearest above it, if there is one.
 
     Nothing is executed.
 

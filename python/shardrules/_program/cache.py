@@ -223,7 +223,8 @@ def _read_result(path: Path, lowered: Any, mesh: Mesh) -> Result:
     if facts["characters"] != len(text) or not 0 <= seconds < math.inf:
         raise ValueError("cut")
     if "refusal" in facts:
-        refusal = Refusal(*(_whole(number) for number in facts["refusal"]), text)
+        required, available = map(_whole, facts["refusal"])
+        refusal = Refusal(required, available, text)
         refusal.error("full")  # it is read from the text
         return Result(refusal, seconds, True)
     shardings = [_sharding(written, mesh) for written in facts["shardings"]]
