@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from shardrules._base.arguments import check_choice, integer, listed, texts
 from shardrules._base.correction import Correction, check_correction
-from shardrules._base.specs import Entries, as_entries, entries_of, entry_axes, entry_of, spec_shown
+from shardrules._base.specs import (
+    Entries,
+    as_entries,
+    entries_of,
+    entry_axes,
+    entry_of,
+    is_partition_spec,
+    spec_shown,
+    split_axes,
+    tags_of,
+    with_axes_split,
+)
 from shardrules._base.text import bytes_shown, without_defaults
 
 MemoryKind = Literal["device", "pinned_host", "unpinned_host"]
@@ -96,6 +107,29 @@ def memory_kind_of(spec: Any) -> MemoryKind | None:
 def plain_spec(spec: Any) -> Any:
     """Return the spec of a rule, without a correction of its own."""
     return spec.spec if isinstance(spec, RuleSpec) else spec
+
+
+def axes_of_rule(spec: Any) -> frozenset[str]:
+    """All mesh axes that a rule names."""
+    plain, optional = plain_spec(spec), rule_spec(spec).optional_axes
+    if isinstance(plain, Fsdp):
+        return plain.named.union(optional)
+    if not is_partition_spec(plain) and not isinstance(plain, Entries):
+        return frozenset(optional)
+    tags = [axes for name, axes in tags_of(plain).items() if name != "unreduced_kind"]
+    return frozenset(optional).union(*map(entry_axes, entries_of(plain)), *tags)
+
+
+def rule_with_axes(spec: Any, parts: Mapping[str, tuple[str, ...]]) -> Any:
+    """Return a rule's spec, each axis by the axes that it is made of."""
+    if isinstance(spec, RuleSpec):
+        optional = split_axes(spec.optional_axes, parts)
+        return replace(spec, spec=rule_with_axes(spec.spec, parts), optional_axes=optional)
+    if isinstance(spec, Fsdp):
+        within = with_axes_split(spec.within, parts)
+        return replace(spec, axes=split_axes(spec.axes, parts), within=within)
+    is_spec = is_partition_spec(spec) or isinstance(spec, Entries)
+    return with_axes_split(spec, parts) if is_spec else spec
 
 
 def rule_spec_shown(spec: Any) -> str:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from shardrules._base.text import counted, printable_lines, shown
+from shardrules._base.arguments import check_type, texts
+from shardrules._base.text import counted, nearest, printable_lines, shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -230,6 +231,41 @@ def without_axes(spec: _Spec, axes: frozenset[str], emptied: Any = None) -> _Spe
         return entry_of(kept) if kept else emptied
 
     return with_entries(spec, map(left, entries_of(spec)))
+
+
+def split_axes(axes: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the axes, each by the axes that it is made of."""
+    return tuple(part for axis in axes for part in parts.get(axis, (axis,)))
+
+
+def with_axes_split(spec: _Spec, parts: Mapping[str, tuple[str, ...]]) -> _Spec:
+    """Return the spec, each axis by the axes that it is made of."""
+
+    def split(entry: Any) -> Any:
+        axes = entry_axes(entry)
+        return entry if parts.keys().isdisjoint(axes) else entry_of(split_axes(axes, parts))
+
+    tags = {
+        name: value if name == "unreduced_kind" else split_axes(value, parts)
+        for name, value in tags_of(spec).items()
+    }
+    entries: Any = Entries(map(split, entries_of(spec)))
+    return with_tags(entries, tags) if tags else with_entries(spec, entries)  # type: ignore[return-value]
+
+
+def checked_parts(axes: Mapping[str, Any], named: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the axes that others are made of, for `with_axes` of rules that name axes."""
+    check_type("axes", axes, Mapping, "a dict such as {'tp': ('kv', 'rep')}")
+    names = set(named)
+    for axis in axes:
+        if axis not in names:
+            near = nearest(axis, sorted(names)) if isinstance(axis, str) else None
+            hint = f"did you mean {near!r}?" if near else f"they name {', '.join(sorted(names))}"
+            raise ValueError(f"axes: the rules name no axis {axis!r}; {hint}")
+    return {
+        axis: (value,) if isinstance(value, str) else texts(f"axes[{axis!r}]", value)
+        for axis, value in axes.items()
+    }
 
 
 def axes_present(axes: list[str], present: Container[str], absent: str) -> list[str]:

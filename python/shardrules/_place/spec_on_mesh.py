@@ -283,15 +283,46 @@ class SpecOnMesh:
 
     def _words_of_indivisible(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
         message = self._misfit_shown(lost, shape)
+        if shape[lost.dim] == 1:
+            return message, self._elsewhere(lost, shape)
         # The size of a scale is not free.
         fix = "use fewer axes" + ("" if self._follows else " or pad the array")
         parts = {policy: self._parts(policy, lost.dim, shape) for policy in _TRIED}
         best = max(parts, key=parts.__getitem__)
         if parts[best] > self._parts(self._correction.indivisible, lost.dim, shape):
             fix += f", or let Correction(indivisible={best!r}) cut it into {parts[best]} parts"
+        elif heads := self._shared(lost, shape):
+            (axis,), (parts_kept, rest) = lost.axes, heads
+            fix += (
+                f", or make {axis} of two axes, of {parts_kept} and {rest} devices: "
+                f"rules.with_axes({{{axis!r}: ('kv', 'rep')}}) and Correction(indivisible='prefix')"
+            )
         elif self.is_error(lost):
             fix += ", or leave it whole with Correction(indivisible='drop')"
         return message, fix
+
+    def _elsewhere(self, lost: LostAxes, shape: tuple[int, ...]) -> str:
+        """Return what to do with axes on a dimension of one, which nobody pads."""
+        parts = prod(self.axis_sizes[axis] for axis in lost.axes)
+        units = (*self.units, *[1] * len(shape))
+        cut = [dim for dim, axes in enumerate(self._axes) if axes]
+        free = [
+            dim
+            for dim, size in enumerate(shape)
+            if dim not in cut and size and size % (parts * units[dim]) == 0
+        ]
+        if not free:
+            return "leave the dimension whole"
+        dim = max(free, key=shape.__getitem__)
+        return f"leave it whole, or cut dim {dim} of size {shape[dim]} instead"
+
+    def _shared(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Return (heads, devices that share one), for fewer heads than an axis has devices."""
+        heads, beyond = divmod(shape[lost.dim], self.units[lost.dim])
+        if len(lost.axes) > 1 or len(self._axes[lost.dim]) > 1 or beyond or heads < 2:
+            return None
+        share, beyond = divmod(self.axis_sizes[lost.axes[0]], heads)
+        return None if beyond else (heads, share)
 
     def _parts(self, policy: IndivisiblePolicy, dim: int, shape: tuple[int, ...]) -> int:
         """Return into how many parts a dimension of this array would be cut under a policy."""

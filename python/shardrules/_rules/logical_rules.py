@@ -11,7 +11,14 @@ from typing import Any
 from shardrules._base.arguments import check_type
 from shardrules._base.correction import Correction
 from shardrules._base.jax_names import flax_axis_rules
-from shardrules._base.specs import is_partition_spec, is_unconstrained, rules_shown
+from shardrules._base.rule_specs import rule_with_axes
+from shardrules._base.specs import (
+    Entries,
+    checked_parts,
+    is_partition_spec,
+    is_unconstrained,
+    rules_shown,
+)
 from shardrules._base.text import answer, shown
 from shardrules._rules.dialects import LINEN, LogicalDialect
 from shardrules._rules.names import check_rules, last_wins
@@ -66,6 +73,17 @@ class LogicalRules:
         check_rules(pairs)
         object.__setattr__(self, "_pairs", tuple(map(_checked_name_pair, range(len(pairs)), pairs)))
         object.__setattr__(self, "dialect", dialect)
+
+    def with_axes(self, axes: Mapping[str, str | Iterable[str]]) -> LogicalRules:
+        """Return the rules for a mesh on which some axes are made of several; see `Rules`.
+
+        Example:
+            >>> tuple(LogicalRules({"kv_heads": "tp"}).with_axes({"tp": ("kv", "rep")}))
+            (('kv_heads', ('kv', 'rep')),)
+        """
+        parts = checked_parts(axes, {axis for _, value in self for axis in axes_in(value)})
+        pairs = [(name, rule_with_axes(Entries((value,)), parts)[0]) for name, value in self]
+        return LogicalRules(pairs, self.dialect)
 
     def __len__(self) -> int:
         return len(self._pairs)

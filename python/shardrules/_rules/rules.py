@@ -11,10 +11,11 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from shardrules._base.arguments import boolean, check_order, check_tree, check_type, integer
 from shardrules._base.correction import Correction
-from shardrules._base.rule_specs import Fsdp, RuleSpec
+from shardrules._base.rule_specs import Fsdp, RuleSpec, axes_of_rule, rule_with_axes
 from shardrules._base.specs import (
     Entries,
     as_partition_spec,
+    checked_parts,
     entries_of,
     is_partition_spec,
     normalize_spec,
@@ -184,6 +185,28 @@ class Rules:
         """
         check_tree("tree", tree)
         return self._matcher.coverage(tree, strict=boolean("strict", strict))
+
+    def with_axes(self, axes: Mapping[str, str | Iterable[str]]) -> Rules:
+        """Return the rules for a mesh on which some axes are made of several.
+
+        With `Correction(indivisible="prefix")` an array of few heads keeps the first of them.
+
+        Args:
+            axes: For each axis that the rules name, the axes that it is made of, in order.
+
+        Raises:
+            ValueError: The rules name no such axis.
+            TypeError: An axis is not a string.
+
+        Example:
+            >>> rules = Rules([("w[qk]", (None, "tp")), ("wo", (("fsdp", "tp"),))])
+            >>> [tuple(spec) for _, spec in rules.with_axes({"tp": ("kv", "rep")})]
+            [(None, ('kv', 'rep')), (('fsdp', 'kv', 'rep'),)]
+        """
+        named = frozenset().union(*(axes_of_rule(spec) for _, spec in self))
+        parts = checked_parts(axes, named)
+        pairs = [(pattern, rule_with_axes(spec, parts)) for pattern, spec in self]
+        return Rules(pairs, self.dialect, memory_budget=self._matcher.memory_budget)
 
     def __len__(self) -> int:
         return len(self._matcher.pairs)

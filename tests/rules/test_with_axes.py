@@ -1,0 +1,156 @@
+"""`with_axes`: axes made of several, by which arrays of few heads are cut and the rest as before."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support import corpus
+
+PREFIX = sr.Correction(indivisible="prefix")
+PARTS = {"tp": ("kv", "rep")}
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("tp", (("kv", "rep"),)),
+        ((None, ("fsdp", "tp")), (None, ("fsdp", "kv", "rep"))),
+        (P(None, ("fsdp", "tp")), P(None, ("fsdp", "kv", "rep"))),
+        (P("fsdp", P.UNCONSTRAINED), P("fsdp", P.UNCONSTRAINED)),
+        (P("fsdp", reduced={"tp"}), P("fsdp", reduced={"kv", "rep"})),
+        (None, None),
+        (sr.fsdp("tp", within=(None, "tp2")), sr.fsdp(("kv", "rep"), within=(None, "tp2"))),
+        (
+            sr.RuleSpec("tp", PREFIX, units=(2,), memory_kind="pinned_host", optional_axes=["tp"]),
+            sr.RuleSpec((("kv", "rep"),), PREFIX, units=(2,), memory_kind="pinned_host", optional_axes=["kv", "rep"]),
+        ),
+        (frozenset({"tp"}), frozenset({"tp"})),  # an object of the user's own
+    ],
+)  # fmt: skip
+def test_each_spec(spec, expected):
+    rules = sr.Rules([("w", spec), ("v", "tp")], memory_budget=0)
+    assert rules.with_axes(PARTS) == sr.Rules([("w", expected), ("v", (("kv", "rep"),))])
+
+
+def test_logical_rules():
+    rules = sr.LogicalRules(
+        [("kv_heads", "tp"), ("mlp", ("fsdp", "tp")), ("embed", "fsdp"), ("norm", None), ("x", P.UNCONSTRAINED)],
+        sr.dialects.MAXTEXT,
+    )  # fmt: skip
+    split = rules.with_axes(PARTS)
+    assert split.dialect == rules.dialect
+    assert tuple(split) == (
+        ("kv_heads", ("kv", "rep")),
+        ("mlp", ("fsdp", "kv", "rep")),
+        ("embed", "fsdp"),
+        ("norm", None),
+        ("x", P.UNCONSTRAINED),
+    )
+
+
+@pytest.mark.parametrize("rules", [sr.Rules([("w", "tp")]), sr.LogicalRules({"w": "tp"})])
+@pytest.mark.parametrize(
+    ("axes", "error"),
+    [({"tpp": "kv"}, "no axis 'tpp'; did you mean 'tp'"), ({"x": "y"}, "they name tp"), ({"tp": (1,)}, r"axes\['tp'\]"), (("kv", "rep"), "axes is")],
+)  # fmt: skip
+def test_what_is_no_axis(rules, axes, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        rules.with_axes(axes)
+
+
+@pytest.mark.parametrize("tp", [8, 16, 64])
+@pytest.mark.parametrize(
+    ("model", "projections", "spec", "units"),
+    [
+        # Heads have a dimension of their own, or share one with what a head holds.
+        ("maxtext-llama3.1-405b-scanned", "(query|key|value)/kernel", (None, None, "tp"), ()),
+        ("easydel-mixtral-8x22b", "[qkv]_proj/kernel", (None, "tp"), (None, 128)),
+        ("llama-3.1-405b", r"[qkv]_proj\.weight", ("tp",), (128,)),
+    ],
+)
+def test_real_models_with_eight_kv_heads(model, projections, spec, units, tp):
+    """Neighbours share a head, and each other array is cut as before."""
+    tree = corpus.manifest(model).flat(corpus.abstract)
+    others = [("embed|mlp", (None, "tp")), (".*", ())]
+    rules = sr.Rules([(projections, sr.RuleSpec(spec, PREFIX, units)), *others])
+    mesh = {"fsdp": 2, "kv": 8, "rep": tp // 8}
+    found = sr.plan(tree, rules.with_axes(PARTS), mesh)
+    before = sr.plan(tree, others, {"fsdp": 2, "tp": tp})
+    dim, kv = len(spec) - 1, 0
+    for path, leaf in tree.items():
+        if re.search(projections, path):
+            heads = leaf.shape[dim] // (units[-1] if units else 1)
+            kv += heads == 8
+            cut = tp if heads % tp == 0 else 8
+            assert found.kind(path).device_bytes * cut == found.kind(path).bytes
+            assert found.kind(path).spec[dim] == (("kv", "rep") if cut == tp else "kv")
+        else:
+            assert found.kind(path).device_bytes == before.kind(path).device_bytes
+    assert kv > 0
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_four_kv_heads_on_eight_devices_in_a_step(kind):
+    """One mesh for all arrays, whose axes the step names too."""
+    mesh = jax.make_mesh((4, 2), ("kv", "rep"), axis_types=(kind,) * 2)
+    rules = sr.Rules([("w", (None, "tp"))]).with_axes(PARTS)
+    values = {"wq": np.arange(64.0).reshape(4, 16), "wk": np.arange(16.0).reshape(4, 4)}
+    arrays = sr.shard(values, rules, mesh, correction=PREFIX)
+    assert arrays["wk"].sharding.spec == P(None, "kv")
+    assert {s.device: s.index for s in arrays["wk"].addressable_shards} == {
+        device: (slice(None), slice(i // 2, i // 2 + 1)) for i, device in enumerate(mesh.devices.flat)
+    }  # fmt: skip
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda p: jax.tree.map(lambda w: w * 2, p))(arrays)
+    for name, value in values.items():
+        assert found[name].sharding.is_equivalent_to(arrays[name].sharding, 2)
+        np.testing.assert_array_equal(found[name], value * 2)
+
+
+class TestAdvice:
+    """What is advised has been tried: who follows it cuts the array."""
+
+    def fix(self, shape, spec, mesh, **options):
+        plan = sr.plan({"w": array(*shape)}, [("w", spec)], mesh, **options)
+        (one,) = (found for found in plan.check(large=1) if found.kind == "correction")
+        return one.fix
+
+    @pytest.mark.parametrize(("heads", "unit"), [(4, 1), (2, 128)])
+    def test_few_heads_by_two_axes(self, heads, unit):
+        spec = sr.RuleSpec((None, "tp"), units=(None, unit))
+        fix = self.fix((64, heads * unit), spec, {"tp": 8})
+        assert (
+            f"make tp of two axes, of {heads} and {8 // heads} devices: rules.with_axes({{'tp': ('kv', 'rep')}}) and "
+            "Correction(indivisible='prefix')"
+        ) in fix
+        rules = sr.Rules([("w", spec)]).with_axes(PARTS)
+        mesh = {"kv": heads, "rep": 8 // heads}
+        plan = sr.plan({"w": array(64, heads * unit)}, rules, mesh, correction=PREFIX)
+        assert plan.kind("w").spec == (None, "kv")
+
+    @pytest.mark.parametrize("size", [3, 6, 12])
+    def test_no_such_axes_for_other_sizes(self, size):
+        assert self.fix((64, size), (None, "tp"), {"tp": 8}) == "use fewer axes or pad the array"
+
+    @pytest.mark.parametrize(
+        ("shape", "spec", "fix"),
+        [
+            ((64, 1), (None, "tp"), "leave it whole, or cut dim 0 of size 64 instead"),
+            ((1, 60, 64), ("tp",), "leave it whole, or cut dim 2 of size 64 instead"),
+            ((1, 64), ("tp", "fsdp"), "leave the dimension whole"),
+            ((1, 60), ("tp",), "leave the dimension whole"),
+        ],
+    )
+    def test_a_dimension_of_one_was_to_be_padded(self, shape, spec, fix):
+        assert self.fix(shape, spec, {"tp": 8, "fsdp": 2}) == fix
