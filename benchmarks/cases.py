@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from eformer.escale import get_corrected_named_sharding
 from eformer.escale import match_partition_rules as eformer_match
-from flax.linen.spmd import logical_to_mesh_sharding as flax_logical_to_mesh_sharding
+from flax.linen import spmd as flax_spmd
 from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from benchmarks import trees
 from benchmarks.harness import Case
+from shardrules.compat import flax_linen_spmd
 from tests.support import corpus
 
 Rules = list[tuple[str, P]]
@@ -129,10 +130,10 @@ def _named_shardings(rules: Rules, tree: Any) -> Case:
 
 def _logical() -> Case:
     tree, mesh, rules = logical_names(5_000)
-    theirs: Any = flax_logical_to_mesh_sharding
+    theirs: Any = flax_spmd.logical_to_mesh_sharding
     return Case(
         name="logical_to_mesh_sharding, 5,000 specs, 80 rules",
-        ours=partial(sr.logical_to_mesh_sharding, tree, mesh, rules),
+        ours=partial(flax_linen_spmd.logical_to_mesh_sharding, tree, mesh, rules),
         identity=_identity(tree),
         peers={"flax": partial(theirs, tree, mesh, rules)},
         bars={"flax": 30},

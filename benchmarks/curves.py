@@ -15,14 +15,14 @@ from typing import Any, Final, NamedTuple
 import optree
 import re2  # pyright: ignore[reportMissingImports] # of the group bench alone
 from eformer.escale import match_partition_rules as eformer_match
-from flax.linen.spmd import logical_to_mesh_sharding as flax_logical_to_mesh_sharding
+from flax.linen import spmd as flax_spmd
 from jax import tree_util
 from jax.sharding import PartitionSpec as P
 
-import shardrules as sr
 from benchmarks.cases import after_purge, cold_match, cut, logical_names, re_loop
 from benchmarks.harness import Call, collector, interleaved_seconds, same
 from benchmarks.trees import ATTENTION, ATTENTION_RULES, attention_layers
+from shardrules.compat import flax_linen_spmd
 
 _TOO_LONG: Final = 10.0
 # With more patterns than `re` remembers, eformer compiles each of them again for each leaf.
@@ -61,11 +61,11 @@ def _by_rules() -> Curve:
 
 def _by_names() -> Curve:
     series: dict[str, list[tuple[int, float]]] = {}
-    theirs: Any = flax_logical_to_mesh_sharding  # which takes an abstract mesh as well
+    theirs: Any = flax_spmd.logical_to_mesh_sharding  # which takes an abstract mesh as well
     for count in (10, 100, 1_000, 10_000):
         tree, mesh, rules = logical_names(count)
         calls = {
-            "shardrules": partial(sr.logical_to_mesh_sharding, tree, mesh, rules),
+            "shardrules": partial(flax_linen_spmd.logical_to_mesh_sharding, tree, mesh, rules),
             "flax": partial(theirs, tree, mesh, rules),
             "jax identity": partial(tree_util.tree_map, lambda x: x, tree),
         }

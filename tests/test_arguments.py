@@ -286,18 +286,13 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Plan.on_mesh.mesh": (*NOT_MESH, None),
     "logical_axis_rules.rules": (*NOT_LOGICAL, iter(())),
     "logical_to_mesh.rules": NOT_LOGICAL,
-    "logical_to_mesh_sharding.rules": NOT_LOGICAL,
-    "explain_logical.rules": NOT_LOGICAL,
     "with_logical_constraint.rules": NOT_LOGICAL,
     "logical_to_mesh.tree": (3, "embed", THING, [THING, 3]),
-    "logical_to_mesh_sharding.tree": (3, "embed", THING),
     "LogicalRules.rules": (3, 0, "w", None, [3], ["ab"], [("a",)], THING, [([], "tp")],
                            [("w", 3)], [("w", [3])], P("w")),
     "LogicalRules.dialect": (*NOT_LOGICAL_DIALECT, None),
     "LogicalDialect.correction": (*NOT_CORRECTION, None),
     "logical_to_mesh.dialect": NOT_LOGICAL_DIALECT,
-    "logical_to_mesh_sharding.dialect": NOT_LOGICAL_DIALECT,
-    "explain_logical.dialect": NOT_LOGICAL_DIALECT,
     "Zero1.axis": (3, None, [], THING, HUGE),
     "fsdp.axis": (3, None, [], [3], ("tp", "tp"), THING, HUGE),
     # As eformer's, it gives P() to whatever has no shape.
@@ -424,8 +419,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "compile": (lambda step, args, **named: sr.compile(step, *args, **named), {
         "step": DOUBLED, "args": (np.ones(3),), "on": None, "effort": "full", "timeout": 60}),
     "compiling": (sr.compiling, {}),
-    "explain_logical": (sr.explain_logical, {
-        "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.dialects.LINEN}),
     "audit": (sr.audit, {"tree": TREE, "plan": PLAN}),
     "fsdp": (sr.fsdp, {"axis": "fsdp", "min_bytes": 0, "min_rank": 2, "within": ("tp",)}),
     "gather": (sr.gather, {"tree": TREE}),
@@ -439,9 +432,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "rules": LOGICAL}),
     "logical_to_mesh": (sr.logical_to_mesh, {
         "tree": ("embed",), "rules": LOGICAL, "dialect": sr.dialects.LINEN}),
-    "logical_to_mesh_sharding": (sr.logical_to_mesh_sharding, {
-        "tree": ("embed",), "mesh": SIZES, "rules": LOGICAL, "arrays": np.ones(8),
-        "correction": sr.Correction(), "dialect": sr.dialects.LINEN}),
     "match_partition_rules": (sr.match_partition_rules, {
         "rules": RULES, "tree": TREE, "min_size": 0, "strict": True}),
     "named_shardings": (sr.named_shardings, {

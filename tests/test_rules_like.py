@@ -203,8 +203,7 @@ CENSUS: dict[str, Row] = {
 }  # fmt: skip
 # What these take are rules of logical names, or plans for other purposes.
 FOR_OTHER_THINGS = {
-    "logical_to_mesh.rules", "logical_to_mesh_sharding.rules", "explain_logical.rules",
-    "with_logical_constraint.rules", "named_shardings.names",
+    "logical_to_mesh.rules", "with_logical_constraint.rules", "named_shardings.names",
     # They take the plan of the tree that the step was traced with, and no rules.
     "Step.findings.plan", "Step.largest_batch.plan", "Step.memory.plan", "Step.time.plan", "Step.traffic.plan",
 }  # fmt: skip
@@ -257,10 +256,9 @@ def test_each_kind_of_rules_gives_the_same_answer_or_says_what_to_give(name, kin
     "call",
     [
         lambda given: sr.logical_to_mesh(("embed",), given),
-        lambda given: sr.explain_logical(("embed",), given, {"tp": 2}),
         lambda given: sr.with_logical_constraint(np.ones(8), ("embed",), given, MESH),
     ],
-    ids=["logical_to_mesh", "explain_logical", "with_logical_constraint"],
+    ids=["logical_to_mesh", "with_logical_constraint"],
 )
 def test_rules_of_names_are_pairs_of_names(call, kind):
     if kind == "pairs":

@@ -17,7 +17,6 @@ TREE = {"wq": {"kernel": np.ones((8, 8), "float32")}, "norm": [np.ones(8, "float
 RULES = [("kernel", P("fsdp", "tp")), (".*", P())]
 MESH = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
 SIZES = {"fsdp": 1, "tp": 1}
-LOGICAL = sr.LogicalRules([("embed", "fsdp")])
 PLAN = sr.plan(TREE, RULES, SIZES)
 COMPILED = jax.jit(lambda x: x).lower(1.0).compile()
 SWAPPED = {
@@ -26,7 +25,6 @@ SWAPPED = {
     "named_shardings(tree, rules, mesh)": lambda: sr.named_shardings(TREE, MESH, sr.Rules(RULES)),
     "shard(tree, rules, mesh)": lambda: sr.shard(RULES, TREE, MESH),
     "with_sharding_constraint(tree, rules, mesh)": lambda: sr.with_sharding_constraint(TREE, MESH, RULES),
-    "logical_to_mesh_sharding(tree, mesh, rules)": lambda: sr.logical_to_mesh_sharding({"w": P("embed")}, LOGICAL, SIZES),
     "spec_for(path, shape, rules, mesh)": lambda: sr.spec_for("wq/kernel", RULES, (8, 8), SIZES),
     "audit(tree, plan)": lambda: sr.audit(PLAN, TREE),
     "load(path, rules, mesh)": lambda: sr.load("model.safetensors", MESH, RULES),
@@ -78,7 +76,7 @@ def test_another_order_is_told_without_a_mesh_and_with_specs_or_a_plan(call):
         lambda: sr.shard(TREE, P("nowhere"), MESH),
         lambda: sr.shard(P("fsdp"), RULES, TREE),
         lambda: sr.shard(TREE, {"wq": P()}, MESH),
-        lambda: sr.logical_to_mesh_sharding({"w": P("embed")}, MESH, {"embed": "fsdp"}),
+        lambda: sr.logical_to_mesh({"w": P("embed")}, {"embed": "fsdp"}),
         lambda: sr.shard(P("fsdp"), {"kernel": None}, MESH),
         lambda: sr.reshard(TREE, PLAN, {"fsdp": 0}),
         lambda: sr.audit(TREE, RULES),

@@ -23,9 +23,7 @@ _PUBLIC = {
     "_program.topologies.topology": "Topology",
     "_patching.patch": "patch unpatch",
     "_place.constraint": "with_sharding_constraint",
-    "_place.logical": (
-        "explain_logical logical_to_mesh logical_to_mesh_sharding with_logical_constraint"
-    ),
+    "_place.logical": "logical_to_mesh with_logical_constraint",
     "_place.named_shardings": "named_shardings spec_for",
     "_place.shard": "gather shard shard_local",
     "_plan.companions": "Companion LORA QUANTIZED stacked unstacked",

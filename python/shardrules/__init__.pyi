@@ -20,9 +20,7 @@ from shardrules._files.public import read_rules as read_rules
 from shardrules._patching.patch import patch as patch
 from shardrules._patching.patch import unpatch as unpatch
 from shardrules._place.constraint import with_sharding_constraint as with_sharding_constraint
-from shardrules._place.logical import explain_logical as explain_logical
 from shardrules._place.logical import logical_to_mesh as logical_to_mesh
-from shardrules._place.logical import logical_to_mesh_sharding as logical_to_mesh_sharding
 from shardrules._place.logical import with_logical_constraint as with_logical_constraint
 from shardrules._place.mesh import resolve_mesh as resolve_mesh
 from shardrules._place.named_shardings import named_shardings as named_shardings
@@ -116,14 +114,12 @@ __all__ = [
     "audit",
     "compile",
     "compiling",
-    "explain_logical",
     "fsdp",
     "gather",
     "inspect",
     "load",
     "logical_axis_rules",
     "logical_to_mesh",
-    "logical_to_mesh_sharding",
     "match_partition_rules",
     "named_shardings",
     "patch",

@@ -1,4 +1,4 @@
-"""compat.flax_linen_spmd beside the installed flax; and the same functions of the package."""
+"""compat.flax_linen_spmd, and the functions of the package, beside the installed flax."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.compat import flax_linen_spmd as ours
 from tests.support import corpus
-from tests.support.logical_names import ARRAYS, ENTRIES, RULES
+from tests.support.logical_names import ENTRIES, RULES
 
-theirs = pytest.importorskip("flax.linen.spmd", reason="flax is not installed")
+linen = pytest.importorskip("flax.linen", reason="flax is not installed")
+theirs = pytest.importorskip("flax.linen.spmd")
 meta = pytest.importorskip("flax.core.meta")
-NEW_FLAX = pytest.mark.skipif(
-    not hasattr(meta, "global_mesh_defined"),
-    reason="a flax that constrains nothing on CPU and takes UNCONSTRAINED for a name",
-)
+
+ARRAYS = st.lists(st.one_of(ENTRIES, st.sampled_from([("fsdp", "tp"), ("dp",)])), max_size=5)
 
 
 def outcome(call, *args, **kwargs):
@@ -33,198 +31,166 @@ def outcome(call, *args, **kwargs):
         return type(error)
 
 
-def entries(result):
-    return result if isinstance(result, type) else tuple(result)
-
-
-@NEW_FLAX
 @given(ARRAYS, RULES, st.sampled_from([tuple, list, lambda names: P(*names)]))
 def test_logical_to_mesh_axes(names, rules, made):
     expected = outcome(theirs.logical_to_mesh_axes, made(names), rules)
-    assert entries(outcome(ours.logical_to_mesh_axes, made(names), rules)) == entries(expected)
+    assert outcome(ours.logical_to_mesh_axes, made(names), rules) == expected
+    with ours.logical_axis_rules(rules):
+        assert theirs.get_logical_axis_rules() == rules
+        assert outcome(ours.logical_to_mesh_axes, made(names)) == expected
 
 
-@NEW_FLAX
-@given(st.lists(st.one_of(ENTRIES, st.just(("fsdp", "tp")), st.just(("dp",))), max_size=4), RULES)
-def test_mesh_axes_among_the_names(names, rules):
-    expected = outcome(theirs.logical_to_mesh_axes, tuple(names), rules)
-    assert entries(outcome(ours.logical_to_mesh_axes, tuple(names), rules)) == entries(expected)
+@given(st.lists(ARRAYS, max_size=4), RULES)
+def test_logical_to_mesh(arrays, rules):
+    tree = {"a": [P(*names) for names in arrays], "b": None}
+    expected = outcome(theirs.logical_to_mesh, tree, rules)
+    for native in (ours, sr):
+        assert outcome(native.logical_to_mesh, tree, rules) == expected
 
 
-def test_no_names_and_no_rules():
-    for module in (theirs, ours):
-        assert module.logical_to_mesh_axes(None, [("a", "b")]) is None
-        assert tuple(module.logical_to_mesh_axes(("a", None), [])) == (None, None)
-        with module.logical_axis_rules([("a", "x")]) if module is ours else _theirs_rules():
-            assert tuple(module.logical_to_mesh_axes(("a",))) == ("x",)
+@given(st.lists(ARRAYS, max_size=4), RULES)
+def test_the_dialect_of_flax_core(arrays, rules):
+    from flax.core import spmd
+
+    tree = [P(*names) for names in arrays]
+    got = sr.logical_to_mesh(tree, rules, dialect=sr.dialects.FLAX_CORE)
+    assert got == [spmd.get_pspec(names, rules) for names in tree]
 
 
-def _theirs_rules():
-    from flax.core.spmd import logical_axis_rules
-
-    return logical_axis_rules([("a", "x")])
-
-
-LOGICAL_RULE_SETS = corpus.rule_sets("logical")
 MAXTEXT = [name for name in corpus.manifest_names() if name.startswith("maxtext-")]
 
 
-@pytest.mark.parametrize("rule_set", LOGICAL_RULE_SETS)
 @pytest.mark.parametrize("model", MAXTEXT)
-def test_real_rules_on_real_models(model, rule_set):
+def test_real_rules_on_real_models(model):
     tree = {name: P(*axes) for name, axes in corpus.logical_axes(model).items()}
-    rules = corpus.logical_rules(rule_set)
-    expected = theirs.logical_to_mesh(tree, rules)
-    assert ours.logical_to_mesh(tree, rules) == expected
-    assert sr.logical_to_mesh(tree, rules) == expected
-    axes = sorted({a for spec in expected.values() for e in spec for a in _axes(e)})
-    abstract = sr.resolve_mesh(dict.fromkeys(axes or ["x"], 2))
-    shardings = theirs.logical_to_mesh_sharding(tree, abstract, rules)
-    assert ours.logical_to_mesh_sharding(tree, abstract, rules) == shardings
-    native = sr.logical_to_mesh_sharding(tree, abstract, rules)
-    assert native == shardings
-    assert len({id(s) for s in native.values()}) == len({s.spec for s in native.values()})
-
-
-def _axes(entry):
-    return () if entry is None else (entry,) if isinstance(entry, str) else entry
-
-
-def test_many_rules_and_many_mesh_axes():
     assert len(corpus.logical_rules("maxtext-0.2.5__base")) == 80
+    for rule_set in corpus.rule_sets("logical"):
+        rules = corpus.logical_rules(rule_set)
+        expected = theirs.logical_to_mesh(tree, rules)
+        for native in (ours, sr):
+            assert native.logical_to_mesh(tree, rules) == expected
+        axes = {axis for spec in expected.values() for axis in jax.tree.leaves(tuple(spec))}
+        mesh = sr.resolve_mesh(dict.fromkeys(sorted(axes) or ["x"], 2))
+        shardings = ours.logical_to_mesh_sharding(tree, mesh, rules)
+        assert shardings == theirs.logical_to_mesh_sharding(tree, mesh, rules)
+        values = shardings.values()
+        assert len({id(one) for one in values}) == len({one.spec for one in values})
 
 
-BAD = [
-    (("a", "a"), [("a", "x")]),
-    (("a", "b"), [("a", "x", "y")]),
-    (("a", "b"), ["ab", "a"]),
-    (("a", "b"), {"a": "x"}),
-    (("a", "b"), [("a",)]),
-]
-
-
-@pytest.mark.parametrize(("names", "rules"), BAD)
-def test_flaxs_errors(names, rules):
+@pytest.mark.parametrize(
+    ("names", "rules"),
+    [
+        (None, [("a", "b")]),
+        (("a", None), []),
+        (("a", "a"), [("a", "x")]),
+        (("a", "b"), [("a", "x", "y")]),
+        (("a", "b"), {"a": "x"}),
+        (("a", "b"), [("a",)]),
+    ],
+)
+def test_flaxs_edges_and_errors(names, rules):
     expected = outcome(theirs.logical_to_mesh_axes, names, rules)
-    if isinstance(expected, type):
-        assert issubclass(outcome(ours.logical_to_mesh_axes, names, rules), expected)
-    else:  # flax takes the two letters of a string for a pair
-        with pytest.raises(ValueError, match="logical axis rule 0 is 'ab'"):
-            ours.logical_to_mesh_axes(names, rules)
+    got = outcome(ours.logical_to_mesh_axes, names, rules)
+    assert issubclass(got, expected) if isinstance(expected, type) else got == expected
 
 
-def test_a_name_alone_is_no_tuple_of_its_letters():
-    rules = [("batch", "fsdp"), ("b", "tp")]
-    assert theirs.logical_to_mesh_axes("batch", rules) != P("fsdp")
-    with pytest.raises(TypeError, match="the logical axis names are 'batch' \\(a str\\)"):
-        ours.logical_to_mesh_axes("batch", rules)
-    assert ours.logical_to_mesh_axes(("batch",), rules) == P("fsdp")
+@pytest.mark.parametrize(
+    ("names", "rules", "error", "match"),
+    [
+        (("a", "b"), ["ab"], ValueError, "logical axis rule 0 is 'ab'"),
+        ("batch", [("batch", "x"), ("b", "y")], TypeError, r"names are 'batch' \(a str\)"),
+    ],
+)
+def test_flax_takes_the_letters_of_strings(names, rules, error, match):
+    assert theirs.logical_to_mesh_axes(names, rules) is not None
+    with pytest.raises(error, match=match):
+        ours.logical_to_mesh_axes(names, rules)
 
 
-class TestConstraint:
-    RULES = (("batch", "fsdp"), ("heads", "tp"), ("embed", "fsdp"))
-
-    @NEW_FLAX
-    @pytest.mark.parametrize("names", [("batch", "heads"), ("batch", "embed"), (None, "heads"), ()])
-    @pytest.mark.parametrize("fallback", list(ours.RulesFallback))
-    @pytest.mark.parametrize("jitted", [False, True])
-    def test_beside_flax(self, mesh, names, fallback, jitted):
-        x = jnp.zeros((8, 8))
-        results = []
-        for module in (theirs, ours, sr):
-            function = module.with_logical_constraint
-            choice = theirs.RulesFallback(fallback.value) if module is theirs else fallback
-            call = lambda x, f=function, c=choice: f(x, names, self.RULES, mesh, c)  # noqa: E731
-            result = outcome(jax.jit(call) if jitted else call, x)
-            results.append(result if isinstance(result, type) else result.sharding)
-        expected, *rest = results
-        for got in rest:
-            if isinstance(expected, type):
-                assert got is expected is ValueError
-            else:
-                assert got.is_equivalent_to(expected, 2)
-
-    def test_nothing_without_rules_or_mesh(self, mesh):
-        x = jnp.zeros((8, 8))
-        for module in (theirs, ours, sr):
-            assert module.with_logical_constraint(x, ("batch", None), (), mesh) is x
-            assert module.with_logical_constraint(x, None, self.RULES, mesh) is x
-            assert module.with_logical_constraint(x, ("batch", None), self.RULES) is x
-
-    @NEW_FLAX
-    def test_trees(self, mesh):
-        tree = {"a": jnp.zeros((8, 8)), "b": [jnp.zeros((4, 4)), jnp.zeros((4, 4))]}
-        names = {"a": ("batch", "heads"), "b": ("embed", None)}
-        results = [
-            m.with_logical_constraint(tree, names, self.RULES, mesh) for m in (theirs, ours, sr)
-        ]
-        shardings = [[x.sharding for x in jax.tree.leaves(result)] for result in results]
-        for other in shardings[1:]:
-            assert all(a.is_equivalent_to(b, 2) for a, b in zip(shardings[0], other, strict=True))
+def test_a_wrong_mesh_axis_names_the_rule(mesh):
+    tree = {"a": P("heads"), "b": [P("heads", "embed")]}
+    with pytest.raises(ValueError, match=r"names \('heads', 'embed'\) cannot be sharded") as caught:
+        ours.logical_to_mesh_sharding(tree, mesh, [("heads", "tp"), ("embed", "fspd")])
+    rule = "dim 1: rule 1 ('embed', 'fspd'): the mesh has no axis 'fspd' (did you mean 'fsdp'?)"
+    assert rule in str(caught.value)
 
 
-class TestBoxes:
-    RULES = (("embed", "fsdp"), ("mlp", "tp"))
+AXIS_RULES = (("batch", "fsdp"), ("heads", "tp"), ("embed", "fsdp"))
 
-    @pytest.mark.parametrize("module", [theirs, ours], ids=["flax", "ours"])
-    def test_specs_and_shardings_of_trees_of_boxes(self, mesh, module):
-        tree = {
-            "w": module.LogicallyPartitioned(jnp.zeros((8, 6)), ("embed", "mlp")),
-            "b": [module.LogicallyPartitioned(jnp.zeros(6), ("mlp",))],
-        }
-        specs = sr.logical_to_mesh(tree, self.RULES)
-        assert specs == {"w": P("fsdp", "tp"), "b": [P("tp")]}
-        shardings = sr.logical_to_mesh_sharding(tree, mesh, self.RULES)
-        assert shardings["w"] == NamedSharding(mesh, P("fsdp", "tp"))
-        odd = module.LogicallyPartitioned(jnp.zeros((6, 6)), ("embed", "mlp"))
-        corrected = sr.logical_to_mesh_sharding(odd, mesh, self.RULES, correction=sr.Correction())
-        assert corrected.spec == P(None, "tp")
 
-    @NEW_FLAX
-    def test_unboxing_constrains(self, mesh):
-        results = []
-        for module in (theirs, ours):
-            box = module.LogicallyPartitioned(
-                jnp.zeros((8, 8)), ("embed", "mlp"), mesh=mesh, rules=self.RULES
-            )
-            results.append(box.unbox().sharding)
-            assert box.unbox(apply_constraint=False) is box.value
-        assert results[0].is_equivalent_to(results[1], 2)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("batch", "heads"), ("batch", "embed"), (None, "heads"), (), ("batch", "heads", None),
+        {"a": ("batch", "heads"), "b": ("embed", None)},
+        {"a": P("batch"), "b": None},  # flax replicates "b"
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("fallback", list(theirs.RulesFallback), ids=lambda one: one.name)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_constraints(mesh, names, fallback, jitted):
+    by_tp = jax.device_put(jnp.zeros((8, 8)), jax.NamedSharding(mesh, P("tp")))
+    tree = {"a": by_tp, "b": by_tp}
 
-    def test_metadata_for_nnx(self):
-        for name in ("to_nnx_metadata",):
-            boxes = [
-                m.LogicallyPartitioned(1, ("embed",), rules=self.RULES) for m in (theirs, ours)
-            ]
-            metadata = [dict(getattr(box, name)()) for box in boxes]
-            if "out_sharding" not in metadata[0]:
-                pytest.skip("an older flax, with other names")
-            assert metadata[0] == metadata[1]
-            assert ours.LogicallyPartitioned.from_nnx_metadata(metadata[1]) == boxes[1]
+    def result(module):
+        def call(tree):
+            return module.with_logical_constraint(tree, names, AXIS_RULES, mesh, fallback)
 
-    def test_initializers(self):
-        boxes = [
-            m.with_logical_partitioning(
-                jax.nn.initializers.ones, ("embed", None), rules=self.RULES
-            )(jax.random.key(0), (2, 3))
-            for m in (theirs, ours)
-        ]
-        assert boxes[0].names == boxes[1].names
-        assert boxes[0].rules == boxes[1].rules
-        stacked = [meta.add_axis(box, 0, {meta.PARTITION_NAME: "layers"}) for box in boxes]
-        assert [box.names for box in stacked] == [("layers", "embed", None)] * 2
+        return outcome(jax.jit(call) if jitted else call, tree)
 
-    def test_a_linen_model_with_our_boxes(self, mesh):
-        linen = pytest.importorskip("flax.linen")
-        variables = []
-        for module in (theirs, ours):
-            init = module.with_logical_partitioning(linen.initializers.ones, ("embed", "mlp"))
-            model = linen.Dense(8, kernel_init=init)
-            variables.append(jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 4))))
-        specs = [linen.get_partition_spec(v) for v in variables]
-        assert specs[0] == specs[1]
-        shardings = [linen.logical_to_mesh_sharding(s, mesh, self.RULES) for s in specs]
-        assert sr.logical_to_mesh_sharding(specs[0], mesh, self.RULES) == shardings[0]
+    with jax.set_mesh(mesh):
+        expected, *answers = map(result, (theirs, ours, sr))
+    if isinstance(names, dict) and None in names.values():
+        assert answers.pop()["b"].sharding.is_equivalent_to(by_tp.sharding, 2)
+        if not jitted:  # where flax has an error
+            return
+    for got in answers:
+        if isinstance(expected, type):
+            assert got is expected is ValueError
+            continue
+        for key, array in expected.items():
+            assert got[key].sharding.is_equivalent_to(array.sharding, 2)
+
+
+def test_no_constraint_without_rules_or_mesh(mesh):
+    x = jnp.zeros((8, 8))
+    for module in (theirs, ours, sr):
+        assert module.with_logical_constraint(x, ("batch", None), (), mesh) is x
+        assert module.with_logical_constraint(x, None, AXIS_RULES, mesh) is x
+        assert module.with_logical_constraint(x, ("batch", None), AXIS_RULES) is x
+
+
+def init_of(module, rules=None, mesh=None):
+    ones = jax.nn.initializers.ones
+    return module.with_logical_partitioning(ones, ("embed", "heads"), mesh, rules)
+
+
+def test_boxes(mesh):
+    boxes = [init_of(m, AXIS_RULES, mesh)(jax.random.key(0), (8, 8)) for m in (theirs, ours)]
+    assert [(box.names, box.rules, box.mesh) for box in boxes] == [
+        (("embed", "heads"), AXIS_RULES, mesh)
+    ] * 2
+    assert all(box.unbox(apply_constraint=False) is box.value for box in boxes)
+    shardings = [box.unbox().sharding for box in boxes]
+    assert shardings[0].is_equivalent_to(shardings[1], 2)
+    stacked = [meta.add_axis(box, 0, {meta.PARTITION_NAME: "layers"}) for box in boxes]
+    assert [box.names for box in stacked] == [("layers", "embed", "heads")] * 2
+    theirs_for_nnx, ours_for_nnx = [dict(box.to_nnx_metadata()) for box in boxes]
+    assert {**theirs_for_nnx, "value": 1} == {**ours_for_nnx, "value": 1}
+    assert ours.LogicallyPartitioned.from_nnx_metadata(ours_for_nnx) == boxes[1]
+
+
+def test_a_linen_model_with_our_boxes(mesh):
+    models = [linen.Dense(8, kernel_init=init_of(module)) for module in (theirs, ours)]
+    key, x = jax.random.key(0), jnp.ones((1, 8))
+    variables = [jax.eval_shape(model.init, key, x) for model in models]
+    specs = [linen.get_partition_spec(boxed) for boxed in variables]
+    assert specs[0] == specs[1]
+    expected = linen.logical_to_mesh_sharding(specs[0], mesh, AXIS_RULES)
+    assert ours.logical_to_mesh_sharding(specs[1], mesh, AXIS_RULES) == expected
+    for boxed in variables:
+        assert sr.logical_to_mesh(boxed, AXIS_RULES) == linen.logical_to_mesh(specs[0], AXIS_RULES)
+        assert sr.named_shardings(boxed, sr.LogicalRules(AXIS_RULES), mesh) == expected
 
 
 def test_without_flax():

@@ -262,11 +262,8 @@ def test_symbolic_dimensions():
         sr.named_shardings(tree, RULE, SIZES, correction=error)
     with pytest.raises(TypeError, match="x: the dimension b of the shape .* is symbolic"):
         sr.plan(tree, RULE, SIZES)
-    rules = [("batch", "dp"), ("mlp", "tp")]
-    names = {"x": ("batch", "mlp")}
-    found = sr.logical_to_mesh_sharding(
-        names, SIZES, rules, arrays=tree, correction=sr.Correction()
-    )
+    rules = sr.LogicalRules([("batch", "dp"), ("mlp", "tp")])
+    found = sr.named_shardings(tree, rules, SIZES, names={"x": ("batch", "mlp")})
     assert found["x"].spec == P(None, "tp")
 
 

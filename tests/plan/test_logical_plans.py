@@ -260,7 +260,7 @@ def random_case(rng):
     "dialect", [sr.dialects.LINEN, sr.dialects.MAXTEXT], ids=lambda one: one.name
 )
 @pytest.mark.parametrize("indivisible", ["drop", "drop_axis", "prefix", "keep"])
-def test_the_plan_of_names_is_logical_to_mesh_shardings(dialect, indivisible):
+def test_the_plan_of_names_gives_named_shardings(dialect, indivisible):
     rng = random.Random(indivisible + dialect.name)
     for _ in range(60):
         tree, rules, mesh, names = random_case(rng)
@@ -269,14 +269,6 @@ def test_the_plan_of_names_is_logical_to_mesh_shardings(dialect, indivisible):
         logical = sr.LogicalRules(rules, dialect)
         plan = sr.plan(tree, logical, mesh, names=names, correction=policy)
         shardings = plan.shardings()
-        assert shardings == sr.logical_to_mesh_sharding(
-            {name: P(*one) for name, one in names.items()},
-            mesh,
-            rules,
-            arrays=tree,
-            correction=policy,
-            dialect=dialect,
-        )
         assert shardings == sr.named_shardings(tree, logical, mesh, names=names, correction=policy)
 
 

@@ -94,10 +94,6 @@ class NodeForms:
             self._known[type(node)] = form
         return form
 
-    def are_specs(self, leaves: list[Any]) -> bool:
-        """Return whether all leaves are PartitionSpecs, which need no conversion to names."""
-        return all(self._known.get(type_) == "spec" for type_ in set(map(type, leaves)))
-
     def holds_array(self, node: Any) -> bool:
         """Return whether a node is an array with whatever says its names."""
         return self.of(node) in ("box", "variable", "named")
@@ -128,7 +124,11 @@ class NodeForms:
     def check_some_have_names(self, leaves: list[Any]) -> None:
         """Check that not all leaves are arrays."""
         if leaves and all(self.of(x) == "other" and hasattr(x, "shape") for x in leaves):
-            raise TypeError(_no_names(leaves[0], "a tree of names, with the arrays as arrays=..."))
+            raise TypeError(_no_names(leaves[0], "a tree of names"))
+
+    def with_answer(self, leaf: Any, answer: Any) -> Any:
+        """Return the answer about a leaf; a Variable holds it, as in flax.nnx."""
+        return leaf.replace(answer) if self.of(leaf) == "variable" else answer
 
     def array_in(self, leaf: Any) -> Any:
         """Return the array that the names of a leaf belong to."""
@@ -174,11 +174,7 @@ class Unboxed(NamedTuple):
     def boxed(self, answers: Any) -> Any:
         """Return the tree of answers, with those about a Variable in the Variable, as flax.nnx."""
         here = self.treedef.flatten_up_to(answers)
-        pairs = zip(self.leaves, here, strict=True)
-        return self.treedef.unflatten(
-            leaf.replace(answer) if self.forms.of(leaf) == "variable" else answer
-            for leaf, answer in pairs
-        )
+        return self.treedef.unflatten(map(self.forms.with_answer, self.leaves, here))
 
 
 def open_boxes(tree: Any) -> Unboxed:

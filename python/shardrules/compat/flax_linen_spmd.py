@@ -1,7 +1,12 @@
 """`flax.linen.spmd` of flax 0.12: logical axis names to mesh axes by the order of rules.
 
-The same signatures and results, without flax. A rule list is compiled once, and distinct names are
-resolved once for each list.
+The same signatures and results, without flax. What differs:
+
+- Rules may be `LogicalRules`, whose dialect counts then. Strings in the place of rules or of tuples
+  of names are errors; flax takes their letters.
+- Equal shardings of a tree are one object. An axis that the mesh lacks is an error with the rule.
+- `with_logical_constraint` also reshards over Explicit and mixed axes, and leaves out axes that are
+  manual inside shard_map.
 """
 
 from __future__ import annotations
@@ -15,21 +20,17 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._base.specs import is_partition_spec
-from shardrules._place.logical import (
-    RulesFallback,
-    compiled,
-    constraint_spec,
-    is_logical_spec,
-    resolved,
-    sharding_maker,
-)
+from shardrules._core import resolve_all
+from shardrules._place import logical
+from shardrules._place.logical import RulesFallback, is_logical_spec, resolver_in_force
+from shardrules._place.name_shardings import check_mesh_axes
 from shardrules._rules.logical_rules import (
     LogicalRulesLike,
     get_logical_axis_rules,
     logical_axis_rules,
     set_logical_axis_rules,
 )
-from shardrules.compat.flax_core_meta import Partitioned, global_mesh_defined
+from shardrules.compat.flax_core_meta import Partitioned
 
 if TYPE_CHECKING:
     LogicalNames = tuple[str | None, ...]
@@ -51,17 +52,9 @@ __all__ = [
 def logical_to_mesh_axes(
     array_dim_names: Any, rules: LogicalRulesLike | None = None
 ) -> PartitionSpec | None:
-    """Return the PartitionSpec of one array; see `shardrules.logical_to_mesh`.
+    """Return the PartitionSpec of one array, or None for None.
 
     Semantics of flax.linen.logical_to_mesh_axes, 0.12.
-
-    Args:
-        array_dim_names: A name, None or UNCONSTRAINED for each dimension. If it is None, the result
-            is None.
-        rules: (name, mesh axes) pairs. Default: the rules in force.
-
-    Raises:
-        ValueError: A name occurs twice, a rule is not a pair, or `rules` is not a tuple or list.
 
     Example:
         >>> names = ("batch", "length", "heads", "features")
@@ -69,34 +62,22 @@ def logical_to_mesh_axes(
         >>> tuple(logical_to_mesh_axes(names, rules))
         ('X', None, 'Y', None)
     """
-    if array_dim_names is None:
-        return None
-    return compiled(rules, None).spec(array_dim_names)
+    return None if array_dim_names is None else resolver_in_force(rules).spec(array_dim_names)
 
 
 def logical_to_mesh(tree: Any, rules: LogicalRulesLike | None = None) -> Any:
     """Replace each PartitionSpec of a tree by its `logical_to_mesh_axes`.
 
     Semantics of flax.linen.logical_to_mesh, 0.12.
-
-    Example:
-        >>> specs = logical_to_mesh({"w": PartitionSpec("embed")}, [("embed", "tp")])
-        >>> specs["w"] == PartitionSpec("tp")
-        True
     """
-    priority = compiled(rules, None)
-    return resolved(tree, None, lambda names, _: priority.spec(names), is_partition_spec)
+    resolver = resolver_in_force(rules)
+    return _map_specs(tree, lambda names, _: resolver.spec(names))
 
 
 def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | None = None) -> Any:
     """Replace each PartitionSpec of logical names in a tree by a NamedSharding.
 
-    Semantics of flax.linen.logical_to_mesh_sharding, 0.12, except that equal shardings are one
-    object.
-
-    Raises:
-        ValueError: As `logical_to_mesh_axes`; or the mesh does not have an axis. The message has
-            the number of such leaves and lists the first 20, each with its rules.
+    Semantics of flax.linen.logical_to_mesh_sharding, 0.12.
 
     Example:
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
@@ -104,7 +85,26 @@ def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | No
         >>> tuple(logical_to_mesh_sharding(tree, mesh, [("embed", "tp")])["w"].spec)
         ('tp',)
     """
-    return resolved(tree, None, sharding_maker(compiled(rules, None), mesh), is_partition_spec)
+    resolver = resolver_in_force(rules)
+
+    @functools.cache
+    def sharding(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, spec)
+
+    def make(names: Any, _: None) -> NamedSharding:
+        try:
+            return sharding(resolver.spec(names))
+        except ValueError:
+            check_mesh_axes(resolver.resolve(names), mesh)
+            raise
+
+    return _map_specs(tree, make)
+
+
+def _map_specs(tree: Any, make: Callable[[Any, None], Any]) -> Any:
+    """Replace each PartitionSpec of a tree by make(it, None), called once for equal ones."""
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_partition_spec)
+    return treedef.unflatten(resolve_all(leaves, None, {}, make))
 
 
 def with_logical_constraint(
@@ -116,50 +116,21 @@ def with_logical_constraint(
 ) -> Any:
     """Constrain arrays to the mesh axes of their logical names.
 
-    Semantics of flax.linen.with_logical_constraint, 0.12: it applies JAX's sharding constraint.
-    `shardrules.with_logical_constraint` also works on Explicit and mixed axes.
-
-    Args:
-        x: An array or a tree of arrays.
-        logical_axis_resources: Names for all arrays, or a tree of names. None for no constraint.
-        rules: As in `logical_to_mesh_axes`. Without rules `x` is returned unchanged.
-        mesh: The mesh. Default: the context's. Without a mesh `x` is returned unchanged.
-        fallback: What happens if a name gets no mesh axes.
-
-    Raises:
-        ValueError: As `logical_to_mesh_axes`; or a name gets no mesh axes and the fallback is
-            RAISE_ERROR.
-
-    Example:
-        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
-        >>> with_logical_constraint(jax.numpy.ones(2), ("batch",), [("batch", "dp")], mesh).shape
-        (2,)
+    Semantics of flax.linen.with_logical_constraint, 0.12: in a tree of names None replicates; in
+    `shardrules.with_logical_constraint` it leaves the array as it is.
     """
-    on_mesh = get_logical_axis_rules() if rules is None else rules
-    if not on_mesh or logical_axis_resources is None:
+    if logical_axis_resources is None:
         return x
-    priority = compiled(on_mesh, None)
-
-    def constrained(names: Any, part: Any) -> Any:
-        spec = None if names is None else constraint_spec(priority.resolve(names), fallback)
-        if mesh is None and not global_mesh_defined():
-            return part
-        if spec is None and names is not None:
-            return part
-        leaf_spec = spec if mesh is None or spec is None else NamedSharding(mesh, spec)
-        return jax.lax.with_sharding_constraint(part, leaf_spec)
-
-    return jax.tree_util.tree_map(constrained, logical_axis_resources, x, is_leaf=is_logical_spec)
+    names = jax.tree_util.tree_map(
+        lambda entries: () if entries is None else entries,
+        logical_axis_resources,
+        is_leaf=is_logical_spec,
+    )
+    return logical.with_logical_constraint(x, names, rules, mesh, fallback)
 
 
 class LogicallyPartitioned(Partitioned[Any]):  # noqa: PLW1641 a dataclass has __hash__
     """A `Partitioned` whose names are logical. Semantics of flax.linen.LogicallyPartitioned, 0.12.
-
-    Args:
-        value: An array or an abstract array.
-        names: A logical name or None for each axis.
-        mesh: The mesh for `unbox`. Default: the context's.
-        rules: (name, mesh axes) pairs for `unbox`. Default: the rules in force.
 
     Example:
         >>> LogicallyPartitioned(1, ("embed",)).get_partition_spec() == PartitionSpec("embed")
@@ -207,12 +178,6 @@ def with_logical_partitioning(
     """Wrap a function so that its result is in a `LogicallyPartitioned`.
 
     Semantics of flax.linen.with_logical_partitioning, 0.12.
-
-    Args:
-        fn: The function, usually an initializer.
-        names: As in `LogicallyPartitioned`.
-        mesh: As in `LogicallyPartitioned`.
-        rules: As in `LogicallyPartitioned`.
 
     Example:
         >>> init = with_logical_partitioning(jax.nn.initializers.ones, (None, "embed"))
