@@ -69,6 +69,8 @@ def logical_to_mesh(
     """
     resolver = resolver_in_force(rules, dialect)
     forms = NodeForms()
+    leaves: list[Any]
+    treedef: Any
     leaves, treedef = tree_util.tree_flatten(tree, is_leaf=forms.has_names)
     forms.check_some_have_names(leaves)
     names = list(map(forms.names_of, leaves))

@@ -103,6 +103,8 @@ def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | No
 
 def _map_specs(tree: Any, make: Callable[[Any, None], Any]) -> Any:
     """Replace each PartitionSpec of a tree by make(it, None), called once for equal ones."""
+    leaves: list[Any]
+    treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_partition_spec)
     return treedef.unflatten(resolve_all(leaves, None, {}, make))
 
