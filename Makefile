@@ -83,7 +83,8 @@ test-cpp: cpp-test
 sanitize: test-asan cpp-tsan
 
 configure-%: $(VENV)/dependencies
-	VIRTUAL_ENV="$(CURDIR)/$(VENV)" CMAKE_PREFIX_PATH="$$($(VENV)/bin/python -m pybind11 --cmakedir)" \
+	VIRTUAL_ENV="$(CURDIR)/$(VENV)" CMAKE_PREFIX_PATH="$$($(VENV)/bin/python -c \
+	  'import pybind11; print(pybind11.get_cmake_dir())')" \
 	  $(VENV)/bin/cmake --preset $* --log-level=WARNING -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(VENV)/bin/ninja"
 
 build-%: configure-%
