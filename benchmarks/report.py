@@ -1,7 +1,7 @@
 """`python -m benchmarks.report`: all measurements as Markdown and SVG, into docs/.
 
-Overwrites docs/benchmarks.md, except for its last section, and docs/benchmarks/*.svg; takes about
-ten minutes.
+Overwrites docs/benchmarks.md, except for its last section, docs/benchmarks/*.svg, and README's
+table of speed; takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ os.environ["XLA_FLAGS"] = (
 import matplotlib as mpl  # pyright: ignore[reportMissingImports] # of the group bench alone
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-from benchmarks import arrays, checkpoints, floor, patching, planning, proof, scaling
+from benchmarks import arrays, checkpoints, floor, front_page, patching, planning, proof, scaling
 from benchmarks.cases import cases
 from benchmarks.curves import Curve, curves
 from benchmarks.harness import PEERS, Result, environment, measure_all
@@ -71,6 +71,7 @@ def main() -> int:
     page = DOCS / "benchmarks.md"
     suggested = page.read_text(encoding="utf-8").partition(SUGGESTED)[2]
     write_text(page, "\n".join(parts).rstrip() + "\n" + SUGGESTED + suggested)
+    front_page.main()
     return 0
 
 
