@@ -193,6 +193,31 @@ def test_a_linen_model_with_our_boxes(mesh):
         assert sr.named_shardings(boxed, sr.LogicalRules(AXIS_RULES), mesh) == expected
 
 
+def test_logical_rules_in_force_serve_flaxs_own_layers(mesh):
+    """flax 0.12 takes only tuples and lists: all layers raised "Unknown axis rule"."""
+    model = linen.Dense(8, use_bias=False, kernel_init=init_of(theirs))
+    pairs = [("embed", "fsdp"), ("heads", "fsdp"), ("heads", "tp")]
+    rules = sr.LogicalRules([*pairs, ("heads", None)], sr.dialects.FLAX_CORE)
+    x, key = jnp.ones((8, 8)), jax.random.key(0)
+    results = []
+    for chosen in (rules, tuple(rules)):
+        with jax.set_mesh(mesh), sr.logical_axis_rules(chosen):
+            variables = jax.jit(lambda x: linen.unbox(model.init(key, x)))(x)
+            constrained = jax.jit(lambda x: linen.with_logical_constraint(x, ("embed", "heads")))
+            results.append((variables, jax.jit(model.apply)(model.init(key, x), x), constrained(x)))
+            assert theirs.get_logical_axis_rules() == tuple(rules)
+            # ours also know the dialect
+            names = sr.logical_to_mesh(("embed", "heads"))
+            assert names == P("fsdp", None if chosen is rules else "tp")
+            with linen.logical_axis_rules(theirs.get_logical_axis_rules()):
+                assert sr.logical_to_mesh(("embed", "heads")) == names
+    assert theirs.get_logical_axis_rules() == ()
+    of_rules, of_pairs = map(jax.tree.leaves, results)
+    for array, other in zip(of_rules, of_pairs, strict=True):
+        assert array.sharding.is_equivalent_to(other.sharding, array.ndim)
+    assert of_rules[0].sharding.is_equivalent_to(jax.NamedSharding(mesh, P("fsdp", "tp")), 2)
+
+
 def test_without_flax():
     code = (
         "import sys; sys.modules['flax'] = None\n"

@@ -18,7 +18,12 @@ from shardrules._place.constraint import with_sharding_constraint
 from shardrules._place.mesh import MeshLike, context_mesh, resolve_mesh
 from shardrules._place.name_shardings import check_mesh_axes
 from shardrules._rules.dialects import LINEN, LogicalDialect
-from shardrules._rules.logical_rules import LogicalRules, LogicalRulesLike, get_logical_axis_rules
+from shardrules._rules.logical_rules import (
+    LogicalRules,
+    LogicalRulesLike,
+    PairsOfRules,
+    get_logical_axis_rules,
+)
 from shardrules._rules.names import is_name
 from shardrules._rules.resolver import UNASSIGNED, Resolver, resolver_for
 
@@ -154,6 +159,8 @@ def resolver_in_force(
     """Compile rules, by default those of the context, for the names of arrays of any shape."""
     check_type("dialect", dialect, LogicalDialect | None, "a LogicalDialect, such as FLAX_CORE")
     in_force: Any = get_logical_axis_rules() if rules is None else rules
+    if isinstance(in_force, PairsOfRules):
+        in_force = in_force.rules
     if isinstance(in_force, LogicalRules):
         dialect, in_force = dialect or in_force.dialect, tuple(in_force)
     return resolver_for(in_force, dialect or LINEN, {})

@@ -133,14 +133,20 @@ def resolver_of(
 LogicalRulesLike = Sequence[tuple[str, Any]] | LogicalRules
 
 
+class PairsOfRules(tuple[tuple[Any, Any], ...]):
+    """The pairs of `LogicalRules` in force: flax's functions take only a tuple or list."""
+
+    rules: LogicalRules
+
+
 def set_logical_axis_rules(rules: LogicalRulesLike) -> None:
     """Set the logical axis rules of this thread.
 
     Semantics of flax.core.spmd.set_logical_axis_rules, 0.12. If flax is loaded, flax's functions
-    and ours use the same rules.
+    and ours use the same rules. Of `LogicalRules` flax's see the pairs, ours the dialect too.
 
     Args:
-        rules: (logical name, mesh axes) pairs.
+        rules: `LogicalRules`, or (logical name, mesh axes) pairs.
 
     Raises:
         ValueError, TypeError: A rule is not a pair, or the rules can be read only once.
@@ -151,12 +157,17 @@ def set_logical_axis_rules(rules: LogicalRulesLike) -> None:
         [('embed', 'fsdp')]
         >>> set_logical_axis_rules(())
     """
-    _check(rules)
-    _rules_in_force().rules = rules
+    if isinstance(rules, LogicalRules):
+        pairs = PairsOfRules(rules)
+        pairs.rules = rules
+        rules = pairs
+    else:
+        _check(rules)
+    _record().rules = rules
 
 
-def get_logical_axis_rules() -> LogicalRulesLike:
-    """Return the logical axis rules of this thread.
+def get_logical_axis_rules() -> Sequence[tuple[str, Any]]:
+    """Return the logical axis rules of this thread; of `LogicalRules` their pairs.
 
     Semantics of flax.core.spmd.get_logical_axis_rules, 0.12.
 
@@ -164,33 +175,33 @@ def get_logical_axis_rules() -> LogicalRulesLike:
         >>> get_logical_axis_rules()
         ()
     """
-    return _rules_in_force().rules  # type: ignore[no-any-return]
+    return _record().rules  # type: ignore[no-any-return]
 
 
 @contextmanager
 def logical_axis_rules(rules: LogicalRulesLike) -> Generator[None, None, None]:
     """Return a context with these logical axis rules in force, instead of the outer ones.
 
-    Semantics of flax.core.spmd.logical_axis_rules, 0.12.
+    Semantics of flax.core.spmd.logical_axis_rules, 0.12. If flax is loaded, flax's functions and
+    ours use the same rules. Of `LogicalRules` flax's see the pairs, ours the dialect too.
 
     Args:
-        rules: As in `set_logical_axis_rules`.
+        rules: `LogicalRules`, or (logical name, mesh axes) pairs.
 
     Raises:
-        ValueError, TypeError: As `set_logical_axis_rules`.
+        ValueError, TypeError: A rule is not a pair, or the rules can be read only once.
 
     Example:
         >>> with logical_axis_rules([("embed", "fsdp")]):
         ...     get_logical_axis_rules()
         [('embed', 'fsdp')]
     """
-    _check(rules)
     outer = get_logical_axis_rules()
+    set_logical_axis_rules(rules)
     try:
-        _rules_in_force().rules = rules
         yield
     finally:
-        _rules_in_force().rules = outer
+        _record().rules = outer
 
 
 def _check(rules: Any) -> None:
@@ -204,13 +215,13 @@ def _check(rules: Any) -> None:
 
 
 class _AxisRules(threading.local):
-    rules: LogicalRulesLike = ()
+    rules: Sequence[tuple[str, Any]] = ()
 
 
 _own = _AxisRules()
 
 
-def _rules_in_force() -> Any:
+def _record() -> Any:
     """Return the object with this thread's rules: flax's own object, if flax is loaded."""
     theirs = flax_axis_rules()
     if theirs is None:
