@@ -395,22 +395,6 @@ ALL = (
 CHECKPOINT = None
 
 
-def test_there_are_83_of_0_2_and_60_of_0_3():
-    tables = (
-        OF_SOLUTIONS,
-        OF_COMMANDS,
-        OF_PLANS,
-        OF_PLACEMENT,
-        OF_TOPOLOGIES,
-        OF_DEVICES,
-        OF_STEPS,
-        OF_FILES,
-    )
-    assert sum(map(len, tables)) == len(ALL)
-    assert len(OF_PLANS) + len(OF_PLACEMENT) >= 83
-    assert len(OF_TOPOLOGIES) + len(OF_DEVICES) + len(OF_STEPS) + len(OF_FILES) >= 60
-
-
 @pytest.mark.parametrize("mistake", ALL)
 def test_the_message_says_what_was_given_and_what_to_write(mistake, tmp_path, monkeypatch):
     if mistake in OF_DEVICES and importlib.util.find_spec("libtpu") is None:

@@ -86,19 +86,3 @@ def test_other_mistakes_are_no_order(call):
     with pytest.raises((TypeError, ValueError, re.error)) as error:
         call()
     assert "order" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("door", "old"),
-    [
-        (sr.shard, "specs_or_rules"),
-        (sr.with_sharding_constraint, "specs_or_rules"),
-        (sr.reshard, "plan_or_rules"),
-    ],
-)
-def test_the_name_that_rules_had_in_0_2_still_works(door, old):
-    mesh = jax.sharding.Mesh(jax.devices()[:2], ("tp",))
-    tree = sr.shard({"w": np.ones((4, 4), np.float32)}, P(), mesh)
-    with pytest.warns(DeprecationWarning, match=f"{old} is now called rules"):
-        moved = door(tree, mesh=mesh, **{old: P("tp")})
-    assert moved["w"].sharding.spec == P("tp", None)

@@ -185,7 +185,7 @@ py::tuple RuleSet::match(const py::object& tree, resolution::Answers& answers,
         const Ref matched = pytree::map_tree(tree.ptr(), dialect_.path_style, *dfa, leaves);
         return py::make_tuple(to_python(matched), to_python(leaves.unmatched()),
                               to_python(leaves.ambiguous()), to_python(leaves.misfits()),
-                              to_python(leaves.events()));
+                              to_python(leaves.events()), leaves.has_dimensions());
     });
 }
 

@@ -44,6 +44,7 @@ Ref MatchLeaves::answer(Leaf& leaf) {
     Py_ssize_t rank = kAnyRank;
     if (options_.strict) {
         rank = leaf.rank();
+        has_dimensions_ |= rank > 0;
         if (rank == 0 && !dialect_.scalars_need_rules) return Ref::borrow(options_.replicated);
         if (sizes_first_ && needs_no_rule(leaf)) return Ref::borrow(options_.replicated);
     }

@@ -47,11 +47,14 @@ class MatchLeaves final : public LeafVisitor {
     const Listing& misfits() const { return misfits_; }
     // with record_events, the truncated spec, or None for a leaf smaller than min_size.
     const Listing& events() const { return events_; }
+    // Whether some leaf has dimensions; false if not strict.
+    bool has_dimensions() const { return has_dimensions_; }
 
   private:
     static constexpr automata::RuleId kSeveral = automata::kNoRule - 1;
 
-    // Its only effects are reports, which read the leaf's path.
+    // Its only effects are reports, which read the leaf's path, and a flag that each leaf of a rank
+    // sets alike.
     Ref answer(Leaf& leaf);
     bool needs_no_rule(Leaf& leaf) const;
     bool too_small(PyObject* shape) const;
@@ -68,6 +71,7 @@ class MatchLeaves final : public LeafVisitor {
     CallOptions options_;
     bool has_min_size_;
     bool sizes_first_, size_last_;  // whether sizes are read before the match, after it
+    bool has_dimensions_ = false;
     Listing unmatched_, ambiguous_, misfits_, events_;
     std::vector<automata::RuleId> matches_;  // of the current leaf, if dialect_.unique
 };

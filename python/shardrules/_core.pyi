@@ -234,6 +234,7 @@ class RuleSet:
         tuple[int, list[tuple[str, tuple[list[int], Any]]]],
         tuple[int, list[tuple[str, tuple[int, Any]]]],
         tuple[int, list[tuple[str, Any]]],
+        bool,
     ]:
         """Return the fields of `shardrules._rules.matcher.WalkResult`."""
 

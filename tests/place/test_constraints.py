@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._place import constraint, named_shardings
 from shardrules._place import mesh as meshes_of_jax
-from tests.support.contexts import legacy
+from tests.support.contexts import legacy, not_on_jax_0_7
 from tests.support.work import calls_by_file
 
 constrain = sr.with_sharding_constraint
@@ -102,6 +102,7 @@ class TestUnderSetMesh:
             mapped = jax.jit(jax.vmap(lambda x: constrain(x, P("c"))))(jnp.zeros((3, 8)))
             assert is_sharded(mapped, typed_mesh, None, "c")
 
+    @not_on_jax_0_7
     def test_manual_axes_are_left_out(self, typed_mesh):
         """The same as the call of JAX's that a user would have to write for this mesh."""
         seen = []
@@ -125,6 +126,7 @@ class TestUnderSetMesh:
             assert result.sharding.is_equivalent_to(expected.sharding, 1)
             np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(8.0))
 
+    @not_on_jax_0_7
     @pytest.mark.parametrize("given", ["context", "mesh", "sharding", "rules", "rules and mesh"])
     def test_a_dimension_whose_axis_is_manual_keeps_the_other_axes_cut(self, typed_mesh, given):
         strict = sr.Correction(indivisible="error", unconstrained="drop")
@@ -150,6 +152,7 @@ class TestUnderSetMesh:
         assert is_sharded(result, typed_mesh, rows, "c")
         np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(64.0).reshape(8, 8))
 
+    @not_on_jax_0_7
     def test_a_mesh_given_in_shard_map_is_that_of_the_local_shapes(self, typed_mesh):
         strict = sr.Correction(indivisible="error")  # 2 local rows can be cut by "b" alone
         with jax.set_mesh(typed_mesh):

@@ -74,7 +74,7 @@ def test_of_nnx(mesh):
     known = {path: leaf for path, leaf in LEAVES.items() if path not in ("unknown", "rules")}
     params = {path: nnx.Param(jax.ShapeDtypeStruct(of[1], "float32")) for path, of in known.items()}
     for path, param in params.items():
-        param.set_metadata("out_sharding", known[path][0])
+        param.set_metadata(out_sharding=known[path][0])
     state = nnx.State(params)
     with spmd.logical_axis_rules(rules):
         theirs = nnx.get_named_sharding(state, mesh)

@@ -1141,6 +1141,8 @@ def refused_by_jax(spec, mesh, rank):
 )
 def test_what_jax_refuses_to_place_is_a_misfit(spec):
     types = jax.sharding.AxisType
+    if len(spec) == 3 and jax.__version_info__ < (0, 8):
+        pytest.skip("JAX 0.7 takes specs that are longer than the rank")
     mesh = jax.sharding.AbstractMesh(
         (2, 2), ("auto", "explicit"), axis_types=(types.Auto, types.Explicit)
     )

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.rule_specs import MEMORY_KINDS
+from tests.support.contexts import not_on_jax_0_7
 
 KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
 SIZES = {"dp": 2, "fsdp": 4, "tp": 2}
@@ -47,6 +48,7 @@ def test_companions_are_in_the_memory_of_their_base():
     assert plan.kind("wq/lora_a").memory_kind == "pinned_host"
 
 
+@not_on_jax_0_7
 def test_shardings_and_abstract_arrays_are_those_of_named_shardings(mesh):
     plan = sr.plan(TREE, RULES, mesh)
     expected = sr.named_shardings(TREE, RULES, mesh)
@@ -147,6 +149,7 @@ class TestOptimizer:
         assert set(self.kinds(there).values()) == {"pinned_host"}
         assert there.bytes_per_device().max == 0
 
+    @not_on_jax_0_7
     def test_jit_makes_it_there(self, mesh):
         optax = pytest.importorskip("optax")
         params = {"wq": np.ones((16, 8), "float32")}

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._place.mesh import as_mesh
 from tests.support import step_suite
-from tests.support.hlo_steps import shard_map
 
 WIDTH, HEADS, SIZE, ROWS = 256, 4, 32, 16
 TREE = {name: jax.ShapeDtypeStruct((WIDTH, HEADS * SIZE), "bfloat16") for name in "qkv"}
@@ -81,7 +80,7 @@ def ring_on(mesh):
             x,
         )
 
-    turn = shard_map(around, mesh=mesh, in_specs=P("data", "sp"), out_specs=P("data", "sp"))
+    turn = jax.shard_map(around, mesh=mesh, in_specs=P("data", "sp"), out_specs=P("data", "sp"))
     x = jax.ShapeDtypeStruct((16, 64, 64), "float32", sharding=NamedSharding(mesh, P("data", "sp")))
     return sr.trace(lambda params, x: turn(x @ params["w"]), plan, x)
 

@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.support.hlo_steps import shard_map
 
 WIDTH, LENGTH = 64, 32
 
@@ -112,7 +111,7 @@ def test_rows_that_are_concatenated_are_as_many():
 def test_rows_of_one_device_are_as_many():
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     plan = sr.plan({"up": jax.ShapeDtypeStruct((64, 256), "float32")}, [(".*", ())], mesh)
-    mapped = shard_map(
+    mapped = jax.shard_map(
         lambda w, x: jnp.sin(jnp.tanh(x @ w) @ w.T), mesh=mesh, in_specs=(P(), P("data")),
         out_specs=P("data"),
     )  # fmt: skip

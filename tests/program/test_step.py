@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.support.hlo_steps import shard_map
 
 SIZES = {"fsdp": 4, "tp": 2}
 
@@ -122,7 +121,7 @@ def test_heads_in_code_by_device_are_heads():
 
     def by_device(w, x):
         local = lambda w, x: lax.psum(attend(w, x), "tp")  # noqa: E731
-        return shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=P())(w, x)
+        return jax.shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=P())(w, x)
 
     named = [
         {
@@ -306,7 +305,7 @@ def test_calls_by_any_name_are_looked_into():
 
 def test_code_by_device_counts_on_all_devices():
     mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
-    double = shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    double = jax.shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
     assert sr.trace(double, shape(32, 16), shape(16, 16)).flops == 2 * 32 * 16 * 16
 
 
@@ -450,7 +449,7 @@ def test_what_cannot_be_answered_is_told(call, error, text):
 def test_code_by_device_is_of_one_mesh():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
     plan = sr.plan({"w": shape(8, 16)}, [("w", P("fsdp"))], mesh)
-    summed = shard_map(
+    summed = jax.shard_map(
         lambda w: lax.psum(w, "fsdp"), mesh=mesh, in_specs=P("fsdp"), out_specs=P(None)
     )
     step = sr.trace(lambda params: summed(params["w"]), plan)
@@ -495,7 +494,7 @@ def test_a_scalar_that_is_added_to_an_array_takes_none_of_its_cuts():
 def test_code_by_device_takes_the_time_of_a_device():
     plan = planned({"w": shape(512, 512)}, [("w", P())], {"data": 8})
     x = batch_on(plan, 1024, 512, spec=P("data"))
-    by_device = shard_map(
+    by_device = jax.shard_map(
         lambda w, x: x @ w, mesh=x.sharding.mesh, in_specs=(P(), P("data")), out_specs=P("data")
     )
     plain, manual = (

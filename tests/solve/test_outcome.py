@@ -206,8 +206,6 @@ def test_rounds_are_one_to_three():
 
 
 def test_code_by_device_keeps_its_specs_and_is_named():
-    from jax.experimental.shard_map import shard_map
-
     mesh = devices()
 
     def local(x):
@@ -215,7 +213,8 @@ def test_code_by_device_keeps_its_specs_and_is_named():
 
     def forward(params, x):
         x = x @ params["up"]
-        return shard_map(local, mesh=mesh, in_specs=P("fsdp", "tp"), out_specs=P("fsdp"))(x)
+        spec = P("fsdp", "tp")
+        return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=P("fsdp"))(x)
 
     step = sr.trace(forward, sr.plan(TREE, [(".*", ())], mesh), shape(FEW, 512))
     solution = sr.solve(step, mesh, hardware="v5p")

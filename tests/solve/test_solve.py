@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.support.hlo_steps import shard_map
 
 
 def shape(*sizes, dtype="float32"):
@@ -305,7 +304,7 @@ def test_what_only_code_by_device_makes_and_reads_is_not_chosen():
     def local(w, x):
         return jnp.sin(jnp.sin(x @ w) @ w.T)
 
-    mapped = shard_map(local, mesh=mesh, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))
     step = sr.trace(jax.grad(lambda w, x: jnp.sum(mapped(w, x))), shape(64, 128), shape(4096, 64))
     made = next(op for op, _ in step._equations.everything() if op.name == "shard_map").outputs
     solution = sr.solve(step, mesh, hardware="v5p")

@@ -378,6 +378,8 @@ def test_nnx_variables(nnx):
 
 def test_which_library_types_are_known(eqx, nnx):
     """Fails when a library's new version has to be looked at; the result stays right anyway."""
+    if jax.__version_info__ < (0, 8):
+        pytest.skip("equinox and flax of this JAX's time go through the registry")
     module = eqx.nn.Linear(3, 4, key=jax.random.key(0))
     assert record_of(module).layout is RecordLayout.ATTRIBUTES
     assert record_of(nnx.Param(LEAF)).layout is RecordLayout.VARIABLE

@@ -10,8 +10,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import inf
 from numbers import Number, Real
 from types import ModuleType, UnionType
@@ -38,24 +37,18 @@ MOST: Final = 2**63 - 1
 """The largest number that the core and numpy's int64 hold."""
 
 _TEXTS: Final = ("strings", "patterns", "words")
-_NODES: Final = (dict, list, tuple)
-_PLAIN: Final = (str, bytes, bytearray, os.PathLike, Iterator)
-# Nobody nests deeper by hand, and a list may be inside itself.
-_DEEPEST: Final = 100
-# What is put beside a model's arrays by mistake stands near the root.
-_LOOKED_AT: Final = 32
 _ARRAYS: Final = (
     "a pytree of arrays, or of abstract ones as jax.eval_shape gives; shardrules.read_model reads "
     "those of a file"
 )
 _RETURNED: Final = "what it returns, as jax.eval_shape(function, *arguments) does"
-_OPTIMIZER: Final = "the optimizer's state, jax.eval_shape(optimizer.init, params)"
+_STATE: Final = "the optimizer's state, jax.eval_shape(optimizer.init, params)"
 _INSTEAD: Final = {
     "flax.linen.module.Module": "its parameters, jax.eval_shape(model.init, key, inputs)['params']",
     "flax.nnx.module.Module": "its state, nnx.state(model)",
     "torch.nn.modules.module.Module": "its state_dict()",
     "keras.src.models.model.Model": "{v.path: v.value for v in model.variables}",
-    "optax._src.base.GradientTransformation": _OPTIMIZER,
+    "optax._src.base.GradientTransformation": _STATE,
 }
 """By the full name of a class: what to give instead of one of its objects."""
 _KINDS: Final[dict[str, Kind]] = {
@@ -64,7 +57,7 @@ _KINDS: Final[dict[str, Kind]] = {
     "LogicalRules": "rules",
     "Compiled": "compiled",
 }
-"""By the name of a class: what its objects seem to be. Equinox and flax have a Compiled as well."""
+"""What an object of a class of this name seems to be."""
 
 
 def check_type(name: str, value: object, types: type | UnionType, what: str) -> None:
@@ -176,88 +169,38 @@ def checked_shape(name: str, value: Any) -> tuple[Any, ...]:
     return shape
 
 
-def check_tree(name: str, tree: object) -> None:
-    """Check that it may be a tree of arrays, by a look at its leaves up to the first array.
-
-    Beside arrays there may be functions and texts, as in equinox modules, but no optimizer, model,
-    path or generator among the first nodes.
-
-    Raises:
-        TypeError: It is a path, an optimizer, a model, a generator or the like, or has one in it,
-            or has no array; the message says where, and what to give.
-    """
-    if (refusal := _never_an_array(tree)) is not None:
-        node, instead = refusal
-        keys = _keys_of(node, tree)
-        raise TypeError(_no_arrays(name, keys, node, "where an array is expected", instead))
-    first = None
-    for keys, leaf in _keyed_leaves(tree):
-        if leaf is None:
-            continue
-        if _may_be_array(leaf):
-            return
-        first = first or (keys, leaf)
-    if first is None:
-        return
-    if hasattr(first[1], "shape") and _is_without_leaves(first[1]):
-        check_shapes(name, tree, None)
-    instead = _RETURNED if callable(first[1]) and not first[0] else _ARRAYS
-    raise TypeError(_no_arrays(name, *first, "and no array anywhere", instead))
-
-
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 _Function: TypeAlias = Callable[_Parameters, _Result]
 
 
 def in_order(
-    *kinds: Kind, renamed: str = ""
+    *kinds: Kind,
 ) -> Callable[[_Function[_Parameters, _Result]], _Function[_Parameters, _Result]]:
-    """Make a function tell arguments that are swapped, once it has refused them.
+    """Make a call that fails say so if its arguments are swapped, or its tree is none.
 
     Args:
-        kinds: What its first parameters are, in their order.
-        renamed: What its parameter `rules` was called in 0.2.
+        kinds: What the function's first parameters are, in their order.
     """
 
     def decorator(function: _Function[_Parameters, _Result]) -> _Function[_Parameters, _Result]:
+        names = function.__code__.co_varnames[: len(kinds)]
+
         @functools.wraps(function)
         def call(*arguments: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
             try:
                 return function(*arguments, **named)
-            except (TypeError, ValueError, re.error):
-                if renamed in named:
-                    again: Any = call
-                    return again(*arguments, **_with_rules(function.__name__, renamed, named))  # type: ignore[no-any-return]
-                check_order(function.__name__, kinds, _by_parameter(function, arguments, named))
+            except (TypeError, ValueError, re.error) as error:
+                given = named | dict(zip(names, arguments, strict=False))
+                check_order(function.__name__, kinds, list(map(given.get, names)))
+                if isinstance(error, TypeError) and "tree" in kinds:
+                    name = names[kinds.index("tree")]
+                    check_arrays(name, given.get(name))
                 raise
 
         return call
 
     return decorator
-
-
-def _with_rules(name: str, renamed: str, named: Mapping[str, Any]) -> Any:
-    """Return the keywords of a call with the name `rules`, with a warning."""
-    import warnings
-
-    message = f"{name}: the parameter {renamed} is now called rules; the old name goes in 0.5"
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
-    return {"rules" if key == renamed else key: value for key, value in named.items()}
-
-
-def _by_parameter(
-    function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
-) -> list[Any]:
-    """Return what each parameter of a function got; None for nothing."""
-    from inspect import signature
-
-    parameters = signature(function)
-    try:
-        got = parameters.bind_partial(*arguments, **named).arguments
-    except TypeError:  # too many, or of another name
-        return []
-    return list(map(got.get, parameters.parameters))
 
 
 def check_order(name: str, kinds: tuple[Kind, ...], arguments: Iterable[Any]) -> None:
@@ -288,7 +231,7 @@ def kind_of(argument: Any) -> Kind | Literal["specs", "other"]:
     """Return what an argument seems to be; "specs" may be rules or a tree."""
     if isinstance(argument, str | os.PathLike):
         return "path"
-    if hasattr(argument, "axis_names") or _has_axis_sizes(argument):
+    if hasattr(argument, "axis_names") or _are_axis_sizes(argument):
         return "mesh"
     if isinstance(argument, list | tuple) and argument:
         if all(type(size) is int for size in argument):
@@ -298,7 +241,21 @@ def kind_of(argument: Any) -> Kind | Literal["specs", "other"]:
     return _KINDS.get(type(argument).__name__) or _kind_of_tree(argument)
 
 
-def _has_axis_sizes(argument: Any) -> bool:
+def _kind_of_tree(node: Any) -> Literal["specs", "tree", "other"]:
+    """Return what a tree seems to be, by its first leaf."""
+    jax = sys.modules.get("jax.sharding")
+    parent = None
+    for _ in range(100):  # a list may be inside itself
+        if not isinstance(node, dict | list | tuple) or not node:
+            break
+        parent, node = node, next(iter(dict.values(node) if isinstance(node, dict) else node))
+    if jax and isinstance(node, jax.PartitionSpec | jax.Sharding):
+        return "specs"
+    # A dict of strings may be rules, in vain.
+    return "other" if isinstance(parent, dict) and isinstance(node, str | None) else "tree"
+
+
+def _are_axis_sizes(argument: Any) -> bool:
     return (
         isinstance(argument, Mapping)
         and bool(argument)
@@ -307,7 +264,7 @@ def _has_axis_sizes(argument: Any) -> bool:
 
 
 def _is_rule(item: Any) -> bool:
-    """Tell if it is a (pattern, spec) pair, and not a name with its array, or with its arrays."""
+    """True if it is a (pattern, spec) pair, and not a name with its array, or with its arrays."""
     if not isinstance(item, list | tuple) or len(item) != 2:
         return False
     pattern, spec = item
@@ -315,131 +272,73 @@ def _is_rule(item: Any) -> bool:
     return isinstance(pattern, str | re.Pattern) and not is_node
 
 
-def _kind_of_tree(node: Any) -> Literal["specs", "tree", "other"]:
-    """Return what a tree seems to be, by its first leaf.
+def check_arrays(name: str, tree: Any, needs_shape: bool = False) -> None:
+    """Check a tree in which a walk has found no array, or of a call that has failed.
 
-    A dict of strings may be rules, in vain.
+    Args:
+        name: The parameter that got it.
+        tree: What it got. It may be, or have in it, a model or an optimizer in place of its arrays,
+            a path in place of what is in the file, or a function in place of what it returns.
+        needs_shape: Whether numbers and None are no tree.
+
+    Raises:
+        TypeError: It has no array; the message says where something else is, and what to give.
     """
-    jax = sys.modules.get("jax.sharding")
-    parent = None
-    for _ in range(_DEEPEST):
-        if jax and isinstance(node, jax.PartitionSpec | jax.Sharding):
-            return "specs"
-        if not isinstance(node, _NODES) or not node:
-            break
-        parent, node = node, next(iter(dict.values(node) if isinstance(node, dict) else node))
-    return "other" if isinstance(parent, dict) and isinstance(node, str | None) else "tree"
+    from jax import tree_util
 
+    def is_mistake(node: Any) -> bool:
+        return isinstance(node, tuple) and _instead_of_class(type(node)) is not None
 
-def check_shapes(name: str, tree: object, path: str | None) -> None:
-    """Check a tree none of whose leaves has a shape: it has no leaf, and no array but these."""
-    if path is not None:
+    try:
+        keyed = tree_util.tree_flatten_with_path(tree, is_leaf=is_mistake)[0]
+        nodes = tree_util.tree_leaves(tree, is_leaf=lambda node: hasattr(node, "shape"))
+    except (TypeError, ValueError, RecursionError):  # JAX has no such tree
+        return
+    others = [(keys, leaf) for keys, leaf in keyed if not _is_array(leaf)]
+    if len(others) < len(keyed):
+        return
+    if nodes := [node for node in nodes if _is_array(node)]:
+        kind = type(nodes[0]).__name__
         raise TypeError(
-            f"{name}: no leaf has a shape; the first is at {brief(path)}. Numbers are no arrays, "
-            "a tuple of them is no shape of one, and JAX sees no leaves inside of types that it "
-            f"does not know: give {_ARRAYS}"
-        )
-    jax = sys.modules.get("jax.tree_util")
-    if jax and (meant := jax.tree_leaves(tree, is_leaf=lambda node: hasattr(node, "shape"))):
-        kind = type(meant[0]).__name__
-        raise TypeError(
-            f"{name}: it has {counted(len(meant), 'node')} such as {brief(meant[0])}, in which JAX "
+            f"{name}: it has {counted(len(nodes), 'node')} such as {brief(nodes[0])}, in which JAX "
             f"sees no leaf, since {kind} is registered without data: give jax.ShapeDtypeStruct("
             "x.shape, x.dtype) for each such x, by jax.tree.map(..., is_leaf=lambda x: "
             f"isinstance(x, {kind})); logical names, if it has any, likewise as names="
         )
-    if any(leaf is None for _, leaf in _keyed_leaves(tree)):
+    if others and not any(isinstance(leaf, Number) for _, leaf in others):
+        # An optimizer's functions say less than the optimizer.
+        keys, leaf = next((each for each in others if _instead_of(each[1])), others[0])
+        instead = _instead_of(leaf) or (_RETURNED if callable(leaf) and not keys else _ARRAYS)
+        path = _path_text(keys)
+        where = f" at {path}, and no array anywhere" if keys else ", which is no tree of arrays"
+        raise TypeError(f"{name} {'has' if keys else 'is'} {shown(leaf)}{where}; give {instead}")
+    if needs_shape and others:
+        raise TypeError(
+            f"{name}: no leaf has a shape; the first is at {brief(_path_text(others[0][0]))}. "
+            "Numbers are no arrays, a tuple of them is no shape of one, and JAX sees no leaves "
+            f"inside of types that it does not know: give {_ARRAYS}"
+        )
+    if needs_shape and tree_util.tree_leaves(tree, is_leaf=lambda node: node is None):
         raise TypeError(f"{name}: it has None alone, and no leaf; give {_ARRAYS}")
 
 
-_Keyed: TypeAlias = tuple[tuple[Any, ...], object]
+def _is_array(node: Any) -> bool:
+    return hasattr(node, "shape") and not isinstance(node, type | ModuleType)
 
 
-def _keyed_leaves(tree: object) -> Iterator[_Keyed]:
-    """Yield the leaves with their keys, and nodes of other types than Python's own as leaves."""
-    ways: list[Iterator[_Keyed]] = [iter([((), tree)])]
-    while ways:
-        for keys, node in ways[-1]:
-            if isinstance(node, dict | list | tuple) and len(keys) < _DEEPEST:
-                ways.append(_keyed_children(keys, node))
-                break
-            yield keys, node
-        else:
-            ways.pop()
+def _path_text(keys: Any) -> str:
+    from jax.tree_util import keystr
+
+    return keystr(keys, simple=True, separator="/")
 
 
-def _keyed_children(
-    keys: tuple[Any, ...], node: dict[Any, Any] | list[Any] | tuple[Any, ...]
-) -> Iterator[_Keyed]:
-    for key, child in dict.items(node) if isinstance(node, dict) else enumerate(node):
-        yield (*keys, key), child
+def _instead_of(leaf: Any) -> str | None:
+    """Return what to give instead of a model or an optimizer, or of the class of one."""
+    leaf_type = leaf if isinstance(leaf, type) else type(leaf)
+    is_optimizer = callable(getattr(leaf, "init", None)) and callable(getattr(leaf, "update", None))
+    return _instead_of_class(leaf_type) or (_STATE if is_optimizer else None)
 
 
-def _may_be_array(leaf: object) -> bool:
-    if isinstance(leaf, type | ModuleType | str | bytes):
-        return False
-    if isinstance(leaf, Number):
-        return True
-    if hasattr(leaf, "shape"):
-        return _is_leaf(leaf) or not _is_without_leaves(leaf)
-    return not (isinstance(leaf, _PLAIN) or _is_leaf(leaf))
-
-
-def _no_arrays(name: str, keys: tuple[Any, ...], node: object, inside: str, instead: str) -> str:
-    if not keys:
-        return f"{name} is {shown(node)}, which is no tree of arrays; give {instead}"
-    return f"{name} has {shown(node)} at {'/'.join(map(str, keys))}, {inside}; give {instead}"
-
-
-def _never_an_array(tree: object) -> tuple[object, str] | None:
-    """(node, what to give instead) of the first node that certainly has no array in it.
-
-    Looks at the nodes nearest to the root, level by level.
-    """
-    nodes: list[Any] = [tree]
-    for node in nodes:  # which grows
-        node_type: Any = type(node)
-        # A class in itself may be anything, such as a dtype; a model's is one by mistake.
-        cls = node if issubclass(node_type, type) else node_type
-        if (instead := _instead_of_objects(cls)) is not None:
-            if cls is node or issubclass(node_type, tuple) or _is_leaf(node):
-                return node, instead
-        elif issubclass(node_type, _NODES) and (room := _LOOKED_AT - len(nodes)) > 0:
-            children: Any = dict.values(node) if isinstance(node, dict) else node
-            nodes += islice(children, room)
-    return None
-
-
-def _keys_of(target: object, tree: object) -> tuple[Any, ...]:
-    nodes: list[_Keyed] = [((), tree)]
-    for keys, node in nodes:  # which grows
-        if node is target:
-            return keys
-        if isinstance(node, _NODES):
-            nodes += _keyed_children(keys, node)
-    return ()
-
-
-@functools.lru_cache(maxsize=256)
-def _instead_of_objects(of_type: Any) -> str | None:
-    """Return what to give instead of objects of a class that are neither arrays nor nodes."""
-    for base in type.mro(of_type):
-        if instead := _INSTEAD.get(f"{base.__module__}.{base.__qualname__}"):
-            return instead
-    if callable(getattr(of_type, "init", None)) and callable(getattr(of_type, "update", None)):
-        return _OPTIMIZER
-    never: Any = ModuleType, os.PathLike, Iterator
-    return _ARRAYS if issubclass(of_type, never) else None
-
-
-def _is_without_leaves(node: object) -> bool:
-    jax = sys.modules.get("jax.tree_util")
-    return jax is not None and not jax.tree_leaves(node)
-
-
-def _is_leaf(node: object) -> bool:
-    # Without JAX in the process nobody can have told it of a type.
-    jax = sys.modules.get("jax.tree_util")
-    if jax is None:
-        return node is not None and not isinstance(node, _NODES)
-    return bool(jax.all_leaves([node]))
+def _instead_of_class(cls: Any) -> str | None:
+    names = (f"{base.__module__}.{base.__qualname__}" for base in type.mro(cls))
+    return next((_INSTEAD[name] for name in names if name in _INSTEAD), None)

@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from shardrules._base.arguments import (
     Tree,
     boolean,
-    check_tree,
     each,
     in_order,
     integer,
@@ -108,7 +107,7 @@ def reshard(
     dtype: Any = None,
     max_bytes_in_flight: int | None = None,
 ) -> Tree: ...
-@in_order("tree", "rules", "mesh", renamed="plan_or_rules")
+@in_order("tree", "rules", "mesh")
 def reshard(
     tree: Any,
     rules: RulesLike,
@@ -169,7 +168,6 @@ def reshard(
         ((None, 'tp'), 'bfloat16')
     """
     with JointCall("reshard") as call:
-        check_tree("tree", tree)
         followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
         gives_up = boolean("donate", donate)
         name = None if dtype is None else given_float("dtype", dtype)

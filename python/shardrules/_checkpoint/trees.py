@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from shardrules._base.arguments import check_tree
 from shardrules._base.dtypes import bits_of, converts, given_name, is_plain_float, key_dtype
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.ranges import numpy_dtype
@@ -46,7 +45,6 @@ def matched(
         paths = leaf_paths(tree)
         tree_specs = [(targets[path].shape, targets[path].dtype) for path in paths]
     else:
-        check_tree("tree", tree)
         paths = leaf_paths(tree)
         check_distinct(paths, "a leaf finds its array by its path")
         tree_specs = shapes_and_dtypes(tree, paths)

@@ -139,7 +139,7 @@ class _Memory:
 _memory: Final = _Memory()
 
 
-@in_order("tree", "rules", "mesh", renamed="specs_or_rules")
+@in_order("tree", "rules", "mesh")
 def with_sharding_constraint(
     tree: Tree,
     rules: RulesLike,

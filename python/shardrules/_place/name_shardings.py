@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._base.arguments import check_shapes
+from shardrules._base.arguments import check_arrays
 from shardrules._base.text import mesh_shown, nearest
 from shardrules._core import resolve_all
 from shardrules._place.align import named_arrays
@@ -31,7 +31,7 @@ def shardings_by_names(
     treedef: Any
     arrays, treedef = tree_util.tree_flatten(named.tree)
     if not arrays:
-        check_shapes("tree", tree, None)
+        check_arrays("tree", tree)
     correction = policy.correction or rules.dialect.correction
     sizes = local_sizes(mesh.shape, manual_axes(mesh))
     resolver = resolver_of(rules, sizes, correction, policy.optional_axes)

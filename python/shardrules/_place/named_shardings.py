@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules._base.arguments import check_shapes, check_tree, check_type, checked_shape, in_order
+from shardrules._base.arguments import check_arrays, check_type, checked_shape, in_order
 from shardrules._base.correction import Correction
 from shardrules._base.dtypes import given_bits
 from shardrules._place.decider import (
@@ -79,7 +79,6 @@ def named_shardings(
         >>> shardings["wq"].spec == P("fsdp", None)
         True
     """
-    check_tree("tree", tree)
     decider = as_decider("rules", rules)
     policy = policy_for(
         decider,
@@ -105,12 +104,11 @@ def requested_shardings(
     """
     from jax import tree_util
 
-    check_tree("tree", tree)
     decider = as_decider("rules", rules)
     policy = policy_for(decider, **keywords)
     leaves, treedef = tree_util.tree_flatten(tree)
     if not leaves:
-        check_shapes("tree", tree, None)
+        check_arrays("tree", tree)
     placements = decider._placements(tree, mesh, policy)
     keep = memory_keeper()
     shardings = [

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, tree_flatten_with_path
 
-from shardrules._base.arguments import Tree, boolean, check_choice, check_tree, in_order
+from shardrules._base.arguments import Tree, boolean, check_arrays, check_choice, in_order
 from shardrules._base.correction import Correction
 from shardrules._base.dtypes import given_float, is_plain_float
 from shardrules._base.specs import entries_of, entry_axes, is_partition_spec
@@ -39,7 +39,7 @@ _NUMBERS: Final = frozenset({int, float, complex})
 _HOST_TYPES: Final = (np.ndarray, np.generic, int, float, complex)
 
 
-@in_order("tree", "rules", "mesh", renamed="specs_or_rules")
+@in_order("tree", "rules", "mesh")
 def shard(
     tree: Tree,
     rules: RulesLike,
@@ -146,6 +146,7 @@ def converted(leaf: Any, dtype: Any) -> Any:
     return leaf.astype(np.dtype(dtype))
 
 
+@in_order("tree")
 def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
     """Make global arrays of a batch of which each process has its own part.
 
@@ -177,7 +178,6 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
         (8, 16)
     """
     with JointCall("shard_local") as call:
-        check_tree("batch", batch)
         check_decided("spec", spec, "a PartitionSpec such as P('dp'), which fits all of the batch")
         if call.joint and only_process(spec, mesh) is not None:
             call.alone()
@@ -225,7 +225,6 @@ def gather(tree: Tree) -> Tree:
         [array([1., 1.], dtype=float32), 3]
     """
     with JointCall("gather") as call:
-        check_tree("tree", tree)
         leaves, treedef = jax.tree_util.tree_flatten(tree)
         at_once, spread = [], {}
         for index, leaf in enumerate(leaves):
@@ -246,6 +245,8 @@ def gather(tree: Tree) -> Tree:
             else:
                 sharding: Any = leaf.sharding
                 spread[index] = NamedSharding(sharding.mesh, PartitionSpec())
+        if not at_once and not spread:
+            check_arrays("tree", tree)
         if not spread:
             call.alone()
         call.agree(lambda: rows_of(tree, spread))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
+from shardrules._base.arguments import check_arrays
 from shardrules._base.correction import Correction
 from shardrules._base.rule_specs import (
     Fsdp,
@@ -81,8 +82,10 @@ def placements_by_rules(
 def _decided(
     tree: Any, matcher: Matcher, on_mesh: _OnMesh, answers: _Answers, min_size: int
 ) -> Any:
-    decided = matcher.decide(tree, answers.table, answers.replicated, min_size=min_size)
-    return decided_tree(matcher, decided, functools.partial(_misfits_message, on_mesh))
+    walk = matcher.decide(tree, answers.table, answers.replicated, min_size=min_size)
+    if not walk.has_dimensions:
+        check_arrays("tree", tree)
+    return decided_tree(matcher, walk, functools.partial(_misfits_message, on_mesh))
 
 
 def _bound_rules(matcher: Matcher, mesh: AnyMesh, policy: Policy) -> _OnMesh:

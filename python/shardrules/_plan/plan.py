@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardrules._base.arguments import check_shapes, check_tree, check_type, each, in_order, texts
+from shardrules._base.arguments import check_arrays, check_type, each, in_order, texts
 from shardrules._base.correction import Correction
 from shardrules._base.dtypes import given_dtype
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind
@@ -107,7 +107,6 @@ def plan(
         >>> plan.bytes_per_device().max
         3840
     """
-    check_tree("tree", tree)
     decider = as_decider("rules", rules)
     lacking = texts("optional_axes", optional_axes)
     policy = policy_for(
@@ -146,7 +145,7 @@ def plan(
         on_mesh = plan_by_specs(survey(tree, Rules(())), rules, correction, optional)
     columns = on_mesh(on)
     if all(kind.shape is None for kind in columns.kinds):
-        check_shapes("tree", tree, next(iter(columns.paths), None))
+        check_arrays("tree", tree, needs_shape=True)
     declared = Declared(replicated=(), optional_axes=lacking, data_axes=())
     return Plan(columns, on_mesh, on.form, declared)
 
@@ -393,13 +392,14 @@ class Plan(Views, Decider):
                 "state is None; give the optimizer's state, such as "
                 "jax.eval_shape(optimizer.init, params); one without arrays is ()"
             )
-        check_tree("state", state)
         check_type("zero1", zero1, str | Zero1 | None, "a mesh axis, a Zero1 or None")
         check_memory_kind("memory_kind", memory_kind)
         is_boxed = isinstance(self.rules, LogicalRules)
         leaves = survey(
             unboxed(state).tree if is_boxed else state, Rules((), self._leaves.paths_dialect)
         )
+        if all(leaf.shape is None for leaf in leaves.types):
+            check_arrays("state", state)
         follow = partial(
             by_parameters,
             state=leaves,

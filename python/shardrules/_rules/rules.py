@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeAlias
 
-from shardrules._base.arguments import boolean, check_order, check_tree, check_type, integer
+from shardrules._base.arguments import boolean, check_arrays, check_order, check_type, integer
 from shardrules._base.correction import Correction
 from shardrules._base.rule_specs import Fsdp, RuleSpec, axes_of_rule, rule_with_axes
 from shardrules._base.specs import (
@@ -183,8 +183,10 @@ class Rules:
             >>> coverage.shadowed, coverage.dead, coverage.unmatched
             ({1: (0,)}, (2,), 1)
         """
-        check_tree("tree", tree)
-        return self._matcher.coverage(tree, strict=boolean("strict", strict))
+        coverage = self._matcher.coverage(tree, strict=boolean("strict", strict))
+        if not any(coverage.matched) and not coverage.unmatched:
+            check_arrays("tree", tree)
+        return coverage
 
     def with_axes(self, axes: Mapping[str, str | Iterable[str]]) -> Rules:
         """Return the rules for a mesh on which some axes are made of several.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._base.arguments import check_tree, check_type, in_order, integer, listed, texts
+from shardrules._base.arguments import check_type, in_order, integer, listed, texts
 from shardrules._base.hardware import Hardware, as_hardware
 from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes
@@ -132,8 +132,6 @@ def suggest(
         }  # fmt: skip
         _check_said(said)
         return _of_step(model, step, mesh, hbm, hardware)
-    if not isinstance(model, Plan):
-        check_tree("model", model)
     check_type("dialect", dialect, Dialect | LogicalDialect | None, _A_DIALECT)
     size = None if head_dim is None else integer("head_dim", head_dim, least=1)
     batch = None if tokens is None else integer("tokens", tokens, least=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from itertools import chain
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardrules._base.arguments import check_tree, check_type, in_order
+from shardrules._base.arguments import check_arrays, check_type, in_order
 from shardrules._base.dtypes import SAFETENSORS, bits_of
 from shardrules._base.jax_names import device_order
 from shardrules._base.specs import (
@@ -91,7 +92,6 @@ def audit(tree: Any, plan: Plan) -> Findings:
         >>> sr.audit(sr.shard(tree, plan.shardings()), plan).raise_for("error")
     """
     with JointCall("audit") as call:
-        check_tree("tree", tree)
         check_type("plan", plan, Plan, "a Plan, as shardrules.plan makes one")
         if len(processes_of(plan.mesh)) == 1:
             call.alone()
@@ -192,6 +192,9 @@ class _Audit:
     def __init__(self, tree: Any, plan: Plan) -> None:
         self._plan = plan
         self._live = live_leaves(tree, plan._leaves)
+        leaves = chain(self._live.leaves, self._live.extra.values())
+        if not any(hasattr(leaf, "shape") for leaf in leaves):
+            check_arrays("tree", tree)
         self._fields = fields_of(self._live.leaves)
         self.kinds = _PlannedKinds(plan.axis_sizes, plan.mesh, map(itemgetter(0), self._fields))
         self._has_devices = has_devices(plan.mesh)
