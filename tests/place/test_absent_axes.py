@@ -191,7 +191,7 @@ class TestLogicalFindings:
     RULES = sr.LogicalRules([
         ("vocab", ("tensor", "autoregressive")), ("embed", ("fsdp", "sequence")), ("mlp", "tensor"),
     ])  # fmt: skip
-    NAMES = {"a/kernel": ("vocab", "embed"), "b": ("embed", "mlp")}  # noqa: RUF012
+    NAMES = {"a/kernel": ("vocab", "embed"), "b": ("embed", "mlp")}
 
     def test_only_the_rules_that_name_an_axis_are_blamed_for_it(self):
         sizes = {"fsdp": 2, "tensor": 2}

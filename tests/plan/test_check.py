@@ -324,7 +324,7 @@ class TestRoom:
 class TestThresholds:
     """Arrays that a rule leaves whole by its own threshold."""
 
-    SMALL = {f"w{i}": array(1000, 1000) for i in range(8)}  # noqa: RUF012
+    SMALL = {f"w{i}": array(1000, 1000) for i in range(8)}
 
     def test_what_a_rule_exempts_is_told_and_no_warning(self):
         rules = [(".*", sr.fsdp("fsdp", min_bytes=4 * MIB))]
@@ -546,8 +546,8 @@ class TestUnknownAxis:
 class TestUncut:
     """A rule that forgets an axis which all others name."""
 
-    TREE = {name: [array(4096, 4096)] * 8 for name in ("q", "k", "v", "o")}  # noqa: RUF012
-    RULES = [("[qkv]", ("fsdp", "tp")), ("o", ("tp", "fsdp"))]  # noqa: RUF012
+    TREE = {name: [array(4096, 4096)] * 8 for name in ("q", "k", "v", "o")}
+    RULES = [("[qkv]", ("fsdp", "tp")), ("o", ("tp", "fsdp"))]
 
     def test_an_axis_forgotten(self):
         found = findings(self.TREE, [("[qkv]", ("fsdp", "tp")), ("o", ("tp",))])
@@ -657,7 +657,7 @@ class TestHalfHead:
 class TestNnxValue:
     """Paths of nnx end in `value`, and `query|key|value` won every leaf."""
 
-    TREE = {name: {"kernel": {"value": LARGE}} for name in ("query", "mlp")}  # noqa: RUF012
+    TREE = {name: {"kernel": {"value": LARGE}} for name in ("query", "mlp")}
 
     def test_a_pattern_that_matches_only_so(self):
         found = findings(self.TREE, [("query|key|value", ("fsdp", "tp"))])
