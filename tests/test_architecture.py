@@ -18,7 +18,7 @@ ROOT = Path(shardrules.__file__).parent
 # From left to right; in docs/architecture.md from top to bottom. The first three floors are the layer.
 ROOMS = (
     "_core", "_base", "_rules", "_place", "_program.topologies", "_plan", "_estimate", "_plan.report", "_plan.estimates", "_plan.views", "_plan.plan", "_files", "_checkpoint", "_program", "_step", "_verify",
-    "_writer", "_solve", "_suggest", "compat", "_patching", "dialects", "renames", "types", "__init__", "demo", "_cli", "__main__",
+    "_writer", "_solve", "_suggest", "compat", "dialects", "renames", "types", "__init__", "demo", "_cli", "__main__",
 )  # fmt: skip
 
 

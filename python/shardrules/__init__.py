@@ -21,7 +21,7 @@ _PUBLIC = {
     "_base.io": "FileError",
     "_place.mesh": "resolve_mesh",
     "_program.topologies.topology": "Topology",
-    "_patching.patch": "patch unpatch",
+    "compat._patch": "patch unpatch",
     "_place.constraint": "with_sharding_constraint",
     "_place.logical": "logical_to_mesh with_logical_constraint",
     "_place.named_shardings": "named_shardings spec_for",

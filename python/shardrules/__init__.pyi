@@ -17,8 +17,6 @@ from shardrules._files.manifest import write_manifest as write_manifest
 from shardrules._files.public import read_hardware as read_hardware
 from shardrules._files.public import read_model as read_model
 from shardrules._files.public import read_rules as read_rules
-from shardrules._patching.patch import patch as patch
-from shardrules._patching.patch import unpatch as unpatch
 from shardrules._place.constraint import with_sharding_constraint as with_sharding_constraint
 from shardrules._place.logical import logical_to_mesh as logical_to_mesh
 from shardrules._place.logical import with_logical_constraint as with_logical_constraint
@@ -52,6 +50,8 @@ from shardrules._suggest.suggest import suggest as suggest
 from shardrules._verify.audit import audit as audit
 from shardrules._verify.prove import prove as prove
 from shardrules._verify.verify import verify as verify
+from shardrules.compat._patch import patch as patch
+from shardrules.compat._patch import unpatch as unpatch
 
 # Deprecated here: names of 0.2 that have moved.
 from shardrules.dialects import BIG_VISION as BIG_VISION

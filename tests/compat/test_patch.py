@@ -1,0 +1,328 @@
+"""`patch` and `unpatch`: what they replace and restore, what they refuse, and whose errors are seen.
+
+What compat's functions answer beside the library's, tests/compat/test_eformer.py and test_flax_linen_spmd.py compare.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import pickle
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.compat import _patch
+from shardrules.compat import eformer as ours
+from tests.support import corpus, peer_sources
+from tests.support.contexts import legacy
+from tests.support.easydel_style import Model
+from tests.support.folders import ROOT
+
+
+def is_known(library):
+    try:
+        sr.patch(library)
+    except (ModuleNotFoundError, RuntimeError):
+        return False
+    sr.unpatch()
+    return True
+
+
+def needs(library):
+    return pytest.mark.skipif(
+        not is_known(library),
+        reason=f"{library} is not installed, or in a version that patch does not know",
+    )
+
+
+EFORMER, FLAX = needs("eformer"), needs("flax")
+LIBRARIES = [pytest.param("eformer", marks=EFORMER), pytest.param("flax", marks=FLAX)]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _unpatched(monkeypatch):
+    monkeypatch.setattr(_patch, "_replacements", {})
+    yield
+    sr.unpatch()
+
+
+@pytest.fixture
+def user():
+    """A module of a user's, empty."""
+    module = types.ModuleType("a_user_of_it")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def functions_of(library):
+    module = importlib.import_module(_patch._LIBRARIES[library][0])
+    return module, {name: getattr(module, name) for name in _patch._FUNCTIONS[library].split()}
+
+
+def globals_of_all_modules():
+    return {
+        (id(module), name): id(value)
+        for module in list(sys.modules.values())
+        if type(module) is types.ModuleType
+        for name, value in list(vars(module).items())
+        if inspect.isfunction(value)
+    }
+
+
+class TestReplacing:
+    @pytest.mark.parametrize("library", LIBRARIES)
+    def test_everywhere_and_back(self, library, user):
+        module, originals = functions_of(library)
+        vars(user).update({f"my_{name}": f for name, f in originals.items()})
+        before = globals_of_all_modules()
+        patched = sr.patch(library)
+        assert patched.replaced == tuple(f"{module.__name__}.{name}" for name in originals)
+        for name, original in originals.items():
+            new = getattr(module, name)
+            assert new is not original
+            assert new.__wrapped__ is original
+            assert new is getattr(user, f"my_{name}")
+            assert inspect.signature(new) == inspect.signature(original)
+            assert (new.__name__, new.__doc__) == (name, original.__doc__)
+            assert pickle.loads(pickle.dumps(new)) is new
+        changed = globals_of_all_modules().items() - before.items()
+        assert len(changed) > 2 * len(originals)  # re-exports, such as linen.logical_to_mesh
+        sr.unpatch()
+        assert globals_of_all_modules() == before
+
+    @FLAX
+    def test_a_module_that_imports_it_while_it_is_on(self, user):
+        original = functions_of("flax")[1]["logical_to_mesh"]
+        with sr.patch("flax"):
+            exec("from flax.linen import logical_to_mesh as f", vars(user))
+            assert user.f is not original
+            with sr.logical_axis_rules([("a", "x")]):  # the rules in force are flax's too
+                assert user.f(P("a")) == P("x")
+        assert user.f is original
+
+    @FLAX
+    def test_lazy_modules_stay_unloaded(self):
+        spec = importlib.util.find_spec("this")
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+        lazy = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(lazy)
+        sys.modules["a_lazy_module"], sys.modules["no_module"] = lazy, object()
+        try:
+            with sr.patch("flax"):
+                assert type(lazy) is not types.ModuleType  # it becomes one when it is loaded
+        finally:
+            del sys.modules["a_lazy_module"], sys.modules["no_module"]
+
+    @EFORMER
+    @FLAX
+    def test_contexts(self):
+        def patched():
+            now = (functions_of(library)[1].values() for library in ("eformer", "flax"))
+            return [all(hasattr(f, "__wrapped__") for f in functions) for functions in now]
+
+        before = globals_of_all_modules()
+        with sr.patch("eformer"):
+            with sr.patch("eformer", "flax", "flax") as inner:
+                assert patched() == [True, True]
+                assert all(name.startswith("flax.") for name in inner.replaced)
+            assert patched() == [True, False]
+        assert patched() == [False, False]
+        with pytest.raises(KeyError), sr.patch("flax"):
+            raise KeyError
+        with sr.patch("flax"):
+            sr.unpatch()
+            sr.unpatch()
+            assert patched() == [False, False]
+        with sr.patch():
+            assert patched() == [False, False]
+        assert globals_of_all_modules() == before
+
+
+class TestRefusals:
+    def test_libraries_that_it_does_not_know_or_that_are_not_there(self, monkeypatch):
+        with pytest.raises(ValueError, match="'keras'; it knows 'eformer', 'flax'"):
+            sr.patch("keras")
+        monkeypatch.setitem(_patch._LIBRARIES, "no_such", ("no_such", ours, "0", "1"))
+        with pytest.raises(ModuleNotFoundError, match="no_such is not installed") as caught:
+            sr.patch("no_such")
+        assert caught.value.name == "no_such"
+
+    @FLAX
+    @pytest.mark.parametrize("version", ["0.12.2", "0.13", "1.0", "0.13.0rc1"])
+    def test_versions_that_nobody_compared(self, monkeypatch, version):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+        with pytest.raises(
+            RuntimeError, match=f"flax {version}, but that of 0.12.3 to before 0.13"
+        ):
+            sr.patch("flax")
+
+    @EFORMER
+    @FLAX
+    @pytest.mark.parametrize("change", ["wrapped", "other parameters", "other defaults", "gone"])
+    def test_functions_that_it_does_not_know(self, monkeypatch, change):
+        module, originals = functions_of("flax")
+        original = originals["logical_to_mesh"]
+
+        @functools.wraps(original)
+        def wrapped(*args):
+            return original(*args)
+
+        new = {
+            "wrapped": wrapped,
+            "other parameters": lambda tree, rules, more=None: None,
+            "other defaults": lambda tree, rules=(): None,
+            "gone": None,
+        }
+        monkeypatch.setattr(module, "logical_to_mesh", new[change])
+        before = globals_of_all_modules()
+        with pytest.raises(RuntimeError, match=r"this logical_to_mesh of flax") as caught:
+            sr.patch("eformer", "flax")
+        assert "(tree: 'Any', rules:" in str(caught.value)
+        assert "import it from shardrules.compat.flax_linen_spmd" in str(caught.value)
+        assert globals_of_all_modules() == before
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_errors_of_ours_are_seen(library, monkeypatch):
+    """They were swallowed, and the library's own function answered as if nothing were wrong."""
+    module, originals = functions_of(library)
+    of_ours = _patch._LIBRARIES[library][1]
+    arguments = {name: inspect.signature(f).parameters for name, f in originals.items()}
+    for name, original in originals.items():
+        made = {}
+        exec(f"def {name}({', '.join(arguments[name])}): raise AssertionError('ours')", made)
+        made[name].__defaults__ = original.__defaults__
+        monkeypatch.setattr(of_ours, name, made[name])
+    with sr.patch(library):
+        for name in originals:
+            with pytest.raises(AssertionError, match="ours"):
+                getattr(module, name)(*arguments[name])
+
+
+@EFORMER
+def test_warnings_name_the_callers_line(mesh, monkeypatch):
+    monkeypatch.setenv("LOG_SHARDING_MOVE", "1")
+    with sr.patch("eformer"):
+        get = functions_of("eformer")[1]["get_corrected_named_sharding"]
+        with pytest.warns(UserWarning, match="Active mesh is empty") as empty:
+            get((8,), P("tp"), raise_mesh_error=False)
+        with legacy(mesh), pytest.warns(UserWarning, match="is corrected to None") as corrected:
+            get((3, 8), P("fsdp", "absent"))
+    assert [w.filename for w in (*empty, *corrected)] == [__file__] * 3
+
+
+@EFORMER
+def test_an_easydel_style_model_runs_ours_without_a_changed_line(mesh, monkeypatch):
+    """How much faster that is: benchmarks/patching.py."""
+    tree = corpus.manifest("easydel-deepseek-v3").nested(corpus.abstract)
+    model = Model(corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0"), tree, mesh)
+    before = model.partition_specs(), model.shardings()
+    module, _ = functions_of("eformer")
+    with sr.patch("eformer"):
+        for name in ("named_tree_map", "PartitionSpec", "NamedSharding"):
+            monkeypatch.setattr(module, name, None)  # what eformer's own functions need
+        assert (model.partition_specs(), model.shardings()) == before
+        assert list(model.partition_specs()) == list(before[0])
+        shard_fns, gather_fns = model.shard_and_gather_fns()
+    assert jax.tree.structure(shard_fns) == jax.tree.structure(before[1])
+    leaf = np.arange(8.0, dtype="float32")
+    shard, gather = jax.tree.leaves(shard_fns)[0], jax.tree.leaves(gather_fns)[0]
+    np.testing.assert_array_equal(gather(shard(leaf)), leaf)
+
+
+@EFORMER
+def test_what_differs(mesh):
+    """The rows of docs/guides/patch.md: what eformer answers, and what the program gets instead."""
+    module, originals = functions_of("eformer")
+    leaf = jax.ShapeDtypeStruct((8, 8), "int8")
+
+    class NoRank:
+        shape = (8,)
+
+    def specs(rules, tree):
+        return lambda m: m["match_partition_rules"](rules, tree)
+
+    def get(*arguments):
+        return lambda m: m["get_corrected_named_sharding"](*arguments).spec
+
+    rows = [
+        (specs([(".*", ("tp", None))], {"a": leaf}), {"a": ("tp", None)}, {"a": P("tp", None)}),
+        (specs([(".*", P("tp")), ("(", P())], {"a": leaf}), {"a": P("tp")}, "PatternError"),
+        (specs([(".*", P("tp"))], {"a": NoRank()}), "AttributeError", {"a": P("tp")}),
+        (get((8, 8), [["fsdp", "tp"]]), P(), P(("fsdp", "tp"), None)),
+        (get(8, P()), "TypeError", P()),
+        (get((8,), P(3)), P(None), "TypeError"),
+    ]
+
+    def outcome(call, functions):
+        try:
+            with legacy(mesh):
+                return call(functions)
+        except Exception as error:
+            return {"error": "PatternError"}.get(type(error).__name__, type(error).__name__)
+
+    with sr.patch("eformer"):
+        new = {name: getattr(module, name) for name in originals}
+        for number, (call, theirs, mine) in enumerate(rows):
+            assert (outcome(call, originals), outcome(call, new)) == (theirs, mine), number
+
+
+# Of flax's tests of the functions that ours stand in for, those that replace a private function of flax,
+# which ours do not call.
+FLAXS_TESTS = {
+    "core/core_meta_test.py": set(),
+    "linen/linen_meta_test.py": set(),
+    "linen/partitioning_test.py": {
+        "test_with_sharding_constraint",
+        "test_with_sharding_constraint_fallback",
+    },
+    "nnx/spmd_test.py": set(),
+}
+
+
+@FLAX
+@pytest.mark.slow
+def test_flaxs_own_tests():
+    """Flax's public tests have the same outcomes under the patch, and with the names of compat."""
+    try:
+        folder = peer_sources.sources("flax") / "tests"
+    except OSError as error:
+        pytest.skip(str(error))
+    for file, mocking in FLAXS_TESTS.items():
+        without, under, compat = outcomes_of(folder / file)
+        assert (len(without["replaced"]), len(under["replaced"])) == (0, 3)
+        assert under["outcomes"] == without["outcomes"]
+        assert "passed" in under["outcomes"].values()
+        different = {
+            name for name, how in without["outcomes"].items() if compat["outcomes"][name] != how
+        }
+        assert {name.rpartition("::")[2] for name in different} == mocking
+        assert compat["replaced"]
+
+
+def outcomes_of(file):
+    """Of a test file as it is, under the patch, and with the names of compat."""
+    command = [sys.executable, "-m", "tests.support.peer_runner", "flax", str(file)]
+    # The tests ask for devices themselves.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    runs = [
+        subprocess.Popen(
+            [*command, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        )
+        for flags in ([], ["--patched"], ["--compat"])
+    ]
+    return [json.loads(run.communicate(timeout=600)[0]) for run in runs]
