@@ -265,7 +265,7 @@ def test_what_differs(mesh):
         (specs([(".*", P("tp"))], {"a": NoRank()}), "AttributeError", {"a": P("tp")}),
         (get((8, 8), [["fsdp", "tp"]]), P(), P(("fsdp", "tp"), None)),
         (get(8, P()), "TypeError", P()),
-        (get((8,), P(3)), P(None), "TypeError"),
+        (get((8,), P(3)), P(), "TypeError"),
     ]
 
     def outcome(call, functions):

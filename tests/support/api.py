@@ -44,7 +44,11 @@ def modules() -> list[str]:
     return [
         "shardrules",
         *OFFERED,
-        *sorted(f"shardrules.compat.{m.name}" for m in pkgutil.iter_modules(compat.__path__)),
+        *sorted(
+            f"shardrules.compat.{m.name}"
+            for m in pkgutil.iter_modules(compat.__path__)
+            if not m.name.startswith("_")
+        ),
     ]
 
 

@@ -146,6 +146,5 @@ def _swap(new_of: _Functions) -> None:
             # isinstance, vars and getattr would load modules that are loaded lazily.
             if issubclass(type(module), ModuleType):
                 names = object.__getattribute__(module, "__dict__")
-                for name, value in list(names.items()):
-                    if id(value) in new_by_id:
-                        names[name] = new_by_id[id(value)]
+                changed = {name: id(f) for name, f in list(names.items()) if id(f) in new_by_id}
+                names.update((name, new_by_id[old]) for name, old in changed.items())
