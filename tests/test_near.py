@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shardrules._base.text import near_paths, near_shown
+from shardrules._base.text import SLIP, near_names, near_shown, nearest
 
 WORDS = ("attention", "mlp", "query", "key", "value", "gate_proj", "up_proj", "kernel", "norm")
 
@@ -26,18 +26,18 @@ def slip(path, choose):
 
 def test_a_misspelt_path_is_near_what_was_meant():
     choose, paths = random.Random(3), some_paths(300)
-    found = [path in near_paths(slip(path, choose), paths) for path in paths]
+    found = [path in near_names(slip(path, choose), paths) for path in paths]
     assert sum(found) >= 295
 
 
 def test_the_end_of_a_path_is_enough():
     paths = [*some_paths(50), "model/encoder/embedding/table"]
-    assert near_paths("embeding/table", paths)[0] == "model/encoder/embedding/table"
+    assert near_names("embeding/table", paths)[0] == "model/encoder/embedding/table"
 
 
 @pytest.mark.parametrize("path", ["", "%%%%%", "\0"])
 def test_what_is_near_nothing(path):
-    assert near_paths(path, some_paths(50)) == []
+    assert near_names(path, some_paths(50)) == []
     assert near_shown(path, []) == ""
 
 
@@ -51,7 +51,7 @@ def test_only_few_paths_are_compared_in_full(monkeypatch):
 
     monkeypatch.setattr(difflib, "SequenceMatcher", Counted)
     paths = some_paths(20_000)
-    assert paths[77] in near_paths(paths[77][:-2], [*paths, "x" * 10**6])
+    assert paths[77] in near_names(paths[77][:-2], [*paths, "x" * 10**6])
     assert len(compared) <= 100
     assert max(compared) <= 100
 
@@ -60,3 +60,31 @@ def test_shown_names_are_printable_and_short():
     shown = near_shown("a\x1b[2Jb", ["a\x1b[2Jc", "a" * 10**6])
     assert shown == "; near it: a\\u001b[2Jc"
     assert len(near_shown("a" * 300, ["a" * 10**6])) < 300
+
+
+def test_a_long_name_is_told_whole():
+    """Names were compared by their first 100 letters, and told cut to them."""
+    assert nearest("a" * 130, ["a" * 131]) == "a" * 131
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "meant"),
+    [
+        ("v5", ["v4", "v5e"], "v5e"),
+        ("H-100", ["A100", "H100"], "H100"),
+        ("fsdp_axis", ["fsdp"], "fsdp"),
+        ("sp", ["tp"], None),
+        ("pt", ["tp"], "tp"),
+        ("", ["tp"], None),
+    ],
+)
+def test_a_short_name(name, names, meant):
+    assert nearest(name, names) == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("exp", "exp_with_fsdp"), ("moe_layers", "layers"), ("layers", "moe_layers")]
+)
+def test_a_part_of_a_name_is_no_slip(name, near):
+    assert nearest(name, [near], SLIP) is None
+    assert nearest("fsdpp", ["fsdp", near], SLIP) == "fsdp"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import Any, Final
 
-from shardrules._base.text import brief, shown
+from shardrules._base.text import brief, near_names, shown
 
 _NAMES_BY_BITS: Final = {
     1: "int1 uint1",
@@ -64,10 +64,7 @@ def numpy_name(name: str) -> str:
     numpy_dtype = SAFETENSORS.get(name, name)
     if numpy_dtype in BITS:
         return numpy_dtype
-    from difflib import get_close_matches
-
-    word = name[:100]
-    near = get_close_matches(word, SAFETENSORS, n=3) + get_close_matches(word, BITS, n=3)
+    near = near_names(name, SAFETENSORS) + near_names(name, BITS)
     examples = near or ["float32", "bfloat16", "F32", "BF16"]
     raise ValueError(f"unknown dtype {brief(name)}; known ones are {', '.join(examples)}")
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._base.text import bytes_shown, misspelt, printable_lines
+from shardrules._base.text import SLIP, bytes_shown, nearest, printable_lines
 
 _MOST: Final = 900
 _END: Final = 300
@@ -206,7 +206,7 @@ def unreadable(path: Path, error: OSError) -> FileError:
     near = None
     if error.errno == errno.ENOENT:
         with suppress(OSError):
-            near = misspelt(path.name, os.listdir(path.parent))
+            near = nearest(path.name, os.listdir(path.parent), SLIP)
     fix = f"did you mean {near}?" if near else "check the name and the permissions"
     return FileError(f"{path}: {error.strerror or error}; {fix}")
 

@@ -15,6 +15,7 @@ import reprlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -68,9 +69,6 @@ def _escaped_character(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-_NEAR: Final = 0.7
-# Comparing takes the product of two lengths.
-_COMPARED: Final = 100
 _VOWELS: Final = ("a", "e", "i", "o", "A", "E", "I", "O", "nd")  # an ndarray
 # Wider cells, such as names of a megabyte, stand out of their column: all others are not padded.
 _WIDEST: Final = 200
@@ -255,7 +253,7 @@ def counted(count: int, what: str) -> str:
 
 
 def and_more(count: int, count_shown: int, what: str) -> list[str]:
-    """Return the line after the first `listed` of `count` things; none if these are all of them."""
+    """Return ["... and 12 more leaves"], or [] if all are shown."""
     return (
         [f"... and {counted(count - count_shown, f'more {what}')}"] if count > count_shown else []
     )
@@ -270,91 +268,68 @@ def guesses_shown(guesses: Mapping[str, Sequence[str]], by: str = "names and sha
     return [f"assumed by {by}: {'; '.join(texts)}"] if texts else []
 
 
-def misspelt(name: str, names: Iterable[str]) -> str | None:
-    """Return the one of these names that this one is a misspelling of; None if none is near enough.
-
-    Stricter than `nearest`: `exp` is no misspelling of `exp_with_fsdp`, nor `moe_layers` of
-    `layers`.
-    """
-    from difflib import get_close_matches
-
-    candidates = [candidate[:_COMPARED] for candidate in names]
-    swapped = (candidate for candidate in candidates if sorted(candidate) == sorted(name))
-    return next(swapped, None) or next(iter(get_close_matches(name, candidates, 1, 0.85)), None)
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the one of these names that was probably meant; None if none is near enough.
-
-    Two letters swapped, or a name that begins with the other, are near; `sp` and `tp` are not.
-    """
-    from difflib import SequenceMatcher
-
-    def nearness(candidate: str) -> float:
-        a, b = (text[:_COMPARED].lower() for text in (name, candidate))
-        if sorted(a) == sorted(b):
-            return 1.0
-        return 0.9 if a.startswith(b) or b.startswith(a) else SequenceMatcher(None, a, b).ratio()
-
-    near = max(names, key=nearness, default=None)
-    return near if name and near is not None and nearness(near) >= _NEAR else None
-
-
 def mesh_shown(axis_sizes: Mapping[str, int]) -> str:
     """Return the mesh as the command line has it: dp=8,tp=4."""
     return ",".join(f"{axis}={size}" for axis, size in axis_sizes.items())
 
 
 # Comparing takes the product of two lengths, and the ends of paths tell more than their beginnings.
-# Of 10^5 paths this many are compared in full, which takes some milliseconds.
+_COMPARED: Final = 100
+# Of 10^5 names this many are compared in full, which takes some milliseconds.
 _CANDIDATES: Final = 40
 _PIECE: Final = 4
-_NEAR_PATH: Final = 0.5
-_MOST_SHOWN: Final = 3
+# A name that begins or ends like the one that was given is as near as this at most.
+_PART: Final = 0.8
+SLIP: Final = 0.85
+"""The nearness of a name with a slip, from which parts of names are further away."""
 
 
-def near_paths(path: str, paths: Iterable[str], least: float = _NEAR_PATH) -> list[str]:
-    """Return up to three of these paths that are near this one, the nearest first.
+def near_names(
+    name: str, names: Iterable[str], least: float = 0.5, most: int = 3, part: float = _PART
+) -> list[str]:
+    """Return those of these names that were probably meant, the nearest first.
 
     Args:
-        path: The path that is not there.
-        paths: Those that are.
-        least: How near they must be, from 0 to 1.
+        name: The name that is not there.
+        names: Those that are.
+        least: How near they must be, from 0 to 1. Two letters swapped, or other cases, are 1.
+        most: How many to return.
+        part: How near those are that begin or end with it.
 
     Example:
-        >>> near_paths("layers/0/mlp/kernl", ["layers/0/mlp/kernel", "embed", "layers/0/mlp/bias"])
+        >>> near_names("layers/0/mlp/kernl", ["layers/0/mlp/kernel", "embed", "layers/0/mlp/bias"])
         ['layers/0/mlp/kernel', 'layers/0/mlp/bias']
     """
     from difflib import SequenceMatcher
 
-    meant = path[-_COMPARED:]
+    meant = name[-_COMPARED:].lower()
     pieces = {meant[i : i + _PIECE] for i in range(0, len(meant), _PIECE)}
-    likely = heapq.nlargest(
-        _CANDIDATES,
-        dict.fromkeys(paths),
-        key=lambda candidate: sum(map(candidate.__contains__, pieces)),
-    )
     matcher = SequenceMatcher(b=meant, autojunk=False)
 
-    def ratio(end: str) -> float:
-        matcher.set_seq1(end)
+    def ratio(text: str) -> float:
+        matcher.set_seq1(text)
         return matcher.ratio()
 
-    # Only its end may have been given.
-    rated = []
-    for candidate in likely:
-        full_ratio = ratio(candidate[-_COMPARED:])
-        rated.append((max(full_ratio, ratio(candidate[-len(meant) :])), full_ratio, candidate))
-    nearest = heapq.nlargest(_MOST_SHOWN, rated, key=lambda rating: rating[:2])
-    return [candidate for rating, _, candidate in nearest if rating >= least]
+    def nearness(candidate: str) -> tuple[float, float]:
+        text = candidate[-_COMPARED:].lower()
+        whole = 1.0 if sorted(text) == sorted(meant) else ratio(text)
+        begins = text.startswith(meant) or meant.startswith(text)
+        return max(whole, part * (1.0 if begins else ratio(text[-len(meant) :]))), whole
+
+    shared = {each: sum(map(each.lower().__contains__, pieces)) for each in names}
+    likely = heapq.nlargest(_CANDIDATES, shared, key=shared.__getitem__)
+    rated = heapq.nlargest(most, ((*nearness(each), each) for each in likely), itemgetter(0, 1))
+    return [each for rating, _, each in rated if name and rating >= least]
 
 
-def near_shown(path: str, paths: Iterable[str], least: float = _NEAR_PATH) -> str:
-    """Return the end of an error message about a path that is not there: ".
+def nearest(name: str, names: Iterable[str], least: float = 0.7) -> str | None:
+    """Return the one of these names that was probably meant; None if none is near enough."""
+    return next(iter(near_names(name, names, least, most=1)), None)
 
-    Near it: a, b", or "".
-    """
-    near = [printable(text) for text in near_paths(path, paths, least)]
+
+def near_shown(name: str, names: Iterable[str], least: float = 0.5) -> str:
+    """Return "; near it: a, b" for an error message, or ""."""
+    near = [printable(text) for text in near_names(name, names, least)]
     texts = [text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..." for text in near]
     return f"; near it: {', '.join(texts)}" if texts else ""
 

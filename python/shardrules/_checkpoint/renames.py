@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from shardrules._base.arguments import boolean, check_type, integer, listed
 from shardrules._base.dtypes import given_name
-from shardrules._base.text import misspelt, shown, without_defaults
+from shardrules._base.text import SLIP, nearest, shown, without_defaults
 from shardrules._checkpoint.boxes import Arrangement, arrangement
 from shardrules._rules.patterns import check_template
 
@@ -129,7 +129,7 @@ class Rename:
         stacked = stacked_axes(self)
         for axis in dims.stacked:
             if axis not in stacked and not isinstance(self.sizes.get(axis), int):
-                near = misspelt(axis, dims.unstacked)
+                near = nearest(axis, dims.unstacked, SLIP)
                 meant = f"; did you mean {near!r}, on the left?" if near else ""
                 raise ValueError(
                     f"dims {self.dims!r} stacks along {axis!r}, for which the pattern needs a "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.io import FileError, read_bytes
-from shardrules._base.text import misspelt, shown
+from shardrules._base.text import SLIP, nearest, shown
 from shardrules._files.rules import parse_toml
 
 OWN_FILE: Final = "shardrules.toml"
@@ -207,7 +207,7 @@ def _job_entries(where: str, table: dict[str, Any], forms: Mapping[str, str]) ->
 def _check_known_keys(where: str, table: dict[str, Any], known: list[str]) -> None:
     for key in table:
         if key not in known:
-            near = misspelt(key, known) or misspelt(key.replace("_", "-"), known)
+            near = nearest(key, known, SLIP) or nearest(key.replace("_", "-"), known, SLIP)
             hint = f"did you mean {near!r}?" if near else f"the keys are {', '.join(known)}"
             raise FileError(f"{where}: key {key!r} is unknown; {hint}")
 

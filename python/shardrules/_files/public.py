@@ -11,7 +11,7 @@ from shardrules._base.arguments import boolean, check_type, integer
 from shardrules._base.dtypes import key_dtype
 from shardrules._base.hardware import Hardware, public_hardware
 from shardrules._base.io import DEFAULT_MEMORY, FileError, memory_within, opened, path_of
-from shardrules._base.text import bytes_shown, misspelt
+from shardrules._base.text import SLIP, bytes_shown, nearest
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import nested as in_levels
 from shardrules._files.models import read_arrays
@@ -183,7 +183,7 @@ def _check_hardware_keys(file: Path, table: dict[str, Any]) -> None:
     is_required = {field.name: field.default is MISSING for field in fields(Hardware)}
     for key in table:
         if key not in is_required:
-            meant = misspelt(key, is_required)
+            meant = nearest(key, is_required, SLIP)
             hint = f"did you mean {meant!r}?" if meant else f"the keys are {', '.join(is_required)}"
             raise FileError(f"{file}: key {key!r} is unknown; {hint}")
     if missing := [key for key, is_needed in is_required.items() if is_needed and key not in table]:

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.specs import entries_of, entry_axes
-from shardrules._base.text import and_more, counted, misspelt
+from shardrules._base.text import SLIP, and_more, counted, nearest
 from shardrules._plan.axis_uses import is_gathered
 from shardrules._plan.findings import Finding, Level, at_stake
 from shardrules._plan.fold import Folded
@@ -217,7 +217,7 @@ def unknown_names(queries: Queries) -> Iterator[Finding]:
             if isinstance(name, str) and name not in rule_names:
                 by_name[name].append(part)
     for name, folded in by_name.items():
-        meant = misspelt(name, unused)
+        meant = nearest(name, unused, SLIP)
         replicated = [
             part for part in queries.undeclared(folded) if queries.is_whole(kinds[part.group])
         ]
