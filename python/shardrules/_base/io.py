@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import stat
 import sys
 import zlib
@@ -55,7 +56,6 @@ _OPEN_FLAGS: Final = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 # of a dict and a pair, a comma an item of a list; both include a number, which a string after them
 # does not need. Real files take 0.6 to 1 times the sum.
 _COSTS: Final = {b"[": 96, b"{": 61, b":": 163, b",": 41, b'"': 13}
-_OTHERS: Final = bytes(set(range(256)).difference(*_COSTS))
 # The text and its strings, per byte. With one wide or escaped character, each takes four bytes.
 _NARROW: Final = 2
 _WIDE: Final = 8
@@ -183,8 +183,7 @@ def join_chunks(path: Path, chunks: Iterable[bytes], size: int, per_byte: int = 
     length, values, width, most = 0, 0, _NARROW, max_memory.get() + size
     for chunk in chunks:
         length += len(chunk)
-        marks = chunk.translate(None, _OTHERS)
-        values += sum(cost * marks.count(byte) for byte, cost in _COSTS.items())
+        values += sum(cost * chunk.count(mark) for mark, cost in _COSTS.items())
         if not chunk.isascii() or b"\\" in chunk:
             width = _WIDE
         if max(length * width + values, length * per_byte) > most:
@@ -262,23 +261,13 @@ def first_repeated(names: list[str]) -> str:
     return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
 
 
-_STREAMS: Final = (1, 2)
-_ACL: Final = "system.posix_acl_access"
-
-
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file. A regular file is replaced; any other file is written directly.
+    """Write a text file as UTF-8, with newlines as they are. A regular file is replaced, or kept.
 
-    A symbolic link stays, and its target is replaced; other hard links keep the old file, as with
-    `sed -i` and git. A new file gets the mode that `open` gives. The rights of an existing file are
-    kept, also in a POSIX ACL, and its owner if the system allows that; nobody gets more rights.
-    Setuid and setgid bits and other extended attributes are not kept. A failed or interrupted write
-    leaves the old file unchanged and no temporary file. Only a process that is killed (SIGKILL, or
-    a loss of power) can leave one, `.` and 32 digits and `.part`, which may be deleted.
-
-    Args:
-        path: The file. A device, a FIFO and the process's own standard output are not replaced.
-        text: The content, written as UTF-8. Newlines are not translated.
+    A symbolic link stays, and its target is replaced; other hard links keep the old file. The
+    replaced file's mode and extended attributes are kept, without setuid and setgid, and its owner
+    if the system allows that. A device, a FIFO and the process's own output are written directly.
+    Only a process that is killed leaves a temporary file, `.` and 32 digits and `.part`.
 
     Raises:
         OSError: The file cannot be written. The error has its name and the reason.
@@ -289,42 +278,28 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file as `write_text` does."""
     try:
-        before = _status(path)
-        if before is None or _is_replaceable(before):
+        try:
+            before = os.stat(path)
+        except FileNotFoundError:
+            before = None
+        stream = None if before is None else _own_stream(before)
+        if before is None or (stat.S_ISREG(before.st_mode) and stream is None):
             replace_file(Path(os.path.realpath(path)), data, before)
-        else:
-            _write_directly(path, data, before)
+            return
+        sys.stdout.flush()  # what was printed comes first
+        with open(path if stream is None else os.dup(stream), "wb") as file:
+            file.write(data)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
-def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """Return the status of the file behind any links; None if there is no file."""
-    try:
-        return os.stat(path)
-    except FileNotFoundError:
-        return None
-
-
-def _stream(status: os.stat_result) -> int | None:
-    """Find the process's own output stream that is this file, such as a log."""
-    for stream in _STREAMS:
+def _own_stream(status: os.stat_result) -> int | None:
+    """Return the process's own output stream that is this file, such as a log; or None."""
+    for stream in (1, 2):
         with suppress(OSError):  # it is closed
             if os.path.samestat(status, os.fstat(stream)):
                 return stream
     return None
-
-
-def _is_replaceable(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and _stream(status) is None
-
-
-def _write_directly(path: str | os.PathLike[str], data: bytes, status: os.stat_result) -> None:
-    stream = _stream(status)
-    if stream is not None:
-        sys.stdout.flush()  # what was printed comes first
-    with open(path if stream is None else os.dup(stream), "wb") as file:
-        file.write(data)
 
 
 def replace_file(target: Path, data: bytes, before: os.stat_result | None = None) -> None:
@@ -338,7 +313,7 @@ def replace_file(target: Path, data: bytes, before: os.stat_result | None = None
             file.write(data)
             file.flush()
             if before is not None:
-                _keep_rights(file.fileno(), target, before)
+                _copy_rights(target, part, before)
             os.fsync(file.fileno())
         os.replace(part, target)
     finally:
@@ -346,33 +321,16 @@ def replace_file(target: Path, data: bytes, before: os.stat_result | None = None
     sync_directory(target.parent)
 
 
-def _keep_rights(file: int, target: Path, before: os.stat_result) -> None:
-    """Give the new file the owner and the rights of the old one, and no more."""
-    if sys.platform == "win32":
-        return
-    with suppress(PermissionError):
-        os.fchown(file, before.st_uid, before.st_gid)
-    mode = before.st_mode & (stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO)
-    if os.fstat(file).st_gid != before.st_gid or not _keep_acl(file, target):
-        mode &= ~stat.S_IRWXG  # the rights of the old group are not for another one
-    os.fchmod(file, mode)
-
-
-def _keep_acl(file: int, target: Path) -> bool:
-    """Give the new file the ACL of the old one, or none; returns whether it could.
-
-    The group's bits in the mode of a file with an ACL are the ACL's mask, not the group's rights.
-    """
-    if sys.platform != "linux":
-        return True
-    try:
-        os.setxattr(file, _ACL, os.getxattr(target, _ACL))
-    except OSError as error:
-        if error.errno == errno.ENODATA:
-            with suppress(OSError):  # the directory's default has given none
-                os.removexattr(file, _ACL)
-        return error.errno in (errno.ENODATA, errno.ENOTSUP)
-    return True
+def _copy_rights(target: Path, part: Path, before: os.stat_result) -> None:
+    mode = before.st_mode & 0o777
+    if sys.platform != "win32":
+        with suppress(PermissionError):
+            os.chown(part, before.st_uid, before.st_gid)
+        if part.stat().st_gid != before.st_gid:
+            mode &= ~stat.S_IRWXG  # the rights of the old group are not for another one
+    shutil.copystat(target, part)  # with an ACL, an extended attribute
+    os.utime(part)
+    part.chmod(mode)
 
 
 def sync_directory(directory: Path) -> None:
