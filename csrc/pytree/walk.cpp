@@ -42,7 +42,9 @@ class Walk {
     Ref run(PyObject* tree) {
         try {
             const NodeType& type = types_.of(tree);
-            return type.kind == NodeKind::kLeaf ? leaf(tree) : node(tree, type);
+            if (type.kind == NodeKind::kLeaf) return leaf(tree);
+            separator_waits_ = may_hide_its_key(tree, type);
+            return node(tree, type);
         } catch (const PythonError&) {
             note_path();
             throw;
@@ -87,7 +89,7 @@ class Walk {
         if (type.kind == NodeKind::kLeaf) {
             result = leaf(object);
         } else {
-            separator_waits_ = hidden_key_ != nullptr && may_hide_its_key(object, type);
+            separator_waits_ = may_hide_its_key(object, type);
             if (!separator_waits_) pass_separator(step);
             result = node(object, type);
             separator_waits_ = false;
@@ -107,10 +109,16 @@ class Walk {
 
     // The separator is not read yet if the node's only child may have a hidden key, which has no
     // separator.
-    static bool may_hide_its_key(PyObject* object, const NodeType& type) {
-        if (type.kind == NodeKind::kDict) return PyDict_GET_SIZE(object) == 1;
-        if (type.kind != NodeKind::kRegistered) return false;
-        return !type.record || type.record->keys().size() == 1;
+    bool may_hide_its_key(PyObject* object, const NodeType& type) const {
+        if (hidden_key_ == nullptr) return false;
+        switch (type.kind) {
+            case NodeKind::kDict:
+            case NodeKind::kOrderedDict:
+            case NodeKind::kDefaultDict: return PyDict_GET_SIZE(object) == 1;
+            case NodeKind::kNamedTuple: return PyTuple_GET_SIZE(object) == 1;
+            case NodeKind::kRegistered: return !type.record || type.record->keys().size() == 1;
+            default: return false;
+        }
     }
 
     bool is_hidden(const Key& key, PyObject* object) {
@@ -121,7 +129,7 @@ class Walk {
 
     void read_separator() {
         separator_waits_ = false;
-        dfa_.extend(separator_);
+        if (path_.depth() != 0) dfa_.extend(separator_);  // none follows the root
     }
 
     Ref node(PyObject* object, const NodeType& type) {

@@ -6,8 +6,10 @@ import os
 import random
 import re
 import tomllib
+from collections import OrderedDict, defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -48,6 +50,14 @@ def chosen(rules, path):
             return references.SEVERAL
         return getattr(payload, "rule", None)
     return first
+
+
+class Value(NamedTuple):
+    value: object
+
+
+def nnx_param(leaf):
+    return pytest.importorskip("flax.nnx", reason="flax is not installed").Param(leaf)
 
 
 class Payload:
@@ -399,6 +409,27 @@ class TestNnx:
         matched = sr.Rules(rules, sr.dialects.NNX).match(state)
         assert jax.tree.structure(matched, is_leaf=is_spec) == jax.tree.structure(state)
         assert nnx.to_pure_dict(matched) == sr.Rules(rules).match(pure)
+
+    @pytest.mark.parametrize(
+        ("of", "path"),
+        [
+            (lambda leaf: nnx_param(leaf), ""),
+            (lambda leaf: {"value": leaf}, ""),
+            (lambda leaf: {"a": OrderedDict(value=leaf)}, "a"),
+            (lambda leaf: {"a": defaultdict(dict, value=leaf)}, "a"),
+            (lambda leaf: {"a": Value(leaf)}, "a"),
+            (lambda leaf: {"value": {"value": leaf}}, "value"),
+            (lambda leaf: {"a": OrderedDict(value=leaf, b=None)}, "a/value"),
+            (lambda leaf: {"a": [leaf]}, "a/0"),
+            (lambda leaf: OrderedDict(b=leaf), "b"),
+        ],
+    )
+    def test_the_hidden_key_of_a_root_and_of_other_nodes_was_in_the_path(self, of, path):
+        """At the root, and in nodes other than dicts and registered ones."""
+        tree = of(array(2))
+        assert sr.plan(tree, sr.Rules([("", ())], sr.dialects.NNX), {"tp": 2}).paths == [path]
+        matched = sr.Rules([(rf"\A{path}\Z", "right"), ("", "wrong")], sr.dialects.NNX).match(tree)
+        assert jax.tree.leaves(matched, is_leaf=lambda x: isinstance(x, P)) == [P("right")]
 
     def test_a_module_and_its_optimizer(self, nnx, model):
         optax = pytest.importorskip("optax")
