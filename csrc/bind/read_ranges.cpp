@@ -25,6 +25,8 @@ std::span<const std::int64_t> numbers(const py::buffer_info& column) {
     return {static_cast<const std::int64_t*>(column.ptr), static_cast<std::size_t>(column.size)};
 }
 
+constexpr std::int64_t kLastByte = std::int64_t{1} << 62;  // of any file
+
 std::int64_t room_of(const py::buffer_info& memory) {
     if (memory.ndim != 1 || (memory.size > 1 && memory.strides[0] != memory.itemsize))
         throw py::type_error("the memory has gaps");
@@ -47,8 +49,9 @@ py::tuple read_ranges(int file, const py::buffer& begins, const py::buffer& size
         throw py::value_error("the columns of ranges have different lengths");
     for (std::size_t i = 0; i < ranges.begins.size(); ++i)
         if (ranges.begins[i] < 0 || ranges.sizes[i] < 0 || ranges.places[i] < 0 ||
-            ranges.sizes[i] > room || ranges.places[i] > room - ranges.sizes[i])
-            throw py::value_error("a range lies outside of the memory");
+            ranges.sizes[i] > room || ranges.places[i] > room - ranges.sizes[i] ||
+            ranges.begins[i] > kLastByte - ranges.sizes[i])
+            throw py::value_error("a range lies outside of any file, or of the memory");
     files::Stop stop{};
     {
         const py::gil_scoped_release released;
@@ -90,7 +93,7 @@ std::vector<files::Band> bands_of(std::span<const std::int64_t> bands,
         files::Band band{row[0], row[1], row[2], row[3], {}};
         std::int64_t end = band.begin;
         if (band.begin < 0 || band.size < 1 || band.stride < band.size ||
-            !files::reaches(end, band.rows, band.stride, std::int64_t{1} << 62))
+            !files::reaches(end, band.rows, band.stride, kLastByte))
             throw py::value_error("a band has no rows");
         for (std::int64_t i = 0; i < row[4]; ++i) {
             const auto of_piece = of_pieces.next();

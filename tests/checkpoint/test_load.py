@@ -579,7 +579,14 @@ class TestRanges:
             assert stop == (10, -1)
 
     @pytest.mark.parametrize(
-        "columns", [([0], [8], [1]), ([-1], [1], [0]), ([0], [-1], [0]), ([0, 1], [1, 1], [0])]
+        "columns",
+        [
+            ([0], [8], [1]),
+            ([-1], [1], [0]),
+            ([0], [-1], [0]),
+            ([0, 1], [1, 1], [0]),
+            ([2**63 - 1], [1], [0]),
+        ],
     )
     def test_ranges_outside_of_the_memory(self, tmp_path, columns):
         if reading._native is None:
