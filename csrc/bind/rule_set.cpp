@@ -79,12 +79,27 @@ std::optional<std::uint32_t> class_number(int number) {
     return static_cast<std::uint32_t>(number);
 }
 
+// This thread's Python state, while WithoutGil is in force.
+thread_local PyThreadState* released_state = nullptr;
+
+// Releases the GIL. Safe around a search that asks no oracle: it reads the characters of a str that
+// the caller holds, which never change, an immutable program, and a DFA lent to this search alone.
+class WithoutGil {
+  public:
+    WithoutGil() { released_state = PyEval_SaveThread(); }
+    WithoutGil(const WithoutGil&) = delete;
+    WithoutGil& operator=(const WithoutGil&) = delete;
+    ~WithoutGil() { PyEval_RestoreThread(std::exchange(released_state, nullptr)); }
+};
+
 // Lets other threads run and Ctrl-C interrupt, while one key of a path takes long.
-void yield_gil() {
-    {
-        const py::gil_scoped_release released;
-    }
-    pytree::check(PyErr_CheckSignals());
+void let_python_run() {
+    // A signal handler may search as well, so it must not see the state.
+    PyThreadState* const state = std::exchange(released_state, nullptr);
+    PyEval_RestoreThread(state == nullptr ? PyEval_SaveThread() : state);
+    const int result = PyErr_CheckSignals();
+    if (state != nullptr) released_state = PyEval_SaveThread();
+    pytree::check(result);
 }
 
 automata::RuleId rules_per_mode(std::size_t patterns, std::size_t modes) {
@@ -96,11 +111,12 @@ automata::RuleId rules_per_mode(std::size_t patterns, std::size_t modes) {
 }  // namespace
 
 RuleSet::RuleSet(const py::sequence& patterns, const py::sequence& classes,
-                 const py::object& accepts, int word_class, int ascii_word_class,
+                 const py::object& oracle, int word_class, int ascii_word_class,
                  bool empty_text_has_no_non_boundary, const py::sequence& fallbacks,
                  Argument<std::size_t> memory_budget, std::size_t modes,
                  resolution::DialectOptions dialect)
-    : accepts_(Ref::borrow(accepts.ptr())),
+    : oracle_(Ref::borrow(oracle.ptr())),
+      has_classes_(!classes.empty()),
       matcher_(compile(patterns, classes, word_class, ascii_word_class,
                        empty_text_has_no_non_boundary, memory_budget.as("memory_budget"))),
       modes_(rules_per_mode(patterns.size(), modes)),
@@ -125,15 +141,15 @@ automata::RuleMatcher RuleSet::compile(const py::sequence& patterns, const py::s
     for (const auto& pattern : patterns) rules.patterns.push_back(encoded(pattern.ptr()));
     // Takes long for many rules, and touches no Python object.
     const py::gil_scoped_release released;
-    return {rules, oracle(), memory_budget, yield_gil};
+    return {rules, asking_oracle(), memory_budget, let_python_run};
 }
 
-// Borrows `this`, so that the only reference to `accepts` is the one that traverse() shows. The
+// Borrows `this`, so that the only reference to the oracle is the one that traverse() shows. The
 // DFAs that call the oracle do not outlive this object.
-automata::Oracle RuleSet::oracle() const {
+automata::Oracle RuleSet::asking_oracle() const {
     return [this](std::uint32_t number, char32_t c) {
         const Ref answer = Ref::checked(PyObject_CallFunction(
-            accepts_.get(), "IN", number, PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1)));
+            oracle_.get(), "IN", number, PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1)));
         const int accepted = PyObject_IsTrue(answer.get());
         pytree::check(accepted);
         return accepted == 1;
@@ -141,20 +157,34 @@ automata::Oracle RuleSet::oracle() const {
 }
 
 int RuleSet::traverse(visitproc visit, void* arg) const {
-    Py_VISIT(accepts_.get());
+    Py_VISIT(oracle_.get());
     for (const resolution::FallbackRule& fallback : fallbacks_) Py_VISIT(fallback.search.get());
     return 0;
 }
 
 void RuleSet::clear() {
-    accepts_ = Ref::borrow(Py_None);                     // not null: a later call is a TypeError
+    oracle_ = Ref::borrow(Py_None);                     // not null: a later call is a TypeError
     const auto dropped = std::exchange(fallbacks_, {});  // their destructors may call this object
+}
+
+// Calls search(text), without the GIL if the text is long. A short search is over before another
+// thread wakes up, and would then wait for it: 5 ms, if that thread computes.
+template <class Search>
+auto RuleSet::search_in(const py::str& text, Search search) {
+    constexpr Py_ssize_t kLong = 2048;  // characters; as in Python's hashlib
+    const automata::Text view = pytree::text_of(text.ptr());
+    const bool asks_oracle = has_classes_ && PyUnicode_IS_ASCII(text.ptr()) == 0;
+    std::optional<WithoutGil> without_gil;
+    if (!asks_oracle && std::cmp_greater_equal(view.length, kLong)) without_gil.emplace();
+    return search(view);
 }
 
 py::object RuleSet::first_match(Argument<py::str> path) {
     const py::str text = path.as("path");
     const automata::RuleId rule = with_python_errors([&] {
-        return resolution::first_match(matcher_.first(pytree::text_of(text.ptr())), fallbacks_,
+        const automata::RuleId from_automaton =
+            search_in(text, [&](automata::Text view) { return matcher_.first(view); });
+        return resolution::first_match(from_automaton, fallbacks_,
                                        [&] { return Ref::borrow(text.ptr()); });
     });
     if (rule == automata::kNoRule) return py::none();
@@ -165,7 +195,7 @@ py::list RuleSet::all_matches(Argument<py::str> path) {
     const py::str text = path.as("path");
     std::vector<automata::RuleId> rules;
     with_python_errors([&] {
-        matcher_.all(pytree::text_of(text.ptr()), rules);
+        search_in(text, [&](automata::Text view) { matcher_.all(view, rules); });
         resolution::add_matches(fallbacks_, [&] { return Ref::borrow(text.ptr()); }, rules);
     });
     modes_.fold(rules);

@@ -16,12 +16,12 @@ class RuleSet {
   public:
     // patterns: per rule a str (a literal), a list of code words, or None (not regular).
     // classes: per class its ASCII members, as an int with bit c for character c.
-    // accepts(number, character): whether the class has a non-ASCII member.
+    // oracle(number, character): whether the class has a non-ASCII member.
     // fallbacks: (number, search) for each pattern that is None, ascending.
     // modes: the number of the dialect's match modes. `patterns` has all rules for the first mode,
     // then all for the next one.
     RuleSet(const pybind11::sequence& patterns, const pybind11::sequence& classes,
-            const pybind11::object& accepts, int word_class, int ascii_word_class,
+            const pybind11::object& oracle, int word_class, int ascii_word_class,
             bool empty_text_has_no_non_boundary, const pybind11::sequence& fallbacks,
             Argument<std::size_t> memory_budget, std::size_t modes,
             resolution::DialectOptions dialect);
@@ -48,13 +48,16 @@ class RuleSet {
                                   const pybind11::sequence& classes, int word_class,
                                   int ascii_word_class, bool empty_text_has_no_non_boundary,
                                   std::size_t memory_budget) const;
-    automata::Oracle oracle() const;
+    automata::Oracle asking_oracle() const;
+    template <class Search>
+    auto search_in(const pybind11::str& text, Search search);
     automata::Search search() const {
         return dialect_.unique ? automata::Search::kAll : automata::Search::kFirst;
     }
     void check_answers(const resolution::Answers& answers) const;
 
-    pytree::Ref accepts_;
+    pytree::Ref oracle_;
+    bool has_classes_;
     automata::RuleMatcher matcher_;
     std::vector<resolution::FallbackRule> fallbacks_;
     resolution::MatchModes modes_;

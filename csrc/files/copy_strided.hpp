@@ -69,7 +69,7 @@ void copy_tiles(const CopiedDim& across, const CopiedDim& along, const char* fro
                 std::memcpy(to + (i + n) * across.to + j * kBytes, tile + n * kLine, kLine);
         }
     }
-    // What is in no tile: the rows behind them, and beside them the columns.
+    // The edges that do not fill a tile.
     const CopiedDim below{across.size - rows, across.from, across.to};
     copy_items<kItem>(below, along, from + rows * kBytes, to + rows * across.to);
     const CopiedDim whole{rows, across.from, across.to};

@@ -190,7 +190,7 @@ class RuleSet:
         patterns: Per match mode and rule a literal, code words, or None where `fallbacks` has
             the rule.
         classes: Per character class its ASCII members, bit c for character c.
-        accepts: accepts(class, character), for non-ASCII characters.
+        oracle: oracle(class, character): whether the class has a non-ASCII member.
         word_class: The class that `\b` looks at, or -1.
         ascii_word_class: The same for patterns with the ASCII flag.
         empty_text_has_no_non_boundary: Whether `\B` does not match the empty string.
@@ -198,21 +198,21 @@ class RuleSet:
         memory_budget: Bytes for the states of each DFA, and as many for its way down a tree.
         match_modes: How many match modes there are: `patterns` has all rules once for each. What
             matches in an earlier mode wins.
-        choices: Those of the dialect.
+        dialect: What the core needs to know of the dialect.
     """
 
     def __init__(
         self,
         patterns: Sequence[str | list[int] | None],
         classes: Sequence[int],
-        accepts: Callable[[int, str], bool],
+        oracle: Callable[[int, str], bool],
         word_class: int,
         ascii_word_class: int,
         empty_text_has_no_non_boundary: bool,
         fallbacks: Sequence[tuple[int, Callable[[str], object]]],
         memory_budget: int,
         match_modes: int,
-        choices: Choices,
+        dialect: Choices,
         /,
     ) -> None: ...
     def first_match(self, path: str, /) -> int | None: ...

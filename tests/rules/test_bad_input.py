@@ -335,7 +335,7 @@ def test_what_the_core_refuses_is_not_printed():
     """Of strict="no" the message had the whole tree."""
     tree = {f"kernel {i}": np.zeros(2) for i in range(1000)}
     matcher = matcher_of(sr.Rules(CATCH_ALL))
-    rules, answers = matcher.rule_set, matcher.numbers()
+    rules, answers = matcher.rule_set, matcher.rule_indices()
     calls = [
         lambda: rules.match(tree, answers, "no", 0, 0, 0, 0, False),
         lambda: rules.count_matches(tree, []),

@@ -160,7 +160,7 @@ def test_what_the_budget_makes_the_walk_forget_is_found_again(memory_budget, rng
     for _ in range(5):
         nested = {"a": tree(60), "b": tree(30)}
         matcher = matcher_of(rules)
-        result = matcher.decide(nested, matcher.numbers(), None, -1, strict=False)
+        result = matcher.decide(nested, matcher.rule_indices(), None, -1, strict=False)
         paths, found = paths_of(nested), paths_of(result.tree)
         assert len(paths) > 60
         expected = {path: alone.first_match(path) for path in paths}
@@ -190,7 +190,7 @@ rules = sr.Rules([("a.{0,8000}b.{0,8000}c", None)], memory_budget=int(sys.argv[1
 rules.first_match("ab" * 50)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 matcher = matcher_of(rules)
-matcher.decide(tree, matcher.numbers(), None, -1, strict=False)
+matcher.decide(tree, matcher.rule_indices(), None, -1, strict=False)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

@@ -19,7 +19,7 @@ import shardrules._base.node_types
 from shardrules import Rules
 from shardrules._base.node_types import Record
 from shardrules._core import Corrector, RecordLayout, RuleSet, ShardingTable, SpecTable, templates
-from shardrules._rules.matcher import _choices
+from shardrules._rules.matcher import _dialect_options
 from shardrules._rules.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, MATCH_MODES, compile_patterns
 from shardrules.dialects import EFORMER, KERAS, KEYSTR, NNX
 
@@ -311,7 +311,7 @@ def rule_set(
 
     def accepts(number, character):
         HOOKS.call("accepts")
-        return code.accepts(number, character)
+        return code.oracle(number, character)
 
     def hooked(search):
         def call(path):
@@ -327,10 +327,10 @@ def rule_set(
         code.word_class,
         code.ascii_word_class,
         EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
-        [(rule, hooked(search)) for rule, search in code.searched],
+        [(rule, hooked(search)) for rule, search in code.fallbacks],
         memory_budget,
         len(modes),
-        _choices(dialect),
+        _dialect_options(dialect),
     )
 
 

@@ -64,14 +64,14 @@ def through_a_sharding_table_by_shape(payload):
 def through_searches(payload):
     """The functions that the core calls for rules and characters beyond it."""
     rules = sr.Rules([("a", None)])
-    choices = _core.Choices("/", "/", False, "value", False, False, False, False)
+    options = _core.Choices("/", "/", False, "value", False, False, False, False)
 
     def call(*_):
         return payload and rules
 
     patterns = [None, [0x110000, 0]]
     payload.other = _core.RuleSet(
-        patterns, [0], call, -1, -1, True, [(0, call)], 1 << 20, 1, choices
+        patterns, [0], call, -1, -1, True, [(0, call)], 1 << 20, 1, options
     )
     assert payload.other.first_match("é") == 0
 

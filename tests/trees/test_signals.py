@@ -76,6 +76,35 @@ def test_ctrl_c(walk):
     assert works == "works"
 
 
+@pytest.mark.parametrize("search", ["first_match", "all_matches"])
+def test_another_thread_runs_during_a_long_search_that_asks_no_python(search):
+    search = getattr(sr.Rules([("[ab]q", None)]), search)
+    for _ in range(40):
+        search("ab" * 50)  # once it has its states, a search has no other pause
+    long = "ab" * 10**7
+    assert any(advances_during(lambda: search(long)) for _ in range(20))
+    assert not advances_during(lambda: search(long + "é"))  # [ab] is asked about é
+    assert not advances_during(lambda: search("ab"))
+
+
+def advances_during(act):
+    """Say whether a thread that waits for the GIL gets it while this one acts."""
+    gate, seen = threading.Lock(), []
+    gate.acquire()
+    other = threading.Thread(target=lambda: (gate.acquire(), seen.append(True)))
+    other.start()
+    interval = sys.getswitchinterval()
+    time.sleep(0.05)
+    sys.setswitchinterval(1000)  # nobody is asked to release it
+    try:
+        gate.release()
+        act()
+        return bool(seen)
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+
+
 def test_other_threads_run_while_a_key_takes_long():
     slow = sr.Rules([("a.{0,4000}b.{0,4000}c", None)])
     walk = threading.Thread(target=slow.first_match, args=("ab" * 2000,))

@@ -106,7 +106,7 @@ def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
     matcher = matcher_of(rules).for_whole_paths()
     decided = matcher.decide(
         dict.fromkeys(paths, 0),
-        matcher.numbers(),
+        matcher.rule_indices(),
         NO_RULE_NEEDED,
         UNMATCHED,
         AMBIGUOUS,

@@ -254,7 +254,7 @@ class Matcher:
         self.pairs: Final = pairs
         self.dialect: Final = dialect
         self.memory_budget: Final = memory_budget
-        self.fallbacks: Final = code.fallbacks
+        self.fallbacks: Final = code.reasons
         self.from_shapes: Final = next(
             (i for i, spec in enumerate(_specs_of(pairs)) if isinstance(spec, Fsdp)), None
         )
@@ -264,14 +264,14 @@ class Matcher:
         self.rule_set: Final = RuleSet(
             code.patterns,
             code.classes,
-            code.accepts,
+            code.oracle,
             code.word_class,
             code.ascii_word_class,
             EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
-            code.searched,
+            code.fallbacks,
             memory_budget,
             len(modes),
-            _choices(dialect),
+            _dialect_options(dialect),
         )
         self._remembered: Final[dict[Hashable, Any]] = {}
 
@@ -324,7 +324,7 @@ class Matcher:
             {(rule, shape, dtype): number of the kind}, the kinds' numbers by row as int32)
         """
         return self.rule_set.survey(
-            tree, self.numbers(), min_size, replicated, unmatched, ambiguous
+            tree, self.rule_indices(), min_size, replicated, unmatched, ambiguous
         )
 
     def coverage(self, tree: Any, *, strict: bool = True) -> Coverage:
@@ -335,7 +335,7 @@ class Matcher:
         """Return per rule, the paths that it matches and wins."""
         return _coverage(*self.rule_set.count_paths(paths))
 
-    def numbers(self) -> Answers:
+    def rule_indices(self) -> Answers:
         """Return for `decide` the index of the rule itself; needs no JAX."""
         count = len(self.pairs)
         return SpecTable(list(range(count)), [0] * count, lambda rule, _: rule)
@@ -390,7 +390,7 @@ def _spec_table(specs: list[Any], too_long: RankPolicy) -> SpecTable:
     )
 
 
-def _choices(dialect: Dialect) -> Choices:
+def _dialect_options(dialect: Dialect) -> Choices:
     return Choices(
         "" if dialect.keys == "keystr" else dialect.separator,
         dialect.separator,

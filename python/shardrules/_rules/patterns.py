@@ -130,13 +130,13 @@ class PatternCode(NamedTuple):
     """Per match mode and rule: a literal, code words, or None where `re` evaluates the rule."""
     classes: tuple[int, ...]
     """Per character class its ASCII members, bit c for character c."""
-    accepts: Callable[[int, str], bool]
+    oracle: Callable[[int, str], bool]
     """Whether a class, by number, accepts a character."""
     word_class: int
     ascii_word_class: int
-    searched: tuple[tuple[int, Callable[[str], object]], ...]
+    fallbacks: tuple[tuple[int, Callable[[str], object]], ...]
     """(position in `patterns`, search) of the rules that `re` evaluates."""
-    fallbacks: tuple[tuple[int, str], ...]
+    reasons: tuple[tuple[int, str], ...]
     """(rule, reason) of the same."""
 
 
@@ -188,7 +188,7 @@ class _Lowering:
     def classes(self) -> tuple[int, ...]:
         return tuple(c.ascii_members for c in self._classes)
 
-    def acceptor(self) -> Callable[[int, str], bool]:
+    def oracle(self) -> Callable[[int, str], bool]:
         fullmatches = [c.fullmatch for c in self._classes]
         return lambda number, character: fullmatches[number](character) is not None
 
@@ -255,8 +255,8 @@ def compile_patterns(patterns: Sequence[Any], modes: Sequence[MatchMode]) -> Pat
     """Lower all patterns of a rule list for the first match mode, then all for the next one."""
     lowering = _Lowering()
     lowered: list[str | list[int] | None] = []
-    searched: list[tuple[int, Callable[[str], object]]] = []
-    fallbacks: list[tuple[int, str]] = []
+    fallbacks: list[tuple[int, Callable[[str], object]]] = []
+    reasons: list[tuple[int, str]] = []
     nodes = 0
     for mode, (index, pattern) in product(modes, enumerate(patterns)):
         is_searched = mode.method == "search"
@@ -277,17 +277,17 @@ def compile_patterns(patterns: Sequence[Any], modes: Sequence[MatchMode]) -> Pat
             lowered.append(code)
         except _NotRegularError as reason:
             evaluate = getattr(_compile(index, regex), mode.method)
-            searched.append((len(lowered), evaluate))
+            fallbacks.append((len(lowered), evaluate))
             lowered.append(None)
-            fallbacks.append((index, str(reason)))
+            reasons.append((index, str(reason)))
     return PatternCode(
         tuple(lowered),
         lowering.classes(),
-        lowering.acceptor(),
+        lowering.oracle(),
         lowering.word_class(ascii_only=False),
         lowering.word_class(ascii_only=True),
-        tuple(searched),
         tuple(fallbacks),
+        tuple(reasons),
     )
 
 
