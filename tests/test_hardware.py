@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 
@@ -89,3 +90,9 @@ def test_a_record_of_ones_own():
         dataclasses.replace(rack, link_devices=0)
     with pytest.raises(ValueError, match="unknown dtype 'bf17'"):
         dataclasses.replace(rack, flops_per_second={"bf17": 1e12})
+
+
+def test_it_has_a_hash():
+    """It had none, since one of its fields is a dict."""
+    v5p = sr.Hardware.named("v5p")
+    assert len({v5p, copy.copy(v5p), dataclasses.replace(v5p), sr.Hardware.named("v5e")}) == 2

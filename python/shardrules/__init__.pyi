@@ -1,4 +1,4 @@
-"""What type checkers and IDEs know of `shardrules`; a test compares it with `__init__.py`."""
+"""The public names of `shardrules`, which `__init__.py` imports when they are first used."""
 
 from shardrules import compat as compat
 from shardrules import dialects as dialects
@@ -53,98 +53,7 @@ from shardrules._verify.verify import verify as verify
 from shardrules.compat._patch import patch as patch
 from shardrules.compat._patch import unpatch as unpatch
 
-# Deprecated here: names of 0.2 that have moved.
-from shardrules.dialects import BIG_VISION as BIG_VISION
-from shardrules.dialects import EASYLM as EASYLM
-from shardrules.dialects import EFORMER as EFORMER
-from shardrules.dialects import FLAX_CORE as FLAX_CORE
-from shardrules.dialects import HALIAX as HALIAX
-from shardrules.dialects import KERAS as KERAS
-from shardrules.dialects import KEYSTR as KEYSTR
-from shardrules.dialects import LINEN as LINEN
-from shardrules.dialects import MAXTEXT as MAXTEXT
-from shardrules.dialects import NNX as NNX
-from shardrules.dialects import SPECTRAX as SPECTRAX
-from shardrules.dialects import Dialect as Dialect
-from shardrules.dialects import LogicalDialect as LogicalDialect
-from shardrules.renames import DEEPSEEK_STACKED as DEEPSEEK_STACKED
-from shardrules.renames import DEEPSEEK_UNSTACKED as DEEPSEEK_UNSTACKED
-from shardrules.renames import HF_TO_FLAX as HF_TO_FLAX
-from shardrules.types import Change as Change
-from shardrules.types import Comparison as Comparison
-from shardrules.types import Coverage as Coverage
-from shardrules.types import CutReason as CutReason
-from shardrules.types import DeviceBytes as DeviceBytes
-from shardrules.types import Explanation as Explanation
-from shardrules.types import Finding as Finding
-from shardrules.types import Findings as Findings
-from shardrules.types import Kind as Kind
-from shardrules.types import Loss as Loss
-from shardrules.types import PlanDiff as PlanDiff
-from shardrules.types import Reason as Reason
-from shardrules.types import RuleFile as RuleFile
-from shardrules.types import RulesFallback as RulesFallback
-from shardrules.types import StepTime as StepTime
-from shardrules.types import Suggestion as Suggestion
-from shardrules.types import Sweep as Sweep
-from shardrules.types import SweepRow as SweepRow
-from shardrules.types import Traffic as Traffic
-from shardrules.types import Transfer as Transfer
-from shardrules.types import TransferRow as TransferRow
-from shardrules.types import Transmission as Transmission
-from shardrules.types import Tried as Tried
-from shardrules.types import TriedName as TriedName
-
-__all__ = [
-    "LORA",
-    "QUANTIZED",
-    "Companion",
-    "Correction",
-    "FileError",
-    "FindingsError",
-    "Hardware",
-    "LogicalRules",
-    "OutOfMemory",
-    "Plan",
-    "Rename",
-    "RuleSpec",
-    "Rules",
-    "Topology",
-    "Zero1",
-    "audit",
-    "compile",
-    "compiling",
-    "fsdp",
-    "gather",
-    "inspect",
-    "load",
-    "logical_axis_rules",
-    "logical_to_mesh",
-    "match_partition_rules",
-    "named_shardings",
-    "patch",
-    "plan",
-    "prove",
-    "read_hardware",
-    "read_model",
-    "read_rules",
-    "reshard",
-    "resolve_mesh",
-    "save",
-    "shard",
-    "shard_local",
-    "solve",
-    "spec_for",
-    "stacked",
-    "suggest",
-    "trace",
-    "unpatch",
-    "unstacked",
-    "verify",
-    "with_logical_constraint",
-    "with_sharding_constraint",
-    "write_manifest",
-]
+__all__: list[str]
 __version__: str
 
 def _leave_before_jax() -> None: ...

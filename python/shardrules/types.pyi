@@ -1,4 +1,4 @@
-"""What type checkers and IDEs know of `shardrules.types`; a test compares it with `types.py`."""
+"""The public names of `shardrules.types`, which it imports when they are first used."""
 
 from shardrules._base.text import Place as Place
 from shardrules._estimate.buffers import Buffer as Buffer

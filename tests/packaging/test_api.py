@@ -40,74 +40,24 @@ def test_public_modules_have_what_they_offer():
         assert [each for each in offered if not hasattr(module, each)] == [], name
 
 
-def exported(file):
-    """{name: module} of what a file imports from the package as itself, for others to take."""
-    return {
+@pytest.mark.parametrize("module", [shardrules, shardrules.types])
+def test_each_name_of_a_stub_is_that_of_its_module(module):
+    stub = ast.parse(Path(module.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    exports = {
         alias.name: statement.module
-        for statement in ast.parse(file.read_text(encoding="utf-8")).body
+        for statement in stub.body
         if isinstance(statement, ast.ImportFrom)
         for alias in statement.names
         if alias.asname == alias.name
     }
-
-
-def test_the_stub_says_what_is_there():
-    exports = exported(Path(shardrules.__file__).with_suffix(".pyi"))
-    for name in shardrules._SUBMODULES:
-        assert exports.pop(name) == "shardrules"
-    moved = {name for names in shardrules._MOVED.values() for name in names.split()}
-    assert exports.keys() == set(shardrules.__all__) | moved
-    for name in shardrules.__all__:
-        assert exports[name] == f"shardrules.{shardrules._MODULES[name]}"
-    assert len(shardrules.__all__) <= 53
-    text = Path(shardrules.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-    listed = text.partition("__all__ = ")[2].partition("]")[0] + "]"
-    assert sorted(ast.literal_eval(listed)) == shardrules.__all__
-
-
-@pytest.mark.parametrize("name", shardrules._MOVED)
-def test_names_that_have_moved_warn_and_are_the_same(name):
-    module = importlib.import_module(f"shardrules.{name}")
-    new = {
-        "Buffer",
-        "Memory",
-        "Totals",
-        "Collective",
-        "CompileLog",
-        "DimensionClass",
-        "Place",
-        "Program",
-        "ProgramTime",
-        "Proof",
-        "Reshard",
-        "Activation",
-        "Alternative",
-        "Gain",
-        "ProofRound",
-        "SentBytes",
-        "SolutionProof",
-        "ClassChoice",
-        "RematChoice",
-        "Solution",
-        "Span",
-        "Step",
-        "Timeline",
-        "Work",
-        "Affine",
-        "from_hf",
-        "inverse",
-    }
-    moved = set(shardrules._MOVED[name].split())
-    stub = Path(module.__file__).with_suffix(".pyi")
-    names = exported(stub if stub.exists() else Path(module.__file__))
-    assert names.keys() - new == moved
-    if stub.exists():
-        assert names == {each: f"shardrules.{module._MODULES[each]}" for each in module.__all__}
-    for each in moved:
-        vars(shardrules).pop(each, None)
-        with pytest.warns(DeprecationWarning, match=rf"use shardrules\.{name}\.{each}$"):
-            assert getattr(shardrules, each) is getattr(module, each)
-        vars(shardrules).pop(each)
+    for name, source in exports.items():
+        vars(module).pop(name, None)
+        assert getattr(module, name) is getattr(importlib.import_module(source), name)
+        assert name in vars(module)
+    submodules = {name for name, source in exports.items() if source == "shardrules"}
+    assert sorted(exports.keys() - submodules) == module.__all__
+    assert exports.keys() <= set(dir(module))
+    assert len(module.__all__) <= 53
 
 
 def test_unknown_names():

@@ -522,17 +522,6 @@ def test_too_many_mesh_axes():
         sr.plan({"w": array(8)}, [("w", None)], {f"a{i}": 1 for i in range(65)})
 
 
-@pytest.mark.parametrize(
-    ("name", "instead", "values"),
-    [("bytes", "total_bytes", [16, 8]), ("device_bytes", r"bytes_per_device\(\)", [8, 8])],
-)
-def test_columns_of_bytes_are_deprecated(name, instead, values):
-    plan = sr.plan({"w": array(4), "x": array(2)}, [("w", "tp"), ("", ())], {"tp": 2})
-    with pytest.warns(DeprecationWarning, match=f"Plan.{name} .* use plan.{instead}"):
-        column = getattr(plan, name)
-    assert (column.dtype, column.tolist()) == (np.int64, values)
-
-
 def test_elements_of_less_than_a_byte():
     plan = sr.plan(
         {"w": array(4, 6, dtype="int4"), "odd": array(7, dtype="int4")},

@@ -86,6 +86,9 @@ class Hardware:
         object.__setattr__(self, "flops_per_second", flops)
         object.__setattr__(self, "sources", texts("sources", self.sources))
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory_bytes, *sorted(self.flops_per_second.items())))
+
     @classmethod
     def named(cls, name: str) -> Hardware:
         """Return public figures of a device: v4, v5e, v5p, v6e, 7x, A100, H100, H200, B200, GB200.

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
-
-import numpy as np
 
 from shardrules._base.arguments import (
     check_bytes,
@@ -34,8 +31,6 @@ from shardrules._plan.state import Training
 from shardrules._plan.table import DEFAULT_LARGE, Columns, Kind
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from shardrules._estimate.sweep import Sweep
     from shardrules._plan.explain import Explanation
     from shardrules._plan.report import CompiledProgram, CompiledTime, Proposal, Proposed, Solved
@@ -53,18 +48,6 @@ class Views(Estimates):
     def mesh(self) -> MeshLike:
         """Returns the mesh that the tree is planned on, as it was given."""
         return self._mesh
-
-    @property
-    def bytes(self) -> npt.NDArray[np.int64]:
-        """Deprecated: `total_bytes`, or the `bytes` of a `Kind`, which are those of one leaf."""
-        _warn_of("bytes", "total_bytes, or plan.kind(path).bytes for one leaf")
-        return np.array([kind.bytes for kind in self.kinds], np.int64)[self.kind_of]
-
-    @property
-    def device_bytes(self) -> npt.NDArray[np.int64]:
-        """Deprecated: `bytes_per_device`, or the `device_bytes` of a `Kind`, for one leaf."""
-        _warn_of("device_bytes", "bytes_per_device(), or plan.kind(path).device_bytes for one leaf")
-        return np.array([kind.device_bytes for kind in self.kinds], np.int64)[self.kind_of]
 
     def check(
         self,
@@ -405,8 +388,3 @@ class Views(Estimates):
 
         check_type("path", path, str, _PATH)
         return rows.row_of(self, path)
-
-
-def _warn_of(name: str, instead: str) -> None:
-    message = f"Plan.{name} is deprecated and goes in 0.5; use plan.{instead}"
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
