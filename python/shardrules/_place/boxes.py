@@ -45,24 +45,10 @@ def variable_sharding(variable: Any) -> Any:
     return next(filter(None, map(metadata.get, spellings)), None)
 
 
-def own_rules(variable: Any) -> Any:
-    """Return the logical rules of a Variable's own; None without."""
-    return variable.get_metadata().get("sharding_rules") or None
-
-
-def says_its_sharding(variable: Any) -> bool:
-    return bool(variable_sharding(variable))
-
-
 def named_array_types() -> tuple[type, ...]:
     """Return the class NamedArray; () without haliax."""
     named_array = loaded("haliax.core", "NamedArray")
     return () if named_array is None else (named_array,)
-
-
-def names_of_axes(named: Any) -> tuple[str, ...]:
-    """Return the names of a NamedArray's axes."""
-    return tuple(axis.name for axis in named.axes)
 
 
 _PLAIN: Final = re.compile(r"[\w-]+")
@@ -106,7 +92,7 @@ class NodeForms:
         if form == "tuple":  # an empty tuple is usually a node of the tree
             return len(node) > 0 and all(map(is_name, node))
         if form == "variable":
-            return says_its_sharding(node)
+            return bool(variable_sharding(node))
         return form == "named" or (form == "box" and hasattr(node, "names"))
 
     def names_of(self, leaf: Any) -> Any:
@@ -115,7 +101,7 @@ class NodeForms:
         if form == "variable":
             return variable_sharding(leaf)
         if form == "named":
-            return names_of_axes(leaf)
+            return tuple(axis.name for axis in leaf.axes)
         if form == "box":
             return leaf.names
         # flax replicates the arrays without a box in a tree of boxes.
@@ -178,7 +164,7 @@ class Unboxed(NamedTuple):
 
 
 def open_boxes(tree: Any) -> Unboxed:
-    """Return the arrays of a tree with boxes or Variables, and their names."""
+    """Take the arrays of a tree, and their names, out of boxes, Variables and NamedArrays."""
     from jax import tree_util
 
     forms = NodeForms()
@@ -190,24 +176,26 @@ def open_boxes(tree: Any) -> Unboxed:
 
 
 def unboxed(tree: Any) -> Unboxed:
-    """Return the same, of a tree that rules for all of it may decide.
+    """Open the boxes of a tree for rules that decide all of it.
 
     Raises:
-        ValueError: A Variable has rules of its own, which rules for the whole tree would not meet.
+        ValueError: A Variable has sharding_rules of its own, which those rules would not meet.
     """
     boxes = open_boxes(tree)
     for leaf in boxes.leaves:
-        if boxes.forms.of(leaf) == "variable" and (rules := own_rules(leaf)):
+        is_variable = boxes.forms.of(leaf) == "variable"
+        if is_variable and (rules := leaf.get_metadata().get("sharding_rules")):
             raise ValueError(
                 f"an nnx Variable with the names {shown(variable_sharding(leaf))} has "
                 f"sharding_rules of its own, {shown(rules)}: give all rules in one LogicalRules, "
-                "and leave sharding_rules out"
+                "and leave sharding_rules out; or give flax.nnx.get_partition_spec(state), which "
+                "applies them, in place of rules"
             )
     return boxes
 
 
 def unboxed_with_names(tree: Any) -> Unboxed:
-    """Return the same, of a tree in which something has names."""
+    """Open the boxes of a tree as `unboxed`, and refuse a tree without names."""
     boxes = unboxed(tree)
     if boxes.leaves and all(entry is None for entry in boxes.names):
         raise TypeError(_no_names(boxes.leaves[0], "names="))

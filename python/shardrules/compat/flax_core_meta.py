@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._base.text import shown
-from shardrules._place.boxes import loaded, says_its_sharding, variable_types
+from shardrules._place.boxes import loaded, variable_sharding, variable_types
 from shardrules._place.mesh import AnyMesh, MeshLike, context_mesh, resolve_mesh
 from shardrules._rules.names import logical_names
 
@@ -466,11 +466,11 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
             return NamedSharding(on_mesh, node.get_partition_spec())
         return replicated if hasattr(node, "shape") else None
 
-    def variable_sharding(variable: Any) -> Any:
+    def sharding_of_variable(variable: Any) -> Any:
         spec = _variable_spec(variable)
         return jax.tree_util.tree_map(lambda inner: NamedSharding(on_mesh, inner), spec)
 
-    return _map_sharded(sharding, variable_sharding, tree)
+    return _map_sharded(sharding, sharding_of_variable, tree)
 
 
 def get_global_mesh() -> AnyMesh | None:
@@ -530,11 +530,11 @@ def _map_sharded(
 
     def is_leaf(node: Any) -> bool:
         is_box, is_variable = kind(type(node))
-        return is_box or (is_variable and says_its_sharding(node))
+        return is_box or (is_variable and bool(variable_sharding(node)))
 
     def mapped(node: Any) -> Any:
         is_variable = kind(type(node))[1]
-        return on_variable(node) if is_variable and says_its_sharding(node) else on_node(node)
+        return on_variable(node) if is_variable and variable_sharding(node) else on_node(node)
 
     return jax.tree_util.tree_map(mapped, tree, is_leaf=is_leaf)
 
