@@ -1,6 +1,7 @@
 """`eformer.common_types` of eformer 0.0.101 to 0.1.0: the names that a `PartitionAxis` resolves.
 
-The same constants and composites with the same values. eformer itself is not needed.
+Constants and composites are equal to eformer's; the two libraries do not recognise each other's
+classes, so take those of one. eformer itself is not needed.
 """
 
 from __future__ import annotations
@@ -14,68 +15,18 @@ import numpy as np
 from shardrules._base.text import readable
 
 __all__ = [
-    "BATCH",
-    "BIAS_HEAD_SEQ",
-    "BIAS_KV_SEQ",
-    "DATA_PARALLEL",
-    "DEFAULT_MASK_VALUE",
-    "DP",
-    "EMBED",
-    "EMPTY",
-    "EMPTY_VAL",
-    "EP",
-    "EXPERT",
-    "EXPERT_GATE",
-    "EXPERT_PARALLEL",
-    "FSDP",
-    "FULLY_SHARDED_DATA_PARALLEL",
-    "GENERATION_MODES",
-    "HEAD",
-    "HEAD_DIM",
-    "KV_HEAD",
-    "KV_HEAD_DIM",
-    "KV_LENGTH",
-    "LENGTH",
-    "MLP_INTERMEDIATE",
-    "MODE_DECODE",
-    "MODE_INSERT",
-    "MODE_PREFILL",
-    "MODE_TRAIN",
-    "NOT_GIVEN",
-    "QUERY_LENGTH",
-    "RUNTIME_MODE_TYPES",
-    "SEQUENCE_PARALLEL",
-    "SP",
-    "TENSOR_PARALLEL",
-    "TP",
-    "VOCAB",
-    "Array",
-    "AttnKVSharding",
-    "AttnQSharding",
-    "AxisIdxes",
-    "AxisNames",
-    "AxisType",
-    "ColumnWise",
-    "DType",
-    "DynamicShardingAxes",
-    "ExpertActivations",
-    "ExpertActivationsAlt",
-    "ExpertColumnWise",
-    "ExpertColumnWiseAlt",
-    "ExpertRowWise",
-    "ExpertRowWiseAlt",
-    "ExpertTensorParallel",
-    "HiddenStateSharding",
-    "Mesh",
-    "PRNGKey",
-    "Replicated",
-    "RowWise",
-    "SColumnWise",
-    "SRowWise",
-    "Shape",
-    "UnifiedExpertColumnWise",
-    "UnifiedExpertRowWise",
-]
+    "BATCH", "BIAS_HEAD_SEQ", "BIAS_KV_SEQ", "DATA_PARALLEL", "DEFAULT_MASK_VALUE", "DP",
+    "EMBED", "EMPTY", "EMPTY_VAL", "EP", "EXPERT", "EXPERT_GATE", "EXPERT_PARALLEL", "FSDP",
+    "FULLY_SHARDED_DATA_PARALLEL", "GENERATION_MODES", "HEAD", "HEAD_DIM", "KV_HEAD",
+    "KV_HEAD_DIM", "KV_LENGTH", "LENGTH", "MLP_INTERMEDIATE", "MODE_DECODE", "MODE_INSERT",
+    "MODE_PREFILL", "MODE_TRAIN", "NOT_GIVEN", "QUERY_LENGTH", "RUNTIME_MODE_TYPES",
+    "SEQUENCE_PARALLEL", "SP", "TENSOR_PARALLEL", "TP", "VOCAB", "Array", "AttnKVSharding",
+    "AttnQSharding", "AxisIdxes", "AxisNames", "AxisType", "ColumnWise", "DType",
+    "DynamicShardingAxes", "ExpertActivations", "ExpertActivationsAlt", "ExpertColumnWise",
+    "ExpertColumnWiseAlt", "ExpertRowWise", "ExpertRowWiseAlt", "ExpertTensorParallel",
+    "HiddenStateSharding", "Mesh", "PRNGKey", "Replicated", "RowWise", "SColumnWise",
+    "SRowWise", "Shape", "UnifiedExpertColumnWise", "UnifiedExpertRowWise",
+]  # fmt: skip
 
 Array = jax.numpy.ndarray
 PRNGKey = jax.numpy.ndarray
@@ -88,8 +39,6 @@ AxisType = tuple[str, ...] | str | Any | None
 
 
 class _Empty:
-    """The class of `NOT_GIVEN`."""
-
     def __repr__(self) -> str:
         return "NOT_GIVEN"
 
@@ -139,21 +88,16 @@ MODE_PREFILL: Final = "__prefill__"
 MODE_TRAIN: Final = "__train__"
 MODE_INSERT: Final = "__insert__"
 GENERATION_MODES: Final = {MODE_DECODE, MODE_INSERT}
-"""The modes in which the decode axes of a `PartitionAxis` count."""
 RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "__insert__"]
 
 
 @readable
 class DynamicShardingAxes(NamedTuple):
-    """Names of an array's dimensions, with the mode in which they are resolved.
-
-    The composites below are classes of this kind, given as they are: `dynamic_axes=ColumnWise`.
-    """
+    """Names of an array's dimensions; the composites below are classes of this kind."""
 
     axes: Sequence[Any]
-    """Per dimension a name, a list of names, or None."""
     mode: str | int
-    """A mode; or the number of a dimension, for MODE_DECODE if its size is 1, else MODE_TRAIN."""
+    """Or the number of a dimension: MODE_DECODE if its size is 1, else MODE_TRAIN."""
 
 
 def _composite(
