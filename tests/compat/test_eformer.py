@@ -181,6 +181,13 @@ def test_get_names_from_partition_spec(tree):
     assert len(set(names)) == len(names)
 
 
+def test_names_of_specs_with_reduced_axes():
+    """They ended in an error of JAX: iterating over such a spec is not allowed."""
+    specs = {"a": P("fsdp", ("tp", "dp"), reduced={"sp"}), "b": [P("tp", unreduced={"ep"})]}
+    assert ours.get_names_from_partition_spec(specs) == ["fsdp", "tp", "dp"]
+    assert ours.get_names_from_partition_spec(specs["a"]) == ["fsdp", "tp", "dp"]
+
+
 def test_create_pattern_based_partition_spec(mesh):
     texts = ["a|b->dp.tp,c->fsdp", "^x$->tp,nothing,.*->dp", "", "a->", "->tp"]
     names = ["a", "bc", "layers/c", "x", "xx", ""]

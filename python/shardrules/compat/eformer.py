@@ -1,8 +1,22 @@
 """`eformer.escale.partition.constraints` of eformer 0.0.95 to 0.1.0: its 17 public functions.
 
-The same signatures and results, under every mesh context of today's JAX. They also work where
-eformer's functions are broken. The differences are in docs/guides/eformer.md. eformer itself is
-not needed.
+The same signatures and results, without eformer, except that
+
+- the mesh of `jax.set_mesh` counts where there is no `with mesh:`; eformer finds none;
+- shard functions place numpy arrays, numbers, and arrays with `P()`; nothing is compiled;
+- an invalid regex is an error at once; one error names all leaves that no rule matches;
+- a tuple, list, string or None as a spec means the PartitionSpec made of it;
+- LOG_SHARDING_MOVE and MIN_SHARDING_SIZE are read from the environment at each access;
+- axes in tuples are counted, and errors are not swallowed: docs/guides/eformer.md has each case.
+
+Example:
+    >>> rules = [("w", PartitionSpec("tp", "absent")), (".*", PartitionSpec())]
+    >>> specs = match_partition_rules(rules, {"w": np.ones((4, 4)), "b": np.ones(4)})
+    >>> list(specs), get_names_from_partition_spec(specs)
+    (['b', 'w'], ['tp', 'absent'])
+    >>> with jax.sharding.Mesh(jax.devices()[:1], ("tp",)):
+    ...     tuple(get_corrected_named_sharding((4, 4), specs["w"]).spec)
+    ('tp', None)
 """
 
 from __future__ import annotations
@@ -34,26 +48,14 @@ if TYPE_CHECKING:
     AxisNames = str | list[str] | tuple[str, ...]
 
 __all__ = [
-    "LOG_SHARDING_MOVE",
-    "MIN_SHARDING_SIZE",
-    "analyze_sharding_strategy",
-    "create_pattern_based_partition_spec",
-    "extract_sharding_structure",
-    "extract_shardings",
-    "get_axes_size_in_mesh",
-    "get_corrected_named_sharding",
-    "get_incontext_mesh",
-    "get_mesh_axis_names",
-    "get_mesh_axis_size",
-    "get_names_from_partition_spec",
-    "get_partition_spec",
-    "get_shardings_with_structure",
-    "get_submesh_device_index",
-    "make_shard_and_gather_fns",
-    "match_partition_rules",
-    "names_in_current_mesh",
+    "LOG_SHARDING_MOVE", "MIN_SHARDING_SIZE", "analyze_sharding_strategy",
+    "create_pattern_based_partition_spec", "extract_sharding_structure", "extract_shardings",
+    "get_axes_size_in_mesh", "get_corrected_named_sharding", "get_incontext_mesh",
+    "get_mesh_axis_names", "get_mesh_axis_size", "get_names_from_partition_spec",
+    "get_partition_spec", "get_shardings_with_structure", "get_submesh_device_index",
+    "make_shard_and_gather_fns", "match_partition_rules", "names_in_current_mesh",
     "with_sharding_constraint",
-]
+]  # fmt: skip
 
 MIN_SHARDING_SIZE: int
 LOG_SHARDING_MOVE: bool
@@ -75,13 +77,7 @@ def __getattr__(name: str) -> int | bool:
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Return whether all names are axes of the context's mesh.
-
-    Example:
-        >>> with jax.sharding.Mesh(jax.devices()[:1], ("dp",)):
-        ...     names_in_current_mesh("dp"), names_in_current_mesh("dp", "tp")
-        (True, False)
-    """
+    """Return whether all names are axes of the context's mesh."""
     return set(names) <= set(get_incontext_mesh(raise_error=False).axis_names)
 
 
@@ -91,17 +87,7 @@ def match_partition_rules(
     min_size: int | None = 0,
     strict: bool = True,
 ) -> Any:
-    """`shardrules.match_partition_rules`, but the result's dicts have sorted keys.
-
-    Raises:
-        ValueError: No rule matches one of the leaves, or the keys of a dict cannot be sorted.
-        TypeError, re.error, RecursionError: As `shardrules.match_partition_rules`.
-
-    Example:
-        >>> rules = [("w", PartitionSpec("tp")), (".*", PartitionSpec())]
-        >>> list(match_partition_rules(rules, {"w": np.ones(4), "b": np.ones(4)}))
-        ['b', 'w']
-    """
+    """`shardrules.match_partition_rules`, but the result's dicts have sorted keys, as eformer's."""
     matched = specs_by_rules(matcher_of(as_rules("rules", rules)), tree, min_size, strict)
     specs, treedef = jax.tree_util.tree_flatten(matched)
     return jax.tree_util.tree_unflatten(treedef, specs)
@@ -110,19 +96,8 @@ def match_partition_rules(
 def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) -> tuple[Any, Any]:
     """Return two trees of functions: one to place an array on the mesh, one to fetch it.
 
-    The functions compile nothing. For a whole tree, `shardrules.shard` and `shardrules.gather` are
-    faster, because they take one call for all leaves.
-
-    Args:
-        partition_specs: A tree of PartitionSpecs.
-        mesh: The mesh. Default: the context's.
-
-    Returns:
-        (shard functions, gather functions), two trees with the structure of `partition_specs`. A
-        shard function takes a jax or numpy array, a number, or a tree of these, and corrects the
-        spec to the shape. It returns values that JAX cannot hold unchanged. A gather function
-        returns a numpy array. Inside jit and other transformations, a shard function constrains the
-        array to the spec, and a gather function to replication.
+    They compile nothing. Shard functions place numpy arrays and numbers too, and return what JAX
+    cannot hold unchanged. For a whole tree, `shardrules.shard` and `gather` are faster.
 
     Raises:
         ValueError: A spec names an axis that the mesh does not have.
@@ -152,18 +127,10 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) ->
 
 
 def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
-    """Return the distinct mesh axes in specs, in the order of their first appearance.
-
-    Args:
-        partition_specs: A PartitionSpec, a dict of them, or nested sequences and dicts.
-
-    Example:
-        >>> get_names_from_partition_spec({"w": PartitionSpec("dp", ("fsdp", "tp")), "b": None})
-        ['dp', 'fsdp', 'tp']
-    """
-    names: dict[str, None] = {}
+    """Return the distinct mesh axes of specs, in the order of their first appearance."""
     items = partition_specs.values() if isinstance(partition_specs, Mapping) else partition_specs
-    for item in items:
+    names: dict[str, None] = {}
+    for item in entries_of(items) if is_partition_spec(items) else items:
         if isinstance(item, str):
             names[item] = None
         elif isinstance(item, Iterable):
@@ -173,10 +140,6 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
 
 def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding) -> Any:
     """Constrain each jax.Array of a tree to the sharding, corrected to its shape.
-
-    A dimension is unsharded if the mesh does not have one of its axes, or if its axes do not divide
-    it. Without a mesh, or with an empty spec, the tree is returned unchanged. Leaves that are not
-    jax.Arrays stay unchanged.
 
     Raises:
         TypeError: `sharding` is neither a PartitionSpec nor a NamedSharding.
@@ -205,25 +168,11 @@ def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding) 
 def get_corrected_named_sharding(
     shape: tuple[int, ...], partition_spec: Any, raise_mesh_error: bool = True
 ) -> NamedSharding:
-    """Return the NamedSharding of an array on the context's mesh, corrected to the array's shape.
-
-    For a whole tree, `shardrules.named_shardings` does this in one call.
-
-    Args:
-        shape: The shape of the array.
-        partition_spec: A PartitionSpec; or None, an axis name, or a list or tuple of entries, which
-            mean the PartitionSpec made of it.
-        raise_mesh_error: Whether a missing mesh is an error. Otherwise it is a warning, and the
-            sharding is replicated on an empty mesh.
+    """Return the NamedSharding of an array on the context's mesh, corrected to its shape.
 
     Raises:
         AssertionError: There is no mesh.
         ValueError: An axis is used twice.
-
-    Example:
-        >>> with jax.sharding.Mesh(jax.devices()[:1], ("dp",)):
-        ...     tuple(get_corrected_named_sharding((4, 4), PartitionSpec("dp", "tp")).spec)
-        ('dp', None)
     """
     mesh = get_incontext_mesh(raise_error=raise_mesh_error)
     if mesh.empty:
@@ -241,26 +190,13 @@ def analyze_sharding_strategy(
 ) -> dict[str, Any]:
     """Return statistics of the distribution of a tree over the devices.
 
-    Args:
-        pytree: Arrays, or objects with a shape and a dtype.
-        partition_specs: A tree of PartitionSpecs with the same structure.
-        mesh: The mesh. Default: the context's.
-
-    Returns:
-        A dict with "total_parameters"; "sharded_parameters" (elements of arrays with a spec other
-        than PartitionSpec()); "memory_per_device" (bytes by device, or by index on an
-        AbstractMesh); "balance_score" (mean divided by maximum of these; 1.0 is even);
-        "partition_stats" (leaves, parameters and bytes by spec).
+    Beside eformer's totals, in Python's ints: "memory_per_device" (bytes by device, or by index on
+    an AbstractMesh), "balance_score" (their mean divided by their maximum), and "partition_stats"
+    (leaves, parameters and bytes by spec).
 
     Raises:
         AssertionError: There is no mesh.
         KeyError: A spec names an axis that the mesh does not have.
-
-    Example:
-        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
-        >>> tree = {"w": jax.ShapeDtypeStruct((4, 4), "float32")}
-        >>> analyze_sharding_strategy(tree, {"w": PartitionSpec("dp")}, mesh)["balance_score"]
-        1.0
     """
     on_mesh = get_incontext_mesh() if mesh is None else mesh
     axis_sizes = dict(on_mesh.shape)
@@ -298,24 +234,12 @@ def analyze_sharding_strategy(
 def create_pattern_based_partition_spec(
     pattern: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
 ) -> Callable[[str, Any], PartitionSpec]:
-    """Return a function (name, array) -> PartitionSpec from rules in one string.
-
-    Args:
-        pattern: Rules separated by commas, such as "regex|regex->axis.axis". The first one that
-            matches wins.
-        mesh: Not used, as in eformer. But without it there must be a mesh in the context.
-        default_spec: The spec if no rule matches. Default: PartitionSpec().
+    """Return a function (name, array) -> PartitionSpec of rules "regex|regex->axis.axis,...".
 
     Raises:
         ValueError: A rule has more than one "->".
         re.error: A regex is invalid.
         AssertionError: There is no mesh.
-
-    Example:
-        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
-        >>> spec_of = create_pattern_based_partition_spec("attn|mlp->fsdp.tp,norm->tp", mesh)
-        >>> tuple(spec_of("layers/0/mlp", None)), tuple(spec_of("head", None))
-        (('fsdp', 'tp'), ())
     """
     if mesh is None:
         get_incontext_mesh()
@@ -341,12 +265,7 @@ def create_pattern_based_partition_spec(
 
 
 def extract_sharding_structure(pytree: Any) -> Any:
-    """Replace each leaf by its NamedSharding, or by None if it has none.
-
-    Example:
-        >>> extract_sharding_structure({"step": 3})
-        {'step': None}
-    """
+    """Replace each leaf by its NamedSharding, or by None if it has none."""
 
     def of_leaf(leaf: Any) -> NamedSharding | None:
         sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
@@ -356,25 +275,13 @@ def extract_sharding_structure(pytree: Any) -> Any:
 
 
 get_shardings_with_structure = extract_sharding_structure
-"""The same as `extract_sharding_structure`."""
 
 
 def get_incontext_mesh(raise_error: bool = True) -> Any:
-    """Return the mesh of the context.
-
-    It is the mesh of `with mesh:`, as in eformer. Without one it is the mesh of `jax.set_mesh` or
-    of `jax.sharding.use_abstract_mesh`, which has no devices.
-
-    Args:
-        raise_error: Whether a missing mesh is an error. Otherwise an empty Mesh is returned.
+    """Return the mesh of `with mesh:`, or else that of `jax.set_mesh` or `use_abstract_mesh`.
 
     Raises:
-        AssertionError: There is no mesh.
-
-    Example:
-        >>> with jax.sharding.Mesh(jax.devices()[:1], ("dp",)):
-        ...     get_incontext_mesh().axis_names
-        ('dp',)
+        AssertionError: There is none, and `raise_error`; otherwise an empty Mesh is returned.
     """
     mesh = _context_mesh()
     if mesh is None and raise_error:
@@ -383,58 +290,23 @@ def get_incontext_mesh(raise_error: bool = True) -> Any:
 
 
 def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) -> int:
-    """Return the number of devices along an axis, or along several axes together.
-
-    Args:
-        axis_names: An axis name, or a list or tuple of axis names.
-        mesh: The mesh. Default: the context's.
-
-    Raises:
-        KeyError: The mesh has no such axis.
-        TypeError: `axis_names` is something else.
-        AssertionError: There is no mesh.
-
-    Example:
-        >>> get_axes_size_in_mesh(["dp"], jax.sharding.Mesh(jax.devices()[:1], ("dp",)))
-        1
-    """
+    """Return the number of devices along axes; KeyError if the mesh lacks one."""
     sizes = (get_incontext_mesh() if mesh is None else mesh).shape
     return _product_of_sizes(axis_names, lambda axis: sizes[axis])  # type: ignore[no-any-return]
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
-    """Return the axis names of the mesh. Default: the context's mesh.
-
-    Example:
-        >>> get_mesh_axis_names(jax.sharding.Mesh(jax.devices()[:1], ("dp",)))
-        ['dp']
-    """
+    """Return the axis names of the mesh. Default: the context's mesh."""
     return list((get_incontext_mesh() if mesh is None else mesh).shape)
 
 
 def get_mesh_axis_size(axis_names: AxisNames) -> Any:
-    """Count the devices along axes that a function is mapped over (shard_map, vmap, pmap).
-
-    Raises:
-        TypeError: `axis_names` is not an axis name, or a list or tuple of axis names.
-
-    Example:
-        >>> jax.vmap(lambda x: x * get_mesh_axis_size("i"), axis_name="i")(jax.numpy.ones(3))
-        Array([3., 3., 3.], dtype=float32)
-    """
+    """Count the devices along axes that a function is mapped over (shard_map, vmap, pmap)."""
     return _product_of_sizes(axis_names, lambda axis: jax.lax.psum(1, axis_name=axis))
 
 
 def get_submesh_device_index(axis_names: AxisNames) -> Any:
-    """Return the device's position along the axes, in row-major order, inside a mapped function.
-
-    Raises:
-        TypeError: `axis_names` is not an axis name, or a list or tuple of axis names.
-
-    Example:
-        >>> jax.vmap(lambda _: get_submesh_device_index(("i",)), axis_name="i")(jax.numpy.ones(3))
-        Array([0, 1, 2], dtype=int32)
-    """
+    """Return the device's position along the axes, in row-major order, inside a mapped function."""
     index: Any = 0
     for axis in _names_tuple(axis_names):
         index = index * jax.lax.psum(1, axis_name=axis) + jax.lax.axis_index(axis)
@@ -442,19 +314,7 @@ def get_submesh_device_index(axis_names: AxisNames) -> Any:
 
 
 def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
-    """Replace each leaf by the NamedSharding of its `.sharding`, or by None if it has none.
-
-    Args:
-        tree: Any pytree.
-        mesh: The mesh for a `.sharding` that is a PartitionSpec. Default: the context's.
-
-    Raises:
-        ValueError: A leaf has a PartitionSpec and there is no mesh.
-
-    Example:
-        >>> extract_shardings({"step": 3})
-        {'step': None}
-    """
+    """Replace each leaf by the NamedSharding of its `.sharding`; ValueError if one needs a mesh."""
     on_mesh = _context_mesh() if mesh is None else mesh
 
     def of_leaf(leaf: Any) -> NamedSharding | None:
@@ -469,16 +329,7 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """Replace each jax.Array by its PartitionSpec, and each Python number by PartitionSpec().
-
-    Raises:
-        ValueError: A leaf is something else.
-        AttributeError: An array's sharding has no spec.
-
-    Example:
-        >>> get_partition_spec({"step": 3}) == {"step": PartitionSpec()}
-        True
-    """
+    """Replace each jax.Array by its PartitionSpec, and each Python number by PartitionSpec()."""
 
     def of_leaf(leaf: Any) -> PartitionSpec:
         if isinstance(leaf, jax.Array):

@@ -1,8 +1,20 @@
 """`flax.core.meta` of flax 0.12: boxes around parameters that carry logical axis names.
 
-The same signatures and results, without flax. If flax is loaded, each side's functions accept the
-other's boxes, and `nnx` Variables keep their shardings. A call costs one `jax.tree_util.tree_map`.
-The differences are in docs/guides/linen.md.
+The same signatures and results, without flax, except that
+
+- each library's functions accept the other's boxes, if flax is loaded; `isinstance` too;
+- the key of a box's value in paths is `.value`;
+- axes that are not named, out of range or named otherwise are errors that say which;
+- the mesh of a legacy `with mesh:` counts, and a mesh may be a dict of axis sizes;
+- nnx Variables are copied, not changed in place. docs/guides/linen.md has tables of both.
+
+Example:
+    >>> box = Partitioned(jax.numpy.ones((4, 8)), ("embed", "mlp"))
+    >>> box.add_axis(0, {PARTITION_NAME: "layers"}).names
+    ('layers', 'embed', 'mlp')
+    >>> specs = get_partition_spec({"w": box, "b": jax.numpy.ones(2), "step": 3})
+    >>> specs == {"w": PartitionSpec("embed", "mlp"), "b": PartitionSpec(), "step": None}
+    True
 """
 
 from __future__ import annotations
@@ -25,22 +37,11 @@ if TYPE_CHECKING:
     LogicalNames = tuple[str | None, ...]
 
 __all__ = [
-    "PARTITION_NAME",
-    "AxisMetadata",
-    "Partitioned",
-    "PartitioningUnspecifiedError",
-    "add_axis",
-    "get_global_mesh",
-    "get_partition_spec",
-    "get_sharding",
-    "global_mesh_defined",
-    "is_axis_metadata",
-    "map_axis_meta",
-    "remove_axis",
-    "replace_boxed",
-    "unbox",
+    "PARTITION_NAME", "AxisMetadata", "Partitioned", "PartitioningUnspecifiedError", "add_axis",
+    "get_global_mesh", "get_partition_spec", "get_sharding", "global_mesh_defined",
+    "is_axis_metadata", "map_axis_meta", "remove_axis", "replace_boxed", "unbox",
     "with_partitioning",
-]
+]  # fmt: skip
 
 A = TypeVar("A")
 
@@ -48,20 +49,7 @@ PARTITION_NAME = "partition_name"
 
 
 class PartitioningUnspecifiedError(Exception):
-    """A transformation adds or removes an axis without a name for it; see `Partitioned.add_axis`.
-
-    Semantics of flax.errors.PartitioningUnspecifiedError, 0.12. If flax is loaded, the error is
-    also an instance of flax's class.
-
-    Args:
-        target: The box to which the axis is added.
-
-    Example:
-        >>> box = Partitioned(1, ("embed",))
-        >>> box.add_axis(0, {})  # doctest: +IGNORE_EXCEPTION_DETAIL
-        Traceback (most recent call last):
-        PartitioningUnspecifiedError: no name for the axis
-    """
+    """Semantics of flax.errors.PartitioningUnspecifiedError; one of flax's, if flax is loaded."""
 
     def __init__(self, target: object) -> None:
         Exception.__init__(self, target)
@@ -96,11 +84,7 @@ def _of_both(theirs: Any) -> type[PartitioningUnspecifiedError]:
 
 
 class AxisMetadata(ABC, Generic[A]):
-    """A box: a value with metadata of its axes.
-
-    Subclasses should be pytree nodes with the leaves of the value. If flax is loaded, `isinstance`
-    treats flax's class and this one as the same. Semantics of flax.core.meta.AxisMetadata, 0.12.
-    """
+    """Semantics of flax.core.meta.AxisMetadata. Subclasses should be pytree nodes."""
 
     _in_flax = ("flax.core.meta", "AxisMetadata")
 
@@ -131,16 +115,11 @@ class AxisMetadata(ABC, Generic[A]):
 
     @abstractmethod
     def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """Return the box of a value with one more axis; the inverse of `remove_axis`.
-
-        Args:
-            index: The index of the new axis.
-            params: The `metadata_params` of the transformation.
-        """
+        """Return the box of a value with one more axis; the inverse of `remove_axis`."""
 
     @abstractmethod
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """Return the box of a value with one axis less; arguments as in `add_axis`."""
+        """Return the box of a value with one axis less."""
 
 
 _apart[AxisMetadata] = True
@@ -148,10 +127,9 @@ _apart[AxisMetadata] = True
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class _PytreeDataclass:
-    """Makes subclasses frozen dataclasses and pytree nodes.
+    """Makes subclasses frozen dataclasses and pytree nodes; class arguments are the dataclass's.
 
-    A field with pytree_node=False in its metadata is static. Class arguments, as in
-    `class Box(Partitioned, kw_only=True)`, are arguments of `dataclasses.dataclass`.
+    A field with pytree_node=False in its metadata is static.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -168,22 +146,7 @@ class _PytreeDataclass:
 
 
 class Partitioned(_PytreeDataclass, AxisMetadata[A]):
-    """A box with the name of each axis of its value. Semantics of flax.core.meta.Partitioned, 0.12.
-
-    It is a pytree node, and so are its subclasses. Its only child has the key `.value`.
-
-    Args:
-        value: An array or an abstract array.
-        names: A name or None for each axis: mesh axes, or logical names.
-        mesh: The mesh for `unbox`. Default: the context's.
-
-    Example:
-        >>> box = Partitioned(jax.numpy.ones((4, 8)), ("embed", "mlp"))
-        >>> box.add_axis(0, {PARTITION_NAME: "layers"}).names
-        ('layers', 'embed', 'mlp')
-        >>> jax.tree_util.tree_map(jax.numpy.shape, box)
-        Partitioned(value=(4, 8), names=('embed', 'mlp'), mesh=None)
-    """
+    """Semantics of flax.core.meta.Partitioned. Subclasses are pytree nodes, too."""
 
     _in_flax = ("flax.core.meta", "Partitioned")
 
@@ -192,14 +155,7 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
     mesh: Mesh | None = dataclasses.field(default=None, metadata={"pytree_node": False})
 
     def unbox(self, apply_constraint: bool = True) -> A:
-        """Return the value; if there is a mesh, with a sharding constraint to the names.
-
-        Semantics of flax.core.meta.Partitioned.unbox, 0.12.
-
-        Raises:
-            ValueError: The mesh does not have an axis, or the axis does not divide the dimension.
-            AssertionError: The mesh's axes are Explicit, and the value has another sharding.
-        """
+        """Return the value; if there is a mesh, with a sharding constraint to the names."""
         if not (apply_constraint and self._has_mesh()):
             return self.value  # type: ignore[no-any-return]
         sharding: Any = self.get_partition_spec()
@@ -212,11 +168,7 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """Return the box with the name params[PARTITION_NAME], after None for missing names.
-
-        Raises:
-            PartitioningUnspecifiedError: `params` has no PARTITION_NAME.
-        """
+        """Return the box with the name params[PARTITION_NAME], after None for missing names."""
         name = self._get_partition_name(params)
         names: list[Any] = list(logical_names(self.names))
         names += [None] * (index - len(names))
@@ -227,7 +179,6 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         """Return the box without the name params[PARTITION_NAME], which must be at that index.
 
         Raises:
-            PartitioningUnspecifiedError: `params` has no PARTITION_NAME.
             IndexError: There is no such axis.
             AssertionError: The axis has another name.
         """
@@ -276,20 +227,7 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
 def with_partitioning(
     fn: Callable[..., Any], names: LogicalNames, mesh: Mesh | None = None
 ) -> Callable[..., Partitioned[Any]]:
-    """Wrap a function so that its result is in a box.
-
-    Semantics of flax.core.meta.with_partitioning, 0.12.
-
-    Args:
-        fn: The function, usually an initializer.
-        names: As in `Partitioned`.
-        mesh: As in `Partitioned`.
-
-    Example:
-        >>> init = with_partitioning(jax.nn.initializers.ones, (None, "tp"))
-        >>> init(jax.random.key(0), (2, 4)).names
-        (None, 'tp')
-    """
+    """Semantics of flax.core.meta.with_partitioning."""
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Partitioned[Any]:
@@ -299,26 +237,12 @@ def with_partitioning(
 
 
 def is_axis_metadata(val: Any) -> bool:
-    """Tell if it is a box, ours or flax's. Semantics of flax.core.meta.is_axis_metadata, 0.12.
-
-    Example:
-        >>> is_axis_metadata(Partitioned(1, ())), is_axis_metadata(1)
-        (True, False)
-    """
+    """Semantics of flax.core.meta.is_axis_metadata, for boxes of both libraries."""
     return isinstance(val, _box_type())
 
 
 def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
-    """Call `fn` on each box of a tree. Semantics of flax.core.meta.map_axis_meta, 0.12.
-
-    Args:
-        fn: A function that returns the replacement of a box.
-        tree: Any pytree. Other leaves stay unchanged.
-
-    Example:
-        >>> map_axis_meta(lambda box: box.names, [Partitioned(1, ("tp",)), 2])
-        [('tp',), 2]
-    """
+    """Semantics of flax.core.meta.map_axis_meta."""
     boxes = _box_type()
     return jax.tree_util.tree_map(
         lambda node: fn(node) if isinstance(node, boxes) else node,
@@ -328,80 +252,22 @@ def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
 
 
 def add_axis(tree: Any, index: int, params: dict[Any, Any]) -> Any:
-    """Add an axis to each box of a tree, as `nn.scan` does with the parameters of its layers.
-
-    Semantics of flax.core.meta.add_axis, 0.12. For nnx Variables with a sharding: semantics of
-    flax.nnx.spmd.add_axis, but on copies.
-
-    Args:
-        tree: Any pytree.
-        index: The index of the new axis.
-        params: {PARTITION_NAME: the name of the axis, or None}, and other keys that a box needs.
-
-    Raises:
-        PartitioningUnspecifiedError: `params` has no PARTITION_NAME, and a box needs it. Boxes and
-            Variables of flax raise flax's errors.
-
-    Example:
-        >>> tree = {"w": Partitioned(1, ("embed",)), "step": 2}
-        >>> add_axis(tree, 1, {PARTITION_NAME: "layers"})["w"].names
-        ('embed', 'layers')
-    """
+    """Semantics of flax.core.meta.add_axis; for nnx Variables of flax.nnx.spmd, on copies."""
     return _with_axis_changed("add_axis", tree, index, params)
 
 
 def remove_axis(tree: Any, index: int, params: dict[Any, Any]) -> Any:
-    """Remove an axis from each box of a tree, the inverse of `add_axis`.
-
-    Semantics of flax.core.meta.remove_axis, 0.12. For nnx Variables as in `add_axis`.
-
-    Args:
-        tree: Any pytree.
-        index: The index of the axis.
-        params: {PARTITION_NAME: the name of the axis}, and other keys that a box needs.
-
-    Raises:
-        PartitioningUnspecifiedError: As in `add_axis`.
-        IndexError: A box has no such axis.
-        AssertionError: The axis has another name.
-
-    Example:
-        >>> stacked = Partitioned(1, ("layers", "embed"))
-        >>> remove_axis([stacked], 0, {PARTITION_NAME: "layers"})[0].names
-        ('embed',)
-    """
+    """Semantics of flax.core.meta.remove_axis; for nnx Variables as in `add_axis`."""
     return _with_axis_changed("remove_axis", tree, index, params)
 
 
 def unbox(tree: Any) -> Any:
-    """Replace each box of a tree by its value, also boxes in boxes.
-
-    Semantics of flax.core.meta.unbox, 0.12.
-
-    Raises:
-        ValueError, AssertionError: As `Partitioned.unbox`.
-
-    Example:
-        >>> unbox([Partitioned(Partitioned(1, ()), ()), 2])
-        [1, 2]
-    """
+    """Semantics of flax.core.meta.unbox."""
     return map_axis_meta(lambda box: unbox(box.unbox()), tree)
 
 
 def replace_boxed(tree: Any, updates: Any) -> Any:
-    """Replace the values in the boxes of a tree. Semantics of flax.core.meta.replace_boxed, 0.12.
-
-    Args:
-        tree: Any pytree. Other leaves are replaced by their updates.
-        updates: A tree with the structure of `unbox(tree)`.
-
-    Raises:
-        ValueError: The structures differ.
-
-    Example:
-        >>> replace_boxed([Partitioned(1, ("tp",)), 2], [10, 20])
-        [Partitioned(value=10, names=('tp',), mesh=None), 20]
-    """
+    """Semantics of flax.core.meta.replace_boxed."""
 
     def updated(old: Any, new: Any) -> Any:
         if is_axis_metadata(old):
@@ -412,23 +278,7 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """Replace each box and each array of a tree by its PartitionSpec.
-
-    Semantics of flax.core.meta.get_partition_spec, 0.12. For nnx Variables with a sharding:
-    semantics of flax.nnx.get_partition_spec, so the Variable holds its spec.
-
-    Args:
-        tree: Any pytree. Arrays without a box are replicated. A leaf without a shape becomes None.
-
-    Raises:
-        TypeError: The names of a box are not a tuple or list.
-
-    Example:
-        >>> tree = {"w": Partitioned(1, ("fsdp", None)), "b": jax.numpy.ones(2), "step": 3}
-        >>> specs = get_partition_spec(tree)
-        >>> specs["w"] == PartitionSpec("fsdp", None), specs["b"] == PartitionSpec(), specs["step"]
-        (True, True, None)
-    """
+    """Semantics of flax.core.meta.get_partition_spec; a Variable of nnx holds its spec."""
 
     def spec(node: Any) -> Any:
         if hasattr(node, "get_partition_spec"):
@@ -439,23 +289,7 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 def get_sharding(tree: Any, mesh: MeshLike) -> Any:
-    """Replace each box and each array of a tree by its NamedSharding.
-
-    Semantics of flax.core.meta.get_sharding, 0.12. For nnx Variables as in `get_partition_spec`.
-
-    Args:
-        tree: As in `get_partition_spec`.
-        mesh: A Mesh, an AbstractMesh, or a dict of axis sizes.
-
-    Raises:
-        ValueError: The mesh does not have an axis.
-        TypeError: As `get_partition_spec`; or the mesh is something else.
-
-    Example:
-        >>> tree = {"w": Partitioned(1, ("fsdp", None)), "step": 3}
-        >>> get_sharding(tree, {"fsdp": 8})["w"].spec == PartitionSpec("fsdp", None)
-        True
-    """
+    """Semantics of flax.core.meta.get_sharding; the mesh may be a dict of axis sizes, too."""
     on_mesh: Any = resolve_mesh(mesh)
     replicated = NamedSharding(on_mesh, PartitionSpec())
 
@@ -474,27 +308,12 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
 
 
 def get_global_mesh() -> AnyMesh | None:
-    """Return the mesh of the context, or None.
-
-    Semantics of flax.core.meta.get_global_mesh, 0.12, and also the mesh of a legacy `with mesh:`.
-
-    Raises:
-        ValueError: Two contexts are in force and have different meshes.
-
-    Example:
-        >>> get_global_mesh() is None
-        True
-    """
+    """Semantics of flax.core.meta.get_global_mesh, and also the mesh of a legacy `with mesh:`."""
     return context_mesh()
 
 
 def global_mesh_defined() -> bool:
-    """Return whether the context has a mesh. Semantics of flax.core.meta.global_mesh_defined, 0.12.
-
-    Example:
-        >>> global_mesh_defined()
-        False
-    """
+    """Semantics of flax.core.meta.global_mesh_defined."""
     return get_global_mesh() is not None
 
 

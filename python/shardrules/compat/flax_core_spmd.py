@@ -1,7 +1,17 @@
 """`flax.core.spmd` of flax 0.12: logical axis rules, and arrays sharded by logical axis names.
 
-The same signatures and results, without flax. If flax is loaded, both share the rules in force. The
-differences are in docs/guides/linen.md.
+The same signatures and results, without flax, except that
+
+- both libraries share the rules in force, if flax is loaded;
+- rules that are no pairs, or contradict each other, are a ValueError that says which;
+- what is no sharding is a TypeError; docs/guides/linen.md has the other differences.
+
+Example:
+    >>> rules = [("embed", "fsdp"), ("batch", "dp")]
+    >>> tuple(get_pspec(("batch", None, "embed", "heads"), rules))  # a name without a rule stays
+    ('dp', None, 'fsdp', 'heads')
+    >>> composite_rules(rules, [("mlp", "tp")])
+    (('embed', 'fsdp'), ('batch', 'dp'), ('mlp', 'tp'))
 """
 
 from __future__ import annotations
@@ -27,72 +37,25 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "apply_rules",
-    "composite_rules",
-    "from_sharding_rules",
-    "get_logical_axis_rules",
-    "get_mesh",
-    "get_pspec",
-    "logical_axis_rules",
-    "map_sharding",
-    "set_logical_axis_rules",
+    "apply_rules", "composite_rules", "from_sharding_rules", "get_logical_axis_rules",
+    "get_mesh", "get_pspec", "logical_axis_rules", "map_sharding", "set_logical_axis_rules",
     "shard_value",
-]
+]  # fmt: skip
 
 
 def get_pspec(sharding: Any, sharding_rules: LogicalRules | None = None) -> Any:
-    """Replace the logical axis names in a sharding by mesh axes.
-
-    The rules are those in force (`logical_axis_rules`) and `sharding_rules`. The last rule for a
-    name wins. A name without a rule stays. Semantics of flax.core.spmd.get_pspec, 0.12.
-
-    Args:
-        sharding: A tuple or list of names, a PartitionSpec, a NamedSharding or a Format.
-        sharding_rules: (logical name, mesh axes) pairs.
-
-    Returns:
-        A PartitionSpec; or, for a NamedSharding or Format, one with the same mesh, memory kind and
-        layout.
-
-    Raises:
-        ValueError: The two lists of rules disagree, or a rule is not a pair.
-        TypeError: `sharding` is something else.
-
-    Example:
-        >>> rules = [("embed", "fsdp"), ("batch", "dp")]
-        >>> tuple(get_pspec(("batch", None, "embed", "heads"), rules))
-        ('dp', None, 'fsdp', 'heads')
-    """
+    """Semantics of flax.core.spmd.get_pspec, also for a NamedSharding and a Format."""
     return apply_rules(sharding, sharding_rules)
 
 
 def apply_rules(sharding: Any, sharding_rules: LogicalRules | None) -> Any:
-    """Return the same as `get_pspec`. Semantics of flax.core.spmd.apply_rules, 0.12.
-
-    Example:
-        >>> tuple(apply_rules(("embed",), [("embed", ("fsdp", "tp"))]))
-        (('fsdp', 'tp'),)
-    """
+    """Semantics of flax.core.spmd.apply_rules; the same as `get_pspec`."""
     rules = composite_rules(get_logical_axis_rules(), sharding_rules)
     return _with_spec(lambda names: resolve_core(names, rules), sharding)
 
 
 def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
-    """Call `f` on each entry of the spec of a sharding.
-
-    Semantics of flax.core.spmd.map_sharding, 0.12.
-
-    Args:
-        f: From an entry (a name, a tuple of names, or None) to an entry.
-        sharding: As in `get_pspec`. If it is None, the result is None.
-
-    Returns, Raises:
-        As `get_pspec`.
-
-    Example:
-        >>> tuple(map_sharding(lambda name: name and name.upper(), ("dp", None)))
-        ('DP', None)
-    """
+    """Semantics of flax.core.spmd.map_sharding."""
 
     def mapped(names: Any) -> PartitionSpec:
         return spec_of_names(names, [f(entry) for entry in logical_names(names)])
@@ -101,14 +64,7 @@ def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
 
 
 def get_mesh(sharding: Any) -> AnyMesh | None:
-    """Return the mesh of a NamedSharding or of a Format; None for names and PartitionSpecs.
-
-    Semantics of flax.core.spmd.get_mesh, 0.12.
-
-    Example:
-        >>> get_mesh(("batch", None)) is None
-        True
-    """
+    """Semantics of flax.core.spmd.get_mesh."""
     if _is_format(sharding):
         return get_mesh(sharding.sharding)
     return sharding.mesh if _is_named_sharding(sharding) else None
@@ -117,29 +73,11 @@ def get_mesh(sharding: Any) -> AnyMesh | None:
 def shard_value(
     value: Any, out_sharding: Any, sharding_rules: LogicalRules | None, mesh: AnyMesh | None
 ) -> Any:
-    """Shard a value at once, as nnx does when it creates a Variable (eager sharding).
-
-    Semantics of flax.core.spmd.shard_value, 0.12. Axes of type Auto become a sharding constraint,
-    and Explicit axes a `jax.sharding.reshard`. Nothing is corrected: JAX refuses a spec that does
-    not fit.
-
-    Args:
-        value: An array or a pytree of arrays.
-        out_sharding: As in `get_pspec`. If it is None or empty, the value is returned unchanged.
-        sharding_rules: As in `get_pspec`.
-        mesh: The mesh for names and PartitionSpecs. None for the context's.
+    """Semantics of flax.core.spmd.shard_value; nothing is corrected.
 
     Raises:
         ValueError: As `get_pspec`; there is no mesh; its axes have several types; or JAX refuses.
         AssertionError: The mesh of `out_sharding` is not the given mesh or the context's.
-
-    Example:
-        >>> import jax
-        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
-        >>> placed = shard_value(jax.numpy.ones(4), ("embed",), [("embed", "fsdp")], mesh)
-        >>> wanted = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-        >>> placed.sharding.is_equivalent_to(wanted, placed.ndim)
-        True
     """
     if not out_sharding:
         return value
@@ -167,22 +105,7 @@ def shard_value(
 
 
 def composite_rules(rule1: LogicalRules | None, rule2: LogicalRules | None) -> LogicalRules:
-    """Combine two lists of rules. Semantics of flax.core.spmd.composite_rules, 0.12.
-
-    Args:
-        rule1: Rules. The last one for a name wins.
-        rule2: More rules, which must contradict neither `rule1` nor each other.
-
-    Returns:
-        One rule per name. If one list is empty, the other list unchanged.
-
-    Raises:
-        ValueError: Two rules give a name different mesh axes, or a rule is not a pair.
-
-    Example:
-        >>> composite_rules([("embed", "fsdp")], [("mlp", "tp")])
-        (('embed', 'fsdp'), ('mlp', 'tp'))
-    """
+    """Semantics of flax.core.spmd.composite_rules."""
     if not rule1 or not rule2:
         return rule1 or rule2 or ()
     rules = last_wins(rule1)
@@ -197,23 +120,7 @@ def composite_rules(rule1: LogicalRules | None, rule2: LogicalRules | None) -> L
 
 
 def from_sharding_rules(sharding: Any, sharding_rules: LogicalRules) -> tuple[Any, ...]:
-    """Replace names by these rules only, without the rules in force.
-
-    Names are looked up as strings. None and empty names stay. Semantics of
-    flax.core.spmd.from_sharding_rules, 0.12.
-
-    Args:
-        sharding: A tuple or list of names, or a PartitionSpec.
-        sharding_rules: (logical name, mesh axes) pairs. The last one for a name wins.
-
-    Raises:
-        TypeError: `sharding` is something else.
-        ValueError: A rule is not a pair.
-
-    Example:
-        >>> from_sharding_rules(("batch", None, "embed"), [("embed", "fsdp")])
-        ('batch', None, 'fsdp')
-    """
+    """Semantics of flax.core.spmd.from_sharding_rules: these rules only, names by their text."""
     rules = last_wins(sharding_rules)
     return tuple(
         rules[str(name)] if name and str(name) in rules else name
@@ -222,10 +129,9 @@ def from_sharding_rules(sharding: Any, sharding_rules: LogicalRules) -> tuple[An
 
 
 def _apply_sharding(value: Any, sharding: Any, mesh: AnyMesh) -> Any:
-    """Apply a NamedSharding or Format by the operation for the types of the mesh's axes.
+    """Apply a NamedSharding or Format by JAX's operation for the types of the mesh's axes.
 
-    Calls JAX directly, because flax corrects nothing and turns numbers into arrays, unlike
-    shardrules.with_sharding_constraint. Semantics of flax.core.spmd._apply_sharding, 0.12.
+    flax corrects nothing and turns numbers into arrays, unlike `with_sharding_constraint`.
     """
     import jax
 

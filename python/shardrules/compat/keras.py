@@ -1,7 +1,13 @@
-"""`keras.distribution.LayoutMap` of Keras 3.15, without Keras.
+"""`keras.distribution.LayoutMap` of Keras 3.15, without Keras: the dialect `KERAS` as a mapping.
 
-The dialect `sr.dialects.KERAS` as a mapping. Layouts are PartitionSpecs, or Keras's TensorLayouts,
-which are returned unchanged. A change compiles the rules again.
+It does as the original, except that layouts are PartitionSpecs, or Keras's TensorLayouts, which are
+returned as they are; `rules` and `specs` are ours; and a change compiles the rules again.
+
+Example:
+    >>> layouts = LayoutMap()
+    >>> layouts[".*dense.*kernel"] = (None, "model")
+    >>> tuple(layouts["model/dense_1/kernel"]), layouts["model/dense_1/bias"] is None
+    ((None, 'model'), True)
 """
 
 from __future__ import annotations
@@ -20,23 +26,7 @@ __all__ = ["LayoutMap"]
 
 
 class LayoutMap(MutableMapping[str, Any]):
-    """A mapping from variables' paths, or regexes that match a whole path, to layouts.
-
-    Semantics of keras.distribution.LayoutMap, 3.15. Several regexes that match a path are an error,
-    unless the path itself is a key.
-
-    Args:
-        device_mesh: An object with `axis_names`, such as a jax Mesh or a keras DeviceMesh. Layouts
-            may name only its axes. Default: None, which allows all names.
-
-    Example:
-        >>> layouts = LayoutMap()
-        >>> layouts[".*dense.*kernel"] = (None, "model")
-        >>> tuple(layouts["model/dense_1/kernel"])
-        (None, 'model')
-        >>> layouts["model/dense_1/bias"] is None
-        True
-    """
+    """Semantics of keras.distribution.LayoutMap: a mapping from paths, or regexes, to layouts."""
 
     def __init__(self, device_mesh: Any = None) -> None:
         self._device_mesh = device_mesh
