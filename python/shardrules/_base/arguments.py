@@ -310,7 +310,11 @@ def check_arrays(name: str, tree: Any, needs_shape: bool = False) -> None:
         keys, leaf = next((each for each in others if _instead_of(each[1])), others[0])
         instead = _instead_of(leaf) or (_RETURNED if callable(leaf) and not keys else _ARRAYS)
         path = _path_text(keys)
-        where = f" at {path}, and no array anywhere" if keys else ", which is no tree of arrays"
+        where = (
+            f" at {path}, and no array anywhere that JAX sees"
+            if keys
+            else ", which is no tree of arrays"
+        )
         raise TypeError(f"{name} {'has' if keys else 'is'} {shown(leaf)}{where}; give {instead}")
     if needs_shape and others:
         raise TypeError(
