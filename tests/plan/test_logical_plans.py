@@ -307,7 +307,7 @@ class TestQuestions:
         assert "dim 1 'kv': rule 6 -> None wins" in text
         tried = planned().explain("wq").tried
         assert [(one.rule, one.dim, one.outcome, one.to) for one in tried] == [
-            (2, 0, "wins", None), (4, 1, "wins", None), (5, 1, "too late", 4), (6, 2, "wins", None),
+            (2, 0, "wins", None), (4, 1, "wins", None), (5, 1, "dim taken", 4), (6, 2, "wins", None),
         ]  # fmt: skip
         absent = str(planned({"tp": 4}, optional_axes=["fsdp"]).explain("wi"))
         assert "dim 0 'embed': rule 2 -> 'fsdp' loses: the mesh lacks its mesh axes" in absent

@@ -136,7 +136,7 @@ def with_logical_constraint(
         if missing and action == "raise_error":
             raise ValueError(
                 f"Axis names {resolution.names} did not match a rule: {missing} got no mesh axes; "
-                f"add rules for them\n{resolution.explained()}"
+                "add rules for them\n" + "\n".join(resolution.explained())
             )
         return None if missing and action == "no_constraint" else resolution.spec(names)
 

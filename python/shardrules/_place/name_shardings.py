@@ -49,7 +49,7 @@ def shardings_by_names(
             spec, shape, mesh, correction, optional_axes=policy.optional_axes
         )
         if isinstance(made, list):
-            failed[names, shape] = [*made, *resolution.explained().splitlines()]
+            failed[names, shape] = made + resolution.explained()
             return None
         return known.setdefault(made, made)
 

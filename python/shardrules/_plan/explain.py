@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from shardrules._base.specs import spec_shown
 from shardrules._base.text import answer, bytes_shown, counted, mesh_shown, printable_lines, record
 from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown
+from shardrules._rules.resolver import rule_lines
 
 if TYPE_CHECKING:
     from shardrules._plan.companions import Companion
     from shardrules._rules.patterns import Pattern
-    from shardrules._rules.resolver import Reason
     from shardrules._rules.rules import Rules
 
 _CATCH_ALLS: Final = ("", ".*", ".+")
@@ -32,7 +32,7 @@ class Tried(NamedTuple):
     rule ("not needed"), or several rules match where only one may ("ambiguous")."""
 
 
-NameOutcome = Literal["wins", "too late", "axis taken", "indivisible", "absent"]
+NameOutcome = Literal["wins", "dim taken", "axis taken", "indivisible", "absent"]
 
 
 @record
@@ -54,7 +54,7 @@ class TriedName(NamedTuple):
     axes: Any
     """The mesh axes of the rule."""
     outcome: NameOutcome
-    """"wins"; or another rule has the dimension ("too late"), another dimension has one of the
+    """"wins"; or another rule has the dimension ("dim taken"), another dimension has one of the
     axes ("axis taken"), or the correction leaves none of them, since they do not divide the
     dimension ("indivisible") or are "absent" from the mesh."""
     to: int | None
@@ -169,32 +169,9 @@ class Explanation(NamedTuple):
             if self.kind.origin is not None or self.kind.shape is None:
                 return []
             return ["  it has no logical axis names, so no rule is for it"]
-        lines = []
-        tried_names = [tried for tried in self.tried if isinstance(tried, TriedName)]
-        for dim, name in enumerate(names):
-            tried = [outcome for outcome in tried_names if outcome.dim == dim]
-            lines += [
-                f"  dim {dim} {name!r}: rule {outcome.rule} -> {outcome.axes!r} "
-                f"{_outcome_words(outcome, names)}"
-                for outcome in tried
-            ]
-            if not tried:
-                no_rule = "" if name is None else ": no rule is for it"
-                lines.append(f"  dim {dim} {name!r}{no_rule}")
-        return lines
-
-
-def _outcome_words(tried: TriedName, names: tuple[Any, ...]) -> str:
-    """Return what became of a rule."""
-    if tried.outcome == "axis taken" and tried.to is not None:
-        return f"loses: a mesh axis of it cuts dim {tried.to} {names[tried.to]!r}"
-    words = {
-        "wins": "wins",
-        "too late": f"loses to rule {tried.to}",
-        "indivisible": "loses: its mesh axes do not divide the dimension",
-        "absent": "loses: the mesh lacks its mesh axes",
-    }
-    return words[tried.outcome]
+        tried = (one for one in self.tried if isinstance(one, TriedName))
+        rows = ((one.rule, one.dim, one.axes, one.outcome, one.to) for one in tried)
+        return [f"  {line}" for line in rule_lines(names, rows)]
 
 
 def explanation(columns: Columns, row: int, leaves: int) -> Explanation:
@@ -215,21 +192,13 @@ def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:
     )
 
 
-_OUTCOMES: Final[dict[Reason, NameOutcome]] = {
-    "dim taken": "too late",
-    "axis taken": "axis taken",
-    "indivisible": "indivisible",
-    "absent": "absent",
-}
-
-
 def _tried_names(kind: Kind, columns: Columns) -> tuple[TriedName, ...]:
     names = kind.names or ()
     own_names: list[tuple[int, int, NameOutcome, int | None]] = [
         (dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None
     ]
     for lost in kind.lost_rules:
-        own_names.append((lost.dim, lost.rule, _OUTCOMES[lost.why], lost.to))
+        own_names.append((lost.dim, lost.rule, lost.why, lost.to))
     return tuple(
         TriedName(rule, dim, names[dim], columns.rules[rule][1], outcome, to)
         for dim, rule, outcome, to in sorted(own_names, key=lambda rule_loss: rule_loss[:2])

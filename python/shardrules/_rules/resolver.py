@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from shardrules._base.correction import Correction
 from shardrules._base.specs import Entries, axes_present, is_unconstrained, without_axes
-from shardrules._base.text import printable_lines, shown
+from shardrules._base.text import shown
 from shardrules._core import LogicalRuleSet
 from shardrules._rules.dialects import FLAX_CORE, LogicalDialect
 from shardrules._rules.names import check_rules, last_wins, logical_names, spec_of_names
@@ -203,30 +204,41 @@ class Resolution(NamedTuple):
         entries = [None if entry is UNASSIGNED else entry for entry in self.entries()]
         return spec_of_names(names, entries)
 
-    def explained(self) -> str:
-        """Return a line per dimension, and a line per rule that lost it, and why."""
-        lines = []
-        for dim, (name, entry) in enumerate(zip(self.names, self.entries(), strict=True)):
-            winner = self.winners[dim]
-            got = "no rule's mesh axes" if entry is UNASSIGNED else repr(entry)
-            by = "" if winner is None else f"  (rule {winner})"
-            lines.append(f"dim {dim} {name!r} -> {got}{by}")
-            lines += [
-                f"    rule {lost.rule} {self.rules.rules[lost.rule]!r} lost: {self.reason(lost)}"
-                for lost in self.lost
-                if lost.dim == dim
-            ]
-        return printable_lines(lines)
+    def explained(self) -> list[str]:
+        """Return the lines of `rule_lines` for the rules that were tried."""
+        winners = [(rule, dim) for dim, rule in enumerate(self.winners) if rule is not None]
+        tried: list[tuple[int, int, str, int | None]] = [*self.lost]
+        tried += [(*winner, "wins", None) for winner in winners]
+        pairs = self.rules.rules
+        rows = [(rule, dim, pairs[rule][1], why, to) for rule, dim, why, to in sorted(tried)]
+        return rule_lines(self.names, rows)
 
-    def reason(self, lost: LostRule) -> str:
-        """Return why the rule lost, in words."""
-        if lost.why == "dim taken":
-            return f"the dimension has the mesh axes of rule {lost.to}"
-        if lost.why == "axis taken" and lost.to is not None:
-            return f"a mesh axis of it is used by dim {lost.to} {self.names[lost.to]!r}"
-        if lost.why == "absent":
-            return "the mesh lacks its mesh axes"
-        return "its mesh axes do not divide the dimension"
+
+def rule_lines(
+    names: tuple[Any, ...], tried: Iterable[tuple[int, int, Any, str, int | None]]
+) -> list[str]:
+    """Return a line for each rule that was tried on a dimension: it wins, or to what it loses.
+
+    Args:
+        names: The names of an array.
+        tried: (rule, dimension, mesh axes of the rule, "wins" or why it loses, to what it loses).
+    """
+    lines: list[list[str]] = [[] for _ in names]
+    for rule, dim, axes, outcome, to in tried:
+        words = {
+            "wins": "wins",
+            "dim taken": f"loses to rule {to}",
+            "axis taken": f"loses: a mesh axis of it cuts dim {to}",
+            "indivisible": "loses: its mesh axes do not divide the dimension",
+            "absent": "loses: the mesh lacks its mesh axes",
+        }[outcome]
+        if outcome == "axis taken" and to is not None:
+            words += f" {names[to]!r}"
+        lines[dim].append(f"dim {dim} {names[dim]!r}: rule {rule} -> {axes!r} {words}")
+    for dim, name in enumerate(names):
+        no_rule = "" if name is None else ": no rule is for it"
+        lines[dim] = lines[dim] or [f"dim {dim} {name!r}{no_rule}"]
+    return list(chain.from_iterable(lines))
 
 
 def resolver_for(
