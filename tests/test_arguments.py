@@ -345,7 +345,7 @@ CHECKPOINT.write_bytes(
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Companion": (sr.Companion, {"pattern": "a", "base": "b", "dims": (0,), "blocks": (1,)}),
     "Correction": (sr.Correction, {
-        "absent": "drop", "indivisible": "drop", "rank": "keep",
+        "indivisible": "drop", "rank": "keep",
         "unconstrained": "drop", "pad": True}),
     "Dialect": (sr.dialects.Dialect, {
         "name": "x", "separator": "/", "correction": sr.Correction(), "keys": "text",
@@ -363,7 +363,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "LogicalDialect": (sr.dialects.LogicalDialect, {
         "name": "x", "last_wins": True, "keeps_unknown": False, "correction": sr.Correction(),
         "tries_next": True, "keeps_size_one": True}),
-    "LogicalRules": (sr.LogicalRules, {"rules": [("w", "tp")], "dialect": sr.dialects.MAXTEXT}),
+    "LogicalRules": (sr.LogicalRules, {
+        "rules": [("w", "tp")], "dialect": sr.dialects.MAXTEXT, "correction": None,
+        "optional_axes": ()}),
     "Plan.abstract": (PLAN.abstract, {}),
     "Plan.bytes_per_device": (PLAN.bytes_per_device, {
         "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": "device", "activations": PLAN, "step": None}),
@@ -410,11 +412,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "RuleSpec": (sr.RuleSpec, {
         "spec": "tp", "correction": None, "units": (), "memory_kind": None,
         "optional_axes": ()}),
-    "Rules": (sr.Rules, {"rules": RULES, "dialect": sr.dialects.EFORMER, "memory_budget": 0}),
+    "Rules": (sr.Rules, {
+        "rules": RULES, "dialect": sr.dialects.EFORMER, "correction": None, "optional_axes": (), "min_size": 0,
+        "memory_budget": 0}),
     "Rules.all_matches": (sr.Rules(RULES).all_matches, {"path": "w"}),
     "Rules.coverage": (sr.Rules(RULES).coverage, {"tree": TREE, "strict": True}),
     "Rules.first_match": (sr.Rules(RULES).first_match, {"path": "w"}),
-    "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "min_size": 0, "strict": True}),
+    "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "strict": True}),
+    "Rules.with_axes": (sr.Rules(RULES).with_axes, {"axes": {}}),
+    "LogicalRules.with_axes": (sr.LogicalRules({"w": "tp"}).with_axes, {"axes": {}}),
     "Traffic.by_axes": (PLAN.traffic(tokens=8).by_axes, {}),
     "compile": (lambda step, args, **named: sr.compile(step, *args, **named), {
         "step": DOUBLED, "args": (np.ones(3),), "on": None, "effort": "full", "timeout": 60}),
@@ -425,8 +431,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "inspect": (sr.inspect, {
         "compiled": COMPILED, "inputs": (None,), "outputs": None}),
     "load": (sr.load, {
-        "source": CHECKPOINT, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
-        "companions": (), "names": None, "optional_axes": (), "tree": None, "renames": (), "dtype": None,
+        "source": CHECKPOINT, "rules": RULES, "mesh": MESH, "tree": None, "renames": (), "dtype": None,
         "strict": True, "only": None, "missing": None, "progress": None, "max_bytes_in_flight": None}),
     "logical_axis_rules": (lambda rules: sr.logical_axis_rules(rules).__enter__(), {
         "rules": LOGICAL}),
@@ -435,32 +440,28 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "match_partition_rules": (sr.match_partition_rules, {
         "rules": RULES, "tree": TREE, "min_size": 0, "strict": True}),
     "named_shardings": (sr.named_shardings, {
-        "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
-        "companions": (), "names": None, "optional_axes": ()}),
+        "tree": TREE, "rules": RULES, "mesh": SIZES, "correction": None, "names": None}),
     "patch": (lambda libraries: sr.patch(libraries), {}),
     "plan": (sr.plan, {
-        "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
-        "companions": (), "names": None, "optional_axes": ()}),
+        "tree": TREE, "rules": RULES, "mesh": SIZES, "correction": None, "companions": (), "names": None}),
     "read_hardware": (sr.read_hardware, {"path": "tests/data/hardware.toml"}),
     "read_model": (sr.read_model, {"path": demo.MODEL, "nested": None, "max_memory": 2**30}),
     "write_manifest": (sr.write_manifest, {"tree": TREE, "path": "/dev/null"}),
     "read_rules": (sr.read_rules, {"path": demo.RULES, "dialect": None, "max_memory": 2**30}),
     "reshard": (sr.reshard, {
-        "tree": TREE, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
-        "companions": (), "names": None, "optional_axes": (), "donate": False, "dtype": None, "renames": (),
+        "tree": TREE, "rules": RULES, "mesh": MESH, "donate": False, "dtype": None, "renames": (),
         "max_bytes_in_flight": None}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
     "save": (lambda tree, path, **named: sr.save(
         tree, tempfile.mkdtemp() + "/m" if path == "m" else path, **named), {
         "tree": {"w": np.ones(4)}, "path": "m", "renames": (), "shard_bytes": 64}),
     "shard": (sr.shard, {
-        "tree": TREE, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
-        "companions": (), "names": None, "donate": False, "dtype": None, "scalars": "place",
-        "optional_axes": ()}),
+        "tree": TREE, "rules": RULES, "mesh": MESH, "correction": None,
+        "donate": False, "dtype": None, "scalars": "place"}),
     "shard_local": (sr.shard_local, {"batch": TREE, "spec": P("tp"), "mesh": MESH}),
     "spec_for": (sr.spec_for, {
-        "path": "w", "shape": (8, 8), "rules": RULES, "mesh": SIZES, "min_size": 0,
-        "correction": None, "dtype": "float32", "optional_axes": ()}),
+        "path": "w", "shape": (8, 8), "rules": RULES, "mesh": SIZES,
+        "dtype": "float32"}),
     "stacked": (sr.stacked, {"at": "layers", "layer": None, "axis": 0, "mesh_axis": None}),
     "unpatch": (sr.unpatch, {}),
     "unstacked": (sr.unstacked, {"at": "layers", "layer": None, "axis": 0}),
@@ -480,8 +481,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "tree": np.ones(8), "logical_names": ("embed",), "rules": LOGICAL, "mesh": MESH,
         "fallback": sr.types.RulesFallback.NO_CONSTRAINT}),
     "with_sharding_constraint": (sr.with_sharding_constraint, {
-        "tree": TREE, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
-        "companions": (), "names": None, "optional_axes": ()}),
+        "tree": TREE, "rules": RULES, "mesh": MESH, "correction": None}),
 }  # fmt: skip
 
 CALLS |= {
@@ -600,6 +600,7 @@ def test_every_public_callable_and_parameter_is_here():
 # What compiles patterns in each call, and why.
 COMPILES_EACH_TIME = {
     "Rules": "the object is the user's own",
+    "Rules.with_axes": "the same",
     "read_rules": "the same",
     "Plan.from_lock": "the same",
     "suggest": "it tries patterns that it writes, which nobody gave",

@@ -13,14 +13,19 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.correction import LibraryCorrection
+from shardrules._base.specs import Entries
 from shardrules._core import Corrector
+from shardrules._place.spec_on_mesh import SpecOnMesh
 
 MESH = {"dp": 1, "fsdp": 4, "tp": 2, "ep": 3}
 
 
 def spec_of(shape, spec, mesh=MESH, **policies):
     rules = [("w", spec if isinstance(spec, sr.RuleSpec) else P(*spec))]
-    return tuple(sr.spec_for("w", shape, rules, mesh, correction=sr.Correction(**policies)))
+    return tuple(
+        sr.spec_for("w", shape, sr.Rules(rules, correction=sr.Correction(**policies)), mesh)
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,10 +42,6 @@ def spec_of(shape, spec, mesh=MESH, **policies):
         ((6, 8), (("tp", "fsdp", "ep"),), {"indivisible": "drop_axis"}, (("tp", "ep"), None)),
         ((12, 8), (("tp", "fsdp", "ep"),), {"indivisible": "prefix"}, ("tp", None)),
         ((5, 8), ("fsdp",), {"indivisible": "keep"}, ("fsdp", None)),
-        ((8, 8), (("absent", "tp"),), {"absent": "drop"}, ()),
-        ((8, 8), (("absent", "tp"),), {"absent": "drop_axis"}, ("tp", None)),
-        ((8, 8), (("tp", "absent", "fsdp"),), {"absent": "prefix"}, ("tp", None)),
-        ((8, 8), (("tp", "absent", "fsdp"),), {"absent": "drop_axis"}, (("tp", "fsdp"), None)),
         ((8,), ("tp", "fsdp"), {}, ("tp",)),
         ((8,), ("tp", "fsdp"), {"rank": "replicate"}, ()),
         ((8, 8), ("dp", "tp"), {}, ("dp", "tp")),
@@ -59,6 +60,20 @@ def test_policies(shape, spec, policies, expected):
             spec_of(shape, spec, **policies)
     else:
         assert spec_of(shape, spec, **policies) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "absent", "expected"),
+    [
+        (("absent", "tp"), "drop", ()),
+        (("absent", "tp"), "drop_axis", ("tp", None)),
+        (("tp", "absent", "fsdp"), "drop_axis", (("tp", "fsdp"), None)),
+        (("tp", "absent"), "keep", (("tp", "absent"), None)),
+    ],
+)
+def test_what_libraries_do_about_absent_axes(spec, absent, expected):
+    bound = SpecOnMesh(Entries((spec,)), MESH, LibraryCorrection(absent=absent))
+    assert tuple(bound.decided((8, 8), None)) == expected
 
 
 @pytest.mark.parametrize(
@@ -94,7 +109,7 @@ def test_unreduced_axes_are_kept():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"absent": "drp"}, "absent is 'drp'; it must be one of 'drop', 'drop_axis'"),
+        ({"indivisible": "drp"}, "indivisible is 'drp'; it must be one of 'drop', 'drop_axis'"),
         ({"rank": None}, "rank is None; it must be one of 'truncate'"),
         ({"pad": "yes"}, "pad is 'yes'; it must be one of True, False"),
     ],

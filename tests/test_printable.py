@@ -192,7 +192,7 @@ class Given:
         self.rules = write(self.directory / "rules.json", {**RULES, name: name})
 
     def correction(self, name):
-        self.rules = write(self.directory / "rules.json", {**RULES, "correction": {"absent": name}})
+        self.rules = write(self.directory / "rules.json", {**RULES, "correction": {"rank": name}})
 
     def tree_of_a_module(self, name):
         code = f"class A: shape, dtype = (8, 8), 'float32'\ndef tree(): return {{{name!r}: A(), 'b': [A(), A()]}}"
@@ -372,7 +372,7 @@ def sr_leaf():
 
 def errors_of_the_library(name):
     tree = {name: sr_leaf(), f"{name}{name}": sr_leaf()}
-    strict = sr.RuleSpec((name, name), sr.Correction(absent="error"))
+    strict = sr.RuleSpec((name, name), sr.Correction())
     for wrong in (
         lambda: sr.match_partition_rules([("nothing", None)], tree),
         lambda: sr.Rules([("(?s).*", None), ("(?s).+", None)], sr.dialects.KERAS).match(tree),

@@ -40,11 +40,11 @@ def cuts(spec):
     return tuple(entries)
 
 
-def specs(tree, spec, mesh, **options):
+def specs(tree, spec, mesh, **policy):
     """The cuts of each leaf, which are the same from named_shardings and from a plan."""
-    rules = [(".*", spec)]
-    placed = sr.named_shardings(tree, rules, mesh, **options)
-    planned = sr.plan(tree, rules, mesh, **options).specs()
+    rules = sr.Rules([(".*", spec)], **policy)
+    placed = sr.named_shardings(tree, rules, mesh)
+    planned = sr.plan(tree, rules, mesh).specs()
     assert {path: one.spec for path, one in placed.items()} == planned
     return {path: cuts(spec) for path, spec in planned.items()}
 
@@ -119,7 +119,7 @@ def test_bytes_are_those_of_the_dtype():
 def test_the_correction_says_what_becomes_of_an_axis_that_divides_nothing(indivisible, expected):
     spec = sr.fsdp(("replica", "fsdp"), min_bytes=0)
     mesh, policy = {"replica": 2, "fsdp": 8}, sr.Correction(indivisible=indivisible)
-    assert specs({"w": array(9, 10)}, spec, mesh, correction=policy) == {"w": expected}
+    assert specs({"w": array(9, 10)}, sr.RuleSpec(spec, policy), mesh) == {"w": expected}
 
 
 def test_a_leaf_that_must_be_cut_is_an_error():
@@ -254,7 +254,7 @@ def test_what_follows_a_base_is_cut_by_its_own_shape():
     companions = [sr.stacked("layers"), *sr.QUANTIZED]
     plan = sr.plan(tree, rules, {"fsdp": 8, "tp": 4}, companions=companions)
     found = jax.tree.map(cuts, plan.specs(), is_leaf=is_spec)
-    placed = sr.named_shardings(tree, rules, {"fsdp": 8, "tp": 4}, companions=companions)
+    placed = sr.named_shardings(tree, plan)
     assert jax.tree.map(lambda one: cuts(one.spec), placed) == found
     # The stack is no dimension of the layer; the scale is too small, and has no dim 0 of the kernel.
     assert found["layers"]["w"] == (None, "tp", "fsdp")

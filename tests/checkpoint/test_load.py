@@ -209,7 +209,9 @@ def test_what_only_a_compiler_can_decide_is_not_loaded(checkpoint):
     rules = [("", P(P.UNCONSTRAINED))]
     with pytest.raises(ValueError, match=r"cannot be placed as P\(UNCONSTRAINED"):
         sr.load(checkpoint, rules, mesh_of())
-    loaded = sr.load(checkpoint, rules, mesh_of(), correction=sr.Correction(unconstrained="drop"))
+    loaded = sr.load(
+        checkpoint, sr.Rules(rules, correction=sr.Correction(unconstrained="drop")), mesh_of()
+    )
     assert all(not any(array.sharding.spec) for array in loaded.values())
 
 
@@ -411,14 +413,12 @@ def test_memory_kinds_are_those_of_the_rules(checkpoint):
 
 
 def test_what_decides_is_as_in_a_plan(checkpoint):
-    rules = [("norm", ("fsdp",)), ("", ("fsdp", "tp"))]
-    more = {"min_size": 33, "correction": sr.Correction(indivisible="error")}
-    loaded = sr.load(checkpoint, rules, mesh_of(), **more)
-    plan = sr.plan(sr.read_model(checkpoint), rules, mesh_of(), **more)
+    exact = sr.Correction(indivisible="error")
+    rules = sr.Rules([("norm", "fsdp"), ("", ("fsdp", "tp"))], min_size=33, correction=exact)
+    loaded = sr.load(checkpoint, rules, mesh_of())
+    plan = sr.plan(sr.read_model(checkpoint), rules, mesh_of())
     assert {name: array.sharding for name, array in loaded.items()} == plan.shardings()
     assert loaded["model.norm.weight"].sharding.spec == P()
-    with pytest.raises(ValueError, match="min_size is 33; it is not for a Plan"):
-        sr.load(checkpoint, plan, min_size=33)
 
 
 def test_names_for_logical_rules(checkpoint):

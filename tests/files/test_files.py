@@ -369,6 +369,7 @@ TOML = """
 dialect = "EasyLM"
 replicated = ["norm", "bias$"]
 optional_axes = ["sp"]
+min_size = 16
 data_axes = ["dp"]
 
 [correction]
@@ -381,7 +382,7 @@ flags = "i"
 units = [1, 1, 128]
 memory_kind = "pinned_host"
 optional_axes = ["sp"]
-correction = { absent = "drop" }
+correction = { unconstrained = "drop" }
 
 [[rules]]
 pattern = "bias"
@@ -395,16 +396,17 @@ spec = []
 
 def test_rules_of_toml(write):
     file = read_rule_source(write("llama.toml", TOML))
-    correction = sr.Correction(absent="error", indivisible="prefix", rank="error", pad=False)
-    own = sr.Correction(absent="drop", indivisible="prefix", rank="error", pad=False)
+    correction = sr.Correction(indivisible="prefix", rank="error", pad=False)
+    own = sr.Correction(unconstrained="drop", indivisible="prefix", rank="error", pad=False)
     wq = sr.RuleSpec(
         ("fsdp", None, ("tp", "sp")), own, (1, 1, 128),
         memory_kind="pinned_host", optional_axes=("sp",),
     )  # fmt: skip
     assert file.name == "llama"
     assert file.declared == {
-        "replicated": ("norm", "bias$"), "optional_axes": ("sp",), "data_axes": ("dp",)
+        "replicated": ("norm", "bias$"), "optional_axes": (), "data_axes": ("dp",)
     }  # fmt: skip
+    assert (file.rules.optional_axes, file.rules.min_size) == (("sp",), 16)
     assert file.rules.dialect.name == "EasyLM"
     assert file.rules.dialect.correction == correction
     assert list(file.rules) == [(re.compile("WQ/kernel", re.I), wq), ("bias", ("tp",)), (".*", ())]

@@ -48,14 +48,14 @@ class TestRules:
         read = sr.read_rules(written(tmp_path, "rules.toml", TOML))
         assert read.rules == RULES
         assert read.declared["replicated"] == ("norm",)
-        assert read.declared["optional_axes"] == ("expert",)
+        assert read.rules.optional_axes == ("expert",)
         assert read.companions == ()
 
     def test_json_with_pairs_and_a_correction(self, tmp_path):
         table = {
             "kind": "logical",
             "dialect": "MaxText",
-            "correction": {"absent": "drop_axis"},
+            "correction": {"indivisible": "drop"},
             "rules": [["embed", ["fsdp", "expert"]], ["mlp", [["tp"]]], ["kv", None]],
         }
         read = sr.read_rules(written(tmp_path, "rules.json", json.dumps(table)))
@@ -107,7 +107,7 @@ class TestRules:
             ({"rules": [["", "tp"]]}, "rule 0: the name is ''"),
             ({"rules": [{"name": "a", "axes": [], "units": 3}]}, "rule 0: it is"),
             ({"rules": [{"pattern": "a", "spec": []}]}, "a table of name and axes"),
-            ({"correction": {"absent": "x"}}, "correction: absent"),
+            ({"correction": {"rank": "x"}}, "correction: rank"),
             ({"data_axes": "dp"}, "data_axes is 'dp'"),
             ({"mesh_axes": ["dp"]}, "key 'mesh_axes' is unknown"),
         ],

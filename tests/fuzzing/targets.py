@@ -380,7 +380,7 @@ def tree(data: bytes) -> None:
     rules = _RULES[Bytes(data).below(len(_RULES))]
     documented = (TypeError, ValueError, RuntimeError, OverflowError)
     calls: list[Callable[[Any], Any]] = [
-        lambda t: rules.match(t, min_size=Bytes(data[::-1]).below(3)),
+        lambda t: sr.match_partition_rules(rules, t, Bytes(data[::-1]).below(3)),
         lambda t: rules.coverage(t),
         lambda t: sr.named_shardings(t, rules, {"tp": 2, "a": 3, "b": 5}),
         lambda t: sr.plan(t, rules, {"tp": 2}),

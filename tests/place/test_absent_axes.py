@@ -13,8 +13,6 @@ import shardrules as sr
 ARRAY = np.zeros((8, 8), "float32")
 TREE = {"a": {"kernel": ARRAY}, "b": ARRAY}
 NAMES = {"a/kernel": ("embed", None), "b": ("embed", None)}
-DROPPING = sr.Correction(absent="drop")
-ALONE = sr.Correction(absent="drop_axis")
 
 
 @pytest.fixture(scope="module")
@@ -22,54 +20,43 @@ def mesh():
     return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
 
 
-def rules_of(spec):
-    return [(".*", spec)]
+def rules_of(spec, optional=()):
+    return sr.Rules([(".*", spec)], optional_axes=optional)
 
 
-def logical_of(spec):
-    return sr.LogicalRules([("embed", spec[0])])
+def logical_of(spec, optional):
+    return sr.LogicalRules([("embed", spec[0])], optional_axes=optional)
 
 
+def on_live(tree):
+    return jax.tree.map(jax.numpy.asarray, tree)
+
+
+# What each door says of a spec, by rules that declare optional axes. Specs declare none.
 DOORS = {
-    "named_shardings by rules": lambda spec, mesh, **more: sr.named_shardings(
-        TREE, rules_of(spec), mesh, **more
+    "named_shardings by rules": lambda spec, mesh, *axes: sr.named_shardings(TREE, rules_of(spec, *axes), mesh),
+    "named_shardings by names": lambda spec, mesh, axes=(): sr.named_shardings(TREE, logical_of(spec, axes), mesh, names=NAMES),
+    "plan by rules": lambda spec, mesh, *axes: sr.plan(TREE, rules_of(spec, *axes), mesh).shardings(),
+    "plan with companions": lambda spec, mesh, *axes: sr.plan(TREE, rules_of(spec, *axes), mesh, companions=sr.LORA).shardings(),
+    "plan by names": lambda spec, mesh, axes=(): sr.plan(TREE, logical_of(spec, axes), mesh, names=NAMES).shardings(),
+    "shard": lambda spec, mesh, *axes: placed(sr.shard(TREE, rules_of(spec, *axes), mesh)),
+    "shard by a plan": lambda spec, mesh, *axes: placed(sr.shard(TREE, sr.plan(TREE, rules_of(spec, *axes), mesh))),
+    "reshard": lambda spec, mesh, *axes: placed(sr.reshard(on_live(TREE), rules_of(spec, *axes), mesh)),
+    "with_sharding_constraint": lambda spec, mesh, *axes: placed(sr.with_sharding_constraint(TREE, rules_of(spec, *axes), mesh)),
+    "with_sharding_constraint in jit": lambda spec, mesh, *axes: placed(
+        jax.jit(lambda tree: sr.with_sharding_constraint(tree, rules_of(spec, *axes), mesh))(TREE)
     ),
-    "named_shardings by specs": lambda spec, mesh, **more: sr.named_shardings(
-        TREE, spec, mesh, **more
-    ),
-    "named_shardings by names": lambda spec, mesh, **more: sr.named_shardings(
-        TREE, logical_of(spec), mesh, names=NAMES, **more
-    ),
-    "named_shardings with companions": lambda spec, mesh, **more: sr.named_shardings(
-        TREE, rules_of(spec), mesh, companions=sr.LORA, **more
-    ),
-    "plan by rules": lambda spec, mesh, **more: sr.plan(
-        TREE, rules_of(spec), mesh, **more
-    ).shardings(),
-    "plan by specs": lambda spec, mesh, **more: sr.plan(TREE, spec, mesh, **more).shardings(),
-    "plan by names": lambda spec, mesh, **more: sr.plan(
-        TREE, logical_of(spec), mesh, names=NAMES, **more
-    ).shardings(),
-    "shard": lambda spec, mesh, **more: placed(sr.shard(TREE, rules_of(spec), mesh, **more)),
-    "reshard": lambda spec, mesh, **more: placed(
-        sr.reshard(jax.tree.map(jax.numpy.asarray, TREE), rules_of(spec), mesh, **more)
-    ),
-    "shard by specs": lambda spec, mesh, **more: placed(sr.shard(TREE, spec, mesh, **more)),
-    "shard by a plan": lambda spec, mesh, **more: placed(
-        sr.shard(TREE, sr.plan(TREE, rules_of(spec), mesh, **more))
-    ),
-    "with_sharding_constraint": lambda spec, mesh, **more: placed(
-        sr.with_sharding_constraint(TREE, spec, mesh, **more)
-    ),
-    "with_sharding_constraint in jit": lambda spec, mesh, **more: placed(
-        jax.jit(lambda tree: sr.with_sharding_constraint(tree, rules_of(spec), mesh, **more))(TREE)
-    ),
-    "spec_for": lambda spec, mesh, **more: {
-        path: NamedSharding(mesh, sr.spec_for(path, (8, 8), rules_of(spec), mesh, **more))
+    "spec_for": lambda spec, mesh, *axes: {
+        path: NamedSharding(mesh, sr.spec_for(path, (8, 8), rules_of(spec, *axes), mesh))
         for path in ("a/kernel", "b")
     },
-}
-LOGICAL = ("named_shardings by names", "plan by names")
+}  # fmt: skip
+BY_SPECS = {
+    "named_shardings by specs": lambda spec, mesh: sr.named_shardings(TREE, spec, mesh),
+    "plan by specs": lambda spec, mesh: sr.plan(TREE, spec, mesh).shardings(),
+    "shard by specs": lambda spec, mesh: placed(sr.shard(TREE, spec, mesh)),
+    "with_sharding_constraint by specs": lambda spec, mesh: placed(sr.with_sharding_constraint(TREE, spec, mesh)),
+}  # fmt: skip
 
 
 def placed(tree):
@@ -81,15 +68,17 @@ def is_placed(found, mesh, spec):
     return all(sharding.is_equivalent_to(on, 2) for sharding in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", {**DOORS, **BY_SPECS}.items(), ids=[*DOORS, *BY_SPECS])
 class TestEveryDoor:
     def test_a_misspelt_axis_is_an_error_of_one_form(self, door, mesh):
         with pytest.raises(ValueError, match="cannot be sharded as the ") as caught:
-            DOORS[door](P("tpp"), mesh)
+            door[1](P("tpp"), mesh)
         message = str(caught.value)
         heading, leaf, reason, *_ = message.splitlines()
         assert heading.endswith("say, on the mesh fsdp=2,tp=2:")
-        assert heading.startswith(("1 leaf" if door == "spec_for" else "2 leaves") + " cannot be")
+        assert heading.startswith(
+            ("1 leaf" if door[0] == "spec_for" else "2 leaves") + " cannot be"
+        )
         assert leaf.startswith("    a/kernel  shape (8, 8)  ")
         assert "'tpp'" in message.replace(reason, "")
         assert reason == (
@@ -98,25 +87,22 @@ class TestEveryDoor:
         )
 
     def test_one_that_is_there_is_none(self, door, mesh):
-        assert is_placed(DOORS[door](P("tp"), mesh), mesh, P("tp"))
+        assert is_placed(door[1](P("tp"), mesh), mesh, P("tp"))
 
-    def test_one_that_is_declared_is_dropped_alone(self, door, mesh):
-        found = DOORS[door](P(("fsdp", "sp")), mesh, optional_axes=["sp"])
-        assert is_placed(found, mesh, P("fsdp"))
-        with pytest.raises(ValueError, match="the mesh has no axis 'tpp'"):
-            DOORS[door](P(("fsdp", "sp", "tpp")), mesh, optional_axes=["sp"])
 
-    def test_a_correction_that_drops_does(self, door, mesh):
-        found = DOORS[door](P(("fsdp", "sp")), mesh, correction=DROPPING, optional_axes=["sp"])
-        assert is_placed(found, mesh, P())
-        assert is_placed(DOORS[door](P(("fsdp", "sp")), mesh, correction=ALONE), mesh, P("fsdp"))
+@pytest.mark.parametrize("door", DOORS)
+def test_one_that_is_declared_is_dropped_alone(door, mesh):
+    found = DOORS[door](P(("fsdp", "sp")), mesh, ["sp"])
+    assert is_placed(found, mesh, P("fsdp"))
+    with pytest.raises(ValueError, match="the mesh has no axis 'tpp'"):
+        DOORS[door](P(("fsdp", "sp", "tpp")), mesh, ["sp"])
 
 
 def test_a_rule_declares_its_own(mesh):
     rules = [("a", sr.RuleSpec(("fsdp", "sp"), optional_axes=["sp"])), (".*", ("tp", "sp"))]
     with pytest.raises(ValueError, match="(?s)^1 leaf .* b  shape .* no axis 'sp'"):
         sr.named_shardings(TREE, rules, mesh)
-    found = sr.named_shardings(TREE, rules, mesh, optional_axes=("sp",))
+    found = sr.named_shardings(TREE, sr.Rules(rules, optional_axes=("sp",)), mesh)
     assert found["a"]["kernel"].spec == P("fsdp", None)
     assert found["b"].spec == P("tp", None)
 
@@ -125,7 +111,7 @@ def test_a_spec_of_shapes_names_an_axis_too(mesh):
     rules = [(".*", sr.fsdp("fdsp", min_bytes=0))]
     with pytest.raises(ValueError, match="did you mean 'fsdp'"):
         sr.named_shardings(TREE, rules, mesh)
-    assert sr.named_shardings(TREE, rules, mesh, optional_axes=["fdsp"])["b"].spec == P()
+    assert sr.named_shardings(TREE, sr.Rules(rules, optional_axes=["fdsp"]), mesh)["b"].spec == P()
 
 
 def test_more_than_twenty_are_counted():
@@ -142,12 +128,12 @@ def test_a_logical_rule_that_has_lost_its_axes_leaves_the_name_to_the_next():
     """As an axis of one device would, it takes nothing from the rules after it."""
     rules = [("embed", "sp"), ("embed", "tp")]
     for optional, spec in ((["sp"], P("tp", None)), ([], None)):
-        given = {"names": NAMES, "optional_axes": optional}
-        plan = sr.plan(TREE, sr.LogicalRules(rules), {"tp": 2}, **given)
+        given = sr.LogicalRules(rules, optional_axes=optional)
+        plan = sr.plan(TREE, given, {"tp": 2}, names=NAMES)
         if spec is None:
             assert {one.kind for one in plan.check().at_least("error")} == {"unknown-axis"}
         else:
-            found = sr.named_shardings(TREE, sr.LogicalRules(rules), {"tp": 2}, **given)
+            found = sr.named_shardings(TREE, given, {"tp": 2}, names=NAMES)
             assert plan.specs()["b"] == found["b"].spec == spec
 
 
@@ -157,13 +143,15 @@ def test_what_matches_specs_alone_knows_no_mesh():
 
 def test_a_plan_keeps_what_is_declared():
     rules = [("a", (("fsdp", "sp"), "tp"))]
-    plan = sr.plan(TREE, [*rules, ("b", "tp")], {"fsdp": 2, "tp": 2}, optional_axes=["sp"])
+    plan = sr.plan(
+        TREE, sr.Rules([*rules, ("b", "tp")], optional_axes=["sp"]), {"fsdp": 2, "tp": 2}
+    )
     for other in (
         plan.on_mesh({"fsdp": 4, "tp": 2}),
-        plan.with_rules([*rules, ("b", "fsdp")]),
+        plan.with_rules(sr.Rules([*rules, ("b", "fsdp")], optional_axes=["sp"])),
         plan.for_optimizer({"mu": TREE}),
         sr.plan(TREE, plan),
-        sr.suggest(plan, like=sr.Rules(rules)).plan,
+        sr.suggest(plan, like=sr.Rules(rules, optional_axes=["sp"])).plan,
     ):
         assert not other.check().at_least("error")
         other.shardings()
@@ -178,7 +166,9 @@ class TestSweep:
         assert {tuple(row.mesh): row.problems for row in rows} == {
             ("fsdp",): 0, ("tp",): 0, ("fsdp", "tp"): 0}  # fmt: skip
         for row in rows:
-            there = sr.plan(TREE, self.RULES, row.mesh, optional_axes=["fsdp", "tp", "sp"])
+            there = sr.plan(
+                TREE, sr.Rules(self.RULES, optional_axes=["fsdp", "tp", "sp"]), row.mesh
+            )
             assert row.bytes == there.bytes_per_device().max
 
     def test_an_axis_that_none_of_them_has_is_a_problem(self):

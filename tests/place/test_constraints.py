@@ -113,7 +113,9 @@ class TestUnderSetMesh:
             lambda x: bare(2 * x, P("b")),
             lambda x: seen.append(x.shape) or constrain(2 * x, P(("a", "b"))),
             # 4 local rows can be cut by "b" alone.
-            lambda x: constrain({"x": 2 * x}, [("x", P(("a", "b")))], correction=strict)["x"],
+            lambda x: constrain({"x": 2 * x}, sr.Rules([("x", P(("a", "b")))], correction=strict))[
+                "x"
+            ],
         ]
         with jax.set_mesh(typed_mesh):
             x = constrain(jnp.arange(8.0), P("a"))
@@ -135,7 +137,7 @@ class TestUnderSetMesh:
             "context": lambda x: constrain(x, spec, correction=strict),
             "mesh": lambda x: constrain(x, spec, typed_mesh, correction=strict),
             "sharding": lambda x: constrain(x, NamedSharding(typed_mesh, spec), correction=strict),
-            "rules": lambda x: constrain([x], [("0", spec)], correction=strict)[0],
+            "rules": lambda x: constrain([x], sr.Rules([("0", spec)], correction=strict))[0],
             "rules and mesh": lambda x: constrain([x], [("0", spec)], typed_mesh)[0],
         }[given]
 
@@ -342,7 +344,7 @@ RULES = [("w", P("fsdp", "tp")), ("b", P("tp")), ("o", P("tp", "fsdp"))]
 def _named(tree, mesh):
     rules = sr.LogicalRules([("in", "fsdp"), ("out", "tp")])
     names = {"q": {"w": ("in", "out"), "b": ("out",)}, "o": [("out", "in")] * 2}
-    return rules, {"names": names}
+    return sr.plan(tree, rules, mesh, names=names)
 
 
 FORMS = {
@@ -353,7 +355,7 @@ FORMS = {
     "shardings": lambda tree, mesh: sr.named_shardings(tree, RULES, mesh),
     "logical rules": _named,
 }
-"""By name, what decides the tree, and further arguments."""
+"""By name, what decides the tree."""
 
 
 class TestWhatIsRemembered:
@@ -438,12 +440,11 @@ class TestWhatIsRemembered:
         decided = FORMS[form](TREE, mesh)
         shardings = sr.named_shardings(TREE, RULES, mesh)
         expected = text_by_jax(TREE, shardings)
-        given, more = decided if isinstance(decided, tuple) else (decided, {})
         counted = []
 
         def body(tree):
             made = []
-            files = calls_by_file(lambda: made.append(constrain(tree, given, mesh, **more)))
+            files = calls_by_file(lambda: made.append(constrain(tree, decided, mesh)))
             counted.append(files[named_shardings.__file__])
             return made[0]
 
@@ -507,19 +508,17 @@ def test_min_size_and_companions_inside_jit():
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     tree = {"kernel": np.ones((4, 4), np.float32), "kernel_scale": np.ones(4, np.float32)}
     follows = sr.Companion("kernel_scale$", "kernel", dims=(0,))
+    pairs = [("kernel$", P("tp")), (".*", P())]
 
-    def shardings(**keywords):
-        def constrain(tree):
-            return sr.with_sharding_constraint(
-                tree, [("kernel$", P("tp")), (".*", P())], mesh, **keywords
-            )
-
-        inside, outside = jax.jit(constrain)(tree), constrain(tree)
+    def shardings(rules):
+        inside = jax.jit(lambda tree: sr.with_sharding_constraint(tree, rules, mesh))(tree)
+        outside = sr.with_sharding_constraint(tree, rules, mesh)
         replicated = {path: array.sharding.is_fully_replicated for path, array in inside.items()}
         for path, array in outside.items():
             assert array.sharding.is_fully_replicated == replicated[path]
         return replicated
 
-    assert shardings() == {"kernel": False, "kernel_scale": True}
-    assert shardings(min_size=17) == {"kernel": True, "kernel_scale": True}
-    assert shardings(companions=[follows]) == {"kernel": False, "kernel_scale": False}
+    assert shardings(pairs) == {"kernel": False, "kernel_scale": True}
+    assert shardings(sr.Rules(pairs, min_size=17)) == {"kernel": True, "kernel_scale": True}
+    plan = sr.plan(tree, pairs, mesh, companions=[follows])
+    assert shardings(plan) == {"kernel": False, "kernel_scale": False}

@@ -117,10 +117,11 @@ class TestRules:
     def test_companions_move_with_their_base(self, mesh, before, after):
         tree = {"w": {"kernel": placed(mesh, before), "lora_a": placed(mesh, before)}}
         rules = [("w/kernel", sr.RuleSpec(("fsdp", "tp"), memory_kind=after))]
-        moved = sr.shard(tree, rules, mesh, companions=sr.LORA)
+        plan = sr.plan(tree, rules, mesh, companions=sr.LORA)
+        moved = sr.shard(tree, plan)
         assert moved["w"]["kernel"].sharding == of_kind(mesh, after or before, "fsdp", "tp")
         assert moved["w"]["lora_a"].sharding == of_kind(mesh, after or before, "fsdp", None)
-        wanted = sr.named_shardings(tree, rules, mesh, companions=sr.LORA)
+        wanted = sr.named_shardings(tree, plan)
         assert wanted["w"]["lora_a"] == of_kind(mesh, after, "fsdp", None)
 
     @functions

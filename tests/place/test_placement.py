@@ -67,38 +67,23 @@ def test_leaves_that_follow_others(mesh):
     rules = sr.Rules([(r"layers/\d+/q/kernel", P("fsdp", "tp")), (".*", P())])
     companions = [sr.stacked("layers"), *sr.LORA]
     for correction in (None, sr.Correction(pad=False)):
-        wanted = sr.plan(tree, rules, mesh, correction=correction, companions=companions)
-        found = sr.named_shardings(
-            tree, rules, mesh, correction=correction, companions=iter(companions)
-        )
-        assert found == wanted.shardings()
-        placed = sr.shard(tree, rules, mesh, correction=correction, companions=companions)
+        given = sr.Rules(rules, correction=correction)
+        plan = sr.plan(tree, given, mesh, companions=iter(companions))
+        found = sr.named_shardings(tree, plan)
+        assert found == plan.shardings()
+        placed = sr.shard(tree, plan)
         assert jax.tree.map(lambda array: array.sharding, placed) == found
     assert placed["layers"]["q"]["lora_a"].sharding.spec == P(None, "fsdp", None)
     assert placed["layers"]["q"]["lora_a"].addressable_shards[0].data.shape[1] < 8
     factor = placed["layers"]["q"]["lora_b"]
     there = jax.device_put(factor, factor.sharding.with_memory_kind("pinned_host"))
-    again = sr.shard({"layers": {"q": {"lora_b": there}}}, rules, mesh, companions=companions)
+    again = sr.shard({"layers": {"q": {"lora_b": there}}}, plan)
     assert again["layers"]["q"]["lora_b"].sharding.memory_kind == "pinned_host"
 
 
 def test_companions_follow_rules_and_no_specs(mesh):
-    for function in (sr.named_shardings, sr.shard):
-        with pytest.raises(ValueError, match="companions are for rules of paths, not for specs"):
-            function({"w": np.ones(8)}, P("fsdp"), mesh, companions=sr.LORA)
-        # What is wrong is told as without companions: all leaves at once, here those of a plan.
-        with pytest.raises(ValueError, match="unmatched"):
-            function({"w": np.ones(8)}, [("kernel", P("fsdp"))], mesh, companions=sr.LORA)
-
-
-def test_what_is_no_companion_is_told_before_planning_is_imported():
-    code = (
-        "import sys, shardrules as sr\n"
-        "try: sr.named_shardings({'w': 1}, [('w', ())], {'tp': 1}, companions=['lora'])\n"
-        "except TypeError as error: assert 'companions[0] is str; give Companion' in str(error)\n"
-        "assert 'shardrules._plan.plan' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(ValueError, match="companions are for rules of paths alone"):
+        sr.plan({"w": np.ones(8)}, P("fsdp"), mesh, companions=sr.LORA)
 
 
 def test_what_is_in_place_is_not_copied(mesh):
@@ -286,7 +271,7 @@ def test_a_mesh_without_devices():
 def test_nothing_is_placed_if_something_cannot_be(mesh):
     strict = sr.Correction(indivisible="error")
     with pytest.raises(ValueError, match="w_odd  shape"):
-        sr.shard(tree(), RULES, mesh, correction=strict)
+        sr.shard(tree(), sr.Rules(RULES, correction=strict), mesh)
 
 
 def test_scalars_are_kept_where_asked(mesh):
@@ -415,7 +400,7 @@ def test_what_only_a_compiler_can_decide_is_not_placed(mesh):
         ValueError, match=r"leaf \['k'\] cannot be placed as P\(UNCONSTRAINED, 'fsdp'"
     ):
         sr.shard(given, rules, mesh)
-    placed = sr.shard(given, rules, mesh, correction=sr.Correction(unconstrained="drop"))
+    placed = sr.shard(given, sr.Rules(rules, correction=sr.Correction(unconstrained="drop")), mesh)
     assert tuple(placed["k"].sharding.spec) == (None, "fsdp")
 
 
@@ -433,10 +418,11 @@ made = sr.read_rules({str(rules)!r}).companions if sys.argv[1] == "read" else pi
 rules = sr.read_rules({str(rules)!r}).rules
 companions = made if isinstance(made, tuple) else (made,)
 tree = {{"layers": {{"wq": jax.ShapeDtypeStruct((4, 8, 8), "float32")}}}}
-found = sr.named_shardings(tree, rules, {{"fsdp": 2, "tp": 2}}, companions=companions)
+plan = sr.plan(tree, rules, {{"fsdp": 2, "tp": 2}}, companions=companions)
+found = sr.named_shardings(tree, plan)
 assert tuple(found["layers"]["wq"].spec) == (None, "fsdp", "tp"), found
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-sr.shard({{"layers": {{"wq": np.ones((4, 8, 8))}}}}, rules, mesh, companions=companions)
+sr.shard({{"layers": {{"wq": np.ones((4, 8, 8), "float32")}}}}, plan, mesh)
 """
     for how in ("read", "unpickled"):
         subprocess.run([sys.executable, "-c", text, how], check=True)

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.correction import LibraryCorrection
 from shardrules._rules.rules import matcher_of
 from tests.support import corpus
 from tests.support.slow import MODELS
@@ -40,8 +41,8 @@ def plainly_corrected(spec, shape, sizes):
 def test_real_rules_on_real_models(model, rule_set, sizes):
     tree = corpus.manifest(model).flat(corpus.abstract)
     rules = sr.Rules([*corpus.rules(rule_set), (".*", P())])
-    dropping = sr.Correction(absent="drop")
-    shardings = sr.named_shardings(tree, rules, sizes, correction=dropping)
+    dropping = LibraryCorrection(absent="drop")
+    shardings = sr.named_shardings(tree, sr.Rules(rules, correction=dropping), sizes)
     specs = rules.match(tree)
     assert list(shardings) == list(tree)
     for path, leaf in tree.items():
@@ -58,7 +59,7 @@ def test_leaves_that_need_no_rule_are_replicated(mesh):
 
 def test_small_leaves_are_replicated(mesh):
     tree = {"small": np.zeros(8), "large": np.zeros(16)}
-    shardings = sr.named_shardings(tree, [("", P("tp"))], mesh, min_size=16)
+    shardings = sr.named_shardings(tree, sr.Rules([("", P("tp"))], min_size=16), mesh)
     assert [tuple(shardings[k].spec) for k in ("small", "large")] == [(), ("tp",)]
 
 
@@ -101,7 +102,7 @@ def test_nothing_is_leaked():
     assert alive() is None
 
 
-ERROR = sr.Correction(absent="error", indivisible="error", rank="error")
+ERROR = sr.Correction(indivisible="error", rank="error")
 
 
 def test_all_that_would_fail_is_listed_at_once(mesh):
@@ -115,7 +116,7 @@ def test_all_that_would_fail_is_listed_at_once(mesh):
     rules = [("wk", P("fsdp", ("tp", "zz"))), ("b", P("tp", "dp")), ("c", P("tp", "tp")),
              ("fine", P("fsdp", "tp"))]  # fmt: skip
     with pytest.raises(ValueError, match="Partition rule not found for param: none") as caught:
-        sr.named_shardings(tree, rules, mesh, correction=ERROR)
+        sr.named_shardings(tree, sr.Rules(rules, correction=ERROR), mesh)
     message = str(caught.value)
     for part in (
         "3 leaves cannot be sharded as the rules say, on the mesh dp=1,fsdp=4,tp=2:",
@@ -134,7 +135,7 @@ def test_all_that_would_fail_is_listed_at_once(mesh):
 def test_the_first_twenty_and_the_count(mesh):
     tree = {f"w{i:03}": np.zeros(3) for i in range(100)}
     with pytest.raises(ValueError, match="100 leaves cannot be sharded") as caught:
-        sr.named_shardings(tree, [("", "tp")], mesh, correction=ERROR)
+        sr.named_shardings(tree, sr.Rules([("", "tp")], correction=ERROR), mesh)
     message = str(caught.value)
     assert ("w019 " in message, "w020 " in message) == (True, False)
     assert message.endswith("... and 80 more leaves")
@@ -186,7 +187,7 @@ class TestSpecFor:
         with pytest.raises(ValueError, match="Partition rule not found for param: layers/0/wq"):
             sr.spec_for("layers/0/wq", (8,), self.RULES, mesh)
         with pytest.raises(ValueError, match="layers/0/wk  shape"):
-            sr.spec_for("layers/0/wk", (8, 7), self.RULES, mesh, correction=ERROR)
+            sr.spec_for("layers/0/wk", (8, 7), sr.Rules(self.RULES, correction=ERROR), mesh)
 
 
 def test_a_spec_for_all_leaves():
@@ -211,9 +212,23 @@ def test_a_tree_of_specs():
     assert placed == {"b": [P(None, "fsdp"), None]}
 
 
-def test_specs_have_no_min_size():
-    with pytest.raises(ValueError, match="min_size is 5; it is not for specs"):
-        sr.named_shardings({"w": np.ones(8)}, P("fsdp"), {"fsdp": 2}, min_size=5)
+@pytest.mark.parametrize(
+    ("rules", "instead"),
+    [
+        ([("", "tp")], "Rules"),
+        (sr.Rules([("", "tp")]), "Rules"),
+        (sr.LogicalRules({"x": "tp"}), "LogicalRules"),
+        (sr.plan({"w": np.ones(8)}, [("", "tp")], {"tp": 2}), "a plan of Rules"),
+    ],
+)
+@pytest.mark.parametrize(
+    "door", [sr.named_shardings, sr.shard, sr.plan, sr.with_sharding_constraint]
+)
+def test_rules_have_their_own_correction(door, rules, instead):
+    """A keyword beside them would say it a second time."""
+    error = rf"rules are no specs; rules have their own: give {instead}\(pairs, correction="
+    with pytest.raises(ValueError, match=error):
+        door({"w": np.ones(8)}, rules, {"tp": 2}, correction=ERROR)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +274,7 @@ def test_symbolic_dimensions():
     assert sr.spec_for("x", (batch, width), RULE, {"dp": 1, "tp": 8}) == P("dp", "tp")
     error = sr.Correction(indivisible="error")
     with pytest.raises(ValueError, match="dim 0 of size b is not divisible by dp=2"):
-        sr.named_shardings(tree, RULE, SIZES, correction=error)
+        sr.named_shardings(tree, sr.Rules(RULE, correction=error), SIZES)
     with pytest.raises(TypeError, match="x: the dimension b of the shape .* is symbolic"):
         sr.plan(tree, RULE, SIZES)
     rules = sr.LogicalRules([("batch", "dp"), ("mlp", "tp")])
@@ -275,7 +290,7 @@ def test_dimensions_beyond_an_int64(size):
     assert spec == P("dp" if size % 2 == 0 else None, "tp")
     prefix = sr.Correction(indivisible="prefix")
     both = [("x", P(("dp", "tp")))]
-    spec = sr.named_shardings(tree, both, SIZES, correction=prefix)["x"].spec
+    spec = sr.named_shardings(tree, sr.Rules(both, correction=prefix), SIZES)["x"].spec
     kept = ("dp", "tp") if size % 8 == 0 else "dp"
     assert spec == (P(kept, None) if size % 2 == 0 else P())
 

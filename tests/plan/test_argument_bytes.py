@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.correction import LibraryCorrection
 from shardrules._base.dtypes import BITS
 from tests.support import corpus
 from tests.support.process_worker import enable_x64
@@ -27,7 +28,7 @@ DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in BITS if "ke
 # XLA does not pack these, and JAX does not have those unless jax_enable_x64 is set.
 UNPACKED = ("int1", "uint1", "float6_e2m3fn", "float6_e3m2fn")
 WIDE = ("int64", "uint64", "float64", "complex128")
-DROPPING = sr.Correction(absent="drop")
+DROPPING = LibraryCorrection(absent="drop")
 
 
 def mesh_of(devices):
@@ -54,7 +55,7 @@ def of_each_kind(plan, tree, most):
     """The plan of the flat tree's first leaves of each folded path; XLA takes minutes for 45,000."""
     rows = [row for folded in plan.folded for row in folded.rows[:most]]
     few = {plan.paths[row]: tree[plan.paths[row]] for row in rows}
-    return sr.plan(few, plan.rules, plan.mesh, correction=DROPPING)
+    return sr.plan(few, sr.Rules(plan.rules, correction=DROPPING), plan.mesh)
 
 
 @pytest.mark.parametrize("devices", [slow(1), slow(2), 8])
@@ -71,7 +72,7 @@ def test_models(model, devices):
 def test_models_by_real_rules(model, devices):
     rules = corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0")
     tree = corpus.manifest(model).flat(corpus.with_dtype)
-    plan = sr.plan(tree, [*rules, ("", P())], mesh_of(devices), correction=DROPPING)
+    plan = sr.plan(tree, sr.Rules([*rules, ("", P())], correction=DROPPING), mesh_of(devices))
     check_equal(of_each_kind(plan, tree, 1))
 
 
@@ -144,7 +145,7 @@ class TestWhereTheyDiffer:
     def test_uneven_cuts(self):
         """JAX has no arguments like that; the plan counts what a program would hold inside."""
         keep = sr.Correction(indivisible="keep")
-        plan = sr.plan({"w": array(6, 8)}, [("w", "fsdp")], mesh_of(8), correction=keep)
+        plan = sr.plan({"w": array(6, 8)}, sr.Rules([("w", "fsdp")], correction=keep), mesh_of(8))
         assert plan.bytes_per_device().total[:, 0].tolist() == [64, 64, 64, 0]
         with pytest.raises(ValueError, match="divi"):
             argument_bytes(plan.abstract())

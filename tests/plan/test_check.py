@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.correction import LibraryCorrection
 from shardrules._base.text import nearest
 from shardrules._plan import check, queries
 from shardrules._plan.findings import CheckKind
@@ -384,14 +385,16 @@ class TestCorrection:
             return
         said = f"or let Correction(indivisible={policy!r}) cut it into {parts} parts"
         assert one.fix == f"use fewer axes or pad the array, {said}"
-        plan = sr.plan(tree, rules, mesh, correction=sr.Correction(indivisible=policy))
+        plan = sr.plan(tree, sr.Rules(rules, correction=sr.Correction(indivisible=policy)), mesh)
         assert plan.kind("w").device_bytes * parts == plan.kind("w").bytes
 
     def test_an_absent_axis_takes_those_beside_it(self):
         rules = [("w", (("fsdp", "sp"), "tp")), ("v", ("tp", ("sp", "fsdp"))), ("x", ("tp", "sp"))]
         tree = {"w": LARGE, "v": LARGE, "x": LARGE}
-        dropping = sr.Correction(absent="drop")
-        found = sr.plan(tree, rules, MESH, correction=dropping).check(optional_axes=["sp"])
+        dropping = LibraryCorrection(absent="drop")
+        found = sr.plan(tree, sr.Rules(rules, correction=dropping), MESH).check(
+            optional_axes=["sp"]
+        )
         with_it, without = (one for one in found if one.kind == "correction")
         # w and v have a 4th of their 16 MiB on a device, and could have a 32nd.
         assert with_it.bytes == 2 * (4 * MIB - MIB // 2)
@@ -404,8 +407,10 @@ class TestCorrection:
             == "rule 2 'x' -> P('tp', 'sp'): the mesh has no axis 'sp'; costs nothing"
         )
         assert (without.rule, without.bytes, without.level) == (2, 0, "info")
-        dropping = sr.Correction(absent="drop_axis")
-        alone = sr.plan(tree, rules, MESH, correction=dropping).check(optional_axes=["sp"])
+        dropping = LibraryCorrection(absent="drop_axis")
+        alone = sr.plan(tree, sr.Rules(rules, correction=dropping), MESH).check(
+            optional_axes=["sp"]
+        )
         assert [one.bytes for one in of_kind(alone, "correction")] == [0]
         assert [one.bytes for one in of_kind(findings(tree, rules), "unknown-axis")] == [0]
 
@@ -460,8 +465,7 @@ class TestUnknownAxis:
 
     def test_who_says_drop_gets_the_finding_all_the_same(self):
         """As eformer drops the axis."""
-        plan = sr.plan({"w": self.WHOLE}, [("w", ("fdsp", "tp"))], {"fsdp": 64, "tp": 8},
-                       correction=sr.Correction(absent="drop"))  # fmt: skip
+        plan = sr.plan({"w": self.WHOLE}, sr.Rules([("w", ("fdsp", "tp"))], correction=LibraryCorrection(absent="drop")), {"fsdp": 64, "tp": 8})  # fmt: skip
         assert plan.specs() == {"w": P(None, "tp")}
         assert only(plan.check(), "unknown-axis").level == "error"
 
@@ -497,7 +501,9 @@ class TestUnknownAxis:
 
     def test_an_axis_and_a_shape_that_do_not_fit_are_two_findings(self):
         exact = sr.Correction(indivisible="error")
-        plan = sr.plan({"w": array(6, 8)}, [("w", ("fsdp", "sp"))], MESH, correction=exact)
+        plan = sr.plan(
+            {"w": array(6, 8)}, sr.Rules([("w", ("fsdp", "sp"))], correction=exact), MESH
+        )
         found = {one.kind: one for one in plan.check().at_least("error")}
         assert found.keys() == {"unknown-axis", "misfit"}
         assert "the mesh has no axis" not in found["misfit"].message
@@ -507,7 +513,7 @@ class TestUnknownAxis:
         assert only(findings({"w": self.WHOLE}, rules), "unknown-axis").level == "error"
         for plan, declared in (
             (sr.plan({"w": self.WHOLE}, rules, MESH), ["sp"]),
-            (sr.plan({"w": self.WHOLE}, rules, MESH, optional_axes=["sp"]), []),
+            (sr.plan({"w": self.WHOLE}, sr.Rules(rules, optional_axes=["sp"]), MESH), []),
         ):
             one = only(plan.check(optional_axes=declared), "correction")
             assert (one.level, one.bytes) == ("info", 0)
@@ -1067,10 +1073,10 @@ PAIRS = {
 }  # fmt: skip
 
 
-def plan_of(pair, **options):
+def plan_of(pair):
     model, rules, dialect, mesh = PAIRS[pair]
     tree = corpus.manifest(model).nested(lambda p: array(*p.shape, dtype=p.dtype))
-    return sr.plan(tree, sr.Rules(corpus.rules(rules), dialect), mesh, **options)
+    return sr.plan(tree, sr.Rules(corpus.rules(rules), dialect), mesh)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -1096,7 +1102,8 @@ def test_the_catch_all_of_deepseek_comes_first():
 
 def test_locks_find_what_needs_no_history():
     """A lock does not hold what was wanted, so it knows of no corrections; all else is the same."""
-    plan = plan_of("easydel-deepseek-v3-without-sp", optional_axes=["sp", "ep"])
+    bare = plan_of("easydel-deepseek-v3-without-sp")
+    plan = bare.with_rules(sr.Rules(bare.rules, bare.rules.dialect, optional_axes=["sp", "ep"]))
     back = sr.Plan.from_lock(plan.lock())
     expected = {one for one in plan.check() if one.kind not in ("correction", "unknown-axis")}
     assert {one.kind for one in plan.check()} >= {"correction"}
@@ -1146,8 +1153,8 @@ def test_what_jax_refuses_to_place_is_a_misfit(spec):
     mesh = jax.sharding.AbstractMesh(
         (2, 2), ("auto", "explicit"), axis_types=(types.Auto, types.Explicit)
     )
-    kept = sr.Correction(absent="keep", rank="keep", pad=False)
-    plan = sr.plan({"w": array(8, 8)}, [("w", spec)], mesh, correction=kept)
+    kept = LibraryCorrection(absent="keep", rank="keep", pad=False)
+    plan = sr.plan({"w": array(8, 8)}, sr.Rules([("w", spec)], correction=kept), mesh)
     found = [one for one in plan.check() if one.kind == "misfit"]
     assert bool(found) == refused_by_jax(spec, mesh, 2)
     assert all(one.level == "error" and one.rule == 0 and one.paths == ("w",) for one in found)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.correction import LibraryCorrection
 from tests.support import corpus
 from tests.support.slow import some
 
@@ -560,9 +561,11 @@ def test_maxtext_both_ways(model):
         (scanned, of_stack, per_layer, stack),
         (unscanned, per_layer, of_stack, layer),
     ):
-        alone = sr.Correction(absent="drop_axis")
-        ours = sr.plan(tree, others, MAXTEXT_MESH, companions=companions, correction=alone)
-        theirs = sr.plan(tree, rules, MAXTEXT_MESH, correction=alone)
+        alone = LibraryCorrection(absent="drop_axis")
+        ours = sr.plan(
+            tree, sr.Rules(others, correction=alone), MAXTEXT_MESH, companions=companions
+        )
+        theirs = sr.plan(tree, sr.Rules(rules, correction=alone), MAXTEXT_MESH)
         assert jax.tree.leaves(ours.specs()) == jax.tree.leaves(theirs.specs())
 
 
@@ -589,17 +592,15 @@ def test_stacks_with_units_corrections_and_truncation():
 )
 def test_what_is_too_long_for_a_layer_is_too_long_for_its_stack(rank, expected):
     rules, correction = [("h/0/w", ("fsdp", "tp"))], sr.Correction(rank=rank)
-    layer = sr.plan({"h": [{"w": abstract(8)}]}, rules, SIZES, correction=correction)
+    layer = sr.plan({"h": [{"w": abstract(8)}]}, sr.Rules(rules, correction=correction), SIZES)
     stack = sr.plan(
-        {"h": {"w": abstract(4, 8)}}, rules, SIZES,
-        correction=correction, companions=[sr.stacked("h")],
+        {"h": {"w": abstract(4, 8)}}, sr.Rules(rules, correction=correction), SIZES, companions=[sr.stacked("h")],
     )  # fmt: skip
     assert stack.kinds[0].spec == expected
     assert [loss.kind for loss in stack.kinds[0].losses] == ["rank"]
     assert [loss.kind for loss in layer.kinds[0].losses] == ["rank"]
     back = sr.plan(
-        {"h": [{"w": abstract(8)}]}, [("h/w", ("dp", None, "tp"))], SIZES,
-        correction=correction, companions=[sr.unstacked("h", axis=1)],
+        {"h": [{"w": abstract(8)}]}, sr.Rules([("h/w", ("dp", None, "tp"))], correction=correction), SIZES, companions=[sr.unstacked("h", axis=1)],
     )  # fmt: skip
     assert back.kinds[0].spec == (("dp",) if expected else expected)
 
@@ -883,7 +884,10 @@ def test_companion_of_an_unmatched_leaf_leaves_no_problem_behind():
     plan = sr.plan({"scale": abstract(8)}, [("kernel", P("tp"))], SIZES, companions=[companion])
     assert [kind.status for kind in plan.kinds] == ["placed"]
     small = sr.plan(
-        {"scale": abstract(8)}, [("kernel", P("tp"))], SIZES, companions=[companion], min_size=9
+        {"scale": abstract(8)},
+        sr.Rules([("kernel", P("tp"))], min_size=9),
+        SIZES,
+        companions=[companion],
     )
     assert small.specs() == {"scale": P()}
 

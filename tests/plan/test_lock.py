@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.correction import LibraryCorrection
 from shardrules._base.specs import entries_of
 from shardrules._plan import lock as locks
 from tests.support import corpus
@@ -112,7 +113,7 @@ def test_corrections_units_and_flags():
         (
             re.compile("WK", re.I | re.X),
             sr.RuleSpec(
-                ("fsdp", ("tp", "zz")), sr.Correction(absent="drop_axis"), optional_axes=["zz"]
+                ("fsdp", ("tp", "zz")), LibraryCorrection(absent="drop_axis"), optional_axes=["zz"]
             ),
         ),
         (re.compile("(?s)b.?", re.A), P(P.UNCONSTRAINED)),
@@ -551,13 +552,14 @@ def removing(*keys):
         setting("leaves", 1, "rule", 0),
         setting("leaves", 0, "rule", None),
         setting("dialect", "precedence", "only"),
-        setting("dialect", "correction", "absent", "drop"),
+        setting("dialect", "correction", "rank", "keep"),
+        setting("dialect", "policy", {"min_size": 8}),
         setting("dialect", "name", "eformer2"),
         setting("dialect", "separator", "."),
         lambda content: content["rules"].append({"rule": 3, "pattern": "x", "spec": []}),
         lambda content: content["rules"].pop(),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_rules_that_were_changed_by_hand(edit):
     """The fingerprint is that of the leaves: whoever decides them could be anyone."""
@@ -581,7 +583,7 @@ def test_a_lock_of_version_1_is_to_be_made_again():
         LOCK.replace('"rules": [', '"rules": [], "rules": [', 1),
         LOCK.replace('"spec":', '"spec": null, "spec":', 1),
         LOCK.replace('"shape":', '"shape": [1], "shape":', 1),
-        LOCK.replace('"absent":', '"absent": "keep", "absent":', 1),
+        LOCK.replace('"indivisible":', '"indivisible": "keep", "indivisible":', 1),
     ],
     ids=range(6),
 )
@@ -635,7 +637,7 @@ def test_a_lock_of_many_devices():
     size = 2**24
     tree = {f"w{chr(97 + i)}": array(size + 1 + i) for i in range(26)}
     uncut = sr.Correction(indivisible="keep", pad=False)
-    text = sr.plan(tree, [("w", "tp")], {"tp": size}, correction=uncut).lock()
+    text = sr.plan(tree, sr.Rules([("w", "tp")], correction=uncut), {"tp": size}).lock()
     tracemalloc.start()
     try:
         plan = sr.Plan.from_lock(text)
@@ -681,6 +683,8 @@ def test_many_leaves_together():
         (setting("rules", 0, "optional_axes", [3]), r"optional_axes\[0\] is 3"),
         (setting("rules", 0, "correction", {"absent": "maybe"}), "absent is 'maybe'"),
         (setting("rules", 0, "correction", {"unknown": 1}), "unknown"),
+        (setting("dialect", "policy", {"unknown": 1}), "unknown"),
+        (setting("dialect", "policy", {"min_size": "8"}), "min_size is '8'"),
         (setting("rules", 0, "spec", "fsdp"), "stands where a list belongs"),
         (
             setting("rules", 0, "spec", [["a", {"unconstrained": True}]]),

@@ -13,6 +13,7 @@ from flax.core import meta
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.correction import LibraryCorrection
 from tests.support.plans import shard_bytes
 
 RULES = sr.LogicalRules(
@@ -57,9 +58,13 @@ def boxed(box=nn.LogicallyPartitioned):
     return {name: box(array(shape), names) for name, (shape, names) in ARRAYS.items()}
 
 
-def planned(mesh=MESH, rules=RULES, **options):
+def planned(mesh=MESH, rules=RULES):
     tree, names = beside()
-    return sr.plan(tree, rules, mesh, names=names, **options)
+    return sr.plan(tree, rules, mesh, names=names)
+
+
+def optional(rules, axes):
+    return sr.LogicalRules(rules, rules.dialect, optional_axes=axes)
 
 
 def kinds_of(findings):
@@ -193,29 +198,24 @@ class TestWrongInput:
         with pytest.raises(ValueError, match="used twice"):
             sr.plan({"w": array((8, 8))}, twice, MESH, names={"w": ("embed", "embed")}).specs()
 
-    @pytest.mark.parametrize(
-        "options", [{"min_size": 3}, {"companions": sr.LORA}], ids=["min_size", "companions"]
-    )
-    def test_what_is_for_paths_is_refused(self, options):
+    def test_what_is_for_paths_is_refused(self):
         tree, names = beside()
-        with pytest.raises(ValueError, match=next(iter(options))):
-            sr.plan(tree, RULES, MESH, names=names, **options)
+        with pytest.raises(ValueError, match="companions"):
+            sr.plan(tree, RULES, MESH, names=names, companions=sr.LORA)
 
     def test_names_without_logical_rules_are_refused(self):
         tree, names = beside()
         for call in (sr.plan, sr.named_shardings):
             with pytest.raises(TypeError, match="names: they are for LogicalRules"):
                 call(tree, [(".*", None)], MESH, names=names)
-        with pytest.raises(ValueError, match="min_size is 3; it is not for LogicalRules"):
-            sr.named_shardings(tree, RULES, MESH, names=names, min_size=3)
 
 
 class TestPoliciesAsData:
     def spec(self, rules, shape, *, dialect=sr.dialects.LINEN, **correction):
         policy = sr.Correction(**correction) if correction else None
         return sr.plan(
-            {"w": array(shape)}, sr.LogicalRules(rules, dialect), MESH,
-            names={"w": ("heads", "embed")}, correction=policy,
+            {"w": array(shape)}, sr.LogicalRules(rules, dialect, correction=policy), MESH,
+            names={"w": ("heads", "embed")},
         )  # fmt: skip
 
     HEADS = (("heads", ("fsdp", "tp")), ("heads", "fsdp"), ("embed", "tp"))
@@ -264,12 +264,12 @@ def test_the_plan_of_names_gives_named_shardings(dialect, indivisible):
     rng = random.Random(indivisible + dialect.name)
     for _ in range(60):
         tree, rules, mesh, names = random_case(rng)
-        absent = rng.choice(["drop", "drop_axis", "prefix"])
-        policy = sr.Correction(indivisible=indivisible, absent=absent)
-        logical = sr.LogicalRules(rules, dialect)
-        plan = sr.plan(tree, logical, mesh, names=names, correction=policy)
+        absent = rng.choice(["drop", "drop_axis"])
+        policy = LibraryCorrection(indivisible=indivisible, absent=absent)
+        logical = sr.LogicalRules(rules, dialect, correction=policy)
+        plan = sr.plan(tree, logical, mesh, names=names)
         shardings = plan.shardings()
-        assert shardings == sr.named_shardings(tree, logical, mesh, names=names, correction=policy)
+        assert shardings == sr.named_shardings(tree, logical, mesh, names=names)
 
 
 def test_where_everything_fits_the_plan_is_flaxs():
@@ -309,7 +309,7 @@ class TestQuestions:
         assert [(one.rule, one.dim, one.outcome, one.to) for one in tried] == [
             (2, 0, "wins", None), (4, 1, "wins", None), (5, 1, "dim taken", 4), (6, 2, "wins", None),
         ]  # fmt: skip
-        absent = str(planned({"tp": 4}, optional_axes=["fsdp"]).explain("wi"))
+        absent = str(planned({"tp": 4}, optional(RULES, ["fsdp"])).explain("wi"))
         assert "dim 0 'embed': rule 2 -> 'fsdp' loses: the mesh lacks its mesh axes" in absent
         unknown = sr.plan({"w": array((8,))}, RULES, MESH, names={"w": ("embd",)})
         assert "dim 0 'embd': no rule is for it" in str(unknown.explain("w"))

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.correction import LibraryCorrection
 from shardrules._base.dtypes import bits_of
 from shardrules._plan.device_bytes import device_bytes
 from shardrules._plan.memory import by_class
@@ -40,7 +41,7 @@ MESHES = [
 ]
 
 
-DROPPING = sr.Correction(absent="drop")
+DROPPING = LibraryCorrection(absent="drop")
 
 
 def array(*shape, dtype="float32"):
@@ -52,8 +53,8 @@ def device_bytes_of(kind, mesh):
     return device_bytes(kind.shape, bits_of(kind.dtype), kind.spec, mesh)
 
 
-def check_equal_to_named_shardings(plan, tree, rules, mesh, **options):
-    expected = sr.named_shardings(tree, rules, mesh, **options)
+def check_equal_to_named_shardings(plan, tree, rules, mesh):
+    expected = sr.named_shardings(tree, rules, mesh)
     found = plan.shardings()
     assert tree_util.tree_structure(found) == tree_util.tree_structure(expected)
     wanted = tree_util.tree_leaves(expected)
@@ -74,19 +75,18 @@ def real_trees(model):
 @pytest.mark.parametrize("rule_set", corpus.regex_rule_sets()[::40])
 @pytest.mark.parametrize("model", MODELS)
 def test_real_rules_on_real_models(model, rule_set):
-    rules = sr.Rules([*corpus.rules(rule_set), (".*", P())])
+    rules = sr.Rules([*corpus.rules(rule_set), (".*", P())], correction=DROPPING)
     flat, nested = real_trees(model)
     for mesh, tree in zip(MESHES, (flat, nested, nested), strict=True):
-        plan = sr.plan(tree, rules, mesh, correction=DROPPING)
-        check_equal_to_named_shardings(plan, tree, rules, mesh, correction=DROPPING)
+        plan = sr.plan(tree, rules, mesh)
+        check_equal_to_named_shardings(plan, tree, rules, mesh)
 
 
 def test_without_a_correction_they_are_those_of_match():
     """With nothing to correct: on a mesh that has all axes, each of one device."""
     tree = corpus.manifest("easydel-deepseek-v3").nested(corpus.with_dtype)
     rules = corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0")
-    plan = sr.plan(tree, rules, dict.fromkeys(("dp", "fsdp", "ep", "tp", "sp"), 1),
-                   correction=sr.Correction(pad=False))  # fmt: skip
+    plan = sr.plan(tree, sr.Rules(rules, correction=sr.Correction(pad=False)), dict.fromkeys(("dp", "fsdp", "ep", "tp", "sp"), 1))  # fmt: skip
     assert plan.specs() == sr.match_partition_rules(rules, tree)
 
 
@@ -187,7 +187,7 @@ def test_rule_specs_and_corrections():
     prefix = sr.Correction(indivisible="prefix")
     rules = [
         ("wq", sr.RuleSpec((None, ("tp", "fsdp")), prefix, units=(None, 4))),
-        ("wk", sr.RuleSpec(P("tp", "zz"), sr.Correction(absent="drop_axis", pad=False))),
+        ("wk", sr.RuleSpec(P("tp", "zz"), LibraryCorrection(absent="drop_axis", pad=False))),
         ("", (("fsdp", "tp"),)),
     ]
     tree = {"wq": array(8, 24), "wk": array(8, 8), "x": array(12), "y": array(16)}
@@ -202,17 +202,24 @@ def test_rule_specs_and_corrections():
         "y": P(("fsdp", "tp")),
     }
     for correction in (prefix, sr.Correction(indivisible="keep"), sr.Correction(pad=False)):
-        plan = sr.plan(tree, rules, mesh, correction=correction)
-        check_equal_to_named_shardings(plan, tree, rules, mesh, correction=correction)
+        given = sr.Rules(rules, correction=correction)
+        check_equal_to_named_shardings(sr.plan(tree, given, mesh), tree, given, mesh)
 
 
 @pytest.mark.parametrize("min_size", [0, 8, 9, 10**6])
 @pytest.mark.parametrize("dialect", ["EFORMER", "SPECTRAX"])
 def test_min_size(min_size, dialect):
     tree = {"a": array(8), "b": array(2, 4), "c": array(16)}
-    rules, mesh = sr.Rules([("", "tp")], getattr(sr.dialects, dialect)), {"tp": 2}
-    plan = sr.plan(tree, rules, mesh, min_size=min_size)
-    check_equal_to_named_shardings(plan, tree, rules, mesh, min_size=min_size)
+    dialect, mesh = getattr(sr.dialects, dialect), {"tp": 2}
+    rules = sr.Rules([("", "tp")], dialect, min_size=min_size)
+    plan = sr.plan(tree, rules, mesh)
+    check_equal_to_named_shardings(plan, tree, rules, mesh)
+    # The tree is not walked again, and what is small is so all the same.
+    again = sr.plan(tree, sr.Rules([("", "tp")], dialect, min_size=9), mesh).with_rules(rules)
+    assert again.rule.tolist() == plan.rule.tolist()
+    assert rules.match(tree) == sr.match_partition_rules(
+        sr.Rules([("", "tp")], dialect), tree, min_size
+    )
     assert (plan.rule == -1).tolist() == [prod(x.shape) < min_size for x in tree.values()]
 
 
@@ -377,9 +384,8 @@ def test_bytes_per_device_of_uneven_shards(mesh, shape, spec):
     """JAX gives no slices for uneven shards, but XLA's op sharding does: it pads up to equal parts."""
     plan = sr.plan(
         {"w": array(*shape)},
-        [("w", spec)],
+        sr.Rules([("w", spec)], correction=sr.Correction(indivisible="keep", pad=False)),
         mesh,
-        correction=sr.Correction(indivisible="keep", pad=False),
     )
     assert plan.specs() == {"w": spec}
     padded = tuple(
@@ -426,7 +432,7 @@ def test_kinds_together_hold_what_each_holds(sizes, kinds):
         name = f"{i}" * 3 + "w"
         tree[name] = array(*shape, dtype=dtype)
         rules.append((name, tuple(entries)))
-    plan = sr.plan(tree, rules, mesh, correction=UNCUT)
+    plan = sr.plan(tree, sr.Rules(rules, correction=UNCUT), mesh)
     of_kind = [device_bytes_of(kind, mesh) for kind in plan.kinds]
     each = sum(held * count for held, count in zip(of_kind, plan.counts, strict=True))
     held = plan.bytes_per_device()
@@ -451,7 +457,7 @@ def test_a_million_devices_and_many_uneven_kinds(mesh, spec):
     tree = {f"w{i}": array(count + 1 + 997 * i, 10**6 + 1 + 991 * i) for i in range(100)}
     tracemalloc.start()
     try:
-        plan = sr.plan(tree, [("", spec)], mesh, correction=UNCUT)
+        plan = sr.plan(tree, sr.Rules([("", spec)], correction=UNCUT), mesh)
         fullest = by_class(plan).max
         told = str(plan), str(plan.diff(plan))
         assert tracemalloc.get_traced_memory()[1] < 100e6
@@ -463,14 +469,16 @@ def test_a_million_devices_and_many_uneven_kinds(mesh, spec):
     assert fullest == held.max == sum(shard_bytes(plan))
     # The last device has nothing of what is cut a million times.
     of_last = sum(device_bytes_of(kind, mesh).item(-1) for kind in plan.kinds[:3])
-    three = sr.plan(dict(list(tree.items())[:3]), [("", spec)], mesh, correction=UNCUT)
+    three = sr.plan(dict(list(tree.items())[:3]), sr.Rules([("", spec)], correction=UNCUT), mesh)
     assert three.bytes_per_device().params.item(-1) == of_last
     assert told
 
 
 def test_too_many_classes_of_devices():
     mesh = {f"a{i}": 2 for i in range(24)}
-    plan = sr.plan({"w": array(5_592_405)}, [("w", (tuple(mesh),))], mesh, correction=UNCUT)
+    plan = sr.plan(
+        {"w": array(5_592_405)}, sr.Rules([("w", (tuple(mesh),))], correction=UNCUT), mesh
+    )
     with pytest.raises(ValueError, match="let the mesh divide the shapes, or name fewer axes"):
         str(plan)
 
@@ -606,8 +614,8 @@ TOLD_MESH = {"fsdp": 4, "tp": 4}
 
 
 class TestExplain:
-    def plan(self, rules=TOLD_RULES, **options):
-        return sr.plan(TOLD_TREE, list(rules), TOLD_MESH, **options)
+    def plan(self, rules=TOLD_RULES, **policy):
+        return sr.plan(TOLD_TREE, sr.Rules(rules, **policy), TOLD_MESH)
 
     def outcomes(self, path, **options):
         return [one.outcome for one in self.plan(**options).explain(path).tried]
@@ -703,7 +711,7 @@ from types import SimpleNamespace as Leaf
 import shardrules as sr
 tree = {"layers": [{"w": Leaf(shape=(8, 6), dtype="bfloat16")} for _ in range(3)], "b": Leaf(shape=(4,), dtype="float32")}
 rules = [("w", (("fsdp", "sp"), "tp")), (".*", None)]
-plan = sr.plan(tree, rules, {"fsdp": 2, "tp": 4}, optional_axes=["sp"])
+plan = sr.plan(tree, sr.Rules(rules, optional_axes=["sp"]), {"fsdp": 2, "tp": 4})
 text = plan.lock()
 other = sr.Plan.from_lock(text)
 str(plan), str(plan.check()), plan.check().to_json(), plan.bytes_per_device(gradients="float32"), str(plan.sweep())
@@ -905,9 +913,10 @@ def test_an_empty_entry_is_none(entries, pad):
     tree, mesh = {"w": array(8, 8, 8), "b": array(8)}, {"fsdp": 2, "tp": 2}
     correction = sr.Correction(pad=pad)
     written = [entries, P(*entries), P(*(e or None for e in entries))]
-    plans = [sr.plan(tree, [("", spec)], mesh, correction=correction) for spec in written]
-    for spec, plan in zip(written, plans, strict=True):
-        check_equal_to_named_shardings(plan, tree, [("", spec)], mesh, correction=correction)
+    given = [sr.Rules([("", spec)], correction=correction) for spec in written]
+    plans = [sr.plan(tree, rules, mesh) for rules in given]
+    for rules, plan in zip(given, plans, strict=True):
+        check_equal_to_named_shardings(plan, tree, rules, mesh)
     assert len({plan.fingerprint() for plan in plans}) == 1
     assert len({str(plan) for plan in plans}) == 1
 
@@ -1000,13 +1009,13 @@ def test_min_size_of_none_is_the_environments(monkeypatch):
         monkeypatch.delenv("MIN_SHARDING_SIZE", raising=False)
         if text is not None:
             monkeypatch.setenv("MIN_SHARDING_SIZE", text)
-        plan = sr.plan(tree, rules, {"tp": 2}, min_size=None)
-        check_equal_to_named_shardings(plan, tree, rules, {"tp": 2}, min_size=None)
+        given = sr.Rules(rules, min_size=None)
+        plan = sr.plan(tree, given, {"tp": 2})
+        check_equal_to_named_shardings(plan, tree, given, {"tp": 2})
         assert (plan.specs()["v"] == P()) == (text is None)
     monkeypatch.setenv("MIN_SHARDING_SIZE", "abc")
-    for function in (sr.plan, sr.named_shardings):
-        with pytest.raises(ValueError, match="MIN_SHARDING_SIZE is 'abc'.*number of elements"):
-            function(tree, rules, {"tp": 2}, min_size=None)
+    with pytest.raises(ValueError, match="MIN_SHARDING_SIZE is 'abc'.*number of elements"):
+        sr.Rules(rules, min_size=None)
 
 
 def test_numpy_integers_are_sizes():
@@ -1040,7 +1049,9 @@ def test_gradients_beyond_an_int64():
     """One leaf alone is too large in the gradients' dtype, and unevenly cut."""
     keep = sr.Correction(indivisible="keep")
     plan = sr.plan(
-        {"w": leaf((2**60 + 1,), "float4_e2m1fn")}, [("w", "tp")], {"tp": 3}, correction=keep
+        {"w": leaf((2**60 + 1,), "float4_e2m1fn")},
+        sr.Rules([("w", "tp")], correction=keep),
+        {"tp": 3},
     )
     held = plan.bytes_per_device(gradients="float64").gradients
     assert sum(held.tolist()) == 8 * (2**60 + 1)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.arguments import MOST
+from shardrules._base.correction import LibraryCorrection
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entries_of
 from tests.support import corpus
@@ -128,7 +129,7 @@ def leaves(draw):
 
 MESHES = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
 # As XLA cuts, where JAX refuses to.
-UNEVEN = sr.Correction(absent="keep", indivisible="keep")
+UNEVEN = LibraryCorrection(absent="keep", indivisible="keep")
 
 
 @given(MESHES, MESHES, st.lists(leaves(), min_size=1, max_size=4))
@@ -138,8 +139,8 @@ def test_uneven_shards_and_packed_elements(mesh, other, found):
         trees[f"leaf{number}"] = [array(*shape, dtype=dtype)] * count
         rules.append((f"leaf{number}", before))
         other_rules.append((f"leaf{number}", after))
-    plan = sr.plan(trees, rules, mesh, correction=UNEVEN)
-    changed = sr.plan(trees, other_rules, other, correction=UNEVEN)
+    plan = sr.plan(trees, sr.Rules(rules, correction=UNEVEN), mesh)
+    changed = sr.plan(trees, sr.Rules(other_rules, correction=UNEVEN), other)
     expected = Expected(boxes(mesh, (), ()), boxes(other, (), ()))
     for (before, after), count in counted(plan, changed):
         specs = entries_of(before.spec), entries_of(after.spec)
@@ -328,9 +329,9 @@ def test_numbers_beyond_64_bits():
     assert moved.received.tolist() == [7 * 2**56] * 8 + [2**59] * 120
 
 
-def plans(tree=None, rules=((".", "a"),), **options):
+def plans(tree=None, rules=((".", "a"),), mesh=None, **policy):
     tree = {"w": array(8, 4), "v": array(8)} if tree is None else tree
-    return sr.plan(tree, rules, options.pop("mesh", {"a": 4}), **options)
+    return sr.plan(tree, sr.Rules(rules, **policy), mesh or {"a": 4})
 
 
 @pytest.mark.parametrize(
@@ -359,7 +360,7 @@ def plans(tree=None, rules=((".", "a"),), **options):
             id="unmatched",
         ),
         pytest.param(
-            plans(rules=[(".", "b")], correction=sr.Correction(absent="keep")),
+            plans(rules=[(".", "b")], correction=LibraryCorrection(absent="keep")),
             ["other: leaves get no sharding", "the mesh has no axis 'b'"],
             id="absent",
         ),

@@ -242,7 +242,7 @@ def test_bad_arguments_of_methods():
     with pytest.raises(TypeError):
         rules.first_match(b"bytes")
     with pytest.raises(TypeError):
-        rules.match({"a": np.zeros(2)}, min_size="large")
+        sr.Rules(rules, min_size="large")
     with pytest.raises((TypeError, ValueError, OverflowError)):
         sr.Rules(CATCH_ALL, memory_budget=-1)
 

@@ -160,7 +160,7 @@ def spectrax(rules, tree, min_size, strict):
     """spectrax.sharding.match_partition_rules, as docs/guides/recipes.md writes it."""
     dialect = sr.dialects.SPECTRAX
     dialect = dialect if strict else replace(dialect, scalars="none", rank="keep")
-    return sr.Rules(rules, dialect).match(tree, min_size=min_size or 0)
+    return sr.Rules(rules, dialect, min_size=min_size or 0).match(tree)
 
 
 def same(ours, theirs):
@@ -337,9 +337,9 @@ class TestChoices:
         assert rules.match({"a": array(4)}) == {"a": P()}
 
     def test_min_size_before_the_match(self):
-        assert sr.Rules([], sr.dialects.SPECTRAX).match({"a": array(3)}, min_size=4) == {"a": P()}
+        assert sr.Rules([], sr.dialects.SPECTRAX, min_size=4).match({"a": array(3)}) == {"a": P()}
         with pytest.raises(ValueError, match="Partition rule not found"):
-            sr.Rules([], sr.dialects.EASYLM).match({"a": array(3)}, min_size=4)
+            sr.Rules([], sr.dialects.EASYLM, min_size=4).match({"a": array(3)})
 
     def test_shardings_of_every_dialect(self):
         tree = {"wq": {"kernel": array(8, 6)}}

@@ -27,8 +27,8 @@ A_RULE = sr.types.RulesFallback.RAISE_ERROR
 
 def shardings(names, rules, mesh=MESH, shape=(8, 8), dialect=sr.dialects.LINEN, **options):
     tree = {"w": jax.ShapeDtypeStruct(shape, "int8")}
-    rules = sr.LogicalRules(rules, dialect)
-    return sr.named_shardings(tree, rules, mesh, names={"w": names}, **options)["w"]
+    rules = sr.LogicalRules(rules, dialect, **options)
+    return sr.named_shardings(tree, rules, mesh, names={"w": names})["w"]
 
 
 WRONG = {

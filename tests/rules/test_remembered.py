@@ -143,7 +143,6 @@ def test_companions_and_declarations_are_compiled_once(compiled):
         sr.plan(tree, fresh_pairs(), MESH, companions=sr.LORA).check(
             replicated=["".join(["n", "m"])]
         )
-        sr.named_shardings(tree, fresh_pairs(), MESH, companions=sr.LORA)
         return len([patterns for patterns in compiled if patterns])
 
     assert use() == use() > 2
@@ -162,7 +161,7 @@ MAKING_RULES = {
     "_plan/resolve.py": "patterns of a tree of specs, which nobody gave",
     "_plan/check_leaves.py": "made once",
     "_writer/draft.py": "patterns that are being written",
-    "_suggest/fix.py": "the same",
+    "_cli/inputs.py": "rules with what the command line adds",
     "_cli/advice.py": "one rule for a function that only takes rules",
     "demo.py": "shown as a user's own",
 }

@@ -106,7 +106,7 @@ def test_four_kv_heads_on_eight_devices_in_a_step(kind):
     mesh = jax.make_mesh((4, 2), ("kv", "rep"), axis_types=(kind,) * 2)
     rules = sr.Rules([("w", (None, "tp"))]).with_axes(PARTS)
     values = {"wq": np.arange(64.0).reshape(4, 16), "wk": np.arange(16.0).reshape(4, 4)}
-    arrays = sr.shard(values, rules, mesh, correction=PREFIX)
+    arrays = sr.shard(values, sr.Rules(rules, correction=PREFIX), mesh)
     assert arrays["wk"].sharding.spec == P(None, "kv")
     assert {s.device: s.index for s in arrays["wk"].addressable_shards} == {
         device: (slice(None), slice(i // 2, i // 2 + 1)) for i, device in enumerate(mesh.devices.flat)
@@ -136,7 +136,7 @@ class TestAdvice:
         ) in fix
         rules = sr.Rules([("w", spec)]).with_axes(PARTS)
         mesh = {"kv": heads, "rep": 8 // heads}
-        plan = sr.plan({"w": array(64, heads * unit)}, rules, mesh, correction=PREFIX)
+        plan = sr.plan({"w": array(64, heads * unit)}, sr.Rules(rules, correction=PREFIX), mesh)
         assert plan.kind("w").spec == (None, "kv")
 
     @pytest.mark.parametrize("size", [3, 6, 12])

@@ -18,6 +18,7 @@ from jax.tree_util import DictKey, SequenceKey, keystr
 
 import shardrules as sr
 from shardrules import Rules
+from shardrules._base.correction import LibraryCorrection
 from shardrules.dialects import Dialect
 
 MESH = {"fsdp": 2, "tp": 2}
@@ -31,7 +32,7 @@ CHOICES: dict[str, list[Any]] = {
     "rank": ["truncate", "replicate", "keep", "error"],
     "unmatched": ["error", "replicate"],
     "precedence": ["first", "only"],
-    "correction": [sr.Correction(), sr.Correction(absent="drop_axis", rank="replicate")],
+    "correction": [sr.Correction(), LibraryCorrection(absent="drop_axis", rank="replicate")],
 }
 KEYS = ["kernel", "bias", "scale", "value", "a"]
 SHAPES = [(), (1,), (8,), (64,), (1, 1), (1, 8), (4, 8), (8, 4), (3, 1024), (1, 1024), (2, 2, 2)]
@@ -243,13 +244,17 @@ def path_text(case: Case, path: Path) -> str:
 
 
 def check_match(case: Case) -> None:
-    rules, options = case.rules, {"min_size": case.min_size, "strict": case.strict}
-    check_walk("match", case, lambda tree: rules.match(tree, **options))
+    options = case.min_size, case.strict
+    check_walk("match", case, lambda tree: sr.match_partition_rules(case.rules, tree, *options))
+
+
+def with_min_size(case: Case) -> sr.Rules:
+    return sr.Rules(case.rules, case.rules.dialect, min_size=case.min_size)
 
 
 def check_named_shardings(case: Case) -> None:
     def specs(tree):
-        found = sr.named_shardings(tree, case.rules, MESH, min_size=case.min_size)
+        found = sr.named_shardings(tree, with_min_size(case), MESH)
         return of_each(lambda sharding: sharding.spec, found)
 
     check_walk("named_shardings", case, specs)
@@ -267,10 +272,10 @@ def check_plan(case: Case) -> None:
     """Its specs are those of `named_shardings`, for the whole tree and for the last leaf alone."""
 
     def of_plan(tree):
-        return sr.plan(tree, case.rules, MESH, min_size=case.min_size).specs()
+        return sr.plan(tree, with_min_size(case), MESH).specs()
 
     def of_shardings(tree):
-        found = sr.named_shardings(tree, case.rules, MESH, min_size=case.min_size)
+        found = sr.named_shardings(tree, with_min_size(case), MESH)
         return of_each(lambda sharding: sharding.spec, found)
 
     *_, (path, _) = leaves(case.tree)
@@ -290,18 +295,19 @@ def check_spec_for(case: Case) -> None:
     """Of some leaves, what they get as parts of the tree, with a mesh and without."""
     for mesh in (None, MESH):
         if mesh is None:
-            whole = attempt(lambda: case.rules.match(case.tree, min_size=case.min_size))
+            whole = attempt(lambda: sr.match_partition_rules(case.rules, case.tree, case.min_size))
         else:
-            whole = attempt(
-                lambda: sr.named_shardings(case.tree, case.rules, MESH, min_size=case.min_size)
-            )
+            whole = attempt(lambda: sr.named_shardings(case.tree, with_min_size(case), MESH))
         if isinstance(whole, str):
             continue
         for path, leaf in list(leaves(case.tree))[-8:]:
             answer = at(whole, path)
             for _ in range(2):
                 spec = sr.spec_for(
-                    path_text(case, path), leaf.shape, case.rules, mesh, min_size=case.min_size
+                    path_text(case, path),
+                    leaf.shape,
+                    with_min_size(case),
+                    mesh,
                 )
                 assert spec == (answer if mesh is None else answer.spec), ("spec_for", case, path)
 

@@ -161,7 +161,7 @@ USES = {
     "named_shardings": (lambda: sr.named_shardings(TREE, RULES, MESH), 1),
     "first_match": (lambda: (RULES.first_match("layers/é"), RULES.all_matches("layers/0x")), 1),
     "survey": (
-        lambda: MATCHER.survey(TREE, min_size=0, replicated=-1, unmatched=-2, ambiguous=-3), 1,
+        lambda: MATCHER.survey(TREE, replicated=-1, unmatched=-2, ambiguous=-3), 1,
     ),
     "coverage": (lambda: RULES.coverage(TREE), 1),
     "templates": (lambda: _core.templates(PATHS), 1),

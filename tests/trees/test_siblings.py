@@ -87,7 +87,7 @@ def alone(match, tree):
 
 WAYS = {
     "specs": lambda tree: sr.Rules(RULES).match(tree),
-    "min_size": lambda tree: sr.Rules(RULES).match(tree, min_size=25),
+    "min_size": lambda tree: sr.Rules(RULES, min_size=25).match(tree),
     "not strict": lambda tree: sr.Rules(RULES).match(tree, strict=False),
     "searched": lambda tree: sr.Rules([(r"^\d*[02468]/.*(?=kernel)", P("fsdp")), *RULES]).match(
         tree

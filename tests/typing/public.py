@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardrules as sr
+from shardrules._base.correction import LibraryCorrection
 from shardrules.compat import eformer
 
 RULES = [("kernel", PartitionSpec("fsdp", "tp")), (".*", PartitionSpec())]
@@ -42,7 +43,7 @@ def files() -> None:
 def shardings() -> None:
     assert_type(sr.match_partition_rules(RULES, PARAMS), Any)
     assert_type(eformer.match_partition_rules(RULES, PARAMS), Any)
-    sr.named_shardings(PARAMS, RULES, MESH, correction=sr.Correction(indivisible="error"))
+    sr.named_shardings(PARAMS, sr.Rules(RULES, correction=sr.Correction(indivisible="error")), MESH)
     sr.named_shardings(PARAMS, [(".*", sr.fsdp("fsdp", within=PartitionSpec("tp")))], MESH)
     sr.fsdp(("data", "fsdp"), min_byte=2**20)  # type: ignore[call-arg]
     sr.named_shardings(PARAMS, RULES, mesh=8)  # type: ignore[arg-type]
@@ -51,8 +52,8 @@ def shardings() -> None:
 
 # A misspelt choice is seen before anything runs.
 def choices() -> None:
-    sr.Correction(absent="drop", indivisible="prefix", rank="keep", pad=False)
-    sr.Correction(absent="drp")  # type: ignore[arg-type]
+    LibraryCorrection(absent="drop", indivisible="prefix", rank="keep", pad=False)
+    LibraryCorrection(absent="drp")  # type: ignore[arg-type]
     sr.Correction(indivisible="truncate")  # type: ignore[arg-type]
     sr.Correction(rank="prefix")  # type: ignore[arg-type]
     sr.Correction(unconstrained="remove")  # type: ignore[arg-type]

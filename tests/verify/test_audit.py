@@ -127,7 +127,9 @@ class TestAsPlanned:
     def test_uneven_cuts(self):
         """Abstract ones: JAX makes no such arrays."""
         keep = sr.Correction(indivisible="keep")
-        plan = sr.plan({"w": np.ones((6, 8))}, [("w", "fsdp")], mesh_of(), correction=keep)
+        plan = sr.plan(
+            {"w": np.ones((6, 8))}, sr.Rules([("w", "fsdp")], correction=keep), mesh_of()
+        )
         assert sr.audit(plan.abstract(), plan) == ()
         other = sr.plan({"w": np.ones((6, 8))}, [("w", "tp")], mesh_of()).abstract()
         (found,) = sr.audit(other, plan)

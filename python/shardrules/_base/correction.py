@@ -9,7 +9,7 @@ from shardrules._base.arguments import check_choice, check_choices, check_type
 from shardrules._base.specs import RankPolicy
 from shardrules._base.text import without_defaults
 
-MisfitPolicy = Literal["drop", "drop_axis", "prefix", "keep", "error"]
+AbsentPolicy = Literal["drop", "drop_axis", "keep", "error"]
 IndivisiblePolicy = Literal["drop", "drop_axis", "prefix", "keep", "error"]
 
 
@@ -17,13 +17,10 @@ IndivisiblePolicy = Literal["drop", "drop_axis", "prefix", "keep", "error"]
 class Correction:
     """The policies for a spec that does not fit the array or the mesh.
 
-    A mesh axis that shards two dimensions is an error under every policy, as it is in JAX.
+    A mesh axis that shards two dimensions is an error under every policy, as it is in JAX; and so
+    is one that the mesh lacks, unless it is one of the `optional_axes` of the rules.
 
     Args:
-        absent: For an entry that names an axis the mesh does not have: "error", but for axes that
-            are declared optional, which are dropped alone; "drop" all axes of the entry,
-            "drop_axis" only that axis, keep the "prefix" before it, or "keep" it (JAX will refuse
-            it, and `Plan.check` says so).
         indivisible: For an entry whose axes do not divide the dimension: "drop" all, "drop_axis"
             the axes that do not fit beside those before them, keep the longest "prefix" that fits,
             "keep" them (uneven shards), or "error".
@@ -37,11 +34,10 @@ class Correction:
         ValueError: A choice that does not exist.
 
     Example:
-        >>> Correction(indivisible="prefix").absent
-        'error'
+        >>> Correction(indivisible="prefix").rank
+        'truncate'
     """
 
-    absent: MisfitPolicy = "error"
     indivisible: IndivisiblePolicy = "drop"
     rank: RankPolicy = "truncate"
     unconstrained: Literal["keep", "drop"] = "keep"
@@ -52,6 +48,21 @@ class Correction:
     def __post_init__(self) -> None:
         check_choices(self)
         check_choice("pad", self.pad, (True, False))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LibraryCorrection(Correction):
+    """Policies of a library that has another one for axes that the mesh lacks.
+
+    It drops all axes of the entry ("drop") or that axis alone ("drop_axis"), or keeps it.
+    """
+
+    absent: AbsentPolicy = "error"
+
+
+def absent_policy(correction: Correction) -> AbsentPolicy:
+    """Return the policy for axes that the mesh lacks."""
+    return correction.absent if isinstance(correction, LibraryCorrection) else "error"
 
 
 def check_correction(correction: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
@@ -269,13 +268,11 @@ def checked_parts(axes: Mapping[str, Any], named: Iterable[str]) -> dict[str, tu
 
 
 def axes_present(axes: list[str], present: Container[str], absent: str) -> list[str]:
-    """Return the axes of an entry that a policy for absent axes leaves; see `Correction.absent`."""
+    """Return the axes of an entry that a policy for absent axes leaves."""
     if absent in ("keep", "error") or all(axis in present for axis in axes):
         return axes
     if absent == "drop":
         return []
-    if absent == "prefix":
-        return list(itertools.takewhile(present.__contains__, axes))
     return [axis for axis in axes if axis in present]
 
 
@@ -304,10 +301,10 @@ def constraint_line(spec: str) -> str:
     return f"x = jax.lax.with_sharding_constraint(x, {spec})"
 
 
-def rules_shown(dialect: str, pairs: Iterable[tuple[Any, Any]]) -> str:
-    """Return a line for the dialect, and one for each rule."""
+def rules_shown(policy: str, pairs: Iterable[tuple[Any, Any]]) -> str:
+    """Return a line for the dialect and the policy, and one for each rule."""
     lines = [
         f"rule {index}: {pattern!r} -> {spec_shown(spec)}"
         for index, (pattern, spec) in enumerate(pairs)
     ]
-    return printable_lines([f"{counted(len(lines), 'rule')}, dialect {dialect}", *lines])
+    return printable_lines([f"{counted(len(lines), 'rule')}, dialect {policy}", *lines])

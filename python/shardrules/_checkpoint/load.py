@@ -9,8 +9,7 @@ from typing import Any
 
 from jax import tree_util
 
-from shardrules._base.arguments import check_type, each, in_order, integer, listed, texts
-from shardrules._base.correction import Correction
+from shardrules._base.arguments import check_type, each, in_order, integer, listed
 from shardrules._base.dtypes import bits_of, given_float
 from shardrules._checkpoint.formats import format_of, reads_of
 from shardrules._checkpoint.job import Job, bytes_in_flight
@@ -23,11 +22,10 @@ from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._files.leaves import ArraySpecs
 from shardrules._files.models import Arrays, read_arrays
-from shardrules._place.decider import RulesLike, policy_for
+from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
-from shardrules._plan.companions import Companion
 from shardrules._plan.plan import Plan
 
 
@@ -37,11 +35,6 @@ def load(
     rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    companions: Iterable[Companion] = (),
-    names: Any = None,
-    optional_axes: Iterable[str] = (),
     tree: Any = None,
     renames: Iterable[Rename] = (),
     dtype: Any = None,
@@ -66,11 +59,6 @@ def load(
         rules: A `Plan`; `Rules` or (pattern, spec) pairs; `LogicalRules`; or specs or shardings, as
             in `shard`.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
-        min_size: As in `plan`, for the tree of the result.
-        correction: As in `plan`.
-        companions: As in `plan`.
-        names: As in `plan`, for the tree of the result.
-        optional_axes: As in `plan`.
         tree: A pytree of abstract arrays, whose structure, shapes and dtypes the result gets.
             Arrays are found by their paths; `.` in a name counts as `/`. Of an orbax checkpoint it
             may have only some items, such as `params` of a TrainState; the others are not read.
@@ -127,15 +115,7 @@ def load(
         if bound is not None:
             bound = integer("max_bytes_in_flight", bound, 1, what="a number of bytes")
         selection = Selection(strict, only, missing)
-        deciding: dict[str, Any] = {
-            "min_size": min_size,
-            "correction": correction,
-            "companions": listed("companions", companions, "Companions"),
-            "optional_axes": texts("optional_axes", optional_axes),
-            "names": names,
-        }
         if isinstance(rules, Plan):
-            policy_for(rules, **deciding)
             plan = rules if mesh is None else rules.on_mesh(mesh)
             tree = plan.abstract() if tree is None else tree
             rules, mesh = plan.shardings(), None
@@ -159,7 +139,7 @@ def load(
             takes_parts=checkpoint_format.has_items,
             selection=selection,
         )
-        leaves, treedef, shardings = requested_shardings(abstract, rules, mesh, **deciding)
+        leaves, treedef, shardings = requested_shardings(abstract, rules, mesh)
         jobs = _jobs_of(arrays, targets, leaves, shardings)
         reads = reads_of(checkpoint_format, arrays, jobs)
         most = bytes_in_flight(reads.all, bound)

@@ -21,9 +21,7 @@ from shardrules._base.arguments import (
     in_order,
     integer,
     listed,
-    texts,
 )
-from shardrules._base.correction import Correction
 from shardrules._base.dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._base.text import bytes_shown, shown
 from shardrules._checkpoint.problems import Problems
@@ -36,14 +34,13 @@ from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, s
 from shardrules._files.leaves import ArraySpec
 from shardrules._place.align import align, check_distinct, leaf_paths, rows_and_paths
 from shardrules._place.boxes import unboxed
-from shardrules._place.decider import BySpecs, RulesLike, policy_for
+from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
 from shardrules._place.shard import converted, of_placeable
 from shardrules._place.spec_trees import leaf_path
 from shardrules._place.transfers import Donated, check_reachable, put, stays_within
-from shardrules._plan.companions import Companion
 from shardrules._plan.plan import Plan
 
 
@@ -66,11 +63,6 @@ def reshard(
     rules: Plan,
     mesh: MeshLike | None = None,
     *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    companions: Iterable[Companion] = (),
-    names: Any = None,
-    optional_axes: Iterable[str] = (),
     donate: bool = False,
     dtype: Any = None,
     renames: Iterable[Rename] = (),
@@ -82,11 +74,6 @@ def reshard(
     rules: Any,
     mesh: MeshLike | None = None,
     *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    companions: Iterable[Companion] = (),
-    names: Any = None,
-    optional_axes: Iterable[str] = (),
     donate: bool = False,
     dtype: Any = None,
     renames: Iterable[Rename],
@@ -98,11 +85,6 @@ def reshard(
     rules: Any,
     mesh: MeshLike | None = None,
     *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    companions: Iterable[Companion] = (),
-    names: Any = None,
-    optional_axes: Iterable[str] = (),
     donate: bool = False,
     dtype: Any = None,
     max_bytes_in_flight: int | None = None,
@@ -113,11 +95,6 @@ def reshard(
     rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    companions: Iterable[Companion] = (),
-    names: Any = None,
-    optional_axes: Iterable[str] = (),
     donate: bool = False,
     dtype: Any = None,
     renames: Iterable[Rename] = (),
@@ -134,11 +111,6 @@ def reshard(
             are found by their paths, and boxes of flax stay. Or what `shard` takes. Or a tree of
             arrays, or of ShapeDtypeStructs with shardings, whose shardings the arrays get.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
-        min_size: As in `plan`, for the tree of the result.
-        correction: As in `plan`.
-        companions: As in `plan`.
-        names: As in `plan`, for the tree of the result.
-        optional_axes: As in `plan`.
         donate: Whether the arrays of the tree may be given up. They are deleted as soon as all that
             is made of them has arrived, unless an array of the result uses the memory of a part.
             Default: False.
@@ -174,17 +146,9 @@ def reshard(
         most = max_bytes_in_flight
         if most is not None:
             most = integer("max_bytes_in_flight", most, 1, what="a number of bytes")
-        deciding: dict[str, Any] = {
-            "mesh": mesh,
-            "min_size": min_size,
-            "correction": correction,
-            "companions": listed("companions", companions, "Companions"),
-            "optional_axes": texts("optional_axes", optional_axes),
-            "names": names,
-        }
         if call.joint and stays_within(tree, only_process(_shardings_in(rules) or rules, mesh)):
             call.alone()
-        abstract, moves_by_leaf = _moves(tree, rules, deciding, followed, name)
+        abstract, moves_by_leaf = _moves(tree, rules, mesh, followed, name)
         most = _bound(moves_by_leaf, most, abstract)
         options = f"donate={gives_up}, dtype={name}, renames={texts_of(followed)}, in flight={most}"
         shardings = {i: move.sharding for i, move in moves_by_leaf.items()}
@@ -214,24 +178,21 @@ def reshard(
 
 
 def _moves(
-    tree: Any, rules: Any, deciding: Mapping[str, Any], renames: Sequence[Rename], dtype: str | None
+    tree: Any, rules: Any, mesh: MeshLike | None, renames: Sequence[Rename], dtype: str | None
 ) -> tuple[Any, dict[int, _Move]]:
     """Return (the result or an abstract one of its structure, the move of each leaf that moves)."""
     target = rules
-    keywords = {name: value for name, value in deciding.items() if name != "mesh"}
     if isinstance(rules, Plan):
-        policy_for(rules, **keywords)
-        rules = rules if deciding["mesh"] is None else rules.on_mesh(deciding["mesh"])
+        rules = rules if mesh is None else rules.on_mesh(mesh)
         target = rules.abstract()
     decided = _shardings_in(target)
     if decided is None or renames or not _is_like(tree, target, isinstance(rules, Plan)):
         if decided is not None and rules is target:
             rules = tree_util.tree_unflatten(tree_util.tree_structure(target), decided)
         if renames or isinstance(rules, Plan):
-            return _moves_by_paths(tree, rules, deciding, renames, dtype)
-        leaves, _, decided = requested_shardings(tree, rules, **deciding)
+            return _moves_by_paths(tree, rules, mesh, renames, dtype)
+        leaves, _, decided = requested_shardings(tree, rules, mesh)
     else:
-        policy_for(BySpecs("rules", decided), **keywords)
         leaves = tree_util.tree_leaves(tree)
     return tree, _as_they_are(tree, leaves, decided, dtype)
 
@@ -324,7 +285,7 @@ def _moved_bytes_of(leaf: Any, dtype: str | None) -> int:
 
 
 def _moves_by_paths(
-    tree: Any, rules: Any, deciding: Mapping[str, Any], renames: Sequence[Rename], dtype: str | None
+    tree: Any, rules: Any, mesh: MeshLike | None, renames: Sequence[Rename], dtype: str | None
 ) -> tuple[Any, dict[int, _Move]]:
     """Return (the abstract tree of the result, the move of each of its leaves)."""
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
@@ -334,11 +295,10 @@ def _moves_by_paths(
     arrays = dict(zip(names, starmap(ArraySpec, shapes_and_dtypes(tree, names)), strict=True))
     in_tree = None
     if isinstance(rules, Plan):
-        in_tree, rules = rules.abstract(), rules.shardings()
-        deciding = {**deciding, "mesh": None}
+        in_tree, rules, mesh = rules.abstract(), rules.shardings(), None
     problems = Problems("the tree", in_file=False)
     abstract, targets = matched(arrays, in_tree, renames, dtype, problems)
-    specs, _, shardings = requested_shardings(abstract, rules, **deciding)
+    specs, _, shardings = requested_shardings(abstract, rules, mesh)
     live, row = dict(zip(names, leaves, strict=True)), {name: i for i, name in enumerate(names)}
     moves = {}
     for i, ((path, target), spec, sharding) in enumerate(

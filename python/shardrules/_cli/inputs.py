@@ -99,11 +99,22 @@ def load_plan(args: Args, source: str, mesh: str | None, tree: Any = None) -> Pl
     name, axis_names = source, None
     if tree is None:
         name, tree, axis_names = _tree(source, rules.rules.dialect)
-    result = plan(
-        tree, rules.rules, axis_sizes, min_size=args.min_size, companions=rules.companions,
-        names=axis_names, optional_axes=rules.declared["optional_axes"],
-    )  # fmt: skip
+    given = _with_policy(rules.rules, declared["optional_axes"], args.min_size)
+    result = plan(tree, given, axis_sizes, companions=rules.companions, names=axis_names)
     return Planned(result, name, rules, fallbacks)
+
+
+def _with_policy(
+    rules: Rules | LogicalRules, optional_axes: tuple[str, ...], min_size: int
+) -> Rules | LogicalRules:
+    """Return the rules, with what the command line says beside the file."""
+    optional = (*rules.optional_axes, *optional_axes)
+    if isinstance(rules, Rules):
+        least = min_size or rules.min_size
+        return Rules(rules, rules.dialect, optional_axes=optional, min_size=least)
+    if min_size:
+        raise FileError("--min-size: it is for rules of paths, and these are logical")
+    return LogicalRules(rules, rules.dialect, optional_axes=optional)
 
 
 def _locked_plan(source: str, declared: Declared) -> Planned:

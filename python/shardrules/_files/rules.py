@@ -119,8 +119,8 @@ DIALECTS: Final = {
 _AnyDialect = TypeVar("_AnyDialect", Dialect, LogicalDialect)
 
 _KEYS: Final = (
-    "rules", "dialect", "correction", "replicated", "optional_axes", "data_axes", *COMPANION_KEYS,
-    "kind",
+    "rules", "dialect", "correction", "replicated", "optional_axes", "min_size", "data_axes",
+    *COMPANION_KEYS, "kind",
 )  # fmt: skip
 _KINDS: Final = ("regex", "logical")
 # A spec is a list such as ["fsdp", [], ["tp", "sp"]], or { fsdp = "fsdp", min_bytes = "4MiB" } with
@@ -153,7 +153,7 @@ class RuleFile(NamedTuple):
 
     rules: Rules | LogicalRules
     declared: Declared
-    """What is intended, for `Plan.check(**declared)`: replicated, optional_axes and data_axes."""
+    """What is intended, for `Plan.check(**declared)`: replicated and data_axes."""
     companions: tuple[Companion, ...]
     """Leaves that follow the rules of other paths, for `plan` and others."""
     name: str
@@ -211,12 +211,13 @@ def _of_module(
     if isinstance(rules, LogicalRules) or isinstance(dialect, LogicalDialect):
         logical = _logical_dialect(source, dialect, getattr(rules, "dialect", LINEN).name)
         try:
-            rules = LogicalRules(rules, logical)
+            rules = LogicalRules(rules, logical, optional_axes=getattr(rules, "optional_axes", ()))
         except (TypeError, ValueError) as error:
             raise FileError(f"{source}: {error}") from error
         _check_no_companions(source, companions)
     elif dialect is not None or not isinstance(rules, Rules):
-        rules = _compiled_rules(source, rules, dialect or EFORMER)
+        policy = (rules.optional_axes, rules.min_size) if isinstance(rules, Rules) else ()
+        rules = _compiled_rules(source, rules, dialect or EFORMER, *policy)
     name = source.partition(":")[2]
     return RuleFile(rules, NOTHING, companions_in(source, {}, companions), name)
 
@@ -229,7 +230,10 @@ def _of_table(
         _path_rule(f"{path}: rule {index}", rule, corrected.correction)
         for index, rule in enumerate(table["rules"])
     ]
-    rules = _compiled_rules(f"{path}", pairs, corrected)
+    least = table.get("min_size", 0)
+    if type(least) is not int or least < 0:
+        raise FileError(f"{path}: min_size is {shown(least)}; write a number of elements")
+    rules = _compiled_rules(f"{path}", pairs, corrected, _optional_axes(path, table), least)
     records = companions_in(f"{path}", table, companions)
     return RuleFile(rules, _declared(path, table), records, _stem(path))
 
@@ -238,6 +242,9 @@ def _of_logical_table(
     path: Path, table: dict[str, Any], dialect: LogicalDialect, companions: Mapping[str, list[str]]
 ) -> RuleFile:
     rules = logical_rules(path, table["rules"], _with_correction(path, table, dialect))
+    rules = LogicalRules(rules, rules.dialect, optional_axes=_optional_axes(path, table))
+    if "min_size" in table:
+        raise FileError(f"{path}: min_size: it is for rules of paths, and these are logical")
     entries: dict[str, Any] = {key: table[key] for key in COMPANION_KEYS if key in table}
     _check_no_companions(path, {**companions, **entries})
     return RuleFile(rules, _declared(path, table), (), _stem(path))
@@ -252,9 +259,13 @@ def _with_correction(path: Path, table: dict[str, Any], dialect: _AnyDialect) ->
 def _declared(path: Path, table: dict[str, Any]) -> Declared:
     return Declared(
         replicated=_patterns(path, table.get("replicated", [])),
-        optional_axes=_axis_names(f"{path}", "optional_axes", table),
+        optional_axes=(),
         data_axes=_axis_names(f"{path}", "data_axes", table),
     )
+
+
+def _optional_axes(path: Path, table: dict[str, Any]) -> tuple[str, ...]:
+    return _axis_names(f"{path}", "optional_axes", table)
 
 
 def _stem(path: Path) -> str:
@@ -416,9 +427,11 @@ def _axis_names(where: str, key: str, table: dict[str, Any]) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def _compiled_rules(source: str, rules: Any, dialect: Dialect) -> Rules:
+def _compiled_rules(
+    source: str, rules: Any, dialect: Dialect, optional_axes: Iterable[str] = (), min_size: int = 0
+) -> Rules:
     try:
-        return Rules(rules, dialect)
+        return Rules(rules, dialect, optional_axes=optional_axes, min_size=min_size)
     except (TypeError, ValueError, re.error, OverflowError, RecursionError) as error:
         what, *caret = str(error).split("\n")
         raise FileError(f"{source}: {what}", *caret) from error

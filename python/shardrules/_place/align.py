@@ -45,9 +45,7 @@ class PathsOfTree(NamedTuple):
 
 def rows_and_paths(tree: Any, rules: Rules = _NO_RULES) -> PathsOfTree:
     """Return row numbers for the leaves of a pytree, and their paths in the dialect of rules."""
-    of_rows, paths, *_ = matcher_of(rules).survey(
-        tree, min_size=0, replicated=0, unmatched=0, ambiguous=0
-    )
+    of_rows, paths, *_ = matcher_of(rules).survey(tree, replicated=0, unmatched=0, ambiguous=0)
     return PathsOfTree(of_rows, paths)
 
 

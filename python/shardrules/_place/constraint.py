@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
-from shardrules._base.arguments import Tree, in_order, listed, texts
+from shardrules._base.arguments import Tree, in_order
 from shardrules._base.correction import Correction
 from shardrules._base.jax_names import trace_state_check
 from shardrules._base.rule_specs import Fsdp, RuleSpec
@@ -26,7 +26,6 @@ from shardrules._place.operations import Function, Operation, applied, one_call,
 from shardrules._place.shard import agreed_shardings
 from shardrules._place.transfers import put
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.rules import Rules
 
 _MOST_LEAVES: Final = 2**16
@@ -50,16 +49,8 @@ class _Known(NamedTuple):
     """Kept alive, so that no other object gets its id."""
 
 
-class _Keywords(NamedTuple):
-    min_size: int | None
-    correction: Correction | None
-    companions: Any
-    names: Any
-    optional_axes: tuple[str, ...]
-
-
 def constrain_traced(
-    tree: Any, rules: RulesLike, mesh: MeshLike | None, keywords: _Keywords
+    tree: Any, rules: RulesLike, mesh: MeshLike | None, correction: Correction | None
 ) -> Any:
     """Return the tree as `with_sharding_constraint` does inside jit."""
     key: Hashable = None
@@ -68,17 +59,13 @@ def constrain_traced(
     with suppress(AttributeError, TypeError, ValueError):  # something wrong, or not to remember
         if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
             raise TypeError
-        leaves, structure = tree_flatten((tree, rules, keywords.names))
+        leaves, structure = tree_flatten((tree, rules))
         values = tuple([_KEY_OF[type(leaf)](leaf) for leaf in leaves])
-        least = keywords.min_size
-        if least is None:  # the environment says how many, and may say otherwise later
-            least = checked_min_size(None)
-        policy = least, keywords.correction, keywords.companions, keywords.optional_axes
-        asked = structure, values, mesh, policy, contexts()
+        asked = structure, values, mesh, correction, contexts()
         cached = _memory.known.get(asked)
         key = asked
     if cached is None:
-        leaves, treedef, shardings = requested_shardings(tree, rules, mesh, **keywords._asdict())
+        leaves, treedef, shardings = requested_shardings(tree, rules, mesh, correction=correction)
         operations = operations_for(leaves, shardings)
         cached = _Known(treedef, operations, one_call(leaves, operations), rules)
         if key is not None and not _has_symbols(leaves):
@@ -145,11 +132,7 @@ def with_sharding_constraint(
     rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
-    min_size: int | None = 0,
     correction: Correction | None = None,
-    companions: Iterable[Any] = (),
-    names: Any = None,
-    optional_axes: Iterable[str] = (),
 ) -> Tree:
     """Constrain the arrays of a tree to shardings that fit their shapes and the mesh.
 
@@ -172,12 +155,7 @@ def with_sharding_constraint(
             found by their paths; a PartitionSpec or NamedSharding for all leaves; or a tree of
             these, which may be a prefix of `tree`. None leaves a leaf unchanged.
         mesh: The mesh for rules and PartitionSpecs. Default: the context's; a Plan's own.
-        min_size: As in `named_shardings`.
-        correction: The policies for specs that do not fit. Default: the dialect's for rules,
-            eformer's for specs.
-        companions: As in `named_shardings`.
-        names: For `LogicalRules`, as in `plan`.
-        optional_axes: As in `plan`.
+        correction: For specs: the policies for those that do not fit, as in `named_shardings`.
 
     Returns:
         A tree of the same structure.
@@ -193,25 +171,16 @@ def with_sharding_constraint(
         >>> from jax.sharding import Mesh, PartitionSpec as P
         >>> mesh = Mesh(jax.devices()[:1], ("dp",))
         >>> step = jax.jit(
-        ...     lambda x: with_sharding_constraint(2 * x, P("dp", "tp"), mesh, optional_axes=["tp"])
+        ...     lambda x: with_sharding_constraint(2 * x, P("dp"), mesh)
         ... )
         >>> step(jax.numpy.ones((4, 4))).sharding.mesh.axis_names
         ('dp',)
     """
-    keywords = _Keywords(
-        min_size,
-        correction,
-        companions
-        if isinstance(companions, tuple)
-        else listed("companions", companions, "Companions"),
-        names,
-        texts("optional_axes", optional_axes),
-    )
     if is_tracing([]):
-        traced: Tree = constrain_traced(tree, rules, mesh, keywords)
+        traced: Tree = constrain_traced(tree, rules, mesh, correction)
         return traced
     leaves, treedef, shardings = agreed_shardings(
-        "with_sharding_constraint", tree, rules, mesh, **keywords._asdict()
+        "with_sharding_constraint", tree, rules, mesh, correction=correction
     )
     placed = (
         applied(leaves, operations_for(leaves, shardings))

@@ -1,6 +1,6 @@
 """Deciders: rules of paths, rules of names, specs and plans, behind one interface.
 
-Every function that takes `rules` asks `as_decider` for a decider and `policy_for` for its keywords.
+Every function that takes `rules` asks `as_decider` for one.
 """
 
 from __future__ import annotations
@@ -9,24 +9,22 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from importlib import import_module
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from shardrules._base.arguments import listed, texts
 from shardrules._base.correction import Correction, check_correction
 from shardrules._base.rule_specs import Fsdp
-from shardrules._base.text import brief, shown
+from shardrules._base.text import shown
 from shardrules._place.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.name_shardings import shardings_by_names
-from shardrules._place.shardings import Placement, Policy, placements_by_rules, shardings_by_rules
+from shardrules._place.shardings import Placement, placements_by_rules, shardings_by_rules
 from shardrules._place.spec_trees import (
     is_named_sharding,
     is_spec,
     is_spec_of_mesh,
     placements_by_specs,
 )
+from shardrules._rules.dialects import EFORMER
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.rules import PathRules, Rules, as_rules, matcher_of, where_rules_are
 
 RulesLike: TypeAlias = "PathRules | LogicalRules | Decider | Any"
@@ -41,13 +39,8 @@ _PATTERNS: Final = (str, re.Pattern)
 class Decider(ABC):
     """Object that decides the placement of each leaf of a tree on a mesh."""
 
-    _name: ClassVar[str]
-    """How messages call it."""
-    _refused: ClassVar[tuple[str, ...]]
-    """The keywords of `policy_for` that mean nothing to it."""
-
     @abstractmethod
-    def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
+    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Any]:
         """Return the Placement of each leaf in JAX's order; None for a leaf that stays unchanged.
 
         Raises:
@@ -55,11 +48,11 @@ class Decider(ABC):
             TypeError: The tree is not one of arrays.
         """
 
-    def _shardings(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> Any:
+    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Any:
         """Return the tree of NamedShardings, with None for a leaf that stays unchanged."""
         from jax import tree_util
 
-        placements = self._placements(tree, mesh, policy)
+        placements = self._placements(tree, mesh)
         treedef: Any = tree_util.tree_structure(tree)
         return treedef.unflatten(placement and placement.sharding for placement in placements)
 
@@ -70,73 +63,55 @@ class Decider(ABC):
 class ByPaths(Decider):
     """Rules of paths as a decider."""
 
-    _name = "Rules"
-    _refused = ("names",)
-
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
 
-    def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
-        if policy.companions:
-            return self._planned(tree, mesh, policy)
+    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Any]:
         on_mesh, matcher = local_view(resolve_mesh(mesh)), matcher_of(self.rules)
-        return placements_by_rules(tree, matcher, on_mesh, policy)
+        return placements_by_rules(tree, matcher, on_mesh)
 
-    def _shardings(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> Any:
-        if policy.companions:
-            return super()._shardings(tree, mesh, policy)
+    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Any:
         on_mesh, matcher = local_view(resolve_mesh(mesh)), matcher_of(self.rules)
-        return shardings_by_rules(tree, matcher, on_mesh, policy)
-
-    def _planned(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
-        first = policy.companions[0]
-        if not type(first).__module__.startswith("shardrules."):
-            raise TypeError(f"companions[0] is {type(first).__name__}; give {_COMPANIONS}")
-        # Only a plan knows companions; its module imports this one.
-        plan = import_module("shardrules._plan.plan").plan
-        on_mesh = local_view(resolve_mesh(mesh))
-        planned: list[Any] = plan(tree, self.rules, on_mesh, **policy._asdict())._own_placements()
-        return planned
+        return shardings_by_rules(tree, matcher, on_mesh)
 
 
 class ByNames(Decider):
-    """Rules of logical axis names as a decider."""
+    """Rules of logical axis names as a decider, with the names of the arrays if they are given."""
 
-    _name = "LogicalRules"
-    _refused = ("min_size", "companions")
-
-    def __init__(self, rules: LogicalRules) -> None:
+    def __init__(self, rules: LogicalRules, names: Any) -> None:
         self.rules = rules
+        self.names = names
 
-    def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
-        shardings = self._decided(tree, mesh, policy)[1]
+    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Any]:
+        shardings = self._decided(tree, mesh)[1]
         placement_of = {
             id(sharding): Placement(sharding, says_memory=False) for sharding in shardings
         }
         return [placement_of[id(sharding)] for sharding in shardings]
 
-    def _shardings(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> Any:
-        return self._decided(tree, mesh, policy)[0]
+    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Any:
+        return self._decided(tree, mesh)[0]
 
-    def _decided(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> tuple[Any, list[Any]]:
-        return shardings_by_names(tree, self.rules, local_view(resolve_mesh(mesh)), policy)
+    def _decided(self, tree: Any, mesh: MeshLike | None) -> tuple[Any, list[Any]]:
+        return shardings_by_names(tree, self.rules, local_view(resolve_mesh(mesh)), self.names)
 
 
 class BySpecs(Decider):
-    """Specs or shardings as a decider."""
+    """Specs or shardings as a decider, with the policies for those that do not fit."""
 
-    _name = "specs"
-    _refused = ("min_size", "companions", "names")
-
-    def __init__(self, parameter: str, specs: Any) -> None:
+    def __init__(self, parameter: str, specs: Any, correction: Correction | None = None) -> None:
         self.parameter = parameter
         self.specs = specs
+        self.correction = correction or EFORMER.correction
 
-    def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
-        return placements_by_specs(self.parameter, tree, self.specs, mesh, policy)[1]
+    def _decided(self, tree: Any, mesh: MeshLike | None) -> tuple[Any, list[Any]]:
+        return placements_by_specs(self.parameter, tree, self.specs, mesh, self.correction)
 
-    def _shardings(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> Any:
-        treedef, placements = placements_by_specs(self.parameter, tree, self.specs, mesh, policy)
+    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Any]:
+        return self._decided(tree, mesh)[1]
+
+    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Any:
+        treedef, placements = self._decided(tree, mesh)
         return treedef.unflatten(placement and placement.sharding for placement in placements)
 
     def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
@@ -148,16 +123,34 @@ class BySpecs(Decider):
         return meshes | {resolve_mesh(mesh)} if has_others or not meshes else meshes
 
 
-def as_decider(name: str, rules: RulesLike) -> Decider:
-    """Return what decides; `name` is the parameter's, for errors."""
-    if isinstance(rules, Rules):
+def as_decider(
+    name: str, rules: RulesLike, correction: Correction | None = None, names: Any = None
+) -> Decider:
+    """Return what decides, with the policies of specs, or the names for `LogicalRules`.
+
+    Args:
+        name: The parameter's name, for errors.
+        rules: The rules, specs or plan.
+        correction: For specs and trees of specs alone.
+        names: For `LogicalRules` alone.
+    """
+    if correction is None and names is None and isinstance(rules, Rules):
         return ByPaths(rules)
+    check_correction(correction)
+    is_specs = not isinstance(rules, Rules | LogicalRules | Decider) and _are_specs(rules)
+    if correction is not None and not is_specs:
+        raise ValueError(
+            f"correction is {correction!r}, and {name} are no specs; rules have their own: give "
+            f"{_with_correction(rules)}"
+        )
+    if names is not None and not isinstance(rules, LogicalRules):
+        raise TypeError(f"names: they are for LogicalRules alone, and are {shown(names)}: leave it")
+    if is_specs:
+        return BySpecs(name, rules, correction)
     if isinstance(rules, Decider):
         return rules
     if isinstance(rules, LogicalRules):
-        return ByNames(rules)
-    if _are_specs(rules):
-        return BySpecs(name, rules)
+        return ByNames(rules, names)
     if isinstance(rules, str | bytes) or not hasattr(rules, "__iter__"):
         raise TypeError(
             f"{name} is {shown(rules)}; it must be (pattern, spec) pairs, Rules, LogicalRules, a "
@@ -165,6 +158,13 @@ def as_decider(name: str, rules: RulesLike) -> Decider:
             f"{where_rules_are(rules)}"
         )
     return ByPaths(as_rules(name, rules))
+
+
+def _with_correction(rules: RulesLike) -> str:
+    if isinstance(rules, Decider):
+        return "a plan of Rules(pairs, correction=...)"
+    kind = "LogicalRules" if isinstance(rules, LogicalRules) else "Rules"
+    return f"{kind}(pairs, correction=...)"
 
 
 def _are_specs(rules: Any) -> bool:
@@ -198,43 +198,3 @@ def check_decided(name: str, specs: Any, instead: str) -> None:
     is_pairs = isinstance(specs, _SEQUENCES) and bool(specs) and _begins_with_a_pair(specs)
     if is_pairs or isinstance(specs, Rules | LogicalRules | Decider):
         raise TypeError(f"{name} is {shown(specs)}, and must be decided already: give {instead}")
-
-
-_COMPANIONS: Final = "Companion records: write shardrules.LORA, or [shardrules.stacked('layers')]"
-
-
-def policy_for(
-    decider: Decider,
-    *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    companions: Any = (),
-    names: Any = None,
-    optional_axes: Any = (),
-) -> Policy:
-    """Return the keywords, checked."""
-    check_correction(correction)
-    least = checked_min_size(min_size)
-    records = listed("companions", companions, _COMPANIONS) if companions != () else ()
-    optional = frozenset(texts("optional_axes", optional_axes)) if optional_axes != () else _NONE
-    for name in decider._refused:
-        if name == "names" and names is not None:
-            raise TypeError(
-                f"names: they are for LogicalRules alone, and are {shown(names)}: leave it"
-            )
-        if name == "companions" and records:
-            raise ValueError(
-                f"companions are for rules of paths, not for {decider._name}: leave them out"
-            )
-        if name == "min_size" and min_size:
-            raise ValueError(_not_for(name, min_size, decider, "rules of paths"))
-        if name == "correction" and correction is not None:
-            raise ValueError(_not_for(name, correction, decider, "rules"))
-    return Policy(least, correction, records, names, optional)
-
-
-_NONE: Final[frozenset[str]] = frozenset()
-
-
-def _not_for(name: str, value: object, decider: Decider, taken_by: str) -> str:
-    return f"{name} is {brief(value)}; it is not for {decider._name}, but for {taken_by}: leave it"

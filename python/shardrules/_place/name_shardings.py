@@ -9,7 +9,7 @@ from shardrules._base.text import mesh_shown, nearest
 from shardrules._core import resolve_all
 from shardrules._place.align import named_arrays
 from shardrules._place.leaf_errors import LeafError, leaf_errors
-from shardrules._place.shardings import Policy, local_sizes, manual_axes, sharding_or_reasons
+from shardrules._place.shardings import local_sizes, manual_axes, sharding_or_reasons
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.names import logical_names
 from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in
@@ -21,20 +21,19 @@ if TYPE_CHECKING:
 
 
 def shardings_by_names(
-    tree: Any, rules: LogicalRules, mesh: AnyMesh, policy: Policy
+    tree: Any, rules: LogicalRules, mesh: AnyMesh, names: Any
 ) -> tuple[Any, list[NamedSharding]]:
     """Return (the tree of NamedShardings, the sharding of each array in JAX's order)."""
     from jax import tree_util
 
-    named = named_arrays(tree, policy.names)
+    named = named_arrays(tree, names)
     arrays: list[Any]
     treedef: Any
     arrays, treedef = tree_util.tree_flatten(named.tree)
     if not arrays:
         check_arrays("tree", tree)
-    correction = policy.correction or rules.dialect.correction
-    sizes = local_sizes(mesh.shape, manual_axes(mesh))
-    resolver = resolver_of(rules, sizes, correction, policy.optional_axes)
+    resolver = resolver_of(rules, local_sizes(mesh.shape, manual_axes(mesh)))
+    optional_axes = frozenset(rules.optional_axes)
     failed: dict[Any, list[str]] = {}
     known: dict[NamedSharding, NamedSharding] = {}
 
@@ -45,9 +44,7 @@ def shardings_by_names(
             failed[names, shape] = [str(error)]
             return None
         spec = resolver.without_ones(resolution.spec(names), mesh.shape)
-        made = sharding_or_reasons(
-            spec, shape, mesh, correction, optional_axes=policy.optional_axes
-        )
+        made = sharding_or_reasons(spec, shape, mesh, rules.correction, optional_axes=optional_axes)
         if isinstance(made, list):
             failed[names, shape] = made + resolution.explained()
             return None

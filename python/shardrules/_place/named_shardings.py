@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,6 @@ from shardrules._place.decider import (
     Decider,
     RulesLike,
     as_decider,
-    policy_for,
 )
 from shardrules._place.memory import memory_keeper
 from shardrules._place.mesh import MeshLike, context_mesh, local_view, processes_of, resolve_mesh
@@ -32,11 +31,8 @@ def named_shardings(
     rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
-    min_size: int | None = 0,
     correction: Correction | None = None,
-    companions: Iterable[Any] = (),
     names: Any = None,
-    optional_axes: Iterable[str] = (),
 ) -> Any:
     """Replace each leaf of a tree by the NamedSharding that its rule gives it on the mesh.
 
@@ -52,12 +48,9 @@ def named_shardings(
         rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`, whose leaves are found by
             their paths; or specs or shardings, as in `shard`.
         mesh: A Mesh, an AbstractMesh, or a dict of axis sizes. Default: the context's mesh.
-        min_size: As in `match_partition_rules`. For rules of paths alone.
-        correction: The policies for specs that do not fit. A `RuleSpec` may have its own. Default:
-            the dialect's for rules, eformer's for specs.
-        companions: As in `plan`, whose shardings these are then. For rules of paths alone.
+        correction: For specs: the policies for those that do not fit. Default: `Correction()`.
+            Rules have their own.
         names: For `LogicalRules`, as in `plan`.
-        optional_axes: As in `plan`.
 
     Returns:
         A tree of the same structure, with None for a spec that is None. With a dict of axis sizes
@@ -79,20 +72,16 @@ def named_shardings(
         >>> shardings["wq"].spec == P("fsdp", None)
         True
     """
-    decider = as_decider("rules", rules)
-    policy = policy_for(
-        decider,
-        min_size=min_size,
-        correction=correction,
-        companions=companions,
-        names=names,
-        optional_axes=optional_axes,
-    )
-    return decider._shardings(tree, mesh, policy)
+    return as_decider("rules", rules, correction, names)._shardings(tree, mesh)
 
 
 def requested_shardings(
-    tree: Any, rules: RulesLike, mesh: MeshLike | None = None, **keywords: Any
+    tree: Any,
+    rules: RulesLike,
+    mesh: MeshLike | None = None,
+    *,
+    correction: Correction | None = None,
+    names: Any = None,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """Return (leaves, treedef, the sharding of each leaf or None if it stays unchanged).
 
@@ -104,12 +93,11 @@ def requested_shardings(
     """
     from jax import tree_util
 
-    decider = as_decider("rules", rules)
-    policy = policy_for(decider, **keywords)
+    decider = as_decider("rules", rules, correction, names)
     leaves, treedef = tree_util.tree_flatten(tree)
     if not leaves:
         check_arrays("tree", tree)
-    placements = decider._placements(tree, mesh, policy)
+    placements = decider._placements(tree, mesh)
     keep = memory_keeper()
     shardings = [
         placement
@@ -140,10 +128,7 @@ def spec_for(
     rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
     dtype: Any = None,
-    optional_axes: Iterable[str] = (),
 ) -> PartitionSpec:
     """Return the PartitionSpec of one array.
 
@@ -156,10 +141,7 @@ def spec_for(
         rules: As in `named_shardings`; specs and shardings are the array's own. `LogicalRules` are
             for `logical_to_mesh`.
         mesh: As in `named_shardings`.
-        min_size: As in `match_partition_rules`.
-        correction: As in `named_shardings`.
         dtype: The array's dtype, or its name; only specs that go by bytes need it, as `fsdp`.
-        optional_axes: As in `named_shardings`.
 
     Raises:
         ValueError, TypeError: As `named_shardings`.
@@ -173,9 +155,6 @@ def spec_for(
         given_bits("dtype", dtype)
     array = SimpleNamespace(shape=checked_shape("shape", shape), dtype=dtype)
     decider = as_decider("rules", rules)
-    policy = policy_for(
-        decider, min_size=min_size, correction=correction, optional_axes=optional_axes
-    )
     if isinstance(decider, ByNames):
         raise TypeError(
             "rules: LogicalRules decide by the names of dimensions, which one path does not have; "
@@ -186,10 +165,13 @@ def spec_for(
         matcher = matcher_of(decider.rules).for_whole_paths()
         tree = {path: array}
         if mesh is None and context_mesh() is None:
-            return specs_by_rules(matcher, tree, min_size)[path]  # type: ignore[no-any-return]
+            return specs_by_rules(matcher, tree, 0)[path]  # type: ignore[no-any-return]
         on_mesh = local_view(resolve_mesh(mesh))
-        shardings = shardings_by_rules(tree, matcher, on_mesh, policy)
+        shardings = shardings_by_rules(tree, matcher, on_mesh)
         return shardings[path].spec  # type: ignore[no-any-return]
     if dtype is None and not isinstance(decider, BySpecs):
         array.dtype = "uint8"  # a plan decides by path and shape, whatever the dtype
-    return decider._shardings({path: array}, mesh, policy)[path].spec  # type: ignore[no-any-return]
+    sharding = decider._shardings({path: array}, mesh)[path]
+    if sharding is None:
+        raise TypeError("rules are None, which leaves arrays as they are; give rules, or a spec")
+    return sharding.spec  # type: ignore[no-any-return]

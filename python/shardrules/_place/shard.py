@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from typing import Any, Final, Literal
@@ -45,14 +45,10 @@ def shard(
     rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
-    min_size: int | None = 0,
     correction: Correction | None = None,
-    companions: Iterable[Any] = (),
-    names: Any = None,
     donate: bool = False,
     dtype: Any = None,
     scalars: Literal["place", "keep"] | None = None,
-    optional_axes: Iterable[str] = (),
 ) -> Tree:
     """Place the arrays and numbers of a tree on devices, as the rules say.
 
@@ -66,11 +62,7 @@ def shard(
             attributes of modules that are no arrays stay unchanged, such as a dropout rate.
         rules: As in `with_sharding_constraint`. None leaves a leaf unchanged.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's.
-        min_size: As in `named_shardings`.
-        correction: The policies for specs that do not fit. Default: the dialect's for rules,
-            eformer's for specs.
-        companions: As in `named_shardings`.
-        names: For `LogicalRules`, as in `plan`.
+        correction: For specs: the policies for those that do not fit, as in `named_shardings`.
         donate: Whether the jax.Arrays of the tree may be given up: they are deleted, unless an
             array of the result uses the memory of a part. Default: False.
         dtype: The dtype of all floating arrays of 16 bits or more. Default: their own.
@@ -78,7 +70,6 @@ def shard(
             not arrays, such as numbers and strings. Default: numbers in dicts, lists, namedtuples
             and flax's states become arrays, as optimizers' counts; those that are attributes of a
             module, or in a node of another registered type, stay. Other leaves are errors.
-        optional_axes: As in `plan`.
 
     Returns:
         A tree of the same structure, with jax.Arrays; type checkers take it for one of the type of
@@ -105,11 +96,7 @@ def shard(
         tree,
         rules,
         mesh,
-        min_size=min_size,
         correction=correction,
-        companions=companions,
-        names=names,
-        optional_axes=optional_axes,
         select=partial(of_placeable, scalars=scalars),
         options=lambda: _checked_options(donate, dtype, scalars),
     )
@@ -269,7 +256,7 @@ def agreed_shardings(
     *,
     select: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
     options: Callable[[], list[Row]] = list,
-    **keywords: Any,
+    correction: Correction | None = None,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """Return the result of `requested_shardings`, after all processes have agreed on it.
 
@@ -281,13 +268,13 @@ def agreed_shardings(
         select: select(tree, leaves, shardings) returns the shardings with None for each leaf that
             stays unchanged. Default: all shardings are used.
         options: Checks further arguments, and returns them as rows on which processes agree.
-        keywords: As in `requested_shardings`.
+        correction: As in `requested_shardings`.
     """
     with JointCall(name) as call:
         extra = options()
         if call.joint and stays_within(tree, only_process(rules, mesh)):
             call.alone()
-        leaves, treedef, targets = requested_shardings(tree, rules, mesh, **keywords)
+        leaves, treedef, targets = requested_shardings(tree, rules, mesh, correction=correction)
         if select is not None:
             targets = select(tree, leaves, targets)
         if call.joint:

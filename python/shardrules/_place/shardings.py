@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -41,16 +41,6 @@ if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
 
 
-class Policy(NamedTuple):
-    """Checked keywords of functions that take rules."""
-
-    min_size: int = 0
-    correction: Correction | None = None
-    companions: tuple[Any, ...] = ()
-    names: Any = None
-    optional_axes: frozenset[str] = frozenset()
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Sharding of a leaf, and whether the rule says in which memory it is to be.
@@ -62,35 +52,30 @@ class Placement:
     says_memory: bool
 
 
-def shardings_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy) -> Any:
+def shardings_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> Any:
     """Return the tree with each leaf replaced by the NamedSharding of its rule on the mesh."""
-    on_mesh = _bound_rules(matcher, mesh, policy)
-    return _decided(tree, matcher, on_mesh, on_mesh.shardings, policy.min_size)
+    on_mesh = _bound_rules(matcher, mesh)
+    return _decided(tree, matcher, on_mesh, on_mesh.shardings)
 
 
-def placements_by_rules(
-    tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy
-) -> list[Placement]:
+def placements_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> list[Placement]:
     """Return the placement of each leaf, in the order of JAX's leaves."""
     from jax import tree_util
 
-    on_mesh = _bound_rules(matcher, mesh, policy)
-    placements = _decided(tree, matcher, on_mesh, on_mesh.placements, policy.min_size)
+    on_mesh = _bound_rules(matcher, mesh)
+    placements = _decided(tree, matcher, on_mesh, on_mesh.placements)
     return tree_util.tree_leaves(placements)
 
 
-def _decided(
-    tree: Any, matcher: Matcher, on_mesh: _OnMesh, answers: _Answers, min_size: int
-) -> Any:
-    walk = matcher.decide(tree, answers.table, answers.replicated, min_size=min_size)
+def _decided(tree: Any, matcher: Matcher, on_mesh: _OnMesh, answers: _Answers) -> Any:
+    walk = matcher.decide(tree, answers.table, answers.replicated)
     if not walk.has_dimensions:
         check_arrays("tree", tree)
     return decided_tree(matcher, walk, functools.partial(_misfits_message, on_mesh))
 
 
-def _bound_rules(matcher: Matcher, mesh: AnyMesh, policy: Policy) -> _OnMesh:
-    key = mesh, policy.correction or matcher.dialect.correction, policy.optional_axes
-    return matcher.remembered(key, lambda: _bind(matcher.pairs, *key))
+def _bound_rules(matcher: Matcher, mesh: AnyMesh) -> _OnMesh:
+    return matcher.remembered(mesh, lambda: _bind(matcher, mesh))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -293,15 +278,14 @@ def check_memory_on_mesh(name: str, kind: MemoryKind | None, mesh: AnyMesh) -> N
         raise ValueError(f"{name}: memory_kind={kind!r} is not on this mesh: {error}") from None
 
 
-def _bind(
-    rules: Sequence[tuple[Pattern, Any]],
-    mesh: AnyMesh,
-    correction: Correction,
-    optional_axes: frozenset[str],
-) -> _OnMesh:
-    manual = manual_axes(mesh)
+def _bind(matcher: Matcher, mesh: AnyMesh) -> _OnMesh:
+    rules, manual = matcher.pairs, manual_axes(mesh)
     specs, spec_of = specs_on_mesh(
-        rules, dict(mesh.shape), correction, manual=manual, optional_axes=optional_axes
+        rules,
+        dict(mesh.shape),
+        matcher.dialect.correction,
+        manual=manual,
+        optional_axes=frozenset(matcher.optional_axes),
     )
     check_memory_of_rules(rules, mesh)
     memory_of = {spec: memory_kind_of(rule) for spec, (_, rule) in zip(spec_of, rules, strict=True)}

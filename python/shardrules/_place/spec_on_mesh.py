@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from shardrules._base.correction import Correction, IndivisiblePolicy
+from shardrules._base.correction import Correction, IndivisiblePolicy, absent_policy
 from shardrules._base.dtypes import given_bits
 from shardrules._base.rule_specs import Fsdp
 from shardrules._base.specs import (
@@ -59,6 +59,7 @@ class SpecOnMesh:
     """
 
     __slots__ = (
+        "_absent",
         "_axes",
         "_correction",
         "_first",
@@ -84,7 +85,8 @@ class SpecOnMesh:
     ) -> None:
         self._follows = follows
         self._named_with = named_with
-        self._optional_axes = optional_axes if correction.absent == "error" else frozenset()
+        self._absent = absent_policy(correction)
+        self._optional_axes = optional_axes
         self.axis_sizes: Final = axis_sizes
         self._correction = correction
         self.spec: Any = spec
@@ -187,6 +189,8 @@ class SpecOnMesh:
 
     def is_error(self, lost: LostAxes) -> bool:
         """Return whether the correction forbids the loss."""
+        if lost.kind == "absent":
+            return self._absent == "error"
         return lost.kind == "duplicate" or getattr(self._correction, lost.kind, None) == "error"
 
     def errors(self, shape: tuple[int, ...]) -> Iterator[str]:
@@ -210,7 +214,7 @@ class SpecOnMesh:
     @property
     def _if_absent(self) -> str:
         # The caller sees the loss of what is not optional, and reports it.
-        return "drop_axis" if self._correction.absent == "error" else self._correction.absent
+        return "drop_axis" if self._absent == "error" else self._absent
 
     def _entry(self, entry: Any, axes: tuple[str, ...]) -> Any:
         if is_unconstrained(entry):
@@ -229,13 +233,13 @@ class SpecOnMesh:
 
     def _may_lack(self, axis: str) -> bool:
         """Return whether it is declared that the mesh may lack the axis, which is dropped alone."""
-        if self._correction.absent == "drop_axis":
+        if self._absent == "drop_axis":
             return self._near(axis) is None
-        return axis in self._optional_axes
+        return self._absent == "error" and axis in self._optional_axes
 
     def beside(self, lost: LostAxes) -> tuple[str, ...]:
         """Return the mesh axes that are dropped only because of absent axes in the same entry."""
-        if lost.kind != "absent" or self._correction.absent != "drop":
+        if lost.kind != "absent" or self._absent != "drop":
             return ()
         return tuple(axis for axis in self._axes[lost.dim] if axis in self.axis_sizes)
 
@@ -267,7 +271,7 @@ class SpecOnMesh:
         verb = "is" if len(others) == 1 else "are"
         return (
             f"{message}, so {', '.join(map(repr, others))} beside {it} {verb} dropped too",
-            f"{fix}, and let Correction(absent='drop_axis') keep what is beside {it}",
+            fix,
         )
 
     def _words_of_optional(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
@@ -309,7 +313,7 @@ class SpecOnMesh:
         free = [
             dim
             for dim, size in enumerate(shape)
-            if dim not in cut and size and size % (parts * units[dim]) == 0
+            if dim not in cut and type(size) is int and size and size % (parts * units[dim]) == 0
         ]
         if not free:
             return "leave the dimension whole"
@@ -318,6 +322,8 @@ class SpecOnMesh:
 
     def _shared(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Return (heads, devices that share one), for fewer heads than an axis has devices."""
+        if type(shape[lost.dim]) is not int:  # symbolic
+            return None
         heads, beyond = divmod(shape[lost.dim], self.units[lost.dim])
         if len(lost.axes) > 1 or len(self._axes[lost.dim]) > 1 or beyond or heads < 2:
             return None

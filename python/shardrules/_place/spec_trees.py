@@ -13,8 +13,7 @@ from shardrules._base.text import brief, shown, with_article
 from shardrules._place.align import leaf_paths
 from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
-from shardrules._place.shardings import Placement, Policy, sharding_or_reasons
-from shardrules._rules.dialects import EFORMER
+from shardrules._place.shardings import Placement, sharding_or_reasons
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -39,7 +38,7 @@ _Kind = tuple[int, tuple[int, ...], Any]  # the id of a spec; the shape and dtyp
 
 
 def placements_by_specs(
-    name: str, tree: Any, specs: Any, mesh: MeshLike | None, policy: Policy
+    name: str, tree: Any, specs: Any, mesh: MeshLike | None, correction: Correction
 ) -> tuple[Any, list[Placement | None]]:
     """Return (treedef, placements); `name` is that of the parameter `specs` in messages."""
     from jax import tree_util
@@ -47,14 +46,12 @@ def placements_by_specs(
     leaves, treedef = tree_util.tree_flatten(tree)
     spread = broadcast_specs(name, tree, treedef, specs)
     bound = _bound_specs(name, tree, spread, mesh)
-    correction = policy.correction or EFORMER.correction
     by_dtype = any(isinstance(bare, Fsdp) for bare, _ in bound.values())
     dtypes = [getattr(leaf, "dtype", None) if by_dtype else None for leaf in leaves]
     # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
     kinds = list(zip(map(id, spread), map(_shape, leaves), dtypes, strict=True))
-    optional = policy.optional_axes
     of_kind = {
-        kind: None if spec is None else _of_kind(spec, kind, bound, correction, optional)
+        kind: None if spec is None else _of_kind(spec, kind, bound, correction)
         for kind, spec in dict(zip(kinds, spread, strict=True)).items()
     }
     if any(isinstance(decided, list) for decided in of_kind.values()):
@@ -80,16 +77,13 @@ def _of_kind(
     spec: Any,
     kind: _Kind,
     bound: dict[int, tuple[Any, AnyMesh]],
-    policy: Correction,
-    optional_axes: frozenset[str],
+    correction: Correction,
 ) -> Placement | list[str]:
     """Return what leaves of one spec, shape and dtype get, or why they get nothing."""
     number, shape, dtype = kind
     bare, on_mesh = bound[number]
     try:
-        sharding = sharding_or_reasons(
-            bare, shape, on_mesh, policy, dtype, optional_axes=optional_axes
-        )
+        sharding = sharding_or_reasons(bare, shape, on_mesh, correction, dtype)
         if isinstance(sharding, list):
             return sharding
         if bare is spec:

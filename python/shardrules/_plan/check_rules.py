@@ -326,7 +326,7 @@ def refusals(kind: Kind, columns: Columns) -> Iterator[tuple[str, str]]:
     for axis in sorted(axes_named(spec) - columns.axis_sizes.keys()):
         yield (
             f"the mesh has no axis {axis!r}",
-            "rename it, add it to the mesh, or drop it with Correction(absent='drop_axis')",
+            f"rename it, add it to the mesh, or declare it in the rules: optional_axes=[{axis!r}]",
         )
     for name in ("unreduced", "reduced"):
         for axis in sorted(frozenset(getattr(spec, name, None) or ()) - columns._explicit_axes):

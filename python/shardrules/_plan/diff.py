@@ -165,6 +165,9 @@ def _rules_changed(before: AnyRules, after: AnyRules, decided_otherwise: int) ->
         return
     if before.dialect != after.dialect:
         yield "the dialect"
+    for name in ("optional_axes", "min_size"):  # logical rules have no min_size
+        if getattr(before, name, 0) != getattr(after, name, 0):
+            yield name
     changes = list(_content_changed(_comparable(before), _comparable(after)))
     yield from changes
     if not changes and decided_otherwise:

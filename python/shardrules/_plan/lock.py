@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardrules._base.correction import Correction
+from shardrules._base.correction import Correction, LibraryCorrection
 from shardrules._base.io import parse_json
 from shardrules._base.locks import check_fields, checked_json, line_by_line, lock_errors, of_type
 from shardrules._base.mesh_sizes import checked_sizes
@@ -69,6 +69,8 @@ _LOGICAL: Final = "logical"
 _FIELDS: Final = frozenset(
     ("format", "fingerprint", "rules_fingerprint", "kind", "mesh", "dialect", "rules", "leaves")
 )
+_POLICY: Final = ("optional_axes", "min_size")
+"""What rules say beside their dialect, in its entry; left out where they say nothing."""
 _LEAF_FIELDS: Final = frozenset(
     ("path", "shape", "dtype", "rule", "names", "rules", "spec", "memory_kind", "problem")
 )
@@ -150,6 +152,9 @@ def lock_text(columns: Columns) -> str:
     rules = [{"rule": index, **rule_entry(*rule)} for index, rule in enumerate(columns.rules)]
     fields = dataclasses.asdict(columns.rules.dialect)
     dialect = {name: value for name, value in fields.items() if value is not None}
+    policy = {name: getattr(columns.rules, name, None) for name in _POLICY}
+    if said := {name: value for name, value in policy.items() if value}:
+        dialect["policy"] = said
     deciders = list(map(_decider_text, entries))
     head = {
         "format": FORMAT,
@@ -378,11 +383,20 @@ def _read_rules(
             raise ValueError(f"rule {index} is {shown(entry)}")
         pairs.append(read(entry))
     of_type(dialect["name"], str)
-    values = {**dialect, "correction": Correction(**of_type(dialect["correction"], dict))}
+    policy = of_type(dialect.get("policy", {}), dict)
+    check_fields(policy, frozenset(_POLICY))
+    values = {name: value for name, value in dialect.items() if name != "policy"}
+    values["correction"] = _read_correction(dialect["correction"])
     if is_logical:
-        return LogicalRules(pairs, LogicalDialect(**values))
-    match = tuple(of_type(mode, str) for mode in of_type(dialect["match"], list))
-    return Rules(pairs, Dialect(**{**values, "match": match}))
+        return LogicalRules(pairs, LogicalDialect(**values), **policy)
+    values["match"] = tuple(of_type(mode, str) for mode in of_type(dialect["match"], list))
+    return Rules(pairs, Dialect(**values), **policy)
+
+
+def _read_correction(fields: Any) -> Correction:
+    """Read a correction, or that of a library, which has another policy for absent axes."""
+    kind = LibraryCorrection if "absent" in of_type(fields, dict) else Correction
+    return kind(**fields)
 
 
 def _name_rule_entry(name: Any, axes: Any) -> dict[str, Any]:
@@ -420,7 +434,7 @@ def _read_rule(entry: dict[str, Any]) -> tuple[Any, RuleSpec]:
         pattern = re.compile(of_type(pattern, str), flags)
     correction = None
     if "correction" in entry:
-        correction = Correction(**of_type(entry["correction"], dict))
+        correction = _read_correction(entry["correction"])
     units, optional = (of_type(entry.get(key, []), list) for key in ("units", "optional_axes"))
     memory = entry.get("memory_kind")
     is_fsdp = isinstance(value, dict) and "fsdp" in value

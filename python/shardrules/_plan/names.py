@@ -9,7 +9,6 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from shardrules._base.correction import Correction
 from shardrules._base.rule_specs import RuleSpec
 from shardrules._base.specs import Entries, entry_axes
 from shardrules._core import resolve_all
@@ -20,7 +19,6 @@ from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._plan.resolve import (
     Fit,
     OnMesh,
-    Policies,
     Problem,
     SizedMesh,
     fitted,
@@ -31,7 +29,7 @@ from shardrules._plan.survey import survey
 from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, Loss
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.names import checked_names
-from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in, repeated
+from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in, repeated, resolver_for
 from shardrules._rules.rules import Rules
 
 _NO_RULES: Final = Rules(())
@@ -86,39 +84,25 @@ def _with_names(leaves: Leaves, names: list[Any]) -> Leaves:
     return replace(leaves, kind_of=np.array(kind_of, np.int32), types=types)
 
 
-def plan_by_names(
-    tree: Any,
-    rules: LogicalRules,
-    names: Any,
-    correction: Correction | None,
-    optional_axes: frozenset[str],
-) -> OnMesh:
+def plan_by_names(tree: Any, rules: LogicalRules, names: Any) -> OnMesh:
     """Plan a tree by logical rules; see `shardrules.plan`."""
-    return plan_named(survey_named(tree, names), rules, correction, optional_axes)
+    return plan_named(survey_named(tree, names), rules)
 
 
-def plan_named(
-    leaves: Leaves,
-    rules: LogicalRules,
-    correction: Correction | None,
-    optional_axes: frozenset[str],
-) -> OnMesh:
+def plan_named(leaves: Leaves, rules: LogicalRules) -> OnMesh:
     """Plan leaves whose names are known already by logical rules."""
-    named = replace(leaves, rules=rules)
-    policies = Policies(correction or rules.dialect.correction, optional_axes)
-    return partial(by_names, named, rules, policies)
+    return partial(by_names, replace(leaves, rules=rules), rules)
 
 
 def by_names(
     leaves: Leaves,
     rules: LogicalRules,
-    policies: Policies,
     mesh: SizedMesh,
     *,
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
     """Put the leaves on the mesh, as `by_rules` does."""
-    on_mesh = _NamesOnMesh(rules, policies.correction, mesh, policies.optional_axes | may_lack)
+    on_mesh = _NamesOnMesh(rules, mesh, may_lack.union(rules.optional_axes))
     kinds = list(map(on_mesh.kind, leaves.types))
     return Columns(leaves, kinds, mesh.axis_sizes, mesh.explicit_axes)
 
@@ -126,21 +110,16 @@ def by_names(
 class _NamesOnMesh:
     """Logical rules, bound to a mesh."""
 
-    def __init__(
-        self,
-        rules: LogicalRules,
-        correction: Correction,
-        mesh: SizedMesh,
-        optional_axes: frozenset[str],
-    ) -> None:
+    def __init__(self, rules: LogicalRules, mesh: SizedMesh, optional_axes: frozenset[str]) -> None:
         self._axis_sizes = mesh.axis_sizes
-        self._correction = correction
+        self._correction = rules.correction
         self._optional_axes = optional_axes
         self._named_with = _named_with(rules, mesh.axis_sizes)
         self._manual = mesh.manual
-        self._anywhere = resolver_of(rules, {})
+        # By the names alone: no rule loses to a mesh or a shape.
+        self._anywhere = resolver_for(tuple(rules), rules.dialect, {})
         sizes = local_sizes(mesh.axis_sizes, self._manual)
-        self._here = resolver_of(rules, sizes, correction, optional_axes)
+        self._here = resolver_of(rules, sizes, optional_axes)
 
     def kind(self, leaf: LeafType) -> Kind:
         """Return the kind of such leaves."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._base.arguments import check_arrays, check_type, each, in_order, texts
+from shardrules._base.arguments import check_arrays, check_type, each, in_order, listed, texts
 from shardrules._base.correction import Correction
 from shardrules._base.dtypes import given_dtype
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind
@@ -22,10 +22,9 @@ from shardrules._place.decider import (
     Decider,
     RulesLike,
     as_decider,
-    policy_for,
 )
 from shardrules._place.mesh import AnyMesh, MeshLike, as_mesh, has_devices, places_in, resolve_mesh
-from shardrules._place.shardings import Placement, Policy, check_memory_on_mesh
+from shardrules._place.shardings import Placement, check_memory_on_mesh
 from shardrules._plan.companions import Companion
 from shardrules._plan.findings import NOTHING, Declared
 from shardrules._plan.resolve import (
@@ -62,11 +61,9 @@ def plan(
     rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
-    min_size: int | None = 0,
     correction: Correction | None = None,
     companions: Iterable[Companion] = (),
     names: Any = None,
-    optional_axes: Iterable[str] = (),
 ) -> Plan:
     """Plan how each leaf of the tree is sharded on the mesh, and why.
 
@@ -80,17 +77,14 @@ def plan(
             `Plan`, which has leaves of the same paths and shapes.
         mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: that of the shardings or the
             other plan, or else of the context.
-        min_size: As in `match_partition_rules`.
-        correction: Replaces the dialect's; a `RuleSpec` with a correction keeps its own.
+        correction: For specs: the policies for those that do not fit. Default: `Correction()`.
+            Rules have their own.
         companions: Leaves that follow the rules of other paths, such as those of `LORA`,
             `QUANTIZED` or `stacked`. The first that finds a leaf's path counts, and so for the path
             of its base. For rules of paths.
         names: For `LogicalRules`, the logical axis names of the arrays: a tree of tuples or
             PartitionSpecs of names, or {path: names}. Default: those in the tree's boxes, nnx
             Variables or haliax arrays.
-        optional_axes: Mesh axes that rules or specs name and a mesh may lack, such as "sp", beside
-            those of a `RuleSpec`. They are dropped alone where the mesh lacks them. Any other axis
-            that it lacks is an error, unless the correction says otherwise.
 
     Raises:
         ValueError: There is no mesh, a dimension is negative, a dtype is unknown, or names do not
@@ -107,19 +101,11 @@ def plan(
         >>> plan.bytes_per_device().max
         3840
     """
-    decider = as_decider("rules", rules)
-    lacking = texts("optional_axes", optional_axes)
-    policy = policy_for(
-        decider,
-        min_size=min_size,
-        correction=correction,
-        companions=companions,
-        names=names,
-        optional_axes=lacking,
-    )
-    what = "a Companion, such as those of shardrules.LORA"
-    each("companions", policy.companions, Companion, what)
-    optional = policy.optional_axes
+    decider = as_decider("rules", rules, correction, names)
+    records = listed("companions", companions, _COMPANIONS)
+    each("companions", records, Companion, "a Companion, such as those of shardrules.LORA")
+    if records and not isinstance(decider, ByPaths):
+        raise ValueError("companions are for rules of paths alone: leave them out")
     if isinstance(decider, Plan):
         return decider._for(survey_planned(tree, decider._leaves), mesh)
     if isinstance(decider, BySpecs) and mesh is None:
@@ -130,24 +116,19 @@ def plan(
     if isinstance(decider, ByNames):
         from shardrules._plan.names import plan_by_names
 
-        on_mesh = plan_by_names(tree, decider.rules, names, correction, optional)
+        on_mesh = plan_by_names(tree, decider.rules, names)
     elif isinstance(decider, ByPaths):
         check_rules_are_for_paths(decider.rules, tree)
-        on_mesh = plan_by_rules(
-            tree,
-            decider.rules,
-            policy.min_size,
-            policy.companions,
-            correction=correction,
-            optional_axes=optional,
-        )
+        on_mesh = plan_by_rules(tree, decider.rules, records)
     else:
-        on_mesh = plan_by_specs(survey(tree, Rules(())), rules, correction, optional)
+        on_mesh = plan_by_specs(survey(tree, Rules(())), rules, correction)
     columns = on_mesh(on)
     if all(kind.shape is None for kind in columns.kinds):
         check_arrays("tree", tree, needs_shape=True)
-    declared = Declared(replicated=(), optional_axes=lacking, data_axes=())
-    return Plan(columns, on_mesh, on.form, declared)
+    return Plan(columns, on_mesh, on.form)
+
+
+_COMPANIONS: Final = "Companion records: write shardrules.LORA, or [shardrules.stacked('layers')]"
 
 
 class Plan(Views, Decider):
@@ -164,9 +145,6 @@ class Plan(Views, Decider):
         path             leaves  shape   dtype     rule  spec           bytes  per device
         layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)  512 B       256 B
     """
-
-    _name = "a Plan, which has decided already"
-    _refused = ("min_size", "companions", "names", "correction")
 
     def __init__(
         self, _value: Columns, _on_mesh: OnMesh, _mesh: MeshLike, _declared: Declared = NOTHING
@@ -206,7 +184,7 @@ class Plan(Views, Decider):
     def with_rules(self, rules: RulesLike) -> Plan:
         """Plan the same leaves and mesh by other rules; the tree is not walked again.
 
-        Companions and the correction of `plan` are left out.
+        Companions are left out.
 
         Args:
             rules: As in `plan`; but `LogicalRules` if those of the plan are, and only then.
@@ -223,7 +201,6 @@ class Plan(Views, Decider):
             16
         """
         decider = as_decider("rules", rules)
-        optional = frozenset(self._declared["optional_axes"])
         if isinstance(decider, Plan):
             return decider._for(leaves_in_plan(self._leaves, decider._leaves), self._mesh)
         if isinstance(self.rules, LogicalRules) != isinstance(decider, ByNames):
@@ -235,14 +212,13 @@ class Plan(Views, Decider):
         if isinstance(decider, ByNames):
             from shardrules._plan.names import plan_named
 
-            on_mesh = plan_named(self._leaves, decider.rules, None, optional)
+            on_mesh = plan_named(self._leaves, decider.rules)
         elif isinstance(decider, ByPaths):
-            on_mesh = plan_leaves(self._leaves, decider.rules, None, optional)
+            on_mesh = plan_leaves(self._leaves, decider.rules)
         else:
-            on_mesh = plan_by_specs(self._leaves, rules, None, optional)
-        # Patterns and data axes that were declared are about the rules of this plan.
-        declared = Declared(replicated=(), optional_axes=tuple(optional), data_axes=())
-        return self._put_on(self._mesh, on_mesh, declared)
+            on_mesh = plan_by_specs(self._leaves, rules)
+        # What was declared is about the rules of this plan.
+        return self._put_on(self._mesh, on_mesh, NOTHING)
 
     def _put_on(self, mesh: MeshLike, on_mesh: OnMesh, declared: Declared) -> Plan:
         on = sized_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
@@ -267,17 +243,12 @@ class Plan(Views, Decider):
     def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
         return {resolve_mesh(self.mesh if mesh is None else mesh)}
 
-    def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Placement]:
+    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Placement]:
         from shardrules._plan import trees
 
         planned = self if mesh is None else self.on_mesh(mesh)
         leaves, rows = survey_planned(tree, self._leaves)
         return trees.placements_of(planned, planned.mesh, leaves.tree, rows)
-
-    def _own_placements(self) -> list[Placement]:
-        from shardrules._plan import trees
-
-        return trees.placements_of(self, self.mesh, self._leaves.tree, range(len(self)))
 
     @classmethod
     def from_lock(cls, lock: str | Path) -> Plan:

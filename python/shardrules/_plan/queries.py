@@ -118,7 +118,7 @@ class Queries:
     ) -> None:
         self.columns = columns
         self.large = large
-        self._optional_axes = frozenset(declared["optional_axes"])
+        self._optional_axes = {*declared["optional_axes"], *columns.rules.optional_axes}
         self.data_axes = frozenset(declared["data_axes"])
         self.head_dim = head_dim
         self.hbm = hbm
@@ -265,7 +265,7 @@ class Queries:
     def optional_axes_of(self, rule: int | None) -> frozenset[str]:
         """Return the mesh axes that a mesh may lack, as far as this rule is concerned."""
         declared = () if rule is None else rule_spec(self.columns.rules[rule][1]).optional_axes
-        return self._optional_axes.union(declared)
+        return frozenset(self._optional_axes.union(declared))
 
     def rules(self, indices: list[int]) -> str:
         """Rules, for a message: one alone with its pattern and spec."""

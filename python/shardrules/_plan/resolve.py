@@ -98,14 +98,6 @@ def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
     return sized_mesh(mesh).axis_sizes
 
 
-class Policies(NamedTuple):
-    """Policies of a plan for specs that do not fit."""
-
-    correction: Correction
-    optional_axes: frozenset[str]
-    """Axes that a mesh may lack, beside those of each rule."""
-
-
 class Problem(NamedTuple):
     """Reason why leaves are not placed, as `Kind` has it."""
 
@@ -222,23 +214,17 @@ def fit_of(kind: Kind) -> Fit:
 class RulesOnMesh:
     """Specs of a rule list, bound to a mesh."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        correction: Correction,
-        mesh: SizedMesh,
-        optional_axes: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, rules: Rules, mesh: SizedMesh, may_lack: frozenset[str]) -> None:
         if has_devices(mesh.form):
             check_memory_of_rules(rules, mesh.form)
         self._axis_sizes = mesh.axis_sizes
         self._specs, self._spec_of = specs_on_mesh(
             rules,
             mesh.axis_sizes,
-            correction,
+            rules.correction,
             manual=mesh.manual,
             as_specs=False,
-            optional_axes=optional_axes,
+            optional_axes=may_lack.union(rules.optional_axes),
         )
         self._memory_of: list[MemoryKind | None] = [memory_kind_of(value) for _, value in rules]
         self._unmatched_is_error = rules.dialect.unmatched != "replicate"
@@ -281,55 +267,37 @@ def by_rules(
     leaves: Leaves,
     rules: Rules,
     derivations: Iterable[Derivation | None],
-    policies: Policies,
     mesh: SizedMesh,
     *,
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
     """Put leaves on the mesh, which may lack the axes of `may_lack` too."""
-    types = list(zip(leaves.types, derivations, strict=True))
-    optional = policies.optional_axes | may_lack
-    on_mesh = RulesOnMesh(rules, policies.correction, mesh, optional)
-    kinds = [on_mesh.kind(leaf, derivation) for leaf, derivation in types]
+    on_mesh = RulesOnMesh(rules, mesh, may_lack)
+    kinds = list(map(on_mesh.kind, leaves.types, derivations))
     return Columns(leaves, kinds, mesh.axis_sizes, mesh.explicit_axes)
 
 
-def plan_by_rules(
-    tree: Any,
-    rules: Rules,
-    min_size: int,
-    companions: tuple[Companion, ...],
-    *,
-    correction: Correction | None,
-    optional_axes: frozenset[str],
-) -> OnMesh:
+def plan_by_rules(tree: Any, rules: Rules, companions: tuple[Companion, ...]) -> OnMesh:
     """Plan a tree by rules of paths; see `shardrules.plan`."""
-    leaves = survey(tree, rules, min_size)
-    leaves, derivations = with_companions(leaves, rules, companions, min_size)
-    policies = Policies(correction or rules.dialect.correction, optional_axes)
-    return partial(by_rules, leaves, rules, derivations, policies)
+    leaves, derivations = with_companions(survey(tree, rules), rules, companions)
+    return partial(by_rules, leaves, rules, derivations)
 
 
-def plan_by_specs(
-    leaves: Leaves, specs: Any, correction: Correction | None, optional_axes: frozenset[str]
-) -> OnMesh:
+def plan_by_specs(leaves: Leaves, specs: Any, correction: Correction | None = None) -> OnMesh:
     """Plan leaves by specs or shardings, one for all or a tree of them."""
-    return plan_leaves(leaves, rules_of_specs(leaves, specs), correction, optional_axes)
+    return plan_leaves(leaves, rules_of_specs(leaves, specs, correction))
 
 
-def plan_leaves(
-    leaves: Leaves, rules: Rules, correction: Correction | None, optional_axes: frozenset[str]
-) -> OnMesh:
+def plan_leaves(leaves: Leaves, rules: Rules) -> OnMesh:
     """Plan leaves that were surveyed already by rules of paths."""
     decided = redecided(leaves, rules)
-    policies = Policies(correction or rules.dialect.correction, optional_axes)
-    return partial(by_rules, decided, rules, [None] * len(decided.types), policies)
+    return partial(by_rules, decided, rules, [None] * len(decided.types))
 
 
 _GIVE: Final = "give a PartitionSpec, a NamedSharding, or None for a leaf that nothing decides"
 
 
-def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
+def rules_of_specs(leaves: Leaves, specs: Any, correction: Correction | None) -> Rules:
     """Return the rules that give each leaf, surveyed by no rules, its spec in a tree of specs."""
     from jax import tree_util
 
@@ -348,7 +316,7 @@ def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
     # No path matches two of these patterns: each lists exactly its own paths.
     folded = fold([leaves.paths[row] for row in decided], group_of)
     pairs = [(rf"^{''.join(_regexes(paths))}$", values[paths.group]) for paths in folded]
-    return Rules(pairs, EFORMER)
+    return Rules(pairs, EFORMER, correction=correction)
 
 
 def mesh_of_shardings(specs: Any) -> MeshLike | None:

@@ -152,7 +152,7 @@ class Derivation(NamedTuple):
 
 
 def with_companions(
-    leaves: Leaves, rules: Rules, companions: tuple[Companion, ...], min_size: int
+    leaves: Leaves, rules: Rules, companions: tuple[Companion, ...]
 ) -> tuple[Leaves, list[Derivation | None]]:
     """Decide leaves that companions find by their bases' rules; adds how each kind follows."""
     if not companions:
@@ -172,7 +172,7 @@ def with_companions(
     keys, kind_of = grouped(
         (kind, derivation_of.get(row)) for row, kind in enumerate(leaves.kind_of.tolist())
     )
-    types = [_derived(leaves.types[kind], how, min_size) for kind, how in keys]
+    types = [_derived(leaves.types[kind], how, rules.min_size) for kind, how in keys]
     leaves = replace(
         leaves, sources=sources, kind_of=kind_of, types=types, companions=companions, links=links
     )
@@ -191,8 +191,11 @@ def redecided(leaves: Leaves, rules: Rules) -> Leaves:
     first = first_rules(rules, leaves.paths)
     count = len(leaves.paths)
     rule_of = np.fromiter(map(first.__getitem__, leaves.paths), np.int64, count)
-    needs_none = np.array([leaf.rule == NO_RULE_NEEDED for leaf in leaves.types], bool)
-    rule_of[needs_none[leaves.kind_of]] = NO_RULE_NEEDED
+    needs_none = np.array([_needs_no_rule(leaf, rules) for leaf in leaves.types], bool)
+    is_small = np.array([prod(leaf.shape or ()) < rules.min_size for leaf in leaves.types], bool)
+    rule_of[(is_small[leaves.kind_of] & (rule_of >= 0)) | needs_none[leaves.kind_of]] = (
+        NO_RULE_NEEDED
+    )
     # AMBIGUOUS is the least that a rule's number is.
     pairs, kind_of = np.unique(
         leaves.kind_of * np.int64(len(rules) - AMBIGUOUS) + (rule_of - AMBIGUOUS),
@@ -204,6 +207,16 @@ def redecided(leaves: Leaves, rules: Rules) -> Leaves:
     ]
     kind_of = kind_of.astype(np.int32)
     return Leaves(rules, leaves.tree, leaves.paths, leaves.paths, kind_of, types)
+
+
+def _needs_no_rule(leaf: LeafType, rules: Rules) -> bool:
+    """Return whether the dialect replicates such a leaf, whatever matches its path."""
+    dialect, size = rules.dialect, prod(leaf.shape or ())
+    if dialect.min_size == "before" and size < rules.min_size:
+        return True
+    return dialect.scalars != "none" and (
+        not leaf.shape or (dialect.scalars == "size 1" and size == 1)
+    )
 
 
 def _derived(leaf: LeafType, how: Derivation | None, min_size: int) -> LeafType:
@@ -270,7 +283,7 @@ def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np
 _MOST_BITS: Final = 2**63 - 1
 
 
-def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
+def survey(tree: Any, rules: Rules) -> Leaves:
     """Walk the tree once.
 
     Raises:
@@ -279,7 +292,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
             the message names the path.
     """
     of_rows, paths, kinds, column = matcher_of(rules).survey(
-        tree, min_size=min_size, replicated=NO_RULE_NEEDED, unmatched=UNMATCHED, ambiguous=AMBIGUOUS
+        tree, replicated=NO_RULE_NEEDED, unmatched=UNMATCHED, ambiguous=AMBIGUOUS
     )
     kind_of = np.frombuffer(column, np.int32)
     types = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from typing import Final, Literal, TypeVar, get_args
 
 from shardrules._base.arguments import boolean, check_choice, check_choices, check_type, texts
-from shardrules._base.correction import Correction
+from shardrules._base.correction import Correction, LibraryCorrection, check_correction
 from shardrules._base.specs import RankPolicy
 from shardrules._base.text import without_defaults
 from shardrules._rules.patterns import ModeName
@@ -85,7 +86,7 @@ class Dialect:
 
 
 # What JAX would refuse later is an error here, which names the path and the rule.
-_NONE: Final = Correction(absent="error", indivisible="error", rank="error", pad=False)
+_NONE: Final = Correction(indivisible="error", rank="error", pad=False)
 
 EFORMER = Dialect(name="eformer", separator="/", correction=Correction())
 """`eformer.escale.match_partition_rules`, as of eformer 0.0.101; the correction is that of its
@@ -106,7 +107,7 @@ KEYSTR = Dialect(
 SPECTRAX = Dialect(
     name="Spectrax",
     separator="/",
-    correction=Correction(absent="drop_axis", rank="replicate", pad=False),
+    correction=LibraryCorrection(absent="drop_axis", rank="replicate", pad=False),
     min_size="before",
 )
 """`match_partition_rules` of spectrax-lib 0.1.4; the correction is that of its
@@ -128,7 +129,7 @@ now."""
 BIG_VISION = Dialect(
     name="big_vision",
     separator="/",
-    correction=Correction(absent="error", indivisible="drop", rank="error"),
+    correction=Correction(indivisible="drop", rank="error"),
     match=("fullmatch",),
     scalars="none",
     rank="error",
@@ -190,7 +191,7 @@ MAXTEXT: Final = LogicalDialect(
     "maxtext",
     last_wins=False,
     keeps_unknown=False,
-    correction=Correction(absent="drop_axis", indivisible="drop_axis", pad=False),
+    correction=LibraryCorrection(absent="drop_axis", indivisible="drop_axis", pad=False),
     tries_next=False,
     keeps_size_one=False,
 )
@@ -201,7 +202,7 @@ HALIAX: Final = LogicalDialect(
     "haliax",
     last_wins=True,
     keeps_unknown=False,
-    correction=Correction(absent="error", indivisible="error", rank="error", pad=False),
+    correction=_NONE,
     tries_next=False,
 )
 """The dialect of haliax's axis mappings, as of `haliax.partitioning.pspec_for_axis` of haliax 1.4:
@@ -211,3 +212,21 @@ _LOGICAL_NAMES: Final = {
     value: name for name, value in [*globals().items()] if isinstance(value, LogicalDialect)
 }
 """What the dialects above are called here: a whole record would hide the signatures in `help`."""
+
+_AnyDialect = TypeVar("_AnyDialect", Dialect, LogicalDialect)
+
+
+def with_correction(dialect: _AnyDialect, correction: Correction | None) -> _AnyDialect:
+    """Return the dialect with this correction, or itself if that is its own."""
+    check_correction(correction)
+    if correction is None or correction == dialect.correction:
+        return dialect
+    return replace(dialect, correction=correction)
+
+
+def policy_shown(dialect: Dialect | LogicalDialect, optional_axes: Iterable[str]) -> list[str]:
+    """Return the dialect's name, a correction that is not its own, and axes that may be absent."""
+    is_own = dialect in _NAMES if isinstance(dialect, Dialect) else dialect in _LOGICAL_NAMES
+    correction = [] if is_own else [repr(dialect.correction)]
+    optional = [f"optional_axes={list(optional_axes)}"] if optional_axes else []
+    return [dialect.name, *correction, *optional]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardrules._base.arguments import check_type
+from shardrules._base.arguments import check_type, texts
 from shardrules._base.correction import Correction
 from shardrules._base.jax_names import flax_axis_rules
 from shardrules._base.rule_specs import rule_with_axes
@@ -18,9 +18,10 @@ from shardrules._base.specs import (
     is_partition_spec,
     is_unconstrained,
     rules_shown,
+    split_axes,
 )
 from shardrules._base.text import answer, shown
-from shardrules._rules.dialects import LINEN, LogicalDialect
+from shardrules._rules.dialects import LINEN, LogicalDialect, policy_shown, with_correction
 from shardrules._rules.names import check_rules, last_wins
 from shardrules._rules.resolver import Resolver, axes_in, resolver_for
 from shardrules._rules.rules import Rules
@@ -38,6 +39,9 @@ class LogicalRules:
         rules: (name, mesh axes) pairs, or a mapping. The mesh axes are one axis, a tuple or list of
             axes, or None for a dimension that is not sharded.
         dialect: How a rule is chosen for each name of an array.
+        correction: The policies for mesh axes that do not divide a dimension. Default: the
+            dialect's.
+        optional_axes: As in `Rules`.
 
     Raises:
         TypeError: A rule is not a pair, its axes are something else, or the dialect is not a
@@ -55,10 +59,17 @@ class LogicalRules:
 
     _pairs: tuple[tuple[Any, Any], ...]
     dialect: LogicalDialect
-    """How a rule is chosen for each name of an array."""
+    """How a rule is chosen for each name of an array, with the rules' correction."""
+    optional_axes: tuple[str, ...]
+    """Mesh axes that a mesh may lack."""
 
     def __init__(
-        self, rules: Iterable[tuple[Any, Any]] | Mapping[Any, Any], dialect: LogicalDialect = LINEN
+        self,
+        rules: Iterable[tuple[Any, Any]] | Mapping[Any, Any],
+        dialect: LogicalDialect = LINEN,
+        *,
+        correction: Correction | None = None,
+        optional_axes: Iterable[str] = (),
     ) -> None:
         check_type("dialect", dialect, LogicalDialect, "a LogicalDialect, such as MAXTEXT")
         check_not_for_paths(rules)
@@ -72,7 +83,14 @@ class LogicalRules:
         pairs = tuple(items)
         check_rules(pairs)
         object.__setattr__(self, "_pairs", tuple(map(_checked_name_pair, range(len(pairs)), pairs)))
-        object.__setattr__(self, "dialect", dialect)
+        object.__setattr__(self, "dialect", with_correction(dialect, correction))
+        optional = tuple(dict.fromkeys(texts("optional_axes", optional_axes)))
+        object.__setattr__(self, "optional_axes", optional)
+
+    @property
+    def correction(self) -> Correction:
+        """The policies for mesh axes that do not divide a dimension."""
+        return self.dialect.correction
 
     def with_axes(self, axes: Mapping[str, str | Iterable[str]]) -> LogicalRules:
         """Return the rules for a mesh on which some axes are made of several; see `Rules`.
@@ -81,9 +99,11 @@ class LogicalRules:
             >>> tuple(LogicalRules({"kv_heads": "tp"}).with_axes({"tp": ("kv", "rep")}))
             (('kv_heads', ('kv', 'rep')),)
         """
-        parts = checked_parts(axes, {axis for _, value in self for axis in axes_in(value)})
+        named = {axis for _, value in self for axis in axes_in(value)}
+        parts = checked_parts(axes, named.union(self.optional_axes))
         pairs = [(name, rule_with_axes(Entries((value,)), parts)[0]) for name, value in self]
-        return LogicalRules(pairs, self.dialect)
+        optional = split_axes(self.optional_axes, parts)
+        return LogicalRules(pairs, self.dialect, optional_axes=optional)
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -95,7 +115,7 @@ class LogicalRules:
         return self._pairs[index]
 
     def __str__(self) -> str:
-        return rules_shown(self.dialect.name, self)
+        return rules_shown(", ".join(policy_shown(self.dialect, self.optional_axes)), self)
 
 
 def check_not_for_paths(rules: object) -> None:
@@ -121,13 +141,11 @@ def _checked_name_pair(index: int, rule: Any) -> tuple[Any, Any]:
 
 
 def resolver_of(
-    rules: LogicalRules,
-    axis_sizes: Mapping[str, int],
-    correction: Correction | None = None,
-    optional_axes: frozenset[str] = frozenset(),
+    rules: LogicalRules, axis_sizes: Mapping[str, int], may_lack: Iterable[str] = ()
 ) -> Resolver:
     """Return the rules on a mesh, compiled once for its axis sizes."""
-    return resolver_for(tuple(rules), rules.dialect, axis_sizes, correction, optional_axes)
+    optional = frozenset(rules.optional_axes).union(may_lack)
+    return resolver_for(tuple(rules), rules.dialect, axis_sizes, rules.correction, optional)
 
 
 LogicalRulesLike = Sequence[tuple[str, Any]] | LogicalRules

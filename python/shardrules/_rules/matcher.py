@@ -241,19 +241,28 @@ class Matcher:
         "fallbacks",
         "from_shapes",
         "memory_budget",
+        "min_size",
+        "optional_axes",
         "pairs",
         "rule_set",
         "specs",
     )  # fmt: skip
 
     def __init__(
-        self, pairs: tuple[tuple[Pattern, Any], ...], dialect: Dialect, memory_budget: int
+        self,
+        pairs: tuple[tuple[Pattern, Any], ...],
+        dialect: Dialect,
+        memory_budget: int,
+        optional_axes: tuple[str, ...] = (),
+        min_size: int = 0,
     ) -> None:
         modes = [MATCH_MODES[mode] for mode in dialect.match]
         code = compile_patterns([pattern for pattern, _ in pairs], modes)
         self.pairs: Final = pairs
         self.dialect: Final = dialect
         self.memory_budget: Final = memory_budget
+        self.optional_axes: Final = optional_axes
+        self.min_size: Final = min_size
         self.fallbacks: Final = code.reasons
         self.from_shapes: Final = next(
             (i for i, spec in enumerate(_specs_of(pairs)) if isinstance(spec, Fsdp)), None
@@ -283,7 +292,7 @@ class Matcher:
         unmatched: object = None,
         ambiguous: object = None,
         *,
-        min_size: int = 0,
+        min_size: int | None = None,
         strict: bool = True,
     ) -> WalkResult:
         """Return the tree with each leaf replaced by what `answers` has for it.
@@ -296,25 +305,25 @@ class Matcher:
                 replicates such leaves; otherwise it is reported.
             ambiguous: What a leaf gets that several rules match, where only one may. None: it is
                 reported.
-            min_size: As in `match_partition_rules`.
+            min_size: As in `match_partition_rules`. Default: the rules'.
             strict: The same.
         """
+        least = self.min_size if min_size is None else min_size
         if unmatched is None and self.dialect.unmatched == "replicate":
             unmatched = replicated
         return WalkResult(
             *self.rule_set.match(
-                tree, answers, strict, min_size, replicated, unmatched, ambiguous, logs_moves()
+                tree, answers, strict, least, replicated, unmatched, ambiguous, logs_moves()
             )
         )
 
     def survey(
-        self, tree: Any, *, min_size: int, replicated: int, unmatched: int, ambiguous: int
+        self, tree: Any, *, replicated: int, unmatched: int, ambiguous: int
     ) -> tuple[Any, list[str], dict[tuple[int, Any, Any], int], bytes]:
         """Return the leaves by kind: those of one kind have the same rule, shape and dtype.
 
         Args:
             tree: Any pytree; of its leaves `.shape` and `.dtype` are read.
-            min_size: As in `match_partition_rules`.
             replicated: Stands for the rule of a leaf that needs none.
             unmatched: The same for a leaf that no rule matches.
             ambiguous: The same for a leaf that several rules match, where only one may.
@@ -324,7 +333,7 @@ class Matcher:
             {(rule, shape, dtype): number of the kind}, the kinds' numbers by row as int32)
         """
         return self.rule_set.survey(
-            tree, self.rule_indices(), min_size, replicated, unmatched, ambiguous
+            tree, self.rule_indices(), self.min_size, replicated, unmatched, ambiguous
         )
 
     def coverage(self, tree: Any, *, strict: bool = True) -> Coverage:
@@ -353,7 +362,12 @@ class Matcher:
         if self.dialect.keys == "text":
             return self
         dialect = replace(self.dialect, keys="text")
-        return self.remembered(dialect, lambda: Matcher(self.pairs, dialect, self.memory_budget))
+
+        def make() -> Matcher:
+            options = self.memory_budget, self.optional_axes, self.min_size
+            return Matcher(self.pairs, dialect, *options)
+
+        return self.remembered(dialect, make)
 
     def remembered(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """Return the result of `make`, remembered for the next call with this key."""

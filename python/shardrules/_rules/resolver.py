@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
 
-from shardrules._base.correction import Correction
+from shardrules._base.correction import Correction, LibraryCorrection, absent_policy
 from shardrules._base.specs import Entries, axes_present, is_unconstrained, without_axes
 from shardrules._base.text import shown
 from shardrules._core import LogicalRuleSet
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _Spec = TypeVar("_Spec", "PartitionSpec", Entries, "PartitionSpec | Entries")
 
 UNASSIGNED: Final = object()
-_KEEP: Final = Correction(absent="keep", indivisible="keep")
+_KEEP: Final = LibraryCorrection(absent="keep", indivisible="keep")
 
 
 Reason = Literal["dim taken", "axis taken", "indivisible", "absent"]
@@ -76,6 +76,7 @@ class Resolver:
         self.rules = tuple(rules)
         self.dialect = dialect
         policy = correction if correction is not None and dialect.tries_next else _KEEP
+        absent = absent_policy(policy)
         self._name_ids: dict[Any, int] = {}
         self._axis_ids: dict[str, int] = {}
         self._absent: dict[Any, list[int]] = {}
@@ -86,8 +87,8 @@ class Resolver:
         for index, (name, value) in enumerate(self.rules):
             number = self._name_ids.setdefault(name, len(self._name_ids))
             axes = axes_in(value)
-            kept = axes_present(axes, axis_sizes, policy.absent)
-            if policy.absent == "error":
+            kept = axes_present(axes, axis_sizes, absent)
+            if absent == "error":
                 kept = [a for a in axes if a in axis_sizes or a not in optional_axes]
             if axes and not kept:
                 self._absent.setdefault(name, []).append(index)

@@ -9,7 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeAlias
 
-from shardrules._base.arguments import boolean, check_arrays, check_order, check_type, integer
+from shardrules._base.arguments import (
+    boolean,
+    check_arrays,
+    check_order,
+    check_type,
+    integer,
+    texts,
+)
 from shardrules._base.correction import Correction
 from shardrules._base.rule_specs import Fsdp, RuleSpec, axes_of_rule, rule_with_axes
 from shardrules._base.specs import (
@@ -20,9 +27,10 @@ from shardrules._base.specs import (
     is_partition_spec,
     normalize_spec,
     rules_shown,
+    split_axes,
 )
 from shardrules._base.text import answer, shown
-from shardrules._rules.dialects import EFORMER, Dialect
+from shardrules._rules.dialects import EFORMER, Dialect, policy_shown, with_correction
 from shardrules._rules.matcher import (
     Coverage,
     Matcher,
@@ -102,6 +110,12 @@ class Rules:
             which leaves get as it is. A `RuleSpec` adds a
             correction to a spec.
         dialect: Whose semantics to follow.
+        correction: The policies for specs that do not fit an array; a `RuleSpec` may have its own.
+            Default: the dialect's.
+        optional_axes: Mesh axes that the rules name and a mesh may lack, such as "sp", beside those
+            of a `RuleSpec`. They are dropped alone where the mesh lacks them. Any other axis that
+            it lacks is an error.
+        min_size: As in `match_partition_rules`.
         memory_budget: Bytes that the matcher may spend on remembered states, for each call that
             runs at the same time, and as many on its way down a tree. Default: 32 MiB. When they
             are spent, it clears the states and goes on, more slowly; with 0 it keeps none.
@@ -130,6 +144,9 @@ class Rules:
         rules: Iterable[tuple[Pattern, Any]],
         dialect: Dialect = EFORMER,
         *,
+        correction: Correction | None = None,
+        optional_axes: Iterable[str] = (),
+        min_size: int | None = 0,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ) -> None:
         if hasattr(self, "_matcher"):
@@ -137,12 +154,30 @@ class Rules:
         check_type("dialect", dialect, Dialect, "a Dialect, such as shardrules.dialects.EASYLM")
         memory_budget = integer("memory_budget", memory_budget, what="a number of bytes")
         pairs = _checked_pairs(_checked_rules(rules), dialect)
-        object.__setattr__(self, "_matcher", Matcher(pairs, dialect, memory_budget))
+        policy = tuple(dict.fromkeys(texts("optional_axes", optional_axes)))
+        dialect = with_correction(dialect, correction)
+        matcher = Matcher(pairs, dialect, memory_budget, policy, checked_min_size(min_size))
+        object.__setattr__(self, "_matcher", matcher)
 
     @property
     def dialect(self) -> Dialect:
-        """Return whose semantics the rules follow."""
+        """Whose semantics the rules follow, with their correction."""
         return self._matcher.dialect
+
+    @property
+    def correction(self) -> Correction:
+        """The policies for specs that do not fit an array, where a rule has none of its own."""
+        return self.dialect.correction
+
+    @property
+    def optional_axes(self) -> tuple[str, ...]:
+        """Mesh axes that a mesh may lack."""
+        return self._matcher.optional_axes
+
+    @property
+    def min_size(self) -> int:
+        """Elements below which a leaf is replicated."""
+        return self._matcher.min_size
 
     @property
     def fallbacks(self) -> tuple[tuple[int, str], ...]:
@@ -154,9 +189,9 @@ class Rules:
         """
         return self._matcher.fallbacks
 
-    def match(self, tree: Any, min_size: int | None = 0, strict: bool = True) -> Any:
+    def match(self, tree: Any, *, strict: bool = True) -> Any:
         """Return the tree with each leaf replaced by its spec; see `match_partition_rules`."""
-        return specs_by_rules(self._matcher, tree, min_size, strict)
+        return specs_by_rules(self._matcher, tree, 0, strict)
 
     def first_match(self, path: str) -> int | None:
         """Return the index of the first rule that matches the path, or None.
@@ -205,10 +240,10 @@ class Rules:
             >>> [tuple(spec) for _, spec in rules.with_axes({"tp": ("kv", "rep")})]
             [(None, ('kv', 'rep')), (('fsdp', 'kv', 'rep'),)]
         """
-        named = frozenset().union(*(axes_of_rule(spec) for _, spec in self))
+        named = frozenset(self.optional_axes).union(*(axes_of_rule(spec) for _, spec in self))
         parts = checked_parts(axes, named)
         pairs = [(pattern, rule_with_axes(spec, parts)) for pattern, spec in self]
-        return Rules(pairs, self.dialect, memory_budget=self._matcher.memory_budget)
+        return rules_like(self, pairs, split_axes(self.optional_axes, parts))
 
     def __len__(self) -> int:
         return len(self._matcher.pairs)
@@ -222,18 +257,25 @@ class Rules:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rules):
             return NotImplemented
-        mine, its = self._matcher, other._matcher
-        return (mine.pairs, mine.dialect) == (its.pairs, its.dialect)
+        return self._content == other._content
 
     def __hash__(self) -> int:
-        return hash((self._matcher.pairs, self._matcher.dialect))
+        return hash(self._content)
+
+    @property
+    def _content(self) -> tuple[Any, ...]:
+        axes = frozenset(self.optional_axes)
+        return self._matcher.pairs, self.dialect, axes, self.min_size
 
     def __str__(self) -> str:
-        return rules_shown(self.dialect.name, self)
+        least = [f"min_size={self.min_size}"] if self.min_size else []
+        policy = policy_shown(self.dialect, self.optional_axes) + least
+        return rules_shown(", ".join(policy), self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         matcher = self._matcher
-        return _unpickled, (matcher.pairs, matcher.dialect, matcher.memory_budget)
+        options = matcher.memory_budget, matcher.optional_axes, matcher.min_size
+        return _unpickled, (matcher.pairs, matcher.dialect, *options)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError("Rules are immutable; make new ones")
@@ -258,7 +300,8 @@ def match_partition_rules(
     warned about. Unlike eformer, all unmatched leaves are reported at once.
 
     Args:
-        rules: (pattern, spec) pairs, or `Rules`, which are compiled already.
+        rules: (pattern, spec) pairs, or `Rules`, which are compiled already and may have a
+            min_size of their own.
         tree: Any pytree; of its leaves only `.shape` is read.
         min_size: A matched leaf with fewer elements gets `PartitionSpec()`. None stands for the
             environment variable MIN_SHARDING_SIZE, or else 16384.
@@ -268,7 +311,8 @@ def match_partition_rules(
         A tree of the same structure; dicts keep the order of their keys.
 
     Raises:
-        ValueError: No rule matches some leaf; the message has the count and the first ten paths.
+        ValueError: No rule matches some leaf; the message has the count and the first ten paths. Or
+            `Rules` have a min_size, and another is given here.
         TypeError: A rule is not a pair, a pattern not a string, or a spec not hashable or made from
             shapes (`fsdp`), which needs a mesh.
         re.error: A pattern is invalid.
@@ -297,11 +341,16 @@ def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bo
             f"rule {rule}: {rule_shown(*matcher.pairs[rule])} is a spec that only a mesh makes: "
             "use named_shardings or plan, with a mesh"
         )
+    least = checked_min_size(min_size)
+    if least and matcher.min_size:
+        raise ValueError(
+            f"min_size is {least}, and the rules have min_size={matcher.min_size}; leave one out"
+        )
     walk = matcher.decide(
         tree,
         matcher.specs,
         as_partition_spec(Entries()),
-        min_size=checked_min_size(min_size),
+        min_size=least or matcher.min_size,
         strict=boolean("strict", strict),
     )
     return decided_tree(matcher, walk, too_long_message)
@@ -328,15 +377,33 @@ def _compiled(key: GivenPairs) -> Rules:
     return Rules(key.pairs, key.dialect)
 
 
+def rules_like(
+    rules: Rules, pairs: Iterable[tuple[Pattern, Any]], optional_axes: Iterable[str] | None = None
+) -> Rules:
+    """Return rules of other pairs, with the dialect and the policy of these."""
+    return Rules(
+        pairs,
+        rules.dialect,
+        optional_axes=rules.optional_axes if optional_axes is None else optional_axes,
+        min_size=rules.min_size,
+        memory_budget=rules._matcher.memory_budget,
+    )
+
+
 def matcher_of(rules: Rules) -> Matcher:
     """Return the matcher inside the rules, for the modules of this package."""
     return rules._matcher
 
 
 def _unpickled(
-    pairs: tuple[tuple[Pattern, Any], ...], dialect: Dialect, memory_budget: int
+    pairs: Iterable[tuple[Pattern, Any]],
+    dialect: Dialect,
+    memory_budget: int,
+    optional_axes: tuple[str, ...],
+    min_size: int,
 ) -> Rules:
-    return Rules(pairs, dialect, memory_budget=memory_budget)
+    options: Any = {"optional_axes": optional_axes, "min_size": min_size}
+    return Rules(pairs, dialect, memory_budget=memory_budget, **options)
 
 
 def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:

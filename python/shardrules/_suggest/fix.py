@@ -23,7 +23,7 @@ from shardrules._files.rule_places import rule_places
 from shardrules._files.rules import RuleFile, read_rule_source
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.resolver import axes_in
-from shardrules._rules.rules import Rules
+from shardrules._rules.rules import Rules, rules_like
 from shardrules._suggest.suggest import suggest
 from shardrules._writer.texts import plain_pattern, python_rule, toml_logical_rule, toml_rule
 
@@ -129,7 +129,7 @@ def _patched(
     patched = _with_tables(_lines(text), lines, addition.place, tables)
     pairs = [*rules]
     pairs[addition.place : addition.place] = [rule[:2] for rule in addition.rules]
-    expected = Rules(pairs, rules.dialect) if isinstance(rules, Rules) else pairs
+    expected = rules_like(rules, pairs) if isinstance(rules, Rules) else pairs
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory, path.name)
         copy.write_bytes(patched.encode())

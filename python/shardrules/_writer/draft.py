@@ -17,7 +17,7 @@ from shardrules._plan.findings import NOTHING
 from shardrules._plan.queries import Queries
 from shardrules._plan.table import DEFAULT_LARGE, Columns
 from shardrules._rules.patterns import Pattern, pattern_shown
-from shardrules._rules.rules import Rules
+from shardrules._rules.rules import Rules, rules_like
 from shardrules._writer.choose import Axes, Cuts, choose, with_followers
 from shardrules._writer.patterns import (
     NUMBER,
@@ -209,7 +209,7 @@ def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Draft:
         siblings=_cuts_of_siblings(rules, kept, of_kept),
     )
     pairs = [*(rules[rule] for rule in kept), *added.rules]
-    return Draft(Rules(pairs, rules.dialect), [*of_kept, *added.units], added.unknown)
+    return Draft(rules_like(rules, pairs), [*of_kept, *added.units], added.unknown)
 
 
 def _entries_of(rules: Rules, kept: list[int], columns: Columns) -> dict[Axes, Any]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -31,6 +30,7 @@ import numpy as np
 from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardrules._base.correction import LibraryCorrection
 from shardrules._base.specs import entries_of, entry_axes, is_partition_spec, is_unconstrained
 from shardrules._base.text import shown
 from shardrules._place.constraint import is_tracing
@@ -65,7 +65,7 @@ _SETTINGS: Final[dict[str, Callable[[], int | bool]]] = {
 }
 
 # eformer turns UNCONSTRAINED into None.
-_CORRECTION: Final = replace(EFORMER.correction, absent="drop", unconstrained="drop")
+_CORRECTION: Final = LibraryCorrection(absent="drop", unconstrained="drop")
 _NO_MESH: Final = "No mesh found under this context manager."
 
 
