@@ -143,19 +143,22 @@ class TestAddDataToSharding:
         # Whether JAX writes ("data",) or "data" depends on its version.
         return tuple(one[0] if isinstance(one, tuple) and len(one) == 1 else one for one in made)
 
-    def test_the_first_dimension_whose_part_divides_gets_it(self):
-        assert self.added((3, 16), None, "fsdp") == (None, ("data", "fsdp"))
-        assert self.added((4, 16), None, "fsdp") == ("data", "fsdp")
-
-    def test_not_one_that_tensor_cuts(self):
-        assert self.added((8, 8), "tensor", "fsdp") == ("tensor", ("data", "fsdp"))
-
-    def test_nor_a_leaf_that_data_cuts_already(self):
-        assert self.added((8, 8), None, ("fsdp", "data")) == (None, ("fsdp", "data"))
-
-    def test_a_shorter_spec_is_filled_and_a_longer_one_cut(self):
-        assert self.added((3, 3, 2), None) == (None, None, "data")
-        assert self.added((4,), None, "fsdp") == ("data",)
+    @pytest.mark.parametrize(
+        ("shape", "spec", "expected"),
+        [
+            # the first dimension whose part divides
+            ((3, 16), (None, "fsdp"), (None, ("data", "fsdp"))),
+            ((4, 16), (None, "fsdp"), ("data", "fsdp")),
+            # not one that tensor cuts; nor a leaf that data cuts already
+            ((8, 8), ("tensor", "fsdp"), ("tensor", ("data", "fsdp"))),
+            ((8, 8), (None, ("fsdp", "data")), (None, ("fsdp", "data"))),
+            # a shorter spec is filled, and a longer one cut
+            ((3, 3, 2), (None,), (None, None, "data")),
+            ((4,), (None, "fsdp"), ("data",)),
+        ],
+    )
+    def test_which_dimension_gets_it(self, shape, spec, expected):
+        assert self.added(shape, *spec) == expected
 
     def test_what_is_no_sharding_is_an_error(self):
         mesh = sr.resolve_mesh(self.MESH)

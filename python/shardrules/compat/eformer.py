@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -66,7 +67,6 @@ _SETTINGS: Final[dict[str, Callable[[], int | bool]]] = {
 
 # eformer turns UNCONSTRAINED into None.
 _CORRECTION: Final = LibraryCorrection(absent="drop", unconstrained="drop")
-_NO_MESH: Final = "No mesh found under this context manager."
 
 
 def __getattr__(name: str) -> int | bool:
@@ -96,12 +96,7 @@ def match_partition_rules(
 def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) -> tuple[Any, Any]:
     """Return two trees of functions: one to place an array on the mesh, one to fetch it.
 
-    They compile nothing. Shard functions place numpy arrays and numbers too, and return what JAX
-    cannot hold unchanged. For a whole tree, `shardrules.shard` and `gather` are faster.
-
-    Raises:
-        ValueError: A spec names an axis that the mesh does not have.
-        AssertionError: There is no mesh.
+    For a whole tree, `shardrules.shard` and `shardrules.gather` are faster.
     """
     on_mesh = get_incontext_mesh() if mesh is None else mesh
     replicated = NamedSharding(on_mesh, PartitionSpec())
@@ -139,11 +134,7 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
 
 
 def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding) -> Any:
-    """Constrain each jax.Array of a tree to the sharding, corrected to its shape.
-
-    Raises:
-        TypeError: `sharding` is neither a PartitionSpec nor a NamedSharding.
-    """
+    """Constrain each jax.Array of a tree to the sharding, corrected to its shape."""
     if isinstance(sharding, NamedSharding):
         spec, mesh = sharding.spec, sharding.mesh
     elif isinstance(sharding, PartitionSpec):
@@ -162,18 +153,15 @@ def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding) 
             _warn_of_losses(array.shape, spec, mesh, stacklevel=5)
         return _with_sharding_constraint(arrays, spec, mesh, correction=_CORRECTION)
 
-    return _with_arrays(arr, _jax_array, constrained)
+    return _with_arrays(
+        arr, lambda leaf: leaf if isinstance(leaf, jax.Array) else None, constrained
+    )
 
 
 def get_corrected_named_sharding(
     shape: tuple[int, ...], partition_spec: Any, raise_mesh_error: bool = True
 ) -> NamedSharding:
-    """Return the NamedSharding of an array on the context's mesh, corrected to its shape.
-
-    Raises:
-        AssertionError: There is no mesh.
-        ValueError: An axis is used twice.
-    """
+    """Return the NamedSharding of an array on the context's mesh, corrected to its shape."""
     mesh = get_incontext_mesh(raise_error=raise_mesh_error)
     if mesh.empty:
         warnings.warn("Active mesh is empty. Returning replicated NamedSharding.", stacklevel=2)
@@ -193,10 +181,6 @@ def analyze_sharding_strategy(
     Beside eformer's totals, in Python's ints: "memory_per_device" (bytes by device, or by index on
     an AbstractMesh), "balance_score" (their mean divided by their maximum), and "partition_stats"
     (leaves, parameters and bytes by spec).
-
-    Raises:
-        AssertionError: There is no mesh.
-        KeyError: A spec names an axis that the mesh does not have.
     """
     on_mesh = get_incontext_mesh() if mesh is None else mesh
     axis_sizes = dict(on_mesh.shape)
@@ -234,13 +218,7 @@ def analyze_sharding_strategy(
 def create_pattern_based_partition_spec(
     pattern: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
 ) -> Callable[[str, Any], PartitionSpec]:
-    """Return a function (name, array) -> PartitionSpec of rules "regex|regex->axis.axis,...".
-
-    Raises:
-        ValueError: A rule has more than one "->".
-        re.error: A regex is invalid.
-        AssertionError: There is no mesh.
-    """
+    """Return a function (name, array) -> PartitionSpec of rules "regex|regex->axis.axis,..."."""
     if mesh is None:
         get_incontext_mesh()
     default = PartitionSpec() if default_spec is None else default_spec
@@ -278,21 +256,17 @@ get_shardings_with_structure = extract_sharding_structure
 
 
 def get_incontext_mesh(raise_error: bool = True) -> Any:
-    """Return the mesh of `with mesh:`, or else that of `jax.set_mesh` or `use_abstract_mesh`.
-
-    Raises:
-        AssertionError: There is none, and `raise_error`; otherwise an empty Mesh is returned.
-    """
+    """Return the mesh of `with mesh:`, or else that of `jax.set_mesh` or `use_abstract_mesh`."""
     mesh = _context_mesh()
     if mesh is None and raise_error:
-        raise AssertionError(_NO_MESH)
+        raise AssertionError("No mesh found under this context manager.")
     return Mesh(np.empty((), dtype=object), ()) if mesh is None else mesh
 
 
 def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) -> int:
     """Return the number of devices along axes; KeyError if the mesh lacks one."""
     sizes = (get_incontext_mesh() if mesh is None else mesh).shape
-    return _product_of_sizes(axis_names, lambda axis: sizes[axis])  # type: ignore[no-any-return]
+    return prod(sizes[axis] for axis in _names_tuple(axis_names))
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
@@ -302,7 +276,7 @@ def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
 
 def get_mesh_axis_size(axis_names: AxisNames) -> Any:
     """Count the devices along axes that a function is mapped over (shard_map, vmap, pmap)."""
-    return _product_of_sizes(axis_names, lambda axis: jax.lax.psum(1, axis_name=axis))
+    return prod(jax.lax.psum(1, axis_name=axis) for axis in _names_tuple(axis_names))
 
 
 def get_submesh_device_index(axis_names: AxisNames) -> Any:
@@ -342,10 +316,7 @@ def get_partition_spec(tree: Any) -> Any:
             return sharding.spec  # type: ignore[no-any-return]
         if isinstance(leaf, (int, float)):
             return PartitionSpec()
-        raise ValueError(
-            f"Unsupported leaf type for get_partition_spec: {type(leaf)}. Expected jax.Array, int, "
-            "or float."
-        )
+        raise ValueError(f"Unsupported leaf type for get_partition_spec: {type(leaf)}")
 
     return jax.tree_util.tree_map(of_leaf, tree)
 
@@ -373,10 +344,6 @@ def _with_arrays(
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
-def _jax_array(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.Array) else None
-
-
 def _placeable_array(leaf: Any) -> Any:
     """Return the leaf as a jax or numpy array; None if JAX cannot hold it."""
     if isinstance(leaf, jax.Array):
@@ -393,20 +360,10 @@ def _placeable_array(leaf: Any) -> Any:
 
 
 def _names_tuple(axis_names: Any) -> Iterable[str]:
-    if isinstance(axis_names, str):
-        return (axis_names,)
-    if isinstance(axis_names, (list, tuple)):
-        return axis_names
-    raise TypeError(
-        f"axis_names must be a string or a list or tuple of strings, got {type(axis_names)}"
-    )
-
-
-def _product_of_sizes(axis_names: Any, size_of: Callable[[str], Any]) -> Any:
-    product = 1
-    for axis in _names_tuple(axis_names):
-        product *= size_of(axis)
-    return product
+    names = (axis_names,) if isinstance(axis_names, str) else axis_names
+    if not isinstance(names, (list, tuple)):
+        raise TypeError(f"axis_names must be a string or a list or tuple of them, not {names!r}")
+    return names
 
 
 def _warn_of_losses(

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import jax
 from jax.sharding import PartitionSpec
@@ -47,11 +47,6 @@ def _row(name: str, *like: str, value: Any = None) -> Any:
     """Return a field: the name that stands for it, its default, and the fields that it is like."""
     default = NOT_GIVEN if like else value
     return dataclasses.field(default=default, metadata={"name": name, "like": like})
-
-
-class _Registered(NamedTuple):
-    axis_rule: Any
-    generation_axis_rule: Any
 
 
 @jax.tree_util.register_static
@@ -90,7 +85,7 @@ class PartitionAxis:
     decode_attention_dim_axis: Any = None
     decode_attention_kv_dim_axis: Any = None
 
-    _registered: ClassVar[dict[str, _Registered]] = {}
+    _registered: ClassVar[dict[str, dict[str, Any]]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __post_init__(self) -> None:
@@ -125,7 +120,8 @@ class PartitionAxis:
         with cls._lock:
             if not override and name in (names.EMPTY, *_FIELD_OF, *cls._registered):
                 raise ValueError(f"the name {name!r} exists; give another, or override=True")
-            cls._registered[name] = _Registered(axis_rule, generation_axis_rule)
+            rules = {"axis_rule": axis_rule, "generation_axis_rule": generation_axis_rule}
+            cls._registered[name] = rules
 
     @classmethod
     def unregister(cls, semantic_axis: str, *, missing_ok: bool = True) -> None:
@@ -145,7 +141,7 @@ class PartitionAxis:
     def get_registered_axes(cls) -> dict[str, dict[str, Any]]:
         """{name: {"axis_rule": ..., "generation_axis_rule": ...}}, as of now."""
         with cls._lock:
-            return {name: registered._asdict() for name, registered in cls._registered.items()}
+            return {name: dict(rules) for name, rules in cls._registered.items()}
 
     def resolve_axis(self, axes: Sequence[Any], mode: str) -> list[Any]:
         """Return the mesh axes of each dimension; ValueError if a name is unknown or a cycle."""
@@ -196,8 +192,8 @@ class PartitionAxis:
             return None
         if not isinstance(name, str):
             return unknown
-        own = _Registered(_FIELD_OF.get(name, unknown), NOT_GIVEN)
-        rule, in_generation = self._registered.get(name) or own
+        own = {"axis_rule": _FIELD_OF.get(name, unknown), "generation_axis_rule": NOT_GIVEN}
+        rule, in_generation = self._registered.get(name, own).values()
         if mode not in names.GENERATION_MODES:
             return rule
         if in_generation is not NOT_GIVEN:
@@ -284,7 +280,6 @@ class PartitionManager:
 
 _managers: Final[ContextVar[tuple[PartitionManager, ...]]] = ContextVar("managers", default=())
 _last: list[PartitionManager] = []
-"""The last one that was made or entered, in whatever thread."""
 
 
 def get_current_partition_manager() -> PartitionManager | None:
@@ -306,13 +301,10 @@ def apply_logical_sharding(  # noqa: PLR0917 eformer's signature
     auto_correct: bool = True,
 ) -> jax.Array:
     """`PartitionManager.shard` of the given manager, the context's, or the last one made."""
-    manager = None if partition_manager is NOT_GIVEN else partition_manager
-    manager = manager or get_current_partition_manager() or get_partition_manager()
+    given = None if partition_manager is NOT_GIVEN else partition_manager
+    manager = given or get_current_partition_manager() or get_partition_manager()
     if manager is None:
-        raise ValueError(
-            "No PartitionManager is available. Provide `partition_manager` or use "
-            "`with PartitionManager(...)`."
-        )
+        raise ValueError("No PartitionManager is available: give one, or enter one by `with`")
     return manager.shard(x, axes, mode, dynamic_axes, auto_correct)
 
 

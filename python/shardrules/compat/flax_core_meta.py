@@ -176,12 +176,7 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         return self.replace(names=tuple(names))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """Return the box without the name params[PARTITION_NAME], which must be at that index.
-
-        Raises:
-            IndexError: There is no such axis.
-            AssertionError: The axis has another name.
-        """
+        """Return the box without the name params[PARTITION_NAME], which must be at that index."""
         expected = self._get_partition_name(params)
         names = list(logical_names(self.names))
         if not -len(names) <= index < len(names):

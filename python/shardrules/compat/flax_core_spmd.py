@@ -73,12 +73,7 @@ def get_mesh(sharding: Any) -> AnyMesh | None:
 def shard_value(
     value: Any, out_sharding: Any, sharding_rules: LogicalRules | None, mesh: AnyMesh | None
 ) -> Any:
-    """Semantics of flax.core.spmd.shard_value; nothing is corrected.
-
-    Raises:
-        ValueError: As `get_pspec`; there is no mesh; its axes have several types; or JAX refuses.
-        AssertionError: The mesh of `out_sharding` is not the given mesh or the context's.
-    """
+    """Semantics of flax.core.spmd.shard_value; nothing is corrected."""
     if not out_sharding:
         return value
     sharding = apply_rules(out_sharding, sharding_rules)

@@ -48,11 +48,7 @@ class LayoutMap(MutableMapping[str, Any]):
         return self._rules
 
     def specs(self, tree: Any) -> Any:
-        """Replace each leaf of a tree by the PartitionSpec of its path, whose keys "/" joins.
-
-        Raises:
-            ValueError: Several regexes match a leaf, or its layout is longer than its rank.
-        """
+        """Replace each leaf of a tree by the PartitionSpec of its path, whose keys "/" joins."""
         return self.rules.match(tree)
 
     def __getitem__(self, key: str) -> Any:
@@ -80,12 +76,11 @@ class LayoutMap(MutableMapping[str, Any]):
                 f"{key!r}: a layout is a tuple of axis names and None, a PartitionSpec or a "
                 f"TensorLayout, not {shown(layout)}"
             )
-        keys = getattr(self._device_mesh, "axis_names", None)
-        unknown = {axis for entry in entries_of(spec) for axis in entry_axes(entry)} - set(
-            keys or ()
-        )
-        if keys is not None and unknown:
-            raise ValueError(f"{key!r}: the mesh has no axes {sorted(unknown)}; it has {keys}")
+        axes = {axis for entry in entries_of(spec) for axis in entry_axes(entry)}
+        known = getattr(self._device_mesh, "axis_names", axes)
+        if not axes <= set(known):
+            absent = sorted(axes - set(known))
+            raise ValueError(f"{key!r}: the mesh has no axes {absent}; it has {known}")
         self._layouts[key] = layout
         self._rules = None
 

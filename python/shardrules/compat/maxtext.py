@@ -1,7 +1,16 @@
 """MaxText's ZeRO-1 for optimizer states, as a record for `Plan.for_optimizer` and as its function.
 
-MaxText's rules are `LogicalRules` in the dialect `sr.dialects.MAXTEXT`; rule files may be its YAML.
-`add_data_to_sharding` is that of `maxtext.utils.sharding` of 2026, and differs in nothing.
+`add_data_to_sharding` is that of `maxtext.utils.sharding` of 2026, and differs in its messages
+alone. MaxText's rules are `LogicalRules` in the dialect `MAXTEXT`; its YAML is a rule file.
+
+Example:
+    >>> import jax
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
+    >>> from shardrules import resolve_mesh
+    >>> leaf, mesh = jax.ShapeDtypeStruct((6, 8), "float32"), resolve_mesh({"data": 2, "fsdp": 4})
+    >>> zero1 = add_data_to_sharding(mesh, (), leaf, NamedSharding(mesh, P(None, "fsdp")))
+    >>> zero1.shard_shape(leaf.shape)
+    (3, 2)
 """
 
 from __future__ import annotations
@@ -22,30 +31,10 @@ ZERO1: Final = Zero1("data", dim="first", place="outer", not_with=("tensor",))
 
 
 def add_data_to_sharding(mesh: Mesh, path: Any, aval: Any, sharding: Any) -> NamedSharding:
-    """Add the mesh axis "data" to a sharding: ZeRO-1 for a leaf of an optimizer's state.
-
-    The first dimension gets it whose part on a device "data" divides, unless "tensor" cuts it.
-    Semantics of `maxtext.utils.sharding.add_data_to_sharding` of 2026. `Plan.for_optimizer` does so
-    with `zero1=ZERO1`; with `zero1="data"` it takes the dimension of which each device holds most.
-
-    Args:
-        mesh: The mesh, with an axis "data".
-        path: The leaf's path, of JAX's keys.
-        aval: The leaf; its `.shape` is read.
-        sharding: Its NamedSharding.
+    """Semantics of maxtext.utils.sharding.add_data_to_sharding: `aval` needs a shape alone.
 
     Raises:
         AssertionError: It is not a NamedSharding, or the leaf cannot be sharded so.
-
-    Example:
-        >>> import jax
-        >>> from jax.sharding import NamedSharding, PartitionSpec as P
-        >>> from shardrules import resolve_mesh
-        >>> mesh = resolve_mesh({"data": 2, "fsdp": 4})
-        >>> leaf = jax.ShapeDtypeStruct((6, 8), "float32")
-        >>> add_data_to_sharding(mesh, (), leaf, NamedSharding(mesh, P(None, "fsdp"))).shard_shape(
-        ...     leaf.shape)
-        (3, 2)
     """
     from jax import tree_util
     from jax.sharding import NamedSharding, PartitionSpec
