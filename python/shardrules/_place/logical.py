@@ -17,15 +17,14 @@ from shardrules._place.boxes import NodeForms
 from shardrules._place.constraint import with_sharding_constraint
 from shardrules._place.mesh import MeshLike, context_mesh, resolve_mesh
 from shardrules._place.name_shardings import check_mesh_axes
-from shardrules._rules.dialects import LINEN, LogicalDialect
+from shardrules._rules.dialects import LogicalDialect
 from shardrules._rules.logical_rules import (
-    LogicalRules,
     LogicalRulesLike,
-    PairsOfRules,
     get_logical_axis_rules,
+    resolver_in_force,
 )
 from shardrules._rules.names import is_name
-from shardrules._rules.resolver import UNASSIGNED, Resolver, resolver_for
+from shardrules._rules.resolver import UNASSIGNED
 
 _AS_FLAX = Correction(indivisible="keep", rank="keep", pad=False)
 
@@ -151,16 +150,3 @@ def is_logical_spec(node: Any) -> bool:
         or is_partition_spec(node)
         or (isinstance(node, tuple) and all(map(is_name, node)))
     )
-
-
-def resolver_in_force(
-    rules: LogicalRulesLike | None, dialect: LogicalDialect | None = None
-) -> Resolver:
-    """Compile rules, by default those of the context, for the names of arrays of any shape."""
-    check_type("dialect", dialect, LogicalDialect | None, "a LogicalDialect, such as FLAX_CORE")
-    in_force: Any = get_logical_axis_rules() if rules is None else rules
-    if isinstance(in_force, PairsOfRules):
-        in_force = in_force.rules
-    if isinstance(in_force, LogicalRules):
-        dialect, in_force = dialect or in_force.dialect, tuple(in_force)
-    return resolver_for(in_force, dialect or LINEN, {})

@@ -151,7 +151,7 @@ def resolver_of(
 LogicalRulesLike = Sequence[tuple[str, Any]] | LogicalRules
 
 
-class PairsOfRules(tuple[tuple[Any, Any], ...]):
+class _PairsOfRules(tuple[tuple[Any, Any], ...]):
     """The pairs of `LogicalRules` in force: flax's functions take only a tuple or list."""
 
     rules: LogicalRules
@@ -176,7 +176,7 @@ def set_logical_axis_rules(rules: LogicalRulesLike) -> None:
         >>> set_logical_axis_rules(())
     """
     if isinstance(rules, LogicalRules):
-        pairs = PairsOfRules(rules)
+        pairs = _PairsOfRules(rules)
         pairs.rules = rules
         rules = pairs
     else:
@@ -220,6 +220,19 @@ def logical_axis_rules(rules: LogicalRulesLike) -> Generator[None, None, None]:
         yield
     finally:
         _record().rules = outer
+
+
+def resolver_in_force(
+    rules: LogicalRulesLike | None, dialect: LogicalDialect | None = None
+) -> Resolver:
+    """Compile rules, by default those of the context, for the names of arrays of any shape."""
+    check_type("dialect", dialect, LogicalDialect | None, "a LogicalDialect, such as FLAX_CORE")
+    in_force: Any = get_logical_axis_rules() if rules is None else rules
+    if isinstance(in_force, _PairsOfRules):
+        in_force = in_force.rules
+    if isinstance(in_force, LogicalRules):
+        dialect, in_force = dialect or in_force.dialect, tuple(in_force)
+    return resolver_for(in_force, dialect or LINEN, {})
 
 
 def _check(rules: Any) -> None:

@@ -22,12 +22,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardrules._base.specs import is_partition_spec
 from shardrules._core import resolve_all
 from shardrules._place import logical
-from shardrules._place.logical import RulesFallback, is_logical_spec, resolver_in_force
+from shardrules._place.logical import RulesFallback, is_logical_spec
 from shardrules._place.name_shardings import check_mesh_axes
 from shardrules._rules.logical_rules import (
     LogicalRulesLike,
     get_logical_axis_rules,
     logical_axis_rules,
+    resolver_in_force,
     set_logical_axis_rules,
 )
 from shardrules.compat.flax_core_meta import Partitioned
@@ -78,27 +79,19 @@ def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | No
     """Replace each PartitionSpec of logical names in a tree by a NamedSharding.
 
     Semantics of flax.linen.logical_to_mesh_sharding, 0.12.
-
-    Example:
-        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
-        >>> tree = {"w": PartitionSpec("embed")}
-        >>> tuple(logical_to_mesh_sharding(tree, mesh, [("embed", "tp")])["w"].spec)
-        ('tp',)
     """
     resolver = resolver_in_force(rules)
+    known: dict[PartitionSpec, NamedSharding] = {}
 
-    @functools.cache
-    def sharding(spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(mesh, spec)
-
-    def make(names: Any, _: None) -> NamedSharding:
+    def sharding(names: Any, _: None) -> NamedSharding:
+        spec = resolver.spec(names)
         try:
-            return sharding(resolver.spec(names))
+            return known.setdefault(spec, NamedSharding(mesh, spec))
         except ValueError:
             check_mesh_axes(resolver.resolve(names), mesh)
             raise
 
-    return _map_specs(tree, make)
+    return _map_specs(tree, sharding)
 
 
 def _map_specs(tree: Any, make: Callable[[Any, None], Any]) -> Any:
@@ -132,12 +125,7 @@ def with_logical_constraint(
 
 
 class LogicallyPartitioned(Partitioned[Any]):  # noqa: PLW1641 a dataclass has __hash__
-    """A `Partitioned` whose names are logical. Semantics of flax.linen.LogicallyPartitioned, 0.12.
-
-    Example:
-        >>> LogicallyPartitioned(1, ("embed",)).get_partition_spec() == PartitionSpec("embed")
-        True
-    """
+    """A `Partitioned` of logical names. Semantics of flax.linen.LogicallyPartitioned, 0.12."""
 
     _in_flax = ("flax.linen.spmd", "LogicallyPartitioned")
 
@@ -180,11 +168,6 @@ def with_logical_partitioning(
     """Wrap a function so that its result is in a `LogicallyPartitioned`.
 
     Semantics of flax.linen.with_logical_partitioning, 0.12.
-
-    Example:
-        >>> init = with_logical_partitioning(jax.nn.initializers.ones, (None, "embed"))
-        >>> init(jax.random.key(0), (2, 4)).names
-        (None, 'embed')
     """
 
     @functools.wraps(fn)
