@@ -18,9 +18,9 @@ from typing import (
     Any,
     Final,
     Literal,
-    ParamSpec,
     TypeAlias,
     TypeVar,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -36,7 +36,6 @@ Tree = TypeVar("Tree")
 MOST: Final = 2**63 - 1
 """The largest number that the core and numpy's int64 hold."""
 
-_TEXTS: Final = ("strings", "patterns", "words")
 _ARRAYS: Final = (
     "a pytree of arrays, or of abstract ones as jax.eval_shape gives; shardrules.read_model reads "
     "those of a file"
@@ -52,11 +51,8 @@ _INSTEAD: Final = {
 }
 """By the full name of a class: what to give instead of one of its objects."""
 _KINDS: Final[dict[str, Kind]] = {
-    "Plan": "plan",
-    "Rules": "rules",
-    "LogicalRules": "rules",
-    "Compiled": "compiled",
-}
+    "Plan": "plan", "Rules": "rules", "LogicalRules": "rules", "Compiled": "compiled",
+}  # fmt: skip
 """What an object of a class of this name seems to be."""
 
 
@@ -146,7 +142,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
     """Return the items of an iterable, as a tuple. A string or a mapping is refused."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        is_item = isinstance(value, str) and what.startswith(_TEXTS)
+        is_item = isinstance(value, str) and what.startswith(("strings", "patterns", "words"))
         hint = f": write [{brief(value)}]" if is_item else ""
         raise TypeError(f"{name} is {shown(value)}; it must be a sequence of {what}{hint}")
     return tuple(value)
@@ -169,25 +165,21 @@ def checked_shape(name: str, value: Any) -> tuple[Any, ...]:
     return shape
 
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-_Function: TypeAlias = Callable[_Parameters, _Result]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def in_order(
-    *kinds: Kind,
-) -> Callable[[_Function[_Parameters, _Result]], _Function[_Parameters, _Result]]:
+def in_order(*kinds: Kind) -> Callable[[_Function], _Function]:
     """Make a call that fails say so if its arguments are swapped, or its tree is none.
 
     Args:
         kinds: What the function's first parameters are, in their order.
     """
 
-    def decorator(function: _Function[_Parameters, _Result]) -> _Function[_Parameters, _Result]:
+    def decorator(function: _Function) -> _Function:
         names = function.__code__.co_varnames[: len(kinds)]
 
         @functools.wraps(function)
-        def call(*arguments: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
+        def call(*arguments: Any, **named: Any) -> Any:
             try:
                 return function(*arguments, **named)
             except (TypeError, ValueError, re.error) as error:
@@ -198,7 +190,7 @@ def in_order(
                     check_arrays(name, given.get(name))
                 raise
 
-        return call
+        return cast(_Function, call)
 
     return decorator
 
@@ -231,7 +223,9 @@ def kind_of(argument: Any) -> Kind | Literal["specs", "other"]:
     """Return what an argument seems to be; "specs" may be rules or a tree."""
     if isinstance(argument, str | os.PathLike):
         return "path"
-    if hasattr(argument, "axis_names") or _are_axis_sizes(argument):
+    sizes = argument.items() if isinstance(argument, Mapping) else ()
+    is_sizes = bool(sizes) and all(isinstance(k, str) and type(v) is int for k, v in sizes)
+    if is_sizes or hasattr(argument, "axis_names"):
         return "mesh"
     if isinstance(argument, list | tuple) and argument:
         if all(type(size) is int for size in argument):
@@ -253,14 +247,6 @@ def _kind_of_tree(node: Any) -> Literal["specs", "tree", "other"]:
         return "specs"
     # A dict of strings may be rules, in vain.
     return "other" if isinstance(parent, dict) and isinstance(node, str | None) else "tree"
-
-
-def _are_axis_sizes(argument: Any) -> bool:
-    return (
-        isinstance(argument, Mapping)
-        and bool(argument)
-        and all(isinstance(name, str) and type(size) is int for name, size in argument.items())
-    )
 
 
 def _is_rule(item: Any) -> bool:
@@ -286,6 +272,8 @@ def check_arrays(name: str, tree: Any, needs_shape: bool = False) -> None:
     """
     from jax import tree_util
 
+    path_of = functools.partial(tree_util.keystr, simple=True, separator="/")
+
     def is_mistake(node: Any) -> bool:
         return isinstance(node, tuple) and _instead_of_class(type(node)) is not None
 
@@ -309,16 +297,13 @@ def check_arrays(name: str, tree: Any, needs_shape: bool = False) -> None:
         # An optimizer's functions say less than the optimizer.
         keys, leaf = next((each for each in others if _instead_of(each[1])), others[0])
         instead = _instead_of(leaf) or (_RETURNED if callable(leaf) and not keys else _ARRAYS)
-        path = _path_text(keys)
-        where = (
-            f" at {path}, and no array anywhere that JAX sees"
-            if keys
-            else ", which is no tree of arrays"
-        )
-        raise TypeError(f"{name} {'has' if keys else 'is'} {shown(leaf)}{where}; give {instead}")
+        if not keys:
+            raise TypeError(f"{name} is {shown(leaf)}, which is no tree of arrays; give {instead}")
+        where = f"at {path_of(keys)}, and no array anywhere that JAX sees"
+        raise TypeError(f"{name} has {shown(leaf)} {where}; give {instead}")
     if needs_shape and others:
         raise TypeError(
-            f"{name}: no leaf has a shape; the first is at {brief(_path_text(others[0][0]))}. "
+            f"{name}: no leaf has a shape; the first is at {brief(path_of(others[0][0]))}. "
             "Numbers are no arrays, a tuple of them is no shape of one, and JAX sees no leaves "
             f"inside of types that it does not know: give {_ARRAYS}"
         )
@@ -328,12 +313,6 @@ def check_arrays(name: str, tree: Any, needs_shape: bool = False) -> None:
 
 def _is_array(node: Any) -> bool:
     return hasattr(node, "shape") and not isinstance(node, type | ModuleType)
-
-
-def _path_text(keys: Any) -> str:
-    from jax.tree_util import keystr
-
-    return keystr(keys, simple=True, separator="/")
 
 
 def _instead_of(leaf: Any) -> str | None:
