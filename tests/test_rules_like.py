@@ -273,7 +273,6 @@ def test_pairs_in_an_iterator_are_pairs():
 
 
 def test_specs_that_look_like_pairs_are_specs():
-    """In old versions of JAX a PartitionSpec is a tuple."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
     tree = [TREE["wq"], TREE["wq"]]
     for specs in ([P("fsdp", "tp"), P()], (P("fsdp", "tp"), P("tp", None))):

@@ -16,9 +16,8 @@ class RecordLayout(enum.IntEnum):
     """How nodes of a record type are read and rebuilt; see csrc/pytree/record_type.hpp."""
 
     CALL = 0
-    FIELDS = 1
-    ATTRIBUTES = 2
-    VARIABLE = 3
+    ATTRIBUTES = 1
+    VARIABLE = 2
 
 @final
 class SpecTable(Answers):
