@@ -12,16 +12,12 @@ from shardrules._base.lazy import lazy
 # Matching needs neither planning nor files nor proofs. Type checkers and IDEs read the stub too.
 _get, _NAMES = lazy(__name__, __file__)
 _SUBMODULES = ("compat", "dialects", "renames", "types")
-_JAX_CAME_FIRST = "jax" in sys.modules
 __all__ = [name for name in _NAMES if name not in _SUBMODULES]
 __version__ = "0.3.0"
 
 
 def __getattr__(name: str) -> object:
-    value = _get(name)
-    if not _JAX_CAME_FIRST:
-        _leave_before_jax()
-    return value
+    return _get(name)
 
 
 def __dir__() -> list[str]:
@@ -34,15 +30,10 @@ def _leave() -> None:
         from shardrules._base.jax_names import is_coordinated
 
         if is_coordinated():
-            from shardrules._place import processes
+            from shardrules._place.processes import leave
 
-            processes.leave()
-
-
-def _leave_before_jax() -> None:
-    """Register `_leave` last, so that it runs before JAX's handler, which waits for all."""
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+            leave()
 
 
-_leave_before_jax()
+# Before JAX's handler, which waits for all: if JAX came later, the first joint call sees to that.
+atexit.register(_leave)

@@ -472,23 +472,24 @@ def test_donated_arrays_are_given_up(mesh):
     np.testing.assert_array_equal(same["w"], np.arange(64.0).reshape(8, 8))
 
 
+CUTS = (P("fsdp"), P(("fsdp", "tp")), P("tp", "fsdp"), P())
+SAME = {
+    "itself": lambda w, mesh: w,
+    "other object": lambda w, mesh: jax.device_put(w, NamedSharding(mesh, P("fsdp", None))),
+}
+
+
 class TestOneArrayUnderTwoPaths:
     """With donation the result had a deleted array: only its own result was asked for its memory."""
 
-    CUTS = (P("fsdp"), P(("fsdp", "tp")), P("tp", "fsdp"), P())
-    SECOND = {
-        "itself": lambda w, mesh: w,
-        "other object": lambda w, mesh: jax.device_put(w, NamedSharding(mesh, P("fsdp", None))),
-    }
-
     @pytest.mark.parametrize("function", [sr.shard, sr.reshard])
     @pytest.mark.parametrize("donate", [True, False])
-    @pytest.mark.parametrize("second", SECOND)
+    @pytest.mark.parametrize("second", SAME)
     def test_both_are_there(self, mesh, function, donate, second):
         values = np.arange(64.0, dtype="float32").reshape(8, 8)
-        for specs in itertools.product(self.CUTS, self.CUTS):
+        for specs in itertools.product(CUTS, CUTS):
             w = jax.device_put(values, NamedSharding(mesh, P("fsdp")))
-            tree = {"ema": w, "params": self.SECOND[second](w, mesh)}
+            tree = {"ema": w, "params": SAME[second](w, mesh)}
             rules = dict(zip(tree, specs, strict=True))
             placed = function(tree, rules, mesh, donate=donate)
             for path, spec in rules.items():

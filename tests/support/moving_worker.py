@@ -15,7 +15,6 @@ import shardrules as sr
 from shardrules._base.io import FileError
 from shardrules._checkpoint import reading, saving
 from shardrules._files import remote
-from tests.support import docs_pages
 from tests.support.process_worker import main, raised
 
 RULES = [
@@ -194,61 +193,47 @@ def meshes():
         "all": devices.reshape(-1, 4),
         "middle": devices[half - 1 : half + 2].reshape(1, 3),
         "one": devices[-1:].reshape(1, 1),
+        "like first": devices[half:].reshape(-1, 2),
     }
     return {name: Mesh(of, ("x", "y")) for name, of in placed.items()}
 
 
-MOVES = [
-    ("first", "last"),
-    ("middle", "all"),
-    ("middle", "first"),
-    ("all", "one"),
-    ("last", "turned"),
-]
-
-
 def cross():
-    """[from, to, the error or the paths that are wrong], then an array that each process has of its own."""
-    on, results = meshes(), []
-    arrays = checkpoint(FOLDER) | {
-        "zero": np.float32(-0.0),
-        "odd": np.arange(35, dtype="int8").reshape(5, 7),
-        "empty": np.zeros((0, 3), "bool"),
-        "half": np.arange(24, dtype="int32").reshape(4, 6).astype(jax.numpy.bfloat16),
+    """{case: the error of a move between processes}, and whether all arrays are as they were."""
+    on, devices, rows = meshes(), jax.devices(), checkpoint(FOLDER)["rows"]
+    keys = jax.random.split(jax.random.key(5), 8)
+    placed = {
+        name: sr.shard({"rows": rows, "keys": keys}, P("x"), on[name]) for name in ("first", "all")
     }
-    key = np.asarray(jax.random.key_data(jax.random.key(5)))
-    for before, after in MOVES:
-        tree = sr.shard(arrays | {"number": 2.5, "key": jax.random.key(5)}, rules(), on[before])
-        to = [("both", ("y", "x")), ("rows", (None, "x")), ("", ())]
-        moved = sr.reshard(tree, to, on[after], donate=after == "one")
-        there = set(on[after].devices.flat)
-        wrong = [name for name in moved if moved[name].sharding.device_set != there]
-        wrong += [] if moved.pop("number").weak_type else ["number"]
-        for shard in moved.pop("key").addressable_shards:
-            wrong += [] if np.array_equal(jax.random.key_data(shard.data), key) else ["key"]
-        wrong += [
-            name
-            for name, array in moved.items()
-            for shard in array.addressable_shards
-            if np.asarray(shard.data).tobytes() != arrays[name][shard.index].tobytes()
-        ]
-        results.append([before, after, wrong])
-    renamed = sr.reshard(
-        sr.shard({"rows": arrays["rows"]}, P("x"), on["first"]),
-        P("y"), on["last"], renames=[sr.Rename("rows", "r", "a b -> b a")],
-    )  # fmt: skip
-    results.append(["renamed", "", [] if is_right(renamed, {"r": arrays["rows"].T}) else ["r"]])
-    devices = jax.devices()
+    turned = Mesh(on["all"].devices[::-1], ("x", "y"))
     own = Mesh(np.array(devices[: len(devices) // jax.process_count()]).reshape(1, -1), ("x", "y"))
-    held = sr.shard({"rows": arrays["rows"]}, P("y"), own)
-    refused = raised(lambda: sr.reshard(held, P("x"), on["all"]))
+    held = sr.shard({"rows": rows}, P("y"), own)
+    half = Mesh(np.array(devices[: len(devices) // 2])[::-1].reshape(-1, 2), ("x", "y"))
+    other_cuts = {"rows": P(None, "x"), "keys": P()}
+    transposed = [sr.Rename("rows", "r", "a b -> b a")]
+    moves = {
+        "other cuts": lambda: sr.reshard(placed["first"], other_cuts, on["last"], donate=True),
+        "the same cuts": lambda: sr.shard(placed["first"]["rows"], P("x"), on["like first"]),
+        "more devices": lambda: sr.reshard(placed["first"], P("x"), on["all"], donate=True),
+        "one device": lambda: sr.shard(placed["all"], P(), on["one"], donate=True),
+        "renamed": lambda: sr.reshard(placed["first"], P("y"), on["last"], renames=transposed),
+        "keys": lambda: sr.shard(placed["all"]["keys"], P("x"), turned),
+        "held by one": lambda: sr.reshard(held, P("x"), on["all"]),
+        "order": lambda: sr.shard(placed["first"]["rows"], P("x"), half),
+    }
+    errors = {case: raised(move) for case, move in moves.items()}
+    as_they_were = is_right({"rows": placed["first"]["rows"]}, {"rows": rows})
+    again = sr.shard(placed["all"]["keys"], P("y"), on["all"])
+    key_data = np.asarray(jax.random.key_data(keys))
+    for shard in again.addressable_shards:
+        as_they_were &= np.array_equal(jax.random.key_data(shard.data), key_data[shard.index])
     is_alone = True
     mine = Mesh(np.array(jax.local_devices()).reshape(1, -1), ("x", "y"))
-    whole = sr.shard({"rows": arrays["rows"]}, P(), on["all"])
+    whole = sr.shard({"rows": rows}, P(), on["all"])
     for call in (sr.reshard, sr.shard)[: jax.process_index() + 1]:  # no process waits for another
         alone = call(whole, P("y"), mine)["rows"]
-        is_alone &= np.array_equal(np.asarray(alone), arrays["rows"])
-    return {"results": results, "refused": refused, "alone": bool(is_alone)}
+        is_alone &= np.array_equal(np.asarray(alone), rows)
+    return {"errors": errors, "kept": bool(as_they_were), "alone": bool(is_alone)}
 
 
 def once():
@@ -286,13 +271,6 @@ def large():
     rng = np.random.default_rng(4)
     shapes = {"whole": (512, 1024), "cut": (64, 8192), "small": (64, 64)}
     return {name: rng.normal(size=shape).astype("float32") for name, shape in shapes.items()}
-
-
-def page():
-    """Run the page of trainers and samplers."""
-    os.chdir(FOLDER)
-    missing, _ = docs_pages.run("docs/guides/trainer-to-sampler.md", FOLDER)
-    return {"missing": missing}
 
 
 def interrupted(*_):
@@ -343,7 +321,6 @@ if __name__ == "__main__":
             "move": move,
             "fail": fail,
             "cross": cross,
-            "page": page,
             "once": once,
             "save": save,
         }

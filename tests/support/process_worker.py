@@ -293,7 +293,6 @@ def has_own_parts(placed):
 def disagree():
     """[odd process, case, the error, whether the next call is right]; each process odd in turn."""
     mesh, me = make_mesh(), jax.process_index()
-    coordination._CHUNK = 50  # bytes: rows come in many
 
     def place():
         return sr.shard(TREE, RULES_OF_TREE, mesh)["a"]

@@ -21,8 +21,8 @@ from shardrules._checkpoint.ranges import in_batches
 from shardrules._checkpoint.reading import Progress, Reader, reported
 from shardrules._files.models import Arrays
 from shardrules._files.orbax import SEPARATOR, is_item
+from shardrules._place.agreement import Row
 from shardrules._place.align import key_text
-from shardrules._place.processes import Row
 
 # Of one array some bytes each.
 _MOST_SAMPLES: Final = 512

@@ -22,10 +22,11 @@ from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched
 from shardrules._files.leaves import ArraySpecs
 from shardrules._files.models import Arrays, read_arrays
+from shardrules._place.agreement import rows_of
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
-from shardrules._place.processes import JointCall, rows_of
+from shardrules._place.processes import JointCall
 from shardrules._plan.plan import Plan
 
 
@@ -146,8 +147,7 @@ def load(
         call.agree(
             lambda: [
                 *checkpoint_format.samples(arrays),
-                ("the options", selection.options),
-                *rows_of(abstract, dict(enumerate(shardings))),
+                *rows_of(abstract, shardings, selection.options),
             ]
         )
     with JointCall("load", "while it was reading") as call:

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from shardrules._base.dtypes import is_inexact
 from shardrules._checkpoint.boxes import Box, box_of
 from shardrules._checkpoint.job import Job
-from shardrules._place.crossing import array_of_shards
 
 _TOGETHER: Final = 32
 """So many arrays go to the devices as one: to compile more takes longer than it saves."""
@@ -71,7 +70,7 @@ def whole_arrays(
 def _array_of_buffers(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> Any:
     shape = job.target.shape
     if not job.sharding.addressable_devices:
-        return array_of_shards(shape, job.sharding, [], job.dtype)
+        return _of_shards(job, [])
     return jax.make_array_from_callback(
         shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
     )
@@ -90,4 +89,10 @@ def parts_on_devices(job: Job, buffers: Mapping[Box, npt.NDArray[Any]]) -> dict[
 def assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
     order = job.sharding.addressable_devices_indices_map(job.target.shape)
     shards = [parts[device] for device in order]
-    return array_of_shards(job.target.shape, job.sharding, shards, job.dtype)
+    return _of_shards(job, shards)
+
+
+def _of_shards(job: Job, shards: list[Any]) -> Any:
+    return jax.make_array_from_single_device_arrays(
+        job.target.shape, job.sharding, shards, dtype=job.dtype
+    )

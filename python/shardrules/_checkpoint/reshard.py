@@ -32,13 +32,14 @@ from shardrules._checkpoint.renames import A_RENAME, Rename, texts_of
 from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._files.leaves import ArraySpec
+from shardrules._place.agreement import rows_of
 from shardrules._place.align import align, check_distinct, leaf_paths, rows_and_paths
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
-from shardrules._place.processes import JointCall, rows_of
-from shardrules._place.shard import converted, of_placeable
+from shardrules._place.processes import JointCall
+from shardrules._place.shard import converted, placeable
 from shardrules._place.spec_trees import leaf_path
 from shardrules._place.transfers import Donated, check_reachable, put, stays_within
 from shardrules._plan.plan import Plan
@@ -157,8 +158,9 @@ def reshard(
         if call.joint:
             for i, move in moves_by_leaf.items():
                 for source in move.sources:
-                    check_reachable(partial(leaf_path, abstract, i), sources[source], move.sharding)
-        call.agree(lambda: [("the options", options), *rows_of(abstract, shardings)])
+                    path = leaf_path(abstract, i)
+                    check_reachable(path, sources[source], move.sharding, move.shape)
+        call.agree(lambda: rows_of(abstract, shardings, options))
     uses_left = Counter(source for move in moves_by_leaf.values() for source in move.sources)
     donated = Donated(sources if gives_up else ())
     batches = list(in_batches(moves_by_leaf, most, lambda i: moves_by_leaf[i].bytes))
@@ -258,7 +260,7 @@ def _as_they_are(
             (i,),
             partial(converted, leaves[i], of_leaf[i]),
         )
-        for i, sharding in enumerate(of_placeable(tree, leaves, shardings))
+        for i, sharding in enumerate(placeable(tree, leaves, shardings))
         if sharding is not None
     }
 

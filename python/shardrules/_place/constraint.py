@@ -18,13 +18,14 @@ from shardrules._base.correction import Correction
 from shardrules._base.jax_names import trace_state_check
 from shardrules._base.rule_specs import Fsdp, RuleSpec
 from shardrules._base.specs import entries_of, is_unconstrained
+from shardrules._place.agreement import rows_of
 from shardrules._place.decider import Decider, RulesLike
 from shardrules._place.memory import moved_inside_jit
 from shardrules._place.mesh import MeshLike, contexts, has_devices
-from shardrules._place.named_shardings import requested_shardings
+from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.operations import Function, Operation, applied, one_call, operations_for
-from shardrules._place.shard import agreed_shardings
-from shardrules._place.transfers import put
+from shardrules._place.processes import JointCall
+from shardrules._place.transfers import put, stays_within
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 
@@ -179,9 +180,11 @@ def with_sharding_constraint(
     if is_tracing([]):
         traced: Tree = constrain_traced(tree, rules, mesh, correction)
         return traced
-    leaves, treedef, shardings = agreed_shardings(
-        "with_sharding_constraint", tree, rules, mesh, correction=correction
-    )
+    with JointCall("with_sharding_constraint") as call:
+        if call.joint and stays_within(tree, only_process(rules, mesh)):
+            call.alone()
+        leaves, treedef, shardings = requested_shardings(tree, rules, mesh, correction=correction)
+        call.agree(lambda: rows_of(tree, shardings))
     placed = (
         applied(leaves, operations_for(leaves, shardings))
         if is_tracing(leaves)

@@ -1,7 +1,12 @@
-"""Collective calls: all processes agree on a call by their rows, or all get an error."""
+"""Joint calls: all processes agree on a call by their rows, or all get an error.
+
+Each process writes a digest of its rows to the store of JAX's coordination service. Process 0 reads
+all and writes the verdict, for which the others wait. Who fails, or ends, writes it first.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -9,27 +14,27 @@ import logging
 import os
 import threading
 import time
-import zlib
-from collections.abc import Callable, Mapping
-from itertools import zip_longest
-from os.path import commonprefix
+from collections.abc import Callable
 from traceback import format_exception_only
 from types import TracebackType
 from typing import Any, Final
 
 import jax
-from jax import tree_util
-from jax.sharding import NamedSharding, Sharding
 
 import shardrules
 from shardrules._base.jax_names import coordination_state
-from shardrules._base.specs import entries_of, tags_shown
-from shardrules._base.text import brief, mesh_shown
-from shardrules._place.memory import memory_apart
-from shardrules._place.mesh import AnyMesh, axes_of_type
+from shardrules._base.text import brief
+from shardrules._place.agreement import (
+    Row,
+    difference_shown,
+    digest,
+    first_difference,
+    marks_of,
+    row_at,
+)
 
-# 1 is the version of the protocol.
-_ROOT: Final = "shardrules/1"
+# 2 is the version of the protocol.
+_ROOT: Final = "shardrules/2"
 _LIMIT: Final = "SHARDRULES_WAIT_SECONDS"
 # JAX waits 300 s for a cluster to start; reading a part of a checkpoint may take longer.
 _LIMIT_SECONDS: Final = 600.0
@@ -38,17 +43,9 @@ _QUIET_SECONDS: Final = 10.0
 _SLICE_SECONDS: Final = 1.0
 # For processes that have answered in this round.
 _ANSWER_SECONDS: Final = 60.0
-# A gRPC message has at most 4 MiB.
-_CHUNK: Final = 1 << 20
-_TOLD: Final = 300
+_MAX_ERROR_CHARS: Final = 300
 # The row of a process that has written the verdict itself.
 _FAILED: Final = "failed"
-
-Row = tuple[str, str]
-"""(path, dtype, shape and shardings as text)"""
-DEVICES: Final = "the order of the mesh's devices"
-"""In the place of a path, the last row of a call."""
-_SHOWN: Final = 200
 
 _logger: Final = logging.getLogger("shardrules")
 _lock: Final = threading.Lock()
@@ -76,20 +73,20 @@ class JointCall:
     def __enter__(self) -> JointCall:
         self.joint = jax.process_count() > 1
         if self.joint:
-            shardrules._leave_before_jax()
+            _leave_before_jax()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is not None and self.joint:
-            fail(self._name, error, self._when)
+            # The process raises its own error, whatever happens here.
+            with contextlib.suppress(RuntimeError), _lock:
+                _Round(self._name).fail(error, self._when)
 
     def alone(self) -> None:
-        """End the joint call, which uses only this process's devices. Leaves a note for others."""
-        if self.joint:
-            self.joint = False
-            note(f"{self._name} on devices of its own")
+        """End the joint call, which uses only this process's devices."""
+        self.joint = False
 
     def agree(self, rows: Callable[[], list[Row]]) -> None:
         """Wait until all processes have the same rows.
@@ -100,42 +97,28 @@ class JointCall:
             ValueError: The environment's time limit is not a number above 0.
         """
         if self.joint:
-            own_rows, limit = rows(), wait_limit()
+            own_rows, limit = rows(), _wait_limit()
             self.joint = False
-            settle(self._name, own_rows, limit)
-
-
-def settle(name: str, rows: list[Row], limit: float) -> None:
-    """Return when all processes have these rows, for the call of this name; see `JointCall`."""
-    with _lock:
-        _next_round(name).settle(rows, limit)
-
-
-def fail(name: str, error: BaseException, when: str) -> None:
-    """Tell the other processes that this process has failed in its call, and when."""
-    # The process raises its own error, whatever happens here.
-    with contextlib.suppress(RuntimeError), _lock:
-        _next_round(name).fail(error, when)
-
-
-def note(text: str) -> None:
-    """Tell waiting processes which call this process made last, without them."""
-    with contextlib.suppress(RuntimeError):
-        _current_job().note(text)
+            with _lock:
+                _Round(self._name).agree(own_rows, limit)
 
 
 def leave() -> None:
     """Tell the others that this process has ended. Creates no backend, which needs all of them."""
     state = coordination_state()
-    if state is None:
-        return
-    with contextlib.suppress(RuntimeError):
-        job = _current_job()
-        job.number += 1
-        _Round(job, "exit").decide({"error": f"process {state.process_id} has ended"})
+    if state is not None:
+        with contextlib.suppress(RuntimeError):
+            _Round("exit").decide({"error": f"process {state.process_id} has ended"})
 
 
-def wait_limit() -> float:
+@functools.cache
+def _leave_before_jax() -> None:
+    """Register `leave` once more, so that it runs before JAX's handler, which waits for all."""
+    atexit.unregister(shardrules._leave)
+    atexit.register(shardrules._leave)
+
+
+def _wait_limit() -> float:
     """Return seconds to wait for the other processes."""
     text = os.environ.get(_LIMIT, "")
     try:
@@ -148,133 +131,116 @@ def wait_limit() -> float:
 
 
 class _Job:
-    """Process in its job, and the number of its last joint call."""
+    """This process's client of the store, and the numbers of joint calls: the last, the oldest."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
         self.number = 0
         self.oldest = 1
-        self._noted: str | None = None
 
-    @functools.cached_property
-    def me(self) -> int:
-        return jax.process_index()
 
-    @functools.cached_property
-    def count(self) -> int:
-        return jax.process_count()  # type: ignore[no-any-return]
-
-    def note(self, text: str) -> None:
-        noted = f"{self.number} {text}"
-        if noted != self._noted:
-            self.client.key_value_set(f"{_ROOT}/note/{self.me}", noted, allow_overwrite=True)
-            self._noted = noted
-
-    def notes(self) -> dict[int, str]:
-        """Return by process the calls that others have made alone since the last joint call."""
-        notes = {}
-        for key, noted in self.client.key_value_dir_get(f"{_ROOT}/note"):
-            number, text = noted.split(" ", 1)
-            if int(number) == self.number - 1:
-                notes[_last_number(key)] = text
-        return notes
+# In all processes numbers start again with each jax.distributed.initialize.
+_job_of: Final = functools.lru_cache(maxsize=1)(_Job)
 
 
 class _Round:
-    """Data of one joint call in the store: a row for each process, and the verdict."""
+    """Data of the next joint call in the store: a row for each process, and the verdict."""
 
-    def __init__(self, job: _Job, name: str) -> None:
-        self._job, self._name = job, name
-        self._at = f"{_ROOT}/{job.number}"
+    def __init__(self, name: str) -> None:
+        state = coordination_state()
+        if state is None:
+            raise RuntimeError(
+                "several processes agree by JAX's coordination service, and there is none: call "
+                "jax.distributed.initialize() in each of them before anything else"
+            )
+        self._name, self._job = name, _job_of(state.client)
+        self._job.number += 1
+        self._at = f"{_ROOT}/{self._job.number}"
 
     def fail(self, error: BaseException, when: str) -> None:
         """Write a verdict of failure, without waiting."""
-        why = f"failed {when}: {_first_line(error)}"
-        verdict = {"error": f"process {self._job.me} {why}"}
+        me = jax.process_index()
+        verdict = {"error": f"process {me} failed {when}: {_first_line(error)}"}
         # Either may exist: others may have given up, or this process may be interrupted.
-        for key, value in (("verdict", verdict), (f"row/{self._job.me}", _FAILED)):
+        for key, value in (("verdict", verdict), (f"row/{me}", _FAILED)):
             with contextlib.suppress(RuntimeError):
                 self._set(key, value)
 
-    def settle(self, rows: list[Row], limit: float) -> None:
-        me = self._job.me
+    def agree(self, rows: list[Row], limit: float) -> None:
+        """Return when all processes have these rows; see `JointCall`."""
         try:
-            self._set(f"row/{me}", [self._name, digest(rows)])
+            self._set(f"row/{jax.process_index()}", [self._name, digest(rows)])
             verdict = self._verdict(limit)
             error = verdict.get("error")
-            if "compare" in verdict:
-                error = self._difference(rows, verdict["compare"])
+            if "differ" in verdict:
+                error = self._difference(rows, verdict["differ"])
         except BaseException as interruption:
             self.fail(interruption, "while it waited for the others")
             raise
         if error:
-            raise RuntimeError(f"{self._name}: {error}; this is process {me}")
+            raise RuntimeError(f"{self._name}: {error}; this is process {jax.process_index()}")
 
     def _verdict(self, limit: float) -> dict[str, Any]:
-        start, quiet = time.monotonic(), _QUIET_SECONDS
-        while (verdict := self._news()) is None:
+        start, is_quiet = time.monotonic(), True
+        while (verdict := self._poll()) is None:
             waited = time.monotonic() - start
             if waited > limit:
-                return self.decide({"error": self._given_up(waited)})
-            if waited > quiet:
-                quiet *= 2
-                _logger.warning(
-                    "%s: process %d waits %s", self._name, self._job.me, self._for_whom(waited)
+                return self.decide(
+                    {
+                        "error": f"given up after waiting {self._missing(waited)}; a process that "
+                        f"needs longer to come here gets it with {_LIMIT}, in all processes"
+                    }
                 )
+            if is_quiet and waited > _QUIET_SECONDS:
+                is_quiet = False
+                me = jax.process_index()
+                _logger.warning("%s: process %d waits %s", self._name, me, self._missing(waited))
         return verdict
 
-    def _news(self) -> dict[str, Any] | None:
-        """Return the verdict, if there is one within a second."""
-        if self._job.me != 0:
+    def _poll(self) -> dict[str, Any] | None:
+        """Return the verdict, if there is one within a second. Process 0 makes it."""
+        if jax.process_index() != 0:
             return self._found("verdict", _SLICE_SECONDS)  # type: ignore[no-any-return]
         rows = self._rows()
         if _FAILED in rows.values():
             return self._found("verdict")  # type: ignore[no-any-return]
-        missing = [i for i in range(self._job.count) if i not in rows]
+        missing = [i for i in range(jax.process_count()) if i not in rows]
         if not missing:
-            verdict = self.decide(_judged(rows))
-            self._forget()
+            verdict = self.decide(_verdict_of(rows))
+            # All processes are here, so none reads earlier calls any more.
+            for number in range(self._job.oldest, self._job.number):
+                self._job.client.key_value_delete(f"{_ROOT}/{number}")
+            self._job.oldest = self._job.number
             return verdict
         if self._found(f"row/{missing[0]}", _SLICE_SECONDS) is None:
             return self._found("verdict")  # type: ignore[no-any-return]
         return None
 
-    def _forget(self) -> None:
-        """Delete earlier calls: all processes are here, so none reads them any more."""
-        job = self._job
-        for number in range(job.oldest, job.number):
-            job.client.key_value_delete(f"{_ROOT}/{number}")
-        job.oldest = job.number
-
     def _difference(self, rows: list[Row], others: list[int]) -> str:
         """Return the first difference between process 0 and the first of the others."""
-        me, peer = self._job.me, others[0]
-        if me == peer:
-            self._set_rows(rows)
+        me, peer = jax.process_index(), others[0]
         if me == 0:
+            self._set("marks", marks_of(rows))
+        if me == peer and (marks := self._found("marks", _ANSWER_SECONDS)):
+            index = first_difference(marks, marks_of(rows))
+            self._set("answer", [index, row_at(rows, index)])
+        if me == 0 and (answer := self._found("answer", _ANSWER_SECONDS)):
+            index, theirs = answer
             names = ("process 0", f"process {peer}")
-            theirs = self._rows_there()
-            first = first_difference(rows, theirs, names) if theirs else "(no answer)"
-            self._set("difference", first)
-        first = self._found("difference", _ANSWER_SECONDS) or "(no answer)"
+            self._set("first", difference_shown(index, row_at(rows, index), theirs, names))
+        first = self._found("first", _ANSWER_SECONDS) or "(no answer)"
         return (
             f"not the same in process 0 and {_processes(others)}\n  {first}\n"
             "  All processes need the same code, rules, mesh, model configuration and settings of "
             "JAX, such as jax_enable_x64"
         )
 
-    def _given_up(self, waited: float) -> str:
-        return (
-            f"given up after waiting {self._for_whom(waited)}; a process that needs longer to "
-            f"come here gets it with {_LIMIT}, in all processes"
-        )
-
-    def _for_whom(self, waited: float) -> str:
-        there, notes = self._rows(), self._job.notes()
+    def _missing(self, waited: float) -> str:
+        """Return for how long, and for which processes, this one has waited."""
+        there = self._rows()
         # If all rows are there, the verdict of process 0 is missing.
-        missing = [i for i in range(self._job.count) if i not in there] or [0]
-        alone = "".join(f"; process {i} last called {notes[i]}" for i in missing if i in notes)
-        return f"{waited:.0f} s for {_processes(missing)}{alone}"
+        missing = [i for i in range(jax.process_count()) if i not in there] or [0]
+        return f"{waited:.0f} s for {_processes(missing)}"
 
     def decide(self, verdict: dict[str, Any]) -> dict[str, Any]:
         """Write the verdict, unless there is one already; returns the one that counts."""
@@ -290,22 +256,7 @@ class _Round:
     def _rows(self) -> dict[int, Any]:
         """Return the rows so far, by process."""
         there = self._job.client.key_value_dir_get(f"{self._at}/row")
-        return dict(sorted((_last_number(key), json.loads(row)) for key, row in there))
-
-    def _set_rows(self, rows: list[Row]) -> None:
-        packed = zlib.compress(json.dumps(rows).encode())
-        chunks = [packed[i : i + _CHUNK] for i in range(0, len(packed), _CHUNK)]
-        for i, chunk in enumerate(chunks):
-            self._job.client.key_value_set_bytes(f"{self._at}/rows/{i}", chunk)
-        self._set("rows", len(chunks))
-
-    def _rows_there(self) -> list[Row] | None:
-        count = self._found("rows", _ANSWER_SECONDS)
-        if count is None:
-            return None
-        get = self._job.client.key_value_try_get_bytes
-        chunks = (get(f"{self._at}/rows/{i}") for i in range(count))
-        return [(path, text) for path, text in json.loads(zlib.decompress(b"".join(chunks)))]
+        return dict(sorted((int(key.rsplit("/", 1)[1]), json.loads(row)) for key, row in there))
 
     def _set(self, key: str, value: Any) -> None:
         self._job.client.key_value_set(f"{self._at}/{key}", json.dumps(value))
@@ -323,27 +274,7 @@ class _Round:
             return None
 
 
-def _current_job() -> _Job:
-    state = coordination_state()
-    if state is None:
-        raise RuntimeError(
-            "several processes agree by JAX's coordination service, and there is none: call "
-            "jax.distributed.initialize() in each of them before anything else"
-        )
-    return _job_of(state.client)
-
-
-# In all processes numbers start again with each jax.distributed.initialize.
-_job_of: Final = functools.lru_cache(maxsize=1)(_Job)
-
-
-def _next_round(name: str) -> _Round:
-    job = _current_job()
-    job.number += 1
-    return _Round(job, name)
-
-
-def _judged(rows: dict[int, Any]) -> dict[str, Any]:
+def _verdict_of(rows: dict[int, Any]) -> dict[str, Any]:
     """Return the verdict on the rows of all processes."""
     name, mine = rows[0]
     others = [i for i, row in rows.items() if row[0] != name]
@@ -351,153 +282,14 @@ def _judged(rows: dict[int, Any]) -> dict[str, Any]:
         calls = f"process 0 calls {name}, and {_processes(others)} {rows[others[0]][0]}"
         return {"error": f"processes make different calls: {calls}"}
     others = [i for i, row in rows.items() if row[1] != mine]
-    return {"compare": others} if others else {"agreed": True}
+    return {"differ": others} if others else {"agreed": True}
 
 
 def _first_line(error: BaseException) -> str:
     text = "".join(format_exception_only(error)).strip().splitlines()[0]
-    return text if len(text) <= _TOLD else f"{text[:_TOLD]}..."
+    return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}..."
 
 
 def _processes(indices: list[int]) -> str:
     first = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
     return f"process{'es' if len(indices) > 1 else ''} {first}"
-
-
-def _last_number(key: str) -> int:
-    return int(key.rsplit("/", 1)[1])
-
-
-def rows_of(tree: Any, shardings: Mapping[int, NamedSharding | None]) -> list[Row]:
-    """Return a row for each of these leaves, and one for the devices of all meshes."""
-    texts, paths = _Texts(), tree_util.tree_flatten_with_path(tree)[0]
-    rows = [
-        (tree_util.keystr(paths[index][0]) or "(the tree)", texts.leaf(paths[index][1], to))
-        for index, to in shardings.items()
-    ]
-    return [*rows, (DEVICES, texts.devices())]
-
-
-def digest(rows: list[Row]) -> str:
-    """Return 64 hex digits that differ if any row differs."""
-    import hashlib
-
-    return hashlib.sha256(repr(rows).encode()).hexdigest()
-
-
-def first_difference(rows: list[Row], other_rows: list[Row], names: tuple[str, str]) -> str:
-    """Return the first row that differs between two processes, with the text of each process."""
-    *leaves, devices = rows
-    *other_leaves, other_devices = other_rows
-    pairs = [*zip_longest(leaves, other_leaves), (devices, other_devices)]
-    place, (a, b) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    if a and b and a[0] == b[0]:
-        where, texts = a[0], (a[1], b[1])
-    else:
-        where = f"leaf {place} of the tree"
-        ends = "no such leaf"
-        texts = (" ".join(a) if a else ends, " ".join(b) if b else ends)
-    same = len(commonprefix(texts))  # noqa: RUF071 these are no paths of files
-    start = max(0, same - _SHOWN // 2) if max(map(len, texts)) > _SHOWN else 0
-    texts_of = [
-        f"{name} has {_text_from(text, start)}" for name, text in zip(names, texts, strict=True)
-    ]
-    return f"{where}: {', and '.join(texts_of)}"
-
-
-def is_spread(leaf: Any) -> bool:
-    """Return whether other processes hold parts of this array."""
-    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-
-
-def crosses(leaf: Any, sharding: NamedSharding) -> bool:
-    """Return whether an array goes to other devices by collectives of all processes."""
-    if not isinstance(leaf, jax.Array):
-        return False
-    if leaf.sharding.device_set == sharding.device_set:
-        return False
-    return is_held_elsewhere(leaf, holders_of(leaf.sharding), holders_of(sharding))
-
-
-def is_held_elsewhere(leaf: Any, holders: frozenset[int], takers: frozenset[int]) -> bool:
-    """Return whether these processes need parts of an array that only others hold.
-
-    One process that holds all of it says so if it is committed to that and none of the takers; the
-    others, which hold nothing of it, agree with it on that.
-    """
-    if not is_spread(leaf):
-        return bool(getattr(leaf, "committed", False)) and takers.isdisjoint(holders)
-    if leaf.is_fully_replicated:
-        return not takers <= holders
-    return len(holders) > 1 or takers != holders
-
-
-@functools.lru_cache(maxsize=4096)
-def holders_of(sharding: Sharding) -> frozenset[int]:
-    """Return the processes of its devices."""
-    devices: set[Any] = sharding.device_set
-    return frozenset(device.process_index for device in devices)
-
-
-def canonical_dtype(leaf: Any) -> Any:
-    """Return the dtype of a numpy array or a number on devices, which depends on jax_enable_x64."""
-    import numpy as np
-
-    return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
-
-
-class _Texts:
-    """Texts of leaves and shardings. The text of each distinct sharding is made once."""
-
-    def __init__(self) -> None:
-        # Holds the sharding too, so that no other object gets its id.
-        self._texts: dict[int, tuple[Sharding, str]] = {}
-        self._meshes: dict[AnyMesh, int] = {}
-
-    def leaf(self, leaf: Any, to: NamedSharding | None) -> str:
-        dtype = getattr(leaf, "dtype", type(leaf).__name__)
-        if to is not None and not isinstance(leaf, jax.Array):
-            dtype = canonical_dtype(leaf)
-        text = f"{_name(dtype)}{list(getattr(leaf, 'shape', ()))}"
-        if to is not None and getattr(leaf, "weak_type", type(leaf) in (int, float, complex)):
-            text += " weakly typed"
-        if is_spread(leaf) or (to is not None and crosses(leaf, to)):
-            text += f" {'deleted' if leaf.is_deleted() else 'spread'} as {self._of(leaf.sharding)}"
-        return f"{text}, which stays" if to is None else f"{text} for {self._of(to)}"
-
-    def devices(self) -> str:
-        """Return the ids of the devices of all meshes, in order."""
-        meshes = [getattr(mesh, "devices", None) for mesh in self._meshes]
-        return "; ".join(
-            " ".join(str(device.id) for device in devices.flat)
-            for devices in meshes
-            if devices is not None
-        )
-
-    def _of(self, sharding: Sharding) -> str:
-        entry = self._texts.get(id(sharding))
-        if entry is None:
-            entry = self._texts[id(sharding)] = (sharding, self._made(sharding))
-        return entry[1]
-
-    def _made(self, sharding: Any) -> str:
-        if not isinstance(sharding, NamedSharding):
-            return str(sharding)
-        mesh = sharding.mesh
-        number = self._meshes.setdefault(mesh, len(self._meshes))
-        kinds = {kind: axes_of_type(mesh, kind) for kind in ("Explicit", "Manual")}
-        types = [f"{kind}={','.join(sorted(axes))}" for kind, axes in kinds.items() if axes]
-        which = [f"(mesh {number})"] if number else []
-        tags = tags_shown(sharding.spec)
-        if memory := memory_apart(sharding):
-            tags.append(f"memory={memory}")
-        spec = " ".join([f"P{entries_of(sharding.spec)!r}", *tags])
-        return " ".join([f"{spec} on {mesh_shown(mesh.shape)}", *types, *which])
-
-
-_name = functools.lru_cache(maxsize=256)(str)  # numpy takes 10 microseconds to name a dtype
-
-
-def _text_from(text: str, start: int) -> str:
-    before, after = "..." if start else "", "..." if len(text) > start + _SHOWN else ""
-    return f"{before}{text[start : start + _SHOWN]}{after}"

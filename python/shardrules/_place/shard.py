@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from typing import Any, Final, Literal
@@ -19,15 +19,15 @@ from shardrules._base.correction import Correction
 from shardrules._base.dtypes import given_float, is_plain_float
 from shardrules._base.specs import entries_of, entry_axes, is_partition_spec
 from shardrules._base.text import counted, mesh_shown, shown
+from shardrules._place.agreement import rows_of
 from shardrules._place.boxes import is_flax_struct, variable_types
 from shardrules._place.decider import RulesLike, check_decided
 from shardrules._place.mesh import MeshLike, check_placeable, resolve_mesh
 from shardrules._place.named_shardings import only_process, requested_shardings
-from shardrules._place.processes import JointCall, Row, rows_of
+from shardrules._place.processes import JointCall
 from shardrules._place.spec_trees import broadcast_specs, leaf_path
 from shardrules._place.transfers import (
     Donated,
-    check_reachable,
     distinct,
     of_each_type,
     put,
@@ -91,15 +91,16 @@ def shard(
         >>> tuple(placed["w"].sharding.spec)
         ('tp', None)
     """
-    leaves, treedef, targets = agreed_shardings(
-        "shard",
-        tree,
-        rules,
-        mesh,
-        correction=correction,
-        select=partial(of_placeable, scalars=scalars),
-        options=lambda: _checked_options(donate, dtype, scalars),
-    )
+    with JointCall("shard") as call:
+        check_choice("scalars", scalars, ("place", "keep", None))
+        gives_up = boolean("donate", donate)
+        name = None if dtype is None else given_float("dtype", dtype)
+        if call.joint and stays_within(tree, only_process(rules, mesh)):
+            call.alone()
+        leaves, treedef, decided = requested_shardings(tree, rules, mesh, correction=correction)
+        targets = placeable(tree, leaves, decided, scalars)
+        options = f"donate={gives_up}, dtype={name}" if gives_up or name else ""
+        call.agree(lambda: rows_of(tree, targets, options))
     placed_at = [i for i, sharding in enumerate(targets) if sharding is not None]
     shardings: list[Any] = [targets[i] for i in placed_at]
     ready = [leaves[i] if dtype is None else converted(leaves[i], dtype) for i in placed_at]
@@ -112,15 +113,6 @@ def shard(
         donated.give_up(given)
     result: Tree = treedef.unflatten(placed)
     return result
-
-
-def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
-    check_choice("scalars", scalars, ("place", "keep", None))
-    gives_up = boolean("donate", donate)
-    if dtype is None and not gives_up:
-        return []
-    name = None if dtype is None else given_float("dtype", dtype)
-    return [("the options", f"donate={gives_up}, dtype={name}")]
 
 
 def converted(leaf: Any, dtype: Any) -> Any:
@@ -180,7 +172,7 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
             jax.ShapeDtypeStruct(shape, leaf.dtype)
             for leaf, (_, shape) in zip(leaves, targets, strict=True)
         ]
-        of_rows = dict(enumerate(sharding for sharding, _ in targets))
+        of_rows = [sharding for sharding, _ in targets]
         call.agree(lambda: rows_of(tree_util.tree_unflatten(treedef, abstract), of_rows))
     arrays = [
         jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
@@ -248,48 +240,10 @@ def gather(tree: Tree) -> Tree:
     return result
 
 
-def agreed_shardings(
-    name: str,
-    tree: Any,
-    rules: RulesLike,
-    mesh: MeshLike | None,
-    *,
-    select: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
-    options: Callable[[], list[Row]] = list,
-    correction: Correction | None = None,
-) -> tuple[list[Any], Any, list[NamedSharding | None]]:
-    """Return the result of `requested_shardings`, after all processes have agreed on it.
-
-    Args:
-        name: The name of the function that agrees.
-        tree: Any pytree.
-        rules: As in `requested_shardings`.
-        mesh: As in `requested_shardings`.
-        select: select(tree, leaves, shardings) returns the shardings with None for each leaf that
-            stays unchanged. Default: all shardings are used.
-        options: Checks further arguments, and returns them as rows on which processes agree.
-        correction: As in `requested_shardings`.
-    """
-    with JointCall(name) as call:
-        extra = options()
-        if call.joint and stays_within(tree, only_process(rules, mesh)):
-            call.alone()
-        leaves, treedef, targets = requested_shardings(tree, rules, mesh, correction=correction)
-        if select is not None:
-            targets = select(tree, leaves, targets)
-        if call.joint:
-            for i, (leaf, sharding) in enumerate(zip(leaves, targets, strict=True)):
-                if sharding is not None:
-                    check_reachable(partial(leaf_path, tree, i), leaf, sharding)
-        call.agree(lambda: [*extra, *rows_of(tree, dict(enumerate(targets)))])
-    return leaves, treedef, targets
-
-
-def of_placeable(
+def placeable(
     tree: Any,
     leaves: list[Any],
     shardings: list[NamedSharding | None],
-    *,
     scalars: Literal["place", "keep"] | None = None,
 ) -> list[NamedSharding | None]:
     """Return the shardings, with None for leaves that stay unchanged; `scalars` as in `shard`."""

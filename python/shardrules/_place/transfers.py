@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from shardrules._base.jax_names import weakly_typed
 from shardrules._base.text import counted
-from shardrules._place.crossing import array_of_shards, crossed, is_extended
-from shardrules._place.processes import (
-    canonical_dtype,
-    crosses,
-    holders_of,
-    is_held_elsewhere,
-    is_spread,
-)
 
 _T = TypeVar("_T")
 
@@ -93,19 +85,100 @@ def _parts_in_memory(array: Any) -> list[tuple[Any, int]]:
     return [(part.device, part.data.unsafe_buffer_pointer()) for part in data.addressable_shards]
 
 
-def check_reachable(path: Callable[[], str], leaf: Any, sharding: NamedSharding) -> None:
-    """Check that an array can go to devices of other processes."""
-    if not crosses(leaf, sharding):
+def check_reachable(
+    path: str, leaf: Any, sharding: NamedSharding, shape: tuple[int, ...] | None = None
+) -> None:
+    """Check that `jax.device_put` moves an array, or what is made of it in this shape.
+
+    It moves one to other cuts on the same devices, and, on some platforms, in the same cuts to
+    other devices. It aborts processes that have none of the devices if only their order changes.
+    """
+    if not isinstance(leaf, jax.Array):
         return
-    before, after = holders_of(leaf.sharding), holders_of(sharding)
-    if len(before) == 1 and before < after:
-        raise ValueError(
-            f"{path()} is on {counted(len(leaf.sharding.device_set), 'device')} of processes "
-            f"{sorted(before)}, and is to be on {len(sharding.device_set):,} of processes "
-            f"{sorted(after)}, and a process that holds all of an array takes it for data that "
-            "each has; reshard it to devices that the others have, or save the tree and load it "
-            "there"
-        )
+    was, shape = leaf.sharding, leaf.shape if shape is None else shape
+    if crosses(leaf, sharding):
+        if shape != leaf.shape or not _are_cut_alike(was, sharding, shape):
+            why = "JAX moves it there only in the same cuts, to as many devices: shard it so first"
+        elif not _can_cross(sharding):
+            why = "this platform needs JAX's jax_cross_host_transfer_socket_address for that"
+        else:
+            return
+    elif not _stays_on(leaf, sharding) or _order(was, leaf.shape) == _order(sharding, shape):
+        return
+    elif is_extended(leaf):
+        why = "JAX moves random keys only in the same order of the devices"
+    elif len(holders_of(was)) < jax.process_count():
+        why = "JAX does not change their order in a job of other processes too"
+    else:
+        return
+    raise ValueError(
+        f"{path} is on {counted(len(was.device_set), 'device')} of processes "
+        f"{sorted(holders_of(was))}, and is to be on {len(sharding.device_set):,} of processes "
+        f"{sorted(holders_of(sharding))}; {why}; or save the tree and load it there"
+    )
+
+
+def _can_cross(sharding: NamedSharding) -> bool:
+    device: Any = next(iter(sharding.device_set))
+    if getattr(device.client, "supports_cross_host_transfers", False):
+        return True
+    return bool(getattr(jax.config, "jax_cross_host_transfer_socket_address", ""))
+
+
+def _order(sharding: Sharding, shape: tuple[int, ...]) -> list[Any]:
+    return list(sharding.devices_indices_map(shape))
+
+
+def _stays_on(leaf: Any, sharding: NamedSharding) -> bool:
+    """Return whether an array of several processes stays on its devices."""
+    return (
+        is_spread(leaf)
+        and leaf.sharding.device_set == sharding.device_set
+        and len(holders_of(leaf.sharding)) > 1
+    )
+
+
+def crosses(leaf: Any, sharding: NamedSharding) -> bool:
+    """Return whether an array goes to devices of processes that do not have all of it."""
+    if not isinstance(leaf, jax.Array) or leaf.sharding.device_set == sharding.device_set:
+        return False
+    return _is_held_elsewhere(leaf, holders_of(sharding))
+
+
+def is_spread(leaf: Any) -> bool:
+    """Return whether other processes hold parts of this array."""
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def _is_held_elsewhere(leaf: Any, takers: frozenset[int]) -> bool:
+    """Return whether one of these processes needs a part of the array that only another holds.
+
+    The process that holds all of it takes it for data that each has, unless it is committed there
+    and the process is no taker.
+    """
+    holders = holders_of(leaf.sharding)
+    if not is_spread(leaf):
+        return bool(getattr(leaf, "committed", False)) and takers.isdisjoint(holders)
+    if leaf.is_fully_replicated:
+        return not takers <= holders
+    return len(holders) > 1 or takers != holders
+
+
+@lru_cache(maxsize=4096)
+def holders_of(sharding: Sharding) -> frozenset[int]:
+    """Return the processes of its devices."""
+    devices: set[Any] = sharding.device_set
+    return frozenset(device.process_index for device in devices)
+
+
+def canonical_dtype(leaf: Any) -> Any:
+    """Return the dtype of a numpy array or a number on devices, which depends on jax_enable_x64."""
+    return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
+
+
+def is_extended(leaf: Any) -> bool:
+    """Return whether it has random keys."""
+    return bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended))
 
 
 def stays_within(tree: Any, process: int | None) -> bool:
@@ -113,10 +186,8 @@ def stays_within(tree: Any, process: int | None) -> bool:
     if process is None:
         return False
     takers = frozenset((process,))
-    return not any(
-        isinstance(leaf, jax.Array) and is_held_elsewhere(leaf, holders_of(leaf.sharding), takers)
-        for leaf in jax.tree_util.tree_leaves(tree)
-    )
+    leaves = jax.tree_util.tree_leaves(tree)
+    return not any(isinstance(x, jax.Array) and _is_held_elsewhere(x, takers) for x in leaves)
 
 
 def _prepared(
@@ -131,19 +202,11 @@ def _prepared(
         was = leaf.sharding if isinstance(leaf, jax.Array) else None
         if was is not None and may_stay and _is_in_place(leaf, was, sharding):
             continue
-        # On the same devices of several processes.
-        is_cut_anew = (
-            was is not None
-            and is_spread(leaf)
-            and was.device_set == sharding.device_set
-            and len(holders_of(was)) > 1
-        )
-        if is_joint and (
-            crosses(leaf, sharding) or (is_cut_anew and _is_not_put(leaf, was, sharding))
-        ):
-            ready[index] = crossed(leaf, sharding)
+        if is_joint and _stays_on(leaf, sharding) and is_extended(leaf):
+            ready[index] = jax.jit(_itself, out_shardings=sharding)(leaf)
             continue
-        if is_joint and not is_cut_anew:
+        is_for_jax = is_joint and (_stays_on(leaf, sharding) or crosses(leaf, sharding))
+        if is_joint and not is_for_jax:
             if not sharding.addressable_devices:
                 ready[index] = _from_own_parts(leaf, sharding)
                 continue
@@ -151,24 +214,18 @@ def _prepared(
                 ready[index] = leaf.addressable_data(0)
                 was = ready[index].sharding
         moved.append(index)
+        if is_for_jax:
+            continue
         if is_local[id(sharding)]:
             if was is not None and _is_cut_otherwise_elsewhere(ready[index], was, sharding):
                 elsewhere.append(index)
-        elif not is_cut_anew:
+        else:
             ready[index] = _from_own_parts(ready[index], sharding)
     return replace_at(ready, elsewhere, jax.device_get([ready[i] for i in elsewhere])), moved
 
 
-def _is_not_put(leaf: Any, was: Any, sharding: NamedSharding) -> bool:
-    """Say of an array of several processes whether JAX cannot move it on its own devices.
-
-    That is so of random keys; and JAX aborts a process that has none of the devices, if their order
-    is another.
-    """
-    if is_extended(leaf):
-        return True
-    orders = (list(each.devices_indices_map(leaf.shape)) for each in (was, sharding))
-    return len(holders_of(was)) < jax.process_count() and len({*map(tuple, orders)}) > 1
+def _itself(array: Any) -> Any:
+    return array
 
 
 def _is_in_place(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
@@ -206,7 +263,7 @@ def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
         array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
     else:
         dtype = leaf.dtype if isinstance(leaf, jax.Array) else canonical_dtype(leaf)
-        array = array_of_shards(np.shape(leaf), sharding, [], dtype)
+        array = jax.make_array_from_single_device_arrays(np.shape(leaf), sharding, [], dtype=dtype)
         weak = _is_weak(leaf)
     # Else type promotion of a number would be different in several processes and in one.
     return jax.jit(weakly_typed, out_shardings=sharding)(array) if weak else array

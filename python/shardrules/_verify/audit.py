@@ -29,9 +29,10 @@ from shardrules._base.specs import (
     without_axes,
 )
 from shardrules._base.text import bytes_shown, counted, mesh_shown, with_article
+from shardrules._place.agreement import DEVICES, Row
 from shardrules._place.memory import memory_apart
 from shardrules._place.mesh import MeshLike, has_devices, processes_of
-from shardrules._place.processes import DEVICES, JointCall, Row
+from shardrules._place.processes import JointCall
 from shardrules._plan.device_bytes import held_of
 from shardrules._plan.findings import Finding, Findings, Level, VerifyKind, finding_of
 from shardrules._plan.fold import fold, fold_paths
