@@ -223,6 +223,20 @@ class TestWithoutSetMesh:
         assert "sharding" in str(step.trace(np.zeros(8)).jaxpr)
 
 
+def test_a_numpy_array_outside_jit_is_copied(mesh):
+    """Large ones shared their memory with the result, on all devices."""
+    given = np.arange(2.0**16, dtype="float32")
+    made = jax.block_until_ready(constrain(given, P(), mesh))
+    given[:] = -1
+    np.testing.assert_array_equal(made, np.arange(2.0**16))
+
+
+def test_a_numpy_array_outside_jit_on_a_mesh_without_devices():
+    """JAX's own error named neither the leaf nor what to do."""
+    with pytest.raises(TypeError, match="arrays can be placed on a jax.sharding.Mesh of devices"):
+        constrain({"a": np.zeros(8)}, P("fsdp"), {"fsdp": 4, "tp": 2})
+
+
 ERROR = sr.Correction(indivisible="error")
 
 
@@ -494,6 +508,13 @@ class TestWhatIsRemembered:
             made = jax.jit(lambda x: constrain({"x": x, "y": here}, P("tp"), mesh))(jnp.ones(8))
             assert is_sharded(made["x"], mesh, "tp")
             assert is_sharded(made["y"], mesh, "tp")
+
+    def test_rules_that_are_made_anew_are_not_all_kept(self, mesh):
+        """Each trace with its own Rules kept them, 113 kB at a time."""
+        for _ in range(constraint._MOST_ENTRIES + 50):
+            rules = sr.Rules([("w", P("tp"))])
+            jax.eval_shape(lambda x, r=rules: constrain({"w": x}, r, mesh), jnp.zeros(8))
+        assert 0 < len(constraint._memory.known) <= constraint._MOST_ENTRIES
 
     def test_little_is_remembered(self, mesh, monkeypatch):
         monkeypatch.setattr(constraint, "_MOST_LEAVES", 10)

@@ -588,3 +588,19 @@ def test_a_wrong_spec_is_told_by_the_first_leaf_that_has_it(mesh):
     wrong = object()
     with pytest.raises(TypeError, match=r"for the leaf \['b'\] the spec is"):
         sr.shard(dict.fromkeys("abc", np.ones(8)), {"a": P(), "b": wrong, "c": wrong}, mesh)
+
+
+def test_reduced_axes_are_placed_as_by_device_put():
+    """JAX's error was that a spec is dangerous to iterate over."""
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=explicit)
+    spec, x = P("x", reduced={"y"}), np.ones((8, 8), "float32")
+    wanted = jax.device_put(x, NamedSharding(mesh, spec)).sharding
+    placed = (
+        sr.shard({"a": x}, [("a", spec)], mesh),
+        sr.shard({"a": x}, NamedSharding(mesh, spec)),
+        sr.shard_local({"a": x}, spec, mesh),
+    )
+    for tree in placed:
+        assert tree["a"].sharding.is_equivalent_to(wanted, 2)
+        assert tree["a"].sharding.spec.reduced == {"y"}

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
@@ -21,7 +22,7 @@ from shardrules._base.specs import entries_of, is_unconstrained
 from shardrules._place.agreement import rows_of
 from shardrules._place.decider import Decider, RulesLike
 from shardrules._place.memory import moved_inside_jit
-from shardrules._place.mesh import MeshLike, contexts, has_devices
+from shardrules._place.mesh import MeshLike, check_placeable, contexts, has_devices
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.operations import Function, Operation, applied, one_call, operations_for
 from shardrules._place.processes import JointCall
@@ -30,6 +31,7 @@ from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 
 _MOST_LEAVES: Final = 2**16
+_MOST_ENTRIES: Final = 256  # each keeps its rules, some 100 kB
 _DECIDERS: Final = (Rules, LogicalRules, Decider)
 _VALUES: Final = frozenset(
     {
@@ -110,14 +112,14 @@ def _has_symbols(leaves: list[Any]) -> bool:
 
 
 class _Memory:
-    """Memo of operations by the arguments; all are forgotten when their leaves are many."""
+    """Memo of operations by the arguments; all are forgotten when they or their leaves are many."""
 
     def __init__(self) -> None:
         self.known: dict[Hashable, _Known] = {}
         self._leaves = 0
 
     def put(self, key: Hashable, entry: _Known) -> None:
-        if self._leaves > _MOST_LEAVES:
+        if self._leaves > _MOST_LEAVES or len(self.known) >= _MOST_ENTRIES:
             self.known.clear()
             self._leaves = 0
         self.known[key] = entry
@@ -200,12 +202,16 @@ def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
     for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if sharding is None or not hasattr(leaf, "shape"):
             continue
+        if not has_devices(sharding.mesh) and not isinstance(leaf, jax.Array):
+            check_placeable(sharding, str)
         if any(map(is_unconstrained, entries_of(sharding.spec))) or not has_devices(sharding.mesh):
             array = jax.lax.with_sharding_constraint(leaf, sharding)
             placed[index] = moved_inside_jit(array, sharding)
         else:
             at_once[index] = sharding
-    arrays = put([leaves[i] for i in at_once], list(at_once.values()), may_alias=False)
+    # JAX shares the memory of large numpy arrays on CPUs, also where it may not.
+    given = [x.copy() if isinstance(x := leaves[i], np.ndarray) else x for i in at_once]
+    arrays = put(given, list(at_once.values()), may_alias=False)
     for index, array in zip(at_once, arrays, strict=True):
         placed[index] = array
     return placed

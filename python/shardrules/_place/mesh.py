@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from shardrules._base.jax_names import mesh_contexts
 from shardrules._base.mesh_sizes import check_bounds, checked_sizes
-from shardrules._base.specs import is_unconstrained, spec_shown
+from shardrules._base.specs import entries_of, is_unconstrained, spec_shown
 from shardrules._base.text import mesh_shown, shown
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
             f"{shown(sharding.mesh)}: make one with jax.sharding.Mesh(numpy.array(jax.devices())"
             f".reshape{tuple(sharding.mesh.shape.values())}, {tuple(sharding.mesh.shape)})"
         )
-    if any(map(is_unconstrained, sharding.spec)):
+    if any(map(is_unconstrained, entries_of(sharding.spec))):
         raise ValueError(
             f"the leaf {path()} cannot be placed as {spec_shown(sharding.spec)}: UNCONSTRAINED "
             "leaves a dimension to the compiler, which places nothing; name mesh axes or None "

@@ -344,7 +344,9 @@ def _local_sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedShardin
         sharding = spec
     elif is_partition_spec(spec):
         on_mesh: Any = resolve_mesh(mesh)
-        if unknown := [a for entry in spec for a in entry_axes(entry) if a not in on_mesh.shape]:
+        if unknown := [
+            a for entry in entries_of(spec) for a in entry_axes(entry) if a not in on_mesh.shape
+        ]:
             raise ValueError(
                 f"spec: for {path} it has the axis {unknown[0]!r}, and the mesh is "
                 f"{mesh_shown(on_mesh.shape)}"
