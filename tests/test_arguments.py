@@ -423,8 +423,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "LogicalRules.with_axes": (sr.LogicalRules(LOGICAL).with_axes, {"axes": {"tp": ("kv", "rep")}}),
     "Rules.first_match": (sr.Rules(RULES).first_match, {"path": "w"}),
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "strict": True}),
-    "Rules.with_axes": (sr.Rules(RULES).with_axes, {"axes": {}}),
-    "LogicalRules.with_axes": (sr.LogicalRules({"w": "tp"}).with_axes, {"axes": {}}),
     "Traffic.by_axes": (PLAN.traffic(tokens=8).by_axes, {}),
     "compile": (lambda step, args, **named: sr.compile(step, *args, **named), {
         "step": DOUBLED, "args": (np.ones(3),), "on": None, "effort": "full", "timeout": 60}),
