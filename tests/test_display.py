@@ -306,24 +306,18 @@ WITH_IDENTITY = {"Gain", "SolutionProof", "ProofRound", "Plan", "Explanation", "
 
 
 @pytest.mark.parametrize("name", MADE)
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))],
-    ids=["copy", "deepcopy", "pickle"],
-)
-def test_everything_is_copied_and_pickled(name, duplicate):
+def test_everything_is_copied_and_pickled(name):
     value = MADE[name]()
-    if name in {"Step", "Solution", "SolutionProof", "ProofRound"} and duplicate not in {
-        copy.copy,
-        copy.deepcopy,
-    }:
+    copies = [copy.copy(value), copy.deepcopy(value)]
+    if name in {"Step", "Solution", "SolutionProof", "ProofRound"}:
         with pytest.raises(TypeError, match="JAX cannot pickle: trace the step again"):
-            duplicate(value)
-        return
-    again = duplicate(value)
-    assert type(again) is type(value)
-    assert (repr(again), str(again)) == (repr(value), str(value))
-    assert name in WITH_IDENTITY or again == value
+            pickle.dumps(value)
+    else:
+        copies.append(pickle.loads(pickle.dumps(value)))
+    for again in copies:
+        assert type(again) is type(value)
+        assert (repr(again), str(again)) == (repr(value), str(value))
+        assert name in WITH_IDENTITY or again == value
 
 
 def test_a_plan_is_the_same_in_another_process(tmp_path: Path):

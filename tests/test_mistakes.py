@@ -298,7 +298,7 @@ OF_FILES = {
     "shapes to save": (lambda: sr.save(TREE, CHECKPOINT / "y"), "embed is ShapeDtypeStruct", "jax.jit(init, out_shardings=...)"),
     "path before tree": (lambda: sr.save("y", ARRAYS), "path is {", "the path of a directory"),
     "a part with a unit": (lambda: sr.save(ARRAYS, CHECKPOINT / "z", shard_bytes="5GB"), "'5GB'", "a number of bytes"),
-    "one name twice": (lambda: sr.save({"a": {"b": np.ones(4)}, "a/b": np.ones(4)}, CHECKPOINT / "z"), "'a/b'", "rename it"),
+    "one name twice": (lambda: sr.save({"a": {"b": np.ones(4)}, "a/b": np.ones(4)}, CHECKPOINT / "z"), "'a/b'", "rename a key"),
     "saved before": (lambda: (saved(), sr.save(ARRAYS, CHECKPOINT / "model")), "model exists", "save elsewhere"),
     "no checkpoint": (lambda: sr.load(CHECKPOINT / "none", RULES, MESH), "none: No such file", "check the name"),
     "a tree to load": (lambda: sr.load(ARRAYS, RULES, MESH), "(a dict)", "the path of a checkpoint"),
