@@ -604,3 +604,20 @@ def test_reduced_axes_are_placed_as_by_device_put():
     for tree in placed:
         assert tree["a"].sharding.is_equivalent_to(wanted, 2)
         assert tree["a"].sharding.spec.reduced == {"y"}
+
+
+def test_numbers_of_modules_were_found_from_the_root_each(mesh, monkeypatch):
+    """In a list of n modules with a number each, n modules were taken apart n times."""
+    equinox = pytest.importorskip("equinox")
+    looked_at, flatten = [], shard.tree_flatten_with_path
+
+    def counted(tree, is_leaf=None):
+        found = flatten(tree, is_leaf=is_leaf)
+        looked_at.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(shard, "tree_flatten_with_path", counted)
+    modules = [equinox.nn.Dropout(0.1) for _ in range(100)]
+    placed = sr.shard([*modules, np.ones(8)], [("", P())], mesh)
+    assert all(type(module.p) is float for module in placed[:-1])
+    assert 100 < sum(looked_at) < 1000

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from math import prod
 from typing import Any, Final, Literal
 
@@ -255,8 +255,9 @@ def placeable(
         ]
     elif scalars is None and not _NUMBERS.isdisjoint(map(type, leaves)):
         numbers = [index for index, leaf in enumerate(leaves) if type(leaf) in _NUMBERS]
+        find = _finder(tree)
         for index, path in _paths(tree, numbers):
-            if _is_attribute_of_module(tree, path):
+            if _is_attribute_of_module(find, path):
                 targets[index] = None
     can_all = all(map(_can_be_placed, of_each_type(leaves)))
     others = [] if can_all else [i for i, leaf in enumerate(leaves) if not _can_be_placed(leaf)]
@@ -312,14 +313,25 @@ def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
     return [(index, paths[index][0]) for index in indices]
 
 
-def _is_attribute_of_module(tree: Any, path: tuple[Any, ...]) -> bool:
+def _finder(tree: Any) -> Callable[[tuple[Any, ...]], Any]:
+    """Return a function from a path to the node there, which takes no node apart twice."""
+
+    @cache
+    def children(path: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
+        node = find(path)
+        return dict(tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0])
+
+    def find(path: tuple[Any, ...]) -> Any:
+        return children(path[:-1])[path[-1:]] if path else tree
+
+    return find
+
+
+def _is_attribute_of_module(find: Callable[[tuple[Any, ...]], Any], path: tuple[Any, ...]) -> bool:
     """Return whether the leaf of this path is in a module, and not in a node of data."""
     if not path or isinstance(path[-1], (DictKey, SequenceKey)):
         return False
-    node = tree
-    for key in path[:-1]:
-        children = tree_flatten_with_path(node, is_leaf=lambda child, node=node: child is not node)
-        node = next(child for keys, child in children[0] if keys == (key,))
+    node = find(path[:-1])
     is_state = isinstance(node, (tuple, Mapping, *variable_types())) or is_flax_struct(node)
     return not is_state
 
