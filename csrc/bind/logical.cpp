@@ -110,7 +110,7 @@ void register_logical(py::module_& module) {
         .def(py::init(&logical_rule_set))
         .def("resolve", &resolve);
     module.def("resolve_all", &resolve_all);
-    module.def("values_beside", &aligned_values);
+    module.def("aligned_values", &aligned_values);
 }
 
 }  // namespace shardrules::bind

@@ -283,7 +283,7 @@ py::tuple RuleSet::counters() const {
 }
 
 void register_rule_set(py::module_& module) {
-    py::class_<resolution::DialectOptions>(module, "Choices", initialized())
+    py::class_<resolution::DialectOptions>(module, "DialectOptions", initialized())
         .def(py::init(&dialect_options));
     py::class_<RuleSet>(module, "RuleSet", initialized_and_collected<RuleSet>())
         .def(py::init<const py::sequence&, const py::sequence&, const py::object&, int, int, bool,

@@ -92,7 +92,7 @@ def resolve_all(
 ) -> list[Any]:
     """Of each leaf make(names, shape), from the memo where it was asked before."""
 
-def values_beside(rows: Any, values: Any, leaves: int, /) -> list[Any] | None:
+def aligned_values(rows: Any, values: Any, leaves: int, /) -> list[Any] | None:
     """Return what `values`, a tree like `rows`, has for each leaf, by its number in `rows`.
 
     None if the trees differ, or have other nodes than dicts, lists and tuples.
@@ -165,7 +165,7 @@ class ShardingTable(Answers):
     ) -> None: ...
 
 @final
-class Choices:
+class DialectOptions:
     """What the core needs to know of a dialect; `sr.dialects.Dialect` says what it means."""
 
     def __init__(
@@ -211,7 +211,7 @@ class RuleSet:
         fallbacks: Sequence[tuple[int, Callable[[str], object]]],
         memory_budget: int,
         match_modes: int,
-        dialect: Choices,
+        dialect: DialectOptions,
         /,
     ) -> None: ...
     def first_match(self, path: str, /) -> int | None: ...

@@ -45,57 +45,37 @@ def test_the_caret_is_under_the_right_line():
     assert str(info.value).endswith("\n      b (?P<n\n            ^")
 
 
-@pytest.mark.parametrize("pattern", ["*", "[a", "(?P<a>x)(?P<a>y)", r"\1", "a**", "(?<=a+)b", "\\"])
-def test_what_re_rejects_is_rejected(pattern):
-    with pytest.raises(re.error):
-        re.compile(pattern)
-    with pytest.raises(re.error, match="^rule 0: "):
-        sr.Rules([(pattern, P())])
+REJECTED = ["*", "[a", "(?P<a>x)(?P<a>y)", r"\1", "a**", "(?<=a+)b", "\\"]
+BAD_RULES = [
+    *(((pattern, P()), re.error, "^rule 0: ") for pattern in REJECTED),
+    (("a{99999999999999999999}", P()), OverflowError, "rule 0"),
+    (("(?a)(?u)x", P()), ValueError, "rule 0: ASCII and UNICODE flags are incompatible"),
+    (("(" * 20_000 + "a" + ")" * 20_000, P()), RecursionError, "rule 0"),
+    *(
+        (rule, TypeError, "rule 0 is not a .pattern, spec. pair")
+        for rule in ("ab", ("a",), ("a", P(), 1), None, 3, {"a": P()})
+    ),
+    *(
+        ((pattern, P()), TypeError, "rule 0: the pattern must be a string")
+        for pattern in (b"bytes", 3, None, re.compile(b"bytes"))
+    ),
+    (("w", ("tp", 3)), TypeError, "rule 0: entry 1 of the spec is 3 .an int."),
+    (("w", ["tp", {"dp"}]), TypeError, "rule 0: entry 1"),
+    (("w", [["tp", None]]), TypeError, "rule 0: entry 0"),
+    (("w", {"tp": 1}), TypeError, "rule 0: the spec .* cannot be hashed"),
+    (("w", bytearray(b"tp")), TypeError, "cannot be hashed"),
+]
 
 
-def test_a_repeat_that_overflows():
-    with pytest.raises(OverflowError, match="rule 0"):
-        sr.Rules([("a{99999999999999999999}", P())])
-
-
-def test_flags_that_exclude_each_other():
-    with pytest.raises(ValueError, match="ASCII and UNICODE flags are incompatible"):
-        re.compile("(?a)(?u)x")
-    with pytest.raises(ValueError, match="rule 0: ASCII and UNICODE flags are incompatible"):
-        sr.Rules([("(?a)(?u)x", P())])
-
-
-def test_a_pattern_nested_very_deeply():
-    deep = "(" * 20_000 + "a" + ")" * 20_000
-    with pytest.raises(RecursionError, match="rule 0"):
-        sr.Rules([(deep, P())])
-
-
-@pytest.mark.parametrize("rule", ["ab", ("a",), ("a", P(), 1), None, 3, {"a": P()}])
-def test_a_rule_that_is_no_pair(rule):
-    with pytest.raises(TypeError, match="rule 1 is not a .pattern, spec. pair"):
+@pytest.mark.parametrize(("rule", "error", "message"), BAD_RULES, ids=lambda case: str(case)[:40])
+def test_a_bad_rule_is_told_by_its_number(rule, error, message):
+    with pytest.raises(error, match=message):
+        sr.Rules([rule])
+    with pytest.raises(error, match=message.replace("rule 0", "rule 1")):
         sr.Rules([("x", P()), rule])
-
-
-@pytest.mark.parametrize("pattern", [b"bytes", 3, None, re.compile(b"bytes")])
-def test_a_pattern_that_is_no_string(pattern):
-    with pytest.raises(TypeError, match="rule 0: the pattern must be a string"):
-        sr.Rules([(pattern, P())])
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (("tp", 3), "rule 0: entry 1 of the spec is 3 .an int."),
-        (["tp", {"dp"}], "rule 0: entry 1"),
-        ([["tp", None]], "rule 0: entry 0"),
-        ({"tp": 1}, "rule 0: the spec .* cannot be hashed"),
-        (bytearray(b"tp"), "cannot be hashed"),
-    ],
-)
-def test_an_odd_spec(spec, message):
-    with pytest.raises(TypeError, match=message):
-        sr.Rules([("w", spec)])
+    if error is re.error:
+        with pytest.raises(re.error):
+            re.compile(rule[0])
 
 
 @pytest.mark.parametrize("rules", ["ab", b"ab", 3, None, {"a": P()}])
@@ -304,7 +284,7 @@ def test_the_collector_is_as_it_was():
 
 UNINITIALISED = [
     _core.Answers, _core.SpecTable, _core.ShardingTable, _core.Corrector, _core.LogicalRuleSet,
-    _core.Choices, _core.RuleSet,
+    _core.DialectOptions, _core.RuleSet,
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._core import values_beside
+from shardrules._core import aligned_values
 
 DEPTHS = [20, 50, 90, 130, 180, 250, 350, 500, 700, 1000, 1400, 1600, 3000]
 LEAF = jax.ShapeDtypeStruct((4, 8), "float32")
@@ -106,7 +106,7 @@ def answered(walk: Callable[[Any], Any], trees: dict[int, Any]) -> list[int]:
 
 
 def beside(tree: Any) -> None:
-    if values_beside(tree, tree, 1) is None:
+    if aligned_values(tree, tree, 1) is None:
         raise RecursionError
 
 

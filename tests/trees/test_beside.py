@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import tree_util
 
-from shardrules._core import values_beside
+from shardrules._core import aligned_values
 
 KEYS = st.text("abc", max_size=2)
 TREES = st.recursive(
@@ -33,7 +33,7 @@ def numbered(tree):
 def test_it_finds_what_jax_finds(tree):
     rows, leaves = numbered(tree)
     values = tree_util.tree_map(lambda row: ("name", row), rows)
-    found = values_beside(rows, values, leaves)
+    found = aligned_values(rows, values, leaves)
     assert found == tree_util.tree_structure(rows).flatten_up_to(values)
     assert found == [("name", row) for row in range(leaves)]
 
@@ -45,7 +45,7 @@ def test_trees_that_differ_are_told(tree, other):
         theirs = tree_util.tree_structure(rows).flatten_up_to(other)
     except (TypeError, ValueError):
         theirs = None
-    assert values_beside(rows, other, leaves) == theirs
+    assert aligned_values(rows, other, leaves) == theirs
 
 
 class Mapping(dict):
@@ -69,12 +69,12 @@ class Mapping(dict):
     ids=str,
 )
 def test_whatever_it_does_not_know_is_for_jax(rows, values):
-    assert values_beside(rows, values, 1) is None
+    assert aligned_values(rows, values, 1) is None
 
 
 def test_an_integer_that_is_no_row_is_an_error():
     with pytest.raises(OverflowError):
-        values_beside([2**100], [3], 1)
+        aligned_values([2**100], [3], 1)
 
 
 def test_the_error_of_a_key_comes_through():
@@ -86,7 +86,7 @@ def test_the_error_of_a_key_comes_through():
             raise RuntimeError("compared")
 
     with pytest.raises(RuntimeError, match="compared"):
-        values_beside({Key(): 0}, {Key(): 0}, 1)
+        aligned_values({Key(): 0}, {Key(): 0}, 1)
 
 
 def test_keys_that_change_the_trees_while_they_are_compared_do_no_harm():
@@ -103,14 +103,14 @@ def test_keys_that_change_the_trees_while_they_are_compared_do_no_harm():
 
     rows[Key()] = 0
     values[Key()] = ["name"]
-    assert values_beside(rows, values, 1) in ([["name"]], None)
+    assert aligned_values(rows, values, 1) in ([["name"]], None)
 
 
 def test_deep_trees_are_for_jax():
     rows, values = 0, "name"
     for _ in range(10**5):
         rows, values = [rows], [values]
-    assert values_beside(rows, values, 1) is None
+    assert aligned_values(rows, values, 1) is None
     while isinstance(rows, list):  # so that the interpreter need not free them in depth
         rows, values = rows[0], values[0]
 
@@ -119,6 +119,6 @@ def test_it_keeps_no_reference():
     name = object()
     before = sys.getrefcount(name)
     for _ in range(100):
-        assert values_beside({"a": [0]}, {"a": [name]}, 1) == [name]
-        assert values_beside({"a": [0], "b": None}, {"a": [name], "b": None}, 1) is None
+        assert aligned_values({"a": [0]}, {"a": [name]}, 1) == [name]
+        assert aligned_values({"a": [0], "b": None}, {"a": [name], "b": None}, 1) is None
     assert sys.getrefcount(name) == before

@@ -64,7 +64,7 @@ def through_a_sharding_table_by_shape(payload):
 def through_searches(payload):
     """The functions that the core calls for rules and characters beyond it."""
     rules = sr.Rules([("a", None)])
-    options = _core.Choices("/", "/", False, "value", False, False, False, False)
+    options = _core.DialectOptions("/", "/", False, "value", False, False, False, False)
 
     def call(*_):
         return payload and rules

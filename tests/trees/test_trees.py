@@ -64,17 +64,6 @@ def test_structure_and_paths_of_libraries(kind):
     assert type(result) is type(tree)
 
 
-@pytest.mark.parametrize("kind", [*kinds_of_trees(), *LIBRARY_KINDS])
-def test_same_as_eformer(kind):
-    eformer = pytest.importorskip("eformer.escale", reason="eformer is not installed")
-    tree = (kinds_of_trees() | trees_of_libraries())[kind]
-    rules = [("kernel|1", P("tp", "fsdp")), ("mu|a", P(None, "dp")), (".*", P())]
-    expected = eformer.match_partition_rules(rules, tree)
-    result = sr.match_partition_rules(rules, tree)
-    assert tree_util.tree_structure(result) == tree_util.tree_structure(expected)
-    assert tree_util.tree_leaves(result) == tree_util.tree_leaves(expected)
-
-
 def test_nodes_keep_their_type_and_auxiliary_data():
     trees = kinds_of_trees()
     rules = [(".*", P())]

@@ -10,7 +10,7 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from shardrules._base.specs import is_partition_spec
 from shardrules._base.text import brief, counted, near_shown, shown
-from shardrules._core import values_beside
+from shardrules._core import aligned_values
 from shardrules._place.boxes import Unboxed, open_boxes, unboxed_with_names
 from shardrules._place.leaf_errors import listing
 from shardrules._rules.rules import Rules, matcher_of
@@ -218,7 +218,7 @@ def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:
     Raises:
         ValueError: The names do not fit the tree, or are for paths that are not there.
     """
-    values = values_beside(of_rows, names, len(paths))
+    values = aligned_values(of_rows, names, len(paths))
     if values is not None:
         return values
     is_by_path = isinstance(names, Mapping) and all(map(_may_be_names, names.values()))

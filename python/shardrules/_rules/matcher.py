@@ -12,7 +12,7 @@ from shardrules._base.arguments import check_real, check_type
 from shardrules._base.rule_specs import Fsdp, plain_spec
 from shardrules._base.specs import Entries, RankPolicy, spec_for_rank, spec_length
 from shardrules._base.text import and_more, answer, counted, printable, printable_lines, shown
-from shardrules._core import Answers, Choices, RuleSet, SpecTable
+from shardrules._core import Answers, DialectOptions, RuleSet, SpecTable
 from shardrules._rules.dialects import Dialect
 from shardrules._rules.patterns import (
     EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
@@ -404,8 +404,8 @@ def _spec_table(specs: list[Any], too_long: RankPolicy) -> SpecTable:
     )
 
 
-def _dialect_options(dialect: Dialect) -> Choices:
-    return Choices(
+def _dialect_options(dialect: Dialect) -> DialectOptions:
+    return DialectOptions(
         "" if dialect.keys == "keystr" else dialect.separator,
         dialect.separator,
         dialect.keys == "keystr",

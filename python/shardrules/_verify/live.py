@@ -12,7 +12,7 @@ from jax import tree_util
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from shardrules._core import values_beside
+from shardrules._core import aligned_values
 from shardrules._place.align import align, rows_and_paths
 from shardrules._place.boxes import NodeForms
 from shardrules._plan.table import Leaves
@@ -67,7 +67,7 @@ def live_leaves(tree: Any, leaves: Leaves) -> LiveLeaves:
 
 def _by_structure(tree: Any, leaves: Leaves) -> tuple[list[int], list[Any] | None]:
     """Return rows and the leaf of each, or None if the structures differ."""
-    values = values_beside(leaves.tree, tree, len(leaves.paths))
+    values = aligned_values(leaves.tree, tree, len(leaves.paths))
     if values is not None:
         return list(range(len(values))), values
     rows: list[int]
