@@ -84,6 +84,22 @@ def test_a_room_imports_only_from_rooms_to_its_left():
     assert not wrong
 
 
+def test_no_import_is_a_string_but_in_the_tables_of_public_names():
+    """`import_module("...")` hides who needs whom; it is for other libraries alone."""
+    hidden = [
+        f"{name}: {ast.unparse(call)}"
+        for name, file in MODULES.items()
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func).endswith(("import_module", "__import__"))
+        if any(
+            isinstance(part, ast.Constant) and str(part.value).partition(".")[0] == "shardrules"
+            for part in ast.walk(call)
+        )
+    ]
+    assert hidden == []
+
+
 def test_the_graph_is_that_of_the_package():
     assert "_rules.rules" in IMPORTS["__init__"]
     assert "_core" in IMPORTS["_rules.matcher"]

@@ -130,6 +130,17 @@ def test_a_leaf_that_must_be_cut_is_an_error():
         assert part in str(info.value)
 
 
+def test_leaves_of_one_shape_have_reasons_of_their_own():
+    """The second took the place of the first."""
+    policy = sr.Correction(indivisible="error")
+    rules = sr.Rules([(".*", sr.fsdp("fsdp", min_bytes=8))], correction=policy)
+    tree = {"a": SimpleNamespace(shape=(9, 10)), "b": array(9, 10)}
+    with pytest.raises(ValueError, match="2 leaves cannot be sharded") as info:
+        sr.named_shardings(tree, rules, {"fsdp": 4})
+    for part in ("without dtype: it has no dtype", "of dtype float32: dim 1 of size 10 is not"):
+        assert part in str(info.value)
+
+
 def test_a_leaf_without_a_dtype():
     tree = {"w": SimpleNamespace(shape=(64, 64)), "v": SimpleNamespace(shape=(8,), dtype="f23")}
     with pytest.raises(ValueError, match="2 leaves cannot be sharded") as info:

@@ -313,3 +313,8 @@ def test_units_that_the_core_does_not_take():
         sr.RuleSpec(("tp",), units=(2**63,))
     rules = [("x", sr.RuleSpec(("tp",), units=(2**63 - 1,)))]
     assert sr.named_shardings({"x": np.ones((8, 8))}, rules, SIZES)["x"].spec == P()
+
+
+def test_spec_for_without_rules():
+    with pytest.raises(TypeError, match="rules are None"):
+        sr.spec_for("a", (8,), None, {"tp": 2})

@@ -579,7 +579,8 @@ class TestArrays:
         placed = sr.shard(tree, RULES, self.MESH)
         assert placed["wi"].value.sharding.spec == SPECS["wi"]
         assert placed["wi"].names == ("embed", "mlp")
-        beside = sr.shard(values, RULES, self.MESH, names={n: k for n, (_, k) in ARRAYS.items()})
+        names = {name: names for name, (_, names) in ARRAYS.items()}
+        beside = sr.shard(values, sr.plan(values, RULES, self.MESH, names=names))
         assert beside["wi"].sharding == placed["wi"].value.sharding
         step = jax.jit(lambda tree: sr.with_sharding_constraint(tree, RULES, self.MESH))
         np.testing.assert_array_equal(step(placed)["wi"].value, values["wi"])

@@ -590,3 +590,20 @@ def test_events_of_other_dialects_do_not_stop_a_match(monkeypatch):
     monkeypatch.setenv("LOG_SHARDING_MOVE", "1")
     rules = sr.Rules([("a", ("x", "y"))], sr.dialects.EASYLM)
     assert rules.match({"a": np.zeros(4)}) == {"a": P("x", "y")}
+
+
+@pytest.mark.parametrize("dialect", [sr.dialects.KERAS, sr.dialects.BIG_VISION], ids=repr)
+def test_a_leaf_without_a_shape_has_no_dimensions_at_each_door(dialect):
+    """named_shardings raised a TypeError, and plan replicated it without a word."""
+    tree, mesh = {"w": array(8, 8), "flag": True}, {"tp": 2}
+    both = sr.Rules([(".*", P("tp", None))], dialect)
+    for call in (
+        both.match,
+        lambda tree: sr.named_shardings(tree, both, mesh),
+        lambda tree: sr.plan(tree, both, mesh).specs(),
+    ):
+        with pytest.raises(ValueError, match="^1 leaf (?s:.*)flag"):
+            call(tree)
+    one = sr.Rules([("w", P("tp", None))], dialect)  # and no rule matches the other
+    assert sr.plan(tree, one, mesh).specs() == {"w": P("tp", None), "flag": P()}
+    assert sr.named_shardings(tree, one, mesh)["flag"].spec == P()

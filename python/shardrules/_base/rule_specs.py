@@ -12,13 +12,13 @@ from shardrules._base.correction import Correction, check_correction
 from shardrules._base.specs import (
     Entries,
     as_entries,
+    axes_in_tags,
     entries_of,
     entry_axes,
     entry_of,
     is_partition_spec,
     spec_shown,
     split_axes,
-    tags_of,
     with_axes_split,
 )
 from shardrules._base.text import bytes_shown, without_defaults
@@ -116,7 +116,7 @@ def axes_of_rule(spec: Any) -> frozenset[str]:
         return plain.named.union(optional)
     if not is_partition_spec(plain) and not isinstance(plain, Entries):
         return frozenset(optional)
-    tags = [axes for name, axes in tags_of(plain).items() if name != "unreduced_kind"]
+    tags = axes_in_tags(plain).values()
     return frozenset(optional).union(*map(entry_axes, entries_of(plain)), *tags)
 
 

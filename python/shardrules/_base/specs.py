@@ -153,7 +153,11 @@ def with_entries(spec: _Spec, entries: Iterable[Any]) -> _Spec:
     if isinstance(spec, Entries):
         return Entries(entries)  # pyright: ignore[reportReturnType]
     if tags_of(spec):
-        return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
+        partitions = tuple(entries)
+        # An axis that cuts the array is not one along which it is whole.
+        cutting = frozenset(axis for entry in partitions for axis in entry_axes(entry))
+        reduced = frozenset(tags_of(spec).get("reduced", ())) - cutting
+        return spec.update(partitions=partitions, reduced=reduced)  # type: ignore[no-any-return]
     return _remembered_spec(tuple(entries))  # pyright: ignore[reportReturnType]
 
 
@@ -170,6 +174,11 @@ def tags_of(spec: object) -> dict[str, Any]:
     }
     kind = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")
     return tags if kind == "sum" else {**tags, "unreduced_kind": kind}
+
+
+def axes_in_tags(spec: object) -> dict[str, list[str]]:
+    """Return the mesh axes of a spec that cut no dimension: its unreduced and reduced ones."""
+    return {name: axes for name, axes in tags_of(spec).items() if name != "unreduced_kind"}
 
 
 def tags_shown(spec: object) -> list[str]:

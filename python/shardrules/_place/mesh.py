@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from shardrules._base.jax_names import mesh_contexts
 from shardrules._base.mesh_sizes import check_bounds, checked_sizes
-from shardrules._base.specs import entries_of, is_unconstrained, spec_shown
+from shardrules._base.specs import entries_of, is_unconstrained, spec_shown, tags_of
 from shardrules._base.text import mesh_shown, shown
 
 if TYPE_CHECKING:
@@ -135,13 +135,20 @@ def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
 
     Raises:
         TypeError: Its mesh has no devices.
-        ValueError: It leaves a dimension to the compiler, for which JAX has a bare KeyError.
+        ValueError: It leaves a dimension to the compiler, for which JAX has a bare KeyError; or it
+            has unreduced axes, which only a computation makes.
     """
     if not has_devices(sharding.mesh):
         raise TypeError(
             "arrays can be placed on a jax.sharding.Mesh of devices; this mesh is "
             f"{shown(sharding.mesh)}: make one with jax.sharding.Mesh(numpy.array(jax.devices())"
             f".reshape{tuple(sharding.mesh.shape.values())}, {tuple(sharding.mesh.shape)})"
+        )
+    if unreduced := tags_of(sharding.spec).get("unreduced"):
+        raise ValueError(
+            f"the leaf {path()} cannot be placed as {spec_shown(sharding.spec)}: an array whose "
+            f"sum over {', '.join(unreduced)} is yet to be made comes out of a computation alone; "
+            "leave unreduced out of the spec"
         )
     if any(map(is_unconstrained, entries_of(sharding.spec))):
         raise ValueError(

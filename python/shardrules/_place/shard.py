@@ -17,7 +17,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey, tree_flatten_with_pa
 from shardrules._base.arguments import Tree, boolean, check_arrays, check_choice, in_order
 from shardrules._base.correction import Correction
 from shardrules._base.dtypes import given_float, is_plain_float
-from shardrules._base.specs import entries_of, entry_axes, is_partition_spec
+from shardrules._base.specs import axes_in_tags, entries_of, entry_axes, is_partition_spec
 from shardrules._base.text import counted, mesh_shown, shown
 from shardrules._place.agreement import rows_of
 from shardrules._place.boxes import is_flax_struct, variable_types
@@ -356,9 +356,9 @@ def _local_sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedShardin
         sharding = spec
     elif is_partition_spec(spec):
         on_mesh: Any = resolve_mesh(mesh)
-        if unknown := [
-            a for entry in entries_of(spec) for a in entry_axes(entry) if a not in on_mesh.shape
-        ]:
+        named = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
+        named += [axis for axes in axes_in_tags(spec).values() for axis in axes]
+        if unknown := [axis for axis in named if axis not in on_mesh.shape]:
             raise ValueError(
                 f"spec: for {path} it has the axis {unknown[0]!r}, and the mesh is "
                 f"{mesh_shown(on_mesh.shape)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -295,7 +296,9 @@ def _bind(matcher: Matcher, mesh: AnyMesh) -> _OnMesh:
         return sharding_in_memory(mesh, spec, memory)
 
     def sharded(spec: int, corrected: PartitionSpec | None) -> NamedSharding | None:
-        return None if corrected is None else sharding(corrected, memory_of[spec])
+        with suppress(ValueError):  # of JAX; `_misfits_message` tells it
+            return None if corrected is None else sharding(corrected, memory_of[spec])
+        return None
 
     def placed(spec: int, corrected: PartitionSpec | None) -> Placement | None:
         sharding = sharded(spec, corrected)
@@ -325,6 +328,17 @@ def _bind(matcher: Matcher, mesh: AnyMesh) -> _OnMesh:
     )
 
 
+def _refused_by_jax(mesh: AnyMesh, spec: PartitionSpec) -> list[str]:
+    """Return why JAX makes no sharding of a spec that fits, as of unreduced axes of type Auto."""
+    from jax.sharding import NamedSharding
+
+    try:
+        NamedSharding(mesh, spec)
+    except ValueError as error:
+        return str(error).splitlines()[:1]
+    return []
+
+
 def _misfits_message(
     on_mesh: _OnMesh, matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
 ) -> str:
@@ -333,6 +347,8 @@ def _misfits_message(
         pattern, spec = matcher.pairs[rule][0], on_mesh.specs[on_mesh.spec_of[rule]]
         rule_spec = plain_spec(matcher.pairs[rule][1])
         written = rule_spec if isinstance(rule_spec, Fsdp) else spec.spec
+        # A leaf without a shape has no dimensions.
+        reasons = list(spec.errors(tuple(shape or ()))) or _refused_by_jax(on_mesh.mesh, spec.spec)
         decided_by = f"rule {rule}: {pattern!r} -> {spec_shown(written)}"
-        rows.append(LeafError(path, shape, decided_by, list(spec.errors(tuple(shape)))))
+        rows.append(LeafError(path, shape, decided_by, reasons))
     return leaf_errors(rows, on_mesh.mesh.shape, count=count)

@@ -14,12 +14,14 @@ from shardrules._base.rule_specs import Fsdp
 from shardrules._base.specs import (
     Dim,
     Entries,
+    axes_in_tags,
     axes_present,
     entries_of,
     entry_axes,
     entry_of,
     is_unconstrained,
     partition_spec,
+    spec_shown,
     with_dims,
     with_entries,
 )
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
 
-LossKind = Literal["absent", "optional", "indivisible", "rank", "duplicate"]
+LossKind = Literal["absent", "optional", "indivisible", "rank", "duplicate", "unreduced"]
 
 
 NO_OTHERS: Final[Mapping[str, frozenset[str]]] = {}
@@ -170,6 +172,9 @@ class SpecOnMesh:
             yield LostAxes("rank", rank, lost)
             if self._correction.rank == "replicate":
                 return
+        for axes_of_tag in axes_in_tags(self.spec).values():
+            if unknown := tuple(axis for axis in axes_of_tag if axis not in self.axis_sizes):
+                yield LostAxes("unreduced", 0, unknown)
         seen: set[str] = set()
         for dim, axes in enumerate(self._kept_axes(rank, kept)):
             named = self._axes[dim]
@@ -191,7 +196,10 @@ class SpecOnMesh:
         """Return whether the correction forbids the loss."""
         if lost.kind == "absent":
             return self._absent == "error"
-        return lost.kind == "duplicate" or getattr(self._correction, lost.kind, None) == "error"
+        return (
+            lost.kind in ("duplicate", "unreduced")
+            or getattr(self._correction, lost.kind, None) == "error"
+        )
 
     def errors(self, shape: tuple[int, ...]) -> Iterator[str]:
         """Yield message and fix, in a line, of each loss of an array that is an error."""
@@ -278,6 +286,13 @@ class SpecOnMesh:
         it = "it" if len(lost.axes) == 1 else "them"
         message = f"the mesh has no {_lost_axes_shown(lost.axes)}, which alone the spec is without"
         return message, f"leave it so, add {it} to the mesh, or take {it} out of the rule"
+
+    def _words_of_unreduced(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
+        return (
+            f"the mesh has no {_lost_axes_shown(lost.axes)}, which the spec "
+            f"{spec_shown(self.spec)} names as reduced or unreduced",
+            "rename it, or add it to the mesh",
+        )
 
     def _words_of_duplicate(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
         return (
@@ -378,7 +393,7 @@ class SpecByShape:
         self._fixed = fixed
         self._closed = closed
         self._bound: dict[Entries, SpecOnMesh] = {}
-        self._errors: dict[tuple[Any, ...], list[str]] = {}
+        self._errors: dict[tuple[Any, ...], dict[Any, list[str]]] = {}
 
     @property
     def spec(self) -> Any:
@@ -418,7 +433,7 @@ class SpecByShape:
         on_mesh = self.for_leaf(shape, dtype)
         bound = None if on_mesh is None else on_mesh.decided(shape, dtype)
         if bound is None and on_mesh is not None:
-            self._failed(shape, list(on_mesh.errors(shape)))
+            self._failed(shape, dtype, list(on_mesh.errors(shape)))
         return bound
 
     def for_leaf(self, shape: tuple[Any, ...], dtype: Any) -> SpecOnMesh | None:
@@ -427,17 +442,20 @@ class SpecByShape:
             bits = None if dtype is None else given_bits("dtype", dtype)
             return self.for_array(_checked_entries(shape), bits)[0]
         except ValueError as error:
-            self._failed(shape, [str(error)])
+            self._failed(shape, dtype, [str(error)])
             return None
 
-    def _failed(self, shape: tuple[Any, ...], errors: list[str]) -> None:
+    def _failed(self, shape: tuple[Any, ...], dtype: Any, errors: list[str]) -> None:
         if len(self._errors) >= _MOST_ERRORS:
             self._errors.clear()
-        self._errors[shape] = errors
+        self._errors.setdefault(shape, {})[dtype] = errors
 
     def errors(self, shape: tuple[Any, ...]) -> Iterator[str]:
-        """Return why an array of this shape has no spec; to be called after `decided`."""
-        return iter(self._errors.get(shape, ()))
+        """Yield why arrays of this shape have no spec; to be called after `decided`."""
+        of_dtypes = self._errors.get(shape, {})
+        for dtype, errors in of_dtypes.items():
+            of = "" if len(of_dtypes) == 1 else f"{'without' if dtype is None else 'of'} dtype"
+            yield from (f"{f'{of} {dtype or str()}'.strip()}: {e}" if of else e for e in errors)
 
 
 def _checked_entries(shape: tuple[Any, ...]) -> tuple[int, ...]:

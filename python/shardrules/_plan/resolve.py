@@ -239,12 +239,11 @@ class RulesOnMesh:
             return kind_on_mesh(leaf, None, Fit(spec, problem=problem), self._axis_sizes)
         by_rule, origin = self._spec_for(leaf, derivation)
         memory = self._memory_of[leaf.rule]
-        if leaf.shape is None:
-            written, fit = by_rule.spec, Fit(Entries())
-        else:
-            on_mesh, origin_of_shape = by_rule.for_array(leaf.shape, leaf.bits)
-            origin = "; ".join(filter(None, (origin, origin_of_shape))) or None
-            written, fit = on_mesh.spec, fitted(on_mesh, leaf.shape)
+        # A leaf without a shape has no dimensions.
+        shape = leaf.shape or ()
+        on_mesh, origin_of_shape = by_rule.for_array(shape, leaf.bits)
+        origin = "; ".join(filter(None, (origin, origin_of_shape))) or None
+        written, fit = on_mesh.spec, fitted(on_mesh, shape)
         return kind_on_mesh(leaf, written, fit, self._axis_sizes, origin=origin, memory_kind=memory)
 
     def _spec_for(
