@@ -369,7 +369,7 @@ TOML = """
 dialect = "EasyLM"
 replicated = ["norm", "bias$"]
 optional_axes = ["sp"]
-min_size = 16
+min_size = 1
 data_axes = ["dp"]
 
 [correction]
@@ -406,7 +406,7 @@ def test_rules_of_toml(write):
     assert file.declared == {
         "replicated": ("norm", "bias$"), "optional_axes": (), "data_axes": ("dp",)
     }  # fmt: skip
-    assert (file.rules.optional_axes, file.rules.min_size) == (("sp",), 16)
+    assert (file.rules.optional_axes, file.rules.min_size) == (("sp",), 1)
     assert file.rules.dialect.name == "EasyLM"
     assert file.rules.dialect.correction == correction
     assert list(file.rules) == [(re.compile("WQ/kernel", re.I), wq), ("bias", ("tp",)), (".*", ())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,8 @@ def written(folder, name, text):
 class TestRules:
     def test_toml(self, tmp_path):
         read = sr.read_rules(written(tmp_path, "rules.toml", TOML))
-        assert read.rules == RULES
+        assert read.rules == sr.LogicalRules(RULES, RULES.dialect, optional_axes=["expert"])
         assert read.declared["replicated"] == ("norm",)
-        assert read.rules.optional_axes == ("expert",)
         assert read.companions == ()
 
     def test_json_with_pairs_and_a_correction(self, tmp_path):
@@ -61,7 +61,7 @@ class TestRules:
         read = sr.read_rules(written(tmp_path, "rules.json", json.dumps(table)))
         assert tuple(read.rules) == (RULES[0], ("mlp", ("tp",)), RULES[2])
         assert read.rules.dialect.name == "maxtext"
-        assert read.rules.dialect.correction == sr.Correction("drop_axis", "drop_axis", pad=False)
+        assert read.rules.correction == replace(sr.dialects.MAXTEXT.correction, indivisible="drop")
 
     def test_the_yaml_of_maxtext(self):
         dump = json.loads(gzip.decompress(next(DUMPS.glob("qwen3*")).read_bytes()))

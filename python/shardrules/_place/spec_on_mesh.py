@@ -337,7 +337,7 @@ class SpecOnMesh:
 
     def _shared(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Return (heads, devices that share one), for fewer heads than an axis has devices."""
-        if type(shape[lost.dim]) is not int:  # symbolic
+        if self._follows or type(shape[lost.dim]) is not int:  # a rank, or symbolic
             return None
         heads, beyond = divmod(shape[lost.dim], self.units[lost.dim])
         if len(lost.axes) > 1 or len(self._axes[lost.dim]) > 1 or beyond or heads < 2:
