@@ -621,3 +621,50 @@ def test_numbers_of_modules_were_found_from_the_root_each(mesh, monkeypatch):
     placed = sr.shard([*modules, np.ones(8)], [("", P())], mesh)
     assert all(type(module.p) is float for module in placed[:-1])
     assert 100 < sum(looked_at) < 1000
+
+
+DOORS = {
+    "shard": sr.shard,
+    "constraint": sr.with_sharding_constraint,
+    "inside jit": lambda tree, *rest: jax.jit(lambda: sr.with_sharding_constraint(tree, *rest))(),
+    "shard_local": sr.shard_local,
+}
+WHAT_JAX_HAS_NOT = [
+    (np.array([None] * 8), "ndarray of dtype 'object'", "give numbers for it"),
+    (np.array(["x"] * 8), "ndarray of dtype '<U1'", "give numbers for it"),
+    (np.zeros(8, "M8[s]"), "ndarray of dtype 'datetime64[s]'", "give numbers for it"),
+    (np.zeros(8, [("a", "f4")]), "ndarray of dtype", "give numbers for it"),
+    (np.zeros(8, ">f4"), "ndarray of dtype '>f4'", "give array.astype('float32')"),
+    (np.zeros(8, np.longdouble), "ndarray of dtype 'float128'", "give array.astype('float64')"),
+    (np.ma.zeros(8), "MaskedArray of dtype 'float64'", "give array.filled(value)"),
+]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("leaf", "what", "instead"), WHAT_JAX_HAS_NOT)
+def test_arrays_that_jax_does_not_hold_were_told_without_a_path(mesh, door, leaf, what, instead):
+    """`shard_local` took masked arrays for whole ones, without a word."""
+    with pytest.raises(TypeError) as caught:
+        DOORS[door]({"ok": np.ones(8), "layers": {"w": leaf}}, P("fsdp"), mesh)
+    assert f"leaf ['layers']['w'] is a {what}" in str(caught.value)
+    assert instead in str(caught.value)
+
+
+@pytest.mark.parametrize("door", ["shard", "constraint", "shard_local", "reshard", "load"])
+def test_devices_that_are_only_described_were_told_in_the_words_of_the_compiler(
+    mesh, door, monkeypatch, tmp_path
+):
+    given = {"w": np.ones((8, 8), "float32")}
+    source = tmp_path / "model.safetensors"
+    pytest.importorskip("safetensors.numpy").save_file(given, source)
+
+    def refuse(*_, **__):
+        raise jax.errors.JaxRuntimeError(
+            "UNIMPLEMENTED: MakeArraysFromHostBufferShards not available with compile-only client."
+        )
+
+    doors = {**DOORS, "reshard": sr.reshard, "load": lambda _, *rest: sr.load(source, *rest)}
+    for name in ("device_put", "make_array_from_process_local_data", "make_array_from_callback"):
+        monkeypatch.setattr(jax, name, refuse)
+    with pytest.raises(TypeError, match=r"only described: they hold no arrays; .*plan.on_mesh"):
+        doors[door](given, P("fsdp"), mesh)

@@ -50,6 +50,10 @@ _INSTEAD: Final = {
     "optax._src.base.GradientTransformation": _STATE,
 }
 """By the full name of a class: what to give instead of one of its objects."""
+_DESCRIBED: Final = (
+    "the devices of the mesh are only described: they hold no arrays; use jax.make_mesh on devices "
+    "that are there; to plan for it: plan.on_mesh(...)"
+)
 _KINDS: Final[dict[str, Kind]] = {
     "Plan": "plan", "Rules": "rules", "LogicalRules": "rules", "Compiled": "compiled",
 }  # fmt: skip
@@ -169,7 +173,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def in_order(*kinds: Kind) -> Callable[[_Function], _Function]:
-    """Make a call that fails say so if its arguments are swapped, or its tree is none.
+    """Make a call that fails say so if its arguments are swapped, or JAX has no such arrays.
 
     Args:
         kinds: What the function's first parameters are, in their order.
@@ -182,17 +186,50 @@ def in_order(*kinds: Kind) -> Callable[[_Function], _Function]:
         def call(*arguments: Any, **named: Any) -> Any:
             try:
                 return function(*arguments, **named)
-            except (TypeError, ValueError, re.error) as error:
+            except (TypeError, ValueError, RuntimeError, re.error) as error:
                 given = named | dict(zip(names, arguments, strict=False))
                 check_order(function.__name__, kinds, list(map(given.get, names)))
-                if isinstance(error, TypeError) and "tree" in kinds:
+                if "tree" in kinds:
                     name = names[kinds.index("tree")]
-                    check_arrays(name, given.get(name))
+                    if isinstance(error, TypeError):
+                        check_arrays(name, given.get(name))
+                    if " JAX " in str(error):
+                        check_dtypes(given.get(name))
+                if "compile-only client" in str(error):
+                    raise TypeError(_DESCRIBED) from error
                 raise
 
         return cast(_Function, call)
 
     return decorator
+
+
+def check_dtypes(tree: Any) -> None:
+    """Check a tree that JAX has refused for the numpy arrays that it does not hold.
+
+    Raises:
+        TypeError: There is one; the message has its path, and what to give instead.
+    """
+    import jax
+    import numpy as np
+
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not isinstance(leaf, np.ndarray | np.generic):
+            continue
+        try:
+            jax.typeof(leaf)
+        except (TypeError, ValueError) as error:
+            native = leaf.dtype.newbyteorder("=")
+            instead = "take it out of the tree, or give numbers for it, such as ids"
+            if isinstance(leaf, np.ma.MaskedArray):
+                instead = "give array.filled(value), or its .data and .mask"
+            elif native.kind in "iufc":
+                dtype = {"float128": "float64", "complex256": "complex128"}.get(str(native), native)
+                instead = f"give array.astype('{dtype}')"
+            raise TypeError(
+                f"the leaf {jax.tree_util.keystr(keys) or '(the tree)'} is a {type(leaf).__name__} "
+                f"of dtype {brief(str(leaf.dtype))}, which JAX does not hold: {instead}"
+            ) from error
 
 
 def check_order(name: str, kinds: tuple[Kind, ...], arguments: Iterable[Any]) -> None:

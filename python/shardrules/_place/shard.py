@@ -175,7 +175,7 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
         of_rows = [sharding for sharding, _ in targets]
         call.agree(lambda: rows_of(tree_util.tree_unflatten(treedef, abstract), of_rows))
     arrays = [
-        jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
+        jax.make_array_from_process_local_data(sharding, np.asanyarray(leaf), shape)
         for leaf, (sharding, shape) in zip(leaves, targets, strict=True)
     ]
     return tree_util.tree_unflatten(treedef, arrays)
