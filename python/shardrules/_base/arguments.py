@@ -14,17 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import inf
 from numbers import Number, Real
 from types import ModuleType, UnionType
-from typing import (
-    Any,
-    Final,
-    Literal,
-    TypeAlias,
-    TypeVar,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from shardrules._base.text import brief, counted, shown
 
@@ -199,7 +189,7 @@ def in_order(*kinds: Kind) -> Callable[[_Function], _Function]:
                     raise TypeError(_DESCRIBED) from error
                 raise
 
-        return cast(_Function, call)
+        return call  # type: ignore[return-value]
 
     return decorator
 

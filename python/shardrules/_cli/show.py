@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import click
 
-from shardrules._base.text import Table, and_more, brief, is_command, printable
+from shardrules._base.text import and_more, brief, is_command, printable
 from shardrules._cli.inputs import Planned, dialect_of
 from shardrules._cli.process import hint, working
 from shardrules._plan.findings import conclusion, finding_lines, github_command, github_commands
 from shardrules._plan.show import heading, plan_table
 from shardrules._plan.table import DEFAULT_LARGE, Kind, is_replicated
+from shardrules._plan.tables import Table
 from shardrules._rules.logical_rules import LogicalRules
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from shardrules._base.text import Column, Place, Table, answer, bytes_shown, record
+from shardrules._base.text import Place, answer, bytes_shown, record
+from shardrules._plan.tables import Column, Table
 
 _IN_TEXT: Final = 10
 # XLA's numbers of bytes, with their signs: aliased bytes are counted as argument and as output.

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 from shardrules._base.arguments import check_choice, check_type, integer, texts
 from shardrules._base.dtypes import bits_of, given_dtype
 from shardrules._base.hardware import Hardware, as_hardware, check_share
-from shardrules._base.text import answer, brief, guesses_shown, mesh_shown, printable, seconds_shown
+from shardrules._base.text import answer, brief, mesh_shown, printable, seconds_shown
 from shardrules._estimate.collectives import CutPart, cut_parts, kernel_uses
 from shardrules._estimate.schedule import Of, Schedule, Transmission, schedule_of
 from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
+from shardrules._plan.tables import guesses_shown
 
 if TYPE_CHECKING:
     from shardrules._plan.memory import DeviceBytes

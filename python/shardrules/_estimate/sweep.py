@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.mesh_sizes import check_bounds, mesh_shapes
 from shardrules._base.text import (
-    Column,
-    Table,
     and_more,
     answer,
     bytes_shown,
     counted,
-    guesses_shown,
     mesh_shown,
     printable,
     record,
@@ -26,6 +23,7 @@ from shardrules._estimate.step_time import Run, StepTime, assumed_lines, step_ti
 from shardrules._plan.axis_uses import data_axes_among
 from shardrules._plan.memory import DeviceBytes, Room, by_class
 from shardrules._plan.table import Columns, axes_used
+from shardrules._plan.tables import Column, Table, guesses_shown
 
 if TYPE_CHECKING:
     from shardrules._base.rule_specs import MemoryKind

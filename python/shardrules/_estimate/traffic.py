@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from shardrules._base.text import Column, Table, answer, bytes_shown, guesses_shown, printable
+from shardrules._base.text import answer, bytes_shown, printable
 from shardrules._estimate.collectives import (
     activation_rows,
     cut_parts,
@@ -21,6 +21,7 @@ from shardrules._estimate.collectives import (
 )
 from shardrules._estimate.schedule import Schedule, Transmission, merged
 from shardrules._plan.table import Columns, axes_used
+from shardrules._plan.tables import Column, Table, guesses_shown
 
 _COLUMNS: Final = (
     Column("of"),

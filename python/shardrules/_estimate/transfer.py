@@ -12,8 +12,6 @@ from shardrules._base.dtypes import SAFETENSORS, bits_of
 from shardrules._base.rule_specs import is_on_host
 from shardrules._base.specs import Entries, entries_of, is_unconstrained
 from shardrules._base.text import (
-    Column,
-    Table,
     and_more,
     answer,
     bytes_shown,
@@ -28,6 +26,7 @@ from shardrules._plan.device_bytes import Grid, moved_bytes
 from shardrules._plan.diff import Pair, Pairs, paired
 from shardrules._plan.fold import fold
 from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown
+from shardrules._plan.tables import Column, Table
 from shardrules._plan.trees import placement_errors
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ import numpy as np
 
 from shardrules._base.correction import Correction, LibraryCorrection
 from shardrules._base.io import parse_json
-from shardrules._base.locks import check_fields, checked_json, line_by_line, lock_errors, of_type
 from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.rule_specs import Fsdp, RuleSpec, check_memory_kind, fsdp, rule_spec
 from shardrules._base.specs import (
@@ -33,6 +32,13 @@ from shardrules._base.specs import (
 from shardrules._base.text import brief, shown
 from shardrules._place.align import check_distinct
 from shardrules._plan.fold import parts_of, runs_of
+from shardrules._plan.lock_texts import (
+    check_fields,
+    checked_json,
+    line_by_line,
+    lock_errors,
+    of_type,
+)
 from shardrules._plan.resolve import (
     AMBIGUOUS_LEAVES,
     PLACED,

@@ -10,8 +10,9 @@ from shardrules._base.arguments import MOST
 from shardrules._base.dtypes import given_bits
 from shardrules._base.rule_specs import MemoryKind, is_on_host
 from shardrules._base.specs import Entries
-from shardrules._base.text import answer, bytes_shown, guesses_shown, printable_lines
+from shardrules._base.text import answer, bytes_shown, printable_lines
 from shardrules._plan.device_bytes import DeviceClasses, Held, held_of
+from shardrules._plan.tables import guesses_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -262,8 +262,8 @@ class Plan(Views, Decider):
         Raises:
             FileError: It is not a lock; a ValueError.
         """
-        from shardrules._base.locks import content_of
         from shardrules._plan.lock import read_lock
+        from shardrules._plan.lock_texts import content_of
 
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
         columns = read_lock(*content_of(lock))

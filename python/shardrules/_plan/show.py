@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from shardrules._base.text import (
-    Column,
-    Table,
-    and_more,
-    bytes_shown,
-    counted,
-    mesh_shown,
-    printable,
-)
+from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, printable
 from shardrules._plan.memory import by_class
 from shardrules._plan.table import (
     Columns,
@@ -22,6 +14,7 @@ from shardrules._plan.table import (
     placement_shown,
     problem_shown,
 )
+from shardrules._plan.tables import Column, Table
 
 if TYPE_CHECKING:
     from shardrules._plan.fold import Folded

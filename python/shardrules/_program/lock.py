@@ -10,10 +10,16 @@ from typing import Any, Final, NamedTuple, get_args
 
 from shardrules._base.arguments import check_choice, check_real, integer
 from shardrules._base.io import parse_json
-from shardrules._base.locks import check_fields, checked_json, line_by_line, lock_errors, of_type
 from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, shown
 from shardrules._plan.findings import Finding, Findings, Level, finding_of
+from shardrules._plan.lock_texts import (
+    check_fields,
+    checked_json,
+    line_by_line,
+    lock_errors,
+    of_type,
+)
 from shardrules._program.collectives import Collective
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import CollectiveOpcode

@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 
 from shardrules._base.arguments import check_file, check_type, in_order
 from shardrules._base.io import write_text
-from shardrules._base.locks import content_of
-from shardrules._base.text import Column, Table, answer, bytes_shown, mesh_shown, printable
+from shardrules._base.text import answer, bytes_shown, mesh_shown, printable
 from shardrules._estimate.buffers import Memory, Totals
 from shardrules._plan.findings import Findings
+from shardrules._plan.lock_texts import content_of
 from shardrules._plan.plan import Plan
+from shardrules._plan.tables import Column, Table
 from shardrules._program.cache import cached_result
 from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.compile import Refusal, lowered_on, options_for, result_of

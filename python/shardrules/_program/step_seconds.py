@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
-from shardrules._base.text import Column, Table, answer, counted, printable_lines, seconds_shown
+from shardrules._base.text import answer, counted, printable_lines, seconds_shown
 from shardrules._estimate.kernels import KERNEL_EFFICIENCY, splash_flops
+from shardrules._plan.tables import Column, Table
 from shardrules._program.collectives import Collective
 from shardrules._program.computation import Instruction, line_at, parsed, shapes_in
 from shardrules._program.hlo import Hlo, hlo_errors

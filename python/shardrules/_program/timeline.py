@@ -10,16 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
-from shardrules._base.text import (
-    Column,
-    Table,
-    answer,
-    counted,
-    printable,
-    printable_lines,
-    record,
-    seconds_shown,
-)
+from shardrules._base.text import answer, counted, printable, printable_lines, record, seconds_shown
+from shardrules._plan.tables import Column, Table
 from shardrules._program.collectives import Collective
 from shardrules._program.computation import Instruction
 from shardrules._program.hlo import Hlo

@@ -10,11 +10,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardrules._base.arguments import check_choice, check_real, check_type, listed, memory_bytes
-from shardrules._base.text import Column, Table, answer, printable_lines
+from shardrules._base.text import answer, printable_lines
 from shardrules._estimate.step_time import machine_of
 from shardrules._place.mesh import as_mesh
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import OVERLAP
+from shardrules._plan.tables import Column, Table
 from shardrules._program.topologies.topology import Topology, topology_of
 from shardrules._solve.activations import spec_of_cuts
 from shardrules._solve.choices import ClassChoice, choices, reasons

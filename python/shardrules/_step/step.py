@@ -14,8 +14,6 @@ from shardrules._base.arguments import check_bytes, check_type, memory_bytes
 from shardrules._base.io import collector_paused
 from shardrules._base.jax_names import user_line
 from shardrules._base.text import (
-    Column,
-    Table,
     and_more,
     answer,
     bytes_shown,
@@ -29,6 +27,7 @@ from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
 from shardrules._estimate.traced import TracedStep
 from shardrules._plan.plan import Plan
+from shardrules._plan.tables import Column, Table
 from shardrules._program.program import seconds_and_bytes
 from shardrules._program.topologies.topology import Topology
 from shardrules._step.cuts import Cuts, argument_cuts, call_cuts
