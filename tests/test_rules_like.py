@@ -74,6 +74,11 @@ def of_arrays(arrays: Any) -> dict[str, Any]:
     return of_tree(jax.tree.map(lambda array: array.sharding, arrays))
 
 
+def with_names(given: Any) -> Any:
+    """What takes no names takes a plan of them."""
+    return NAMED_PLAN if isinstance(given, sr.LogicalRules) else given
+
+
 def names_for(given: Any) -> dict[str, Any]:
     return {"names": NAMES} if isinstance(given, sr.LogicalRules) else {}
 
@@ -121,10 +126,10 @@ CENSUS: dict[str, Row] = {
         lambda given: of_tree(sr.named_shardings(TREE, given, MESH, **names_for(given)))
     ),
     "shard.rules": Row(
-        lambda given: of_arrays(sr.shard(TREE, given, MESH, **names_for(given)))
+        lambda given: of_arrays(sr.shard(TREE, with_names(given), MESH))
     ),
     "with_sharding_constraint.rules": Row(
-        lambda given: of_arrays(sr.with_sharding_constraint(TREE, given, MESH, **names_for(given)))
+        lambda given: of_arrays(sr.with_sharding_constraint(TREE, with_names(given), MESH))
     ),
     "reshard.rules": Row(
         lambda given: of_arrays(sr.reshard(tree_for(given), given, MESH))

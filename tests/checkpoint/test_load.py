@@ -424,7 +424,8 @@ def test_what_decides_is_as_in_a_plan(checkpoint):
 def test_names_for_logical_rules(checkpoint):
     rules = sr.LogicalRules([("vocab", "fsdp"), ("embed", "tp")])
     names = {name: ("vocab", "embed")[: len(shape)] for name, shape in LLAMA.items()}
-    loaded = sr.load(checkpoint, rules, mesh_of(), names=names)
+    plan = sr.plan(sr.read_model(checkpoint), rules, mesh_of(), names=names)
+    loaded = sr.load(checkpoint, plan)
     assert loaded["lm_head.weight"].sharding.spec == P("fsdp", "tp")
     with pytest.raises(TypeError, match="Give names="):
         sr.load(checkpoint, rules, mesh_of())

@@ -215,11 +215,6 @@ class TestATargetOfArrays:
         with pytest.raises(ValueError, match="rules"):
             sr.reshard(placed, sr.shard({"v": np.ones((8, 4))}, P(), mesh_of()))
 
-    def test_nothing_more_decides(self):
-        placed = sr.shard({"w": np.ones((8, 4))}, P(), mesh_of())
-        with pytest.raises(TypeError, match="names: they are for LogicalRules"):
-            sr.reshard(placed, placed, names={"w": ("x", "y")})
-
 
 def test_cut_alike_elsewhere_is_not_through_the_host(monkeypatch):
     placed = sr.shard({"w": np.ones((8, 8))}, P("fsdp", "tp"), on(range(4), (2, 2)))
@@ -269,7 +264,8 @@ class TestBoxes:
         rules = sr.LogicalRules([("x", "fsdp"), ("y", "tp")])
         moved = sr.reshard(boxed, rules, mesh_of())
         assert moved["a"]["kernel"].value.sharding.spec == P("fsdp", "tp")
-        moved = sr.reshard(plain, rules, mesh_of(), names={"a": {"kernel": ("x", "y")}})
+        names = {"a": {"kernel": ("x", "y")}}
+        moved = sr.reshard(plain, sr.plan(plain, rules, mesh_of(), names=names))
         assert moved["a"]["kernel"].sharding.spec == P("fsdp", "tp")
 
 
