@@ -67,6 +67,12 @@ class Shaped(Slotted):
         Slotted.shape.__set__(self, shape)
 
 
+class Text(str):
+    """A key that is equal to a string, and none."""
+
+    __slots__ = ()
+
+
 class Case(NamedTuple):
     """A tree, and how it is matched."""
 
@@ -100,13 +106,15 @@ def random_rules(draw: random.Random) -> Rules:
         if draw.random() < 0.15:
             dialect = replace(dialect, **{name: draw.choice(choices)})
     texts = draw.sample(PATTERNS[dialect.match[-1]], draw.randint(1, 4))
-    return Rules([(text, random_spec(draw)) for text in texts], dialect)
+    pairs = [(text, random_spec(draw)) for text in texts]
+    return Rules(pairs, dialect, memory_budget=0 if draw.random() < 0.1 else 32 << 20)
 
 
 PATTERNS: dict[str, list[Any]] = {
-    "search": ["kernel", "bias$", "a/kernel", "^1?[1-3]/", "scale.*e", "kernel.$", "value", ".*"],
-    "fullmatch": [".*kernel", ".*/bias", "[0-9]/.*", ".*a.*", ".*(scale|value)", ".*"],
-}
+    "search": ["kernel", "bias$", "a/kernel", "^1?[1-3]/", "scale.*e", "kernel.$", "value", ".*",
+               r"^\d*[13]/.*(?=kernel)"],
+    "fullmatch": [".*kernel", ".*/bias", "[0-9]/.*", ".*a.*", ".*(scale|value)", ".*", ".*(?=k)kernel"],
+}  # fmt: skip
 
 
 def random_spec(draw: random.Random) -> P:
@@ -135,7 +143,12 @@ def random_block(draw: random.Random, levels: int) -> dict[str, Any]:
 
 def copied(node: Any, draw: random.Random) -> Any:
     if isinstance(node, dict):
-        return {key: copied(child, draw) for key, child in node.items()}
+        # Equal keys are not the same objects, either.
+        kinds = {0: Text, 1: lambda key: "".join(list(key))}
+        return {
+            kinds.get(draw.randrange(20), str)(key): copied(child, draw)
+            for key, child in node.items()
+        }
     return node if draw.random() < 0.5 else Slotted(node.shape)
 
 

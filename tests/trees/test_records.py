@@ -33,37 +33,15 @@ def record_of(node):
     return registration(type(node), node)[1]
 
 
-@tree_util.register_dataclass
-@dataclasses.dataclass
-class Plain:
-    kernel: Any
-    bias: Any
-    name: str = dataclasses.field(metadata={"static": True}, default="plain")
+def record(name, fields="kernel", meta="", **options):
+    """A registered dataclass of these fields."""
+    made = dataclasses.make_dataclass(name, [*fields.split(), *meta.split()], **options)
+    return tree_util.register_dataclass(made, fields.split(), meta.split())
 
 
-@tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    bias: Any
-    kernel: Any
-
-
-@tree_util.register_dataclass
-@dataclasses.dataclass(slots=True)
-class Slots:
-    kernel: Any
-
-
-@dataclasses.dataclass
-class Derived:
-    kernel: Any
-    count: int = dataclasses.field(default=0, init=False)
-
-    def __post_init__(self):
-        self.count = 7
-
-
-tree_util.register_dataclass(Derived, data_fields=["kernel"], meta_fields=[])
+def sets(name):
+    """A method that leaves a mark."""
+    return lambda self, *_: vars(self).update({name: True})
 
 
 class Meta(type):
@@ -73,97 +51,24 @@ class Meta(type):
         return made
 
 
-@tree_util.register_dataclass
-@dataclasses.dataclass
-class WithMetaclass(metaclass=Meta):
-    kernel: Any
+class WithMeta(metaclass=Meta):
+    pass
 
 
-@tree_util.register_dataclass
-@dataclasses.dataclass
 class WithNew:
-    kernel: Any
-
     def __new__(cls, **_):
         made = object.__new__(cls)
         made.by_new = True
         return made
 
 
-@tree_util.register_dataclass
-@dataclasses.dataclass
-class ManyFields:
-    a: Any
-    b: Any
-    kernel: Any
-    d: Any
-    e: Any
-    f: Any
-
-
-@tree_util.register_dataclass
-@dataclasses.dataclass
-class MetaFirst:
-    name: str = dataclasses.field(metadata={"static": True})
-    kernel: Any
-
-
-@tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FrozenWithPostInit:
-    kernel: Any
-
-    def __post_init__(self):
-        object.__setattr__(self, "by_post_init", True)
-
-
-@tree_util.register_dataclass
-@dataclasses.dataclass
 class WithSetattr:
-    kernel: Any
-
     def __setattr__(self, name, value):
-        object.__setattr__(self, "set_before", name)
-        object.__setattr__(self, name, value)
+        vars(self).update({"set_before": name, name: value})
 
 
-@tree_util.register_dataclass
-@dataclasses.dataclass
 class WithProperty:
-    kernel: Any
-
-    @property
-    def bias(self):
-        return self.made_by_property
-
-    @bias.setter
-    def bias(self, value):
-        self.made_by_property = value
-
-
-WithProperty = tree_util.register_dataclass(
-    dataclasses.make_dataclass("WithBias", [("bias", Any)], bases=(WithProperty,))
-)
-
-
-@dataclasses.dataclass
-class WithFactory:
-    kernel: Any = dataclasses.field(default_factory=list)
-
-
-tree_util.register_dataclass(WithFactory, data_fields=["kernel"], meta_fields=[])
-
-
-class SetsAttributes:
-    def __init__(self, kernel, bias):
-        self.kernel = kernel
-        self.bias = bias
-
-    def __eq__(self, other):
-        return vars(self) == vars(other)
-
-
-tree_util.register_dataclass(SetsAttributes, data_fields=["kernel", "bias"], meta_fields=[])
+    bias = property(lambda self: self.made, lambda self, value: vars(self).update(made=value))
 
 
 class TakesKeywords:
@@ -183,35 +88,56 @@ class NewTakesKeywords(TakesKeywords):
         return made
 
 
-for takes_keywords in (TakesKeywords, NewTakesKeywords):
-    tree_util.register_dataclass(
-        takes_keywords, data_fields=["kernel", "bias"], meta_fields=["name", "size"]
-    )
+class SetsAttributes(TakesKeywords):
+    def __init__(self, kernel, bias):
+        self.kernel = kernel
+        self.bias = bias
 
 
-DATACLASSES = [
-    (TakesKeywords(bias=LEAF, kernel=LEAF, size=2, name="kept"), RecordLayout.CALL),
-    (NewTakesKeywords(bias=LEAF, kernel=LEAF, size=2, name="kept"), RecordLayout.CALL),
-    (Plain(LEAF, [LEAF, LEAF], name="kept"), RecordLayout.CALL),
-    (Frozen(LEAF, {"x": LEAF}), RecordLayout.CALL),
-    (Slots(LEAF), RecordLayout.CALL),
-    (ManyFields(*[LEAF] * 6), RecordLayout.CALL),
-    (Plain(Plain(LEAF, Frozen(LEAF, LEAF)), None, name="outer"), RecordLayout.CALL),
-    (WithProperty(LEAF, LEAF), RecordLayout.CALL),
-    (SetsAttributes(LEAF, LEAF), RecordLayout.CALL),
-    (Derived(LEAF), RecordLayout.CALL),
-    (WithMetaclass(LEAF), RecordLayout.CALL),
-    (WithNew(kernel=LEAF), RecordLayout.CALL),
-    (MetaFirst("kept", LEAF), RecordLayout.CALL),
-    (FrozenWithPostInit(LEAF), RecordLayout.CALL),
-    (WithSetattr(LEAF), RecordLayout.CALL),
-    (WithFactory(LEAF), RecordLayout.CALL),
-]
+for keywords in (TakesKeywords, NewTakesKeywords):
+    tree_util.register_dataclass(keywords, ["kernel", "bias"], ["name", "size"])
+tree_util.register_dataclass(SetsAttributes, ["kernel", "bias"], [])
+
+Plain = record("Plain", "kernel bias", "name")
+Frozen = record("Frozen", "bias kernel", frozen=True)
+MetaFirst = dataclasses.make_dataclass("MetaFirst", ["name", "kernel"])
+tree_util.register_dataclass(MetaFirst, ["kernel"], ["name"])
+Derived = dataclasses.make_dataclass(
+    "Derived", ["kernel", ("count", int, dataclasses.field(default=0, init=False))],
+    namespace={"__post_init__": lambda self: vars(self).update(count=7)},
+)  # fmt: skip
+tree_util.register_dataclass(Derived, ["kernel"], [])
+Factory = dataclasses.make_dataclass(
+    "Factory", [("kernel", Any, dataclasses.field(default_factory=list))]
+)
+tree_util.register_dataclass(Factory, ["kernel"], [])
+KEYWORDS = {"bias": LEAF, "kernel": LEAF, "size": 2, "name": "kept"}
+DATACLASSES = {
+    "keywords": TakesKeywords(**KEYWORDS),
+    "keywords for __new__": NewTakesKeywords(**KEYWORDS),
+    "plain": Plain(LEAF, [LEAF, LEAF], "kept"),
+    "frozen": Frozen(LEAF, {"x": LEAF}),
+    "slots": record("Slots", slots=True)(LEAF),
+    "many fields": record("ManyFields", "a b kernel d e f")(*[LEAF] * 6),
+    "nested": Plain(Plain(LEAF, Frozen(LEAF, LEAF), "inner"), None, "outer"),
+    "property": record("Property", "kernel bias", bases=(WithProperty,))(LEAF, LEAF),
+    "own init": SetsAttributes(LEAF, LEAF),
+    "a field that init makes": Derived(LEAF),
+    "metaclass": record("OfMeta", bases=(WithMeta,))(LEAF),
+    "__new__": record("New", bases=(WithNew,))(kernel=LEAF),
+    "meta first": MetaFirst("kept", LEAF),
+    "frozen, __post_init__": record(
+        "PostInit", frozen=True, namespace={"__post_init__": sets("by_post_init")}
+    )(LEAF),
+    "__setattr__": record("Setattr", bases=(WithSetattr,))(LEAF),
+    "factory": Factory(LEAF),
+}
 
 
-@pytest.mark.parametrize(("tree", "layout"), DATACLASSES, ids=lambda case: type(case).__name__)
-def test_dataclasses(tree, layout):
-    assert record_of(tree).layout is layout
+@pytest.mark.parametrize("kind", DATACLASSES)
+def test_dataclasses(kind):
+    tree = DATACLASSES[kind]
+    assert record_of(tree).layout is RecordLayout.CALL
     ours, theirs = match([tree, tree]), match_by_jax([tree, tree])
     assert ours == theirs
     for made, expected in zip(ours, theirs, strict=True):
@@ -221,45 +147,33 @@ def test_dataclasses(tree, layout):
 
 
 def test_a_layout_that_the_core_does_not_know(monkeypatch):
-    known = registration(Plain, Plain(LEAF, LEAF))
+    known = registration(Plain, Plain(LEAF, LEAF, ""))
     for layout in (-1, len(RecordLayout)):
         made = known[0], known[1]._replace(layout=layout)
         monkeypatch.setattr("shardrules._base.node_types.registration", lambda *_, made=made: made)
         with pytest.raises(ValueError, match=f"records have no layout {layout}"):
-            match(Plain(LEAF, LEAF))
+            match(Plain(LEAF, LEAF, ""))
 
 
 def test_a_constructor_that_is_replaced_after_the_first_walk():
-    @tree_util.register_dataclass
-    @dataclasses.dataclass(frozen=True)
-    class Changed:
-        kernel: Any
-
+    Changed = record("Changed", frozen=True)
     tree = Changed(LEAF)
     assert match(tree) == match_by_jax(tree)
 
-    def init(self, kernel):
-        object.__setattr__(self, "kernel", [kernel])
-
-    Changed.__init__ = init
+    Changed.__init__ = lambda self, kernel: vars(self).update(kernel=[kernel])
     assert record_of(tree).layout is RecordLayout.CALL
     assert match(tree).kernel == match_by_jax(tree).kernel == [P("tp")]
 
 
 def test_a_constructor_that_returns_something():
-    @tree_util.register_dataclass
-    @dataclasses.dataclass(init=False)
-    class Bad:
-        kernel: Any
+    def init(self, kernel):
+        self.kernel = kernel
+        return 1 if isinstance(kernel, P) else None
 
-        def __init__(self, kernel):
-            self.kernel = kernel
-            return 1 if isinstance(kernel, P) else None
-
-    with pytest.raises(TypeError, match="should return None"):
-        match_by_jax(Bad(LEAF))
-    with pytest.raises(TypeError, match="should return None"):
-        match(Bad(LEAF))
+    bad = record("Bad", init=False, namespace={"__init__": init})(LEAF)
+    for walk in (match_by_jax, match):
+        with pytest.raises(TypeError, match="should return None"):
+            walk(bad)
 
 
 class Overridden(namedtuple("Overridden", "kernel bias")):
@@ -299,12 +213,9 @@ def test_the_constructor_of_a_namedtuple_runs_if_it_is_the_users():
     assert Overridden.made == before + 1
 
 
-@pytest.fixture
-def eqx():
-    return pytest.importorskip("equinox")
+def test_equinox_modules():
+    eqx = pytest.importorskip("equinox")
 
-
-def test_equinox_modules(eqx):
     class Block(eqx.Module):
         linear: Any
         kernel: Any
@@ -317,7 +228,9 @@ def test_equinox_modules(eqx):
         assert_same_modules(ours, theirs)
 
 
-def test_equinox_modules_that_are_not_as_declared(eqx):
+def test_equinox_modules_that_are_not_as_declared():
+    eqx = pytest.importorskip("equinox")
+
     class Block(eqx.Module):
         kernel: Any
         bias: Any
@@ -344,12 +257,9 @@ def assert_same_modules(ours, theirs):
         assert_same_modules(value, theirs.__dict__[name])
 
 
-@pytest.fixture
-def nnx():
-    return pytest.importorskip("flax.nnx")
+def test_nnx_variables():
+    nnx = pytest.importorskip("flax.nnx")
 
-
-def test_nnx_variables(nnx):
     class Custom(nnx.Variable):
         pass
 
@@ -376,8 +286,10 @@ def test_nnx_variables(nnx):
     assert "changed" not in state["kernel"].get_metadata()
 
 
-def test_which_library_types_are_known(eqx, nnx):
+def test_which_library_types_are_known():
     """Fails when a library's new version has to be looked at; the result stays right anyway."""
+    eqx = pytest.importorskip("equinox")
+    nnx = pytest.importorskip("flax.nnx")
     if jax.__version_info__ < (0, 8):
         pytest.skip("equinox and flax of this JAX's time go through the registry")
     module = eqx.nn.Linear(3, 4, key=jax.random.key(0))
@@ -386,17 +298,11 @@ def test_which_library_types_are_known(eqx, nnx):
     assert record_of(nnx.Param(LEAF)) is record_of(nnx.Param(LEAF))
 
 
-@tree_util.register_dataclass
-@dataclasses.dataclass
-class StaticInit:
-    kernel: Any
-
-    @staticmethod
-    def __init__(**given):
+def test_a_dataclass_with_a_staticmethod_for_init():
+    def init(**given):
         assert list(given) == ["kernel"]
 
-
-def test_a_dataclass_with_a_staticmethod_for_init():
-    tree = object.__new__(StaticInit)
+    cls = record("StaticInit", init=False, namespace={"__init__": staticmethod(init)})
+    tree = object.__new__(cls)
     tree.kernel = LEAF
     assert vars(match(tree)) == vars(match_by_jax(tree)) == {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from dataclasses import replace
 
 import jax
@@ -12,104 +10,11 @@ from jax import tree_util
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-
-
-class Text(str):
-    __slots__ = ()
-
-
-class Odd:
-    """A leaf whose shape is no tuple in a slot."""
-
-    shape = (4, 8)
+from tests.support.random_blocks import orders
 
 
 def leaf(*shape):
     return jax.ShapeDtypeStruct(shape, "float32")
-
-
-LEAVES = [
-    leaf(4, 8),
-    leaf(8, 4),
-    leaf(3, 8),
-    leaf(8),
-    leaf(),
-    leaf(2, 2, 2),
-    Odd(),
-    {"a": leaf(4, 8)},
-]
-KEYS = ["kernel", "bias", "a", Text("kernel"), "".join(["ker", "nel"])]
-MESH = {"fsdp": 2, "tp": 2}
-RULES = [
-    ("w1/kernel", P("fsdp", "tp")),
-    ("w2/bias", P("tp")),
-    ("kernel", P(None, "fsdp", "tp")),
-    (".*", P("tp")),
-]
-
-
-def random_tree(seed):
-    draw = random.Random(seed)
-
-    def block(levels):
-        keys = draw.sample(KEYS, draw.randint(0, 4))
-        return {
-            key: block(levels - 1) if levels and draw.random() < 0.7 else draw.choice(LEAVES)
-            for key in keys
-        }
-
-    def like(node):
-        """The same in dicts of its own; now and then another leaf."""
-        if not isinstance(node, dict):
-            return draw.choice(LEAVES) if draw.random() < 0.02 else node
-        return {key: like(child) for key, child in node.items()}
-
-    known = [block(draw.randint(0, 5)) for _ in range(3)]
-    return [
-        {name: like(draw.choice([*known, block(1)])) for name in ("w1", "w2", "norm")}
-        for _ in range(40)
-    ]
-
-
-def alone(match, tree):
-    """Each leaf in a tree of its own, so that it has no siblings."""
-    flat, structure = tree_util.tree_flatten_with_path(tree)
-
-    def of(path, value):
-        nested = value
-        for key in reversed(path):
-            nested = [None] * key.idx + [nested] if hasattr(key, "idx") else {key.key: nested}
-        is_answer = lambda x: isinstance(x, P) or hasattr(x, "spec")  # noqa: E731
-        return tree_util.tree_leaves(match(nested), is_leaf=is_answer)[0]
-
-    return structure.unflatten([of(path, value) for path, value in flat])
-
-
-WAYS = {
-    "specs": lambda tree: sr.Rules(RULES).match(tree),
-    "min_size": lambda tree: sr.Rules(RULES, min_size=25).match(tree),
-    "not strict": lambda tree: sr.Rules(RULES).match(tree, strict=False),
-    "searched": lambda tree: sr.Rules([(r"^\d*[02468]/.*(?=kernel)", P("fsdp")), *RULES]).match(
-        tree
-    ),
-    "shardings": lambda tree: sr.named_shardings(tree, sr.Rules(RULES), MESH),
-    "no memory": lambda tree: sr.Rules(RULES, memory_budget=0).match(tree),
-}
-
-
-@pytest.mark.parametrize(("way", "seed"), list(itertools.product(WAYS, range(2))))
-def test_siblings_get_what_they_get_alone(way, seed):
-    tree = random_tree(seed)
-    ours = WAYS[way](tree)
-    assert ours == alone(WAYS[way], tree)
-    assert order(ours) == order(tree)
-
-
-def order(tree):
-    """All keys, as they stand in the dicts."""
-    if isinstance(tree, list):
-        return [order(child) for child in tree]
-    return [(key, order(child)) for key, child in tree.items()] if isinstance(tree, dict) else None
 
 
 MANY = 40  # what is met a few times is not remembered
@@ -117,9 +22,7 @@ MANY = 40  # what is met a few times is not remembered
 
 def blocks(count, keys=("q", "k"), levels=3):
     """Dicts of the same keys, on that many levels, down to leaves of one kind."""
-    if levels == 0:
-        return leaf(4, 8)
-    return [{key: nested(keys, levels - 1) for key in keys} for _ in range(count)]
+    return [nested(keys, levels) for _ in range(count)]
 
 
 def nested(keys, levels):
@@ -139,7 +42,7 @@ def test_blocks_of_any_size(levels, keys):
         tree[-1:],
     )
     assert ours[-1:] == expected
-    assert order(ours) == order(tree)
+    assert orders(ours) == orders(tree)
 
 
 def dicts_of(tree):
@@ -150,12 +53,13 @@ def dicts_of(tree):
 
 
 def test_each_sibling_is_a_dict_of_its_own():
-    ours = sr.match_partition_rules(RULES, blocks(MANY))
+    rules = [("q", P("tp")), (".*", P())]
+    ours = sr.match_partition_rules(rules, blocks(MANY))
     found = dicts_of(ours)
     assert len({id(one) for one in found}) == len(found) == MANY * 7
     for one in found[:-7]:
         one.clear()
-    assert ours[-1:] == sr.match_partition_rules(RULES, blocks(1))
+    assert ours[-1:] == sr.match_partition_rules(rules, blocks(1))
 
 
 class Changing:
@@ -238,8 +142,3 @@ def test_a_block_at_the_bound_of_depth_is_no_copy():
     for count, first in [(1, 0), (MANY, 0), (1, MANY), (MANY, MANY)]:
         assert fits(fitting, count, first)
         assert not fits(too_deep, count, first)
-
-
-def test_every_sibling_without_a_rule_is_counted():
-    with pytest.raises(ValueError, match="3 leaves match none"):
-        sr.match_partition_rules([("bias", P())], [{"kernel": leaf(4, 8)} for _ in range(3)])
