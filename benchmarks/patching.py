@@ -1,4 +1,4 @@
-"""The time that `patch` saves in a model's code that calls eformer by name."""
+"""The time that `patch` saves in code that calls eformer and flax by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from flax import linen
+from jax.sharding import Mesh, PartitionSpec
 
 import shardrules as sr
 from benchmarks.harness import collector, interleaved_seconds
@@ -22,17 +23,24 @@ def rows() -> Iterator[Row]:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(1, 4, 2), ("dp", "fsdp", "tp"))
     tree = corpus.manifest("easydel-deepseek-v3").nested(corpus.abstract)
     model = Model(corpus.rules(RULES), tree, mesh)
-    leaves = len(jax.tree.leaves(tree))
+    of_maxtext = next(name for name in corpus.manifest_names() if name.startswith("maxtext-"))
+    names = {path: PartitionSpec(*axes) for path, axes in corpus.logical_axes(of_maxtext).items()}
+    logical = corpus.logical_rules("maxtext__base")
     steps = {
-        "specs": model.partition_specs,
-        "shardings": model.shardings,
-        "shard and gather functions": model.shard_and_gather_fns,
+        "specs of an EasyDeL-style model": model.partition_specs,
+        "its shardings": model.shardings,
+        "its shard and gather functions": model.shard_and_gather_fns,
+        "flax's logical_to_mesh": lambda: linen.logical_to_mesh(names, logical),
+        "flax's logical_to_mesh_sharding": lambda: linen.logical_to_mesh_sharding(
+            names, mesh, [("embed", "fsdp"), ("mlp", "tp")]
+        ),
     }
     with collector(enabled=False), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # eformer's
         theirs = interleaved_seconds([*steps.values()], runs=5)
-        with sr.patch("eformer"):
+        with sr.patch("eformer", "flax"):
             ours = interleaved_seconds([*steps.values()], runs=5)
-    for name, a, b in zip(steps, ours, theirs, strict=True):
-        note = f"patched {a * 1e3:.1f} ms, eformer {b * 1e3:.0f} ms, {leaves:,} leaves"
-        yield Row(f"{name} of an EasyDeL-style model, patched / eformer", a / b, "x", None, note)
+    leaves = [len(jax.tree.leaves(tree))] * 3 + [len(names)] * 2
+    for name, count, a, b in zip(steps, leaves, ours, theirs, strict=True):
+        note = f"patched {a * 1e3:.2f} ms, the library {b * 1e3:.1f} ms, {count:,} leaves"
+        yield Row(f"{name}, patched / the library", a / b, "x", None, note)

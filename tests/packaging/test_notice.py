@@ -17,7 +17,7 @@ def test_every_source_of_data_is_named():
     packed = [DATA / "rules.json.gz", *DATA.glob("manifests/*.gz")]
     texts = [json.dumps(json.loads(gzip.decompress(path.read_bytes()))) for path in packed]
     sources = [source for text in texts for source in re.findall(r'"source": "([^"]*)"', text)]
-    assert len(sources) > 140
+    assert len(sources) > 130
     projects = {
         name for source in sources for name in re.findall(r"github:([\w-]+/[\w-]+)", source)
     }

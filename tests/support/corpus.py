@@ -19,7 +19,7 @@ DEEPSEEK = "flaxpath-deepseek-v3"
 # Tens of thousands of arrays, of layers and experts that are alike.
 LARGEST = {"deepseek-v3", "deepseek-v3-bf16", DEEPSEEK}
 
-Rule = tuple[Any, PartitionSpec]
+Rule = tuple[str, PartitionSpec]
 
 
 def manifest_names() -> list[str]:
@@ -58,10 +58,7 @@ def regex_rule_sets() -> list[str]:
 
 def rules(name: str) -> list[Rule]:
     """(pattern, spec) pairs; a spec may be None."""
-    return [
-        (tuple(pattern) if isinstance(pattern, list) else pattern, _spec(spec))
-        for pattern, spec in _rule_files()[name]["rules"]
-    ]
+    return [(pattern, _spec(spec)) for pattern, spec in _rule_files()[name]["rules"]]
 
 
 def logical_rules(name: str) -> list[tuple[str, Any]]:
