@@ -25,8 +25,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-import shardrules
-
 # `make test` tries few examples of each property, `make test-all` many.
 settings.register_profile(
     "few",
@@ -48,16 +46,6 @@ def pytest_collection_finish():
 def rng(request: pytest.FixtureRequest) -> random.Random:
     """Seeded by the test's name: the same run every time, another one for each test."""
     return random.Random(request.node.nodeid)
-
-
-@pytest.fixture
-def first_match():
-    """first_match(patterns, path) through freshly compiled rules."""
-
-    def call(patterns, path):
-        return shardrules.Rules([(p, None) for p in patterns]).first_match(path)
-
-    return call
 
 
 @pytest.fixture(scope="session")

@@ -88,6 +88,7 @@ TREE = {
         ("SPECTRAX", [("wq|wk", P(("fsdp", "tp"), None)), ("x", "dp"), (".*", P())]),
         ("KERAS", [(".*wq", P(None, "tp")), (".*q", P("dp")), ("layers/0/b", None)]),
         ("KEYSTR", [(r"\['wq'\]", P(("fsdp", "dp"), "tp")), (".*", P())]),
+        ("NNX", [("wq|wk", P("fsdp", "tp")), (".*", P())]),
     ],
 )
 def test_dialects(dialect, rules):

@@ -11,7 +11,7 @@ import pytest
 
 import shardrules as sr
 from shardrules._rules.rules import matcher_of
-from tests.support.engines import ENGINES, NFA, ROUNDS, Rule
+from tests.support.engines import ENGINES, ROUNDS, Rule
 from tests.support.folders import DATA
 
 CORPUS = tomllib.loads((DATA / "corpus.toml").read_text("utf-8"))
@@ -46,10 +46,3 @@ def test_the_rounds_end_the_simulation():
     assert len(simulated) > 1
     rules.first_match("abxababy")
     assert matcher_of(rules).counters().simulated_steps in simulated
-
-
-def test_without_memory_all_is_simulated():
-    rules = sr.Rules([("x[ab]+y$", None)], **NFA)
-    for _ in range(ROUNDS):
-        rules.first_match("abxababy")
-    assert matcher_of(rules).counters().simulated_steps == ROUNDS * len("abxababy")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -49,15 +48,7 @@ def test_real_rules_on_real_models(model, rule_set):
 
 def test_paths_beside_each_other():
     patterns = ["wq/kernel", "(?=x)lookahead|é", "k.rnel$", "", "\ud800"]
-    paths = [
-        "",
-        "wq/kernel",
-        "wq/kernel",
-        "é/kernel",
-        "wq/kérnel",
-        "\ud800/kernel",
-        "wq/\U0001f600",
-    ]
+    paths = ["", *["wq/kernel"] * 2, "é/kernel", "wq/kérnel", "\ud800/kernel", "wq/\U0001f600"]
     matcher = matcher_of(sr.Rules([(pattern, P()) for pattern in patterns]))
     assert_same_coverage(matcher.coverage_of_paths(paths), patterns, paths)
 
@@ -87,28 +78,6 @@ def test_leaves_that_need_no_rule_are_not_counted():
     assert rules.coverage(tree).unmatched == 0
     assert rules.coverage(tree, strict=False).unmatched == 1
     assert sr.Rules([]).coverage(tree) == sr.types.Coverage((), (), 1, {})
-
-
-def test_the_same_walk_as_match():
-    """Whatever match decides, coverage counts as won."""
-    tree = corpus.manifest(corpus.manifest_names()[0]).nested(corpus.abstract)
-    rules = [
-        (pattern, i)
-        for i, (pattern, _) in enumerate(
-            corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0")
-        )
-    ]
-    compiled = sr.Rules([*rules, ("", -1)])
-    leaves = [
-        spec
-        for spec, leaf in zip(
-            jax.tree.leaves(compiled.match(tree)), jax.tree.leaves(tree), strict=True
-        )
-        if leaf.shape
-    ]
-    won = Counter(leaves)
-    coverage = compiled.coverage(tree)
-    assert coverage.won == tuple(won[i] for i in (*range(len(rules)), -1))
 
 
 def test_all_matches_learns_like_first_match():

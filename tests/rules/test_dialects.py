@@ -56,8 +56,7 @@ class Value(NamedTuple):
     value: object
 
 
-def nnx_param(leaf):
-    return pytest.importorskip("flax.nnx", reason="flax is not installed").Param(leaf)
+LEAF = array(2)
 
 
 class Payload:
@@ -90,19 +89,23 @@ def test_corpus(name, case):
         assert chosen(rules, path) == expected, path
 
 
-@pytest.mark.parametrize("model", ["easylm-llama-3.1-405b", "easylm-llama-3.1-405b-trainstate"])
-def test_easylm_on_its_model(model):
-    rules, tree = corpus.rules("EasyLM__llama"), corpus.manifest(model).nested(corpus.abstract)
-    assert sr.Rules(rules, sr.dialects.EASYLM).match(tree) == references.easylm(rules, tree)
-
-
 @pytest.mark.parametrize(
-    ("rule_set", "model"),
-    [("JAXSeq__T5", "flax-t5-v1_1-xxl"), ("JAXSeq__gptj", "flax-gpt-j-6b")],
+    ("rule_set", "model", "dialect", "theirs"),
+    [
+        ("EasyLM__llama", "easylm-llama-3.1-405b", sr.dialects.EASYLM, references.easylm),
+        (
+            "EasyLM__llama",
+            "easylm-llama-3.1-405b-trainstate",
+            sr.dialects.EASYLM,
+            references.easylm,
+        ),
+        ("JAXSeq__T5", "flax-t5-v1_1-xxl", sr.dialects.KEYSTR, references.jaxseq),
+        ("JAXSeq__gptj", "flax-gpt-j-6b", sr.dialects.KEYSTR, references.jaxseq),
+    ],
 )
-def test_jaxseq_on_its_models(rule_set, model):
+def test_on_their_models(rule_set, model, dialect, theirs):
     rules, tree = corpus.rules(rule_set), corpus.manifest(model).nested(corpus.abstract)
-    assert sr.Rules(rules, sr.dialects.KEYSTR).match(tree) == references.jaxseq(rules, tree)
+    assert sr.Rules(rules, dialect).match(tree) == theirs(rules, tree)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -156,6 +159,14 @@ def is_spec(node):
     return isinstance(node, P)
 
 
+def outcome(match, *args):
+    """What comes of it, or the first words of the error."""
+    try:
+        return match(*args)
+    except ValueError as error:
+        return str(error).splitlines()[0].split(":")[0]
+
+
 def spectrax(rules, tree, min_size, strict):
     """spectrax.sharding.match_partition_rules, as docs/guides/recipes.md writes it."""
     dialect = sr.dialects.SPECTRAX
@@ -163,22 +174,38 @@ def spectrax(rules, tree, min_size, strict):
     return sr.Rules(rules, dialect, min_size=min_size or 0).match(tree)
 
 
-def same(ours, theirs):
-    return jax.tree.leaves(ours, is_leaf=is_spec) == jax.tree.leaves(theirs, is_leaf=is_spec)
+def scalax(rules, tree, strict=True):
+    library = pytest.importorskip("scalax.sharding", reason="scalax is not installed")
+    return library.TreePathShardingRule(*rules, strict=strict).apply(tree)
 
 
+def library():
+    reason = "spectrax-lib is not installed"
+    return pytest.importorskip("spectrax.sharding.partition", reason=reason, exc_type=ImportError)
+
+
+def of_dialect(dialect):
+    return lambda rules, tree, *_: sr.Rules(rules, dialect).match(tree)
+
+
+# Ours and theirs: restatements, which are always there, and libraries.
+PEERS = {
+    "EasyLM": (of_dialect(sr.dialects.EASYLM), lambda r, t, *_: references.easylm(r, t)),
+    "JAXSeq": (of_dialect(sr.dialects.KEYSTR), lambda r, t, *_: references.jaxseq(r, t)),
+    "scalax": (of_dialect(sr.dialects.EASYLM), lambda r, t, *_: scalax(r, t)),
+    "Spectrax": (spectrax, references.spectrax),
+    "spectrax-lib": (spectrax, lambda *case: library().match_partition_rules(*case)),
+}
+
+
+@pytest.mark.parametrize("peer", PEERS)
 @given(RULES, TREES, st.sampled_from([None, 0, 1, 2, 6]), st.booleans())
-def test_generated_trees(rules, tree, min_size, strict):
-    easylm, jaxseq = (sr.Rules(rules, d) for d in (sr.dialects.EASYLM, sr.dialects.KEYSTR))
-    assert same(easylm.match(tree), references.easylm(rules, tree))
-    assert same(jaxseq.match(tree), references.jaxseq(rules, tree))
-    ours = spectrax(rules, tree, min_size, strict)
-    assert same(ours, references.spectrax(rules, tree, min_size, strict))
-
-
-@pytest.fixture(scope="module")
-def scalax():
-    return pytest.importorskip("scalax.sharding", reason="scalax is not installed")
+def test_generated_trees(peer, rules, tree, min_size, strict):
+    ours, theirs = (
+        jax.tree.leaves(match(rules, tree, min_size, strict), is_leaf=is_spec)
+        for match in PEERS[peer]
+    )
+    assert ours == theirs
 
 
 @pytest.fixture(scope="module")
@@ -188,36 +215,15 @@ def keras(tmp_path_factory):
     return pytest.importorskip("keras.distribution", reason="keras is not installed")
 
 
-@pytest.fixture(scope="module")
-def their_spectrax():
-    return pytest.importorskip(
-        "spectrax.sharding.partition", reason="spectrax-lib is not installed"
-    )
-
-
-class TestAgainstScalax:
-    @pytest.mark.parametrize("strict", [True, False])
-    @pytest.mark.parametrize("rule_set", ["EasyLM__llama", "scalax__llama_fsdp_tp", "JAXSeq__T5"])
-    def test_on_a_model(self, scalax, rule_set, strict):
-        rules = corpus.rules(rule_set)
-        tree = corpus.manifest("easylm-llama-3.1-405b").nested(corpus.abstract)
-        tree["count"], tree["one"] = array(), array(1, 1)
-
-        def outcome(apply):
-            try:
-                return apply(tree)
-            except ValueError as error:
-                return str(error).splitlines()[0].split(":")[0]
-
-        unmatched = "error" if strict else "replicate"
-        ours = sr.Rules(rules, replace(sr.dialects.EASYLM, unmatched=unmatched))
-        theirs = scalax.TreePathShardingRule(*rules, strict=strict)
-        assert outcome(ours.match) == outcome(theirs.apply)
-
-    @given(RULES, TREES)
-    def test_generated_trees(self, scalax, rules, tree):
-        ours = sr.Rules(rules, sr.dialects.EASYLM).match(tree)
-        assert same(ours, scalax.TreePathShardingRule(*rules).apply(tree))
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("rule_set", ["EasyLM__llama", "scalax__llama_fsdp_tp", "JAXSeq__T5"])
+def test_scalax_on_a_model(rule_set, strict):
+    rules = corpus.rules(rule_set)
+    tree = corpus.manifest("easylm-llama-3.1-405b").nested(corpus.abstract)
+    tree["count"], tree["one"] = array(), array(1, 1)
+    unmatched = "error" if strict else "replicate"
+    ours = sr.Rules(rules, replace(sr.dialects.EASYLM, unmatched=unmatched))
+    assert outcome(ours.match, tree) == outcome(scalax, rules, tree, strict)
 
 
 class TestAgainstKeras:
@@ -292,11 +298,6 @@ class TestAgainstKeras:
 
 
 class TestAgainstSpectrax:
-    @given(RULES, TREES, st.sampled_from([None, 0, 2, 6]), st.booleans())
-    def test_generated_trees(self, their_spectrax, rules, tree, min_size, strict):
-        ours = spectrax(rules, tree, min_size, strict)
-        assert same(ours, their_spectrax.match_partition_rules(rules, tree, min_size, strict))
-
     @given(
         st.lists(st.sampled_from([1, 2, 6, 8]), max_size=3).map(tuple),
         st.lists(
@@ -304,12 +305,12 @@ class TestAgainstSpectrax:
             max_size=4,
         ),
     )
-    def test_corrections(self, their_spectrax, mesh, shape, entries):
+    def test_corrections(self, mesh, shape, entries):
         axes = [a for e in entries for a in ((e,) if isinstance(e, str) else e or ())]
         assume(len(set(axes)) == len(axes))
         rules = sr.Rules([(".*", P(*entries))], replace(sr.dialects.SPECTRAX, scalars="none"))
         sharding = sr.named_shardings({"a": array(*shape)}, rules, mesh)["a"]
-        assert sharding.spec == their_spectrax.sanitize_partition_spec_for_mesh_and_shape(
+        assert sharding.spec == library().sanitize_partition_spec_for_mesh_and_shape(
             P(*entries), mesh=mesh, shape=shape
         )
 
@@ -341,23 +342,16 @@ class TestChoices:
         with pytest.raises(ValueError, match="Partition rule not found"):
             sr.Rules([], sr.dialects.EASYLM, min_size=4).match({"a": array(3)})
 
-    def test_shardings_of_every_dialect(self):
-        tree = {"wq": {"kernel": array(8, 6)}}
-        mesh = {"fsdp": 4, "tp": 2}
-        patterns = {
-            "EASYLM": "wq/kernel", "SPECTRAX": "wq/kernel", "KERAS": ".*/kernel",
-            "KEYSTR": r"\['wq'\]",
-        }  # fmt: skip
-        for name, pattern in patterns.items():
-            rules = sr.Rules([(pattern, ("fsdp", "tp"))], getattr(sr.dialects, name))
-            shardings = sr.named_shardings(tree, rules, mesh)
-            assert shardings["wq"]["kernel"].spec == P("fsdp", "tp"), name
-
-    def test_spec_for_in_every_dialect(self):
-        for name, path in (("EASYLM", "wq/0"), ("KERAS", "wq/0"), ("KEYSTR", "['wq'][0]")):
-            rules = sr.Rules([(re.escape(path), ("tp",))], getattr(sr.dialects, name))
-            assert sr.spec_for(path, (4, 4), rules) == P("tp")
-            assert sr.spec_for(path, (4, 4), rules, {"tp": 2}) == P("tp")
+    @pytest.mark.parametrize(
+        ("name", "path"),
+        [("EASYLM", "wq/0"), ("SPECTRAX", "wq/0"), ("KERAS", "wq/0"), ("KEYSTR", "['wq'][0]")],
+    )
+    def test_every_dialect_in_every_call(self, name, path):
+        rules = sr.Rules([(re.escape(path), ("tp",))], getattr(sr.dialects, name))
+        assert sr.spec_for(path, (4, 4), rules) == P("tp")
+        assert sr.spec_for(path, (4, 4), rules, {"tp": 2}) == P("tp")
+        shardings = sr.named_shardings({"wq": [array(4, 4)]}, rules, {"tp": 2})
+        assert shardings["wq"][0].spec == P("tp")
 
     def test_coverage_counts_a_rule_once(self):
         rules = sr.Rules([("a", None), ("a|b", None), ("c", None)], sr.dialects.KERAS)
@@ -411,25 +405,30 @@ class TestNnx:
         assert nnx.to_pure_dict(matched) == sr.Rules(rules).match(pure)
 
     @pytest.mark.parametrize(
-        ("of", "path"),
+        ("tree", "paths"),
         [
-            (lambda leaf: nnx_param(leaf), ""),
-            (lambda leaf: {"value": leaf}, ""),
-            (lambda leaf: {"a": OrderedDict(value=leaf)}, "a"),
-            (lambda leaf: {"a": defaultdict(dict, value=leaf)}, "a"),
-            (lambda leaf: {"a": Value(leaf)}, "a"),
-            (lambda leaf: {"value": {"value": leaf}}, "value"),
-            (lambda leaf: {"a": OrderedDict(value=leaf, b=None)}, "a/value"),
-            (lambda leaf: {"a": [leaf]}, "a/0"),
-            (lambda leaf: OrderedDict(b=leaf), "b"),
+            (lambda: pytest.importorskip("flax.nnx").Param(LEAF), [""]),
+            ({"value": LEAF}, [""]),
+            ({"a": OrderedDict(value=LEAF)}, ["a"]),
+            ({"a": defaultdict(dict, value=LEAF)}, ["a"]),
+            ({"a": Value(LEAF)}, ["a"]),
+            ({"value": {"value": LEAF}}, ["value"]),
+            ({"a": OrderedDict(value=LEAF, b=None)}, ["a/value"]),
+            ({"a": [LEAF]}, ["a/0"]),
+            (OrderedDict(b=LEAF), ["b"]),
+            ({"value": LEAF, "a": {"value": LEAF, "b": LEAF}}, ["value", "a/value", "a/b"]),
+            ({"c": {"value": [LEAF]}}, ["c/value/0"]),
+            ({"d": {"value": {"value": {"value": LEAF}}}}, ["d/value/value"]),
+            ({"e": {"value": None}, "f": [{"value": LEAF}]}, ["f/0"]),
         ],
-    )
-    def test_the_hidden_key_of_a_root_and_of_other_nodes_was_in_the_path(self, of, path):
+    )  # fmt: skip
+    def test_the_hidden_key_of_a_root_and_of_other_nodes_was_in_the_path(self, tree, paths):
         """At the root, and in nodes other than dicts and registered ones."""
-        tree = of(array(2))
-        assert sr.plan(tree, sr.Rules([("", ())], sr.dialects.NNX), {"tp": 2}).paths == [path]
-        matched = sr.Rules([(rf"\A{path}\Z", "right"), ("", "wrong")], sr.dialects.NNX).match(tree)
-        assert jax.tree.leaves(matched, is_leaf=lambda x: isinstance(x, P)) == [P("right")]
+        tree = tree() if callable(tree) else tree
+        assert sr.plan(tree, sr.Rules([("", ())], sr.dialects.NNX), {"tp": 2}).paths == paths
+        rules = [(rf"\A{path}\Z", "right") for path in paths]
+        matched = sr.Rules([*rules, ("", "wrong")], sr.dialects.NNX).match(tree)
+        assert jax.tree.leaves(matched, is_leaf=is_spec) == [P("right")] * len(paths)
 
     def test_a_module_and_its_optimizer(self, nnx, model):
         optax = pytest.importorskip("optax")
@@ -475,28 +474,6 @@ class TestNnx:
         expected = sr.Rules(rules, memory_budget=memory_budget).match(plain)
         found = sr.Rules(rules, sr.dialects.NNX, memory_budget=memory_budget).match(boxed(plain))
         assert found == jax.tree.map(boxed, expected)
-
-    def test_what_is_not_left_out(self):
-        leaf = array(4)
-        tree = {
-            "value": leaf, "a": {"value": leaf, "b": leaf}, "c": {"value": [leaf]},
-            "d": {"value": {"value": {"value": leaf}}}, "e": {"value": None}, "f": [{"value": leaf}],
-        }  # fmt: skip
-        paths = sr.plan(tree, sr.Rules([("", ())], sr.dialects.NNX), {"tp": 1}).paths
-        assert paths == ["value", "a/value", "a/b", "c/value/0", "d/value/value", "f/0"]
-
-    def test_locks_and_files(self, tmp_path):
-        path = tmp_path / "rules.toml"
-        path.write_text('dialect = "nnx"\n[[rules]]\npattern = "kernel$"\nspec = "tp"\n')
-        rules = sr.read_rules(path).rules
-        assert rules.dialect == sr.dialects.NNX
-        plan = sr.plan({"a": {"kernel": {"value": array(8, 8)}}}, rules, {"tp": 2})
-        locked = sr.Plan.from_lock(plan.lock())
-        assert locked.rules.dialect == sr.dialects.NNX
-        assert str(locked.diff(plan)) == "no differences"
-        eformers = sr.plan({"a": {"kernel": array(8, 8)}}, list(rules), {"tp": 2})
-        assert "hidden_key" not in eformers.lock()
-        assert "rules: the dialect" in str(eformers.diff(plan))
 
 
 class TestBadInput:

@@ -54,32 +54,6 @@ def test_all_patterns_of_cpython_as_one_rule_list(re_tests):
     assert_as_re(compiled, [text for _, text, *_ in re_tests.tests])
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "", "a", "a$", "^a", r"\Aa\Z", r"a\b", r"\Ba", r"\b", r"\B", "$", "^", "$^", "^$", "(?m)^a$",
-        "(?m)$^", "(?s).", ".", "(?i)É", "(?i)ß", "(?i)ſ", "(?i)k", "(?a)(?i)k", r"\w", r"(?a)\w", r"\d",
-        r"(?a)\d", "[^a]", "[^é]", "(?i)[a-z]", "(?i)[^s]", "a|b|", "(a|ab)(c|bcd)", "(?:a?){3}a{3}",
-        "a{0}", "(?!)", "a(?!)b|c", "(?x) a b # c", "(?i:A)b", "(?-i:A)b", r"\x41|\u00e9", "[]a]", "a$\n",
-        r"a$\n\Z", r"(?m)a$\nb", r"a\Z\n", r"\n$", "[\\s\\S]{3}", "a.c", "(?s)a.c", "\U0001f600", "[\ud800-\udfff]",
-    ],
-)  # fmt: skip
-def test_each_construct(pattern):
-    texts = [
-        "", "a", "b", "A", "é", "É", "ß", "ẞ", "s", "S", "ſ", "k", "K", "\u212a", "\n", "a\n", "\na", "a\nb", "a\n\n",
-        "ab", "abc", "aaa", "a b", "٣", "3", "_", "a\u00e9", "-a-", "abcd", "c", "a\x0bc", "\U0001f600", "\ud800",
-        "x\U0001f600\n",
-    ]  # fmt: skip
-    assert_as_re([re.compile(pattern)], texts)
-
-
-@given(st.lists(st.text(alphabet="ab/é\n", max_size=4), max_size=5), st.text(max_size=12))
-def test_literals(literals, text):
-    assert_as_re([re.compile(re.escape(x)) for x in literals], [text, "".join(literals)])
-    rules = sr.Rules([(x, None) for x in literals])
-    assert rules.first_match(text) == next((i for i, x in enumerate(literals) if x in text), None)
-
-
 @given(st.text(max_size=20))
 def test_any_character(text):
     assert_as_re(
@@ -95,16 +69,6 @@ def test_every_code_point_of_a_class():
     step = 17  # all planes, in a few seconds
     for code in range(0, sys.maxunicode + 1, step):
         assert (rules.first_match(chr(code)) == 0) == bool(pattern.search(chr(code))), code
-
-
-def test_rules_before_and_after_fallbacks_keep_their_order(first_match):
-    patterns = ["x(?=y)", "xy", r"(a)\1", "aa"]
-    assert first_match(patterns, "xy") == 0
-    assert first_match(patterns, "x_xyz") == 0
-    assert first_match(patterns[1:], "xy") == 0
-    assert first_match(patterns, "baab") == 2
-    assert first_match(["aa", r"(a)\1"], "baab") == 0
-    assert first_match(patterns, "zz") is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import enum
 import gc
 import itertools
@@ -19,12 +18,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base import specs
 from shardrules._rules import matcher, rules
 from shardrules._rules.dialects import EASYLM, EFORMER
 from shardrules._rules.rules import remembered_rules
 from shardrules.compat import eformer as compat_eformer
 from shardrules.compat import keras
-from tests.support.folders import ROOT
 
 TREE = {"wq": {"kernel": np.zeros((4, 4))}, "norm": np.zeros(4)}
 MESH = {"fsdp": 2, "tp": 2}
@@ -51,65 +50,15 @@ def compiled(monkeypatch):
     rules._compiled.cache_clear()
 
 
-ENTRIES = {
-    "match_partition_rules": lambda pairs: sr.match_partition_rules(pairs, TREE),
-    "named_shardings": lambda pairs: sr.named_shardings(TREE, pairs, MESH),
-    "spec_for": lambda pairs: sr.spec_for("wq/kernel", (4, 4), pairs, MESH),
-    "plan": lambda pairs: sr.plan(TREE, pairs, MESH).specs(),
-    "compat.eformer": lambda pairs: compat_eformer.match_partition_rules(pairs, TREE),
-}
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_equal_pairs_are_compiled_once(compiled, entry):
-    first = ENTRIES[entry](fresh_pairs())
-    assert ENTRIES[entry](tuple(fresh_pairs())) == first
-    assert ENTRIES[entry]([list(pair) for pair in fresh_pairs()]) == first
-    assert ENTRIES[entry]([list(pair) for pair in fresh_pairs()]) == first
-    # Checked, a list of lists is what the tuples are.
-    assert len(compiled) <= 2
-    assert ENTRIES[entry]([("wq", P("tp")), ("norm", P())]) != first
-
-
 class Rule(NamedTuple):
     pattern: Any
     spec: Any
 
 
-class Numbered(tuple):
-    """A pair whose items are others each time that they are read."""
-
-    count = itertools.count()
-
-    def __getitem__(self, index):
-        return (".*", f"axis {next(self.count)}")[index]
-
-
-def test_equal_namedtuples_are_compiled_once(compiled):
-    for _ in range(3):
-        sr.match_partition_rules([Rule(*pair) for pair in fresh_pairs()], TREE)
-    assert len(compiled) == 1
-    assert sr.match_partition_rules([Rule("wq", P("tp")), Rule("norm", P())], TREE) == {
-        "wq": {"kernel": P("tp")}, "norm": P(),
-    }  # fmt: skip
-
-
-def test_namedtuples_that_differ_are_not_mixed_up(compiled):
-    tree = {"w": np.zeros((2, 2))}
-    # A spec that is a namedtuple is an object of the user's own, and no pair.
-    specs = [1, True, Rule("w", "tp"), Rule("w", "tp"), P("tp"), P(Axis.TP), ("w", "tp")]
-    for spec in specs * 2:
-        expected = sr.Rules([Rule("w", spec)]).match(tree)["w"]
-        leaf = sr.match_partition_rules([Rule("w", spec)], tree)["w"]
-        assert repr(leaf) == repr(expected)
-        assert isinstance(leaf, P) or leaf is spec
-    first, second = (sr.match_partition_rules([Numbered("ab")], tree)["w"] for _ in range(2))
-    assert first != second
-    for odd in (Rule("w", {}), Rule(3, None)):
-        with pytest.raises(TypeError, match="rule 0"):
-            sr.match_partition_rules([odd], tree)
-    with pytest.raises(TypeError, match=r"is not a \(pattern, spec\) pair: Own\(a=1, b=2, c=3\)"):
-        sr.match_partition_rules([namedtuple("Own", "a b c")(1, 2, 3)], tree)
+def companions():
+    tree = {"wq": {"kernel": np.zeros((4, 4)), "lora_a": np.zeros((4, 2))}}
+    made = sr.plan(tree, fresh_pairs(), MESH, companions=sr.LORA)
+    return made.check(replicated=["".join(["n", "m"])])
 
 
 def layouts():
@@ -118,74 +67,53 @@ def layouts():
     return layouts
 
 
-# Those of libraries whose pairs are not ours; tests/test_arguments.py has the others.
-OF_LIBRARIES = {
-    "eformer.create_pattern_based_partition_spec": lambda: (
+def shardings_by(spec):
+    return lambda: sr.named_shardings(TREE, [("kernel", spec()), (".*", None)], MESH)
+
+
+EXACT = sr.Correction(indivisible="error")
+# What may be called again; tests/test_arguments.py has all that takes rules.
+CALLS = {
+    "pairs": lambda: sr.match_partition_rules(fresh_pairs(), TREE),
+    "tuples": lambda: sr.match_partition_rules(tuple(fresh_pairs()), TREE),
+    "lists": lambda: sr.match_partition_rules([list(pair) for pair in fresh_pairs()], TREE),
+    "namedtuples": lambda: sr.match_partition_rules([Rule(*pair) for pair in fresh_pairs()], TREE),
+    "compat.eformer": lambda: compat_eformer.match_partition_rules(fresh_pairs(), TREE),
+    "create_pattern_based_partition_spec": lambda: (
         compat_eformer.create_pattern_based_partition_spec("wq|wk->fsdp.tp,norm->tp", MESH)("wq", None)
     ),
     "keras.LayoutMap.rules": lambda: layouts().rules,
     "keras.LayoutMap.specs": lambda: layouts().specs(TREE),
+    "fsdp": shardings_by(lambda: sr.fsdp("fsdp", min_bytes=0)),
+    "units": shardings_by(lambda: sr.RuleSpec(("fsdp", None), units=(2, None))),
+    "correction": shardings_by(
+        lambda: replace(sr.RuleSpec("tp"), correction=replace(EXACT, rank="error"))
+    ),
+    "lists in a spec": shardings_by(lambda: [["fsdp"], None]),
+    "tuples in a spec": shardings_by(lambda: ("fsdp", ("tp",))),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("entry", OF_LIBRARIES)
-def test_pairs_of_libraries_are_compiled_once(compiled, entry):
-    first = OF_LIBRARIES[entry]()
+@pytest.mark.parametrize("name", CALLS)
+def test_equal_pairs_are_compiled_once(compiled, name):
+    first = CALLS[name]()
     assert len(compiled) == 1
-    assert OF_LIBRARIES[entry]() == first
+    assert CALLS[name]() == CALLS[name]() == first
     assert len(compiled) == 1
 
 
 def test_companions_and_declarations_are_compiled_once(compiled):
-    tree = {"wq": {"kernel": np.zeros((4, 4)), "lora_a": np.zeros((4, 2))}}
-
-    def use():
-        sr.plan(tree, fresh_pairs(), MESH, companions=sr.LORA).check(
-            replicated=["".join(["n", "m"])]
-        )
-        return len([patterns for patterns in compiled if patterns])
-
-    assert use() == use() > 2
-
-
-def test_dialects_are_told_apart():
-    assert remembered_rules([("a", "tp")], EFORMER) is not remembered_rules([("a", "tp")], EASYLM)
-
-
-# Where Rules are made of patterns in each call, and why. All else takes `remembered_rules`.
-MAKING_RULES = {
-    "_rules/rules.py": "what remembers, and pickles",
-    "_plan/findings.py": "it remembers its own, whose errors have other names",
-    "_files/rules.py": "who reads a file gets an object of its own",
-    "_plan/lock.py": "the same",
-    "_plan/resolve.py": "patterns of a tree of specs, which nobody gave",
-    "_plan/check_leaves.py": "made once",
-    "_writer/draft.py": "patterns that are being written",
-    "_cli/inputs.py": "rules with what the command line adds",
-    "_cli/advice.py": "one rule for a function that only takes rules",
-    "demo.py": "shown as a user's own",
-}
-
-
-def test_nothing_else_makes_rules_of_patterns():
-    package = ROOT / "python/shardrules"
-    making = {
-        str(file.relative_to(package))
-        for file in package.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "Rules"
-        and ast.unparse(node.args[0]) != "()"
-    }
-    assert making == MAKING_RULES.keys()
+    companions()
+    first = list(compiled)
+    assert len(first) > 1
+    companions()
+    assert [patterns for patterns in compiled[len(first) :] if patterns] == []
 
 
 def test_rules_are_always_fresh(compiled):
-    assert sr.Rules(fresh_pairs()) is not sr.Rules(fresh_pairs())
-    sr.match_partition_rules(fresh_pairs(), TREE)
-    sr.match_partition_rules(sr.Rules(fresh_pairs()), TREE)
-    assert len(compiled) == 4
+    for _ in range(3):
+        sr.match_partition_rules(sr.Rules(fresh_pairs()), TREE)
+    assert len(compiled) == 3
 
 
 class Axis(enum.StrEnum):
@@ -202,10 +130,9 @@ class Equal:
         return 1
 
 
-EXACT = sr.Correction(indivisible="error")
 LOOKALIKES = {
     "numbers": (1, True, 1.0, np.int64(1)),
-    "objects": (Equal(), Equal()),
+    "objects": (Equal(), Equal(), Rule("w", "tp"), Rule("w", "tp")),
     "strings": (P("tp"), P(Axis.TP), ("tp",), (Axis.TP,), "tp", Axis.TP),
     "entries": (P("a", "b"), P(("a", "b")), P("a", "b", None), P(("a",), "b")),
     "unconstrained": (P(None), P(P.UNCONSTRAINED)),
@@ -219,34 +146,37 @@ LOOKALIKES = {
 }
 
 
+@pytest.mark.parametrize("pair", [lambda *items: items, Rule])
 @pytest.mark.parametrize("kind", LOOKALIKES)
-def test_lookalikes_are_not_mixed_up(kind):
+def test_lookalikes_are_not_mixed_up(kind, pair):
     for spec in LOOKALIKES[kind] * 2:
-        expected = sr.Rules([("w", spec)])
-        found = remembered_rules([("w", spec)], EFORMER)
+        expected = sr.Rules([pair("w", spec)])
+        found = remembered_rules([pair("w", spec)], EFORMER)
         assert repr(found[0]) == repr(expected[0])
         assert type(found[0][1]) is type(expected[0][1])
-        leaf = sr.match_partition_rules([("w", spec)], {"w": np.zeros((2, 2, 2))})["w"]
+        assert remembered_rules([pair("w", spec)], EASYLM).dialect == EASYLM
+        leaf = sr.match_partition_rules([pair("w", spec)], {"w": np.zeros((2, 2, 2))})["w"]
         if isinstance(spec, P):
             assert repr(leaf) == repr(spec)
-        elif not isinstance(spec, str | tuple | sr.RuleSpec):
-            assert leaf is spec
+        elif type(spec) is Rule or not isinstance(spec, str | tuple | sr.RuleSpec):
+            assert leaf is spec  # an object of the user's own
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: sr.fsdp("fsdp", min_bytes=0),
-        lambda: sr.RuleSpec(("fsdp", None), units=(2, None)),
-        lambda: replace(sr.RuleSpec("tp"), correction=replace(EXACT, rank="error")),
-        lambda: [["fsdp"], None],
-        lambda: ("fsdp", ("tp",)),
-    ],
-)
-def test_equal_specs_are_the_same(compiled, make):
-    for _ in range(3):
-        sr.named_shardings(TREE, [("kernel", make()), (".*", None)], MESH)
-    assert len(compiled) == 1
+class Numbered(tuple):
+    """A pair whose items are others each time that they are read."""
+
+    count = itertools.count()
+
+    def __getitem__(self, index):
+        return (".*", f"axis {next(self.count)}")[index]
+
+
+def test_a_pair_that_is_another_each_time_is_read_each_time():
+    first, second = (sr.match_partition_rules([Numbered("ab")], TREE) for _ in range(2))
+    assert first != second
+
+
+Own = namedtuple("Own", "a b c")
 
 
 def test_a_list_that_changes_is_another_one():
@@ -266,6 +196,9 @@ def test_a_list_that_changes_is_another_one():
         ([("a", None), "b"], TypeError, "rule 1 is not a"),
         ([(["a"], None)], TypeError, "rule 0: the pattern must be a string"),
         ([("w", P("tp"))], ValueError, "not found for param: norm"),
+        ([Rule("w", {})], TypeError, "rule 0: the spec {} (a dict) cannot be hashed"),
+        ([Rule(3, None)], TypeError, "rule 0: the pattern must be a string"),
+        ([Own(1, 2, 3)], TypeError, "is not a (pattern, spec) pair: Own(a=1, b=2, c=3)"),
     ],
 )
 def test_errors_are_the_same_each_time(pairs, error, fragment):
@@ -276,10 +209,10 @@ def test_errors_are_the_same_each_time(pairs, error, fragment):
 
 
 def test_the_memory_is_bounded():
-    class Own(str):
+    class Axis(str):
         __slots__ = ("__weakref__",)
 
-    own = Own("tp")
+    own = Axis("tp")
     alive = weakref.ref(own)
     sr.match_partition_rules([("w", own), (".*", None)], {"w": np.zeros(4)})
     leaf = np.zeros(4)
@@ -289,9 +222,7 @@ def test_the_memory_is_bounded():
     assert tree() is None
     for i in range(16):
         sr.match_partition_rules([(".*", f"axis{i}")], TREE)
-    from shardrules._base import specs as _specs
-
-    _specs._remembered_spec.cache_clear()
+    specs._remembered_spec.cache_clear()
     gc.collect()
     assert alive() is None
 

@@ -23,29 +23,29 @@ def match(request):
     return pytest.importorskip("eformer.escale", reason=reason).match_partition_rules
 
 
-def test_scalars_shapeless_leaves_and_truncation(match):
-    assert match(RULES, TREE) == {"w": P("tp", None), "b": P("tp"), "step": P(), "lr": P()}
+WHOLE = P("tp", None)
+W = [("w", WHOLE)]
+NEEDS_NO_RULE = {"step": np.array(3), "lr": 0.1, "name": "x"}
 
 
-def test_scalars_need_no_rule(match):
-    assert match([], {"step": np.array(3), "lr": 0.1, "name": "x"}) == {
-        "step": P(), "lr": P(), "name": P()
-    }  # fmt: skip
-
-
-def test_a_leaf_may_be_the_tree(match):
-    assert match([("^$", P("dp"))], np.zeros(3)) == P("dp")
-
-
-def test_not_strict_looks_at_no_shape(match):
-    specs = match(RULES, TREE, 1000, False)
-    assert specs == {"w": P("tp", None), "b": P("tp", "dp"), "step": P("dp"), "lr": P("dp")}
-
-
-@pytest.mark.parametrize(("min_size", "sharded"), [(0, True), (32, True), (33, False)])
-def test_min_size(match, min_size, sharded):
-    expected = P("tp", None) if sharded else P()
-    assert match([("w", P("tp", None))], {"w": np.zeros((4, 8))}, min_size) == {"w": expected}
+@pytest.mark.parametrize(
+    ("rules", "tree", "options", "specs"),
+    [
+        # Scalars and leaves without a shape are replicated, specs too long cut.
+        (RULES, TREE, (), {"w": WHOLE, "b": P("tp"), "step": P(), "lr": P()}),
+        ([], NEEDS_NO_RULE, (), {"step": P(), "lr": P(), "name": P()}),
+        ([("^$", P("dp"))], np.zeros(3), (), P("dp")),
+        # What is not strict looks at no shape.
+        (RULES, TREE, (1000, False), {"w": WHOLE, "b": P("tp", "dp"), "step": P("dp"), "lr": P("dp")}),
+        (W, {"w": np.zeros((4, 8))}, (0,), {"w": WHOLE}),
+        (W, {"w": np.zeros((4, 8))}, (32,), {"w": WHOLE}),
+        (W, {"w": np.zeros((4, 8))}, (33,), {"w": P()}),
+        (W, {"w": np.zeros(16383)}, (None,), {"w": P()}),
+        (W, {"w": np.zeros((16384, 1))}, (None,), {"w": WHOLE}),
+    ],
+)  # fmt: skip
+def test_each(match, rules, tree, options, specs):
+    assert match(rules, tree, *options) == specs
 
 
 def test_min_size_comes_after_the_match(match):
@@ -53,21 +53,12 @@ def test_min_size_comes_after_the_match(match):
         match([("x", P())], {"w": np.zeros(2)}, 1000)
 
 
-def test_min_size_of_none_is_the_default(match):
-    tree = {"small": np.zeros(16383), "large": np.zeros(16384)}
-    assert match([(".*", P("tp"))], tree, None) == {"small": P(), "large": P("tp")}
-
-
 def test_the_same_object_is_given_to_every_leaf():
     spec = P("of this test")  # an equal one would be there from an earlier call
     specs = sr.match_partition_rules([(".*", spec)], {"a": np.zeros(2), "b": np.zeros(3)})
-    assert specs["a"] is spec
-    assert specs["b"] is spec
-
-
-def test_unreduced_axes_survive_when_nothing_is_cut():
-    spec = P("tp", unreduced={"dp"})
-    assert sr.match_partition_rules([(".*", spec)], np.zeros(2)) is spec
+    assert specs["a"] is specs["b"] is spec
+    unreduced = P("tp", unreduced={"dp"})  # which survives where nothing is cut
+    assert sr.match_partition_rules([(".*", unreduced)], np.zeros(2)) is unreduced
 
 
 def test_min_size_from_the_environment(monkeypatch):
