@@ -30,16 +30,13 @@ flax_errors = pytest.importorskip("flax.errors")
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
 
+IS_NEWER = hasattr(flax_spmd, "apply_rules")
 newer_flax = pytest.mark.skipif(
-    not hasattr(flax_spmd, "apply_rules"),
+    not IS_NEWER,
     reason="flax before 0.12: no get_pspec and shard_value, other results of the rest",
 )
+MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
 LAYERS = {our_meta.PARTITION_NAME: "layers"}
-
-
-@pytest.fixture
-def fsdp_tp() -> Mesh:
-    return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
 
 
 def outcome(call, *args, **kwargs):
@@ -102,39 +99,32 @@ def rules_context(rules):
     return our_spmd.logical_axis_rules(rules)
 
 
-@newer_flax
+OF_NAMES = ["from_sharding_rules", "get_pspec", "composite_rules"][: 3 if IS_NEWER else 1]
+
+
 @given(NAMES, MAYBE_BAD_RULES, MAYBE_BAD_RULES, st.booleans())
-def test_get_pspec(names, rules, in_force, as_spec):
-    sharding = P(*names) if as_spec else names
+def test_names_and_rules(names, rules, in_force, as_spec):
+    arguments = {
+        "from_sharding_rules": (names, rules),
+        "get_pspec": (P(*names) if as_spec else names, rules),
+        "composite_rules": (rules, in_force),
+    }
     with rules_context(in_force):
-        assert outcome(our_spmd.get_pspec, sharding, rules) == outcome(
-            flax_spmd.get_pspec, sharding, rules
-        )
-
-
-@given(NAMES, MAYBE_BAD_RULES)
-def test_from_sharding_rules(names, rules):
-    assert outcome(our_spmd.from_sharding_rules, names, rules) == outcome(
-        flax_spmd.from_sharding_rules, names, rules
-    )
-
-
-@newer_flax
-@given(MAYBE_BAD_RULES, MAYBE_BAD_RULES)
-def test_composite_rules(first, second):
-    assert outcome(our_spmd.composite_rules, first, second) == outcome(
-        flax_spmd.composite_rules, first, second
-    )
-    if not second and first:
-        assert our_spmd.composite_rules(first, second) is first
+        for name in OF_NAMES:
+            expected, got = (
+                outcome(getattr(m, name), *arguments[name]) for m in (flax_spmd, our_spmd)
+            )
+            assert got == expected, name
+    if rules and not in_force:
+        assert our_spmd.composite_rules(rules, in_force) is rules
 
 
 @newer_flax
 @pytest.mark.parametrize("rules", [(), [("tp", "fsdp"), ("fsdp", "tp")], [("tp", None)]])
-def test_shardings_and_formats_are_renamed(fsdp_tp, rules):
+def test_shardings_and_formats_are_renamed(rules):
     from jax.experimental.layout import Format, Layout
 
-    named = NamedSharding(fsdp_tp, P("fsdp", None, "tp"))
+    named = NamedSharding(MESH, P("fsdp", None, "tp"))
     for sharding in (named, Format(None, named), Format(Layout((0, 1, 2)), named), None):
         assert our_spmd.get_pspec(sharding, rules) == flax_spmd.get_pspec(sharding, rules)
         assert our_spmd.get_mesh(sharding) == flax_spmd.get_mesh(sharding)
@@ -145,8 +135,8 @@ def test_shardings_and_formats_are_renamed(fsdp_tp, rules):
         assert our_spmd.map_sharding(upper, sharding) == flax_spmd.map_sharding(upper, sharding)
 
 
-def test_what_flax_loses_is_kept(fsdp_tp):
-    host = NamedSharding(fsdp_tp, P("fsdp"), memory_kind="unpinned_host")
+def test_what_flax_loses_is_kept():
+    host = NamedSharding(MESH, P("fsdp"), memory_kind="unpinned_host")
     assert our_spmd.get_pspec(host, [("fsdp", "tp")]).memory_kind == "unpinned_host"
     if hasattr(P("fsdp"), "unreduced"):
         spec = our_spmd.get_pspec(P("embed", unreduced={"tp"}), [("embed", "fsdp")])
@@ -208,7 +198,6 @@ class Boxed:
     mesh: object
 
 
-MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
 TREES = st.recursive(
     VALUES,
     lambda inner: st.one_of(
@@ -406,19 +395,14 @@ def test_equality_of_logically_partitioned():
     arguments = [(1, ("a",)), (1, ("b",)), (2, ("a",)), (1, ("a",), None, "r"), (array, ("a",))]
     kinds = (our_linen.LogicallyPartitioned, nn.LogicallyPartitioned)
     ours, theirs = ([kind(*given) for given in arguments] for kind in kinds)
-    for i, j in [(0, 0), (0, 1), (0, 2), (0, 3), (4, 4)]:
-        assert (ours[i] == ours[j]) == (theirs[i] == theirs[j])
+    assert [a == b for a in ours[:4] for b in ours[:4]] == [
+        a == b for a in theirs[:4] for b in theirs[:4]
+    ]
     assert ours[0] == kinds[0](1, ("b",))
     assert kinds[0](array, ()) == kinds[0](array, ())  # the same array
     assert (ours[0] == theirs[0]) == (theirs[0] == ours[0]) == False  # noqa: E712
     assert ours[0] != our_meta.Partitioned(1, ("a",))
     assert hash(ours[0]) == hash(kinds[0](1, ("a",)))
-
-
-def test_flaxs_error_for_a_missing_name_is_raised_by_our_boxes():
-    with pytest.raises(flax_errors.PartitioningUnspecifiedError) as raised:
-        our_meta.add_axis(our_meta.Partitioned(1, ("a",)), 0, {})
-    assert isinstance(raised.value, our_meta.PartitioningUnspecifiedError)
 
 
 def test_options_of_a_class_of_boxes():
@@ -470,8 +454,9 @@ def test_our_boxes_in_linen():
     assert kernel.names == ("layers", "embed", "mlp")
     assert Layers().apply(variables, x).shape == (2, 4)
     assert our_meta.get_partition_spec(variables) == nn.get_partition_spec(variables)
-    with pytest.raises(our_meta.PartitioningUnspecifiedError):
-        Layers(metadata=()).init(jax.random.key(0), x)
+    for error in (our_meta.PartitioningUnspecifiedError, flax_errors.PartitioningUnspecifiedError):
+        with pytest.raises(error):
+            Layers(metadata=()).init(jax.random.key(0), x)
 
 
 def test_flax_boxes_in_ours():
@@ -484,7 +469,7 @@ def test_flax_boxes_in_ours():
         our_meta.add_axis(tree, 0, {})
 
 
-SHARDING_KEY = "out_sharding" if hasattr(flax_spmd, "apply_rules") else "sharding"
+SHARDING_KEY = "out_sharding" if IS_NEWER else "sharding"
 
 
 def variable(value, names, **metadata):
@@ -537,7 +522,7 @@ def mesh_of(kind):
 
     types = {"auto": (AxisType.Auto,) * 2, "explicit": (AxisType.Explicit,) * 2}
     types["mixed"] = (AxisType.Auto, AxisType.Explicit)
-    return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"), axis_types=types[kind])
+    return Mesh(MESH.devices, MESH.axis_names, axis_types=types[kind])
 
 
 ARRAYS = st.sampled_from([(), (8,), (8, 4), (7, 4), (4, 8, 2)])
@@ -600,56 +585,56 @@ def test_eager_sharding_of_nnx(kind):
     assert {shard.data.shape for shard in ours.addressable_shards} == {(2, 2)}
 
 
-@newer_flax
-def test_shardings_and_formats_on_devices(fsdp_tp):
+VALUE = np.ones((8, 4), np.float32)
+NAMED = NamedSharding(MESH, P("fsdp", "tp"))
+
+
+def placements():
+    """(context, value, sharding, mesh, what flax makes of it, what we do): a sharding, an error, or the value."""
     from jax.experimental.layout import Format, Layout
 
-    value = np.ones((8, 4), np.float32)
-    named = NamedSharding(fsdp_tp, P("fsdp", "tp"))
-    for sharding in (named, Format(None, named), Format(Layout((0, 1)), named)):
-        args = value, sharding, None
-        expected = outcome(flax_spmd.shard_value, *args, None)
-        assert not isinstance(expected, str)
-        assert outcome(our_spmd.shard_value, *args, None) == expected
+    other = Mesh(MESH.devices.reshape(2, 4), MESH.axis_names)
+    for sharding in (NAMED, Format(None, NAMED), Format(Layout((0, 1)), NAMED)):
+        yield nothing, VALUE, sharding, None, NAMED, NAMED
         # There flax stumbles: it compares the mesh with its abstract one, or asks a Format for it.
-        with jax.set_mesh(fsdp_tp):
-            assert outcome(flax_spmd.shard_value, *args, None) in (
-                "AssertionError",
-                "AttributeError",
-            )
-            assert outcome(our_spmd.shard_value, *args, None) == expected
-    other = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("fsdp", "tp"))
-    for spmd in (our_spmd, flax_spmd):
-        with pytest.raises(AssertionError):
-            spmd.shard_value(value, named, None, other)
+        error = AssertionError if sharding is NAMED else AttributeError
+        yield jax.set_mesh, VALUE, sharding, None, error, NAMED
+    yield nothing, VALUE, NAMED, other, AssertionError, AssertionError
+    # Flax has only the abstract mesh of the context, on which JAX puts no array from outside of it.
+    yield jax.set_mesh, jnp.asarray(VALUE), ("fsdp", "tp"), None, TypeError, NAMED
+    for empty in (None, (), P(), []):
+        yield nothing, "anything", empty, None, "anything", "anything"
+
+
+def nothing(mesh):
+    return nullcontext()
 
 
 @newer_flax
-def test_an_array_from_outside_of_the_context(fsdp_tp):
-    """Flax has only the abstract mesh of the context, on which JAX puts no such array."""
-    array = jnp.ones((8, 4))
-    with jax.set_mesh(fsdp_tp):
-        assert outcome(flax_spmd.shard_value, array, ("fsdp", "tp"), None, None) == "TypeError"
-        placed = our_spmd.shard_value(array, ("fsdp", "tp"), None, None)
-    assert placed.sharding == NamedSharding(fsdp_tp, P("fsdp", "tp"))
+def test_placements():
+    for context, value, sharding, mesh, *expected in placements():
+        for spmd, answer in zip((flax_spmd, our_spmd), expected, strict=True):
+            with context(MESH):
+                if isinstance(answer, type):
+                    with pytest.raises(answer):
+                        spmd.shard_value(value, sharding, None, mesh)
+                    continue
+                placed = spmd.shard_value(value, sharding, None, mesh)
+            if answer is NAMED:
+                np.testing.assert_array_equal(placed, value)
+            assert (placed.sharding if answer is NAMED else placed) == answer
 
 
-def test_nothing_to_shard():
-    for nothing in (None, (), P(), []):
-        assert our_spmd.shard_value("anything", nothing, None, None) == "anything"
-
-
-def test_legacy_mesh(fsdp_tp):
+def test_legacy_mesh():
     """Newer flax does not look at `with mesh:`; flax 0.10 does, and so do we."""
     value = jnp.ones((8, 4))
-    with legacy(fsdp_tp):
+    with legacy(MESH):
         placed = [
             our_spmd.shard_value(value, ("fsdp", "tp"), None, None),
             our_meta.Partitioned(value, ("fsdp", "tp")).unbox(),
         ]
-        assert our_meta.get_global_mesh() == fsdp_tp
-    expected = NamedSharding(fsdp_tp, P("fsdp", "tp"))
-    assert all(array.sharding.is_equivalent_to(expected, 2) for array in placed)
+        assert our_meta.get_global_mesh() == MESH
+    assert all(array.sharding.is_equivalent_to(NAMED, 2) for array in placed)
 
 
 def test_manual_axes_are_refused():
@@ -672,6 +657,17 @@ sys.modules["flax"] = None
 from shardrules.compat import flax_core_meta as meta, flax_core_spmd as spmd
 assert doctest.testmod(meta).failed == doctest.testmod(spmd).failed == 0
 assert not [name for name in sys.modules if name.startswith("flax.")]
+""",
+    "linen without flax": """
+import sys
+sys.modules["flax"] = None
+import jax, shardrules as sr
+from shardrules.compat import flax_linen_spmd as spmd
+box = spmd.LogicallyPartitioned(jax.numpy.ones((4, 4)), ("embed", None))
+with spmd.logical_axis_rules([("embed", "tp")]):
+    assert tuple(sr.logical_to_mesh({"w": box})["w"]) == ("tp", None)
+    assert tuple(spmd.logical_to_mesh_axes(("embed",))) == ("tp",)
+assert box.unbox() is box.value
 """,
     "importing is light": """
 import sys
@@ -707,38 +703,33 @@ def test_with_flax_out_of_reach(name):
 # --- bad input ---
 
 
-@pytest.mark.parametrize(
-    ("rules", "error", "message"),
-    [
-        (["ab"], ValueError, r"logical axis rule 0 is 'ab' \(a str\); a rule is a pair"),
-        ({"ab": "tp"}, ValueError, r"rule 0 is 'ab' .*; of a dict, give \.items\(\)$"),
-        ([("a", "tp"), ("a",)], ValueError, r"rule 1 is \('a',\)"),
-        ([("a", "b", "c")], ValueError, r"rule 0 is \('a', 'b', 'c'\)"),
-        ([None], TypeError, r"rule 0 is None"),
-        ([{"a", "b"}], TypeError, r"rule 0 is \{"),
-        ([(["a"], "tp")], TypeError, r"rule 0 is for the name \['a'\] .*unhashable"),
-    ],
-)
-def test_bad_rules(rules, error, message):
-    for call in (
-        lambda: our_spmd.get_pspec(("a",), rules),
-        lambda: our_spmd.from_sharding_rules(("a",), rules),
-        lambda: our_spmd.set_logical_axis_rules(rules),
-        lambda: our_spmd.logical_axis_rules(rules).__enter__(),
-    ):
-        with pytest.raises(error, match=message):
-            call()
-    assert our_spmd.get_logical_axis_rules() == ()
-
-
+BAD_RULE_LISTS = [
+    (["ab"], ValueError, r"logical axis rule 0 is 'ab' \(a str\); a rule is a pair"),
+    ({"ab": "tp"}, ValueError, r"rule 0 is 'ab' .*; of a dict, give \.items\(\)$"),
+    ([("a", "tp"), ("a",)], ValueError, r"rule 1 is \('a',\)"),
+    ([("a", "b", "c")], ValueError, r"rule 0 is \('a', 'b', 'c'\)"),
+    ([None], TypeError, r"rule 0 is None"),
+    ([{"a", "b"}], TypeError, r"rule 0 is \{"),
+    ([(["a"], "tp")], TypeError, r"rule 0 is for the name \['a'\] .*unhashable"),
+]  # fmt: skip
+TAKE_RULES = [
+    lambda rules: our_linen.logical_to_mesh_axes(("a", "b"), rules),  # refuses a dict as flax does
+    lambda rules: our_spmd.get_pspec(("a",), rules),
+    lambda rules: our_spmd.from_sharding_rules(("a",), rules),
+    our_spmd.set_logical_axis_rules,
+    lambda rules: our_spmd.logical_axis_rules(rules).__enter__(),
+]
 BOX = our_meta.Partitioned(1, ("layers", "a"))
+NAMES_AND_RULES = [our_spmd.get_pspec, our_spmd.from_sharding_rules, our_linen.logical_to_mesh_axes]
 NOT_NAMES = "the logical axis names are .* give a tuple"
 BAD = [
+    *((lambda take=take, rules=rules: take(rules), error, message)
+      for rules, error, message in BAD_RULE_LISTS for take in TAKE_RULES[isinstance(rules, dict):]),
     (lambda: our_spmd.set_logical_axis_rules(iter([("a", "tp")])), TypeError, "can be read only once; give a tuple"),
     (lambda: our_spmd.composite_rules([("a", "tp")], [("b", None), ("a", "dp")]), ValueError,
      r"for 'a': 'tp' .*, and 'dp' .* in rule 1 of the second"),
     *((lambda names=names, call=call: call(names, [("a", "tp")]), TypeError, NOT_NAMES)
-      for names in ("embed", 3, {"embed"}) for call in (our_spmd.get_pspec, our_spmd.from_sharding_rules)),
+      for names in ("embed", 3, {"embed"}) for call in NAMES_AND_RULES),
     *((lambda names=names: our_meta.get_partition_spec([our_meta.Partitioned(1, names)]), TypeError, NOT_NAMES)
       for names in ("embed", 3, {"embed"})),
     (lambda: our_spmd.get_pspec((["a"],)), TypeError, "an entry of the logical axis names .* cannot be looked up"),
@@ -754,6 +745,7 @@ BAD = [
 def test_messages(call, error, message):
     with pytest.raises(error, match=message) as raised:
         call()
+    assert our_spmd.get_logical_axis_rules() == ()
     if error is our_meta.PartitioningUnspecifiedError:
         assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
