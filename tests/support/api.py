@@ -39,6 +39,19 @@ def public() -> dict[str, object]:
     }
 
 
+def callables() -> dict[str, list[str]]:
+    """The parameters of each public class, function and method that has any, without `compat`."""
+    found: dict[str, list[str]] = {}
+    for name, thing in public().items():
+        methods = inspect.getmembers(thing, inspect.isroutine) if inspect.isclass(thing) else []
+        ours = {name: thing, **{f"{name}.{own}": it for own, it in methods if own[0] != "_"}}
+        for path, one in ours.items():
+            if callable(one) and (getattr(one, "__module__", None) or "").startswith("shardrules"):
+                names = [each for each in inspect.signature(one).parameters if each != "self"]
+                found |= {path: names} if names else {}
+    return found
+
+
 def modules() -> list[str]:
     """The public modules."""
     return [
