@@ -194,16 +194,6 @@ def test_a_key_without_text():
         sr.match_partition_rules([("a", P())], {"x": {BadKey(): np.zeros(2)}})
 
 
-def test_bad_arguments_of_methods():
-    rules = sr.Rules(CATCH_ALL)
-    with pytest.raises(TypeError):
-        rules.first_match(b"bytes")
-    with pytest.raises(TypeError):
-        sr.Rules(rules, min_size="large")
-    with pytest.raises((TypeError, ValueError, OverflowError)):
-        sr.Rules(CATCH_ALL, memory_budget=-1)
-
-
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_the_collector_is_as_it_was(is_enabled):
     try:

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 import shardrules as sr
-from shardrules._rules.matcher import Counters
 from shardrules._rules.rules import matcher_of
 from tests.support import corpus
 from tests.support.contexts import measures_memory
@@ -124,24 +123,6 @@ def test_memory_budget_is_kept_and_answers_stay_right(rng):
         roomy.first_match("".join(rng.choices("aabbc/", weights=(9, 9, 9, 9, 1, 1), k=60)))
     built = matcher_of(roomy).counters().states_built
     assert built > counters.states_built / (counters.cache_clears + 1)
-
-
-def test_counters_start_at_nothing_and_only_grow():
-    rules = sr.Rules([("a", None)])
-    counters = matcher_of(rules).counters
-    seen = counters()
-    assert seen == Counters(0, 0, 0, seen.program_nodes)
-    for text in ("b", "bb", "a", "bbb"):
-        rules.first_match(text)
-        rules.all_matches(text)
-        assert all(now >= then for now, then in zip(counters(), seen, strict=True))
-        seen = counters()
-
-
-@pytest.mark.parametrize("memory_budget", [-1, 1.5, "1", None, False, 2**64])
-def test_a_memory_budget_that_is_none(memory_budget):
-    with pytest.raises((TypeError, ValueError), match="memory_budget is .* number of bytes"):
-        sr.Rules([], memory_budget=memory_budget)
 
 
 @pytest.mark.parametrize("memory_budget", [0, 4000, 100_000, 32 << 20])

@@ -316,29 +316,26 @@ class TestAgainstSpectrax:
 
 
 class TestChoices:
-    def test_size_one_is_a_scalar_but_size_zero_is_none(self):
-        tree = {"a": array(1, 1), "b": array(0, 1), "c": array(1, 2)}
-        rules = [(".", P("x", "y"))]
-        assert sr.Rules(rules, sr.dialects.EASYLM).match(tree) == {
-            "a": P(), "b": P("x", "y"), "c": P("x", "y")
-        }  # fmt: skip
+    @pytest.mark.parametrize(
+        ("rules", "choices", "tree", "specs"),
+        [
+            # Of size one is a scalar, and of size zero is none.
+            ([(".", ("x", "y"))], {}, {"a": array(1, 1)}, [P()]),
+            ([(".", ("x", "y"))], {}, {"a": array(0, 1), "b": array(1, 2)}, [P("x", "y")] * 2),
+            ([], {}, {"a": 3, "b": "text"}, [P(), P()]),
+            ([("a", "x")], {"scalars": "none"}, {"a": 3}, [P("x")]),
+            ([("a", ("x", None, "y"))], {}, {"a": array(4)}, [P("x", None, "y")]),
+            ([("a", ("x", "y"))], {"rank": "replicate"}, {"a": array(4)}, [P()]),
+            ([("a", ("x", "y"))], {"min_size": "before"}, {"b": array(3)}, [P()]),
+        ],
+    )
+    def test_each(self, rules, choices, tree, specs):
+        rules = sr.Rules(
+            rules, replace(sr.dialects.EASYLM, **choices), min_size=4 * ("min_size" in choices)
+        )
+        assert list(rules.match(tree).values()) == specs
 
-    def test_leaves_without_a_shape(self):
-        assert sr.Rules([], sr.dialects.EASYLM).match({"a": 3, "b": "text"}) == {"a": P(), "b": P()}
-        assert sr.Rules([("a", P("x"))], replace(sr.dialects.EASYLM, scalars="none")).match(
-            {"a": 3}
-        ) == {"a": P("x")}
-
-    def test_specs_given_whole(self):
-        rules = sr.Rules([("a", ("x", None, "y"))], sr.dialects.EASYLM)
-        assert rules.match({"a": array(4)}) == {"a": P("x", None, "y")}
-
-    def test_specs_too_long_replicate(self):
-        rules = sr.Rules([("a", ("x", "y"))], replace(sr.dialects.EASYLM, rank="replicate"))
-        assert rules.match({"a": array(4)}) == {"a": P()}
-
-    def test_min_size_before_the_match(self):
-        assert sr.Rules([], sr.dialects.SPECTRAX, min_size=4).match({"a": array(3)}) == {"a": P()}
+    def test_min_size_after_the_match(self):
         with pytest.raises(ValueError, match="Partition rule not found"):
             sr.Rules([], sr.dialects.EASYLM, min_size=4).match({"a": array(3)})
 
