@@ -535,8 +535,9 @@ TO_MESH = st.lists(
 @newer_flax
 @pytest.mark.parametrize("given_mesh", [True, False])
 @pytest.mark.parametrize("kind", ["auto", "explicit", "mixed"])
-@given(ARRAYS, LOGICAL, TO_MESH, st.booleans(), st.booleans())
-def test_shard_value(kind, given_mesh, shape, names, rules, in_jit, on_host):
+@given(ARRAYS, LOGICAL, TO_MESH, TO_MESH, st.booleans(), st.booleans())
+def test_shard_value(kind, given_mesh, shape, names, rules, in_force, in_jit, on_host):
+    """What nnx does by default when a Variable is made."""
     value = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
     mesh = mesh_of(kind)
 
@@ -546,7 +547,8 @@ def test_shard_value(kind, given_mesh, shape, names, rules, in_jit, on_host):
 
         return (jax.jit(shard) if in_jit else shard)(value if on_host else jnp.asarray(value))
 
-    with nullcontext() if given_mesh else jax.set_mesh(mesh):
+    on_mesh = nullcontext() if given_mesh else jax.set_mesh(mesh)
+    with on_mesh, our_spmd.logical_axis_rules(in_force):
         assert outcome(sharded, our_spmd) == outcome(sharded, flax_spmd)
 
 
@@ -569,20 +571,6 @@ def test_unbox_constrains(kind, context, shape, names, in_jit, apply_constraint)
         assert outcome(unboxed, our_meta) == outcome(unboxed, flax_meta)
         assert our_meta.global_mesh_defined() is flax_meta.global_mesh_defined() is context
         assert (our_meta.get_global_mesh() is None) is (flax_meta.get_global_mesh() is None)
-
-
-@newer_flax
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_eager_sharding_of_nnx(kind):
-    """What nnx does by default when a Variable is made is shard_value."""
-    rules = (("embed", "fsdp"), ("mlp", "tp"))
-    value = np.arange(32.0).reshape(8, 4)
-    with jax.set_mesh(mesh_of(kind)), our_spmd.logical_axis_rules(rules[:1]):
-        param = nnx.Param(value, out_sharding=("embed", "mlp"), sharding_rules=rules[1:])
-        ours = our_spmd.shard_value(value, ("embed", "mlp"), rules[1:], None)
-    assert described(ours) == described(param.get_value())
-    assert ours.sharding.spec == P("fsdp", "tp")
-    assert {shard.data.shape for shard in ours.addressable_shards} == {(2, 2)}
 
 
 VALUE = np.ones((8, 4), np.float32)
