@@ -214,7 +214,7 @@ class WalkResult(NamedTuple):
     events: tuple[int, list[tuple[str, Any]]]
     """(path, truncated spec or None): leaves that do not get their whole spec, if these are asked
     for"""
-    has_dimensions: bool = True
+    has_dimensions: bool
     """True if some leaf has a shape that is not (); False if shapes are not looked at."""
 
 
