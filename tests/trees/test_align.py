@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._place.align import match_rows
+from shardrules._plan.align import match_rows
 
 ARRAY = np.ones((8, 8), "float32")
 RULES = [("kernel", ("x", "y")), (".*", ())]

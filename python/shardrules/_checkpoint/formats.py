@@ -22,7 +22,7 @@ from shardrules._checkpoint.reading import Progress, Reader, reported
 from shardrules._files.models import Arrays
 from shardrules._files.orbax import SEPARATOR, is_item
 from shardrules._place.agreement import Row
-from shardrules._place.align import key_text
+from shardrules._plan.align import key_text
 
 # Of one array some bytes each.
 _MOST_SAMPLES: Final = 512

@@ -33,15 +33,16 @@ from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._files.leaves import ArraySpec
 from shardrules._place.agreement import rows_of
-from shardrules._place.align import align, check_distinct, leaf_paths, rows_and_paths
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
+from shardrules._place.named_arrays import leaf_paths, rows_and_paths
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall
 from shardrules._place.shard import converted, placeable
 from shardrules._place.spec_trees import leaf_path
 from shardrules._place.transfers import Donated, check_reachable, put, stays_within
+from shardrules._plan.align import align, check_distinct
 from shardrules._plan.plan import Plan
 
 

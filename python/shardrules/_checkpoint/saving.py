@@ -24,8 +24,9 @@ from shardrules._checkpoint.programs import dtype_on_devices, is_plain, made_of,
 from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.targets import Target, finds, targets_of
 from shardrules._files.leaves import ArraySpec
-from shardrules._place.align import check_distinct, leaf_paths
+from shardrules._place.named_arrays import leaf_paths
 from shardrules._place.processes import JointCall
+from shardrules._plan.align import check_distinct
 
 _CODES: Final = {numpy_name: code for code, numpy_name in SAFETENSORS.items()}
 _INDEX: Final = "model.safetensors.index.json"

@@ -15,8 +15,9 @@ from shardrules._checkpoint.selection import Selection
 from shardrules._checkpoint.targets import Target, targets_of
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import Arrays, nested
-from shardrules._place.align import check_distinct, leaf_paths, match_rows
 from shardrules._place.mesh import check_placeable
+from shardrules._place.named_arrays import leaf_paths
+from shardrules._plan.align import check_distinct, match_rows
 
 _ShapeAndDtype = tuple[tuple[int, ...], str]
 

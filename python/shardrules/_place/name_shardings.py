@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from shardrules._base.arguments import check_arrays
 from shardrules._base.text import mesh_shown, nearest
 from shardrules._core import resolve_all
-from shardrules._place.align import named_arrays
 from shardrules._place.leaf_errors import LeafError, leaf_errors
+from shardrules._place.named_arrays import leaf_paths, named_arrays
 from shardrules._place.shardings import local_sizes, manual_axes, sharding_or_reasons
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.names import logical_names
@@ -54,14 +54,15 @@ def shardings_by_names(
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
     shardings = resolve_all(entries, shapes, {}, sharding)
     if failed:
-        leaves = zip(named.paths(), entries, shapes, strict=True)
+        leaves = zip(leaf_paths(named.tree), entries, shapes, strict=True)
         rows = [
             LeafError(path, shape, f"names {logical_names(names)}", failed[names, shape])
             for path, names, shape in leaves
             if (names, shape) in failed
         ]
         raise ValueError(leaf_errors(rows, mesh.shape, said_by="logical rules"))
-    return named.boxed(treedef.unflatten(shardings)), shardings
+    answers = treedef.unflatten(shardings)
+    return answers if named.boxes is None else named.boxes.boxed(answers), shardings
 
 
 def check_mesh_axes(resolution: Resolution, mesh: AnyMesh) -> None:

@@ -10,9 +10,9 @@ from shardrules._base.correction import Correction
 from shardrules._base.rule_specs import Fsdp
 from shardrules._base.specs import is_partition_spec, spec_shown
 from shardrules._base.text import brief, shown, with_article
-from shardrules._place.align import leaf_paths
 from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
+from shardrules._place.named_arrays import leaf_paths
 from shardrules._place.shardings import Placement, sharding_or_reasons
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy as np
 from shardrules._base.rule_specs import is_on_host, rule_spec
 from shardrules._base.specs import spec_shown
 from shardrules._base.text import answer, bytes_shown, counted, mesh_shown, printable, record
-from shardrules._place.align import match_leaves
+from shardrules._plan.align import match_leaves
 from shardrules._plan.fold import fold
 from shardrules._plan.memory import by_class
 from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown, problem_shown

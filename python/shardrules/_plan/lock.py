@@ -30,7 +30,7 @@ from shardrules._base.specs import (
     with_tags,
 )
 from shardrules._base.text import brief, shown
-from shardrules._place.align import check_distinct
+from shardrules._plan.align import check_distinct
 from shardrules._plan.fold import parts_of, runs_of
 from shardrules._plan.lock_texts import (
     check_fields,

@@ -12,8 +12,8 @@ import numpy as np
 from shardrules._base.rule_specs import RuleSpec
 from shardrules._base.specs import Entries, entry_axes
 from shardrules._core import resolve_all
-from shardrules._place.align import by_row, names_beside
 from shardrules._place.boxes import unboxed_with_names
+from shardrules._place.named_arrays import by_row, names_beside
 from shardrules._place.shardings import bound_spec, local_sizes
 from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._plan.resolve import (

@@ -29,8 +29,8 @@ from shardrules._base.specs import (
     with_tags,
 )
 from shardrules._base.text import brief, mesh_shown, without_defaults
-from shardrules._place.align import check_distinct
 from shardrules._plan import memory
+from shardrules._plan.align import check_distinct
 from shardrules._plan.resolve import Fit, fit_of, kind_on_mesh
 from shardrules._plan.survey import grouped
 from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, Spec, axes_named

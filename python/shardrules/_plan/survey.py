@@ -14,8 +14,8 @@ import numpy as np
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import Dim
 from shardrules._base.text import brief, counted, near_shown, shown
-from shardrules._place.align import align, match_leaves
 from shardrules._place.leaf_errors import listing
+from shardrules._plan.align import align, match_leaves
 from shardrules._plan.companions import (
     Companion,
     Dims,

@@ -27,7 +27,7 @@ from shardrules._base.dtypes import bits_of
 from shardrules._base.jax_names import compiled_inputs, compiled_outputs
 from shardrules._base.specs import is_partition_spec, spec_shown
 from shardrules._base.text import counted, printable, shown
-from shardrules._place.align import key_text
+from shardrules._plan.align import key_text
 from shardrules._plan.findings import Finding, FindingKind, Level, finding_of
 from shardrules._plan.fold import fold_paths
 from shardrules._plan.plan import Plan

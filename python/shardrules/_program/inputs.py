@@ -22,10 +22,11 @@ from shardrules._base.text import (
     shown,
     with_article,
 )
-from shardrules._place.align import align, rows_and_paths
 from shardrules._place.decider import check_decided
 from shardrules._place.memory import memory_apart
 from shardrules._place.mesh import has_devices
+from shardrules._place.named_arrays import rows_and_paths
+from shardrules._plan.align import align
 from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import axis_sizes_of
 from shardrules._plan.trees import kind_specs

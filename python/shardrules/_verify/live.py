@@ -13,8 +13,9 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from shardrules._core import aligned_values
-from shardrules._place.align import align, rows_and_paths
 from shardrules._place.boxes import NodeForms
+from shardrules._place.named_arrays import rows_and_paths
+from shardrules._plan.align import align
 from shardrules._plan.table import Leaves
 from shardrules._rules.rules import Rules
 
