@@ -100,140 +100,84 @@ def safetensors(path, names):
     return str(path)
 
 
-class Given:
-    """What a command is given, harmless but for one place."""
-
-    def __init__(self, directory):
-        self.directory = directory
-        self.model = write(directory / "model.json", {"params": MODEL})
-        self.rules = write(directory / "rules.json", RULES)
-        self.mesh = "fsdp=8,tp=4"
-        self.of_check = []
-
-    def array(self, name):
-        self.model = write(
-            self.directory / "model.json", {"params": [*MODEL, [name, [4096, 1024], "F32"]]}
-        )
-
-    def arrays_alike(self, name):
-        alike = [[f"{i}/{name}", [4096, 1024], "F32"] for i in range(3)]
-        self.model = write(self.directory / "model.json", {"params": [*MODEL, *alike]})
-
-    def safetensors(self, name):
-        self.model = safetensors(self.directory / "m.safetensors", ["w", name])
-
-    def model_of_a_manifest(self, name):
-        self.model = write(self.directory / "model.json", {"model": name, "params": MODEL})
-
-    def dtype(self, name):
-        self.model = write(self.directory / "model.json", {"params": [["w", [8, 8], name]]})
-
-    def key_of_a_manifest(self, name):
-        self.model = write(self.directory / "model.json", {"params": [["w", {name: name}, "F32"]]})
-
-    def file_of_a_model(self, name):
-        self.model = write(self.directory / f"{name}.json", {"params": MODEL})
-
-    def no_file_of_a_model(self, name):
-        self.model = f"{self.directory}/nowhere/{name}"
-
-    def no_json(self, name):
-        self.model = write(self.directory / f"{name}.json", 3)
-
-    def file_of_rules(self, name):
-        self.rules = write(self.directory / f"{name}.json", RULES)
-
-    def pattern(self, name):
-        self.rules = write(
-            self.directory / "rules.json", [[re.escape(name), ["tp"]], *RULES["rules"]]
-        )
-
-    def pattern_that_needs_re(self, name):
-        self.rules = write(
-            self.directory / "rules.json", [[f"(?=x){re.escape(name)}", ["tp"]], *RULES["rules"]]
-        )
-
-    def pattern_that_is_none(self, name):
-        self.rules = write(self.directory / "rules.json", [[f"(?P<{name}", []], *RULES["rules"]])
-
-    def extension_of_re(self, name):
-        self.rules = write(
-            self.directory / "rules.json", [[f"{name}(?{name}", []], *RULES["rules"]]
-        )
-
-    def declared_pattern(self, name):
-        self.rules = write(
-            self.directory / "rules.json",
-            {**RULES, "replicated": [f"(?=x){re.escape(name)}", f"({name}"]},
-        )
-
-    def axis_of_a_rule(self, name):
-        self.rules = write(self.directory / "rules.json", [["layers", [name, "tp"]], [".*", []]])
-
-    def axis_of_a_rule_beside_another(self, name):
-        self.rules = write(
-            self.directory / "rules.json", [["layers", [["fsdp", name], "tp"]], [".*", []]]
-        )
-
-    def axis_of_rule_and_mesh(self, name):
-        self.axis_of_a_rule(name)
-        self.mesh = f"{name}=8,tp=4"
-
-    def axis_of_the_mesh(self, name):
-        self.mesh = f"fsdp=8,tp=4,{name}=2"
-
-    def size_of_the_mesh(self, name):
-        self.mesh = f"fsdp={name}"
-
-    def dialect(self, name):
-        self.rules = write(self.directory / "rules.json", {**RULES, "dialect": name})
-
-    def key_of_rules(self, name):
-        self.rules = write(self.directory / "rules.json", {**RULES, name: name})
-
-    def correction(self, name):
-        self.rules = write(self.directory / "rules.json", {**RULES, "correction": {"rank": name}})
-
-    def tree_of_a_module(self, name):
-        code = f"class A: shape, dtype = (8, 8), 'float32'\ndef tree(): return {{{name!r}: A(), 'b': [A(), A()]}}"
-        self.module(code, "tree")
-
-    def dtype_of_a_module(self, name):
-        self.module(f"class A: shape, dtype = (8, 8), {name!r}\ndef tree(): return [A()]", "tree")
-
-    def shape_of_a_module(self, name):
-        self.module(
-            f"class A: shape, dtype = (8, {name!r}), 'int8'\ndef tree(): return {{{name!r}: A()}}",
-            "tree",
-        )
-
-    def error_of_a_module(self, name):
-        self.module(f"def tree(): raise RuntimeError({name!r})", "tree")
-
-    def module(self, code, name):
-        (self.directory / "hostile_module.py").write_text(
-            code, encoding="utf-8", errors="surrogatepass"
-        )
-        sys.modules.pop("hostile_module", None)
-        self.model = f"hostile_module:{name}"
-
-    def option_of_check(self, name, option, value="{}"):
-        self.of_check = [option, value.replace("{}", name)]
+A_CLASS = "class A: shape, dtype = (8, {}), {}\ndef tree(): return {}"
 
 
-OPTIONS = {
-    "--level": "{}", "--large": "{}", "--fail-on": "{}", "--replicated": "{}", "--optional-axes": "{}",
-    "--data-axes": "{}", "--dialect": "{}", "--min-size": "{}", "--head-dim": "{}", "{}": "{}",
+def named(*name):
+    """The model with an array of this name more."""
+    return {"params": [*MODEL, *([one, [4096, 1024], "F32"] for one in name)]}
+
+
+def first(*rules):
+    """The rules with these before them."""
+    return [*rules, *RULES["rules"]]
+
+
+# Where a name comes in: what is not as in HARMLESS, by that name.
+PLACES = {
+    "array": lambda x: {"model": named(x)},
+    "arrays alike": lambda x: {"model": named(*(f"{i}/{x}" for i in range(3)))},
+    "safetensors": lambda x: {"safetensors": ["w", x]},
+    "model of a manifest": lambda x: {"model": {"model": x, "params": MODEL}},
+    "dtype": lambda x: {"model": {"params": [["w", [8, 8], x]]}},
+    "key of a manifest": lambda x: {"model": {"params": [["w", {x: x}, "F32"]]}},
+    "file of a model": lambda x: {"model file": f"{x}.json"},
+    "no file of a model": lambda x: {"no model": f"nowhere/{x}"},
+    "no JSON": lambda x: {"model": 3, "model file": f"{x}.json"},
+    "file of rules": lambda x: {"rules file": f"{x}.json"},
+    "pattern": lambda x: {"rules": first([re.escape(x), ["tp"]])},
+    "pattern that needs re": lambda x: {"rules": first([f"(?=x){re.escape(x)}", ["tp"]])},
+    "pattern that is none": lambda x: {"rules": first([f"(?P<{x}", []])},
+    "extension of re": lambda x: {"rules": first([f"{x}(?{x}", []])},
+    "declared pattern": lambda x: {
+        "rules": {**RULES, "replicated": [f"(?=x){re.escape(x)}", f"({x}"]}},
+    "axis of a rule": lambda x: {"rules": [["layers", [x, "tp"]], [".*", []]]},
+    "axis of a rule beside another": lambda x: {
+        "rules": [["layers", [["fsdp", x], "tp"]], [".*", []]]},
+    "axis of rule and mesh": lambda x: {
+        "rules": [["layers", [x, "tp"]], [".*", []]], "mesh": f"{x}=8,tp=4"},
+    "axis of the mesh": lambda x: {"mesh": f"fsdp=8,tp=4,{x}=2"},
+    "size of the mesh": lambda x: {"mesh": f"fsdp={x}"},
+    "dialect": lambda x: {"rules": {**RULES, "dialect": x}},
+    "key of rules": lambda x: {"rules": {**RULES, x: x}},
+    "correction": lambda x: {"rules": {**RULES, "correction": {"rank": x}}},
+    "tree of a module": lambda x: {
+        "module": A_CLASS.format(8, "'float32'", f"{{{x!r}: A(), 'b': [A(), A()]}}")},
+    "dtype of a module": lambda x: {"module": A_CLASS.format(8, repr(x), "[A()]")},
+    "shape of a module": lambda x: {"module": A_CLASS.format(repr(x), "'int8'", f"{{{x!r}: A()}}")},
+    "error of a module": lambda x: {"module": f"def tree(): raise RuntimeError({x!r})"},
 }  # fmt: skip
-PLACES = [
-    name
-    for name in vars(Given)
-    if not name.startswith("_") and name not in ("module", "option_of_check")
-]
+HARMLESS = {
+    "model": {"params": MODEL}, "model file": "model.json", "rules": RULES, "rules file": "rules.json",
+    "mesh": "fsdp=8,tp=4",
+}  # fmt: skip
 
 
-def commands(given, directory, tail):
-    both = [given.model, "--rules", given.rules, "--mesh", given.mesh]
+def files_given(directory, **changes):
+    """The model, the rules and the mesh that a command is given, harmless but for the changes."""
+    given = HARMLESS | changes
+    model = write(directory / given["model file"], given["model"])
+    rules = write(directory / given["rules file"], given["rules"])
+    if "safetensors" in given:
+        model = safetensors(directory / "m.safetensors", given["safetensors"])
+    if "no model" in given:
+        model = f"{directory}/{given['no model']}"
+    if "module" in given:
+        sys.modules.pop("hostile_module", None)
+        file = directory / "hostile_module.py"
+        file.write_text(given["module"], encoding="utf-8", errors="surrogatepass")
+        model = "hostile_module:tree"
+    return model, rules, given["mesh"]
+
+
+OPTIONS = (
+    "--level", "--large", "--fail-on", "--replicated", "--optional-axes", "--data-axes", "--dialect",
+    "--min-size", "--head-dim", "{}",
+)  # fmt: skip
+
+
+def commands(model, rules, mesh, directory, tail):
+    both = [model, "--rules", rules, "--mesh", mesh]
     lock = str(directory / "plan.lock")
     return {
         "plan": ["plan", *both, "--hbm", "1GB", "--lock", lock],
@@ -241,14 +185,14 @@ def commands(given, directory, tail):
         "check": ["check", *both, "--large", "1kB", *tail],
         "check json": ["check", *both, "--large", "1kB", "--format", "json", *tail],
         "check github": ["check", *both, "--large", "1kB", "--format", "github", *tail],
-        "explain": ["explain", given.model, "layers/w", *both[1:]],
-        "explain another": ["explain", given.model, "embed/x", *both[1:]],
-        "sweep": ["sweep", given.model, "--rules", given.rules, "--mesh", given.mesh, "--mesh", "fsdp=2"],
+        "explain": ["explain", model, "layers/w", *both[1:]],
+        "explain another": ["explain", model, "embed/x", *both[1:]],
+        "sweep": ["sweep", model, "--rules", rules, "--mesh", mesh, "--mesh", "fsdp=2"],
         "no fallbacks": ["plan", *both, "--no-fallbacks"],
         "load": ["load", *both, "--dry-run"],
-        "suggest toml": ["suggest", given.model, "--mesh", given.mesh, "--like", given.rules],
+        "suggest toml": ["suggest", model, "--mesh", mesh, "--like", rules],
         "suggest python": [
-            "suggest", given.model, "--mesh", given.mesh, "--like", given.rules, "--format", "python",
+            "suggest", model, "--mesh", mesh, "--like", rules, "--format", "python",
         ],
         "diff": ["diff", lock, *both],
         "diff of locks": ["diff", lock, str(directory / "harmless.lock")],
@@ -297,12 +241,10 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def told(here, monkeypatch, place, name, *more):
-    """Per command what it tells with this name at this place, which must be safe."""
-    given = Given(here)
-    getattr(given, place)(name, *more)
+def told(here, monkeypatch, name, changes, *of_check):
+    """Per command what it tells with this name somewhere, which must be safe."""
     found = {}
-    for command, args in commands(given, here, given.of_check).items():
+    for command, args in commands(*files_given(here, **changes), here, of_check).items():
         for is_terminal in (False, True)[: 1 + (command in ON_TERMINALS)]:
             code, out, err = run(monkeypatch, args, is_terminal=is_terminal)
             assert_safe(out, is_github=command == "check github")
@@ -325,25 +267,21 @@ NAMES = pytest.mark.parametrize("names", [WORST, slow(HOSTILE)], ids=["worst", "
 @NAMES
 @pytest.mark.parametrize("place", PLACES)
 def test_no_name_is_raw_or_a_line_or_a_command(here, monkeypatch, place, names):
-    harmless = told(here, monkeypatch, place, "a harmless name")
+    a_name = "a harmless name"
+    harmless = told(here, monkeypatch, a_name, PLACES[place](a_name))
     for name in names:
-        assert_alike(told(here, monkeypatch, place, name), harmless)
+        found = told(here, monkeypatch, name, PLACES[place](name))
+        # What went as well as with a harmless name has as many lines, and the same summary.
+        for key, (code, *rest) in found.items():
+            if code == harmless[key][0]:
+                assert rest == list(harmless[key][1:]), key
 
 
 @NAMES
 @pytest.mark.parametrize("option", OPTIONS)
 def test_no_option_s_value_is_raw_or_a_line_or_a_command(here, monkeypatch, option, names):
     for name in names:
-        told(
-            here, monkeypatch, "option_of_check", name, option.replace("{}", name), OPTIONS[option]
-        )
-
-
-def assert_alike(found, harmless):
-    """What went as well as with a harmless name has as many lines, and the same summary."""
-    for key, (code, *rest) in found.items():
-        if code == harmless[key][0]:
-            assert rest == list(harmless[key][1:]), key
+        told(here, monkeypatch, name, {}, option.replace("{}", name), name)
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)
