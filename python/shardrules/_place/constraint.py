@@ -26,7 +26,7 @@ from shardrules._place.mesh import MeshLike, check_placeable, contexts, has_devi
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.operations import Function, Operation, applied, one_call, operations_for
 from shardrules._place.processes import JointCall
-from shardrules._place.transfers import put, stays_within
+from shardrules._place.transfers import distinct, put, stays_within
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 
@@ -199,16 +199,21 @@ def with_sharding_constraint(
 def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
     placed = list(leaves)
     at_once: dict[int, NamedSharding] = {}
+    says_all = {
+        id(each): has_devices(each.mesh) and not any(map(is_unconstrained, entries_of(each.spec)))
+        for each in distinct(shardings)
+        if each is not None
+    }
     for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if sharding is None or not hasattr(leaf, "shape"):
             continue
+        if says_all[id(sharding)]:
+            at_once[index] = sharding
+            continue
         if not has_devices(sharding.mesh) and not isinstance(leaf, jax.Array):
             check_placeable(sharding, str)
-        if any(map(is_unconstrained, entries_of(sharding.spec))) or not has_devices(sharding.mesh):
-            array = jax.lax.with_sharding_constraint(leaf, sharding)
-            placed[index] = moved_inside_jit(array, sharding)
-        else:
-            at_once[index] = sharding
+        array = jax.lax.with_sharding_constraint(leaf, sharding)
+        placed[index] = moved_inside_jit(array, sharding)
     # JAX shares the memory of large numpy arrays on CPUs, also where it may not.
     given = [x.copy() if isinstance(x := leaves[i], np.ndarray) else x for i in at_once]
     arrays = put(given, list(at_once.values()), may_alias=False)

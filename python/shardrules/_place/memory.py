@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardrules._base.jax_names import transfer_target
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
     from shardrules._place.mesh import AnyMesh
+    from shardrules._place.shardings import Placement
 
 
 def sharding_in_memory(mesh: AnyMesh, spec: PartitionSpec, kind: str | None) -> NamedSharding:
@@ -32,6 +33,7 @@ def sharding_in_memory(mesh: AnyMesh, spec: PartitionSpec, kind: str | None) -> 
     return sharding
 
 
+@lru_cache(maxsize=4096)
 def memory_apart(sharding: Sharding) -> str | None:
     """Return the sharding's memory kind; None if it is the default of its devices."""
     kind = sharding.memory_kind
@@ -40,33 +42,27 @@ def memory_apart(sharding: Sharding) -> str | None:
     return None if kind == sharding.with_memory_kind(None).memory_kind else kind  # type: ignore[arg-type]
 
 
-def memory_keeper() -> Callable[[Any, NamedSharding], NamedSharding]:
-    """Return a function from (leaf, sharding) to the sharding in the memory kind of the leaf.
-
-    A spec says nothing about memory. The keeper is for the leaves of one call: it remembers
-    shardings by their ids, and keeps them alive, so that no other object gets an id.
-    """
+def in_own_memory(
+    leaves: list[Any], placements: list[Placement | None]
+) -> list[NamedSharding | None]:
+    """Return the shardings, in the memory kinds of the leaves where no rule says another."""
     from jax import Array
     from jax.core import Tracer
 
-    kinds: dict[int, tuple[Sharding, str | None]] = {}
-    remembered: dict[tuple[int, str], tuple[NamedSharding, NamedSharding]] = {}
+    shardings = [placement and placement.sharding for placement in placements]
+    for index, (leaf, placement) in enumerate(zip(leaves, placements, strict=True)):
+        if placement is None or placement.says_memory:
+            continue
+        if isinstance(leaf, Array) and not isinstance(leaf, Tracer):
+            kind = memory_apart(leaf.sharding)
+            if kind is not None:
+                shardings[index] = _with_kind(placement.sharding, kind)
+    return shardings
 
-    def kept(leaf: Any, sharding: NamedSharding) -> NamedSharding:
-        if not isinstance(leaf, Array) or isinstance(leaf, Tracer):
-            return sharding
-        current = leaf.sharding
-        if id(current) not in kinds:
-            kinds[id(current)] = current, memory_apart(current)
-        kind = kinds[id(current)][1]
-        if kind is None:
-            return sharding
-        key = id(sharding), kind
-        if key not in remembered:
-            remembered[key] = sharding, sharding.with_memory_kind(kind)
-        return remembered[key][1]
 
-    return kept
+@lru_cache(maxsize=4096)
+def _with_kind(sharding: NamedSharding, kind: str) -> NamedSharding:
+    return sharding.with_memory_kind(kind)
 
 
 def moved_inside_jit(array: Any, sharding: NamedSharding) -> Any:

@@ -19,7 +19,7 @@ from shardrules._place.decider import (
     RulesLike,
     as_decider,
 )
-from shardrules._place.memory import memory_keeper
+from shardrules._place.memory import in_own_memory
 from shardrules._place.mesh import MeshLike, context_mesh, local_view, processes_of, resolve_mesh
 from shardrules._place.shardings import shardings_by_rules
 from shardrules._rules.rules import matcher_of, specs_by_rules
@@ -98,13 +98,7 @@ def requested_shardings(
     if not leaves:
         check_arrays("tree", tree)
     placements = decider._placements(tree, mesh)
-    keep = memory_keeper()
-    shardings = [
-        placement
-        and (placement.sharding if placement.says_memory else keep(leaf, placement.sharding))
-        for leaf, placement in zip(leaves, placements, strict=True)
-    ]
-    return leaves, treedef, shardings
+    return leaves, treedef, in_own_memory(leaves, placements)
 
 
 def only_process(rules: Any, mesh: MeshLike | None) -> int | None:

@@ -49,7 +49,8 @@ def placements_by_specs(
     by_dtype = any(isinstance(bare, Fsdp) for bare, _ in bound.values())
     dtypes = [getattr(leaf, "dtype", None) if by_dtype else None for leaf in leaves]
     # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
-    kinds = list(zip(map(id, spread), map(_shape, leaves), dtypes, strict=True))
+    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+    kinds = list(zip(map(id, spread), shapes, dtypes, strict=True))
     of_kind = {
         kind: None if spec is None else _of_kind(spec, kind, bound, correction)
         for kind, spec in dict(zip(kinds, spread, strict=True)).items()
@@ -186,10 +187,6 @@ def _children(node: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | Non
         return None
     flat = tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
     return {tree_util.keystr(path): child for path, child in flat}
-
-
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return tuple(getattr(leaf, "shape", ()))
 
 
 def leaf_path(tree: Any, index: int) -> str:

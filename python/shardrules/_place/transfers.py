@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import jax
@@ -36,16 +36,41 @@ def put(
         may_alias: Whether a result may be a given jax.Array, or share its memory.
         donate: Whether JAX may use the memory of jax.Arrays anew, of which no two are the same.
     """
-    to_devices = partial(jax.device_put, may_alias=None if may_alias else False, donate=donate)
-    result: list[Any]
-    if not any(map(is_array, of_each_type(leaves))) and all(
-        sharding.is_fully_addressable for sharding in distinct(shardings)
-    ):
-        result = to_devices(leaves, shardings)
-        return result
-    ready, moved = _prepared(leaves, shardings, may_stay=may_alias)
-    arrays = to_devices([ready[i] for i in moved], [shardings[i] for i in moved])
-    return replace_at(ready, moved, arrays)
+    given = list(leaves)
+    if jax.process_count() > 1:
+        given = list(map(_of_this_process, leaves, shardings))
+    moved, cut_on_host = [], []
+    for index, (leaf, target) in enumerate(zip(given, shardings, strict=True)):
+        if isinstance(leaf, jax.Array):
+            was = leaf.sharding  # asked once: that of random keys takes long
+            is_there = (was is target or was == target) and getattr(leaf, "committed", False)
+            if is_there and (may_alias or not target.addressable_devices):
+                continue
+            if _takes_a_program(was, target, leaf.shape) and not (
+                # A numpy array has neither weak types nor random keys.
+                getattr(leaf, "weak_type", False) or is_extended(leaf.dtype)
+            ):
+                cut_on_host.append(index)
+        moved.append(index)
+    replace_at(given, cut_on_host, jax.device_get([given[i] for i in cut_on_host]))
+    arrays = jax.device_put(
+        [given[i] for i in moved],
+        [shardings[i] for i in moved],
+        may_alias=None if may_alias else False,
+        donate=donate,
+    )
+    return replace_at(given, moved, arrays)
+
+
+@lru_cache(maxsize=4096)
+def _takes_a_program(was: Any, target: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Return whether JAX compiles a program to move an array: to other cuts on other devices."""
+    return (
+        was.is_fully_addressable
+        and target.is_fully_addressable
+        and was.device_set != target.device_set
+        and not _are_cut_alike(was, target, shape)
+    )
 
 
 class Donated:
@@ -81,7 +106,7 @@ def _parts_in_memory(array: Any) -> list[tuple[Any, int]]:
     """Return (device, address) of each part that is here; none of what is no array, or deleted."""
     if not isinstance(array, jax.Array) or array.is_deleted():
         return []
-    data: Any = jax.random.key_data(array) if is_extended(array) else array
+    data: Any = jax.random.key_data(array) if is_extended(array.dtype) else array
     return [(part.device, part.data.unsafe_buffer_pointer()) for part in data.addressable_shards]
 
 
@@ -105,7 +130,7 @@ def check_reachable(
             return
     elif not _stays_on(leaf, sharding) or _order(was, leaf.shape) == _order(sharding, shape):
         return
-    elif is_extended(leaf):
+    elif is_extended(leaf.dtype):
         why = "JAX moves random keys only in the same order of the devices"
     elif len(holders_of(was)) < jax.process_count():
         why = "JAX does not change their order in a job of other processes too"
@@ -176,9 +201,10 @@ def canonical_dtype(leaf: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
 
 
-def is_extended(leaf: Any) -> bool:
-    """Return whether it has random keys."""
-    return bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended))
+@lru_cache(maxsize=256)
+def is_extended(dtype: Any) -> bool:
+    """Return whether it is that of random keys."""
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.extended))
 
 
 def stays_within(tree: Any, process: int | None) -> bool:
@@ -190,69 +216,29 @@ def stays_within(tree: Any, process: int | None) -> bool:
     return not any(isinstance(x, jax.Array) and _is_held_elsewhere(x, takers) for x in leaves)
 
 
-def _prepared(
-    leaves: list[Any], shardings: list[NamedSharding], *, may_stay: bool
-) -> tuple[list[Any], list[int]]:
-    """Return (the leaves as `jax.device_put` is to get them, the places of those that it gets)."""
-    is_joint = jax.process_count() > 1
-    is_local = {id(target): target.is_fully_addressable for target in distinct(shardings)}
-    ready, moved, elsewhere = list(leaves), [], []
-    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        # Asked once: that of random keys takes long.
-        was = leaf.sharding if isinstance(leaf, jax.Array) else None
-        if was is not None and may_stay and _is_in_place(leaf, was, sharding):
-            continue
-        if is_joint and _stays_on(leaf, sharding) and is_extended(leaf):
-            ready[index] = jax.jit(_itself, out_shardings=sharding)(leaf)
-            continue
-        is_for_jax = is_joint and (_stays_on(leaf, sharding) or crosses(leaf, sharding))
-        if is_joint and not is_for_jax:
-            if not sharding.addressable_devices:
-                ready[index] = _from_own_parts(leaf, sharding)
-                continue
-            if is_spread(leaf):  # of which each of these processes has a replica
-                ready[index] = leaf.addressable_data(0)
-                was = ready[index].sharding
-        moved.append(index)
-        if is_for_jax:
-            continue
-        if is_local[id(sharding)]:
-            if was is not None and _is_cut_otherwise_elsewhere(ready[index], was, sharding):
-                elsewhere.append(index)
-        else:
-            ready[index] = _from_own_parts(ready[index], sharding)
-    return replace_at(ready, elsewhere, jax.device_get([ready[i] for i in elsewhere])), moved
+def _of_this_process(leaf: Any, target: NamedSharding) -> Any:
+    """Return what `jax.device_put` takes for the leaf in a job of several processes."""
+    if isinstance(leaf, jax.Array) and leaf.sharding == target:
+        return leaf
+    if _stays_on(leaf, target):
+        return jax.jit(_itself, out_shardings=target)(leaf) if is_extended(leaf.dtype) else leaf
+    if crosses(leaf, target):
+        return leaf
+    if is_spread(leaf) and target.addressable_devices:  # each of these processes has a replica
+        leaf = leaf.addressable_data(0)
+    return leaf if target.is_fully_addressable else _from_own_parts(leaf, target)
 
 
 def _itself(array: Any) -> Any:
     return array
 
 
-def _is_in_place(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
-    """Return whether `jax.device_put` would return the array itself; it takes microseconds."""
-    is_there = was is sharding or was == sharding
-    return is_there and getattr(leaf, "committed", False)
-
-
-@lru_cache(maxsize=4096)
 def _are_cut_alike(before: Any, after: Any, shape: tuple[int, ...]) -> bool:
     """Return whether the devices, in their order, have the same parts."""
     if len(before.device_set) != len(after.device_set):
         return False
     maps = (each.devices_indices_map(shape).values() for each in (before, after))
     return all(a == b for a, b in zip(*maps, strict=True))
-
-
-def _is_cut_otherwise_elsewhere(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
-    is_here = was.is_fully_addressable
-    return (
-        was.device_set != sharding.device_set
-        and not (is_here and _are_cut_alike(was, sharding, leaf.shape))
-        and (is_here or was.is_fully_replicated)
-        # A numpy array has neither weak types nor random keys.
-        and not getattr(leaf, "weak_type", False)
-        and not is_extended(leaf)
-    )
 
 
 def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
@@ -271,7 +257,7 @@ def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
 
 def _on_host(leaf: Any) -> tuple[Any, bool]:
     """Return (the leaf with its dtype on devices, whether its type is weak)."""
-    if isinstance(leaf, jax.Array) and is_extended(leaf):
+    if isinstance(leaf, jax.Array) and is_extended(leaf.dtype):
         return leaf, False
     host = np.asarray(leaf)
     host = host.astype(canonical_dtype(host), copy=False)
@@ -289,10 +275,6 @@ def distinct(objects: list[_T]) -> Iterable[_T]:
 
 def of_each_type(leaves: list[Any]) -> Iterable[Any]:
     return dict(zip(map(type, leaves), leaves, strict=True)).values()
-
-
-def is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array)
 
 
 def replace_at(items: list[Any], places: Iterable[int], others: Iterable[Any]) -> list[Any]:
