@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -56,17 +55,16 @@ def constrain_traced(
     tree: Any, rules: RulesLike, mesh: MeshLike | None, correction: Correction | None
 ) -> Any:
     """Return the tree as `with_sharding_constraint` does inside jit."""
-    key: Hashable = None
-    cached = None
-    leaves: list[Any] = []
-    with suppress(AttributeError, TypeError, ValueError):  # something wrong, or not to remember
+    key: Hashable
+    try:
         if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
             raise TypeError
         leaves, structure = tree_flatten((tree, rules))
         values = tuple([_KEY_OF[type(leaf)](leaf) for leaf in leaves])
-        asked = structure, values, mesh, correction, contexts()
-        cached = _memory.known.get(asked)
-        key = asked
+        key = structure, values, mesh, correction, contexts()
+        cached = _memory.known.get(key)
+    except (AttributeError, TypeError, ValueError):  # something wrong, or not to remember
+        key = cached = None
     if cached is None:
         leaves, treedef, shardings = requested_shardings(tree, rules, mesh, correction=correction)
         operations = operations_for(leaves, shardings)

@@ -49,7 +49,7 @@ def in_own_memory(
     from jax import Array
     from jax.core import Tracer
 
-    shardings = [placement and placement.sharding for placement in placements]
+    shardings = [None if each is None else each.sharding for each in placements]
     for index, (leaf, placement) in enumerate(zip(leaves, placements, strict=True)):
         if placement is None or placement.says_memory:
             continue
