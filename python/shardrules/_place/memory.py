@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
     from shardrules._place.mesh import AnyMesh
-    from shardrules._place.shardings import Placement
 
 
 def sharding_in_memory(mesh: AnyMesh, spec: PartitionSpec, kind: str | None) -> NamedSharding:
@@ -42,26 +41,9 @@ def memory_apart(sharding: Sharding) -> str | None:
     return None if kind == sharding.with_memory_kind(None).memory_kind else kind  # type: ignore[arg-type]
 
 
-def in_own_memory(
-    leaves: list[Any], placements: list[Placement | None]
-) -> list[NamedSharding | None]:
-    """Return the shardings, in the memory kinds of the leaves where no rule says another."""
-    from jax import Array
-    from jax.core import Tracer
-
-    shardings = [None if each is None else each.sharding for each in placements]
-    for index, (leaf, placement) in enumerate(zip(leaves, placements, strict=True)):
-        if placement is None or placement.says_memory:
-            continue
-        if isinstance(leaf, Array) and not isinstance(leaf, Tracer):
-            kind = memory_apart(leaf.sharding)
-            if kind is not None:
-                shardings[index] = _with_kind(placement.sharding, kind)
-    return shardings
-
-
 @lru_cache(maxsize=4096)
-def _with_kind(sharding: NamedSharding, kind: str) -> NamedSharding:
+def in_memory(sharding: NamedSharding, kind: str) -> NamedSharding:
+    """Return the sharding in this memory kind; of equal ones, the same object."""
     return sharding.with_memory_kind(kind)
 
 

@@ -19,7 +19,7 @@ from shardrules._place.decider import (
     RulesLike,
     as_decider,
 )
-from shardrules._place.memory import in_own_memory
+from shardrules._place.memory import in_memory, memory_apart
 from shardrules._place.mesh import MeshLike, context_mesh, local_view, processes_of, resolve_mesh
 from shardrules._place.shardings import shardings_by_rules
 from shardrules._rules.rules import matcher_of, specs_by_rules
@@ -91,14 +91,22 @@ def requested_shardings(
         ValueError: As `named_shardings`.
         TypeError: A spec is something else, or `tree` is not a pytree of arrays.
     """
-    from jax import tree_util
+    from jax import Array, tree_util
+    from jax.core import Tracer
 
     decider = as_decider("rules", rules, correction, names)
     leaves, treedef = tree_util.tree_flatten(tree)
     if not leaves:
         check_arrays("tree", tree)
     placements = decider._placements(tree, mesh)
-    return leaves, treedef, in_own_memory(leaves, placements)
+    shardings = [None if each is None else each.sharding for each in placements]
+    for index, (leaf, placement) in enumerate(zip(leaves, placements, strict=True)):
+        if placement is None or placement.says_memory:
+            continue
+        has_memory = isinstance(leaf, Array) and not isinstance(leaf, Tracer)
+        if has_memory and (kind := memory_apart(leaf.sharding)):
+            shardings[index] = in_memory(placement.sharding, kind)
+    return leaves, treedef, shardings
 
 
 def only_process(rules: Any, mesh: MeshLike | None) -> int | None:
