@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.support import corpus
+from tests.support.random_trees import RULES, SPECS, trees
 from tests.support.slow import slow
 
 eformer = pytest.importorskip("eformer.escale", reason="eformer is not installed")
@@ -33,7 +34,7 @@ def matched(match, rules, tree, **options):
 
 
 @cache
-def trees(model):
+def trees_of(model):
     manifest = corpus.manifest(model)
     built = manifest.nested(corpus.abstract), manifest.flat(corpus.abstract)
     # Out of the collector's sight: it would go through these trees again and again.
@@ -72,7 +73,7 @@ PAIRS = [
 @pytest.mark.parametrize(("model", "rule_set"), PAIRS)
 def test_every_rule_set_on_every_manifest(model, rule_set):
     rules = corpus.rules(rule_set)
-    nested, flat = trees(model)
+    nested, flat = trees_of(model)
     expected = matched(eformer.match_partition_rules, rules, nested)
     assert matched(sr.match_partition_rules, rules, nested) == expected
     if corpus.manifest(model).separator == "/":  # the paths of both trees are the same
@@ -100,36 +101,13 @@ def outcome(match, rules, tree, **options):
     return jax.tree.structure(result, is_leaf=is_spec), jax.tree.leaves(result, is_leaf=is_spec)
 
 
-KEYS = st.one_of(
-    st.sampled_from(["layers", "mlp", "kernel", "bias", "wq", "0", "1", "a b", "é", "", "\n"]),
-    st.text(max_size=4),
+@given(
+    RULES,
+    SPECS | st.none(),
+    trees(0, 1.5, "text", True),
+    st.sampled_from([0, 0, 10, 200, None]),
+    st.booleans(),
 )
-DIMS = st.lists(st.integers(0, 9), max_size=4).map(tuple)
-LEAVES = st.one_of(
-    DIMS.map(lambda shape: jax.ShapeDtypeStruct(shape, "float32")),
-    st.sampled_from([0, 1.5, "text", True]),
-)
-TREES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(st.integers(-2, 12), inner, max_size=3),
-        st.none(),
-    ),
-    max_leaves=12,
-)
-SPECS = st.lists(st.sampled_from([None, "tp", "dp", ("dp", "fsdp")]), max_size=4).map(
-    lambda entries: P(*entries)
-)
-PATTERNS = st.sampled_from(
-    ["kernel", "layers/.*", r"\d", "^mlp", "wq$", "(a|b|é)", "[^/]+/0", r"\bias", ".", "$^", "1/"]
-)  # fmt: skip
-RULES = st.lists(st.tuples(PATTERNS, SPECS), max_size=4)
-
-
-@given(RULES, SPECS | st.none(), TREES, st.sampled_from([0, 0, 10, 200, None]), st.booleans())
 def test_generated_trees(rules, catch_all, tree, min_size, strict):
     if catch_all is not None:
         rules = [*rules, (".*", catch_all)]

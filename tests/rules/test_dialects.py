@@ -23,6 +23,7 @@ from shardrules.compat.keras import LayoutMap
 from tests.support import corpus, references
 from tests.support.folders import DATA
 from tests.support.random_patterns import compiles, random_pattern, random_text
+from tests.support.random_trees import RULES, trees
 from tests.support.trees import kinds_of_trees, trees_of_libraries
 
 CASES = tomllib.loads((DATA / "dialects.toml").read_text("utf-8"))
@@ -93,16 +94,11 @@ def test_corpus(name, case):
     ("rule_set", "model", "dialect", "theirs"),
     [
         ("EasyLM__llama", "easylm-llama-3.1-405b", sr.dialects.EASYLM, references.easylm),
-        (
-            "EasyLM__llama",
-            "easylm-llama-3.1-405b-trainstate",
-            sr.dialects.EASYLM,
-            references.easylm,
-        ),
+        ("EasyLM__llama", "easylm-llama-3.1-405b-trainstate", sr.dialects.EASYLM, references.easylm),
         ("JAXSeq__T5", "flax-t5-v1_1-xxl", sr.dialects.KEYSTR, references.jaxseq),
         ("JAXSeq__gptj", "flax-gpt-j-6b", sr.dialects.KEYSTR, references.jaxseq),
     ],
-)
+)  # fmt: skip
 def test_on_their_models(rule_set, model, dialect, theirs):
     rules, tree = corpus.rules(rule_set), corpus.manifest(model).nested(corpus.abstract)
     assert sr.Rules(rules, dialect).match(tree) == theirs(rules, tree)
@@ -122,9 +118,9 @@ def test_random_full_matches(seed):
 
 @pytest.mark.parametrize("libraries", [False, True])
 def test_keystr_paths_are_those_of_jax(libraries):
-    trees = trees_of_libraries() if libraries else kinds_of_trees()
+    kinds = trees_of_libraries() if libraries else kinds_of_trees()
     everything = replace(sr.dialects.KEYSTR, scalars="none")
-    for kind, tree in trees.items():
+    for kind, tree in kinds.items():
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         paths = [jax.tree_util.keystr(path) for path, _ in flat]
         # "(?=...)": also through `re`, which sees the whole path as text.
@@ -134,25 +130,7 @@ def test_keystr_paths_are_those_of_jax(libraries):
             assert [p.rule for p in payloads] == [paths.index(path) for path in paths], kind
 
 
-SHAPES = st.lists(st.sampled_from([0, 1, 1, 2, 5]), max_size=3).map(tuple)
-LEAVES = SHAPES.map(lambda shape: jax.ShapeDtypeStruct(shape, "float32"))
-KEYS = st.sampled_from(["layers", "kernel", "bias", "0", "wq", "é", "it's"])
-TREES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.lists(inner, max_size=3),
-        st.tuples(inner, inner),
-    ),
-    max_leaves=12,
-)
-RULES = st.lists(
-    st.tuples(
-        st.sampled_from(["kernel", "layers.*0", r"\d", "^.*wq", r"\['é'\]", "(?!k)bias"]),
-        st.lists(st.sampled_from([None, "tp", "dp"]), max_size=4).map(lambda entries: P(*entries)),
-    ),
-    max_size=4,
-).map(lambda rules: [*rules, (".*", P("rest"))])
+WHOLE_RULES = RULES.map(lambda rules: [*rules, (".*", P("rest"))])
 
 
 def is_spec(node):
@@ -199,7 +177,7 @@ PEERS = {
 
 
 @pytest.mark.parametrize("peer", PEERS)
-@given(RULES, TREES, st.sampled_from([None, 0, 1, 2, 6]), st.booleans())
+@given(WHOLE_RULES, trees(), st.sampled_from([None, 0, 1, 2, 6]), st.booleans())
 def test_generated_trees(peer, rules, tree, min_size, strict):
     ours, theirs = (
         jax.tree.leaves(match(rules, tree, min_size, strict), is_leaf=is_spec)
