@@ -1103,7 +1103,7 @@ def test_the_catch_all_of_deepseek_comes_first():
 def test_locks_find_what_needs_no_history():
     """A lock does not hold what was wanted, so it knows of no corrections; all else is the same."""
     bare = plan_of("easydel-deepseek-v3-without-sp")
-    plan = bare.with_rules(sr.Rules(bare.rules, bare.rules.dialect, optional_axes=["sp", "ep"]))
+    plan = bare.with_rules(sr.Rules(bare.rules, optional_axes=["sp", "ep"]))
     back = sr.Plan.from_lock(plan.lock())
     expected = {one for one in plan.check() if one.kind not in ("correction", "unknown-axis")}
     assert {one.kind for one in plan.check()} >= {"correction"}

@@ -64,7 +64,7 @@ def planned(mesh=MESH, rules=RULES):
 
 
 def optional(rules, axes):
-    return sr.LogicalRules(rules, rules.dialect, optional_axes=axes)
+    return sr.LogicalRules(rules, optional_axes=axes)
 
 
 def kinds_of(findings):

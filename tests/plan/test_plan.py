@@ -1009,13 +1009,11 @@ def test_min_size_of_none_is_the_environments(monkeypatch):
         monkeypatch.delenv("MIN_SHARDING_SIZE", raising=False)
         if text is not None:
             monkeypatch.setenv("MIN_SHARDING_SIZE", text)
-        given = sr.Rules(rules, min_size=None)
-        plan = sr.plan(tree, given, {"tp": 2})
-        check_equal_to_named_shardings(plan, tree, given, {"tp": 2})
-        assert (plan.specs()["v"] == P()) == (text is None)
+        specs = sr.match_partition_rules(rules, tree, min_size=None)
+        assert (specs["w"], specs["v"] == P()) == (P(), text is None)
     monkeypatch.setenv("MIN_SHARDING_SIZE", "abc")
     with pytest.raises(ValueError, match="MIN_SHARDING_SIZE is 'abc'.*number of elements"):
-        sr.Rules(rules, min_size=None)
+        sr.match_partition_rules(rules, tree, min_size=None)
 
 
 def test_numpy_integers_are_sizes():

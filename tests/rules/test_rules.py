@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.compat.flax_core_spmd import get_logical_axis_rules
 
 PAIRS = [("wq/kernel", P("fsdp", "tp")), (re.compile("BIAS", re.I), P()), (r"(?=x)x", None)]
 
@@ -29,6 +30,43 @@ def test_a_sequence_of_its_pairs():
         "rule 1: re.compile('BIAS', re.IGNORECASE) -> P()",
         "rule 2: '(?=x)x' -> P()",
     ]
+
+
+@pytest.mark.parametrize("like", ["paths", "names"])
+def test_rules_made_of_rules_lost_their_dialect_and_policy(like):
+    error, keep = sr.Correction(indivisible="error"), sr.Correction(indivisible="keep")
+    dialects, policy = sr.dialects, {"correction": error, "optional_axes": ("sp",)}
+    if like == "paths":
+        make, first, other, policy = (
+            sr.Rules,
+            dialects.NNX,
+            dialects.EASYLM,
+            {**policy, "min_size": 8},
+        )
+    else:
+        make, first, other = sr.LogicalRules, dialects.FLAX_CORE, dialects.MAXTEXT
+    rules = make([("w", "tp")], first, **policy)
+    assert make(rules) == rules
+    assert make(make([("w", "tp")], first)).dialect is first
+    # What is given holds, and all else stays.
+    assert make(rules, correction=keep) == make(
+        list(rules), first, **{**policy, "correction": keep}
+    )
+    for name, value in {"optional_axes": (), "min_size": 0}.items():
+        if name in policy:
+            assert make(rules, **{name: value}) == make(
+                list(rules), first, **{**policy, name: value}
+            )
+    assert make(rules, other) == make(list(rules), other, **policy)
+    # A dialect brings its own correction, unless the rules have one of their own.
+    assert make(make([("w", "tp")], first), other).dialect is other
+    assert make(rules, other, correction=other.correction).dialect is other
+
+
+def test_the_rules_in_force_lost_their_dialect_when_made_into_rules():
+    rules = sr.LogicalRules([("w", "tp")], sr.dialects.FLAX_CORE, optional_axes=["sp"])
+    with sr.logical_axis_rules(rules):
+        assert sr.LogicalRules(get_logical_axis_rules()) == rules
 
 
 def test_equality_and_hash():

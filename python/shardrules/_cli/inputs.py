@@ -110,11 +110,10 @@ def _with_policy(
     """Return the rules, with what the command line says beside the file."""
     optional = (*rules.optional_axes, *optional_axes)
     if isinstance(rules, Rules):
-        least = min_size or rules.min_size
-        return Rules(rules, rules.dialect, optional_axes=optional, min_size=least)
+        return Rules(rules, optional_axes=optional, min_size=min_size or None)
     if min_size:
         raise FileError("--min-size: it is for rules of paths, and these are logical")
-    return LogicalRules(rules, rules.dialect, optional_axes=optional)
+    return LogicalRules(rules, optional_axes=optional)
 
 
 def _locked_plan(source: str, declared: Declared) -> Planned:

@@ -211,13 +211,12 @@ def _of_module(
     if isinstance(rules, LogicalRules) or isinstance(dialect, LogicalDialect):
         logical = _logical_dialect(source, dialect, getattr(rules, "dialect", LINEN).name)
         try:
-            rules = LogicalRules(rules, logical, optional_axes=getattr(rules, "optional_axes", ()))
+            rules = LogicalRules(rules, logical)
         except (TypeError, ValueError) as error:
             raise FileError(f"{source}: {error}") from error
         _check_no_companions(source, companions)
     elif dialect is not None or not isinstance(rules, Rules):
-        policy = (rules.optional_axes, rules.min_size) if isinstance(rules, Rules) else ()
-        rules = _compiled_rules(source, rules, dialect or EFORMER, *policy)
+        rules = _compiled_rules(source, rules, dialect)
     name = source.partition(":")[2]
     return RuleFile(rules, NOTHING, companions_in(source, {}, companions), name)
 
@@ -233,7 +232,8 @@ def _of_table(
     least = table.get("min_size", 0)
     if type(least) is not int or least < 0:
         raise FileError(f"{path}: min_size is {shown(least)}; write a number of elements")
-    rules = _compiled_rules(f"{path}", pairs, corrected, _optional_axes(path, table), least)
+    policy: Any = {"optional_axes": _optional_axes(path, table), "min_size": least}
+    rules = _compiled_rules(f"{path}", pairs, corrected, **policy)
     records = companions_in(f"{path}", table, companions)
     return RuleFile(rules, _declared(path, table), records, _stem(path))
 
@@ -242,7 +242,7 @@ def _of_logical_table(
     path: Path, table: dict[str, Any], dialect: LogicalDialect, companions: Mapping[str, list[str]]
 ) -> RuleFile:
     rules = logical_rules(path, table["rules"], _with_correction(path, table, dialect))
-    rules = LogicalRules(rules, rules.dialect, optional_axes=_optional_axes(path, table))
+    rules = LogicalRules(rules, optional_axes=_optional_axes(path, table))
     if "min_size" in table:
         raise FileError(f"{path}: min_size: it is for rules of paths, and these are logical")
     entries: dict[str, Any] = {key: table[key] for key in COMPANION_KEYS if key in table}
@@ -427,11 +427,9 @@ def _axis_names(where: str, key: str, table: dict[str, Any]) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def _compiled_rules(
-    source: str, rules: Any, dialect: Dialect, optional_axes: Iterable[str] = (), min_size: int = 0
-) -> Rules:
+def _compiled_rules(source: str, rules: Any, dialect: Dialect | None, **policy: Any) -> Rules:
     try:
-        return Rules(rules, dialect, optional_axes=optional_axes, min_size=min_size)
+        return Rules(rules, dialect, **policy)
     except (TypeError, ValueError, re.error, OverflowError, RecursionError) as error:
         what, *caret = str(error).split("\n")
         raise FileError(f"{source}: {what}", *caret) from error

@@ -137,10 +137,6 @@ BIG_VISION = Dialect(
 )
 """`infer_sharding` of big_vision's sharding, as of 2026. Its tactics are `fsdp` and plain specs."""
 
-_NAMES: Final = {value: name for name, value in [*globals().items()] if isinstance(value, Dialect)}
-"""What the dialects above are called here: a whole record would hide the signatures in `help`."""
-
-
 # As long as the names, as flax's specs.
 _NAMES_LONG: Final = Correction(pad=False)
 
@@ -172,7 +168,7 @@ class LogicalDialect:
     keeps_size_one: bool = True
 
     def __repr__(self) -> str:
-        return _LOGICAL_NAMES.get(self) or without_defaults(self)
+        return _NAMES.get(self) or without_defaults(self)
 
     def __post_init__(self) -> None:
         check_type("name", self.name, str, "a string")
@@ -208,17 +204,34 @@ HALIAX: Final = LogicalDialect(
 """The dialect of haliax's axis mappings, as of `haliax.partitioning.pspec_for_axis` of haliax 1.4:
 each name has one entry, whatever other dimensions use. What JAX would refuse later is an error."""
 
-_LOGICAL_NAMES: Final = {
-    value: name for name, value in [*globals().items()] if isinstance(value, LogicalDialect)
+_NAMES: Final = {
+    value: name
+    for name, value in [*globals().items()]
+    if isinstance(value, Dialect | LogicalDialect)
 }
 """What the dialects above are called here: a whole record would hide the signatures in `help`."""
 
 _AnyDialect = TypeVar("_AnyDialect", Dialect, LogicalDialect)
 
 
-def with_correction(dialect: _AnyDialect, correction: Correction | None) -> _AnyDialect:
-    """Return the dialect with this correction, or itself if that is its own."""
+def dialect_of(
+    dialect: _AnyDialect | None,
+    correction: Correction | None,
+    given: _AnyDialect | None,
+    default: _AnyDialect,
+) -> _AnyDialect:
+    """Return the dialect of rules, with their correction.
+
+    Args:
+        dialect: What is said about them.
+        correction: The same.
+        given: The dialect of the rules that they are made of.
+        default: Where nothing is said.
+    """
     check_correction(correction)
+    if correction is None and given is not None and given not in _NAMES:
+        correction = given.correction
+    dialect = dialect or given or default
     if correction is None or correction == dialect.correction:
         return dialect
     return replace(dialect, correction=correction)
@@ -226,7 +239,6 @@ def with_correction(dialect: _AnyDialect, correction: Correction | None) -> _Any
 
 def policy_shown(dialect: Dialect | LogicalDialect, optional_axes: Iterable[str]) -> list[str]:
     """Return the dialect's name, a correction that is not its own, and axes that may be absent."""
-    is_own = dialect in _NAMES if isinstance(dialect, Dialect) else dialect in _LOGICAL_NAMES
-    correction = [] if is_own else [repr(dialect.correction)]
+    correction = [] if dialect in _NAMES else [repr(dialect.correction)]
     optional = [f"optional_axes={list(optional_axes)}"] if optional_axes else []
     return [dialect.name, *correction, *optional]

@@ -21,7 +21,7 @@ from shardrules._base.specs import (
     split_axes,
 )
 from shardrules._base.text import answer, shown
-from shardrules._rules.dialects import LINEN, LogicalDialect, policy_shown, with_correction
+from shardrules._rules.dialects import LINEN, LogicalDialect, dialect_of, policy_shown
 from shardrules._rules.names import check_rules, last_wins
 from shardrules._rules.resolver import Resolver, axes_in, resolver_for
 from shardrules._rules.rules import Rules
@@ -37,8 +37,9 @@ class LogicalRules:
 
     Args:
         rules: (name, mesh axes) pairs, or a mapping. The mesh axes are one axis, a tuple or list of
-            axes, or None for a dimension that is not sharded.
-        dialect: How a rule is chosen for each name of an array.
+            axes, or None for a dimension that is not sharded. Or `LogicalRules`, whose dialect and
+            policy hold where no other is given here.
+        dialect: How a rule is chosen for each name of an array. Default: linen's.
         correction: The policies for mesh axes that do not divide a dimension. Default: the
             dialect's.
         optional_axes: As in `Rules`.
@@ -66,12 +67,12 @@ class LogicalRules:
     def __init__(
         self,
         rules: Iterable[tuple[Any, Any]] | Mapping[Any, Any],
-        dialect: LogicalDialect = LINEN,
+        dialect: LogicalDialect | None = None,
         *,
         correction: Correction | None = None,
-        optional_axes: Iterable[str] = (),
+        optional_axes: Iterable[str] | None = None,
     ) -> None:
-        check_type("dialect", dialect, LogicalDialect, "a LogicalDialect, such as MAXTEXT")
+        check_type("dialect", dialect, LogicalDialect | None, "a LogicalDialect, such as MAXTEXT")
         check_not_for_paths(rules)
         items = rules.items() if isinstance(rules, Mapping) else rules
         is_listed = isinstance(items, Iterable) and not isinstance(items, str | bytes)
@@ -83,9 +84,15 @@ class LogicalRules:
         pairs = tuple(items)
         check_rules(pairs)
         object.__setattr__(self, "_pairs", tuple(map(_checked_name_pair, range(len(pairs)), pairs)))
-        object.__setattr__(self, "dialect", with_correction(dialect, correction))
-        optional = tuple(dict.fromkeys(texts("optional_axes", optional_axes)))
-        object.__setattr__(self, "optional_axes", optional)
+        given = rules.rules if isinstance(rules, _PairsOfRules) else rules
+        own: LogicalDialect | None = None
+        axes: tuple[str, ...] = ()
+        if isinstance(given, LogicalRules):
+            own, axes = given.dialect, given.optional_axes
+        object.__setattr__(self, "dialect", dialect_of(dialect, correction, own, LINEN))
+        if optional_axes is not None:
+            axes = tuple(dict.fromkeys(texts("optional_axes", optional_axes)))
+        object.__setattr__(self, "optional_axes", axes)
 
     @property
     def correction(self) -> Correction:

@@ -30,7 +30,7 @@ from shardrules._base.specs import (
     split_axes,
 )
 from shardrules._base.text import answer, shown
-from shardrules._rules.dialects import EFORMER, Dialect, policy_shown, with_correction
+from shardrules._rules.dialects import EFORMER, Dialect, dialect_of, policy_shown
 from shardrules._rules.matcher import (
     Coverage,
     Matcher,
@@ -107,15 +107,15 @@ class Rules:
             hold. A spec is a PartitionSpec; or None, an axis name,
             or a tuple or list of PartitionSpec entries, which stand for the PartitionSpec made of
             them; or `fsdp`, which makes one of each shape on a mesh; or any other hashable object,
-            which leaves get as it is. A `RuleSpec` adds a
-            correction to a spec.
-        dialect: Whose semantics to follow.
+            which leaves get as it is. A `RuleSpec` adds a correction to a spec. Or `Rules`, whose
+            dialect and policy hold where no other is given here.
+        dialect: Whose semantics to follow. Default: eformer's.
         correction: The policies for specs that do not fit an array; a `RuleSpec` may have its own.
             Default: the dialect's.
         optional_axes: Mesh axes that the rules name and a mesh may lack, such as "sp", beside those
             of a `RuleSpec`. They are dropped alone where the mesh lacks them. Any other axis that
             it lacks is an error.
-        min_size: As in `match_partition_rules`.
+        min_size: A leaf with fewer elements is replicated. Default: 0.
         memory_budget: Bytes that the matcher may spend on remembered states, for each call that
             runs at the same time, and as many on its way down a tree. Default: 32 MiB. When they
             are spent, it clears the states and goes on, more slowly; with 0 it keeps none.
@@ -142,21 +142,29 @@ class Rules:
     def __init__(
         self,
         rules: Iterable[tuple[Pattern, Any]],
-        dialect: Dialect = EFORMER,
+        dialect: Dialect | None = None,
         *,
         correction: Correction | None = None,
-        optional_axes: Iterable[str] = (),
-        min_size: int | None = 0,
+        optional_axes: Iterable[str] | None = None,
+        min_size: int | None = None,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ) -> None:
         if hasattr(self, "_matcher"):
             raise AttributeError("Rules are immutable; make new ones")
-        check_type("dialect", dialect, Dialect, "a Dialect, such as shardrules.dialects.EASYLM")
+        kind = "a Dialect, such as shardrules.dialects.EASYLM"
+        check_type("dialect", dialect, Dialect | None, kind)
         memory_budget = integer("memory_budget", memory_budget, what="a number of bytes")
-        pairs = _checked_pairs(_checked_rules(rules), dialect)
-        policy = tuple(dict.fromkeys(texts("optional_axes", optional_axes)))
-        dialect = with_correction(dialect, correction)
-        matcher = Matcher(pairs, dialect, memory_budget, policy, checked_min_size(min_size))
+        pairs = _checked_pairs(_checked_rules(rules))
+        own: Dialect | None = None
+        axes: tuple[str, ...] = ()
+        least = 0
+        if isinstance(rules, Rules):
+            own, axes, least = rules.dialect, rules.optional_axes, rules.min_size
+        in_force = dialect_of(dialect, correction, own, EFORMER)
+        if optional_axes is not None:
+            axes = tuple(dict.fromkeys(texts("optional_axes", optional_axes)))
+        least = least if min_size is None else checked_min_size(min_size)
+        matcher = Matcher(pairs, in_force, memory_budget, axes, least)
         object.__setattr__(self, "_matcher", matcher)
 
     @property
@@ -367,7 +375,7 @@ def remembered_rules(rules: Iterable[Any], dialect: Dialect, name: str = "rules"
     try:
         key = GivenPairs(pairs, dialect)
     except TypeError:  # lists, as JSON has them; checked, they are tuples
-        key = GivenPairs(_checked_pairs(pairs, dialect), dialect)
+        key = GivenPairs(_checked_pairs(pairs), dialect)
     return _compiled(key)
 
 
@@ -457,7 +465,7 @@ def _pairs_of(rules: Mapping[Any, Any]) -> str:
     return "list(rules.items())"
 
 
-def _checked_pairs(rules: Iterable[Any], dialect: Dialect) -> tuple[tuple[Pattern, Any], ...]:
+def _checked_pairs(rules: Iterable[Any]) -> tuple[tuple[Pattern, Any], ...]:
     return tuple(_checked_pair(index, rule) for index, rule in enumerate(rules))
 
 
