@@ -106,30 +106,6 @@ def test_unreduced_axes_are_kept():
     assert cut == {"w": P("fsdp", unreduced={"ep"})}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"indivisible": "drp"}, "indivisible is 'drp'; it must be one of 'drop', 'drop_axis'"),
-        ({"rank": None}, "rank is None; it must be one of 'truncate'"),
-        ({"pad": "yes"}, "pad is 'yes'; it must be one of True, False"),
-    ],
-)
-def test_a_choice_that_does_not_exist(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        sr.Correction(**arguments)
-
-
-@pytest.mark.parametrize("units", [(0,), (-1,), ("a",), (1.5,), (2**63,), 3, "12", {4: 4}])
-def test_a_unit_that_is_none(units):
-    with pytest.raises((TypeError, ValueError), match=r"units(\[0\])? is .*integer"):
-        sr.RuleSpec("tp", units=units)
-
-
-def test_a_correction_of_the_wrong_type():
-    with pytest.raises(TypeError, match="correction is 'drop' .*; it must be a Correction"):
-        sr.RuleSpec("tp", "drop")
-
-
 def test_more_axes_than_fit():
     with pytest.raises(ValueError, match="at most 64 axes"):
         sr.named_shardings({"w": np.zeros(2)}, [("w", ("tp",) * 65)], MESH)

@@ -112,10 +112,7 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "Findings": (lambda: plan().check(), "warning[dead]: "),
     "Explanation": (lambda: plan().explain("odd"), "rule 2: 'odd' wins"),
     "Sweep": (swept, "assumed: hardware=v5p"),
-    "PlanDiff": (
-        lambda: plan().diff(plan().on_mesh({"fsdp": 4, "tp": 1})),
-        "~ odd  P() -> P('tp')",
-    ),
+    "PlanDiff": (lambda: plan().diff(plan().on_mesh({"fsdp": 4, "tp": 1})), "~ odd  P() -> P('tp')"),
     "Transfer": (lambda: plan().transfer(plan().on_mesh({"fsdp": 4, "tp": 1})), " received in all"),
     "Suggestion": (suggestion, "rule 0 up/kernel: 1 leaf of 65.5 kB"),
     "Comparison": (lambda: suggestion().compare([("up", ())]), "1 rule -> 1 rule"),
@@ -127,15 +124,9 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "Program": (program, "each device sends "),
     "Memory": (lambda: program().memory, " on each device: "),
     "ProgramTime": (
-        lambda: sr.types.ProgramTime(
-            3.0, 1.0, (("train.py:3", 3.0),), (("mlp", "forward", 3.0),), 0.0, ()
-        ),
-        "a step takes 2.61 s to 4.00 s, 2.81 s as it is scheduled, by the compiler's estimate",
-    ),
-    "Timeline": (
-        timeline,
-        "forward, 61 times: 3.00 ms, of which 2.00 ms computing; 1.00 ms sending",
-    ),
+        lambda: sr.types.ProgramTime(3.0, 1.0, (("train.py:3", 3.0),), (("mlp", "forward", 3.0),), 0.0, ()),
+        "a step takes 2.61 s to 4.00 s, 2.81 s as it is scheduled, by the compiler's estimate"),
+    "Timeline": (timeline, "forward, 61 times: 3.00 ms, of which 2.00 ms computing; 1.00 ms sending"),
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), "compiled for one device"),
     "Step": (step, "dimensions of the arguments, by what must be sharded alike"),
     "Solution": (solution, " a step on fsdp=4"),
@@ -144,7 +135,7 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "ProofRound": (lambda: solved_proof().best, "sent over fsdp"),
     "CompileLog": (lambda: sr.types.CompileLog((RESHARD,)), "f32[16,512] (jit(step)/add) from "),
     "Coverage": (lambda: plan().coverage, "rule 3: dead, matches no leaf"),
-}
+}  # fmt: skip
 # What stands in lists: one short line, as of any NamedTuple.
 RECORDS: dict[str, Callable[[], Any]] = {
     "Span": lambda: timeline().spans[1],
@@ -179,22 +170,17 @@ WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
     "RuleSpec": (lambda: sr.RuleSpec("tp", units=(2,)), "RuleSpec(spec='tp', units=(2,))"),
     "Dialect": (
         lambda: sr.dialects.Dialect("own", ".", sr.Correction(), scalars="none"),
-        "Dialect(name='own', separator='.', correction=Correction(), scalars='none')",
-    ),
+        "Dialect(name='own', separator='.', correction=Correction(), scalars='none')"),
     "LogicalDialect": (
         lambda: sr.dialects.LogicalDialect("own", last_wins=True, keeps_unknown=False),
-        "LogicalDialect(name='own', last_wins=True, keeps_unknown=False)",
-    ),
+        "LogicalDialect(name='own', last_wins=True, keeps_unknown=False)"),
     "Zero1": (lambda: sr.Zero1("dp", dim="first"), "Zero1(axis='dp', dim='first')"),
-    "Companion": (
-        lambda: sr.Companion("_scale$", "", dims=(0,)),
-        "Companion(pattern='_scale$', base='', dims=(0,))",
-    ),
+    "Companion": (lambda: sr.Companion("_scale$", "", dims=(0,)), "Companion(pattern='_scale$', base='', dims=(0,))"),
     "Affine": (lambda: sr.renames.Affine(0.5), "Affine(factor=0.5, offset=0.0)"),
     "Rename": (lambda: sr.Rename("^model", "m"), "Rename(pattern='^model', path='m')"),
     "Hardware": (lambda: sr.Hardware.named("v5p"), "Hardware(name='v5p', flops_per_second={"),
     "Topology": (lambda: sr.Topology("v5p:8x8x8"), "Topology(name='v5p:8x8x8')"),
-}
+}  # fmt: skip
 MADE: dict[str, Callable[[], Any]] = {
     **{name: make for name, (make, _) in ANSWERS.items()},
     **RECORDS,
@@ -423,26 +409,20 @@ NOTHING: dict[str, tuple[Callable[[], Any], str]] = {
     "check": (lambda: CLEAN.check(), "nothing found: 1 leaf, 1 rule, on tp=2"),
     "switched off": (
         lambda: CLEAN.check(levels={"dead": "off", "misfit": "warning"}),
-        "nothing found: 1 leaf, 1 rule, on tp=2; not looked for: dead",
-    ),
+        "nothing found: 1 leaf, 1 rule, on tp=2; not looked for: dead"),
     "left out": (
         lambda: plan().check(levels={"misfit": "info"}).at_least("error"),
-        "nothing found: 4 leaves, 4 rules, on fsdp=2,tp=2; 2 findings below error left out",
-    ),
-    "left out of one's own": (
-        lambda: sr.types.Findings(plan().check()[:1]).at_least("error"),
-        "nothing found: 1 finding below error left out",
-    ),
+        "nothing found: 4 leaves, 4 rules, on fsdp=2,tp=2; 2 findings below error left out"),
+    "left out of one's own": (lambda: sr.types.Findings(plan().check()[:1]).at_least("error"), "nothing found: 1 finding below error left out"),
     "one's own": (lambda: sr.types.Findings([]), "nothing found"),
     "verify": (
         lambda: verified(None, None),
         "nothing found: 0 of 2 inputs planned, no output compared, as outputs= is not given; "
-        "peak memory not compared, as hbm= is not given",
-    ),
+        "peak memory not compared, as hbm= is not given"),
     "audit": (audited, "nothing found: 1 leaf, on tp=2"),
     "diff": (lambda: plan().diff(plan()), "no differences"),
     "Rules": (lambda: sr.Rules([]), "0 rules, dialect eformer"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("answer", NOTHING)
