@@ -147,4 +147,4 @@ class TestARenameThatFindsNothing:
 
     @pytest.mark.parametrize("name", ["HF_TO_FLAX", "DEEPSEEK_STACKED", "DEEPSEEK_UNSTACKED"])
     def test_nor_one_for_a_family_of_models(self, save, name):
-        assert list(sr.load(save("m"), P(), mesh_of(), renames=getattr(sr, name))) == ["w0"]
+        assert list(sr.load(save("m"), P(), mesh_of(), renames=getattr(sr.renames, name))) == ["w0"]

@@ -191,12 +191,13 @@ TAGS = [{"unreduced": {"tp"}}, {"reduced": {"tp"}}, {"unreduced": {"tp"}, "reduc
 def test_unreduced_and_reduced_axes(tags):
     tree = {"w": array(4, 4), "v": array(4)}
     rules = [("w", P("dp", None, **tags)), ("v", P(P.UNCONSTRAINED, **tags))]
-    plan = sr.plan(tree, rules, MESH)
+    mesh = MESH | {"sp": 1}
+    plan = sr.plan(tree, rules, mesh)
     back = check_round_trip(plan)
     assert back.specs() == plan.specs()
     assert back.specs()["w"].unreduced == tags.get("unreduced", frozenset())
     assert back.specs()["v"].reduced == tags.get("reduced", frozenset())
-    without = sr.plan(tree, [("w", P("dp", None)), ("v", P(P.UNCONSTRAINED))], MESH)
+    without = sr.plan(tree, [("w", P("dp", None)), ("v", P(P.UNCONSTRAINED))], mesh)
     assert without.fingerprint() != plan.fingerprint()
     change = next(one for one in without.diff(back).changes if one.path == "w")
     assert f"{next(iter(tags))}=['tp']" in str(change)
