@@ -61,6 +61,20 @@ def test_unreduced_arrays_are_not_placed(mesh, door):
         PLACED[door](P("x", unreduced={"y"}), mesh)
 
 
+@pytest.mark.parametrize("make", [np.asarray, jax.numpy.asarray], ids=["numpy", "jax"])
+def test_constraints_outside_jit_ended_in_a_bare_error_of_jax(mesh, make):
+    given, spec = {"b": make(X), "a": make(X)}, P("x", unreduced={"y"})
+    with pytest.raises(ValueError, match=r"the leaf \['a'\] cannot be placed .* sum over y"):
+        sr.with_sharding_constraint(given, [("a", spec), ("b", P("x"))], mesh)
+
+
+def test_a_constraint_to_the_unreduced_axes_that_an_array_has_keeps_it(mesh):
+    placed = [jax.device_put(X, NamedSharding(mesh, spec)) for spec in (P("x", "y"), P("y"))]
+    target = NamedSharding(mesh, P("x", None, unreduced={"y"}))
+    sums = jax.jit(lambda a, b: jax.numpy.einsum("ij,jk->ik", a, b, out_sharding=target))(*placed)
+    assert sr.with_sharding_constraint({"a": sums}, target)["a"].sharding == target
+
+
 @pytest.mark.parametrize("tag", ["reduced", "unreduced"])
 @pytest.mark.parametrize("door", DECIDED)
 def test_one_that_the_mesh_lacks_was_an_error_without_path_or_none(mesh, door, tag):

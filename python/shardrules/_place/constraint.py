@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +26,7 @@ from shardrules._place.mesh import MeshLike, check_placeable, contexts, has_devi
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.operations import Function, Operation, applied, one_call, operations_for
 from shardrules._place.processes import JointCall
+from shardrules._place.spec_trees import leaf_path
 from shardrules._place.transfers import distinct, put, stays_within
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
@@ -188,13 +190,13 @@ def with_sharding_constraint(
     placed = (
         applied(leaves, operations_for(leaves, shardings))
         if is_tracing(leaves)
-        else _put(leaves, shardings)
+        else _put(tree, leaves, shardings)
     )
     result: Tree = treedef.unflatten(placed)
     return result
 
 
-def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
+def _put(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
     placed = list(leaves)
     at_once: dict[int, NamedSharding] = {}
     says_all = {
@@ -214,7 +216,12 @@ def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
         placed[index] = moved_inside_jit(array, sharding)
     # JAX shares the memory of large numpy arrays on CPUs, also where it may not.
     given = [x.copy() if isinstance(x := leaves[i], np.ndarray) else x for i in at_once]
-    arrays = put(given, list(at_once.values()), may_alias=False)
+    try:
+        arrays = put(given, list(at_once.values()), may_alias=False)
+    except NotImplementedError:  # bare, of unreduced axes that an array does not have already
+        for index, sharding in at_once.items():
+            check_placeable(sharding, partial(leaf_path, tree, index))
+        raise
     for index, array in zip(at_once, arrays, strict=True):
         placed[index] = array
     return placed
