@@ -163,20 +163,16 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
         leaves, treedef = tree_util.tree_flatten(batch)
         paths = [keys for keys, _ in tree_util.tree_flatten_with_path(batch)[0]]
         specs = broadcast_specs("spec", batch, treedef, spec)
-        targets = []
+        targets, abstract = [], []
         for keys, leaf, leaf_spec in zip(paths, leaves, specs, strict=True):
             path = tree_util.keystr(keys) or "(the tree)"
-            sharding = _local_sharding(path, leaf_spec, mesh)
-            targets.append((sharding, _global_shape(path, leaf, sharding)))
-        abstract = [
-            jax.ShapeDtypeStruct(shape, leaf.dtype)
-            for leaf, (_, shape) in zip(leaves, targets, strict=True)
-        ]
-        of_rows = [sharding for sharding, _ in targets]
-        call.agree(lambda: rows_of(tree_util.tree_unflatten(treedef, abstract), of_rows))
+            targets.append(_local_sharding(path, leaf_spec, mesh))
+            shape = _global_shape(path, leaf, targets[-1])
+            abstract.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
+        call.agree(lambda: rows_of(tree_util.tree_unflatten(treedef, abstract), targets))
     arrays = [
-        jax.make_array_from_process_local_data(sharding, np.asanyarray(leaf), shape)
-        for leaf, (sharding, shape) in zip(leaves, targets, strict=True)
+        jax.make_array_from_process_local_data(sharding, np.asanyarray(leaf), like.shape)
+        for leaf, sharding, like in zip(leaves, targets, abstract, strict=True)
     ]
     return tree_util.tree_unflatten(treedef, arrays)
 
@@ -233,9 +229,7 @@ def gather(tree: Tree) -> Tree:
         # One after the other, so that the devices need room for one only.
         replicated = jax.block_until_ready(jax.device_put(leaves[index], sharding))
         leaves[index] = jax.device_get(replicated)
-    fetched = jax.device_get([leaves[i] for i in at_once])
-    for index, array in zip(at_once, fetched, strict=True):
-        leaves[index] = array
+    replace_at(leaves, at_once, jax.device_get([leaves[i] for i in at_once]))
     result: Tree = jax.tree_util.tree_unflatten(treedef, leaves)
     return result
 
@@ -249,9 +243,9 @@ def placeable(
     """Return the shardings, with None for leaves that stay unchanged; `scalars` as in `shard`."""
     targets = list(shardings)
     if scalars == "keep":
-        arrays = (hasattr(leaf, "shape") and not isinstance(leaf, type) for leaf in leaves)
         targets = [
-            target if is_array else None for is_array, target in zip(arrays, targets, strict=True)
+            target if _has_shape(leaf) else None
+            for leaf, target in zip(leaves, targets, strict=True)
         ]
     elif scalars is None and not _NUMBERS.isdisjoint(map(type, leaves)):
         numbers = [index for index, leaf in enumerate(leaves) if type(leaf) in _NUMBERS]
@@ -293,7 +287,7 @@ def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding
 
 def _instead(leaf: Any) -> str:
     """Return what to do with a leaf that cannot be placed."""
-    if hasattr(leaf, "shape") and not isinstance(leaf, type):
+    if _has_shape(leaf):
         return (
             "it is abstract and has no data to place: make the arrays where they belong, with "
             "jax.jit(init, out_shardings=plan.shardings())(...), or give the arrays themselves"
@@ -338,11 +332,15 @@ def _is_attribute_of_module(find: Callable[[tuple[Any, ...]], Any], path: tuple[
 
 def _stays(leaf: Any, path: tuple[Any, ...]) -> bool:
     """Return whether the leaf is a part of a model but not data: a flag, function or attribute."""
-    if hasattr(leaf, "shape") and not isinstance(leaf, type):  # an abstract array
+    if _has_shape(leaf):  # an abstract array
         return False
     # A flag must stay a bool: an array cannot decide an `if` inside jit. A string is an option if
     # it is a module's attribute, and a mistake in a dict of parameters.
     return isinstance(leaf, bool) or callable(leaf) or isinstance((path or (None,))[-1], GetAttrKey)
+
+
+def _has_shape(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and not isinstance(leaf, type)
 
 
 def _can_be_placed(leaf: Any) -> bool:

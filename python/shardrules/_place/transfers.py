@@ -128,7 +128,9 @@ def check_reachable(
             why = "this platform needs JAX's jax_cross_host_transfer_socket_address for that"
         else:
             return
-    elif not _stays_on(leaf, sharding) or _order(was, leaf.shape) == _order(sharding, shape):
+    elif not _stays_on(leaf, sharding) or (
+        [*was.devices_indices_map(leaf.shape)] == [*sharding.devices_indices_map(shape)]
+    ):
         return
     elif is_extended(leaf.dtype):
         why = "JAX moves random keys only in the same order of the devices"
@@ -148,10 +150,6 @@ def _can_cross(sharding: NamedSharding) -> bool:
     if getattr(device.client, "supports_cross_host_transfers", False):
         return True
     return bool(getattr(jax.config, "jax_cross_host_transfer_socket_address", ""))
-
-
-def _order(sharding: Sharding, shape: tuple[int, ...]) -> list[Any]:
-    return list(sharding.devices_indices_map(shape))
 
 
 def _stays_on(leaf: Any, sharding: NamedSharding) -> bool:
