@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -21,10 +22,12 @@ from shardrules._base.text import (
     printable_lines,
     record,
 )
+from shardrules._place.mesh import MeshLike, has_devices
 from shardrules._plan.check_rules import refusals
 from shardrules._plan.device_bytes import Grid, moved_bytes
 from shardrules._plan.diff import Pair, Pairs, paired
 from shardrules._plan.fold import fold
+from shardrules._plan.resolve import axis_sizes_of
 from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown
 from shardrules._plan.tables import Column, Table
 from shardrules._plan.trees import placement_errors
@@ -147,6 +150,19 @@ def _transfer_cells(row: TransferRow) -> tuple[str, ...]:
         bytes_shown(row.received),
         bytes_shown(row.most),
     )
+
+
+def places_in(mesh: MeshLike, target: MeshLike) -> npt.NDArray[np.int64]:
+    """Return per device of `target`, in row-major order, its place in `mesh`, or -1.
+
+    Without devices in both, those of one place are taken for the same.
+    """
+    if has_devices(mesh) and has_devices(target):
+        place_of = {device: place for place, device in enumerate(mesh.devices.flat)}
+        return np.array([place_of.get(device, -1) for device in target.devices.flat], np.int64)
+    count, target_count = (prod(axis_sizes_of(each).values()) for each in (mesh, target))
+    places = np.arange(target_count)
+    return np.where(places < count, places, -1)
 
 
 def transfer(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> Transfer:

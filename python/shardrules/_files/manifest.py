@@ -10,8 +10,8 @@ from typing import Any
 from shardrules._base.arguments import check_type, in_order
 from shardrules._base.dtypes import given_name
 from shardrules._base.io import write_bytes
-from shardrules._place.boxes import has_names
 from shardrules._plan.align import check_distinct
+from shardrules._plan.names import has_names
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import Columns
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 from shardrules._base.specs import entries_of, tags_shown
 from shardrules._base.text import mesh_shown
 from shardrules._place.memory import memory_apart
-from shardrules._place.mesh import AnyMesh, axes_of_type
+from shardrules._place.mesh import AnyMesh, axes_of_type, has_devices
 from shardrules._place.transfers import canonical_dtype, check_reachable, crosses, is_spread
 
 Row = tuple[str, str]
@@ -66,14 +67,9 @@ def marks_of(rows: list[Row]) -> str:
 
 def first_difference(marks: str, others: str) -> int:
     """Return the index of the first row that differs; -1 for the last one, of the devices."""
-    leaves, other_leaves = map(_leaf_marks, (marks, others))
-    pairs = enumerate(zip_longest(leaves, other_leaves))
+    leaves = (re.findall("." * _MARK_CHARS, each[:-_MARK_CHARS]) for each in (marks, others))
+    pairs = enumerate(zip_longest(*leaves))
     return next((i for i, (mark, other) in pairs if mark != other), -1)
-
-
-def _leaf_marks(marks: str) -> list[str]:
-    starts = range(0, len(marks) - _MARK_CHARS, _MARK_CHARS)
-    return [marks[start : start + _MARK_CHARS] for start in starts]
 
 
 def row_at(rows: list[Row], index: int) -> Row | None:
@@ -120,11 +116,9 @@ class _Texts:
 
     def devices(self) -> str:
         """Return the ids of the devices of all meshes, in order."""
-        meshes = [getattr(mesh, "devices", None) for mesh in self._meshes]
+        meshes = filter(has_devices, self._meshes)
         return "; ".join(
-            " ".join(str(device.id) for device in devices.flat)
-            for devices in meshes
-            if devices is not None
+            " ".join(str(device.id) for device in mesh.devices.flat) for mesh in meshes
         )
 
     def _of(self, sharding: Sharding) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from shardrules._base.specs import is_partition_spec
 from shardrules._base.text import shown
 from shardrules._rules.names import is_name
-from shardrules._rules.rules import Rules
 
 
 def loaded(module: str, name: str) -> Any:
@@ -49,9 +47,6 @@ def named_array_types() -> tuple[type, ...]:
     """Return the class NamedArray; () without haliax."""
     named_array = loaded("haliax.core", "NamedArray")
     return () if named_array is None else (named_array,)
-
-
-_PLAIN: Final = re.compile(r"[\w-]+")
 
 
 class NodeForms:
@@ -200,46 +195,3 @@ def unboxed_with_names(tree: Any) -> Unboxed:
     if boxes.leaves and all(entry is None for entry in boxes.names):
         raise TypeError(_no_names(boxes.leaves[0], "names="))
     return boxes
-
-
-def has_names(tree: Any) -> bool:
-    """Return whether an array of the tree has logical axis names; free without such libraries."""
-    if not (box_types() or variable_types() or named_array_types()):
-        return False
-    return any(unboxed(tree).names)
-
-
-def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:
-    """Check that rules for paths are not logical axis rules for the tree's boxes.
-
-    Costs a look at each pattern, unless there are boxes and all patterns could be names.
-
-    Raises:
-        TypeError: Each pattern is a plain word that is a name in a box or Variable of the tree, or
-            that matches no path.
-    """
-    if not (box_types() or variable_types()):
-        return
-    patterns = [pattern for pattern, _ in rules]
-    if not all(isinstance(pattern, str) and _PLAIN.fullmatch(pattern) for pattern in patterns):
-        return
-    names = _names_in_boxes(tree)
-    if names.isdisjoint(patterns):
-        return
-    matches_nothing = set(rules.coverage(tree).dead)
-    if all(p in names or index in matches_nothing for index, p in enumerate(patterns)):
-        raise TypeError(
-            "the rules are for the logical axis names in the tree's boxes, such as "
-            f"{next(p for p in patterns if p in names)!r}, and here patterns are searched for in "
-            "paths. Give shardrules.LogicalRules(rules); if they are patterns of paths, unbox the "
-            "tree first"
-        )
-
-
-def _names_in_boxes(tree: Any) -> set[Any]:
-    from jax import tree_util
-
-    forms = NodeForms()
-    leaves = tree_util.tree_leaves(tree, is_leaf=forms.has_names)
-    boxed = [leaf for leaf in leaves if forms.holds_array(leaf)]
-    return {name for leaf in boxed for name in forms.names_of(leaf) if isinstance(name, str)}

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from shardrules._base.text import and_more, counted, mesh_shown, printable_lines
 
-MOST_LISTED: Final = 20
+_MOST_LISTED: Final = 20
 _FEW: Final = 10
 
 
@@ -39,7 +39,7 @@ def leaf_errors(
         said_by: What decides the leaves.
         count: How many leaves there are. Default: those of the rows.
     """
-    rows_shown = rows[:MOST_LISTED]
+    rows_shown = rows[:_MOST_LISTED]
     total = sum(row.leaves for row in rows) if count is None else count
     mesh = "their meshes" if axis_sizes is None else f"the mesh {mesh_shown(axis_sizes)}"
     lines = [f"{counted(total, 'leaf')} cannot be sharded as the {said_by} say, on {mesh}:"]

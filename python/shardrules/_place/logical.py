@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec
 from shardrules._base.arguments import Tree, check_choice, check_type
 from shardrules._base.correction import Correction
 from shardrules._base.specs import is_partition_spec
+from shardrules._base.text import mesh_shown, nearest
 from shardrules._core import resolve_all
 from shardrules._place.boxes import NodeForms
 from shardrules._place.constraint import with_sharding_constraint
-from shardrules._place.mesh import MeshLike, context_mesh, resolve_mesh
-from shardrules._place.name_shardings import check_mesh_axes
+from shardrules._place.mesh import AnyMesh, MeshLike, context_mesh, resolve_mesh
 from shardrules._rules.dialects import LogicalDialect
 from shardrules._rules.logical_rules import (
     LogicalRulesLike,
@@ -24,7 +24,7 @@ from shardrules._rules.logical_rules import (
     resolver_in_force,
 )
 from shardrules._rules.names import is_name
-from shardrules._rules.resolver import UNASSIGNED
+from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in
 
 _AS_FLAX = Correction(indivisible="keep", rank="keep", pad=False)
 
@@ -141,6 +141,30 @@ def with_logical_constraint(
 
     specs = tree_util.tree_map(spec, logical_names, is_leaf=is_logical_spec)
     return with_sharding_constraint(tree, specs, on_mesh, correction=_AS_FLAX)
+
+
+def check_mesh_axes(resolution: Resolution, mesh: AnyMesh) -> None:
+    """Check that the mesh has each axis that the rules give an array; the error names the rules."""
+    lines = []
+    for dim, (entry, winner) in enumerate(
+        zip(resolution.entries(), resolution.winners, strict=True)
+    ):
+        for axis in axes_in(None if entry is UNASSIGNED else entry):
+            if axis in mesh.shape:
+                continue
+            near = nearest(str(axis), mesh.shape)
+            if winner is None:
+                lines.append(f"dim {dim}: no rule for {axis!r}, and the mesh has no axis {axis!r}")
+                near = nearest(str(axis), resolution.rules.names) or near
+            else:
+                rule = resolution.rules.rules[winner]
+                lines.append(f"dim {dim}: rule {winner} {rule!r}: the mesh has no axis {axis!r}")
+            lines[-1] += f" (did you mean {near!r}?)" if near else ""
+    if lines:
+        raise ValueError(
+            f"an array with the names {resolution.names} cannot be sharded as the logical rules "
+            f"say, on the mesh {mesh_shown(mesh.shape)}:\n    " + "\n    ".join(lines)
+        )
 
 
 def is_logical_spec(node: Any) -> bool:

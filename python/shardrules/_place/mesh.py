@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from shardrules._base.jax_names import mesh_contexts
@@ -15,8 +14,6 @@ from shardrules._base.specs import entries_of, is_unconstrained, spec_shown, tag
 from shardrules._base.text import mesh_shown, shown
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 AnyMesh: TypeAlias = "Mesh | AbstractMesh"
@@ -53,10 +50,12 @@ def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
 
 def as_mesh(mesh: MeshLike, name: str = "mesh") -> AnyMesh:
     """Return the mesh that an argument of this name means; see `resolve_mesh`."""
-    from jax.sharding import AbstractMesh, Mesh
+    from jax.sharding import AbstractMesh, AxisType, Mesh
 
     if isinstance(mesh, Mapping):
-        return _abstract_mesh(mesh)
+        sizes = checked_sizes(mesh)
+        auto = (AxisType.Auto,) * len(sizes)
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(
             f"{name} is {shown(mesh)}; it must be a jax.sharding.Mesh, an AbstractMesh, or a dict "
@@ -77,7 +76,11 @@ def context_mesh() -> AnyMesh | None:
     current = abstract if concrete is None or _has_other_axes(abstract, concrete) else concrete
     if current is None:
         return legacy
-    if legacy is not None and not _agree(legacy, concrete, current):
+    if legacy is None:
+        return current
+    # As far as both have devices.
+    agree = legacy.shape_tuple == current.shape_tuple if concrete is None else legacy == concrete
+    if not agree:
         raise ValueError(
             f"two meshes are in force: jax.set_mesh's {mesh_shown(current.shape)} and "
             f"`with mesh:`'s {mesh_shown(legacy.shape)}"
@@ -100,8 +103,7 @@ def in_force(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
 
 def contexts() -> tuple[Any, ...]:
     """Return JAX's contexts; the functions here answer the same in equal ones."""
-    abstract, concrete, legacy = mesh_contexts()
-    return abstract(), concrete(), legacy()
+    return tuple(context() for context in mesh_contexts())
 
 
 def legacy_mesh() -> Mesh | None:
@@ -158,24 +160,6 @@ def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
         )
 
 
-def places_in(mesh: MeshLike, target: MeshLike) -> npt.NDArray[np.int64]:
-    """Return per device of `other`, in row-major order, its place in `mesh`; -1 if it is not there.
-
-    Without devices in both, those of one place are taken for the same.
-    """
-    import numpy as np
-
-    if has_devices(mesh) and has_devices(target):
-        place_of = {device: place for place, device in enumerate(mesh.devices.flat)}
-        return np.array([place_of.get(device, -1) for device in target.devices.flat], np.int64)
-    count, places = _device_count(mesh), np.arange(_device_count(target))
-    return np.where(places < count, places, -1)
-
-
-def _device_count(mesh: MeshLike) -> int:
-    return prod(mesh.values() if isinstance(mesh, Mapping) else mesh.shape.values())
-
-
 def processes_of(mesh: MeshLike) -> frozenset[int]:
     """Return the processes of the devices of a mesh; none of a mesh without devices."""
     return _processes_of(mesh) if has_devices(mesh) else frozenset()
@@ -198,23 +182,6 @@ def _unless_empty(mesh: Any) -> AnyMesh | None:
 
 def _has_other_axes(abstract: Any, concrete: Any) -> bool:
     """Return whether use_abstract_mesh or shard_map has replaced the mesh of set_mesh."""
-    if abstract is None:
-        return False
-    return bool(
-        abstract.axis_types != concrete.axis_types or abstract.shape_tuple != concrete.shape_tuple
+    return abstract is not None and (
+        (abstract.axis_types, abstract.shape_tuple) != (concrete.axis_types, concrete.shape_tuple)
     )
-
-
-def _agree(legacy: Any, concrete: Any, current: Any) -> bool:
-    """Return whether `with mesh:` and the mesh in force agree, as far as both have devices."""
-    if concrete is not None:
-        return bool(legacy == concrete)
-    return bool(legacy.shape_tuple == current.shape_tuple)
-
-
-def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    import jax.sharding
-
-    sizes = checked_sizes(sizes)
-    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)

@@ -1,18 +1,16 @@
-"""NamedShardings from logical rules, names and a mesh, and the errors of leaves."""
+"""NamedShardings from logical rules, names and a mesh."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from shardrules._base.arguments import check_arrays
-from shardrules._base.text import mesh_shown, nearest
 from shardrules._core import resolve_all
 from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.named_arrays import leaf_paths, named_arrays
 from shardrules._place.shardings import local_sizes, manual_axes, sharding_or_reasons
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.names import logical_names
-from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -63,27 +61,3 @@ def shardings_by_names(
         raise ValueError(leaf_errors(rows, mesh.shape, said_by="logical rules"))
     answers = treedef.unflatten(shardings)
     return answers if named.boxes is None else named.boxes.boxed(answers), shardings
-
-
-def check_mesh_axes(resolution: Resolution, mesh: AnyMesh) -> None:
-    """Check that the mesh has each axis that the rules give an array; the error names the rules."""
-    lines = []
-    for dim, (entry, winner) in enumerate(
-        zip(resolution.entries(), resolution.winners, strict=True)
-    ):
-        for axis in axes_in(None if entry is UNASSIGNED else entry):
-            if axis in mesh.shape:
-                continue
-            near = nearest(str(axis), mesh.shape)
-            if winner is None:
-                lines.append(f"dim {dim}: no rule for {axis!r}, and the mesh has no axis {axis!r}")
-                near = nearest(str(axis), resolution.rules.names) or near
-            else:
-                rule = resolution.rules.rules[winner]
-                lines.append(f"dim {dim}: rule {winner} {rule!r}: the mesh has no axis {axis!r}")
-            lines[-1] += f" (did you mean {near!r}?)" if near else ""
-    if lines:
-        raise ValueError(
-            f"an array with the names {resolution.names} cannot be sharded as the logical rules "
-            f"say, on the mesh {mesh_shown(mesh.shape)}:\n    " + "\n    ".join(lines)
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,14 @@ import numpy as np
 from shardrules._base.rule_specs import RuleSpec
 from shardrules._base.specs import Entries, entry_axes
 from shardrules._core import resolve_all
-from shardrules._place.boxes import unboxed_with_names
+from shardrules._place.boxes import (
+    NodeForms,
+    box_types,
+    named_array_types,
+    unboxed,
+    unboxed_with_names,
+    variable_types,
+)
 from shardrules._place.named_arrays import by_row, names_beside
 from shardrules._place.shardings import bound_spec, local_sizes
 from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
@@ -33,6 +41,7 @@ from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in, repeated
 from shardrules._rules.rules import Rules
 
 _NO_RULES: Final = Rules(())
+_PLAIN: Final = re.compile(r"[\w-]+")
 
 
 def survey_named(tree: Any, names: Any = None) -> Leaves:
@@ -191,3 +200,46 @@ def _named_with(rules: LogicalRules, axis_sizes: Mapping[str, int]) -> Mapping[s
         for axis in named.difference(axis_sizes):
             others[axis] = others.get(axis, frozenset()) | named
     return others
+
+
+def has_names(tree: Any) -> bool:
+    """Return whether an array of the tree has logical axis names; free without such libraries."""
+    if not (box_types() or variable_types() or named_array_types()):
+        return False
+    return any(unboxed(tree).names)
+
+
+def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:
+    """Check that rules for paths are not logical axis rules for the tree's boxes.
+
+    Costs a look at each pattern, unless there are boxes and all patterns could be names.
+
+    Raises:
+        TypeError: Each pattern is a plain word that is a name in a box or Variable of the tree, or
+            that matches no path.
+    """
+    if not (box_types() or variable_types()):
+        return
+    patterns = [pattern for pattern, _ in rules]
+    if not all(isinstance(pattern, str) and _PLAIN.fullmatch(pattern) for pattern in patterns):
+        return
+    names = _names_in_boxes(tree)
+    if names.isdisjoint(patterns):
+        return
+    matches_nothing = set(rules.coverage(tree).dead)
+    if all(p in names or index in matches_nothing for index, p in enumerate(patterns)):
+        raise TypeError(
+            "the rules are for the logical axis names in the tree's boxes, such as "
+            f"{next(p for p in patterns if p in names)!r}, and here patterns are searched for in "
+            "paths. Give shardrules.LogicalRules(rules); if they are patterns of paths, unbox the "
+            "tree first"
+        )
+
+
+def _names_in_boxes(tree: Any) -> set[Any]:
+    from jax import tree_util
+
+    forms = NodeForms()
+    leaves = tree_util.tree_leaves(tree, is_leaf=forms.has_names)
+    boxed = [leaf for leaf in leaves if forms.holds_array(leaf)]
+    return {name for leaf in boxed for name in forms.names_of(leaf) if isinstance(name, str)}

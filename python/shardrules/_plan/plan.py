@@ -14,7 +14,7 @@ from shardrules._base.correction import Correction
 from shardrules._base.dtypes import given_dtype
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind
 from shardrules._base.text import mesh_shown
-from shardrules._place.boxes import check_rules_are_for_paths, unboxed
+from shardrules._place.boxes import unboxed
 from shardrules._place.decider import (
     ByNames,
     ByPaths,
@@ -23,10 +23,11 @@ from shardrules._place.decider import (
     RulesLike,
     as_decider,
 )
-from shardrules._place.mesh import AnyMesh, MeshLike, as_mesh, has_devices, places_in, resolve_mesh
+from shardrules._place.mesh import AnyMesh, MeshLike, as_mesh, has_devices, resolve_mesh
 from shardrules._place.shardings import Placement, check_memory_on_mesh
 from shardrules._plan.companions import Companion
 from shardrules._plan.findings import NOTHING, Declared
+from shardrules._plan.names import check_rules_are_for_paths, plan_by_names, plan_named
 from shardrules._plan.resolve import (
     OnMesh,
     SizedMesh,
@@ -114,8 +115,6 @@ def plan(
     # refused before the walk.
     on = sized_mesh(mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh))
     if isinstance(decider, ByNames):
-        from shardrules._plan.names import plan_by_names
-
         on_mesh = plan_by_names(tree, decider.rules, names)
     elif isinstance(decider, ByPaths):
         check_rules_are_for_paths(decider.rules, tree)
@@ -210,8 +209,6 @@ class Plan(Views, Decider):
                 else "rules: these are logical, and the plan's are of paths: plan the tree itself"
             )
         if isinstance(decider, ByNames):
-            from shardrules._plan.names import plan_named
-
             on_mesh = plan_named(self._leaves, decider.rules)
         elif isinstance(decider, ByPaths):
             on_mesh = plan_leaves(self._leaves, decider.rules)
@@ -315,7 +312,7 @@ class Plan(Views, Decider):
         from shardrules._estimate import transfer
 
         check_type("other", other, Plan, "a Plan")
-        return transfer.transfer(self, other, places_in(self.mesh, other.mesh))
+        return transfer.transfer(self, other, transfer.places_in(self.mesh, other.mesh))
 
     def for_optimizer(
         self, state: Any, *, zero1: str | Zero1 | None = None, memory_kind: MemoryKind | None = None

@@ -13,11 +13,11 @@ from shardrules._base.hardware import Hardware, as_hardware
 from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes
 from shardrules._base.text import brief, bytes_shown, mesh_shown
-from shardrules._place.boxes import has_names
 from shardrules._plan.axis_uses import uses_of
 from shardrules._plan.check_names import head_sizes
 from shardrules._plan.findings import Declared
 from shardrules._plan.fold import parts_of
+from shardrules._plan.names import has_names
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import axes_named
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect

@@ -22,8 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardrules._base.specs import is_partition_spec
 from shardrules._core import resolve_all
 from shardrules._place import logical
-from shardrules._place.logical import RulesFallback, is_logical_spec
-from shardrules._place.name_shardings import check_mesh_axes
+from shardrules._place.logical import RulesFallback, check_mesh_axes, is_logical_spec
 from shardrules._rules.logical_rules import (
     LogicalRulesLike,
     get_logical_axis_rules,
