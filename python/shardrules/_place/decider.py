@@ -16,12 +16,12 @@ from shardrules._base.rule_specs import Fsdp
 from shardrules._base.text import shown
 from shardrules._place.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.name_shardings import shardings_by_names
-from shardrules._place.shardings import Placement, placements_by_rules, shardings_by_rules
+from shardrules._place.shardings import Decided, decided_by_rules
 from shardrules._place.spec_trees import (
+    decided_by_specs,
     is_named_sharding,
     is_spec,
     is_spec_of_mesh,
-    placements_by_specs,
 )
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.logical_rules import LogicalRules
@@ -37,24 +37,16 @@ _PATTERNS: Final = (str, re.Pattern)
 
 
 class Decider(ABC):
-    """Object that decides the placement of each leaf of a tree on a mesh."""
+    """Object that decides the sharding of each leaf of a tree on a mesh."""
 
     @abstractmethod
-    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Any]:
-        """Return the Placement of each leaf in JAX's order; None for a leaf that stays unchanged.
+    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
+        """Return the shardings of the leaves.
 
         Raises:
-            ValueError: There is no mesh, or some leaves get no placement; the message lists them.
+            ValueError: There is no mesh, or some leaves get no sharding; the message lists them.
             TypeError: The tree is not one of arrays.
         """
-
-    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Any:
-        """Return the tree of NamedShardings, with None for a leaf that stays unchanged."""
-        from jax import tree_util
-
-        placements = self._placements(tree, mesh)
-        treedef: Any = tree_util.tree_structure(tree)
-        return treedef.unflatten(placement and placement.sharding for placement in placements)
 
     def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
         return {resolve_mesh(mesh)}
@@ -66,13 +58,8 @@ class ByPaths(Decider):
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
 
-    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Any]:
-        on_mesh, matcher = local_view(resolve_mesh(mesh)), matcher_of(self.rules)
-        return placements_by_rules(tree, matcher, on_mesh)
-
-    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Any:
-        on_mesh, matcher = local_view(resolve_mesh(mesh)), matcher_of(self.rules)
-        return shardings_by_rules(tree, matcher, on_mesh)
+    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
+        return decided_by_rules(tree, matcher_of(self.rules), local_view(resolve_mesh(mesh)))
 
 
 class ByNames(Decider):
@@ -82,18 +69,10 @@ class ByNames(Decider):
         self.rules = rules
         self.names = names
 
-    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Any]:
-        shardings = self._decided(tree, mesh)[1]
-        placement_of = {
-            id(sharding): Placement(sharding, says_memory=False) for sharding in shardings
-        }
-        return [placement_of[id(sharding)] for sharding in shardings]
-
-    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Any:
-        return self._decided(tree, mesh)[0]
-
-    def _decided(self, tree: Any, mesh: MeshLike | None) -> tuple[Any, list[Any]]:
-        return shardings_by_names(tree, self.rules, local_view(resolve_mesh(mesh)), self.names)
+    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
+        on_mesh = local_view(resolve_mesh(mesh))
+        decided, shardings = shardings_by_names(tree, self.rules, on_mesh, self.names)
+        return Decided(shardings, [False] * len(shardings), lambda: decided)
 
 
 class BySpecs(Decider):
@@ -104,15 +83,8 @@ class BySpecs(Decider):
         self.specs = specs
         self.correction = correction or EFORMER.correction
 
-    def _decided(self, tree: Any, mesh: MeshLike | None) -> tuple[Any, list[Any]]:
-        return placements_by_specs(self.parameter, tree, self.specs, mesh, self.correction)
-
-    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Any]:
-        return self._decided(tree, mesh)[1]
-
-    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Any:
-        treedef, placements = self._decided(tree, mesh)
-        return treedef.unflatten(placement and placement.sharding for placement in placements)
+    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
+        return decided_by_specs(self.parameter, tree, self.specs, mesh, self.correction)
 
     def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
         from jax import tree_util

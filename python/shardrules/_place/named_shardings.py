@@ -21,7 +21,7 @@ from shardrules._place.decider import (
 )
 from shardrules._place.memory import in_memory, memory_apart
 from shardrules._place.mesh import MeshLike, context_mesh, local_view, processes_of, resolve_mesh
-from shardrules._place.shardings import shardings_by_rules
+from shardrules._place.shardings import decided_by_rules
 from shardrules._rules.rules import matcher_of, specs_by_rules
 
 
@@ -72,7 +72,7 @@ def named_shardings(
         >>> shardings["wq"].spec == P("fsdp", None)
         True
     """
-    return as_decider("rules", rules, correction, names)._shardings(tree, mesh)
+    return as_decider("rules", rules, correction, names)._decided(tree, mesh).tree()
 
 
 def requested_shardings(
@@ -98,14 +98,13 @@ def requested_shardings(
     leaves, treedef = tree_util.tree_flatten(tree)
     if not leaves:
         check_arrays("tree", tree)
-    placements = decider._placements(tree, mesh)
-    shardings = [None if each is None else each.sharding for each in placements]
-    for index, (leaf, placement) in enumerate(zip(leaves, placements, strict=True)):
-        if placement is None or placement.says_memory:
+    shardings, says_memory, _ = decider._decided(tree, mesh)
+    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if sharding is None or says_memory[index]:
             continue
         has_memory = isinstance(leaf, Array) and not isinstance(leaf, Tracer)
         if has_memory and (kind := memory_apart(leaf.sharding)):
-            shardings[index] = in_memory(placement.sharding, kind)
+            shardings[index] = in_memory(sharding, kind)
     return leaves, treedef, shardings
 
 
@@ -169,11 +168,11 @@ def spec_for(
         if mesh is None and context_mesh() is None:
             return specs_by_rules(matcher, tree, 0)[path]  # type: ignore[no-any-return]
         on_mesh = local_view(resolve_mesh(mesh))
-        shardings = shardings_by_rules(tree, matcher, on_mesh)
-        return shardings[path].spec  # type: ignore[no-any-return]
+        (sharding,) = decided_by_rules(tree, matcher, on_mesh).shardings
+        return sharding.spec  # type: ignore[no-any-return]
     if dtype is None and not isinstance(decider, BySpecs):
         array.dtype = "uint8"  # a plan decides by path and shape, whatever the dtype
-    sharding = decider._shardings({path: array}, mesh)[path]
+    (sharding,) = decider._decided({path: array}, mesh).shardings
     if sharding is None:
         raise TypeError("rules are None, which leaves arrays as they are; give rules, or a spec")
     return sharding.spec  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from shardrules._base.arguments import check_arrays
@@ -42,41 +42,29 @@ if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Sharding of a leaf, and whether the rule says in which memory it is to be.
+class Decided(NamedTuple):
+    """Shardings of the leaves of a tree, in JAX's order; None for leaves that stay unchanged."""
 
-    The sharding alone does not tell: JAX has no NamedSharding of devices without a memory kind.
-    """
-
-    sharding: NamedSharding
-    says_memory: bool
-
-
-def shardings_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> Any:
-    """Return the tree with each leaf replaced by the NamedSharding of its rule on the mesh."""
-    on_mesh = _bound_rules(matcher, mesh)
-    return _decided(tree, matcher, on_mesh, on_mesh.shardings)
+    shardings: list[Any]
+    says_memory: list[bool]
+    """Whether what decides the leaf says in which memory it is to be. The sharding alone does not
+    tell: JAX has no NamedSharding of devices without a memory kind."""
+    tree: Callable[[], Any]
+    """Returns the tree of the shardings."""
 
 
-def placements_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> list[Placement]:
-    """Return the placement of each leaf, in the order of JAX's leaves."""
+def decided_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> Decided:
+    """Return the shardings of the leaves of a tree by their rules on the mesh."""
     from jax import tree_util
 
-    on_mesh = _bound_rules(matcher, mesh)
-    placements = _decided(tree, matcher, on_mesh, on_mesh.placements)
-    return tree_util.tree_leaves(placements)
-
-
-def _decided(tree: Any, matcher: Matcher, on_mesh: _OnMesh, answers: _Answers) -> Any:
-    walk = matcher.decide(tree, answers.table, answers.replicated)
+    on_mesh = matcher.remembered(mesh, lambda: _bind(matcher, mesh))
+    walk = matcher.decide(tree, on_mesh.table, on_mesh.replicated)
     if not walk.has_dimensions:
         check_arrays("tree", tree)
-    return decided_tree(matcher, walk, functools.partial(_misfits_message, on_mesh))
-
-
-def _bound_rules(matcher: Matcher, mesh: AnyMesh) -> _OnMesh:
-    return matcher.remembered(mesh, lambda: _bind(matcher, mesh))
+    decided = decided_tree(matcher, walk, functools.partial(_misfits_message, on_mesh))
+    shardings = tree_util.tree_leaves(decided)
+    says_memory = [id(sharding) in on_mesh.with_memory for sharding in shardings]
+    return Decided(shardings, says_memory, lambda: decided)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -168,19 +156,14 @@ def _inside_shard_map(
     return without_axes(spec, manual.axes, manual.emptied), correction
 
 
-class _Answers(NamedTuple):
-    """Answers that a walk puts in the place of leaves."""
-
-    table: ShardingTable
-    replicated: Any
-    """The answer for leaves that need no rule."""
-
-
 class _OnMesh(NamedTuple):
     """Rule list bound to a mesh."""
 
-    shardings: _Answers
-    placements: _Answers
+    table: ShardingTable
+    replicated: NamedSharding
+    """That of leaves that need no rule."""
+    with_memory: set[int]
+    """The ids of the table's shardings whose rules have a memory kind. None has both kinds."""
     specs: list[SpecOnMesh | SpecByShape]
     spec_of: list[int]
     mesh: AnyMesh
@@ -291,41 +274,30 @@ def _bind(matcher: Matcher, mesh: AnyMesh) -> _OnMesh:
     check_memory_of_rules(rules, mesh)
     memory_of = {spec: memory_kind_of(rule) for spec, (_, rule) in zip(spec_of, rules, strict=True)}
 
-    @functools.cache
+    with_memory: set[int] = set()
+
+    @functools.cache  # which keeps them, and so their ids
     def sharding(spec: PartitionSpec, memory: MemoryKind | None) -> NamedSharding:
-        return sharding_in_memory(mesh, spec, memory)
+        made = sharding_in_memory(mesh, spec, memory)
+        if memory is not None:
+            with_memory.add(id(made))
+        return made
 
     def sharded(spec: int, corrected: PartitionSpec | None) -> NamedSharding | None:
         with suppress(ValueError):  # of JAX; `_misfits_message` tells it
             return None if corrected is None else sharding(corrected, memory_of[spec])
         return None
 
-    def placed(spec: int, corrected: PartitionSpec | None) -> Placement | None:
-        sharding = sharded(spec, corrected)
-        return None if sharding is None else Placement(sharding, memory_of[spec] is not None)
+    # These must not refer to the table, because the table refers to them.
+    def make(spec: int, rank: int, kept: int) -> object:
+        return sharded(spec, cast(SpecOnMesh, specs[spec]).corrected(rank, kept))
 
-    def answers(
-        convert: Callable[[int, PartitionSpec | None], object], replicated: object
-    ) -> _Answers:
-        # These must not refer to the tables, because the tables refer to them.
-        def make(spec: int, rank: int, kept: int) -> object:
-            return convert(spec, cast(SpecOnMesh, specs[spec]).corrected(rank, kept))
+    def make_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> object:
+        return sharded(spec, specs[spec].decided(shape, dtype))
 
-        def make_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> object:
-            return convert(spec, specs[spec].decided(shape, dtype))
-
-        correctors = [spec.corrector for spec in specs]
-        table = ShardingTable(correctors, spec_of, make, make_for_shape)
-        return _Answers(table, replicated)
-
+    table = ShardingTable([spec.corrector for spec in specs], spec_of, make, make_for_shape)
     replicated = sharding(partition_spec(), None)
-    return _OnMesh(
-        answers(sharded, replicated),
-        answers(placed, Placement(replicated, says_memory=False)),
-        specs,
-        spec_of,
-        mesh,
-    )
+    return _OnMesh(table, replicated, with_memory, specs, spec_of, mesh)
 
 
 def _refused_by_jax(mesh: AnyMesh, spec: PartitionSpec) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardrules._base.correction import Correction
@@ -13,7 +14,7 @@ from shardrules._base.text import brief, shown, with_article
 from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.named_arrays import leaf_paths
-from shardrules._place.shardings import Placement, sharding_or_reasons
+from shardrules._place.shardings import Decided, sharding_or_reasons
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -37,12 +38,13 @@ def is_named_sharding(spec: Any) -> bool:
 _Kind = tuple[int, tuple[int, ...], Any]  # the id of a spec; the shape and dtype of leaves
 
 
-def placements_by_specs(
+def decided_by_specs(
     name: str, tree: Any, specs: Any, mesh: MeshLike | None, correction: Correction
-) -> tuple[Any, list[Placement | None]]:
-    """Return (treedef, placements); `name` is that of the parameter `specs` in messages."""
+) -> Decided:
+    """Return the shardings of the leaves; `name` is that of the parameter `specs` in messages."""
     from jax import tree_util
 
+    treedef: Any
     leaves, treedef = tree_util.tree_flatten(tree)
     spread = broadcast_specs(name, tree, treedef, specs)
     bound = _bound_specs(name, tree, spread, mesh)
@@ -52,13 +54,14 @@ def placements_by_specs(
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
     kinds = list(zip(map(id, spread), shapes, dtypes, strict=True))
     of_kind = {
-        kind: None if spec is None else _of_kind(spec, kind, bound, correction)
+        kind: (None, False) if spec is None else _of_kind(spec, kind, bound, correction)
         for kind, spec in dict(zip(kinds, spread, strict=True)).items()
     }
     if any(isinstance(decided, list) for decided in of_kind.values()):
         raise ValueError(_errors(tree, kinds, of_kind, bound))
-    placements: Any = list(map(of_kind.__getitem__, kinds))
-    return treedef, placements
+    shardings = [of_kind[kind][0] for kind in kinds]
+    says_memory: Any = [of_kind[kind][1] for kind in kinds]
+    return Decided(shardings, says_memory, partial(treedef.unflatten, shardings))
 
 
 def _errors(
@@ -79,8 +82,8 @@ def _of_kind(
     kind: _Kind,
     bound: dict[int, tuple[Any, AnyMesh]],
     correction: Correction,
-) -> Placement | list[str]:
-    """Return what leaves of one spec, shape and dtype get, or why they get nothing."""
+) -> tuple[NamedSharding, bool] | list[str]:
+    """Return (sharding, whether it says the memory) of one spec, shape and dtype, or why none."""
     number, shape, dtype = kind
     bare, on_mesh = bound[number]
     try:
@@ -88,8 +91,8 @@ def _of_kind(
         if isinstance(sharding, list):
             return sharding
         if bare is spec:
-            return Placement(sharding, says_memory=False)
-        return Placement(_in_memory_of(spec, sharding), says_memory=True)
+            return sharding, False
+        return _in_memory_of(spec, sharding), True
     except ValueError as error:
         return str(error).splitlines()
 

@@ -24,7 +24,7 @@ from shardrules._place.decider import (
     as_decider,
 )
 from shardrules._place.mesh import AnyMesh, MeshLike, as_mesh, has_devices, resolve_mesh
-from shardrules._place.shardings import Placement, check_memory_on_mesh
+from shardrules._place.shardings import Decided, check_memory_on_mesh
 from shardrules._plan.companions import Companion
 from shardrules._plan.findings import NOTHING, Declared
 from shardrules._plan.names import check_rules_are_for_paths, plan_by_names, plan_named
@@ -240,12 +240,12 @@ class Plan(Views, Decider):
     def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
         return {resolve_mesh(self.mesh if mesh is None else mesh)}
 
-    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Placement]:
+    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
         from shardrules._plan import trees
 
         planned = self if mesh is None else self.on_mesh(mesh)
         leaves, rows = survey_planned(tree, self._leaves)
-        return trees.placements_of(planned, planned.mesh, leaves.tree, rows)
+        return trees.decided_in(planned, planned.mesh, tree, leaves.tree, rows)
 
     @classmethod
     def from_lock(cls, lock: str | Path) -> Plan:

@@ -1,7 +1,8 @@
-"""Trees of a plan's specs, shardings, Placements and ShapeDtypeStructs, as JAX takes them."""
+"""Trees of a plan's specs, shardings and ShapeDtypeStructs, as JAX takes them."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardrules._base.dtypes import key_dtype
@@ -10,7 +11,7 @@ from shardrules._base.specs import as_partition_spec
 from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.memory import sharding_in_memory
 from shardrules._place.mesh import MeshLike, as_mesh
-from shardrules._place.shardings import Placement
+from shardrules._place.shardings import Decided
 from shardrules._plan.check import run_checks
 from shardrules._plan.check_rules import refusals
 from shardrules._plan.findings import NOTHING
@@ -32,20 +33,18 @@ def sharding_tree(columns: Columns, mesh: MeshLike) -> Any:
     return _mapped(columns, _kind_shardings(columns, mesh))
 
 
-def placements_of(
-    columns: Columns, mesh: MeshLike, tree: Any, rows: Sequence[int]
-) -> list[Placement]:
-    """Return the Placement of each leaf of another tree, in the order of JAX's leaves."""
+def decided_in(
+    columns: Columns, mesh: MeshLike, tree: Any, numbers: Any, rows: Sequence[int]
+) -> Decided:
+    """Return the shardings of another tree, by the tree of its leaves' numbers in `rows`."""
     from jax import tree_util
 
-    of_kind = _kind_placements(columns, mesh)
-    of_row = columns.kind_of[rows].tolist()
-    return [of_kind[of_row[row]] for row in tree_util.tree_leaves(tree)]
-
-
-def _kind_placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
-    kinds = zip(columns.kinds, _kind_shardings(columns, mesh), strict=True)
-    return [Placement(sharding, kind.memory_kind is not None) for kind, sharding in kinds]
+    of_kind, of_row = _kind_shardings(columns, mesh), columns.kind_of[rows].tolist()
+    kinds = [of_row[number] for number in tree_util.tree_leaves(numbers)]
+    shardings = [of_kind[kind] for kind in kinds]
+    says_memory = [columns.kinds[kind].memory_kind is not None for kind in kinds]
+    treedef: Any = tree_util.tree_structure(tree)
+    return Decided(shardings, says_memory, partial(treedef.unflatten, shardings))
 
 
 def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
