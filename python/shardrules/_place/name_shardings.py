@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._base.arguments import check_arrays
 from shardrules._core import resolve_all
+from shardrules._place.boxes import unboxed_with_names
 from shardrules._place.leaf_errors import LeafError, leaf_errors
-from shardrules._place.named_arrays import leaf_paths, named_arrays
+from shardrules._place.named_arrays import leaf_paths, names_beside, rows_and_paths
 from shardrules._place.shardings import local_sizes, manual_axes, sharding_or_reasons
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.names import logical_names
@@ -24,10 +25,16 @@ def shardings_by_names(
     """Return (the tree of NamedShardings, the sharding of each array in JAX's order)."""
     from jax import tree_util
 
-    named = named_arrays(tree, names)
+    boxes = unboxed_with_names(tree) if names is None else None
+    if boxes is None:
+        opened, (of_rows, paths) = tree, rows_and_paths(tree)
+        by_rows = names_beside(of_rows, paths, names)
+        named = [by_rows[row] for row in tree_util.tree_leaves(of_rows)]
+    else:
+        opened, named = boxes.tree, boxes.names_of_arrays()
     arrays: list[Any]
     treedef: Any
-    arrays, treedef = tree_util.tree_flatten(named.tree)
+    arrays, treedef = tree_util.tree_flatten(opened)
     if not arrays:
         check_arrays("tree", tree)
     resolver = resolver_of(rules, local_sizes(mesh.shape, manual_axes(mesh)))
@@ -48,11 +55,12 @@ def shardings_by_names(
             return None
         return known.setdefault(made, made)
 
-    entries = [() if names is None else names for names in named.names]
+    # Something that can be hashed.
+    entries = [() if one is None else tuple(one) if isinstance(one, list) else one for one in named]
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
     shardings = resolve_all(entries, shapes, {}, sharding)
     if failed:
-        leaves = zip(leaf_paths(named.tree), entries, shapes, strict=True)
+        leaves = zip(leaf_paths(opened), entries, shapes, strict=True)
         rows = [
             LeafError(path, shape, f"names {logical_names(names)}", failed[names, shape])
             for path, names, shape in leaves
@@ -60,4 +68,4 @@ def shardings_by_names(
         ]
         raise ValueError(leaf_errors(rows, mesh.shape, said_by="logical rules"))
     answers = treedef.unflatten(shardings)
-    return answers if named.boxes is None else named.boxes.boxed(answers), shardings
+    return answers if boxes is None else boxes.boxed(answers), shardings

@@ -1,4 +1,4 @@
-"""Arrays of a tree: their paths, and their logical axis names, in boxes or beside the tree."""
+"""Arrays of a tree: their paths, and the logical axis names beside the tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from shardrules._base.specs import is_partition_spec
 from shardrules._base.text import counted, near_shown, shown
 from shardrules._core import aligned_values
-from shardrules._place.boxes import Unboxed, open_boxes, unboxed_with_names
+from shardrules._place.boxes import open_boxes
 from shardrules._place.leaf_errors import listing
 from shardrules._rules.rules import Rules, matcher_of
 
@@ -100,30 +100,3 @@ def by_row(rows: list[int], values: list[Any]) -> list[Any]:
     for row, value in zip(rows, values, strict=True):
         ordered[row] = value
     return ordered
-
-
-class NamedArrays(NamedTuple):
-    """Arrays of a tree, and the names of each."""
-
-    tree: Any
-    """The tree without boxes."""
-    names: list[Any]
-    """Of each array in the order of JAX's leaves its names, which can be hashed; None without."""
-    boxes: Unboxed | None
-    """The boxes that the names were in; None if the names were beside the tree."""
-
-
-def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
-    from jax import tree_util
-
-    if names is None:
-        boxes = unboxed_with_names(tree)
-        return NamedArrays(boxes.tree, _hashable(boxes.names_of_arrays()), boxes)
-    of_rows, paths = rows_and_paths(tree)
-    named = names_beside(of_rows, paths, names)
-    ordered = [named[row] for row in tree_util.tree_leaves(of_rows)]
-    return NamedArrays(tree, _hashable(ordered), None)
-
-
-def _hashable(names: list[Any]) -> list[Any]:
-    return [tuple(entries) if isinstance(entries, list) else entries for entries in names]
