@@ -86,11 +86,11 @@ def difference_shown(index: int, row: Row | None, other: Row | None, names: Sequ
         texts = tuple(" ".join(each) if each else "no such leaf" for each in (row, other))  # type: ignore[assignment]
     same = len(commonprefix(texts))  # noqa: RUF071 these are no paths of files
     start = max(0, same - _CONTEXT_CHARS // 2) if max(map(len, texts)) > _CONTEXT_CHARS else 0
-    shown = (f"{name} has {_cut(text, start)}" for name, text in zip(names, texts, strict=True))
+    shown = (f"{name} has {_excerpt(text, start)}" for name, text in zip(names, texts, strict=True))
     return f"{where}: {', and '.join(shown)}"
 
 
-def _cut(text: str, start: int) -> str:
+def _excerpt(text: str, start: int) -> str:
     before, after = "..." if start else "", "..." if len(text) > start + _CONTEXT_CHARS else ""
     return f"{before}{text[start : start + _CONTEXT_CHARS]}{after}"
 

@@ -93,14 +93,10 @@ class _KeyOf(dict[type, Callable[[Any], Hashable]]):
         elif issubclass(kind, _DECIDERS):
             self[kind] = id
         elif kind in _VALUES:
-            self[kind] = _itself
+            self[kind] = lambda value: value
         else:
             raise TypeError  # something wrong; or an array outside jit, whose memory matters
         return self[kind]
-
-
-def _itself(value: Any) -> Hashable:
-    return value  # type: ignore[no-any-return]
 
 
 _KEY_OF: Final = _KeyOf()
