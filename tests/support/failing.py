@@ -20,7 +20,7 @@ from shardrules import Rules
 from shardrules._base.node_types import Record
 from shardrules._core import Corrector, RecordLayout, RuleSet, ShardingTable, SpecTable, templates
 from shardrules._rules.matcher import _dialect_options
-from shardrules._rules.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, MATCH_MODES, compile_patterns
+from shardrules._rules.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
 from shardrules.dialects import EFORMER, KERAS, KEYSTR, NNX
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -306,8 +306,7 @@ REGULAR = [pattern.replace("(?=/)", "$") for pattern in PATTERNS]
 def rule_set(
     dialect: Any = EFORMER, memory_budget: int = 1 << 20, patterns: list[str] = PATTERNS
 ) -> RuleSet:
-    modes = [MATCH_MODES[mode] for mode in dialect.match]
-    code = compile_patterns(patterns, modes)
+    code = compile_patterns(patterns, dialect.match)
 
     def accepts(number, character):
         HOOKS.call("accepts")
@@ -329,7 +328,7 @@ def rule_set(
         EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
         [(rule, hooked(search)) for rule, search in code.fallbacks],
         memory_budget,
-        len(modes),
+        len(dialect.match),
         _dialect_options(dialect),
     )
 

@@ -106,30 +106,33 @@ def as_decider(
         correction: For specs and trees of specs alone.
         names: For `LogicalRules` alone.
     """
-    if correction is None and names is None and isinstance(rules, Rules):
-        return ByPaths(rules)
-    check_correction(correction)
-    is_specs = not isinstance(rules, Rules | LogicalRules | Decider) and _are_specs(rules)
-    if correction is not None and not is_specs:
-        raise ValueError(
-            f"correction is {correction!r}, and {name} are no specs; rules have their own: give "
-            f"{_with_correction(rules)}"
-        )
-    if names is not None and not isinstance(rules, LogicalRules):
-        raise TypeError(f"names: they are for LogicalRules alone, and are {shown(names)}: leave it")
-    if is_specs:
-        return BySpecs(name, rules, correction)
-    if isinstance(rules, Decider):
-        return rules
-    if isinstance(rules, LogicalRules):
-        return ByNames(rules, names)
-    if isinstance(rules, str | bytes) or not hasattr(rules, "__iter__"):
+    decider: Decider
+    if isinstance(rules, Rules):
+        decider = ByPaths(rules)
+    elif isinstance(rules, Decider):
+        decider = rules
+    elif isinstance(rules, LogicalRules):
+        decider = ByNames(rules, names)
+    elif _are_specs(rules):
+        decider = BySpecs(name, rules, correction)
+    elif isinstance(rules, str | bytes) or not hasattr(rules, "__iter__"):
         raise TypeError(
             f"{name} is {shown(rules)}; it must be (pattern, spec) pairs, Rules, LogicalRules, a "
             "Plan, a PartitionSpec, a NamedSharding, or a tree of these two"
             f"{where_rules_are(rules)}"
         )
-    return ByPaths(as_rules(name, rules))
+    else:
+        decider = ByPaths(as_rules(name, rules))
+    if correction is not None:
+        check_correction(correction)
+        if not isinstance(decider, BySpecs):
+            raise ValueError(
+                f"correction is {correction!r}, and {name} are no specs; rules have their own: "
+                f"give {_with_correction(rules)}"
+            )
+    if names is not None and not isinstance(decider, ByNames):
+        raise TypeError(f"names: they are for LogicalRules alone, and are {shown(names)}: leave it")
+    return decider
 
 
 def _with_correction(rules: RulesLike) -> str:

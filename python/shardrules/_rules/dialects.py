@@ -220,14 +220,7 @@ def dialect_of(
     given: _AnyDialect | None,
     default: _AnyDialect,
 ) -> _AnyDialect:
-    """Return the dialect of rules, with their correction.
-
-    Args:
-        dialect: What is said about them.
-        correction: The same.
-        given: The dialect of the rules that they are made of.
-        default: Where nothing is said.
-    """
+    """Return the dialect of rules, with their correction; `given` is that of what they are of."""
     check_correction(correction)
     if correction is None and given is not None and given not in _NAMES:
         correction = given.correction

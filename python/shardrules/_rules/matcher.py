@@ -16,7 +16,6 @@ from shardrules._core import Answers, DialectOptions, RuleSet, SpecTable
 from shardrules._rules.dialects import Dialect
 from shardrules._rules.patterns import (
     EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
-    MATCH_MODES,
     Pattern,
     compile_patterns,
 )
@@ -256,8 +255,7 @@ class Matcher:
         optional_axes: tuple[str, ...] = (),
         min_size: int = 0,
     ) -> None:
-        modes = [MATCH_MODES[mode] for mode in dialect.match]
-        code = compile_patterns([pattern for pattern, _ in pairs], modes)
+        code = compile_patterns([pattern for pattern, _ in pairs], dialect.match)
         self.pairs: Final = pairs
         self.dialect: Final = dialect
         self.memory_budget: Final = memory_budget
@@ -279,7 +277,7 @@ class Matcher:
             EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
             code.fallbacks,
             memory_budget,
-            len(modes),
+            len(dialect.match),
             _dialect_options(dialect),
         )
         self._remembered: Final[dict[Hashable, Any]] = {}

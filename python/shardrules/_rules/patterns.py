@@ -25,31 +25,6 @@ ModeName = Literal["search", "fullmatch", "exact"]
 _NEVER_MATCHES: Final = "(?!)"
 
 
-class MatchMode(NamedTuple):
-    """Way of matching a pattern with a path."""
-
-    regex: Callable[[Any], Pattern]
-    """Returns the regex of a pattern."""
-    method: Literal["search", "fullmatch"]
-    """The function of `re` for the path."""
-
-
-def _as_written(pattern: Pattern) -> Pattern:
-    return pattern
-
-
-def _literally(pattern: Pattern) -> str:
-    # No path is equal to a compiled pattern.
-    return re.escape(pattern) if isinstance(pattern, str) else _NEVER_MATCHES
-
-
-MATCH_MODES: Final[dict[ModeName, MatchMode]] = {
-    "search": MatchMode(_as_written, "search"),
-    "fullmatch": MatchMode(_as_written, "fullmatch"),
-    "exact": MatchMode(_literally, "fullmatch"),
-}
-
-
 def checked_pattern(index: int, pattern: Any) -> Any:
     """Return the pattern of rule `index`, which is a string or compiled from one."""
     text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
@@ -251,7 +226,12 @@ class _Lowering:
         return _BOUNDARIES[anchor][ascii_only]
 
 
-def compile_patterns(patterns: Sequence[Any], modes: Sequence[MatchMode]) -> PatternCode:
+def _literally(pattern: Pattern) -> str:
+    # No path is equal to a compiled pattern.
+    return re.escape(pattern) if isinstance(pattern, str) else _NEVER_MATCHES
+
+
+def compile_patterns(patterns: Sequence[Any], modes: Sequence[ModeName]) -> PatternCode:
     """Lower all patterns of a rule list for the first match mode, then all for the next one."""
     lowering = _Lowering()
     lowered: list[str | list[int] | None] = []
@@ -259,24 +239,24 @@ def compile_patterns(patterns: Sequence[Any], modes: Sequence[MatchMode]) -> Pat
     reasons: list[tuple[int, str]] = []
     nodes = 0
     for mode, (index, pattern) in product(modes, enumerate(patterns)):
-        is_searched = mode.method == "search"
+        is_searched = mode == "search"
         if is_searched and _is_literal(pattern) and nodes + len(pattern) <= _MAX_NODES_OF_RULES:
             nodes += len(pattern)
             lowered.append(pattern)
             continue
         code: list[int] = []
-        regex = mode.regex(pattern)
+        regex = _literally(pattern) if mode == "exact" else pattern
         try:
             tree = parse(f"rule {index}", regex)
-            is_full = mode.method == "fullmatch"
-            items = [*_BEFORE, *tree.data, *_AFTER] if is_full else tree.data
+            items = tree.data if is_searched else [*_BEFORE, *tree.data, *_AFTER]
             size = lowering.sequence(items, tree.state.flags, code, 0)
             if nodes + size > _MAX_NODES_OF_RULES:
                 raise _NotRegularError("the rules before it fill the automaton")
             nodes += size
             lowered.append(code)
         except _NotRegularError as reason:
-            evaluate = getattr(_compile(index, regex), mode.method)
+            compiled = _compile(index, regex)
+            evaluate = compiled.search if is_searched else compiled.fullmatch
             fallbacks.append((len(lowered), evaluate))
             lowered.append(None)
             reasons.append((index, str(reason)))

@@ -53,7 +53,7 @@ class GivenPairs:
     __slots__ = ("_hash", "dialect", "pairs")
 
     def __init__(self, pairs: tuple[Any, ...], dialect: Dialect) -> None:
-        self.pairs: Final = tuple(map(_plain_pair, pairs))
+        self.pairs: Final = pairs
         self.dialect: Final = dialect
         self._hash: Final = hash((self.pairs, id(dialect)))
 
@@ -68,19 +68,10 @@ class GivenPairs:
         )
 
 
-def _plain_pair(pair: Any) -> Any:
-    """Read a pair of a type of its own, as a namedtuple, in the way that `Rules` reads it."""
-    if type(pair) is tuple or not isinstance(pair, tuple) or len(pair) != 2:
-        return pair
-    return pair[0], pair[1]
-
-
 def _are_same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
     kind = type(a)
-    if kind is not type(b):
-        return False
+    if a is b or kind is not type(b):
+        return a is b
     if kind in _VALUES:
         return bool(a == b)
     if kind in _SEQUENCES:
@@ -281,9 +272,10 @@ class Rules:
         return rules_shown(", ".join(policy), self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        matcher = self._matcher
-        options = matcher.memory_budget, matcher.optional_axes, matcher.min_size
-        return _unpickled, (matcher.pairs, matcher.dialect, *options)
+        has = self._matcher
+        policy: Any = {"optional_axes": has.optional_axes, "min_size": has.min_size}
+        make = functools.partial(Rules, memory_budget=has.memory_budget, **policy)
+        return make, (has.pairs, has.dialect)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError("Rules are immutable; make new ones")
@@ -372,9 +364,11 @@ def as_rules(name: str, rules: PathRules) -> Rules:
 def remembered_rules(rules: Iterable[Any], dialect: Dialect, name: str = "rules") -> Rules:
     """Return `Rules(rules, dialect)`, or the ones of an earlier call with the same pairs."""
     pairs = tuple(_checked_rules(rules, name))
+    if not {*map(type, pairs)} <= {tuple}:  # namedtuples; or lists, as JSON has them
+        pairs = _checked_pairs(pairs)
     try:
         key = GivenPairs(pairs, dialect)
-    except TypeError:  # lists, as JSON has them; checked, they are tuples
+    except TypeError:  # lists inside; checked, they are tuples
         key = GivenPairs(_checked_pairs(pairs), dialect)
     return _compiled(key)
 
@@ -401,17 +395,6 @@ def rules_like(
 def matcher_of(rules: Rules) -> Matcher:
     """Return the matcher inside the rules, for the modules of this package."""
     return rules._matcher
-
-
-def _unpickled(
-    pairs: Iterable[tuple[Pattern, Any]],
-    dialect: Dialect,
-    memory_budget: int,
-    optional_axes: tuple[str, ...],
-    min_size: int,
-) -> Rules:
-    options: Any = {"optional_axes": optional_axes, "min_size": min_size}
-    return Rules(pairs, dialect, memory_budget=memory_budget, **options)
 
 
 def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:

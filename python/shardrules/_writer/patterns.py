@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._rules.patterns import MATCH_MODES, Pattern
+from shardrules._rules.patterns import Pattern
 
 if TYPE_CHECKING:
     from shardrules._plan.fold import Folded
@@ -347,13 +347,12 @@ def least_tightness(phrase: Phrase) -> int:
 
 def pattern_of(phrase: Phrase, paths: Sequence[Path], dialect: Dialect, tightness: int) -> Pattern:
     """Write the phrase as a regex for the dialect."""
-    mode = MATCH_MODES[dialect.match[-1]]
     start, *rest = phrase.words
     if start.names == (_START.text,):
         return (
             "^" + "".join(_escaped_word(word.before) + _names_of(word.names) for word in rest) + "$"
         )
-    is_full = mode.method == "fullmatch"
+    is_full = dialect.match[-1] != "search"
     regex = _names_of(start.names, is_loose=tightness == 0)
     regex += "".join(_escaped_word(word.before) + _names_of(word.names) for word in rest)
     if tightness > 2:
