@@ -203,7 +203,11 @@ def check_dtypes(tree: Any) -> None:
     import jax
     import numpy as np
 
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    try:
+        keyed = jax.tree_util.tree_flatten_with_path(tree)[0]
+    except Exception:  # as in `check_arrays`
+        return
+    for keys, leaf in keyed:
         if not isinstance(leaf, np.ndarray | np.generic):
             continue
         try:
@@ -307,7 +311,7 @@ def check_arrays(name: str, tree: Any, needs_shape: bool = False) -> None:
     try:
         keyed = tree_util.tree_flatten_with_path(tree, is_leaf=is_mistake)[0]
         nodes = tree_util.tree_leaves(tree, is_leaf=lambda node: hasattr(node, "shape"))
-    except (TypeError, ValueError, RecursionError):  # JAX has no such tree
+    except Exception:  # JAX cannot walk it, which the error that is being explained says
         return
     others = [(keys, leaf) for keys, leaf in keyed if not _is_array(leaf)]
     if len(others) < len(keyed):
