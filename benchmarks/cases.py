@@ -130,10 +130,12 @@ def _named_shardings(rules: Rules, tree: Any) -> Case:
 
 def _logical() -> Case:
     tree, mesh, rules = logical_names(5_000)
+    # Both take an abstract mesh as well.
+    ours: Any = flax_linen_spmd.logical_to_mesh_sharding
     theirs: Any = flax_spmd.logical_to_mesh_sharding
     return Case(
         name="logical_to_mesh_sharding, 5,000 specs, 80 rules",
-        ours=partial(flax_linen_spmd.logical_to_mesh_sharding, tree, mesh, rules),
+        ours=partial(ours, tree, mesh, rules),
         identity=_identity(tree),
         peers={"flax": partial(theirs, tree, mesh, rules)},
         bars={"flax": 30},

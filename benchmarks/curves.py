@@ -61,11 +61,13 @@ def _by_rules() -> Curve:
 
 def _by_names() -> Curve:
     series: dict[str, list[tuple[int, float]]] = {}
-    theirs: Any = flax_spmd.logical_to_mesh_sharding  # which takes an abstract mesh as well
+    # Both take an abstract mesh as well.
+    ours: Any = flax_linen_spmd.logical_to_mesh_sharding
+    theirs: Any = flax_spmd.logical_to_mesh_sharding
     for count in (10, 100, 1_000, 10_000):
         tree, mesh, rules = logical_names(count)
         calls = {
-            "shardrules": partial(flax_linen_spmd.logical_to_mesh_sharding, tree, mesh, rules),
+            "shardrules": partial(ours, tree, mesh, rules),
             "flax": partial(theirs, tree, mesh, rules),
             "jax identity": partial(tree_util.tree_map, lambda x: x, tree),
         }

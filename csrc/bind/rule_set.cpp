@@ -163,7 +163,7 @@ int RuleSet::traverse(visitproc visit, void* arg) const {
 }
 
 void RuleSet::clear() {
-    oracle_ = Ref::borrow(Py_None);                     // not null: a later call is a TypeError
+    oracle_ = Ref::borrow(Py_None);                      // not null: a later call is a TypeError
     const auto dropped = std::exchange(fallbacks_, {});  // their destructors may call this object
 }
 

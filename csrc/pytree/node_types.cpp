@@ -40,8 +40,8 @@ NodeType named_tuple(PyTypeObject* type) {
 
 NodeType registered(PyObject* example, PyTypeObject* type) {
     auto* const object = reinterpret_cast<PyObject*>(type);
-    const Ref known = Ref::checked(PyObject_CallMethod(imported("shardrules._base.node_types").get(),
-                                                       "registration", "OO", object, example));
+    const Ref known = Ref::checked(PyObject_CallMethod(
+        imported("shardrules._base.node_types").get(), "registration", "OO", object, example));
     PyObject *unflatten = nullptr, *record = nullptr;
     if (!PyArg_ParseTuple(known.get(), "OO", &unflatten, &record)) throw PythonError{};
     NodeType out{.kind = NodeKind::kRegistered, .type = Ref::borrow(object)};

@@ -1,7 +1,7 @@
 // A registered type whose nodes are plain records: their children are attributes with fixed names,
 // so a node is read and rebuilt without the registry's Python functions. Which types are records is
-// decided in python/shardrules/_base/node_types.py. Costs an attribute look-up per field and the type's
-// constructor. Knows nothing of rules or paths.
+// decided in python/shardrules/_base/node_types.py. Costs an attribute look-up per field and the
+// type's constructor. Knows nothing of rules or paths.
 #pragma once
 
 #include <cstdint>

@@ -25,8 +25,8 @@ struct JaxTrees {
     JaxTrees() {
         const Ref tree_util = imported("jax.tree_util");
         flatten = attribute(tree_util.get(), "tree_flatten");
-        flatten_with_keys = Ref::checked(
-            PyObject_CallMethod(imported("shardrules._base.jax_names").get(), "node_flattener", nullptr));
+        flatten_with_keys = Ref::checked(PyObject_CallMethod(
+            imported("shardrules._base.jax_names").get(), "node_flattener", nullptr));
         partial = attribute(imported("functools").get(), "partial");
         is_not = attribute(imported("operator").get(), "is_not");
         for (KeyEntryType& entry : key_entries) {

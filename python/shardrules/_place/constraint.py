@@ -58,6 +58,7 @@ def constrain_traced(
 ) -> Any:
     """Return the tree as `with_sharding_constraint` does inside jit."""
     key: Hashable
+    leaves: list[Any] = []
     try:
         if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
             raise TypeError

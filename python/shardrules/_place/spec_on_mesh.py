@@ -340,7 +340,7 @@ class SpecOnMesh:
         if self._follows or type(shape[lost.dim]) is not int:  # a rank, or symbolic
             return None
         heads, beyond = divmod(shape[lost.dim], self.units[lost.dim])
-        if len(lost.axes) > 1 or len(self._axes[lost.dim]) > 1 or beyond or heads < 2:
+        if len(lost.axes) != 1 or len(self._axes[lost.dim]) > 1 or beyond or heads < 2:
             return None
         share, beyond = divmod(self.axis_sizes[lost.axes[0]], heads)
         return None if beyond else (heads, share)
