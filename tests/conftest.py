@@ -36,6 +36,34 @@ settings.register_profile("many", settings.get_profile("few"), max_examples=300)
 settings.load_profile("few")
 
 
+# What JAX 0.7.2 and the peers of its day do otherwise than those of today, which these tests ask for.
+NOT_ON_JAX_0_7 = {
+    "test_sweep_step.py::test_meshes_without_a_row": "jax.lax takes specs with jax.set_mesh alone",
+    "test_sweep_step.py::test_a_function_of_the_mesh": "jax.lax takes specs with jax.set_mesh alone",
+    "test_sweep_step.py::test_ties_are_ranked": "jax.lax takes specs with jax.set_mesh alone",
+    "test_sweep_step.py::test_all_rows_make_a_plan": "jax.lax takes specs with jax.set_mesh alone",
+    "test_placement.py::test_25_arrays_cost": "a constraint takes five calls more",
+    "test_logical.py::test_variables_hold_their_specs": "flax 0.12.0 has no use_eager_sharding",
+    "test_dtypes.py::TestRandomKeys::test_an_orbax": "orbax asks keys for get_value",
+    "test_flax_core.py::test_nnx_variables_keep": "metadata of Variables are others in flax 0.12.0",
+    "test_flax_core.py::test_axes_of_nnx": "metadata of Variables are others in flax 0.12.0",
+    "test_flax_linen_spmd.py::test_boxes": "metadata of Variables are others in flax 0.12.0",
+    "test_gradients.py::TestExplicit": "gradients of Explicit axes have other shardings",
+    "test_logical_plans.py::TestWhereNamesComeFrom::test_variables_of": "Variables of flax 0.12.0",
+    "test_logical_plans.py::TestWhereNamesComeFrom::test_rules_of": "Variables of flax 0.12.0",
+}
+
+
+def pytest_collection_modifyitems(items):
+    """Skip on the oldest JAX what its table names, with the reason."""
+    if jax.__version_info__ >= (0, 8):
+        return
+    for item in items:
+        for name, reason in NOT_ON_JAX_0_7.items():
+            if f"/{name}" in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=f"JAX 0.7: {reason}"))
+
+
 def pytest_collection_finish():
     """All that is imported leaves the collector's sight: it would go through it again and again."""
     gc.collect()

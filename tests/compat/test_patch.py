@@ -28,7 +28,6 @@ from shardrules.compat import _patch
 from shardrules.compat import eformer as ours
 from tests.support import corpus, peer_sources
 from tests.support.contexts import legacy
-from tests.support.easydel_style import Model
 from tests.support.folders import ROOT
 
 
@@ -214,6 +213,8 @@ def test_warnings_name_the_callers_line(mesh, monkeypatch):
 
 @EFORMER
 def test_an_easydel_style_model_runs_ours_without_a_changed_line(mesh, monkeypatch):
+    from tests.support.easydel_style import Model
+
     """How much faster that is: benchmarks/patching.py."""
     tree = corpus.manifest("easydel-deepseek-v3").nested(corpus.abstract)
     model = Model(corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0"), tree, mesh)
