@@ -213,9 +213,9 @@ def test_warnings_name_the_callers_line(mesh, monkeypatch):
 
 @EFORMER
 def test_an_easydel_style_model_runs_ours_without_a_changed_line(mesh, monkeypatch):
+    """How much faster that is: benchmarks/patching.py."""
     from tests.support.easydel_style import Model
 
-    """How much faster that is: benchmarks/patching.py."""
     tree = corpus.manifest("easydel-deepseek-v3").nested(corpus.abstract)
     model = Model(corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0"), tree, mesh)
     before = model.partition_specs(), model.shardings()
