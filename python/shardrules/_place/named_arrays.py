@@ -12,7 +12,7 @@ from shardrules._place.boxes import open_boxes
 from shardrules._place.leaf_errors import listing
 from shardrules._rules.rules import Rules, matcher_of
 
-_NO_RULES: Final = Rules(())
+NO_RULES: Final = Rules(())
 
 
 class PathsOfTree(NamedTuple):
@@ -22,7 +22,7 @@ class PathsOfTree(NamedTuple):
     paths: list[str]
 
 
-def rows_and_paths(tree: Any, rules: Rules = _NO_RULES) -> PathsOfTree:
+def rows_and_paths(tree: Any, rules: Rules = NO_RULES) -> PathsOfTree:
     """Return row numbers for the leaves of a pytree, and their paths in the dialect of rules."""
     of_rows, paths, *_ = matcher_of(rules).survey(tree, replicated=0, unmatched=0, ambiguous=0)
     return PathsOfTree(of_rows, paths)

@@ -21,7 +21,7 @@ from shardrules._place.boxes import (
     unboxed_with_names,
     variable_types,
 )
-from shardrules._place.named_arrays import by_row, names_beside
+from shardrules._place.named_arrays import NO_RULES, by_row, names_beside
 from shardrules._place.shardings import bound_spec, local_sizes
 from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._plan.resolve import (
@@ -40,7 +40,6 @@ from shardrules._rules.names import checked_names
 from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in, repeated, resolver_for
 from shardrules._rules.rules import Rules
 
-_NO_RULES: Final = Rules(())
 _PLAIN: Final = re.compile(r"[\w-]+")
 
 
@@ -53,12 +52,12 @@ def survey_named(tree: Any, names: Any = None) -> Leaves:
             `survey`.
     """
     if names is not None:
-        leaves = survey(tree, _NO_RULES)
+        leaves = survey(tree, NO_RULES)
         return _with_names(leaves, names_beside(leaves.tree, leaves.paths, names))
     from jax.tree_util import tree_leaves
 
     boxes = unboxed_with_names(tree)
-    leaves = survey(boxes.tree, _NO_RULES)
+    leaves = survey(boxes.tree, NO_RULES)
     names = by_row(tree_leaves(leaves.tree), boxes.names_of_arrays())
     return _with_names(replace(leaves, tree=boxes.boxed(leaves.tree)), names)
 
