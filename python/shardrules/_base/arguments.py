@@ -6,10 +6,12 @@ A check costs an `isinstance` or two, and nothing for each leaf of a tree.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import inf
 from numbers import Number, Real
@@ -305,12 +307,17 @@ def check_arrays(name: str, tree: Any, needs_shape: bool = False) -> None:
 
     path_of = functools.partial(tree_util.keystr, simple=True, separator="/")
 
+    # No property may run while JAX walks: one that changes a list would have it read freed memory.
     def is_mistake(node: Any) -> bool:
-        return isinstance(node, tuple) and _instead_of_class(type(node)) is not None
+        is_one = isinstance(node, tuple) and _instead_of_class(type(node)) is not None
+        return is_one or not _can_be_walked(node)
+
+    def has_shape(node: Any) -> bool:
+        return inspect.getattr_static(node, "shape", None) is not None or not _can_be_walked(node)
 
     try:
         keyed = tree_util.tree_flatten_with_path(tree, is_leaf=is_mistake)[0]
-        nodes = tree_util.tree_leaves(tree, is_leaf=lambda node: hasattr(node, "shape"))
+        nodes = tree_util.tree_leaves(tree, is_leaf=has_shape)
     except Exception:  # JAX cannot walk it, which the error that is being explained says
         return
     others = [(keys, leaf) for keys, leaf in keyed if not _is_array(leaf)]
@@ -340,6 +347,14 @@ def check_arrays(name: str, tree: Any, needs_shape: bool = False) -> None:
         )
     if needs_shape and tree_util.tree_leaves(tree, is_leaf=lambda node: node is None):
         raise TypeError(f"{name}: it has None alone, and no leaf; give {_ARRAYS}")
+
+
+def _can_be_walked(node: Any) -> bool:
+    """True unless JAX cannot sort its keys, an error that costs the thread depth for ever."""
+    try:
+        return type(node) not in (dict, defaultdict) or sorted(node) is not None
+    except Exception:  # whatever a key raises
+        return False
 
 
 def _is_array(node: Any) -> bool:
