@@ -24,8 +24,8 @@ from jax.sharding import AbstractMesh, AxisType
 import shardrules as sr
 from benchmarks import published_model as code
 from benchmarks.published_runs import FILE, Run, published, spearman, title
-from shardrules._step.spread import Spread
-from shardrules._step.tracing import TracedFunction
+from shardrules._program.step.spread import Spread
+from shardrules._program.step.tracing import TracedFunction
 
 _ROUNDS: Final = 21
 

@@ -34,7 +34,7 @@ import shardrules as sr
 from shardrules._estimate.step_time import machine_of
 from shardrules._plan.table import OVERLAP
 from shardrules._program import dump
-from shardrules._solve.solution import HIDES
+from shardrules._program.solve.solution import HIDES
 
 TOPOLOGIES = ("v5e:4x4", "v6e:4x4", "v5p:2x2x4", "v5p:4x4x4")
 TOKENS = 4096

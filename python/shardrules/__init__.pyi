@@ -39,17 +39,17 @@ from shardrules._program.compile import OutOfMemory as OutOfMemory
 from shardrules._program.compile import compile as compile
 from shardrules._program.compiling import compiling as compiling
 from shardrules._program.program import inspect as inspect
+from shardrules._program.solve.solution import solve as solve
+from shardrules._program.step.tracing import trace as trace
 from shardrules._program.topologies.topology import Topology as Topology
+from shardrules._program.verify.audit import audit as audit
+from shardrules._program.verify.prove import prove as prove
+from shardrules._program.verify.verify import verify as verify
 from shardrules._rules.logical_rules import LogicalRules as LogicalRules
 from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_rules
 from shardrules._rules.rules import Rules as Rules
 from shardrules._rules.rules import match_partition_rules as match_partition_rules
-from shardrules._solve.solution import solve as solve
-from shardrules._step.tracing import trace as trace
 from shardrules._suggest.suggest import suggest as suggest
-from shardrules._verify.audit import audit as audit
-from shardrules._verify.prove import prove as prove
-from shardrules._verify.verify import verify as verify
 from shardrules.compat._patch import patch as patch
 from shardrules.compat._patch import unpatch as unpatch
 

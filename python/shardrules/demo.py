@@ -22,10 +22,10 @@ from shardrules._files.models import nested, read_arrays
 from shardrules._files.rules import read_rule_source
 from shardrules._plan.plan import Plan
 from shardrules._program.topologies.topology import Topology
+from shardrules._program.verify.prove import head_of, prove
 from shardrules._rules.rules import Rules
 from shardrules._suggest.suggest import suggest
 from shardrules._suggest.suggestion import Suggestion
-from shardrules._verify.prove import head_of, prove
 
 __all__ = ["main"]
 

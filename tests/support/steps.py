@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._program.computation import Shape
 from shardrules._program.hlo import CollectiveOp, Hlo
-from shardrules._step.cuts import call_cuts
-from shardrules._step.spread import Spread
+from shardrules._program.step.cuts import call_cuts
+from shardrules._program.step.spread import Spread
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 96, 256, 4, 2, 40, 352
 BATCH, SEQUENCE, LAYERS = 16, 36, 2

@@ -7,14 +7,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.solve.test_outcome import MANY, TREE, shape, train
+from tests.program.solve.test_outcome import MANY, TREE, shape, train
 from tests.tpu.marks import needs_libtpu
 
 pytestmark = needs_libtpu
 
 
 def test_the_compiler_adds_gradients_up_in_parts_as_predicted():
-    """XLA for the CPU adds them whole: tests/solve/test_outcome.py has by how much."""
+    """XLA for the CPU adds them whole: tests/program/solve/test_outcome.py has by how much."""
     topology = sr.Topology("v5e:2x4")
     mesh = topology.mesh(fsdp=8, tp=1)
     plan = sr.plan(TREE, [(".*", ())], mesh)

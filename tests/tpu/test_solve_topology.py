@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
-from shardrules._solve.proof import _predicted
+from shardrules._program.solve.proof import _predicted
 from tests.tpu.marks import needs_libtpu
 
 pytestmark = needs_libtpu

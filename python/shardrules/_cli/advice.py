@@ -22,7 +22,7 @@ from shardrules._suggest.suggest import suggest, suggestion_of
 from shardrules._suggest.suggestion import Suggestion
 
 if TYPE_CHECKING:
-    from shardrules._solve.solution import Solution
+    from shardrules._program.solve.solution import Solution
 
 _RULES: Final = "rules.toml"
 _MODEL: Final = "model.json.gz"
@@ -64,8 +64,8 @@ def _check_mesh(args: Args) -> None:
 
 def solved(args: Args, function: str, rules: Any = None) -> Solution:
     """Solve a step for the devices of a command line."""
-    from shardrules._solve.meshes import progress_shown
-    from shardrules._solve.solution import solve
+    from shardrules._program.solve.meshes import progress_shown
+    from shardrules._program.solve.solution import solve
 
     hardware = getattr(args, "hardware", None)
     sizes = None if args.mesh is None else parse_mesh(args.mesh)

@@ -165,7 +165,7 @@ def verify(args: Args) -> int:
     from shardrules._cli import inputs, show
     from shardrules._files.modules import load_object
     from shardrules._program.program import inspect
-    from shardrules._verify.verify import verify
+    from shardrules._program.verify.verify import verify
 
     _check_lock(args)
     budget = inputs.budget_texts(args.budget)
@@ -231,7 +231,7 @@ def prove(args: Args) -> int:
     from shardrules._plan.plan import Plan
     from shardrules._program.compile import OutOfMemory
     from shardrules._program.topologies.topology import Topology
-    from shardrules._verify.prove import head_of, notes_of, prove
+    from shardrules._program.verify.prove import head_of, notes_of, prove
 
     _check_lock(args)
     _check_targets({"--lock": args.lock, "--html": args.html}, ())

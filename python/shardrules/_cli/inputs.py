@@ -31,7 +31,7 @@ from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
-    from shardrules._step.step import Step
+    from shardrules._program.step.step import Step
 
 _MOST_FALLBACKS: Final = 5
 # A device or a host has more.
@@ -293,7 +293,7 @@ def traced(args: Args, mesh: str | None = None) -> Step | None:
 
 def trace_on(args: Args, source: str, mesh: str, rules: Any = None) -> Step:
     """Trace the step that a function returns for a mesh without devices."""
-    from shardrules._step.tracing import trace
+    from shardrules._program.step.tracing import trace
 
     with working(args, "tracing"):
         function, arguments, *_ = step_on(source, as_mesh(parse_mesh(mesh)), rules)
@@ -302,7 +302,7 @@ def trace_on(args: Args, source: str, mesh: str, rules: Any = None) -> Step:
 
 def traces(args: Args) -> Callable[[Any], Step]:
     """Return the function that traces the step of --step on a mesh."""
-    from shardrules._step.tracing import trace
+    from shardrules._program.step.tracing import trace
 
     def traced_on(mesh: Any) -> Step:
         function, arguments, *_ = step_on(args.step, mesh)

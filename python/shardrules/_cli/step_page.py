@@ -10,7 +10,7 @@ from shardrules._base.text import printable
 
 if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
-    from shardrules._step.step import Step
+    from shardrules._program.step.step import Step
 
 _STYLE: Final = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;

@@ -31,8 +31,8 @@ from shardrules._writer.tables import NameRule, name_rules, rules_of
 
 if TYPE_CHECKING:
     from shardrules._place.mesh import MeshLike
-    from shardrules._solve.solution import Solution
-    from shardrules._step.step import Step
+    from shardrules._program.solve.solution import Solution
+    from shardrules._program.step.step import Step
     from shardrules._writer.choose import Axes
 
 _AXES: Final = ("fsdp", "tp")
@@ -195,8 +195,8 @@ def _of_step(
     model: Any, step: Any, mesh: Any, hbm: int | None, hardware: Hardware | str | None
 ) -> Suggestion:
     """Solve a step, and explain each rule by what the step does with its leaves."""
-    from shardrules._solve.solution import solve
-    from shardrules._step.step import Step
+    from shardrules._program.solve.solution import solve
+    from shardrules._program.step.step import Step
 
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     planned = step.plan

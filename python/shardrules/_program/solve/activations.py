@@ -1,0 +1,223 @@
+"""Constraints of a solution: which arrays of a step it shards, at which lines, and the step so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._base.jax_names import user_line
+from shardrules._base.specs import constraint_line, entries_of_cuts, partition_spec, spec_shown
+from shardrules._base.text import printable, record
+from shardrules._place.mesh import axes_of_type
+from shardrules._program.solve.rewrite import constrained, sites
+from shardrules._program.step.equations import RESULT
+from shardrules._program.step.spread import CONSTRAINTS
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh, PartitionSpec
+
+    from shardrules._program.solve.layout import LaidSpread
+    from shardrules._program.solve.rewrite import Site
+    from shardrules._program.step.cuts import Cuts
+    from shardrules._program.step.equations import Equations, TracedOperation
+    from shardrules._program.step.step import Step
+
+# What makes arrays that XLA may shard otherwise; elementwise operations follow their operands.
+_MAKES: Final = frozenset(
+    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "gather",
+     "scatter-add", "scatter", "concatenate", "cumsum", "sort", "top_k"]
+)  # fmt: skip
+# Arrays of a smaller part of the largest one are left to XLA; of what is sent for an operation it
+# is less, as weights are small beside what attention makes.
+_SMALL: Final = 1e-3
+_SMALL_SENT: Final = 1e-5
+
+
+@record
+class Activation(NamedTuple):
+    """Arrays of one line of a step that a solution shards; a row of `Solution.activations`."""
+
+    operation: str
+    """JAX's names around the operation that makes them, and its own."""
+    line: str
+    """File and line of it, or of what reads it, if JAX itself adds it; "" if none is known."""
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+    replaces: bool
+    """True if the program has a constraint there, whose spec this is to be."""
+    is_read: bool
+    """True if the operation is to read the array so, False if it makes it."""
+
+    def __str__(self) -> str:
+        array = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        text = constraint_line(spec_shown(self.spec))
+        name = self.operation.rpartition("/")[2]
+        verb = "constrains already" if self.replaces else f"into {name}" if self.is_read else name
+        line = self.line or f"no line is known of {self.operation}"
+        return printable(f"{line}: {text}  # {array}, {verb}")
+
+
+class Seam(NamedTuple):
+    """An array that a solution shards where an operation makes it, or reads it."""
+
+    site: Site
+    place: int
+    """Of a result; of what is read, that of an operand as `~place`."""
+    number: int
+    """The array's, among the values of the step."""
+    cuts: Cuts
+    operation: TracedOperation
+
+
+def seams(step: Step, spread: LaidSpread) -> list[Seam]:
+    """List the arrays that are to be sharded: those that XLA may shard otherwise, and are large.
+
+    What an operation reads otherwise than it lies is one of them: XLA may gather another operand.
+    """
+    values, cuts = step._equations.values, spread.cuts
+    largest = max((values[number].bits for number in cuts), default=0)
+    carried = set(_carried(step._equations))
+    rows: list[Seam] = []
+
+    def is_large(number: int, part: float) -> bool:
+        return values[number].bits >= part * largest and bool(values[number].shape)
+
+    for site, operation in sites(step._closed, step._equations.body):
+        if not operation.bodies and operation.name not in CONSTRAINTS:
+            for place, number in enumerate(operation.inputs):
+                if number is None or number not in cuts:
+                    continue
+                reads = spread.reads.get((id(operation), number), cuts[number])
+                if reads != cuts[number] and is_large(number, _SMALL_SENT):
+                    rows.append(Seam(site, ~place, number, reads, operation))
+        is_made = operation.name in _MAKES or operation.name in CONSTRAINTS or _is_new(operation)
+        for place, number in enumerate(operation.outputs):
+            if number not in cuts:
+                continue
+            is_sum = number in spread.sums and is_large(number, _SMALL_SENT)
+            if is_sum or ((is_made or number in carried) and is_large(number, _SMALL)):
+                rows.append(Seam(site, place, number, cuts[number], operation))
+    return rows
+
+
+def _is_new(operation: TracedOperation) -> bool:
+    """Say whether an operation makes an array of a scalar, which follows what reads it."""
+    rule = operation.rule
+    return operation.name == "broadcast_in_dim" and rule is not None and not any(rule.operands[0])
+
+
+def _carried(equations: Equations) -> Iterator[int | None]:
+    """Yield what loops carry from a turn to the next, such as the arrays between layers."""
+    for operation, _ in equations.everything():
+        if operation.name in ("scan", "while"):
+            yield from operation.bodies[0].outputs[: operation.carries]
+
+
+def activations(step: Step, spread: LaidSpread) -> tuple[Activation, ...]:
+    """List the constraints that a program may have, line by line, in its order."""
+    rows: dict[Any, Activation] = {}
+    for seam in seams(step, spread):
+        operation, value = seam.operation, step._equations.values[seam.number]
+        # The backward pass of an array has its sharding, as JAX has it for a constraint.
+        is_result = seam.place >= 0
+        if "transpose(" in operation.scope or (
+            is_result and step._roles.is_like_weights(seam.number)
+        ):
+            continue
+        users = step._equations.users.get(seam.number, ())
+        lines = (user_line(row.eqn) for row in (operation, *users) if row is not RESULT)
+        row = Activation(
+            operation.path,
+            str(next(filter(None, lines), "")),
+            value.shape,
+            getattr(value.dtype, "name", str(value.dtype)),
+            spec_of_cuts(seam.cuts),
+            operation.name in CONSTRAINTS,
+            seam.place < 0,
+        )
+        rows.setdefault(row[1:] if row.line else row, row)
+    return tuple(rows.values())
+
+
+def spec_of_cuts(cuts: Cuts) -> PartitionSpec:
+    """Return the spec of these cuts, without the last entries that are None."""
+    return partition_spec(*entries_of_cuts(cuts))
+
+
+def constrained_step(step: Step, spread: LaidSpread, mesh: Mesh) -> Any:
+    """Return the step as a jitted function that shards its arrays so, with their gradients.
+
+    It is made of the step's jaxpr: the program's text, and libraries that it calls, stay as they
+    are. Its own constraints are left out where the solution has others.
+    """
+    import jax
+    from jax import tree_util
+    from jax.extend.core import jaxpr_as_fun
+    from jax.sharding import NamedSharding
+
+    if explicit := axes_of_type(mesh, "Explicit"):
+        raise ValueError(
+            f"mesh: {', '.join(sorted(explicit))} are Explicit, so that the types of arrays say "
+            "how they are sharded, and no constraint does; give a mesh whose axes are Auto"
+        )
+
+    def on_mesh(cuts: Cuts) -> NamedSharding:
+        return NamedSharding(mesh, spec_of_cuts(cuts))
+
+    shardings = {(row.site, row.place): on_mesh(row.cuts) for row in seams(step, spread)}
+    closed = constrained(step._closed, shardings, partial(_constraint, mesh))
+    run = jaxpr_as_fun(closed)
+    outputs = [
+        on_mesh(spread.cuts[number]) if number in spread.cuts else None
+        for number in step._equations.body.outputs
+    ]
+    inputs = [value.shape for value in closed.in_avals]
+
+    def run_step(*args: Any) -> Any:
+        leaves = tree_util.tree_leaves(args)
+        shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
+        if shapes != inputs:
+            raise ValueError(_other_arguments(step, shapes, inputs))
+        return tree_util.tree_unflatten(step._out_tree, run(*leaves))
+
+    run_step.__name__ = step.name
+    results = tree_util.tree_unflatten(step._out_tree, outputs)
+    return jax.jit(run_step, donate_argnums=_donated(step), out_shardings=results)
+
+
+def _constraint(mesh: Mesh, aval: Any, sharding: Any) -> Any:
+    """Return the equation of a constraint; without a sharding XLA is free."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    if sharding is None:
+        free = [PartitionSpec.UNCONSTRAINED] * len(aval.shape)
+        sharding = NamedSharding(mesh, PartitionSpec(*free))
+    shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    make = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))
+    return make(shape).jaxpr.eqns[0]
+
+
+def _donated(step: Step) -> tuple[int, ...]:
+    """Return the arguments whose memory results take, all of it."""
+    donated, inputs = set(step._donated), step._equations.body.inputs
+    return tuple(
+        place
+        for place, rows in enumerate(step._ranges)
+        if rows and all(inputs[row] in donated for row in rows)
+    )
+
+
+def _other_arguments(step: Step, shapes: list[Any], inputs: list[Any]) -> str:
+    if len(shapes) != len(inputs):
+        return (
+            f"{step.name}: {len(shapes)} arrays are given, and it was traced with {len(inputs)}: "
+            "trace and solve the step for these arguments"
+        )
+    row = next(row for row, shape in enumerate(shapes) if shape != inputs[row])
+    return (
+        f"{step._paths[row]}: its shape is {list(shapes[row])}, and {step.name} was traced with "
+        f"{list(inputs[row])}: trace and solve the step for these arguments"
+    )

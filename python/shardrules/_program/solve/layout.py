@@ -1,0 +1,291 @@
+"""Layouts: a cut of each array of a step by the mesh axes of its classes of dimensions.
+
+A layout is decided by few choices: the axes of each class, and those along which weights are
+stored in parts beyond that. All arrays follow; what operations send between them is counted by the
+rules of `spread.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, prod
+from typing import TYPE_CHECKING, Any, Final
+
+from shardrules._program.step.spread import Spread
+
+if TYPE_CHECKING:
+    from shardrules._program.step.cuts import Cuts
+    from shardrules._program.step.dimension_roles import Roles
+    from shardrules._program.step.dimensions import Dims
+    from shardrules._program.step.equations import Body, Equations, TracedOperation
+
+Axes = tuple[str, ...]
+_LARGE_VECTOR: Final = 2**20
+_STORED_FIRST: Final = ("model width", "hidden", "vocabulary", "")
+# If two classes of an array have one axis, that of the first of these roles keeps it.
+_RANKS: Final = (
+    "experts", "KV heads", "heads", "query heads of a KV head", "hidden", "vocabulary", "",
+    "batch", "sequence", "model width", "head size", "layers",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Choices: what cuts each class of dimensions, and what cuts weights beyond that."""
+
+    axes: Mapping[int, Axes]
+    """By class, the mesh axes that cut its dimensions."""
+    stored: Axes = ()
+    """The mesh axes that cut weights, their gradients and state while no operation uses them, as
+    in FSDP."""
+    fixed: Mapping[int, Cuts] = field(default_factory=dict)
+    """Cuts of arguments that are not chosen."""
+
+
+class StepArrays:
+    """What a layout needs to know of the arrays of a step."""
+
+    def __init__(self, equations: Equations, roles: Roles, sizes: Mapping[str, int]) -> None:
+        self.equations, self.roles, self.sizes = equations, roles, sizes
+        dims = equations.dims
+        self.classes: list[tuple[Dims, ...]] = [
+            tuple(map(dims.classes, value.dims)) for value in equations.values
+        ]
+        self.local = set(_inside(equations.body))
+        """Arrays of code by device, or that an operation makes which is not modelled."""
+        self._is_weight = [
+            number not in self.local and roles.is_like_weights(number)
+            for number in range(len(equations.values))
+        ]
+        self._ranks = {
+            name: (_RANKS.index(roles.of.get(name, "")), name)
+            for rows in self.classes
+            for row in rows
+            for name in row
+        }
+        self._orders: dict[int, list[tuple[int, int]]] = {}
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        self._forms: dict[int, tuple[int, Dims]] = {}
+        self._alike: dict[tuple[tuple[Dims, ...], bool], int] = {}
+        self._known: dict[tuple[Any, ...], Cuts] = {}
+        self.shards: dict[tuple[int, Cuts], int] = {}
+        """Bytes of arrays by their cuts."""
+        self.counts: dict[Axes, int] = {}
+        """Devices along mesh axes."""
+
+    def is_weight(self, number: int) -> bool:
+        """Say whether an array is a weight, or of its dimensions, as gradients and state are."""
+        return self._is_weight[number]
+
+    def is_stored(self, number: int) -> bool:
+        """Say whether a layout's `stored` cuts an array: a weight that is no vector."""
+        return self._is_weight[number] and len(self._stored_places(number)) > 1
+
+    def _is_vector(self, number: int) -> bool:
+        """Say whether a weight has one dimension without loops, and is small: it is whole."""
+        places = self._stored_places(number)
+        return len(places) < 2 and all(
+            self.equations.dims.sizes[name] < _LARGE_VECTOR for _, name in places
+        )
+
+    def cuts(self, number: int, layout: Layout) -> Cuts:
+        if number in layout.fixed:
+            return layout.fixed[number]
+        rows = self.classes[number]
+        if number in self.local or not rows:
+            return ((),) * len(rows)
+        if number not in self._forms:
+            first = self._alike.setdefault((rows, self._is_weight[number]), number)
+            self._forms[number] = first, tuple(name for row in rows for name in row)
+        first, names = self._forms[number]
+        axes = layout.axes
+        stored = layout.stored if self._is_weight[number] else ()
+        key = (first, stored, *[axes.get(name, ()) for name in names])
+        if key not in self._known:
+            self._known[key] = self._cuts(first, axes, stored)
+        return self._known[key]
+
+    def unlike(self, numbers: Iterable[int]) -> list[int]:
+        """Return arrays of which others of these numbers have the cuts, in every layout."""
+        first: dict[Any, int] = {}
+        for number in numbers:
+            kind = (number if number in self.local else -1, self.classes[number])
+            first.setdefault((*kind, self._is_weight[number]), number)
+        return list(first.values())
+
+    def _cuts(self, number: int, axes: Mapping[int, Axes], stored: Axes) -> Cuts:
+        rows = self.classes[number]
+        if self._is_weight[number] and self._is_vector(number):
+            return ((),) * len(rows)
+        of: dict[tuple[int, int], Axes] = {}
+        taken: set[str] = set()
+        for dim, place in self._order(number):
+            free = [a for a in axes.get(rows[dim][place], ()) if a not in taken]
+            if free:
+                of[dim, place] = tuple(free)
+                taken.update(free)
+        cuts = [self._contiguous(row, dim, of) for dim, row in enumerate(rows)]
+        if stored and self.is_stored(number):
+            self._store(number, stored, cuts)
+        return tuple(cuts)
+
+    def _order(self, number: int) -> list[tuple[int, int]]:
+        """Return (dimension, place in it) of an array's classes, those that keep axes first."""
+        if number not in self._orders:
+            rows = self.classes[number]
+            pairs = [(dim, place) for dim, row in enumerate(rows) for place in range(len(row))]
+            pairs.sort(key=lambda pair: (self._ranks[rows[pair[0]][pair[1]]], pair))
+            self._orders[number] = pairs
+        return self._orders[number]
+
+    def _contiguous(self, row: Dims, dim: int, of: Mapping[tuple[int, int], Axes]) -> Axes:
+        """Return the axes of a dimension: what is behind a class that is not cut through is not."""
+        axes: Axes = ()
+        for place, name in enumerate(row):
+            own = of.get((dim, place), ())
+            axes += own
+            if self._count(own) != self.equations.dims.sizes[name]:
+                break
+        return axes
+
+    def _store(self, number: int, stored: Axes, cuts: list[Axes]) -> None:
+        """Cut a weight by what cuts it in no dimension yet: a dimension that is so divided."""
+        sizes, rows = self.equations.dims.sizes, self.classes[number]
+        for axis in stored:
+            if any(axis in row for row in cuts):
+                continue
+            for dim, name in self._stored_places(number):
+                count = self._count(cuts[dim])
+                is_major = rows[dim][0] == name and count < sizes[name]
+                if is_major and sizes[name] % (count * self.sizes[axis]) == 0:
+                    cuts[dim] += (axis,)
+                    break
+
+    def _stored_places(self, number: int) -> list[tuple[int, int]]:
+        """Return (dimension, its major class) of a weight, in the order in which it is cut."""
+        if number not in self._places:
+            of, sizes = self.roles.of, self.equations.dims.sizes
+            places = [
+                (dim, row[0])
+                for dim, row in enumerate(self.classes[number])
+                if row and row[0] not in self.equations.looped
+            ]
+            first = {role: place for place, role in enumerate(_STORED_FIRST)}
+            places.sort(key=lambda p: (first.get(of.get(p[1], ""), 9), -sizes[p[1]], p[1]))
+            self._places[number] = places
+        return self._places[number]
+
+    def _count(self, axes: Iterable[str]) -> int:
+        return prod(self.sizes[axis] for axis in axes)
+
+
+class LaidSpread(Spread):
+    """Cuts of all arrays by a layout, and what is sent for it.
+
+    Unlike in a `Spread`, what operations make is brought to its layout at once, and constraints in
+    the program are left out: the layout stands in their place.
+    """
+
+    _may_split = False  # a layout is of whole axes
+    _most_between = inf  # terms of single operations know no order
+    _has_free_routes = False  # it says how each array is cut
+
+    def __init__(self, arrays: StepArrays, layout: Layout) -> None:
+        self._arrays, self._layout = arrays, layout
+        self.reads: dict[tuple[int, int], Cuts] = {}
+        """Cuts with which an operation reads an array, by the operation's id and the number."""
+        self.sums: set[int] = set()
+        """Arrays of which devices add up what each has."""
+        inputs = arrays.equations.body.inputs
+        cuts = [arrays.cuts(number, layout) for number in inputs]
+        results = [None] * len(arrays.equations.body.outputs)
+        super().__init__(arrays.equations, arrays.sizes, cuts, results)
+
+    def target(self, number: int) -> Cuts:
+        """Return the cuts that the layout has for an array."""
+        return self._arrays.cuts(number, self._layout)
+
+    def bytes(self, number: int, cuts: Cuts | None = None) -> int:
+        key = number, self._of(number) if cuts is None else cuts
+        if key not in self._arrays.shards:
+            self._arrays.shards[key] = super().bytes(*key)
+        return self._arrays.shards[key]
+
+    def count(self, axes: Iterable[str]) -> int:
+        counts = self._arrays.counts
+        key = axes if isinstance(axes, tuple) else tuple(axes)
+        if key not in counts:
+            counts[key] = super().count(key)
+        return counts[key]
+
+    def _of(self, number: int) -> Cuts:
+        return self.cuts[number] if number in self.cuts else self.target(number)
+
+    def summed_parts(self, operation: TracedOperation) -> int:
+        """Return 1: a constraint has what an operation reads, so that XLA waits for all of it."""
+        return 1
+
+    def _wish(self, body: Body, outputs: Sequence[Cuts | None]) -> None:
+        self._wishes = _Targets(self.target)
+
+    def _constraint(self, operation: TracedOperation) -> Cuts:
+        return self.target(operation.outputs[0])
+
+    def _run_operation(self, operation: TracedOperation, trips: int) -> None:
+        """Count one operation, and bring its results to their layout."""
+        if operation.rule is None and not operation.bodies:  # not modelled: it has all of them
+            for number in operation.inputs:
+                if number is not None:
+                    self._move(number, self._known(number, ()), trips, operation)
+        super()._run_operation(operation, trips)
+        for number in operation.outputs:
+            if number not in self._terms:  # or an addition sends what devices have of a sum
+                self.cuts.setdefault(number, self._known(number, ()))
+                self._move(number, self.target(number), trips, operation)
+                self.cuts[number] = self.target(number)
+
+    def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
+        self.reads[id(operation), number] = cuts
+        super()._move(number, cuts, trips, operation)
+
+    def _add_up(
+        self, operation: TracedOperation, number: int, rows: tuple[Axes, ...], trips: int
+    ) -> None:
+        if rows:
+            self.sums.add(number)
+        super()._add_up(operation, number, rows, trips)
+
+    def _enter(self, operation: TracedOperation, body: Body, trips: int) -> None:
+        stop = operation.first + operation.carries
+        for place, (outer, inner) in enumerate(operation.arguments(body)):
+            if inner == outer:
+                continue
+            cuts = self.cuts[inner] = self.target(inner)
+            if outer is not None:
+                goal = ((), *cuts) if place >= stop and operation.name == "scan" else cuts
+                self._move(outer, goal, trips, operation)
+
+
+class _Targets(dict[int, "Cuts"]):
+    """Wishes that operations make what they make in its layout."""
+
+    def __init__(self, target: Callable[[int], Cuts]) -> None:
+        super().__init__()
+        self._target = target
+
+    def get(self, number: int, default: Any = None) -> Any:
+        return self._target(number)
+
+
+def _inside(body: Body, is_local: bool = False) -> Iterator[int]:
+    """Yield the arrays of code by device, and results of what is not modelled."""
+    if is_local:
+        yield from body.inputs
+    for operation in body.operations:
+        if is_local:  # constants among them
+            yield from (number for number in operation.inputs if number is not None)
+        if is_local or (operation.rule is None and not operation.bodies):
+            yield from operation.outputs
+        for inner in operation.bodies:
+            yield from _inside(inner, is_local or operation.name == "shard_map")

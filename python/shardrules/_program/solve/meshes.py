@@ -1,0 +1,199 @@
+"""Solves a step on one mesh, or on that of several on which it takes least time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import inf, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardrules._base.text import bytes_shown, mesh_shown, printable_lines, seconds_shown
+from shardrules._place.mesh import as_mesh
+from shardrules._program.solve.recompute import Block, blocks_of, recomputed
+from shardrules._program.solve.search import ROUNDING, Search
+from shardrules._program.solve.space import Space, fixed_cuts, forbidden_pairs
+from shardrules._program.topologies.topology import Topology, topology_shown
+
+if TYPE_CHECKING:
+    from shardrules._estimate.step_time import Machine
+    from shardrules._program.solve.space import Assignment, Cost
+    from shardrules._program.step.step import Step
+
+_PROGRESS: ContextVar[Callable[[str], object]] = ContextVar("_PROGRESS", default=lambda text: None)
+_MOST_DOUBLED = 10
+_SHOWN = 3
+
+
+class Task(NamedTuple):
+    """What is solved, on whichever mesh."""
+
+    step: Step
+    machine: Machine
+    hbm: int
+    keep: tuple[Any, ...] = ()
+    forbid: tuple[Any, ...] = ()
+    until: float = inf
+    variants: tuple[tuple[Block, ...], ...] = ((),)
+    """Blocks that may recompute together."""
+
+    def cases(self, meshes: Sequence[Any], on: Any) -> list[Case]:
+        """Return the searches of each variant on meshes; `on` is the Topology that has these."""
+        steps = [(blocks, recomputed(self.step, blocks)) for blocks in self.variants]
+        return [
+            Case(mesh, sizes, blocks, self._search(step, sizes, on))
+            for mesh in meshes
+            for sizes in [dict(as_mesh(mesh).shape)]
+            for blocks, step in steps
+        ]
+
+    def _search(self, step: Step, sizes: Mapping[str, int], on: Any) -> Search:
+        machine = self.machine
+        if isinstance(on, Topology):
+            machine = machine.on_slice(on, sizes)
+        space = Space(
+            step,
+            sizes,
+            machine,
+            self.hbm,
+            fixed=fixed_cuts(step, self.keep, sizes),
+            forbidden=forbidden_pairs(step, self.forbid, sizes),
+        )
+        return Search(space, self.until)
+
+
+class Case(NamedTuple):
+    """A search on a mesh, with the blocks that recompute."""
+
+    mesh: Any
+    sizes: dict[str, int]
+    blocks: tuple[Block, ...]
+    search: Search
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """Those of which less is known to be possible come first, as they end the others.
+
+        Of those alike that with most devices along its first axes, and that without recomputation.
+        """
+        sizes = [-size for size in self.sizes.values()]
+        return float(f"{self.search.bound:.2g}"), sizes, len(self.blocks)
+
+
+class Best(NamedTuple):
+    """The best assignment, on the best mesh, and how good any can be."""
+
+    case: Case
+    assignment: Assignment
+    cost: Cost
+    bound: float
+    """Seconds; no assignment takes less."""
+    is_over: bool
+    """Whether the user, or the time, has ended the search."""
+
+    @property
+    def search(self) -> Search:
+        """The search that has found it."""
+        return self.case.search
+
+
+@contextmanager
+def progress_shown(show: Callable[[str], object]) -> Iterator[None]:
+    """Give a function a line of progress after each mesh, while the body runs."""
+    token = _PROGRESS.set(show)
+    try:
+        yield
+    finally:
+        _PROGRESS.reset(token)
+
+
+def best_of(task: Task, meshes: Sequence[Any], on: Any) -> Best:
+    """Find the best assignment on any of these meshes."""
+    cases = sorted(task.cases(meshes, on), key=lambda case: case.rank)
+    best = _searched(cases)
+    if best is None:
+        raise _nothing(task, cases, on)
+    search = best.search
+    bound = min(case.search.bound for case in cases)
+    search.simplify()
+    assert search.assignment is not None
+    cost = search.space.cost(search.assignment)
+    # The price rounds bytes up, and adds terms in another order.
+    is_optimum = bound >= search.seconds * (1 - ROUNDING)
+    bound = cost.time.total if is_optimum else min(bound, cost.time.total)
+    is_over = any(case.search.is_over for case in cases)
+    return Best(best, search.assignment, cost, bound, is_over)
+
+
+def _searched(cases: Sequence[Case]) -> Case | None:
+    """Search all cases, and return that of the best assignment; None if nothing fits."""
+    best: Case | None = None
+    # All are tried in short before one is searched to its end, as that may take all of the time.
+    for run in (Search.begin, Search.run):
+        for number, case in enumerate(cases, 1):
+            least = case.search.seconds = inf if best is None else best.search.seconds
+            run(case.search)
+            if case.search.seconds < least:
+                best = case
+            if best is not None:
+                seconds, bound = best.search.seconds, min(each.search.bound for each in cases)
+                _PROGRESS.get()(
+                    f"mesh {number} of {len(cases)}, {mesh_shown(case.sizes)}: best "
+                    f"{seconds_shown(seconds)}, bound {seconds_shown(bound)}, "
+                    f"gap {1 - bound / seconds if seconds else 0:.1%}"
+                )
+            if case.search.is_over:
+                return best
+    return best
+
+
+def _nothing(task: Task, cases: Sequence[Case], on: Any) -> Exception:
+    """Return the error that nothing that fits was found: by how much, and where something fits."""
+    case, peak, assignment = _least_memory(cases)
+    memory = case.search.space.cost(assignment).memory
+    is_known = not any(each.search.heap for each in cases)
+    what = "nothing fits" if is_known else "nothing that fits was found in the time"
+    lines = [
+        f"{task.step.name}: {what}: with the least memory that was found it needs "
+        f"{bytes_shown(peak)} on each device of {mesh_shown(case.sizes)}, "
+        f"{bytes_shown(peak - task.hbm)} more than the {bytes_shown(task.hbm)} that there are",
+        *(f"  {bytes_shown(b.bytes)} {b.shape} {b.what}" for b in memory.buffers[:_SHOWN]),
+        *_where_it_fits(task, case, on),
+    ]
+    return (ValueError if is_known else TimeoutError)(printable_lines(lines))
+
+
+def _least_memory(cases: Sequence[Case]) -> tuple[Case, int, Assignment]:
+    """Return the case that needs least memory, by what is resident, with its assignment."""
+    rows = [(*case.search.least_memory(), i) for i, case in enumerate(cases)]
+    _, assignment, i = min(rows, key=lambda row: (row[0], row[2]))
+    return cases[i], cases[i].search.space.peak(assignment), assignment
+
+
+def _where_it_fits(task: Task, case: Case, on: Any) -> Iterator[str]:
+    """Yield lines: with recomputation, and on the next slice that exists or larger mesh."""
+    if task.variants == ((),) and (blocks := blocks_of(task.step)):
+        again = task._replace(variants=(tuple(blocks),))
+        if _least_memory(again.cases([case.mesh], on))[1] <= task.hbm:
+            yield "it fits if loops recompute what they save for their gradient: remat='choose'"
+    axes = tuple(case.sizes)
+    last = task._replace(variants=task.variants[-1:])
+    for name, meshes in _larger(on, axes, case.sizes):
+        larger, peak, _ = _least_memory(last.cases(meshes, None))
+        if peak <= task.hbm:
+            where = mesh_shown(larger.sizes)
+            yield f"it fits on {name.format(where)}: {prod(larger.sizes.values()):,} devices"
+            return
+
+
+def _larger(
+    on: Any, axes: tuple[str, ...], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, list[dict[str, int]]]]:
+    """Yield ever larger devices, with their meshes: slices that exist, or more along an axis."""
+    for power in range(1, _MOST_DOUBLED):
+        if isinstance(on, Topology):
+            on = on._doubled()
+            yield f"{topology_shown(on)} as {{}}", on.meshes(axes)
+        else:
+            count = 2**power
+            yield "{}", [{**sizes, axis: sizes[axis] * count} for axis in axes]

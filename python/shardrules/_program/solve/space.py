@@ -1,0 +1,260 @@
+"""The space of choices for a step on a mesh: what can be chosen, what a choice costs, what fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._base.arguments import check_choice
+from shardrules._base.specs import as_entries, entry_axes
+from shardrules._base.text import brief, near_shown, shown
+from shardrules._program.solve.layout import Axes, LaidSpread, Layout, StepArrays
+
+if TYPE_CHECKING:
+    from shardrules._estimate.buffers import Memory
+    from shardrules._estimate.step_time import Machine, StepTime
+    from shardrules._program.step.cuts import Cuts
+    from shardrules._program.step.dimensions import Dims
+    from shardrules._program.step.step import Step
+
+STORED: Final = -1
+"""The variable whose value is `Layout.stored`; all others are classes of dimensions."""
+# Classes of which no array is so large a part of the largest one are whole.
+_SMALL: Final = 1e-4
+
+Assignment = dict[int, Axes]
+"""Values of the variables."""
+
+
+class Cost(NamedTuple):
+    """What an assignment costs by the step's own price."""
+
+    time: StepTime
+    memory: Memory
+    spread: LaidSpread
+
+
+class Space:
+    """Variables with their values, and the price of an assignment.
+
+    Args:
+        step: What is solved for.
+        sizes: Devices by mesh axis.
+        machine: As the step's time is estimated with.
+        hbm: Bytes of memory of a device.
+        fixed: Cuts of arguments that are not chosen.
+        forbidden: Pairs of a class and an axis that must not cut it.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        sizes: Mapping[str, int],
+        machine: Machine,
+        hbm: int,
+        *,
+        fixed: Mapping[int, Cuts],
+        forbidden: Iterable[tuple[int, str]] = (),
+    ) -> None:
+        self.step, self.machine, self.hbm = step, machine, hbm
+        self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        self.arrays = StepArrays(step._equations, step._roles, self.sizes)
+        self.fixed = self._facts() | dict(fixed) | self._fixed_like(fixed)
+        forbidden = set(forbidden)
+        self.values: dict[int, list[Axes]] = {STORED: list(_subsets(self.sizes))}
+        for name in self._large_classes():
+            size = step._equations.dims.sizes[name]
+            self.values[name] = [
+                axes
+                for axes in _subsets(self.sizes)
+                if size % prod(self.sizes[axis] for axis in axes) == 0
+                and not any((name, axis) in forbidden for axis in axes)
+            ]
+        self.values = {name: values for name, values in self.values.items() if len(values) > 1}
+
+    def _large_classes(self) -> list[int]:
+        """Return the classes that may be cut: of large arrays, without loops and heads."""
+        equations = self.step._equations
+        most: dict[int, int] = {}
+        read = {*equations.users, *equations.body.inputs} - self.arrays.local
+        for number in read - self.fixed.keys():
+            for name in {name for row in self.arrays.classes[number] for name in row}:
+                most[name] = max(most.get(name, 0), equations.values[number].bits)
+        least = _SMALL * max((equations.values[number].bits for number in read), default=0)
+        excluded = equations.looped | self._parts_of_heads()
+        largest = sorted(most.items(), key=lambda row: (-row[1], row[0]))
+        return [name for name, size in largest if size > least and name not in excluded]
+
+    def _facts(self) -> dict[int, Cuts]:
+        """Return the cuts of constants, and of what only code by device makes and reads."""
+        equations = self.step._equations
+        whole = {i: ((),) * len(equations.values[i].shape) for i in equations.constants}
+        return whole | {
+            number: tuple(
+                tuple(axis for axis in equations.manual[number].get(dim, ()) if axis in self.sizes)
+                for dim in range(len(equations.values[number].shape))
+            )
+            for operation, _ in equations.everything()
+            for number in operation.outputs
+            if operation.name == "shard_map"
+            and {reader.name for reader in equations.users.get(number, ())} <= {"shard_map"}
+        }
+
+    def _parts_of_heads(self) -> set[int]:
+        """Return the classes within a dimension of a weight, such as the size of a head.
+
+        Devices have contiguous parts of a dimension: whole heads. What is cut out of such a class,
+        as rotary embeddings are, is one as well.
+        """
+        equations, roles = self.step._equations, self.step._roles
+        weights = [self.arrays.classes[number] for number in roles.weights.values()]
+        parts = {
+            name
+            for rows in weights
+            for row in rows
+            for name in row[1:]
+            if roles.of.get(name, "") != "query heads of a KV head"
+        }
+        parts.update(name for name, role in roles.of.items() if role == "head size")
+        sizes = equations.dims.sizes
+        pairs = [sorted(pair, key=sizes.__getitem__) for pair in equations.dims.parts]
+        while True:
+            more = {
+                name
+                for part, whole in pairs
+                if parts.issuperset(equations.dims.classes(whole))
+                for name in equations.dims.classes(part)
+            }
+            if more <= parts:
+                return parts
+            parts |= more
+
+    def _fixed_like(self, fixed: Mapping[int, Cuts]) -> dict[int, Cuts]:
+        """Return the cuts of what is like weights that are kept: slices, casts, gradients, state.
+
+        Of gradients and state nothing says whose they are: they are those of all weights with the
+        same classes of dimensions, if these are kept alike.
+        """
+        classes, sources = self.arrays.classes, self.step._roles.weights
+        inputs = self.step._equations.body.inputs
+        kept: dict[frozenset[Dims], set[Cuts | None]] = {}
+        for number in (n for n in inputs if self.arrays.is_weight(n)):
+            kept.setdefault(self._kind(number), set()).add(fixed.get(number))
+        first = {self._kind(number): number for number in inputs if number in fixed}
+        like = {}
+        for number in filter(self.arrays.is_weight, range(len(classes))):
+            kind = self._kind(number)
+            source = sources.get(number)
+            if source not in fixed:
+                source = first.get(kind) if len(kept.get(kind, ())) == 1 else None
+            if source is not None and number not in fixed and source in fixed:
+                axes = dict(zip(classes[source], fixed[source], strict=True))
+                like[number] = tuple(axes.get(row, ()) for row in classes[number])
+        return like
+
+    def _kind(self, number: int) -> frozenset[Dims]:
+        """Return the classes of the dimensions of an array, but for those of loops."""
+        looped = self.step._equations.looped
+        return frozenset(
+            row for row in self.arrays.classes[number] if row and not looped.issuperset(row)
+        )
+
+    def layout(self, assignment: Mapping[int, Axes]) -> Layout:
+        """Return the layout of an assignment; what has no value is whole."""
+        axes = {name: value for name, value in assignment.items() if name != STORED}
+        return Layout(axes, assignment.get(STORED, ()), self.fixed)
+
+    def cost(self, assignment: Mapping[int, Axes]) -> Cost:
+        """Return what an assignment costs: time and memory of the step under its layout."""
+        spread = LaidSpread(self.arrays, self.layout(assignment))
+        time = self.step._priced(spread).time(self.machine)
+        return Cost(time, self.step._memory(spread), spread)
+
+    def peak(self, assignment: Mapping[int, Axes]) -> int:
+        """Return the bytes of memory that a device needs."""
+        return self.step._memory(LaidSpread(self.arrays, self.layout(assignment))).peak
+
+    def scope_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Return the variables on which the layout of arrays depends."""
+        names: set[int] = set()
+        for number in numbers:
+            names.update(name for row in self.arrays.classes[number] for name in row)
+            if self.arrays.is_stored(number):
+                names.add(STORED)
+        return tuple(name for name in self.values if name in names)
+
+
+def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:
+    """Return the cuts of the arguments that `keep` of `solve` names."""
+    rows = step._argument_cuts(step._args)
+    fixed: dict[int, Cuts] = {}
+    for item in keep:
+        pattern, spec = _pair("keep", (item, None) if isinstance(item, str) else item)
+        try:
+            places = [i for i, path in enumerate(step._paths) if re.search(pattern, path)]
+        except re.error as error:
+            raise ValueError(f"keep: {brief(pattern)} is no pattern: {error}") from error
+        if not places:
+            raise ValueError(
+                f"keep: {brief(pattern)} is in no path{near_shown(pattern, step._paths)}"
+            )
+        for i in places:
+            number = step._equations.body.inputs[i]
+            rank = len(step._equations.values[number].shape)
+            entries = (
+                () if spec is None else as_entries(f"keep: the spec of {brief(pattern)}", spec)
+            )
+            cuts = rows[i] or () if spec is None else tuple(map(entry_axes, entries))
+            if absent := [axis for row in cuts for axis in row if axis not in sizes]:
+                near = near_shown(absent[0], sizes)
+                raise ValueError(
+                    f"keep: {step._paths[i]}: the mesh has no axis {brief(absent[0])}{near}"
+                )
+            if len(cuts) > rank:
+                raise ValueError(f"keep: {step._paths[i]}: {spec} has more entries than its {rank}")
+            _check_cuts(step._paths[i], cuts, step._equations.values[number].shape, sizes)
+            cut = tuple(tuple(axis for axis in row if sizes[axis] > 1) for row in cuts)
+            fixed[number] = cut + ((),) * (rank - len(cut))
+    return fixed
+
+
+def _check_cuts(path: str, cuts: Cuts, shape: Iterable[int], sizes: Mapping[str, int]) -> None:
+    axes = [axis for row in cuts for axis in row]
+    if twice := [axis for i, axis in enumerate(axes) if axis in axes[:i]]:
+        raise ValueError(f"keep: {path}: {brief(twice[0])} is used twice")
+    for dim, (row, size) in enumerate(zip(cuts, shape, strict=False)):
+        if size % (parts := prod(sizes[axis] for axis in row)):
+            raise ValueError(
+                f"keep: {path}: {','.join(row)} cuts dimension {dim}, of {size:,}, into {parts:,} "
+                "parts, which do not divide it"
+            )
+
+
+def forbidden_pairs(
+    step: Step, forbid: Iterable[Any], sizes: Mapping[str, int]
+) -> Iterator[tuple[int, str]]:
+    """Yield (class, axis) of the pairs that `forbid` of `solve` names."""
+    roles = step._roles.of
+    for item in forbid:
+        role, axis = _pair("forbid", item)
+        check_choice("forbid: a role", role, tuple(dict.fromkeys(["", *roles.values()])))
+        check_choice("forbid: an axis", axis, tuple(sizes))
+        classes = range(len(step._equations.dims.sizes))
+        yield from ((name, axis) for name in classes if roles.get(name, "") == role)
+
+
+def _pair(name: str, item: Any) -> tuple[str, Any]:
+    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
+        form = {"keep": "(pattern, spec)", "forbid": "(role, mesh axis)"}[name]
+        raise TypeError(f"{name}: {shown(item)} is no pair of {form}: write {name}=[{form}]")
+    return item[0], item[1]
+
+
+def _subsets(axes: Iterable[str]) -> Iterable[Axes]:
+    """Yield all subsets of axes in their order, the smallest first."""
+    names = tuple(axes)
+    for count in range(len(names) + 1):
+        yield from combinations(names, count)

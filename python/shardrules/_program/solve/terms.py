@@ -1,0 +1,371 @@
+"""The time of a step as a sum of terms, each of few variables.
+
+Operations start from arrays in their layout and leave them so, and so what one costs depends on the
+classes of its own arrays alone. Operations are taken together where one adds what others have not
+added up, and those that read an array share what is sent of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._estimate.schedule import merged
+from shardrules._estimate.step_time import Network
+from shardrules._program.solve.layout import LaidSpread, Layout
+from shardrules._program.step.peak import is_apart
+from shardrules._program.step.spread import ADDS
+
+if TYPE_CHECKING:
+    from shardrules._program.solve.layout import Axes
+    from shardrules._program.solve.space import Space
+    from shardrules._program.step.cuts import Cuts
+    from shardrules._program.step.equations import Body, Equations, TracedOperation
+    from shardrules._program.step.spread import SpreadCollective
+
+
+Weighed = tuple[float, ...]
+_FEW: Final = 8
+"""The most combinations of values of which each is tried for a bound."""
+
+
+class Seconds(NamedTuple):
+    """Parts of the time of a step."""
+
+    busy: float = 0.0
+    """Of products, and of reading and writing."""
+    meanwhile: float = 0.0
+    """Of what is sent while devices compute."""
+    alone: float = 0.0
+    """Of what is sent while they wait."""
+
+    @property
+    def total(self) -> float:
+        return max(self.busy, self.meanwhile) + self.alone
+
+    @property
+    def weighed(self) -> Weighed:
+        """Sums of which none is more than the total, and which are added up term by term."""
+        busy, meanwhile, alone = self
+        return busy + alone, (busy + meanwhile) / 2 + alone, meanwhile + alone
+
+    def less(self, other: Seconds) -> Seconds:
+        return Seconds(self[0] - other[0], self[1] - other[1], self[2] - other[2])
+
+    def plus(self, other: Seconds) -> Seconds:
+        return Seconds(self[0] + other[0], self[1] + other[1], self[2] + other[2])
+
+
+class _Need(NamedTuple):
+    """Cuts to which an operation brings an array that it reads."""
+
+    cuts: Cuts
+    trips: int
+    operation: TracedOperation
+
+
+class _Local(NamedTuple):
+    seconds: Seconds
+    needs: dict[int, list[_Need]]
+    """Of arrays that others read as well."""
+
+
+class Term(NamedTuple):
+    """A part of the time of a step, and the variables on which it depends."""
+
+    scope: tuple[int, ...]
+    operations: tuple[tuple[TracedOperation, int], ...]
+    """With how often each runs; () if it is of what is sent of an array that several read."""
+    array: int = -1
+    readers: tuple[int, ...] = ()
+    """Places of the terms that read the array."""
+
+
+class _Probe(LaidSpread):
+    """Spread of single operations: what they read is in its layout."""
+
+    def __init__(self, space: Space) -> None:
+        self.needs: dict[int, list[_Need]] = {}
+        self._is_run = True
+        super().__init__(space.arrays, Layout({}, (), space.fixed))
+        self._is_run = False
+
+    def begin(self, layout: Layout) -> None:
+        self._layout = layout
+        self.sent, self.needs = [], {}
+        self.cuts.clear()
+        self._terms.clear()
+        self._copies.clear()
+
+    def _run(self, body: Body, trips: int) -> None:
+        if self._is_run:  # once, to find what is in which loop
+            super()._run(body, trips)
+
+    def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
+        if self._is_run or number in self.cuts:
+            super()._move(number, cuts, trips, operation)
+        elif cuts != self.target(number):
+            self.needs.setdefault(number, []).append(_Need(cuts, trips, operation))
+
+    def run(self, operation: TracedOperation, trips: int) -> None:
+        """Run one operation, and give its results back to their layout."""
+        self._run_operation(operation, trips)
+        for number in operation.outputs:
+            if number not in self._terms:
+                self.cuts.pop(number, None)
+        for body in operation.bodies:
+            for number in body.inputs:
+                self.cuts.pop(number, None)
+
+    def adder(self, number: int) -> TracedOperation | None:
+        """Return the addition to which an array that is a sum may be left; None without one."""
+        users = self._equations.users.get(number, [])
+        return users[0] if len(users) == 1 and users[0].name in ADDS else None
+
+    def moves(self, number: int, needs: Iterable[_Need]) -> list[SpreadCollective]:
+        """Return what is sent of an array, once for each of the cuts that are needed."""
+        self.sent = []
+        self._copies.clear()
+        for need in needs:
+            super()._move(number, need.cuts, need.trips, need.operation)
+        return self.sent
+
+
+class Terms:
+    """The terms of a step in a space, each evaluated when it is first asked for."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._probe = _Probe(space)
+        self._price = space.step._priced(self._probe)
+        self._running = {id(operation) for operation, _ in space.step._equations.operations()}
+        self._rates: dict[tuple[Any, ...], float] = {}
+        self._network = Network(space.machine, space.sizes)
+        self._locals: dict[tuple[Any, ...], _Local] = {}
+        self._seconds: dict[tuple[Any, ...], Seconds] = {}
+        groups = [
+            group
+            for group in _groups(self._probe, space.step._equations)
+            if len(group) > 1 or not self._is_free(group[0][0])
+        ]
+        readers: dict[int, list[int]] = {}
+        for place, group in enumerate(groups):
+            outputs = {number for operation, _ in group for number in operation.outputs}
+            for number in dict.fromkeys(n for op, _ in group for n in op.inputs if n is not None):
+                if number not in outputs:
+                    readers.setdefault(number, []).append(place)
+        scopes = [
+            space.scope_of({n for operation, _ in group for n in _numbers(operation)})
+            for group in groups
+        ]
+        self.terms = [Term(scope, tuple(g)) for scope, g in zip(scopes, groups, strict=True)]
+        self._shared = {number for number, places in readers.items() if len(places) > 1}
+        for number in sorted(self._shared):
+            names = {name for place in readers[number] for name in scopes[place]}
+            scope = tuple(name for name in space.values if name in names)
+            self.terms.append(Term(scope, (), number, tuple(readers[number])))
+        self._least: dict[tuple[Any, ...], Weighed] = {}
+        self._of_cuts: dict[tuple[Any, ...], _Local] = {}
+        self._moved: dict[tuple[Any, ...], Seconds] = {}
+        self._arrays = [
+            space.arrays.unlike(
+                n for op, _ in term.operations for n in _numbers(op) if n not in space.fixed
+            )
+            for term in self.terms
+        ]
+        self._floors = [self._floor(place) for place in range(len(self.terms))]
+        self.largest = sorted(range(len(self.terms)), key=lambda place: -self._floors[place])
+        """Places of terms, those with most work first."""
+
+    def _is_free(self, operation: TracedOperation) -> bool:
+        """Say whether an operation costs nothing in any layout, as its arrays are cut alike."""
+        arrays, rule = self._space.arrays, operation.rule
+        if operation.name == "scan":
+            return all(
+                (arrays.classes[outer][is_slice:], arrays.is_weight(outer))
+                == (arrays.classes[inner], arrays.is_weight(inner))
+                and not (is_slice and set(arrays.classes[outer][0]) & self._space.values.keys())
+                for outer, inner, is_slice in _pairs_of_scan(operation)
+            )
+        if rule is None or rule.summed or is_apart(operation):
+            return False
+        if rule.is_identity:
+            return True
+        numbers = [n for n in _numbers(operation) if any(arrays.classes[n])]
+        kinds = {(arrays.classes[n], arrays.is_weight(n)) for n in numbers}
+        is_turned = operation.name == "transpose"  # of a square array: the axes stay in their place
+        return len(kinds) < 2 and not rule.whole and not rule.minor and not is_turned
+
+    def seconds(self, place: int, assignment: Mapping[int, Axes]) -> Seconds:
+        """Return the seconds of a term if its variables have these values."""
+        term = self.terms[place]
+        key = (place, *[assignment[name] for name in term.scope])
+        if key not in self._seconds:
+            if term.operations:
+                self._seconds[key] = self._local(place, assignment).seconds
+            else:
+                self._seconds[key] = self._shared_seconds(term, assignment)
+        return self._seconds[key]
+
+    def _shared_seconds(self, term: Term, assignment: Mapping[int, Axes]) -> Seconds:
+        """Return the seconds of what is sent of an array that several read."""
+        needs = [
+            need
+            for reader in term.readers
+            for need in self._local(reader, assignment).needs.get(term.array, ())
+        ]
+        if not needs:
+            return Seconds()
+        layout = self._space.layout(assignment)
+        cuts = self._space.arrays.cuts(term.array, layout)
+        key = (term.array, cuts, *[(need.cuts, need.trips) for need in needs])
+        if key not in self._moved:
+            self._probe.begin(layout)
+            self._moved[key] = self._sent(self._probe.moves(term.array, needs))
+        return self._moved[key]
+
+    def _local(self, place: int, assignment: Mapping[int, Axes]) -> _Local:
+        term = self.terms[place]
+        key = (place, *[assignment[name] for name in term.scope])
+        if key not in self._locals:
+            # Of many assignments the arrays of a term have the same cuts.
+            layout, arrays = self._space.layout(assignment), self._space.arrays
+            cuts = (place, *[arrays.cuts(number, layout) for number in self._arrays[place]])
+            if cuts not in self._of_cuts:
+                self._of_cuts[cuts] = self._evaluate(term, assignment)
+            self._locals[key] = self._of_cuts[cuts]
+        return self._locals[key]
+
+    def _evaluate(self, term: Term, assignment: Mapping[int, Axes]) -> _Local:
+        probe, machine = self._probe, self._space.machine
+        probe.begin(self._space.layout(assignment))
+        for operation, trips in term.operations:
+            probe.run(operation, trips)
+        busy = 0.0
+        for operation, trips in term.operations:
+            if id(operation) in self._running:
+                seconds = self._price.seconds(operation, machine.hardware, machine.efficiency)
+                busy += max(seconds) * trips
+        own, shared = probe.needs, {}
+        for number in self._shared.intersection(own):
+            shared[number] = own.pop(number)
+        total = self._weighed(busy).plus(self._sent(probe.sent))
+        for number, needs in own.items():
+            total = total.plus(self._sent(probe.moves(number, needs)))
+        return _Local(total, shared)
+
+    def _weighed(self, busy: float = 0.0, meanwhile: float = 0.0, alone: float = 0.0) -> Seconds:
+        """Return seconds of which only the part that a machine hides can be hidden."""
+        hides = self._space.machine.hides
+        rest = (1 - hides) * (busy + meanwhile)
+        return Seconds(hides * busy, hides * meanwhile, alone + rest)
+
+    def least(self, place: int, assignment: Mapping[int, Axes]) -> Weighed:
+        """Return what a term costs at least if some of its variables have these values."""
+        term = self.terms[place]
+        key = (place, *[assignment.get(name) for name in term.scope])
+        if key not in self._least:
+            missing = [name for name in term.scope if name not in assignment]
+            values = self._space.values
+            if not missing:
+                self._least[key] = self.seconds(place, assignment).weighed
+            elif prod(len(values[name]) for name in missing) <= _FEW:
+                name = missing[0]
+                rows = [self.least(place, {**assignment, name: v}) for v in values[name]]
+                self._least[key] = tuple(map(min, zip(*rows, strict=True)))
+            else:
+                self._least[key] = self._weighed(self._floors[place]).weighed
+        return self._least[key]
+
+    def _floor(self, place: int) -> float:
+        """Return the seconds of a term's operations if all devices shared their work."""
+        if not self.terms[place].operations:
+            return 0.0
+        whole: dict[int, Axes] = dict.fromkeys(self._space.values, ())
+        busy = self._local(place, whole).seconds.busy / self._space.machine.hides
+        return busy / prod(self._space.sizes.values())
+
+    def _sent(self, rows: Iterable[SpreadCollective]) -> Seconds:
+        meanwhile = alone = 0.0
+        for row in rows:
+            purpose = self._price.purpose(row)
+            seconds = row.payload * row.trips * self._rate(row)
+            if purpose in self._space.machine.overlap:
+                meanwhile += seconds
+            else:
+                alone += seconds
+        return self._weighed(0.0, meanwhile, alone)
+
+    def _rate(self, row: SpreadCollective) -> float:
+        """Return the seconds of a collective for each byte of its payload."""
+        key = row.kind, row.axes
+        if key not in self._rates:
+            payload = 2**40
+            rows = merged([(row.kind, row.axes, "params", 1, payload)], self._space.sizes)
+            self._rates[key] = sum(map(self._network.seconds, rows)) / payload
+        return self._rates[key]
+
+    def total(self, assignment: Mapping[int, Axes], places: Iterable[int] | None = None) -> Seconds:
+        """Return the seconds of some terms if their variables have these values; or of the step."""
+        total = Seconds()
+        for place in range(len(self.terms)) if places is None else places:
+            total = total.plus(self.seconds(place, assignment))
+        return total
+
+
+def _pairs_of_scan(operation: TracedOperation) -> Iterator[tuple[int, int, bool]]:
+    """Yield (array outside, that inside, whether it is a slice)."""
+    (body,) = operation.bodies
+    stop = operation.first + operation.carries
+    for place, (outer, inner) in enumerate(operation.arguments(body)):
+        if outer is not None and outer != inner:
+            yield outer, inner, place >= stop
+    for place, (outer, result) in enumerate(zip(operation.outputs, body.outputs, strict=True)):
+        if result is not None:
+            yield outer, result, place >= operation.carries
+
+
+def _numbers(operation: TracedOperation) -> Iterator[int]:
+    """Yield the arrays that an operation reads and makes, and those that a loop begins with."""
+    yield from (n for n in (*operation.inputs, *operation.outputs) if n is not None)
+    for body in operation.bodies:
+        yield from body.inputs
+        yield from (n for n in body.outputs if n is not None)
+
+
+def _groups(probe: _Probe, equations: Equations) -> Iterator[list[tuple[TracedOperation, int]]]:
+    """Yield operations by what must be priced together: those whose sums an addition merges."""
+    rows = list(equations.everything())
+    pairs = []
+    places = {id(operation): i for i, (operation, _) in enumerate(rows)}
+    merges = [bool(op.rule and op.rule.summed) for op, _ in rows]
+    for i, (operation, _) in enumerate(rows):
+        if merges[i]:
+            for number in operation.outputs:
+                reader = probe.adder(number)
+                if reader is not None:
+                    j = places[id(reader)]
+                    merges[j] = True
+                    pairs.append((i, j))
+    for group in connected(range(len(rows)), pairs):
+        yield [rows[i] for i in group]
+
+
+def connected(items: Iterable[int], links: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Return the items in groups: those of a link are in one, and the order stays."""
+    items = list(items)
+    first = {item: item for item in items}
+
+    def root(item: int) -> int:
+        while first[item] != item:
+            item = first[item]
+        return item
+
+    for link in links:
+        for item in link[1:]:
+            first[root(item)] = root(link[0])
+    groups: dict[int, list[int]] = {}
+    for item in items:
+        groups.setdefault(root(item), []).append(item)
+    return list(groups.values())

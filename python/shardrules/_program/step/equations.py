@@ -1,0 +1,406 @@
+"""Reads the jaxpr of a step as operations on numbered arrays, with its loops and branches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from math import ceil, prod
+from typing import Any, Final, NamedTuple
+
+from shardrules._base.dtypes import bits_of
+from shardrules._base.jax_names import user_line
+from shardrules._estimate.kernels import kernel_flops, primitive_name
+from shardrules._program.step.dimensions import Dimensions, Dims
+from shardrules._program.step.factors import Factors, Rule, Shape, rule_of, same_rule, shape_of
+from shardrules._program.step.jaxprs import (
+    axes_by_dim,
+    devices_of,
+    inner_jaxpr,
+    is_barred,
+    open_jaxpr,
+    scan_counts,
+)
+
+_MOST_DEPTH: Final = 200
+
+
+class _Result:
+    """User of what a step or a loop gives back."""
+
+    name = "result"
+
+
+RESULT: Final[Any] = _Result()
+
+
+class TracedArray(NamedTuple):
+    """Array of a step."""
+
+    shape: Shape
+    dtype: Any
+    dims: Dims
+
+    @property
+    def bits(self) -> int:
+        """Return the bits of the whole array; 0 of what has no dtype."""
+        return 0 if self.dtype is None else prod(self.shape) * bits_of(self.dtype)
+
+
+@dataclass(slots=True)
+class TracedOperation:
+    """Equation of a jaxpr; one with bodies is a loop, a branch, or code by device."""
+
+    eqn: Any
+    rule: Rule | None
+    """None if it has bodies, or is not modelled."""
+    inputs: list[int | None]
+    """Numbers of the arrays that it reads; None for a constant of the program."""
+    outputs: list[int]
+    scope: str = ""
+    """JAX's names around it, such as "transpose(jvp(loss))"."""
+    bodies: list[Body] = field(default_factory=list)
+    trips: int = 1
+    """How often a body runs; 1 if that is not known."""
+    first: int = 0
+    """Place of the first carried array among the inputs of the body."""
+    carries: int = 0
+    """How many arrays the body carries; what follows is sliced, and among the results stacked."""
+    taken: int | None = None
+    """Of branches, the place of that for any platform, or of that which computes most."""
+
+    def arguments(self, body: Body) -> list[tuple[int | None, int]]:
+        """Return pairs of an input of the operation, and the input of a body that it is."""
+        return list(zip(self.inputs[-len(body.inputs) :], body.inputs, strict=True))
+
+    @property
+    def running(self) -> list[Body]:
+        """Return the bodies that run in a step: one of several branches."""
+        return self.bodies if self.taken is None else [self.bodies[self.taken]]
+
+    @property
+    def flops(self) -> int:
+        """Operations of one run; of a kernel those that it estimates, 0 if they are not known."""
+        if self.rule is not None:
+            return self.rule.flops
+        return kernel_flops(self.eqn) if self.name == "pallas_call" else 0
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive."""
+        return self.eqn.primitive.name  # type: ignore[no-any-return]
+
+    @property
+    def path(self) -> str:
+        """JAX's names around it and the primitive's."""
+        return f"{self.scope}/{self.name}".lstrip("/")
+
+    @property
+    def line(self) -> str:
+        """File and line of the program; without one the name of the primitive."""
+        return str(user_line(self.eqn) or self.name)
+
+    def operands(self) -> Iterator[tuple[int, tuple[Factors, ...]]]:
+        """Yield (number, factors of each dimension) of the arrays that it reads by its rule."""
+        if self.rule is not None:
+            for number, dims in zip(self.inputs, self.rule.operands, strict=True):
+                if number is not None:
+                    yield number, dims
+
+
+class Body(NamedTuple):
+    """Operations that run together: a step, or what is in a loop or a branch."""
+
+    inputs: list[int]
+    outputs: list[int | None]
+    operations: list[TracedOperation]
+
+
+class Equations:
+    """Operations of a step, its arrays, and the classes of their dimensions."""
+
+    def __init__(self, closed: Any) -> None:
+        self.dims = Dimensions()
+        self.values: list[TracedArray] = []
+        self.missing: dict[str, int] = {}
+        """Primitives without a rule, and how many operations of them there are."""
+        self.endless: list[TracedOperation] = []
+        """Loops of which the jaxpr does not say how often they run."""
+        self.manual: dict[int, dict[int, tuple[str, ...]]] = {}
+        """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
+        self.constants: list[int] = []
+        """Arrays that the step closes over: XLA has them whole on each device."""
+        self.local: list[tuple[int, int]] = []
+        """Pairs of a dimension, and what a device has of it in that code."""
+        self._scope = ""
+        self.body = _without_dead(self._body(closed, list(map(self._new, closed.jaxpr.invars))))
+
+    def _new(self, var: Any, dims: Dims | None = None) -> int:
+        shape = shape_of(var)
+        dtype = getattr(var.aval, "dtype", None)
+        self.values.append(
+            TracedArray(shape, dtype, self.dims.shape(shape) if dims is None else dims)
+        )
+        return len(self.values) - 1
+
+    def _body(self, closed: Any, inputs: Sequence[int | None], depth: int = 0) -> Body:
+        """Read a jaxpr, or one with its constants, whose inputs are these arrays."""
+        jaxpr = open_jaxpr(closed)
+        if depth > _MOST_DEPTH:
+            raise RecursionError(f"the jaxpr has more than {_MOST_DEPTH} levels of calls and loops")
+        of: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        constants = {var: self._new(var) for var in jaxpr.constvars}
+        self.constants += constants.values()
+        of |= constants
+        operations: list[TracedOperation] = []
+
+        def number(atom: Any) -> int | None:
+            return None if hasattr(atom, "val") else of[atom]
+
+        for eqn in jaxpr.eqns:
+            read = [number(atom) for atom in eqn.invars]
+            around, self._scope = self._scope, self._scope_of(eqn)
+            inner = inner_jaxpr(eqn)
+            if inner is not None:
+                arguments = self._numbered(eqn, read)
+                if is_barred(eqn):
+                    barrier = self._barrier(eqn, arguments)
+                    operations.append(barrier)
+                    arguments = barrier.outputs
+                call = self._body(inner, arguments, depth + 1)
+                operations += call.operations
+                results = call.outputs
+            else:
+                operation = self._operation(eqn, read, depth + 1)
+                operation.scope = self._scope
+                operations.append(operation)
+                results = list(operation.outputs)
+            self._scope = around
+            of |= zip(eqn.outvars, results, strict=True)
+        outputs = list(map(number, jaxpr.outvars))
+        return Body([i for i in inputs if i is not None], outputs, operations)
+
+    def _scope_of(self, eqn: Any) -> str:
+        """Return JAX's names around an equation, those around its jaxpr first."""
+        own = str(eqn.source_info.name_stack)
+        return f"{self._scope}/{own}" if self._scope and own else self._scope or own
+
+    def _operation(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
+        structured = _STRUCTURED.get(eqn.primitive.name)
+        if structured is not None:
+            numbers = self._numbered(eqn, read)
+            operation: TracedOperation = structured(self, eqn, numbers, depth)
+            return operation
+        rule = rule_of(eqn)
+        if rule is None:
+            self.missing[primitive_name(eqn)] = self.missing.get(primitive_name(eqn), 0) + 1
+            return TracedOperation(eqn, None, read, [self._new(var) for var in eqn.outvars])
+        operands = [
+            self.dims.shape(shape_of(atom)) if i is None else self.values[i].dims
+            for i, atom in zip(read, eqn.invars, strict=True)
+        ]
+        results = self.dims.apply(rule, operands)
+        outputs = [self._new(var, dims) for var, dims in zip(eqn.outvars, results, strict=True)]
+        return TracedOperation(eqn, rule, read, outputs)
+
+    def _barrier(self, eqn: Any, arguments: list[int]) -> TracedOperation:
+        """Return the barrier before what is recomputed, which XLA does not take for the first."""
+        rule = same_rule(self.values[i].shape for i in arguments)
+        outputs = self._like(eqn.invars, arguments)
+        return TracedOperation(eqn, rule, [*arguments], outputs, self._scope)
+
+    def _numbered(self, eqn: Any, read: list[int | None]) -> list[int]:
+        """Give arguments that are written in the program a number as well."""
+        pairs = zip(read, eqn.invars, strict=True)
+        return [self._new(atom) if i is None else i for i, atom in pairs]
+
+    def _like(self, variables: Iterable[Any], numbers: Iterable[int]) -> list[int]:
+        """Return new arrays with the dimensions of others."""
+        pairs = zip(variables, numbers, strict=True)
+        return [self._new(var, self.values[i].dims) for var, i in pairs]
+
+    def _unite(self, number: int, result: int | None) -> None:
+        if result is not None:
+            self.dims.unite_all(self.values[number].dims, self.values[result].dims)
+
+    def _scan(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
+        """Read a scan: what it carries, and what it slices and stacks along one dimension."""
+        params = eqn.params
+        closed, (consts, carries) = params["jaxpr"], scan_counts(params)
+        invars = open_jaxpr(closed).invars
+        stacked = consts + carries
+        length = self.dims.new(params["length"])
+        carried = self._like(invars[consts:stacked], numbers[consts:stacked])
+        inside = numbers[:consts] + carried
+        for var, i in zip(invars[stacked:], numbers[stacked:], strict=True):
+            dims = self.values[i].dims
+            self.dims.unite(dims[0], length)
+            inside.append(self._new(var, dims[1:]))
+        body = self._body(closed, inside, depth)
+        outputs = []
+        for place, (var, result) in enumerate(zip(eqn.outvars, body.outputs, strict=True)):
+            if place < carries:
+                dims = self.values[carried[place]].dims
+                self._unite(carried[place], result)
+            else:
+                inner = self.dims.shape(shape_of(var)[1:])
+                dims = (length, *(inner if result is None else self.values[result].dims))
+            outputs.append(self._new(var, dims))
+        loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], carries=carries)
+        loop.trips, loop.first = params["length"], consts
+        return loop
+
+    def _while(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
+        params = eqn.params
+        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+        begin = of_cond + of_body
+        closed = params["body_jaxpr"]
+        carried = self._like(open_jaxpr(closed).invars[of_body:], numbers[begin:])
+        body = self._body(closed, numbers[of_cond:begin] + carried, depth)
+        for i, result in zip(carried, body.outputs, strict=True):
+            self._unite(i, result)
+        outputs = self._like(eqn.outvars, carried)
+        loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], first=of_body)
+        loop.carries = len(carried)
+        self.endless.append(loop)
+        return loop
+
+    def _cond(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
+        bodies = [self._body(branch, numbers[1:], depth) for branch in eqn.params["branches"]]
+        outputs = [self._new(var) for var in eqn.outvars]
+        for body in bodies:
+            for i, result in zip(outputs, body.outputs, strict=True):
+                self._unite(i, result)
+        branches = TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies)
+        branches.carries = len(outputs)
+        platforms = eqn.params.get("branches_platforms") or ()
+        flops = list(map(self._flops, bodies))
+        branches.taken = platforms.index(None) if None in platforms else flops.index(max(flops))
+        return branches
+
+    def _shard_map(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
+        """Read the code of one device, whose specs are facts."""
+        params = eqn.params
+        inside = list(map(self._new, open_jaxpr(params["jaxpr"]).invars))
+        self.manual |= zip(inside, axes_by_dim(params, "in"), strict=True)
+        for whole, local in zip(numbers, inside, strict=True):
+            self._relate(whole, local, self.manual[local])
+        body = self._body(params["jaxpr"], inside, depth)
+        outputs = list(map(self._new, eqn.outvars))
+        self.manual |= zip(outputs, axes_by_dim(params, "out"), strict=True)
+        for whole, result in zip(outputs, body.outputs, strict=True):
+            if result is not None:
+                self._relate(whole, result, self.manual[whole])
+        return TracedOperation(eqn, None, [*numbers], outputs, bodies=[body])
+
+    def _relate(self, outside: int, inside: int, axes: dict[int, tuple[str, ...]]) -> None:
+        pairs = zip(self.values[outside].dims, self.values[inside].dims, strict=True)
+        for place, (whole, local) in enumerate(pairs):
+            if place in axes:
+                self.dims.parts.append((whole, local))
+                self.local.append((whole, local))
+            else:
+                self.dims.unite(whole, local)
+
+    def resized(self, names: set[int], share: Fraction) -> Equations:
+        """Return the same operations with the dimensions of classes that many times as large."""
+        other = copy(self)
+        other.values = [
+            value._replace(
+                shape=tuple(
+                    size if names.isdisjoint(self.dims.classes(dim)) else ceil(size * share)
+                    for size, dim in zip(value.shape, value.dims, strict=True)
+                )
+            )
+            for value in self.values
+        ]
+        return other
+
+    @cached_property
+    def looped(self) -> set[int]:
+        """Return the classes over which loops go."""
+        return {
+            name
+            for operation, _ in self.everything()
+            if operation.name == "scan"
+            for body in operation.bodies
+            for outer, _ in operation.arguments(body)[operation.first + operation.carries :]
+            if outer is not None
+            for name in self.dims.classes(self.values[outer].dims[0])
+        }
+
+    @cached_property
+    def users(self) -> dict[int, list[TracedOperation]]:
+        """Operations that read each array; `RESULT` is one of those of results."""
+        users: defaultdict[int, list[TracedOperation]] = defaultdict(list)
+        rows = [operation for operation, _ in self.everything()]
+        bodies = [self.body, *(inner for operation in rows for inner in operation.bodies)]
+        pairs = [(number, operation) for operation in rows for number in operation.inputs]
+        pairs += [(number, RESULT) for body in bodies for number in body.outputs]
+        for number, user in pairs:
+            if number is not None:
+                users[number].append(user)
+        return dict(users)
+
+    def everything(
+        self, body: Body | None = None, trips: int = 1
+    ) -> Iterator[tuple[TracedOperation, int]]:
+        """Yield each operation, loops before what is in them, and how often a device runs it."""
+        for operation in (self.body if body is None else body).operations:
+            yield operation, trips
+            for inner in operation.bodies:
+                yield from self.everything(inner, trips * operation.trips)
+
+    @cached_property
+    def flops(self) -> int:
+        """Operations of a step on all devices."""
+        return self._flops(self.body)
+
+    def _flops(self, body: Body) -> int:
+        return sum(operation.flops * trips for operation, trips in self.operations(body))
+
+    def operations(
+        self, body: Body | None = None, trips: int = 1, *, on_device: bool = False
+    ) -> Iterator[tuple[TracedOperation, int]]:
+        """Yield what computes in a step: not loops, and of branches that which computes most.
+
+        And how often it runs: code by device on each of them, unless it is asked `on_device`.
+        """
+        for operation in (self.body if body is None else body).operations:
+            if not operation.bodies:
+                yield operation, trips
+            turns = trips * operation.trips * (1 if on_device else devices_of(operation.eqn))
+            for inner in operation.running:
+                yield from self.operations(inner, turns, on_device=on_device)
+
+
+def _without_dead(body: Body) -> Body:
+    """Leave out the operations whose results nothing reads, as XLA does."""
+    live = {number for number in body.outputs if number is not None}
+    operations = []
+    for operation in reversed(body.operations):
+        if operation.eqn.effects or not live.isdisjoint(operation.outputs):
+            operation.bodies = list(map(_without_dead, operation.bodies))
+            live.update(_read_by(operation))
+            operations.append(operation)
+    return body._replace(operations=operations[::-1])
+
+
+def _read_by(operation: TracedOperation) -> Iterator[int]:
+    """Yield the arrays that an operation reads, and those that its bodies read and give back."""
+    yield from (number for number in operation.inputs if number is not None)
+    for body in operation.bodies:
+        yield from (number for number in body.outputs if number is not None)
+        for inner in body.operations:
+            yield from _read_by(inner)
+
+
+_STRUCTURED: Final[dict[str, Any]] = {
+    "scan": Equations._scan,
+    "while": Equations._while,
+    "cond": Equations._cond,
+    "shard_map": Equations._shard_map,
+}

@@ -1,0 +1,521 @@
+"""A step before it is compiled: `Step` says what it does."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from functools import cached_property
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
+
+from shardrules._base.arguments import check_bytes, check_type, memory_bytes
+from shardrules._base.io import collector_paused
+from shardrules._base.jax_names import user_line
+from shardrules._base.text import (
+    and_more,
+    answer,
+    bytes_shown,
+    counted,
+    mesh_shown,
+    near_shown,
+    printable_lines,
+    record,
+)
+from shardrules._estimate.buffers import Buffer, Memory, Totals
+from shardrules._estimate.step_time import Machine
+from shardrules._estimate.traced import TracedStep
+from shardrules._plan.plan import Plan
+from shardrules._plan.tables import Column, Table
+from shardrules._program.program import seconds_and_bytes
+from shardrules._program.step.cuts import Cuts, argument_cuts, call_cuts
+from shardrules._program.step.dimension_roles import ClassRole, Roles
+from shardrules._program.step.equations import Equations
+from shardrules._program.step.findings import View, half_heads, step_findings
+from shardrules._program.step.jaxprs import only_call
+from shardrules._program.step.peak import AliveArray, alive_arrays
+from shardrules._program.step.price import Price
+from shardrules._program.step.spread import Spread
+from shardrules._program.topologies.topology import Topology
+
+if TYPE_CHECKING:
+    from shardrules._estimate.step_time import StepTime
+    from shardrules._estimate.traffic import Traffic
+    from shardrules._plan.findings import Finding
+
+_LARGEST: Final = 100
+_MOST_ROWS: Final = 2**32
+_IN_TEXT: Final = 12
+_ARRAYS_SHOWN: Final = 4
+_COLUMNS: Final = (Column("role"), Column("size", is_right=True), Column("arrays", is_elided=True))
+_WORK: Final = (
+    Column("FLOPs", is_right=True),
+    Column("share", is_right=True),
+    Column("operation"),
+    Column("pass"),
+    Column("line", is_elided=True),
+)
+
+
+@record
+class DimensionClass(NamedTuple):
+    """Dimensions of a step that must be sharded alike; a row of `Step.dimensions`."""
+
+    role: ClassRole
+    """What the step does with them; "" if nothing tells."""
+    size: int
+    arrays: tuple[tuple[str, int], ...]
+    """(path, dimension) of each argument that has them."""
+    contracted: tuple[str, ...]
+    """Lines of the products that sum over them."""
+
+
+@record
+class Work(NamedTuple):
+    """Arithmetic of the operations of one line; a row of `Step.work`."""
+
+    operation: str
+    part: str
+    """"forward", "backward", "recomputed", "other"; JAX before 0.10 knows only "recomputed"."""
+    line: str
+    times: int
+    """How many there are in a step, loops multiplied."""
+    flops: int
+    """As XLA counts them, without transcendental ones."""
+
+
+class TracedFunction(NamedTuple):
+    """A step's function, its jaxpr, and the structure of what it returns."""
+
+    function: Any
+    closed: Any
+    out_tree: Any
+
+
+@answer
+class Step(TracedStep):
+    """What a step does, by its jaxpr: dimensions, FLOPs and memory; `trace` makes it.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
+        >>> plan = sr.plan(tree, [("up", ("fsdp", "tp"))], {"fsdp": 2, "tp": 4})
+        >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
+        >>> step = sr.trace(lambda params, x: x @ params["up"], plan, x)
+        >>> step.flops
+        262144
+        >>> [(row.role, row.size, row.arrays) for row in step.dimensions][0]
+        ('hidden', 64, (('inputs/0/up', 0), ('inputs/1', 1)))
+    """
+
+    def __init__(
+        self, name: str, traced: TracedFunction, args: tuple[Any, ...], paths: list[str], mesh: Any
+    ) -> None:
+        self.name = name
+        self.mesh = mesh
+        """The mesh that constraints are of; None without one."""
+        self._args = args
+        self._paths = paths
+        self._function, self._closed, self._out_tree = traced
+        with collector_paused():
+            self._equations = Equations(self._closed)
+        self._call = only_call(self._closed)
+        # Memory, traffic and time of a plan are asked for one after the other.
+        self._last: tuple[Plan | None, Spread] | None = None
+
+    def _of_jaxpr(self, closed: Any) -> Step:
+        """Return the step of another jaxpr, with the same arguments and results."""
+        import jax
+        from jax.extend.core import jaxpr_as_fun
+
+        leaves, build = jax.tree_util.tree_leaves, self._out_tree.unflatten
+        function = jax.jit(lambda *args: build(jaxpr_as_fun(closed)(*leaves(args))))
+        traced = TracedFunction(function, closed, self._out_tree)
+        return Step(self.name, traced, self._args, self._paths, self.mesh)
+
+    def __copy__(self) -> Step:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Step:
+        return self
+
+    def __reduce__(self) -> Never:
+        raise TypeError("a Step has a jaxpr, which JAX cannot pickle: trace the step again")
+
+    @cached_property
+    def _ranges(self) -> list[range]:
+        """The places of each argument's leaves."""
+        places = [int(path.split("/")[1]) for path in self._paths]
+        count = range(len(self._args))
+        return [range(bisect_left(places, i), bisect_right(places, i)) for i in count]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The first Plan among the arguments; None without one."""
+        return next((arg for arg in self._args if isinstance(arg, Plan)), None)
+
+    @property
+    def _place(self) -> int:
+        """The argument that is planned: the first Plan, or else the first one."""
+        return next((i for i, arg in enumerate(self._args) if isinstance(arg, Plan)), 0)
+
+    @property
+    def _weights(self) -> list[int]:
+        """Numbers of the arguments' leaves that are planned, or else of the first argument's."""
+        planned = [i for i, arg in enumerate(self._args) if isinstance(arg, Plan)] or [0]
+        inputs = self._equations.body.inputs
+        return [inputs[row] for i in planned[: len(self._args)] for row in self._ranges[i]]
+
+    @cached_property
+    def _roles(self) -> Roles:
+        weights = set(self._weights)
+        data = [number for number in self._equations.body.inputs if number not in weights]
+        return Roles(self._equations, self._weights, data)
+
+    @cached_property
+    def dimensions(self) -> tuple[DimensionClass, ...]:
+        """Classes of dimensions that must be sharded alike, of which arguments have some."""
+        equations = self._equations
+        arrays: dict[int, list[tuple[str, int]]] = {}
+        for path, number in zip(self._paths, equations.body.inputs, strict=True):
+            for place, dim in enumerate(equations.values[number].dims):
+                for name in equations.dims.classes(dim):
+                    arrays.setdefault(name, []).append((path, place))
+        roles = self._roles
+        rows = [
+            DimensionClass(
+                roles.of.get(name, ""),
+                equations.dims.sizes[name],
+                tuple(places),
+                tuple(roles.lines_that_contract(name)),
+            )
+            for name, places in arrays.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: (-len(row.arrays), -row.size)))
+
+    @cached_property
+    def work(self) -> tuple[Work, ...]:
+        """Arithmetic by line, the most first."""
+        flops: Counter[tuple[str, str, str]] = Counter()
+        times: Counter[tuple[str, str, str]] = Counter()
+        for operation, trips in self._equations.operations():
+            if operation.flops:
+                key = operation.name, _part(operation.scope), operation.line
+                flops[key] += operation.flops * trips
+                times[key] += trips
+        return tuple(Work(*key, times[key], count) for key, count in flops.most_common())
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a step on all devices, without transcendental ones."""
+        return self._equations.flops
+
+    @property
+    def unmodelled(self) -> tuple[str, ...]:
+        """What is not looked into: kernels, and primitives without a rule."""
+        rows = [f"{name} ({count:,} times)" for name, count in self._equations.missing.items()]
+        lines = (loop.line for loop in self._equations.endless)
+        return (*rows, *(f"{line}: a loop whose length is not known" for line in lines))
+
+    @collector_paused()
+    def _spread(self, plan: Plan | None, resized: Equations | None = None) -> Spread:
+        """Spread the specs of a plan, and of the arguments' shardings, over all arrays.
+
+        Those of the step, or of `resized`, which has another batch.
+        """
+        if resized is None and self._last is not None and self._last[0] is plan:
+            return self._last[1]
+        equations = resized or self._equations
+        args = self._with_plan(plan)
+        results = call_cuts(self._call, "out_shardings", len(equations.body.outputs))
+        spread = Spread(equations, self._sizes(args), self._argument_cuts(args), results)
+        if resized is None:
+            self._last = plan, spread
+        return spread
+
+    def _argument_cuts(self, args: tuple[Any, ...]) -> list[Cuts | None]:
+        """Return the cuts of each argument's leaf: its own, or those that the jitted step gives."""
+        own = [row for arg in args for row in argument_cuts(arg, self._function)]
+        by_call = call_cuts(self._call, "in_shardings", len(own))
+        pairs = zip(own, by_call, strict=True)
+        return [default if row is None else row for row, default in pairs]
+
+    def _with_plan(self, plan: Plan | None) -> tuple[Any, ...]:
+        if plan is None:
+            return self._args
+        check_type("plan", plan, Plan, "that of shardrules.plan, or None")
+        before, place = self.plan, self._place
+        if before is None:
+            raise ValueError("plan: the step was traced without a Plan among its arguments")
+        # JAX sorts the keys of dicts, in whatever order they are planned.
+        if sorted(before.paths) != sorted(plan.paths):
+            raise ValueError(
+                f"plan: it has {counted(len(plan), 'leaf')}, and the step was traced with a plan "
+                f"of {counted(len(before), 'leaf')} that are not the same: trace the step with it"
+            )
+        if self._equations.manual and before.axis_sizes != plan.axis_sizes:
+            raise ValueError(
+                f"plan: its mesh is {mesh_shown(plan.axis_sizes)}, and the step has code by device "
+                f"for {mesh_shown(before.axis_sizes)}: trace the step on that mesh"
+            )
+        return (*self._args[:place], plan, *self._args[place + 1 :])
+
+    def _sizes(self, args: tuple[Any, ...]) -> dict[str, int]:
+        own = {} if self.mesh is None else self.mesh.shape
+        return dict(next((arg.axis_sizes for arg in args if isinstance(arg, Plan)), own))
+
+    @cached_property
+    def _donated(self) -> list[int]:
+        """Numbers of the arguments whose memory results take."""
+        flags = () if self._call is None else self._call.params.get("donated_invars", ())
+        inputs = self._equations.body.inputs
+        return list(compress(inputs, flags)) if len(flags) == len(inputs) else []
+
+    def memory(self, plan: Plan | None = None) -> Memory:
+        """Estimate the memory that the step needs on a device, before it is compiled.
+
+        Args:
+            plan: The plan in the place of the first that the step was traced with; None for that.
+
+        Returns:
+            A `Memory`: arguments, results and temporary arrays, and the largest that are alive when
+            a device needs most, each with its line. `peak` is an estimate of what the TPU's
+            compiler calls `peak_memory_in_bytes`; docs/step.md compares them.
+
+        Raises:
+            ValueError: The plan is of another tree; or the step has code by device, which was
+                traced for another mesh.
+        """
+        return self._memory(self._spread(plan))
+
+    @collector_paused()
+    def _memory(self, spread: Spread) -> Memory:
+        rows, numbers = alive_arrays(self._equations, spread, self._donated)
+        alive = sum(row.bytes for row in rows)
+        constants = set(self._equations.constants)
+        of_arguments = sum(
+            row.bytes for row in rows if row.operation is None and row.number not in constants
+        )
+        totals = Totals(**numbers, temporaries=alive - of_arguments, code=0)
+        buffers = tuple(self._buffer(row, spread) for row in rows[:_LARGEST])
+        saved = tuple(row for row in buffers if row.is_saved)
+        scopes = (operation.scope for operation, _ in self._equations.operations())
+        is_recomputed = any("rematted" in scope for scope in scopes)
+        return Memory(totals, alive, sum(row.bytes for row in saved), is_recomputed, buffers, saved)
+
+    def largest_batch(self, plan: Plan | None, hbm: int) -> int:
+        """Return the largest batch with which the step fits, by the estimate of `memory`.
+
+        Args:
+            plan: As `memory` takes it.
+            hbm: Bytes of memory of a device.
+
+        Returns:
+            Rows of the first dimension of the step's data, such as sequences of all devices
+            together: a multiple of the devices that cut it, at most 2**32. 0 if none fits.
+
+        Raises:
+            ValueError: No argument but parameters and state has a batch; or the plan is of another
+                tree.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+            >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
+            >>> sr.trace(lambda params, x: x @ params["w"], plan, x).largest_batch(plan, hbm=4096)
+            62
+        """
+        size = memory_bytes("hbm", hbm)
+        spread = self._spread(plan)
+        inputs = self._equations.body.inputs
+        batches = [(i, name) for i in inputs if (name := self._roles.batch_of(i)) is not None]
+        summed = [row for row in batches if self._roles.is_summed_for_weights(row[1])]
+        if not batches:
+            raise ValueError(f"{self.name}: no argument but the model's has a batch")
+        number, batch = (summed or batches)[0]
+        rows = self._equations.values[number].shape[0]
+        devices = spread.count(spread.cuts[number][0])
+        least = devices * rows // self._equations.dims.sizes[batch]
+        # Such as rows that are concatenated; a weight has none of them.
+        linked = self._equations.dims.linked(batch)
+        names = {batch, *(name for name in linked if not self._roles.of_weights[name])}
+
+        def is_over(count: int) -> bool:
+            resized = self._equations.resized(names, Fraction(count * least, rows))
+            alive, _ = alive_arrays(resized, self._spread(plan, resized), self._donated)
+            return sum(row.bytes for row in alive) > size
+
+        high = 1
+        while high * least < _MOST_ROWS and not is_over(high):
+            high *= 2
+        return least * (bisect_left(range(high), True, high // 2 + 1, key=is_over) - 1)
+
+    def traffic(self, plan: Plan | None = None) -> Traffic:
+        """Count the bytes that each device sends in the step; `Plan.traffic` with `step`.
+
+        Args:
+            plan: As `memory` takes it.
+        """
+        return self._priced(self._spread(plan)).traffic()
+
+    def time(self, machine: Machine, plan: Plan | None = None) -> StepTime:
+        """Estimate the time of the step on a machine; `Plan.step_time` with `step`.
+
+        Args:
+            machine: Hardware, and how well the step uses it.
+            plan: As `memory` takes it.
+        """
+        what = "a Machine; or write plan.step_time(step=step, hardware='v5p')"
+        check_type("machine", machine, Machine, what)
+        return self._priced(self._spread(plan)).time(machine)
+
+    def _refusal(self, plan: Plan | None) -> str:
+        """Say why the step is not for the mesh of a plan; "" if it is.
+
+        The devices do not divide a dimension of an argument, such as the batch, which JAX refuses;
+        or heads are cut inside.
+        """
+        spread = self._spread(plan)
+        planned = set(self._weights)
+        for path, number in zip(self._paths, self._equations.body.inputs, strict=True):
+            shape = self._equations.values[number].shape
+            for size, axes in zip(shape, spread.cuts[number], strict=True):
+                parts = spread.count(axes)
+                if size % parts and number not in planned:
+                    names = ",".join(spread.named(axes))
+                    return f"{path}: {size:,} rows cannot be cut into {parts:,} parts by {names}"
+        return next((finding.message for finding in half_heads(self._view(plan, 0))), "")
+
+    def _compiled(self, topology: Topology) -> tuple[float, int]:
+        return seconds_and_bytes(self._function, self._args, self.mesh, topology)
+
+    def _planned_paths(self) -> dict[int, str]:
+        """Return the paths of the first plan's leaves, by the number of the array."""
+        prefix = f"inputs/{self._place}/"
+        return {
+            self._equations.body.inputs[row]: self._paths[row].removeprefix(prefix)
+            for row in (() if self.plan is None else self._ranges[self._place])
+        }
+
+    def findings(self, plan: Plan, large: int) -> list[Finding]:
+        """Find what is wrong with a plan for the step; `Plan.check` with `step` gives it as well.
+
+        Args:
+            plan: As `memory` takes it.
+            large: Bytes on a device from which on an array is reported.
+        """
+        check_type("plan", plan, Plan, "that of shardrules.plan")
+        check_bytes("large", large)
+        return list(step_findings(self._view(plan, large)))
+
+    def _view(self, plan: Plan | None, large: int) -> View:
+        spread = self._spread(plan)
+        return View(self._equations, self._roles, spread, self._planned_paths(), large)
+
+    def _priced(self, spread: Spread) -> Price:
+        return Price(self.name, self._equations, self._roles, spread, self.unmodelled)
+
+    def _buffer(self, row: AliveArray, spread: Spread) -> Buffer:
+        value = self._equations.values[row.number]
+        sizes = value.shape if row.is_gathered else spread.shape(row.number)
+        shape = f"{getattr(value.dtype, 'name', value.dtype)}[{','.join(map(str, sizes))}]"
+        if row.operation is None:
+            places = dict(zip(self._equations.body.inputs, self._paths, strict=True))
+            is_constant = row.number in self._equations.constants
+            what = places.get(row.number, "constant" if is_constant else "output")
+            return Buffer(row.bytes, shape, what, row.number in places, False, None)
+        path = row.operation.path
+        what = f"gathered for {path}" if row.is_gathered else path
+        is_saved = row.operation.name == "scan" and "transpose(" not in row.operation.scope
+        return Buffer(row.bytes, shape, what, False, is_saved, user_line(row.operation.eqn))
+
+    def explain(self, path: str) -> str:
+        """Say of each dimension of an argument what the step does with it.
+
+        Args:
+            path: Of an array, such as "inputs/0/layers/up", or its end, such as "layers/up".
+
+        Raises:
+            KeyError: There is no such array; the message lists near paths.
+        """
+        check_type("path", path, str, "a text, such as 'inputs/0/layers/up'")
+        ends = [i for i, name in enumerate(self._paths) if name.endswith(f"/{path}")]
+        rows = [i for i, name in enumerate(self._paths) if name == path] or ends
+        if len(rows) != 1:
+            why = "is in several arguments" if rows else "is no argument's"
+            raise KeyError(f"the path {path!r} {why}{near_shown(path, self._paths)}")
+        (row,) = rows
+        equations = self._equations
+        value = equations.values[equations.body.inputs[row]]
+        dtype = getattr(value.dtype, "name", value.dtype)
+        lines = [f"{self._paths[row]} {dtype}{list(value.shape)}"]
+        for place, (size, dim) in enumerate(zip(value.shape, value.dims, strict=True)):
+            lines += self._dimension_lines(place, size, equations.dims.classes(dim))
+        return printable_lines(lines)
+
+    def _dimension_lines(self, place: int, size: int, classes: Iterable[int]) -> Iterator[str]:
+        roles, sizes = self._roles, self._equations.dims.sizes
+        names = {c: f"{roles.of.get(c, '') or 'no role'} {sizes[c]:,}" for c in classes}
+        yield f"  dimension {place}, {size:,}: {' x '.join(names.values()) or 'one element'}"
+        for name, text in names.items():
+            lines = roles.lines_that_contract(name)
+            part = f"{text} " if len(names) > 1 else ""
+            for line in lines[:_ARRAYS_SHOWN]:
+                yield f"    {part}summed over at {line}"
+            yield from (f"    {text}" for text in and_more(len(lines), _ARRAYS_SHOWN, "line"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return dimensions, work and what is not modelled as `json.dumps` takes them."""
+        return {
+            "name": self.name,
+            "flops": self.flops,
+            "dimensions": [row._asdict() for row in self.dimensions],
+            "work": [row._asdict() for row in self.work],
+            "unmodelled": list(self.unmodelled),
+        }
+
+    def __str__(self) -> str:
+        rows = self.work
+        total = self.flops or 1
+        work = [
+            (f"{row.flops:.3g}", f"{row.flops / total:.1%}", row.operation, row.part, row.line)
+            for row in rows[:_IN_TEXT]
+        ]
+        lines = [f"{self.name}: {self.flops:.3g} FLOPs on all devices"]
+        lines += Table(_WORK, work).lines() if work else []
+        lines += and_more(len(rows), _IN_TEXT, "row")
+        lines += ["", "dimensions of the arguments, by what must be sharded alike"]
+        lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
+        lines += [f"not looked into: {text}" for text in self.unmodelled]
+        return printable_lines([*lines, *self._constants()])
+
+    def _constants(self) -> Iterator[str]:
+        """Yield a line if the step closes over more than it is given, such as its parameters."""
+        values, users = self._equations.values, self._equations.users
+        size, input_size = (
+            sum(values[i].bits for i in numbers) // 8
+            for numbers in (users.keys() & self._equations.constants, self._equations.body.inputs)
+        )
+        if size > input_size:
+            yield (
+                f"the step closes over {bytes_shown(size)} of arrays, which are whole on each "
+                "device: give them as arguments"
+            )
+
+
+def _part(scope: str) -> str:
+    """Return the pass of the step that an operation is in, by JAX's names around it."""
+    if "rematted_computation" in scope:
+        return "recomputed"
+    if "transpose(" in scope:
+        return "backward"
+    return "forward" if "jvp(" in scope else "other"
+
+
+def _class_cells(row: DimensionClass) -> tuple[str, ...]:
+    shown_arrays = [f"{path}[{dim}]" for path, dim in row.arrays[:_ARRAYS_SHOWN]]
+    more = len(row.arrays) - _ARRAYS_SHOWN
+    text = ", ".join(shown_arrays) + (f" and {more} more" if more > 0 else "")
+    return row.role, f"{row.size:,}", text

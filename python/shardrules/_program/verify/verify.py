@@ -1,0 +1,214 @@
+"""Compares a compiled function with the plan: `verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardrules._base.arguments import check_bytes, check_type, in_order
+from shardrules._base.text import bytes_shown, counted
+from shardrules._plan.findings import Finding, Findings, finding_of
+from shardrules._plan.table import DEFAULT_LARGE
+from shardrules._program.compiling import CompileLog
+from shardrules._program.executable import Executable, call_of
+from shardrules._program.hlo import hlo_errors
+from shardrules._program.inputs import PlannedSharding, other_kinds, planned_targets
+from shardrules._program.program import Program, batches
+from shardrules._program.states import states
+from shardrules._program.verify.budget import limits_of, over_budget
+from shardrules._program.verify.gathered import gather_findings
+from shardrules._program.verify.placements import (
+    changed,
+    dropped,
+    large_results,
+    not_donated,
+    placements,
+    undonated,
+)
+from shardrules._program.verify.resharded import resharded
+from shardrules._program.verify.unexpected import computed_alike, kept_activations, unexpected
+
+
+@in_order("compiled", "plan")
+def verify(
+    compiled: Any,
+    inputs: Any,
+    outputs: Any = None,
+    *,
+    hbm: int | None = None,
+    large: int = DEFAULT_LARGE,
+    budget: Mapping[str, int | str] | None = None,
+    log: CompileLog | None = None,
+) -> Findings:
+    """Find where a compiled function differs from the plan, and what that costs.
+
+    Nothing is run. The page "Findings" says from where each finding is read.
+
+    | kind | level | what |
+    |---|---|---|
+    | input | error, info | arguments that the executable takes in another sharding than planned;
+      info for those that jit has dropped, as the function does not use them, and if the plan is
+      for devices of another kind, which run another program |
+    | output | error, info | results that come out in another sharding than planned; info for
+      large ones of a step that are neither its state nor planned |
+    | fixed-point | error, warning | a state that comes out otherwise than it goes in; a warning if
+      only its likeness tells that it is one |
+    | memory-kind | error | arguments or results in another memory than planned |
+    | donation | error, warning | donated arguments whose memory no result takes; a warning if they
+      are not states; a warning for large states that are not donated |
+    | gathered | error, warning, info | planned arrays of which a device gets more than its part:
+      an error if they are returned so; a warning if a loop holds layers, devices do the same work
+      with them, or they are experts; info for what FSDP does |
+    | unexpected | warning | collectives that nothing planned explains, such as activations that are
+      gathered over the batch's axis, or gradients that are summed in every micro-batch |
+    | batch | warning | products that all devices along a mesh axis compute alike |
+    | remat | info | activations that the forward pass keeps, for most of the memory |
+    | budget | error, warning | more bytes than `budget`; a warning if they are not known |
+    | peak | error | more memory than `hbm` |
+
+    A warning of donation, gathered or peak may also say that the backend does not tell.
+
+    Args:
+        compiled: `jax.jit(f).lower(...).compile()`, or the same of `flax.nnx.jit` or
+            `equinox.filter_jit`.
+        inputs: A tuple with an entry for each positional argument: a Plan, a tree of PartitionSpecs
+            or shardings, one of these for all of the argument, or None for what is not looked at.
+            Behind these there may be a dict for keyword arguments.
+        outputs: The same for what the function returns. Default: nothing is planned for it.
+        hbm: Bytes of memory of a device, for `peak`. Default: it is not asked.
+        large: Minimum bytes on a device of what is `gathered`, and of states that are not donated.
+            Default: 16 MiB.
+        budget: Bytes, as a number or "25 GB", by what they are of: "peak" is the memory that a
+            device needs at most; all else is what a device sends in a step: "total", mesh axes
+            ("fsdp"), a kind of collective ("all-gather"), or both ("fsdp all-gather"). An axis
+            counts each collective over it, also over it and others; "data,fsdp" those over both.
+        log: Warnings of XLA while it compiled the function, from `compiling`; those that send
+            `large` bytes in a step are `unexpected`.
+
+    Returns:
+        All findings, the worst first.
+
+    Raises:
+        TypeError: It is not a compiled function, or something else is planned.
+        ValueError: A plan does not fit its argument or the mesh, or the budget is for an axis that
+            the mesh lacks; or the `with` block of the log has not ended.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], mesh)
+        >>> step = jax.jit(lambda params, x: x @ params["w"])
+        >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
+        >>> compiled = step.lower(plan.abstract(), x).compile()
+        >>> print(sr.verify(compiled, (plan, None), jax.sharding.PartitionSpec(), hbm=95e9))
+        nothing found: 1 of 2 inputs planned, 1 of 1 output planned; peak memory within 95.0 GB
+        >>> sr.verify(compiled, (plan, None)).raise_for("error")
+    """
+    findings, _ = findings_and_program(
+        compiled, inputs, outputs, hbm=hbm, large=large, budget=budget, log=log
+    )
+    return findings
+
+
+def findings_and_program(
+    compiled: Any,
+    inputs: Any,
+    outputs: Any,
+    *,
+    hbm: int | None,
+    large: int,
+    budget: Mapping[str, int | str] | None,
+    log: CompileLog | None = None,
+) -> tuple[Findings, Program]:
+    """Return what `verify` finds, and the report of `inspect`."""
+    if hbm is not None:
+        check_bytes("hbm", hbm)
+    check_bytes("large", large)
+    log = CompileLog(()) if log is None else log
+    check_type("log", log, CompileLog, "what shardrules.compiling gives")
+    executable = Executable(call_of(compiled, inputs))
+    limits = limits_of({} if budget is None else budget, executable.mesh)
+    library, hlo = executable.call.library, executable.hlo
+    in_targets, out_targets = planned_targets(executable, inputs, outputs)
+    carried = states(executable, inputs, outputs)
+    program = Program(executable, carried, batches(executable, inputs, carried))
+    with hlo_errors():
+        reshards = list(resharded(program, log, large))
+        of_gathers = list(gather_findings(executable, in_targets, out_targets, carried, large))
+        same_work = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
+        findings = [
+            *placements(executable.inputs, in_targets, library),
+            *placements(executable.outputs, out_targets, library),
+            *dropped(executable.inputs, in_targets, executable.kept),
+            *_for_other_devices(executable, (inputs, outputs)),
+            *large_results(executable.outputs, out_targets, carried, large),
+            *changed(executable, carried),
+            *undonated(executable, carried),
+            *not_donated(executable, carried, large),
+            *(gather.finding for gather in of_gathers),
+            *(finding for finding, _ in reshards),
+            *unexpected(program, large, {row for _, rows in reshards for row in rows}),
+            *computed_alike(program, same_work),
+            *(kept_activations(program, large) if hlo is not None and hlo.has_gradients else ()),
+            *over_budget(program, limits),
+            *_peak_findings(program, hbm),
+        ]
+    scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
+    kept = f"; {counted(len(limits), 'budget')} kept" if limits else ""
+    return Findings(findings, scope + kept), program
+
+
+def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding]:
+    """Yield a finding if the program is not the one that runs on the plan's devices."""
+    if kinds := other_kinds(executable, planned):
+        assert executable.mesh is not None
+        message = (
+            f"compiled for {executable.mesh.devices.flat[0].device_kind} devices, and planned on "
+            f"{', '.join(kinds)}: this is not the program that will run there, whose collectives "
+            "and memory are others"
+        )
+        mend = "shardrules.prove(step, ..., on=mesh)"
+        yield finding_of("info", "input", message, f"compile it for those: {mend}", mend=mend)
+
+
+def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
+    """Yield a finding if a device needs more bytes than it has."""
+    if hbm is None:
+        return
+    totals = program.totals
+    if totals is None:
+        message = (
+            "this backend does not tell the memory that executables need: whether it fits is not "
+            "known"
+        )
+        fix = "verify the same function on another backend"
+        yield finding_of("warning", "peak", message, fix)
+        return
+    if totals.peak > hbm:
+        message = (
+            f"{bytes_shown(totals.peak)} on each device ({totals}), which has {bytes_shown(hbm)}"
+        )
+        fix = (
+            "cut more of the arguments or activations, rematerialize, donate the state, or take a "
+            "smaller batch"
+        )
+        excess, mend = totals.peak - hbm, "layer = jax.checkpoint(layer)"
+        yield finding_of("error", "peak", message, fix, bytes=excess, mend=mend)
+
+
+def _scope(
+    inputs: list[PlannedSharding | None],
+    outputs: list[PlannedSharding | None],
+    hbm: int | None,
+    *,
+    is_compared: bool,
+) -> str:
+    """Say in words what is compared."""
+    texts = [
+        f"{len(targets) - targets.count(None):,} of {counted(len(targets), side)} planned"
+        for side, targets in (("input", inputs), ("output", outputs))
+    ]
+    if not is_compared and outputs.count(None) == len(outputs):
+        texts[1] = "no output compared, as outputs= is not given"
+    room = "not compared, as hbm= is not given" if hbm is None else f"within {bytes_shown(hbm)}"
+    return f"{', '.join(texts)}; peak memory {room}"

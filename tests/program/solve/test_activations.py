@@ -1,0 +1,267 @@
+"""Constraints of a solution: where they are, that values stay, and what XLA makes of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._base.jax_names import user_line
+from shardrules._program.solve.activations import activations, constrained_step, seams
+from shardrules._program.solve.layout import LaidSpread, Layout, StepArrays
+from shardrules._program.solve.rewrite import sites
+
+LAYERS, ROWS, WIDTH, HIDDEN, WORDS = 2, 8, 16, 32, 64
+
+
+@jax.custom_vjp
+def square(x):
+    return x * x
+
+
+square.defvjp(lambda x: (x * x, x), lambda x, g: (2 * x * g,))
+
+
+def layer(x, w):
+    def passed(x):
+        return x @ w["up"] @ w["down"]
+
+    x = x + square(jax.nn.relu(x @ w["up"])) @ w["down"]
+    return jax.lax.cond(x[0, 0] > 0, passed, lambda x: x, x), None
+
+
+def loss(params, rows):
+    x = params["embed"][rows]
+    x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+    return (x @ params["head"]).sum()
+
+
+def train(params, rows):
+    value, grads = jax.value_and_grad(loss)(params, rows)
+    _, turned = jax.lax.while_loop(
+        lambda carry: carry[0] < 2,
+        lambda carry: (carry[0] + 1, carry[1] @ params["turn"]),
+        (0, params["embed"][rows]),
+    )
+    return jax.tree.map(lambda p, g: p - g, params, grads), (value, turned)
+
+
+SHAPES = {
+    "embed": (WORDS, WIDTH),
+    "turn": (WIDTH, WIDTH),
+    "head": (WIDTH, WORDS),
+    "layers": {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)},
+}
+RULES = [("embed", ("tp", "fsdp")), ("head|turn", ("fsdp", "tp")),
+         ("up", (None, "fsdp", "tp")), ("down", (None, "tp", "fsdp"))]  # fmt: skip
+
+
+def mesh_of(fsdp, tp):
+    return Mesh(np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp), ("fsdp", "tp"))
+
+
+def shapes(tree):
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), tree, is_leaf=is_shape)
+
+
+def traced(mesh, function=train):
+    plan = sr.plan(shapes(SHAPES), RULES, mesh)
+    rows = jax.ShapeDtypeStruct((ROWS,), "int32", sharding=NamedSharding(mesh, P("fsdp")))
+    return sr.trace(jax.jit(function, donate_argnums=0), plan, rows)
+
+
+def layout(step):
+    """Rows by fsdp, hidden units by tp, where they divide; as a solution has it for all arrays."""
+    spread = step._spread(None)
+    cuts = dict(spread.cuts)
+    for number, value in enumerate(step._equations.values):
+        if value.shape[:1] == (ROWS,):
+            tail = [("tp",) if size == HIDDEN else () for size in value.shape[1:]]
+            cuts[number] = (("fsdp",), *tail)
+    return SimpleNamespace(cuts=cuts, reads={}, sums=set())
+
+
+def shaped(step):
+    return step.plan.abstract(), jax.ShapeDtypeStruct((ROWS,), "int32")
+
+
+def values(mesh, most):
+    keys = iter(jax.random.split(jax.random.key(3), 9))
+    params = jax.tree.map(
+        lambda s: jax.random.randint(next(keys), s.shape, -most, most + 1).astype("float32"),
+        shapes(SHAPES),
+    )
+    params = jax.tree.map(jax.device_put, params, sr.plan(params, RULES, mesh).shardings())
+    return params, jax.device_put(jax.numpy.arange(ROWS) * 5, NamedSharding(mesh, P("fsdp")))
+
+
+@pytest.mark.parametrize(("fsdp", "tp"), [(1, 1), (4, 2), (2, 4), (8, 1)])
+def test_values_are_those_of_the_step(fsdp, tp):
+    """Whole numbers, of which sums are the same in whatever order they are added."""
+    mesh = mesh_of(fsdp, tp)
+    step = traced(mesh)
+    params, rows = values(mesh, 1)
+    expected = jax.jit(train)(params, rows)
+    assert all(np.abs(leaf).max() < 2**24 for leaf in jax.tree.leaves(expected))
+    result = constrained_step(step, layout(step), mesh)(params, rows)
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    for mine, theirs in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_constraints_are_in_loops_branches_rules_of_gradients_and_what_is_recomputed():
+    mesh = mesh_of(4, 2)
+    step = traced(mesh)
+    spread = layout(step)
+    rows = seams(step, spread)
+    depths = {len(row.site) for row in rows}
+    assert len(depths) > 2
+    text = str(constrained_step(step, spread, mesh).trace(*shaped(step)).jaxpr)
+    assert text.count("sharding_constraint[") >= len(rows) > 8
+    lines = {row.line.rpartition("/")[2] for row in activations(step, spread)}
+    source = __file__.rpartition("/")[2]
+    assert all(line.startswith(source) for line in lines)
+
+
+def test_hidden_units_are_sharded_by_the_constraint_alone():
+    mesh = mesh_of(4, 2)
+
+    def forward(params, rows):
+        return params["embed"][rows] @ params["turn"] @ params["head"]
+
+    step = traced(mesh, forward)
+    spread = layout(step)
+    (last,) = (row for row in seams(step, spread) if row.number == step._equations.body.outputs[0])
+    spread.cuts[last.number] = ((), ("fsdp", "tp"))
+    params, rows = values(mesh, 1)
+    result = constrained_step(step, spread, mesh)(params, rows)
+    assert result.sharding.spec == P(None, ("fsdp", "tp"))
+
+
+def test_a_line_is_as_a_user_writes_it():
+    step = traced(mesh_of(4, 2))
+    rows = activations(step, layout(step))
+    texts = list(map(str, rows))
+    assert len(texts) == len(set(texts))
+    table = next(text for text in texts if "gather" in text)
+    assert "x = jax.lax.with_sharding_constraint(x, P('fsdp'))  # float32[8,16], gather" in table
+    assert any("P('fsdp', 'tp'))  # float32[8,32], dot_general" in text for text in texts)
+
+
+def test_constraints_of_the_program_are_replaced():
+    mesh = mesh_of(4, 2)
+
+    def forward(params, rows):
+        x = params["embed"][rows] @ params["turn"]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "tp"))) * 2
+
+    step = traced(mesh, forward)
+    spread = layout(step)
+    other = mesh_of(2, 4)
+    params, rows = values(other, 1)
+    assert any(row.replaces for row in activations(step, spread))
+    result = constrained_step(step, spread, other)(params, rows)
+    assert result.sharding.mesh.shape == {"fsdp": 2, "tp": 4}
+    np.testing.assert_array_equal(result, forward(jax.device_get(params), jax.device_get(rows)))
+
+
+def test_shardings_of_the_programs_results_are_replaced():
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+    held = NamedSharding(mesh, P("fsdp"))
+    double = jax.jit(lambda w: 2 * w, out_shardings=held)
+    step = sr.trace(jax.jit(lambda w: double(w) + 1, out_shardings=held), shapes((64, 64)), on=mesh)
+    solution = sr.solve(step, mesh, hardware="v5p", keep=[("", P())])
+    w = np.arange(64.0 * 64, dtype="float32").reshape(64, 64)
+    with solution.constraints() as constrained:
+        result = constrained(w)
+        compiled = constrained.lower(jax.device_put(w, NamedSharding(mesh, P()))).compile()
+    assert result.sharding.spec == P()
+    np.testing.assert_array_equal(result, 2 * w + 1)
+    assert not sr.inspect(compiled, (None,)).collectives
+
+
+def test_every_operation_but_those_of_devices_has_a_site():
+    mesh = mesh_of(4, 2)
+    step = traced(mesh)
+    found = list(sites(step._closed, step._equations.body))
+    operations = [id(operation) for operation, _ in step._equations.operations()]
+    in_sites = {id(operation) for _, operation in found}
+    assert set(operations) - in_sites <= {
+        id(operation)
+        for operation, _ in step._equations.operations()
+        if operation.name in ("checkpoint", "remat2")
+    }
+    assert len(found) == len({site for site, _ in found})
+
+
+def test_other_arguments_are_refused():
+    mesh = mesh_of(4, 2)
+    step = traced(mesh)
+    run = constrained_step(step, layout(step), mesh)
+    params, rows = values(mesh, 1)
+    with pytest.raises(ValueError, match=r"inputs/1: its shape is \[4\].*traced with \[8\]"):
+        run(params, rows[:4])
+    with pytest.raises(ValueError, match="5 arrays are given, and it was traced with 6"):
+        run(params["layers"] | {"embed": params["embed"], "turn": params["turn"]}, rows)
+
+
+def test_an_explicit_mesh_is_refused():
+    types = jax.sharding.AxisType
+    devices = np.array(jax.devices()).reshape(4, 2)
+    explicit = Mesh(devices, ("fsdp", "tp"), axis_types=(types.Explicit, types.Auto))
+    step = traced(mesh_of(4, 2))
+    with pytest.raises(ValueError, match="mesh: fsdp are Explicit"):
+        constrained_step(step, layout(step), explicit)
+
+
+@pytest.mark.parametrize("is_constrained", [True, False])
+def test_an_operation_reads_as_was_priced(is_constrained):
+    """Rows by both axes, hidden units by one: else XLA gathers hidden units, not weights."""
+    mesh = mesh_of(4, 2)
+    sizes = {"gate": (64, 256), "up": (64, 256), "down": (256, 64)}
+    x = jax.ShapeDtypeStruct(
+        (16, 32, 64), "float32", sharding=NamedSharding(mesh, P(mesh.axis_names))
+    )
+
+    def loss(w, x):
+        hidden = jax.nn.silu(x @ w["gate"]) * (x @ w["up"])
+        return jax.numpy.mean(jax.numpy.square(x + hidden @ w["down"]))
+
+    plan = sr.plan(shapes(sizes), [("down", ("tp", "fsdp")), (".*", ("fsdp", "tp"))], mesh)
+    step = sr.trace(jax.jit(jax.grad(loss)), plan, x)
+    axes = {"batch": ("fsdp", "tp"), "hidden": ("tp",)}
+    by_class = {name: axes.get(role, ()) for name, role in step._roles.of.items()}
+    arrays = StepArrays(step._equations, step._roles, dict(mesh.shape))
+    spread = LaidSpread(arrays, Layout(by_class, ("fsdp",)))
+    most = max(sent.payload for sent in spread.sent if sent.kind == "all-gather")
+    read = [row for row in activations(step, spread) if row.is_read]
+    assert {row.shape for row in read} == {(16, 32, 64), (64, 256), (256, 64)}
+    assert "into dot_general" in str(read[0])
+    if not is_constrained:
+        spread.reads.clear()
+    run = constrained_step(step, spread, mesh)
+    proof = sr.prove(run, plan, x)
+    gathered = [sent.payload for sent in proof.collectives if sent.kind == "all-gather"]
+    assert (max(gathered) <= most) == is_constrained
+
+
+def test_what_jax_adds_has_the_line_of_what_reads_it(monkeypatch):
+    step = traced(mesh_of(2, 2))
+    spread = layout(step)
+    line_of = user_line
+    monkeypatch.setattr(
+        "shardrules._program.solve.activations.user_line",
+        lambda eqn: None if eqn.primitive.name == "gather" else line_of(eqn),
+    )
+    rows = activations(step, spread)
+    gathers = [row for row in rows if row.operation.endswith("gather")]
+    assert gathers
+    assert all("test_activations.py:" in row.line for row in gathers)
+    monkeypatch.setattr("shardrules._program.solve.activations.user_line", lambda eqn: None)
+    assert all(str(row).startswith("no line is known of ") for row in activations(step, spread))

@@ -1,0 +1,221 @@
+"""The optimum of `solve` against all assignments, tried one by one with the step's own price."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from math import inf, prod
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardrules as sr
+from shardrules._estimate.step_time import machine_of
+from shardrules._plan.table import OVERLAP
+from shardrules._program.solve.meshes import Case, Task, _searched, best_of
+from shardrules._program.solve.resident import Resident
+from shardrules._program.solve.search import Search
+from shardrules._program.solve.space import Space
+from shardrules._program.solve.terms import Terms
+from tests.support.random_steps import random_step
+
+MACHINE = machine_of("v5p", (), OVERLAP, None, is_traced=True)
+ROOM = 10**18
+MESHES = ({"a": 4}, {"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 3})
+
+
+def space_of(seed):
+    return Space(random_step(seed), MESHES[seed % len(MESHES)], MACHINE, ROOM, fixed={})
+
+
+def assignments(space):
+    for row in product(*space.values.values()):
+        yield dict(zip(space.values, row, strict=True))
+
+
+def random_assignment(space, rng):
+    return {name: rng.choice(values) for name, values in space.values.items()}
+
+
+def is_optimum(seed, most=1024):
+    """Whether what is found is the best of all; None if there are too many to try."""
+    rng = random.Random(seed)
+    space = space_of(seed)
+    if prod(map(len, space.values.values())) > most:
+        return None
+    costs = [space.cost(assignment) for assignment in assignments(space)]
+    peaks = sorted(cost.memory.peak for cost in costs)
+    space.hbm = rng.choice((ROOM, rng.choice(peaks), peaks[len(peaks) // 10], peaks[0] - 1))
+    fitting = [c.time.total for c in costs if c.memory.peak <= space.hbm]
+    search = Search(space)
+    search.begin()
+    search.run()
+    if not fitting:
+        return search.assignment is None
+    cost = space.cost(search.assignment)
+    return (
+        cost.time.total == pytest.approx(min(fitting), rel=1e-7, abs=1e-11)
+        and search.bound == pytest.approx(min(fitting), rel=1e-7, abs=1e-11)
+        and cost.memory.peak <= space.hbm
+    )
+
+
+def test_the_optimum_is_the_best_of_all():
+    verdicts = [is_optimum(seed, 128) for seed in range(90)]
+    assert [seed for seed, verdict in enumerate(verdicts) if verdict is False] == []
+    assert verdicts.count(True) >= 20
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_terms_add_up_to_the_price_of_the_step(seed):
+    space, rng = space_of(seed), random.Random(seed)
+    terms = Terms(space)
+    for _ in range(6):
+        assignment = random_assignment(space, rng)
+        price = pytest.approx(space.cost(assignment).time.total, rel=1e-7, abs=1e-11)
+        assert terms.total(assignment).total == price
+
+
+def test_terms_have_the_branch_that_computes_most():
+    def step(w, x, i):
+        return jax.lax.switch(i, [lambda: x @ w, lambda: jnp.sum(x @ w) * (w @ (w @ x.T)).T])
+
+    traced = sr.trace(
+        step,
+        jax.ShapeDtypeStruct((2048, 2048), "float32"),
+        jax.ShapeDtypeStruct((4096, 2048), "float32"),
+        jax.ShapeDtypeStruct((), "int32"),
+    )
+    space = Space(traced, {"a": 2, "b": 2}, MACHINE, None, fixed={})
+    terms = Terms(space)
+    for seed in range(6):
+        assignment = random_assignment(space, random.Random(seed))
+        price = pytest.approx(space.cost(assignment).time.total, rel=1e-7)
+        assert terms.total(assignment).total == price
+
+
+def test_terms_have_what_a_square_array_sends_when_it_is_transposed():
+    square = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    # One class for both dimensions, whose axes cut the first of them before and behind.
+    traced = sr.trace(lambda w: w @ w + jnp.sin(w.T), square)
+    space = Space(traced, {"a": 4}, MACHINE, None, fixed={})
+    for axes in ((), ("a",)):
+        assignment = dict.fromkeys(space.values, axes)
+        cost = space.cost(assignment)
+        sent = {row.kind for row in cost.spread.sent if row.operation.name == "transpose"}
+        assert sent == ({"all-to-all"} if axes else set())
+        price = pytest.approx(cost.time.total, rel=1e-7)
+        assert Terms(space).total(assignment).total == price
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bounds_are_below_what_they_bound(seed):
+    space, rng = space_of(seed), random.Random(seed)
+    terms, resident = Terms(space), Resident(space)
+    for _ in range(6):
+        whole = random_assignment(space, rng)
+        part = {name: value for name, value in whole.items() if rng.random() < 0.5}
+        rows = [terms.least(place, part) for place in range(len(terms.terms))]
+        assert max(map(sum, zip(*rows, strict=True))) <= terms.total(whole).total * (1 + 1e-9)
+        assert resident.least(part) <= resident.least(whole) <= space.peak(whole)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_mesh_is_that_of_the_best_solution(seed):
+    meshes = ({"a": 7}, {"a": 4}, {"a": 2, "b": 2})
+    task = Task(random_step(seed), MACHINE, 10**15)
+    alone = [best_of(task, [mesh], None).cost.time.total for mesh in meshes]
+    best = best_of(task, meshes, None)
+    assert best.cost.time.total == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
+    assert best.bound == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
+    assert alone[meshes.index(best.case.mesh)] == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
+
+
+def test_what_one_search_has_found_is_not_taken_for_another_s(monkeypatch):
+    """The first finds 5 s and then 3 s, the second 4 s and nothing better."""
+
+    def finds(of):
+        def run(search):
+            if of[search.name] < search.seconds:
+                search.seconds, search.assignment = of[search.name], {}
+
+        return run
+
+    monkeypatch.setattr(Search, "begin", finds({"first": 5.0, "second": 4.0}))
+    monkeypatch.setattr(Search, "run", finds({"first": 3.0, "second": 4.0}))
+    first, second = (
+        SimpleNamespace(name=name, seconds=inf, assignment=None, is_over=False, bound=0.0)
+        for name in ("first", "second")
+    )
+    best = _searched([Case(None, {}, (), first), Case(None, {}, (), second)])
+    assert best.search is first
+
+
+def test_a_search_that_is_over_says_how_good_any_can_be():
+    space = space_of(3)
+    search, late = Search(space), Search(space, until=0.0)
+    search.begin()
+    search.run()
+    late.begin()
+    late.run()
+    assert late.is_over
+    assert not search.is_over
+    assert 0 < late.bound <= search.bound == search.seconds <= late.seconds < inf
+
+
+@pytest.mark.parametrize("where", ["_join", "_entries"])
+def test_the_time_is_looked_at_amid_what_a_node_leaves(monkeypatch, where):
+    """Parts of many assignments take minutes: the node stays in the bound, and none is tried."""
+    search = Search(space_of(3), until=1.0)
+    search.heap, now, after = [search._root()], [0.0], []
+    begin, is_over = getattr(Search, where), Search.is_over_memory
+
+    def late(self, *args):
+        now[0] = 2.0
+        return begin(self, *args)
+
+    def counted(self, assignment):
+        after.append(now[0])
+        return is_over(self, assignment)
+
+    monkeypatch.setattr("shardrules._program.solve.search.monotonic", lambda: now[0])
+    monkeypatch.setattr(Search, where, late)
+    monkeypatch.setattr(Search, "is_over_memory", counted)
+    search.run()
+    assert search.is_over
+    assert search.heap
+    assert 2.0 not in after
+    whole = Search(space_of(3))
+    whole.begin()
+    whole.run()
+    assert 0 < search.bound <= whole.seconds
+
+
+def test_the_first_of_equal_axes_is_on_data():
+    def train(params, x):
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(mlp)(params, x))
+
+    def mlp(params, x):
+        return jnp.sum(jax.nn.relu(x @ params["up"]) @ params["down"])
+
+    tree = {"up": jax.ShapeDtypeStruct((512, 2048), "float32"),
+            "down": jax.ShapeDtypeStruct((2048, 512), "float32")}  # fmt: skip
+    # The batch has one factor of 2.
+    step = sr.trace(train, tree, jax.ShapeDtypeStruct((2 * 4095, 512), "float32"))
+    search = Search(Space(step, {"fsdp": 2, "tp": 2}, MACHINE, ROOM, fixed={}))
+    search.begin()
+    search.run()
+    (batch,) = [name for name in search.space.values if step._roles.of.get(name) == "batch"]
+    other = {"fsdp": "tp", "tp": "fsdp"}
+    ties = []
+    for axis in ("fsdp", "tp"):
+        if search.assignment[batch] != (axis,):
+            search.assignment = {
+                name: tuple(sorted(map(other.get, axes)))
+                for name, axes in search.assignment.items()
+            }
+        search.simplify()
+        ties.append(search.assignment[batch])
+    assert ties == [("fsdp",), ("fsdp",)]

@@ -1,0 +1,201 @@
+"""Rules of a solution: they give each leaf its cuts, are few, and the same for a larger model."""
+
+from __future__ import annotations
+
+import random
+
+import jax
+import pytest
+
+import shardrules as sr
+from shardrules._base.specs import entries_of, entry_axes
+from shardrules._program.solve.rules import with_cuts
+from shardrules._writer.draft import MOST_RULES
+from tests.support import corpus, models
+from tests.support.models import array
+
+MESH = {"fsdp": 8, "tp": 4}
+EXPERTS = {"fsdp": 8, "ep": 4, "tp": 2}
+
+
+def cuts_of(plan):
+    """{path: the axes of each dimension}."""
+    rows = {}
+    for path in plan.paths:
+        kind = plan.kind(path)
+        axes = tuple(map(entry_axes, entries_of(kind.spec or ())))
+        rows[path] = axes + ((),) * (len(kind.shape) - len(axes))
+    return rows
+
+
+def bare(tree, mesh=MESH, names=None):
+    rules = [(".*", ())] if names is None else sr.LogicalRules([])
+    return sr.plan(tree, rules, mesh, names=names)
+
+
+def spec_text(value):
+    units = getattr(value, "units", None)
+    return (*map(str, entries_of(getattr(value, "spec", value))), *([units] if units else []))
+
+
+MODELS = {
+    "llama": models.llama(),
+    "gemma": models.gemma(4),
+    "mamba": models.mamba(),
+    "diffusion transformer": models.diffusion_transformer(),
+    "siglip": models.siglip(2),
+    "gpt_oss": models.gpt_oss(),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", [MESH, EXPERTS], ids=str)
+def test_rules_give_all_leaves_the_cuts_of_another_plan(name, mesh):
+    wanted = cuts_of(sr.suggest(MODELS[name], mesh).plan)
+    plan, note = with_cuts(bare(MODELS[name], mesh), wanted)
+    assert cuts_of(plan) == wanted
+    assert not note
+    assert len(plan.rules) <= MOST_RULES
+    assert not plan.coverage.dead
+    assert not plan.coverage.shadowed
+    assert len(plan.rules.all_matches("~")) == 0
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "mixtral-8x22b", "llama-3.1-405b"])
+def test_checkpoints_of_real_names_get_few_rules(name):
+    name = next(other for other in corpus.manifest_names() if name.split("-")[0] in other)
+    tree = corpus.manifest(name).flat(corpus.with_dtype)
+    wanted = cuts_of(sr.suggest(tree, EXPERTS).plan)
+    plan, _ = with_cuts(bare(tree, EXPERTS), wanted)
+    assert cuts_of(plan) == wanted
+    assert len(plan.rules) <= MOST_RULES
+
+
+def test_a_transformer_gets_the_rules_that_an_expert_writes():
+    wanted = cuts_of(sr.suggest(models.llama(), MESH).plan)
+    plan, _ = with_cuts(bare(models.llama(), MESH), wanted)
+    assert {pattern: tuple(spec) for pattern, spec in plan.rules} == {
+        "embed_tokens/embedding": ("tp", "fsdp"),
+        "self_attn/(q|k|v)_proj/kernel": ("fsdp", "tp"),
+        "self_attn/o_proj/kernel": ("tp", "fsdp"),
+        "mlp/(gate|up)_proj/kernel": ("fsdp", "tp"),
+        "mlp/down_proj/kernel": ("tp", "fsdp"),
+        "lm_head/kernel": ("fsdp", "tp"),
+        "scale": (),
+    }
+
+
+@pytest.mark.parametrize("larger", [{"depth": 9}, {"width": 5120, "kv": 2048, "hidden": 16384}])
+def test_a_larger_model_gets_the_same_rules(larger):
+    rules = []
+    for tree in (models.llama(), models.llama(**larger)):
+        plan, _ = with_cuts(bare(tree), cuts_of(sr.suggest(tree, MESH).plan))
+        rules.append(list(plan.rules))
+    assert rules[0] == rules[1]
+
+
+def test_what_is_whole_has_one_rule_and_no_kernel_is_in_it():
+    tree = {
+        f"layers/{i}/{name}": array(*shape)
+        for i in range(3)
+        for name, shape in {
+            "norm_in/weight": (64,),
+            "q_norm/scale": (64,),
+            "mix/lambda": (64,),
+            "router/weight": (64, 8),
+            "up/weight": (64, 256),
+        }.items()
+    }
+    wanted = {path: ((), ("tp",)) if "up" in path else ((),) for path in tree}
+    wanted |= {path: ((), ()) for path in tree if "router" in path}
+    plan, _ = with_cuts(bare(tree), wanted)
+    assert cuts_of(plan) == wanted
+    assert [spec for _, spec in plan.rules].count(()) == 1
+    assert len(plan.rules) == 2
+
+
+def test_layers_that_are_cut_differently_are_told_apart_by_their_numbers():
+    tree = {f"layers/{i}/up": array(64, 256) for i in range(6)}
+    wanted = dict.fromkeys(tree, (("fsdp",), ("tp",))) | {"layers/3/up": ((), ("tp",))}
+    plan, _ = with_cuts(bare(tree), wanted)
+    assert cuts_of(plan) == wanted
+    assert len(plan.rules) == 2
+
+
+def test_heads_hold_on_other_meshes():
+    tree = {"attention": {"q": array(64, 256), "k": array(64, 128)}, "up": array(64, 256)}
+    cuts = (("fsdp",), ("tp",))
+    wanted = {"attention/q": cuts, "attention/k": cuts, "up": cuts}
+    heads = {"attention/q": (1, 32), "attention/k": (1, 32)}
+    plan, _ = with_cuts(bare(tree, {"fsdp": 2, "tp": 4}), wanted, heads)
+    assert cuts_of(plan) == wanted
+    assert len(plan.rules) == 2
+    assert plan.on_mesh({"fsdp": 2, "tp": 8}).kind("attention/k").spec == ("fsdp", None)
+
+
+def test_many_specs_are_still_exact_where_paths_are_random():
+    shuffle = random.Random(7)
+    choices = [((), ()), (("fsdp",), ()), ((), ("tp",)), (("fsdp",), ("tp",)), (("tp",), ("fsdp",))]
+    for _ in range(60):
+        words = [shuffle.choice("abcdefg") * shuffle.randint(1, 3) for _ in range(12)]
+        tree = {
+            f"{shuffle.choice(words)}/{shuffle.choice(words)}/{shuffle.randint(0, 3)}/"
+            f"{shuffle.choice(words)}": array(64, 64)
+            for _ in range(shuffle.randint(1, 30))
+        }
+        wanted = {path: shuffle.choice(choices) for path in tree}
+        plan, _ = with_cuts(bare(tree), wanted)
+        assert cuts_of(plan) == wanted
+
+
+NAMES = {"embed": ("vocab", "embed"), "up": ("embed", "mlp"), "down": ("mlp", "embed"),
+             "norm": ("norm",)}  # fmt: skip
+TREE = {"embed": array(512, 64), "up": array(64, 256), "down": array(256, 64),
+            "norm": array(64)}  # fmt: skip
+
+
+class TestNames:
+    def test_names_have_a_table(self):
+        wanted = {
+            "embed": (("tp",), ("fsdp",)),
+            "up": (("fsdp",), ("tp",)),
+            "down": (("tp",), ("fsdp",)),
+            "norm": ((),),
+        }
+        plan, note = with_cuts(bare(TREE, names=NAMES), wanted)
+        assert not note
+        assert cuts_of(plan) == wanted
+        assert dict(plan.rules) == {"vocab": "tp", "embed": "fsdp", "mlp": "tp", "norm": None}
+
+    def test_a_name_loses_an_axis_where_another_has_it(self):
+        tree = {"w": array(8, 64, 256), "q": array(64, 256)}
+        names = {"w": ("experts", "embed", "mlp"), "q": ("embed", "heads")}
+        wanted = {"w": (("fsdp",), (), ("tp",)), "q": (("fsdp",), ("tp",))}
+        plan, note = with_cuts(bare(tree, names=names), wanted)
+        assert not note
+        assert cuts_of(plan) == wanted
+
+    def test_what_no_table_can_say_is_said_by_paths_with_the_reason(self):
+        wanted = {
+            "embed": ((), ()),
+            "up": (("fsdp",), ("tp",)),
+            "down": (("tp",), ("fsdp",)),
+            "norm": ((),),
+        }
+        plan, note = with_cuts(bare(TREE, names=NAMES), wanted)
+        assert isinstance(plan.rules, sr.Rules)
+        assert cuts_of(plan) == wanted
+        assert "no table of logical axis names gives 'embed' P()" in note
+
+
+def test_what_rules_cannot_say_is_refused_with_the_leaf():
+    tree = {f"{name}": array(64, 64) for name in ("a", "b")}
+    plan = sr.plan(tree, [], {"tp": 8})
+    with pytest.raises(ValueError, match="'a': rules of the dialect eformer cannot give it"):
+        with_cuts(plan, {"a": ((), ("tp",)), "b": ((), ())}, {"a": (1, 32)})
+
+
+def test_the_plan_of_arrays_is_that_of_their_shapes():
+    tree = {"w": jax.numpy.zeros((8, 8))}
+    plan, _ = with_cuts(bare(tree), {"w": (("fsdp",), ())})
+    assert cuts_of(plan) == {"w": (("fsdp",), ())}
