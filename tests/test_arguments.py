@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "nested": NOT_TRUTH,
         "dim place fallback reduce input_gradients level layout effort indivisible rank unconstrained keys "
         "precedence unmatched Dialect.scalars Dialect.min_size": (*NOT_CHOICE, None),
-        "scalars remat": NOT_CHOICE,
+        "scalars": NOT_CHOICE,
         "match": (3, 0, "search", [], ["silly"], [3], THING, HUGE),
         "dtype gradients": NOT_DTYPE,
         "Plan.traffic.activations": (*NOT_DTYPE, None),
@@ -139,8 +139,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "match_partition_rules.tree Rules.match.tree with_logical_constraint.tree": (),
         "rules": NOT_RULES,
         "Rules.rules": (*NOT_RULES, None),
-        "named_shardings.rules plan.rules spec_for.rules Plan.with_rules.rules Suggestion.compare.rules "
-        "Solution.compare.rules": NOT_PAIRS,
+        "named_shardings.rules plan.rules spec_for.rules Plan.with_rules.rules Suggestion.compare.rules": NOT_PAIRS,
         "like": NOT_RULES,
         "reshard.rules shard.rules with_sharding_constraint.rules": NOT_DECIDERS,
         "load.rules": (*NOT_DECIDERS, None),
@@ -273,7 +272,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.first_match": (sr.Rules(RULES).first_match, {"path": "w"}),
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE}),
     "Rules.with_axes": (sr.Rules(RULES).with_axes, {"axes": {"tp": ("kv", "rep")}}),
-    "Solution.compare": (SOLUTION.compare, {"rules": RULES}),
     "Step.explain": (STEP.explain, {"path": "w"}),
     "Step.findings": (STEP.findings, {"plan": PLAN, "large": 1}),
     "Step.largest_batch": (STEP.largest_batch, {"plan": PLAN, "hbm": 10**9}),
@@ -321,7 +319,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 # Values and records that the package makes, for reading.
 MADE_BY_US = {
-    "Activation", "Alternative", "Buffer", "Change", "ClassChoice", "RematChoice", "Gain", "ProofRound",
+    "Activation", "Alternative", "Buffer", "Change", "ClassChoice", "ProofRound",
     "SentBytes", "Solution", "Solution.constraints", "SolutionProof", "Collective", "Comparison", "CompileLog",
     "CutReason", "Reason", "Suggestion", "Coverage", "DeviceBytes", "DimensionClass", "Explanation",
     "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place",

@@ -130,7 +130,6 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), "compiled for one device"),
     "Step": (step, "dimensions of the arguments, by what must be sharded alike"),
     "Solution": (solution, " a step on fsdp=4"),
-    "Gain": (lambda: trained().compare([(".*", "fsdp")]), " a step"),
     "SolutionProof": (solved_proof, "round 1: predicted "),
     "ProofRound": (lambda: solved_proof().best, "sent over fsdp"),
     "CompileLog": (lambda: sr.types.CompileLog((RESHARD,)), "f32[16,512] (jit(step)/add) from "),
@@ -158,7 +157,6 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "DimensionClass": lambda: step().dimensions[0],
     "Work": lambda: step().work[0],
     "ClassChoice": lambda: solution().choices[0],
-    "RematChoice": lambda: sr.types.RematChoice("train.py:9", 4, 2**20, recomputes=True),
     "Alternative": lambda: solution().choices[0].alternatives[0],
     "Activation": lambda: solution().activations[0],
     "SentBytes": lambda: solved_proof().best.sent[0],
@@ -287,7 +285,7 @@ def test_a_record_with_long_fields_is_short():
 
 
 # They have arrays or kinds, which `==` does not compare.
-WITH_IDENTITY = {"Gain", "SolutionProof", "ProofRound", "Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "Comparison", "DeviceBytes", "Change",
+WITH_IDENTITY = {"SolutionProof", "ProofRound", "Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "Comparison", "DeviceBytes", "Change",
                  "TransferRow", "Kind", "Program", "Proof", "Step", "CompileLog"}  # fmt: skip
 
 

@@ -359,7 +359,6 @@ OF_SOLUTIONS = {
     "a solution proved nowhere": (lambda: solution().prove(), "of no devices", "jax.make_mesh((2, 4), ('fsdp', 'tp'))", "on=shardrules.Topology("),
     "a solution without devices": (lambda: solution().constraints().__enter__(), "of no devices", "jax.make_mesh((2, 4), ('fsdp', 'tp'))"),
     "a solution on another mesh": (lambda: solution().constraints(MESH).__enter__(), "fsdp=1,tp=1", "the solution is for fsdp=2,tp=4"),
-    "a file to compare with": (lambda: solution().compare("rules.toml"), "'rules.toml'", "shardrules.read_rules(path).rules"),
     "rules for the largest batch": (lambda: STEP.largest_batch(RULES, 95e9), "(a list)", "that of shardrules.plan"),
     "a sweep that proves nowhere": (lambda: PLAN.sweep(devices=8, step=STEP, prove=3), "prove: give the topology", "devices='v5p:8x8x8'"),
     "a sweep that proves one mesh": (lambda: PLAN.sweep(devices=SLICE, step=STEP, prove=3), "a function of the mesh", "the Step of trace"),

@@ -95,13 +95,6 @@ def suggested(given: Any) -> dict[str, Any]:
     return of_tree((NAMED_PLAN if is_named else PLAN).with_rules(given).specs())
 
 
-def solved(given: Any) -> dict[str, Any]:
-    plan = NAMED_PLAN if isinstance(given, sr.LogicalRules) else PLAN
-    step = sr.trace(lambda params: jax.tree.map(lambda leaf: leaf + 1, params), plan)
-    sr.solve(step, MESH, hardware="v5p").compare(given)
-    return of_tree(plan.with_rules(given).specs())
-
-
 class Row(NamedTuple):
     """A callable: what it answers, and the kinds of rules that it refuses."""
 
@@ -147,7 +140,6 @@ CENSUS: dict[str, Row] = {
         )
     ),
     "Suggestion.compare.rules": Row(suggested),
-    "Solution.compare.rules": Row(solved),
     "spec_for.rules": Row(
         lambda given: {
             path: cut(sr.spec_for(path, leaf.shape,

@@ -30,11 +30,9 @@ from shardrules._program.program import Program as Program
 from shardrules._program.solve.activations import Activation as Activation
 from shardrules._program.solve.choices import Alternative as Alternative
 from shardrules._program.solve.choices import ClassChoice as ClassChoice
-from shardrules._program.solve.outcome import Gain as Gain
 from shardrules._program.solve.proof import ProofRound as ProofRound
 from shardrules._program.solve.proof import SentBytes as SentBytes
 from shardrules._program.solve.proof import SolutionProof as SolutionProof
-from shardrules._program.solve.recompute import RematChoice as RematChoice
 from shardrules._program.solve.solution import Solution as Solution
 from shardrules._program.step.step import DimensionClass as DimensionClass
 from shardrules._program.step.step import Step as Step

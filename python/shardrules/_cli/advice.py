@@ -101,15 +101,15 @@ def solved(args: Args, function: str, rules: Any = None) -> Solution:
         try:
             return solve(
                 step, on, hardware=hardware, hbm=inputs.memory("--hbm", "a device", args.hbm),
-                remat=getattr(args, "remat", None), time_limit=getattr(args, "time_limit", None),
+                time_limit=getattr(args, "time_limit", None),
             )  # fmt: skip
         except ValueError as error:  # of several lines, where nothing fits
             raise FileError(*str(error).splitlines()) from None
 
 
 def constraint_lines(solution: Solution) -> list[str]:
-    """Return the lines of constraints, and of loops, as comments of a rule file."""
-    return [f"# {line}" for line in (*solution.activations, *solution.remat)]
+    """Return the lines of constraints as comments of a rule file."""
+    return [f"# {line}" for line in solution.activations]
 
 
 def solver_notes(solution: Solution) -> Iterator[str]:

@@ -327,7 +327,7 @@ def step(args: Args) -> None:
 
 @_command(
     "my_package.train:step_on --on v5p:8x8x8 > rules.toml",
-    "function on slices mesh hardware axes rules hbm remat time_limit format html",
+    "function on slices mesh hardware axes rules hbm time_limit format html",
     function={
         "help": "package.module:function, which takes the mesh, here one without devices, and the "
         "rules of --rules, and returns (step, arguments), as shardrules.trace takes them, or "

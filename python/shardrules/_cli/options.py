@@ -29,8 +29,6 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "fast": ("--fast", "Compile at JAX's optimization level O1: sooner, other memory.", {}),
         "time_limit": ("--time-limit SECONDS", "Seconds after which the best so far is taken, with "
             "its gap.", {"least": 1}),
-        "remat": ("--remat {choose}", "Choose as well which loops recompute what their gradient "
-            "reads.", {}),
         "timeout": ("--timeout SECONDS", "Seconds that the compiler may take. What is known by "
             "then is shown: all but the time of a step; or nothing, with exit code 2.",
             {"least": 1}),

@@ -149,7 +149,7 @@ def test_what_one_search_has_found_is_not_taken_for_another_s(monkeypatch):
         SimpleNamespace(name=name, seconds=inf, assignment=None, is_over=False, bound=0.0)
         for name in ("first", "second")
     )
-    best = _searched([Case(None, {}, (), first), Case(None, {}, (), second)])
+    best = _searched([Case(None, {}, first), Case(None, {}, second)])
     assert best.search is first
 
 

@@ -11,7 +11,6 @@ from shardrules._program.solve.space import STORED
 
 if TYPE_CHECKING:
     from shardrules._program.solve.meshes import Best
-    from shardrules._program.solve.recompute import RematChoice
     from shardrules._program.step.dimension_roles import ClassRole
 
 _ALTERNATIVES: Final = 2
@@ -79,7 +78,7 @@ def _alternatives(best: Best, name: int) -> Iterator[Alternative]:
         yield Alternative(others[i][name], seconds, search.space.peak(others[i]))
 
 
-def reasons(best: Best, rows: Iterable[ClassChoice], remat: Iterable[RematChoice]) -> Iterator[str]:
+def reasons(best: Best, rows: Iterable[ClassChoice]) -> Iterator[str]:
     """Yield lines: what each choice saves, and what was left out."""
     space = best.search.space
     for row in rows:
@@ -90,7 +89,6 @@ def reasons(best: Best, rows: Iterable[ClassChoice], remat: Iterable[RematChoice
             at = "" if line is None else f" at {line}"
             yield f"the constraint{at} is left out: the solution has one in its place"
     yield from (f"not modelled, and whole on each device: {t}" for t in space.step.unmodelled)
-    yield from map(str, remat)
     if best.is_over:
         yield f"the search was ended: nothing takes less than {seconds_shown(best.bound)}"
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._base.text import bytes_shown, mesh_shown, printable_lines, seconds_shown
 from shardrules._place.mesh import as_mesh
-from shardrules._program.solve.recompute import Block, blocks_of, recomputed
 from shardrules._program.solve.search import ROUNDING, Search
 from shardrules._program.solve.space import Space, fixed_cuts, forbidden_pairs
 from shardrules._program.topologies.topology import Topology, topology_shown
@@ -34,20 +33,14 @@ class Task(NamedTuple):
     keep: tuple[Any, ...] = ()
     forbid: tuple[Any, ...] = ()
     until: float = inf
-    variants: tuple[tuple[Block, ...], ...] = ((),)
-    """Blocks that may recompute together."""
 
     def cases(self, meshes: Sequence[Any], on: Any) -> list[Case]:
-        """Return the searches of each variant on meshes; `on` is the Topology that has these."""
-        steps = [(blocks, recomputed(self.step, blocks)) for blocks in self.variants]
-        return [
-            Case(mesh, sizes, blocks, self._search(step, sizes, on))
-            for mesh in meshes
-            for sizes in [dict(as_mesh(mesh).shape)]
-            for blocks, step in steps
-        ]
+        """Return the searches on meshes; `on` is the Topology that has these."""
+        rows = [(mesh, dict(as_mesh(mesh).shape)) for mesh in meshes]
+        return [Case(mesh, sizes, self._search(sizes, on)) for mesh, sizes in rows]
 
-    def _search(self, step: Step, sizes: Mapping[str, int], on: Any) -> Search:
+    def _search(self, sizes: Mapping[str, int], on: Any) -> Search:
+        step = self.step
         machine = self.machine
         if isinstance(on, Topology):
             machine = machine.on_slice(on, sizes)
@@ -63,21 +56,19 @@ class Task(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A search on a mesh, with the blocks that recompute."""
+    """A search on a mesh."""
 
     mesh: Any
     sizes: dict[str, int]
-    blocks: tuple[Block, ...]
     search: Search
 
     @property
     def rank(self) -> tuple[Any, ...]:
         """Those of which less is known to be possible come first, as they end the others.
 
-        Of those alike that with most devices along its first axes, and that without recomputation.
+        Of those alike that with most devices along its first axes.
         """
-        sizes = [-size for size in self.sizes.values()]
-        return float(f"{self.search.bound:.2g}"), sizes, len(self.blocks)
+        return float(f"{self.search.bound:.2g}"), [-size for size in self.sizes.values()]
 
 
 class Best(NamedTuple):
@@ -171,15 +162,10 @@ def _least_memory(cases: Sequence[Case]) -> tuple[Case, int, Assignment]:
 
 
 def _where_it_fits(task: Task, case: Case, on: Any) -> Iterator[str]:
-    """Yield lines: with recomputation, and on the next slice that exists or larger mesh."""
-    if task.variants == ((),) and (blocks := blocks_of(task.step)):
-        again = task._replace(variants=(tuple(blocks),))
-        if _least_memory(again.cases([case.mesh], on))[1] <= task.hbm:
-            yield "it fits if loops recompute what they save for their gradient: remat='choose'"
+    """Yield the line of the next slice that exists, or larger mesh, on which it fits."""
     axes = tuple(case.sizes)
-    last = task._replace(variants=task.variants[-1:])
     for name, meshes in _larger(on, axes, case.sizes):
-        larger, peak, _ = _least_memory(last.cases(meshes, None))
+        larger, peak, _ = _least_memory(task.cases(meshes, None))
         if peak <= task.hbm:
             where = mesh_shown(larger.sizes)
             yield f"it fits on {name.format(where)}: {prod(larger.sizes.values()):,} devices"

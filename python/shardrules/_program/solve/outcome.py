@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.specs import entries_of, entry_axes
-from shardrules._base.text import answer, bytes_shown, mesh_shown, seconds_shown
+from shardrules._base.text import bytes_shown, mesh_shown, seconds_shown
 from shardrules._place.mesh import as_mesh, context_mesh, has_devices, in_force
 from shardrules._plan.plan import Plan
 from shardrules._program.solve.activations import Activation, activations, constrained_step
@@ -25,30 +25,11 @@ if TYPE_CHECKING:
 
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
-    from shardrules._place.decider import RulesLike
     from shardrules._place.mesh import AnyMesh
-    from shardrules._plan.diff import PlanDiff
     from shardrules._program.solve.layout import LaidSpread
     from shardrules._program.step.step import Step
 
 _HEADS: Final = frozenset(["heads", "KV heads", "query heads of a KV head"])
-
-
-@answer
-class Gain(NamedTuple):
-    """Difference of a solution from other rules for the same step and mesh; `str` words it."""
-
-    diff: PlanDiff
-    """Changes from the other rules to the solution's."""
-    time: tuple[float, float]
-    """Seconds of a step under the other rules, and of the solution."""
-    memory: tuple[int, int]
-    """Bytes that a device needs, of both."""
-
-    def __str__(self) -> str:
-        time, memory = map(seconds_shown, self.time), map(bytes_shown, self.memory)
-        rest = f"{' -> '.join(time)} a step\n{' -> '.join(memory)} on each device"
-        return f"{self.diff}\n{rest}"
 
 
 class Outcome:
@@ -189,29 +170,6 @@ class Outcome:
                 f"{mesh_shown(sizes)}: give a mesh of these axes"
             )
         return choice
-
-    def compare(self, rules: RulesLike) -> Gain:
-        """Compare the solution with other rules, under which the step has its own constraints.
-
-        Args:
-            rules: Rules such as those that the model has: `LogicalRules` if these are.
-
-        Raises:
-            ValueError: The step was traced without a Plan.
-        """
-        step = self.step
-        if step.plan is None:
-            raise ValueError(
-                "compare: the step was traced without a Plan: give shardrules.plan of its "
-                "parameters to trace"
-            )
-        other = step.plan.with_rules(rules).on_mesh(self.mesh)
-        time, memory = step.time(self.machine, other), step.memory(other)
-        return Gain(
-            other.diff(self._ruled.plan),
-            (time.total, self.time.total),
-            (memory.peak, self.memory.peak),
-        )
 
     def _target(self, on: Topology | Mesh | None) -> tuple[Any, Mesh]:
         """Return the devices to compile for, and their mesh of the solution's axes."""

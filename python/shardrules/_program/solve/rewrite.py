@@ -18,8 +18,6 @@ Site = tuple[int, ...]
 """Places of equations, the outermost first; after that of a branch its number."""
 Shardings = Mapping[tuple[Site, int], Any]
 """NamedShardings of the results of equations, by site and place; `~place` is that of an operand."""
-Names = dict[Any, Any]
-"""What is to be read in the place of variables."""
 _OF_CALLS: Final = frozenset(["ctx_mesh", "in_shardings", "out_shardings"])
 
 
@@ -65,11 +63,6 @@ def _sites(jaxpr: Any, ahead: _Ahead, around: Site) -> Iterator[tuple[Site, Trac
         yield site, operation
 
 
-def named(names: Names, atom: Any) -> Any:
-    """Return what is to be read in the place of a variable; literals stay."""
-    return atom if hasattr(atom, "val") else names.get(atom, atom)
-
-
 def constrained(closed: Any, shardings: Shardings, constraint: Callable[[Any, Any], Any]) -> Any:
     """Return a closed jaxpr whose equations' results have these shardings.
 
@@ -78,44 +71,20 @@ def constrained(closed: Any, shardings: Shardings, constraint: Callable[[Any, An
     return _Writer(shardings, constraint).closed(closed, ())
 
 
-class Rewriter:
-    """Writes other equations into jaxprs, from the innermost."""
-
-    def closed(self, closed: Any, around: Site) -> Any:
-        """Write into a jaxpr that has its constants, or has none."""
-        jaxpr, names = open_jaxpr(closed), dict[Any, Any]()
-        eqns = list(self.equations(jaxpr, around, names))
-        outvars = [named(names, atom) for atom in jaxpr.outvars]
-        written = jaxpr.replace(eqns=eqns, outvars=outvars)
-        return written if jaxpr is closed else closed.replace(jaxpr=written)
-
-    def equations(self, jaxpr: Any, around: Site, names: Names) -> Iterator[Any]:
-        """Yield the equations that a jaxpr is to have, and name what has another variable."""
-        raise NotImplementedError
-
-    def params(self, eqn: Any, site: Site) -> dict[str, Any]:
-        """Return the parameters of an equation with what is written into its jaxprs."""
-        params = dict(eqn.params)
-        inner = inner_jaxpr(eqn)
-        if inner is not None:
-            name = next(name for name, value in params.items() if value is inner)
-            params[name] = self.closed(inner, site)
-        written = [self.closed(within, (*site, n)) for n, (_, within) in enumerate(bodies_of(eqn))]
-        if eqn.primitive.name == "cond":
-            params["branches"] = tuple(written)
-        elif written:
-            params[BODIES[eqn.primitive.name]] = written[0]
-        return params
-
-
-class _Writer(Rewriter):
-    """Writes constraints into jaxprs."""
+class _Writer:
+    """Writes constraints into jaxprs, from the innermost."""
 
     def __init__(self, shardings: Shardings, constraint: Callable[[Any, Any], Any]) -> None:
         self._shardings, self._constraint = shardings, constraint
         self._call = _plain_call()
 
-    def equations(self, jaxpr: Any, around: Site, names: Names) -> Iterator[Any]:
+    def closed(self, closed: Any, around: Site) -> Any:
+        """Write into a jaxpr that has its constants, or has none."""
+        jaxpr = open_jaxpr(closed)
+        written = jaxpr.replace(eqns=list(self._equations(jaxpr, around)))
+        return written if jaxpr is closed else closed.replace(jaxpr=written)
+
+    def _equations(self, jaxpr: Any, around: Site) -> Iterator[Any]:
         for place, eqn in enumerate(jaxpr.eqns):
             site = (*around, place)
             if eqn.primitive.name in CONSTRAINTS:
@@ -134,12 +103,26 @@ class _Writer(Rewriter):
                     template = self._constraint(var.aval, sharding)
                     after.append(self._placed(template, eqn, template.invars, [var]))
                     (outvars[result],) = template.invars
-            params = self.params(eqn, site)
+            params = self._params(eqn, site)
             for name in _OF_CALLS & params.keys():  # before, those of the trace and the program
                 plain = self._call[name]
                 params[name] = plain if name == "ctx_mesh" else plain * len(params[name])
             yield eqn.replace(params=params, invars=invars, outvars=outvars)
             yield from after
+
+    def _params(self, eqn: Any, site: Site) -> dict[str, Any]:
+        """Return the parameters of an equation with what is written into its jaxprs."""
+        params = dict(eqn.params)
+        inner = inner_jaxpr(eqn)
+        if inner is not None:
+            name = next(name for name, value in params.items() if value is inner)
+            params[name] = self.closed(inner, site)
+        written = [self.closed(within, (*site, n)) for n, (_, within) in enumerate(bodies_of(eqn))]
+        if eqn.primitive.name == "cond":
+            params["branches"] = tuple(written)
+        elif written:
+            params[BODIES[eqn.primitive.name]] = written[0]
+        return params
 
     def _placed(
         self, template: Any, eqn: Any, invars: Sequence[Any], outvars: Sequence[Any]

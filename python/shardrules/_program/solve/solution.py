@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._base.arguments import check_choice, check_real, check_type, listed, memory_bytes
+from shardrules._base.arguments import check_real, check_type, listed, memory_bytes
 from shardrules._base.text import answer, printable_lines
 from shardrules._estimate.step_time import machine_of
 from shardrules._place.mesh import as_mesh
@@ -20,7 +20,6 @@ from shardrules._program.solve.activations import spec_of_cuts
 from shardrules._program.solve.choices import ClassChoice, choices, reasons
 from shardrules._program.solve.meshes import Best, Task, best_of
 from shardrules._program.solve.proof import Provable
-from shardrules._program.solve.recompute import RematChoice, blocks_of, subsets
 from shardrules._program.solve.space import STORED
 from shardrules._program.step.step import Step
 from shardrules._program.topologies.topology import Topology, topology_of
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._program.solve.layout import LaidSpread
-    from shardrules._program.solve.recompute import Block
 
 _AXES: Final = ("fsdp", "tp")
 HIDES: Final = 0.5
@@ -59,8 +57,6 @@ class Solution(Provable):
     memory: Memory
     bound: float
     """Seconds: no choice in the space takes less."""
-    remat: tuple[RematChoice, ...]
-    """Loops that could save less for their gradient; () if `solve` was not to choose."""
     reasons: tuple[str, ...]
     spread: LaidSpread
     """Cuts of all arrays of the step, and what is sent."""
@@ -75,12 +71,7 @@ class Solution(Provable):
         return self
 
     def __str__(self) -> str:
-        lines = [
-            self.summary,
-            *(f"  {_choice_shown(row)}" for row in self.choices),
-            *(f"  {row}" for row in self.remat),
-        ]
-        return printable_lines(lines)
+        return printable_lines([self.summary, *(f"  {_choice_shown(row)}" for row in self.choices)])
 
     def _parts(self) -> list[Table | str]:
         """Return what notebooks show: beside each choice what the next best costs."""
@@ -89,7 +80,7 @@ class Solution(Provable):
             for row in self.choices
         ]
         lines = printable_lines(["constraints, by line", *map(str, self.activations)])
-        return [self.summary, Table(_COLUMNS, rows), *map(str, self.remat), lines]
+        return [self.summary, Table(_COLUMNS, rows), lines]
 
 
 def _choice_shown(row: ClassChoice) -> str:
@@ -109,7 +100,6 @@ def solve(
     hbm: int | None = None,
     keep: Iterable[Any] = (),
     forbid: Iterable[Any] = (),
-    remat: Literal["choose"] | None = None,
     time_limit: float | None = None,
 ) -> Solution:
     """Find the sharding of a step that takes least time of those that fit.
@@ -125,9 +115,6 @@ def solve(
             a spec.
         forbid: What must not be: pairs of a role, such as "experts", and a mesh axis. Classes
             without a role have "".
-        remat: "choose" to choose as well whether a `lax.scan` saves arrays for its gradient or
-            computes them again, as `jax.checkpoint` of its body does. What the program recomputes
-            already stays so. Default: all is as the program has it.
         time_limit: Seconds after which the search ends with the best that it has, and its gap; so
             does an interrupt. Default: it ends when nothing can be better.
 
@@ -154,8 +141,6 @@ def solve(
         raise ValueError(f"{step.name}: it was traced without arrays among its arguments")
     keep = listed("keep", keep, "patterns, or pairs of a pattern and a spec")
     forbid = listed("forbid", forbid, "pairs of a role and a mesh axis")
-    if remat is not None:
-        check_choice("remat", remat, ("choose",))
     if time_limit is not None:
         check_real("time_limit", time_limit)
         if not time_limit >= 0:
@@ -177,25 +162,22 @@ def solve(
     machine = machine_of(hardware, (), OVERLAP, None, is_traced=True)._replace(hides=HIDES)
     room = machine.hardware.memory_bytes if hbm is None else memory_bytes("hbm", hbm)
     until = inf if time_limit is None else monotonic() + time_limit
-    blocks = blocks_of(step) if remat == "choose" else []
-    task = Task(step, machine, room, keep, forbid, until, tuple(subsets(blocks)))
+    task = Task(step, machine, room, keep, forbid, until)
     options: dict[str, Any] = {
         "hardware": hardware,
         "hbm": hbm,
         "keep": keep,
         "forbid": forbid,
-        "remat": remat,
         "time_limit": time_limit,
     }
     again = partial(solve, step, on, **options)
     place = on if topology is None else topology
-    return _solution(best_of(task, meshes, place), blocks, place, again)
+    return _solution(best_of(task, meshes, place), place, again)
 
 
-def _solution(best: Best, blocks: Iterable[Block], on: Any, again: partial[Solution]) -> Solution:
+def _solution(best: Best, on: Any, again: partial[Solution]) -> Solution:
     space, cost = best.search.space, best.cost
     step, mesh = space.step, best.case.mesh
-    remat = tuple(block.choice(recomputes=block in best.case.blocks) for block in blocks)
     specs = {
         path: spec_of_cuts(cost.spread.target(number))
         for path, number in zip(step._paths, step._equations.body.inputs, strict=True)
@@ -211,8 +193,7 @@ def _solution(best: Best, blocks: Iterable[Block], on: Any, again: partial[Solut
         time=cost.time,
         memory=cost.memory,
         bound=best.bound,
-        remat=remat,
-        reasons=tuple(reasons(best, rows, remat)),
+        reasons=tuple(reasons(best, rows)),
         spread=cost.spread,
         on=on,
         machine=space.machine,

@@ -124,16 +124,6 @@ class Step(TracedStep):
         # Memory, traffic and time of a plan are asked for one after the other.
         self._last: tuple[Plan | None, Spread] | None = None
 
-    def _of_jaxpr(self, closed: Any) -> Step:
-        """Return the step of another jaxpr, with the same arguments and results."""
-        import jax
-        from jax.extend.core import jaxpr_as_fun
-
-        leaves, build = jax.tree_util.tree_leaves, self._out_tree.unflatten
-        function = jax.jit(lambda *args: build(jaxpr_as_fun(closed)(*leaves(args))))
-        traced = TracedFunction(function, closed, self._out_tree)
-        return Step(self.name, traced, self._args, self._paths, self.mesh)
-
     def __copy__(self) -> Step:
         return self
 
