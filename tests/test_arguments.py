@@ -470,13 +470,6 @@ def test_what_is_no_tree_of_arrays_is_told_what_to_give(taking, kind):
     assert [part for part in parts if part not in told] == [], told
 
 
-def test_a_tree_of_shapes_is_no_tree_of_arrays():
-    shapes = {"layers": [{"w": (8, 8)}]}
-    told = message(TAKING_TREES["plan"], shapes)
-    for part in ("tree", "'layers/0/w/0'", "a tuple of them is no shape", "jax.eval_shape"):
-        assert part in told
-
-
 def test_a_model_of_nnx_is_a_tree():
     nnx = pytest.importorskip("flax.nnx")
     layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))

@@ -381,16 +381,48 @@ OF_COMMANDS = {
     "a number as mesh of a project": (lambda: command("check", project='[jobs.a]\nmodel = "model.json"\nmesh = 8'), "mesh is 8", "{ fsdp = 8, tp = 4 }"),
     "a project without jobs": (lambda: command("check", project='model = "model.json"'), "no jobs", "[jobs.NAME]"),
 }  # fmt: skip
+# Arguments in another order, where functions of several orders live side by side.
+OF_ORDERS = {
+    "no mesh": ("plan(tree, rules", lambda: sr.plan(RULES, TREE)),
+    "a mesh by keyword": ("plan(tree, rules, mesh)", lambda: sr.plan(RULES, TREE, mesh=SIZES)),
+    "keywords": ("plan(tree, rules, mesh)", lambda: sr.plan(tree=RULES, rules=TREE, mesh=SIZES)),
+    "Rules last": ("named_shardings(tree, rules, mesh)", lambda: sr.named_shardings(TREE, MESH, sr.Rules(RULES))),
+    "specs last": ("named_shardings(tree, rules, mesh)", lambda: sr.named_shardings(TREE, MESH, PLAN.specs())),
+    "a spec first": ("shard(tree, rules, mesh)", lambda: sr.shard(P("fsdp"), ARRAYS, MESH)),
+    "a spec last": ("shard(tree, rules, mesh)", lambda: sr.shard(ARRAYS, MESH, P("fsdp"))),
+    "a plan first": ("shard(tree, rules", lambda: sr.shard(PLAN, ARRAYS)),
+    "rules last": ("with_sharding_constraint(tree, rules, mesh)", lambda: sr.with_sharding_constraint(ARRAYS, MESH, RULES)),
+    "an array of rules": ("with_sharding_constraint(", lambda: sr.with_sharding_constraint(MESH, np.ones((8, 8)), P("fsdp"))),
+    "a name": ("load(path, rules, mesh)", lambda: sr.load("model.safetensors", MESH, RULES)),
+    "a path": ("load(path, rules, mesh)", lambda: sr.load(Path("model.safetensors"), MESH, RULES)),
+    "sizes first": ("suggest(tree, mesh)", lambda: sr.suggest(SIZES, TREE)),
+    "a mesh before rules": ("reshard(tree, rules, mesh)", lambda: sr.reshard(ARRAYS, MESH, RULES)),
+    "verified by a plan": ("verify(compiled, plan)", lambda: sr.verify(PLAN, COMPILED)),
+}  # fmt: skip
 ALL = (
-    OF_SOLUTIONS
-    | OF_COMMANDS
-    | OF_PLANS
-    | OF_PLACEMENT
-    | OF_TOPOLOGIES
-    | OF_DEVICES
-    | OF_STEPS
-    | OF_FILES
-)
+    OF_SOLUTIONS | OF_COMMANDS | OF_PLANS | OF_PLACEMENT | OF_TOPOLOGIES | OF_DEVICES | OF_STEPS | OF_FILES
+    | {f"{name} in another order": (call, "in another order, ", said) for name, (said, call) in OF_ORDERS.items()}
+)  # fmt: skip
+# They look like arguments in another order, and are other mistakes.
+OF_NO_ORDER = [
+    lambda: sr.plan(TREE, [("(", None)], SIZES),
+    lambda: sr.plan(TREE, {"kernel": P()}, SIZES),
+    lambda: sr.match_partition_rules([("nothing", P())], TREE),
+    lambda: sr.shard({"w": "x"}, RULES, MESH),
+    lambda: sr.named_shardings(TREE, RULES, {"fsdp": 0}),
+    lambda: sr.spec_for("a", (2.5,), RULES, SIZES),
+    lambda: sr.plan(RULES, None, SIZES),
+    lambda: sr.plan(list(TREE.items()), {"kernel": P()}, SIZES),
+    lambda: sr.plan(list(ARRAYS["layers"]["0"]["wq"].items()), {"kernel": P()}, SIZES),
+    lambda: sr.plan(TREE, MESH),
+    lambda: sr.shard(ARRAYS, P("nowhere"), MESH),
+    lambda: sr.shard(P("fsdp"), RULES, TREE),
+    lambda: sr.shard(ARRAYS, {"embed": P()}, MESH),
+    lambda: sr.logical_to_mesh({"w": P("embed")}, {"embed": "fsdp"}),
+    lambda: sr.shard(P("fsdp"), {"kernel": None}, MESH),
+    lambda: sr.reshard(ARRAYS, PLAN, {"fsdp": 0}),
+    lambda: sr.audit(ARRAYS, RULES),
+]
 CHECKPOINT = None
 
 
@@ -409,3 +441,10 @@ def test_the_message_says_what_was_given_and_what_to_write(mistake, tmp_path, mo
     for part in parts:
         assert part in message, f"{part!r} is not in: {message}"
     assert not re.search(r"0x[0-9a-f]{6,}>? *$", message)
+
+
+@pytest.mark.parametrize("call", OF_NO_ORDER)
+def test_other_mistakes_are_no_order(call):
+    with pytest.raises((TypeError, ValueError, re.error)) as error:
+        call()
+    assert "order" not in str(error.value)

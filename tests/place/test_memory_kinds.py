@@ -31,16 +31,6 @@ def placed(mesh, kind, *entries):
 
 
 @functions
-def test_memory_kind_is_kept(function):
-    device = jax.devices()[0]
-    mesh = Mesh([device], ("tp",))
-    for memory in device.addressable_memories():
-        sharding = NamedSharding(mesh, P(None, "tp"), memory_kind=memory.kind)
-        placed = function({"w": np.ones((2, 2), "float32")}, sharding)["w"]
-        assert placed.sharding == NamedSharding(mesh, P(None, "tp"), memory_kind=memory.kind)
-
-
-@functions
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_says_nothing_about_memory_does_not_move_it(mesh, function, kind):
     for before in ((), ("fsdp", "tp"), ("tp",)):
@@ -60,11 +50,17 @@ def test_an_array_of_one_device_stays_in_its_memory(mesh, function, kind):
     assert after.sharding == of_kind(mesh, kind, "fsdp", "tp")
 
 
+def array_in(mesh, before):
+    """An array in this memory, or one of numpy."""
+    array = placed(mesh, None if before == "numpy" else before)
+    return np.asarray(array) if before == "numpy" else array
+
+
 @functions
-@pytest.mark.parametrize("before", KINDS)
+@pytest.mark.parametrize("before", ["numpy", *KINDS])
 @pytest.mark.parametrize("after", [None, *KINDS])
 def test_a_named_sharding_moves_an_array_to_its_memory(mesh, function, before, after):
-    moved = function(placed(mesh, before), of_kind(mesh, after, "fsdp", "tp"))
+    moved = function(array_in(mesh, before), of_kind(mesh, after, "fsdp", "tp"))
     assert moved.sharding == of_kind(mesh, after or DEFAULT, "fsdp", "tp")
 
 
@@ -84,9 +80,6 @@ def rules_of_kind(kind):
     return [("w", sr.RuleSpec(("fsdp", "tp"), memory_kind=kind)), (".*", ())]
 
 
-HOST = rules_of_kind("pinned_host")
-
-
 class TestRules:
     """`RuleSpec(spec, memory_kind=...)`."""
 
@@ -102,14 +95,14 @@ class TestRules:
         }
 
     @functions
-    @pytest.mark.parametrize("before", [None, *KINDS])
+    @pytest.mark.parametrize("before", [None, "numpy", *KINDS])
     @pytest.mark.parametrize("after", KINDS)
     def test_an_array_moves_to_the_memory_of_its_rule(self, mesh, function, before, after):
         """Also to that of the device, which JAX cannot tell from none."""
-        array = placed(mesh, before)
+        array = array_in(mesh, before)
         moved = function({"w": array, "b": array}, rules_of_kind(after), mesh)
         assert moved["w"].sharding == of_kind(mesh, after, "fsdp", "tp")
-        assert moved["b"].sharding == of_kind(mesh, before)
+        assert moved["b"].sharding == of_kind(mesh, None if before == "numpy" else before)
         np.testing.assert_array_equal(moved["w"], array)
 
     @pytest.mark.parametrize("before", [None, *KINDS])
@@ -124,12 +117,6 @@ class TestRules:
         wanted = sr.named_shardings(tree, plan)
         assert wanted["w"]["lora_a"] == of_kind(mesh, after, "fsdp", None)
 
-    @functions
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_numpy_arrays_go_to_the_memory_of_their_rule(self, mesh, function, kind):
-        there = function({"w": np.ones((8, 8), "float32")}, rules_of_kind(kind), mesh)["w"]
-        assert there.sharding == of_kind(mesh, kind, "fsdp", "tp")
-
     def test_two_rules_of_one_spec_and_two_kinds(self, mesh):
         kinds = dict.fromkeys([None, *KINDS])
         rules = [(f"^{kind}$", sr.RuleSpec("tp", memory_kind=kind)) for kind in kinds]
@@ -140,13 +127,6 @@ class TestRules:
         rules, tree = rules_of_kind(KINDS[-1]), {"w": np.ones((8, 8))}
         assert sr.match_partition_rules(rules, tree) == {"w": P("fsdp", "tp")}
         assert sr.spec_for("w", (8, 8), rules, mesh) == P("fsdp", "tp")
-
-    @pytest.mark.parametrize("kind", ["pinned_hsot", "host", "", 3, ["device"]])
-    def test_a_kind_that_does_not_exist(self, kind):
-        with pytest.raises(
-            ValueError, match="memory_kind is .*; it must be one of .*'pinned_host'"
-        ):
-            sr.RuleSpec("tp", memory_kind=kind)
 
     def test_a_kind_that_the_devices_do_not_have(self, mesh, monkeypatch):
         lacking = next((kind for kind in MEMORY_KINDS if kind not in KINDS), None)
@@ -173,37 +153,45 @@ class TestRules:
             assert sr.plan(tree, rules, dict(abstract.shape)).shardings() == {"w": there}
 
 
+BY = {
+    "specs": lambda mesh, kind: P("fsdp", "tp"),
+    "rules": lambda mesh, kind: rules_of_kind(kind),
+    "a sharding": lambda mesh, kind: of_kind(mesh, kind, "fsdp", "tp"),
+}
+
+
 @not_on_jax_0_7
 class TestInsideJit:
-    def test_rules_move_to_the_host(self, mesh):
-        step = jax.jit(lambda x: sr.with_sharding_constraint({"w": 2 * x}, HOST, mesh)["w"])
-        after = step(placed(mesh, "device"))
-        assert after.sharding == of_kind(mesh, "pinned_host", "fsdp", "tp")
+    def constrained(self, mesh, wanted, before):
+        step = jax.jit(lambda x: sr.with_sharding_constraint({"w": 2 * x}, wanted, mesh)["w"])
+        return step(placed(mesh, before))
 
-    def test_a_rule_for_the_device_leaves_an_array_where_it_is_as_a_named_sharding_does(self, mesh):
-        rules = rules_of_kind("device")
-        step = jax.jit(lambda x: sr.with_sharding_constraint({"w": x}, rules, mesh)["w"])
-        after = step(placed(mesh, "pinned_host"))
-        assert after.sharding == of_kind(mesh, "pinned_host", "fsdp", "tp")
+    @pytest.mark.parametrize(
+        ("by", "kind", "before", "after"),
+        [
+            ("specs", None, "device", "device"),
+            ("specs", None, "pinned_host", "pinned_host"),
+            ("rules", "pinned_host", "device", "pinned_host"),
+            ("rules", "device", "pinned_host", "pinned_host"),
+            ("a sharding", "pinned_host", "device", "pinned_host"),
+            # As in JAX the default kind leaves an array where it is.
+            ("a sharding", None, "pinned_host", "pinned_host"),
+        ],
+    )
+    def test_an_array_moves_to_the_host_alone(self, mesh, by, kind, before, after):
+        wanted = BY[by](mesh, kind)
+        found = self.constrained(mesh, wanted, before)
+        assert found.sharding == of_kind(mesh, after, "fsdp", "tp")
+        np.testing.assert_array_equal(found, 2 * np.arange(64).reshape(8, 8))
+        if by == "a sharding" and kind is None:
+            by_jax = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * x, wanted))
+            assert by_jax(placed(mesh, before)).sharding == found.sharding
 
     @needs_unpinned
-    def test_a_rule_of_a_kind_that_jax_does_not_have_there_is_refused(self, mesh):
-        step = jax.jit(lambda x: sr.with_sharding_constraint({"w": x}, rules, mesh))
-        rules = rules_of_kind("unpinned_host")
-        with pytest.raises(ValueError, match="'unpinned_host' memory inside jit"):
-            step(placed(mesh, "device"))
-
-    @pytest.mark.parametrize("kind", ["device", "pinned_host"])
-    def test_specs_do_not_move(self, mesh, kind):
-        step = jax.jit(lambda x: sr.with_sharding_constraint(x, P("fsdp", "tp"), mesh))
-        assert step(placed(mesh, kind)).sharding == of_kind(mesh, kind, "fsdp", "tp")
-
-    def test_a_named_sharding_moves_to_the_host(self, mesh):
-        there = of_kind(mesh, "pinned_host", "fsdp", "tp")
-        step = jax.jit(lambda x: sr.with_sharding_constraint(2 * x, there))
-        after = step(placed(mesh, "device"))
-        assert after.sharding == there
-        np.testing.assert_array_equal(after, 2 * np.arange(64).reshape(8, 8))
+    @pytest.mark.parametrize("by", ["rules", "a sharding"])
+    def test_a_kind_that_jax_does_not_have_there_is_refused(self, mesh, by):
+        with pytest.raises(ValueError, match="'unpinned_host' memory inside jit, where JAX has"):
+            self.constrained(mesh, BY[by](mesh, "unpinned_host"), "device")
 
     @pytest.mark.parametrize("types", ["Explicit Explicit", "Explicit Auto", "Manual Auto"])
     def test_on_axes_of_all_types(self, types):
@@ -222,21 +210,6 @@ class TestInsideJit:
                 step = jax.shard_map(step, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
             after = jax.jit(step)(placed(mesh, "device", "a"))
         assert after.sharding == there
-
-    def test_the_default_kind_leaves_an_array_where_it_is_as_in_jax(self, mesh):
-        here = of_kind(mesh, None, "fsdp", "tp")
-        for function in (sr.with_sharding_constraint, jax.lax.with_sharding_constraint):
-            step = jax.jit(lambda x, function=function: function(x, here))
-            after = step(placed(mesh, "pinned_host"))
-            assert after.sharding == of_kind(mesh, "pinned_host", "fsdp", "tp")
-
-    @needs_unpinned
-    def test_a_kind_that_jax_does_not_have_there_is_refused(self, mesh):
-        there = of_kind(mesh, "unpinned_host", "fsdp", "tp")
-        with pytest.raises(
-            ValueError, match="'unpinned_host' memory inside jit, where JAX has 'de"
-        ):
-            jax.jit(lambda x: sr.with_sharding_constraint(x, there))(placed(mesh, "device"))
 
 
 def test_state_on_the_host_is_fingerprinted_as_such(mesh, monkeypatch):

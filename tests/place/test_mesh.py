@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import jax
 import numpy as np
 import pytest
@@ -20,11 +18,7 @@ def other():
     return Mesh(np.array(jax.devices()[:8]).reshape(8), ("x",))
 
 
-@pytest.fixture(autouse=True)
-def no_warnings():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+pytestmark = pytest.mark.filterwarnings("error")
 
 
 def test_the_argument_comes_first(mesh, other):
@@ -37,19 +31,12 @@ def test_without_any():
         sr.resolve_mesh()
 
 
-def test_legacy(mesh, other):
-    with legacy(mesh):
+@pytest.mark.parametrize("context", [legacy, jax.set_mesh])
+def test_the_context_s_mesh(mesh, other, context):
+    with context(mesh):
         assert sr.resolve_mesh() is mesh
-        with legacy(other):
+        with context(other):
             assert sr.resolve_mesh() is other
-        seen = []
-        jax.jit(lambda x: seen.append(sr.resolve_mesh()) or x)(1.0)
-        assert seen == [mesh]
-
-
-def test_set_mesh(mesh):
-    with jax.set_mesh(mesh):
-        assert sr.resolve_mesh() is mesh
         seen = []
         jax.jit(lambda x: seen.append(sr.resolve_mesh()) or x)(1.0)
         assert seen == [mesh]
@@ -102,44 +89,33 @@ def test_axis_sizes():
     ("given", "error", "message"),
     [
         ({}, ValueError, "a mesh without axes"),
-        (
-            {"dp": 0},
-            ValueError,
-            "the size of the mesh axis 'dp' is 0 (an int); it must be an integer from 1",
-        ),
-        ({"dp": -2}, ValueError, "the size of the mesh axis 'dp' is -2"),
-        (
-            {"dp": 2.0},
-            TypeError,
-            "the size of the mesh axis 'dp' is 2.0 (a float); it must be an integer",
-        ),
+        ({"dp": 0}, ValueError, "the size of the mesh axis 'dp' is 0 (an int); it must be an integer from 1"),
+        ({"dp": 2.0}, TypeError, "the size of the mesh axis 'dp' is 2.0 (a float); it must be an integer"),
         ({"dp": True}, TypeError, "the size of the mesh axis 'dp' is True"),
         ({3: 2}, TypeError, "the name of a mesh axis is 3 (an int); it must be a string"),
         ((8, 4), TypeError, "mesh is (8, 4) (a tuple); it must be a jax.sharding.Mesh"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_mesh(given, error, message):
     with pytest.raises(error) as caught:
         sr.resolve_mesh(given)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda sizes: sr.resolve_mesh(sizes),
-        lambda sizes: parse_mesh(",".join(f"{axis}={size}" for axis, size in sizes.items())),
-        lambda sizes: sr.plan({"w": np.ones(8)}, [("w", None)], sizes),
-        lambda sizes: sr.named_shardings({"w": np.ones(8)}, [("w", None)], sizes),
-    ],
-    ids=["resolve_mesh", "text", "plan", "named_shardings"],
-)
-def test_one_bound_on_meshes(use):
+TAKING_SIZES = {
+    "resolve_mesh": sr.resolve_mesh,
+    "text": lambda sizes: parse_mesh(",".join(f"{axis}={size}" for axis, size in sizes.items())),
+    "plan": lambda sizes: sr.plan({"w": np.ones(8)}, [("w", None)], sizes),
+    "named_shardings": lambda sizes: sr.named_shardings({"w": np.ones(8)}, [("w", None)], sizes),
+}
+
+
+@pytest.mark.parametrize("door", TAKING_SIZES)
+def test_one_bound_on_meshes(door):
     """Text allowed 2**31 - 1 devices, and plans 2**24."""
+    use = TAKING_SIZES[door]
     use({"dp": 2**20, "tp": 2**4})
-    with pytest.raises(
-        ValueError, match="a mesh of 33554432 devices; it can have at most 16,777,216"
-    ):
+    with pytest.raises(ValueError, match="33554432 devices; it can have at most 16,777,216"):
         use({"dp": 2**20, "tp": 2**5})
     with pytest.raises(ValueError, match="a mesh of 33 axes; it can have at most 32"):
         use({f"a{i}": 1 for i in range(33)})

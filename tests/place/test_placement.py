@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import pickle
 import subprocess
@@ -82,18 +81,6 @@ def test_leaves_that_follow_others(mesh):
     assert again["layers"]["q"]["lora_b"].sharding.memory_kind == "pinned_host"
 
 
-def test_companions_follow_rules_and_no_specs(mesh):
-    with pytest.raises(ValueError, match="companions are for rules of paths alone"):
-        sr.plan({"w": np.ones(8)}, P("fsdp"), mesh, companions=sr.LORA)
-
-
-def test_what_is_in_place_is_not_copied(mesh):
-    placed = sr.shard(tree(), RULES, mesh)
-    again = sr.shard(placed, RULES, mesh)
-    pointer = [x["w"].addressable_shards[0].data.unsafe_buffer_pointer() for x in (placed, again)]
-    assert pointer[0] == pointer[1]
-
-
 def test_donation_after_shard_is_that_after_device_put(mesh):
     sharding = NamedSharding(mesh, P("fsdp", "tp"))
     donated = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -140,83 +127,121 @@ def test_inside_jit_the_message_names_with_sharding_constraint(mesh, traced):
         call(lambda x: sr.gather({"w": x})["w"])(jnp.ones((8, 8)))
 
 
-class TestEquinox:
-    def model(self):
+class TestModules:
+    """What is data becomes arrays; functions, flags and the attributes of modules stay."""
+
+    def test_functions_flags_and_text(self, mesh):
         eqx = pytest.importorskip("equinox")
 
         class Model(eqx.Module):
-            mlp: eqx.nn.MLP
-            dropout: eqx.nn.Dropout
-            norm: eqx.nn.BatchNorm
-            scale: float = 2.0
-            activation: object = jax.nn.relu
+            linear: eqx.nn.Linear
+            name: str = "dense"
             is_causal: bool = True
-            missing: None = None
+            scales: tuple = (2.0, np.True_)
+            activation: object = jax.nn.relu
+            dtype: object = jnp.float32
 
-        key = jax.random.key(0)
-        has_modes = "mode" in inspect.signature(eqx.nn.BatchNorm).parameters
-        mode = {"mode": "ema"} if has_modes else {}
-        return Model(
-            eqx.nn.MLP(8, 8, 16, 2, key=key),
-            eqx.nn.Dropout(0.5, inference=False),
-            eqx.nn.BatchNorm(8, "batch", **mode),
-        )
-
-    def test_a_model_with_functions_and_flags(self, mesh):
-        eqx = pytest.importorskip("equinox")
-        model = self.model()
-        rules = sr.Rules([("weight", P("fsdp", "tp")), (".*", P())])
-        placed = sr.shard(model, rules, mesh)
-        assert jax.tree.structure(placed) == jax.tree.structure(model)
-        assert placed.mlp.layers[0].weight.sharding == NamedSharding(mesh, P("fsdp", "tp"))
-        assert placed.dropout.inference is False
-        assert placed.is_causal is True
-        assert placed.activation is jax.nn.relu
-        assert placed.norm.axis_name == "batch"
-        assert type(placed.scale) is float
-        expected, _ = eqx.partition(model, eqx.is_array)
-        arrays, _ = eqx.partition(placed, eqx.is_array)
-        for got, sent in zip(*map(jax.tree.leaves, (arrays.mlp, expected.mlp)), strict=True):
-            np.testing.assert_array_equal(got, sent)
-        x = jnp.ones(8)
-        run = eqx.filter_jit(lambda model, x, key: model.dropout(model.mlp(x), key=key))
-        key = jax.random.key(1)
-        np.testing.assert_allclose(run(placed, x, key), run(model, x, key), rtol=1e-5)
+        given = Model(eqx.nn.Linear(8, 8, key=jax.random.key(0)))
+        placed = sr.shard({"use_bias": True, "model": given}, RULES, mesh)
+        assert placed["use_bias"] is True
+        model = placed["model"]
+        assert model.linear.weight.sharding == NamedSharding(mesh, P("fsdp", "tp"))
+        assert all(isinstance(scale, jax.Array) for scale in model.scales)
+        for name in ("name", "is_causal", "activation", "dtype"):
+            assert getattr(model, name) is getattr(given, name)
+        np.testing.assert_allclose(model.linear(jnp.ones(8)), given.linear(jnp.ones(8)), rtol=1e-5)
 
     def test_as_filter_shard_with_one_spec(self, mesh):
         eqx = pytest.importorskip("equinox")
-        model = self.model().mlp
+        model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
         sharding = NamedSharding(mesh, P())
-        for got, theirs in zip(
-            *map(jax.tree.leaves, (sr.shard(model, sharding), eqx.filter_shard(model, sharding))),
-            strict=True,
-        ):
+        both = (sr.shard(model, sharding), eqx.filter_shard(model, sharding))
+        for got, theirs in zip(*map(jax.tree.leaves, both), strict=True):
             assert got is theirs or got.sharding == theirs.sharding
 
-    def test_a_mistake_names_the_fix(self, mesh):
+    def test_mistakes_name_the_fix(self, mesh):
         eqx = pytest.importorskip("equinox")
 
         class Model(eqx.Module):
-            params: dict
+            params: object
 
-        with pytest.raises(
-            TypeError, match=r"leaf .params\['w'\] is 'x' .*scalars='keep', which .* equinox module"
-        ):
+        fix = r"leaf .params\['w'\] is 'x' .*scalars='keep', which .* equinox module"
+        with pytest.raises(TypeError, match=fix):
             sr.shard(Model({"w": "x", "b": jnp.ones(8)}), RULES, mesh)
-
-    def test_an_abstract_model_is_a_mistake(self, mesh):
-        eqx = pytest.importorskip("equinox")
-        with pytest.raises(TypeError, match="layers.0..weight is ShapeDtypeStruct"):
-            sr.shard(eqx.filter_eval_shape(lambda: self.model().mlp), RULES, mesh)
+        abstract = eqx.filter_eval_shape(Model, jnp.ones(8))
+        with pytest.raises(TypeError, match="leaf .params is ShapeDtypeStruct"):
+            sr.shard(abstract, [("", P())], mesh)
 
 
-def test_flags_and_functions_stay_wherever_they_are(mesh):
-    given = {"w": np.ones((8, 8)), "use_bias": True, "act": jax.nn.gelu, "dtype": jnp.float32}
-    placed = sr.shard(given, RULES, mesh)
-    assert placed["use_bias"] is True
-    assert placed["act"] is jax.nn.gelu
-    assert placed["dtype"] is jnp.float32
-    assert isinstance(sr.shard(np.True_, P(), mesh), jax.Array)
+class Layer:
+    """A node that names its children as attributes."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+
+class Unnamed(Layer):
+    """A node without names."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    Layer,
+    lambda layer: ([(jax.tree_util.GetAttrKey("rate"), layer.rate)], None),
+    lambda _, children: Layer(*children),
+)
+jax.tree_util.register_pytree_node(
+    Unnamed, lambda layer: ([layer.rate], None), lambda _, children: Unnamed(*children)
+)
+
+
+class State(NamedTuple):
+    count: int
+
+
+def train_state():
+    flax = pytest.importorskip("flax")
+    return flax.struct.dataclass(type("TrainState", (), {"__annotations__": {"step": int}}))(3)
+
+
+def variables():
+    nnx = pytest.importorskip("flax.nnx")
+    return nnx.State({"count": nnx.Variable(3)})
+
+
+DATA = {
+    "number": lambda: 3,
+    "dict": lambda: {"step": 3},
+    "list": lambda: [3],
+    "OrderedDict": lambda: OrderedDict(step=3),
+    "defaultdict": lambda: defaultdict(None, step=3),
+    "FrozenDict": lambda: pytest.importorskip("flax.core").FrozenDict(step=3),
+    "namedtuple": lambda: State(3),
+    "dataclass of flax": train_state,
+    "State of nnx": variables,
+    "dict in a module": lambda: Layer({"step": 3}),
+}
+MODULES = {
+    "equinox": lambda: pytest.importorskip("equinox").nn.Dropout(0.1),
+    "node": lambda: Layer(0.1),
+    "node without names": lambda: Unnamed(0.1),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_numbers_of_data_become_arrays(mesh, kind):
+    placed = sr.shard([DATA[kind](), np.ones(8)], [("", P())], mesh)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(placed))
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_numbers_of_modules_stay(mesh, kind):
+    """A dropout rate of 0.1 became an array, which three steps of AdamW trained to 0.097."""
+    given = [MODULES[kind](), {"step": 3}, np.ones(8)]
+    rate, *others = jax.tree.leaves(sr.shard(given, [("", P())], mesh))
+    assert type(rate) is float
+    placed = sr.shard(given, [("", P())], mesh, scalars="place")
+    for leaf in (*others, *jax.tree.leaves(placed)):
+        assert isinstance(leaf, jax.Array | bool)  # `inference` of Dropout
 
 
 def test_a_tree_of_functions_alone_is_a_mistake(mesh):
@@ -295,108 +320,6 @@ def test_scalars_are_kept_where_asked(mesh):
         sr.shard(abstract, RULES, mesh, scalars="keep")
 
 
-def test_a_number_of_a_module_is_no_parameter(mesh):
-    """A dropout rate of 0.1 became an array, which three steps of AdamW trained to 0.097."""
-    eqx = pytest.importorskip("equinox")
-    optax = pytest.importorskip("optax")
-
-    class Model(eqx.Module):
-        linear: eqx.nn.Linear
-        dropout: eqx.nn.Dropout
-        scales: dict
-
-    linear = eqx.nn.Linear(8, 8, key=jax.random.key(0))
-    model = sr.shard(Model(linear, eqx.nn.Dropout(0.1), {"a": 0.5}), RULES, mesh)
-    assert type(model.dropout.p) is float
-    assert isinstance(model.scales["a"], jax.Array)
-    optimizer = optax.adamw(0.1)
-    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-
-    @eqx.filter_jit
-    def step(model, state, x, key):
-        def loss(model):
-            return jnp.sum(model.dropout(model.linear(x), key=key) ** 2)
-
-        updates, state = optimizer.update(
-            eqx.filter_grad(loss)(model), state, eqx.filter(model, eqx.is_inexact_array)
-        )
-        return eqx.apply_updates(model, updates), state
-
-    before = model.linear.weight
-    for number in range(3):
-        model, state = step(model, state, jnp.ones(8), jax.random.key(number))
-    assert model.dropout.p == 0.1
-    assert not np.allclose(model.linear.weight, before)
-    placed = sr.shard(Model(linear, eqx.nn.Dropout(0.1), {}), RULES, mesh, scalars="place")
-    assert isinstance(placed.dropout.p, jax.Array)
-
-
-@pytest.mark.parametrize("with_keys", [True, False])
-def test_a_number_of_a_custom_node_is_no_parameter(mesh, with_keys):
-    """Only nodes that name their children as attributes were taken for modules."""
-
-    class Layer:
-        def __init__(self, w, rate):
-            self.w, self.rate = w, rate
-
-    def flatten_with_keys(layer):
-        return (("w", layer.w), ("rate", layer.rate)), None
-
-    def flatten(layer):
-        return (layer.w, layer.rate), None
-
-    def unflatten(_, children):
-        return Layer(*children)
-
-    if with_keys:
-        jax.tree_util.register_pytree_with_keys(Layer, flatten_with_keys, unflatten)
-    else:
-        jax.tree_util.register_pytree_node(Layer, flatten, unflatten)
-    given = [Layer(np.ones(8), 0.1), {"step": 3}]
-    layer, state = sr.shard(given, [("", P())], mesh)
-    assert type(layer.rate) is float
-    assert isinstance(layer.w, jax.Array)
-    assert isinstance(state["step"], jax.Array)
-    assert isinstance(sr.shard(given, [("", P())], mesh, scalars="place")[0].rate, jax.Array)
-
-
-@pytest.mark.parametrize(
-    "kind", [dict, OrderedDict, functools.partial(defaultdict, None), "FrozenDict"]
-)
-def test_numbers_of_each_kind_of_dict_are_placed(mesh, kind):
-    if kind == "FrozenDict":
-        kind = pytest.importorskip("flax.core").FrozenDict
-    placed = sr.shard(kind({"step": 3, "w": np.ones(8)}), [("", P())], mesh)
-    assert isinstance(placed["step"], jax.Array)
-
-
-def test_numbers_of_states_are_placed(mesh):
-    class State(NamedTuple):
-        count: int
-        nested: dict
-
-    placed = sr.shard([State(3, {"lr": 0.1}), {"step": 4}], [("", P())], mesh)
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(placed))
-    flax = pytest.importorskip("flax")
-    nnx = pytest.importorskip("flax.nnx")
-
-    @flax.struct.dataclass
-    class TrainState:
-        step: int
-        params: dict
-
-    placed = sr.shard(TrainState(0, {"w": np.ones(8)}), [("", P())], mesh)
-    assert isinstance(placed.step, jax.Array)
-
-    class Counter(nnx.Module):
-        def __init__(self):
-            self.count = nnx.Variable(3)
-
-    state = nnx.state(Counter())
-    (count,) = jax.tree.leaves(sr.shard(state, [("", P())], mesh))
-    assert isinstance(count, jax.Array)
-
-
 def test_what_only_a_compiler_can_decide_is_not_placed(mesh):
     """JAX's own error was a bare KeyError: UNCONSTRAINED."""
     rules = [("k", P(P.UNCONSTRAINED, "fsdp"))]
@@ -431,18 +354,6 @@ sr.shard({{"layers": {{"wq": np.ones((4, 8, 8), "float32")}}}}, plan, mesh)
 """
     for how in ("read", "unpickled"):
         subprocess.run([sys.executable, "-c", text, how], check=True)
-
-
-def test_a_module_of_equinox_with_its_functions_and_numbers(mesh):
-    equinox = pytest.importorskip("equinox")
-    model = equinox.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
-    model = equinox.tree_at(lambda m: m.layers[0].bias, model, 0.5)
-    placed = sr.shard(model, [("weight", P("fsdp")), ("", P())], mesh)
-    assert placed.layers[0].bias == 0.5
-    assert not isinstance(placed.layers[0].bias, jax.Array)
-    assert placed.layers[0].weight.sharding.spec == P("fsdp", None)
-    x = jnp.ones(8)
-    np.testing.assert_allclose(placed(x), model(x), rtol=1e-6)
 
 
 def test_the_dtype_of_floating_arrays(mesh):
@@ -597,22 +508,6 @@ def test_a_wrong_spec_is_told_by_the_first_leaf_that_has_it(mesh):
     wrong = object()
     with pytest.raises(TypeError, match=r"for the leaf \['b'\] the spec is"):
         sr.shard(dict.fromkeys("abc", np.ones(8)), {"a": P(), "b": wrong, "c": wrong}, mesh)
-
-
-def test_reduced_axes_are_placed_as_by_device_put():
-    """JAX's error was that a spec is dangerous to iterate over."""
-    explicit = (jax.sharding.AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=explicit)
-    spec, x = P("x", reduced={"y"}), np.ones((8, 8), "float32")
-    wanted = jax.device_put(x, NamedSharding(mesh, spec)).sharding
-    placed = (
-        sr.shard({"a": x}, [("a", spec)], mesh),
-        sr.shard({"a": x}, NamedSharding(mesh, spec)),
-        sr.shard_local({"a": x}, spec, mesh),
-    )
-    for tree in placed:
-        assert tree["a"].sharding.is_equivalent_to(wanted, 2)
-        assert tree["a"].sharding.spec.reduced == {"y"}
 
 
 def test_numbers_of_modules_were_found_from_the_root_each(mesh, monkeypatch):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
 import jax.export
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base import specs
 from shardrules._base.correction import LibraryCorrection
 from shardrules._rules.rules import matcher_of
 from tests.support import corpus
@@ -66,14 +68,8 @@ def test_small_leaves_are_replicated(mesh):
 def test_specs_in_other_forms(mesh):
     tree = {k: np.zeros((4, 4)) for k in ("none", "axis", "tuple")}
     rules = [("none", None), ("axis", "tp"), ("tuple", [("fsdp",), "tp"])]
-    specs = {k: tuple(s.spec) for k, s in sr.named_shardings(tree, rules, mesh).items()}
-    assert specs == {"none": (), "axis": ("tp", None), "tuple": tuple(P(("fsdp",), "tp"))}
-
-
-def test_a_mesh_without_devices_is_enough():
-    abstract = sr.named_shardings({"w": np.zeros(4)}, [("w", "tp")], {"tp": 2})["w"]
-    assert isinstance(abstract.mesh, AbstractMesh)
-    assert abstract.spec == P("tp")
+    found = {k: tuple(s.spec) for k, s in sr.named_shardings(tree, rules, mesh).items()}
+    assert found == {"none": (), "axis": ("tp", None), "tuple": tuple(P(("fsdp",), "tp"))}
 
 
 def test_rules_bound_to_meshes_are_remembered_and_let_go():
@@ -96,9 +92,7 @@ def test_nothing_is_leaked():
     sr.named_shardings({"w": np.zeros(4)}, sr.Rules([("w", (None, marker))]), {"tp": 2})
     del marker
     gc.collect()
-    from shardrules._base import specs as _specs
-
-    _specs._remembered_spec.cache_clear()
+    specs._remembered_spec.cache_clear()
     assert alive() is None
 
 
@@ -113,8 +107,12 @@ def test_all_that_would_fail_is_listed_at_once(mesh):
         "fine": np.zeros((8, 8)),
         "none": np.zeros(2),
     }
-    rules = [("wk", P("fsdp", ("tp", "zz"))), ("b", P("tp", "dp")), ("c", P("tp", "tp")),
-             ("fine", P("fsdp", "tp"))]  # fmt: skip
+    rules = [
+        ("wk", P("fsdp", ("tp", "zz"))),
+        ("b", P("tp", "dp")),
+        ("c", P("tp", "tp")),
+        ("fine", P("fsdp", "tp")),
+    ]
     with pytest.raises(ValueError, match="Partition rule not found for param: none") as caught:
         sr.named_shardings(tree, sr.Rules(rules, correction=ERROR), mesh)
     message = str(caught.value)
@@ -132,24 +130,13 @@ def test_all_that_would_fail_is_listed_at_once(mesh):
     assert "fine" not in message
 
 
-def test_the_first_twenty_and_the_count(mesh):
-    tree = {f"w{i:03}": np.zeros(3) for i in range(100)}
-    with pytest.raises(ValueError, match="100 leaves cannot be sharded") as caught:
-        sr.named_shardings(tree, sr.Rules([("", "tp")], correction=ERROR), mesh)
-    message = str(caught.value)
-    assert ("w019 " in message, "w020 " in message) == (True, False)
-    assert message.endswith("... and 80 more leaves")
-
-
 def test_an_axis_used_twice_is_an_error_under_every_policy(mesh):
-    with pytest.raises(ValueError, match="'tp' is used twice"):
-        sr.named_shardings({"w": np.zeros((4, 4))}, [("w", P("tp", "tp"))], mesh)
-    with pytest.raises(ValueError, match="'tp' is used twice"):
-        sr.named_shardings({"w": np.zeros((16, 4))}, [("w", P(("tp", "fsdp", "tp")))], mesh)
+    for spec in (P("tp", "tp"), P(("tp", "fsdp", "tp"))):
+        with pytest.raises(ValueError, match="'tp' is used twice"):
+            sr.named_shardings({"w": np.zeros((16, 4))}, [("w", spec)], mesh)
     # Where one of the two goes, nothing is wrong.
-    assert sr.named_shardings({"w": np.zeros((4, 3))}, [("w", P("tp", "tp"))], mesh)["w"].spec == P(
-        "tp", None
-    )
+    found = sr.named_shardings({"w": np.zeros((4, 3))}, [("w", P("tp", "tp"))], mesh)
+    assert found["w"].spec == P("tp", None)
 
 
 @pytest.mark.parametrize("spec", [3, object(), frozenset({"tp"})])
@@ -164,8 +151,6 @@ def test_a_mesh_of_zero_devices():
 
 
 def test_threads_that_bind_the_same_rules(mesh):
-    from concurrent.futures import ThreadPoolExecutor
-
     rules = sr.Rules([(str(i), ("fsdp", "tp")) for i in range(50)])
     tree = {str(i): np.zeros((i % 12 + 1, 8)) for i in range(50)}
     expected = sr.named_shardings(tree, list(rules), mesh)
@@ -213,40 +198,32 @@ def test_a_tree_of_specs():
 
 
 @pytest.mark.parametrize(
-    ("rules", "instead"),
-    [
-        ([("", "tp")], "Rules"),
-        (sr.Rules([("", "tp")]), "Rules"),
-        (sr.LogicalRules({"x": "tp"}), "LogicalRules"),
-        (sr.plan({"w": np.ones(8)}, [("", "tp")], {"tp": 2}), "a plan of Rules"),
-    ],
-)
-@pytest.mark.parametrize(
     "door", [sr.named_shardings, sr.shard, sr.plan, sr.with_sharding_constraint]
 )
-def test_rules_have_their_own_correction(door, rules, instead):
+def test_rules_have_their_own_correction(door):
     """A keyword beside them would say it a second time."""
-    error = rf"rules are no specs; rules have their own: give {instead}\(pairs, correction="
-    with pytest.raises(ValueError, match=error):
-        door({"w": np.ones(8)}, rules, {"tp": 2}, correction=ERROR)
+    pairs, tree, mesh = [("", "tp")], {"w": np.ones(8)}, {"tp": 2}
+    for rules, instead in (
+        (pairs, "Rules"),
+        (sr.Rules(pairs), "Rules"),
+        (sr.LogicalRules({"x": "tp"}), "LogicalRules"),
+        (sr.plan(tree, pairs, mesh), "a plan of Rules"),
+    ):
+        error = rf"rules are no specs; rules have their own: give {instead}\(pairs, correction="
+        with pytest.raises(ValueError, match=error):
+            door(tree, rules, mesh, correction=ERROR)
 
 
 @pytest.mark.parametrize(
     ("specs", "place"),
     [
-        (
-            {"a": P(), "c": P()},
-            r"at the root the specs alone have .*\['c'\].*the tree alone .*\['b'\]",
-        ),
+        ({"a": P(), "c": P()}, r"at the root the specs alone have .*\['c'\].*the tree alone .*\['b'\]"),
         ({"a": {"x": P()}, "b": P()}, r"at \['a'\] the specs alone have .*'x'.*alone .*'w'"),
         ({"a": P(), "b": (P(), P())}, r"at \['b'\] the specs have a tuple, and the tree a list"),
-        (
-            {"a": {"w": [P()]}, "b": P()},
-            r"at \['a'\]\['w'\] the specs go on, where the tree has Shape",
-        ),
+        ({"a": {"w": [P()]}, "b": P()}, r"at \['a'\]\['w'\] the specs go on, where the tree has Shape"),
         ([P(), P()], r"at the root the specs alone have .*\[0\]"),
     ],
-)
+)  # fmt: skip
 def test_a_tree_of_specs_of_another_structure(specs, place):
     leaf = jax.ShapeDtypeStruct((8,), "float32")
     tree = {"a": {"w": leaf}, "b": [leaf, leaf]}
@@ -306,13 +283,6 @@ def test_dimensions_that_are_no_size(dim):
 def test_meshes_of_too_many_devices(sizes):
     with pytest.raises(ValueError, match=r"at most 16,777,216|from 1 to 2\*\*63 - 1"):
         sr.named_shardings({"x": np.ones((8, 8))}, RULE, sizes)
-
-
-def test_units_that_the_core_does_not_take():
-    with pytest.raises(ValueError, match=r"units\[0\] is 9223372036854775808"):
-        sr.RuleSpec(("tp",), units=(2**63,))
-    rules = [("x", sr.RuleSpec(("tp",), units=(2**63 - 1,)))]
-    assert sr.named_shardings({"x": np.ones((8, 8))}, rules, SIZES)["x"].spec == P()
 
 
 def test_spec_for_without_rules():
