@@ -1,46 +1,20 @@
-"""Names are anybody's: none reaches a terminal raw, and none is a line or a command of its own.
-
-A set of hostile names at each place where a name comes in, through each command and format.
-"""
+"""Names are anybody's: none reaches a terminal raw, and none is a line or a command of its own."""
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import re
 import sys
 import unicodedata
-from contextlib import suppress
 
+import jax
 import pytest
 
 import shardrules as sr
 from shardrules._base.text import printable, printable_json
 from tests.support import corpus
-from tests.support.command_line import ended
-from tests.support.slow import slow
-
-HOSTILE = (
-    "\x1b[2J\x1b[1;1Howned", "\x1b]52;c;cm0gLXJmIC8=\x07", "\x1b]0;title\x1b\\", "\x9b31mred", "\x9d52;c;eA==\x9c",
-    "\x07bell", "\x08\x08back", "\rover", "\x7fdel", "\0nul", "\ttab",
-    "a\n0 errors, 0 warnings, 0 info", "a\r\n::error::x", "a\x0b0 errors", "a\x0c0 errors", "a\x85next", "a\u2028line", "a\u2029paragraph",
-    "\u202egnp.x", "\u2066isolate\u2069", "\u200bzero", "\ufeffbom", "soft\u00adhyphen", "tag\U000e0041",
-    "\ud800half", "no\xa0break",
-    "::error::forged", "  ::warning file=x::forged", "::stop-commands::token", "::add-mask::a", "::set-output name=a::b",
-    "##[error]forged", "x ##[group]forged", "###[error]forged", "##vso[task.setvariable variable=a]b", "##teamcity[testFailed name='a']",
-    "[/x]", "[bold]x[/bold]", "[link=file:///etc/passwd]x[/link]", "a  ::error::folded", "{}{0..3}",
-)  # fmt: skip
-# All that at once, for each run; one by one in `make test-all`.
-WORST = (
-    "a\x1b[2J\x9b31m\u202e\x85\u2028\r\n0 errors, 0 warnings, 0 info\n::error::x ##[error]y [/x]",
-    "::error::forged", "  ::error::[/x]", "##[error]forged",
-)  # fmt: skip
-CONTROLS = re.compile(r"\x1b\[[0-9;]*m")  # the colours of our own tables
-COMMANDS = re.compile(r"^\s*::|##[\w.-]*\[", re.M)
-ANNOTATION = re.compile(
-    r"::(error|warning|notice) (file=[^:,]*,(line=[0-9]+,)?)?title=shardrules [a-z-]+::"
-)
+from tests.support.hostile_names import COMMANDS, HOSTILE, assert_safe
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)
@@ -80,218 +54,17 @@ def test_json_says_the_same_without_commands(name):
     assert not COMMANDS.search(text)
 
 
-# The files and options of a small model, with a name from anybody in one place of them.
-MODEL = [["layers/w", [4096, 1024], "F32"], ["embed", [4096, 4096], "F32"]]
-RULES = {"rules": [["layers", ["fsdp", "tp"]], [".*", []]]}
-
-
-def write(path, content):
-    with suppress(OSError, ValueError):  # no file can have this name, which is told
-        path.write_text(json.dumps(content))
-    return str(path)
-
-
-def safetensors(path, names):
-    header, at = {}, 0
-    for name in names:
-        header[name] = {"dtype": "F32", "shape": [8, 8], "data_offsets": [at, at := at + 256]}
-    encoded = json.dumps(header).encode()
-    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(at))
-    return str(path)
-
-
-A_CLASS = "class A: shape, dtype = (8, {}), {}\ndef tree(): return {}"
-
-
-def named(*name):
-    """The model with an array of this name more."""
-    return {"params": [*MODEL, *([one, [4096, 1024], "F32"] for one in name)]}
-
-
-def first(*rules):
-    """The rules with these before them."""
-    return [*rules, *RULES["rules"]]
-
-
-# Where a name comes in: what is not as in HARMLESS, by that name.
-PLACES = {
-    "array": lambda x: {"model": named(x)},
-    "arrays alike": lambda x: {"model": named(*(f"{i}/{x}" for i in range(3)))},
-    "safetensors": lambda x: {"safetensors": ["w", x]},
-    "model of a manifest": lambda x: {"model": {"model": x, "params": MODEL}},
-    "dtype": lambda x: {"model": {"params": [["w", [8, 8], x]]}},
-    "key of a manifest": lambda x: {"model": {"params": [["w", {x: x}, "F32"]]}},
-    "file of a model": lambda x: {"model file": f"{x}.json"},
-    "no file of a model": lambda x: {"no model": f"nowhere/{x}"},
-    "no JSON": lambda x: {"model": 3, "model file": f"{x}.json"},
-    "file of rules": lambda x: {"rules file": f"{x}.json"},
-    "pattern": lambda x: {"rules": first([re.escape(x), ["tp"]])},
-    "pattern that needs re": lambda x: {"rules": first([f"(?=x){re.escape(x)}", ["tp"]])},
-    "pattern that is none": lambda x: {"rules": first([f"(?P<{x}", []])},
-    "extension of re": lambda x: {"rules": first([f"{x}(?{x}", []])},
-    "declared pattern": lambda x: {
-        "rules": {**RULES, "replicated": [f"(?=x){re.escape(x)}", f"({x}"]}},
-    "axis of a rule": lambda x: {"rules": [["layers", [x, "tp"]], [".*", []]]},
-    "axis of a rule beside another": lambda x: {
-        "rules": [["layers", [["fsdp", x], "tp"]], [".*", []]]},
-    "axis of rule and mesh": lambda x: {
-        "rules": [["layers", [x, "tp"]], [".*", []]], "mesh": f"{x}=8,tp=4"},
-    "axis of the mesh": lambda x: {"mesh": f"fsdp=8,tp=4,{x}=2"},
-    "size of the mesh": lambda x: {"mesh": f"fsdp={x}"},
-    "dialect": lambda x: {"rules": {**RULES, "dialect": x}},
-    "key of rules": lambda x: {"rules": {**RULES, x: x}},
-    "correction": lambda x: {"rules": {**RULES, "correction": {"rank": x}}},
-    "tree of a module": lambda x: {
-        "module": A_CLASS.format(8, "'float32'", f"{{{x!r}: A(), 'b': [A(), A()]}}")},
-    "dtype of a module": lambda x: {"module": A_CLASS.format(8, repr(x), "[A()]")},
-    "shape of a module": lambda x: {"module": A_CLASS.format(repr(x), "'int8'", f"{{{x!r}: A()}}")},
-    "error of a module": lambda x: {"module": f"def tree(): raise RuntimeError({x!r})"},
-}  # fmt: skip
-HARMLESS = {
-    "model": {"params": MODEL}, "model file": "model.json", "rules": RULES, "rules file": "rules.json",
-    "mesh": "fsdp=8,tp=4",
-}  # fmt: skip
-
-
-def files_given(directory, **changes):
-    """The model, the rules and the mesh that a command is given, harmless but for the changes."""
-    given = HARMLESS | changes
-    model = write(directory / given["model file"], given["model"])
-    rules = write(directory / given["rules file"], given["rules"])
-    if "safetensors" in given:
-        model = safetensors(directory / "m.safetensors", given["safetensors"])
-    if "no model" in given:
-        model = f"{directory}/{given['no model']}"
-    if "module" in given:
-        sys.modules.pop("hostile_module", None)
-        file = directory / "hostile_module.py"
-        file.write_text(given["module"], encoding="utf-8", errors="surrogatepass")
-        model = "hostile_module:tree"
-    return model, rules, given["mesh"]
-
-
-OPTIONS = (
-    "--level", "--large", "--fail-on", "--replicated", "--optional-axes", "--data-axes", "--dialect",
-    "--min-size", "--head-dim", "{}",
-)  # fmt: skip
-
-
-def commands(model, rules, mesh, directory, tail):
-    both = [model, "--rules", rules, "--mesh", mesh]
-    lock = str(directory / "plan.lock")
-    return {
-        "plan": ["plan", *both, "--hbm", "1GB", "--lock", lock],
-        "plan json": ["plan", *both, "--format", "json"],
-        "check": ["check", *both, "--large", "1kB", *tail],
-        "check json": ["check", *both, "--large", "1kB", "--format", "json", *tail],
-        "check github": ["check", *both, "--large", "1kB", "--format", "github", *tail],
-        "explain": ["explain", model, "layers/w", *both[1:]],
-        "explain another": ["explain", model, "embed/x", *both[1:]],
-        "sweep": ["sweep", model, "--rules", rules, "--mesh", mesh, "--mesh", "fsdp=2"],
-        "no fallbacks": ["plan", *both, "--no-fallbacks"],
-        "load": ["load", *both, "--dry-run"],
-        "suggest toml": ["suggest", model, "--mesh", mesh, "--like", rules],
-        "suggest python": [
-            "suggest", model, "--mesh", mesh, "--like", rules, "--format", "python",
-        ],
-        "diff": ["diff", lock, *both],
-        "diff of locks": ["diff", lock, str(directory / "harmless.lock")],
-    }  # fmt: skip
-
-
-ON_TERMINALS = {"plan", "check", "explain", "sweep"}
-
-
-class Terminal(io.StringIO):
-    """A stream that is a terminal, or is not."""
-
-    def __init__(self, *, is_terminal):
-        super().__init__()
-        self.is_terminal = is_terminal
-
-    def isatty(self):
-        return self.is_terminal
-
-
-def run(monkeypatch, args, *, is_terminal=False):
-    out, err = Terminal(is_terminal=is_terminal), Terminal(is_terminal=False)
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", out)
-        patched.setattr(sys, "stderr", err)
-        patched.setattr(sys, "argv", ["shardrules", *args])
-        code = ended()
-    return code, out.getvalue(), err.getvalue()
-
-
-def assert_safe(text, *, is_github=False):
-    plain = CONTROLS.sub("", text)
-    assert all(c.isprintable() for c in plain.replace("\n", "")), ascii(text)
-    for line in plain.split("\n"):
-        rest = ANNOTATION.sub("", line, count=1) if is_github else line
-        assert not COMMANDS.search(rest), ascii(line)
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    harmless = sr.plan({}, [], {"tp": 2}).lock()
-    (tmp_path / "harmless.lock").write_text(harmless)
-    return tmp_path
-
-
-def told(here, monkeypatch, name, changes, *of_check):
-    """Per command what it tells with this name somewhere, which must be safe."""
-    found = {}
-    for command, args in commands(*files_given(here, **changes), here, of_check).items():
-        for is_terminal in (False, True)[: 1 + (command in ON_TERMINALS)]:
-            code, out, err = run(monkeypatch, args, is_terminal=is_terminal)
-            assert_safe(out, is_github=command == "check github")
-            assert_safe(err)
-            assert code in (0, 1, 2)
-            assert (code == 2) == any(line.startswith("error: ") for line in err.split("\n")), err
-            assert "bug of shardrules" not in err
-            # What the user's own code raises is told with its lines, if several with the fix behind.
-            count = len(name.splitlines()) if " has raised RuntimeError: " in err else 1
-            errors = err.count("\n") - (count if count > 1 else 0)
-            lines = None if is_terminal or "suggest" in command else (out.count("\n"), errors)
-            summary = out.split("\n")[-2:] if command == "check" and code != 2 else None
-            found[command, is_terminal] = (code, lines, summary)
-    return found
-
-
-NAMES = pytest.mark.parametrize("names", [WORST, slow(HOSTILE)], ids=["worst", "all"])
-
-
-@NAMES
-@pytest.mark.parametrize("place", PLACES)
-def test_no_name_is_raw_or_a_line_or_a_command(here, monkeypatch, place, names):
-    a_name = "a harmless name"
-    harmless = told(here, monkeypatch, a_name, PLACES[place](a_name))
-    for name in names:
-        found = told(here, monkeypatch, name, PLACES[place](name))
-        # What went as well as with a harmless name has as many lines, and the same summary.
-        for key, (code, *rest) in found.items():
-            if code == harmless[key][0]:
-                assert rest == list(harmless[key][1:]), key
-
-
-@NAMES
-@pytest.mark.parametrize("option", OPTIONS)
-def test_no_option_s_value_is_raw_or_a_line_or_a_command(here, monkeypatch, option, names):
-    for name in names:
-        told(here, monkeypatch, name, {}, option.replace("{}", name), name)
+LEAF = jax.ShapeDtypeStruct((8, 8), "float32")
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)
 def test_what_objects_say_of_themselves(name):
     """In a notebook or a program's log, without the command line."""
-    tree = {name: sr_leaf(), "w": sr_leaf()}
+    tree = {name: LEAF, "w": LEAF}
     plan = sr.plan(tree, [(re.escape(name), (name, "fsdp")), (".*", ())], {"fsdp": 4, name: 2})
-    other = sr.plan({f"{name}/x": sr_leaf()}, [(".*", ())], {f"{name}y": 8})
+    other = sr.plan({f"{name}/x": LEAF}, [(".*", ())], {f"{name}y": 8})
     harmless = sr.plan(
-        {"v": sr_leaf(), "w": sr_leaf()}, [("v", ("z", "fsdp")), (".*", ())], {"fsdp": 4, "z": 2}
+        {"v": LEAF, "w": LEAF}, [("v", ("z", "fsdp")), (".*", ())], {"fsdp": 4, "z": 2}
     )
     for text in (
         plan, plan.check(), plan.explain(name), plan.diff(other), plan.sweep([{name: 8}]), plan.on_mesh({"fsdp": 3}).explain(name),
@@ -302,14 +75,8 @@ def test_what_objects_say_of_themselves(name):
     assert str(plan.explain(name)).count("\n") == str(harmless.explain("v")).count("\n")
 
 
-def sr_leaf():
-    import jax
-
-    return jax.ShapeDtypeStruct((8, 8), "float32")
-
-
 def errors_of_the_library(name):
-    tree = {name: sr_leaf(), f"{name}{name}": sr_leaf()}
+    tree = {name: LEAF, f"{name}{name}": LEAF}
     strict = sr.RuleSpec((name, name), sr.Correction())
     for wrong in (
         lambda: sr.match_partition_rules([("nothing", None)], tree),
