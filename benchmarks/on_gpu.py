@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.text import bytes_shown, seconds_shown
+from shardrules._estimate.step_time import machine_of
 from tests.support.memory_steps import BIG, MOE, Pair, jitted
 
 Made = tuple[Any, tuple[Any, ...]]
@@ -106,7 +107,7 @@ def prove(name: str, on: str) -> list[float]:
     topology = sr.Topology(on)
     step, args = STEPS[name](mesh := topology.mesh(fsdp=1))
     traced: Any = sr.trace(step, *args)
-    expected = traced.plan.step_time(step=traced, hardware=topology.hardware)
+    expected = traced.time(machine_of(topology.hardware))
     proof: Any = sr.prove(step, *args, on=mesh)
     return [proof.memory.peak, traced.memory().peak, expected.best]
 

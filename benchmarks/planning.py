@@ -6,20 +6,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import process_time
 from typing import Any
 
 import jax
 from flax.linen import LogicallyPartitioned
-from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from benchmarks import solving
 from benchmarks.harness import collector, interleaved_seconds
 from benchmarks.scaling import Row
 from shardrules import demo
@@ -36,7 +32,6 @@ def rows() -> Iterator[Row]:
     with collector(enabled=False):
         yield from _plans()
         yield from _sweeps()
-        yield from _sweeps_of_steps()
         yield from _suggestions()
         yield from _logical_plans()
     yield from _reports()
@@ -104,25 +99,6 @@ def _sweeps() -> Iterator[Row]:
         (seconds,) = interleaved_seconds([partial(planned.sweep, meshes, **given)], runs=7)
         name = f"Plan.sweep over {len(meshes)} meshes by {by}, DeepSeek-V3"
         yield Row(name, seconds, "s", 1.0, f"{len(planned):,} leaves")
-
-
-def _sweeps_of_steps() -> Iterator[Row]:
-    """100 meshes of a traced step, with the memory at its peak."""
-    meshes = [
-        {"dp": 2**dp, "fsdp": 2**fsdp, "tp": 2**tp}
-        for dp in range(9)
-        for fsdp in range(9 - dp)
-        for tp in range(4)
-    ][:100]
-    cuts = {name: P(("dp", "fsdp"), *spec[1:]) for name, spec in solving.ACTIVATIONS.items()}
-    for name in ("Llama-3 70B", "DeepSeek-V3-like"):
-        model = replace(solving.MODELS[name], rows=1024)
-        step, _, (plan, _) = solving.traced(model, meshes[-1], solving.MIXED, cuts)
-        begin = process_time()
-        swept = plan.sweep(meshes, step=step, hardware="v5p")
-        seconds = process_time() - begin
-        note = "with the memory at its peak; processor time"
-        yield Row(f"Plan.sweep(step=) over {len(swept)} meshes, {name}", seconds, "s", 10.0, note)
 
 
 def _suggestions() -> Iterator[Row]:

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, AxisType
 import shardrules as sr
 from benchmarks import published_model as code
 from benchmarks.published_runs import FILE, Run, published, spearman, title
+from shardrules._estimate.step_time import machine_of
 from shardrules._program.step.spread import Spread
 from shardrules._program.step.tracing import TracedFunction
 
@@ -88,10 +89,10 @@ def main() -> int:
     heads = ("run", "published", "at best", "with its efficiency", "ratio")
     print("|", " | ".join(heads), "|\n|---|--:|--:|--:|--:|")
     for run in data["runs"]:
-        step, plan = traced(code.Model(**data["models"][run["model"]]), run)
+        step, _ = traced(code.Model(**data["models"][run["model"]]), run)
         hardware = sr.Topology(run["on"]).hardware
         with gathers_first("whole" in run["flags"]):
-            expected = plan.step_time(step=step, hardware=hardware)
+            expected = step.time(machine_of(hardware))
         seconds = published(data["models"], run)
         pairs.append((seconds, expected.total))
         cells = (title(run), *(f"{s:.2f} s" for s in (seconds, expected.best, expected.total)))

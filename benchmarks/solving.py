@@ -32,7 +32,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._estimate.step_time import machine_of
-from shardrules._plan.table import OVERLAP
 from shardrules._program import dump
 from shardrules._program.solve.solution import HIDES
 
@@ -366,7 +365,7 @@ def expert(model: Model, topology: sr.Topology, name: str) -> dict[str, Any]:
     rows = []
     for sizes in meshes(model, topology, name):
         step, jitted, args = traced(model, sizes, layout.rules, layout.activations)
-        machine = machine_of(topology.hardware, (), OVERLAP, None, is_traced=True)
+        machine = machine_of(topology.hardware)
         machine = machine.on_slice(topology, sizes)._replace(hides=HIDES)
         memory, seconds = step.memory().peak, step.time(machine).total
         is_over = memory > topology.hardware.memory_bytes

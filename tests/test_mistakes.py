@@ -279,13 +279,8 @@ OF_STEPS = {
     "traffic of rules": (lambda: STEP.traffic(RULES), "(a list)", "that of shardrules.plan"),
     "traffic of another plan": (lambda: STEP.traffic(OTHER), "1 leaf", "3 leaves", "trace the step with it"),
     "memory of sizes": (lambda: STEP.memory(SIZES), "(a dict)", "that of shardrules.plan"),
-    "time of a name": (lambda: STEP.time("v5p"), "'v5p'", "plan.step_time(step=step, hardware='v5p')"),
+    "time of a name": (lambda: STEP.time("v5p"), "'v5p'", "must be a Machine"),
     "batch with a unit": (lambda: STEP.largest_batch(PLAN, "95GB"), "'95GB'", "a number of bytes, such as 95e9"),
-    "a function to check": (lambda: PLAN.check(step=train), "<function train", "shardrules.trace(step, plan, *arguments)"),
-    "a function to sweep": (lambda: PLAN.sweep(devices=8, step=train), "<function train", "shardrules.trace(step, plan, *arguments)"),
-    "a step and tokens": (lambda: PLAN.traffic(step=STEP, tokens=100), "tokens is given beside step=", "leave out tokens="),
-    "a sweep with tokens": (lambda: PLAN.sweep(devices=8, step=STEP, tokens=100, hardware="v5p"), "tokens is given beside step=", "leave out tokens="),
-    "a time without tokens": (lambda: PLAN.step_time(hardware="v5p"), "give tokens=", "or step="),
     "a sweep of a slice": (lambda: PLAN.sweep(devices="v5p:8x8"), "'v5p:8x8'", "'v5p:4x4x4'"),
     "devices as text": (lambda: PLAN.sweep(devices="512"), "'512'", "'v5p:8x8x8'"),
     "a misspelt axis to sweep": (lambda: PLAN.sweep(devices=8, axes=["fsdp", "ttp"]), "'ttp'", "did you mean 'tp'"),
@@ -360,8 +355,6 @@ OF_SOLUTIONS = {
     "a solution without devices": (lambda: solution().constraints().__enter__(), "of no devices", "jax.make_mesh((2, 4), ('fsdp', 'tp'))"),
     "a solution on another mesh": (lambda: solution().constraints(MESH).__enter__(), "fsdp=1,tp=1", "the solution is for fsdp=2,tp=4"),
     "rules for the largest batch": (lambda: STEP.largest_batch(RULES, 95e9), "(a list)", "that of shardrules.plan"),
-    "a sweep that proves nowhere": (lambda: PLAN.sweep(devices=8, step=STEP, prove=3), "prove: give the topology", "devices='v5p:8x8x8'"),
-    "a sweep that proves one mesh": (lambda: PLAN.sweep(devices=SLICE, step=STEP, prove=3), "a function of the mesh", "the Step of trace"),
 }  # fmt: skip
 
 OF_COMMANDS = {

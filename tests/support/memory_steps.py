@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.text import bytes_shown, seconds_shown
+from shardrules._estimate.step_time import machine_of
 from shardrules._program.program import time_on
 from tests.support import page_table
 from tests.support.folders import ROOT
@@ -581,7 +582,7 @@ def seconds() -> dict[str, tuple[float, float]]:
     for pair in PAIRS:
         if key(pair) in rows:
             step = traced(pair)
-            time = step.plan.step_time(step=step, hardware=pair.on.split(":")[0])
+            time = step.time(machine_of(pair.on.split(":")[0]))
             times[key(pair)] = time.compute + time.memory, rows[key(pair)]["computing"]
     return times
 

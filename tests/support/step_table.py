@@ -8,12 +8,17 @@ four minutes at most, which needs libtpu.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -215,10 +220,37 @@ def table(compared: Callable[[int], tuple[Rows, Rows]], why: Mapping[str, str]) 
     return "\n".join(lines) + "\n"
 
 
+@contextmanager
+def stopped_before_code() -> Iterator[None]:
+    """Let proofs in this process and in its children end before the compiler makes code."""
+    from benchmarks.solving import stop_before_code
+
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        stop_before_code(Path(folder))
+        yield
+
+
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a process that ends with its result: the compiler goes on."""
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(function(*args))
+        except Exception as error:
+            results.put(f"{type(error).__name__}: {error}"[:200])
+        os._exit(0)
+
+    process = fork.Process(target=run)
+    process.start()
+    result = results.get()
+    process.join()
+    return result
+
+
 def record(end: float) -> None:
     """Compile what is not recorded for TPUs, each in a process of its own, until a time."""
-    from benchmarks.sweep_order import apart, stopped_before_code
-
     rows = json.loads(FILE.read_text()) if FILE.exists() else {}
     for index, case in enumerate(CASES):
         if case.id not in rows and time.monotonic() < end:

@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 COMMANDS: Final[dict[str, Entry]] = {}
 _PLAN: Final = "source rules mesh dialect stacked companions min_size max_memory no_fallbacks"
 _TRAINING: Final = "gradients optimizer optimizer_dtype optimizer_memory hbm host_memory"
-_STEP: Final = "step tokens hardware axes_over_dcn experts_per_token"
+_STEP: Final = "tokens hardware axes_over_dcn experts_per_token"
 _NEEDED: Final = {"required": True}
 _OR_LOCK: Final = {
     "help": f"{GROUPS['Arguments']['source'][1]} Or a lock, which has its rules and mesh."
@@ -76,7 +76,7 @@ def plan(args: Args) -> int:
     _check_targets(targets, filter(None, (args.source, args.rules)))
     planned = inputs.load_model_plan(args)
     plan = planned.plan
-    memory = plan.bytes_per_device(**training, step=step.get("step"))
+    memory = plan.bytes_per_device(**training)
     has_time = step["hardware"] is not None and len(step) > 1
     time = plan.step_time(**step, **training) if has_time else None
     # Made before anything is written: a failure leaves no file behind.
@@ -115,7 +115,7 @@ def _check_targets(outputs: Mapping[str, str | None], sources: Iterable[str]) ->
 @_command(
     "model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning",
     _PLAN, _TRAINING, "must_fit head_dim fail_on large replicated optional_axes data_axes level",
-    "fix step format project",
+    "fix format project",
     source=_OR_LOCK,
     format=_FINDINGS,
 )  # fmt: skip
@@ -141,7 +141,7 @@ def check(args: Args) -> int:
     planned = inputs.load_model_plan(args)
     findings = planned.plan.check(
         **planned.rules.declared, large=large, head_dim=args.head_dim, hbm=room.hbm,
-        levels=levels, step=inputs.traced(args),
+        levels=levels,
     )  # fmt: skip
     if args.must_fit:
         findings = inputs.must_fit(findings, planned.plan, room, training)
@@ -301,6 +301,7 @@ def step(args: Args) -> None:
     """Show what a step does before it is compiled: dimensions, FLOPs, memory, traffic, time."""
     from shardrules._cli import inputs
     from shardrules._cli.step_page import step_page
+    from shardrules._estimate.step_time import machine_of
     from shardrules._plan.report import step_json
 
     traced = inputs.trace_on(args, args.function, args.mesh, args.rules)
@@ -313,12 +314,10 @@ def step(args: Args) -> None:
         write_text(Path(args.html), step_page(traced, memory))
         hint(args, f"{args.html}: the step in one file, which works offline")
     if traced.plan is not None:
-        traffic = traced.plan.traffic(step=traced)
+        traffic = traced.traffic()
         if args.hardware:
-            device, over_dcn = inputs.load_hardware(args.hardware), args.axes_over_dcn
-            time = traced.plan.step_time(
-                step=traced, hardware=device, axes_over_dcn=inputs.names(over_dcn)
-            )
+            device = inputs.load_hardware(args.hardware)
+            time = traced.time(machine_of(device, inputs.names(args.axes_over_dcn)))
     if args.format == "json":
         print(step_json(traced.to_json(), memory, traffic, time))
     else:
@@ -394,7 +393,7 @@ def explain(args: Args) -> None:
 
 @_command(
     "model.json -r rules.toml --devices 512 --axes fsdp,tp --hbm 96GB",
-    _PLAN, "on slices devices axes", _TRAINING, _STEP, "prove format most",
+    _PLAN, "on slices devices axes", _TRAINING, _STEP, "format most",
     rules=_NEEDED,
     mesh={"usage": "-m --mesh MESH...", "help": "A mesh to compare; repeatable."},
     on={"required": False, "help": "Compare the meshes that exist on these TPUs or GPUs, such as "
@@ -410,7 +409,7 @@ def sweep(args: Args) -> None:
     from shardrules._program.topologies.topology import Topology
 
     if args.mesh:
-        inputs.refuse("the meshes are those of --mesh", args, "on", "devices", "axes", "prove")
+        inputs.refuse("the meshes are those of --mesh", args, "on", "devices", "axes")
     elif (args.devices is None) == (args.on is None) or args.axes is None:
         raise ValueError(
             "give meshes with --mesh; or --devices and --axes for all factorizations, or --on and "
@@ -422,11 +421,7 @@ def sweep(args: Args) -> None:
         raise ValueError("--axes: the meshes of --on have no fixed sizes")
     sizes = dict.fromkeys(axes, 1) | fixed
     first = args.mesh[0] if meshes else ",".join(f"{axis}={size}" for axis, size in sizes.items())
-    step, training = inputs.step_arguments(args, first), inputs.training(args)
-    if args.step is not None:
-        step |= {"step": inputs.traces(args), "prove": args.prove}
-    else:
-        inputs.refuse("without --step there is nothing to compile", args, "prove")
+    step, training = inputs.step_arguments(args), inputs.training(args)
     room = inputs.room(args, step["hardware"])
     plan = inputs.load_model_plan(args, mesh=first).plan
     topology = None if args.on is None else Topology(args.on, args.slices)
@@ -476,7 +471,7 @@ def load(args: Args) -> None:
 @_command(
     "model.json --devices 512 --hbm 96GB > rules.toml",
     "source mesh devices axes like dialect head_dim max_memory optimizer optimizer_dtype hbm",
-    _STEP.removeprefix("step ").replace("axes_over_dcn ", ""), "format",
+    _STEP.replace("axes_over_dcn ", ""), "format",
     mesh={"help": "The mesh, such as fsdp=64,tp=8."},
     optimizer={"default": "adam"},
     format={"usage": "--format {toml,python,text}", "default": "toml",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace as Args
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -282,15 +282,6 @@ def step_on(source: str, mesh: Any, rules: Any = None) -> tuple[Any, ...]:
     return step_of(source, load_object(source, *arguments))
 
 
-def traced(args: Args, mesh: str | None = None) -> Step | None:
-    """Trace the step of --step on a mesh, by default that of the command line; None without one."""
-    if args.step is None:
-        return None
-    if (mesh := mesh or args.mesh) is None:
-        raise ValueError("--step: give the mesh that it is traced on, as --mesh fsdp=64,tp=8")
-    return trace_on(args, args.step, mesh)
-
-
 def trace_on(args: Args, source: str, mesh: str, rules: Any = None) -> Step:
     """Trace the step that a function returns for a mesh without devices."""
     from shardrules._program.step.tracing import trace
@@ -300,25 +291,9 @@ def trace_on(args: Args, source: str, mesh: str, rules: Any = None) -> Step:
         return trace(function, *arguments)
 
 
-def traces(args: Args) -> Callable[[Any], Step]:
-    """Return the function that traces the step of --step on a mesh."""
-    from shardrules._program.step.tracing import trace
-
-    def traced_on(mesh: Any) -> Step:
-        function, arguments, *_ = step_on(args.step, mesh)
-        return trace(function, *arguments)
-
-    return traced_on
-
-
-def step_arguments(args: Args, mesh: str | None = None) -> dict[str, Any]:
+def step_arguments(args: Args) -> dict[str, Any]:
     """Return the arguments of `Plan.sweep` for the time of a step."""
     device = None if args.hardware is None else load_hardware(args.hardware)
-    if getattr(args, "step", None) is not None:
-        said = ("tokens", "experts_per_token", "gradients", "optimizer", "optimizer_memory")
-        refuse("--step says it itself", args, *said)
-        over = {} if device is None else {"axes_over_dcn": tuple(names(args.axes_over_dcn))}
-        return {"hardware": device, "step": traced(args, mesh), **over}
     if args.tokens is None:
         why = "without --tokens there is no time of a step"
         refuse(why, args, "axes_over_dcn", "experts_per_token")

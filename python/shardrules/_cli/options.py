@@ -83,10 +83,6 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
     },
     "Time of a step": {
         "tokens": ("--tokens NUMBER", "Tokens of a step, to estimate its time.", {"least": 1}),
-        "step": ("--step FUNCTION", "package.module:function of the step, as for `shardrules "
-            "step`, in the place of all that describes one: its jaxpr says what it needs.", {}),
-        "prove": ("--prove NUMBER", "Compile the step for so many of the best meshes of --on, and "
-            "rank them by that.", {"least": 0, "default": 0}),
         "hardware": ("--hardware NAME", "The devices: v4, v5e, v5p, v6e, 7x, A100, H100, H200, "
             "B200, GB200; or a TOML file. Without --hbm, their memory counts.", {}),
         "axes_over_dcn": ("--axes-over-dcn AXES", "Mesh axes between slices or nodes, such as dp.",

@@ -16,6 +16,7 @@ from shardrules._base.text import answer, brief, mesh_shown, printable, seconds_
 from shardrules._estimate.collectives import CutPart, cut_parts, kernel_uses
 from shardrules._estimate.schedule import Of, Schedule, Transmission, schedule_of
 from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
+from shardrules._plan.table import OVERLAP
 from shardrules._plan.tables import guesses_shown
 
 if TYPE_CHECKING:
@@ -150,11 +151,11 @@ class Machine(NamedTuple):
 
 def machine_of(
     hardware: Hardware | str,
-    axes_over_dcn: Iterable[str],
-    overlap: Iterable[str],
-    efficiency: float | None,
+    axes_over_dcn: Iterable[str] = (),
+    overlap: Iterable[str] = OVERLAP,
+    efficiency: float | None = None,
     *,
-    is_traced: bool = False,
+    is_traced: bool = True,
 ) -> Machine:
     """Return the machine of what a user gives; a traced step has the efficiency of the hardware."""
     device = as_hardware("hardware", hardware)

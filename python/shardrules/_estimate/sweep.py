@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import inf, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.mesh_sizes import check_bounds, mesh_shapes
 from shardrules._base.text import (
-    and_more,
     answer,
     bytes_shown,
     counted,
     mesh_shown,
     printable,
     record,
-    seconds_shown,
 )
 from shardrules._estimate.step_time import Run, StepTime, assumed_lines, step_time, time_shown
 from shardrules._plan.axis_uses import data_axes_among
@@ -32,12 +30,10 @@ _MOST_MESHES: Final = 10_000
 # Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less
 # than this part of a device's memory: activations take more, and no estimate is as near.
 _TIE: Final = 0.05
-_MOST_LEFT_OUT: Final = 4
 _COLUMNS: Final = (
     Column("mesh"),
     Column("devices", is_right=True, is_optional=True),
     Column("a step"),
-    Column("compiled", is_right=True),
     Column("per device", is_right=True),
     Column("replicated", is_right=True, is_optional=True),
     Column("corrections", is_right=True, is_optional=True),
@@ -71,40 +67,21 @@ class SweepRow(NamedTuple):
     """Bytes in the host's memory for the device that has most there."""
     time: StepTime | None = None
     """How long a training step takes; None if the tokens of one were not given."""
-    compiled: float | None = None
-    """Seconds by what the compiler makes of the step, infinite if it refuses it; None without
-    `prove`."""
-
-
-class Measure(NamedTuple):
-    """What a traced step needs on a mesh."""
-
-    bytes: int
-    time: StepTime | None
-    refusal: str
-    """Why the step is not for the mesh; "" if it is."""
-    error: Exception | None = None
-    """What tracing it there raised."""
 
 
 @answer
 class Sweep(tuple[SweepRow, ...]):
     """A row for each mesh, the best first; `Plan.sweep` says which that is."""
 
-    left_out: tuple[tuple[dict[str, int], str], ...]
-    """(mesh, why a traced step is not for it): fewer rows of the batch than devices, cut heads, or
-    what its function raises on this mesh alone."""
     _guessed: Mapping[str, tuple[str, ...]]
     """As `DeviceBytes.guessed`."""
 
     def __new__(
         cls,
         rows: Iterable[SweepRow] = (),
-        left_out: Iterable[tuple[dict[str, int], str]] = (),
         guessed: Mapping[str, tuple[str, ...]] | None = None,
     ) -> Sweep:
         sweep = super().__new__(cls, rows)
-        sweep.left_out = tuple(left_out)
         sweep._guessed = guessed or {}
         return sweep
 
@@ -114,8 +91,6 @@ class Sweep(tuple[SweepRow, ...]):
         times = [row.time for row in self if row.time is not None]
         if not times:
             return {}
-        if "batch_axes" not in times[0].assumptions:  # of a step, which says it
-            return times[0].assumptions
         batch = dict.fromkeys(axis for time in times for axis in time.assumptions["batch_axes"])
         return {**times[0].assumptions, "batch_axes": tuple(batch)}
 
@@ -124,11 +99,9 @@ class Sweep(tuple[SweepRow, ...]):
         """Lines with the assumptions of the times, and what is not counted in them."""
         times = [row.time for row in self if row.time is not None]
         uncounted = dict.fromkeys(path for time in times for path in time.uncounted)
-        left = [f"left out {mesh_shown(mesh)}: {why}" for mesh, why in self.left_out]
         guesses = guesses_shown(self._guessed, "names")
-        more = and_more(len(left), _MOST_LEFT_OUT, "mesh")
         assumed = assumed_lines(self.assumptions, uncounted)
-        return [printable(line) for line in (*left[:_MOST_LEFT_OUT], *more, *assumed, *guesses)]
+        return [printable(line) for line in (*assumed, *guesses)]
 
     def _parts(self) -> list[Table | str]:
         return [sweep_table(self), *self.notes]
@@ -140,8 +113,6 @@ def sweep_table(rows: Sequence[SweepRow]) -> Table:
         return Table([Column("no meshes")], [])
     has_times, has_verdicts = rows[0].time is not None, any(row.fits is not None for row in rows)
     absent = {*(() if has_times else ("a step",)), *(() if has_verdicts else ("memory",))}
-    if all(row.compiled is None for row in rows):
-        absent.add("compiled")
     kept = [n for n, column in enumerate(_COLUMNS) if column.head not in absent]
     cells = map(_sweep_cells, rows)
     return Table([_COLUMNS[n] for n in kept], ([line[n] for n in kept] for line in cells))
@@ -154,17 +125,12 @@ def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
         printable(mesh_shown(row.mesh)),
         f"{row.devices:,}",
         "" if row.time is None else time_shown(row.time),
-        "" if row.compiled is None else _compiled_shown(row.compiled),
         bytes_shown(row.bytes) + host,
         bytes_shown(row.replicated),
         f"{row.corrections:,}",
         {None: "", True: "fits", False: "does not fit"}[row.fits],
         printable(f"{largest}  {bytes_shown(row.largest_replicated_bytes)}") if largest else "-",
     )
-
-
-def _compiled_shown(seconds: float) -> str:
-    return seconds_shown(seconds) if seconds < inf else "refused"
 
 
 def sweep_meshes(
@@ -176,56 +142,22 @@ def sweep_meshes(
     optimizer: tuple[Any, ...] | None,
     optimizer_memory_kind: MemoryKind | None,
     run: Run | None,
-    measure: Callable[[Columns], Measure] | None = None,
-    prove: tuple[int, Callable[[Mapping[str, int]], tuple[float, int]]] | None = None,
 ) -> Sweep:
-    """See `Plan.sweep`; `on_mesh` gives the columns on a mesh, which may lack axes.
-
-    `measure` tells of a traced step there; `prove` is how many rows to compile, and a function that
-    gives the seconds and the bytes of a step on a mesh by what the compiler makes of it.
-    """
+    """See `Plan.sweep`; `on_mesh` gives the columns on a mesh, which may lack axes."""
     meshes_ = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(meshes_) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
-    rows, left_out, errors = [], [], []
+    rows = []
     guessed: Mapping[str, tuple[str, ...]] = {}
     axes = frozenset(axis for mesh in meshes_ if isinstance(mesh, Mapping) for axis in mesh)
     for mesh in meshes_:
         there = on_mesh(mesh, axes)
         device_bytes = by_class(there, gradients, optimizer, optimizer_memory_kind)
-        row = _sweep_row(there, device_bytes, room, run)
-        guessed = device_bytes.guessed if measure is None else {}
-        if measure is not None and not row.problems:
-            peak, time, refusal, error = measure(there)
-            if refusal:
-                left_out.append((row.mesh, refusal))
-                errors += [] if error is None else [error]
-                continue
-            fits = None if room.hbm is None else peak <= room.hbm
-            row = row._replace(bytes=peak, fits=fits, time=time)
-        rows.append(row)
-    if errors and len(errors) == len(meshes_):
-        raise errors[0]
-    if all(row.time is None for row in rows):
-        return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), left_out, guessed)
-    ranked = list(_best_first(rows, lambda row: row.time.total if row.time else 0.0))
-    proven = ranked if prove is None else _ranked_by_proof(ranked, room, *prove)
-    return Sweep(proven, left_out, guessed)
-
-
-def _ranked_by_proof(
-    rows: list[SweepRow],
-    room: Room,
-    count: int,
-    compiled: Callable[[Mapping[str, int]], tuple[float, int]],
-) -> list[SweepRow]:
-    """Rank the first rows by what the compiler makes of the step, those that it refuses last."""
-    proven = []
-    for row in rows[:count]:
-        seconds, size = compiled(row.mesh)
-        fits = None if room.hbm is None else seconds < inf
-        proven.append(row._replace(compiled=seconds, bytes=size, fits=fits))
-    return [*sorted(proven, key=lambda row: row.compiled or 0.0), *rows[count:]]
+        rows.append(_sweep_row(there, device_bytes, room, run))
+        guessed = device_bytes.guessed
+    if run is None:
+        return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), guessed)
+    return Sweep(_best_first(rows, lambda row: row.time.total if row.time else 0.0), guessed)
 
 
 def _best_first(
@@ -245,12 +177,7 @@ def _best_first(
 
 
 def _preference(row: SweepRow) -> tuple[float, ...]:
-    """Return of equal costs: less tensor parallelism, fewer corrections, less memory.
-
-    The time of a traced step has in it what tensor parallelism costs.
-    """
-    if row.time is not None and "batch_axes" not in row.time.assumptions:
-        return (_held_bytes(row),)
+    """Return of equal costs: less tensor parallelism, fewer corrections, less memory."""
     return _tensor_devices(row), row.corrections, _held_bytes(row)
 
 

@@ -5,8 +5,7 @@ Each check is one function from a plan to findings; all run, and all is reported
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
 from shardrules._base.arguments import check_choice
@@ -16,12 +15,11 @@ from shardrules._plan.findings import (
     LEVELS,
     CheckKind,
     Declared,
-    Finding,
     FindingKind,
     Findings,
     Level,
 )
-from shardrules._plan.queries import CHECKS, KINDS, OF_STEP, Queries
+from shardrules._plan.queries import CHECKS, KINDS, Queries
 from shardrules._plan.table import DEFAULT_LARGE, Columns
 
 _MODULES: Final = (check_leaves, check_rules, check_names)
@@ -36,26 +34,16 @@ def run_checks(
     head_dim: int | None = None,
     hbm: int | None = None,
     levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
-    of_step: Callable[[], Iterable[Finding]] | None = None,
 ) -> Findings:
-    """See `Plan.check`; `of_step` gives the findings of a step, which knows what heads are."""
+    """See `Plan.check`."""
     new_levels: dict[FindingKind, Level | Literal["off"]] = dict((levels or {}).items())
     for kind, level in new_levels.items():
-        check_choice("levels: a kind of finding", kind, (*KINDS, *OF_STEP))
+        check_choice("levels: a kind of finding", kind, tuple(KINDS))
         check_choice(f"levels: the level of {kind!r}", level, (*LEVELS, "off"))
     queries = Queries(columns, large, declared, head_dim, hbm)
-    off: list[str] = [kind for kind, level in new_levels.items() if level == "off"]
-    more: Iterable[Finding] = ()
-    checks = list(CHECKS)
-    if of_step is not None and all(kind.status == "placed" for kind in columns.kinds):
-        more = of_step()
-        checks.remove(check_names.cut_heads)
-    elif of_step is not None:
-        off += OF_STEP
-    findings = (finding for check_ in checks for finding in check_(queries))
-    levelled = (
-        (finding, new_levels.get(finding.kind, finding.level)) for finding in chain(findings, more)
-    )
+    off = [kind for kind, level in new_levels.items() if level == "off"]
+    findings = (finding for check_ in CHECKS for finding in check_(queries))
+    levelled = ((finding, new_levels.get(finding.kind, finding.level)) for finding in findings)
     kept = (finding._replace(level=level) for finding, level in levelled if level != "off")
     return Findings(kept, _scope_of_check(columns, off))
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from inspect import signature
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardrules._base.arguments import check_bytes, check_type, integer, listed, texts
 from shardrules._base.hardware import as_hardware
 from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind
-from shardrules._base.text import nearest, shown
-from shardrules._estimate.traced import A_STEP, TracedStep
-from shardrules._place.mesh import AnyMesh, MeshLike, as_mesh
+from shardrules._base.text import nearest
+from shardrules._place.mesh import MeshLike, as_mesh
 from shardrules._plan.memory import DeviceBytes, Room
 from shardrules._plan.resolve import OnMesh, sized_mesh
 from shardrules._plan.state import DTYPES, Training
@@ -23,8 +20,8 @@ from shardrules._program.topologies.topology import Topology
 if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
     from shardrules._estimate.schedule import InputGradients, Of, Reduce
-    from shardrules._estimate.step_time import Machine, StepTime
-    from shardrules._estimate.sweep import Measure, Sweep
+    from shardrules._estimate.step_time import StepTime
+    from shardrules._estimate.sweep import Sweep
     from shardrules._estimate.traffic import Traffic
     from shardrules._plan.roles import DimRole
 
@@ -44,7 +41,6 @@ class Estimates(Columns):
         optimizer: Self | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
         activations: Self | None = None,
-        step: TracedStep | None = None,
     ) -> DeviceBytes:
         """Count the bytes on each device and in the host's memory, uneven shards included.
 
@@ -59,8 +55,6 @@ class Estimates(Columns):
                 "pinned_host". Default: that of its plan, or of the parameters.
             activations: The plan of the activations that are there at once, if they are not in the
                 tree.
-            step: The step of `trace`, in the place of all others: what it needs beside the leaves
-                of this plan counts as activations.
 
         Raises:
             ValueError: The plan of the optimizer or the activations is for another mesh; a dtype or
@@ -78,14 +72,6 @@ class Estimates(Columns):
             >>> print(plan.bytes_per_device(optimizer=adam, optimizer_memory_kind="pinned_host"))
             64 B on the fullest device: params 64 B; 256 B in the host's memory
         """
-        if step is not None:
-            _check_alone(
-                "bytes_per_device", step, gradients=gradients, optimizer=optimizer,
-                optimizer_memory_kind=optimizer_memory_kind, activations=activations,
-            )  # fmt: skip
-            held = Training().bytes_with(self)
-            rest = max(0, step.memory(self).peak - held.max)
-            return held._replace(activations=held.activations + rest)
         training = Training(gradients, optimizer, optimizer_memory_kind, activations)
         return training.bytes_with(self)
 
@@ -107,8 +93,6 @@ class Estimates(Columns):
         overlap: Iterable[Of] = OVERLAP,
         efficiency: float | None = None,
         schedule: Mapping[str, Any] | None = None,
-        step: TracedStep | Callable[[AnyMesh], TracedStep] | None = None,
-        prove: int = 0,
     ) -> Sweep:
         """Put the leaves and rules on many meshes: bytes per device, what fits, time of a step.
 
@@ -131,20 +115,13 @@ class Estimates(Columns):
             overlap: As in `step_time`.
             efficiency: As in `step_time`.
             schedule: As in `step_time`.
-            step: The step of `trace`, in the place of tokens and of what training adds: bytes are
-                those at its peak, and with hardware the time is that of what it computes and sends.
-                Or a function of the mesh that returns it, for steps that are others on each mesh,
-                as those with `shard_map`. Meshes on which a device has no row of the batch, heads
-                are cut inside, or the function raises, are left out: `Sweep.left_out`.
-            prove: How many of the best to compile for the topology in `devices`: what the compiler
-                makes of the step ranks them. The step must be a function of the mesh.
 
         Returns:
             A row for each mesh, those with the fewest problems first, of these what fits, of these
-            the shortest time of a step, if `tokens` or a step are given, or else the fewest bytes.
-            What differs by less than 5 %, or in bytes by less than 5 % of `hbm`, is a tie. Then
-            the fewest devices along axes that do not split tokens, by their names, come first, then
-            the fewest corrections, then bytes; with a step bytes alone.
+            the shortest time of a step, if `tokens` are given, or else the fewest bytes. What
+            differs by less than 5 %, or in bytes by less than 5 % of `hbm`, is a tie. Then the
+            fewest devices along axes that do not split tokens, by their names, come first, then
+            the fewest corrections, then bytes.
 
         Raises:
             ValueError: A mesh is invalid, there are no axes, or there are more than 10,000 meshes;
@@ -169,19 +146,8 @@ class Estimates(Columns):
         if hbm is None and device is not None:
             hbm = device.memory_bytes
         room = room_of(hbm, host_memory)
-        run = measure = None
-        count = integer("prove", prove, 0)
-        proof = (count, _compiler_of(step, topology)) if count else None
-        if step is not None:
-            _check_alone(
-                "sweep", step, tokens=tokens, gradients=gradients, optimizer=optimizer,
-                optimizer_memory_kind=optimizer_memory_kind, schedule=schedule,
-            )  # fmt: skip
-            arguments = axes_over_dcn, overlap, efficiency
-            traced = partial(step_time.machine_of, is_traced=True)
-            machine = None if device is None else traced(device, *arguments)
-            measure = partial(self._measured, step, machine, topology)
-        elif tokens is None:
+        run = None
+        if tokens is None:
             _check_unused(
                 axes_over_dcn=axes_over_dcn != (),
                 overlap=overlap != OVERLAP,
@@ -191,7 +157,9 @@ class Estimates(Columns):
         elif device is None:
             raise ValueError("tokens: the time of a step needs hardware=, such as 'v5p'")
         else:
-            machine = step_time.machine_of(device, axes_over_dcn, overlap, efficiency)
+            machine = step_time.machine_of(
+                device, axes_over_dcn, overlap, efficiency, is_traced=False
+            )
             run = step_time.run_of(tokens, machine, schedule=schedule, gradients=gradients)
         check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
         moments = None if optimizer is None else listed("optimizer", optimizer, DTYPES)
@@ -216,33 +184,7 @@ class Estimates(Columns):
             optimizer=moments,
             optimizer_memory_kind=optimizer_memory_kind,
             run=run,
-            measure=measure,
-            prove=proof,
         )
-
-    def _measured(
-        self,
-        step: TracedStep | Callable[[AnyMesh], TracedStep],
-        machine: Machine | None,
-        topology: Topology | None,
-        there: Columns,
-    ) -> Measure:
-        """Return what a step needs on a mesh: its time if the hardware is known."""
-        from shardrules._estimate.sweep import Measure
-
-        make: Any = type(self)
-        plan = make(there, self._on_mesh, there.axis_sizes)
-        try:
-            traced = _traced_on(step, as_mesh(there.axis_sizes))
-        except (ValueError, TypeError) as error:  # code by device is not for every mesh
-            reason = str(error).splitlines()[:1] or [type(error).__name__]
-            return Measure(0, None, f"the step cannot be traced there: {reason[0][:200]}", error)
-        if refusal := traced._refusal(plan):
-            return Measure(0, None, refusal)
-        if machine is not None and topology is not None:
-            machine = machine.on_slice(topology, there.axis_sizes)
-        time = None if machine is None else traced.time(machine, plan)
-        return Measure(traced.memory(plan).peak, time, "")
 
     def _factorizations(
         self, devices: int | None, axes: Iterable[str] | None, fixed: Mapping[str, int] | None
@@ -268,8 +210,7 @@ class Estimates(Columns):
         self,
         *,
         hardware: Hardware | str,
-        tokens: int | None = None,
-        step: TracedStep | None = None,
+        tokens: int,
         axes_over_dcn: Iterable[str] = (),
         overlap: Iterable[Of] = OVERLAP,
         efficiency: float | None = None,
@@ -285,14 +226,11 @@ class Estimates(Columns):
         Args:
             hardware: The devices: a `Hardware`, or the name of one such as "v5p".
             tokens: Tokens of the whole batch of a step.
-            step: The step of `trace`, in the place of tokens, of what training adds, and of the
-                schedule: what it computes and sends is counted, and nothing is assumed about it.
             axes_over_dcn: Mesh axes between slices or nodes. Default: none, but what does not fit
                 into one; the last axes of the mesh are the innermost.
             overlap: What is sent while devices compute: some of "params", "gradients",
                 "activations", "experts". Default: the first two.
-            efficiency: The part of the peak FLOP/s that products reach. Default: 1; with a step
-                that of the hardware.
+            efficiency: The part of the peak FLOP/s that products reach. Default: 1.
             gradients: As in `bytes_per_device`.
             optimizer: As in `bytes_per_device`.
             optimizer_memory_kind: As in `bytes_per_device`.
@@ -313,15 +251,8 @@ class Estimates(Columns):
         from shardrules._estimate import step_time
 
         machine = step_time.machine_of(
-            hardware, axes_over_dcn, overlap, efficiency, is_traced=step is not None
+            hardware, axes_over_dcn, overlap, efficiency, is_traced=False
         )
-        if step is not None:
-            _check_alone(
-                "step_time", step, tokens=tokens, gradients=gradients, optimizer=optimizer,
-                optimizer_memory_kind=optimizer_memory_kind, schedule=schedule,
-            )  # fmt: skip
-            return step.time(machine, self)
-        tokens = _needed("step_time", tokens)
         run = step_time.run_of(tokens, machine, schedule=schedule, gradients=gradients)
         training = Training(gradients, optimizer, optimizer_memory_kind)
         state = training.optimizer if isinstance(training.optimizer, Columns) else None
@@ -330,8 +261,7 @@ class Estimates(Columns):
     def traffic(
         self,
         *,
-        tokens: int | None = None,
-        step: TracedStep | None = None,
+        tokens: int,
         batch_axes: Iterable[str] | None = None,
         gathers: int = 2,
         accumulate: int = 1,
@@ -354,8 +284,6 @@ class Estimates(Columns):
 
         Args:
             tokens: Tokens of the whole batch of a step.
-            step: The step of `trace`, in the place of all others: what its jaxpr sends is counted,
-                and nothing is assumed about it.
             batch_axes: The mesh axes that cut the tokens: of the batch or the sequence. Default:
                 all but those with names of tensor axes and of pipelines, such as tp, model or pp.
             gathers: How often a step gathers a parameter: 2 for forward and again for backward, 1
@@ -399,16 +327,10 @@ class Estimates(Columns):
             assumed by names and shapes: (unknown, unknown) of w
         """
         arguments = dict(locals())
-        del arguments["self"], arguments["step"]
+        del arguments["self"]
         from shardrules._estimate import traffic
         from shardrules._estimate.schedule import schedule_of
 
-        if step is not None:
-            defaults = Estimates.traffic.__kwdefaults__ or {}
-            changed = {name: v for name, v in arguments.items() if v != defaults[name]}
-            _check_alone("traffic", step, **changed)
-            return step.traffic(self)
-        arguments["tokens"] = _needed("traffic", tokens)
         return traffic.traffic(self, schedule_of(self.axis_sizes, **arguments))
 
 
@@ -419,56 +341,6 @@ def _topology_of(devices: int | str | Topology | None) -> Topology | None:
         except ValueError as error:
             raise ValueError(f"devices: {error}") from error
     return devices if isinstance(devices, Topology) else None
-
-
-def _needed(function: str, tokens: int | None) -> int:
-    """Return the tokens of a step."""
-    if tokens is None:
-        raise TypeError(f"{function}: give tokens=, those of the whole batch, or step= of trace")
-    return tokens
-
-
-def _traced_on(step: Any, mesh: AnyMesh) -> TracedStep:
-    """Return the step that was traced, or trace it on a mesh."""
-    if isinstance(step, TracedStep):
-        return step
-    try:
-        signature(step).bind(mesh)
-    except TypeError:
-        raise TypeError(
-            f"step is {shown(step)}; it must be {A_STEP}, or a function of the mesh that returns "
-            "one"
-        ) from None
-    except ValueError:  # Python does not know its arguments
-        pass
-    traced = step(mesh)
-    check_type("step: what the function of the mesh returns", traced, TracedStep, A_STEP)
-    return traced  # type: ignore[no-any-return]
-
-
-def _compiler_of(
-    step: Any, topology: Topology | None
-) -> Callable[[Mapping[str, int]], tuple[float, int]]:
-    """Return what compiles a step for a mesh of the topology."""
-    if topology is None:
-        raise ValueError("prove: give the topology to compile for, as devices='v5p:8x8x8'")
-    if isinstance(step, TracedStep) or not callable(step):
-        raise TypeError(
-            "prove: give step= a function of the mesh that returns the Step of trace: a traced one "
-            "is compiled for no other mesh"
-        )
-    return lambda sizes: _traced_on(step, topology.mesh(sizes))._compiled(topology)
-
-
-def _check_alone(function: str, step: Any, **arguments: Any) -> None:
-    """Check that a step is one, and that nothing is given beside it, as it says all itself."""
-    if function != "sweep" or not callable(step):
-        check_type("step", step, TracedStep, A_STEP)
-    if names := [name for name, value in arguments.items() if value is not None]:
-        raise ValueError(
-            f"{function}: {names[0]} is given beside step=, which says it itself; leave out "
-            f"{names[0]}="
-        )
 
 
 def check_none(what: str, value: Any) -> None:

@@ -53,12 +53,6 @@ CHECKS: Final[dict[Check, None]] = {}
 """The checks, in the order of their modules."""
 KINDS: Final[dict[str, CheckRow]] = {}
 """The kinds of findings of `Plan.check`."""
-OF_STEP: Final[dict[str, CheckRow]] = {
-    "repeated": CheckRow("warning", "products that all devices along a mesh axis compute"),
-    "whole-batch": CheckRow("warning", "arrays that an axis of the batch leaves whole"),
-    "gathered-state": CheckRow("warning", "matrices that products of the optimizer gather"),
-}
-"""Those of a traced step alone."""
 
 
 def check_of(kind: str, levels: str = "", what: str = "") -> Callable[[Check], Check]:

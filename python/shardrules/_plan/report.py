@@ -332,16 +332,8 @@ def _printable(value: Any) -> Any:
 
 def sweep_json(rows: Sweep) -> str:
     """Return the sweep as a JSON object: a row for each mesh, the best first; assumptions."""
-    contents = [
-        {
-            **row._asdict(),
-            "time": row.time and _time_content(row.time),
-            "compiled": None if row.compiled == float("inf") else row.compiled,
-        }
-        for row in rows
-    ]
-    left = [{"mesh": mesh, "why": why} for mesh, why in rows.left_out]
-    return printable_json({"rows": contents, "left_out": left, "assumptions": rows.assumptions})
+    contents = [{**row._asdict(), "time": row.time and _time_content(row.time)} for row in rows]
+    return printable_json({"rows": contents, "assumptions": rows.assumptions})
 
 
 def _time_content(time: StepTime) -> dict[str, Any]:

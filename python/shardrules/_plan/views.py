@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -21,7 +20,6 @@ from shardrules._base.arguments import (
 from shardrules._base.io import write_text
 from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.text import MOST_HTML, mesh_shown
-from shardrules._estimate.traced import A_STEP, TracedStep
 from shardrules._place.mesh import MeshLike
 from shardrules._plan.estimates import Estimates, room_of
 from shardrules._plan.findings import CheckKind, Declared, Findings, Level, all_declared
@@ -59,7 +57,6 @@ class Views(Estimates):
         head_dim: int | None = None,
         hbm: int | None = None,
         levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
-        step: TracedStep | None = None,
     ) -> Findings:
         """Check the coverage: no leaf is replicated and no rule ignored without a finding.
 
@@ -78,15 +75,12 @@ class Views(Estimates):
                 projections, if there is one.
             hbm: Bytes of memory of a device, into which the leaves are to fit. Default: any.
             levels: Other levels by kind of finding: "error", "warning", "info" or "off".
-            step: The step of `trace` with this plan among its arguments: what devices along an axis
-                repeat, heads by what the step does with them, activations that lose the batch, and
-                matrices that the optimizer gathers. Not looked at where leaves get no spec.
 
         Returns:
             All findings, the worst first.
 
         Raises:
-            ValueError: A kind or a level does not exist; or the step was traced with another tree.
+            ValueError: A kind or a level does not exist.
             re.error: A pattern is invalid.
 
         Example:
@@ -99,7 +93,6 @@ class Views(Estimates):
         from shardrules._plan import check
 
         check_bytes("large", large)
-        check_type("step", step, TracedStep | None, A_STEP)
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
         patterns = listed("replicated", replicated, "patterns")
         if patterns:
@@ -122,7 +115,6 @@ class Views(Estimates):
             head_dim=size,
             hbm=room_of(hbm, None).hbm,
             levels=levels,
-            of_step=None if step is None else partial(step.findings, self, large),
         )
 
     def specs(self) -> Any:

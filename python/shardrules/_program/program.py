@@ -6,7 +6,6 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +19,7 @@ from shardrules._plan.findings import Findings
 from shardrules._plan.lock_texts import content_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
-from shardrules._program.cache import cached_result
 from shardrules._program.collectives import Collective, Exchange, exchanges
-from shardrules._program.compile import Refusal, lowered_on, options_for, result_of
 from shardrules._program.executable import Executable, call_of
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import planned_targets
@@ -289,25 +286,6 @@ def time_on(topology: Topology, program: Program) -> ProgramTime | None:
     peak = topology.hardware.flops_per_second["bfloat16"]
     link_rate = partial(topology.link_rate, mesh)
     return program_time(hlo, program.collectives, topology.clock, link_rate, peak)
-
-
-def seconds_and_bytes(
-    function: Any, args: tuple[Any, ...], mesh: Any, topology: Topology
-) -> tuple[float, int]:
-    """Compile a step for a mesh of a topology; return the seconds of a step, and the peak.
-
-    Seconds by the compiler's cycles, the links, and what the schedule hides, infinite if the
-    compiler refuses the step; bytes on a device.
-    """
-    with options_for(mesh, "full"):
-        content = cached_result(lowered_on(mesh, function, args), mesh, result_of).content
-    if isinstance(content, Refusal):
-        return inf, content.required
-    program = inspect(content, tuple(arg if isinstance(arg, Plan) else None for arg in args))
-    time = time_on(topology, program)
-    if time is None:
-        raise ValueError(f"prove: the compiler for {topology.name} tells no cycles")
-    return time.scheduled, 0 if program.memory is None else program.memory.peak
 
 
 def _collective_cells(row: Collective) -> Sequence[str]:

@@ -13,7 +13,6 @@ import pytest
 
 import shardrules as sr
 from shardrules._estimate.step_time import machine_of
-from shardrules._plan.table import OVERLAP
 from shardrules._program.solve.meshes import Case, Task, _searched, best_of
 from shardrules._program.solve.resident import Resident
 from shardrules._program.solve.search import Search
@@ -21,7 +20,7 @@ from shardrules._program.solve.space import Space
 from shardrules._program.solve.terms import Terms
 from tests.support.random_steps import random_step
 
-MACHINE = machine_of("v5p", (), OVERLAP, None, is_traced=True)
+MACHINE = machine_of("v5p")
 ROOM = 10**18
 MESHES = ({"a": 4}, {"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 3})
 

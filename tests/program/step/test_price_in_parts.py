@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._estimate.step_time import machine_of
 from shardrules._place.mesh import as_mesh
 from tests.support import memory_steps, page_table
 
@@ -30,7 +31,7 @@ def time(
         return lax.with_sharding_constraint(x @ params["w"], NamedSharding(mesh, P(*made)))
 
     step = sr.trace(product, plan, x)
-    return plan.step_time(step=step, hardware=hardware)
+    return step.time(machine_of(hardware))
 
 
 def alone(devices, hardware="v5p"):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._estimate.step_time import machine_of
 
 SIZES = {"fsdp": 4, "tp": 2}
 
@@ -348,7 +349,7 @@ def mlp_plan(sizes=SIZES):
 
 def test_traffic_of_a_step_is_counted():
     plan = mlp_plan()
-    traffic = plan.traffic(step=mlp_step(plan))
+    traffic = mlp_step(plan).traffic()
     rows = {(row.of, row.collective, row.axes): row.payload for row in traffic}
     kernel = 128 * 512 * 4 // 2  # of one layer, cut by tp, in whole over fsdp
     stream = 64 // 4 * 32 * 128 * 4
@@ -357,14 +358,14 @@ def test_traffic_of_a_step_is_counted():
     assert rows["gradients", "reduce-scatter", ("fsdp",)] == 3 * 2 * kernel
     assert rows["activations", "all-reduce", ("tp",)] == 3 * 2 * stream
     assert not traffic.uncounted
-    assert plan.traffic(step=mlp_step(plan)).by_axes().keys() == {("fsdp",), ("tp",)}
+    assert traffic.by_axes().keys() == {("fsdp",), ("tp",)}
 
 
 def test_a_step_on_another_mesh_is_spread_anew():
     plan = mlp_plan()
     step = mlp_step(plan)
     other = plan.on_mesh({"fsdp": 8, "tp": 1})
-    assert {row.axes for row in other.traffic(step=step)} == {("fsdp",)}
+    assert {row.axes for row in step.traffic(other)} == {("fsdp",)}
     assert step.memory(other).totals.arguments < step.memory().totals.arguments
 
 
@@ -393,37 +394,9 @@ def test_what_is_not_donated_takes_memory_twice():
     assert peaks[1] == 2 * peaks[0]
 
 
-def test_estimates_take_a_step_in_the_place_of_assumptions():
-    plan = mlp_plan()
-    step = mlp_step(plan)
-    assert plan.bytes_per_device(step=step).max == step.memory().peak
-    time = plan.step_time(step=step, hardware="v5p")
-    assert time.total > 0
-    assert "tokens" not in time.assumptions
-    rows = plan.sweep(step=step, hardware="v5p", devices=8)
-    assert {row.devices for row in rows} == {8}
-    assert all(row.time is not None and row.fits for row in rows)
-    # The best is not a mesh on which one axis has no work.
-    assert rows[0].time.total <= rows[-1].time.total
-    bytes_alone = plan.sweep(step=step, devices=8)
-    assert all(row.time is None for row in bytes_alone)
-
-
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda p, s: p.traffic(), TypeError, "give tokens=, .* or step= of trace"),
-        (lambda p, s: p.step_time(hardware="v5p"), TypeError, "give tokens="),
-        (lambda p, s: p.traffic(step=s, tokens=8), ValueError, "tokens is given beside step="),
-        (lambda p, s: p.traffic(step=s, gathers=1), ValueError, "gathers is given beside"),
-        (
-            lambda p, s: p.step_time(step=s, hardware="v5p", optimizer=("float32",)),
-            ValueError,
-            "optimizer",
-        ),
-        (lambda p, s: p.bytes_per_device(step=s, gradients="float32"), ValueError, "gradients is"),
-        (lambda p, s: p.sweep(step=s, tokens=8, hardware="v5p"), ValueError, "tokens is given"),
-        (lambda p, s: p.traffic(step=3), TypeError, "step is 3 .*must be a Step, as"),
         (lambda p, s: s.explain("nothing"), KeyError, "is no argument's"),
         (lambda p, s: s.explain("downn"), KeyError, "down"),
         (lambda p, s: sr.trace(3), TypeError, "step is 3 .*give the function"),
@@ -434,7 +407,7 @@ def test_estimates_take_a_step_in_the_place_of_assumptions():
             "several meshes",
         ),
         (
-            lambda p, s: planned({"other": shape(8)}, [("other", None)]).traffic(step=s),
+            lambda p, s: s.traffic(planned({"other": shape(8)}, [("other", None)])),
             ValueError,
             "it has 1 leaf, and the step was traced with a plan of 2 leaves",
         ),
@@ -453,10 +426,10 @@ def test_code_by_device_is_of_one_mesh():
         lambda w: lax.psum(w, "fsdp"), mesh=mesh, in_specs=P("fsdp"), out_specs=P(None)
     )
     step = sr.trace(lambda params: summed(params["w"]), plan)
-    (row,) = plan.traffic(step=step)
+    (row,) = step.traffic()
     assert (row.collective, row.axes, row.payload) == ("all-reduce", ("fsdp",), 2 * 16 * 4)
     with pytest.raises(ValueError, match="code by device for fsdp=4,tp=2: trace the step on that"):
-        plan.on_mesh({"fsdp": 2, "tp": 4}).traffic(step=step)
+        step.traffic(plan.on_mesh({"fsdp": 2, "tp": 4}))
 
 
 def test_what_nothing_reads_is_left_out():
@@ -468,7 +441,7 @@ def test_what_nothing_reads_is_left_out():
     plan = sr.plan({"x": shape(64, 64)}, [("x", P("fsdp"))], mesh)
     traced = sr.trace(lambda params: step(params["x"]), plan)
     assert traced.flops == 64 * 64
-    assert not plan.traffic(step=traced)
+    assert not traced.traffic()
 
 
 def test_a_batch_on_a_mesh_of_explicit_axes_is_of_the_plans_mesh():
@@ -498,7 +471,7 @@ def test_code_by_device_takes_the_time_of_a_device():
         lambda w, x: x @ w, mesh=x.sharding.mesh, in_specs=(P(), P("data")), out_specs=P("data")
     )
     plain, manual = (
-        plan.step_time(step=sr.trace(step, plan, x), hardware="v5p")
+        sr.trace(step, plan, x).time(machine_of("v5p"))
         for step in (lambda p, x: x @ p["w"], lambda p, x: by_device(p["w"], x))
     )
     assert manual == plain._replace(assumptions=manual.assumptions)

@@ -14,7 +14,6 @@ from shardrules._base.text import answer, printable_lines
 from shardrules._estimate.step_time import machine_of
 from shardrules._place.mesh import as_mesh
 from shardrules._plan.plan import Plan, plan
-from shardrules._plan.table import OVERLAP
 from shardrules._plan.tables import Column, Table
 from shardrules._program.solve.activations import spec_of_cuts
 from shardrules._program.solve.choices import ClassChoice, choices, reasons
@@ -159,7 +158,7 @@ def solve(
         meshes = [step.mesh if on is None else on]
     if hardware is None:
         raise TypeError("hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')")
-    machine = machine_of(hardware, (), OVERLAP, None, is_traced=True)._replace(hides=HIDES)
+    machine = machine_of(hardware)._replace(hides=HIDES)
     room = machine.hardware.memory_bytes if hbm is None else memory_bytes("hbm", hbm)
     until = inf if time_limit is None else monotonic() + time_limit
     task = Task(step, machine, room, keep, forbid, until)

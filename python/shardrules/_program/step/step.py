@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
-from shardrules._base.arguments import check_bytes, check_type, memory_bytes
+from shardrules._base.arguments import check_type, memory_bytes
 from shardrules._base.io import collector_paused
 from shardrules._base.jax_names import user_line
 from shardrules._base.text import (
@@ -25,24 +25,19 @@ from shardrules._base.text import (
 )
 from shardrules._estimate.buffers import Buffer, Memory, Totals
 from shardrules._estimate.step_time import Machine
-from shardrules._estimate.traced import TracedStep
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
-from shardrules._program.program import seconds_and_bytes
 from shardrules._program.step.cuts import Cuts, argument_cuts, call_cuts
 from shardrules._program.step.dimension_roles import ClassRole, Roles
 from shardrules._program.step.equations import Equations
-from shardrules._program.step.findings import View, half_heads, step_findings
 from shardrules._program.step.jaxprs import only_call
 from shardrules._program.step.peak import AliveArray, alive_arrays
 from shardrules._program.step.price import Price
 from shardrules._program.step.spread import Spread
-from shardrules._program.topologies.topology import Topology
 
 if TYPE_CHECKING:
     from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.traffic import Traffic
-    from shardrules._plan.findings import Finding
 
 _LARGEST: Final = 100
 _MOST_ROWS: Final = 2**32
@@ -94,7 +89,7 @@ class TracedFunction(NamedTuple):
 
 
 @answer
-class Step(TracedStep):
+class Step:
     """What a step does, by its jaxpr: dimensions, FLOPs and memory; `trace` makes it.
 
     Example:
@@ -343,7 +338,7 @@ class Step(TracedStep):
         return least * (bisect_left(range(high), True, high // 2 + 1, key=is_over) - 1)
 
     def traffic(self, plan: Plan | None = None) -> Traffic:
-        """Count the bytes that each device sends in the step; `Plan.traffic` with `step`.
+        """Count the bytes that each device sends in the step.
 
         Args:
             plan: As `memory` takes it.
@@ -351,58 +346,14 @@ class Step(TracedStep):
         return self._priced(self._spread(plan)).traffic()
 
     def time(self, machine: Machine, plan: Plan | None = None) -> StepTime:
-        """Estimate the time of the step on a machine; `Plan.step_time` with `step`.
+        """Estimate the time of the step on a machine.
 
         Args:
             machine: Hardware, and how well the step uses it.
             plan: As `memory` takes it.
         """
-        what = "a Machine; or write plan.step_time(step=step, hardware='v5p')"
-        check_type("machine", machine, Machine, what)
+        check_type("machine", machine, Machine, "a Machine")
         return self._priced(self._spread(plan)).time(machine)
-
-    def _refusal(self, plan: Plan | None) -> str:
-        """Say why the step is not for the mesh of a plan; "" if it is.
-
-        The devices do not divide a dimension of an argument, such as the batch, which JAX refuses;
-        or heads are cut inside.
-        """
-        spread = self._spread(plan)
-        planned = set(self._weights)
-        for path, number in zip(self._paths, self._equations.body.inputs, strict=True):
-            shape = self._equations.values[number].shape
-            for size, axes in zip(shape, spread.cuts[number], strict=True):
-                parts = spread.count(axes)
-                if size % parts and number not in planned:
-                    names = ",".join(spread.named(axes))
-                    return f"{path}: {size:,} rows cannot be cut into {parts:,} parts by {names}"
-        return next((finding.message for finding in half_heads(self._view(plan, 0))), "")
-
-    def _compiled(self, topology: Topology) -> tuple[float, int]:
-        return seconds_and_bytes(self._function, self._args, self.mesh, topology)
-
-    def _planned_paths(self) -> dict[int, str]:
-        """Return the paths of the first plan's leaves, by the number of the array."""
-        prefix = f"inputs/{self._place}/"
-        return {
-            self._equations.body.inputs[row]: self._paths[row].removeprefix(prefix)
-            for row in (() if self.plan is None else self._ranges[self._place])
-        }
-
-    def findings(self, plan: Plan, large: int) -> list[Finding]:
-        """Find what is wrong with a plan for the step; `Plan.check` with `step` gives it as well.
-
-        Args:
-            plan: As `memory` takes it.
-            large: Bytes on a device from which on an array is reported.
-        """
-        check_type("plan", plan, Plan, "that of shardrules.plan")
-        check_bytes("large", large)
-        return list(step_findings(self._view(plan, large)))
-
-    def _view(self, plan: Plan | None, large: int) -> View:
-        spread = self._spread(plan)
-        return View(self._equations, self._roles, spread, self._planned_paths(), large)
 
     def _priced(self, spread: Spread) -> Price:
         return Price(self.name, self._equations, self._roles, spread, self.unmodelled)
