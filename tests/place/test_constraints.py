@@ -349,7 +349,7 @@ class TestWhatIsRemembered:
             return x
 
         jax.make_jaxpr(body)(x)
-        assert counted[1] <= 25 < counted[0]
+        assert counted[1] <= 6 < counted[0], counted
 
     def test_other_meshes_corrections_and_shapes_are_told_apart(self):
         devices, spec = np.array(jax.devices()[:4]), P(("a", "b"))

@@ -180,7 +180,7 @@ def in_order(*kinds: Kind) -> Callable[[_Function], _Function]:
                 return function(*arguments, **named)
             except (TypeError, ValueError, RuntimeError, re.error) as error:
                 given = named | dict(zip(names, arguments, strict=False))
-                check_order(function.__name__, kinds, list(map(given.get, names)))
+                check_order(function.__name__.lstrip("_"), kinds, list(map(given.get, names)))
                 if "tree" in kinds:
                     name = names[kinds.index("tree")]
                     if isinstance(error, TypeError) and kind_of(given.get(name)) != "plan":

@@ -34,11 +34,9 @@ from shardrules._rules.rules import Rules
 _MOST_LEAVES: Final = 2**16
 _MOST_ENTRIES: Final = 256  # each keeps its rules, some 100 kB
 _DECIDERS: Final = (Rules, LogicalRules, Decider)
-_VALUES: Final = frozenset(
-    {
-        *(str, re.Pattern, RuleSpec, Fsdp, PartitionSpec, NamedSharding),
-        type(PartitionSpec.UNCONSTRAINED),
-    }
+_ONE_FOR_ALL: Final = frozenset({PartitionSpec, NamedSharding})
+_VALUES: Final = _ONE_FOR_ALL.union(
+    {str, re.Pattern, RuleSpec, Fsdp, type(PartitionSpec.UNCONSTRAINED)}
 )
 """Types of what specs and rules are made of; equal values say the same."""
 _trace_state_clean: Final = trace_state_check()
@@ -51,33 +49,6 @@ class _Known(NamedTuple):
     """The one call for the whole tree, where that is all."""
     decider: Any
     """Kept alive, so that no other object gets its id."""
-
-
-def constrain_traced(
-    tree: Any, rules: RulesLike, mesh: MeshLike | None, correction: Correction | None
-) -> Any:
-    """Return the tree as `with_sharding_constraint` does inside jit."""
-    key: Hashable
-    leaves: list[Any] = []
-    try:
-        if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
-            raise TypeError
-        leaves, structure = tree_flatten((tree, rules))
-        values = tuple([_KEY_OF[type(leaf)](leaf) for leaf in leaves])
-        key = structure, values, mesh, correction, contexts()
-        cached = _memory.known.get(key)
-    except (AttributeError, TypeError, ValueError):  # something wrong, or not to remember
-        key = cached = None
-    if cached is None:
-        leaves, treedef, shardings = requested_shardings(tree, rules, mesh, correction=correction)
-        operations = operations_for(leaves, shardings)
-        cached = _Known(treedef, operations, one_call(leaves, operations), rules)
-        if key is not None and not _has_symbols(leaves):
-            _memory.put(key, cached)
-    if cached.call is not None:
-        function, sharding = cached.call
-        return function(tree, sharding)
-    return cached.treedef.unflatten(applied(leaves[: cached.treedef.num_leaves], cached.operations))
 
 
 def is_tracing(leaves: list[Any]) -> bool:
@@ -126,7 +97,6 @@ class _Memory:
 _memory: Final = _Memory()
 
 
-@in_order("tree", "rules", "mesh")
 def with_sharding_constraint(
     tree: Tree,
     rules: RulesLike,
@@ -176,21 +146,62 @@ def with_sharding_constraint(
         >>> step(jax.numpy.ones((4, 4))).sharding.mesh.axis_names
         ('dp',)
     """
+    # JAX records each frame above its own for the equation that it makes, a microsecond each: what
+    # is known has none between the caller and JAX but this one.
+    known, leaves, key = _known(tree, rules, mesh, correction)
+    if known is None:
+        return _with_sharding_constraint(tree, rules, mesh, correction, key)  # type: ignore[no-any-return]
+    if known.call is not None:
+        function, sharding = known.call
+        return function(tree, sharding)  # type: ignore[no-any-return]
+    result = applied(leaves[: known.treedef.num_leaves], known.operations)
+    return known.treedef.unflatten(result)  # type: ignore[no-any-return]
+
+
+@in_order("tree", "rules", "mesh")
+def _with_sharding_constraint(
+    tree: Any,
+    rules: RulesLike,
+    mesh: MeshLike | None,
+    correction: Correction | None,
+    key: Hashable,
+) -> Any:
+    """Decide the shardings, and remember the operations inside jit."""
     if is_tracing([]):
-        traced: Tree = constrain_traced(tree, rules, mesh, correction)
-        return traced
+        leaves, treedef, shardings = requested_shardings(tree, rules, mesh, correction=correction)
+        operations = operations_for(leaves, shardings)
+        result = treedef.unflatten(applied(leaves, operations))
+        if key is not None and leaves and not _has_symbols(leaves):
+            known = _Known(treedef, operations, one_call(leaves, operations), rules)
+            _memory.put(key, known)
+        return result
     with JointCall("with_sharding_constraint") as call:
         if call.joint and stays_within(tree, only_process(rules, mesh)):
             call.alone()
         leaves, treedef, shardings = requested_shardings(tree, rules, mesh, correction=correction)
         call.agree(lambda: rows_of(tree, shardings))
-    placed = (
-        applied(leaves, operations_for(leaves, shardings))
-        if is_tracing(leaves)
-        else _put(tree, leaves, shardings)
-    )
-    result: Tree = treedef.unflatten(placed)
-    return result
+    if is_tracing(leaves):
+        return treedef.unflatten(applied(leaves, operations_for(leaves, shardings)))
+    return treedef.unflatten(_put(tree, leaves, shardings))
+
+
+def _known(
+    tree: Any, rules: RulesLike, mesh: MeshLike | None, correction: Correction | None
+) -> tuple[_Known | None, list[Any], Hashable]:
+    """Return (what is known inside jit, the leaves, its key); the key is None for what has none."""
+    try:
+        if isinstance(tree, Tracer) and type(rules) in _ONE_FOR_ALL:
+            aval: Any = tree.aval
+            leaves, given = [tree], (aval.shape, aval.dtype, rules)
+        else:
+            if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
+                raise TypeError
+            leaves, structure = tree_flatten((tree, rules))
+            given = structure, *[_KEY_OF[type(leaf)](leaf) for leaf in leaves]
+        key = given, mesh, correction, contexts()
+        return _memory.known.get(key), leaves, key
+    except (AttributeError, TypeError, ValueError):  # something wrong, or not to remember
+        return None, [], None
 
 
 def _put(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:

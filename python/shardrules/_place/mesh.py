@@ -103,7 +103,8 @@ def in_force(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
 
 def contexts() -> tuple[Any, ...]:
     """Return JAX's contexts; the functions here answer the same in equal ones."""
-    return tuple(context() for context in mesh_contexts())
+    abstract, concrete, legacy = mesh_contexts()
+    return abstract(), concrete(), legacy()
 
 
 def legacy_mesh() -> Mesh | None:
