@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.text import bytes_shown, seconds_shown
-from shardrules._estimate.step_time import machine_of
 from tests.support.memory_steps import BIG, MOE, Pair, jitted
 
 Made = tuple[Any, tuple[Any, ...]]
@@ -102,14 +101,12 @@ STEPS: Final = {
 }
 
 
-def prove(name: str, on: str) -> list[float]:
-    """Prove and trace a step: return both peaks, and the time at best."""
+def prove(name: str, on: str) -> int:
+    """Prove a step: return its peak."""
     topology = sr.Topology(on)
     step, args = STEPS[name](mesh := topology.mesh(fsdp=1))
-    traced: Any = sr.trace(step, *args)
-    expected = traced.time(machine_of(topology.hardware))
     proof: Any = sr.prove(step, *args, on=mesh)
-    return [proof.memory.peak, traced.memory().peak, expected.best]
+    return proof.memory.peak
 
 
 def run(name: str) -> list[float]:
@@ -141,19 +138,18 @@ def filled(leaf: Any) -> Any:
 
 def main(on: str) -> None:
     """Print a row for each step; in brackets what is said by what is there."""
-    print("| step | allocated | proved | traced | measured | at best |\n|---|--:|--:|--:|--:|--:|")
+    print("| step | allocated | proved | measured |\n|---|--:|--:|--:|")
     for name in STEPS:
         command = [sys.executable, "-m", "benchmarks.on_gpu", on, name]
         done = subprocess.run(command, env=os.environ | DEVICE, capture_output=True, check=False)
         if done.returncode and b"RESOURCE_EXHAUSTED" not in done.stderr:
             raise SystemExit(done.stderr.decode())
-        peak, traced, best = prove(name, on)
-        row = ["refused", *map(bytes_shown, map(int, (peak, traced))), "", seconds_shown(best)]
+        peak = prove(name, on)
+        row = ["refused", bytes_shown(peak), ""]
         if not done.returncode:
             size, step = json.loads(done.stdout.splitlines()[-1])
-            row[0], row[3] = bytes_shown(size), seconds_shown(step)
-            for cell, ratio in {1: peak / size, 2: traced / size, 4: best / step}.items():
-                row[cell] += f" ({ratio:.2f})"
+            row[0], row[2] = bytes_shown(size), seconds_shown(step)
+            row[1] += f" ({peak / size:.2f})"
         print("|", " | ".join([name, *row]), "|", flush=True)
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._estimate.step_time import machine_of
 from shardrules._program import dump
-from shardrules._program.solve.solution import HIDES
 
 TOPOLOGIES = ("v5e:4x4", "v6e:4x4", "v5p:2x2x4", "v5p:4x4x4")
 TOKENS = 4096
@@ -360,27 +358,19 @@ def middle(row: Mapping[str, Any]) -> float:
 
 
 def expert(model: Model, topology: sr.Topology, name: str) -> dict[str, Any]:
-    """Compile an expert's layout on the mesh that is best by the price of those that fit."""
+    """Compile an expert's layout on each mesh, and return the fastest of those that fit."""
     layout = (SPARSE if model.experts else DENSE)[name]
     rows = []
     for sizes in meshes(model, topology, name):
-        step, jitted, args = traced(model, sizes, layout.rules, layout.activations)
-        machine = machine_of(topology.hardware)
-        machine = machine.on_slice(topology, sizes)._replace(hides=HIDES)
-        memory, seconds = step.memory().peak, step.time(machine).total
-        is_over = memory > topology.hardware.memory_bytes
-        sent = sum(map(machine.sent, step.traffic()))
-        rows.append((is_over, seconds, memory, sent, sizes, jitted, args))
-    if not rows:
-        return {}
-    _, seconds, memory, sent, sizes, jitted, args = min(rows, key=lambda row: row[:2])
-    result = {"mesh": sizes, "layers": model.layers, "price": seconds}
-    result |= {"expected": memory, "expected to send": sent}
-    try:
-        proof = sr.prove(jitted, *args, on=topology, timeout=LIMIT)
-    except sr.OutOfMemory as error:
-        return result | {"refused": str(error).partition(". The largest")[0]}
-    return result | compiled(topology, sizes, proof)
+        _, jitted, args = traced(model, sizes, layout.rules, layout.activations)
+        row = {"mesh": sizes, "layers": model.layers}
+        try:
+            proof = sr.prove(jitted, *args, on=topology, timeout=LIMIT)
+        except sr.OutOfMemory as error:
+            rows.append(row | {"refused": str(error).partition(". The largest")[0]})
+        else:
+            rows.append(row | compiled(topology, sizes, proof))
+    return min(rows, key=lambda row: inf if "refused" in row else middle(row), default={})
 
 
 def solved(model: Model, topology: sr.Topology, limit: float, rounds: int) -> dict[str, Any]:

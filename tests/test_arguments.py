@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import demo
 from shardrules._base.text import shown
-from shardrules._estimate.step_time import machine_of
 from shardrules._program.compiling import CompileLog
 from shardrules._rules import matcher
 from tests.support import api
@@ -196,11 +195,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "log": (*NOT_MADE, CompileLog()),
         "activations": NOT_PLAN,
         "other plan": (*NOT_PLAN, None),
-        "Step.largest_batch.plan Step.memory.plan Step.time.plan Step.traffic.plan": NOT_PLAN,
         "step": (*NOT_STEP, None, PLAN),
         "suggest.step": (*NOT_STEP, PLAN),
         "on": (*ODD, "v5p:8x8x8", SIZES, PLAN),
-        "Step.time.machine": (*ODD, "v5p", None),
         "compiled": (*NOT_STEP, None, jax.jit(print)),
         "inputs": (*ODD, 0, None, "w", {}, PLAN, (), (3,), (None, None), ("w",), ([P()],)),
         "prove.inputs": (*ODD, 0, "w", {}, PLAN),
@@ -271,10 +268,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE}),
     "Rules.with_axes": (sr.Rules(RULES).with_axes, {"axes": {"tp": ("kv", "rep")}}),
     "Step.explain": (STEP.explain, {"path": "w"}),
-    "Step.largest_batch": (STEP.largest_batch, {"plan": PLAN, "hbm": 10**9}),
-    "Step.memory": (STEP.memory, {}),
-    "Step.time": (STEP.time, {"machine": machine_of("v5p")}),
-    "Step.traffic": (STEP.traffic, {}),
     "Suggestion.compare": (SUGGESTION.compare, {"rules": RULES}),
     "Topology": (sr.Topology, {"name": "v5p-8"}),
     "Zero1": (sr.Zero1, {"axis": "dp"}),

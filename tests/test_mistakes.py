@@ -275,12 +275,6 @@ OF_STEPS = {
     "traced on sizes": (lambda: sr.trace(train, PLAN, X, on="fsdp=2"), "'fsdp=2'", "shardrules.Topology('v5p:8x8x8')"),
     "an argument's path": (lambda: STEP.explain("embd"), "'embd'", "near it: inputs/0/embed"),
     "an argument's number": (lambda: STEP.explain(3), "3 (an int)", "'inputs/0/layers/up'"),
-    "traffic of a tree": (lambda: STEP.traffic(TREE), "(a dict)", "that of shardrules.plan"),
-    "traffic of rules": (lambda: STEP.traffic(RULES), "(a list)", "that of shardrules.plan"),
-    "traffic of another plan": (lambda: STEP.traffic(OTHER), "1 leaf", "3 leaves", "trace the step with it"),
-    "memory of sizes": (lambda: STEP.memory(SIZES), "(a dict)", "that of shardrules.plan"),
-    "time of a name": (lambda: STEP.time("v5p"), "'v5p'", "must be a Machine"),
-    "batch with a unit": (lambda: STEP.largest_batch(PLAN, "95GB"), "'95GB'", "a number of bytes, such as 95e9"),
     "a sweep of a slice": (lambda: PLAN.sweep(devices="v5p:8x8"), "'v5p:8x8'", "'v5p:4x4x4'"),
     "devices as text": (lambda: PLAN.sweep(devices="512"), "'512'", "'v5p:8x8x8'"),
     "a misspelt axis to sweep": (lambda: PLAN.sweep(devices=8, axes=["fsdp", "ttp"]), "'ttp'", "did you mean 'tp'"),
@@ -348,13 +342,11 @@ OF_SOLUTIONS = {
     "a misspelt axis to keep": (lambda: sr.solve(STEP, SIZES, hardware="v5p", keep=[("wq", ("fsdpp",))]), "'fsdpp'", "near it: fsdp"),
     "a misspelt role": (lambda: sr.solve(STEP, SIZES, hardware="v5p", forbid=[("hiden", "tp")]), "'hiden'", "'batch', 'hidden'"),
     "a misspelt axis to forbid": (lambda: sr.solve(STEP, SIZES, hardware="v5p", forbid=[("batch", "tpp")]), "'tpp'", "'fsdp', 'tp'"),
-    "all to recompute": (lambda: sr.solve(STEP, SIZES, hardware="v5p", remat=True), "remat is True", "'choose'"),
     "a time with a unit": (lambda: sr.solve(STEP, SIZES, hardware="v5p", time_limit="60s"), "'60s'", "a number"),
     "a time before": (lambda: sr.solve(STEP, SIZES, hardware="v5p", time_limit=-1), "-1", "seconds from 0"),
     "a solution proved nowhere": (lambda: solution().prove(), "of no devices", "jax.make_mesh((2, 4), ('fsdp', 'tp'))", "on=shardrules.Topology("),
     "a solution without devices": (lambda: solution().constraints().__enter__(), "of no devices", "jax.make_mesh((2, 4), ('fsdp', 'tp'))"),
     "a solution on another mesh": (lambda: solution().constraints(MESH).__enter__(), "fsdp=1,tp=1", "the solution is for fsdp=2,tp=4"),
-    "rules for the largest batch": (lambda: STEP.largest_batch(RULES, 95e9), "(a list)", "that of shardrules.plan"),
 }  # fmt: skip
 
 OF_COMMANDS = {

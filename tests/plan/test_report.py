@@ -20,7 +20,6 @@ import pytest
 
 import shardrules as sr
 from shardrules._base.text import bytes_shown, printable, printable_lines, seconds_shown
-from shardrules._cli.step_page import step_page
 from tests.support import corpus
 from tests.support.browser import chromium, metrics_of
 from tests.support.command_line import invoke
@@ -577,7 +576,7 @@ AXE = os.environ.get("AXE", ROOT / "node_modules/axe-core/axe.min.js")
 
 @pytest.fixture(scope="module")
 def other_pages(tmp_path_factory):
-    """The pages of a step and of its solution."""
+    """The page of a solution."""
     tree = {
         "up": jax.ShapeDtypeStruct((4, 512, 2048), "float32"),
         "down": jax.ShapeDtypeStruct((4, 2048, 512), "float32"),
@@ -593,12 +592,11 @@ def other_pages(tmp_path_factory):
     step = sr.trace(jax.grad(loss), plan, jax.ShapeDtypeStruct((2**14, 512), "float32"))
     solution = sr.solve(step, hardware="v5p")
     folder = tmp_path_factory.mktemp("pages")
-    (folder / "step.html").write_text(step_page(step, step.memory()), encoding="utf-8")
     plan.to_html(folder / "solution.html", solution=solution)
     return folder
 
 
-@pytest.mark.parametrize(("name", "width"), [("step", 390), ("solution", 390), slow("step", 1280)])
+@pytest.mark.parametrize(("name", "width"), [("solution", 390), slow("solution", 1280)])
 def test_browser_fits_and_scrolls_other_pages(browser, other_pages, name, width):
     options = {"viewport": {"width": width, "height": 900}, "bypass_csp": True}
     with browser.new_context(**options) as context:

@@ -1,15 +1,8 @@
-"""Steps whose memory is compared with that of TPU executables: decoders in plain JAX, of all kinds.
-
-Each row of `PAIRS` is a step on a mesh of a slice. `tests/data/step_memory.json` has what the TPU's
-compiler said of each; `python -m tests.support.memory_steps` writes it anew, and needs libtpu.
-"""
+"""Steps of decoders in plain JAX, of all kinds; each row of `PAIRS` is one on a mesh of a slice."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,15 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.text import bytes_shown, seconds_shown
-from shardrules._estimate.step_time import machine_of
-from shardrules._program.program import time_on
-from tests.support import page_table
-from tests.support.folders import ROOT
 
-LARGEST = 4
-FILE = ROOT / "tests" / "data" / "step_memory.json"
-PAGE = ROOT / "docs" / "step.md"
 BATCH_AXES = ("data", "fsdp", "ep")
 Params = Any
 
@@ -497,117 +482,7 @@ PAIRS = [
 
 
 # The estimate was made by looking at these.
-SEEN = frozenset([
-    "dense, v5e:4x4, fsdp=16",
-    "LoRA, v5e:4x4, fsdp=16",
-    "Muon, v5e:4x4, fsdp=16",
-    "forward, v5e:4x4, fsdp=16",
-    "forward, v6e:4x4, fsdp=4,tp=4",
-    "forward, v6e:4x4, fsdp=16",
-    "forward, layers apart, v5p:2x2x4, fsdp=4,tp=4",
-    "decode, v5e:4x4, data=4,tp=4",
-    "dense, layers apart, all saved, v6e:4x4, fsdp=16",
-])  # fmt: skip
-
-
 def key(pair: Pair) -> str:
     """Name a pair as the tables do."""
     mesh = ",".join(f"{axis}={size}" for axis, size in pair.mesh.items())
     return f"{pair.name}, {pair.on}, {mesh}"
-
-
-def traced(pair: Pair) -> sr.types.Step:
-    """Trace the step of a pair, without a device."""
-    from jax.sharding import AbstractMesh, AxisType
-
-    sizes = pair.mesh
-    automatic = (AxisType.Auto,) * len(sizes)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic)
-    step, args = jitted(pair, mesh)
-    return sr.trace(step, *args)
-
-
-def compiled(pair: Pair) -> dict[str, Any]:
-    """Compile the step of a pair, and return what the compiler says of its memory and time."""
-    topology = sr.Topology(pair.on)
-    mesh = topology.mesh(**pair.mesh)
-    step, args = jitted(pair, mesh)
-    executable = sr.compile(step, *args, on=mesh)
-    stats = executable.memory_analysis()
-    program = sr.inspect(executable, (None,) * len(args))
-    rows = [row for row in program.memory.buffers if not row.is_argument]
-    time = time_on(topology, program)
-    return {
-        "computing": None if time is None else time.computing,
-        "peak": stats.peak_memory_in_bytes,
-        "allocated": stats.total_allocation_bytes + stats.generated_code_size_in_bytes,
-        "arguments": stats.argument_size_in_bytes,
-        "largest": [[row.bytes, row.shape, row.what] for row in rows[:LARGEST]],
-    }
-
-
-def recorded() -> dict[str, dict[str, Any]]:
-    """Return what the compiler said of each pair, by its key."""
-    return json.loads(FILE.read_text(encoding="utf-8"))
-
-
-def ratios() -> dict[str, float]:
-    """Return our peak by the compiler's, for each pair that is recorded."""
-    rows = recorded()
-    return {
-        key(pair): traced(pair).memory().peak / rows[key(pair)]["peak"]
-        for pair in PAIRS
-        if key(pair) in rows
-    }
-
-
-def table(ratios: dict[str, float]) -> str:
-    """Return the rows of all pairs that are recorded."""
-    heads = "step", "slice", "mesh", "by its jaxpr", "at its peak", "ratio", "allocated", "ratio"
-    lines = [f"| {' | '.join(heads)} | looked at |", "|---|---|---|--:|--:|--:|--:|--:|---|"]
-    rows = recorded()
-    for name, ratio in ratios.items():
-        peak, allocated = (rows[name].get(what) for what in ("peak", "allocated"))
-        ours = round(ratio * peak)
-        cells = [*name.rsplit(", ", 2), bytes_shown(ours), bytes_shown(peak), f"{ratio:.3f}"]
-        cells += [bytes_shown(allocated), f"{ours / allocated:.3f}"] if allocated else ["", ""]
-        lines.append(f"| {' | '.join(cells)} | {'yes' if name in SEEN else 'no'} |")
-    return "\n".join(lines) + "\n"
-
-
-def seconds() -> dict[str, tuple[float, float]]:
-    """Return what a device computes and moves in each recorded pair: our seconds, the compiler's."""
-    rows = recorded()
-    times = {}
-    for pair in PAIRS:
-        if key(pair) in rows:
-            step = traced(pair)
-            time = step.time(machine_of(pair.on.split(":")[0]))
-            times[key(pair)] = time.compute + time.memory, rows[key(pair)]["computing"]
-    return times
-
-
-def time_table(times: dict[str, tuple[float, float]]) -> str:
-    """Return the rows of all pairs that are recorded."""
-    heads = "step", "slice", "mesh", "by its jaxpr", "by the compiler", "ratio"
-    lines = [f"| {' | '.join(heads)} |", "|---|---|---|--:|--:|--:|"]
-    for name, (mine, compilers) in times.items():
-        cells = *name.rsplit(", ", 2), *map(seconds_shown, (mine, compilers))
-        lines.append(f"| {' | '.join(cells)} | {mine / compilers:.2f} |")
-    return "\n".join(lines) + "\n"
-
-
-def main(numbers: Iterable[str]) -> None:
-    """Compile the pairs of these numbers, or those that are not recorded, and record them."""
-    rows = recorded() if FILE.exists() else {}
-    chosen = [PAIRS[int(number)] for number in numbers]
-    for pair in chosen or [pair for pair in PAIRS if key(pair) not in rows]:
-        rows[key(pair)] = compiled(pair)
-        rows = {key(pair): rows[key(pair)] for pair in PAIRS if key(pair) in rows}
-        FILE.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
-    page_table.write(PAGE, table(ratios()), "memory")
-    page_table.write(PAGE, time_table(seconds()), "computing")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import permutations
-from math import inf, prod
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,8 +21,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._program.computation import Shape
 from shardrules._program.hlo import CollectiveOp, Hlo
-from shardrules._program.step.cuts import call_cuts
-from shardrules._program.step.spread import Spread
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 96, 256, 4, 2, 40, 352
 BATCH, SEQUENCE, LAYERS = 16, 36, 2
@@ -144,31 +142,6 @@ def compiled(model: Model, sizes: Mapping[str, int]) -> tuple[sr.Plan, Hlo]:
     """The plan of a training step on this mesh, and the optimized HLO of the step."""
     made, plan, ids = jitted(model, sizes)
     return plan, Hlo(made.lower(plan.abstract(), ids, ids).compile().as_text())
-
-
-class _SpreadOnCpu(Spread):
-    """As XLA for CPU has it: it adds the parts of each product up, before it adds the products."""
-
-    _merges_sums = False
-    _most_between = inf
-
-
-def spread_on_cpu(step: sr.types.Step) -> Spread:
-    """The specs with which a step was traced, over all of its arrays."""
-    cuts = step._argument_cuts(step._args)
-    results = call_cuts(step._call, "out_shardings", len(step._equations.body.outputs))
-    return _SpreadOnCpu(step._equations, step._sizes(step._args), cuts, results)
-
-
-def spread(model: Model, sizes: Mapping[str, int]) -> Counter[tuple[str, tuple[str, ...]]]:
-    """Payloads by collective and axes of the step's jaxpr, as the CPU backend sends them."""
-    made, plan, ids = jitted(model, sizes)
-    step = sr.trace(made, plan, ids, ids)
-    rows: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for row in spread_on_cpu(step).sent:
-        axes = tuple(axis for axis in sizes if axis in row.axes)
-        rows[row.kind, axes] += row.payload * row.trips
-    return rows
 
 
 def _gradients(params: Any, read: Any, wanted: Any, model: Model, mesh: Mesh) -> Any:

@@ -283,8 +283,8 @@ def prove(args: Args) -> int:
 
 
 @_command(
-    "my_package.train:step_on --mesh fsdp=64,tp=8 --hardware v5p",
-    "function array mesh rules hardware axes_over_dcn format html",
+    "my_package.train:step_on --mesh fsdp=64,tp=8",
+    "function array mesh rules format",
     function={
         "help": "package.module:function, which takes the mesh, here one without devices, and the "
         "rules of --rules, and returns (step, arguments), as shardrules.trace takes them, or "
@@ -292,36 +292,17 @@ def prove(args: Args) -> int:
     },
     mesh={"help": "Devices per mesh axis, such as fsdp=64,tp=8.", **_NEEDED},
     rules=_RULES_OF_STEP,
-    hardware={
-        "help": "The devices, for the time of a step: v4, v5e, v5p, v6e, 7x, A100, H100, H200, "
-        "B200, GB200; or a TOML file."
-    },
 )
 def step(args: Args) -> None:
-    """Show what a step does before it is compiled: dimensions, FLOPs, memory, traffic, time."""
+    """Show what a step does before it is compiled: dimensions, their roles, and FLOPs by line."""
+    from shardrules._base.text import printable_json
     from shardrules._cli import inputs
-    from shardrules._cli.step_page import step_page
-    from shardrules._estimate.step_time import machine_of
-    from shardrules._plan.report import step_json
 
     traced = inputs.trace_on(args, args.function, args.mesh, args.rules)
     if args.array:
         print(traced.explain(args.array))
-        return
-    _check_targets({"--html": args.html}, ())
-    memory, traffic, time = traced.memory(), None, None
-    if args.html:
-        write_text(Path(args.html), step_page(traced, memory))
-        hint(args, f"{args.html}: the step in one file, which works offline")
-    if traced.plan is not None:
-        traffic = traced.traffic()
-        if args.hardware:
-            device = inputs.load_hardware(args.hardware)
-            time = traced.time(machine_of(device, inputs.names(args.axes_over_dcn)))
-    if args.format == "json":
-        print(step_json(traced.to_json(), memory, traffic, time))
     else:
-        print(*filter(None, (traced, memory, traffic, time)), sep="\n\n")
+        print(printable_json(traced.to_json()) if args.format == "json" else traced)
 
 
 @_command(

@@ -30,10 +30,8 @@ from shardrules._plan.table import (
 from shardrules._rules.patterns import pattern_shown
 
 if TYPE_CHECKING:
-    from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.sweep import Sweep, SweepRow
-    from shardrules._estimate.traffic import Traffic
     from shardrules._plan.memory import DeviceBytes, Room
 
 
@@ -341,20 +339,6 @@ def _time_content(time: StepTime) -> dict[str, Any]:
     del content["assumptions"]
     sent = [{"axes": axes, "seconds": seconds} for axes, seconds in time.sent.items()]
     return {**content, "sent": sent, "dominant": time.dominant}
-
-
-def step_json(
-    step: dict[str, Any], memory: Memory, traffic: Traffic | None, time: StepTime | None
-) -> str:
-    """Return what a step does, by `Step.to_json`, and what it needs, as a JSON object."""
-    return printable_json(
-        {
-            **step,
-            "memory": memory.to_json(),
-            "traffic": traffic and [row._asdict() for row in traffic],
-            "time": time and _time_content(time),
-        }
-    )
 
 
 def plan_json(columns: Columns, memory: DeviceBytes, room: Room, time: StepTime | None) -> str:

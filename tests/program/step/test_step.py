@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._estimate.step_time import machine_of
 
 SIZES = {"fsdp": 4, "tp": 2}
 
@@ -206,31 +205,11 @@ def test_rows_of_the_gradients_of_experts_are_the_batch():
     assert named["inputs/1", 0] == "batch"
 
 
-def test_shardings_of_a_jitted_step_are_those_of_its_arguments():
-    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
-    held, rows = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P("fsdp", None))
-    jitted = jax.jit(lambda w, x: x @ w, in_shardings=(held, rows), out_shardings=rows)
-    w, x = shape(64, 128), shape(16, 64)
-    by_call = sr.trace(jitted, w, x, on=mesh)
-    by_array = sr.trace(
-        jax.jit(lambda w, x: x @ w, out_shardings=rows),
-        shape(64, 128, sharding=held),
-        shape(16, 64, sharding=rows),
-        on=mesh,
-    )
-    assert by_call.memory().totals.arguments == 4 * (64 * 128 + 16 * 64) // 8
-    assert by_call.memory().peak == by_array.memory().peak
-    assert [*by_call.traffic()] == [*by_array.traffic()]
-    assert by_call.traffic().sent > 0
-
-
 def test_without_a_plan_the_mesh_is_that_of_the_arguments():
     mesh, other = (Mesh(np.array(jax.devices()[:n]), ("fsdp",)) for n in (8, 4))
     cut = [shape(64, 128, sharding=NamedSharding(m, P("fsdp"))) for m in (mesh, other)]
     x = shape(16, 64, sharding=NamedSharding(mesh, P("fsdp")))
-    step = sr.trace(lambda w, x: x @ w, cut[0], x)
-    assert {row.axes for row in step.traffic()} == {("fsdp",)}
-    assert step.memory().totals.arguments == 4 * (64 * 128 + 16 * 64) // 8
+    assert dict(sr.trace(lambda w, x: x @ w, cut[0], x).mesh.shape) == {"fsdp": 8}
     with pytest.raises(ValueError, match="the arguments have several meshes: fsdp=4; fsdp=8"):
         sr.trace(lambda w, x: x @ w, cut[1], x)
 
@@ -321,77 +300,14 @@ def test_what_is_not_modelled_is_named():
     assert "a loop whose length is not known" in told[1]
 
 
-# What is sent, and memory
+# What cannot be answered
 
 
-def mlp_step(plan, hidden=("fsdp", None, "tp"), rows=64):
-    def loss(params, x):
-        def layer(x, w):
-            y = jnp.tanh(x @ w["up"])
-            if hidden is not None:
-                y = lax.with_sharding_constraint(y, P(*hidden))
-            y = x + y @ w["down"]
-            return lax.with_sharding_constraint(y, P("fsdp")), None
-
-        return jnp.mean(lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
-
-    def step(params, x):
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
-
-    x = batch_on(plan, rows, 32, 128)
-    return sr.trace(jax.jit(step, donate_argnums=0, out_shardings=plan.shardings()), plan, x)
+MLP = {"up": shape(3, 128, 512), "down": shape(3, 512, 128)}
 
 
-def mlp_plan(sizes=SIZES):
-    tree = {"up": shape(3, 128, 512), "down": shape(3, 512, 128)}
-    return planned(tree, [("up", P(None, "fsdp", "tp")), ("down", P(None, "tp", "fsdp"))], sizes)
-
-
-def test_traffic_of_a_step_is_counted():
-    plan = mlp_plan()
-    traffic = mlp_step(plan).traffic()
-    rows = {(row.of, row.collective, row.axes): row.payload for row in traffic}
-    kernel = 128 * 512 * 4 // 2  # of one layer, cut by tp, in whole over fsdp
-    stream = 64 // 4 * 32 * 128 * 4
-    # Of each layer two kernels are gathered in either pass; down is not computed again.
-    assert rows["params", "all-gather", ("fsdp",)] == 3 * 4 * kernel
-    assert rows["gradients", "reduce-scatter", ("fsdp",)] == 3 * 2 * kernel
-    assert rows["activations", "all-reduce", ("tp",)] == 3 * 2 * stream
-    assert not traffic.uncounted
-    assert traffic.by_axes().keys() == {("fsdp",), ("tp",)}
-
-
-def test_a_step_on_another_mesh_is_spread_anew():
-    plan = mlp_plan()
-    step = mlp_step(plan)
-    other = plan.on_mesh({"fsdp": 8, "tp": 1})
-    assert {row.axes for row in step.traffic(other)} == {("fsdp",)}
-    assert step.memory(other).totals.arguments < step.memory().totals.arguments
-
-
-def test_memory_has_the_largest_arrays_with_their_lines():
-    plan = mlp_plan()
-    memory = mlp_step(plan).memory()
-    assert memory.totals.arguments == memory.totals.aliased + 64 // 4 * 32 * 128 * 4
-    assert memory.is_recomputed
-    kept = next(row for row in memory.buffers if row.is_saved)
-    assert kept.bytes == 3 * 64 // 4 * 32 * 128 * 4
-    assert kept.shape == "float32[3,16,32,128]"
-    assert "test_step.py" in str(kept.place)
-    more = mlp_step(plan, rows=128).memory()
-    assert more.peak > memory.peak
-
-
-def test_what_is_not_donated_takes_memory_twice():
-    plan = mlp_plan()
-
-    def double(params):
-        return jax.tree.map(lambda p: p * 2, params)
-
-    peaks = [
-        sr.trace(jax.jit(double, donate_argnums=given), plan).memory().peak for given in ((0,), ())
-    ]
-    assert peaks[1] == 2 * peaks[0]
+def multiplied(params, x):
+    return x @ params["up"][0]
 
 
 @pytest.mark.parametrize(
@@ -406,30 +322,12 @@ def test_what_is_not_donated_takes_memory_twice():
             ValueError,
             "several meshes",
         ),
-        (
-            lambda p, s: s.traffic(planned({"other": shape(8)}, [("other", None)])),
-            ValueError,
-            "it has 1 leaf, and the step was traced with a plan of 2 leaves",
-        ),
     ],
 )
 def test_what_cannot_be_answered_is_told(call, error, text):
-    plan = mlp_plan()
+    plan = planned(MLP, [("", None)])
     with pytest.raises(error, match=text):
-        call(plan, mlp_step(plan))
-
-
-def test_code_by_device_is_of_one_mesh():
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
-    plan = sr.plan({"w": shape(8, 16)}, [("w", P("fsdp"))], mesh)
-    summed = jax.shard_map(
-        lambda w: lax.psum(w, "fsdp"), mesh=mesh, in_specs=P("fsdp"), out_specs=P(None)
-    )
-    step = sr.trace(lambda params: summed(params["w"]), plan)
-    (row,) = step.traffic()
-    assert (row.collective, row.axes, row.payload) == ("all-reduce", ("fsdp",), 2 * 16 * 4)
-    with pytest.raises(ValueError, match="code by device for fsdp=4,tp=2: trace the step on that"):
-        step.traffic(plan.on_mesh({"fsdp": 2, "tp": 4}))
+        call(plan, sr.trace(multiplied, plan, batch_on(plan, 64, 128)))
 
 
 def test_what_nothing_reads_is_left_out():
@@ -441,40 +339,15 @@ def test_what_nothing_reads_is_left_out():
     plan = sr.plan({"x": shape(64, 64)}, [("x", P("fsdp"))], mesh)
     traced = sr.trace(lambda params: step(params["x"]), plan)
     assert traced.flops == 64 * 64
-    assert not traced.traffic()
 
 
 def test_a_batch_on_a_mesh_of_explicit_axes_is_of_the_plans_mesh():
     """`jax.sharding.AbstractMesh` has explicit axes unless told otherwise, and plans of sizes have not."""
-    plan = mlp_plan()
+    plan = planned(MLP, [("", None)])
     mesh = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tp"))
     x = shape(64, 128, sharding=NamedSharding(mesh, P("fsdp")))
-    step = sr.trace(lambda params, x: x @ params["up"][0], plan, x)
+    step = sr.trace(multiplied, plan, x)
     assert step.flops == 2 * 64 * 128 * 512
-
-
-def test_a_scalar_that_is_added_to_an_array_takes_none_of_its_cuts():
-    """`router` chooses where a permutation begins, as in the experts of some models."""
-    plan = planned({"router": shape(128, 8)}, [("router", P("fsdp"))])
-
-    def step(params, x):
-        chosen = jnp.argmax(x @ params["router"], -1)
-        return x[(jnp.arange(64) * 7 + chosen[0]) % 64]
-
-    assert sr.trace(step, plan, batch_on(plan, 64, 128)).traffic().sent > 0
-
-
-def test_code_by_device_takes_the_time_of_a_device():
-    plan = planned({"w": shape(512, 512)}, [("w", P())], {"data": 8})
-    x = batch_on(plan, 1024, 512, spec=P("data"))
-    by_device = jax.shard_map(
-        lambda w, x: x @ w, mesh=x.sharding.mesh, in_specs=(P(), P("data")), out_specs=P("data")
-    )
-    plain, manual = (
-        sr.trace(step, plan, x).time(machine_of("v5p"))
-        for step in (lambda p, x: x @ p["w"], lambda p, x: by_device(p["w"], x))
-    )
-    assert manual == plain._replace(assumptions=manual.assumptions)
 
 
 def test_a_kernel_counts_by_what_it_estimates():

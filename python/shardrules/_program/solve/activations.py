@@ -12,14 +12,14 @@ from shardrules._base.text import printable, record
 from shardrules._place.mesh import axes_of_type
 from shardrules._program.solve.rewrite import constrained, sites
 from shardrules._program.step.equations import RESULT
-from shardrules._program.step.spread import CONSTRAINTS
+from shardrules._program.step.jaxprs import CONSTRAINTS
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
-    from shardrules._program.solve.layout import LaidSpread
+    from shardrules._program.solve.cuts import Cuts
     from shardrules._program.solve.rewrite import Site
-    from shardrules._program.step.cuts import Cuts
+    from shardrules._program.solve.spread import LaidSpread
     from shardrules._program.step.equations import Equations, TracedOperation
     from shardrules._program.step.step import Step
 

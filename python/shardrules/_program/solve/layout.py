@@ -1,24 +1,22 @@
 """Layouts: a cut of each array of a step by the mesh axes of its classes of dimensions.
 
 A layout is decided by few choices: the axes of each class, and those along which weights are
-stored in parts beyond that. All arrays follow; what operations send between them is counted by the
-rules of `spread.py`.
+stored in parts beyond that. All arrays follow; what operations send between them is counted in
+`spread.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import inf, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._program.step.spread import Spread
-
 if TYPE_CHECKING:
-    from shardrules._program.step.cuts import Cuts
+    from shardrules._program.solve.cuts import Cuts
     from shardrules._program.step.dimension_roles import Roles
     from shardrules._program.step.dimensions import Dims
-    from shardrules._program.step.equations import Body, Equations, TracedOperation
+    from shardrules._program.step.equations import Body, Equations
 
 Axes = tuple[str, ...]
 _LARGE_VECTOR: Final = 2**20
@@ -178,104 +176,6 @@ class StepArrays:
 
     def _count(self, axes: Iterable[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)
-
-
-class LaidSpread(Spread):
-    """Cuts of all arrays by a layout, and what is sent for it.
-
-    Unlike in a `Spread`, what operations make is brought to its layout at once, and constraints in
-    the program are left out: the layout stands in their place.
-    """
-
-    _may_split = False  # a layout is of whole axes
-    _most_between = inf  # terms of single operations know no order
-    _has_free_routes = False  # it says how each array is cut
-
-    def __init__(self, arrays: StepArrays, layout: Layout) -> None:
-        self._arrays, self._layout = arrays, layout
-        self.reads: dict[tuple[int, int], Cuts] = {}
-        """Cuts with which an operation reads an array, by the operation's id and the number."""
-        self.sums: set[int] = set()
-        """Arrays of which devices add up what each has."""
-        inputs = arrays.equations.body.inputs
-        cuts = [arrays.cuts(number, layout) for number in inputs]
-        results = [None] * len(arrays.equations.body.outputs)
-        super().__init__(arrays.equations, arrays.sizes, cuts, results)
-
-    def target(self, number: int) -> Cuts:
-        """Return the cuts that the layout has for an array."""
-        return self._arrays.cuts(number, self._layout)
-
-    def bytes(self, number: int, cuts: Cuts | None = None) -> int:
-        key = number, self._of(number) if cuts is None else cuts
-        if key not in self._arrays.shards:
-            self._arrays.shards[key] = super().bytes(*key)
-        return self._arrays.shards[key]
-
-    def count(self, axes: Iterable[str]) -> int:
-        counts = self._arrays.counts
-        key = axes if isinstance(axes, tuple) else tuple(axes)
-        if key not in counts:
-            counts[key] = super().count(key)
-        return counts[key]
-
-    def _of(self, number: int) -> Cuts:
-        return self.cuts[number] if number in self.cuts else self.target(number)
-
-    def summed_parts(self, operation: TracedOperation) -> int:
-        """Return 1: a constraint has what an operation reads, so that XLA waits for all of it."""
-        return 1
-
-    def _wish(self, body: Body, outputs: Sequence[Cuts | None]) -> None:
-        self._wishes = _Targets(self.target)
-
-    def _constraint(self, operation: TracedOperation) -> Cuts:
-        return self.target(operation.outputs[0])
-
-    def _run_operation(self, operation: TracedOperation, trips: int) -> None:
-        """Count one operation, and bring its results to their layout."""
-        if operation.rule is None and not operation.bodies:  # not modelled: it has all of them
-            for number in operation.inputs:
-                if number is not None:
-                    self._move(number, self._known(number, ()), trips, operation)
-        super()._run_operation(operation, trips)
-        for number in operation.outputs:
-            if number not in self._terms:  # or an addition sends what devices have of a sum
-                self.cuts.setdefault(number, self._known(number, ()))
-                self._move(number, self.target(number), trips, operation)
-                self.cuts[number] = self.target(number)
-
-    def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
-        self.reads[id(operation), number] = cuts
-        super()._move(number, cuts, trips, operation)
-
-    def _add_up(
-        self, operation: TracedOperation, number: int, rows: tuple[Axes, ...], trips: int
-    ) -> None:
-        if rows:
-            self.sums.add(number)
-        super()._add_up(operation, number, rows, trips)
-
-    def _enter(self, operation: TracedOperation, body: Body, trips: int) -> None:
-        stop = operation.first + operation.carries
-        for place, (outer, inner) in enumerate(operation.arguments(body)):
-            if inner == outer:
-                continue
-            cuts = self.cuts[inner] = self.target(inner)
-            if outer is not None:
-                goal = ((), *cuts) if place >= stop and operation.name == "scan" else cuts
-                self._move(outer, goal, trips, operation)
-
-
-class _Targets(dict[int, "Cuts"]):
-    """Wishes that operations make what they make in its layout."""
-
-    def __init__(self, target: Callable[[int], Cuts]) -> None:
-        super().__init__()
-        self._target = target
-
-    def get(self, number: int, default: Any = None) -> Any:
-        return self._target(number)
 
 
 def _inside(body: Body, is_local: bool = False) -> Iterator[int]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._place.mesh import AnyMesh
-    from shardrules._program.solve.layout import LaidSpread
+    from shardrules._program.solve.spread import LaidSpread
     from shardrules._program.step.step import Step
 
 _HEADS: Final = frozenset(["heads", "KV heads", "query heads of a KV head"])

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._program.step.jaxprs import BODIES, bodies_of, inner_jaxpr, open_jaxpr
-from shardrules._program.step.spread import CONSTRAINTS
+from shardrules._program.step.jaxprs import BODIES, CONSTRAINTS, bodies_of, inner_jaxpr, open_jaxpr
 
 if TYPE_CHECKING:
     from shardrules._program.step.equations import Body, TracedOperation

@@ -20,10 +20,10 @@ from shardrules._program.solve.space import STORED
 from shardrules._program.solve.terms import Seconds, Terms, connected
 
 if TYPE_CHECKING:
+    from shardrules._program.solve.cuts import Cuts
     from shardrules._program.solve.layout import Axes
     from shardrules._program.solve.space import Assignment, Space
     from shardrules._program.solve.terms import Weighed
-    from shardrules._program.step.cuts import Cuts
 
 # A part has at most so many assignments.
 _MOST_OF_PART: Final = 16

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
-    from shardrules._program.solve.layout import LaidSpread
+    from shardrules._program.solve.spread import LaidSpread
 
 _AXES: Final = ("fsdp", "tp")
 HIDES: Final = 0.5

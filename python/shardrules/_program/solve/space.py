@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._base.arguments import check_choice
 from shardrules._base.specs import as_entries, entry_axes
 from shardrules._base.text import brief, near_shown, shown
-from shardrules._program.solve.layout import Axes, LaidSpread, Layout, StepArrays
+from shardrules._program.solve.cuts import argument_cuts
+from shardrules._program.solve.layout import Axes, Layout, StepArrays
+from shardrules._program.solve.price import Price
+from shardrules._program.solve.spread import LaidSpread
 
 if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
     from shardrules._estimate.step_time import Machine, StepTime
-    from shardrules._program.step.cuts import Cuts
+    from shardrules._program.solve.cuts import Cuts
     from shardrules._program.step.dimensions import Dims
     from shardrules._program.step.step import Step
 
@@ -169,13 +172,16 @@ class Space:
 
     def cost(self, assignment: Mapping[int, Axes]) -> Cost:
         """Return what an assignment costs: time and memory of the step under its layout."""
-        spread = LaidSpread(self.arrays, self.layout(assignment))
-        time = self.step._priced(spread).time(self.machine)
-        return Cost(time, self.step._memory(spread), spread)
+        spread = self._spread(assignment)
+        price = Price(self.step, spread)
+        return Cost(price.time(self.machine), price.memory(), spread)
+
+    def _spread(self, assignment: Mapping[int, Axes]) -> LaidSpread:
+        return LaidSpread(self.arrays, self.layout(assignment)).of_step()
 
     def peak(self, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes of memory that a device needs."""
-        return self.step._memory(LaidSpread(self.arrays, self.layout(assignment))).peak
+        return Price(self.step, self._spread(assignment)).peak()
 
     def scope_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Return the variables on which the layout of arrays depends."""
@@ -189,7 +195,7 @@ class Space:
 
 def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:
     """Return the cuts of the arguments that `keep` of `solve` names."""
-    rows = step._argument_cuts(step._args)
+    rows = argument_cuts(step)
     fixed: dict[int, Cuts] = {}
     for item in keep:
         pattern, spec = _pair("keep", (item, None) if isinstance(item, str) else item)

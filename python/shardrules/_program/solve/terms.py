@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._estimate.schedule import merged
 from shardrules._estimate.step_time import Network
-from shardrules._program.solve.layout import LaidSpread, Layout
-from shardrules._program.step.peak import is_apart
-from shardrules._program.step.spread import ADDS
+from shardrules._program.solve.layout import Layout
+from shardrules._program.solve.peak import is_apart
+from shardrules._program.solve.price import Price
+from shardrules._program.solve.spread import LaidSpread
 
 if TYPE_CHECKING:
+    from shardrules._program.solve.cuts import Cuts
     from shardrules._program.solve.layout import Axes
     from shardrules._program.solve.space import Space
-    from shardrules._program.step.cuts import Cuts
+    from shardrules._program.solve.spread import SpreadCollective
     from shardrules._program.step.equations import Body, Equations, TracedOperation
-    from shardrules._program.step.spread import SpreadCollective
 
 
 Weighed = tuple[float, ...]
@@ -87,9 +88,7 @@ class _Probe(LaidSpread):
 
     def __init__(self, space: Space) -> None:
         self.needs: dict[int, list[_Need]] = {}
-        self._is_run = True
         super().__init__(space.arrays, Layout({}, (), space.fixed))
-        self._is_run = False
 
     def begin(self, layout: Layout) -> None:
         self._layout = layout
@@ -99,11 +98,10 @@ class _Probe(LaidSpread):
         self._copies.clear()
 
     def _run(self, body: Body, trips: int) -> None:
-        if self._is_run:  # once, to find what is in which loop
-            super()._run(body, trips)
+        """Leave out what is in a loop: it is of other terms."""
 
     def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
-        if self._is_run or number in self.cuts:
+        if number in self.cuts:
             super()._move(number, cuts, trips, operation)
         elif cuts != self.target(number):
             self.needs.setdefault(number, []).append(_Need(cuts, trips, operation))
@@ -117,11 +115,6 @@ class _Probe(LaidSpread):
         for body in operation.bodies:
             for number in body.inputs:
                 self.cuts.pop(number, None)
-
-    def adder(self, number: int) -> TracedOperation | None:
-        """Return the addition to which an array that is a sum may be left; None without one."""
-        users = self._equations.users.get(number, [])
-        return users[0] if len(users) == 1 and users[0].name in ADDS else None
 
     def moves(self, number: int, needs: Iterable[_Need]) -> list[SpreadCollective]:
         """Return what is sent of an array, once for each of the cuts that are needed."""
@@ -138,7 +131,7 @@ class Terms:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._probe = _Probe(space)
-        self._price = space.step._priced(self._probe)
+        self._price = Price(space.step, self._probe)
         self._running = {id(operation) for operation, _ in space.step._equations.operations()}
         self._rates: dict[tuple[Any, ...], float] = {}
         self._network = Network(space.machine, space.sizes)

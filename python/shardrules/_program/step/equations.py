@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
-from math import ceil, prod
+from math import prod
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.dtypes import bits_of
@@ -304,20 +302,6 @@ class Equations:
                 self.local.append((whole, local))
             else:
                 self.dims.unite(whole, local)
-
-    def resized(self, names: set[int], share: Fraction) -> Equations:
-        """Return the same operations with the dimensions of classes that many times as large."""
-        other = copy(self)
-        other.values = [
-            value._replace(
-                shape=tuple(
-                    size if names.isdisjoint(self.dims.classes(dim)) else ceil(size * share)
-                    for size, dim in zip(value.shape, value.dims, strict=True)
-                )
-            )
-            for value in self.values
-        ]
-        return other
 
     @cached_property
     def looped(self) -> set[int]:

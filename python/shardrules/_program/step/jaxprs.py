@@ -15,6 +15,7 @@ _CALLS: Final = frozenset((
     "custom_vjp_call_jaxpr", "custom_vmap_call", "remat_opt", "linear_call",
 ))  # fmt: skip
 _INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call", "callee")
+CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
 BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr"}
 """The parameter that has the jaxpr of a loop."""
 
@@ -74,3 +75,14 @@ def scan_counts(params: Any) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carries, _ = params["ft_in"].unpack()  # since JAX 0.11
     return len(consts), len(carries)
+
+
+def inputs_of(tree: Any, function: Any, values: Iterable[Any] | None = None) -> list[Any]:
+    """Return the leaves that are inputs, or these values of leaves: of equinox the arrays alone."""
+    from jax import Array, ShapeDtypeStruct, tree_util
+
+    leaves = tree_util.tree_leaves(tree)
+    is_filtered = type(function).__module__.startswith("equinox.")
+    pairs = zip(leaves, leaves if values is None else values, strict=True)
+    kinds = Array | ShapeDtypeStruct
+    return [value for leaf, value in pairs if not is_filtered or isinstance(leaf, kinds)]

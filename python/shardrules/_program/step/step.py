@@ -5,42 +5,26 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from fractions import Fraction
 from functools import cached_property
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
+from typing import Any, Final, NamedTuple, Never
 
-from shardrules._base.arguments import check_type, memory_bytes
+from shardrules._base.arguments import check_type
 from shardrules._base.io import collector_paused
-from shardrules._base.jax_names import user_line
 from shardrules._base.text import (
     and_more,
     answer,
     bytes_shown,
-    counted,
-    mesh_shown,
     near_shown,
     printable_lines,
     record,
 )
-from shardrules._estimate.buffers import Buffer, Memory, Totals
-from shardrules._estimate.step_time import Machine
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
-from shardrules._program.step.cuts import Cuts, argument_cuts, call_cuts
 from shardrules._program.step.dimension_roles import ClassRole, Roles
 from shardrules._program.step.equations import Equations
 from shardrules._program.step.jaxprs import only_call
-from shardrules._program.step.peak import AliveArray, alive_arrays
-from shardrules._program.step.price import Price
-from shardrules._program.step.spread import Spread
 
-if TYPE_CHECKING:
-    from shardrules._estimate.step_time import StepTime
-    from shardrules._estimate.traffic import Traffic
-
-_LARGEST: Final = 100
-_MOST_ROWS: Final = 2**32
 _IN_TEXT: Final = 12
 _ARRAYS_SHOWN: Final = 4
 _COLUMNS: Final = (Column("role"), Column("size", is_right=True), Column("arrays", is_elided=True))
@@ -90,7 +74,7 @@ class TracedFunction(NamedTuple):
 
 @answer
 class Step:
-    """What a step does, by its jaxpr: dimensions, FLOPs and memory; `trace` makes it.
+    """What a step does, by its jaxpr: dimensions, their roles, and FLOPs; `trace` makes it.
 
     Example:
         >>> import jax, shardrules as sr
@@ -116,8 +100,6 @@ class Step:
         with collector_paused():
             self._equations = Equations(self._closed)
         self._call = only_call(self._closed)
-        # Memory, traffic and time of a plan are asked for one after the other.
-        self._last: tuple[Plan | None, Spread] | None = None
 
     def __copy__(self) -> Step:
         return self
@@ -203,174 +185,12 @@ class Step:
         lines = (loop.line for loop in self._equations.endless)
         return (*rows, *(f"{line}: a loop whose length is not known" for line in lines))
 
-    @collector_paused()
-    def _spread(self, plan: Plan | None, resized: Equations | None = None) -> Spread:
-        """Spread the specs of a plan, and of the arguments' shardings, over all arrays.
-
-        Those of the step, or of `resized`, which has another batch.
-        """
-        if resized is None and self._last is not None and self._last[0] is plan:
-            return self._last[1]
-        equations = resized or self._equations
-        args = self._with_plan(plan)
-        results = call_cuts(self._call, "out_shardings", len(equations.body.outputs))
-        spread = Spread(equations, self._sizes(args), self._argument_cuts(args), results)
-        if resized is None:
-            self._last = plan, spread
-        return spread
-
-    def _argument_cuts(self, args: tuple[Any, ...]) -> list[Cuts | None]:
-        """Return the cuts of each argument's leaf: its own, or those that the jitted step gives."""
-        own = [row for arg in args for row in argument_cuts(arg, self._function)]
-        by_call = call_cuts(self._call, "in_shardings", len(own))
-        pairs = zip(own, by_call, strict=True)
-        return [default if row is None else row for row, default in pairs]
-
-    def _with_plan(self, plan: Plan | None) -> tuple[Any, ...]:
-        if plan is None:
-            return self._args
-        check_type("plan", plan, Plan, "that of shardrules.plan, or None")
-        before, place = self.plan, self._place
-        if before is None:
-            raise ValueError("plan: the step was traced without a Plan among its arguments")
-        # JAX sorts the keys of dicts, in whatever order they are planned.
-        if sorted(before.paths) != sorted(plan.paths):
-            raise ValueError(
-                f"plan: it has {counted(len(plan), 'leaf')}, and the step was traced with a plan "
-                f"of {counted(len(before), 'leaf')} that are not the same: trace the step with it"
-            )
-        if self._equations.manual and before.axis_sizes != plan.axis_sizes:
-            raise ValueError(
-                f"plan: its mesh is {mesh_shown(plan.axis_sizes)}, and the step has code by device "
-                f"for {mesh_shown(before.axis_sizes)}: trace the step on that mesh"
-            )
-        return (*self._args[:place], plan, *self._args[place + 1 :])
-
-    def _sizes(self, args: tuple[Any, ...]) -> dict[str, int]:
-        own = {} if self.mesh is None else self.mesh.shape
-        return dict(next((arg.axis_sizes for arg in args if isinstance(arg, Plan)), own))
-
     @cached_property
     def _donated(self) -> list[int]:
         """Numbers of the arguments whose memory results take."""
         flags = () if self._call is None else self._call.params.get("donated_invars", ())
         inputs = self._equations.body.inputs
         return list(compress(inputs, flags)) if len(flags) == len(inputs) else []
-
-    def memory(self, plan: Plan | None = None) -> Memory:
-        """Estimate the memory that the step needs on a device, before it is compiled.
-
-        Args:
-            plan: The plan in the place of the first that the step was traced with; None for that.
-
-        Returns:
-            A `Memory`: arguments, results and temporary arrays, and the largest that are alive when
-            a device needs most, each with its line. `peak` is an estimate of what the TPU's
-            compiler calls `peak_memory_in_bytes`; docs/step.md compares them.
-
-        Raises:
-            ValueError: The plan is of another tree; or the step has code by device, which was
-                traced for another mesh.
-        """
-        return self._memory(self._spread(plan))
-
-    @collector_paused()
-    def _memory(self, spread: Spread) -> Memory:
-        rows, numbers = alive_arrays(self._equations, spread, self._donated)
-        alive = sum(row.bytes for row in rows)
-        constants = set(self._equations.constants)
-        of_arguments = sum(
-            row.bytes for row in rows if row.operation is None and row.number not in constants
-        )
-        totals = Totals(**numbers, temporaries=alive - of_arguments, code=0)
-        buffers = tuple(self._buffer(row, spread) for row in rows[:_LARGEST])
-        saved = tuple(row for row in buffers if row.is_saved)
-        scopes = (operation.scope for operation, _ in self._equations.operations())
-        is_recomputed = any("rematted" in scope for scope in scopes)
-        return Memory(totals, alive, sum(row.bytes for row in saved), is_recomputed, buffers, saved)
-
-    def largest_batch(self, plan: Plan | None, hbm: int) -> int:
-        """Return the largest batch with which the step fits, by the estimate of `memory`.
-
-        Args:
-            plan: As `memory` takes it.
-            hbm: Bytes of memory of a device.
-
-        Returns:
-            Rows of the first dimension of the step's data, such as sequences of all devices
-            together: a multiple of the devices that cut it, at most 2**32. 0 if none fits.
-
-        Raises:
-            ValueError: No argument but parameters and state has a batch; or the plan is of another
-                tree.
-
-        Example:
-            >>> import jax, shardrules as sr
-            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
-            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
-            >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
-            >>> sr.trace(lambda params, x: x @ params["w"], plan, x).largest_batch(plan, hbm=4096)
-            62
-        """
-        size = memory_bytes("hbm", hbm)
-        spread = self._spread(plan)
-        inputs = self._equations.body.inputs
-        batches = [(i, name) for i in inputs if (name := self._roles.batch_of(i)) is not None]
-        summed = [row for row in batches if self._roles.is_summed_for_weights(row[1])]
-        if not batches:
-            raise ValueError(f"{self.name}: no argument but the model's has a batch")
-        number, batch = (summed or batches)[0]
-        rows = self._equations.values[number].shape[0]
-        devices = spread.count(spread.cuts[number][0])
-        least = devices * rows // self._equations.dims.sizes[batch]
-        # Such as rows that are concatenated; a weight has none of them.
-        linked = self._equations.dims.linked(batch)
-        names = {batch, *(name for name in linked if not self._roles.of_weights[name])}
-
-        def is_over(count: int) -> bool:
-            resized = self._equations.resized(names, Fraction(count * least, rows))
-            alive, _ = alive_arrays(resized, self._spread(plan, resized), self._donated)
-            return sum(row.bytes for row in alive) > size
-
-        high = 1
-        while high * least < _MOST_ROWS and not is_over(high):
-            high *= 2
-        return least * (bisect_left(range(high), True, high // 2 + 1, key=is_over) - 1)
-
-    def traffic(self, plan: Plan | None = None) -> Traffic:
-        """Count the bytes that each device sends in the step.
-
-        Args:
-            plan: As `memory` takes it.
-        """
-        return self._priced(self._spread(plan)).traffic()
-
-    def time(self, machine: Machine, plan: Plan | None = None) -> StepTime:
-        """Estimate the time of the step on a machine.
-
-        Args:
-            machine: Hardware, and how well the step uses it.
-            plan: As `memory` takes it.
-        """
-        check_type("machine", machine, Machine, "a Machine")
-        return self._priced(self._spread(plan)).time(machine)
-
-    def _priced(self, spread: Spread) -> Price:
-        return Price(self.name, self._equations, self._roles, spread, self.unmodelled)
-
-    def _buffer(self, row: AliveArray, spread: Spread) -> Buffer:
-        value = self._equations.values[row.number]
-        sizes = value.shape if row.is_gathered else spread.shape(row.number)
-        shape = f"{getattr(value.dtype, 'name', value.dtype)}[{','.join(map(str, sizes))}]"
-        if row.operation is None:
-            places = dict(zip(self._equations.body.inputs, self._paths, strict=True))
-            is_constant = row.number in self._equations.constants
-            what = places.get(row.number, "constant" if is_constant else "output")
-            return Buffer(row.bytes, shape, what, row.number in places, False, None)
-        path = row.operation.path
-        what = f"gathered for {path}" if row.is_gathered else path
-        is_saved = row.operation.name == "scan" and "transpose(" not in row.operation.scope
-        return Buffer(row.bytes, shape, what, False, is_saved, user_line(row.operation.eqn))
 
     def explain(self, path: str) -> str:
         """Say of each dimension of an argument what the step does with it.

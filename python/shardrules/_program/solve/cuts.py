@@ -1,50 +1,37 @@
-"""Cuts of arrays: by the shardings of a step's arguments and results, and by those of factors."""
+"""Cuts of arrays: by the shardings of a step's arguments, and by those of factors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 from shardrules._base.specs import entries_of, entry_axes
 from shardrules._plan.plan import Plan
+from shardrules._program.step.jaxprs import inputs_of
 
 if TYPE_CHECKING:
     from shardrules._program.step.factors import Factors, Rule
+    from shardrules._program.step.step import Step
 
 Cuts = tuple[tuple[str, ...], ...]
 """The mesh axes that cut each dimension of an array."""
 
 
-class SplitError(Exception):
-    """An axis whose first devices cut a factor that all of them do not: 4 heads by 8 devices."""
-
-    def __init__(self, axis: str, first: int) -> None:
-        self.axis, self.first = axis, first
-
-
-def argument_cuts(arg: Any, function: Any) -> Iterator[Cuts | None]:
-    """Yield the cuts of each leaf of a function's argument; None if nothing says."""
-    leaves = inputs_of(arg.abstract() if isinstance(arg, Plan) else arg, function)
-    yield from (_sharding_cuts(getattr(leaf, "sharding", None)) for leaf in leaves)
-
-
-def inputs_of(tree: Any, function: Any, values: Iterable[Any] | None = None) -> list[Any]:
-    """Return the leaves that are inputs, or these values of leaves: of equinox the arrays alone."""
-    from jax import Array, ShapeDtypeStruct, tree_util
-
-    leaves = tree_util.tree_leaves(tree)
-    is_filtered = type(function).__module__.startswith("equinox.")
-    pairs = zip(leaves, leaves if values is None else values, strict=True)
-    kinds = Array | ShapeDtypeStruct
-    return [value for leaf, value in pairs if not is_filtered or isinstance(leaf, kinds)]
-
-
-def call_cuts(call: Any, name: str, count: int) -> list[Cuts | None]:
-    """Return the cuts of what goes into a call, or comes out, by its `in_shardings` and so on."""
-    shardings = () if call is None else call.params.get(name, ())
-    return [*map(_sharding_cuts, shardings)] if len(shardings) == count else [None] * count
+def argument_cuts(step: Step) -> list[Cuts | None]:
+    """Return the cuts of each argument's leaf: its own, or those that the jitted step gives."""
+    leaves = [
+        leaf
+        for arg in step._args
+        for leaf in inputs_of(arg.abstract() if isinstance(arg, Plan) else arg, step._function)
+    ]
+    own = [_sharding_cuts(getattr(leaf, "sharding", None)) for leaf in leaves]
+    shardings = () if step._call is None else step._call.params.get("in_shardings", ())
+    if len(shardings) != len(own):
+        return own
+    by_call = map(_sharding_cuts, shardings)
+    return [default if row is None else row for row, default in zip(own, by_call, strict=True)]
 
 
 def _sharding_cuts(sharding: Any) -> Cuts | None:
@@ -53,13 +40,9 @@ def _sharding_cuts(sharding: Any) -> Cuts | None:
 
 
 def factor_cuts(
-    rule: Rule, dims: Sequence[Factors], cuts: Cuts, sizes: Mapping[str, int], *, may_split: bool
+    rule: Rule, dims: Sequence[Factors], cuts: Cuts, sizes: Mapping[str, int]
 ) -> dict[int, tuple[str, ...]]:
-    """Return by factor the axes that cut an array of these dimensions.
-
-    Raises:
-        SplitError: Only the first devices of an axis cut a factor, and axes may be split.
-    """
+    """Return by factor the axes that cut an array of these dimensions."""
     of_factors: dict[int, tuple[str, ...]] = {}
     for factors, names in zip(dims, cuts, strict=bool(cuts)):
         if not names or not factors:
@@ -71,10 +54,7 @@ def factor_cuts(
                 place, left = place + 1, rule.sizes[factors[place + 1]]
             size = sizes[name]
             if place < len(factors) - 1:  # parts of the minor factors are in one of the major
-                kept = gcd(left, size)
-                if 1 < kept < size and may_split:
-                    raise SplitError(name, kept)
-                if kept < size:
+                if gcd(left, size) < size:
                     break
                 left //= size
             rows[factors[place]] = (*rows.get(factors[place], ()), name)

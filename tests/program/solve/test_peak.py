@@ -1,9 +1,6 @@
-"""`Step.memory`: what it counts once, twice or not at all, and the compiler's numbers."""
+"""Memory of a step under a layout: what is counted once, twice or not at all."""
 
 from __future__ import annotations
-
-import statistics
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +8,10 @@ import pytest
 from jax import lax
 
 import shardrules as sr
-from tests.support import memory_steps, page_table
-from tests.support.memory_steps import PAIRS, key, recorded, traced
+from shardrules._program.solve.layout import Layout, StepArrays
+from shardrules._program.solve.price import Price
+from shardrules._program.solve.spread import LaidSpread
 
-RECORDED = recorded()
-KNOWN = [pair for pair in PAIRS if key(pair) in RECORDED]
 ROWS, WIDTH, TURNS = 256, 128, 8
 
 
@@ -24,7 +20,13 @@ def array(*shape, dtype="float32"):
 
 
 def memory(function, *args, donated=()):
-    return sr.trace(jax.jit(function, donate_argnums=donated), *args).memory()
+    return memory_of(sr.trace(jax.jit(function, donate_argnums=donated), *args))
+
+
+def memory_of(step):
+    """Return the memory of a step on one device."""
+    arrays = StepArrays(step._equations, step._roles, {})
+    return Price(step, LaidSpread(arrays, Layout({})).of_step()).memory()
 
 
 # What is counted once, twice, or not at all
@@ -134,89 +136,6 @@ def test_gradients_of_weights_come_last_in_a_turn():
     assert sum(row.bytes == wide and "transpose" in row.what for row in rows) == 2
 
 
-# The compiler's numbers
-
-
-@pytest.fixture(scope="module")
-def estimates():
-    """The estimate for each pair."""
-    return {key(pair): traced(pair).memory() for pair in KNOWN}
-
-
-def test_the_arguments_are_those_of_the_executable(estimates):
-    for name, memory in estimates.items():
-        # The compiler pads small arrays.
-        assert memory.totals.arguments == pytest.approx(RECORDED[name]["arguments"], rel=0.01), name
-
-
-@pytest.fixture(scope="module")
-def ratios():
-    """The estimate by the compiler's peak, for each pair."""
-    return memory_steps.ratios()
-
-
-def errors(ratios, names):
-    return [abs(ratios[name] - 1) for name in names]
-
-
-def test_half_of_the_estimates_are_within_7_percent(ratios):
-    unseen = [name for name in ratios if name not in memory_steps.SEEN]
-    assert len(ratios) >= 20
-    assert statistics.median(errors(ratios, ratios)) <= 0.07
-    assert statistics.median(errors(ratios, unseen)) <= 0.07
-
-
-def test_the_table_on_the_page_is_that_of_the_pairs(ratios):
-    shown = page_table.shown(memory_steps.PAGE, "memory")
-    assert shown == memory_steps.table(ratios), "python -m tests.support.memory_steps writes it"
-
-
-def test_the_largest_temporary_array_is_mostly_that_of_the_compiler(estimates):
-    alike = 0
-    for name, memory in estimates.items():
-        ours = next(row.bytes for row in memory.buffers if not row.is_argument)
-        alike += ours == RECORDED[name]["largest"][0][0]
-    assert alike >= 0.75 * len(estimates)
-
-
-def test_the_largest_arrays_have_lines(estimates):
-    for name, memory in estimates.items():
-        for row in memory.buffers[:10]:
-            assert row.is_argument or row.what == "output" or row.place is not None, (name, row)
-
-
-# (accepted, refused) sequences of a device, by the compiler, and the bytes that it has.
-BATCHES = {"decode, v5e:4x4, data=4,tp=4": (96, 103, 16_911_433_728)}
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_the_largest_batch_is_accepted_and_not_refused(name):
-    pair = next(pair for pair in PAIRS if key(pair) == name)
-    accepted, refused, memory_bytes = BATCHES[name]
-    step = traced(pair)
-    devices = pair.all_rows // pair.rows
-    rows = step.largest_batch(step.plan, memory_bytes) // devices
-    assert 0.95 * accepted <= rows < refused
-
-
-# Sequences of a device with which the compiler refuses a step, and the bytes that it would need.
-REFUSED = {
-    "dense, v5e:4x4, fsdp=16": (26, 18_511_309_045),
-    "LoRA, v5e:4x4, fsdp=16": (48, 24_921_547_735),
-    "Muon, v5e:4x4, fsdp=16": (22, 18_640_158_064),
-    "dense, all saved, v6e:4x4, fsdp=4,tp=4": (32, 37_344_740_638),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_step_that_the_compiler_refuses_does_not_fit(name):
-    rows, required = REFUSED[name]
-    pair = replace(next(pair for pair in PAIRS if key(pair) == name), rows=rows)
-    room = {"v5e": 16_911_433_728, "v6e": 33_542_897_664}[pair.on[:3]]
-    assert required > 1.05 * room
-    assert traced(pair).memory().peak > room
-
-
 def closing_over(size, given):
     weights = jnp.ones((size, size))
     return sr.trace(lambda x: x @ weights, jax.ShapeDtypeStruct((given, size), "float32"))
@@ -224,7 +143,7 @@ def closing_over(size, given):
 
 def test_arrays_that_a_step_closes_over_are_whole_on_each_device():
     step = closing_over(256, 8)
-    memory = step.memory()
+    memory = memory_of(step)
     assert (memory.buffers[0].what, memory.buffers[0].bytes) == ("constant", 4 * 256 * 256)
     assert memory.peak == 4 * (256 * 256 + 2 * 8 * 256)
     assert (memory.totals.arguments, memory.totals.peak) == (4 * 8 * 256, memory.peak)

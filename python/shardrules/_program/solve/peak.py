@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from shardrules._base.jax_names import user_line
-from shardrules._program.step.spread import ADDS, PRODUCTS
+from shardrules._program.solve.spread import ADDS
 
 if TYPE_CHECKING:
+    from shardrules._program.solve.spread import LaidSpread, SpreadCollective
     from shardrules._program.step.equations import Body, Equations, TracedOperation
-    from shardrules._program.step.spread import Spread, SpreadCollective
 
+PRODUCTS: Final = frozenset(
+    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
+)
 # What XLA makes an operation of its own; all else it computes where it is read.
 _MADE: Final = frozenset((
     "dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "gather",
@@ -55,7 +58,7 @@ class AliveArray(NamedTuple):
 
 
 def alive_arrays(
-    equations: Equations, spread: Spread, donated: Iterable[int]
+    equations: Equations, spread: LaidSpread, donated: Iterable[int]
 ) -> tuple[list[AliveArray], dict[str, int]]:
     """Return what is alive at the peak, the largest first, and bytes of arguments and results."""
     return _StepRun(equations, spread).peak(set(donated))
@@ -69,7 +72,7 @@ def is_apart(operation: TracedOperation) -> bool:
 class _StepRun:
     """One run of a step, with each loop run once."""
 
-    def __init__(self, equations: Equations, spread: Spread) -> None:
+    def __init__(self, equations: Equations, spread: LaidSpread) -> None:
         self._equations, self._spread = equations, spread
         self._time = 0
         self._same: list[int] = []

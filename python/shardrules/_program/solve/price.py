@@ -1,0 +1,150 @@
+"""Time and memory of a step under a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
+
+from shardrules._base.dtypes import is_inexact
+from shardrules._base.jax_names import user_line
+from shardrules._estimate.buffers import Buffer, Memory, Totals
+from shardrules._estimate.kernels import KERNEL_EFFICIENCY
+from shardrules._estimate.schedule import merged
+from shardrules._estimate.step_time import Machine, StepTime, sent_seconds
+from shardrules._program.solve.peak import AliveArray, alive_arrays, is_apart
+
+if TYPE_CHECKING:
+    from shardrules._base.hardware import Hardware
+    from shardrules._estimate.schedule import Of, Transmission
+    from shardrules._program.solve.spread import LaidSpread, SpreadCollective
+    from shardrules._program.step.equations import TracedOperation
+    from shardrules._program.step.step import Step
+
+_LARGEST: Final = 100
+
+
+class Price:
+    """What a step costs under a layout."""
+
+    def __init__(self, step: Step, spread: LaidSpread) -> None:
+        self._step, self._spread = step, spread
+        self._values = step._equations.values
+
+    def purpose(self, sent: SpreadCollective) -> Of:
+        """Say of what a collective is."""
+        roles = self._step._roles
+        if sent.value in roles.weights:
+            return "params"
+        is_sum = "reduce" in sent.kind
+        if is_sum and sent.value is not None and roles.is_like_weights(sent.value):
+            return "gradients"
+        has_experts = "experts" in roles.of.values()
+        return "experts" if sent.kind == "all-to-all" and has_experts else "activations"
+
+    def collectives(self) -> tuple[Transmission, ...]:
+        """Return what each device sends in the step."""
+        rows = (
+            (sent.kind, sent.axes, self.purpose(sent), sent.trips, sent.payload * sent.trips)
+            for sent in self._spread.sent
+        )
+        return merged(rows, self._spread.sizes)
+
+    def time(self, machine: Machine) -> StepTime:
+        """Return the time of the step: of each operation, of its products or of its memory."""
+        sizes, hardware = self._spread.sizes, machine.hardware
+        compute, memory = self._busy(hardware, machine.efficiency)
+        sent, alone = sent_seconds(machine, sizes, self.collectives())
+        meanwhile = sum(sent.values()) - alone
+        busy = compute + memory
+        exposed = (1 - machine.hides) * min(busy, meanwhile)
+        longest = max(busy, meanwhile) + exposed + alone
+        peak = prod(sizes.values()) * hardware.flops_per_second["bfloat16"]
+        assumed: dict[str, Any] = {"step": self._step.name}
+        if any(row.rule is None and row.flops for row, _ in self._running()):
+            assumed["kernel_efficiency"] = KERNEL_EFFICIENCY
+        return StepTime(
+            total=longest,
+            best=max(sum(self._busy(hardware, 1.0)), meanwhile) + alone,
+            compute=compute,
+            memory=memory,
+            sent=sent,
+            alone=alone,
+            utilization=self._step.flops / (peak * longest) if longest else 0.0,
+            uncounted=self._step.unmodelled,
+            assumptions=machine.assumptions() | assumed,
+        )
+
+    def _running(self) -> Iterable[tuple[TracedOperation, int]]:
+        return self._step._equations.operations(on_device=True)
+
+    def _busy(self, hardware: Hardware, efficiency: float) -> tuple[float, float]:
+        """Return the seconds of products, and those of reading and writing."""
+        compute = memory = 0.0
+        for operation, trips in self._running():
+            seconds = self.seconds(operation, hardware, efficiency)
+            if seconds[0] >= seconds[1]:
+                compute += seconds[0] * trips
+            else:
+                memory += seconds[1] * trips
+        return compute, memory
+
+    def seconds(
+        self, operation: TracedOperation, hardware: Hardware, efficiency: float
+    ) -> tuple[float, float]:
+        """Return the seconds of an operation's products, and those of reading and writing."""
+        if not is_apart(operation):
+            return 0.0, 0.0
+        reads = [number for number in operation.inputs if number is not None]
+        dtype = self._values[reads[0]].dtype if reads else None
+        share = KERNEL_EFFICIENCY if operation.rule is None else efficiency
+        speed = _peak(hardware.flops_per_second, dtype) * share
+        moved = sum(map(self._spread.bytes, {*reads, *operation.outputs}))
+        flops = operation.flops / self._spread.share(operation)
+        return flops / speed, moved / hardware.memory_bytes_per_second
+
+    # Memory
+
+    def peak(self) -> int:
+        """Return the bytes that a device needs."""
+        return self._alive()[1].peak
+
+    def _alive(self) -> tuple[list[AliveArray], Totals]:
+        equations = self._step._equations
+        rows, numbers = alive_arrays(equations, self._spread, self._step._donated)
+        constants = set(equations.constants)
+        made = (row for row in rows if row.operation is not None or row.number in constants)
+        return rows, Totals(**numbers, temporaries=sum(row.bytes for row in made), code=0)
+
+    def memory(self) -> Memory:
+        """Return the memory that a device needs, and what is alive at the peak."""
+        rows, totals = self._alive()
+        alive = sum(row.bytes for row in rows)
+        buffers = tuple(map(self._buffer, rows[:_LARGEST]))
+        saved = tuple(row for row in buffers if row.is_saved)
+        scopes = (operation.scope for operation, _ in self._step._equations.operations())
+        is_recomputed = any("rematted" in scope for scope in scopes)
+        return Memory(totals, alive, sum(row.bytes for row in saved), is_recomputed, buffers, saved)
+
+    def _buffer(self, row: AliveArray) -> Buffer:
+        value, inputs = self._values[row.number], self._step._equations.body.inputs
+        sizes = value.shape if row.is_gathered else self._spread.shape(row.number)
+        shape = f"{getattr(value.dtype, 'name', value.dtype)}[{','.join(map(str, sizes))}]"
+        if row.operation is None:
+            places = dict(zip(inputs, self._step._paths, strict=True))
+            is_constant = row.number in self._step._equations.constants
+            what = places.get(row.number, "constant" if is_constant else "output")
+            return Buffer(row.bytes, shape, what, row.number in places, False, None)
+        path = row.operation.path
+        what = f"gathered for {path}" if row.is_gathered else path
+        is_saved = row.operation.name == "scan" and "transpose(" not in row.operation.scope
+        return Buffer(row.bytes, shape, what, False, is_saved, user_line(row.operation.eqn))
+
+
+def _peak(rates: Mapping[str, float], dtype: Any) -> float:
+    """Return the peak for operands of a dtype; of those without a figure that of bfloat16."""
+    name = getattr(dtype, "name", "")
+    if name in rates:
+        return rates[name]
+    least = min(rates.values())
+    return rates.get("bfloat16", least) if dtype is None or is_inexact(dtype) else least

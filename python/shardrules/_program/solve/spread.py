@@ -1,0 +1,359 @@
+"""What operations of a step send between devices, if a layout says how each array is cut.
+
+Each operation computes with the axes that cost least to send: an operand that is cut by an axis
+which another needs elsewhere is gathered, and terms of a sum are added over the axes that cut what
+is summed. What it makes is brought to its layout at once. Constraints in the program are left out:
+the layout stands in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from shardrules._base.dtypes import bits_of
+from shardrules._base.specs import entry_axes
+from shardrules._program.solve.cuts import array_cuts, closed_factors, factor_cuts, fitting_cuts
+from shardrules._program.step.jaxprs import CONSTRAINTS
+
+if TYPE_CHECKING:
+    from shardrules._estimate.schedule import CollectiveKind
+    from shardrules._program.solve.cuts import Cuts
+    from shardrules._program.solve.layout import Axes, Layout, StepArrays
+    from shardrules._program.step.equations import Body, TracedOperation
+    from shardrules._program.step.factors import Rule, Shape
+
+_Move = tuple["CollectiveKind", "Axes", int]
+"""(collective, axes, payload), as in `SpreadCollective`."""
+_MOST_CHOICES: Final = 256
+ADDS: Final = frozenset({"add", "add_any"})
+"""Operations that can add what devices have of sums."""
+# Collectives that code by device has, by the name of the primitive.
+_EXPLICIT: Final[dict[str, CollectiveKind]] = {
+    **dict.fromkeys(["psum", "psum2", "psum_invariant", "pmax", "pmin"], "all-reduce"),
+    **dict.fromkeys(["all_gather", "all_gather_invariant"], "all-gather"),
+    **dict.fromkeys(["reduce_scatter", "psum_scatter"], "reduce-scatter"),
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+class SpreadCollective(NamedTuple):
+    """A collective of one operation."""
+
+    kind: CollectiveKind
+    axes: Axes
+    payload: int
+    """Bytes on a device: the result of an all-gather, the operand of all others."""
+    trips: int
+    operation: TracedOperation
+    value: int | None
+    """The array that is gathered, or of whose terms the sum is; None in code by device."""
+
+
+class LaidSpread:
+    """Cuts of all arrays of a step by a layout, and what is sent for it."""
+
+    def __init__(self, arrays: StepArrays, layout: Layout) -> None:
+        self._arrays, self._layout = arrays, layout
+        self._equations, self.sizes = arrays.equations, arrays.sizes
+        self.cuts: dict[int, Cuts] = {}
+        self.sent: list[SpreadCollective] = []
+        self.reads: dict[tuple[int, int], Cuts] = {}
+        """Cuts with which an operation reads an array, by the operation's id and the number."""
+        self.sums: set[int] = set()
+        """Arrays of which devices add up what each has."""
+        self._copies: set[tuple[int, Cuts]] = set()
+        self._terms: dict[int, tuple[Axes, ...]] = {}
+        self._axes: dict[int, Axes] = {}
+
+    def of_step(self) -> LaidSpread:
+        """Count what the whole step sends."""
+        body = self._equations.body
+        self.cuts.update((number, self.target(number)) for number in body.inputs)
+        self._run(body, 1)
+        return self
+
+    def target(self, number: int) -> Cuts:
+        """Return the cuts that the layout has for an array."""
+        return self._arrays.cuts(number, self._layout)
+
+    def axes_of(self, operation: TracedOperation) -> Axes:
+        """Return the mesh axes along which devices share the work of an operation."""
+        return self._axes.get(id(operation), ())
+
+    def share(self, operation: TracedOperation) -> int:
+        """Return how many devices share the work of an operation."""
+        return self.count(self.axes_of(operation))
+
+    def bytes(self, number: int, cuts: Cuts | None = None) -> int:
+        """Return the bytes of an array on a device."""
+        key = number, self._of(number) if cuts is None else cuts
+        if key not in self._arrays.shards:
+            dtype = self._equations.values[number].dtype
+            size = 0 if dtype is None else prod(self.shape(*key)) * bits_of(dtype)  # no token
+            self._arrays.shards[key] = -(-size // 8)
+        return self._arrays.shards[key]
+
+    def shape(self, number: int, cuts: Cuts | None = None) -> Shape:
+        """Return the shape of an array on a device."""
+        sizes = list(self._equations.values[number].shape)
+        for dim, axes in enumerate(self.cuts.get(number, ()) if cuts is None else cuts):
+            sizes[dim] = -(-sizes[dim] // self.count(axes))
+        return tuple(sizes)
+
+    def count(self, axes: Iterable[str]) -> int:
+        """Return the devices along mesh axes."""
+        counts = self._arrays.counts
+        key = axes if isinstance(axes, tuple) else tuple(axes)
+        if key not in counts:
+            counts[key] = prod(self.sizes[axis] for axis in key)
+        return counts[key]
+
+    def _known(self, number: int, cuts: Sequence[Sequence[str]]) -> Cuts:
+        """Return cuts without axes of one device, or that are not in the mesh."""
+        rank = len(self._equations.values[number].shape)
+        rows = [tuple(axis for axis in axes if axis in self.sizes) for axes in cuts]
+        return tuple(rows[:rank] + [()] * (rank - len(rows)))
+
+    def _of(self, number: int) -> Cuts:
+        return self.cuts[number] if number in self.cuts else self.target(number)
+
+    # Operations
+
+    def _run(self, body: Body, trips: int) -> None:
+        for operation in body.operations:
+            self._run_operation(operation, trips)
+
+    def _run_operation(self, operation: TracedOperation, trips: int) -> None:
+        """Count one operation, and bring its results to their layout."""
+        if operation.name in _EXPLICIT:
+            self._explicit(operation, trips)
+        if operation.name in CONSTRAINTS and operation.inputs[0] is not None:
+            cuts = self.target(operation.outputs[0])
+            self._move(operation.inputs[0], cuts, trips, operation)
+            self.cuts[operation.outputs[0]] = cuts
+        elif operation.name == "shard_map":
+            self._run_manual(operation, trips)
+        elif operation.bodies:
+            self._run_inside(operation, trips)
+        elif operation.rule is not None:
+            self._compute(operation, operation.rule, trips)
+        else:  # not modelled: each device has all that it reads
+            for number in operation.inputs:
+                if number is not None:
+                    self._move(number, self._known(number, ()), trips, operation)
+        for number in operation.outputs:
+            if number not in self._terms:  # or an addition sends what devices have of a sum
+                self.cuts.setdefault(number, self._known(number, ()))
+                self._move(number, self.target(number), trips, operation)
+                self.cuts[number] = self.target(number)
+
+    def _explicit(self, operation: TracedOperation, trips: int) -> None:
+        params = operation.eqn.params
+        named = entry_axes(params.get("axes", params.get("axis_name")))
+        axes = tuple(axis for axis in named if axis in self.sizes)
+        kind = _EXPLICIT[operation.name]
+        arrays = operation.outputs if kind == "all-gather" else operation.inputs
+        payload = sum(self.bytes(number) for number in arrays if number is not None)
+        if axes and payload:
+            self.sent.append(SpreadCollective(kind, axes, payload, trips, operation, None))
+
+    def _run_inside(self, operation: TracedOperation, trips: int) -> None:
+        for body in operation.bodies:
+            self._enter(operation, body, trips)
+            self._run(body, trips * operation.trips)
+            for place, (number, result) in enumerate(
+                zip(operation.outputs, body.outputs, strict=True)
+            ):
+                cuts = () if result is None else self._of(result)
+                is_stack = place >= operation.carries
+                self.cuts[number] = self._known(number, ((), *cuts) if is_stack else cuts)
+
+    def _enter(self, operation: TracedOperation, body: Body, trips: int) -> None:
+        """Bring what a loop or branch reads to the layout of its inputs."""
+        stop = operation.first + operation.carries
+        for place, (outer, inner) in enumerate(operation.arguments(body)):
+            if inner == outer:
+                continue
+            cuts = self.cuts[inner] = self.target(inner)
+            if outer is not None:
+                goal = ((), *cuts) if place >= stop and operation.name == "scan" else cuts
+                self._move(outer, goal, trips, operation)
+
+    def _run_manual(self, operation: TracedOperation, trips: int) -> None:
+        """Bring arguments to the specs of code by device, and run it."""
+        manual = self._equations.manual
+        (body,) = operation.bodies
+
+        def cuts_of(number: int, axes: Mapping[int, Axes]) -> Cuts:
+            rank = len(self._equations.values[number].shape)
+            return self._known(number, [axes.get(dim, ()) for dim in range(rank)])
+
+        for outer, inner in operation.arguments(body):
+            if outer is not None:
+                self._move(outer, cuts_of(outer, manual[inner]), trips, operation)
+        self._run(body, trips)
+        for number in operation.outputs:
+            self.cuts[number] = cuts_of(number, manual[number])
+
+    # Products, and all else that has factors
+
+    def _compute(self, operation: TracedOperation, rule: Rule, trips: int) -> None:
+        """Choose the axes of an operation's factors, move its operands, and add up its terms."""
+        if rule.is_identity:
+            for before, after in zip(operation.inputs, operation.outputs, strict=False):
+                self.cuts[after] = self._known(after, () if before is None else self._of(before))
+            return
+        choice = self._cheapest(operation, rule, self._options(operation, rule))
+        self._axes[id(operation)] = tuple(axis for axes in choice.values() for axis in axes)
+        if operation.name in ADDS and self._add_terms(operation, choice, rule, trips):
+            return
+        for number, dims in operation.operands():
+            self._move(number, array_cuts(dims, choice), trips, operation)
+        for number, dims in zip(operation.outputs, rule.results, strict=True):
+            self.cuts[number] = array_cuts(dims, choice)
+            rows = [choice[factor] for factor in sorted(rule.summed) if factor in choice]
+            self._add_up(operation, number, tuple(rows), trips)
+
+    def _options(self, operation: TracedOperation, rule: Rule) -> dict[str, list[int]]:
+        """Return by axis the factors of an operation that it may cut."""
+        options: dict[str, list[int]] = {}
+        for number, dims in operation.operands():
+            by_factor = factor_cuts(rule, dims, self._of(number), self.sizes)
+            closed = closed_factors(rule, by_factor, self.sizes)
+            for factor, names in by_factor.items():
+                for name in names:
+                    places = options.setdefault(name, [])
+                    if factor not in places and factor not in closed:
+                        places.append(factor)
+        for result, dims in zip(operation.outputs, rule.results, strict=True):
+            by_factor = factor_cuts(rule, dims, self.target(result), self.sizes)
+            closed = closed_factors(rule, by_factor, self.sizes)
+            for factor, names in by_factor.items():
+                if factor not in closed:  # a device has the whole, and needs its part
+                    for name in names:
+                        options.setdefault(name, [factor])
+        return options
+
+    def _cheapest(
+        self, operation: TracedOperation, rule: Rule, options: Mapping[str, list[int]]
+    ) -> dict[int, Axes]:
+        """Return the axes by factor for which least is sent."""
+        axes = list(options)
+        choices: list[list[int | None]] = [[*options[axis]] or [None] for axis in axes]
+        if prod(map(len, choices)) > _MOST_CHOICES:
+            choices = [places[:1] for places in choices]
+        rows = [fitting_cuts(axes, places, rule, self.sizes) for places in product(*choices)]
+        if len(rows) == 1:
+            return rows[0]
+        return min(rows, key=lambda row: self._cost(operation, rule, row))
+
+    def _cost(self, operation: TracedOperation, rule: Rule, choice: dict[int, Axes]) -> float:
+        """Return the bytes that a device sends if an operation computes with these axes."""
+        total = sum(
+            self._sent(number, self._of(number), array_cuts(dims, choice))
+            for number, dims in operation.operands()
+        )
+        summed = [axis for factor in rule.summed for axis in choice.get(factor, ())]
+        for number, dims in zip(operation.outputs, rule.results, strict=True):
+            cuts = array_cuts(dims, choice)
+            if summed:
+                total += self._ring("all-reduce", summed, self.bytes(number, cuts))
+            total += self._sent(number, cuts, self.target(number))
+        return total
+
+    def _sent(self, number: int, before: Cuts, after: Cuts) -> float:
+        """Return the bytes that a device sends to bring an array from some cuts to others."""
+        return sum(self._ring(*move) for move in self._moves(number, before, after))
+
+    def _ring(self, kind: str, axes: Iterable[str], payload: int) -> float:
+        count = self.count(axes)
+        return (2 if kind == "all-reduce" else 1) * payload * (count - 1) / count
+
+    # Sums
+
+    def _add_terms(
+        self, operation: TracedOperation, choice: Mapping[int, Axes], rule: Rule, trips: int
+    ) -> bool:
+        """Add terms that devices have not added up yet; False if there are others among them."""
+        numbers = [number for number in operation.inputs if number is not None]
+        axes = {self._terms.get(number) for number in numbers}
+        if len(numbers) == len(operation.inputs) and len(axes) == 1 and None not in axes:
+            (result,) = operation.outputs
+            self.cuts[result] = array_cuts(rule.results[0], choice)
+            self._add_up(operation, result, self._terms[numbers[0]], trips)
+            return True
+        for number in numbers:
+            if number in self._terms:
+                self._send_sum(operation, number, self._terms.pop(number), trips)
+        return False
+
+    def _add_up(
+        self, operation: TracedOperation, number: int, rows: tuple[Axes, ...], trips: int
+    ) -> None:
+        """Add the terms of a result over the axes of each row, or let an addition do so."""
+        if not rows:
+            return
+        self.sums.add(number)
+        if self.adder(number) is not None:
+            self._terms[number] = rows
+        else:
+            self._send_sum(operation, number, rows, trips)
+
+    def adder(self, number: int) -> TracedOperation | None:
+        """Return the addition to which an array that is a sum may be left; None without one."""
+        users = self._equations.users.get(number, [])
+        return users[0] if len(users) == 1 and users[0].name in ADDS else None
+
+    def _send_sum(
+        self, operation: TracedOperation, number: int, rows: tuple[Axes, ...], trips: int
+    ) -> None:
+        """Count the collectives that add the terms of a result over axes, a row after the other."""
+        send = partial(SpreadCollective, operation=operation, value=number)
+        wish = self.target(number)
+        for axes in rows:
+            before, payload = self.cuts[number], self.bytes(number)
+            taken = {axis for row in before for axis in row}
+            scattered = tuple(a for row in wish for a in row if a in axes and a not in taken)
+            rest = tuple(axis for axis in axes if axis not in scattered)
+            if scattered:
+                self.sent.append(send("reduce-scatter", scattered, payload, trips))
+                self.cuts[number] = tuple(
+                    (*row, *(axis for axis in target if axis in scattered))
+                    for row, target in zip(before, wish, strict=True)
+                )
+                payload = self.bytes(number)
+            if rest:
+                self.sent.append(send("all-reduce", rest, payload, trips))
+
+    # Moves
+
+    def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
+        """Bring an array to other cuts; a copy that is there already is used again."""
+        self.reads[id(operation), number] = cuts
+        before = self._of(number)
+        if before == cuts or (number, cuts) in self._copies:
+            return
+        self._copies.add((number, cuts))
+        for kind, axes, payload in self._moves(number, before, cuts):
+            self.sent.append(SpreadCollective(kind, axes, payload, trips, operation, number))
+
+    def _moves(self, number: int, before: Cuts, after: Cuts) -> Iterator[_Move]:
+        """Yield (collective, axes, payload) that bring an array from some cuts to others."""
+        if before == after:
+            return
+        place = {axis: dim for dim, row in enumerate(after) for axis in row}
+        gathered = [a for row in before for a in row if a not in place]
+        turned = [a for dim, row in enumerate(before) for a in row if place.get(a, dim) != dim]
+        if turned:
+            yield "all-to-all", tuple(turned), self.bytes(number, before)
+        if gathered:
+            rows = tuple(
+                tuple(a for a in row if a not in gathered and place.get(a) == dim)
+                for dim, row in enumerate(before)
+            )
+            yield "all-gather", tuple(gathered), self.bytes(number, rows)
