@@ -272,13 +272,6 @@ def test_dimensions_beyond_an_int64(size):
     assert spec == (P(kept, None) if size % 2 == 0 else P())
 
 
-@pytest.mark.parametrize("dim", [-(2**70), "8", 8.0, None])
-def test_dimensions_that_are_no_size(dim):
-    with pytest.raises((TypeError, ValueError)) as info:
-        sr.named_shardings({"x": SimpleNamespace(shape=(dim, 4))}, RULE, SIZES)
-    assert info.value.__notes__ == ["shardrules: at 'x' in the tree"]
-
-
 @pytest.mark.parametrize("sizes", [{"tp": 2**24 + 1}, {"dp": 2**20, "tp": 2**20}, {"tp": 2**63}])
 def test_meshes_of_too_many_devices(sizes):
     with pytest.raises(ValueError, match=r"at most 16,777,216|from 1 to 2\*\*63 - 1"):

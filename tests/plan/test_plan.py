@@ -1099,3 +1099,16 @@ def test_other_rules_for_names():
     assert found.on_mesh({"tp": 4}).fingerprint() == own.on_mesh({"tp": 4}).fingerprint()
     with pytest.raises(TypeError, match="give LogicalRules"):
         plan.with_rules([("w", "tp")])
+
+
+@pytest.mark.parametrize("size", [3, 8, 12, 15])
+def test_bytes_on_each_device(mesh, size):
+    """Of an array that JAX can place, what its shards say; of others, the rounded-up parts."""
+    spec = P(("tp", "fsdp"))
+    held = device_bytes((size, 5), 32, spec, mesh.shape)
+    assert held.shape == (1, 4, 2)
+    assert held.sum() == size * 5 * 4
+    if size % 8 == 0:
+        array = jax.device_put(np.zeros((size, 5), "float32"), NamedSharding(mesh, spec))
+        by_device = {shard.device: shard.data.nbytes for shard in array.addressable_shards}
+        assert [by_device[d] for d in mesh.devices.ravel()] == held.ravel().tolist()

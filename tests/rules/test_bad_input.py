@@ -64,12 +64,6 @@ def test_a_bad_rule_is_told_by_its_number(rule, error, message):
             re.compile(rule[0])
 
 
-@pytest.mark.parametrize("rules", ["ab", b"ab", 3, None, {"a": P()}])
-def test_rules_that_are_no_sequence_of_pairs(rules):
-    with pytest.raises(TypeError, match="sequence of .pattern, spec. pairs"):
-        sr.match_partition_rules(rules, {})
-
-
 def test_all_unmatched_leaves_are_named():
     tree = {"layers": [{"kernel": np.zeros((2, 3))} for _ in range(12)], "ok": np.zeros(1)}
     with pytest.raises(ValueError, match="Partition rule not found for param") as info:

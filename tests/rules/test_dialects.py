@@ -317,17 +317,6 @@ class TestChoices:
         with pytest.raises(ValueError, match="Partition rule not found"):
             sr.Rules([], sr.dialects.EASYLM, min_size=4).match({"a": array(3)})
 
-    @pytest.mark.parametrize(
-        ("name", "path"),
-        [("EASYLM", "wq/0"), ("SPECTRAX", "wq/0"), ("KERAS", "wq/0"), ("KEYSTR", "['wq'][0]")],
-    )
-    def test_every_dialect_in_every_call(self, name, path):
-        rules = sr.Rules([(re.escape(path), ("tp",))], getattr(sr.dialects, name))
-        assert sr.spec_for(path, (4, 4), rules) == P("tp")
-        assert sr.spec_for(path, (4, 4), rules, {"tp": 2}) == P("tp")
-        shardings = sr.named_shardings({"wq": [array(4, 4)]}, rules, {"tp": 2})
-        assert shardings["wq"][0].spec == P("tp")
-
     def test_coverage_counts_a_rule_once(self):
         rules = sr.Rules([("a", None), ("a|b", None), ("c", None)], sr.dialects.KERAS)
         coverage = rules.coverage({"a": array(2), "b": array()})
@@ -481,32 +470,9 @@ class TestBadInput:
             "  Shorten the specs, or take a dialect with rank='truncate'."
         )
 
-    def test_notes_show_plain_paths(self):
-        class Broken:
-            @property
-            def shape(self):
-                raise RuntimeError("broken")
-
-        for dialect, shown in ((sr.dialects.EASYLM, "'a/0'"), (sr.dialects.KEYSTR, "\"['a'][0]\"")):
-            with pytest.raises(RuntimeError, match="broken") as info:
-                sr.Rules([], dialect).match({"a": [Broken()]})
-            assert info.value.__notes__ == [f"shardrules: at {shown} in the tree"]
-
     def test_compiled_patterns_in_a_layout_map(self):
         rules = sr.Rules([(re.compile("DENSE", re.I), None)], sr.dialects.KERAS)
         assert [rules.first_match(path) for path in ("dense", "dense2")] == [0, None]
-
-    @pytest.mark.parametrize(
-        "choice",
-        [
-            {"keys": "x"}, {"match": ("regex",)}, {"match": ()},
-            {"precedence": "last"}, {"scalars": "all"}, {"min_size": "never"}, {"rank": "cut"},
-            {"unmatched": "drop"},
-        ],
-    )  # fmt: skip
-    def test_choices_that_do_not_exist(self, choice):
-        with pytest.raises(ValueError, match="must be one of|at least one"):
-            replace(sr.dialects.EASYLM, **choice)
 
     def test_axes_that_the_mesh_of_a_layout_map_does_not_have(self):
         layouts = LayoutMap(SimpleNamespace(axis_names=("model",)))
@@ -525,17 +491,6 @@ def test_the_advice_for_a_layout_map_keeps_the_dialect():
     assert shardings["a"]["bias"].spec == P()
     with pytest.raises(TypeError, match=r"not dict; pass list\(rules\.items\(\)\)$"):
         sr.named_shardings(tree, {".*": "tp"}, {"tp": 2})
-
-
-def test_pickled_and_compared():
-    import pickle
-
-    rules = sr.Rules([("a/b", ("x",))], sr.dialects.EASYLM)
-    again = pickle.loads(pickle.dumps(rules))
-    assert again == rules
-    assert hash(again) == hash(rules)
-    assert again.first_match("z/a/b") == 0
-    assert rules != sr.Rules([("a", ("x",))])
 
 
 def test_events_of_other_dialects_do_not_stop_a_match(monkeypatch):

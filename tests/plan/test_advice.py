@@ -1,0 +1,52 @@
+"""Advice on corrections: it has been tried, and who follows it cuts the array."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import shardrules as sr
+
+PREFIX = sr.Correction(indivisible="prefix")
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, "bfloat16")
+
+
+def fix_of(shape, spec, mesh):
+    plan = sr.plan({"w": array(*shape)}, [("w", spec)], mesh)
+    (one,) = (found for found in plan.check(large=1) if found.kind == "correction")
+    return one.fix
+
+
+@pytest.mark.parametrize(("heads", "unit"), [(4, 1), (2, 128)])
+def test_few_heads_by_two_axes(heads, unit):
+    spec = sr.RuleSpec((None, "tp"), units=(None, unit))
+    fix = fix_of((64, heads * unit), spec, {"tp": 8})
+    assert (
+        f"make tp of two axes, of {heads} and {8 // heads} devices: rules.with_axes({{'tp': ('kv', 'rep')}}) and "
+        "Correction(indivisible='prefix')"
+    ) in fix
+    rules = sr.Rules([("w", spec)]).with_axes({"tp": ("kv", "rep")})
+    mesh = {"kv": heads, "rep": 8 // heads}
+    plan = sr.plan({"w": array(64, heads * unit)}, sr.Rules(rules, correction=PREFIX), mesh)
+    assert plan.kind("w").spec == (None, "kv")
+
+
+@pytest.mark.parametrize("size", [3, 6, 12])
+def test_no_such_axes_for_other_sizes(size):
+    assert fix_of((64, size), (None, "tp"), {"tp": 8}) == "use fewer axes or pad the array"
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "fix"),
+    [
+        ((64, 1), (None, "tp"), "leave it whole, or cut dim 0 of size 64 instead"),
+        ((1, 60, 64), ("tp",), "leave it whole, or cut dim 2 of size 64 instead"),
+        ((1, 64), ("tp", "fsdp"), "leave the dimension whole"),
+        ((1, 60), ("tp",), "leave the dimension whole"),
+    ],
+)
+def test_a_dimension_of_one_was_to_be_padded(shape, spec, fix):
+    assert fix_of(shape, spec, {"tp": 8, "fsdp": 2}) == fix
