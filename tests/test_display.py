@@ -1,22 +1,19 @@
-"""What a prompt, a notebook, pickle and `help` show of every public value, in one table."""
+"""What a prompt, a notebook and pickle show of every public value, in one table."""
 
 from __future__ import annotations
 
 import copy
 import enum
 import html
-import importlib
 import inspect
 import pickle
-import pydoc
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -324,115 +321,6 @@ def test_devices_of_a_plan_are_not_copied():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
     live = sr.plan(TREE, RULES, mesh)
     assert copy.copy(live).mesh is copy.deepcopy(live).mesh is mesh
-
-
-# What no page of `help` shows: how typing keeps a name, where an object is, a record's every field.
-UNREADABLE = re.compile(r"ForwardRef|<object object| at 0x|= \w*Dialect\(|= Correction\(absent")
-
-
-def public_callables() -> dict[str, Any]:
-    found = {
-        f"{module}.{name}": getattr(importlib.import_module(module), name)
-        for module in api.modules()
-        for name in api.public_names(module)
-    }
-    return {
-        name: one
-        for name, one in found.items()
-        if callable(one) and getattr(one, "__module__", "").startswith("shardrules")
-    }
-
-
-def test_help_is_readable():
-    pages = {name: pydoc.plain(pydoc.render_doc(one)) for name, one in public_callables().items()}
-    assert len(pages) > 145
-    # What a class inherits from Python is not ours to word.
-    ours = {name: re.split("inherited from collections", page)[0] for name, page in pages.items()}
-    wrong = {name: set(UNREADABLE.findall(page)) for name, page in ours.items()}
-    assert {name: found for name, found in wrong.items() if found} == {}
-
-
-def test_defaults_are_short():
-    """Of every public function, class and method."""
-    count = 0
-    for name, one in public_callables().items():
-        members = vars(one).items() if inspect.isclass(one) else ()
-        methods = [it for own, it in members if inspect.isfunction(it) and own[0] != "_"]
-        for thing in (one, *methods):
-            with suppress(ValueError, TypeError):  # of an enum, or one made in C
-                for parameter in inspect.signature(thing).parameters.values():
-                    assert len(repr(parameter.default)) <= 60, (name, thing, parameter)
-                    count += 1
-    assert count > 500
-
-
-def test_annotations_still_have_types():
-    assert get_type_hints(sr.types.CutReason)["axes"] == tuple[str, ...]
-
-
-CLEAN = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "tp")], {"tp": 2})
-
-
-def verified(*inputs: Any, **options: Any) -> sr.types.Findings:
-    x = jax.ShapeDtypeStruct((8, 8), "float32")
-    compiled = jax.jit(lambda x, y: x @ y).lower(x, x).compile()
-    return sr.verify(compiled, inputs, **options)
-
-
-def replicated() -> jax.sharding.NamedSharding:
-    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-
-def audited() -> sr.types.Findings:
-    tree = {"w": np.ones((8, 8), "float32")}
-    live = sr.plan(tree, [("w", "tp")], Mesh(np.array(jax.devices()[:2]), ("tp",)))
-    return sr.audit(sr.shard(tree, live.shardings()), live)
-
-
-# What is said where there is nothing: what was looked at, and what was not.
-NOTHING: dict[str, tuple[Callable[[], Any], str]] = {
-    "check": (lambda: CLEAN.check(), "nothing found: 1 leaf, 1 rule, on tp=2"),
-    "switched off": (
-        lambda: CLEAN.check(levels={"dead": "off", "misfit": "warning"}),
-        "nothing found: 1 leaf, 1 rule, on tp=2; not looked for: dead"),
-    "left out": (
-        lambda: plan().check(levels={"misfit": "info"}).at_least("error"),
-        "nothing found: 4 leaves, 4 rules, on fsdp=2,tp=2; 2 findings below error left out"),
-    "left out of one's own": (lambda: sr.types.Findings(plan().check()[:1]).at_least("error"), "nothing found: 1 finding below error left out"),
-    "one's own": (lambda: sr.types.Findings([]), "nothing found"),
-    "verify": (
-        lambda: verified(None, None),
-        "nothing found: 0 of 2 inputs planned, no output compared, as outputs= is not given; "
-        "peak memory not compared, as hbm= is not given"),
-    "audit": (audited, "nothing found: 1 leaf, on tp=2"),
-    "diff": (lambda: plan().diff(plan()), "no differences"),
-    "Rules": (lambda: sr.Rules([]), "0 rules, dialect eformer"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("answer", NOTHING)
-def test_an_answer_without_anything_says_so_and_what_it_looked_at(answer):
-    make, said = NOTHING[answer]
-    assert (repr(make()), make()._repr_html_()) == (said, f"<pre>{said}</pre>")
-
-
-def test_what_was_looked_at_is_told_beside_findings_and_kept():
-    found = verified(replicated(), None, outputs=replicated(), hbm=10**9)
-    scope = "1 of 2 inputs planned, 1 of 1 output planned; peak memory within 1.00 GB"
-    for findings in (
-        found,
-        found.at_least("info"),
-        pickle.loads(pickle.dumps(found)),
-        copy.deepcopy(found),
-    ):
-        assert findings.scope == scope
-    assert repr(sr.types.Sweep([])) == "no meshes"
-    assert "nothing moves" in repr(plan().transfer(plan()))
-    assert repr(sr.types.Traffic()).startswith("each device sends 0 B in a step")
-    findings = plan().check(replicated=["script"], optional_axes=["tp"])
-    assert '<b style="color:#b26a00">warning</b>[' in findings._repr_html_()
-    assert "nothing found" not in str(findings)
 
 
 def test_the_decorators_leave_other_classes_alone():

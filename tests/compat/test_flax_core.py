@@ -7,7 +7,6 @@ import dataclasses
 import pickle
 import subprocess
 import sys
-import threading
 from contextlib import nullcontext
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardrules.compat import flax_core_meta as our_meta
@@ -156,25 +155,15 @@ def test_rules_are_those_of_flax_too():
     assert our_spmd.get_logical_axis_rules() == ()
 
 
-def fail_with_rules():
-    with our_spmd.logical_axis_rules([("a", "tp")]):
-        raise KeyError
-
-
 @our_spmd.logical_axis_rules([("a", "fsdp")])
 def decorated():
     return our_spmd.get_pspec(("a",))
 
 
-def test_rules_are_those_of_the_thread_and_do_not_outlive_an_error():
-    seen = []
-    with our_spmd.logical_axis_rules([("a", "tp")]):
-        thread = threading.Thread(target=lambda: seen.append(our_spmd.get_logical_axis_rules()))
-        thread.start()
-        thread.join()
-    assert seen == [()]
-    with pytest.raises(KeyError):
-        fail_with_rules()
+def test_rules_do_not_outlive_an_error_and_decorate():
+    with pytest.raises(KeyError), our_spmd.logical_axis_rules([("a", "tp")]):
+        raise KeyError
+    assert our_spmd.get_logical_axis_rules() == ()
     assert decorated() == decorated() == P("fsdp")
     assert our_spmd.get_logical_axis_rules() == ()
 
@@ -250,13 +239,14 @@ def test_trees_of_boxes(tree):
         check_same(name, tree)
     ours, theirs = made(tree, our_meta), made(tree, flax_meta)
     updates = jax.tree_util.tree_map(lambda x: (x, 1), flax_meta.unbox(theirs))
+    both = ((our_meta, ours), (flax_meta, theirs))
     for changes in (flax_meta.unbox(theirs), updates, [1]):
-        assert outcome(our_meta.replace_boxed, ours, changes) == outcome(
-            flax_meta.replace_boxed, theirs, changes
-        )
-    assert outcome(our_meta.map_axis_meta, lambda box: box.names, ours) == outcome(
-        flax_meta.map_axis_meta, lambda box: box.names, theirs
+        got, expected = (outcome(meta.replace_boxed, boxes, changes) for meta, boxes in both)
+        assert got == expected
+    got, expected = (
+        outcome(meta.map_axis_meta, lambda box: box.names, boxes) for meta, boxes in both
     )
+    assert got == expected
 
 
 @newer_flax
@@ -298,17 +288,14 @@ def test_subclasses_are_pytree_nodes():
 def test_boxes_of_the_users_own():
     """A box that is told of its axes, and says nothing about sharding."""
     calls = []
-
-    def methods():
-        return {
-            "unbox": lambda self: 7,
-            "replace_boxed": lambda self, val: ("replaced", val),
-            "add_axis": lambda self, index, params: calls.append(("add", index, params)),
-            "remove_axis": lambda self, index, params: calls.append(("remove", index, params)),
-        }
-
+    methods = {
+        "unbox": lambda self: 7,
+        "replace_boxed": lambda self, val: ("replaced", val),
+        "add_axis": lambda self, index, params: calls.append(("add", index, params)),
+        "remove_axis": lambda self, index, params: calls.append(("remove", index, params)),
+    }
     for base in (our_meta.AxisMetadata, flax_meta.AxisMetadata):
-        box = type("Own", (base,), methods())()
+        box = type("Own", (base,), dict(methods))()
         for meta in (our_meta, flax_meta):
             assert meta.is_axis_metadata(box)
             assert meta.unbox([box]) == [7]
@@ -395,9 +382,8 @@ def test_equality_of_logically_partitioned():
     arguments = [(1, ("a",)), (1, ("b",)), (2, ("a",)), (1, ("a",), None, "r"), (array, ("a",))]
     kinds = (our_linen.LogicallyPartitioned, nn.LogicallyPartitioned)
     ours, theirs = ([kind(*given) for given in arguments] for kind in kinds)
-    assert [a == b for a in ours[:4] for b in ours[:4]] == [
-        a == b for a in theirs[:4] for b in theirs[:4]
-    ]
+    equal = [[a == b for a in kind[:4] for b in kind[:4]] for kind in (ours, theirs)]
+    assert equal[0] == equal[1]
     assert ours[0] == kinds[0](1, ("b",))
     assert kinds[0](array, ()) == kinds[0](array, ())  # the same array
     assert (ours[0] == theirs[0]) == (theirs[0] == ours[0]) == False  # noqa: E712
@@ -518,10 +504,8 @@ def test_axes_of_nnx_variables():
 
 
 def mesh_of(kind):
-    from jax.sharding import AxisType
-
-    types = {"auto": (AxisType.Auto,) * 2, "explicit": (AxisType.Explicit,) * 2}
-    types["mixed"] = (AxisType.Auto, AxisType.Explicit)
+    auto, explicit = AxisType.Auto, AxisType.Explicit
+    types = {"auto": (auto, auto), "explicit": (explicit, explicit), "mixed": (auto, explicit)}
     return Mesh(MESH.devices, MESH.axis_names, axis_types=types[kind])
 
 
@@ -740,6 +724,5 @@ def test_messages(call, error, message):
 
 def test_what_is_no_error():
     assert our_spmd.get_pspec(("a",), iter([("a", "tp")])) == P("tp")
-    assert our_meta.get_sharding({"w": BOX, "step": 3}, {"a": 2, "layers": 1})["w"].spec == P(
-        *BOX.names
-    )
+    found = our_meta.get_sharding({"w": BOX, "step": 3}, {"a": 2, "layers": 1})
+    assert found["w"].spec == P(*BOX.names)

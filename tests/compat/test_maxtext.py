@@ -21,6 +21,7 @@ from tests.support.maxtext_dumps import DUMPS, read_dump
 
 ONE_AXIS_IS_AN_ENTRY = P("x") == P(("x",))  # in later versions of JAX
 NAMES = [path.name.removesuffix(".json.gz") for path in DUMPS]
+assert len(DUMPS) == 6
 
 
 def plan_of(dump, part):
@@ -40,9 +41,6 @@ def without_ones(entries, mesh, rank):
 
 
 class TestGoldenFiles:
-    def test_all_six_are_there(self):
-        assert len(DUMPS) == 6
-
     @pytest.mark.parametrize(("what", "least"), [("leaves", 42), ("activations", 7)])
     def test_each_gets_maxtexts_spec(self, dump, what, least):
         part = getattr(dump, what)
@@ -68,6 +66,15 @@ SIZES = [
 ]
 
 
+def pairs_of(name):
+    pairs = RULE_LISTS[name]["rules"]
+    return [(a, b if isinstance(b, str) else tuple(b or ()) or None) for a, b in pairs]
+
+
+def mesh_of(name, sizes):
+    return {axis: sizes.get(axis, 1) for axis in RULE_LISTS[name]["mesh_axes"]}
+
+
 def as_maxtext_shards(names, shape, rules, sizes):
     """flax.linen's spec; without axes of one device, or none; of others those that divide."""
     entries = []
@@ -87,36 +94,21 @@ class TestItsRuleLists:
 
     @pytest.mark.parametrize("sizes", SIZES, ids=range(3))
     def test_each_leaf_gets_what_maxtext_gives_it(self, name, sizes):
-        given = RULE_LISTS[name]
-        rules = [
-            (a, b if isinstance(b, str) else tuple(b or ()) or None) for a, b in given["rules"]
-        ]
-        mesh = {axis: sizes.get(axis, 1) for axis in given["mesh_axes"]}
+        pairs, mesh = pairs_of(name), mesh_of(name, sizes)
+        rules = sr.LogicalRules(pairs, sr.dialects.MAXTEXT)
         for dump in map(read_dump, DUMPS[0::2]):
             arrays, names = dump.leaves.arrays, dump.leaves.names
-            found = sr.named_shardings(
-                arrays,
-                sr.LogicalRules(rules, sr.dialects.MAXTEXT),
-                mesh,
-                names=names,
-            )
-            planned = sr.plan(
-                arrays, sr.LogicalRules(rules, sr.dialects.MAXTEXT), mesh, names=names
-            )
+            found = sr.named_shardings(arrays, rules, mesh, names=names)
+            planned = sr.plan(arrays, rules, mesh, names=names)
             assert planned.specs() == {path: one.spec for path, one in found.items()}
             for path, sharding in found.items():
-                wanted = as_maxtext_shards(names[path], arrays[path].shape, rules, mesh)
+                wanted = as_maxtext_shards(names[path], arrays[path].shape, pairs, mesh)
                 if ONE_AXIS_IS_AN_ENTRY:
                     assert sharding.spec == wanted, (path, names[path])
                 assert plain_entries(sharding.spec) == plain_entries(wanted), (path, names[path])
 
     def test_a_stale_axis_is_no_error(self, name):
-        given = RULE_LISTS[name]
-        rules = sr.LogicalRules(
-            [(a, b if isinstance(b, str) else tuple(b)) for a, b in given["rules"]],
-            sr.dialects.MAXTEXT,
-        )
-        mesh = {axis: SIZES[0].get(axis, 1) for axis in given["mesh_axes"]}
+        rules, mesh = sr.LogicalRules(pairs_of(name), sr.dialects.MAXTEXT), mesh_of(name, SIZES[0])
         leaves = read_dump(DUMPS[0]).leaves
         found = sr.plan(leaves.arrays, rules, mesh, names=leaves.names).check()
         stale = [one for one in found if "the mesh has no ax" in one.message]
@@ -176,17 +168,9 @@ class TestZero1:
         state = jax.eval_shape(optax.adamw(1e-3).init, tree)
         before = plan.for_optimizer(state).shardings()
         found = plan.for_optimizer(state, zero1=maxtext.ZERO1).shardings()
-        on = sr.resolve_mesh(mesh)
-        expected = jax.tree_util.tree_map_with_path(
-            lambda path, leaf, given: maxtext.add_data_to_sharding(on, path, leaf, given),
-            state,
-            before,
-        )
-        changed = 0
-        for leaf, ours, theirs, given in zip(
-            *map(jax.tree.leaves, (state, found, expected, before)), strict=True
-        ):
-            rank = len(leaf.shape)
+        on, changed = sr.resolve_mesh(mesh), 0
+        for leaf, ours, given in zip(*map(jax.tree.leaves, (state, found, before)), strict=True):
+            theirs, rank = maxtext.add_data_to_sharding(on, (), leaf, given), len(leaf.shape)
             assert self.plain(ours.spec, rank) == self.plain(theirs.spec, rank)
             changed += ours.spec != given.spec
         assert changed > 10

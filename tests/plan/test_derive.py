@@ -197,6 +197,11 @@ def test_nnx_optimizer():
     assert len(moments) == 8
     for path in moments:
         assert derived.kind(path).spec == (P("fsdp", "tp") if "kernel" in path else P("tp")), path
+    # Without the key `value` that all leaves have.
+    rules = sr.Rules([("kernel$", ("fsdp", "tp")), (".*", ())], sr.dialects.NNX)
+    short = sr.plan(nnx.state(model, nnx.Param), rules, {"fsdp": 2, "tp": 2}).for_optimizer(state)
+    assert short.kind("opt_state/0/mu/first/kernel").spec == ("fsdp", "tp")
+    assert "opt_state/0/count" in short.paths
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,6 @@ def array(*shape):
     return jax.ShapeDtypeStruct(shape, "float32")
 
 
-def hashable(pattern):
-    return tuple(pattern) if isinstance(pattern, list) else pattern
-
-
 def chosen(rules, path):
     """The winner's index, in the words of the restatements; and that of a walk, which must agree."""
     matching = rules.all_matches(path)
@@ -71,17 +67,14 @@ def payload_rules(patterns, dialect):
     return sr.Rules([(pattern, Payload(i)) for i, pattern in enumerate(patterns)], dialect)
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        pytest.param(name, case, id=f"{name}: {case['name']}")
-        for name, cases in CASES.items()
-        for case in cases
-    ],
-)
-def test_corpus(name, case):
+ALL_CASES = {f"{name}: {case['name']}": (name, case) for name in CASES for case in CASES[name]}
+
+
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_corpus(name):
+    name, case = ALL_CASES[name]
     dialect = getattr(sr.dialects, name)
-    patterns = [hashable(pattern) for pattern in case["rules"]]
+    patterns = case["rules"]
     rules = payload_rules(patterns, dialect)
     words = {-1: None, -2: references.SEVERAL}
     for path, index in case["paths"]:
@@ -226,18 +219,11 @@ class TestAgainstKeras:
         for path, _ in case["paths"]:
             assert self.outcome(ours, path) == self.outcome(keras_map, path)
 
-    @pytest.mark.parametrize(
-        "rule_set", ["keras-hub__gemma", "keras-hub__qwen", "keras-hub__qwen_moe"]
-    )
-    def test_keras_hub(self, keras, rule_set):
-        patterns = [f".*{pattern}" for pattern, _ in corpus.rules(rule_set)]
+    @pytest.mark.parametrize("name", ["gemma", "qwen", "qwen_moe"])
+    def test_keras_hub(self, keras, name):
+        patterns = [f".*{pattern}" for pattern, _ in corpus.rules(f"keras-hub__{name}")]
         ours, keras_map = self.both(keras, patterns)
-        for layer in (
-            "decoder_block_0/attention/query",
-            "ffw_gating",
-            "token_embedding",
-            "mlp/gate",
-        ):
+        for layer in ("block_0/attention/query", "ffw_gating", "token_embedding", "mlp/gate"):
             for path in (f"gemma/{layer}/kernel", f"{layer}/embeddings", layer):
                 assert self.outcome(ours, path) == self.outcome(keras_map, path)
 
@@ -264,15 +250,13 @@ class TestAgainstKeras:
         layouts.update(rules)
         shardings = sr.named_shardings(tree, layouts.rules, {"tp": 2})
         assert shardings["a"]["kernel"].spec == P(None, "tp")
-        assert shardings["a"]["bias"].spec == P()  # no rule matches it, which Keras replicates
 
     def test_tensor_layouts(self, keras):
         layouts = LayoutMap()
         layout = layouts[".*kernel"] = keras.TensorLayout((None, "model"))
         assert layouts["dense/kernel"] is layout
-        assert layouts.specs({"dense": {"kernel": array(2, 2)}}) == {
-            "dense": {"kernel": P(None, "model")}
-        }
+        found = layouts.specs({"dense": {"kernel": array(2, 2)}})
+        assert found == {"dense": {"kernel": P(None, "model")}}
 
 
 class TestAgainstSpectrax:
@@ -358,12 +342,11 @@ class TestNnx:
         rules = [("value$", "tp"), ("kernel$|lora_a$", ("fsdp", "tp")), ("bias", None), (".*", ())]
         state = nnx.state(model, nnx.Param)
         pure = nnx.to_pure_dict(state)
-        ours = sr.plan(state, sr.Rules(rules, sr.dialects.NNX), {"fsdp": 2, "tp": 2})
-        theirs = sr.plan(pure, rules, {"fsdp": 2, "tp": 2})
-        assert dict(zip(ours.paths, ours.rule, strict=True)) == dict(
-            zip(theirs.paths, theirs.rule, strict=True)
-        )
-        assert {"attn/value/kernel", "value"} <= set(ours.paths)
+        of_both = (state, sr.Rules(rules, sr.dialects.NNX)), (pure, rules)
+        plans = [sr.plan(tree, given, {"fsdp": 2, "tp": 2}) for tree, given in of_both]
+        ours, theirs = (dict(zip(plan.paths, plan.rule, strict=True)) for plan in plans)
+        assert ours == theirs
+        assert {"attn/value/kernel", "value"} <= ours.keys()
         matched = sr.Rules(rules, sr.dialects.NNX).match(state)
         assert jax.tree.structure(matched, is_leaf=is_spec) == jax.tree.structure(state)
         assert nnx.to_pure_dict(matched) == sr.Rules(rules).match(pure)
@@ -393,20 +376,6 @@ class TestNnx:
         rules = [(rf"\A{path}\Z", "right") for path in paths]
         matched = sr.Rules([*rules, ("", "wrong")], sr.dialects.NNX).match(tree)
         assert jax.tree.leaves(matched, is_leaf=is_spec) == [P("right")] * len(paths)
-
-    def test_a_module_and_its_optimizer(self, nnx, model):
-        optax = pytest.importorskip("optax")
-        rules = sr.Rules([("kernel$", ("fsdp", "tp")), (".*", ())], sr.dialects.NNX)
-        try:
-            optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-        except TypeError:
-            pytest.skip("this flax's Optimizer has other arguments")
-        plan = sr.plan(nnx.state(model, nnx.Param), rules, {"fsdp": 2, "tp": 2})
-        derived = plan.for_optimizer(nnx.state(optimizer))
-        moment = derived.kind("opt_state/0/mu/attn/value/kernel")
-        assert tuple(moment.spec or ()) == ("fsdp", "tp")
-        assert not any(path.endswith("/value/value") for path in derived.paths)
-        assert {"opt_state/0/mu/value", "opt_state/0/count"} <= set(derived.paths)
 
     def test_other_dialects_with_a_hidden_key(self, nnx, model):
         keystr = sr.Rules(
@@ -450,19 +419,14 @@ class TestBadInput:
             "    a/kernel  shape (4,)  rule 0: '.*kernel', rule 1: 'a/.*'\n"
             "  Make the patterns exclude each other, or add a rule whose pattern is the path itself."
         )
-        with pytest.raises(ValueError, match="cannot be sharded as the rules say") as info:
-            sr.named_shardings(
-                {"b": array(3), "a": {"c": array(3)}},
-                sr.Rules([("a/.*|b", "x")], sr.dialects.KERAS),
-                {"x": 2},
-            )
-        assert "rule 0: 'a/.*|b'" in str(info.value)
+        rules = sr.Rules([("a/.*|b", "x")], sr.dialects.KERAS)
+        with pytest.raises(ValueError, match=r"cannot be sharded (?s:.*) rule 0: 'a/\.\*\|b'"):
+            sr.named_shardings({"b": array(3), "a": {"c": array(3)}}, rules, {"x": 2})
 
     def test_a_layout_longer_than_the_rank(self):
+        rules = sr.Rules([(".*", ("x", None))], sr.dialects.KERAS)
         with pytest.raises(ValueError, match="fewer dimensions") as info:
-            sr.Rules([(".*", ("x", None))], sr.dialects.KERAS).match(
-                {"bias": array(4), "b": array()}
-            )
+            rules.match({"bias": array(4), "b": array()})
         assert str(info.value) == (
             "2 leaves have fewer dimensions than the spec has entries:\n"
             "    bias  shape (4,)  rule 0: '.*' -> ('x', None)\n"
