@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -40,6 +39,5 @@ def test_what_does_not_fit(mesh, batch, spec, expected):
 
 
 def test_a_mesh_without_devices():
-    with pytest.raises((TypeError, ValueError), match="mesh"):
+    with pytest.raises(TypeError, match="arrays can be placed on a jax.sharding.Mesh of devices"):
         sr.shard_local(BATCH, P("fsdp"), {"fsdp": 4})
-    assert jax.device_count() == 8

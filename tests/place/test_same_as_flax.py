@@ -57,9 +57,7 @@ def test_of_linen(mesh):
 @pytest.mark.parametrize("model", MODELS)
 def test_of_linen_on_a_real_model(model, mesh):
     rules = corpus.logical_rules("maxtext__base")
-    axes = {
-        axis for _, named in rules for axis in ([named] if isinstance(named, str) else named or ())
-    }
+    axes = set(jax.tree.leaves([named for _, named in rules]))
     sizes = {axis: {"fsdp": 4, "tensor": 2}.get(axis, 1) for axis in axes}
     tree = corpus.manifest(model).flat(corpus.abstract)
     names = {path: tuple(given) for path, given in corpus.logical_axes(model).items()}

@@ -35,14 +35,9 @@ DECIDED = {
     "specs of a plan": lambda spec, mesh: sr.plan({"a": X}, rules(spec), mesh).specs(),
     "shardings of a plan": lambda spec, mesh: sr.plan({"a": X}, rules(spec), mesh).shardings(),
     "spec_for": lambda spec, mesh: sr.spec_for("a", (8, 8), rules(spec), mesh),
-    "with_sharding_constraint": lambda spec, mesh: sr.with_sharding_constraint(
-        {"a": X}, rules(spec), mesh
-    ),
-    **{
-        door: call
-        for door, call in PLACED.items()
-        if door not in ("shard by shardings", "shard_local")
-    },
+    "constraint": lambda spec, mesh: sr.with_sharding_constraint({"a": X}, rules(spec), mesh),
+    "shard": PLACED["shard"],
+    "shard by specs": PLACED["shard by specs"],
 }
 
 
