@@ -29,6 +29,7 @@ RULES = sr.Rules(PAIRS)
 LOGICAL = sr.LogicalRules([("embed", "tp")])
 NAMES = {"norm": (None,), "wq": ("embed", None)}
 BOXED = {path: Partitioned(leaf, names=NAMES[path]) for path, leaf in TREE.items()}
+SHAPES = jax.eval_shape(lambda: BOXED)
 SPECS = {"norm": P(), "wq": P("tp")}
 PLAN = sr.plan(TREE, PAIRS, MESH)
 KINDS: dict[str, Any] = {
@@ -73,26 +74,27 @@ def of_arrays(arrays: Any) -> dict[str, Any]:
     return of_tree(jax.tree.map(lambda array: array.sharding, arrays))
 
 
+def is_named(given: Any) -> bool:
+    return isinstance(given, sr.LogicalRules)
+
+
 def with_names(given: Any) -> Any:
     """What takes no names takes a plan of them."""
-    return NAMED_PLAN if isinstance(given, sr.LogicalRules) else given
+    return NAMED_PLAN if is_named(given) else given
 
 
-def names_for(given: Any) -> dict[str, Any]:
-    return {"names": NAMES} if isinstance(given, sr.LogicalRules) else {}
+def names_for(given: Any) -> Any:
+    return NAMES if is_named(given) else None
 
 
-def tree_for(given: Any) -> Any:
-    """The tree with its names in boxes, where nothing else takes them."""
-    return BOXED if isinstance(given, sr.LogicalRules) else TREE
+def plan_for(given: Any) -> sr.Plan:
+    return NAMED_PLAN if is_named(given) else PLAN
 
 
 def suggested(given: Any) -> dict[str, Any]:
-    is_named = isinstance(given, sr.LogicalRules)
-    names = {"names": NAMES} if is_named else {}
-    sr.suggest(TREE, MESH, **names).compare(given)
+    sr.suggest(TREE, MESH, names=names_for(given)).compare(given)
     # The rules of a suggestion differ; so that of the same rules is looked at.
-    return of_tree((NAMED_PLAN if is_named else PLAN).with_rules(given).specs())
+    return of_tree(plan_for(given).with_rules(given).specs())
 
 
 class Row(NamedTuple):
@@ -105,6 +107,8 @@ class Row(NamedTuple):
     """Why these kinds make no sense here."""
 
 
+RULES_ALONE = dict.fromkeys(("pairs", "Rules", "LogicalRules"), "shardrules.plan")
+NO_PATHS = "an executable has no paths of its own to decide by"
 PLAN_ONLY = dict.fromkeys(KINDS.keys() - {"Plan"}, "shardrules.plan")
 BY_PATTERNS = {
     "LogicalRules": "named_shardings, shard or plan",
@@ -115,30 +119,18 @@ BY_PATTERNS = {
 
 CENSUS: dict[str, Row] = {
     "named_shardings.rules": Row(
-        lambda given: of_tree(sr.named_shardings(TREE, given, MESH, **names_for(given)))
-    ),
-    "shard.rules": Row(
-        lambda given: of_arrays(sr.shard(TREE, with_names(given), MESH))
-    ),
+        lambda given: of_tree(sr.named_shardings(TREE, given, MESH, names=names_for(given)))),
+    "shard.rules": Row(lambda given: of_arrays(sr.shard(TREE, with_names(given), MESH))),
     "with_sharding_constraint.rules": Row(
-        lambda given: of_arrays(sr.with_sharding_constraint(TREE, with_names(given), MESH))
-    ),
+        lambda given: of_arrays(sr.with_sharding_constraint(TREE, with_names(given), MESH))),
+    # The tree has its names in boxes, where nothing else takes them.
     "reshard.rules": Row(
-        lambda given: of_arrays(sr.reshard(tree_for(given), given, MESH))
-    ),
+        lambda given: of_arrays(sr.reshard(BOXED if is_named(given) else TREE, given, MESH))),
     "load.rules": Row(
-        lambda given: of_arrays(sr.load(
-            FILE, given, MESH,
-            tree=None if not isinstance(given, sr.LogicalRules) else jax.eval_shape(lambda: BOXED)))
-    ),
+        lambda given: of_arrays(sr.load(FILE, given, MESH, tree=SHAPES if is_named(given) else None))),
     "plan.rules": Row(
-        lambda given: of_tree(sr.plan(TREE, given, MESH, **names_for(given)).specs())
-    ),
-    "Plan.with_rules.rules": Row(
-        lambda given: of_tree(
-            (NAMED_PLAN if isinstance(given, sr.LogicalRules) else PLAN).with_rules(given).specs()
-        )
-    ),
+        lambda given: of_tree(sr.plan(TREE, given, MESH, names=names_for(given)).specs())),
+    "Plan.with_rules.rules": Row(lambda given: of_tree(plan_for(given).with_rules(given).specs())),
     "Suggestion.compare.rules": Row(suggested),
     "spec_for.rules": Row(
         lambda given: {
@@ -177,20 +169,11 @@ CENSUS: dict[str, Row] = {
         "a plan says as well which leaves there must be, of which shape and dtype",
     ),
     "inspect.inputs": Row(
-        lambda given: (sr.inspect(COMPILED, (given,)), ANSWER)[1],
-        dict.fromkeys(("pairs", "Rules", "LogicalRules"), "shardrules.plan"),
-        "an executable has no paths of its own to decide by",
-    ),
+        lambda given: (sr.inspect(COMPILED, (given,)), ANSWER)[1], RULES_ALONE, NO_PATHS),
     "prove.inputs": Row(
-        lambda given: sr.prove(lambda tree: tree, PLAN, inputs=(given,)).raise_for() or ANSWER,
-        dict.fromkeys(("pairs", "Rules", "LogicalRules"), "shardrules.plan"),
-        "an executable has no paths of its own to decide by",
-    ),
+        lambda given: sr.prove(lambda tree: tree, PLAN, inputs=(given,)).raise_for() or ANSWER, RULES_ALONE, NO_PATHS),
     "verify.inputs": Row(
-        lambda given: sr.verify(COMPILED, (given,)).raise_for("error") or ANSWER,
-        dict.fromkeys(("pairs", "Rules", "LogicalRules"), "shardrules.plan"),
-        "an executable has no paths of its own to decide by",
-    ),
+        lambda given: sr.verify(COMPILED, (given,)).raise_for("error") or ANSWER, RULES_ALONE, NO_PATHS),
     "shard_local.spec": Row(
         lambda given: of_arrays(sr.shard_local(TREE, given, MESH)),
         dict.fromkeys(("pairs", "Rules", "LogicalRules", "Plan"), "give a PartitionSpec"),
@@ -203,10 +186,7 @@ FOR_OTHER_THINGS = {
     # They take the plan of the tree that the step was traced with, and no rules.
     "Step.findings.plan", "Step.largest_batch.plan", "Step.memory.plan", "Step.time.plan", "Step.traffic.plan",
 }  # fmt: skip
-PARAMETERS = {"rules", "like", "plan",
-              "inputs", "shardings", "spec"}  # fmt: skip
-
-
+PARAMETERS = {"rules", "like", "plan", "inputs", "shardings", "spec"}
 # Fields of records that we make.
 RECORDS = {"RuleFile.rules", "Comparison.rules", "RuleSpec.spec", "PlanDiff.rules", "Kind.spec", "Program.inputs", "Suggestion.plan",
            "Solution.plan", "Activation.spec"}  # fmt: skip

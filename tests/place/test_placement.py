@@ -1,4 +1,4 @@
-"""shard and gather in one process; tests/place/test_processes.py has several."""
+"""shard, shard_local and gather in one process; tests/place/test_processes.py has several."""
 
 from __future__ import annotations
 
@@ -277,9 +277,10 @@ def test_what_cannot_be_placed(mesh, leaf, shown, instead):
     assert instead in str(caught.value)
 
 
-def test_a_mesh_without_devices():
+@pytest.mark.parametrize("door", [sr.shard, sr.shard_local])
+def test_a_mesh_without_devices(door):
     with pytest.raises(TypeError, match="arrays can be placed on a jax.sharding.Mesh of devices"):
-        sr.shard({"w": np.zeros(8)}, RULES, {"fsdp": 4, "tp": 2})
+        door({"w": np.zeros(8)}, P("fsdp"), {"fsdp": 4, "tp": 2})
 
 
 def test_nothing_is_placed_if_something_cannot_be(mesh):
@@ -551,3 +552,32 @@ def test_devices_that_are_only_described_were_told_in_the_words_of_the_compiler(
         monkeypatch.setattr(jax, name, refuse)
     with pytest.raises(TypeError, match=r"only described: they hold no arrays; .*plan.on_mesh"):
         doors[door](given, P("fsdp"), mesh)
+
+
+BATCH = {"x": np.arange(64).reshape(16, 4), "y": np.arange(16.0, dtype="float32")}
+
+
+def test_a_local_batch_in_one_process_is_the_whole(mesh):
+    for spec in (P("fsdp"), {"x": P(("fsdp", "tp")), "y": NamedSharding(mesh, P())}):
+        placed = sr.shard_local(BATCH, spec, mesh)
+        for name, array in BATCH.items():
+            np.testing.assert_array_equal(placed[name], array)
+        assert placed["x"].sharding.spec == (spec if isinstance(spec, P) else spec["x"])
+
+
+@pytest.mark.parametrize(
+    ("batch", "spec", "expected"),
+    [
+        ({"x": np.ones(6)}, P("fsdp"), r"batch: \['x'\] has the shape \[6\], .* hold 4 parts of dimension 0"),
+        ({"x": np.ones(8)}, P(None, "fsdp"), r"spec: for \['x'\] it has 2 dimensions, and the array 1"),
+        ({"x": np.ones(8)}, P("pp"), r"spec: for \['x'\] it has the axis 'pp', and the mesh is "),
+        ({"x": 3}, P(), r"batch: \['x'\] is 3 "),
+        ({"x": np.ones(8)}, {"x": "fsdp"}, r"spec: for \['x'\] it is 'fsdp'"),
+        ({"x": np.float32(1)}, P("fsdp"), r"spec: for \['x'\] it has 1 dimension, and the array 0"),
+        ({"x": np.ones(8)}, {"y": P()}, r"the tree of specs does not fit"),
+        ({"x": np.ones(8)}, P(P.UNCONSTRAINED), r"the leaf \['x'\] cannot be placed as P.UNCONS"),
+    ],
+)  # fmt: skip
+def test_a_local_batch_that_does_not_fit(mesh, batch, spec, expected):
+    with pytest.raises((TypeError, ValueError), match=expected):
+        sr.shard_local(batch, spec, mesh)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import shardrules as sr
 from tests.support.differential import differences, run
+from tests.support.exhaustive import CORE, ENGINES, NO_FLAGS, Share, check, shares
 from tests.support.random_patterns import compiles
 from tests.support.slow import slow
 
@@ -98,3 +99,20 @@ def test_a_huge_literal_is_left_to_re(monkeypatch):
     rules = sr.Rules([("x" * 5_000, None), ("y", None)])
     assert rules.fallbacks == ((0, "too large for the automaton once its repeats are unrolled"),)
     assert rules.first_match("xy") == 1
+
+
+@pytest.mark.parametrize(
+    "share", [*shares(size=1, count=1), *(slow(share) for share in shares(size=2, count=4))]
+)
+def test_every_small_pattern(share):
+    """The two short levels; `python -m tests.support.differential` runs a longer one."""
+    outcome = check(share)
+    assert outcome.differences[:10] == []
+    assert outcome.cases > 0
+
+
+def test_a_difference_is_reported(monkeypatch):
+    monkeypatch.setitem(ENGINES, "nfa", lambda rules, texts: [0] * len(texts))
+    reported = check(Share(CORE, 1, NO_FLAGS, 0, 1)).differences
+    assert "sr.Rules([('a', 0)], memory_budget=0).first_match('#')  # re: None, nfa: 0" in reported
+    assert not any("first_match('a')" in line and "('a', 0)" in line for line in reported)

@@ -12,6 +12,7 @@ PARAMETERS = {"embed": ("data", "replica"), "mlp": "model", "heads": "model"}
 COMPUTE = {"batch": ["replica", "data"], "mlp": "model", "heads": "model"}
 MESH = {"replica": 1, "data": 2, "model": 2}
 AXES = [("embed", "mlp"), ("mlp",), (), ("kv", "heads", "embed"), ("batch", "position", "embed")]
+mappings = pytest.mark.parametrize("mapping", [PARAMETERS, COMPUTE], ids=["parameters", "compute"])
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def tree(hax):
     return {**abstract, "plain": jax.ShapeDtypeStruct((3,), "float32")}
 
 
-@pytest.mark.parametrize("mapping", [PARAMETERS, COMPUTE], ids=["parameters", "compute"])
+@mappings
 @pytest.mark.parametrize("axes", AXES)
 def test_specs_of_axes(axes, mapping):
     entries = (mapping.get(name) for name in axes)
@@ -44,7 +45,7 @@ def test_specs_of_axes(axes, mapping):
     assert P(*plan.specs()["w"]) == P(*expected)
 
 
-@pytest.mark.parametrize("mapping", [PARAMETERS, COMPUTE], ids=["parameters", "compute"])
+@mappings
 @pytest.mark.parametrize("axes", AXES)
 def test_specs_of_axes_are_those_of_haliax(hax, axes, mapping):
     given = [hax.Axis(name, 8) for name in axes]
@@ -52,7 +53,7 @@ def test_specs_of_axes_are_those_of_haliax(hax, axes, mapping):
     assert sr.logical_to_mesh(P(*axes), sr.LogicalRules(mapping, sr.dialects.HALIAX)) == theirs
 
 
-@pytest.mark.parametrize("mapping", [PARAMETERS, COMPUTE], ids=["parameters", "compute"])
+@mappings
 def test_a_plan_of_named_arrays_is_what_haliax_infers(hax, tree, mapping):
     rules = sr.LogicalRules(mapping, sr.dialects.HALIAX)
     mesh = jax.sharding.AbstractMesh(tuple(MESH.values()), tuple(MESH))

@@ -86,9 +86,7 @@ CALLS = {
     "keras.LayoutMap.specs": lambda: layouts().specs(TREE),
     "fsdp": shardings_by(lambda: sr.fsdp("fsdp", min_bytes=0)),
     "units": shardings_by(lambda: sr.RuleSpec(("fsdp", None), units=(2, None))),
-    "correction": shardings_by(
-        lambda: replace(sr.RuleSpec("tp"), correction=replace(EXACT, rank="error"))
-    ),
+    "correction": shardings_by(lambda: sr.RuleSpec("tp", replace(EXACT, rank="error"))),
     "lists in a spec": shardings_by(lambda: [["fsdp"], None]),
     "tuples in a spec": shardings_by(lambda: ("fsdp", ("tp",))),
 }  # fmt: skip
@@ -137,9 +135,7 @@ LOOKALIKES = {
     "entries": (P("a", "b"), P(("a", "b")), P("a", "b", None), P(("a",), "b")),
     "unconstrained": (P(None), P(P.UNCONSTRAINED)),
     "records": (
-        sr.RuleSpec("tp"),
-        sr.RuleSpec(Axis.TP),
-        sr.RuleSpec(P("tp")),
+        *(sr.RuleSpec(spec) for spec in ("tp", Axis.TP, P("tp"))),
         sr.RuleSpec("tp", EXACT),
         sr.RuleSpec("tp", memory_kind="pinned_host"),
     ),

@@ -32,31 +32,24 @@ def test_a_sequence_of_its_pairs():
     ]
 
 
-@pytest.mark.parametrize("like", ["paths", "names"])
+POLICY = {"correction": sr.Correction(indivisible="error"), "optional_axes": ("sp",)}
+KINDS = {
+    "paths": (sr.Rules, sr.dialects.NNX, sr.dialects.EASYLM, {**POLICY, "min_size": 8}),
+    "names": (sr.LogicalRules, sr.dialects.FLAX_CORE, sr.dialects.MAXTEXT, POLICY),
+}
+OTHER = {"correction": sr.Correction(indivisible="keep"), "optional_axes": (), "min_size": 0}
+
+
+@pytest.mark.parametrize("like", KINDS)
 def test_rules_made_of_rules_lost_their_dialect_and_policy(like):
-    error, keep = sr.Correction(indivisible="error"), sr.Correction(indivisible="keep")
-    dialects, policy = sr.dialects, {"correction": error, "optional_axes": ("sp",)}
-    if like == "paths":
-        make, first, other, policy = (
-            sr.Rules,
-            dialects.NNX,
-            dialects.EASYLM,
-            {**policy, "min_size": 8},
-        )
-    else:
-        make, first, other = sr.LogicalRules, dialects.FLAX_CORE, dialects.MAXTEXT
+    make, first, other, policy = KINDS[like]
     rules = make([("w", "tp")], first, **policy)
     assert make(rules) == rules
     assert make(make([("w", "tp")], first)).dialect is first
     # What is given holds, and all else stays.
-    assert make(rules, correction=keep) == make(
-        list(rules), first, **{**policy, "correction": keep}
-    )
-    for name, value in {"optional_axes": (), "min_size": 0}.items():
-        if name in policy:
-            assert make(rules, **{name: value}) == make(
-                list(rules), first, **{**policy, name: value}
-            )
+    for name in policy:
+        changed = {name: OTHER[name]}
+        assert make(rules, **changed) == make(list(rules), first, **{**policy, **changed})
     assert make(rules, other) == make(list(rules), other, **policy)
     # A dialect brings its own correction, unless the rules have one of their own.
     assert make(make([("w", "tp")], first), other).dialect is other

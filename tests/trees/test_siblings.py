@@ -10,7 +10,8 @@ from jax import tree_util
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.support.random_blocks import orders
+from tests.support import random_blocks
+from tests.support.slow import some
 
 
 def leaf(*shape):
@@ -42,7 +43,7 @@ def test_blocks_of_any_size(levels, keys):
         tree[-1:],
     )
     assert ours[-1:] == expected
-    assert orders(ours) == orders(tree)
+    assert random_blocks.orders(ours) == random_blocks.orders(tree)
 
 
 def dicts_of(tree):
@@ -142,3 +143,16 @@ def test_a_block_at_the_bound_of_depth_is_no_copy():
     for count, first in [(1, 0), (MANY, 0), (1, MANY), (MANY, MANY)]:
         assert fits(fitting, count, first)
         assert not fits(too_deep, count, first)
+
+
+TREES = 1000
+OTHERS = [check for check in random_blocks.CHECKS if check is not random_blocks.check_match]
+
+
+@pytest.mark.parametrize("seed", some(range(100), every=50))
+def test_each_leaf_of_random_blocks_gets_what_it_gets_alone(seed):
+    """Of blocks alike but for one thing, in all dialects: on each call, and at each door."""
+    for number, case in enumerate(random_blocks.cases(seed, TREES)):
+        random_blocks.check_match(case)
+        if number % 2:  # they take several times as long
+            OTHERS[number // 2 % len(OTHERS)](case)
