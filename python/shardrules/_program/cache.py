@@ -36,7 +36,8 @@ from shardrules._estimate.buffers import SIZES, sizes_of
 from shardrules._plan.lock_texts import of_type
 from shardrules._program.compile import Refusal
 from shardrules._program.dump import XlaDump
-from shardrules._program.executable import Executable, call_of
+from shardrules._program.executable import Executable
+from shardrules._program.libraries import call_of
 from shardrules._program.stored import StoredProgram, boxed, inner_of
 from shardrules._program.topologies.topology import device_identity, is_described
 

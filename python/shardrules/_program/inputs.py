@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -31,9 +31,8 @@ from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import axis_sizes_of
 from shardrules._plan.trees import kind_specs
 from shardrules._program.executable import Executable, Side
+from shardrules._program.libraries import PLANNED, check_entries
 from shardrules._rules.rules import Rules
-
-_WHAT: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
 
 
 class PlannedSharding(NamedTuple):
@@ -81,13 +80,9 @@ def planned_targets(
 
 
 def _fill_arguments(targets: _SideTargets, side: Side, plans: Any) -> None:
-    if not isinstance(plans, tuple | list):
-        raise TypeError(
-            f"inputs is {shown(plans)}; give a tuple with an entry for each positional argument: "
-            f"{_WHAT}"
-        )
     names = ", ".join(side.keywords)
     count = len(side.subtrees) - len(side.keywords)
+    check_entries(plans, count)
     if len(plans) not in (count, count + bool(names)):
         keywords = f", and with keyword arguments, for which a dict may follow: {names}"
         raise _misfit(
@@ -130,6 +125,7 @@ class _SideTargets:
         self._plans = plans
         self._records: dict[int, PlannedSharding] = {}
         self._types = (PartitionSpec, Sharding)
+        self._verb = "takes" if side.name == "inputs" else "returns"
 
     def fill(self, at: str, plan: Any, treedef: Any) -> None:
         """Fill in the leaves of a subtree; errors name it by `at`."""
@@ -141,7 +137,7 @@ class _SideTargets:
         elif isinstance(plan, self._types):
             self.targets += [self._record(at, plan)] * count
         else:
-            check_decided(at, plan, f"shardrules.plan(tree, rules, mesh); or {_WHAT}")
+            check_decided(at, plan, f"shardrules.plan(tree, rules, mesh); or {PLANNED}")
             leaves, structure = tree_util.tree_flatten(plan)
             types = set(map(type, leaves))
             if structure == treedef and all(issubclass(of_leaf, self._types) for of_leaf in types):
@@ -153,7 +149,7 @@ class _SideTargets:
         children, tree = tree_util.tree_flatten_with_path(plan, lambda node: node is not plan)
         root: Any = tree
         if root.num_nodes == 1:
-            raise TypeError(f"{at} is {shown(plan)}; give {_WHAT}")
+            raise TypeError(f"{at} is {shown(plan)}; give {PLANNED}")
         if root.node_data() != treedef.node_data() or len(children) != len(treedef.children()):
             raise _misfit(
                 f"{at}: the structure is not that of the {self._side.name}: {_node_shown(root)} "
@@ -192,7 +188,7 @@ class _SideTargets:
             row, shape, actual = next(pair for pair in pairs if pair[1] != pair[2])
             raise _misfit(
                 f"{at}: the plan is for other shapes: {leaves.paths[row]} is planned as {shape}, "
-                f"and there is {actual}; plan the tree that the function takes"
+                f"and there is {actual}; plan the tree that the function {self._verb}"
             )
         return planned.targets
 
@@ -215,22 +211,30 @@ class _SideTargets:
         tree, rules = treedef.unflatten(arrays), Rules((), leaves.paths_dialect)
         aligned = align(tree, leaves, partial(rows_and_paths, rules=rules))
         paths = aligned.leaves.paths
-        if -1 in aligned.rows:
-            path = paths[aligned.rows.index(-1)]
+        lacking = [path for path, row in zip(paths, aligned.rows, strict=True) if row == -1]
+        # What is no array, such as a function in a module of equinox, is no argument either.
+        absent = [
+            aligned.reference_paths[row]
+            for row in aligned.missing
+            if plan.kinds[plan.kind_of[row]].shape is not None
+        ]
+        if "" in lacking or "" in absent:  # an array has no path
+            raise _misfit(
+                f"{at}: the plan is of {_tree_shown(leaves.tree)}, and the function "
+                f"{self._verb} {_tree_shown(tree)}: give what is planned for that, such as a "
+                "PartitionSpec, or None"
+            )
+        what = f"plan the tree that the function {self._verb}"
+        for path in lacking:
             raise _misfit(
                 f"{at}: the plan is for another tree: it has no leaf {path}"
-                f"{near_shown(path, aligned.reference_paths)}; plan the tree that the function "
-                "takes"
+                f"{near_shown(path, aligned.reference_paths)}; {what}"
             )
-        for row in aligned.missing:
-            # What is no array, such as a function in a module of equinox, is no argument either.
-            if plan.kinds[plan.kind_of[row]].shape is not None:
-                path = aligned.reference_paths[row]
-                raise _misfit(
-                    f"{at}: the plan is for another tree: there is no leaf {path} in the "
-                    f"{self._side.name}{near_shown(path, paths)}; plan the tree that the "
-                    "function takes"
-                )
+        for path in absent:
+            raise _misfit(
+                f"{at}: the plan is for another tree: there is no leaf {path} in the "
+                f"{self._side.name}{near_shown(path, paths)}; {what}"
+            )
         return [aligned.rows[row] for row in tree_util.tree_leaves(aligned.leaves.tree)]
 
     def _mesh(self, at: str, axis_sizes: Mapping[str, int] | None) -> Mesh:
@@ -272,6 +276,13 @@ def other_kinds(executable: Executable, planned: Any) -> list[str]:
 def _misfit(message: str) -> ValueError:
     """Make an error whose text may have names of users in it."""
     return ValueError(printable(message))
+
+
+def _tree_shown(tree: Any) -> str:
+    structure: Any = tree_util.tree_structure(tree)
+    if structure.num_nodes == 1:
+        return "one array"
+    return f"a tree of {counted(structure.num_leaves, 'leaf')}"
 
 
 def _node_shown(treedef: Any) -> str:

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
+from jax import tree_util
 from jax.sharding import Mesh
 
 from shardrules._base.arguments import check_file, check_type, in_order
@@ -20,9 +21,10 @@ from shardrules._plan.lock_texts import content_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
 from shardrules._program.collectives import Collective, Exchange, exchanges
-from shardrules._program.executable import Executable, call_of
+from shardrules._program.executable import Executable
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import planned_targets
+from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
 from shardrules._program.memory import memory_of, totals_of
 from shardrules._program.movement import REASONS, Movement, Tracer
@@ -257,7 +259,7 @@ class Program:
         mesh = mesh_shown(self.axis_sizes)
         text = f"each device sends {most}{bytes_shown(total)} in a step on {mesh}"
         if unexpected:
-            text += f"; nothing planned explains {bytes_shown(lost)} of it"
+            text += f"; {bytes_shown(lost)} of it does not follow from the plan"
         return text
 
 
@@ -268,11 +270,19 @@ def batches(executable: Executable, inputs: Any, carried: Sequence[State]) -> li
     plans = side.plans_of(inputs)
     return [
         leaf
-        for (_, leaves), plan in zip(side.subtrees, plans, strict=True)
-        if not isinstance(plan, Plan)
-        for leaf in leaves
-        if leaf not in of_states
+        for (treedef, leaves), plan in zip(side.subtrees, plans, strict=True)
+        for leaf, is_planned in zip(leaves, _planned_by_plans(plan, treedef), strict=True)
+        if not is_planned and leaf not in of_states
     ]
+
+
+def _planned_by_plans(planned: Any, treedef: Any) -> list[bool]:
+    """Say for each leaf of an argument whether a plan has it, or one of a pair of plans."""
+    if isinstance(planned, Plan) or Plan not in set(map(type, tree_util.tree_leaves(planned))):
+        return [isinstance(planned, Plan)] * treedef.num_leaves
+    children, _ = tree_util.tree_flatten(planned, is_leaf=lambda node: node is not planned)
+    pairs = zip(children, treedef.children(), strict=True)
+    return [is_of_plan for pair in pairs for is_of_plan in _planned_by_plans(*pair)]
 
 
 def time_on(topology: Topology, program: Program) -> ProgramTime | None:

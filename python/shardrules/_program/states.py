@@ -95,6 +95,17 @@ def _evidence(executable: Executable, argument: _Subtree, output: _Subtree) -> E
     has_dtypes = at(inputs.dtypes, argument.leaves) == at(outputs.dtypes, output.leaves)
     if (is_tree or has_dtypes) and any(at(executable.donated, argument.leaves)):
         return "donated"
-    if is_tree and argument.plan is not None and argument.plan is output.plan:
+    if is_tree and argument.plan is not None and _are_same(argument.plan, output.plan):
         return "planned"
     return "alike" if is_tree and has_dtypes else None
+
+
+def _are_same(first: Any, second: Any) -> bool:
+    """Say whether the same plan or tree is given twice, or containers of the same ones."""
+    if first is second:
+        return True
+    if type(first) is not type(second) or not isinstance(first, tuple | list | dict):
+        return False
+    keys = list(first) if isinstance(first, dict) else range(len(first))
+    others = list(second) if isinstance(second, dict) else range(len(second))
+    return bool(keys) and keys == others and all(_are_same(first[k], second[k]) for k in keys)

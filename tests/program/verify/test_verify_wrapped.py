@@ -290,6 +290,26 @@ class TestEquinox:
         with pytest.raises((TypeError, ValueError), match=message):
             sr.verify(compiled, chosen(None, *plans))
 
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+    def test_one_argument_may_have_a_pair_of_plans(self, eqx, placed, train, batch, order):
+        """step((model, opt_state), (x, y)), or the other way round."""
+        model, state, plan, state_plan = placed
+
+        def step(*args):
+            (model, state), (x, y) = (args[i] for i in order)
+            return train(x + y, model, state)
+
+        arguments, specs = [(model, state), (batch, batch)], (P("fsdp"), P("fsdp"))
+        compiled = eqx.filter_jit(step).lower(*(arguments[i] for i in order)).compile()
+        planned = [(plan, state_plan), specs]
+        findings = sr.verify(compiled, [planned[i] for i in order])
+        assert not paths(findings, "input")
+        assert "15 of 15 inputs planned" in findings.scope
+        swapped = sr.plan(eqx.filter(model, eqx.is_array), [(".*", P("tp"))], plan.mesh)
+        planned = [(swapped, state_plan), specs]
+        findings = sr.verify(compiled, [planned[i] for i in order])
+        assert f"inputs/{order[0]}/0/layers/{{0,1}}/weight" in paths(findings, "input")
+
     def test_what_fits_in_two_ways_is_an_error(self, eqx, mesh, batch):
         plan = sr.plan({"w": batch}, [("w", P("fsdp"))], mesh)
         compiled = eqx.filter_jit(lambda x, *rest: sum(rest, x)).lower(*[batch] * 4).compile()

@@ -1,0 +1,331 @@
+"""Reads how a compiled function is called: what `jax.jit`, `flax.nnx.jit` and `filter_jit` keep.
+
+`flax.nnx.jit` splits modules into graph definitions and states, and returns those that the
+function may have changed; `equinox.filter_jit` flattens arguments. Their private names are here
+alone, also those by which a step of `equinox.filter_jit` is lowered for shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import version
+from inspect import Parameter
+from itertools import chain, islice
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from jax import Array, ShapeDtypeStruct, tree_util
+from jax.sharding import PartitionSpec, Sharding
+from jax.stages import Compiled
+
+from shardrules._base.specs import is_partition_spec, spec_shown
+from shardrules._base.text import counted, printable, shown
+from shardrules._plan.plan import Plan
+from shardrules._program.executable import Call, Library
+from shardrules._program.stored import StoredProgram
+
+PLANNED: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
+_EXPECTED: Final = "jax.jit(f).lower(...).compile()"
+
+
+def call_of(compiled: Any, inputs: Any) -> Call:
+    """Read how a compiled function is called.
+
+    Args:
+        compiled: What `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` have compiled.
+        inputs: The plans of the arguments; equinox keeps no structure but theirs.
+
+    Raises:
+        TypeError: It is something else, or of a version of a library that has other private names.
+        ValueError: The plans fit no arguments that equinox has flattened.
+    """
+    if isinstance(compiled, Compiled | StoredProgram):
+        in_tree, out_tree = compiled.in_tree, compiled.out_tree
+        sides = (range(in_tree.num_leaves), range(out_tree.num_leaves))
+        return Call(compiled, in_tree, sides[0], out_tree, sides[1])
+    library = _LIBRARIES.get(type(compiled).__module__.partition(".")[0])
+    inner: Any = getattr(compiled, "compiled", None)
+    if library is None or not isinstance(inner, Compiled | StoredProgram):
+        raise TypeError(
+            f"compiled is {shown(compiled)}; give a compiled function, {_EXPECTED}, or the same of "
+            "flax.nnx.jit or equinox.filter_jit"
+        )
+    arguments, returned, changes = library.read(compiled, inner, inputs)
+    in_leaves, in_tree = tree_util.tree_flatten(arguments)
+    out_leaves, out_tree = tree_util.tree_flatten(returned)
+    place_of = {number: place for place, number in enumerate(in_leaves)}
+    updates = [(place_of[before], after) for before, after in changes if before in place_of]
+    return Call(inner, in_tree, in_leaves, out_tree, out_leaves, updates, library.name)
+
+
+def check_entries(plans: Any, count: int) -> None:
+    """Check that `inputs` is a tuple, or a list: of entries for `count` arguments."""
+    if isinstance(plans, tuple | list) and not is_partition_spec(plans):
+        return
+    if not isinstance(plans, Plan | PartitionSpec | Sharding):
+        raise TypeError(
+            f"inputs is {shown(plans)}; give a tuple with an entry for each positional argument: "
+            f"{PLANNED}"
+        )
+    kind = "PartitionSpec" if is_partition_spec(plans) else type(plans).__name__
+    first = {"Plan": "plan", "PartitionSpec": spec_shown(plans)}.get(kind, "sharding")
+    entries = ", ".join([first, *["None"] * (count - 1)]) + ("," if count == 1 else "")
+    raise TypeError(
+        f"inputs is one {kind}; the function takes "
+        f"{counted(count, 'positional argument')}: write ({entries}), an entry for each"
+    )
+
+
+_Trees = tuple[Any, Any, Sequence[tuple[int, int]]]
+"""Arguments and result as trees of leaf numbers; (input, output) of what changes in place."""
+
+
+@contextmanager
+def _reading(package: str) -> Iterator[None]:
+    """Raise a TypeError that names the version of a library which has other private names."""
+    try:
+        yield
+    except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+        raise TypeError(
+            printable(
+                f"compiled is of {package} {version(package)}, whose compiled functions shardrules "
+                f"cannot read ({type(error).__name__}: {error}); compile the function by jax.jit, "
+                f"and give {_EXPECTED}"
+            )
+        ) from error
+
+
+def _numbered_leaves(treedef: Any) -> Any:
+    return treedef.unflatten(range(treedef.num_leaves))
+
+
+# flax.nnx: modules are their states, and come back changed.
+
+
+def _nnx_call(compiled: Any, inner: Any, _: Any) -> _Trees:
+    with _reading("flax"):
+        read = _nnx_of_trees if type(compiled).__name__.startswith("Simple") else _nnx_of_graphs
+        return read(*map(_numbered_leaves, (inner.in_tree, inner.out_tree)))
+
+
+def _nnx_of_graphs(args: Any, out: Any) -> _Trees:
+    """Read a call for which modules are split into graphs and states."""
+    extract = import_module("flax.nnx.extract")
+    merge = import_module("flax.nnx.transforms.compilation")._jit_merge_fn
+    args, (*states, returned) = (
+        _with_states(extract.from_tree(tree, merge_fn=merge, is_inner=False))
+        for tree in (args, out)
+    )
+    leaves = (tree_util.tree_flatten_with_path(tree)[0] for tree in (args, tuple(states)))
+    return args, returned, _at_same_paths(*leaves)
+
+
+def _nnx_of_trees(args: Any, out: Any) -> _Trees:
+    """Read a call for which modules are trees of JAX; only changed variables come back."""
+    extract, variable_type = import_module("flax.nnx.extract"), import_module("flax.nnx").Variable
+    returned, updates = out
+    nodes = tree_util.tree_flatten_with_path(
+        extract.labeled(args=args[0], kwargs=args[1]),
+        is_leaf=lambda node: isinstance(node, variable_type),
+    )[0]
+    before, after = (
+        [(path, node.get_raw_value()) for path, node in pairs if isinstance(node, variable_type)]
+        for pairs in (nodes, chain(*updates))
+    )
+    states = map(_with_states, map(extract.from_tree2, (args, returned)))
+    return *states, _at_same_paths(before, after)
+
+
+def _with_states(tree: Any) -> Any:
+    """Replace modules by their states."""
+    nnx = import_module("flax.nnx")
+
+    def is_module(node: Any) -> bool:
+        # A variable is a node of a graph as well.
+        return nnx.graphlib.is_graph_node(node) and not isinstance(node, nnx.Variable)
+
+    return tree_util.tree_map(
+        lambda node: nnx.state(node) if is_module(node) else node, tree, is_leaf=is_module
+    )
+
+
+def _at_same_paths(before: Iterable[Any], after: Iterable[Any]) -> list[tuple[int, int]]:
+    """Pair the leaf numbers that have the same path on both sides."""
+    number_at = {tree_util.keystr(path): number for path, number in before}
+    named = ((tree_util.keystr(path), number) for path, number in after)
+    return [(number_at[name], number) for name, number in named if name in number_at]
+
+
+# equinox: arguments are flat, with the structure of their plans.
+
+
+def _equinox_call(compiled: Any, inner: Any, inputs: Any) -> _Trees:
+    with _reading("equinox"):
+        groups, _ = _numbered_leaves(inner.in_tree)
+        _, returned, _ = _numbered_leaves(inner.out_tree)
+        flat = {key: tree_util.tree_leaves(group[key]) for group in groups for key in group}
+        first, rest = flat["first"], flat["rest"]
+        parameters = dict(compiled.info[0].parameters)
+    positional, keywords = _split_keywords(inputs, parameters)
+    count, names = len(positional), sorted(keywords)
+    entries = [_entry(f"inputs[{i}]", plan) for i, plan in enumerate(positional)]
+    entries += [_entry(f"inputs[{count}][{name!r}]", keywords[name]) for name in names]
+    shapes = [tuple(info.shape) for info in tree_util.tree_leaves(inner.args_info)]
+    begin = min(count, 1)
+    trees = [*_trees(entries[:begin], first, shapes), *_trees(entries[begin:], rest, shapes)]
+    return (tuple(trees[:count]), dict(zip(names, trees[count:], strict=True))), returned, ()
+
+
+def is_filter_jit(step: Any) -> bool:
+    """Return whether a step is what `equinox.filter_jit` makes."""
+    return hasattr(step, "lower") and type(step).__module__.startswith("equinox.")
+
+
+def lowered_by_equinox(step: Any, args: Sequence[Any], place: Callable[[Any], Any]) -> Any:
+    """Lower a step of `equinox.filter_jit` for shapes, which it takes for constants itself."""
+    with _reading("equinox"):
+        jit = import_module("equinox._jit")
+        functions = (jit._preprocess, jit._postprocess)
+        info = (step._signature, step._dynamic_fun, step._static_fun)
+        is_donated = {"first": step.donate_first, "rest": step.donate_rest}
+        lower, split, wrap = step._cached.lower, jit.hashable_partition, jit.Lowered
+    bound = step._signature.bind(*args)
+    leading = (*bound.args, None)  # equinox has this None at the end
+    parts, static = {"fun": place(info[1])}, [info[2]]
+    for name, tree in (("first", leading[0]), ("rest", (leading[1:], bound.kwargs))):
+        parts[name], constants = split(tree, _is_array_or_shape)
+        static.append(constants)
+    groups: list[dict[str, Any]] = [{}, {}]
+    for name, leaves in parts.items():
+        groups[not is_donated.get(name, is_donated["rest"])][name] = leaves
+    return wrap(lower(*groups, tuple(static)), (*info, *is_donated.values()), *functions)
+
+
+def _is_array_or_shape(leaf: Any) -> bool:
+    return isinstance(leaf, Array | ShapeDtypeStruct | np.ndarray | np.generic)
+
+
+class _Entry(NamedTuple):
+    """What is planned for an argument whose structure equinox has not kept."""
+
+    name: str
+    is_planned: bool
+    treedef: Any = None
+    """Structure with a leaf for each array of the argument; None if that is not known."""
+    shapes: tuple[tuple[int, ...] | None, ...] = ()
+    """Shapes of these arrays; None for one that no plan says."""
+
+    def fits(self, shapes: Sequence[tuple[int, ...]]) -> bool:
+        return all(own in (None, other) for own, other in zip(self.shapes, shapes, strict=True))
+
+
+def _split_keywords(
+    inputs: Any, parameters: Mapping[str, Parameter]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Split plans into those of positional arguments and of keyword-only ones."""
+    kinds = [parameter.kind for parameter in parameters.values()]
+    defaults = [
+        parameter.default is not Parameter.empty
+        for parameter in parameters.values()
+        if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    check_entries(inputs, len(defaults))
+    # Those that `**names` takes are one argument here.
+    only = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
+    unplanned = dict.fromkeys(name for name, of in parameters.items() if of.kind in only)
+    last = inputs[-1] if inputs else None
+    keywords = (
+        last if isinstance(last, Mapping) and last and unplanned.keys() >= last.keys() else {}
+    )
+    positional = inputs[:-1] if keywords else inputs
+    least = defaults.count(False)
+    is_open = Parameter.VAR_POSITIONAL in kinds
+    if len(positional) < least or (len(positional) > len(defaults) and not is_open):
+        raise ValueError(
+            f"inputs has {counted(len(positional), 'entry')} for positional arguments; the "
+            f"function has {counted(len(defaults), 'positional argument')}, {least} of them "
+            "without default"
+        )
+    return positional, {**unplanned, **keywords}
+
+
+def _entry(name: str, planned: Any) -> _Entry:
+    if planned is None or is_partition_spec(planned) or isinstance(planned, Sharding):
+        return _Entry(name, planned is not None)
+    tree = tree_util.tree_map(
+        lambda node: node.abstract() if isinstance(node, Plan) else node, planned
+    )
+    leaves, treedef = tree_util.tree_flatten(tree)
+    return _Entry(name, True, treedef, tuple(getattr(leaf, "shape", None) for leaf in leaves))
+
+
+def _trees(
+    entries: Sequence[_Entry], numbers: list[int], shapes: list[tuple[int, ...]]
+) -> Iterator[Any]:
+    """Yield each argument as a tree of its leaves' numbers.
+
+    Plans are recognized by the shapes of their arrays; those between them are of the others.
+    """
+    splits = list(islice(_splits(entries, [shapes[number] for number in numbers]), 2))
+    if len(splits) != 1:
+        names = ", ".join(entry.name for entry in entries) or "inputs"
+        raise ValueError(
+            printable(
+                f"{names}: what is planned does not say which of "
+                f"{counted(len(numbers), 'array')} are of which argument, or has other shapes; "
+                "equinox.filter_jit keeps no structure of arguments. Give each argument that has "
+                "arrays a Plan of these, or a tree with a Plan or a spec for each"
+            )
+        )
+    rest = iter(numbers)
+    for entry, width in zip(entries, splits[0], strict=True):
+        leaves = list(islice(rest, width))
+        if entry.treedef is not None:
+            yield entry.treedef.unflatten(leaves)
+        else:
+            yield leaves[0] if width == 1 else tuple(leaves)
+
+
+def _splits(entries: Sequence[_Entry], shapes: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Yield the array counts of the entries, for each way in which plans fit the shapes."""
+    first = next((i for i, entry in enumerate(entries) if entry.treedef is not None), None)
+    if first is None:
+        if (widths := _loose_widths(entries, len(shapes))) is not None:
+            yield widths
+        return
+    entry = entries[first]
+    width = len(entry.shapes)
+    for before in range(len(shapes) - width + 1):
+        loose, end = _loose_widths(entries[:first], before), before + width
+        if loose is not None and entry.fits(shapes[before:end]):
+            for after in _splits(entries[first + 1 :], shapes[end:]):
+                yield (*loose, width, *after)
+
+
+def _loose_widths(entries: Sequence[_Entry], count: int) -> tuple[int, ...] | None:
+    """Share arrays out among entries that do not say how many they have; None if unclear."""
+    planned = [entry.is_planned for entry in entries]
+    if count == len(entries):
+        return (1,) * count
+    if count == sum(planned):
+        return tuple(map(int, planned))
+    if len(entries) == 1 or (entries and not any(planned)):
+        return (count, *[0] * (len(entries) - 1))
+    return None
+
+
+class _Library(NamedTuple):
+    """How a library's compiled functions are read."""
+
+    name: Library
+    read: Callable[[Any, Any, Any], _Trees]
+    """Takes what the library has compiled, JAX's executable in it, and the plans."""
+
+
+_LIBRARIES: Final[Mapping[str, _Library]] = {
+    "flax": _Library("nnx", _nnx_call),
+    "equinox": _Library("equinox", _equinox_call),
+}
+"""Libraries by the package of their compiled functions."""
