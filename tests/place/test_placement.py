@@ -534,18 +534,24 @@ def test_arrays_that_jax_does_not_hold_were_told_without_a_path(mesh, door, leaf
     assert instead in str(caught.value)
 
 
+REFUSALS = [
+    "UNIMPLEMENTED: MakeArraysFromHostBufferShards not available with compile-only client.",
+    "device_put's second argument must be a Device or a Sharding which represents addressable "
+    "devices, but got NamedSharding(...).",
+]
+
+
+@pytest.mark.parametrize("words", REFUSALS, ids=["host", "device"])
 @pytest.mark.parametrize("door", ["shard", "constraint", "shard_local", "reshard", "load"])
 def test_devices_that_are_only_described_were_told_in_the_words_of_the_compiler(
-    mesh, door, monkeypatch, tmp_path
+    mesh, door, words, monkeypatch, tmp_path
 ):
     given = {"w": np.ones((8, 8), "float32")}
     source = tmp_path / "model.safetensors"
     pytest.importorskip("safetensors.numpy").save_file(given, source)
 
     def refuse(*_, **__):
-        raise jax.errors.JaxRuntimeError(
-            "UNIMPLEMENTED: MakeArraysFromHostBufferShards not available with compile-only client."
-        )
+        raise jax.errors.JaxRuntimeError(words)
 
     doors = {**DOORS, "reshard": sr.reshard, "load": lambda _, *rest: sr.load(source, *rest)}
     for name in ("device_put", "make_array_from_process_local_data", "make_array_from_callback"):

@@ -57,11 +57,15 @@ def as_mesh(mesh: MeshLike, name: str = "mesh") -> AnyMesh:
         auto = (AxisType.Auto,) * len(sizes)
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)
     if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise TypeError(
-            f"{name} is {shown(mesh)}; it must be a jax.sharding.Mesh, an AbstractMesh, or a dict "
-            "of axis sizes such as {'dp': 8, 'tp': 4}; that of a slice is "
+        text = (
+            "it must be a jax.sharding.Mesh, an AbstractMesh, or a dict of axis sizes such as "
+            "{'dp': 8, 'tp': 4}; that of a slice is "
             "shardrules.Topology('v5p:8x8x8').mesh(fsdp=64, tp=8)"
         )
+        if hasattr(mesh, "mesh") and hasattr(mesh, "device_count"):
+            one = f"Topology({mesh.name!r}).mesh(fsdp={mesh.device_count})"
+            text = f"it has no axes; write {one}, or with other axes"
+        raise TypeError(f"{name} is {shown(mesh)}; {text}")
     if not mesh.shape or 0 in mesh.shape.values():
         raise ValueError(f"a mesh without devices: its axes are {mesh_shown(mesh.shape) or 'none'}")
     check_bounds(mesh.shape)
