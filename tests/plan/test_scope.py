@@ -57,8 +57,8 @@ NOTHING: dict[str, tuple[Callable[[], Any], str]] = {
     "left out of one's own": (lambda: sr.types.Findings(plan().check()[:1]).at_least("error"), "nothing found: 1 finding below error left out"),
     "one's own": (lambda: sr.types.Findings([]), "nothing found"),
     "verify": (
-        lambda: verified(None, None),
-        "nothing found: 0 of 2 inputs planned, no output compared, as outputs= is not given; "
+        lambda: verified(replicated(), None),
+        "nothing found: 1 of 2 inputs planned, no output compared, as outputs= is not given; "
         "peak memory not compared, as hbm= is not given"),
     "audit": (audited, "nothing found: 1 leaf, on tp=2"),
     "diff": (lambda: plan().diff(plan()), "no differences"),

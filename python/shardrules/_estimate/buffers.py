@@ -126,11 +126,14 @@ class Memory(NamedTuple):
         head = f"{bytes_shown(self.peak)} on each device: {self.totals}"
         if not self.buffers:
             return [f"{head}; this backend does not show which arrays these are"]
-        share = self.alive / self.peak if self.peak else 1.0
-        largest = (
-            f"the largest arrays at the peak, where {bytes_shown(self.alive)} are alive, "
-            f"{share:.0%} of that"
-        )
+        if self.alive > self.peak:
+            largest = "the largest arrays at the peak; XLA keeps some of these in the same memory"
+        else:
+            share = self.alive / self.peak if self.peak else 1.0
+            largest = (
+                f"the largest arrays at the peak, where {bytes_shown(self.alive)} are alive, "
+                f"{share:.0%} of that"
+            )
         if self.saved:
             largest += f"; {bytes_shown(self.saved)} are kept for the backward pass"
         return [head, largest, table_of(self.buffers)]

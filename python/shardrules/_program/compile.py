@@ -14,7 +14,8 @@ from traceback import extract_tb
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
-from jax import tree_util
+import numpy as np
+from jax import dtypes, tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
@@ -34,8 +35,8 @@ from shardrules._place.mesh import as_mesh, has_devices, in_force
 from shardrules._plan.plan import Plan
 from shardrules._program.computation import with_elements
 from shardrules._program.dump import XlaDump, compiled_within
-from shardrules._program.executable import is_filter_jit, lowered_by_equinox
 from shardrules._program.hlo import Hlo
+from shardrules._program.libraries import is_filter_jit, lowered_by_equinox
 from shardrules._program.liveness import alive_at_peak
 from shardrules._program.memory import buffers_of
 from shardrules._program.topologies.topology import Topology, is_described, topology_shown
@@ -266,10 +267,21 @@ def _meshes_of(args: Iterable[Any]) -> Iterator[Any]:
                 yield mesh
 
 
-def placed_on(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
-    """Return the arguments as shapes that are sharded on the mesh by the same axes."""
+def placed_on(
+    args: tuple[Any, ...], mesh: Mesh | None, *, is_free: bool = False
+) -> tuple[Any, ...]:
+    """Return the arguments as shapes that are sharded on the mesh by the same axes.
+
+    An array that nothing places is whole on each device, be it of numpy, JAX or abstract; with
+    `is_free`, what jit says of it decides.
+    """
+    devices = mesh_of(args) if mesh is None else mesh
 
     def on_mesh(leaf: Any) -> Any:
+        if is_unplaced(leaf) and devices is not None:
+            sharding = None if is_free else NamedSharding(devices, PartitionSpec())
+            dtype = dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
         if mesh is None or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
         target = NamedSharding(mesh, PartitionSpec())
@@ -284,6 +296,15 @@ def placed_on(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
         else tree_util.tree_map(on_mesh, arg)
         for arg in args
     )
+
+
+def is_unplaced(leaf: Any) -> bool:
+    """Say whether nothing says where an array is: it is numpy's, abstract, or where JAX chose."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind in "biufcV"
+    if isinstance(leaf, jax.Array):
+        return not leaf.committed
+    return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
 
 
 def check_step(step: Any, args: tuple[Any, ...], effort: Effort = "full") -> None:
@@ -356,16 +377,23 @@ def _argument_shown(arg: Any) -> str:
 def lowered_on(mesh: Mesh | None, step: Any, args: tuple[Any, ...]) -> Any:
     """Lower a step for its arguments on a mesh, which is the context's for the specs in it."""
     check_static(step, args)
-    placed = placed_on(args, mesh)
-    if is_filter_jit(step):
-        lower = partial(lowered_by_equinox, step, placed, lambda tree: placed_on((tree,), mesh)[0])
-    else:
+
+    def lower(*, is_free: bool = False) -> Any:
+        placed = placed_on(args, mesh, is_free=is_free)
+        if is_filter_jit(step):
+            return lowered_by_equinox(step, placed, lambda tree: placed_on((tree,), mesh)[0])
         jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-        lower = partial(jitted.lower, *placed)
+        return jitted.lower(*placed)
+
     with in_force(mesh):
         try:
             with noted(step, args):
-                return lower()
+                try:
+                    return lower()
+                except ValueError as error:
+                    if "does not match the sharding on the respective arg" not in str(error):
+                        raise
+                    return lower(is_free=True)  # jit has in_shardings for what nothing else places
         except (AttributeError, TypeError) as error:
             if "'NoneType'" not in str(error) or not is_filter_jit(step):
                 raise

@@ -80,8 +80,27 @@ def test_a_step_that_runs_as_planned(compiled_step, planned, plan, state_plan):
     assert sr.verify(compiled_step(), planned) == ()
     outputs = (plan, state_plan, None)
     assert sr.verify(compiled_step(), planned, outputs, hbm=2**30) == ()
-    assert sr.verify(compiled_step(()), planned, outputs) == ()
     sr.verify(compiled_step(), planned, outputs).raise_for("info")
+
+
+def test_what_compares_nothing_is_a_warning(compiled_step, plan, state_plan):
+    compiled = compiled_step()
+    (finding,) = sr.verify(compiled, (None, None, None))
+    assert (finding.level, finding.kind) == ("warning", "input")
+    assert finding.message == "nothing is compared: no argument and no result is planned"
+    assert not sr.verify(compiled, (plan, None, None))
+    assert not sr.verify(compiled, (None, None, None), (plan, state_plan, None))
+    assert not sr.verify(compiled, (None, None, None), budget={"total": "1 GB"})
+
+
+def test_arrays_that_the_function_closes_over_are_told(mesh, batch):
+    def told(array):
+        compiled = jax.jit(lambda x: x @ array).lower(batch).compile()
+        findings = sr.verify(compiled, (P("data"),), large=2**16)
+        return [one.bytes for one in findings if "closes over" in one.message]
+
+    assert told(np.random.default_rng(0).random((64, 256), "float32")) == [64 * 256 * 4]
+    assert told(np.random.default_rng(0).random((64, 255), "float32")) == []
 
 
 # Inputs and outputs
@@ -101,7 +120,7 @@ def compiled_on(mesh, function, *specs, shape=(16, 64), **options):
 def test_an_input_that_is_not_as_planned(mesh):
     compiled = compiled_on(mesh, lambda x, y: x + y, P("data"), P("model"))
     (finding,) = sr.verify(compiled, (P("data"), P("data", "model")))
-    assert finding.level, finding.kind == ("error", "input")
+    assert (finding.level, finding.kind) == ("error", "input")
     assert finding.paths == ("inputs/1",)
     assert finding.leaves == 1
     assert finding.bytes == 4 * 64 * 4
@@ -119,6 +138,12 @@ def test_jax_itself_refuses_what_is_found(mesh):
     assert found(sr.verify(compiled, (array.sharding,)), "input")
     with pytest.raises(ValueError, match="sharding"):
         compiled(array)
+
+
+def test_bytes_that_are_as_planned_are_said_once(mesh):
+    compiled = compiled_on(mesh, lambda x: x * 2, P(None, "data"))
+    (finding,) = sr.verify(compiled, (P("data"),))
+    assert "takes P(None, 'data') with 2.05 kB on each device: it refuses" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -202,7 +227,7 @@ def test_all_ways_to_plan_say_the_same(compiled_step, plan, state_plan, mesh):
 def test_keyword_arguments(mesh):
     x = jax.ShapeDtypeStruct((16, 64), "float32", sharding=NamedSharding(mesh, P("data")))
     compiled = jax.jit(lambda x, *, y, z: x + y + z).lower(x, y=x, z=x).compile()
-    assert not sr.verify(compiled, (None,))
+    assert not sr.verify(compiled, (P("data"),))
     assert not sr.verify(compiled, (P("data"), {"y": P("data")}))
     findings = sr.verify(compiled, (P("data"), {"z": P("model")}))
     assert found(findings, "input") == [("error", ("inputs/z",))]
@@ -268,6 +293,29 @@ def test_a_plan_that_does_not_fit_is_an_error(compiled_step, plan, mesh):
         sr.verify(compiled_step(), planned_as(PARAMS, {"data": 4, "model": 2}))
     with pytest.raises(ValueError, match="unmatched"):
         sr.verify(compiled_step(), (sr.plan(PARAMS, [], mesh), None, None))
+
+
+def test_a_plan_of_a_tree_is_not_for_one_array(mesh, plan, batch):
+    """The message once named a leaf without a name, which the function "takes"."""
+    compiled = jax.jit(lambda params, x: loss(params, x)).lower(plan.abstract(), batch).compile()
+    message = "outputs: the plan is of a tree of 2 leaves, and the function returns one array: give"
+    with pytest.raises(ValueError, match=message):
+        sr.verify(compiled, (plan, None), plan)
+    message = r"inputs\[1\]: the plan is of a tree of 2 leaves, and the function takes one array"
+    with pytest.raises(ValueError, match=message):
+        sr.verify(compiled, (plan, plan))
+    one = sr.plan(batch, [("", "data")], mesh)
+    with pytest.raises(ValueError, match="is of one array, and the function takes a tree of 2"):
+        sr.verify(compiled, (one, one))
+
+
+@pytest.mark.parametrize("given", ["plan", "spec", "sharding"])
+def test_what_is_planned_for_one_argument_alone_is_put_into_a_tuple(mesh, plan, batch, given):
+    compiled = jax.jit(loss).lower(plan.abstract(), batch).compile()
+    entry = {"plan": plan, "spec": P("data"), "sharding": NamedSharding(mesh, P("data"))}[given]
+    shown = {"plan": "plan", "spec": r"P\('data'\)", "sharding": "sharding"}[given]
+    with pytest.raises(TypeError, match=rf"takes 2 positional arguments: write \({shown}, None\)"):
+        sr.verify(compiled, entry, plan)
 
 
 def test_a_plan_of_boxes_is_for_arguments_in_boxes_and_without(mesh):
@@ -413,10 +461,30 @@ def test_of_alike_arguments_that_at_the_same_place_is_the_state(mesh):
 
     jitted = jax.jit(function, donate_argnums=(0, 1))
     compiled = jitted.lower(tree(P("data")), tree(P("model"))).compile()
-    assert not sr.verify(compiled, (None, None))
+    assert not found(sr.verify(compiled, (None, None)), "fixed-point")
+
+
+def test_a_pair_of_plans_on_both_sides_is_a_state(plan, state_plan, batch):
+    def of_pair(pair, x):
+        *pair, _ = step(*pair, x)
+        return tuple(pair)
+
+    lowered = jax.jit(of_pair).lower((plan.abstract(), state_plan.abstract()), batch)
+    compiled = lowered.compile()
+    (finding,) = sr.verify(compiled, ((plan, state_plan), None), (plan, state_plan))
+    assert "the same is planned on both sides" in finding.message
+    program = sr.inspect(compiled, ((plan, state_plan), None), (plan, state_plan))
+    assert program.batch_axes == {"data"}  # the axes of the model cut no batch
 
 
 # Donation
+
+
+def test_a_small_state_that_comes_back_is_info(compiled_step, planned, plan, state_plan):
+    (finding,) = sr.verify(compiled_step(()), planned, (plan, state_plan, None))
+    assert (finding.level, finding.kind) == ("info", "donation")
+    assert finding.mend == "donate_argnums=(0, 1)"
+    assert not sr.verify(compiled_step(()), planned)  # that they are states is a guess
 
 
 def test_a_donated_state_whose_memory_is_not_taken(mesh):
@@ -489,7 +557,7 @@ def test_layers_that_are_gathered_one_at_a_time_are_info(compiled_step, planned)
     assert "gathered over data" in findings[0].message
     assert "a slice at a time" in findings[0].message
     assert not sr.verify(compiled_step(), planned, large=64 * 16 * 4 + 1)
-    assert not sr.verify(compiled_step(), (None, None, None), large=1)
+    assert not found(sr.verify(compiled_step(), (None, None, None), large=1), "gathered")
 
 
 @pytest.fixture(scope="module")

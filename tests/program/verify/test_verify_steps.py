@@ -118,7 +118,7 @@ def test_a_keyword_is_donated_by_its_name(mesh):
         .lower(state={"w": shape(mesh, (64, 64), "fsdp")})
         .compile()
     )
-    (finding,) = sr.verify(compiled, (), large=LARGE // 4)
+    (finding,) = sr.verify(compiled, ({"state": P("fsdp")},), large=LARGE // 4)
     assert "donate_argnames='state'" in finding.fix
 
 

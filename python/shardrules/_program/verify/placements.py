@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shardrules._base.rule_specs import in_memory
 from shardrules._base.text import bytes_shown, counted, printable
 from shardrules._place.memory import memory_apart
-from shardrules._plan.findings import Finding, Level, VerifyKind
+from shardrules._plan.findings import Finding, Level, VerifyKind, finding_of
 from shardrules._program.dataflow import is_made_from
 from shardrules._program.executable import Executable, Library, Side, at, sharding_shown
 from shardrules._program.inputs import PlannedSharding
@@ -120,6 +120,17 @@ _SIDE_WORDS: Final[dict[str, tuple[VerifyKind, str, str]]] = {
 }
 
 
+def nothing_planned(targets: Sequence[PlannedSharding | None]) -> Iterator[Finding]:
+    """Yield a finding if no argument and no result is planned, so that nothing is compared."""
+    if targets and not any(targets):
+        message = "nothing is compared: no argument and no result is planned"
+        fix = (
+            "give plans: shardrules.prove(step, plan, batch) in the place of plan.abstract(), or "
+            "inputs=(plan, None) and outputs=plan; or a budget, to compare bytes alone"
+        )
+        yield finding_of("warning", "input", message, fix)
+
+
 def placements(
     side: Side, targets: Sequence[PlannedSharding | None], library: Library
 ) -> Iterator[Finding]:
@@ -148,13 +159,13 @@ def _shardings(
         )
 
     for (planned, actual), leaves in pairs.differences(are_equal, texts):
-        budget = sum(side.bytes_of(leaf, _planned_sharding(targets[leaf])) for leaf in leaves)
+        planned_size = sum(side.bytes_of(leaf, _planned_sharding(targets[leaf])) for leaf in leaves)
         size = sum(map(side.bytes_of, leaves))
         order = ", on the devices in another order," if planned == actual else ""
+        instead = "" if size == planned_size else f" instead of {bytes_shown(planned_size)}"
         message = (
             f"{counted(len(leaves), 'leaf')} planned {planned}, but the executable {verb} "
-            f"{actual}{order} with {bytes_shown(size)} on each device instead of "
-            f"{bytes_shown(budget)}: {cost}"
+            f"{actual}{order} with {bytes_shown(size)} on each device{instead}: {cost}"
         )
         yield side.finding("error", kind, message, fix, leaves, bytes=size, mend=mend)
 
@@ -183,6 +194,53 @@ def _memory_kinds(
         yield side.finding("error", "memory-kind", message, fix, leaves, bytes=size, mend=mend)
 
 
+def without_sharding(
+    executable: Executable,
+    targets: Sequence[PlannedSharding | None],
+    unplaced: Sequence[Sequence[bool]],
+    large: int,
+) -> Iterator[Finding]:
+    """Yield a finding about arrays that nothing places, so that each device has them whole.
+
+    A warning if they are large, or nothing beside what is planned is sharded, as a batch is.
+    """
+    side = executable.inputs
+    pairs = zip(side.subtrees, unplaced, strict=False)
+    alike = [(leaves, flags) for (_, leaves), flags in pairs if len(leaves) == len(flags)]
+    lost = [
+        leaf
+        for leaves, flags in alike
+        for leaf, is_lost in zip(leaves, flags, strict=True)
+        if is_lost and side.shapes[leaf] and targets[leaf] is None and _is_whole(side, leaf)
+    ]
+    if not lost:
+        return
+    rest = (leaf for leaf, target in enumerate(targets) if target is None)
+    is_sharded = any(side.shardings[leaf] and not _is_whole(side, leaf) for leaf in rest)
+    size = sum(map(side.bytes_of, lost))
+    message = (
+        f"{counted(len(lost), 'array')} given without a sharding: compiled as whole on each "
+        f"device, {bytes_shown(size)}"
+    )
+    fix = "say how each is sharded, with P() for one that is meant to be whole: {mend}"
+    mend = (
+        "jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(plan.mesh, P('"
+        f"{next(iter(side.shardings[lost[0]].mesh.shape))}')))"
+    )
+    level: Level = "info" if is_sharded and size < large else "warning"
+    yield side.finding(level, "input", message, fix.format(mend=mend), lost, bytes=size, mend=mend)
+
+
+def _is_whole(side: Side, leaf: int) -> bool:
+    sharding = side.shardings[leaf]
+    return (
+        sharding is not None
+        and getattr(sharding, "mesh", None) is not None
+        and len(sharding.device_set) > 1
+        and sharding.is_fully_replicated
+    )
+
+
 def dropped(
     side: Side, targets: Sequence[PlannedSharding | None], kept: Sequence[int]
 ) -> Iterator[Finding]:
@@ -198,6 +256,25 @@ def dropped(
         )
         fix = "leave them out of the arguments; jit(keep_unused=True) keeps them"
         yield side.finding("info", "input", message, fix, leaves, mend="keep_unused=True")
+
+
+def closed_over(executable: Executable, large: int) -> Iterator[Finding]:
+    """Yield a finding about large arrays that the function has without being given them."""
+    hlo = executable.hlo
+    if hlo is None:
+        return
+    entry = hlo[hlo.entry]
+    lines = [entry[name] for name, text in entry.lines.items() if " constant(" in text]
+    if entry.counts[0] > len(executable.leaf_of):
+        lines += [line for line in entry.parameters if line.parameter not in executable.leaf_of]
+    size = sum(shape.bytes for line in lines for shape in line.results)
+    if size >= max(large, _SMALL):
+        message = (
+            f"the function closes over arrays of {bytes_shown(size)} on each device, which no plan "
+            "and no sharding of an argument decides"
+        )
+        fix = "give them as arguments, which are planned"
+        yield finding_of("warning", "input", message, fix, bytes=size)
 
 
 def large_results(
@@ -245,6 +322,8 @@ def _check_fits(target: PlannedSharding | None, side: Side, leaf: int) -> None:
     )
 
 
+_SMALL: Final = 2**16
+"""Bytes below which constants of a function need no word."""
 _RETURNED: Final = 0.01
 """Share of the states' bytes, above which other results are told."""
 _STATE_WORDS: Final[dict[Evidence, tuple[str, str]]] = {
@@ -378,22 +457,35 @@ def _donation_without(executable: Executable, leaves: Sequence[int]) -> str:
 
 
 def not_donated(executable: Executable, carried: Sequence[State], large: int) -> Iterator[Finding]:
-    """Yield findings about large states whose old arrays stay in memory beside the new ones."""
+    """Yield findings about states whose old arrays stay in memory beside the new ones.
+
+    What only looks like a state is told if it is large, and so is one that comes back unchanged.
+    """
     side = executable.inputs
     for evidence, (name, _) in _STATE_WORDS.items():
         states = [state for state in carried if state.evidence == evidence]
-        leaves = [leaf for state in states for leaf in _kept_twice(executable, state, large)]
+        is_certain = evidence != "alike" and any(_is_changed(executable, one) for one in states)
+        least = 1 if is_certain else large
+        leaves = [leaf for state in states for leaf in _kept_twice(executable, state, least)]
         size = sum(map(side.bytes_of, leaves))
-        if leaves and size >= large:
+        if leaves and size >= least:
             message = (
                 f"{counted(len(leaves), 'leaf')} of {name}: not donated, so the old and the new "
                 f"ones take {bytes_shown(size)} each on each device"
             )
             fix, mend = _donation(executable, leaves)
-            yield side.finding("warning", "donation", message, fix, leaves, bytes=size, mend=mend)
+            level: Level = "warning" if size >= large else "info"
+            yield side.finding(level, "donation", message, fix, leaves, bytes=size, mend=mend)
 
 
-def _kept_twice(executable: Executable, state: State, large: int) -> list[int]:
+def _is_changed(executable: Executable, state: State) -> bool:
+    """Say whether an array of a state comes out otherwise than it goes in."""
+    hlo = executable.hlo
+    sources = [] if hlo is None else [executable.sources[after] for after in state.outputs]
+    return any(hlo[source.computation][source.name].parameter is None for source in sources if hlo)
+
+
+def _kept_twice(executable: Executable, state: State, least: int) -> list[int]:
     """List the leaves of a state that are not donated, and that the new ones are made from."""
     side = executable.inputs
     pairs = [
@@ -401,7 +493,7 @@ def _kept_twice(executable: Executable, state: State, large: int) -> list[int]:
         for before, after in zip(state.inputs, state.outputs, strict=True)
         if side.shardings[before] is not None and not executable.donated[before]
     ]
-    if executable.hlo is None or sum(side.bytes_of(before) for before, _ in pairs) < large:
+    if executable.hlo is None or sum(side.bytes_of(before) for before, _ in pairs) < least:
         return []
     if state.evidence == "updated":
         return [before for before, _ in pairs]

@@ -24,6 +24,7 @@ from shardrules._program.compile import (
     Refusal,
     check_step,
     check_timeout,
+    is_unplaced,
     lowered_on,
     mesh_of,
     options_for,
@@ -179,8 +180,9 @@ def prove(
         inputs, outputs = _planned_on(mesh, (inputs, outputs))
     if hbm is None and (described := mesh or mesh_of(args)) is not None:
         hbm = memory_limit(described)
+    unplaced = [list(map(is_unplaced, tree_util.tree_leaves(arg))) for arg in args]
     findings, program = findings_and_program(
-        compiled, inputs, outputs, hbm=hbm, large=large, budget=budget
+        compiled, inputs, outputs, hbm=hbm, large=large, budget=budget, unplaced=unplaced
     )
     target = _target_shown(on, mesh or program.mesh)
     estimate = None

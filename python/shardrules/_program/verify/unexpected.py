@@ -19,7 +19,9 @@ _SHARE: Final = 0.05
 _ALIKE: Final = 0.2
 """Share of all products, above which those that devices compute alike are told."""
 _KEPT: Final = 0.5
-"""Share of the memory at the peak, above which activations that are kept are told."""
+"""Share of the memory beside the arguments, above which activations that are kept are told."""
+_KEPT_OF_PEAK: Final = 0.05
+"""The same of all memory at the peak: computing less again frees too little."""
 _RECOMPUTED: Final = "layer = jax.checkpoint(layer)"
 _NAMED: Final = 3
 
@@ -31,6 +33,7 @@ _MENDS: Final = {
     "cache": "state = jax.lax.with_sharding_constraint(state, plan.shardings())",
     "alike": CONSTRAINT,
     "reshard": CONSTRAINT,
+    "no product": CONSTRAINT,
 }
 _FIXES: Final = {
     "microbatch": "sum the gradients of the micro-batches on each device, and over devices once "
@@ -40,12 +43,14 @@ _FIXES: Final = {
     "computed with it to be sharded by the same axes",
     "batch": "constrain the activations where they are made, so that XLA gathers the parameters "
     "in their place: {mend}{line}",
+    "no product": "constrain the array alike where it is made and where it is used{line}; no "
+    "product reads it, so there are no parameters that XLA could gather in its place",
     "alike": "let what comes behind be computed in parts: constrain the array, and what is made "
     "of it, to be sharded by {axes}{line}",
     "reshard": "constrain both sides alike{line}: the array is sharded in another way and back, "
     "and multiplied in between with nothing",
-    "summed": "let {axes} shard the other dimension of the kernel{line}, along which what it is "
-    "multiplied by comes in parts: then only the result is summed",
+    "summed": "let {axes} shard the other dimension of the kernel that this array{line} is "
+    "multiplied by, along which it comes in parts: then only the result is summed",
     "turned": "let {axes} shard the other dimension of the kernel{line}: then each device computes "
     "its part of the result, and nothing is summed",
     "table": "look the rows up in the table as it is sharded: leave it without a constraint{line}; "
@@ -92,6 +97,8 @@ def _movement_finding(
     entry = repr(batch[0] if len(batch) == 1 else tuple(batch))
     spec = f"P({', '.join([entry, *['None'] * (rank - 1)])})"
     line = "" if first.place is None else f" at {first.place}"
+    if key == "batch" and not program.products:
+        key = "no product"
     mend = _MENDS.get(key, "").format(spec=spec)
     fix = _FIXES[key].format(mend=mend, axes=", ".join(axes), line=line)
     leaves = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
@@ -131,12 +138,14 @@ def _alike_finding(axis: str, products: Sequence[Product], share: float) -> Find
 def kept_activations(program: Program, large: int) -> Iterator[Finding]:
     """Yield a finding if most memory is what the forward pass keeps for the backward pass."""
     totals = program.totals
-    if totals is None or totals.temporaries < max(large, _KEPT * totals.peak):
+    if totals is None:
+        return
+    # The arguments, such as the state of an optimizer, are there whatever is kept.
+    least = max(large, _KEPT * (totals.peak - totals.arguments), _KEPT_OF_PEAK * totals.peak)
+    if totals.temporaries < least:
         return  # without a walk through the schedule
     memory = program.memory
-    if memory is None or memory.is_recomputed:
-        return
-    if memory.saved < max(large, _KEPT * totals.peak):
+    if memory is None or memory.is_recomputed or memory.saved < least:
         return
     names = "; ".join(
         f"{row.shape} ({row.what})" + ("" if row.place is None else f" at {row.place}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardrules._base.arguments import check_bytes, check_type, in_order
@@ -10,20 +10,24 @@ from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.findings import Finding, Findings, finding_of
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._program.compiling import CompileLog
-from shardrules._program.executable import Executable, call_of
+from shardrules._program.executable import Executable
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import PlannedSharding, other_kinds, planned_targets
+from shardrules._program.libraries import call_of
 from shardrules._program.program import Program, batches
 from shardrules._program.states import states
 from shardrules._program.verify.budget import limits_of, over_budget
 from shardrules._program.verify.gathered import gather_findings
 from shardrules._program.verify.placements import (
     changed,
+    closed_over,
     dropped,
     large_results,
     not_donated,
+    nothing_planned,
     placements,
     undonated,
+    without_sharding,
 )
 from shardrules._program.verify.resharded import resharded
 from shardrules._program.verify.unexpected import computed_alike, kept_activations, unexpected
@@ -46,23 +50,25 @@ def verify(
 
     | kind | level | what |
     |---|---|---|
-    | input | error, info | arguments that the executable takes in another sharding than planned;
-      info for those that jit has dropped, as the function does not use them, and if the plan is
-      for devices of another kind, which run another program |
+    | input | error, warning, info | arguments that the executable takes in another sharding than
+      planned; a warning if nothing is planned, so that nothing is compared, and for large arrays
+      that the function closes over; info for those that jit has dropped, as the function does not
+      use them, and if the plan is for devices of another kind, which run another program |
     | output | error, info | results that come out in another sharding than planned; info for
       large ones of a step that are neither its state nor planned |
     | fixed-point | error, warning | a state that comes out otherwise than it goes in; a warning if
       only its likeness tells that it is one |
     | memory-kind | error | arguments or results in another memory than planned |
-    | donation | error, warning | donated arguments whose memory no result takes; a warning if they
-      are not states; a warning for large states that are not donated |
+    | donation | error, warning, info | donated arguments whose memory no result takes; a warning if
+      they are not states; a warning for large states that are not donated, info for small ones |
     | gathered | error, warning, info | planned arrays of which a device gets more than its part:
       an error if they are returned so; a warning if a loop holds layers, devices do the same work
       with them, or they are experts; info for what FSDP does |
-    | unexpected | warning | collectives that nothing planned explains, such as activations that are
-      gathered over the batch's axis, or gradients that are summed in every micro-batch |
+    | unexpected | warning | collectives that do not follow from the plan, such as activations that
+      are gathered over the batch's axis, or gradients that are summed in every micro-batch |
     | batch | warning | products that all devices along a mesh axis compute alike |
-    | remat | info | activations that the forward pass keeps, for most of the memory |
+    | remat | info | activations that the forward pass keeps, for most of the memory beside the
+      arguments |
     | budget | error, warning | more bytes than `budget`; a warning if they are not known |
     | peak | error | more memory than `hbm` |
 
@@ -119,8 +125,12 @@ def findings_and_program(
     large: int,
     budget: Mapping[str, int | str] | None,
     log: CompileLog | None = None,
+    unplaced: Sequence[Sequence[bool]] = (),
 ) -> tuple[Findings, Program]:
-    """Return what `verify` finds, and the report of `inspect`."""
+    """Return what `verify` finds, and the report of `inspect`.
+
+    `unplaced` says for each leaf of each argument whether nothing placed it.
+    """
     if hbm is not None:
         check_bytes("hbm", hbm)
     check_bytes("large", large)
@@ -137,9 +147,12 @@ def findings_and_program(
         of_gathers = list(gather_findings(executable, in_targets, out_targets, carried, large))
         same_work = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
         findings = [
+            *(() if limits else nothing_planned(in_targets + out_targets)),
             *placements(executable.inputs, in_targets, library),
             *placements(executable.outputs, out_targets, library),
+            *without_sharding(executable, in_targets, unplaced, large),
             *dropped(executable.inputs, in_targets, executable.kept),
+            *closed_over(executable, large),
             *_for_other_devices(executable, (inputs, outputs)),
             *large_results(executable.outputs, out_targets, carried, large),
             *changed(executable, carried),
