@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from shardrules._base.io import write_text
+from shardrules._base.atomic_write import write_text
 
 ROOT = Path(__file__).parent.parent
 _SECTION = "## Whole trees, garbage collector off\n"

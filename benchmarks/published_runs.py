@@ -23,7 +23,7 @@ import numpy as np
 
 import shardrules as sr
 from benchmarks import published_model as code
-from shardrules._base.io import write_text
+from shardrules._base.atomic_write import write_text
 from shardrules._program.step_seconds import LEAST_CYCLES
 
 FILE = Path(__file__).with_suffix(".toml")

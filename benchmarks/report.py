@@ -24,7 +24,7 @@ from benchmarks.cases import cases
 from benchmarks.curves import Curve, curves
 from benchmarks.harness import PEERS, Result, environment, measure_all
 from benchmarks.scaling import Row
-from shardrules._base.io import write_text
+from shardrules._base.atomic_write import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 SUGGESTED = "\n## Suggested rules\n"

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules._base import io as write
-from shardrules._base.io import write_text
+from shardrules._base import atomic_write as write
+from shardrules._base.atomic_write import write_text
 from tests.support.contexts import pseudo_terminal
 
 ACL = "system.posix_acl_access"
@@ -218,7 +218,7 @@ def test_a_fifo_is_written(tmp_path):
 def test_standard_output_is_written_in_turn(tmp_path, mode):
     """By /dev/stdout `>> log` would have replaced the log."""
     code = (
-        "from shardrules._base.io import write_text\n"
+        "from shardrules._base.atomic_write import write_text\n"
         "print('before'); write_text('/dev/stdout', 'text\\n'); print('after')"
     )
     log = tmp_path / "log"
@@ -255,7 +255,7 @@ def test_a_text_that_cannot_be_encoded_leaves_the_old_file_alone(tmp_path):
 
 SIGTERM = """
 import signal, sys, time
-from shardrules._base import io as write
+from shardrules._base import atomic_write as write
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 fsync = write.os.fsync
 def waits(file):
@@ -287,7 +287,7 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path):
     path = tmp_path / "x"
     path.write_text("old")
     code = (
-        "import resource, signal, sys; from shardrules._base.io import write_text\n"
+        "import resource, signal, sys; from shardrules._base.atomic_write import write_text\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "write_text(sys.argv[1], 'x' * 1_000_000)"

@@ -32,6 +32,7 @@ def test_the_help_imports_no_command_and_no_library():
     assert not modules & {"rich", "typer"}
     assert ours(modules) == {
         "shardrules._base",
+        "shardrules._base.atomic_write",
         "shardrules._base.lazy",
         "shardrules._cli",
         "shardrules._cli.app",

@@ -38,6 +38,7 @@ DECIDED = {
     "constraint": lambda spec, mesh: sr.with_sharding_constraint({"a": X}, rules(spec), mesh),
     "shard": PLACED["shard"],
     "shard by specs": PLACED["shard by specs"],
+    "shard_local": PLACED["shard_local"],
 }
 
 

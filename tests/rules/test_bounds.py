@@ -15,6 +15,7 @@ from tests.support.contexts import measures_memory
 from tests.support.corpus import manifest
 from tests.support.random_patterns import compiles, random_pattern, random_text
 from tests.support.slow import slow
+from tests.support.work import counters
 
 STATE_BYTES = 2000  # more than any state of these patterns takes
 
@@ -43,12 +44,12 @@ def test_adversarial_patterns(pattern, text, found, memory_budget):
     assert rules.fallbacks == ()
     for calls in range(1, 4):
         assert rules.first_match(text) == (0 if found else None)
-        counters = matcher_of(rules).counters()
+        counted = counters(rules)
         # Each character is stepped over once a call: simulated, or by building at most one state.
-        assert counters.simulated_steps + counters.states_built <= calls * (2 * len(text) + 1) + 1
-    assert counters.program_nodes < 2500
+        assert counted.simulated_steps + counted.states_built <= calls * (2 * len(text) + 1) + 1
+    assert counted.program_nodes < 2500
     if memory_budget == 0:
-        assert counters.states_built == 1
+        assert counted.states_built == 1
 
 
 NUMBERS = "|".join(map(str, range(256)))
@@ -73,12 +74,12 @@ def test_alternations_of_hundreds_of_numbers(shape):
     for name, rule in list(zip(names, found, strict=True))[::500]:
         matching = (i for i, one in enumerate(compiled) if one.search(name))
         assert rule == next(matching, None), name
-    counters = matcher_of(rules).counters()
+    counted = counters(rules)
     assert rules.fallbacks == ()
-    assert counters.program_nodes < 6000
-    assert counters.states_built < 3000
+    assert counted.program_nodes < 6000
+    assert counted.states_built < 3000
     # The other characters are one look-up.
-    assert counters.simulated_steps < 0.3 * sum(map(len, names))
+    assert counted.simulated_steps < 0.3 * sum(map(len, names))
 
 
 @pytest.mark.parametrize("count", [1_000, slow(10_000)])
@@ -93,9 +94,9 @@ def test_many_random_rules(rng, count):
     for text in texts:
         rules.first_match(text)
     steps = sum(map(len, texts))
-    counters = matcher_of(rules).counters()
-    assert counters.simulated_steps + counters.states_built <= 2 * steps + 1
-    assert counters.states_built * STATE_BYTES < 32 << 20 or counters.cache_clears > 0
+    counted = counters(rules)
+    assert counted.simulated_steps + counted.states_built <= 2 * steps + 1
+    assert counted.states_built * STATE_BYTES < 32 << 20 or counted.cache_clears > 0
 
 
 def test_transitions_that_take_turns_become_states():
@@ -105,7 +106,7 @@ def test_transitions_that_take_turns_become_states():
         rules = sr.Rules(pairs[first:])
         rules.match(tree)
         # Of 700,000 characters: each transition some times, until it is worth a state.
-        assert matcher_of(rules).counters().simulated_steps < 12_000
+        assert counters(rules).simulated_steps < 12_000
 
 
 def test_memory_budget_is_kept_and_answers_stay_right(rng):
@@ -115,14 +116,14 @@ def test_memory_budget_is_kept_and_answers_stay_right(rng):
         text = "".join(rng.choices("aabbc/", weights=(9, 9, 9, 9, 1, 1), k=60))
         expected = 0 if pattern.search(text) else 1 if "aaaab" in text else None
         assert rules.first_match(text) == expected
-    counters = matcher_of(rules).counters()
-    assert counters.cache_clears > 0
+    counted = counters(rules)
+    assert counted.cache_clears > 0
     # Without the budget it would have kept them all.
     roomy = sr.Rules(list(rules))
     for _ in range(300):
         roomy.first_match("".join(rng.choices("aabbc/", weights=(9, 9, 9, 9, 1, 1), k=60)))
-    built = matcher_of(roomy).counters().states_built
-    assert built > counters.states_built / (counters.cache_clears + 1)
+    built = counters(roomy).states_built
+    assert built > counted.states_built / (counted.cache_clears + 1)
 
 
 @pytest.mark.parametrize("memory_budget", [0, 4000, 100_000, 32 << 20])

@@ -10,9 +10,9 @@ from operator import or_
 import pytest
 
 import shardrules as sr
-from shardrules._rules.rules import matcher_of
 from tests.support.engines import ENGINES, ROUNDS, Rule
 from tests.support.folders import DATA
+from tests.support.work import counters
 
 CORPUS = tomllib.loads((DATA / "corpus.toml").read_text("utf-8"))
 CASES = [
@@ -42,7 +42,7 @@ def test_the_rounds_end_the_simulation():
     simulated = set()
     for _ in range(ROUNDS):
         rules.first_match("abxababy")
-        simulated.add(matcher_of(rules).counters().simulated_steps)
+        simulated.add(counters(rules).simulated_steps)
     assert len(simulated) > 1
     rules.first_match("abxababy")
-    assert matcher_of(rules).counters().simulated_steps in simulated
+    assert counters(rules).simulated_steps in simulated

@@ -13,6 +13,7 @@ import shardrules as sr
 from shardrules._rules.rules import matcher_of
 from tests.support import corpus
 from tests.support.slow import MODELS
+from tests.support.work import counters
 
 
 def coverage_by_re(patterns, paths):
@@ -84,6 +85,6 @@ def test_all_matches_learns_like_first_match():
     rules = sr.Rules([(r"layers/\d+/.*kernel", None), ("wq", None), (".*", None)])
     for _ in range(40):
         assert rules.all_matches("layers/3/wq/kernel") == [0, 1, 2]
-    learnt = matcher_of(rules).counters()
+    learnt = counters(rules)
     assert rules.all_matches("layers/3/wq/kernel") == [0, 1, 2]
-    assert matcher_of(rules).counters() == learnt
+    assert counters(rules) == learnt

@@ -449,7 +449,7 @@ def test_the_advice_for_a_layout_map_keeps_the_dialect():
     layouts = LayoutMap()
     layouts[".*kernel"] = (None, "tp")
     tree = {"a": {"kernel": array(8, 8), "bias": array(8)}}
-    with pytest.raises(TypeError, match=r"not LayoutMap; pass its \.rules$"):
+    with pytest.raises(TypeError, match=r"not LayoutMap; give its \.rules$"):
         sr.named_shardings(tree, layouts, {"tp": 2})
     shardings = sr.named_shardings(tree, layouts.rules, {"tp": 2})
     assert shardings["a"]["bias"].spec == P()

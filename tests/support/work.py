@@ -6,7 +6,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
+
+from shardrules._rules.rules import matcher_of
 
 
 def calls_by_file(call: Callable[[], Any]) -> Counter[str]:
@@ -28,3 +30,22 @@ def calls_by_file(call: Callable[[], Any]) -> Counter[str]:
 def calls(call: Callable[[], Any]) -> int:
     """How many functions the call calls, itself and all in it."""
     return calls_by_file(call).total()
+
+
+class Counters(NamedTuple):
+    """Counts of a matcher's work, over all calls that have ended."""
+
+    states_built: int
+    """States of the lazy DFA made so far, those cleared since included."""
+    cache_clears: int
+    """The number of times that the memory budget was spent and the states were cleared."""
+    simulated_steps: int
+    """Characters stepped through without a remembered transition: not seen often enough to be worth
+    one, or the budget is spent."""
+    program_nodes: int
+    """Size of the compiled rules."""
+
+
+def counters(rules: Any) -> Counters:
+    """What the core has counted for these rules."""
+    return Counters(*matcher_of(rules).rule_set.counters())

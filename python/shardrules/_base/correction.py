@@ -66,9 +66,5 @@ def absent_policy(correction: Correction) -> AbsentPolicy:
 
 
 def check_correction(correction: object) -> None:
-    check_type(
-        "correction",
-        correction,
-        Correction | None,
-        "a Correction, such as Correction(indivisible='error'), or None",
-    )
+    what = "a Correction, such as Correction(indivisible='error'), or None"
+    check_type("correction", correction, Correction | None, what)

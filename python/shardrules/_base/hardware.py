@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
 
-from shardrules._base.arguments import check_real, check_type, integer, texts
+from shardrules._base.arguments import check_real, check_type, integer, strings
 from shardrules._base.dtypes import numpy_name
 from shardrules._base.text import brief, nearest, shown
 
@@ -62,12 +62,8 @@ class Hardware:
     def __post_init__(self) -> None:
         for name in ("name", "link"):
             check_type(name, getattr(self, name), str, "a string")
-        check_type(
-            "flops_per_second",
-            self.flops_per_second,
-            Mapping,
-            "a dict by dtype, such as {'bfloat16': 459e12}",
-        )
+        what = "a dict by dtype, such as {'bfloat16': 459e12}"
+        check_type("flops_per_second", self.flops_per_second, Mapping, what)
         flops = {}
         for dtype, rate in self.flops_per_second.items():
             check_type("a key of flops_per_second", dtype, str, "a dtype's name")
@@ -84,7 +80,7 @@ class Hardware:
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         check_share("efficiency", self.efficiency)
         object.__setattr__(self, "flops_per_second", flops)
-        object.__setattr__(self, "sources", texts("sources", self.sources))
+        object.__setattr__(self, "sources", strings("sources", self.sources))
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, *sorted(self.flops_per_second.items())))

@@ -173,12 +173,15 @@ def lowered_options(lowered: Any) -> tuple[Any, ...] | None:
     calls Python, whose text has addresses in this process.
     """
     options = _private(lowered, "_lowering._compiler_options_kvs")
-    arguments = _private(lowered, "_lowering.compile_args") or {}
-    if options is None or arguments.get("host_callbacks", True):
-        return None
-    if not arguments.keys() >= set(_COMPILED_WITH):
+    arguments = _compile_arguments(lowered)
+    if options is None or arguments is None or arguments.get("host_callbacks", True):
         return None
     return options, *(arguments[name] for name in _COMPILED_WITH)
+
+
+def _compile_arguments(lowered: Any) -> dict[str, Any] | None:
+    arguments = _private(lowered, "_lowering.compile_args") or {}
+    return arguments if arguments.keys() >= set(_COMPILED_WITH) else None
 
 
 def lowered_shardings(lowered: Any) -> tuple[list[Any], list[Any]] | None:
@@ -189,8 +192,8 @@ def lowered_shardings(lowered: Any) -> tuple[list[Any], list[Any]] | None:
     """
     from jax.sharding import NamedSharding
 
-    arguments = _private(lowered, "_lowering.compile_args") or {}
-    if not arguments.keys() >= set(_COMPILED_WITH):
+    arguments = _compile_arguments(lowered)
+    if arguments is None:
         return None
     inputs, outputs = (
         [value if isinstance(value, NamedSharding) else None for value in arguments[name]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final, Literal, NamedTuple, get_args
 
-from shardrules._base.arguments import check_choice, integer, listed, texts
+from shardrules._base.arguments import as_tuple, check_choice, integer, strings
 from shardrules._base.correction import Correction, check_correction
 from shardrules._base.specs import (
     Entries,
@@ -86,10 +86,10 @@ class RuleSpec:
         is_spec_alone = self.correction is None and self.memory_kind is None
         if is_spec_alone and self.units is _NOTHING and self.optional_axes is _NOTHING:
             return
-        units = listed("units", self.units, "integers or None")
+        units = as_tuple("units", self.units, "integers or None")
         checked = (u if u is None else integer(f"units[{i}]", u, 1) for i, u in enumerate(units))
         object.__setattr__(self, "units", tuple(checked))
-        object.__setattr__(self, "optional_axes", texts("optional_axes", self.optional_axes))
+        object.__setattr__(self, "optional_axes", strings("optional_axes", self.optional_axes))
         check_correction(self.correction)
         check_memory_kind("memory_kind", self.memory_kind)
 
@@ -266,7 +266,7 @@ def fsdp(
         >>> [tuple(spec) for spec in plan.specs().values()]
         [(None, 'fsdp'), ('tp', 'fsdp')]
     """
-    axes = (axis,) if isinstance(axis, str) else texts("axis", axis)
+    axes = (axis,) if isinstance(axis, str) else strings("axis", axis)
     fixed = as_entries("within", within)
     named = [*axes, *(name for entry in entries_of(fixed) for name in entry_axes(entry))]
     if not axes or len(set(named)) < len(named):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from shardrules._base.arguments import check_type, texts
+from shardrules._base.arguments import check_type, strings
 from shardrules._base.text import counted, nearest, printable_lines, shown
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def checked_parts(axes: Mapping[str, Any], named: Iterable[str]) -> dict[str, tu
             hint = f"did you mean {near!r}?" if near else f"they name {', '.join(sorted(names))}"
             raise ValueError(f"axes: the rules name no axis {axis!r}; {hint}")
     return {
-        axis: (value,) if isinstance(value, str) else texts(f"axes[{axis!r}]", value)
+        axis: (value,) if isinstance(value, str) else strings(f"axes[{axis!r}]", value)
         for axis, value in axes.items()
     }
 

@@ -203,9 +203,9 @@ def near_names(
 
     def nearness(candidate: str) -> tuple[float, float]:
         text = candidate[-_COMPARED:].lower()
-        whole = 1.0 if sorted(text) == sorted(meant) else ratio(text)
+        similarity = 1.0 if sorted(text) == sorted(meant) else ratio(text)
         begins = text.startswith(meant) or meant.startswith(text)
-        return max(whole, part * (1.0 if begins else ratio(text[-len(meant) :]))), whole
+        return max(similarity, part * (1.0 if begins else ratio(text[-len(meant) :]))), similarity
 
     shared = {each: sum(map(each.lower().__contains__, pieces)) for each in names}
     likely = heapq.nlargest(_CANDIDATES, shared, key=shared.__getitem__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardrules._base.arguments import each, listed
+from shardrules._base.arguments import as_tuple, check_items
 from shardrules._base.dtypes import bits_of, given_float, numpy_name
 from shardrules._base.specs import entries_of, entry_axes
 from shardrules._base.text import bytes_shown, counted, mesh_shown, printable_lines
@@ -234,7 +234,7 @@ def renamed(
     source: str, renames: Iterable[Rename], dtype: str | None
 ) -> tuple[Any, dict[str, tuple[Target, str]]]:
     """Return (the tree of a renamed checkpoint, by path what an array is made of and its dtype)."""
-    followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
+    followed = check_items("renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME)
     arrays = read_arrays(source)
     problems = Problems(arrays.name)
     name = None if dtype is None else given_float("dtype", dtype)

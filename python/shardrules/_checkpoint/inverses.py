@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardrules._base.arguments import each, listed
+from shardrules._base.arguments import as_tuple, check_items
 from shardrules._base.text import shown
 from shardrules._checkpoint.boxes import Groups
 from shardrules._checkpoint.patterns import Token, tokens_of
@@ -41,7 +41,7 @@ def inverse(renames: Iterable[Rename]) -> tuple[Rename, ...]:
         >>> back.pattern, back.path, back.dims
         ('^layers/(?P<g1>\\d+)/kernel$', 'h.\\g<g1>.w', 'in out -> out in')
     """
-    records = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
+    records = check_items("renames", as_tuple("renames", renames, "Renames"), Rename, "a Rename")
     results: list[Rename] = []
     reasons: dict[str, tuple[Rename, str]] = {}
     made = set()

@@ -9,8 +9,9 @@ from typing import Any
 
 from jax import tree_util
 
-from shardrules._base.arguments import check_type, each, in_order, integer, listed
+from shardrules._base.arguments import as_tuple, check_items, check_type, integer
 from shardrules._base.dtypes import bits_of, given_float
+from shardrules._base.mistakes import in_order
 from shardrules._checkpoint.formats import format_of, reads_of
 from shardrules._checkpoint.job import Job, bytes_in_flight
 from shardrules._checkpoint.problems import Problems
@@ -110,7 +111,7 @@ def load(
     check_type("source", source, str | os.PathLike, "the path of a checkpoint")
     reports = checked_progress(progress)
     with JointCall("load") as call:
-        followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
+        followed = check_items("renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME)
         wanted_dtype = None if dtype is None else given_float("dtype", dtype)
         bound = max_bytes_in_flight
         if bound is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from shardrules._base.arguments import boolean, check_type, integer, listed
+from shardrules._base.arguments import as_tuple, boolean, check_type, integer
 from shardrules._base.dtypes import given_name
 from shardrules._base.text import SLIP, nearest, shown, without_defaults
 from shardrules._checkpoint.boxes import Arrangement, arrangement
@@ -200,7 +200,7 @@ def _set(record: Rename, name: str, value: Any) -> None:
 def _integers(name: str, values: Any, *, or_none: bool = False) -> tuple[Any, ...]:
     return tuple(
         None if or_none and value is None else integer(f"{name}[{i}]", value, 1)
-        for i, value in enumerate(listed(name, values, "integers"))
+        for i, value in enumerate(as_tuple(name, values, "integers"))
     )
 
 
@@ -224,7 +224,7 @@ def _checked_resize(sizes: Any) -> dict[str, int | None]:
 
 def _checked_words(words: Any) -> dict[str, tuple[str | int | None, ...]]:
     check_type("words", words, Mapping, "a dict such as {'part': ('q', 'k', 'v')}")
-    checked = {axis: listed(f"words[{axis!r}]", row, "words") for axis, row in words.items()}
+    checked = {axis: as_tuple(f"words[{axis!r}]", row, "words") for axis, row in words.items()}
     for axis, row in checked.items():
         for word in row:
             check_type(f"words[{axis!r}]", word, str | int | None, "words, numbers or None")

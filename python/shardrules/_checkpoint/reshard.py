@@ -14,15 +14,9 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from shardrules._base.arguments import (
-    Tree,
-    boolean,
-    each,
-    in_order,
-    integer,
-    listed,
-)
+from shardrules._base.arguments import as_tuple, boolean, check_items, integer
 from shardrules._base.dtypes import BITS, bits_of, given_float, is_plain_float
+from shardrules._base.mistakes import Tree, in_order
 from shardrules._base.text import bytes_shown, shown
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.programs import is_plain, made_of
@@ -142,7 +136,7 @@ def reshard(
         ((None, 'tp'), 'bfloat16')
     """
     with JointCall("reshard") as call:
-        followed = each("renames", listed("renames", renames, "Renames"), Rename, A_RENAME)
+        followed = check_items("renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME)
         gives_up = boolean("donate", donate)
         name = None if dtype is None else given_float("dtype", dtype)
         most = max_bytes_in_flight

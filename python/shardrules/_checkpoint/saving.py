@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from shardrules._base.arguments import check_type, each, integer, listed
+from shardrules._base.arguments import as_tuple, check_items, check_type, integer
+from shardrules._base.atomic_write import sync_directory
 from shardrules._base.dtypes import SAFETENSORS, bits_of, given_name
-from shardrules._base.io import FileError, path_of, sync_directory
+from shardrules._base.io import FileError, path_of
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.programs import dtype_on_devices, is_plain, made_of, spread_over
 from shardrules._checkpoint.renames import Rename
@@ -102,7 +103,9 @@ def save(
     starts: list[int] = []
     try:
         with JointCall("save") as call:
-            records = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
+            records = check_items(
+                "renames", as_tuple("renames", renames, "Renames"), Rename, "a Rename"
+            )
             most = integer("shard_bytes", shard_bytes, 1, what="a number of bytes")
             entries = _file_places(_arrays_to_write(tree, records), most)
             files = [

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace as Args
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.io import FileError, write_bytes, write_text
+from shardrules._base.atomic_write import write_bytes, write_text
+from shardrules._base.io import FileError
 from shardrules._base.text import byte_count, printable_json, shown
 from shardrules._cli.options import GROUPS
 from shardrules._cli.process import hint, interruptible, working

@@ -9,14 +9,14 @@ from math import prod
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 from shardrules._base.arguments import (
+    as_tuple,
     boolean,
     check_choice,
+    check_items,
     check_real,
     check_type,
-    each,
     integer,
-    listed,
-    texts,
+    strings,
 )
 from shardrules._base.dtypes import given_bits
 from shardrules._base.text import brief, mesh_shown, record
@@ -64,7 +64,7 @@ def schedule_of(
     **arguments: Any,
 ) -> Schedule:
     """Return the schedule on a mesh with these axes, of what a user gives."""
-    named = data_axes_among(axis_sizes) if batch_axes is None else texts("batch_axes", batch_axes)
+    named = data_axes_among(axis_sizes) if batch_axes is None else strings("batch_axes", batch_axes)
     checked = {
         name: check(name, arguments[name]) for name, check in _CHECKS.items() if name in arguments
     }
@@ -84,8 +84,8 @@ def schedule_of(
 
 def _roles(roles: Mapping[str, Sequence[DimRole]]) -> dict[str, tuple[DimRole, ...]]:
     check_type("roles", roles, Mapping, "a dict such as {'w2$': ('in', 'out')}")
-    each("roles: a pattern", tuple(roles), str, "a regex")
-    named = {pattern: listed("roles", dims, "roles") for pattern, dims in roles.items()}
+    check_items("roles: a pattern", tuple(roles), str, "a regex")
+    named = {pattern: as_tuple("roles", dims, "roles") for pattern, dims in roles.items()}
     for dims in named.values():
         for role in dims:
             check_choice("roles: a role", role, DIM_ROLES[:-1])

@@ -9,7 +9,7 @@ from functools import cache, partial
 from math import log2, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
-from shardrules._base.arguments import check_choice, check_type, integer, texts
+from shardrules._base.arguments import check_choice, check_type, integer, strings
 from shardrules._base.dtypes import bits_of, given_dtype
 from shardrules._base.hardware import Hardware, as_hardware, check_share
 from shardrules._base.text import answer, brief, mesh_shown, printable, seconds_shown
@@ -162,10 +162,10 @@ def machine_of(
     if efficiency is None:
         efficiency = device.efficiency if is_traced else 1.0
     check_share("efficiency", efficiency)
-    meanwhile = texts("overlap", overlap)
+    meanwhile = strings("overlap", overlap)
     for purpose in meanwhile:
         check_choice("overlap: one of them", purpose, get_args(Of))
-    return Machine(device, texts("axes_over_dcn", axes_over_dcn), meanwhile, float(efficiency))
+    return Machine(device, strings("axes_over_dcn", axes_over_dcn), meanwhile, float(efficiency))
 
 
 class Run(NamedTuple):

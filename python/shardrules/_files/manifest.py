@@ -7,9 +7,10 @@ import json
 import os
 from typing import Any
 
-from shardrules._base.arguments import check_type, in_order
+from shardrules._base.arguments import check_type
+from shardrules._base.atomic_write import write_bytes
 from shardrules._base.dtypes import given_name
-from shardrules._base.io import write_bytes
+from shardrules._base.mistakes import in_order
 from shardrules._plan.align import check_distinct
 from shardrules._plan.names import has_names
 from shardrules._plan.plan import Plan, plan

@@ -13,8 +13,8 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final
 
-from shardrules._base.arguments import kind_of
 from shardrules._base.io import FileError
+from shardrules._base.mistakes import kind_of
 from shardrules._base.text import brief, near_shown
 
 _PACKAGE: Final = Path(__file__).parents[1]

@@ -69,7 +69,7 @@ def first_difference(marks: str, others: str) -> int:
     """Return the index of the first row that differs; -1 for the last one, of the devices."""
     leaves = (re.findall("." * _MARK_CHARS, each[:-_MARK_CHARS]) for each in (marks, others))
     pairs = enumerate(zip_longest(*leaves))
-    return next((i for i, (mark, other) in pairs if mark != other), -1)
+    return next((i for i, (mine, theirs) in pairs if mine != theirs), -1)
 
 
 def row_at(rows: list[Row], index: int) -> Row | None:
@@ -77,17 +77,17 @@ def row_at(rows: list[Row], index: int) -> Row | None:
     return rows[index] if index < len(rows) - 1 else None  # that of the devices is at -1
 
 
-def difference_shown(index: int, row: Row | None, other: Row | None, names: Sequence[str]) -> str:
+def difference_shown(index: int, row: Row | None, peer: Row | None, names: Sequence[str]) -> str:
     """Return what differs in the rows of this index, with the text of each process."""
-    if row and other and row[0] == other[0]:
-        where, texts = row[0], (row[1], other[1])
+    if row and peer and row[0] == peer[0]:
+        where, texts = row[0], (row[1], peer[1])
     else:
         where = f"leaf {index} of the tree"
-        texts = tuple(" ".join(each) if each else "no such leaf" for each in (row, other))  # type: ignore[assignment]
+        texts = tuple(" ".join(each) if each else "no such leaf" for each in (row, peer))  # type: ignore[assignment]
     same = len(commonprefix(texts))  # noqa: RUF071 these are no paths of files
     start = max(0, same - _CONTEXT_CHARS // 2) if max(map(len, texts)) > _CONTEXT_CHARS else 0
-    shown = (f"{name} has {_excerpt(text, start)}" for name, text in zip(names, texts, strict=True))
-    return f"{where}: {', and '.join(shown)}"
+    parts = (f"{name} has {_excerpt(text, start)}" for name, text in zip(names, texts, strict=True))
+    return f"{where}: {', and '.join(parts)}"
 
 
 def _excerpt(text: str, start: int) -> str:

@@ -14,9 +14,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
-from shardrules._base.arguments import Tree, in_order
 from shardrules._base.correction import Correction
 from shardrules._base.jax_names import trace_state_check
+from shardrules._base.mistakes import Tree, in_order
 from shardrules._base.rule_specs import Fsdp, RuleSpec
 from shardrules._base.specs import entries_of, is_unconstrained
 from shardrules._place.agreement import rows_of
@@ -148,14 +148,14 @@ def with_sharding_constraint(
     """
     # JAX records each frame above its own for the equation that it makes, a microsecond each: what
     # is known has none between the caller and JAX but this one.
-    known, leaves, key = _known(tree, rules, mesh, correction)
-    if known is None:
+    entry, leaves, key = _known(tree, rules, mesh, correction)
+    if entry is None:
         return _with_sharding_constraint(tree, rules, mesh, correction, key)  # type: ignore[no-any-return]
-    if known.call is not None:
-        function, sharding = known.call
+    if entry.call is not None:
+        function, sharding = entry.call
         return function(tree, sharding)  # type: ignore[no-any-return]
-    result = applied(leaves[: known.treedef.num_leaves], known.operations)
-    return known.treedef.unflatten(result)  # type: ignore[no-any-return]
+    result = applied(leaves[: entry.treedef.num_leaves], entry.operations)
+    return entry.treedef.unflatten(result)  # type: ignore[no-any-return]
 
 
 @in_order("tree", "rules", "mesh")
@@ -172,8 +172,8 @@ def _with_sharding_constraint(
         operations = operations_for(leaves, shardings)
         result = treedef.unflatten(applied(leaves, operations))
         if key is not None and leaves and not _has_symbols(leaves):
-            known = _Known(treedef, operations, one_call(leaves, operations), rules)
-            _memory.put(key, known)
+            entry = _Known(treedef, operations, one_call(leaves, operations), rules)
+            _memory.put(key, entry)
         return result
     with JointCall("with_sharding_constraint") as call:
         if call.joint and stays_within(tree, only_process(rules, mesh)):
@@ -192,13 +192,13 @@ def _known(
     try:
         if isinstance(tree, Tracer) and type(rules) in _ONE_FOR_ALL:
             aval: Any = tree.aval
-            leaves, given = [tree], (aval.shape, aval.dtype, rules)
+            leaves, content = [tree], (aval.shape, aval.dtype, rules)
         else:
             if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
                 raise TypeError
             leaves, structure = tree_flatten((tree, rules))
-            given = structure, *[_KEY_OF[type(leaf)](leaf) for leaf in leaves]
-        key = given, mesh, correction, contexts()
+            content = structure, *[_KEY_OF[type(leaf)](leaf) for leaf in leaves]
+        key = content, mesh, correction, contexts()
         return _memory.known.get(key), leaves, key
     except (AttributeError, TypeError, ValueError):  # something wrong, or not to remember
         return None, [], None
@@ -223,9 +223,9 @@ def _put(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) ->
         array = jax.lax.with_sharding_constraint(leaf, sharding)
         placed[index] = moved_inside_jit(array, sharding)
     # JAX shares the memory of large numpy arrays on CPUs, also where it may not.
-    given = [x.copy() if isinstance(x := leaves[i], np.ndarray) else x for i in at_once]
+    inputs = [x.copy() if isinstance(x := leaves[i], np.ndarray) else x for i in at_once]
     try:
-        arrays = put(given, list(at_once.values()), may_alias=False)
+        arrays = put(inputs, list(at_once.values()), may_alias=False)
     except NotImplementedError:  # bare, of unreduced axes that an array does not have already
         for index, sharding in at_once.items():
             check_placeable(sharding, partial(leaf_path, tree, index))

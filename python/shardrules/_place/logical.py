@@ -9,8 +9,9 @@ from typing import Any
 from jax import tree_util
 from jax.sharding import PartitionSpec
 
-from shardrules._base.arguments import Tree, check_choice, check_type
+from shardrules._base.arguments import check_choice, check_type
 from shardrules._base.correction import Correction
+from shardrules._base.mistakes import Tree
 from shardrules._base.specs import is_partition_spec
 from shardrules._base.text import mesh_shown, nearest
 from shardrules._core import resolve_all
@@ -98,7 +99,8 @@ def with_logical_constraint(
         tree: Any pytree of arrays.
         logical_names: A tuple of names for all leaves, or a tree of such tuples. None leaves arrays
             unconstrained.
-        rules: As in `logical_to_mesh`.
+        rules: As in `logical_to_mesh`; of `LogicalRules` the dialect alone, since flax's function
+            corrects nothing.
         mesh: The mesh. Default: the context's.
         fallback: What happens if a name gets no mesh axes: the dimension is unsharded, an error is
             raised, or the array is left unconstrained.
@@ -155,7 +157,8 @@ def check_mesh_axes(resolution: Resolution, mesh: AnyMesh) -> None:
             near = nearest(str(axis), mesh.shape)
             if winner is None:
                 lines.append(f"dim {dim}: no rule for {axis!r}, and the mesh has no axis {axis!r}")
-                near = nearest(str(axis), resolution.rules.names) or near
+                named = [name for name, _ in resolution.rules.rules if isinstance(name, str)]
+                near = nearest(str(axis), named) or near
             else:
                 rule = resolution.rules.rules[winner]
                 lines.append(f"dim {dim}: rule {winner} {rule!r}: the mesh has no axis {axis!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._base.arguments import check_arrays
+from shardrules._base.mistakes import check_arrays
 from shardrules._core import resolve_all
 from shardrules._place.boxes import unboxed_with_names
 from shardrules._place.leaf_errors import LeafError, leaf_errors
@@ -40,7 +40,7 @@ def shardings_by_names(
     resolver = resolver_of(rules, local_sizes(mesh.shape, manual_axes(mesh)))
     optional_axes = frozenset(rules.optional_axes)
     failed: dict[Any, list[str]] = {}
-    known: dict[NamedSharding, NamedSharding] = {}
+    objects: dict[NamedSharding, NamedSharding] = {}
 
     def sharding(names: Any, shape: tuple[int, ...]) -> NamedSharding | None:
         try:
@@ -49,14 +49,18 @@ def shardings_by_names(
             failed[names, shape] = [str(error)]
             return None
         spec = resolver.without_ones(resolution.spec(names), mesh.shape)
-        made = sharding_or_reasons(spec, shape, mesh, rules.correction, optional_axes=optional_axes)
-        if isinstance(made, list):
-            failed[names, shape] = made + resolution.explained()
+        result = sharding_or_reasons(
+            spec, shape, mesh, rules.correction, optional_axes=optional_axes
+        )
+        if isinstance(result, list):
+            failed[names, shape] = result + resolution.explained()
             return None
-        return known.setdefault(made, made)
+        return objects.setdefault(result, result)
 
     # Something that can be hashed.
-    entries = [() if one is None else tuple(one) if isinstance(one, list) else one for one in named]
+    entries = [
+        () if item is None else tuple(item) if isinstance(item, list) else item for item in named
+    ]
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
     shardings = resolve_all(entries, shapes, {}, sharding)
     if failed:

@@ -12,19 +12,22 @@ import numpy as np
 from jax import tree_util
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey, tree_flatten_with_path
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
-from shardrules._base.arguments import Tree, boolean, check_arrays, check_choice, in_order
+from shardrules._base.arguments import boolean, check_choice
 from shardrules._base.correction import Correction
 from shardrules._base.dtypes import given_float, is_plain_float
-from shardrules._base.specs import axes_in_tags, entries_of, entry_axes, is_partition_spec
-from shardrules._base.text import counted, mesh_shown, shown
+from shardrules._base.mistakes import Tree, check_arrays, in_order
+from shardrules._base.specs import entries_of, entry_axes, is_partition_spec, spec_shown
+from shardrules._base.text import counted, shown
 from shardrules._place.agreement import rows_of
 from shardrules._place.boxes import is_flax_struct, variable_types
 from shardrules._place.decider import RulesLike, check_decided
+from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.mesh import MeshLike, check_placeable, resolve_mesh
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall
+from shardrules._place.shardings import sharding_or_reasons
 from shardrules._place.spec_trees import broadcast_specs, leaf_path
 from shardrules._place.transfers import (
     Donated,
@@ -104,13 +107,13 @@ def shard(
     placed_at = [i for i, sharding in enumerate(targets) if sharding is not None]
     shardings: list[Any] = [targets[i] for i in placed_at]
     ready = [leaves[i] if dtype is None else converted(leaves[i], dtype) for i in placed_at]
-    given = list(leaves)
-    donated = Donated(given if donate else ())
+    inputs = list(leaves)
+    donated = Donated(inputs if donate else ())
     arrays = put(ready, shardings, donate=donate and donated.are_apart())
     placed = replace_at(leaves, placed_at, arrays)
     if donate:
         donated.keep(jax.block_until_ready(placed))
-        donated.give_up(given)
+        donated.give_up(inputs)
     result: Tree = treedef.unflatten(placed)
     return result
 
@@ -165,14 +168,14 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
         specs = broadcast_specs("spec", batch, treedef, spec)
         targets, abstract = [], []
         for keys, leaf, leaf_spec in zip(paths, leaves, specs, strict=True):
-            path = tree_util.keystr(keys) or "(the tree)"
-            targets.append(_local_sharding(path, leaf_spec, mesh))
+            path = keystr(keys) or "(the tree)"
+            targets.append(_local_sharding(keys, leaf, leaf_spec, mesh))
             shape = _global_shape(path, leaf, targets[-1])
             abstract.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
         call.agree(lambda: rows_of(tree_util.tree_unflatten(treedef, abstract), targets))
     arrays = [
-        jax.make_array_from_process_local_data(sharding, np.asanyarray(leaf), like.shape)
-        for leaf, sharding, like in zip(leaves, targets, abstract, strict=True)
+        jax.make_array_from_process_local_data(sharding, np.asanyarray(leaf), array.shape)
+        for leaf, sharding, array in zip(leaves, targets, abstract, strict=True)
     ]
     return tree_util.tree_unflatten(treedef, arrays)
 
@@ -260,7 +263,7 @@ def placeable(
             continue
         if not _stays(leaves[index], path) or len(others) == len(leaves):
             raise TypeError(
-                f"the leaf {jax.tree_util.keystr(path) or '(the tree)'} is "
+                f"the leaf {keystr(path) or '(the tree)'} is "
                 f"{shown(leaves[index])}; {_instead(leaves[index])}"
             )
         targets[index] = None
@@ -349,19 +352,23 @@ def _can_be_placed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
-def _local_sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:
+# The part of a process tells neither the rank nor what divides it.
+_AS_GIVEN: Final = Correction(indivisible="keep", rank="keep", pad=False)
+
+
+def _local_sharding(keys: Any, leaf: Any, spec: Any, mesh: MeshLike | None) -> NamedSharding:
+    path = keystr(keys) or "(the tree)"
     if isinstance(spec, NamedSharding):
         sharding = spec
     elif is_partition_spec(spec):
-        on_mesh: Any = resolve_mesh(mesh)
-        named = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
-        named += [axis for axes in axes_in_tags(spec).values() for axis in axes]
-        if unknown := [axis for axis in named if axis not in on_mesh.shape]:
-            raise ValueError(
-                f"spec: for {path} it has the axis {unknown[0]!r}, and the mesh is "
-                f"{mesh_shown(on_mesh.shape)}"
+        on_mesh, shape = resolve_mesh(mesh), tuple(getattr(leaf, "shape", ()))
+        decided = sharding_or_reasons(spec, shape, on_mesh, _AS_GIVEN)
+        if isinstance(decided, list):
+            row = LeafError(
+                keystr(keys, simple=True, separator="/"), shape, spec_shown(spec), decided
             )
-        sharding = NamedSharding(on_mesh, spec)
+            raise ValueError(leaf_errors([row], on_mesh.shape, said_by="specs"))  # noqa: TRY004
+        sharding = decided
     else:
         raise TypeError(
             f"spec: for {path} it is {shown(spec)}; it must be a PartitionSpec or a NamedSharding"

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from shardrules._base.arguments import check_arrays
 from shardrules._base.correction import Correction
+from shardrules._base.mistakes import check_arrays
 from shardrules._base.rule_specs import (
     Fsdp,
     MemoryKind,
@@ -34,7 +34,8 @@ from shardrules._core import ShardingTable
 from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.memory import sharding_in_memory
 from shardrules._place.mesh import AnyMesh, axes_of_type
-from shardrules._place.spec_on_mesh import NO_OTHERS, LostAxes, SpecByShape, SpecOnMesh
+from shardrules._place.spec_by_shape import SpecByShape
+from shardrules._place.spec_on_mesh import NO_OTHERS, LostAxes, SpecOnMesh
 from shardrules._rules.matcher import Matcher, decided_tree
 from shardrules._rules.patterns import Pattern
 
@@ -278,10 +279,10 @@ def _bind(matcher: Matcher, mesh: AnyMesh) -> _OnMesh:
 
     @functools.cache  # which keeps them, and so their ids
     def sharding(spec: PartitionSpec, memory: MemoryKind | None) -> NamedSharding:
-        made = sharding_in_memory(mesh, spec, memory)
+        result = sharding_in_memory(mesh, spec, memory)
         if memory is not None:
-            with_memory.add(id(made))
-        return made
+            with_memory.add(id(result))
+        return result
 
     def sharded(spec: int, corrected: PartitionSpec | None) -> NamedSharding | None:
         with suppress(ValueError):  # of JAX; `_misfits_message` tells it

@@ -36,11 +36,11 @@ def put(
         may_alias: Whether a result may be a given jax.Array, or share its memory.
         donate: Whether JAX may use the memory of jax.Arrays anew, of which no two are the same.
     """
-    given = list(leaves)
+    inputs = list(leaves)
     if jax.process_count() > 1:
-        given = list(map(_of_this_process, leaves, shardings))
+        inputs = list(map(_of_this_process, leaves, shardings))
     moved, cut_on_host = [], []
-    for index, (leaf, target) in enumerate(zip(given, shardings, strict=True)):
+    for index, (leaf, target) in enumerate(zip(inputs, shardings, strict=True)):
         if isinstance(leaf, jax.Array):
             was = leaf.sharding  # asked once: that of random keys takes long
             is_there = (was is target or was == target) and getattr(leaf, "committed", False)
@@ -52,14 +52,14 @@ def put(
             ):
                 cut_on_host.append(index)
         moved.append(index)
-    replace_at(given, cut_on_host, jax.device_get([given[i] for i in cut_on_host]))
+    replace_at(inputs, cut_on_host, jax.device_get([inputs[i] for i in cut_on_host]))
     arrays = jax.device_put(
-        [given[i] for i in moved],
+        [inputs[i] for i in moved],
         [shardings[i] for i in moved],
         may_alias=None if may_alias else False,
         donate=donate,
     )
-    return replace_at(given, moved, arrays)
+    return replace_at(inputs, moved, arrays)
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from math import prod
 from types import EllipsisType
 from typing import Final, NamedTuple
 
-from shardrules._base.arguments import check_type, integer, listed
+from shardrules._base.arguments import as_tuple, check_type, integer
 from shardrules._base.specs import Dim
 from shardrules._base.text import brief, shown, without_defaults
 from shardrules._rules.patterns import check_template
@@ -68,10 +68,10 @@ class Companion:
         check_template(self.pattern, self.base)
         if not callable(self.dims):
             if type(self.dims) is not tuple:
-                object.__setattr__(self, "dims", listed("dims", self.dims, "dimensions"))
+                object.__setattr__(self, "dims", as_tuple("dims", self.dims, "dimensions"))
             check_dims(self.dims)
         if type(self.blocks) is not tuple or self.blocks:
-            blocks = listed("blocks", self.blocks, "integers")
+            blocks = as_tuple("blocks", self.blocks, "integers")
             checked = (integer(f"blocks[{i}]", block, 1) for i, block in enumerate(blocks))
             object.__setattr__(self, "blocks", tuple(checked))
 

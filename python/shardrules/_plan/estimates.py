@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from shardrules._base.arguments import check_bytes, check_type, integer, listed, texts
+from shardrules._base.arguments import as_tuple, check_bytes, check_type, integer, strings
 from shardrules._base.hardware import as_hardware
 from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind
@@ -162,9 +162,9 @@ class Estimates(Columns):
             )
             run = step_time.run_of(tokens, machine, schedule=schedule, gradients=gradients)
         check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
-        moments = None if optimizer is None else listed("optimizer", optimizer, DTYPES)
+        moments = None if optimizer is None else as_tuple("optimizer", optimizer, DTYPES)
         if topology is not None:
-            meshes = topology.meshes(plan_axes if axes is None else texts("axes", axes))
+            meshes = topology.meshes(plan_axes if axes is None else strings("axes", axes))
         elif meshes is None:
             assert not isinstance(devices, str | Topology)
             meshes = self._factorizations(devices, axes, fixed)
@@ -195,7 +195,7 @@ class Estimates(Columns):
         sizes = checked_sizes(fixed) if fixed else {}
         plan_axes = sized_mesh(self._mesh).axis_sizes
         names = tuple(axis for axis in plan_axes if axis not in sizes)
-        names = names if axes is None else texts("axes", axes)
+        names = names if axes is None else strings("axes", axes)
         missing = plan_axes.keys() - {*names, *sizes}
         for axis in {*names, *sizes} - plan_axes.keys():
             if meant := nearest(axis, missing):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple, TypedDict, get_args
 
-from shardrules._base.arguments import check_choice, check_file, integer, listed
+from shardrules._base.arguments import as_tuple, check_choice, check_file, integer
 from shardrules._base.text import (
     and_more,
     answer,
@@ -264,7 +264,7 @@ class Findings(tuple[Finding, ...]):
             ValueError: There is no line for the rule of a finding.
         """
         check_file("file", file)
-        numbers = listed("lines", lines, "line numbers")
+        numbers = as_tuple("lines", lines, "line numbers")
         first_lines = [integer(f"lines[{i}]", line, 1) for i, line in enumerate(numbers)]
         return github_commands(self, file, first_lines)
 

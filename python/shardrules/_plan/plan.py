@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._base.arguments import check_arrays, check_type, each, in_order, listed, texts
+from shardrules._base.arguments import as_tuple, check_items, check_type, strings
 from shardrules._base.correction import Correction
 from shardrules._base.dtypes import given_dtype
+from shardrules._base.mistakes import check_arrays, in_order
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind
 from shardrules._base.text import mesh_shown
 from shardrules._place.boxes import unboxed
@@ -103,8 +104,8 @@ def plan(
         3840
     """
     decider = as_decider("rules", rules, correction, names)
-    records = listed("companions", companions, _COMPANIONS)
-    each("companions", records, Companion, "a Companion, such as those of shardrules.LORA")
+    records = as_tuple("companions", companions, _COMPANIONS)
+    check_items("companions", records, Companion, "a Companion, such as those of shardrules.LORA")
     if records and not isinstance(decider, ByPaths):
         raise ValueError("companions are for rules of paths alone: leave them out")
     if isinstance(decider, Plan):
@@ -406,7 +407,7 @@ class Plan(Views, Decider):
         """
         checked = None if dtype is None else given_dtype("dtype", dtype)
         leaves = leaves_with_gradients(self._leaves, checked)
-        follow = partial(gradients_of, leaves=leaves, unreduced=texts("unreduced", unreduced))
+        follow = partial(gradients_of, leaves=leaves, unreduced=strings("unreduced", unreduced))
         return self._follow(follow, None)
 
 

@@ -22,7 +22,8 @@ from shardrules._place.shardings import (
     manual_axes,
     specs_on_mesh,
 )
-from shardrules._place.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh
+from shardrules._place.spec_by_shape import SpecByShape
+from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._place.spec_trees import (
     broadcast_specs,
     is_named_sharding,

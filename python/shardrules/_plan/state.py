@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from shardrules._base.arguments import check_choices, check_type, listed, texts
+from shardrules._base.arguments import as_tuple, check_choices, check_type, strings
 from shardrules._base.dtypes import bits_of, is_inexact
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind
 from shardrules._base.specs import (
@@ -55,7 +55,7 @@ class Training:
         check_type("activations", self.activations, Columns | None, "a Plan")
         if not isinstance(self.optimizer, Columns | None):
             what = f"{DTYPES}; or plan.for_optimizer(state)"
-            object.__setattr__(self, "optimizer", listed("optimizer", self.optimizer, what))
+            object.__setattr__(self, "optimizer", as_tuple("optimizer", self.optimizer, what))
 
     def bytes_with(self, params: Columns) -> DeviceBytes:
         """Count the bytes of the parameters and of what training adds to them."""
@@ -101,7 +101,7 @@ class Zero1:
     def __post_init__(self) -> None:
         check_type("axis", self.axis, str, "a mesh axis")
         check_choices(self)
-        object.__setattr__(self, "not_with", texts("not_with", self.not_with))
+        object.__setattr__(self, "not_with", strings("not_with", self.not_with))
 
 
 _Shape = tuple[int, ...]

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardrules._base.arguments import (
+    as_tuple,
     check_bytes,
     check_file,
+    check_items,
     check_type,
-    each,
     integer,
-    listed,
-    texts,
+    strings,
 )
-from shardrules._base.io import write_text
+from shardrules._base.atomic_write import write_text
 from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.text import MOST_HTML, mesh_shown
 from shardrules._place.mesh import MeshLike
@@ -94,13 +94,13 @@ class Views(Estimates):
 
         check_bytes("large", large)
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
-        patterns = listed("replicated", replicated, "patterns")
+        patterns = as_tuple("replicated", replicated, "patterns")
         if patterns:
-            each("replicated", patterns, str | re.Pattern, "a pattern")
+            check_items("replicated", patterns, str | re.Pattern, "a pattern")
         arguments = Declared(
             replicated=patterns,
-            optional_axes=texts("optional_axes", optional_axes),
-            data_axes=texts("data_axes", data_axes),
+            optional_axes=strings("optional_axes", optional_axes),
+            data_axes=strings("data_axes", data_axes),
         )
         declared = all_declared(self._declared, arguments)
         size = None if head_dim is None else integer("head_dim", head_dim, least=1)

@@ -30,7 +30,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
-from shardrules._base.io import replace_file
+from shardrules._base.atomic_write import replace_file
 from shardrules._base.jax_names import lowered_options
 from shardrules._estimate.buffers import SIZES, sizes_of
 from shardrules._plan.lock_texts import of_type

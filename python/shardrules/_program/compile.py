@@ -19,7 +19,8 @@ from jax import dtypes, tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
-from shardrules._base.arguments import check_choice, check_real, check_type, kind_of
+from shardrules._base.arguments import check_choice, check_real, check_type
+from shardrules._base.mistakes import kind_of
 from shardrules._base.text import (
     and_more,
     brief,

@@ -12,8 +12,9 @@ from typing import Any, Final
 from jax import tree_util
 from jax.sharding import Mesh
 
-from shardrules._base.arguments import check_file, check_type, in_order
-from shardrules._base.io import write_text
+from shardrules._base.arguments import check_file, check_type
+from shardrules._base.atomic_write import write_text
+from shardrules._base.mistakes import in_order
 from shardrules._base.text import answer, bytes_shown, mesh_shown, printable
 from shardrules._estimate.buffers import Memory, Totals
 from shardrules._plan.findings import Findings

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeVar, get_args
 
-from shardrules._base.arguments import boolean, check_choice, check_choices, check_type, texts
+from shardrules._base.arguments import boolean, check_choice, check_choices, check_type, strings
 from shardrules._base.correction import Correction, LibraryCorrection, check_correction
 from shardrules._base.specs import RankPolicy
 from shardrules._base.text import without_defaults
@@ -78,7 +78,7 @@ class Dialect:
         if type(self.match) is not tuple or not all(
             type(mode) is str and mode in modes for mode in self.match
         ):
-            object.__setattr__(self, "match", texts("match", self.match))
+            object.__setattr__(self, "match", strings("match", self.match))
             for mode in self.match:
                 check_choice("match", mode, modes)
         if not self.match:
@@ -195,11 +195,7 @@ MAXTEXT: Final = LogicalDialect(
 that the mesh lacks or that have one device, as by `remove_size_one_mesh_axis` of MaxText's
 `utils.sharding` of 2026, or that do not divide, as by `adjust_pspec_for_indivisible_shapes`."""
 HALIAX: Final = LogicalDialect(
-    "haliax",
-    last_wins=True,
-    keeps_unknown=False,
-    correction=_NONE,
-    tries_next=False,
+    "haliax", last_wins=True, keeps_unknown=False, correction=_NONE, tries_next=False
 )
 """The dialect of haliax's axis mappings, as of `haliax.partitioning.pspec_for_axis` of haliax 1.4:
 each name has one entry, whatever other dimensions use. What JAX would refuse later is an error."""
@@ -217,17 +213,26 @@ _AnyDialect = TypeVar("_AnyDialect", Dialect, LogicalDialect)
 def dialect_of(
     dialect: _AnyDialect | None,
     correction: Correction | None,
-    given: _AnyDialect | None,
+    inherited: _AnyDialect | None,
     default: _AnyDialect,
 ) -> _AnyDialect:
-    """Return the dialect of rules, with their correction; `given` is that of what they are of."""
+    """Return the dialect of rules, with their correction; they may be made of rules with one."""
     check_correction(correction)
-    if correction is None and given is not None and given not in _NAMES:
-        correction = given.correction
-    dialect = dialect or given or default
+    if correction is None and inherited is not None and inherited not in _NAMES:
+        correction = inherited.correction
+    dialect = dialect or inherited or default
     if correction is None or correction == dialect.correction:
         return dialect
     return replace(dialect, correction=correction)
+
+
+def optional_axes_of(
+    optional_axes: Iterable[str] | None, inherited: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the axes that a mesh may lack; rules may be made of rules with some."""
+    if optional_axes is None:
+        return inherited
+    return tuple(dict.fromkeys(strings("optional_axes", optional_axes)))
 
 
 def policy_shown(dialect: Dialect | LogicalDialect, optional_axes: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardrules._base.arguments import check_type, texts
+from shardrules._base.arguments import check_type
 from shardrules._base.correction import Correction
 from shardrules._base.jax_names import flax_axis_rules
 from shardrules._base.rule_specs import rule_with_axes
@@ -21,7 +21,13 @@ from shardrules._base.specs import (
     split_axes,
 )
 from shardrules._base.text import answer, shown
-from shardrules._rules.dialects import LINEN, LogicalDialect, dialect_of, policy_shown
+from shardrules._rules.dialects import (
+    LINEN,
+    LogicalDialect,
+    dialect_of,
+    optional_axes_of,
+    policy_shown,
+)
 from shardrules._rules.names import check_rules, last_wins
 from shardrules._rules.resolver import Resolver, axes_in, resolver_for
 from shardrules._rules.rules import Rules
@@ -84,14 +90,11 @@ class LogicalRules:
         pairs = tuple(items)
         check_rules(pairs)
         object.__setattr__(self, "_pairs", tuple(map(_checked_name_pair, range(len(pairs)), pairs)))
-        given = rules.rules if isinstance(rules, _PairsOfRules) else rules
-        own: LogicalDialect | None = None
-        axes: tuple[str, ...] = ()
-        if isinstance(given, LogicalRules):
-            own, axes = given.dialect, given.optional_axes
-        object.__setattr__(self, "dialect", dialect_of(dialect, correction, own, LINEN))
-        if optional_axes is not None:
-            axes = tuple(dict.fromkeys(texts("optional_axes", optional_axes)))
+        source = rules.rules if isinstance(rules, _PairsOfRules) else rules
+        has = source if isinstance(source, LogicalRules) else None
+        in_force = dialect_of(dialect, correction, has.dialect if has is not None else None, LINEN)
+        axes = optional_axes_of(optional_axes, has.optional_axes if has is not None else ())
+        object.__setattr__(self, "dialect", in_force)
         object.__setattr__(self, "optional_axes", axes)
 
     @property

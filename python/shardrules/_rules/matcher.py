@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar
 
-from shardrules._base.arguments import check_real, check_type
+from shardrules._base.arguments import check_real
 from shardrules._base.rule_specs import Fsdp, plain_spec
 from shardrules._base.specs import Entries, RankPolicy, spec_for_rank, spec_length
 from shardrules._base.text import and_more, answer, counted, printable, printable_lines, shown
@@ -217,34 +217,12 @@ class WalkResult(NamedTuple):
     """True if some leaf has a shape that is not (); False if shapes are not looked at."""
 
 
-class Counters(NamedTuple):
-    """Counts of a matcher's work, over all calls that have ended."""
-
-    states_built: int
-    """States of the lazy DFA made so far, those cleared since included."""
-    cache_clears: int
-    """The number of times that the memory budget was spent and the states were cleared."""
-    simulated_steps: int
-    """Characters stepped through without a remembered transition: not seen often enough to be worth
-    one, or the budget is spent."""
-    program_nodes: int
-    """Size of the compiled rules."""
-
-
 class Matcher:
     """Compiled rule list."""
 
     __slots__ = (
-        "_remembered",
-        "dialect",
-        "fallbacks",
-        "from_shapes",
-        "memory_budget",
-        "min_size",
-        "optional_axes",
-        "pairs",
-        "rule_set",
-        "specs",
+        "_remembered", "dialect", "fallbacks", "from_shapes", "memory_budget", "min_size",
+        "optional_axes", "pairs", "rule_set", "specs",
     )  # fmt: skip
 
     def __init__(
@@ -347,25 +325,13 @@ class Matcher:
         count = len(self.pairs)
         return SpecTable(list(range(count)), [0] * count, lambda rule, _: rule)
 
-    def first_match(self, path: str) -> int | None:
-        """Return the index of the first rule that matches the path, or None."""
-        return self.rule_set.first_match(checked_path(path))
-
-    def all_matches(self, path: str) -> list[int]:
-        """Return the indices of all rules that match the path, ascending."""
-        return self.rule_set.all_matches(checked_path(path))
-
     def for_whole_paths(self) -> Matcher:
         """Return these rules, for trees whose only keys are paths."""
         if self.dialect.keys == "text":
             return self
         dialect = replace(self.dialect, keys="text")
-
-        def make() -> Matcher:
-            options = self.memory_budget, self.optional_axes, self.min_size
-            return Matcher(self.pairs, dialect, *options)
-
-        return self.remembered(dialect, make)
+        policy = self.memory_budget, self.optional_axes, self.min_size
+        return self.remembered(dialect, lambda: Matcher(self.pairs, dialect, *policy))
 
     def remembered(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """Return the result of `make`, remembered for the next call with this key."""
@@ -375,16 +341,6 @@ class Matcher:
                 self._remembered.clear()
             value = self._remembered.setdefault(key, make())
         return value  # type: ignore[no-any-return]
-
-    def counters(self) -> Counters:
-        """Return the counts of the core so far."""
-        return Counters(*self.rule_set.counters())
-
-
-def checked_path(path: object) -> str:
-    """Return a path that users give."""
-    check_type("path", path, str, "a string")
-    return str(path)
 
 
 def _specs_of(pairs: Iterable[tuple[Pattern, Any]]) -> list[Any]:

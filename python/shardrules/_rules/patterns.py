@@ -15,7 +15,7 @@ from operator import attrgetter
 from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
 from typing import Any, Final, Literal, NamedTuple, TypeGuard
 
-from shardrules._base.text import printable, shown
+from shardrules._base.text import brief, printable, shown
 
 Pattern = str | re.Pattern[str]
 """The types that a rule's pattern may have."""
@@ -37,27 +37,22 @@ def checked_pattern(index: int, pattern: Any) -> Any:
 
 
 # `re` names them when it is imported, where type checkers do not see it.
-ANY, AT, IN, LITERAL, NOT_LITERAL, BRANCH, SUBPATTERN = attrgetter(
-    "ANY", "AT", "IN", "LITERAL", "NOT_LITERAL", "BRANCH", "SUBPATTERN"
-)(_constants)
-FAILURE, MAX_REPEAT, MIN_REPEAT, MAXREPEAT = attrgetter(
-    "FAILURE", "MAX_REPEAT", "MIN_REPEAT", "MAXREPEAT"
-)(_constants)
+_OPERATIONS: Final = (
+    "ANY", "AT", "IN", "LITERAL", "NOT_LITERAL", "BRANCH", "SUBPATTERN",
+    "FAILURE", "MAX_REPEAT", "MIN_REPEAT", "MAXREPEAT",
+)  # fmt: skip
+(
+    ANY, AT, IN, LITERAL, NOT_LITERAL, BRANCH, SUBPATTERN,
+    FAILURE, MAX_REPEAT, MIN_REPEAT, MAXREPEAT,
+) = attrgetter(*_OPERATIONS)(_constants)  # fmt: skip
 
 # Words of the encoding: csrc/automata/syntax.hpp. Code points are literals.
 _CLASS, _ASSERT, _NEVER, _ALTERNATE, _REPEAT, _SEQUENCE = range(0x110000, 0x110006)
 _UNBOUNDED: Final = 0xFFFFFFFF
 (
-    _BEGIN,
-    _BEGIN_LINE,
-    _DOLLAR,
-    _END_LINE,
-    _END,
-    _BOUNDARY,
-    _NOT_BOUNDARY,
-    _ASCII_BOUNDARY,
-    _NOT_ASCII_BOUNDARY,
-) = range(1, 10)
+    _BEGIN, _BEGIN_LINE, _DOLLAR, _END_LINE, _END,
+    _BOUNDARY, _NOT_BOUNDARY, _ASCII_BOUNDARY, _NOT_ASCII_BOUNDARY,
+) = range(1, 10)  # fmt: skip
 
 # Beyond these `re` evaluates the pattern itself; `{1000}{1000}` would unroll to a million states.
 _MAX_NODES_OF_PATTERN: Final = 20_000
@@ -288,7 +283,7 @@ def parse(where: str, regex: Pattern) -> Any:
     except re.error as error:
         raise _located(where, error, text) from None
     except (OverflowError, RecursionError, ValueError) as error:
-        raise type(error)(f"{where}: {error}: {_brief(text)}") from None
+        raise type(error)(f"{where}: {error}: {brief(text)}") from None
 
 
 def check_template(pattern: Pattern, template: str) -> None:
@@ -299,7 +294,7 @@ def check_template(pattern: Pattern, template: str) -> None:
     except (re.error, IndexError) as error:
         text = _text_and_flags(pattern)[0]
         raise re.error(
-            f"{_brief(template)} does not go with the pattern {_brief(text)}: {error}; a group is "
+            f"{brief(template)} does not go with the pattern {brief(text)}: {error}; a group is "
             r"(...), and \1 in its place"
         ) from None
 
@@ -323,10 +318,6 @@ def _text_and_flags(pattern: Pattern) -> tuple[str, int]:
 def pattern_shown(pattern: Pattern) -> str:
     """Return a rule's pattern: a string as it is, anything else as Python writes it."""
     return pattern if isinstance(pattern, str) else repr(pattern)
-
-
-def _brief(text: str) -> str:
-    return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."
 
 
 def _located(where: str, error: re.error, pattern: str) -> re.error:

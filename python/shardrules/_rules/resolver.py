@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from shardrules._base.correction import Correction, LibraryCorrection, absent_policy
@@ -104,11 +104,6 @@ class Resolver:
             "keep" if policy.indivisible == "error" else policy.indivisible,
         )
 
-    @property
-    def names(self) -> list[str]:
-        """Return the logical names that have rules."""
-        return [name for name in self._name_ids if isinstance(name, str)]
-
     def spec(self, names: Any) -> PartitionSpec:
         """Return the PartitionSpec of an array with these names and any shape; cached."""
         try:
@@ -133,8 +128,8 @@ class Resolver:
         try:
             winners, lost = self._core.resolve(
                 [
-                    (self._name_id(entry), self._known_axes(entry), _at(shape, dim))
-                    for dim, entry in enumerate(free)
+                    (self._name_id(entry), self._known_axes(entry), size)
+                    for entry, size in zip_longest(free, (shape or ())[: len(free)])
                 ]
             )
         except TypeError as error:
@@ -318,10 +313,6 @@ def axes_in(value: Any) -> list[str]:
     if isinstance(value, (tuple, list)):
         return [axis for inner in value for axis in axes_in(inner)]
     return [value]
-
-
-def _at(shape: tuple[int, ...] | None, dim: int) -> int | None:
-    return None if shape is None or dim >= len(shape) else shape[dim]
 
 
 def _as_tuple(value: Any) -> Any:

@@ -7,17 +7,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
-from shardrules._base.arguments import (
-    boolean,
-    check_arrays,
-    check_order,
-    check_type,
-    integer,
-    texts,
-)
+from shardrules._base.arguments import boolean, check_type, integer
 from shardrules._base.correction import Correction
+from shardrules._base.mistakes import check_arrays, check_order
 from shardrules._base.rule_specs import Fsdp, RuleSpec, axes_of_rule, rule_with_axes
 from shardrules._base.specs import (
     Entries,
@@ -30,7 +24,13 @@ from shardrules._base.specs import (
     split_axes,
 )
 from shardrules._base.text import answer, shown
-from shardrules._rules.dialects import EFORMER, Dialect, dialect_of, policy_shown
+from shardrules._rules.dialects import (
+    EFORMER,
+    Dialect,
+    dialect_of,
+    optional_axes_of,
+    policy_shown,
+)
 from shardrules._rules.matcher import (
     Coverage,
     Matcher,
@@ -47,25 +47,17 @@ _SEQUENCES: Final = (tuple, Entries)
 _RECORDS: Final = (RuleSpec, Correction, Fsdp)
 
 
-class GivenPairs:
-    """Pairs for a dialect."""
+class _RulesKey(NamedTuple):
+    """Key of compiled rules: equal, and of equal types inside, as 1 and True differ."""
 
-    __slots__ = ("_hash", "dialect", "pairs")
-
-    def __init__(self, pairs: tuple[Any, ...], dialect: Dialect) -> None:
-        self.pairs: Final = pairs
-        self.dialect: Final = dialect
-        self._hash: Final = hash((self.pairs, id(dialect)))
+    pairs: tuple[Any, ...]
+    dialect: Dialect
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash((self.pairs, id(self.dialect)))
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, GivenPairs)
-            and self.dialect is other.dialect
-            and _are_same(self.pairs, other.pairs)
-        )
+    def __eq__(self, other: Any) -> bool:
+        return self.dialect is other.dialect and _are_same(self.pairs, other.pairs)
 
 
 def _are_same(a: Any, b: Any) -> bool:
@@ -146,15 +138,10 @@ class Rules:
         check_type("dialect", dialect, Dialect | None, kind)
         memory_budget = integer("memory_budget", memory_budget, what="a number of bytes")
         pairs = _checked_pairs(_checked_rules(rules))
-        own: Dialect | None = None
-        axes: tuple[str, ...] = ()
-        least = 0
-        if isinstance(rules, Rules):
-            own, axes, least = rules.dialect, rules.optional_axes, rules.min_size
-        in_force = dialect_of(dialect, correction, own, EFORMER)
-        if optional_axes is not None:
-            axes = tuple(dict.fromkeys(texts("optional_axes", optional_axes)))
-        least = least if min_size is None else checked_min_size(min_size)
+        has = rules._matcher if isinstance(rules, Rules) else None
+        in_force = dialect_of(dialect, correction, has.dialect if has else None, EFORMER)
+        axes = optional_axes_of(optional_axes, has.optional_axes if has else ())
+        least = (has.min_size if has else 0) if min_size is None else checked_min_size(min_size)
         matcher = Matcher(pairs, in_force, memory_budget, axes, least)
         object.__setattr__(self, "_matcher", matcher)
 
@@ -197,11 +184,13 @@ class Rules:
 
         A dialect may allow only one to match; `match` checks that, and this does not.
         """
-        return self._matcher.first_match(path)
+        check_type("path", path, str, "a string")
+        return self._matcher.rule_set.first_match(path)
 
     def all_matches(self, path: str) -> list[int]:
         """Return the indices of all rules that match the path, ascending."""
-        return self._matcher.all_matches(path)
+        check_type("path", path, str, "a string")
+        return self._matcher.rule_set.all_matches(path)
 
     def coverage(self, tree: Any, strict: bool = True) -> Coverage:
         """Return per rule, the leaves that it matches and wins, from one walk over the tree.
@@ -277,11 +266,10 @@ class Rules:
         make = functools.partial(Rules, memory_budget=has.memory_budget, **policy)
         return make, (has.pairs, has.dialect)
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
+    def __setattr__(self, *_: object) -> NoReturn:
         raise AttributeError("Rules are immutable; make new ones")
 
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError("Rules are immutable; make new ones")
+    __delattr__ = __setattr__
 
 
 PathRules: TypeAlias = Rules | Iterable[tuple[Pattern, Any]]
@@ -367,16 +355,15 @@ def remembered_rules(rules: Iterable[Any], dialect: Dialect, name: str = "rules"
     if not {*map(type, pairs)} <= {tuple}:  # namedtuples; or lists, as JSON has them
         pairs = _checked_pairs(pairs)
     try:
-        key = GivenPairs(pairs, dialect)
+        return _compiled(_RulesKey(pairs, dialect))
     except TypeError:  # lists inside; checked, they are tuples
-        key = GivenPairs(_checked_pairs(pairs), dialect)
-    return _compiled(key)
+        return _compiled(_RulesKey(_checked_pairs(pairs), dialect))
 
 
 # Each may hold its memory budget in states, but real rules take some 100 KB.
 @functools.lru_cache(maxsize=16)
-def _compiled(key: GivenPairs) -> Rules:
-    return Rules(key.pairs, key.dialect)
+def _compiled(key: _RulesKey) -> Rules:
+    return Rules(*key)
 
 
 def rules_like(
@@ -415,7 +402,7 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
         )
     hint = where_rules_are(rules)
     if hint or isinstance(rules, (bytes, Mapping)) or not isinstance(rules, Iterable):
-        hint = f"; pass {_pairs_of(rules)}" if isinstance(rules, Mapping) else hint
+        hint = hint or (f"; pass {_pairs_of(rules)}" if isinstance(rules, Mapping) else "")
         raise TypeError(
             f"{name} must be a sequence of (pattern, spec) pairs, not {type(rules).__name__}{hint}"
         )
@@ -427,13 +414,11 @@ def where_rules_are(thing: Any) -> str:
     if isinstance(thing, str | os.PathLike):
         return "; the rules of a file are shardrules.read_rules(path).rules"
     has_rules = hasattr(getattr(thing, "rules", None), "dialect")  # of paths, or of names
-    return "; give its .rules" if has_rules and not isinstance(thing, Mapping) else ""
+    return "; give its .rules" if has_rules else ""
 
 
 def _pairs_of(rules: Mapping[Any, Any]) -> str:
     """Return an example of pairs to pass instead of a mapping."""
-    if isinstance(getattr(rules, "rules", None), Rules):  # compat.keras
-        return "its .rules"
     if type(rules).__module__.partition(".")[0] == "keras":
         return (
             "the .rules of a shardrules.compat.keras.LayoutMap(rules.device_mesh) after its "

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._base.arguments import check_type, in_order, integer, listed, texts
+from shardrules._base.arguments import as_tuple, check_type, integer, strings
 from shardrules._base.hardware import Hardware, as_hardware
+from shardrules._base.mistakes import in_order
 from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes
 from shardrules._base.text import brief, bytes_shown, mesh_shown
@@ -135,7 +136,7 @@ def suggest(
     check_type("dialect", dialect, Dialect | LogicalDialect | None, _A_DIALECT)
     size = None if head_dim is None else integer("head_dim", head_dim, least=1)
     batch = None if tokens is None else integer("tokens", tokens, least=1)
-    moments = None if optimizer is None else listed("optimizer", optimizer, "dtypes")
+    moments = None if optimizer is None else as_tuple("optimizer", optimizer, "dtypes")
     device = None if hardware is None else as_hardware("hardware", hardware)
     room = device.memory_bytes if hbm is None and device is not None else hbm
     if experts_per_token is not None:
@@ -148,7 +149,7 @@ def suggest(
     bare = _bare_plan(model, mesh, devices, dialect, names)
     units = units_of(bare, head_sizes(bare, size))
     if devices is not None:
-        over = _default_axes(units) if axes is None else texts("axes", axes)
+        over = _default_axes(units) if axes is None else strings("axes", axes)
         is_timed = device is not None and batch is not None
         # Rules that use all axes, whatever their sizes will be.
         on_any = bare.with_rules(_suggested_rules(units, dict.fromkeys(over, 2), dialect))

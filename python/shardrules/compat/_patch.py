@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
-from shardrules._base.arguments import each
+from shardrules._base.arguments import check_items
 from shardrules.compat import eformer, flax_linen_spmd
 
 _Functions = dict[Callable[..., Any], Callable[..., Any]]
@@ -77,7 +77,7 @@ def patch(*libraries: str) -> Patch:
         Traceback (most recent call last):
         ValueError: patch does not know the library 'keras'; it knows 'eformer', 'flax'
     """
-    each("libraries", libraries, str, "a string")
+    check_items("libraries", libraries, str, "a string")
     with _lock:
         new = {old: ours for name in libraries for old, ours in _replacements_in(name).items()}
         _replacements.update(new)

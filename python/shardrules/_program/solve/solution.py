@@ -9,7 +9,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._base.arguments import check_real, check_type, listed, memory_bytes
+from shardrules._base.arguments import as_tuple, check_real, check_type, memory_bytes
 from shardrules._base.text import answer, printable_lines
 from shardrules._estimate.step_time import machine_of
 from shardrules._place.mesh import as_mesh
@@ -138,8 +138,8 @@ def solve(
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     if not step._paths:
         raise ValueError(f"{step.name}: it was traced without arrays among its arguments")
-    keep = listed("keep", keep, "patterns, or pairs of a pattern and a spec")
-    forbid = listed("forbid", forbid, "pairs of a role and a mesh axis")
+    keep = as_tuple("keep", keep, "patterns, or pairs of a pattern and a spec")
+    forbid = as_tuple("forbid", forbid, "pairs of a role and a mesh axis")
     if time_limit is not None:
         check_real("time_limit", time_limit)
         if not time_limit >= 0:

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.arguments import check_type, integer, texts
+from shardrules._base.arguments import check_type, integer, strings
 from shardrules._base.hardware import Hardware
 from shardrules._base.mesh_sizes import checked_sizes, mesh_shapes
 from shardrules._base.text import counted, mesh_shown, nearest, without_defaults
@@ -172,7 +172,7 @@ class Topology:
         Raises:
             ImportError: The compiler is not installed.
         """
-        axes = texts("axes", axes)
+        axes = strings("axes", axes)
         return [
             sizes
             for shape in mesh_shapes(self.device_count, len(axes))
@@ -249,7 +249,7 @@ class Topology:
     def _links(self, mesh: Mesh, axes: Sequence[str]) -> Links:
         """Return how devices along axes of a mesh are connected."""
         places = self._places(mesh)
-        axes = texts("axes", axes)
+        axes = strings("axes", axes)
         if unknown := [axis for axis in axes if axis not in mesh.axis_names]:
             raise ValueError(f"axes: {unknown[0]!r} is none of {', '.join(mesh.axis_names)}")
         numbers = [mesh.axis_names.index(axis) for axis in axes]

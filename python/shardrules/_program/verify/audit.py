@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardrules._base.arguments import check_arrays, check_type, in_order
+from shardrules._base.arguments import check_type
 from shardrules._base.dtypes import SAFETENSORS, bits_of
 from shardrules._base.jax_names import device_order
+from shardrules._base.mistakes import check_arrays, in_order
 from shardrules._base.specs import (
     Entries,
     as_partition_spec,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardrules._base.arguments import check_bytes, check_type, in_order
+from shardrules._base.arguments import check_bytes, check_type
+from shardrules._base.mistakes import in_order
 from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.findings import Finding, Findings, finding_of
 from shardrules._plan.table import DEFAULT_LARGE
