@@ -14,10 +14,13 @@ from numbers import Real
 from types import UnionType
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
-from shardrules._base.text import brief, shown
+from shardrules._base.text import brief, byte_count, shown
 
 MOST: Final = 2**63 - 1
 """The largest number that the core and numpy's int64 hold."""
+
+_LEAST_MEMORY: Final = 1024
+"""Bytes that every device has; less is a number of gigabytes."""
 
 
 def check_type(name: str, value: object, types: type | UnionType, what: str) -> None:
@@ -80,10 +83,19 @@ def check_bytes(name: str, value: object) -> None:
 
 
 def memory_bytes(name: str, value: Any) -> int:
-    """Return the bytes of a device's memory: at least one, and not without end."""
+    """Return the bytes of a device's memory, given as a number or a text such as "95GB"."""
+    if isinstance(value, str):
+        try:
+            value = byte_count(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
     check_bytes(name, value)
     if isinstance(value, bool) or not 1 <= value < inf:
         raise ValueError(f"{name} is {shown(value)}; it must be a number of bytes, such as 95e9")
+    if value < _LEAST_MEMORY:
+        raise ValueError(
+            f"{name} is {value:g}: that is {value:g} bytes; write {value:g}e9, or '{value:g}GB'"
+        )
     return int(value)
 
 

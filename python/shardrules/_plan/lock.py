@@ -238,6 +238,8 @@ def _check_format(content: Any) -> None:
         raise ValueError(
             f"its format is {_FORMAT_1!r}, of shardrules 0.1, and this reads {FORMAT!r}"
         )
+    if isinstance(form, str) and form.startswith("shardrules program lock"):
+        raise ValueError("it is no plan's lock, but that of a program, which Program.diff compares")
     if form != FORMAT:
         raise ValueError(f"not a lock: its format is not {FORMAT!r}")
     check_fields(content, _FIELDS)

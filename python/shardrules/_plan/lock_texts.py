@@ -33,8 +33,11 @@ def line_by_line(key: str, entries: Iterable[str]) -> str:
     return f" {json.dumps(key)}: [\n{lines}\n ]"
 
 
-def content_of(lock_or_path: str | os.PathLike[str]) -> tuple[bytes, str]:
-    """Return (content, name) of a lock that is given as its text or as a file."""
+def content_of(lock_or_path: str | os.PathLike[str], writer: str) -> tuple[bytes, str]:
+    """Return (content, name) of a lock that is given as its text or as a file.
+
+    `writer` is the method that writes such locks, for the message if there is none.
+    """
     if isinstance(lock_or_path, str) and lock_or_path.lstrip().startswith("{"):
         return lock_or_path.encode("utf-8", "surrogatepass"), "the lock"
     path = Path(lock_or_path)
@@ -43,7 +46,8 @@ def content_of(lock_or_path: str | os.PathLike[str]) -> tuple[bytes, str]:
     except ValueError as error:  # such as a FileError, or no name that a file can have
         name = path if isinstance(lock_or_path, os.PathLike) else shown(lock_or_path)
         why = str(error).removeprefix(f"{path}: ")
-        raise FileError(f"{name}: neither a lock nor a file with one: {why}") from error
+        text = f"{name}: neither a lock nor a file with one: {why}; {writer}(path) writes one"
+        raise FileError(text) from error
 
 
 @contextmanager

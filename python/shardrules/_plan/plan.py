@@ -264,7 +264,7 @@ class Plan(Views, Decider):
         from shardrules._plan.lock_texts import content_of
 
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
-        columns = read_lock(*content_of(lock))
+        columns = read_lock(*content_of(lock, "Plan.lock"))
         return cls(columns, partial(_put_locked, columns), columns.axis_sizes)
 
     def diff(self, other: Plan) -> PlanDiff:

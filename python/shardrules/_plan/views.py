@@ -60,6 +60,9 @@ class Views(Estimates):
     ) -> Findings:
         """Check the coverage: no leaf is replicated and no rule ignored without a finding.
 
+        This looks at rules; `prove` looks at a step, `verify` at an executable, `audit` at live
+        arrays.
+
         A plan of `suggest` knows what its rules declare; arguments add to that.
 
         The kinds of findings, with their levels and meanings, are in docs/findings.md.

@@ -226,7 +226,7 @@ class Program:
         if isinstance(other, Program):
             before, name = other._shown_costs(), "the program"
         else:
-            data, name = content_of(other)
+            data, name = content_of(other, "Program.lock")
             before = read_program_lock(data, name)
         return compared(self._shown_costs(), before, self.collectives, tolerance, name)
 
@@ -321,7 +321,7 @@ def _unknown_movement(row: Exchange) -> Movement:
 def inspect(compiled: Any, inputs: Any, outputs: Any = None) -> Program:
     """Read what a compiled function sends between devices, what that moves, and why.
 
-    Nothing is run. `verify` gives the findings of the same report.
+    Nothing is run. This is what `verify` and `prove` are made of, which have the findings as well.
 
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, or the same of `flax.nnx.jit` or

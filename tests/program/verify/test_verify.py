@@ -702,7 +702,7 @@ def test_the_peak(compiled_step, planned):
 def test_a_backend_that_tells_nothing(compiled_step, planned, monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda _: None)
     monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda _: None)
-    findings = sr.verify(compiled_step(), planned, hbm=1)
+    findings = sr.verify(compiled_step(), planned, hbm=2**20)
     assert [(one.level, one.kind) for one in findings] == [
         ("warning", "donation"),
         ("warning", "gathered"),

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
     """Read what a step does from its jaxpr: nothing is compiled, and nothing runs.
 
+    This is what `solve` is made of; `prove` looks at what the compiler makes of the step.
+
     Args:
         step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;
             give the jitted one for donation and `out_shardings`.

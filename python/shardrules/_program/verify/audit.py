@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 def audit(tree: Any, plan: Plan) -> Findings:
     """Compare live arrays with a plan: where they are, how they are sharded, in which memory.
 
+    This looks at live arrays; `Plan.check` looks at rules, `prove` at a step, `verify` at an
+    executable.
+
     Nothing is moved, and no data is read. Shardings that cut alike are equal, whatever they are
     called: `P("tp")` and `P(("tp",), None)`, or a mesh axis of one device. In several processes,
     each process calls this with its tree; all get the same findings.

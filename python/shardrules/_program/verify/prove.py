@@ -118,7 +118,7 @@ def prove(
     on: Topology | Mesh | None = None,
     inputs: Sequence[Any] | None = None,
     outputs: Any = None,
-    hbm: int | None = None,
+    hbm: float | str | None = None,
     large: int = DEFAULT_LARGE,
     budget: Mapping[str, int | str] | None = None,
     effort: Effort = "full",
@@ -126,7 +126,8 @@ def prove(
 ) -> Proof:
     """Compile a step for its devices, which need not be there, and compare it with the plan.
 
-    `compile`, then `verify` and `inspect`. What is compiled for a Topology is kept in
+    This looks at a step; `Plan.check` looks at rules, `verify` at an executable, `audit` at live
+    arrays. It is `compile`, then `verify` and `inspect`. What is compiled for a Topology is kept in
     `~/.cache/shardrules`, or in the folder that the environment variable SHARDRULES_CACHE names,
     "off" for none: the same step is not compiled twice.
 

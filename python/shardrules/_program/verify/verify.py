@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardrules._base.arguments import check_bytes, check_type
+from shardrules._base.arguments import check_bytes, check_type, memory_bytes
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.findings import Finding, Findings, finding_of
@@ -40,14 +40,15 @@ def verify(
     inputs: Any,
     outputs: Any = None,
     *,
-    hbm: int | None = None,
+    hbm: float | str | None = None,
     large: int = DEFAULT_LARGE,
     budget: Mapping[str, int | str] | None = None,
     log: CompileLog | None = None,
 ) -> Findings:
     """Find where a compiled function differs from the plan, and what that costs.
 
-    Nothing is run. The page "Findings" says from where each finding is read.
+    This looks at an executable; `Plan.check` looks at rules, `prove` at a step, `audit` at live
+    arrays. Nothing is run. The page "Findings" says from where each finding is read.
 
     | kind | level | what |
     |---|---|---|
@@ -82,7 +83,8 @@ def verify(
             or shardings, one of these for all of the argument, or None for what is not looked at.
             Behind these there may be a dict for keyword arguments.
         outputs: The same for what the function returns. Default: nothing is planned for it.
-        hbm: Bytes of memory of a device, for `peak`. Default: it is not asked.
+        hbm: Bytes of memory of a device, as a number or "95 GB", for `peak`. Default: it is not
+            asked.
         large: Minimum bytes on a device of what is `gathered`, and of states that are not donated.
             Default: 16 MiB.
         budget: Bytes, as a number or "25 GB", by what they are of: "peak" is the memory that a
@@ -122,7 +124,7 @@ def findings_and_program(
     inputs: Any,
     outputs: Any,
     *,
-    hbm: int | None,
+    hbm: float | str | None,
     large: int,
     budget: Mapping[str, int | str] | None,
     log: CompileLog | None = None,
@@ -133,7 +135,7 @@ def findings_and_program(
     `unplaced` says for each leaf of each argument whether nothing placed it.
     """
     if hbm is not None:
-        check_bytes("hbm", hbm)
+        hbm = memory_bytes("hbm", hbm)
     check_bytes("large", large)
     log = CompileLog(()) if log is None else log
     check_type("log", log, CompileLog, "what shardrules.compiling gives")
