@@ -82,7 +82,7 @@ def _names_that_do_not_fold() -> Iterator[Row]:
 
 
 def _sweeps() -> Iterator[Row]:
-    """100 meshes, by bytes and by the time of a step."""
+    """100 meshes, by bytes."""
     tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
     planned = sr.plan(tree, [*demo.EXPERTS, *corpus.rules(RULES)], MESH)
     meshes = [
@@ -91,14 +91,9 @@ def _sweeps() -> Iterator[Row]:
         for fsdp in range(14 - dp)
     ][:100]
     counted: dict[str, Any] = {"gradients": "bfloat16", "optimizer": ["float32"] * 2}
-    step: dict[str, Any] = {
-        "tokens": 15_360 * 4096, "hardware": "v5p", "schedule": {"experts_per_token": 8},
-    }  # fmt: skip
-    cases = {"bytes": counted, "the time of a step": counted | step}
-    for by, given in cases.items():
-        (seconds,) = interleaved_seconds([partial(planned.sweep, meshes, **given)], runs=7)
-        name = f"Plan.sweep over {len(meshes)} meshes by {by}, DeepSeek-V3"
-        yield Row(name, seconds, "s", 1.0, f"{len(planned):,} leaves")
+    (seconds,) = interleaved_seconds([partial(planned.sweep, meshes, **counted)], runs=7)
+    name = f"Plan.sweep over {len(meshes)} meshes by bytes, DeepSeek-V3"
+    yield Row(name, seconds, "s", 1.0, f"{len(planned):,} leaves")
 
 
 def _suggestions() -> Iterator[Row]:

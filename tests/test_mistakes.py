@@ -330,7 +330,6 @@ OF_FILES = {
     "a percentage": (lambda: dataclasses.replace(V5P, efficiency=55), "efficiency is 55", "above 0 and at most 1"),
     "one rate": (lambda: dataclasses.replace(V5P, flops_per_second=459e12), "459000000000000.0", "{'bfloat16': 459e12}"),
     "a short dtype of a device": (lambda: dataclasses.replace(V5P, flops_per_second={"bf16": 1e12}), "'bf16'", "bfloat16"),
-    "a time on an unknown device": (lambda: PLAN.step_time(tokens=100, hardware="v55p"), "'v55p'", "did you mean 'v5p'"),
 }  # fmt: skip
 OF_SOLUTIONS = {
     "solved before it is traced": (lambda: sr.solve(train, SIZES, hardware="v5p"), "<function train", "as shardrules.trace gives one"),

@@ -91,12 +91,6 @@ def plan_for(given: Any) -> sr.Plan:
     return NAMED_PLAN if is_named(given) else PLAN
 
 
-def suggested(given: Any) -> dict[str, Any]:
-    sr.suggest(TREE, MESH, names=names_for(given)).compare(given)
-    # The rules of a suggestion differ; so that of the same rules is looked at.
-    return of_tree(plan_for(given).with_rules(given).specs())
-
-
 class Row(NamedTuple):
     """A callable: what it answers, and the kinds of rules that it refuses."""
 
@@ -131,7 +125,6 @@ CENSUS: dict[str, Row] = {
     "plan.rules": Row(
         lambda given: of_tree(sr.plan(TREE, given, MESH, names=names_for(given)).specs())),
     "Plan.with_rules.rules": Row(lambda given: of_tree(plan_for(given).with_rules(given).specs())),
-    "Suggestion.compare.rules": Row(suggested),
     "spec_for.rules": Row(
         lambda given: {
             path: cut(sr.spec_for(path, leaf.shape,
@@ -188,7 +181,7 @@ FOR_OTHER_THINGS = {
 }  # fmt: skip
 PARAMETERS = {"rules", "like", "plan", "inputs", "shardings", "spec"}
 # Fields of records that we make.
-RECORDS = {"RuleFile.rules", "Comparison.rules", "RuleSpec.spec", "PlanDiff.rules", "Kind.spec", "Program.inputs", "Suggestion.plan",
+RECORDS = {"RuleFile.rules", "RuleSpec.spec", "PlanDiff.rules", "Kind.spec", "Program.inputs", "Suggestion.plan",
            "Solution.plan", "Activation.spec"}  # fmt: skip
 
 

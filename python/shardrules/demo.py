@@ -42,14 +42,8 @@ EXPERTS: Final = [
 ]
 # Counted beside the parameters, for training with Adam.
 _COUNTED: Final[dict[str, Any]] = {"gradients": "bfloat16", "optimizer": ("float32", "float32")}
-# Of the hardware page. A step of DeepSeek-V3's training had 15,360 sequences of 4,096 tokens, each
-# of which met 8 experts (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2).
 _HARDWARE: Final = Hardware.named("v5p")
-_STEP: Final[dict[str, Any]] = {
-    "tokens": 15_360 * 4096,
-    "hardware": _HARDWARE,
-    "schedule": {"experts_per_token": 8},
-}
+_HBM: Final = _HARDWARE.memory_bytes
 _RUNS: Final = 5
 _ROUNDS: Final = 3
 
@@ -80,7 +74,7 @@ def main() -> int:
         console.print(f"+ ({pattern!r}, P{spec})")
     console.print(str(before.diff(after)), soft_wrap=True)
     console.print(f"check: {after.check().summary}")
-    _title(console, "4. The bytes on each device, and the time of a step")
+    _title(console, "4. The bytes on each device")
     _print_bytes(console, after)
     start = perf_counter()
     suggestion = _suggestion(after.devices)
@@ -104,21 +98,14 @@ def _print_bytes(console: Any, fixed: Plan) -> None:
     device_bytes = fixed.bytes_per_device(**_COUNTED)
     console.print(f"training with Adam: {device_bytes}")
     console.print(
-        f"the best meshes of {fixed.devices} {_HARDWARE.name} with "
-        f"{bytes_shown(_HARDWARE.memory_bytes)} each, for steps of {_STEP['tokens']:,} tokens:"
+        f"the best meshes of {fixed.devices} {_HARDWARE.name} with {bytes_shown(_HBM)} each:"
     )
-    best = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
+    best = fixed.sweep(fixed={"sp": 1}, hbm=_HBM, **_COUNTED)
     console.print(str(type(best)(best[:5])), soft_wrap=True)
 
 
 def _suggestion(devices: int) -> Suggestion:
-    return suggest(
-        read_arrays(str(MODEL)).leaves,
-        devices=devices,
-        tokens=_STEP["tokens"],
-        hardware=_HARDWARE,
-        **_STEP["schedule"],
-    )
+    return suggest(read_arrays(str(MODEL)).leaves, devices=devices, hbm=_HBM)
 
 
 def _print_suggestion(console: Any, suggestion: Suggestion, took: float) -> None:
@@ -126,18 +113,15 @@ def _print_suggestion(console: Any, suggestion: Suggestion, took: float) -> None
     summary = suggestion.plan.check(**suggestion.declared).summary
     console.print(f"check: {summary}, in {took:.1f} s with the sweep")
     device_bytes = suggestion.plan.bytes_per_device(**_COUNTED)
-    console.print(
-        f"training with Adam: {device_bytes}; a device has {bytes_shown(_HARDWARE.memory_bytes)}"
-    )
+    console.print(f"training with Adam: {device_bytes}; a device has {bytes_shown(_HBM)}")
 
 
 def _report(fixed: Plan, suggestion: Suggestion) -> str:
     # A new directory: in a shared one, anyone may have planted a link with this name.
     path = Path(tempfile.mkdtemp(prefix="shardrules-")) / "demo.html"
-    findings = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
-    hbm = _HARDWARE.memory_bytes
+    rows = fixed.sweep(fixed={"sp": 1}, hbm=_HBM, **_COUNTED)
     fixed.to_html(
-        path, sweep=findings, title="DeepSeek-V3", hbm=hbm, suggestion=suggestion, **_COUNTED
+        path, sweep=rows, title="DeepSeek-V3", hbm=_HBM, suggestion=suggestion, **_COUNTED
     )
     return f"{path}: open it in a browser; it works offline"
 

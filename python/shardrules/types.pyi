@@ -4,11 +4,9 @@ from shardrules._base.text import Place as Place
 from shardrules._estimate.buffers import Buffer as Buffer
 from shardrules._estimate.buffers import Memory as Memory
 from shardrules._estimate.buffers import Totals as Totals
-from shardrules._estimate.schedule import Transmission as Transmission
 from shardrules._estimate.step_time import StepTime as StepTime
 from shardrules._estimate.sweep import Sweep as Sweep
 from shardrules._estimate.sweep import SweepRow as SweepRow
-from shardrules._estimate.traffic import Traffic as Traffic
 from shardrules._estimate.transfer import Transfer as Transfer
 from shardrules._estimate.transfer import TransferRow as TransferRow
 from shardrules._files.rules import RuleFile as RuleFile
@@ -42,7 +40,6 @@ from shardrules._program.timeline import Span as Span
 from shardrules._program.timeline import Timeline as Timeline
 from shardrules._program.verify.prove import Proof as Proof
 from shardrules._rules.matcher import Coverage as Coverage
-from shardrules._suggest.suggestion import Comparison as Comparison
 from shardrules._suggest.suggestion import CutReason as CutReason
 from shardrules._suggest.suggestion import Reason as Reason
 from shardrules._suggest.suggestion import Suggestion as Suggestion

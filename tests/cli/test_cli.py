@@ -393,17 +393,6 @@ def test_the_text_names_the_option_that_mends_rules(small):
         assert "--fix" not in run("check", *args, *more).stdout
 
 
-def test_an_error_of_the_library_names_the_option(tmp_path):
-    model, rules = tmp_path / "m.json", tmp_path / "r.json"
-    model.write_text(json.dumps({"params": [["mlp/experts/up/kernel", [8, 64, 256], "F32"]]}))
-    rules.write_text(json.dumps([["kernel", ["ep", "fsdp"]]]))
-    words = ("-r", rules, "-m", "ep=2,fsdp=2", "--tokens", 64, "--hardware", "v5p")
-    refused = run("plan", model, *words)
-    assert refused.exit_code == 2
-    assert "--experts-per-token" in refused.stderr
-    assert "experts_per_token" not in refused.stderr
-
-
 def test_locks_are_compared(small, tmp_path):
     model, rules = small
     lock, other = tmp_path / "a.lock", tmp_path / "b.lock"
@@ -769,72 +758,6 @@ def test_companions_on_the_command_line(tmp_path):
     assert "companions[0]: there is no table 'lorra'" in unknown.output
     idle = run("check", model, "-r", of_file, *options, "--companions", "quantized")
     assert "QUANTIZED finds no leaf" in idle.stdout
-
-
-STEP = ("--tokens", 1 << 20, "--hardware", "H100")
-
-
-def test_the_time_of_a_step(small):
-    model, rules = small
-    args = ("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", *STEP)
-    result = run(*args, "--axes-over-dcn", "fsdp")
-    assert result.exit_code == 0, result.output
-    assert " a step at best: " in result.stdout
-    assert "hardware=H100, axes_over_dcn=fsdp" in result.stdout
-    assert "\nfits into 80.0 GB\n" in result.stdout
-    told = json.loads(run(*args, "--format", "json").stdout)
-    plan = sr.plan(*_read(model, rules), {"fsdp": 2, "tp": 4})
-    time = plan.step_time(tokens=1 << 20, hardware="H100")
-    assert (told["fits"], told["time"]["total"]) == (True, time.total)
-    assert (told["time"]["dominant"], told["time"]["assumptions"]["tokens"]) == (
-        time.dominant,
-        1 << 20,
-    )
-    assert "time" not in json.loads(run(*args[:-4], "--format", "json").stdout)
-
-
-def test_a_sweep_by_time(small, tmp_path):
-    model, rules = small
-    args = ("sweep", model, "-r", rules, "--devices", 8, "--axes", "fsdp,tp")
-    sweep = sr.plan(*_read(model, rules), {"fsdp": 8, "tp": 1}).sweep(
-        tokens=1 << 20, hardware="H100"
-    )
-    assert run(*args, *STEP).stdout == f"{sweep}\n"
-    told = json.loads(run(*args, *STEP, "--format", "json").stdout)
-    assert [row["mesh"] for row in told["rows"]] == [row.mesh for row in sweep]
-    assert [row["time"]["total"] for row in told["rows"]] == [row.time.total for row in sweep]
-    assert told["assumptions"]["hardware"] == "H100"
-    bytes_alone = json.loads(run(*args, "--format", "json").stdout)
-    assert {row["time"] for row in bytes_alone["rows"]} == {None}
-    assert bytes_alone["assumptions"] == {}
-    # A device of one's own.
-    device = tmp_path / "node.toml"
-    device.write_text(
-        'name = "node"\nlink = "NVLink"\nlink_devices = 8\nmemory_bytes = 96e9\n'
-        "memory_bytes_per_second = 4e12\nlink_bytes_per_second = 450e9\n"
-        "dcn_bytes_per_second = 25e9\nflops_per_second = { bfloat16 = 989e12 }\n"
-    )
-    own = run(*args, "--tokens", 1 << 20, "--hardware", device)
-    assert "assumed: hardware=node" in own.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--tokens", 8), "the time of a step needs --hardware, such as v5p"),
-        (("--axes-over-dcn", "fsdp"), "leave out --axes-over-dcn"),
-        (("--experts-per-token", 8), "leave out --experts-per-token"),
-        (("--tokens", 8, "--hardware", "h10"), "--hardware: there are no figures for 'h10'"),
-        (("--tokens", 8, "--hardware", "none.toml"), "none.toml"),
-        ((*STEP, "--axes-over-dcn", "data"), "has no axis 'data'"),
-    ],
-)
-@pytest.mark.parametrize("command", ["plan", "sweep"])
-def test_options_of_a_step_that_are_wrong(small, command, options, message):
-    model, rules = small
-    result = run(command, model, "-r", rules, "-m", "fsdp=2", *options)
-    assert result.exit_code == 2
-    assert message in result.stderr
 
 
 def _read(model, rules):

@@ -112,10 +112,11 @@ def test_the_example_of_each_command_runs(name, tmp_path, monkeypatch):
 def test_the_help_names_what_there_is():
     """As a text, since it must not import the modules that have it."""
     shown = " ".join(invoke("plan", "--help").stdout.split())
-    assert f"The devices: {', '.join(public_hardware())}; or" in shown
     assert f"Semantics of the rules: {', '.join(sorted(DIALECTS))}; of logical" in shown
     assert f"of logical rules {', '.join(LOGICAL_DIALECTS)}. Default" in shown
     assert f"Leaves that follow others: {', '.join(TABLES)}." in shown
+    of_solve = " ".join(invoke("solve", "--help").stdout.split())
+    assert f"without --on: {', '.join(public_hardware())}; or" in of_solve
     assert f"--optimizer-memory {{{','.join(MEMORY_KINDS)}}}" in shown
     assert byte_count(options_of("plan", "x").max_memory) == DEFAULT_MEMORY
     assert f"--fail-on {{{','.join(LEVELS)},never}}" in invoke("check", "-h").stdout

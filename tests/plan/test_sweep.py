@@ -272,16 +272,3 @@ def test_moments_are_dtypes_and_no_plan_of_a_state():
     with pytest.raises(TypeError, match="dtypes, one for each moment") as caught:
         plan.sweep(devices=2, optimizer=plan)
     assert "for_optimizer" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("model", "met"), [("maxtext-mixtral-8x22b-scanned", 2), ("maxtext-deepseek3-671b-scanned", 8)]
-)
-def test_meshes_with_an_axis_of_experts_are_not_behind_all_others(model, met):
-    tree = corpus.manifest(model).flat(corpus.with_dtype)
-    found = sr.suggest(tree, {"fsdp": 32, "tp": 4, "ep": 2})
-    rows = found.plan.sweep(
-        devices=256, tokens=2**22, hardware="v5p", schedule={"experts_per_token": met}
-    )
-    assert not any(row.time.uncounted for row in rows)
-    assert any(row.mesh["ep"] > 1 for row in rows[:3])

@@ -380,23 +380,6 @@ class TestSuggestion:
         with pytest.raises(ValueError, match="own is one of your own.*to_python"):
             sr.suggest(models.llama(), MESH, dialect=own).to_toml()
 
-    def test_compare_says_what_is_gained(self):
-        found = sr.suggest(models.llama(), MESH, tokens=2**16)
-        other = [("embed", ("tp", "fsdp")), (".*", ())]
-        compared = found.compare(other)
-        assert compared.diff.bytes[1] == found.plan.bytes_per_device().max
-        assert compared.rules == (2, 7)
-        assert compared.sent == (
-            sr.plan(models.llama(), other, MESH).traffic(tokens=2**16).sent,
-            found.plan.traffic(tokens=2**16).sent,
-        )
-        assert "2 rules -> 7 rules" in str(compared)
-        assert "sent by each device" in str(compared)
-        itself = found.compare(found.rules)
-        assert not itself.diff
-        with pytest.raises(ValueError, match="other paths|plan the tree itself"):
-            found.compare(sr.Rules([("w", "tp")], sr.dialects.KEYSTR))
-
 
 class TestLike:
     def test_what_a_list_says_stays_and_what_is_missing_is_added(self):

@@ -40,8 +40,6 @@ def test_the_row_of_the_page_is_true(model, mesh):
     if found.hand:
         assert found.bytes <= 1.01 * (found.hand_bytes + spared)
         assert found.rules <= 1.5 * found.hand_rules
-        # What sends more holds less.
-        assert found.sent <= 1.001 or found.bytes < found.hand_bytes
 
 
 @pytest.mark.parametrize(("model", "mesh"), CASES)

@@ -37,12 +37,8 @@ _FITS = 0.9
 
 
 NONE = "none fits"
-_TOKENS = 2**22
 _PAGE = ROOT / "docs" / "benchmarks.md"
-_HEAD = (
-    "| model | mesh | rules | bytes | to the least | best hand-written set | its rules | bytes to its "
-    "| sent to its |"
-)
+_HEAD = "| model | mesh | rules | bytes | to the least | best hand-written set | its rules | bytes to its |"
 
 
 class Row(NamedTuple):
@@ -59,8 +55,6 @@ class Row(NamedTuple):
     """The name of the hand-written set that fits best; None if none fits."""
     hand_rules: int
     hand_bytes: int
-    sent: float
-    """What each device sends in a step, to that under the hand-written set."""
 
     def __str__(self) -> str:
         cells = [
@@ -68,12 +62,8 @@ class Row(NamedTuple):
             f"{self.bytes / self.least:.3f}", self.hand or NONE,
         ]  # fmt: skip
         if self.hand:
-            cells += [
-                str(self.hand_rules),
-                f"{self.bytes / self.hand_bytes:.3f}",
-                f"{self.sent:.2f}",
-            ]
-        return f"| {' | '.join(cells + [''] * (9 - len(cells)))} |"
+            cells += [str(self.hand_rules), f"{self.bytes / self.hand_bytes:.3f}"]
+        return f"| {' | '.join(cells + [''] * (8 - len(cells)))} |"
 
 
 def has_experts(model: str) -> bool:
@@ -214,22 +204,11 @@ def suggested(model: str, mesh: str) -> sr.types.Suggestion:
     return sr.suggest(leaves(model), MESHES[mesh])
 
 
-def traffic_ratio(model: str, mesh: str, hand: str) -> float:
-    """What each device sends in a step, to that under a hand-written set."""
-    met = {"experts_per_token": 8 if "deepseek" in model else 2} if has_experts(model) else {}
-    sent = []
-    own = suggested(model, mesh).plan
-    for plan in (own, hand_plan(model, hand).on_mesh(called(hand, MESHES[mesh]))):
-        batch = [axis for axis in plan.axis_sizes if axis not in _CALLED["tp"]]
-        sent.append(plan.traffic(tokens=_TOKENS, batch_axes=batch, **met).sent)
-    return sent[0] / sent[1]
-
-
 def row(model: str, mesh: str, hand: str | None = None) -> Row:
     """The row of the table; with the name of a hand-written set, beside that one."""
     found = suggested(model, mesh)
     held = found.plan.bytes_per_device().max
-    made = Row(model, mesh, len(found.rules), held, least(model, mesh), None, 0, 0, 0.0)
+    made = Row(model, mesh, len(found.rules), held, least(model, mesh), None, 0, 0)
     if hand == NONE:
         return made
     beside = (
@@ -240,9 +219,7 @@ def row(model: str, mesh: str, hand: str | None = None) -> Row:
     if beside is None:
         return made
     name, rules, its = beside
-    return made._replace(
-        hand=name, hand_rules=rules, hand_bytes=its, sent=traffic_ratio(model, mesh, name)
-    )
+    return made._replace(hand=name, hand_rules=rules, hand_bytes=its)
 
 
 def cases() -> list[tuple[str, str]]:

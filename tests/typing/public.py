@@ -91,12 +91,7 @@ def planning() -> None:
     assert_type(plan.for_gradients("float32", unreduced=["dp"]), sr.Plan)
     plan.for_optimizer(PARAMS, zero1=sr.Zero1("dp", dim="first"))
     sr.Zero1("dp", dim="last")  # type: ignore[arg-type]
-    assert_type(plan.step_time(tokens=8, hardware="v5p"), sr.types.StepTime)
-    plan.step_time(tokens=8, hardware="v5p", overlap=["parms"])  # type: ignore[list-item]
-    plan.step_time(tokens=8)  # type: ignore[call-arg]
-    row = plan.sweep(tokens=8, hardware=sr.Hardware.named("v5p"))[0]
-    assert row.time is not None
-    assert_type(row.time.dominant, str)
+    assert_type(plan.sweep(devices=8)[0], sr.types.SweepRow)
     assert_type(sr.read_hardware("node.toml"), sr.Hardware)
     plan.bytes_per_device(gradient="bfloat16")  # type: ignore[call-arg]
     plan.check(levels={"dead": "off"})

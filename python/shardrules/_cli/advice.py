@@ -37,7 +37,7 @@ class NewProject(NamedTuple):
     has_warnings: bool
 
 
-def suggested(args: Args, **step: Any) -> Suggestion:
+def suggested(args: Args) -> Suggestion:
     """Suggest rules for the model of a command line."""
     _check_mesh(args)
     moments = inputs.moments(args)
@@ -50,7 +50,6 @@ def suggested(args: Args, **step: Any) -> Suggestion:
         hbm=inputs.memory("--hbm", "a device", args.hbm),
         optimizer=moments,
         head_dim=args.head_dim,
-        **step,
         **about,
     )
 

@@ -39,7 +39,6 @@ class Entry(NamedTuple):
 COMMANDS: Final[dict[str, Entry]] = {}
 _PLAN: Final = "source rules mesh dialect stacked companions min_size max_memory no_fallbacks"
 _TRAINING: Final = "gradients optimizer optimizer_dtype optimizer_memory hbm host_memory"
-_STEP: Final = "tokens hardware axes_over_dcn experts_per_token"
 _NEEDED: Final = {"required": True}
 _OR_LOCK: Final = {
     "help": f"{GROUPS['Arguments']['source'][1]} Or a lock, which has its rules and mesh."
@@ -58,10 +57,10 @@ def _command(example: str, *options: str, **changes: dict[str, Any]) -> Callable
 
 @_command(
     "model.json -r rules.toml -m fsdp=8,tp=4 --optimizer adam --hbm 96GB",
-    _PLAN, _TRAINING, "must_fit", _STEP, "format lock html manifest", source=_OR_LOCK,
+    _PLAN, _TRAINING, "must_fit format lock html manifest", source=_OR_LOCK,
 )  # fmt: skip
 def plan(args: Args) -> int:
-    """Show the spec of every array, its bytes on each device, and the time of a step.
+    """Show the spec of every array, and its bytes on each device.
 
     Exits with 1 if the bytes do not fit and --must-fit is given.
     """
@@ -69,8 +68,7 @@ def plan(args: Args) -> int:
     from shardrules._files.manifest import manifest_text, write_packed
     from shardrules._plan.report import plan_json
 
-    step, training = inputs.step_arguments(args), inputs.training(args)
-    room = inputs.room(args, step["hardware"])
+    room, training = inputs.room(args), inputs.training(args)
     if args.must_fit:
         inputs.check_room(room)
     targets = {"--lock": args.lock, "--html": args.html, "--manifest": args.manifest}
@@ -78,10 +76,8 @@ def plan(args: Args) -> int:
     planned = inputs.load_model_plan(args)
     plan = planned.plan
     memory = plan.bytes_per_device(**training)
-    has_time = step["hardware"] is not None and len(step) > 1
-    time = plan.step_time(**step, **training) if has_time else None
     # Made before anything is written: a failure leaves no file behind.
-    report = args.html and show.report(args, planned, room, training, step)
+    report = args.html and show.report(args, planned, room, training)
     shapes = args.manifest and manifest_text(plan, planned.model)
     if args.lock:
         plan.lock(args.lock)
@@ -92,14 +88,12 @@ def plan(args: Args) -> int:
         hint(args, f"{args.html}: a report in one file, which works offline")
     fits = room.fits(memory)
     if args.format == "json":
-        print(plan_json(plan, memory, room, time))
+        print(plan_json(plan, memory, room))
     else:
         show.show_plan(plan)
         print(memory)
         if fits is not None:
             print(f"{'fits' if fits else 'DOES NOT FIT'} into {room}")
-        if time is not None:
-            print(time)
     return 1 if args.must_fit and not fits else 0
 
 
@@ -133,7 +127,7 @@ def check(args: Args) -> int:
     if args.fix and args.rules is None:
         raise ValueError("--fix adds to a rule file, so give a model, and --rules")
     large, levels = byte_count(args.large), inputs.levels(args.level)
-    room, training = inputs.room(args, None), inputs.training(args)
+    room, training = inputs.room(args), inputs.training(args)
     if args.must_fit:
         inputs.check_room(room)
     else:
@@ -320,10 +314,6 @@ def step(args: Args) -> None:
         "Or give --mesh and --hardware, which need no compiler.",
         "required": False,
     },
-    hardware={
-        "help": "The devices of --mesh, without --on: v4, v5e, v5p, v6e, 7x, A100, H100, H200, "
-        "B200, GB200; or a TOML file."
-    },
     mesh={"help": "The mesh, such as fsdp=64,tp=8. Default: the best of those that exist there."},
     axes={"help": "Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp."},
     rules={"help": "Rules that the function takes; the solution does not need any."},
@@ -375,7 +365,7 @@ def explain(args: Args) -> None:
 
 @_command(
     "model.json -r rules.toml --devices 512 --axes fsdp,tp --hbm 96GB",
-    _PLAN, "on slices devices axes", _TRAINING, _STEP, "format most",
+    _PLAN, "on slices devices axes", _TRAINING, "format most",
     rules=_NEEDED,
     mesh={"usage": "-m --mesh MESH...", "help": "A mesh to compare; repeatable."},
     on={"required": False, "help": "Compare the meshes that exist on these TPUs or GPUs, such as "
@@ -384,7 +374,7 @@ def explain(args: Args) -> None:
     axes={"help": "Axes of these meshes, such as fsdp,tp,sp=1, where sp has a fixed size."},
 )  # fmt: skip
 def sweep(args: Args) -> None:
-    """Compare meshes for one set of rules, the best first: by the time of a step, or by bytes."""
+    """Compare meshes for one set of rules by the bytes on each device, the best first."""
     from shardrules._base.mesh_sizes import parse_mesh
     from shardrules._cli import inputs, show
     from shardrules._plan.report import sweep_json
@@ -403,15 +393,14 @@ def sweep(args: Args) -> None:
         raise ValueError("--axes: the meshes of --on have no fixed sizes")
     sizes = dict.fromkeys(axes, 1) | fixed
     first = args.mesh[0] if meshes else ",".join(f"{axis}={size}" for axis, size in sizes.items())
-    step, training = inputs.step_arguments(args), inputs.training(args)
-    room = inputs.room(args, step["hardware"])
+    room, training = inputs.room(args), inputs.training(args)
     plan = inputs.load_model_plan(args, mesh=first).plan
     topology = None if args.on is None else Topology(args.on, args.slices)
     with working(args, "trying meshes"):
         rows = plan.sweep(
             meshes or None, devices=topology or args.devices, axes=None if meshes else axes,
             fixed=fixed or None,
-            hbm=room.hbm, host_memory=room.host, **step, **training,
+            hbm=room.hbm, host_memory=room.host, **training,
         )  # fmt: skip
     if args.format == "json":
         print(sweep_json(rows))
@@ -453,7 +442,7 @@ def load(args: Args) -> None:
 @_command(
     "model.json --devices 512 --hbm 96GB > rules.toml",
     "source mesh devices axes like dialect head_dim max_memory optimizer optimizer_dtype hbm",
-    _STEP.replace("axes_over_dcn ", ""), "format",
+    "format",
     mesh={"help": "The mesh, such as fsdp=64,tp=8."},
     optimizer={"default": "adam"},
     format={"usage": "--format {toml,python,text}", "default": "toml",
@@ -469,10 +458,7 @@ def suggest(args: Args) -> int:
 
     if args.mesh is not None:
         inputs.refuse("the mesh is that of --mesh", args, "devices", "axes")
-    hardware = None if args.hardware is None else inputs.load_hardware(args.hardware)
-    suggestion = suggested(
-        args, tokens=args.tokens, experts_per_token=args.experts_per_token, hardware=hardware
-    )
+    suggestion = suggested(args)
     formats = {"toml": suggestion.to_toml, "python": suggestion.to_python}
     print(formats.get(args.format, suggestion.__str__)().rstrip("\n"))
     for warning in suggestion.warnings if args.format != "text" else ():

@@ -291,28 +291,9 @@ def trace_on(args: Args, source: str, mesh: str, rules: Any = None) -> Step:
         return trace(function, *arguments)
 
 
-def step_arguments(args: Args) -> dict[str, Any]:
-    """Return the arguments of `Plan.sweep` for the time of a step."""
-    device = None if args.hardware is None else load_hardware(args.hardware)
-    if args.tokens is None:
-        why = "without --tokens there is no time of a step"
-        refuse(why, args, "axes_over_dcn", "experts_per_token")
-        return {"hardware": device}
-    if device is None:
-        raise ValueError("--tokens: the time of a step needs --hardware, such as v5p")
-    return {
-        "tokens": args.tokens,
-        "hardware": device,
-        "axes_over_dcn": tuple(names(args.axes_over_dcn)),
-        "schedule": {"experts_per_token": args.experts_per_token},
-    }
-
-
-def room(args: Args, hardware: Hardware | None) -> Room:
-    """Return the memory of --hbm, or else of the hardware, and of --host-memory."""
+def room(args: Args) -> Room:
+    """Return the memory of --hbm, and of --host-memory."""
     hbm = memory("--hbm", "a device", args.hbm)
-    if hbm is None and hardware is not None:
-        hbm = hardware.memory_bytes
     return Room(hbm, memory("--host-memory", "a host", args.host_memory))
 
 

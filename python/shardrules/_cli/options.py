@@ -82,13 +82,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "must_fit": ("--must-fit", "Exit with 1 if the bytes do not fit into --hbm.", {}),
     },
     "Time of a step": {
-        "tokens": ("--tokens NUMBER", "Tokens of a step, to estimate its time.", {"least": 1}),
-        "hardware": ("--hardware NAME", "The devices: v4, v5e, v5p, v6e, 7x, A100, H100, H200, "
-            "B200, GB200; or a TOML file. Without --hbm, their memory counts.", {}),
-        "axes_over_dcn": ("--axes-over-dcn AXES", "Mesh axes between slices or nodes, such as dp.",
-            {}),
-        "experts_per_token": ("--experts-per-token NUMBER", "Experts of a layer that each token is "
-            "sent to.", {"least": 1}),
+        "hardware": ("--hardware NAME", "The devices of --mesh, without --on: v4, v5e, v5p, v6e, "
+            "7x, A100, H100, H200, B200, GB200; or a TOML file.", {}),
     },
     "Loading": {
         "dry_run": ("--dry-run", "Only tell what would be read. Without it, the arrays are loaded "

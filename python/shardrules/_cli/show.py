@@ -83,7 +83,7 @@ def _print_table(table: Table, alarming: Sequence[bool]) -> None:
 
 
 def show_sweep(rows: Sweep, most: int) -> None:
-    """Print the first `most` rows, how many more there are, and the assumptions."""
+    """Print the first `most` rows, how many more there are, and the notes."""
     from shardrules._estimate.sweep import sweep_table
 
     _print_table(sweep_table(rows[:most]), [row.fits is False for row in rows[:most]])
@@ -187,9 +187,7 @@ def _check_obeyed(patch: str) -> None:
         )
 
 
-def report(
-    args: Args, planned: Planned, room: Room, training: dict[str, Any], step: dict[str, Any]
-) -> str:
+def report(args: Args, planned: Planned, room: Room, training: dict[str, Any]) -> str:
     """Return the HTML report: the plan, its findings, meshes and suggested rules to compare."""
     from shardrules._estimate.sweep import Sweep
 
@@ -198,7 +196,7 @@ def report(
     memory = {"hbm": room.hbm, "host_memory": room.host, **training}
     fixed = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
     with working(args, "trying meshes"):
-        rows = plan.sweep(fixed=fixed, **step, **memory) if plan.devices > 1 else None
+        rows = plan.sweep(fixed=fixed, **memory) if plan.devices > 1 else None
         suggestion = _suggestion_text(args, planned)
     chart = rows and Sweep(rows[:_MOST_BARS])
     return plan.to_html(

@@ -1,79 +1,38 @@
-"""`StepTime`: roofline estimate of a training step."""
+"""`Machine`: hardware, and how well a step uses it; `StepTime`: roofline estimate of a step."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import cache, partial
 from math import log2, prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.arguments import check_choice, check_type, integer, strings
-from shardrules._base.dtypes import bits_of, given_dtype
-from shardrules._base.hardware import Hardware, as_hardware, check_share
-from shardrules._base.text import answer, brief, mesh_shown, printable, seconds_shown
-from shardrules._estimate.collectives import CutPart, cut_parts, kernel_uses
-from shardrules._estimate.schedule import Of, Schedule, Transmission, schedule_of
-from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
-from shardrules._plan.table import OVERLAP
-from shardrules._plan.tables import guesses_shown
+from shardrules._base.hardware import Hardware, as_hardware
+from shardrules._base.text import answer, printable, seconds_shown
+from shardrules._estimate.schedule import Transmission
 
 if TYPE_CHECKING:
-    from shardrules._plan.memory import DeviceBytes
-    from shardrules._plan.roles import DimRole
-    from shardrules._plan.table import Columns
     from shardrules._program.topologies.topology import Links, Topology
 
-# A multiplication and an addition for each element and token: forward, and for both gradients.
-_FOR_EACH: Final = 6
-
-
-class Flops(NamedTuple):
-    """Of a step, without the scores of attention, which depend on the length of sequences."""
-
-    total: int
-    """Of all tokens, each product once."""
-    per_device: int
-    """Of a device. Work that a mesh axis neither cuts nor batches is done on each of its devices,
-    so these may add up to more than the total."""
-
-
-def flops(columns: Columns, schedule: Schedule) -> Flops:
-    """Return the operations of a training step: 6 for each token and each element that it meets."""
-    total = per_device = 0
-    for use in kernel_uses(cut_parts(columns, schedule), schedule):
-        part = use.cut.part
-        if "lookup" in part.dims:
-            continue
-        elements = prod(n for n, role in zip(part.shape, part.dims, strict=True) if role in _MET)
-        elements *= use.arrays * _FOR_EACH
-        total += int(schedule.tokens * use.share * elements)
-        per_device += int(use.tokens * elements / use.cut.devices(use.cut.kept))
-    return Flops(total, per_device)
-
-
-_MET: Final = ("in", "out", "unknown")
+OVERLAPPED: Final = ("params", "gradients")
+"""What is sent while devices compute: compilers prefetch it, but products wait for activations."""
 
 
 class Network:
     """The networks under the axes of a mesh.
 
     Devices stand side by side along the last axis, as `jax.make_mesh` has them, so that the last
-    axes are those inside a slice or node, as far as its devices go. Axes over the DCN are outside.
+    axes are those inside a slice or node, as far as its devices go.
     """
 
     def __init__(self, machine: Machine, sizes: Mapping[str, int]) -> None:
-        hardware, axes_over_dcn = machine.hardware, machine.axes_over_dcn
-        if absent := [axis for axis in axes_over_dcn if axis not in sizes]:
-            raise ValueError(
-                f"axes_over_dcn: the mesh {mesh_shown(sizes)} has no axis {brief(absent[0])}"
-            )
+        hardware = machine.hardware
         self._machine, self._hardware, self._sizes = machine, hardware, sizes
         self._inside: dict[str, int] = {}
         remaining = hardware.link_devices
         for axis in reversed(list(sizes)):
-            most = 1 if axis in axes_over_dcn else min(remaining, sizes[axis])
+            most = min(remaining, sizes[axis])
             self._inside[axis] = next(n for n in range(most, 0, -1) if sizes[axis] % n == 0)
             remaining //= self._inside[axis]
         self._dimensions = _dimensions(self._inside, hardware.torus_dimensions)
@@ -112,20 +71,10 @@ def _dimensions(inside: Mapping[str, int], torus: int) -> dict[str, int]:
     return sizes
 
 
-# Each of the products of a kernel (forward, and the gradients of its input and of itself) reads two
-# of these three and writes the third: the kernel, its input, its output.
-_PRODUCTS: Final = 3
-# What the optimizer has in memory is read and written once.
-_UPDATED: Final = 2
-
-
 class Machine(NamedTuple):
-    """Hardware, and how well a step uses it: arguments of `Plan.step_time`, checked."""
+    """Hardware, and how well a step uses it."""
 
     hardware: Hardware
-    axes_over_dcn: tuple[str, ...]
-    overlap: tuple[str, ...]
-    efficiency: float
     links: Callable[[Sequence[str]], Links] | None = None
     """Those over mesh axes; None if no topology says."""
     hides: float = 1.0
@@ -137,71 +86,36 @@ class Machine(NamedTuple):
         return row.sent * (2 if row.collective in summed else 1)
 
     def assumptions(self) -> dict[str, Any]:
-        """Return the arguments by their names."""
-        arguments = self._asdict() | {"hardware": self.hardware.name}
-        del arguments["links"]
-        if self.hides == 1.0:
-            del arguments["hides"]
-        return arguments
+        """Return what is assumed of it, by names."""
+        return {
+            "hardware": self.hardware.name,
+            "overlap": OVERLAPPED,
+            "efficiency": self.hardware.efficiency,
+            **({} if self.hides == 1.0 else {"hides": self.hides}),
+        }
 
     def on_slice(self, topology: Topology, sizes: Mapping[str, int]) -> Machine:
         """Return the machine with the links that a mesh of these sizes has on a slice."""
         return self._replace(links=cache(partial(topology._links, topology.mesh(sizes))))
 
 
-def machine_of(
-    hardware: Hardware | str,
-    axes_over_dcn: Iterable[str] = (),
-    overlap: Iterable[str] = OVERLAP,
-    efficiency: float | None = None,
-    *,
-    is_traced: bool = True,
-) -> Machine:
-    """Return the machine of what a user gives; a traced step has the efficiency of the hardware."""
-    device = as_hardware("hardware", hardware)
-    if efficiency is None:
-        efficiency = device.efficiency if is_traced else 1.0
-    check_share("efficiency", efficiency)
-    meanwhile = strings("overlap", overlap)
-    for purpose in meanwhile:
-        check_choice("overlap: one of them", purpose, get_args(Of))
-    return Machine(device, strings("axes_over_dcn", axes_over_dcn), meanwhile, float(efficiency))
-
-
-class Run(NamedTuple):
-    """A step of so many tokens, and what else is assumed of it."""
-
-    tokens: int
-    machine: Machine
-    schedule: dict[str, Any]
-    """Arguments of `Plan.traffic`."""
-
-
-def run_of(
-    tokens: int, machine: Machine, *, schedule: Mapping[str, Any] | None, gradients: Any
-) -> Run:
-    """Return the run of what a user gives; `gradients` is as in `Plan.bytes_per_device`."""
-    check_type("schedule", schedule, Mapping | None, "a dict of arguments of Plan.traffic")
-    of_traffic = dict(schedule or {})
-    names = [field.name for field in fields(Schedule) if field.name != "tokens"]
-    for name in of_traffic:
-        check_choice("schedule: an argument", name, tuple(names))
-    if gradients not in (None, False, True):
-        of_traffic.setdefault("gradients", gradients)
-    return Run(integer("tokens", tokens, 1), machine, of_traffic)
+def machine_of(hardware: Hardware | str) -> Machine:
+    """Return the machine of what a user gives: a `Hardware`, or the name of one such as "v5p"."""
+    return Machine(as_hardware("hardware", hardware))
 
 
 @answer
 class StepTime(NamedTuple):
-    """Seconds of a training step on a device, and of what; from `Plan.step_time`.
+    """Seconds of a step on a device, and of what.
 
     Example:
         >>> import jax, shardrules as sr
-        >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((8192, 32768), "bfloat16")}}
-        >>> plan = sr.plan(tree, [("kernel", "fsdp")], {"fsdp": 16})
-        >>> time = plan.step_time(tokens=2**14, hardware="H100")
-        >>> time.dominant, time.total == time.sent["fsdp",], f"{time.utilization:.0%}"
-        ('fsdp', True, '53%')
+        >>> tree = {"w": jax.ShapeDtypeStruct((8192, 8192), "bfloat16")}
+        >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+        >>> x = jax.ShapeDtypeStruct((8192, 8192), "bfloat16")
+        >>> step = sr.trace(lambda params, x: x @ params["w"], plan, x)
+        >>> sr.solve(step, {"tp": 2}, hardware="v5p").time.dominant
+        'compute'
     """
 
     total: float
@@ -217,9 +131,9 @@ class StepTime(NamedTuple):
     utilization: float
     """Of the peak FLOP/s of all devices, the part that the step's work takes: at most the MFU."""
     uncounted: tuple[str, ...]
-    """Folded paths of kernels and states whose traffic is missing, as in `Traffic.uncounted`."""
+    """As in `Traffic`."""
     assumptions: dict[str, Any]
-    """The arguments of `Plan.step_time`, those by default included; "guessed" as in `Traffic`."""
+    """The hardware, and what else is assumed of it and of the step."""
 
     @property
     def dominant(self) -> str:
@@ -232,10 +146,16 @@ class StepTime(NamedTuple):
         terms = {"compute": self.compute, "memory": self.memory}
         terms |= {f"sent over {','.join(axes)}": seconds for axes, seconds in self.sent.items()}
         width = max(map(len, terms))
+        assumed = ", ".join(
+            f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+            for name, value in self.assumptions.items()
+            if value not in ((), None)
+        )
         lines = [
             f"{_range_shown(self)}: at most {self.utilization:.0%} of the peak",
             *(f"  {name:<{width}}  {seconds_shown(seconds):>8}" for name, seconds in terms.items()),
-            *assumed_lines(self.assumptions, self.uncounted),
+            f"assumed: {assumed}",
+            *(f"not counted: {text}" for text in self.uncounted),
         ]
         return "\n".join(map(printable, lines))
 
@@ -250,61 +170,6 @@ def _range_shown(time: StepTime) -> str:
     )
 
 
-def time_shown(time: StepTime) -> str:
-    """Return a step's time and the longest term of it: 9.90 s (fsdp)."""
-    return f"{seconds_shown(time.total)} ({time.dominant})"
-
-
-def assumed_lines(assumptions: Mapping[str, Any], uncounted: Iterable[str]) -> list[str]:
-    """Return the assumptions in a line, and what is not counted in another.
-
-    None of what there is not.
-    """
-    texts = ", ".join(
-        f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
-        for name, value in assumptions.items()
-        if value not in ((), None) and name != "guessed"
-    )
-    missing: dict[str, list[str]] = defaultdict(list)
-    for path in uncounted:
-        missing[why_uncounted(path)].append(path)
-    return [
-        *([f"assumed: {texts}"] if texts else []),
-        *guesses_shown(assumptions.get("guessed", {})),
-        *(f"not counted, since {why}: {', '.join(paths)}" for why, paths in missing.items()),
-    ]
-
-
-def step_time(
-    columns: Columns, run: Run, device_bytes: DeviceBytes, state: Columns | None = None
-) -> StepTime:
-    """See `Plan.step_time`."""
-    machine, hardware = run.machine, run.machine.hardware
-    assumed = {"batch_axes": None, "roles": None, **run.schedule}
-    schedule = schedule_of(columns.axis_sizes, tokens=run.tokens, **assumed)
-    dtype = str(given_dtype("activations", schedule.activations))
-    work, peak = flops(columns, schedule), _peak_rate(hardware, dtype)
-    compute = work.per_device / (peak * machine.efficiency)
-    moved = _memory_bytes(columns, schedule, device_bytes, bits_of(dtype))
-    memory = moved / hardware.memory_bytes_per_second
-    collectives = traffic(columns, schedule)
-    sent, alone = sent_seconds(machine, columns.axis_sizes, collectives)
-    total = max(compute, memory, sum(sent.values()) - alone) + alone
-    return StepTime(
-        total=total,
-        best=max(compute * machine.efficiency, memory, sum(sent.values()) - alone) + alone,
-        compute=compute,
-        memory=memory,
-        sent=sent,
-        alone=alone,
-        utilization=work.total / (columns.devices * peak * total) if total else 0.0,
-        uncounted=collectives.uncounted
-        if state is None
-        else (*collectives.uncounted, *of_muon(state, range(len(state.paths)))),
-        assumptions=machine.assumptions() | collectives.assumptions,
-    )
-
-
 def sent_seconds(
     machine: Machine, sizes: Mapping[str, int], collectives: Iterable[Transmission]
 ) -> tuple[dict[tuple[str, ...], float], float]:
@@ -315,47 +180,5 @@ def sent_seconds(
     for row in collectives:
         seconds = network.seconds(row)
         sent[row.axes] += seconds
-        alone += 0.0 if row.of in machine.overlap else seconds
+        alone += 0.0 if row.of in OVERLAPPED else seconds
     return dict(sent), alone
-
-
-def _peak_rate(hardware: Hardware, dtype: str) -> float:
-    peak = hardware.flops_per_second.get(dtype)
-    if peak is None:
-        raise ValueError(
-            f"{hardware.name} has no figure for products in {dtype}; it has some for "
-            f"{', '.join(hardware.flops_per_second)}: give one of these as the dtype of activations"
-        )
-    return peak
-
-
-def _memory_bytes(
-    columns: Columns, schedule: Schedule, device_bytes: DeviceBytes, bits: int
-) -> float:
-    """Bytes that a device reads and writes: of all products, and of the optimizer's update."""
-    moved = 0.0
-    for use in kernel_uses(cut_parts(columns, schedule), schedule):
-        cut, part = use.cut, use.cut.part
-        kernels = cut.bytes(bits) * cut.devices(cut.gathered) * schedule.accumulate
-        # Of a table that tokens look up, they read their rows alone.
-        kernels = 0 if "lookup" in part.dims else kernels
-        moved += kernels + float(use.tokens) * use.arrays * _stream_width(cut) * bits / 8
-    updated = (
-        int(device_bytes.params.max())
-        + int(device_bytes.gradients.max())
-        + int(device_bytes.optimizer.max())
-    )
-    return _PRODUCTS * moved + _UPDATED * updated
-
-
-def _stream_width(cut: CutPart) -> float:
-    """Elements of a kernel's input and output for each token, on a device."""
-    part = cut.part
-    sides: list[DimRole] = [role for role in set(part.dims) if role in ("in", "out")]
-    # Of two dimensions of which it is not known which is which, one is the input, one the output.
-    unknown = (
-        size / cut.devices(axis for axis in axes if axis in cut.kept)
-        for size, role, axes in zip(part.shape, part.dims, cut.dims, strict=True)
-        if role == "unknown"
-    )
-    return sum(part.size(side) / cut.devices(cut.along(side)) for side in sides) + sum(unknown)

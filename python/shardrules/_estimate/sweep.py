@@ -17,7 +17,6 @@ from shardrules._base.text import (
     printable,
     record,
 )
-from shardrules._estimate.step_time import Run, StepTime, assumed_lines, step_time, time_shown
 from shardrules._plan.axis_uses import data_axes_among
 from shardrules._plan.memory import DeviceBytes, Room, by_class
 from shardrules._plan.table import Columns, axes_used
@@ -27,13 +26,12 @@ if TYPE_CHECKING:
     from shardrules._base.rule_specs import MemoryKind
 
 _MOST_MESHES: Final = 10_000
-# Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less
-# than this part of a device's memory: activations take more, and no estimate is as near.
+# Bytes that differ by less than this part are a tie, and so are those that differ by less than this
+# part of a device's memory: activations take more.
 _TIE: Final = 0.05
 _COLUMNS: Final = (
     Column("mesh"),
     Column("devices", is_right=True, is_optional=True),
-    Column("a step"),
     Column("per device", is_right=True),
     Column("replicated", is_right=True, is_optional=True),
     Column("corrections", is_right=True, is_optional=True),
@@ -65,8 +63,6 @@ class SweepRow(NamedTuple):
     given."""
     host_bytes: int = 0
     """Bytes in the host's memory for the device that has most there."""
-    time: StepTime | None = None
-    """How long a training step takes; None if the tokens of one were not given."""
 
 
 @answer
@@ -86,22 +82,9 @@ class Sweep(tuple[SweepRow, ...]):
         return sweep
 
     @property
-    def assumptions(self) -> dict[str, Any]:
-        """The assumptions of the times; none without times. Of batch axes, those of all meshes."""
-        times = [row.time for row in self if row.time is not None]
-        if not times:
-            return {}
-        batch = dict.fromkeys(axis for time in times for axis in time.assumptions["batch_axes"])
-        return {**times[0].assumptions, "batch_axes": tuple(batch)}
-
-    @property
     def notes(self) -> list[str]:
-        """Lines with the assumptions of the times, and what is not counted in them."""
-        times = [row.time for row in self if row.time is not None]
-        uncounted = dict.fromkeys(path for time in times for path in time.uncounted)
-        guesses = guesses_shown(self._guessed, "names")
-        assumed = assumed_lines(self.assumptions, uncounted)
-        return [printable(line) for line in (*assumed, *guesses)]
+        """Lines with what names alone tell of the bytes."""
+        return [printable(line) for line in guesses_shown(self._guessed)]
 
     def _parts(self) -> list[Table | str]:
         return [sweep_table(self), *self.notes]
@@ -111,9 +94,8 @@ def sweep_table(rows: Sequence[SweepRow]) -> Table:
     """Return a row for each mesh, without the columns that no row has."""
     if not rows:
         return Table([Column("no meshes")], [])
-    has_times, has_verdicts = rows[0].time is not None, any(row.fits is not None for row in rows)
-    absent = {*(() if has_times else ("a step",)), *(() if has_verdicts else ("memory",))}
-    kept = [n for n, column in enumerate(_COLUMNS) if column.head not in absent]
+    has_verdicts = any(row.fits is not None for row in rows)
+    kept = [n for n, column in enumerate(_COLUMNS) if has_verdicts or column.head != "memory"]
     cells = map(_sweep_cells, rows)
     return Table([_COLUMNS[n] for n in kept], ([line[n] for n in kept] for line in cells))
 
@@ -124,7 +106,6 @@ def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
     return (
         printable(mesh_shown(row.mesh)),
         f"{row.devices:,}",
-        "" if row.time is None else time_shown(row.time),
         bytes_shown(row.bytes) + host,
         bytes_shown(row.replicated),
         f"{row.corrections:,}",
@@ -141,7 +122,6 @@ def sweep_meshes(
     gradients: Any,
     optimizer: tuple[Any, ...] | None,
     optimizer_memory_kind: MemoryKind | None,
-    run: Run | None,
 ) -> Sweep:
     """See `Plan.sweep`; `on_mesh` gives the columns on a mesh, which may lack axes."""
     meshes_ = list(itertools.islice(meshes, _MOST_MESHES + 1))
@@ -153,25 +133,26 @@ def sweep_meshes(
     for mesh in meshes_:
         there = on_mesh(mesh, axes)
         device_bytes = by_class(there, gradients, optimizer, optimizer_memory_kind)
-        rows.append(_sweep_row(there, device_bytes, room, run))
+        rows.append(_sweep_row(there, device_bytes, room))
         guessed = device_bytes.guessed
-    if run is None:
-        return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)), guessed)
-    return Sweep(_best_first(rows, lambda row: row.time.total if row.time else 0.0), guessed)
+    return Sweep(_best_first(rows, _TIE * (room.hbm or 0)), guessed)
 
 
-def _best_first(
-    rows: list[SweepRow], cost: Callable[[SweepRow], float], margin: float = 0
-) -> Iterator[SweepRow]:
-    """Rows without problems and that fit first, then the cheapest.
+def _best_first(rows: list[SweepRow], margin: float) -> Iterator[SweepRow]:
+    """Rows without problems and that fit first, then those with the fewest bytes.
 
-    Costs that differ by less than `_TIE`, or than the margin among those that fit, are a tie.
+    Bytes that differ by less than `_TIE`, or than the margin among those that fit, are a tie.
     """
-    remaining = deque(sorted(rows, key=lambda row: (*_usable(row), cost(row), row.devices)))
+    remaining = deque(sorted(rows, key=lambda row: (*_usable(row), _held_bytes(row), row.devices)))
     while remaining:
         first, tied = remaining[0], []
-        most = cost(first) + max(_TIE * cost(first), margin if first.fits else 0)
-        while remaining and _usable(remaining[0]) == _usable(first) and cost(remaining[0]) <= most:
+        least = _held_bytes(first)
+        most = least + max(_TIE * least, margin if first.fits else 0)
+        while (
+            remaining
+            and _usable(remaining[0]) == _usable(first)
+            and _held_bytes(remaining[0]) <= most
+        ):
             tied.append(remaining.popleft())
         yield from sorted(tied, key=_preference)
 
@@ -181,10 +162,8 @@ def _preference(row: SweepRow) -> tuple[float, ...]:
     return _tensor_devices(row), row.corrections, _held_bytes(row)
 
 
-def _usable(row: SweepRow) -> tuple[int, bool, bool]:
-    # A time from which something is missing looks too good.
-    is_partial = row.time is not None and bool(row.time.uncounted)
-    return row.problems, row.fits is False, is_partial
+def _usable(row: SweepRow) -> tuple[int, bool]:
+    return row.problems, row.fits is False
 
 
 def _held_bytes(row: SweepRow) -> int:
@@ -193,9 +172,7 @@ def _held_bytes(row: SweepRow) -> int:
 
 def _tensor_devices(row: SweepRow) -> int:
     """By how much axes that do not split tokens cut the arrays."""
-    assumed = {} if row.time is None else row.time.assumptions
-    batch = assumed.get("batch_axes", data_axes_among(row.mesh))
-    return prod(row.mesh.values()) // prod(row.mesh[axis] for axis in batch)
+    return row.devices // prod(row.mesh[axis] for axis in data_axes_among(row.mesh))
 
 
 def factorizations(
@@ -218,9 +195,7 @@ def factorizations(
     return ({**dict(zip(axes, shape, strict=True)), **fixed} for shape in shapes)
 
 
-def _sweep_row(
-    columns: Columns, device_bytes: DeviceBytes, room: Room, run: Run | None
-) -> SweepRow:
+def _sweep_row(columns: Columns, device_bytes: DeviceBytes, room: Room) -> SweepRow:
     is_whole = [not axes_used(kind._counted, columns.axis_sizes) for kind in columns.kinds]
     counted = list(zip(columns.kinds, columns.counts.tolist(), is_whole, strict=True))
     folded = [part for part in columns.folded if is_whole[part.group]]
@@ -236,5 +211,4 @@ def _sweep_row(
         problems=sum(count for kind, count, _ in counted if kind.status != "placed"),
         fits=room.fits(device_bytes),
         host_bytes=device_bytes.max_host,
-        time=None if run is None else step_time(columns, run, device_bytes),
     )

@@ -76,7 +76,7 @@ class DeviceBytes(NamedTuple):
         host = f"; {bytes_shown(self.max_host)} in the host's memory" if self.max_host else ""
         held = f"{bytes_shown(total)} on the fullest device{uneven}: "
         lines = [f"{held}{', '.join(parts) or 'nothing'}{host}"]
-        return printable_lines([*lines, *guesses_shown(self.guessed, "names")])
+        return printable_lines([*lines, *guesses_shown(self.guessed)])
 
     def _fullest(self) -> dict[str, int]:
         """Return the bytes of each part on the device that has most of it."""

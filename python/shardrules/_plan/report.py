@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_chec
 
 from shardrules._base.rule_specs import rule_spec_shown
 from shardrules._base.specs import spec_shown
-from shardrules._base.text import printable_json, printable_lines, seconds_shown
+from shardrules._base.text import printable_json, printable_lines
 from shardrules._plan.findings import Findings, conclusion
 from shardrules._plan.lock import plan_fingerprint
 from shardrules._plan.table import (
@@ -30,7 +30,6 @@ from shardrules._plan.table import (
 from shardrules._rules.patterns import pattern_shown
 
 if TYPE_CHECKING:
-    from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.sweep import Sweep, SweepRow
     from shardrules._plan.memory import DeviceBytes, Room
 
@@ -270,12 +269,7 @@ def _asked_shown(columns: Columns, rule: int) -> str:
 
 
 def _sweep_row_data(row: SweepRow, columns: Columns) -> dict[str, Any]:
-    time = row.time and {
-        "shown": seconds_shown(row.time.total),
-        "longest": row.time.dominant,
-        "text": str(row.time),
-    }
-    return {**row._asdict(), "time": time, "current": row.mesh == columns.axis_sizes}
+    return {**row._asdict(), "current": row.mesh == columns.axis_sizes}
 
 
 _FILES: Final = resources.files(__name__.rpartition(".")[0]) / "page"
@@ -329,19 +323,11 @@ def _printable(value: Any) -> Any:
 
 
 def sweep_json(rows: Sweep) -> str:
-    """Return the sweep as a JSON object: a row for each mesh, the best first; assumptions."""
-    contents = [{**row._asdict(), "time": row.time and _time_content(row.time)} for row in rows]
-    return printable_json({"rows": contents, "assumptions": rows.assumptions})
+    """Return the sweep as a JSON object: a row for each mesh, the best first."""
+    return printable_json({"rows": [row._asdict() for row in rows]})
 
 
-def _time_content(time: StepTime) -> dict[str, Any]:
-    content = time._asdict()
-    del content["assumptions"]
-    sent = [{"axes": axes, "seconds": seconds} for axes, seconds in time.sent.items()]
-    return {**content, "sent": sent, "dominant": time.dominant}
-
-
-def plan_json(columns: Columns, memory: DeviceBytes, room: Room, time: StepTime | None) -> str:
+def plan_json(columns: Columns, memory: DeviceBytes, room: Room) -> str:
     """Return the plan as a JSON object, with a row for each folded path."""
     leaves = [
         {
@@ -371,6 +357,4 @@ def plan_json(columns: Columns, memory: DeviceBytes, room: Room, time: StepTime 
     }
     if (fits := room.fits(memory)) is not None:
         content["fits"] = fits
-    if time is not None:
-        content["time"] = {**_time_content(time), "assumptions": time.assumptions}
     return printable_json(content)

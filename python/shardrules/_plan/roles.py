@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
-from shardrules._base.text import brief, counted, near_shown
 from shardrules._plan.fold import Folded, parts_of, runs_of
 
 DimRole = Literal["stack", "experts", "in", "out", "lookup", "unknown"]
-DIM_ROLES: Final[tuple[DimRole, ...]] = ("stack", "experts", "in", "out", "lookup", "unknown")
 """A dimension of layers that are scanned; of experts; contracted with the kernel's input; made by
 the kernel; of rows that tokens look up; or that is in or out, without a sign of which."""
 
@@ -33,7 +30,6 @@ _NEUTRAL: Final = re.compile(r"dense|linear|layer|base_layer|projection")
 _VECTOR: Final = re.compile(r"bias|scale|norm|gamma|beta|(^|_)ln(_|$)|(^|_)b$")
 _NORM: Final = re.compile(r"norm|(^|_)ln(_|$)")
 _LOOKUP: Final = re.compile(r"embed|wte|wpe|vocab")
-_POSITIONS: Final = re.compile(r"pos|wpe|type|relative")
 _NOT_LOOKUP: Final = re.compile(r"patch|proj|unembed|head|conv")
 _EXPERTS: Final = re.compile(r"experts?(_|$)|moe")
 _NOT_EXPERTS: Final = re.compile(r"shared|att")
@@ -67,52 +63,32 @@ class Part:
     """The folded path."""
     module: str
     """The last word of its module's path."""
-    kind: int
-    """Index of the leaves' kind."""
     leaves: int
     """How many there are."""
     shape: Shape
     dims: tuple[DimRole, ...]
     """What each dimension is. Norms, biases and scalars have none that is contracted."""
     experts: int
-    """How many experts there are in a layer, where each token meets some; 1 otherwise."""
+    """How many experts there are in a layer; 1 without."""
     input_key: str
-    """Kernels with one key and input size share their input: of one module, and of attention or
-    not."""
+    """Kernels with one key share their input: of one module, and of attention or not."""
     is_attention: bool
     """Whether it makes queries, keys or values, or reads what attention made of them."""
     is_router: bool
     """Whether it makes a number for each expert."""
-    inputs: int
-    """How many inputs these kernels have, without those of scanned layers."""
     width: int
     """Elements of the residual stream for each token; 0 if that is not known."""
-    makes_logits: bool
-    """Whether its product is the logits: the kernel that makes as many as the table of the tokens
-    has rows, or that table in a model without such a kernel."""
     flow: Literal["reads", "writes"] | None
     """Whether by its name the module reads the residual stream, or writes to it."""
 
     @property
-    def is_tied(self) -> bool:
-        """Whether it is a table of tokens that makes the logits as well."""
-        return self.makes_logits and "lookup" in self.dims
-
-    @cached_property
     def is_product(self) -> bool:
         """Whether tokens are multiplied by it, or look up its rows."""
         return not {"in", "lookup", "unknown"}.isdisjoint(self.dims)
 
-    @cached_property
-    def _sizes(self) -> dict[DimRole, int]:
-        sizes: dict[DimRole, int] = {}
-        for size, role in zip(self.shape, self.dims, strict=True):
-            sizes[role] = sizes.get(role, 1) * size
-        return sizes
-
     def size(self, role: DimRole) -> int:
         """Return the product of the dimensions with this role; 1 without."""
-        return self._sizes.get(role, 1)
+        return prod(n for n, of in zip(self.shape, self.dims, strict=True) if of == role)
 
 
 class _Seen(NamedTuple):
@@ -161,7 +137,7 @@ def parts_of_model(
         >>> paths = [f"layers/{i}/mlp/{w}/kernel" for i in range(2) for w in ("up", "down")]
         >>> folded = fold(paths, np.array([0, 1, 0, 1], np.int32))
         >>> parts = parts_of_model(folded, [(64, 256), (256, 64)], [None, None])
-        >>> [(part.pattern, part.dims, part.inputs) for part in parts][0]
+        >>> [(part.pattern, part.dims, part.leaves) for part in parts][0]
         ('layers/{0,1}/mlp/up/kernel', ('in', 'out'), 2)
     """
     seen = [
@@ -182,12 +158,12 @@ def parts_of_model(
         _add_experts(part, front, number in routed)
     width = _residual_width(seen, fronts)
     is_in_out = _is_in_out(seen, fronts, width)
-    attending = {_block(part)[0] for part in seen if _makes_heads(part)}
+    attending = {_block(part) for part in seen if _makes_heads(part)}
     parts = [
         _make_part(part, front, width, is_in_out, attending)
         for part, front in zip(seen, fronts, strict=True)
     ]
-    return _with_logits(_with_routers(parts))
+    return _with_routers(parts)
 
 
 def experts_dim(path: str, shape: Shape) -> int | None:
@@ -202,51 +178,13 @@ def experts_dim(path: str, shape: Shape) -> int | None:
     return len(shape) - 3 if _is_of_experts(_path_words(path)) and len(shape) > 2 else None
 
 
-def with_roles(parts: Sequence[Part], roles: Mapping[str, tuple[DimRole, ...]]) -> list[Part]:
-    """Return the same parts; the first pattern in a folded path says what its dimensions are."""
-    matches = {pattern: re.compile(pattern) for pattern in roles}
-    first = [next((p for p in matches if matches[p].search(part.pattern)), None) for part in parts]
-    if unused := [pattern for pattern in roles if pattern not in first]:
-        why = f"is found in no path{near_shown(unused[0], (part.pattern for part in parts))}"
-        if any(matches[unused[0]].search(part.pattern) for part in parts):
-            why = "decides nothing: earlier patterns are found in all of its paths; give it first"
-        raise ValueError(f"roles: {brief(unused[0])} {why}")
-    return [
-        part if pattern is None else _with_dims(part, pattern, roles[pattern])
-        for part, pattern in zip(parts, first, strict=True)
-    ]
-
-
-def _with_dims(part: Part, pattern: str, dims: tuple[DimRole, ...]) -> Part:
-    if len(dims) != len(part.shape):
-        raise ValueError(
-            f"roles: {brief(pattern)} has {counted(len(dims), 'role')}, and {brief(part.pattern)} "
-            f"the shape {part.shape}; give a role for each dimension"
-        )
-    known_dims = replace(part, dims=dims, makes_logits=False)
-    return (
-        replace(known_dims, experts=known_dims.size("experts")) if "experts" in dims else known_dims
-    )
-
-
-def _with_logits(parts: list[Part]) -> tuple[Part, ...]:
-    """Return the same parts; what makes the logits is marked."""
-    tables = [
-        part for part in parts if "lookup" in part.dims and not _POSITIONS.search(part.pattern)
-    ]
-    rows = max((table.size("lookup") for table in tables), default=0)
-    heads = {part.pattern for part in parts if part.size("out") == rows and "in" in part.dims}
-    heads = heads or {table.pattern for table in tables if table.size("lookup") == rows}
-    return tuple(replace(part, makes_logits=part.pattern in heads) for part in parts)
-
-
-def _with_routers(parts: list[Part]) -> list[Part]:
+def _with_routers(parts: list[Part]) -> tuple[Part, ...]:
     """Return the same parts.
 
     Routers are marked: a model has as many experts as they have outputs.
     """
     counts = {part.experts for part in parts if part.experts > 1}
-    return [
+    return tuple(
         replace(part, is_router=True)
         if part.experts == 1
         and {"in", "out"} <= {*part.dims}
@@ -254,7 +192,7 @@ def _with_routers(parts: list[Part]) -> list[Part]:
         and min(part.size("in"), part.size("out")) in counts
         else part
         for part in parts
-    ]
+    )
 
 
 def _path_words(pattern: str) -> tuple[str, ...]:
@@ -454,14 +392,13 @@ def _make_part(
     roles: dict[int, DimRole] = {**dict.fromkeys(range(len(folded.shape)), "out"), **front}
     if len(rest) > 1 and not folded.is_vector:
         roles |= _matrix_roles(folded, rest, width, is_in_out)
-    block, blocks = _block(folded)
+    block = _block(folded)
     experts = _experts(folded, front)
     named = _ATTENTION.fullmatch(folded.module[-1]) is not None and experts == 1
     is_attention = named and (_makes_heads(folded) or block in attending)
     return Part(
         pattern=folded.pattern,
         module=folded.module[-1],
-        kind=folded.folded.group,
         leaves=len(folded.folded.rows),
         shape=folded.shape,
         dims=tuple(roles[dim] for dim in range(len(folded.shape))),
@@ -469,9 +406,7 @@ def _make_part(
         input_key=f"{block} attention" if is_attention else block,
         is_attention=is_attention,
         is_router=False,
-        inputs=blocks,
         width=width,
-        makes_logits=False,
         flow=_flow(folded.module[-1]),
     )
 
@@ -515,22 +450,15 @@ def _numbered_experts(pattern: str) -> int:
     for literal, numbers in parts_of(pattern):
         words = _path_words(text)
         if numbers is not None and words and re.fullmatch(r"experts?_?", words[-1]):
-            return _number_count(numbers)
+            return sum(run.stop - run.start for run in runs_of(numbers))
         text += literal if numbers is None else "#"
     return 1
 
 
-def _block(part: _Seen) -> tuple[str, int]:
-    """Return the folded path of what the module is in, and how many paths that stands for."""
+def _block(part: _Seen) -> str:
+    """Return the folded path of what the module is in."""
     below = len(_path_words(part.pattern)) - len(part.module) + 1
     pattern = part.pattern
     for _ in range(below):
         pattern = re.sub(r"[/.\[\]']*(?:\{[^{}]*\}|[^/.\[\]'])*[\]']*$", "", pattern, count=1)
-    return pattern, prod(
-        _number_count(numbers) for _, numbers in parts_of(pattern) if numbers is not None
-    )
-
-
-def _number_count(text: str) -> int:
-    """Return how many numbers a set such as 0..3,7 has."""
-    return sum(run.stop - run.start for run in runs_of(text))
+    return pattern

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from shardrules._place.spec_on_mesh import LossKind
     from shardrules._plan.companions import Companion, Link
     from shardrules._plan.device_bytes import Held
-    from shardrules._plan.roles import Part
     from shardrules._rules.logical_rules import LogicalRules
     from shardrules._rules.resolver import LostRule
 
@@ -40,7 +39,6 @@ Spec: TypeAlias = "PartitionSpec | Entries"
 
 DEFAULT_LARGE: Final = 16 * 2**20
 """Minimum bytes per device for a replicated leaf to be reported."""
-OVERLAP: Final = ("params", "gradients")
 """Collectives that a device runs while it computes, by default."""
 
 
@@ -233,16 +231,6 @@ class Leaves:
             if (name := of_row.get(int(part.rows[0]))) is not None:
                 paths.setdefault(name, []).append(part.pattern)
         return {name: tuple(of) for name, of in paths.items()}
-
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """Returns the parameters with siblings folded, and what their dimensions are."""
-        from shardrules._plan.roles import parts_of_model
-
-        others = {*self.state_rows.tolist(), *self.activation_rows.tolist()}
-        params = [folded for folded in self.folded if int(folded.rows[0]) not in others]
-        shapes = [leaf.shape for leaf in self.types]
-        return parts_of_model(params, shapes, [leaf.names for leaf in self.types])
 
 
 Status = Literal["placed", "unmatched", "ambiguous", "misfit"]

@@ -112,10 +112,10 @@ def elided(text: str, width: int) -> str:
     return f"{text[:half]}...{text[-half:]}"
 
 
-def guesses_shown(guesses: Mapping[str, Sequence[str]], by: str = "names and shapes") -> list[str]:
+def guesses_shown(guesses: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line of what names tell, with how many paths and the first; or none."""
     texts = []
     for role, paths in guesses.items():
         more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
-        texts.append(f"{f'({role})' if ',' in role else role} of {paths[0]}{more}")
-    return [f"assumed by {by}: {'; '.join(texts)}"] if texts else []
+        texts.append(f"{role} of {paths[0]}{more}")
+    return [f"assumed by names: {'; '.join(texts)}"] if texts else []

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.arguments import as_tuple, check_type, integer, strings
-from shardrules._base.hardware import Hardware, as_hardware
 from shardrules._base.mistakes import in_order
 from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes
@@ -33,7 +32,6 @@ from shardrules._writer.tables import NameRule, name_rules, rules_of
 if TYPE_CHECKING:
     from shardrules._place.mesh import MeshLike
     from shardrules._program.solve.solution import Solution
-    from shardrules._program.step.step import Step
     from shardrules._writer.choose import Axes
 
 _AXES: Final = ("fsdp", "tp")
@@ -54,14 +52,10 @@ def suggest(
     axes: Iterable[str] | None = None,
     hbm: int | None = None,
     optimizer: Iterable[Any] | None = _ADAM,
-    tokens: int | None = None,
-    experts_per_token: int | None = None,
-    hardware: Hardware | str | None = None,
     head_dim: int | None = None,
     dialect: Dialect | LogicalDialect | None = None,
     like: PathRules | None = None,
     names: Any = None,
-    step: Step | None = None,
 ) -> Suggestion:
     r"""Write rules for a model: from its shapes and paths, in the words of its paths.
 
@@ -87,12 +81,8 @@ def suggest(
         axes: The axes of that mesh, the slowest first. Default: fsdp and tp, and ep if there are
             stacks of experts.
         hbm: Bytes of memory of a device, into which parameters, gradients and optimizer must fit.
-            Default: those of `hardware`.
+            Default: any.
         optimizer: The dtypes of the optimizer's moments. Default: Adam's two of float32.
-        tokens: Tokens of the whole batch of a step: for the traffic of `Suggestion.compare`; and
-            with hardware, to choose the mesh by the time of a step.
-        experts_per_token: Number of a layer's experts that process each token, for the same.
-        hardware: The devices: a `Hardware`, or the name of one such as "v5p".
         head_dim: Size of an attention head; heads are not split. Default: that of a `q_norm` or
             `k_norm` beside the projections, or of a dimension of its own; for keys and values of
             fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
@@ -103,15 +93,11 @@ def suggest(
             these as the rules of their siblings do.
         names: The logical axis names of the arrays, as in `plan`. Default: those in the tree's
             boxes, nnx Variables or haliax arrays, or of the Plan.
-        step: What `trace` read of a step with a Plan of the model: then the rules are those of
-            `solve`, of least time, and what the step says itself is not asked for; `hardware` is.
-            Without it, `Suggestion.untold` lists what a step would tell.
 
     Raises:
-        ValueError: The step is of another model, or says what is given beside it; there is neither
-            a mesh nor `devices`, both are given, the memory does not suffice, the paths have too
-            many names, the dialect cannot tell them apart, or large arrays beside those with
-            logical axis names have none, or too few, or one name twice.
+        ValueError: There is neither a mesh nor `devices`, both are given, the memory does not
+            suffice, the paths have too many names, the dialect cannot tell them apart, or large
+            arrays beside those with logical axis names have none, or too few, or one name twice.
         TypeError: The model is not a tree of arrays; `like` are no rules of paths; or of the model,
             `names` and `dialect`, one is for paths and another for logical axis names.
 
@@ -126,21 +112,9 @@ def suggest(
         mlp/(gate|up)/kernel ('fsdp', 'tp')
         mlp/down/kernel ('tp', 'fsdp')
     """
-    if step is not None:
-        said = {
-            "devices": devices, "axes": axes, "tokens": tokens, "like": like, "names": names,
-            "experts_per_token": experts_per_token, "head_dim": head_dim, "dialect": dialect,
-        }  # fmt: skip
-        _check_said(said)
-        return _of_step(model, step, mesh, hbm, hardware)
     check_type("dialect", dialect, Dialect | LogicalDialect | None, _A_DIALECT)
     size = None if head_dim is None else integer("head_dim", head_dim, least=1)
-    batch = None if tokens is None else integer("tokens", tokens, least=1)
     moments = None if optimizer is None else as_tuple("optimizer", optimizer, "dtypes")
-    device = None if hardware is None else as_hardware("hardware", hardware)
-    room = device.memory_bytes if hbm is None and device is not None else hbm
-    if experts_per_token is not None:
-        experts_per_token = integer("experts_per_token", experts_per_token, least=1)
     if axes is not None and devices is None:
         raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
     dialect = _dialect_for(model, names, dialect)
@@ -150,14 +124,11 @@ def suggest(
     units = units_of(bare, head_sizes(bare, size))
     if devices is not None:
         over = _default_axes(units) if axes is None else strings("axes", axes)
-        is_timed = device is not None and batch is not None
         # Rules that use all axes, whatever their sizes will be.
         on_any = bare.with_rules(_suggested_rules(units, dict.fromkeys(over, 2), dialect))
-        schedule = {"experts_per_token": experts_per_token} if is_timed else None
         best, *_ = on_any.sweep(
-            devices=devices, axes=over, hbm=room, gradients=True, optimizer=moments,
-            tokens=batch if is_timed else None, hardware=device, schedule=schedule,
-        )  # fmt: skip
+            devices=devices, axes=over, hbm=hbm, gradients=True, optimizer=moments
+        )
         bare = bare.on_mesh(best.mesh)
     uses = uses_of(bare.axis_sizes)
     declared = Declared(
@@ -176,40 +147,8 @@ def suggest(
         rules, result = _decided_rows(model, bare, units, dialect, current)
         declared["replicated"] = _replicated_patterns(rules, result, units)
         reasons = _rule_reasons(rules)
-    _check_room(result, room, moments)
-    return Suggestion(
-        result._declaring(declared), reasons, declared, batch, experts_per_token, _doubts(units)
-    )
-
-
-def _check_said(said: Mapping[str, Any]) -> None:
-    """Check that nothing is given that a step says itself."""
-    for name, value in said.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}: the step, its plan and the mesh say it themselves: leave {name} out, or "
-                "step"
-            )
-
-
-def _of_step(
-    model: Any, step: Any, mesh: Any, hbm: int | None, hardware: Hardware | str | None
-) -> Suggestion:
-    """Solve a step, and explain each rule by what the step does with its leaves."""
-    from shardrules._program.solve.solution import solve
-    from shardrules._program.step.step import Step
-
-    check_type("step", step, Step, "a Step, as shardrules.trace gives one")
-    planned = step.plan
-    if planned is None:
-        raise ValueError(
-            "step: it was traced without a Plan: give shardrules.plan of its parameters to trace"
-        )
-    paths = model.paths if isinstance(model, Plan) else plan(model, Rules(()), planned.mesh).paths
-    if sorted(paths) != sorted(planned.paths):
-        other = sorted({*paths} ^ {*planned.paths})
-        raise ValueError(f"step: it was traced with another model; {brief(other[0])} is in one")
-    return suggestion_of(solve(step, mesh, hardware=hardware, hbm=hbm))
+    _check_room(result, hbm, moments)
+    return Suggestion(result._declaring(declared), reasons, declared, _doubts(units))
 
 
 def suggestion_of(solution: Solution) -> Suggestion:

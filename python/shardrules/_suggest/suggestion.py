@@ -19,8 +19,6 @@ from shardrules._rules.patterns import pattern_shown
 from shardrules._writer.texts import python_text, toml_text
 
 if TYPE_CHECKING:
-    from shardrules._place.decider import RulesLike
-    from shardrules._plan.diff import PlanDiff
     from shardrules._plan.plan import Plan
     from shardrules._rules.logical_rules import LogicalRules
     from shardrules._rules.patterns import Pattern
@@ -76,26 +74,6 @@ class Reason(NamedTuple):
 
 
 @answer
-class Comparison(NamedTuple):
-    """Difference of suggested rules from others for the same leaves and mesh; `str` words it."""
-
-    diff: PlanDiff
-    """Changes from the other rules to the suggested ones."""
-    rules: tuple[int, int]
-    """Numbers of other rules and of suggested ones."""
-    sent: tuple[int, int] | None
-    """Bytes that each device sends in a training step, under both; None without tokens."""
-
-    def __str__(self) -> str:
-        before, after = self.rules
-        lines = [str(self.diff), f"{counted(before, 'rule')} -> {counted(after, 'rule')}"]
-        if self.sent is not None:
-            sent = " -> ".join(map(bytes_shown, self.sent))
-            lines.append(f"{sent} sent by each device in a step")
-        return "\n".join(lines)
-
-
-@answer
 class Suggestion:
     """Rules for a model on a mesh; from `shardrules.suggest`.
 
@@ -112,15 +90,11 @@ class Suggestion:
         _plan: Plan,
         _reasons: tuple[Reason, ...],
         _declared: Declared,
-        _tokens: int | None = None,
-        _experts_per_token: int | None = None,
         _doubts: tuple[str, ...] | None = None,
     ) -> None:
         self._plan = _plan
         self._reasons = _reasons
         self._declared = _declared
-        self._tokens = _tokens
-        self._experts_per_token = _experts_per_token
         self._doubts = _doubts
 
     @property
@@ -152,7 +126,7 @@ class Suggestion:
 
     @property
     def untold(self) -> tuple[str, ...]:
-        """What `suggest(..., step=)` would know, and shapes and paths do not tell.
+        """What `solve` knows of a step, and shapes and paths do not tell.
 
         Example:
             >>> import jax, shardrules as sr
@@ -199,35 +173,6 @@ class Suggestion:
             '0 errors, 0 warnings, 0 info'
         """
         return self._declared
-
-    def compare(self, rules: RulesLike) -> Comparison:
-        """Compare the suggested rules with others: the leaves that differ, bytes and traffic.
-
-        Args:
-            rules: Rules such as those that the model has: `LogicalRules` if these are.
-
-        Raises:
-            ValueError: The rules' dialect has other paths; or tokens were given to `suggest`, and
-                not how many of the model's experts they meet.
-            TypeError: Of both rules, one is for logical axis names.
-
-        Example:
-            >>> import jax, shardrules as sr
-            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
-            >>> print(sr.suggest(tree, {"tp": 4}).compare([("kernel", ()), ("bias", ())]))
-            rules: 1 added (0), 2 removed (0, 1)
-            ~ up/kernel  P() -> P(None, 'tp')  (-49.2 kB on each device)
-            1 leaf changed; 65.5 kB -> 16.4 kB on the fullest device
-            2 rules -> 1 rule
-        """
-        current, sent = self._plan.with_rules(rules), None
-        if self._tokens is not None:
-            before, after = (
-                plan.traffic(tokens=self._tokens, experts_per_token=self._experts_per_token).sent
-                for plan in (current, self._plan)
-            )
-            sent = (before, after)
-        return Comparison(current.diff(self._plan), (len(current.rules), len(self.rules)), sent)
 
     def to_toml(self) -> str:
         """Write a rule file, for `shardrules check --rules` and `read_rules`.
@@ -296,5 +241,5 @@ class Suggestion:
     def __str__(self) -> str:
         lines = [self._heading, *map(str, self._reasons), *map(str, self.warnings)]
         if self._doubts:
-            lines.append(printable(f"step= would tell {'; '.join(self._doubts)}"))
+            lines.append(printable(f"a step would tell {'; '.join(self._doubts)}"))
         return "\n".join(lines)

@@ -126,23 +126,15 @@
   if (!report.sweep?.length) return;
   const section = document.getElementById("sweep");
   section.hidden = false;
-  const hasTimes = report.sweep.every((row) => row.time !== null);
   const [made, body] = table(
-    ["Mesh", "Devices", ...(hasTimes ? ["A step", "Longest"] : []), "Fullest device",
-      "Replicated", "Corrections", "Fits"],
-    hasTimes ? [1, 2, 4, 5, 6] : [1, 2, 3, 4]);
+    ["Mesh", "Devices", "Fullest device", "Replicated", "Corrections", "Fits"], [1, 2, 3, 4]);
   const onHost = (row) => (row.host_bytes ? ` + ${bytesShown(row.host_bytes)} on the host` : "");
   const verdicts = new Map([[true, "yes"], [false, "no"], [null, "-"]]);
-  const timeCells = ({ time }) => [
-    element("td", { class: "number", title: time.text }, time.shown),
-    element("td", {}, time.longest),
-  ];
   appendPaged(body, report.sweep, (row) =>
     element("tr", { class: row.fits === false ? "does-not-fit" : null },
       element("td", {}, element("code", {}, meshShown(row.mesh)),
         row.current ? element("span", { class: "badge" }, "this plan") : null),
       element("td", { class: "number" }, counted(row.devices)),
-      hasTimes ? timeCells(row) : null,
       element("td", { class: "number" }, bytesShown(row.bytes) + onHost(row)),
       element("td", { class: "number" }, bytesShown(row.replicated)),
       element("td", { class: "number" }, counted(row.corrections)),

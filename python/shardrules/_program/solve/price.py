@@ -53,7 +53,7 @@ class Price:
     def time(self, machine: Machine) -> StepTime:
         """Return the time of the step: of each operation, of its products or of its memory."""
         sizes, hardware = self._spread.sizes, machine.hardware
-        compute, memory = self._busy(hardware, machine.efficiency)
+        compute, memory = self._busy(hardware, hardware.efficiency)
         sent, alone = sent_seconds(machine, sizes, self.collectives())
         meanwhile = sum(sent.values()) - alone
         busy = compute + memory

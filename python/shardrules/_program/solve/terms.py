@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._estimate.schedule import merged
-from shardrules._estimate.step_time import Network
+from shardrules._estimate.step_time import OVERLAPPED, Network
 from shardrules._program.solve.layout import Layout
 from shardrules._program.solve.peak import is_apart
 from shardrules._program.solve.price import Price
@@ -231,14 +231,14 @@ class Terms:
         return self._locals[key]
 
     def _evaluate(self, term: Term, assignment: Mapping[int, Axes]) -> _Local:
-        probe, machine = self._probe, self._space.machine
+        probe, hardware = self._probe, self._space.machine.hardware
         probe.begin(self._space.layout(assignment))
         for operation, trips in term.operations:
             probe.run(operation, trips)
         busy = 0.0
         for operation, trips in term.operations:
             if id(operation) in self._running:
-                seconds = self._price.seconds(operation, machine.hardware, machine.efficiency)
+                seconds = self._price.seconds(operation, hardware, hardware.efficiency)
                 busy += max(seconds) * trips
         own, shared = probe.needs, {}
         for number in self._shared.intersection(own):
@@ -284,7 +284,7 @@ class Terms:
         for row in rows:
             purpose = self._price.purpose(row)
             seconds = row.payload * row.trips * self._rate(row)
-            if purpose in self._space.machine.overlap:
+            if purpose in OVERLAPPED:
                 meanwhile += seconds
             else:
                 alone += seconds
