@@ -8,11 +8,8 @@ import html
 import inspect
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -292,28 +289,6 @@ def test_everything_is_copied_and_pickled(name):
         assert type(again) is type(value)
         assert (repr(again), str(again)) == (repr(value), str(value))
         assert name in WITH_IDENTITY or again == value
-
-
-def test_a_plan_is_the_same_in_another_process(tmp_path: Path):
-    state = {"mu": TREE, "count": jax.ShapeDtypeStruct((), "int32")}
-    plans = [plan(), plan().for_optimizer(state, zero1="fsdp"), named()]
-    there = tmp_path / "plans.pickle"
-    there.write_bytes(pickle.dumps(plans))
-    program = (
-        "import pickle, sys; plans = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "print(*(one.fingerprint() for one in plans), plans[0].on_mesh({'fsdp': 4}).fingerprint())"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", program, there], capture_output=True, text=True, check=True
-    )
-    wanted = [*plans, plan().on_mesh({"fsdp": 4})]
-    assert found.stdout.split() == [one.fingerprint() for one in wanted]
-
-
-def test_devices_of_a_plan_are_not_copied():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
-    live = sr.plan(TREE, RULES, mesh)
-    assert copy.copy(live).mesh is copy.deepcopy(live).mesh is mesh
 
 
 def test_the_decorators_leave_other_classes_alone():

@@ -105,19 +105,20 @@ class TestUnderSetMesh:
         bodies = [
             lambda x: plain(2 * x, P("b")),
             lambda x: seen.append(x.shape) or constrain(2 * x, P(("a", "b"))),
-            # 4 local rows can be cut by "b" alone.
+            # 2 local rows can be cut by "b" alone.
             lambda x: constrain({"x": 2 * x}, by_rules)["x"],
+            lambda x: constrain(2 * x, P(("a", "b")), typed_mesh, correction=strict),
         ]
         with jax.set_mesh(typed_mesh):
-            x = constrain(jnp.arange(8.0), P("a"))
+            x = constrain(jnp.arange(4.0), P("a"))
             expected, *results = (
                 jax.jit(jax.shard_map(body, in_specs=P("a"), out_specs=P("a"), axis_names={"a"}))(x)
                 for body in bodies
             )
-        assert seen[0] == (4,)
+        assert seen[0] == (2,)
         for result in results:
             assert result.sharding.is_equivalent_to(expected.sharding, 1)
-            np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(8.0))
+            np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(4.0))
 
     @not_on_jax_0_7
     @pytest.mark.parametrize("given", ["context", "mesh", "sharding", "rules", "rules and mesh"])
@@ -144,19 +145,6 @@ class TestUnderSetMesh:
         rows = ("a", "b") if AUTO in typed_mesh.axis_types else "a"
         assert is_sharded(result, typed_mesh, rows, "c")
         np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(64.0).reshape(8, 8))
-
-    @not_on_jax_0_7
-    def test_a_mesh_given_in_shard_map_is_that_of_the_local_shapes(self, typed_mesh):
-        strict = sr.Correction(indivisible="error")  # 2 local rows can be cut by "b" alone
-        with jax.set_mesh(typed_mesh):
-            x = constrain(jnp.arange(4.0), P("a"))
-            mapped = jax.shard_map(
-                lambda x: 2 * constrain(x, P(("a", "b")), typed_mesh, correction=strict),
-                in_specs=P("a"),
-                out_specs=P("a"),
-                axis_names={"a"},
-            )
-            np.testing.assert_array_equal(np.asarray(jax.jit(mapped)(x)), 2 * np.arange(4.0))
 
     def test_unconstrained_beside_explicit_axes(self):
         devices = np.array(jax.devices()[:4]).reshape(2, 2)
@@ -289,13 +277,6 @@ class TestSymbolicDimensions:
     def test_a_constraint_on_a_symbol_says_that_it_divides(self, mesh):
         exported = self.exported("b, 7", mesh, P("fsdp"), constraints=["mod(b, 4) == 0"])
         assert is_sharded(self.result(exported, mesh, 8, 7), mesh, "fsdp")
-
-    def test_the_correction_decides_about_the_others(self, mesh):
-        keep, error = (sr.Correction(indivisible=policy) for policy in ("keep", "error"))
-        exported = self.exported("b, 7", mesh, P("fsdp"), correction=keep)
-        assert is_sharded(self.result(exported, mesh, 8, 7), mesh, "fsdp")
-        with pytest.raises(ValueError, match="dim 0 of size b is not divisible by fsdp=4"):
-            self.exported("b, 7", mesh, P("fsdp"), correction=error)
 
 
 def text_of(x, *arguments, **more):

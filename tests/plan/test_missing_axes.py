@@ -10,6 +10,21 @@ ARRAY = np.zeros((8, 8), "float32")
 TREE = {"a": {"kernel": ARRAY}, "b": ARRAY}
 
 
+def test_a_plan_keeps_what_is_declared():
+    rules = [("a", (("fsdp", "sp"), "tp"))]
+    given = sr.Rules([*rules, ("b", "tp")], optional_axes=["sp"])
+    plan = sr.plan(TREE, given, {"fsdp": 2, "tp": 2})
+    for other in (
+        plan.on_mesh({"fsdp": 4, "tp": 2}),
+        plan.with_rules(sr.Rules([*rules, ("b", "fsdp")], optional_axes=["sp"])),
+        plan.for_optimizer({"mu": TREE}),
+        sr.plan(TREE, plan),
+        sr.suggest(plan, like=sr.Rules(rules, optional_axes=["sp"])).plan,
+    ):
+        assert not other.check().at_least("error")
+        other.shardings()
+
+
 class TestSweep:
     RULES = (("a", ("fsdp", "tp")), (".*", (("fsdp", "sp"), None)))
 

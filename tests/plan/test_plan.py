@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import subprocess
@@ -1112,3 +1113,26 @@ def test_bytes_on_each_device(mesh, size):
         array = jax.device_put(np.zeros((size, 5), "float32"), NamedSharding(mesh, spec))
         by_device = {shard.device: shard.data.nbytes for shard in array.addressable_shards}
         assert [by_device[d] for d in mesh.devices.ravel()] == held.ravel().tolist()
+
+
+def test_devices_of_a_plan_are_not_copied():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
+    live = sr.plan({"w": array(8, 8)}, [("w", "tp")], mesh)
+    assert copy.copy(live).mesh is copy.deepcopy(live).mesh is mesh
+
+
+def test_a_plan_is_the_same_in_another_process(tmp_path):
+    tree, rules = {"w": array(8, 8)}, sr.LogicalRules([("embed", "fsdp"), ("mlp", ("tp",))])
+    named = sr.plan(tree, rules, {"fsdp": 2, "tp": 2}, names={"w": ("embed", "mlp")})
+    plan = sr.plan(tree, [("w", ("fsdp", "tp")), ("never", ())], {"fsdp": 2, "tp": 2})
+    state = plan.for_optimizer({"mu": tree, "count": array(dtype="int32")}, zero1="fsdp")
+    there = tmp_path / "plans.pickle"
+    there.write_bytes(pickle.dumps([plan, state, named]))
+    program = (
+        "import pickle, sys; plans = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "print(*(one.fingerprint() for one in plans), plans[0].on_mesh({'fsdp': 4}).fingerprint())"
+    )
+    command = [sys.executable, "-c", program, there]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    wanted = [plan, state, named, plan.on_mesh({"fsdp": 4})]
+    assert found.stdout.split() == [one.fingerprint() for one in wanted]
