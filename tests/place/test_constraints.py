@@ -447,21 +447,9 @@ class TestWhatIsRemembered:
             assert len(memory.known) <= 3
 
 
-def test_min_size_and_companions_inside_jit():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
-    tree = {"kernel": np.ones((4, 4), np.float32), "kernel_scale": np.ones(4, np.float32)}
-    follows = sr.Companion("kernel_scale$", "kernel", dims=(0,))
-    pairs = [("kernel$", P("tp")), (".*", P())]
-
-    def shardings(rules):
-        inside = jax.jit(lambda tree: sr.with_sharding_constraint(tree, rules, mesh))(tree)
-        outside = sr.with_sharding_constraint(tree, rules, mesh)
-        replicated = {path: array.sharding.is_fully_replicated for path, array in inside.items()}
-        for path, array in outside.items():
-            assert array.sharding.is_fully_replicated == replicated[path]
-        return replicated
-
-    assert shardings(pairs) == {"kernel": False, "kernel_scale": True}
-    assert shardings(sr.Rules(pairs, min_size=17)) == {"kernel": True, "kernel_scale": True}
-    plan = sr.plan(tree, pairs, mesh, companions=[follows])
-    assert shardings(plan) == {"kernel": False, "kernel_scale": False}
+@pytest.mark.parametrize(("min_size", "is_cut"), [(0, True), (17, False)])
+def test_min_size_inside_jit_and_out(mesh, min_size, is_cut):
+    rules = sr.Rules([("w", P("tp"))], min_size=min_size)
+    for call in (constrain, jax.jit(constrain, static_argnums=(1, 2))):
+        found = call({"w": np.ones((4, 4), np.float32)}, rules, mesh)["w"]
+        assert found.sharding.is_fully_replicated != is_cut

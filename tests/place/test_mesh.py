@@ -79,12 +79,6 @@ def test_contexts_that_disagree(mesh, other):
         assert sr.resolve_mesh(mesh) is mesh
 
 
-def test_axis_sizes():
-    mesh = sr.resolve_mesh({"dp": 8, "tp": 4})
-    assert isinstance(mesh, AbstractMesh)
-    assert dict(mesh.shape) == {"dp": 8, "tp": 4}
-
-
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [

@@ -448,13 +448,6 @@ class TestWhatIsInPlace:
         for function in (sr.shard, jax.device_put):
             assert function(made, NamedSharding(one, P("x"))).committed
 
-    def test_random_keys_stay_keys(self, mesh):
-        keys = jax.random.split(jax.random.key(0), 8)
-        once = sr.shard({"w": keys}, [("w", P("fsdp"))], mesh)
-        again = sr.shard(once, [("w", P("fsdp"))], mesh)
-        assert again["w"].dtype == keys.dtype
-        assert again["w"].sharding.is_equivalent_to(once["w"].sharding, 1)
-
 
 @pytest.mark.parametrize("function", [sr.shard, sr.with_sharding_constraint])
 @pytest.mark.parametrize("given", ["on the host", "on one device", "in place", "cut otherwise"])

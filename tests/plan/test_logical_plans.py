@@ -9,11 +9,13 @@ import jax
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 from flax.core import meta
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.correction import LibraryCorrection
+from shardrules.compat import flax_linen_spmd
 from tests.support.plans import shard_bytes
 
 RULES = sr.LogicalRules(
@@ -586,3 +588,29 @@ class TestArrays:
         np.testing.assert_array_equal(step(placed)["wi"].value, values["wi"])
         eager = sr.with_sharding_constraint(placed, RULES, self.MESH)
         assert eager["wi"].value.sharding.spec == SPECS["wi"]
+
+
+NAMED = {
+    "flax": lambda x, names: meta.Partitioned(x, names),
+    "ours": lambda x, names: flax_linen_spmd.LogicallyPartitioned(x, names),
+    "nnx": lambda x, names: nnx.Param(x, out_sharding=names, eager_sharding=False),
+}
+
+
+NAMED_PAIRS = [("batch", "fsdp"), ("heads", "tp"), ("embed", "fsdp")]
+
+
+@pytest.mark.parametrize("box", NAMED)
+def test_a_plan_of_boxes_takes_no_names_for_patterns(box):
+    leaf = array((8, 8))
+    tree = {"embed": {"kernel": NAMED[box](leaf, ("embed", "heads"))}, "b": leaf}
+    with pytest.raises(TypeError, match=r"for the logical axis names.*LogicalRules.*unbox"):
+        sr.plan(tree, NAMED_PAIRS, MESH)
+
+
+@pytest.mark.parametrize(
+    "rules", [[("kernel", "tp"), ("embed", None)], [*NAMED_PAIRS, (".*", None)], [("kernel", "tp")]]
+)
+def test_a_plan_of_boxes_takes_patterns(rules):
+    tree = {"kernel": meta.Partitioned(array((8, 8)), ("embed", "mlp"))}
+    assert len(sr.plan(tree, rules, MESH).paths) == 1

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -143,28 +142,6 @@ def test_the_rules_of_each_thread_are_its_own():
             assert sr.logical_to_mesh(("a",)) == P("y")
         assert sr.logical_to_mesh(("a",)) == P("x")
     assert sr.logical_to_mesh(("a",)) == P(None)
-
-
-NAMED = {
-    "flax": lambda x, names: meta.Partitioned(x, names),
-    "ours": lambda x, names: ours.LogicallyPartitioned(x, names),
-    "nnx": lambda x, names: nnx.Param(x, out_sharding=names, eager_sharding=False),
-}
-
-
-@pytest.mark.parametrize("box", NAMED)
-def test_a_plan_of_boxes_takes_no_names_for_patterns(box):
-    tree = {"embed": {"kernel": NAMED[box](X, ("embed", "heads"))}, "b": X}
-    with pytest.raises(TypeError, match=r"for the logical axis names.*LogicalRules.*unbox"):
-        sr.plan(tree, RULES, MESH)
-
-
-@pytest.mark.parametrize(
-    "rules", [[("kernel", "tp"), ("embed", None)], [*RULES, (".*", None)], [("kernel", "tp")]]
-)
-def test_a_plan_of_boxes_takes_patterns(rules):
-    tree = {"kernel": meta.Partitioned(X, ("embed", "mlp"))}
-    assert len(sr.plan(tree, rules, MESH).paths) == 1
 
 
 VALUE_RULES = [("b", ("dp", "fsdp")), ("embed", ["fsdp"]), ("embed", "tp"), ("kv", None), ("q", [])]
