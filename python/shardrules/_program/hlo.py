@@ -215,6 +215,10 @@ class Hlo:
             if instruction.opcode not in ("async-update", "async-done"):
                 yield self._computation_at(position), instruction
 
+    def count_calls(self, computation: str) -> int:
+        """Count the places at which a computation is called; both ends of what is asynchronous."""
+        return len(self._calls.get(computation, ()))
+
     def times(self, computation: str) -> int | None:
         """Count the executions of a computation; None if a loop has an unknown trip count."""
         if computation == self.entry:

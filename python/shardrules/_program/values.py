@@ -1,0 +1,224 @@
+"""The graph of values of an optimized HLO module: arrays, and what each is made of.
+
+A node is an array, by number. Tuples, calls, fusions and both halves of asynchronous operations are
+no nodes: an array within them is made directly of those outside. An array that a loop carries is
+one node, made of what the loop begins with and of what a trip returns; so is the result of a
+conditional, and the parameter of a computation with several callers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Final, TypeVar
+
+from shardrules._program.computation import Instruction, Shape
+from shardrules._program.hlo import CollectiveOp, Hlo
+
+Tree = int | tuple["Tree", ...]
+"""Value of an instruction: a node, or the values of a tuple's elements."""
+
+_Fact = TypeVar("_Fact")
+_CALLS: Final = frozenset({"async-start", "call", "fusion", "fusion-start"})
+# Each result is made of the operand in its place.
+_VARIADIC: Final = ("all-gather", "all-reduce", "collective-permute", "reduce-scatter")
+_LAYOUT: Final = re.compile(r"\b[a-z][a-z0-9]*\[[0-9,<=]*\](?:\{([\d,]*))?")
+_BARRIERS: Final = frozenset({"add-dependency", "opt-barrier", "optimization-barrier"})
+
+
+class Values:
+    """Arrays of a module, numbered as they are computed, a loop's before those of its body.
+
+    Args:
+        hlo: The module; what no execution reaches, such as the sums of reductions, is left out.
+    """
+
+    def __init__(self, hlo: Hlo) -> None:
+        self.hlo = hlo
+        self.lines: list[Instruction] = []
+        """Instruction that makes each node; of a join the loop, conditional or parameter."""
+        self.computations: list[str] = []
+        """Computation in which the instruction of each node is."""
+        self.elements: list[int] = []
+        """Index of each node among the results of its instruction."""
+        self.made_of: list[list[int]] = []
+        """Nodes of which each node is computed, in the order of the operands."""
+        self._trees: dict[str, dict[str, Tree]] = {}
+        self._parameters: dict[str, list[Tree]] = {}
+        entry = hlo[hlo.entry]
+        parameters = sorted(entry.parameters, key=lambda line: line.parameter or 0)
+        arguments = [self._nodes(hlo.entry, line, lambda _: []) for line in parameters]
+        self.parameters: Sequence[int] = [node for tree in arguments for node in leaves(tree)]
+        """Node of each of the module's parameters."""
+        root = self._run(hlo.entry, arguments)
+        elements = root if isinstance(root, tuple) else (root,)
+        self.outputs: Sequence[int] = [node for tree in elements for node in leaves(tree)]
+        """Node of each of the module's results."""
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def of(self, computation: str, name: str) -> Sequence[int]:
+        """List the nodes that are the result of an instruction; none of what is never executed."""
+        tree = self._trees.get(computation, {}).get(name)
+        return () if tree is None else list(leaves(tree))
+
+    def operand(self, op: CollectiveOp, number: int) -> int:
+        """Return the array that a collective moves, as it is before."""
+        return self.of(op.computation, op.instruction.operands[number])[0]
+
+    def results(self, op: CollectiveOp) -> Sequence[int]:
+        """List the arrays that a collective returns."""
+        return self.of(op.computation, op.instruction.name)
+
+    def opcode(self, node: int) -> str:
+        """Name the operation that makes an array, without "-start"."""
+        return self.lines[node].opcode.removesuffix("-start")
+
+    def shape(self, node: int) -> Shape:
+        """Return the dtype and dimensions of an array on a device."""
+        return self.lines[node].results[self.elements[node]]
+
+    def order(self, node: int) -> Sequence[int]:
+        """List the dimensions of an array, the outermost in memory first."""
+        line = self.lines[node]
+        text = self.hlo[self.computations[node]].lines[line.name].partition(" = ")[2]
+        order = _LAYOUT.findall(text)[self.elements[node]]
+        dims = range(len(self.shape(node).dims))
+        return [int(dim) for dim in reversed(order.split(","))] if order else dims
+
+    @cached_property
+    def used_by(self) -> Sequence[Sequence[int]]:
+        """Nodes that are made of each node, each once."""
+        users: list[list[int]] = [[] for _ in self.lines]
+        for node, sources in enumerate(self.made_of):
+            for source in dict.fromkeys(sources):
+                users[source].append(node)
+        return users
+
+    def fixpoint(self, unknown: _Fact, rule: Callable[[int, list[_Fact]], _Fact]) -> list[_Fact]:
+        """Compute a fact of each node from those of what it is made of.
+
+        Args:
+            unknown: The fact before anything is known, which says nothing where facts meet.
+            rule: The fact of a node by those of all nodes; facts may grow, and never shrink.
+        """
+        facts = [unknown] * len(self)
+        for node in range(len(self)):
+            facts[node] = rule(node, facts)
+        pending = list(self._joins)
+        while pending:
+            node = pending.pop()
+            fact = rule(node, facts)
+            if fact != facts[node]:
+                facts[node] = fact
+                pending += self.used_by[node]
+        return facts
+
+    @cached_property
+    def _joins(self) -> Sequence[int]:
+        """Nodes that are made of later ones."""
+        pairs = enumerate(self.made_of)
+        return [node for node, sources in pairs if sources and max(sources) >= node]
+
+    def _run(self, name: str, arguments: Sequence[Tree]) -> Tree:
+        """Number the arrays of a computation; return its result."""
+        trees, computation = self._trees.get(name), self.hlo[name]
+        if trees is not None:
+            for parameter, argument in zip(self._parameters[name], arguments, strict=True):
+                self._join(parameter, argument)
+            return trees[computation.root.name]
+        trees = self._trees[name] = {}
+        is_shared = self.hlo.count_calls(name) > 1
+        self._parameters[name] = []
+        for line in computation:
+            if line.parameter is None:
+                trees[line.name] = self._value(name, line, [trees[one] for one in line.operands])
+                continue
+            tree = arguments[line.parameter]
+            trees[line.name] = self._joined(name, line, tree) if is_shared else tree
+        if is_shared:
+            parameters = sorted(computation.parameters, key=lambda line: line.parameter or 0)
+            self._parameters[name] = [trees[line.name] for line in parameters]
+        return trees[computation.root.name]
+
+    def _value(  # noqa: PLR0911
+        self, computation: str, line: Instruction, operands: Sequence[Tree]
+    ) -> Tree:
+        """Return the value of an instruction; of the start of something what its end returns."""
+        opcode = line.opcode
+        if opcode == "tuple":
+            return tuple(operands)
+        if opcode == "get-tuple-element":
+            return _element(operands[0], line.element or 0)
+        if opcode == "while":
+            loop = self._joined(computation, line, operands[0])
+            self._join(loop, self._run(line.called["body"][0], [loop]))
+            return loop
+        if opcode == "conditional":
+            branches = zip(line.callees, operands[1:], strict=True)
+            first, *rest = [self._run(body, [operand]) for body, operand in branches]
+            chosen = self._joined(computation, line, first)
+            for tree in rest:
+                self._join(chosen, tree)
+            return chosen
+        if opcode in _CALLS and line.callees:
+            return self._run(line.callees[0], operands)
+        if opcode.endswith("-done") or opcode == "async-update" or opcode in _BARRIERS:
+            return operands[0]
+        if opcode.startswith(_VARIADIC):
+            sources = [list(leaves(operand)) for operand in operands]
+            # A start has its operands among its results, and what the backend needs besides.
+            first = len(operands) if len(line.results) >= 2 * len(operands) else 0
+            nodes = [
+                self._node(computation, line, first + i, source) for i, source in enumerate(sources)
+            ]
+            return nodes[0] if len(nodes) == 1 else tuple(nodes)
+        if opcode == "copy-start":
+            return self._node(computation, line, 0, list(leaves(operands[0])))
+        nodes_of = [node for operand in operands for node in leaves(operand)]
+        return self._nodes(computation, line, lambda _: nodes_of)
+
+    def _nodes(
+        self, computation: str, line: Instruction, made_of: Callable[[int], list[int]]
+    ) -> Tree:
+        """Add a node for each result of an instruction."""
+        results = range(max(1, len(line.results)))
+        nodes = [self._node(computation, line, i, made_of(i)) for i in results]
+        return nodes[0] if len(nodes) == 1 else tuple(nodes)
+
+    def _node(self, computation: str, line: Instruction, element: int, made_of: list[int]) -> int:
+        self.computations.append(computation)
+        self.lines.append(line)
+        self.elements.append(element)
+        self.made_of.append(made_of)
+        return len(self.lines) - 1
+
+    def _joined(self, computation: str, line: Instruction, tree: Tree) -> Tree:
+        """Add a node for each array of a value, to be made of others as well."""
+        numbers = iter(range(len(line.results)))
+
+        def joined(tree: Tree) -> Tree:
+            if isinstance(tree, int):
+                return self._node(computation, line, next(numbers), [tree])
+            return tuple(map(joined, tree))
+
+        return joined(tree)
+
+    def _join(self, joined: Tree, tree: Tree) -> None:
+        for node, source in zip(leaves(joined), leaves(tree), strict=True):
+            self.made_of[node].append(source)
+
+
+def leaves(tree: Tree) -> Iterator[int]:
+    """Yield the nodes of a value, in order."""
+    if isinstance(tree, int):
+        yield tree
+    else:
+        for element in tree:
+            yield from leaves(element)
+
+
+def _element(tree: Tree, index: int) -> Tree:
+    return tree[index] if isinstance(tree, tuple) else tree
