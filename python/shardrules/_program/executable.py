@@ -18,8 +18,10 @@ from shardrules._base.specs import spec_shown
 from shardrules._plan.align import key_text
 from shardrules._plan.findings import Finding, FindingKind, Level, finding_of
 from shardrules._plan.fold import fold_paths
-from shardrules._program.dataflow import Value, output_values
+from shardrules._plan.table import axes_used
+from shardrules._program.facts import Origin, Variation, origins
 from shardrules._program.hlo import Hlo, check_hlo
+from shardrules._program.values import Values
 
 Library = Literal["jax", "nnx", "equinox"]
 
@@ -217,13 +219,37 @@ class Executable:
         return {number: leaf for leaf, number in self.parameter_of.items()}
 
     @cached_property
-    def sources(self) -> list[Value]:
-        """Value that each leaf of the outputs is a copy of."""
+    def values(self) -> Values:
+        """Graph of the module's values."""
         assert self.hlo is not None
-        values = list(output_values(self.hlo))
+        return Values(self.hlo)
+
+    @cached_property
+    def origins(self) -> Sequence[Origin | None]:
+        """Parameter that each value is a copy of."""
+        return origins(self.values)
+
+    @cached_property
+    def variation(self) -> Variation:
+        """Axes of the mesh along which values differ between devices."""
+        assert self.mesh is not None
+        axes = {number: self.axes_of(leaf) for number, leaf in self.leaf_of.items()}
+        return Variation(self.values, dict(self.mesh.shape), axes)
+
+    def axes_of(self, leaf: int) -> frozenset[str]:
+        """Return the axes of the mesh that shard a leaf of the inputs."""
+        spec = getattr(self.inputs.shardings[leaf], "spec", None)
+        if spec is None or self.mesh is None:
+            return frozenset()
+        return axes_used(spec, self.mesh.shape)
+
+    @cached_property
+    def results(self) -> list[int]:
+        """Node of the graph that each leaf of the outputs is."""
+        outputs = self.values.outputs
         # Tokens, which JAX returns as well, come first.
-        first = len(values) - len(self._results[1])
-        return [values[first + leaf] for leaf in self._out_leaves]
+        first = len(outputs) - len(self._results[1])
+        return [outputs[first + leaf] for leaf in self._out_leaves]
 
     @cached_property
     def _out_leaves(self) -> Sequence[int]:

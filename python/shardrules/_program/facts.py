@@ -7,7 +7,7 @@ mesh axes it differs between devices; and along which of its dimensions the exam
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Final, NamedTuple
@@ -28,10 +28,11 @@ PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
 # With a broadcast or a constant, such as the scales and the zero points of quantized weights.
 _SCALES: Final = frozenset({"add", "divide", "multiply", "subtract"})
 _BROADCASTS: Final = frozenset({"broadcast", "constant"})
+_MOST_MAKERS: Final = 40
 _NOT_ELEMENTWISE: Final = PRODUCTS | {"gather", "reduce", "reduce-window", "sort"}
 # Operands of which the result is made: the array that is updated, and what is written if all of it
 # is as large as a part.
-_UPDATES: Final = {"dynamic-update-slice": 2, "scatter": 1}
+UPDATES: Final = {"dynamic-update-slice": 2, "scatter": 1}
 
 
 class Origin(NamedTuple):
@@ -58,7 +59,7 @@ def origins(values: Values) -> Sequence[Origin | None]:
     def rule(node: int, facts: Sequence[Origin]) -> Origin:  # noqa: PLR0911
         if node in number_of:
             return Origin(number_of[node])
-        opcode, sources = values.opcode(node), [facts[one] for one in values.made_of[node]]
+        opcode, sources = values.opcodes[node], [facts[one] for one in values.made_of[node]]
         if opcode in _BROADCASTS:
             return _BROADCAST
         if opcode in JOINS:
@@ -66,10 +67,10 @@ def origins(values: Values) -> Sequence[Origin | None]:
         if opcode in MOVES or opcode in GATHERS:
             return sources[0]
         if opcode in SLICES:
-            return _times(sources[0], _layers(values, values.made_of[node][0], node))
+            return _times(sources[0], layers_of(values, values.made_of[node][0], node))
         if opcode == "dynamic-update-slice":
             stack, part = sources[:2]
-            layers = _layers(values, node, values.made_of[node][1])
+            layers = layers_of(values, node, values.made_of[node][1])
             part = _times(part, 1 / layers) if layers > 1 else _COMPUTED
             part = part if part.parameter < 0 else part._replace(is_stacked=True)
             return _met([stack, part])
@@ -83,7 +84,7 @@ def origins(values: Values) -> Sequence[Origin | None]:
     return [fact if fact.parameter >= 0 else None for fact in facts]
 
 
-def _layers(values: Values, whole: int, part: int) -> int:
+def layers_of(values: Values, whole: int, part: int) -> int:
     """Count the slices like a part; only dimensions cut to 1 select one."""
     dims = zip(values.shape(whole).dims, values.shape(part).dims, strict=False)
     return prod(size for size, cut in dims if cut == 1)
@@ -109,13 +110,13 @@ def updated_from(values: Values, node: int) -> Sequence[int]:
     A new state is made so from the old one and its gradient; the gradient, which comes of a
     product, is not made so from other arrays.
     """
-    opcode, sources = values.opcode(node), values.made_of[node]
+    opcode, sources = values.opcodes[node], values.made_of[node]
     if opcode in JOINS or opcode.startswith(REDUCTIONS):
         return sources
     if opcode in MOVES or opcode in SLICES or opcode in GATHERS:
         return sources[:1]
-    if opcode in _UPDATES:
-        return sources[: _UPDATES[opcode]]
+    if opcode in UPDATES:
+        return sources[: UPDATES[opcode]]
     if opcode in _NOT_ELEMENTWISE:
         return ()
     size = values.shape(node).elements
@@ -131,6 +132,65 @@ def all_updated_from(values: Values, node: int, seen: Iterable[int] = ()) -> Ite
             mine.add(node)
             yield node
             pending += updated_from(values, node)
+
+
+def source_of(values: Values, node: int) -> int:
+    """Find the value that this is a moved or converted copy of."""
+    while True:
+        opcode, sources = values.opcodes[node], values.made_of[node]
+        if opcode in JOINS:
+            rest = [source for source in dict.fromkeys(sources) if source != node]
+            if len(rest) != 1:
+                return node
+        elif opcode not in MOVES:
+            return node
+        node = sources[0]
+
+
+def whole_source_of(values: Values, node: int) -> int:
+    """Find the value that this is a copy of, also through what cuts padding off."""
+    while True:
+        node = source_of(values, node)
+        sources = values.made_of[node]
+        if values.opcodes[node] not in SLICES or layers_of(values, sources[0], node) > 1:
+            return node
+        node = sources[0]
+
+
+def copies_of(values: Values, node: int) -> set[int]:
+    """Find the moved, sliced and gathered copies of a value, and the value itself."""
+    pending, copies = [node], {node}
+    while pending:
+        for user in values.used_by[pending.pop()]:
+            opcode = values.opcodes[user]
+            is_copy = opcode in MOVES or opcode in SLICES or opcode in GATHERS or opcode in JOINS
+            if is_copy and user not in copies:
+                copies.add(user)
+                pending.append(user)
+    return copies
+
+
+def maker_of(values: Values, node: int, opcodes: Container[str]) -> int | None:
+    """Find the operation of these of which a value is a moved, scaled or masked result."""
+    for _ in range(_MOST_MAKERS):
+        node = source_of(values, node)
+        if values.opcodes[node] in opcodes:
+            return node
+        if values.opcodes[node] in SLICES:
+            node = values.made_of[node][0]
+            continue
+        size = values.shape(node).elements
+        arrays = [
+            source
+            for source in values.made_of[node]
+            if values.shape(source).elements == size
+            and values.shape(source).dtype != "pred"
+            and values.opcodes[source] not in _BROADCASTS
+        ]
+        if len(arrays) != 1 or values.opcodes[node] in PRODUCTS:
+            return None
+        node = arrays[0]
+    return None
 
 
 def next_states(values: Values, pairs: Iterable[tuple[int, int]]) -> Mapping[int, int]:
@@ -203,7 +263,7 @@ class Variation:
     def _rule(self, node: int, facts: Sequence[_Along]) -> _Along:  # noqa: PLR0911
         if node in self._axes_of:
             return _Along(self._axes_of[node])
-        opcode = self._values.opcode(node)
+        opcode = self._values.opcodes[node]
         sources = [facts[one] for one in self._values.made_of[node]]
         if opcode in MOVES:
             return sources[0]
@@ -243,7 +303,7 @@ class Variation:
         return frozenset(axes if is_whole else ())
 
 
-class Part(NamedTuple):
+class DimPart(NamedTuple):
     """Dimension of an array, or what is left of one that is joined with others.
 
     Where a batch of 8 and a sequence of 5 are joined to 40 indices, the sequence is those from 1 to
@@ -255,10 +315,10 @@ class Part(NamedTuple):
     end: int
 
 
-Parts = frozenset[Part]
+DimParts = frozenset[DimPart]
 
 
-def batch_dims(values: Values, parameters: Mapping[int, Iterable[int]]) -> Sequence[Parts]:
+def batch_dims(values: Values, parameters: Mapping[int, Iterable[int]]) -> Sequence[DimParts]:
     """Find the dimensions of each value along which examples of the batch lie.
 
     Args:
@@ -268,7 +328,7 @@ def batch_dims(values: Values, parameters: Mapping[int, Iterable[int]]) -> Seque
     nodes = {values.parameters[number]: dims for number, dims in parameters.items()}
     begin = {node: whole_dims(values, node, dims) for node, dims in nodes.items()}
 
-    def rule(node: int, facts: Sequence[Parts]) -> Parts:
+    def rule(node: int, facts: Sequence[DimParts]) -> DimParts:
         parts = begin.get(node, facts[node])
         for place, source in enumerate(values.made_of[node]):
             if facts[source]:
@@ -278,15 +338,15 @@ def batch_dims(values: Values, parameters: Mapping[int, Iterable[int]]) -> Seque
     return values.fixpoint(frozenset(), rule)
 
 
-def whole_dims(values: Values, node: int, dims: Iterable[int]) -> Parts:
+def whole_dims(values: Values, node: int, dims: Iterable[int]) -> DimParts:
     """Return whole dimensions of an array as parts."""
     sizes = values.shape(node).dims
-    return frozenset(Part(dim, 1, sizes[dim]) for dim in dims)
+    return frozenset(DimPart(dim, 1, sizes[dim]) for dim in dims)
 
 
-def passed_dims(values: Values, node: int, place: int, parts: Parts) -> Parts:
+def passed_dims(values: Values, node: int, place: int, parts: DimParts) -> DimParts:
     """Return the dimensions of a result that are made of those of an operand."""
-    source, opcode = values.made_of[node][place], values.opcode(node)
+    source, opcode = values.made_of[node][place], values.opcodes[node]
     before, after = values.shape(source).dims, values.shape(node).dims
     if before == after and opcode in _ELEMENTWISE:
         return parts
@@ -327,16 +387,16 @@ _Places = Mapping[int, int] | Sequence[int]
 _Step = tuple[int, int]
 
 
-def _resized(part: Part, dim: int, before: int, after: int) -> Part | None:
+def _resized(part: DimPart, dim: int, before: int, after: int) -> DimPart | None:
     """Return a part of a dimension of another size; None if a single index of it is left."""
     if before == after:
         return part._replace(dim=dim)
     if after == 1:
         return None
-    return Part(dim, part.step, max(part.step, part.end * after // max(1, before)))
+    return DimPart(dim, part.step, max(part.step, part.end * after // max(1, before)))
 
 
-def _regrouped(parts: Parts, before: Sequence[_Step], after: Sequence[_Step]) -> Parts:
+def _regrouped(parts: DimParts, before: Sequence[_Step], after: Sequence[_Step]) -> DimParts:
     """Find parts in an array of another shape, whose elements are in the same order."""
     regrouped = set()
     for part in parts:
@@ -345,7 +405,7 @@ def _regrouped(parts: Parts, before: Sequence[_Step], after: Sequence[_Step]) ->
         for dim, (low, high) in enumerate(after):
             if begin < high and low < end:
                 first, last = max(begin, low) // low, min(end, high) // low
-                regrouped.add(Part(dim, first, max(first, last)))
+                regrouped.add(DimPart(dim, first, max(first, last)))
     return frozenset(regrouped)
 
 

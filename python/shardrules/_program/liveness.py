@@ -14,7 +14,6 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from shardrules._program.computation import Computation, Instruction, Shape
-from shardrules._program.flow import WRITTEN
 from shardrules._program.hlo import Hlo
 
 _MOST_DEPTH: Final = 100
@@ -37,6 +36,7 @@ _MOVING: Final = re.compile(
     r" (?:concatenate|convolution|dot|dynamic-slice|gather|pad|reduce|reduce-window|reverse|slice"
     r"|transpose)\("
 )
+WRITTEN: Final = re.compile(r" (?:dynamic-update-slice|scatter)\(")
 _ALIAS: Final = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _LAYOUT: Final = re.compile(r"\b[a-z][a-z0-9]*\[[0-9,<=]*\](\{[^}]*\})?")
 # The host's memory is 5; on a TPU, 1 to 4 are memories of a core.

@@ -7,11 +7,10 @@ from typing import Any, Final
 
 from shardrules._estimate.buffers import Buffer, Memory, Totals, sizes_of, totals_from
 from shardrules._program.computation import Computation, Instruction
-from shardrules._program.dataflow import Value, source_of
 from shardrules._program.executable import Executable
-from shardrules._program.flow import is_written_in_part
+from shardrules._program.facts import MOVES, UPDATES
 from shardrules._program.hlo import Hlo, hlo_errors
-from shardrules._program.liveness import Alive, alive_at_peak
+from shardrules._program.liveness import WRITTEN, Alive, alive_at_peak
 
 _LARGEST: Final = 100
 _IN_TEXT: Final = 10
@@ -52,8 +51,13 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
 
 def _is_all_kept(hlo: Hlo, saved: Sequence[Alive]) -> bool:
     """Say whether loops keep more than a few arrays of each trip."""
-    stacks = (row for row in saved if is_written_in_part(hlo, hlo[row.computation][row.name]))
-    return len(list(stacks)) > _FEW_STACKS
+    lines = (hlo[row.computation][row.name] for row in saved)
+    stacks = [
+        line
+        for line in lines
+        if line.opcode in UPDATES or any(hlo.contains(body, WRITTEN) for body in line.callees)
+    ]
+    return len(stacks) > _FEW_STACKS
 
 
 def _is_saved(hlo: Hlo, row: Alive) -> bool:
@@ -86,6 +90,13 @@ def buffers_of(
         )
 
 
+def _moved(computation: Computation, line: Instruction) -> Instruction:
+    """Return the instruction whose result is only moved to another's."""
+    while line.opcode in MOVES:
+        line = computation[line.operands[0]]
+    return line
+
+
 def _named_instruction(hlo: Hlo, computation: Computation, name: str) -> Instruction:
     """Return the instruction that makes an array, or the next before it that JAX has named.
 
@@ -96,7 +107,7 @@ def _named_instruction(hlo: Hlo, computation: Computation, name: str) -> Instruc
         inner = hlo[line.callees[0]] if line.opcode == "fusion" else computation
         root = inner.root if line.opcode == "fusion" else line
         if root.opcode == "dynamic-update-slice":
-            root = inner[source_of(hlo, Value(inner.name, root.operands[1])).name]
+            root = _moved(inner, inner[root.operands[1]])
         if root.parameter is not None and inner is not computation:
             line = computation[line.operands[root.parameter]]
         elif root.op_name or not line.operands:

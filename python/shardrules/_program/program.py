@@ -28,7 +28,7 @@ from shardrules._program.inputs import planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
 from shardrules._program.memory import memory_of, totals_of
-from shardrules._program.movement import REASONS, Movement, Tracer
+from shardrules._program.reasons import REASONS, Movement, Reasons
 from shardrules._program.states import State, states
 from shardrules._program.step_seconds import ProgramTime, program_time
 from shardrules._program.topologies.topology import Topology
@@ -94,25 +94,25 @@ class Program:
             return ()
         with hlo_errors():
             rows = list(exchanges(hlo, self.axis_sizes))
-            if self._tracer is None:
+            if self._reasons is None:
                 movements = [_unknown_movement(row) for row in rows]
             else:
-                movements = self._tracer.movements(rows)
+                movements = self._reasons.movements(rows)
         pairs = zip(rows, movements, strict=True)
         collectives = [self._collective(row, movement) for row, movement in pairs]
         return tuple(sorted(collectives, key=lambda row: -(row.sent or row.sent_once)))
 
     @cached_property
-    def _tracer(self) -> Tracer | None:
+    def _reasons(self) -> Reasons | None:
         if self._executable.hlo is None or self._executable.mesh is None:
             return None
-        return Tracer(self._executable, self._carried, self._batches, SMALL)
+        return Reasons(self._executable, self._carried, self._batches, SMALL)
 
     @cached_property
     def batch_axes(self) -> frozenset[str]:
         """Mesh axes that shard the batch, as the program has it."""
         _ = self.collectives  # those that sum gradients
-        return frozenset() if self._tracer is None else self._tracer.batch_axes
+        return frozenset() if self._reasons is None else self._reasons.batch_axes
 
     @cached_property
     def totals(self) -> Totals | None:
@@ -127,11 +127,11 @@ class Program:
     @cached_property
     def products(self) -> Sequence[Product]:
         """Matrix products and convolutions that a device computes."""
-        tracer, hlo = self._tracer, self._executable.hlo
-        if tracer is None or hlo is None or not hlo.has_products:
+        reasons, hlo = self._reasons, self._executable.hlo
+        if reasons is None or hlo is None or not hlo.has_products:
             return ()
         with hlo_errors():
-            return list(products(hlo, lambda: tracer.variation))
+            return list(products(reasons.values, reasons.executable.variation))
 
     def _collective(self, row: Exchange, movement: Movement) -> Collective:
         assert self._executable.hlo is not None

@@ -23,6 +23,14 @@ _Fact = TypeVar("_Fact")
 _CALLS: Final = frozenset({"async-start", "call", "fusion", "fusion-start"})
 # Each result is made of the operand in its place.
 _VARIADIC: Final = ("all-gather", "all-reduce", "collective-permute", "reduce-scatter")
+# Calls of TPUs' programs that only move what is in them; others are products.
+_HELPERS: Final = {
+    "AllocateBuffer": "constant",
+    "AssumeGatherIndicesInBound": "copy",
+    "ConcatBitcast": "concatenate",
+    "GatherScatterIndicesBitpacked": "copy",
+}
+_TARGET: Final = re.compile(r'custom_call_target="(\w+)"')
 _LAYOUT: Final = re.compile(r"\b[a-z][a-z0-9]*\[[0-9,<=]*\](?:\{([\d,]*))?")
 _BARRIERS: Final = frozenset({"add-dependency", "opt-barrier", "optimization-barrier"})
 
@@ -38,6 +46,8 @@ class Values:
         self.hlo = hlo
         self.lines: list[Instruction] = []
         """Instruction that makes each node; of a join the loop, conditional or parameter."""
+        self.opcodes: list[str] = []
+        """Operation of each node, without "-start"."""
         self.computations: list[str] = []
         """Computation in which the instruction of each node is."""
         self.elements: list[int] = []
@@ -71,10 +81,6 @@ class Values:
     def results(self, op: CollectiveOp) -> Sequence[int]:
         """List the arrays that a collective returns."""
         return self.of(op.computation, op.instruction.name)
-
-    def opcode(self, node: int) -> str:
-        """Name the operation that makes an array, without "-start"."""
-        return self.lines[node].opcode.removesuffix("-start")
 
     def shape(self, node: int) -> Shape:
         """Return the dtype and dimensions of an array on a device."""
@@ -126,8 +132,9 @@ class Values:
         """Number the arrays of a computation; return its result."""
         trees, computation = self._trees.get(name), self.hlo[name]
         if trees is not None:
-            for parameter, argument in zip(self._parameters[name], arguments, strict=True):
-                self._join(parameter, argument)
+            if computation.root.name not in trees:
+                raise LookupError(f"{name} calls itself")
+            self._join(tuple(self._parameters[name]), tuple(arguments))
             return trees[computation.root.name]
         trees = self._trees[name] = {}
         is_shared = self.hlo.count_calls(name) > 1
@@ -153,28 +160,35 @@ class Values:
         if opcode == "get-tuple-element":
             return _element(operands[0], line.element or 0)
         if opcode == "while":
-            loop = self._joined(computation, line, operands[0])
-            self._join(loop, self._run(line.called["body"][0], [loop]))
-            return loop
+            carried = self._joined(computation, line, operands[0])
+            self._join(carried, self._run(line.called["body"][0], [carried]))
+            return carried
         if opcode == "conditional":
-            branches = zip(line.callees, operands[1:], strict=True)
+            branches = zip(line.callees, operands[1:], strict=False)
             first, *rest = [self._run(body, [operand]) for body, operand in branches]
             chosen = self._joined(computation, line, first)
             for tree in rest:
                 self._join(chosen, tree)
             return chosen
+        if opcode == "custom-call" and (target := _target(line)).startswith("AsyncCollective"):
+            if target.endswith("Done"):
+                return operands[1]  # behind what is moved
+            started = list(leaves(operands[0]))
+            all_nodes = list(leaves(self._nodes(computation, line, lambda _: [])))
+            operands_of = [self.made_of[node][0] for node in started]
+            return (*operands_of, *started, *all_nodes[2 * len(started) :])
         if opcode in _CALLS and line.callees:
             return self._run(line.callees[0], operands)
         if opcode.endswith("-done") or opcode == "async-update" or opcode in _BARRIERS:
             return operands[0]
         if opcode.startswith(_VARIADIC):
-            sources = [list(leaves(operand)) for operand in operands]
             # A start has its operands among its results, and what the backend needs besides.
             first = len(operands) if len(line.results) >= 2 * len(operands) else 0
-            nodes = [
-                self._node(computation, line, first + i, source) for i, source in enumerate(sources)
+            moved = [
+                self._node(computation, line, first + i, list(leaves(operand)))
+                for i, operand in enumerate(operands)
             ]
-            return nodes[0] if len(nodes) == 1 else tuple(nodes)
+            return moved[0] if len(moved) == 1 else tuple(moved)
         if opcode == "copy-start":
             return self._node(computation, line, 0, list(leaves(operands[0])))
         nodes_of = [node for operand in operands for node in leaves(operand)]
@@ -191,6 +205,7 @@ class Values:
     def _node(self, computation: str, line: Instruction, element: int, made_of: list[int]) -> int:
         self.computations.append(computation)
         self.lines.append(line)
+        self.opcodes.append(_opcode(line))
         self.elements.append(element)
         self.made_of.append(made_of)
         return len(self.lines) - 1
@@ -207,7 +222,10 @@ class Values:
         return joined(tree)
 
     def _join(self, joined: Tree, tree: Tree) -> None:
-        for node, source in zip(leaves(joined), leaves(tree), strict=True):
+        nodes, sources = list(leaves(joined)), list(leaves(tree))
+        if len(nodes) != len(sources):
+            raise LookupError(f"a call has {len(sources)} arrays for {len(nodes)}")
+        for node, source in zip(nodes, sources, strict=True):
             self.made_of[node].append(source)
 
 
@@ -218,6 +236,17 @@ def leaves(tree: Tree) -> Iterator[int]:
     else:
         for element in tree:
             yield from leaves(element)
+
+
+def _target(line: Instruction) -> str:
+    match = _TARGET.search(line.attributes)
+    return match[1] if match else ""
+
+
+def _opcode(line: Instruction) -> str:
+    if line.opcode == "custom-call":
+        return _HELPERS.get(_target(line), line.opcode)
+    return line.opcode.removesuffix("-start")
 
 
 def _element(tree: Tree, index: int) -> Tree:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod, sqrt
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from shardrules._base.text import Place
-from shardrules._program.computation import Computation, Instruction
-from shardrules._program.dataflow import PRODUCTS
-from shardrules._program.flow import is_product
-from shardrules._program.hlo import Hlo
-from shardrules._program.variation import Variation
+from shardrules._program.computation import Instruction
+from shardrules._program.facts import PRODUCTS, Variation
+from shardrules._program.values import Values
 
+_FACTORS: Final = 2
 _CONTRACTED: Final = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS: Final = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW: Final = re.compile(r"window=\{(.*?)\}")
@@ -34,42 +33,25 @@ class Product(NamedTuple):
     place: Place | None
 
 
-def products(hlo: Hlo, variation: Callable[[], Variation]) -> Iterator[Product]:
+def products(values: Values, variation: Variation) -> Iterator[Product]:
     """Yield the products that a module executes."""
-    pending, seen = [hlo.entry], {hlo.entry}
-    while pending:
-        computation = hlo[pending.pop()]
-        for instruction in computation.executed:
-            if is_product(hlo, instruction):
-                yield _product_of_line(hlo, variation(), computation, instruction)
-            elif instruction.opcode != "fusion":
-                pending += [name for name in instruction.callees if name not in seen]
-                seen.update(instruction.callees)
+    hlo = values.hlo
+    for node, opcode in enumerate(values.opcodes):
+        if opcode in PRODUCTS and values.elements[node] == 0:
+            line, times = values.lines[node], hlo.times(values.computations[node])
+            yield Product(
+                product_flops(values, node) * (1 if times is None else times),
+                variation.of(values.made_of[node]),
+                line.op_name or line.name,
+                hlo.place(line),
+            )
 
 
-def _product_of_line(
-    hlo: Hlo, variation: Variation, computation: Computation, instruction: Instruction
-) -> Product:
-    inner = hlo[instruction.callees[0]] if instruction.opcode == "fusion" else computation
-    factors = [instruction]
-    if instruction.opcode == "fusion":
-        factors = [line for line in inner.executed if line.opcode in PRODUCTS]
-    once = sum(_flops(inner, factor) for factor in factors)
-    times = hlo.times(computation.name)
-    axes = variation.of(computation.name, instruction.operands)
-    return Product(
-        once * (1 if times is None else times),
-        axes,
-        instruction.op_name or instruction.name,
-        hlo.place(instruction),
-    )
-
-
-def _flops(computation: Computation, product: Instruction) -> int:
+def product_flops(values: Values, node: int) -> int:
     """Count the operations of a product: twice its multiplications, 0 of other calls."""
-    result = product.results[0].elements
-    shapes = [computation[name].results[0].dims for name in product.operands[:2]]
-    if len(shapes) < 2:
+    product, result = values.lines[node], values.shape(node).elements
+    shapes = [values.shape(factor).dims for factor in values.made_of[node][:2]]
+    if len(shapes) < _FACTORS:
         return 0
     if match := _CONTRACTED.search(product.attributes):
         sizes = [shapes[0][int(dim)] for dim in match[1].split(",") if dim]

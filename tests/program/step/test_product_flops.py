@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from shardrules._program.facts import Variation
 from shardrules._program.hlo import Hlo
+from shardrules._program.values import Values
 from shardrules._program.work import products
 
 MODULE = """HloModule jit_step, is_scheduled=true, entry_computation_layout={{()->{result}}}
@@ -63,9 +65,6 @@ PRODUCTS = {
 def test_what_is_multiplied_is_counted(name):
     left, right, result, product, count = PRODUCTS[name]
     text = MODULE.format(left=left, right=right, result=result, product=product)
-    assert sum(row.flops for row in products(Hlo(text), NoVariation)) == 2 * count
-
-
-class NoVariation:
-    def of(self, *_):
-        return frozenset()
+    values = Values(Hlo(text))
+    rows = products(values, Variation(values, {}, {}))
+    assert sum(row.flops for row in rows) == 2 * count

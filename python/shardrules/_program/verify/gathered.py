@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -16,21 +15,14 @@ from shardrules._plan.axis_uses import expert_axes_among
 from shardrules._plan.findings import Finding, Level, finding_of
 from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
-from shardrules._program.dataflow import (
-    PRODUCTS,
-    Value,
-    held_by_loops,
-    origin_of,
-    source_of,
-    value_uses,
-)
 from shardrules._program.executable import Executable, sharding_shown
-from shardrules._program.variation import Variation
+from shardrules._program.facts import PRODUCTS, SLICES, copies_of, layers_of, whole_source_of
+from shardrules._program.reasons import CONSTRAINT
+from shardrules._program.values import Values
 from shardrules._program.verify.placements import is_same
-from shardrules._program.verify.unexpected import CONSTRAINT
 
 if TYPE_CHECKING:
-    from shardrules._program.hlo import CollectiveOp, Hlo
+    from shardrules._program.hlo import CollectiveOp
     from shardrules._program.inputs import PlannedSharding
     from shardrules._program.states import State
 
@@ -93,20 +85,14 @@ class _Gather(NamedTuple):
     collective: CollectiveOp
     number: int
     """Index of the result."""
+    operand: int
+    """Node of what is gathered."""
+    value: int
+    """Node of the copy."""
 
     @property
     def bytes(self) -> int:
         return self.collective.results[self.number].bytes
-
-    @property
-    def value(self) -> Value:
-        element = self.number if len(self.collective.results) > 1 else None
-        return Value(self.collective.computation, self.collective.instruction.name, element)
-
-    @property
-    def operand(self) -> Value:
-        name = self.collective.instruction.operands[self.number]
-        return Value(self.collective.computation, name)
 
     def axes(
         self, target: PlannedSharding, shape: tuple[int, ...], layers: int = 1
@@ -160,21 +146,27 @@ def gather_findings(
         fix = "verify the same function on another backend, such as CPU devices"
         yield GatherFinding(finding_of("warning", "gathered", message, fix))
         return
-    gathers = [
-        _Gather(collective, index)
+    collectives = [
+        (collective, index)
         for collective in executable.hlo.of_kind("all-gather", large)
         for index, result in enumerate(collective.results)
         if result.bytes >= large
     ]
-    if not gathers:
+    if not collectives:
         return
+    values = executable.values
+    gathers = [
+        _Gather(op, index, values.operand(op, index), values.results(op)[index])
+        for op, index in collectives
+        if values.results(op)
+    ]
     targets = list(outputs)
     for state in carried:
         for before, after in zip(state.inputs, state.outputs, strict=True):
             targets[after] = targets[after] or inputs[before]
     # Copies that are gathered again, or returned, are reported where they end.
-    operands = {source_of(executable.hlo, gather.operand) for gather in gathers}
-    passed_on = operands.union(executable.sources)
+    operands = {whole_source_of(values, gather.operand) for gather in gathers}
+    passed_on = operands.union(whole_source_of(values, node) for node in executable.results)
     ending = [gather for gather in gathers if gather.value not in passed_on]
     returned = _returned_copies(executable, targets, gathers)
     used = _uses(executable, inputs, carried, ending)
@@ -196,8 +188,8 @@ def _returned_copies(executable: Executable, targets: _Targets, gathers: list[_G
     """Collect outputs that are planned to be sharded, and are copies of a gather's result."""
     of_value = {gather.value: gather for gather in gathers}
     copies: _Copies = defaultdict(dict)
-    for leaf, (target, source) in enumerate(zip(targets, executable.sources, strict=True)):
-        gather = of_value.get(source)
+    for leaf, (target, source) in enumerate(zip(targets, executable.results, strict=True)):
+        gather = of_value.get(whole_source_of(executable.values, source))
         if target is None or gather is None:
             continue
         if axes := gather.axes(target, executable.outputs.shapes[leaf]):
@@ -209,9 +201,8 @@ def _uses(
     executable: Executable, inputs: _Targets, carried: Sequence[State], gathers: list[_Gather]
 ) -> _Copies:
     """Collect planned arguments that are gathered, by the first use that applies."""
-    assert executable.hlo is not None
-    computations = {gather.value.computation for gather in gathers}
-    in_loops = set().union(*(held_by_loops(executable.hlo, name) for name in computations))
+    values = executable.values
+    in_loops = _held_by_loops(values)
     work = _Work(executable, carried)
     copies: _Copies = defaultdict(dict)
     for gather in gathers:
@@ -219,7 +210,8 @@ def _uses(
         if copy is None:
             continue
         if gather.value in in_loops and any(
-            use.is_layer for use in value_uses(executable.hlo, gather.value)
+            values.opcodes[node] in SLICES and layers_of(values, values.made_of[node][0], node) > 1
+            for node in copies_of(values, gather.value)
         ):
             use = "loop"
         elif work.is_the_same_with(copy, gather.value):
@@ -236,11 +228,16 @@ def _uses(
     return copies
 
 
+def _held_by_loops(values: Values) -> set[int]:
+    """Find the values that loops keep in memory while they run."""
+    loops = (node for node, opcode in enumerate(values.opcodes) if opcode == "while")
+    return {whole_source_of(values, values.made_of[node][0]) for node in loops}
+
+
 def _copy(executable: Executable, inputs: _Targets, gather: _Gather) -> _Copy | None:
     """Trace a gather back to a planned argument that is sharded as planned."""
-    assert executable.hlo is not None
     side = executable.inputs
-    origin = origin_of(executable.hlo, gather.operand)
+    origin = executable.origins[gather.operand]
     leaf = None if origin is None else executable.leaf_of.get(origin.parameter)
     target = None if leaf is None else inputs[leaf]
     if origin is None or leaf is None or target is None:
@@ -294,7 +291,7 @@ class _Work:
             if axes:
                 self._axes[argument] = _union_of_axes(axes)
 
-    def is_the_same_with(self, copy: _Copy, value: Value) -> bool:
+    def is_the_same_with(self, copy: _Copy, value: int) -> bool:
         """Say whether what a copy is multiplied by is equal along some of its axes.
 
         It differs where the batch comes in sharded. Otherwise the program decides, which may shard
@@ -304,29 +301,17 @@ class _Work:
         batch = _union_of_axes(others)
         if not others or batch is None or batch.issuperset(copy.axes):
             return False
-        products = [use for use in value_uses(self._hlo, value) if use.opcode in PRODUCTS]
-        differing: frozenset[str] = frozenset()
-        for use in products:
-            computation, name, operand = use.site
-            operands = self._hlo[computation][name].operands
-            factors = [factor for factor in operands if factor != operand]
-            differing |= self._variation.of(computation, factors)
-        return bool(products) and not differing.issuperset(copy.axes)
-
-    @property
-    def _hlo(self) -> Hlo:
-        assert self._executable.hlo is not None
-        return self._executable.hlo
-
-    @cached_property
-    def _variation(self) -> Variation:
-        side, mesh = self._executable.inputs, self._executable.mesh
-        assert mesh is not None
-        axes = {
-            number: _sharding_axes(side.shardings[leaf]) or frozenset()
-            for number, leaf in self._executable.leaf_of.items()
+        values = self._executable.values
+        copies = copies_of(values, value)
+        products = {
+            user
+            for node in copies
+            for user in values.used_by[node]
+            if values.opcodes[user] in PRODUCTS
         }
-        return Variation(self._hlo, dict(mesh.shape), axes)
+        factors = {factor for node in products for factor in values.made_of[node]}
+        differing = self._executable.variation.of(factors - copies)
+        return bool(products) and not differing.issuperset(copy.axes)
 
 
 def _sharding_axes(sharding: Any) -> frozenset[str] | None:

@@ -16,8 +16,8 @@ from shardrules._base.rule_specs import in_memory
 from shardrules._base.text import bytes_shown, counted, printable
 from shardrules._place.memory import memory_apart
 from shardrules._plan.findings import Finding, Level, VerifyKind, finding_of
-from shardrules._program.dataflow import is_made_from
 from shardrules._program.executable import Executable, Library, Side, at, sharding_shown
+from shardrules._program.facts import all_updated_from, source_of
 from shardrules._program.inputs import PlannedSharding
 from shardrules._program.states import Evidence, State
 
@@ -480,9 +480,11 @@ def not_donated(executable: Executable, carried: Sequence[State], large: int) ->
 
 def _is_changed(executable: Executable, state: State) -> bool:
     """Say whether an array of a state comes out otherwise than it goes in."""
-    hlo = executable.hlo
-    sources = [] if hlo is None else [executable.sources[after] for after in state.outputs]
-    return any(hlo[source.computation][source.name].parameter is None for source in sources if hlo)
+    if executable.hlo is None:
+        return False
+    parameters = executable.values.parameters
+    sources = (source_of(executable.values, executable.results[i]) for i in state.outputs)
+    return not all(source in parameters for source in sources)
 
 
 def _kept_twice(executable: Executable, state: State, least: int) -> list[int]:
@@ -498,11 +500,12 @@ def _kept_twice(executable: Executable, state: State, least: int) -> list[int]:
     if state.evidence == "updated":
         return [before for before, _ in pairs]
     # What is only like an argument, such as its gradient, is not made from it.
-    sources, number_of = executable.sources, executable.parameter_of
+    values, number_of = executable.values, executable.parameter_of
     return [
         before
         for before, after in pairs
-        if is_made_from(executable.hlo, sources[after], number_of[before])
+        if values.parameters[number_of[before]]
+        in all_updated_from(values, executable.results[after])
     ]
 
 

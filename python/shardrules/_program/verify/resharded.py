@@ -14,7 +14,7 @@ from shardrules._program.collectives import Collective
 from shardrules._program.compiling import CompileLog, Reshard
 from shardrules._program.lock import largest
 from shardrules._program.program import Program
-from shardrules._program.verify.unexpected import CONSTRAINT
+from shardrules._program.reasons import CONSTRAINT
 
 
 def resharded(

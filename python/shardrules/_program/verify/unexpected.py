@@ -10,8 +10,8 @@ from shardrules._base.specs import constraint_line
 from shardrules._base.text import and_more, bytes_shown, counted
 from shardrules._plan.findings import Finding, finding_of
 from shardrules._program.collectives import Collective
-from shardrules._program.movement import REASONS
 from shardrules._program.program import Program
+from shardrules._program.reasons import CONSTRAINT, REASONS
 from shardrules._program.work import Product
 
 _SHARE: Final = 0.05
@@ -25,45 +25,10 @@ _KEPT_OF_PEAK: Final = 0.05
 _RECOMPUTED: Final = "layer = jax.checkpoint(layer)"
 _NAMED: Final = 3
 
-CONSTRAINT: Final = constraint_line("P(...)")
-"""The line that constrains an array, by a spec to choose."""
-_MENDS: Final = {
-    "whole gradient": "jax.lax.with_sharding_constraint(gradients, plan.shardings())",
-    "batch": "jax.lax.with_sharding_constraint(x, {spec})",
-    "cache": "state = jax.lax.with_sharding_constraint(state, plan.shardings())",
-    "alike": CONSTRAINT,
-    "reshard": CONSTRAINT,
-    "no product": CONSTRAINT,
-}
-_FIXES: Final = {
-    "microbatch": "sum the gradients of the micro-batches on each device, and over devices once "
-    "behind the loop: let the accumulator be sharded as the sums are before they are reduced",
-    "whole gradient": "constrain the gradients to be sharded as their parameters: {mend}",
-    "cache": "constrain the state inside the function to be sharded as it comes in, and what is "
-    "computed with it to be sharded by the same axes",
-    "batch": "constrain the activations where they are made, so that XLA gathers the parameters "
-    "in their place: {mend}{line}",
-    "no product": "constrain the array alike where it is made and where it is used{line}; no "
-    "product reads it, so there are no parameters that XLA could gather in its place",
-    "alike": "let what comes behind be computed in parts: constrain the array, and what is made "
-    "of it, to be sharded by {axes}{line}",
-    "reshard": "constrain both sides alike{line}: the array is sharded in another way and back, "
-    "and multiplied in between with nothing",
-    "summed": "let {axes} shard the other dimension of the kernel that this array{line} is "
-    "multiplied by, along which it comes in parts: then only the result is summed",
-    "turned": "let {axes} shard the other dimension of the kernel{line}: then each device computes "
-    "its part of the result, and nothing is summed",
-    "table": "look the rows up in the table as it is sharded: leave it without a constraint{line}; "
-    "or plan it to be whole over {axes}",
-    "moved": "plan it to be sharded as it is used{line}",
-    "reduced": "reduce it as it is sharded: leave it without a constraint{line}",
-    "back": "leave out both transfers{line}",
-    "sliced": "let each device send only the part that another one uses, such as by "
-    "jax.lax.ppermute or jax.lax.all_to_all{line}; or let what comes in be sharded by {axes}",
-    "again": "do not sum over {axes}{line}: all devices along it have the same array",
-    "unknown": "look at the line{line}: slices, rolls and concatenations along a sharded "
-    "dimension move data; or constrain the array to be sharded along another one",
-}
+_NO_PRODUCT: Final = (
+    "constrain the array alike where it is made and where it is used{line}; no product reads it, "
+    "so there are no parameters that XLA could gather in its place"
+)
 
 
 def unexpected(
@@ -84,7 +49,7 @@ def unexpected(
 def _movement_finding(
     program: Program, reason: str, axes: tuple[str, ...], rows: Sequence[Collective], size: int
 ) -> Finding:
-    (key,) = [name for name, entry in REASONS.items() if entry.text == reason]
+    cause = next(cause for cause in REASONS.values() if cause.text == reason)
     names = "; ".join([*map(str, rows[:_NAMED]), *and_more(len(rows), _NAMED, "collective")])
     step = "an iteration" if any(row.times is None for row in rows) else "a step"
     message = (
@@ -97,10 +62,10 @@ def _movement_finding(
     entry = repr(batch[0] if len(batch) == 1 else tuple(batch))
     spec = f"P({', '.join([entry, *['None'] * (rank - 1)])})"
     line = "" if first.place is None else f" at {first.place}"
-    if key == "batch" and not program.products:
-        key = "no product"
-    mend = _MENDS.get(key, "").format(spec=spec)
-    fix = _FIXES[key].format(mend=mend, axes=", ".join(axes), line=line)
+    if cause is REASONS["batch"] and not program.products:
+        cause = cause._replace(fix=_NO_PRODUCT, mend=CONSTRAINT)
+    mend = cause.mend.format(spec=spec)
+    fix = cause.fix.format(mend=mend, axes=", ".join(axes), line=line)
     leaves = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
     paths, count = tuple(dict.fromkeys(leaves)), len(leaves)
     return finding_of(
