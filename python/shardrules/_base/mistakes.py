@@ -152,6 +152,9 @@ def check_arrays(name: str, tree: Any, needs_shape: bool = False) -> None:
     what is in the file, or a function in place of what it returns. Numbers and None are a tree,
     unless it `needs_shape`.
     """
+    from jax.tree_util import keystr
+
+    path_of = functools.partial(keystr, simple=True, separator="/")
     leaves = _leaves(tree, lambda node: isinstance(node, tuple) and _instead_of_class(type(node)))
     if any(_is_array(leaf) for _, leaf in leaves):
         return
@@ -171,11 +174,11 @@ def check_arrays(name: str, tree: Any, needs_shape: bool = False) -> None:
         instead = _instead_of(leaf) or (_RETURNED if callable(leaf) and not keys else _ARRAYS)
         if not keys:
             raise TypeError(f"{name} is {shown(leaf)}, which is no tree of arrays; give {instead}")
-        where = f"at {_path(keys)}, and no array anywhere that JAX sees"
+        where = f"at {path_of(keys)}, and no array anywhere that JAX sees"
         raise TypeError(f"{name} has {shown(leaf)} {where}; give {instead}")
     if needs_shape and leaves:
         raise TypeError(
-            f"{name}: no leaf has a shape; the first is at {brief(_path(leaves[0][0]))}. "
+            f"{name}: no leaf has a shape; the first is at {brief(path_of(leaves[0][0]))}. "
             "Numbers are no arrays, a tuple of them is no shape of one, and JAX sees no leaves "
             f"inside of types that it does not know: give {_ARRAYS}"
         )
@@ -217,12 +220,6 @@ def _leaves(tree: Any, ends: Callable[[Any], object] = lambda _: False) -> list[
         )[0]
     except Exception:  # JAX cannot walk it, which the error that is being explained says
         return []
-
-
-def _path(keys: Any) -> str:
-    from jax import tree_util
-
-    return tree_util.keystr(keys, simple=True, separator="/")
 
 
 def _can_be_walked(node: Any) -> bool:

@@ -134,8 +134,7 @@ def rule_with_axes(spec: Any, parts: Mapping[str, tuple[str, ...]]) -> Any:
 
 def rule_spec_shown(spec: Any) -> str:
     """Return the spec of a rule as people write it, with its memory kind."""
-    whole_spec = rule_spec(spec)
-    return in_memory(spec_shown(whole_spec.spec), whole_spec.memory_kind)
+    return in_memory(spec_shown(plain_spec(spec)), memory_kind_of(spec))
 
 
 _MIN_BYTES: Final = 4 * 2**20

@@ -154,9 +154,8 @@ def counted(count: int, what: str) -> str:
 
 def and_more(count: int, count_shown: int, what: str) -> list[str]:
     """Return ["... and 12 more leaves"], or [] if all are shown."""
-    return (
-        [f"... and {counted(count - count_shown, f'more {what}')}"] if count > count_shown else []
-    )
+    more = f"more {what}"
+    return [f"... and {counted(count - count_shown, more)}"] if count > count_shown else []
 
 
 def mesh_shown(axis_sizes: Mapping[str, int]) -> str:
@@ -339,11 +338,7 @@ def _shown_in_notebooks(cls: type[_T]) -> type[_T]:
 def readable(cls: type[_T]) -> type[_T]:
     # A NamedTuple's are ForwardRefs, which `help` would show as such.
     if hasattr(cls, "_fields"):
-        annotations = cls.__annotations__
-        plain = {
-            name: getattr(annotation, "__forward_arg__", annotation)
-            for name, annotation in annotations.items()
-        }
+        plain = {n: getattr(a, "__forward_arg__", a) for n, a in cls.__annotations__.items()}
         cls.__annotations__ = cls.__new__.__annotations__ = plain
     return cls
 
