@@ -305,9 +305,9 @@ def spec_shown(spec: Any) -> str:
     return f"P({', '.join([*texts, *tags_shown(spec)])})"
 
 
-def constraint_line(spec: str) -> str:
+def constraint_line(spec: str, array: str = "x") -> str:
     """Return the line of a program that gives an array this spec."""
-    return f"x = jax.lax.with_sharding_constraint(x, {spec})"
+    return f"{array} = jax.lax.with_sharding_constraint({array}, {spec})"
 
 
 def rules_shown(policy: str, pairs: Iterable[tuple[Any, Any]]) -> str:

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.jax_names import user_line
 from shardrules._program.solve.activations import activations, constrained_step, seams
-from shardrules._program.solve.layout import LaidSpread, Layout, StepArrays
+from shardrules._program.solve.layout import Layout, StepArrays
 from shardrules._program.solve.rewrite import sites
+from shardrules._program.solve.spread import LaidSpread
 
 LAYERS, ROWS, WIDTH, HIDDEN, WORDS = 2, 8, 16, 32, 64
 
@@ -238,7 +239,7 @@ def test_an_operation_reads_as_was_priced(is_constrained):
     axes = {"batch": ("fsdp", "tp"), "hidden": ("tp",)}
     by_class = {name: axes.get(role, ()) for name, role in step._roles.of.items()}
     arrays = StepArrays(step._equations, step._roles, dict(mesh.shape))
-    spread = LaidSpread(arrays, Layout(by_class, ("fsdp",)))
+    spread = LaidSpread(arrays, Layout(by_class, ("fsdp",))).of_step()
     most = max(sent.payload for sent in spread.sent if sent.kind == "all-gather")
     read = [row for row in activations(step, spread) if row.is_read]
     assert {row.shape for row in read} == {(16, 32, 64), (64, 256), (256, 64)}

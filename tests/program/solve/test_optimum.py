@@ -164,34 +164,6 @@ def test_a_search_that_is_over_says_how_good_any_can_be():
     assert 0 < late.bound <= search.bound == search.seconds <= late.seconds < inf
 
 
-@pytest.mark.parametrize("where", ["_join", "_entries"])
-def test_the_time_is_looked_at_amid_what_a_node_leaves(monkeypatch, where):
-    """Parts of many assignments take minutes: the node stays in the bound, and none is tried."""
-    search = Search(space_of(3), until=1.0)
-    search.heap, now, after = [search._root()], [0.0], []
-    begin, is_over = getattr(Search, where), Search.is_over_memory
-
-    def late(self, *args):
-        now[0] = 2.0
-        return begin(self, *args)
-
-    def counted(self, assignment):
-        after.append(now[0])
-        return is_over(self, assignment)
-
-    monkeypatch.setattr("shardrules._program.solve.search.monotonic", lambda: now[0])
-    monkeypatch.setattr(Search, where, late)
-    monkeypatch.setattr(Search, "is_over_memory", counted)
-    search.run()
-    assert search.is_over
-    assert search.heap
-    assert 2.0 not in after
-    whole = Search(space_of(3))
-    whole.begin()
-    whole.run()
-    assert 0 < search.bound <= whole.seconds
-
-
 def test_the_first_of_equal_axes_is_on_data():
     def train(params, x):
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(mlp)(params, x))

@@ -188,6 +188,19 @@ def test_what_the_compiler_refuses_is_solved_with_less_memory(monkeypatch):
     assert rooms[0]["hbm"] == round(memory * solution.memory.peak / (100 * 10**9))
 
 
+def test_axes_that_are_interchangeable_are_not_compiled_twice(monkeypatch):
+    """What is blamed on one axis of a size would be the same program along another one."""
+    monkeypatch.setattr(proving, "_blamed", lambda row: [("batch", "fsdp")])
+    monkeypatch.setattr(proving, "_seconds", lambda solution, proof: 10**6)
+    monkeypatch.setattr(proving.ProofRound, "is_close", property(lambda row: False))
+    proof = solved(MANY, devices(2, 2)).prove(rounds=2)
+    first, second = (
+        [row.axes for row in each.solution.choices if row.role == "batch"] for each in proof.rounds
+    )
+    assert any(first)
+    assert not any(second)
+
+
 def test_rounds_are_one_to_three():
     with pytest.raises(ValueError, match="rounds is 4"):
         solved(FEW).prove(rounds=4)

@@ -10,9 +10,10 @@ from shardrules._base.jax_names import user_line
 from shardrules._base.specs import constraint_line, entries_of_cuts, partition_spec, spec_shown
 from shardrules._base.text import printable, record
 from shardrules._place.mesh import axes_of_type
+from shardrules._program.solve.peak import PRODUCTS
 from shardrules._program.solve.rewrite import constrained, sites
 from shardrules._program.step.equations import RESULT
-from shardrules._program.step.jaxprs import CONSTRAINTS
+from shardrules._program.step.jaxprs import constrains
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
@@ -49,14 +50,33 @@ class Activation(NamedTuple):
     """True if the program has a constraint there, whose spec this is to be."""
     is_read: bool
     """True if the operation is to read the array so, False if it makes it."""
+    weight: str
+    """Path of the weight that is read, or with which the operation makes the array; "" without
+    one."""
 
     def __str__(self) -> str:
         array = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-        text = constraint_line(spec_shown(self.spec))
+        last = self.weight.rpartition("/")[2]
+        operand = last if self.is_read and last.isidentifier() else "x"
+        text = constraint_line(spec_shown(self.spec), operand)
         name = self.operation.rpartition("/")[2]
         verb = "constrains already" if self.replaces else f"into {name}" if self.is_read else name
+        if self.weight:
+            verb = f"{self.weight} {verb}" if self.is_read else f"{verb} with {self.weight}"
         line = self.line or f"no line is known of {self.operation}"
         return printable(f"{line}: {text}  # {array}, {verb}")
+
+
+def _weight_of(step: Step, seam: Seam) -> str:
+    """Return the path of the weight that a seam is of, or with which a product makes its array."""
+    weights = step._roles.weights
+    is_product = seam.place >= 0 and seam.operation.name in PRODUCTS
+    numbers = seam.operation.inputs if is_product else [seam.number]
+    places = [weights[number] for number in numbers if number in weights]
+    if len(places) != 1:
+        return ""
+    path = dict(zip(step._equations.body.inputs, step._paths, strict=True))[places[0]]
+    return path.removeprefix(f"inputs/{step._place}/")
 
 
 class Seam(NamedTuple):
@@ -85,14 +105,15 @@ def seams(step: Step, spread: LaidSpread) -> list[Seam]:
         return values[number].bits >= part * largest and bool(values[number].shape)
 
     for site, operation in sites(step._closed, step._equations.body):
-        if not operation.bodies and operation.name not in CONSTRAINTS:
+        is_constraint = constrains(operation.eqn)
+        if not operation.bodies and not is_constraint:
             for place, number in enumerate(operation.inputs):
                 if number is None or number not in cuts:
                     continue
                 reads = spread.reads.get((id(operation), number), cuts[number])
                 if reads != cuts[number] and is_large(number, _SMALL_SENT):
                     rows.append(Seam(site, ~place, number, reads, operation))
-        is_made = operation.name in _MAKES or operation.name in CONSTRAINTS or _is_new(operation)
+        is_made = operation.name in _MAKES or is_constraint or _is_new(operation)
         for place, number in enumerate(operation.outputs):
             if number not in cuts:
                 continue
@@ -134,8 +155,9 @@ def activations(step: Step, spread: LaidSpread) -> tuple[Activation, ...]:
             value.shape,
             getattr(value.dtype, "name", str(value.dtype)),
             spec_of_cuts(seam.cuts),
-            operation.name in CONSTRAINTS,
+            constrains(operation.eqn),
             seam.place < 0,
+            _weight_of(step, seam),
         )
         rows.setdefault(row[1:] if row.line else row, row)
     return tuple(rows.values())

@@ -34,6 +34,11 @@ def argument_cuts(step: Step) -> list[Cuts | None]:
     return [default if row is None else row for row, default in zip(own, by_call, strict=True)]
 
 
+def constraint_cuts(eqn: Any) -> Cuts | None:
+    """Return the cuts that a constraint in the program gives its array; None if nothing says."""
+    return _sharding_cuts(eqn.params.get("sharding") or eqn.params.get("dst_sharding"))
+
+
 def _sharding_cuts(sharding: Any) -> Cuts | None:
     spec = getattr(sharding, "spec", None)
     return None if spec is None else tuple(map(entry_axes, entries_of(spec)))

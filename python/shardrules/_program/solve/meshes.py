@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._base.text import bytes_shown, mesh_shown, printable_lines, seconds_shown
 from shardrules._place.mesh import as_mesh
-from shardrules._program.solve.search import ROUNDING, Search
+from shardrules._program.solve.candidates import ROUNDING
+from shardrules._program.solve.search import Search
 from shardrules._program.solve.space import Space, fixed_cuts, forbidden_pairs
 from shardrules._program.topologies.topology import Topology, topology_shown
 

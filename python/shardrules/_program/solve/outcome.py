@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._base.specs import entries_of, entry_axes
 from shardrules._base.text import bytes_shown, mesh_shown, seconds_shown
 from shardrules._place.mesh import as_mesh, context_mesh, has_devices, in_force
+from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.plan import Plan
 from shardrules._program.solve.activations import Activation, activations, constrained_step
 from shardrules._program.solve.rules import RuledPlan, with_cuts
+from shardrules._program.solve.tables import has_solver
 from shardrules._program.topologies.topology import Topology
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
@@ -55,11 +57,13 @@ class Outcome:
     @property
     def summary(self) -> str:
         """Time, memory, bound and gap, in a line."""
-        gap = "no better in the space" if self.gap == 0 else f"at most {self.gap:.1%} from the best"
+        gap = "none takes less" if self.gap == 0 else f"at most {self.gap:.1%} from the best"
+        if self.gap and not has_solver():
+            gap += "; pip install ortools, which proves more"
         return (
             f"{seconds_shown(self.time.total)} a step on {mesh_shown(self.plan.axis_sizes)}, "
-            f"{bytes_shown(self.memory.peak)} on each device; bound {seconds_shown(self.bound)}: "
-            f"{gap}"
+            f"{bytes_shown(self.memory.peak)} on each device; bound {seconds_shown(self.bound)} "
+            f"for layouts that shard each class of dimensions alike: {gap}"
         )
 
     @property
@@ -77,6 +81,8 @@ class Outcome:
 
     @cached_property
     def _ruled(self) -> RuledPlan:
+        from jax.tree_util import tree_leaves
+
         step = self.step
         base, place = step.plan, step._place
         if base is None:
@@ -85,10 +91,13 @@ class Outcome:
             kind: Any = LogicalRules if isinstance(base.rules, LogicalRules) else Rules
             base = base.with_rules(kind((), base.rules.dialect)).on_mesh(self.mesh)
         prefix = f"inputs/{place}/"
+        rows = map(base.paths.__getitem__, tree_leaves(base._leaves.tree))
+        tree = (step.plan or self.plan).abstract()
+        path_of = dict(zip(leaf_paths(tree), rows, strict=True))
         cuts, heads = {}, {}
         for row in step._ranges[place]:
             number, path = step._equations.body.inputs[row], step._paths[row]
-            short = path.removeprefix(prefix)
+            short = path_of[path.removeprefix(prefix)]
             axes = tuple(map(entry_axes, entries_of(self.specs[path])))
             rank = len(step._equations.values[number].shape)
             cuts[short] = axes + ((),) * (rank - len(axes))

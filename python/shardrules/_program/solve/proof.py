@@ -207,7 +207,12 @@ def _proof(
         if row.refusal:
             room = round(room * row.memory[0] / row.memory[1])
         else:
-            bans += tuple(ban for ban in _blamed(row) if ban not in bans)[:1]
+            blamed = [ban for ban in _blamed(row) if ban not in bans][:1]
+            sizes = current.plan.axis_sizes
+            # Along another axis of that size it would be the same program.
+            bans += tuple(
+                (role, a) for role, axis in blamed for a in sizes if sizes[a] == sizes[axis]
+            )
         other = _next(current, rows, room, bans)
         if other is None:
             break

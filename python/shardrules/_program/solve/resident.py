@@ -44,11 +44,12 @@ class Resident:
     def least(self, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes that a device needs at least if some variables have these values."""
         return max(
-            sum(self._bytes(number, assignment) * count for number, count in time.items())
+            sum(self.of(number, assignment) * count for number, count in time.items())
             for time in self.times
         )
 
-    def _bytes(self, number: int, assignment: Mapping[int, Axes]) -> int:
+    def of(self, number: int, assignment: Mapping[int, Axes]) -> int:
+        """Return the bytes that an array needs at least."""
         scope = self._scopes[number]
         key = (number, *[assignment.get(name) for name in scope])
         if key not in self._least:

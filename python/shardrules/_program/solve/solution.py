@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -10,7 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.arguments import as_tuple, check_real, check_type, memory_bytes
-from shardrules._base.text import answer, printable_lines
+from shardrules._base.text import answer, counted, mesh_shown, printable_lines
 from shardrules._estimate.step_time import machine_of
 from shardrules._place.mesh import as_mesh
 from shardrules._plan.plan import Plan, plan
@@ -21,7 +21,7 @@ from shardrules._program.solve.meshes import Best, Task, best_of
 from shardrules._program.solve.proof import Provable
 from shardrules._program.solve.space import STORED
 from shardrules._program.step.step import Step
-from shardrules._program.topologies.topology import Topology, topology_of
+from shardrules._program.topologies.topology import Topology, hardware_on, topology_of
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _AXES: Final = ("fsdp", "tp")
 HIDES: Final = 0.5
 """Of what could be sent while devices compute; the middle of all and nothing."""
+_MESHES_SHOWN: Final = 4
 _COLUMNS: Final = (Column("choice"), Column("next best"))
 
 
@@ -57,6 +58,8 @@ class Solution(Provable):
     bound: float
     """Seconds: no choice in the space takes less."""
     reasons: tuple[str, ...]
+    left_out: tuple[dict[str, int], ...]
+    """Meshes that have all devices and were not tried: they split a dimension of the topology."""
     spread: LaidSpread
     """Cuts of all arrays of the step, and what is sent."""
     on: Any
@@ -70,7 +73,16 @@ class Solution(Provable):
         return self
 
     def __str__(self) -> str:
-        return printable_lines([self.summary, *(f"  {_choice_shown(row)}" for row in self.choices)])
+        lines = [self.summary, *(f"  {_choice_shown(row)}" for row in self.choices)]
+        return printable_lines([*lines, *self._left_out_lines()])
+
+    def _left_out_lines(self) -> Iterator[str]:
+        """Yield the meshes that were not tried."""
+        if self.left_out:
+            shown = "; ".join(map(mesh_shown, self.left_out[:_MESHES_SHOWN]))
+            more = len(self.left_out) - _MESHES_SHOWN
+            rest = f" and {counted(more, 'more mesh')}" if more > 0 else ""
+            yield f"not tried, as they split a dimension of the slice: {shown}{rest}"
 
     def _parts(self) -> list[Table | str]:
         """Return what notebooks show: beside each choice what the next best costs."""
@@ -79,7 +91,7 @@ class Solution(Provable):
             for row in self.choices
         ]
         lines = printable_lines(["constraints, by line", *map(str, self.activations)])
-        return [self.summary, Table(_COLUMNS, rows), lines]
+        return [self.summary, Table(_COLUMNS, rows), *self._left_out_lines(), lines]
 
 
 def _choice_shown(row: ClassChoice) -> str:
@@ -149,12 +161,13 @@ def solve(
     if on is None and step.mesh is None:
         raise TypeError("on: the step was traced without a mesh; give one, or a Topology")
     topology = on if isinstance(on, Topology) else topology_of(step.mesh if on is None else on)
-    if topology is not None and hardware is None:
-        hardware = topology.hardware
+    hardware = hardware_on(topology, hardware)
     if isinstance(on, Topology):
         axes = _AXES if step.mesh is None else tuple(step.mesh.shape)
         meshes: list[Any] = list(on.meshes(axes))
+        left_out = tuple(on._other_meshes(axes))
     else:
+        left_out = ()
         meshes = [step.mesh if on is None else on]
     if hardware is None:
         raise TypeError("hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')")
@@ -171,10 +184,12 @@ def solve(
     }
     again = partial(solve, step, on, **options)
     place = on if topology is None else topology
-    return _solution(best_of(task, meshes, place), place, again)
+    return _solution(best_of(task, meshes, place), place, left_out, again)
 
 
-def _solution(best: Best, on: Any, again: partial[Solution]) -> Solution:
+def _solution(
+    best: Best, on: Any, left_out: tuple[dict[str, int], ...], again: partial[Solution]
+) -> Solution:
     space, cost = best.search.space, best.cost
     step, mesh = space.step, best.case.mesh
     specs = {
@@ -193,6 +208,7 @@ def _solution(best: Best, on: Any, again: partial[Solution]) -> Solution:
         memory=cost.memory,
         bound=best.bound,
         reasons=tuple(reasons(best, rows)),
+        left_out=left_out,
         spread=cost.spread,
         on=on,
         machine=space.machine,

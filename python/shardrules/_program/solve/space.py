@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._base.arguments import check_choice
 from shardrules._base.specs import as_entries, entry_axes
 from shardrules._base.text import brief, near_shown, shown
-from shardrules._program.solve.cuts import argument_cuts
+from shardrules._program.solve.cuts import argument_cuts, constraint_cuts
 from shardrules._program.solve.layout import Axes, Layout, StepArrays
 from shardrules._program.solve.price import Price
 from shardrules._program.solve.spread import LaidSpread
+from shardrules._program.step.jaxprs import constrains
 
 if TYPE_CHECKING:
     from shardrules._estimate.buffers import Memory
@@ -169,6 +170,37 @@ class Space:
         """Return the layout of an assignment; what has no value is whole."""
         axes = {name: value for name, value in assignment.items() if name != STORED}
         return Layout(axes, assignment.get(STORED, ()), self.fixed)
+
+    def traced(self) -> Assignment:
+        """Return the values that are nearest to the layout with which the step was traced.
+
+        Axes of the batch that cut weights store them; all others are those of their class.
+        """
+        equations, roles = self.step._equations, self.step._roles
+        given = dict(zip(equations.body.inputs, argument_cuts(self.step), strict=True))
+        written = (row for row, _ in equations.everything() if constrains(row.eqn))
+        given |= {row.outputs[0]: constraint_cuts(row.eqn) for row in written}
+        wishes: dict[int, list[str]] = {name: [] for name in self.values}
+        stored = wishes.setdefault(STORED, [])
+        for number in sorted(given, key=self.arrays.is_weight):
+            for classes, axes in zip(
+                self.arrays.classes[number], given[number] or (), strict=False
+            ):
+                batch = {
+                    a for name, row in wishes.items() if roles.of.get(name) == "batch" for a in row
+                }
+                for axis in axes:
+                    is_stored = self.arrays.is_weight(number) and axis in batch
+                    wish = stored if is_stored else wishes.get(classes[0] if classes else 0, [])
+                    wish.append(axis)
+        return {
+            name: self.largest(name, wish) for name, wish in wishes.items() if name in self.values
+        }
+
+    def largest(self, name: int, wish: Iterable[str]) -> Axes:
+        """Return the value of a variable of most devices among those of axes that are wished."""
+        fitting = (value for value in self.values[name] if set(value) <= set(wish))
+        return max(fitting, key=lambda value: prod(self.sizes[axis] for axis in value), default=())
 
     def cost(self, assignment: Mapping[int, Axes]) -> Cost:
         """Return what an assignment costs: time and memory of the step under its layout."""

@@ -22,6 +22,10 @@ _SHAPED: Final = frozenset((
 ))  # fmt: skip
 
 
+# A gradient is added to zeros, and never written into a weight.
+_WRITES: Final = frozenset(["dynamic_update_slice", "scatter"])
+
+
 def weight_arrays(equations: Equations, weights: Iterable[int]) -> dict[int, int]:
     """Return {array that is a weight, or a slice, cast or other shape of it: the weight}."""
     sources = {number: number for number in weights}
@@ -33,6 +37,15 @@ def weight_arrays(equations: Equations, weights: Iterable[int]) -> dict[int, int
             if before in sources:
                 sources[after] = sources[before]
     return sources
+
+
+def written_arrays(equations: Equations, arrays: Iterable[int]) -> set[int]:
+    """Return which of these arrays the step writes into, as caches: they are state, no weights."""
+    sources = weight_arrays(equations, arrays)
+    written = (
+        row.inputs[0] for row, _ in equations.everything() if row.name in _WRITES and row.inputs
+    )
+    return {sources[number] for number in written if number in sources}
 
 
 def _alike(equations: Equations) -> dict[int, int]:

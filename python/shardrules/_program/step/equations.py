@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from shardrules._base.dtypes import bits_of
 from shardrules._base.jax_names import user_line
 from shardrules._estimate.kernels import kernel_flops, primitive_name
+from shardrules._program.step.counted import Counted
 from shardrules._program.step.dimensions import Dimensions, Dims
 from shardrules._program.step.factors import Factors, Rule, Shape, rule_of, same_rule, shape_of
 from shardrules._program.step.jaxprs import (
@@ -133,6 +134,7 @@ class Equations:
         """Arrays that the step closes over: XLA has them whole on each device."""
         self.local: list[tuple[int, int]] = []
         """Pairs of a dimension, and what a device has of it in that code."""
+        self._counted = Counted()
         self._scope = ""
         self.body = _without_dead(self._body(closed, list(map(self._new, closed.jaxpr.invars))))
 
@@ -192,7 +194,8 @@ class Equations:
             numbers = self._numbered(eqn, read)
             operation: TracedOperation = structured(self, eqn, numbers, depth)
             return operation
-        rule = rule_of(eqn)
+        is_indexed = eqn.primitive.name.startswith(("gather", "scatter"))
+        rule = rule_of(eqn, self._counted.columns(read[1]) if is_indexed else None)
         if rule is None:
             self.missing[primitive_name(eqn)] = self.missing.get(primitive_name(eqn), 0) + 1
             return TracedOperation(eqn, None, read, [self._new(var) for var in eqn.outvars])
@@ -202,6 +205,8 @@ class Equations:
         ]
         results = self.dims.apply(rule, operands)
         outputs = [self._new(var, dims) for var, dims in zip(eqn.outvars, results, strict=True)]
+        if len(outputs) == 1:
+            self._counted.see(eqn, read, outputs[0])
         return TracedOperation(eqn, rule, read, outputs)
 
     def _barrier(self, eqn: Any, arguments: list[int]) -> TracedOperation:

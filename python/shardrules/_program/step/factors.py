@@ -8,9 +8,10 @@ two, of which the dimension of 4096 consists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from math import gcd, prod
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -104,8 +105,11 @@ class _Builder:
         )
 
 
-def rule_of(eqn: Any) -> Rule | None:
+def rule_of(eqn: Any, counted: Mapping[int, int] | None = None) -> Rule | None:
     """Return the rule of an equation without a jaxpr in it; None if it is not modelled.
+
+    Of a gather or scatter, columns of the indices that count along a dimension are `counted`: rows
+    of the array along it stay where they are.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -120,6 +124,8 @@ def rule_of(eqn: Any) -> Rule | None:
     if name in _ELEMENTWISE:
         return _elementwise(tuple(shapes), tuple(results), 0 if name in _UNCOUNTED else 1)
     make = _RULES.get(name)
+    if counted and make in (_gather, _scatter):
+        return make(eqn.params, shapes, results, counted)
     return None if make is None else make(eqn.params, shapes, results)
 
 
@@ -319,22 +325,45 @@ def _met(
 
 
 def _indexed(
-    builder: _Builder, shapes: list[Shape], numbers: Any, batching: str, dropped: Iterable[int]
-) -> tuple[list[Factors], list[Factors], list[int]]:
-    """Return the factors of an array, and of indices into it; and the dimensions of a window."""
+    builder: _Builder,
+    shapes: list[Shape],
+    numbers: Any,
+    form: tuple[str, str, str],
+    counted: Mapping[int, int],
+) -> tuple[list[Factors], list[Factors], list[int], list[int]]:
+    """Return factors of an array and of indices; its dimensions of a window, and looked up ones.
+
+    `form` has the names of what gather and scatter call by names of their own.
+    """
     operand, indices = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
-    batch = getattr(numbers, "operand_batching_dims", ())
-    for dim, other in zip(batch, getattr(numbers, batching, ()), strict=True):
+    batching, dropped, of_columns = (getattr(numbers, name, ()) for name in form)
+    batch = list(getattr(numbers, "operand_batching_dims", ()))
+    for dim, other in zip(batch, batching, strict=True):
         indices[other] = operand[dim]
-    return operand, indices, [d for d in range(len(operand)) if d not in {*dropped, *batch}]
+    for column, other in counted.items():
+        dim = of_columns[column]
+        if dim in dropped and shapes[1][other] == shapes[0][dim]:
+            indices[other] = operand[dim]
+            batch.append(dim)
+    window = [dim for dim in range(len(operand)) if dim not in {*dropped, *batch}]
+    return operand, indices, window, [dim for dim in dropped if dim not in batch]
 
 
-def _gather(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+_OF_GATHER: Final = ("start_indices_batching_dims", "collapsed_slice_dims", "start_index_map")
+_OF_SCATTER: Final = (
+    "scatter_indices_batching_dims", "inserted_window_dims", "scatter_dims_to_operand_dims",
+)  # fmt: skip
+
+
+def _gather(
+    params: Any,
+    shapes: list[Shape],
+    results: list[Shape],
+    counted: Mapping[int, int] = MappingProxyType({}),
+) -> Rule:
     numbers = params["dimension_numbers"]
     builder = _Builder()
-    operand, indices, window = _indexed(
-        builder, shapes, numbers, "start_indices_batching_dims", numbers.collapsed_slice_dims
-    )
+    operand, indices, window, dropped = _indexed(builder, shapes, numbers, _OF_GATHER, counted)
     offsets = dict(zip(numbers.offset_dims, window, strict=True))
     rows = iter(indices[:-1])
     result: list[Factors] = []
@@ -347,18 +376,21 @@ def _gather(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
             before, after = builder.apart(shapes[0][offsets[place]], size)
             operand[offsets[place]] = before
             result.append(after)
-    for dim in numbers.collapsed_slice_dims:
+    for dim in dropped:
         builder.summed.update(operand[dim])
         builder.looked_up.update(operand[dim])
     return builder.rule([operand, indices], [result])
 
 
-def _scatter(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+def _scatter(
+    params: Any,
+    shapes: list[Shape],
+    results: list[Shape],
+    counted: Mapping[int, int] = MappingProxyType({}),
+) -> Rule:
     numbers = params["dimension_numbers"]
     builder = _Builder()
-    operand, indices, window = _indexed(
-        builder, shapes, numbers, "scatter_indices_batching_dims", numbers.inserted_window_dims
-    )
+    operand, indices, window, dropped = _indexed(builder, shapes, numbers, _OF_SCATTER, counted)
     offsets = dict(zip(numbers.update_window_dims, window, strict=True))
     rows = iter(indices[:-1])
     updates: list[Factors] = []
@@ -372,7 +404,7 @@ def _scatter(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
             builder.whole.update(updates[-1])
     kept = {f for factors in operand for f in factors}
     builder.summed.update(f for factors in updates for f in factors if f not in kept)
-    for dim in numbers.inserted_window_dims:
+    for dim in dropped:
         builder.looked_up.update(operand[dim])
     flops = prod(shapes[2]) if "update_jaxpr" in params and len(results) == 1 else 0
     return builder.rule([operand, indices, updates], [operand], flops)
@@ -534,7 +566,7 @@ _ELEMENTWISE: Final = _UNCOUNTED | _names(
     igamma_grad_a random_gamma_grad random_gamma polygamma zeta to_edtype from_edtype tie
     reciprocal"""
 )
-_BY_NAME: Final[dict[str, Callable[[Any, list[Shape], list[Shape]], Rule | None]]] = {
+_BY_NAME: Final[dict[str, Callable[..., Rule | None]]] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,

@@ -46,6 +46,14 @@ def is_barred(eqn: Any) -> bool:
     return is_any and bool(eqn.params.get("differentiated", False))
 
 
+def constrains(eqn: Any) -> bool:
+    """Say whether an equation fixes a sharding: a `reshard` onto Auto axes changes a type alone."""
+    if eqn.primitive.name == "reshard":
+        mesh = getattr(eqn.params.get("dst_sharding"), "mesh", None)
+        return any("Auto" not in str(kind) for kind in getattr(mesh, "axis_types", ("",)))
+    return bool(eqn.primitive.name == "sharding_constraint")
+
+
 def bodies_of(eqn: Any) -> list[tuple[str, Any]]:
     """Return (name of the parameter, jaxpr) of what a loop or branch runs."""
     name = eqn.primitive.name

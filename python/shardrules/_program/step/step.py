@@ -21,7 +21,7 @@ from shardrules._base.text import (
 )
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
-from shardrules._program.step.dimension_roles import ClassRole, Roles
+from shardrules._program.step.dimension_roles import ClassRole, Roles, written_arrays
 from shardrules._program.step.equations import Equations
 from shardrules._program.step.jaxprs import only_call
 
@@ -119,20 +119,31 @@ class Step:
 
     @property
     def plan(self) -> Plan | None:
-        """The first Plan among the arguments; None without one."""
-        return next((arg for arg in self._args if isinstance(arg, Plan)), None)
+        """The Plan of the parameters among the arguments; None without one."""
+        arg = self._args[self._place] if self._args else None
+        return arg if isinstance(arg, Plan) else None
 
-    @property
-    def _place(self) -> int:
-        """The argument that is planned: the first Plan, or else the first one."""
-        return next((i for i, arg in enumerate(self._args) if isinstance(arg, Plan)), 0)
-
-    @property
-    def _weights(self) -> list[int]:
-        """Numbers of the arguments' leaves that are planned, or else of the first argument's."""
-        planned = [i for i, arg in enumerate(self._args) if isinstance(arg, Plan)] or [0]
+    @cached_property
+    def _planned(self) -> dict[int, list[int]]:
+        """By argument that is planned, or else of the first one, the numbers of its leaves."""
+        planned = [i for i, arg in enumerate(self._args) if isinstance(arg, Plan)]
         inputs = self._equations.body.inputs
-        return [inputs[row] for i in planned[: len(self._args)] for row in self._ranges[i]]
+        return {
+            i: [inputs[row] for row in self._ranges[i]] for i in (planned or [0])[: len(self._args)]
+        }
+
+    @cached_property
+    def _weights(self) -> list[int]:
+        """Numbers of the leaves that are planned, but for state such as caches."""
+        numbers = [number for leaves in self._planned.values() for number in leaves]
+        state = written_arrays(self._equations, numbers)
+        return [number for number in numbers if number not in state] or numbers
+
+    @cached_property
+    def _place(self) -> int:
+        """The argument of the parameters: the first Plan that is no state, or the first one."""
+        weights = set(self._weights)
+        return next((i for i, row in self._planned.items() if weights.intersection(row)), 0)
 
     @cached_property
     def _roles(self) -> Roles:

@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.arguments import check_type, integer, strings
-from shardrules._base.hardware import Hardware
+from shardrules._base.hardware import Hardware, as_hardware
 from shardrules._base.mesh_sizes import checked_sizes, mesh_shapes
 from shardrules._base.text import counted, mesh_shown, nearest, without_defaults
 from shardrules._program.topologies.gpu import GPUS, Hosts
@@ -179,6 +179,12 @@ class Topology:
             if self._is_whole(sizes := dict(zip(axes, shape, strict=True)))
         ]
 
+    def _other_meshes(self, axes: Sequence[str]) -> list[dict[str, int]]:
+        """List the sizes of these axes that have all devices, and are not among `meshes`."""
+        shapes = mesh_shapes(self.device_count, len(axes))
+        every = [dict(zip(axes, shape, strict=True)) for shape in shapes]
+        return [sizes for sizes in every if not self._is_whole(sizes)]
+
     def _is_whole(self, sizes: Mapping[str, int]) -> bool:
         try:
             self._arranged(sizes, is_split=False)
@@ -305,6 +311,22 @@ _DESCRIBED: Final[dict[Any, Topology]] = {}
 def is_described(mesh: Mesh) -> bool:
     """Say whether the devices of a mesh are those of a topology, on which nothing runs."""
     return mesh.devices.flat[0] in _DESCRIBED
+
+
+def hardware_on(topology: Topology | None, hardware: Hardware | str | None) -> Any:
+    """Return the hardware that is given, or that of a topology, which it must not contradict.
+
+    Raises:
+        ValueError: They are of different devices.
+    """
+    if topology is None or hardware is None:
+        return hardware if topology is None else topology.hardware
+    own, given = topology.hardware.name, as_hardware("hardware", hardware)
+    if given.name != own:
+        raise ValueError(
+            f"hardware is {given.name!r}, and {topology_shown(topology)} has {own}: leave it out"
+        )
+    return given
 
 
 def topology_of(mesh: Any) -> Topology | None:

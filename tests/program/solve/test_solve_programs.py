@@ -1,0 +1,237 @@
+"""`solve` on what programs do: dispatch by counted indices, types of Explicit axes, dropout, caches."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._estimate.step_time import machine_of
+from shardrules._program.solve.activations import spec_of_cuts
+from shardrules._program.solve.layout import Layout, StepArrays
+from shardrules._program.solve.search import Search
+from shardrules._program.solve.space import Space
+from shardrules._program.solve.spread import LaidSpread
+from shardrules.dialects import Dialect
+
+AUTO = (AxisType.Auto, AxisType.Auto)
+
+
+def shape(*sizes, dtype="float32", **options):
+    return jax.ShapeDtypeStruct(sizes, dtype, **options)
+
+
+def sent(step, **sizes):
+    """Return what is sent if all arrays are cut along the first dimension of the last argument."""
+    arrays = StepArrays(step._equations, step._roles, sizes)
+    (name, *_) = arrays.classes[step._equations.body.inputs[-1]][0]
+    return [
+        (row.kind, row.operation.name)
+        for row in LaidSpread(arrays, Layout({name: tuple(sizes)})).of_step().sent
+    ]
+
+
+# Tokens to rows
+
+
+def rows():
+    return jnp.arange(64)[:, None]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z, i: z[rows(), i],
+        lambda z, i: z.at[rows(), i].add(1.0),
+        lambda z, i: jax.grad(lambda z: jnp.sum(z[rows(), i] ** 2))(z),
+        lambda z, i: z[jnp.broadcast_to(rows(), i.shape), i],
+    ],
+)
+def test_rows_that_an_iota_indexes_stay_where_they_are(function):
+    step = sr.trace(function, shape(64, 128, 32), shape(64, 16, dtype="int32"))
+    assert sent(step, fsdp=8) == []
+    assert (("inputs/0", 0), ("inputs/1", 0)) in [row.arrays for row in step.dimensions]
+
+
+@pytest.mark.parametrize(
+    "moved", [lambda i: i[::-1], lambda i: i // 2, lambda i: i + 1, lambda i: 3 * i]
+)
+def test_rows_in_another_order_do_not(moved):
+    function = lambda z, i: z[moved(rows()), i]  # noqa: E731
+    step = sr.trace(function, shape(64, 128, 32), shape(64, 16, dtype="int32"))
+    assert (("inputs/0", 0), ("inputs/1", 0)) not in [row.arrays for row in step.dimensions]
+
+
+# Types and random bits
+
+
+def test_a_reshard_onto_auto_axes_is_no_constraint():
+    mesh = jax.make_mesh((8,), ("x",))  # Explicit
+
+    def step(x):
+        return jax.sharding.auto_axes(jnp.tanh, out_sharding=P("x"))(x) + x
+
+    traced = sr.trace(
+        jax.jit(step), shape(1024, 1024, sharding=NamedSharding(mesh, P("x"))), on=mesh
+    )
+    solution = sr.solve(traced, {"x": 8}, hardware="v5p")
+    assert solution.spread.sent == []
+    replaced = [row for row in solution.activations if row.replaces]
+    assert all("reshard" not in row.operation for row in replaced)
+
+
+def test_random_bits_are_cut_as_what_reads_them():
+    def step(p, x, key):
+        kept = jax.random.bernoulli(key, 0.9, x.shape)
+        return jnp.mean(jnp.where(kept, x @ p["w"], 0) ** 2)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    traced = sr.trace(step, {"w": shape(512, 512)}, shape(64, 1024, 512), key)
+    solution = sr.solve(traced, {"data": 8}, hardware="v5p", forbid=[("sequence", "data")])
+    bits = [
+        number
+        for operation, _ in traced._equations.everything()
+        for number in operation.outputs
+        if traced._equations.values[number].shape == (64, 1024, 512)
+    ]
+    assert {solution.spread.target(number)[0] for number in bits} == {("data",)}
+
+
+# State
+
+
+def attend(w, cache, x, place):
+    rows, _ = x.shape
+    q = (x @ w["q"]).reshape(rows, 4, 2, 64)
+    k, v = ((x @ w[name]).reshape(rows, 1, 4, 64) for name in "kv")
+    cache = {
+        name: lax.dynamic_update_slice(cache[name], new, (0, place, 0, 0))
+        for name, new in (("k", k), ("v", v))
+    }
+    chances = jax.nn.softmax(jnp.einsum("bhgd,bshd->bhgs", q, cache["k"]))
+    mixed = jnp.einsum("bhgs,bshd->bhgd", chances, cache["v"]).reshape(rows, -1)
+    return x + mixed @ w["o"], cache
+
+
+HEADS = {
+    "q": shape(512, 512), "k": shape(512, 256), "v": shape(512, 256), "o": shape(512, 512),
+}  # fmt: skip
+CACHE = {name: shape(16, 1024, 4, 64) for name in "kv"}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_cache_that_is_planned_is_state_and_no_weight(is_first):
+    mesh = {"data": 2, "tp": 2}
+    weights, cache = (sr.plan(tree, [("", ())], mesh) for tree in (HEADS, CACHE))
+    args = (shape(16, 512), shape(dtype="int32"))
+    if is_first:
+        step = sr.trace(lambda c, w, *rest: attend(w, c, *rest), cache, weights, *args)
+    else:
+        step = sr.trace(attend, weights, cache, *args)
+    assert step.plan is weights
+    roles = {array: row.role for row in step.dimensions for array in row.arrays}
+    path = f"inputs/{0 if is_first else 1}/k"
+    named = [roles[path, dim] for dim in range(4)]
+    assert named == ["batch", "sequence", "KV heads", "head size"]
+
+
+# Rules
+
+
+def gelu_step(params, x):
+    grads = jax.grad(lambda p: jnp.mean(jax.nn.gelu(x @ p["up"]["kernel"]) @ p["down"]["kernel"]))(
+        params
+    )
+    return jax.tree.map(jnp.subtract, params, grads)
+
+
+KERNELS = {"up": {"kernel": shape(512, 2048)}, "down": {"kernel": shape(2048, 512)}}
+DIALECTS = [value for value in vars(sr.dialects).values() if isinstance(value, Dialect)]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_rules_are_in_the_dialect_of_the_step(dialect):
+    mesh = AbstractMesh((4, 2), ("fsdp", "tp"), axis_types=AUTO)
+    plan = sr.plan(KERNELS, sr.Rules([("", P())], dialect), mesh)
+    solution = sr.solve(sr.trace(jax.jit(gelu_step), plan, shape(64, 512)), hardware="v5p")
+    again = sr.plan(KERNELS, solution.rules, mesh)
+    assert solution.rules.dialect.name == dialect.name
+    assert entries(again.specs()) == entries(solution.plan.specs())
+
+
+def entries(specs):
+    """Return the entries of each leaf, which has two dimensions."""
+    return [(*spec, None, None)[:2] for spec in jax.tree.leaves(specs)]
+
+
+def test_rules_of_an_nnx_model_are_in_its_words():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(512, 2048, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(2048, 512, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jax.nn.gelu(self.up(x)))
+
+    graph, state = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
+    plan = sr.plan(state, sr.Rules([("", P())], sr.dialects.NNX), {"fsdp": 4, "tp": 2})
+
+    def step(state, x):
+        grads = jax.grad(lambda s: jnp.mean(nnx.merge(graph, s)(x)))(state)
+        return jax.tree.map(jnp.subtract, state, grads)
+
+    solution = sr.solve(sr.trace(jax.jit(step), plan, shape(64, 512)), hardware="v5p")
+    again = sr.plan(state, solution.rules, plan.mesh)
+    assert [*map(str, again.paths)] == ["down/kernel", "up/kernel"]
+    assert entries(again.specs()) == entries(solution.plan.specs())
+
+
+# What is said
+
+
+def test_the_layout_that_the_program_has_is_a_candidate():
+    mesh = AbstractMesh((4, 2), ("fsdp", "tp"), axis_types=AUTO)
+    plan = sr.plan(KERNELS, [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))], mesh)
+    x = shape(64, 512, sharding=NamedSharding(mesh, P("fsdp")))
+    step = sr.trace(jax.jit(gelu_step), plan, x)
+    space = Space(step, {"fsdp": 4, "tp": 2}, machine_of("v5p"), 10**12, fixed={})
+    own = space.traced()
+    specs = [
+        spec_of_cuts(space.arrays.cuts(number, space.layout(own)))
+        for number in step._equations.body.inputs
+    ]
+    assert specs == [P("tp", "fsdp"), P("fsdp", "tp"), P("fsdp")]
+    assert own in Search(space)._starts()
+
+
+def test_hardware_that_contradicts_the_topology_is_refused():
+    step = sr.trace(gelu_step, KERNELS, shape(64, 512))
+    with pytest.raises(ValueError, match=r"hardware is 'v5p', and v5e:2x4 has v5e: leave it out"):
+        sr.solve(step, sr.Topology("v5e:2x4"), hardware="v5p")
+
+
+def test_lines_name_the_weight_that_they_are_of():
+    mesh = {"fsdp": 4, "tp": 2}
+    plan = sr.plan(KERNELS, [("", P())], mesh)
+    solution = sr.solve(
+        sr.trace(jax.jit(gelu_step), plan, shape(2**18, 512)), hardware="v5p",
+        keep=[("kernel", P(("fsdp", "tp")))],
+    )  # fmt: skip
+    read = [row for row in solution.activations if row.is_read]
+    assert {row.weight for row in read} == {"up/kernel"}  # the other product sums rows first
+    for row in read:
+        assert "kernel = jax.lax.with_sharding_constraint(kernel, P())" in str(row)
+        assert f"{row.weight} into dot_general" in str(row)
+    made = [row.weight for row in solution.activations if not row.is_read]
+    assert made == ["up/kernel"]
+
+
+def test_the_bound_says_of_which_layouts_it_is():
+    plan = sr.plan(KERNELS, [("", P())], {"fsdp": 4, "tp": 2})
+    solution = sr.solve(sr.trace(gelu_step, plan, shape(64, 512)), hardware="v5p")
+    assert "for layouts that shard each class of dimensions alike: none takes less" in str(solution)
