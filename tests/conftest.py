@@ -38,10 +38,6 @@ settings.load_profile("few")
 
 # What JAX 0.7.2 and the peers of its day do otherwise than those of today, which these tests ask for.
 NOT_ON_JAX_0_7 = {
-    "test_sweep_step.py::test_meshes_without_a_row": "jax.lax takes specs with jax.set_mesh alone",
-    "test_sweep_step.py::test_a_function_of_the_mesh": "jax.lax takes specs with jax.set_mesh alone",
-    "test_sweep_step.py::test_ties_are_ranked": "jax.lax takes specs with jax.set_mesh alone",
-    "test_sweep_step.py::test_all_rows_make_a_plan": "jax.lax takes specs with jax.set_mesh alone",
     "test_logical.py::test_variables_hold_their_specs": "flax 0.12.0 has no use_eager_sharding",
     "test_dtypes.py::TestRandomKeys::test_an_orbax": "orbax asks keys for get_value",
     "test_flax_core.py::test_nnx_variables_keep": "metadata of Variables are others in flax 0.12.0",

@@ -1,14 +1,6 @@
 """The public names of `shardrules.types`, which it imports when they are first used."""
 
 from shardrules._base.text import Place as Place
-from shardrules._estimate.buffers import Buffer as Buffer
-from shardrules._estimate.buffers import Memory as Memory
-from shardrules._estimate.buffers import Totals as Totals
-from shardrules._estimate.step_time import StepTime as StepTime
-from shardrules._estimate.sweep import Sweep as Sweep
-from shardrules._estimate.sweep import SweepRow as SweepRow
-from shardrules._estimate.transfer import Transfer as Transfer
-from shardrules._estimate.transfer import TransferRow as TransferRow
 from shardrules._files.rules import RuleFile as RuleFile
 from shardrules._place.logical import RulesFallback as RulesFallback
 from shardrules._plan.diff import Change as Change
@@ -19,8 +11,15 @@ from shardrules._plan.explain import TriedName as TriedName
 from shardrules._plan.findings import Finding as Finding
 from shardrules._plan.findings import Findings as Findings
 from shardrules._plan.memory import DeviceBytes as DeviceBytes
+from shardrules._plan.sweep import Sweep as Sweep
+from shardrules._plan.sweep import SweepRow as SweepRow
 from shardrules._plan.table import Kind as Kind
 from shardrules._plan.table import Loss as Loss
+from shardrules._plan.transfer import Transfer as Transfer
+from shardrules._plan.transfer import TransferRow as TransferRow
+from shardrules._program.buffers import Buffer as Buffer
+from shardrules._program.buffers import Memory as Memory
+from shardrules._program.buffers import Totals as Totals
 from shardrules._program.collectives import Collective as Collective
 from shardrules._program.compiling import CompileLog as CompileLog
 from shardrules._program.compiling import Reshard as Reshard
@@ -28,6 +27,7 @@ from shardrules._program.program import Program as Program
 from shardrules._program.solve.activations import Activation as Activation
 from shardrules._program.solve.choices import Alternative as Alternative
 from shardrules._program.solve.choices import ClassChoice as ClassChoice
+from shardrules._program.solve.machine import StepTime as StepTime
 from shardrules._program.solve.proof import ProofRound as ProofRound
 from shardrules._program.solve.proof import SentBytes as SentBytes
 from shardrules._program.solve.proof import SolutionProof as SolutionProof

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import demo
-from shardrules._estimate.sweep import factorizations
 from shardrules._plan import table
+from shardrules._plan.sweep import factorizations
 from shardrules._plan.table import activation_leaves, optimizer_leaves, state_leaves
 from tests.support import corpus
 from tests.support.plans import shard_bytes

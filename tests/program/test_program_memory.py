@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._estimate.buffers import SIZES, totals_from
+from shardrules._program.buffers import SIZES, totals_from
 from shardrules._program.hlo import Hlo
 from shardrules._program.liveness import alive_at_peak
 from tests.support.folders import ROOT

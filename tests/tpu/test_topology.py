@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._estimate.schedule import merged
-from shardrules._estimate.step_time import machine_of
+from shardrules._program.solve.machine import machine_of
+from shardrules._program.solve.transmissions import merged
 from tests.tpu.marks import needs_libtpu
 
 SHAPES = {

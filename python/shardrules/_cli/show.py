@@ -26,10 +26,10 @@ from shardrules._rules.logical_rules import LogicalRules
 if TYPE_CHECKING:
     from types import SimpleNamespace as Args
 
-    from shardrules._estimate.sweep import Sweep
     from shardrules._plan.findings import Findings, Level
     from shardrules._plan.memory import Room
     from shardrules._plan.plan import Plan
+    from shardrules._plan.sweep import Sweep
     from shardrules._suggest.suggestion import Suggestion
 
 _STYLES: Final[dict[str, dict[str, Any]]] = {
@@ -84,7 +84,7 @@ def _print_table(table: Table, alarming: Sequence[bool]) -> None:
 
 def show_sweep(rows: Sweep, most: int) -> None:
     """Print the first `most` rows, how many more there are, and the notes."""
-    from shardrules._estimate.sweep import sweep_table
+    from shardrules._plan.sweep import sweep_table
 
     _print_table(sweep_table(rows[:most]), [row.fits is False for row in rows[:most]])
     for line in (*and_more(len(rows), most, "mesh"), *rows.notes):
@@ -189,7 +189,7 @@ def _check_obeyed(patch: str) -> None:
 
 def report(args: Args, planned: Planned, room: Room, training: dict[str, Any]) -> str:
     """Return the HTML report: the plan, its findings, meshes and suggested rules to compare."""
-    from shardrules._estimate.sweep import Sweep
+    from shardrules._plan.sweep import Sweep
 
     plan = planned.plan
     findings = plan.check(**planned.rules.declared)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.arguments import MOST
+from shardrules._base.arguments import MOST, check_bytes
 from shardrules._base.dtypes import given_bits
 from shardrules._base.rule_specs import MemoryKind, is_on_host
 from shardrules._base.specs import Entries
@@ -105,6 +105,14 @@ class Room(NamedTuple):
         return " and ".join(
             f"{bytes_shown(room)}{limits}" for limits, room in rooms.items() if room is not None
         )
+
+
+def room_of(hbm: int | None, host_memory: int | None) -> Room:
+    """Return the memory that there is for each device."""
+    for name, size in (("hbm", hbm), ("host_memory", host_memory)):
+        if size is not None:
+            check_bytes(name, size)
+    return Room(hbm, host_memory)
 
 
 def training_bytes(

@@ -53,8 +53,8 @@ from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
-    from shardrules._estimate.transfer import Transfer
     from shardrules._plan.diff import PlanDiff
+    from shardrules._plan.transfer import Transfer
 
 
 @in_order("tree", "rules", "mesh")
@@ -310,7 +310,7 @@ class Plan(Views, Decider):
             >>> moved.received, moved.sent.ravel()
             (array([[48, 48]]), array([16, 16, 32, 32]))
         """
-        from shardrules._estimate import transfer
+        from shardrules._plan import transfer
 
         check_type("other", other, Plan, "a Plan")
         return transfer.transfer(self, other, transfer.places_in(self.mesh, other.mesh))

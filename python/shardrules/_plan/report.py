@@ -30,8 +30,8 @@ from shardrules._plan.table import (
 from shardrules._rules.patterns import pattern_shown
 
 if TYPE_CHECKING:
-    from shardrules._estimate.sweep import Sweep, SweepRow
     from shardrules._plan.memory import DeviceBytes, Room
+    from shardrules._plan.sweep import Sweep, SweepRow
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""`Plan`'s views of its leaves: findings, trees of specs, explanations, the lock, the report."""
+"""`Plan`'s views of its leaves: findings, bytes, specs, explanations, the lock, the report."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from shardrules._base.atomic_write import write_text
 from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.text import MOST_HTML, mesh_shown
 from shardrules._place.mesh import MeshLike
-from shardrules._plan.estimates import Estimates, room_of
 from shardrules._plan.findings import CheckKind, Declared, Findings, Level, all_declared
-from shardrules._plan.resolve import sized_mesh
+from shardrules._plan.memory import DeviceBytes, room_of
+from shardrules._plan.resolve import OnMesh, sized_mesh
 from shardrules._plan.show import plan_text, table_html
 from shardrules._plan.state import Training
 from shardrules._plan.table import DEFAULT_LARGE, Columns, Kind
 
 if TYPE_CHECKING:
-    from shardrules._estimate.sweep import Sweep
     from shardrules._plan.explain import Explanation
     from shardrules._plan.report import CompiledProgram, CompiledTime, Proposal, Proposed, Solved
+    from shardrules._plan.sweep import Sweep
+    from shardrules._program.topologies.topology import Topology
 
 _MOST_IN_NOTEBOOK = 100_000  # leaves; a check of more takes long
 _PATH = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys of that leaf"
 
 
-class Views(Estimates):
+class Views(Columns):
     """Views of the leaves and their specs: methods of `Plan`."""
 
+    _on_mesh: OnMesh
+    _mesh: MeshLike
     _declared: Declared
 
     @property
@@ -119,6 +122,100 @@ class Views(Estimates):
             hbm=room_of(hbm, None).hbm,
             levels=levels,
         )
+
+    def bytes_per_device(
+        self,
+        *,
+        gradients: Any = None,
+        optimizer: Self | Iterable[Any] | None = None,
+        optimizer_memory_kind: MemoryKind | None = None,
+        activations: Self | None = None,
+    ) -> DeviceBytes:
+        """Count the bytes on each device and in the host's memory, uneven shards included.
+
+        `DeviceBytes` says which leaves count as parameters, as the optimizer's or as activations.
+
+        Args:
+            gradients: The dtype of gradients, which are sharded like the parameters; True for the
+                parameters' own dtypes. Default: none are counted.
+            optimizer: The optimizer's state, if it is not in the tree: its plan, or the dtypes of
+                its moments, which have the parameters' shapes and specs. Adam has two.
+            optimizer_memory_kind: The memory of the state that `optimizer` gives, such as
+                "pinned_host". Default: that of its plan, or of the parameters.
+            activations: The plan of the activations that are there at once, if they are not in the
+                tree.
+
+        Raises:
+            ValueError: The plan of the optimizer or the activations is for another mesh; a dtype or
+                a memory kind is unknown; or there is a memory kind for no optimizer.
+            TypeError: The optimizer is neither a plan nor dtypes, such as its name; or the
+                activations are no plan.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"dp": 1, "tp": 2})
+            >>> adam = ("float32", "float32")
+            >>> plan.bytes_per_device(gradients="float32", optimizer=adam).total
+            array([[448, 448]])
+            >>> print(plan.bytes_per_device(optimizer=adam, optimizer_memory_kind="pinned_host"))
+            64 B on the fullest device: params 64 B; 256 B in the host's memory
+        """
+        training = Training(gradients, optimizer, optimizer_memory_kind, activations)
+        return training.bytes_with(self)
+
+    def sweep(
+        self,
+        meshes: Iterable[Mapping[str, int]] | None = None,
+        *,
+        devices: int | str | Topology | None = None,
+        axes: Iterable[str] | None = None,
+        fixed: Mapping[str, int] | None = None,
+        hbm: int | None = None,
+        host_memory: int | None = None,
+        gradients: Any = None,
+        optimizer: Iterable[Any] | None = None,
+        optimizer_memory_kind: MemoryKind | None = None,
+    ) -> Sweep:
+        """Put the leaves and rules on many meshes: bytes per device, and what fits.
+
+        Args:
+            meshes: The meshes, each of which may lack axes of the others. Default: all
+                factorizations of `devices` over `axes`.
+            devices: Devices of these factorizations; or the name of a `Topology`, such as
+                "v5p:8x8x8", for the meshes that JAX builds on it without splitting a dimension of
+                the torus. Default: as many as the plan has.
+            axes: Axes of these factorizations. Default: those of the plan that are not in `fixed`.
+            fixed: Further axes, with the size that each has in all meshes.
+            hbm: Bytes of memory of a device, for `SweepRow.fits`. Default: those of the topology.
+            host_memory: Bytes of the host's memory for each of its devices, for the same.
+            gradients: As in `bytes_per_device`.
+            optimizer: The dtypes of the optimizer's moments, as in `bytes_per_device`.
+            optimizer_memory_kind: As in `bytes_per_device`.
+
+        Returns:
+            A row for each mesh, those with the fewest problems first, of these what fits, of these
+            the fewest bytes. What differs by less than 5 %, or by less than 5 % of `hbm`, is a tie.
+            Then the fewest devices along axes that do not split tokens, by their names, come first,
+            then the fewest corrections, then bytes.
+
+        Raises:
+            ValueError: A mesh is invalid, there are no axes, or there are more than 10,000 meshes.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"dp": 1, "tp": 4})
+            >>> [(row.mesh, row.bytes) for row in plan.sweep()]
+            [({'dp': 1, 'tp': 4}, 32), ({'dp': 2, 'tp': 2}, 64), ({'dp': 4, 'tp': 1}, 128)]
+        """
+        from shardrules._plan import sweep
+
+        return sweep.sweep_meshes(
+            self, self._on_mesh, meshes, devices=devices, axes=axes, fixed=fixed, hbm=hbm,
+            host_memory=host_memory, gradients=gradients, optimizer=optimizer,
+            optimizer_memory_kind=optimizer_memory_kind,
+        )  # fmt: skip
 
     def specs(self) -> Any:
         """Return the tree of PartitionSpecs, corrected; those of `named_shardings`.
@@ -284,7 +381,6 @@ class Views(Estimates):
             >>> "Content-Security-Policy" in page
             True
         """
-        from shardrules._estimate.sweep import Sweep
         from shardrules._plan.report import (
             CompiledProgram,
             CompiledTime,
@@ -293,6 +389,7 @@ class Views(Estimates):
             report_data,
             report_html,
         )
+        from shardrules._plan.sweep import Sweep
 
         check_file("path", path)
         check_type("findings", findings, Findings | None, "the Findings of Plan.check")

@@ -32,8 +32,8 @@ from jax.stages import Compiled
 
 from shardrules._base.atomic_write import replace_file
 from shardrules._base.jax_names import lowered_options
-from shardrules._estimate.buffers import SIZES, sizes_of
 from shardrules._plan.lock_texts import of_type
+from shardrules._program.buffers import SIZES, sizes_of
 from shardrules._program.compile import Refusal
 from shardrules._program.dump import XlaDump
 from shardrules._program.executable import Executable

@@ -30,10 +30,10 @@ from shardrules._base.text import (
     printable_lines,
     shown,
 )
-from shardrules._estimate.buffers import Buffer, table_of
 from shardrules._place.memory import memory_apart, sharding_in_memory
 from shardrules._place.mesh import as_mesh, has_devices, in_force
 from shardrules._plan.plan import Plan
+from shardrules._program.buffers import Buffer, table_of
 from shardrules._program.computation import with_elements
 from shardrules._program.dump import XlaDump, compiled_within
 from shardrules._program.hlo import Hlo

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from jax.sharding import Mesh, NamedSharding
 
 from shardrules._base.jax_names import dumped_specs, lowered_shardings
-from shardrules._estimate.buffers import SIZES
+from shardrules._program.buffers import SIZES
 from shardrules._program.computation import with_elements
 from shardrules._program.stored import StoredProgram, boxed, inner_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from shardrules._estimate.buffers import Buffer, Memory, Totals, sizes_of, totals_from
+from shardrules._program.buffers import Buffer, Memory, Totals, sizes_of, totals_from
 from shardrules._program.computation import Computation, Instruction
 from shardrules._program.executable import Executable
 from shardrules._program.facts import MOVES, UPDATES

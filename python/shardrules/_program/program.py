@@ -16,11 +16,11 @@ from shardrules._base.arguments import check_file, check_type
 from shardrules._base.atomic_write import write_text
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import answer, bytes_shown, mesh_shown, printable
-from shardrules._estimate.buffers import Memory, Totals
 from shardrules._plan.findings import Findings
 from shardrules._plan.lock_texts import content_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
+from shardrules._program.buffers import Memory, Totals
 from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import hlo_errors

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from shardrules._base.text import answer, counted, printable_lines, seconds_shown
-from shardrules._estimate.kernels import KERNEL_EFFICIENCY, splash_flops
 from shardrules._plan.tables import Column, Table
 from shardrules._program.collectives import Collective
 from shardrules._program.computation import Instruction, line_at, parsed, shapes_in
 from shardrules._program.hlo import Hlo, hlo_errors
+from shardrules._program.kernels import KERNEL_EFFICIENCY, splash_flops
 from shardrules._program.timeline import Timeline, Timetable, hidden_of
 
 _CYCLES: Final = re.compile(r'"estimated_cycles":"(\d+)"')

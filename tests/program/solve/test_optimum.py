@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
-from shardrules._estimate.step_time import machine_of
+from shardrules._program.solve.machine import machine_of
 from shardrules._program.solve.meshes import Case, Task, _searched, best_of
 from shardrules._program.solve.resident import Resident
 from shardrules._program.solve.search import Search

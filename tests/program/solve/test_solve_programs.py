@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._estimate.step_time import machine_of
 from shardrules._program.solve.activations import spec_of_cuts
 from shardrules._program.solve.layout import Layout, StepArrays
+from shardrules._program.solve.machine import machine_of
 from shardrules._program.solve.search import Search
 from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import LaidSpread

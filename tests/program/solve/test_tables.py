@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
-from shardrules._estimate.step_time import machine_of
 from shardrules._program.solve import search
+from shardrules._program.solve.machine import machine_of
 from shardrules._program.solve.outcome import has_solver
 from shardrules._program.solve.search import Search
 from shardrules._program.solve.space import Space

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from shardrules._estimate.kernels import KERNEL_EFFICIENCY
 from shardrules._program.computation import with_elements
 from shardrules._program.hlo import Hlo
+from shardrules._program.kernels import KERNEL_EFFICIENCY
 from shardrules._program.step_seconds import program_time
 
 CLOCK, PEAK = 1e9, 1e12

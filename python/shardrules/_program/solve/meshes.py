@@ -16,7 +16,7 @@ from shardrules._program.solve.space import Space, fixed_cuts, forbidden_pairs
 from shardrules._program.topologies.topology import Topology, topology_shown
 
 if TYPE_CHECKING:
-    from shardrules._estimate.step_time import Machine
+    from shardrules._program.solve.machine import Machine
     from shardrules._program.solve.space import Assignment, Cost
     from shardrules._program.step.step import Step
 

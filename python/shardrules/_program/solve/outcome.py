@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh, PartitionSpec
 
-    from shardrules._estimate.buffers import Memory
-    from shardrules._estimate.step_time import Machine, StepTime
     from shardrules._place.mesh import AnyMesh
+    from shardrules._program.buffers import Memory
+    from shardrules._program.solve.machine import Machine, StepTime
     from shardrules._program.solve.spread import LaidSpread
     from shardrules._program.step.step import Step
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.dtypes import is_inexact
 from shardrules._base.jax_names import user_line
-from shardrules._estimate.buffers import Buffer, Memory, Totals
-from shardrules._estimate.kernels import KERNEL_EFFICIENCY
-from shardrules._estimate.schedule import merged
-from shardrules._estimate.step_time import Machine, StepTime, sent_seconds
+from shardrules._program.buffers import Buffer, Memory, Totals
+from shardrules._program.kernels import KERNEL_EFFICIENCY
+from shardrules._program.solve.machine import Machine, StepTime, sent_seconds
 from shardrules._program.solve.peak import AliveArray, alive_arrays, is_apart
+from shardrules._program.solve.transmissions import merged
 
 if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
-    from shardrules._estimate.schedule import Of, Transmission
     from shardrules._program.solve.spread import LaidSpread, SpreadCollective
+    from shardrules._program.solve.transmissions import Of, Transmission
     from shardrules._program.step.equations import TracedOperation
     from shardrules._program.step.step import Step
 

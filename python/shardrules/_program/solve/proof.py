@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.arguments import integer
 from shardrules._base.text import answer, bytes_shown, record, seconds_shown
-from shardrules._estimate.buffers import table_of
-from shardrules._estimate.schedule import Transmission, merged
-from shardrules._estimate.step_time import sent_seconds
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
+from shardrules._program.buffers import table_of
 from shardrules._program.compile import OutOfMemory
 from shardrules._program.solve.activations import constrained_step
+from shardrules._program.solve.machine import sent_seconds
 from shardrules._program.solve.outcome import Outcome
+from shardrules._program.solve.transmissions import Transmission, merged
 from shardrules._program.verify.prove import prove
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.arguments import as_tuple, check_real, check_type, memory_bytes
 from shardrules._base.text import answer, counted, mesh_shown, printable_lines
-from shardrules._estimate.step_time import machine_of
 from shardrules._place.mesh import as_mesh
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.tables import Column, Table
 from shardrules._program.solve.activations import spec_of_cuts
 from shardrules._program.solve.choices import ClassChoice, choices, reasons
+from shardrules._program.solve.machine import machine_of
 from shardrules._program.solve.meshes import Best, Task, best_of
 from shardrules._program.solve.proof import Provable
 from shardrules._program.solve.space import STORED
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
     from shardrules._base.hardware import Hardware
-    from shardrules._estimate.buffers import Memory
-    from shardrules._estimate.step_time import Machine, StepTime
+    from shardrules._program.buffers import Memory
+    from shardrules._program.solve.machine import Machine, StepTime
     from shardrules._program.solve.spread import LaidSpread
 
 _AXES: Final = ("fsdp", "tp")

@@ -18,9 +18,9 @@ from shardrules._program.solve.spread import LaidSpread
 from shardrules._program.step.jaxprs import constrains
 
 if TYPE_CHECKING:
-    from shardrules._estimate.buffers import Memory
-    from shardrules._estimate.step_time import Machine, StepTime
+    from shardrules._program.buffers import Memory
     from shardrules._program.solve.cuts import Cuts
+    from shardrules._program.solve.machine import Machine, StepTime
     from shardrules._program.step.dimensions import Dims
     from shardrules._program.step.step import Step
 

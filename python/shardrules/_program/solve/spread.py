@@ -20,9 +20,9 @@ from shardrules._program.solve.cuts import array_cuts, closed_factors, factor_cu
 from shardrules._program.step.jaxprs import CONSTRAINTS
 
 if TYPE_CHECKING:
-    from shardrules._estimate.schedule import CollectiveKind
     from shardrules._program.solve.cuts import Cuts
     from shardrules._program.solve.layout import Axes, Layout, StepArrays
+    from shardrules._program.solve.transmissions import CollectiveKind
     from shardrules._program.step.equations import Body, TracedOperation
     from shardrules._program.step.factors import Rule, Shape
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._estimate.schedule import merged
-from shardrules._estimate.step_time import OVERLAPPED, Network
 from shardrules._program.solve.layout import Layout
+from shardrules._program.solve.machine import OVERLAPPED, Network
 from shardrules._program.solve.peak import is_apart
 from shardrules._program.solve.price import Price
 from shardrules._program.solve.spread import LaidSpread
+from shardrules._program.solve.transmissions import merged
 
 if TYPE_CHECKING:
     from shardrules._program.solve.cuts import Cuts

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.jax_names import user_line
-from shardrules._estimate.kernels import kernel_flops, primitive_name
+from shardrules._program.kernels import kernel_flops, primitive_name
 from shardrules._program.step.counted import Counted
 from shardrules._program.step.dimensions import Dimensions, Dims
 from shardrules._program.step.factors import Factors, Rule, Shape, rule_of, same_rule, shape_of

@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from shardrules._base.text import answer, mesh_shown
-from shardrules._estimate.buffers import Memory
 from shardrules._plan.findings import Findings, Level
 from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._plan.tables import Table
+from shardrules._program.buffers import Memory
 from shardrules._program.cache import cached_result
 from shardrules._program.collectives import Collective
 from shardrules._program.compile import (

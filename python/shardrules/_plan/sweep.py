@@ -1,31 +1,36 @@
-"""One rule list on many meshes: what fits, and the bytes on each."""
+"""`Sweep`: one rule list on many meshes, the bytes on each, and what fits."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from shardrules._base.mesh_sizes import check_bounds, mesh_shapes
+from shardrules._base.arguments import as_tuple, check_type, integer, strings
+from shardrules._base.mesh_sizes import check_bounds, checked_sizes, mesh_shapes
+from shardrules._base.rule_specs import MemoryKind, check_memory_kind
 from shardrules._base.text import (
     answer,
     bytes_shown,
     counted,
     mesh_shown,
+    nearest,
     printable,
     record,
 )
+from shardrules._place.mesh import as_mesh
 from shardrules._plan.axis_uses import data_axes_among
-from shardrules._plan.memory import DeviceBytes, Room, by_class
+from shardrules._plan.memory import DeviceBytes, Room, by_class, room_of
+from shardrules._plan.resolve import OnMesh, sized_mesh
+from shardrules._plan.state import DTYPES
 from shardrules._plan.table import Columns, axes_used
 from shardrules._plan.tables import Column, Table, guesses_shown
-
-if TYPE_CHECKING:
-    from shardrules._base.rule_specs import MemoryKind
+from shardrules._program.topologies.topology import Topology
 
 _MOST_MESHES: Final = 10_000
+_SIZES: Final = "a dict of axis sizes"
 # Bytes that differ by less than this part are a tie, and so are those that differ by less than this
 # part of a device's memory: activations take more.
 _TIE: Final = 0.05
@@ -115,27 +120,86 @@ def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
 
 
 def sweep_meshes(
-    on_mesh: Callable[[Mapping[str, int], frozenset[str]], Columns],
-    meshes: Iterable[Mapping[str, int]],
+    columns: Columns,
+    on_mesh: OnMesh,
+    meshes: Iterable[Mapping[str, int]] | None,
     *,
-    room: Room,
+    devices: int | str | Topology | None,
+    axes: Iterable[str] | None,
+    fixed: Mapping[str, int] | None,
+    hbm: int | None,
+    host_memory: int | None,
     gradients: Any,
-    optimizer: tuple[Any, ...] | None,
+    optimizer: Iterable[Any] | None,
     optimizer_memory_kind: MemoryKind | None,
 ) -> Sweep:
-    """See `Plan.sweep`; `on_mesh` gives the columns on a mesh, which may lack axes."""
-    meshes_ = list(itertools.islice(meshes, _MOST_MESHES + 1))
-    if len(meshes_) > _MOST_MESHES:
+    """See `Plan.sweep`; the columns are the plan's, and `on_mesh` gives those on a mesh."""
+    topology = _topology_of(devices)
+    if topology is not None:
+        _check_none("meshes: they are those of the topology", meshes)
+        _check_none("fixed: the meshes are those of the topology", fixed)
+        hbm = topology.hardware.memory_bytes if hbm is None else hbm
+        names = tuple(columns.axis_sizes) if axes is None else strings("axes", axes)
+        meshes = topology.meshes(names)
+    elif meshes is None:
+        assert not isinstance(devices, str | Topology)
+        meshes = _factorizations(columns, devices, axes, fixed)
+    else:
+        check_type("fixed", fixed, Mapping | None, _SIZES)
+        check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
+    room = room_of(hbm, host_memory)
+    check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
+    moments = None if optimizer is None else as_tuple("optimizer", optimizer, DTYPES)
+    tried = list(itertools.islice(meshes, _MOST_MESHES + 1))
+    if len(tried) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
+    may_lack = frozenset(axis for mesh in tried if isinstance(mesh, Mapping) for axis in mesh)
+    may_lack |= columns.axis_sizes.keys()
     rows = []
     guessed: Mapping[str, tuple[str, ...]] = {}
-    axes = frozenset(axis for mesh in meshes_ if isinstance(mesh, Mapping) for axis in mesh)
-    for mesh in meshes_:
-        there = on_mesh(mesh, axes)
-        device_bytes = by_class(there, gradients, optimizer, optimizer_memory_kind)
+    for mesh in tried:
+        on = sized_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
+        there = on_mesh(on, may_lack=may_lack)
+        device_bytes = by_class(there, gradients, moments, optimizer_memory_kind)
         rows.append(_sweep_row(there, device_bytes, room))
         guessed = device_bytes.guessed
     return Sweep(_best_first(rows, _TIE * (room.hbm or 0)), guessed)
+
+
+def _topology_of(devices: int | str | Topology | None) -> Topology | None:
+    if isinstance(devices, str):
+        try:
+            return Topology(devices)
+        except ValueError as error:
+            raise ValueError(f"devices: {error}") from error
+    return devices if isinstance(devices, Topology) else None
+
+
+def _check_none(what: str, value: Any) -> None:
+    if value is not None:
+        raise ValueError(f"{what}, and cannot be given beside it")
+
+
+def _factorizations(
+    columns: Columns,
+    devices: int | None,
+    axes: Iterable[str] | None,
+    fixed: Mapping[str, int] | None,
+) -> Iterator[dict[str, int]]:
+    """Return the meshes of so many devices over axes of the plan, or others."""
+    check_type("fixed", fixed, Mapping | None, _SIZES)
+    sizes = checked_sizes(fixed) if fixed else {}
+    names = tuple(axis for axis in columns.axis_sizes if axis not in sizes)
+    names = names if axes is None else strings("axes", axes)
+    missing = columns.axis_sizes.keys() - {*names, *sizes}
+    for axis in {*names, *sizes} - columns.axis_sizes.keys():
+        if meant := nearest(axis, missing):
+            raise ValueError(
+                f"the plan's mesh has no axis {axis!r}; did you mean {meant!r}? Its axes are "
+                f"{', '.join(columns.axis_sizes)}"
+            )
+    count = columns.devices if devices is None else integer("devices", devices, 1)
+    return factorizations(count, names, sizes)
 
 
 def _best_first(rows: list[SweepRow], margin: float) -> Iterator[SweepRow]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.hardware import Hardware, as_hardware
 from shardrules._base.text import answer, printable, seconds_shown
-from shardrules._estimate.schedule import Transmission
+from shardrules._program.solve.transmissions import Transmission
 
 if TYPE_CHECKING:
     from shardrules._program.topologies.topology import Links, Topology

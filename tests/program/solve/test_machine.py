@@ -8,8 +8,8 @@ from math import prod
 import pytest
 
 import shardrules as sr
-from shardrules._estimate.schedule import merged
-from shardrules._estimate.step_time import machine_of, sent_seconds
+from shardrules._program.solve.machine import machine_of, sent_seconds
+from shardrules._program.solve.transmissions import merged
 
 # Round numbers: 100 GB/s inside a node of 8, 10 GB/s between them.
 NODE = sr.Hardware("node", {"bfloat16": 1e14}, 10**12, 1e12, "NVLink", 1e11, 8, 1e10)

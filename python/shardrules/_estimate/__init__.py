@@ -1,1 +1,0 @@
-"""Estimates of traffic, step times and memory over meshes, from a plan and its names."""
