@@ -176,8 +176,6 @@ CENSUS: dict[str, Row] = {
 # What these take are rules of logical names, or plans for other purposes.
 FOR_OTHER_THINGS = {
     "logical_to_mesh.rules", "with_logical_constraint.rules", "named_shardings.names",
-    # They take the plan of the tree that the step was traced with, and no rules.
-    "Step.findings.plan", "Step.largest_batch.plan", "Step.memory.plan", "Step.time.plan", "Step.traffic.plan",
 }  # fmt: skip
 PARAMETERS = {"rules", "like", "plan", "inputs", "shardings", "spec"}
 # Fields of records that we make.
