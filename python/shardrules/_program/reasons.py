@@ -40,8 +40,6 @@ _CALLED: Final = frozenset({
     "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
 })  # fmt: skip
 _PRODUCT_NAMES: Final = ("conv_general_dilated", "dot_general")
-_REDUCED: Final = 256
-"""Ratio of elements of an array to those of its sums."""
 _BATCH_SHARE: Final = 0.1
 """Share of the elements of all states whose gradients an axis of the batch sums."""
 CONSTRAINT: Final = constraint_line("P(...)")
@@ -84,10 +82,6 @@ REASONS: Final[dict[str, Cause]] = {
     "moved": Cause(
         "an argument, sharded otherwise where it is used",
         "plan it to be sharded as it is used{line}",
-    ),
-    "reduced": Cause(
-        "gathered, though only sums of it are used",
-        "reduce it as it is sharded: leave it without a constraint{line}",
     ),
     "back": Cause("sent back to where it came from", "leave out both transfers{line}"),
     "microbatch": Cause(
@@ -444,14 +438,6 @@ class Row:
         )
 
     @property
-    def is_reduced(self) -> bool:
-        """True if sums, or the like, are all that is made of it."""
-        return bool(self.uses) and all(
-            use.kind == "other" and self._elements(use.user) * _REDUCED <= self._elements(use.value)
-            for use in self.uses
-        )
-
-    @property
     def is_for_rows(self) -> bool:
         """True if a few rows are all that is used of a gathered table.
 
@@ -492,14 +478,17 @@ class Row:
     def is_repeated(self) -> bool:
         """True if more is summed in a step than the gradient has.
 
-        Over axes that shard the leaf there is no choice: no device has room for all of the sum.
+        Over axes that shard the leaf there is no choice: no device has room for all of the sum. A
+        loop over leaves that the step stacks sums as much as the gradients of all of them have.
         """
         times, sharding = self._exchange.times, self._sharding
         if times in (None, 1) or self.leaf is None or sharding.issuperset(self.axes):
             return False
         count = self._reasons.count(sharding.difference(self.axes))
         summed = self._exchange.shape.elements * (times or 1) * count
-        return summed >= 2 * self._reasons.size([self.leaf])
+        writes = (use.user for use in self.uses if self._values.opcodes[use.user] in UPDATES)
+        stacks = [count * self._elements(node) for node in writes]
+        return summed >= 2 * max([self._reasons.size([self.leaf]), *stacks])
 
     @property
     def is_stacked(self) -> bool:
@@ -653,7 +642,6 @@ _TABLE: Final[Mapping[_What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
         ("moved", lambda row: row.kind != "all-gather"),
         ("gather", lambda row: row.is_small),
         ("sliced", lambda row: row.is_sliced),
-        ("reduced", lambda row: row.is_reduced),
         ("table", lambda row: row.is_for_rows),
         ("gather", _otherwise),
     ),
