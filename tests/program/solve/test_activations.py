@@ -14,7 +14,9 @@ import shardrules as sr
 from shardrules._base.jax_names import user_line
 from shardrules._program.solve.activations import activations, constrained_step, seams
 from shardrules._program.solve.layout import Layout, StepArrays
+from shardrules._program.solve.machine import machine_of
 from shardrules._program.solve.rewrite import sites
+from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import LaidSpread
 
 LAYERS, ROWS, WIDTH, HIDDEN, WORDS = 2, 8, 16, 32, 64
@@ -79,8 +81,8 @@ def traced(mesh, function=train):
 
 def layout(step):
     """Rows by fsdp, hidden units by tp, where they divide; as a solution has it for all arrays."""
-    spread = step._spread(None)
-    cuts = dict(spread.cuts)
+    space = Space(step, dict(step.mesh.shape), machine_of("v5p"), 10**12, fixed={})
+    cuts = LaidSpread(space.arrays, space.layout(space.traced())).of_step().cuts
     for number, value in enumerate(step._equations.values):
         if value.shape[:1] == (ROWS,):
             tail = [("tp",) if size == HIDDEN else () for size in value.shape[1:]]
