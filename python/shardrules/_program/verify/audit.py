@@ -140,7 +140,8 @@ _WORDS: Final[dict[str, _FaultWords]] = {
     ),
     "type": _FaultWords(
         "type",
-        "{leaves} {are} {actual}, planned {planned}: {bytes} on each device, planned {budget}",
+        "{leaves} {are} {actual}, planned {planned}: {bytes} on each device, planned "
+        "{planned_bytes}",
         "plan the tree that is there, or make the one that was planned",
         mend=_REPLANNED,
     ),
@@ -183,7 +184,7 @@ _WORDS: Final[dict[str, _FaultWords]] = {
     "sharding": _FaultWords(
         "sharding",
         "{leaves} {are} sharded as {actual}, planned {planned}: {bytes} on each device, planned "
-        "{budget}",
+        "{planned_bytes}",
         _PLACE,
     ),
 }
@@ -275,8 +276,8 @@ class _Audit:
         cases, kinds = Counter(self._cases[index] for index in indices), self._plan.kinds
         rules = {kinds[kind].rule for _, kind in cases}
         size = sum(_bytes_of(Live(*live)) * count for (live, _), count in cases.items())
-        budget = sum(kinds[kind].device_bytes * count for (_, kind), count in cases.items())
-        at_stake = size - budget if size > budget else budget
+        planned_bytes = sum(kinds[kind].device_bytes * count for (_, kind), count in cases.items())
+        at_stake = size - planned_bytes if size > planned_bytes else planned_bytes
         words = _WORDS[fault.name]
         is_small = words.kind == "unplaced" and not is_sharded and at_stake < DEFAULT_LARGE
         fields = {
@@ -285,7 +286,7 @@ class _Audit:
             "actual": fault.actual,
             "planned": fault.planned,
             "bytes": bytes_shown(size),
-            "budget": bytes_shown(budget),
+            "planned_bytes": bytes_shown(planned_bytes),
             "shardings": f"plan{'' if self._has_devices else '.on_mesh(mesh)'}.shardings()",
         }
         return Finding(
@@ -394,7 +395,7 @@ class _PlannedKinds:
             return  # a number or a function, in the plan as in the tree
         is_of_shape = live.shape == (kind.shape or ())
         if not is_of_shape or not _is_of_dtype(live, kind):
-            is_narrowed = is_of_shape and _fault_name(live.dtype) == _name_on_devices(kind.dtype)
+            is_narrowed = is_of_shape and _dtype_name(live.dtype) == _name_on_devices(kind.dtype)
             types = _type_shown(live.shape, live.dtype), _type_shown(kind.shape, kind.dtype)
             yield _Fault("narrowed" if is_narrowed else "type", *types)
         if live.where in ("deleted", "abstract", "host"):
@@ -405,9 +406,9 @@ class _PlannedKinds:
     def _of_place(self, sharding: Sharding, live: Live, kind: Kind) -> Iterator[_Fault]:
         # "device" is the devices' default memory, whatever its name.
         is_default = kind.memory_kind in (None, self._default_memory)
-        budget = "device" if is_default else str(kind.memory_kind)
-        if (memory := memory_apart(sharding) or "device") != budget:
-            yield _Fault("memory-kind", memory, budget)
+        planned_memory = "device" if is_default else str(kind.memory_kind)
+        if (memory := memory_apart(sharding) or "device") != planned_memory:
+            yield _Fault("memory-kind", memory, planned_memory)
         shape, planned = live.shape or (), placement_shown(kind)
         if not _is_on_devices(sharding):
             yield from self._of_abstract(sharding, kind)
@@ -454,11 +455,13 @@ class _PlannedKinds:
 
     def _has_axes_of(self, sharding: Sharding) -> TypeGuard[NamedSharding]:
         mesh = getattr(sharding, "mesh", None)
-        return mesh is not None and _axes_shown(mesh.shape) == _axes_shown(self._axis_sizes)
+        return mesh is not None and _without_unit_axes(mesh.shape) == _without_unit_axes(
+            self._axis_sizes
+        )
 
     def _axes_by_dim(self, spec: PartitionSpec) -> list[tuple[str, ...]]:
         """List the axes of several devices of each dimension, up to the last one with any."""
-        sizes, entries = _axes_shown(self._axis_sizes), map(entry_axes, entries_of(spec))
+        sizes, entries = _without_unit_axes(self._axis_sizes), map(entry_axes, entries_of(spec))
         axes = [tuple(axis for axis in entry if axis in sizes) for entry in entries]
         while axes and not axes[-1]:
             axes.pop()
@@ -469,7 +472,9 @@ class _PlannedKinds:
         mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
         if mesh is None or spec is None:
             return f"shards of shape {sharding.shard_shape(shape)}"
-        is_same = [*_axes_shown(self._axis_sizes).items()] == [*_axes_shown(mesh.shape).items()]
+        is_same = [*_without_unit_axes(self._axis_sizes).items()] == [
+            *_without_unit_axes(mesh.shape).items()
+        ]
         return spec_shown(spec) + ("" if is_same else f" on {mesh_shown(mesh.shape)}")
 
 
@@ -481,7 +486,7 @@ def _mesh_of_arrays(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> M
         if isinstance(where, str) or not _is_on_devices(where):
             continue
         mesh = getattr(where, "mesh", None)
-        if mesh is not None and _axes_shown(mesh.shape) == _axes_shown(axis_sizes):
+        if mesh is not None and _without_unit_axes(mesh.shape) == _without_unit_axes(axis_sizes):
             meshes[mesh] += leaves
         devices[_devices_of(where)] += leaves
     if meshes:
@@ -493,7 +498,7 @@ def _mesh_of_arrays(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> M
     return None
 
 
-def _axes_shown(axis_sizes: Mapping[str, int]) -> dict[str, int]:
+def _without_unit_axes(axis_sizes: Mapping[str, int]) -> dict[str, int]:
     """Drop the axes of one device."""
     return {axis: size for axis, size in axis_sizes.items() if size > 1}
 
@@ -513,10 +518,10 @@ def _is_of_dtype(live: Live, kind: Kind) -> bool:
     # Not by ==: to numpy, None is float64.
     if live.dtype is None or kind.dtype is None:
         return True
-    return _fault_name(live.dtype) == _fault_name(kind.dtype)
+    return _dtype_name(live.dtype) == _dtype_name(kind.dtype)
 
 
-def _fault_name(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     name = str(getattr(dtype, "name", dtype))
     return SAFETENSORS.get(name, name)
 
@@ -524,7 +529,7 @@ def _fault_name(dtype: Any) -> str:
 def _name_on_devices(dtype: Any) -> str | None:
     """Names the dtype that JAX makes of it, which depends on jax_enable_x64."""
     try:
-        return _fault_name(jax.dtypes.canonicalize_dtype(_fault_name(dtype)))
+        return _dtype_name(jax.dtypes.canonicalize_dtype(_dtype_name(dtype)))
     except TypeError:  # that of random keys
         return None
 
@@ -532,4 +537,4 @@ def _name_on_devices(dtype: Any) -> str | None:
 def _type_shown(shape: tuple[int, ...] | None, dtype: Any) -> str:
     if shape is None:
         return "no array" if dtype is None else with_article(dtype.__name__)
-    return "a number" if dtype is None else f"{_fault_name(dtype)}{list(shape)}"
+    return "a number" if dtype is None else f"{_dtype_name(dtype)}{list(shape)}"
