@@ -8,6 +8,8 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.proof import _predicted
@@ -58,6 +60,33 @@ def test_the_axes_are_those_of_the_step():
     step = sr.trace(loss, plan, jax.ShapeDtypeStruct((4096, 512), "bfloat16"))
     solution = sr.solve(step, sr.Topology("v5e:2x2"))
     assert set(solution.mesh) == {"a", "b", "c"}
+
+
+def test_meshes_that_split_a_dimension_of_the_slice_are_named():
+    plan = sr.plan(TREE, [(".*", ())], {"data": 8, "model": 2})
+    step = sr.trace(loss, plan, jax.ShapeDtypeStruct((4096, 512), "bfloat16"))
+    solution = sr.solve(step, sr.Topology("v5e:4x4"))
+    assert {"data": 8, "model": 2} in solution.left_out
+    assert dict(solution.mesh) not in solution.left_out
+    assert "not tried, as they split a dimension of the slice: data=" in str(solution)
+
+
+def test_rows_that_an_iota_indexes_stay_in_place_by_the_compiler_as_by_the_price():
+    mesh = sr.Topology("v5e:2x4").mesh(fsdp=8)
+    cut = NamedSharding(mesh, P("fsdp"))
+    rows, places = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=cut)
+        for shape, dtype in (((64, 512, 128), "float32"), ((64, 64), "int32"))
+    )
+
+    def squares(z, i):
+        return jnp.sum(z[jnp.arange(64)[:, None], i] ** 2)
+
+    compiled = jax.jit(jax.grad(squares), out_shardings=cut).lower(rows, places).compile()
+    assert not sr.inspect(compiled, (None, None)).collectives
+    step = sr.trace(jax.grad(squares), rows, places)
+    kept = sr.solve(step, mesh, keep=["inputs"])
+    assert kept.spread.sent == []
 
 
 STACKS = {
