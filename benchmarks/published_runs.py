@@ -162,7 +162,8 @@ def _proved(models: Mapping[str, Any], run: Run, part: str, rows: int) -> Any:
     else:
         loss, params = code.loss_of_layers, code.shapes(model, LAYERS_COMPILED)
     jitted, plan, x, tokens = code.jitted_on(mesh, step, loss, params, rows)
-    proof = sr.prove(jitted, plan, x, *([tokens] if part == "ends" else []), on=topology)
+    args = [tokens] if part == "ends" else []
+    proof: Any = sr.prove(jitted, plan, x, *args, on=topology, time=True)
     assert proof.time is not None
     return {
         "rows": rows,

@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +29,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program import dump
 
 TOPOLOGIES = ("v5e:4x4", "v6e:4x4", "v5p:2x2x4", "v5p:4x4x4")
 TOKENS = 4096
@@ -330,8 +327,8 @@ def fitting(spec: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Any:
 def compiled(topology: sr.Topology, sizes: Mapping[str, int], proof: Any) -> dict[str, Any]:
     """Return seconds, bytes and memory of a compiled step.
 
-    Computing is that of the products of the program at the efficiency of the hardware, or the
-    cycles if there are some; sending by links.
+    Computing is that of the products of the program at the efficiency of the hardware; sending by
+    links.
     """
     mesh, hardware = topology.mesh(sizes), topology.hardware
     peak = hardware.flops_per_second["bfloat16"]
@@ -344,7 +341,6 @@ def compiled(topology: sr.Topology, sizes: Mapping[str, int], proof: Any) -> dic
     )
     return {
         "computing": flops / (peak * hardware.efficiency),
-        "cycles": None if proof.time is None else proof.time.computing,
         "sending": sending,
         "sent": sent,
         "memory": None if proof.memory is None else proof.memory.peak,
@@ -353,7 +349,7 @@ def compiled(topology: sr.Topology, sizes: Mapping[str, int], proof: Any) -> dic
 
 def middle(row: Mapping[str, Any]) -> float:
     """Return the middle of the seconds if all that is sent is hidden, and if nothing is."""
-    computing, sending = row["cycles"] or row["computing"], row["sending"]
+    computing, sending = row["computing"], row["sending"]
     return float(max(computing, sending) + computing + sending) / 2
 
 
@@ -365,7 +361,7 @@ def expert(model: Model, topology: sr.Topology, name: str) -> dict[str, Any]:
         _, jitted, args = traced(model, sizes, layout.rules, layout.activations)
         row = {"mesh": sizes, "layers": model.layers}
         try:
-            proof = sr.prove(jitted, *args, on=topology, timeout=LIMIT)
+            proof = sr.prove(jitted, *args, on=topology)
         except sr.OutOfMemory as error:
             rows.append(row | {"refused": str(error).partition(". The largest")[0]})
         else:
@@ -385,7 +381,7 @@ def solved(model: Model, topology: sr.Topology, limit: float, rounds: int) -> di
 
 def proved(topology: sr.Topology, solution: Any, rounds: int) -> dict[str, Any]:
     """Compile a solution, and return what is predicted and what is compiled."""
-    proof = solution.prove(rounds=rounds, timeout=LIMIT)
+    proof = solution.prove(rounds=rounds)
     best = proof.best
     sizes = dict(best.solution.plan.axis_sizes)
     result = {
@@ -402,23 +398,6 @@ def proved(topology: sr.Topology, solution: Any, rounds: int) -> dict[str, Any]:
     if best.proof is None:
         return result | {"refused": best.refusal}
     return result | compiled(topology, sizes, best.proof)
-
-
-LIMIT = 290.0
-"""Seconds of a compilation."""
-
-
-def stop_before_code(folder: Path) -> None:
-    """Let proofs end when the compiler has written the program, before it makes code of it."""
-
-    def wait(futures: Any, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        newest = max(folder.glob("shardrules-*"), key=lambda path: path.stat().st_ctime_ns)
-        while time.monotonic() < until and not futures[0].done() and not dump._read(newest, 0).text:
-            time.sleep(0.2)
-
-    tempfile.tempdir = str(folder)
-    dump.wait = wait  # type: ignore[assignment]
 
 
 def task(name: str, slice_: str, layout: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -447,7 +426,7 @@ def known(file: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do what the file does not have, each in a process of its own, as compilers do not end."""
+    """Do what the file does not have, each in a process of its own."""
     fork = multiprocessing.get_context("fork")
     for name, slice_, layout in tasks(options):
         if (name, slice_, layout) in known(options.file):
@@ -465,15 +444,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def child(results: Any, name: str, slice_: str, layout: str, options: argparse.Namespace) -> None:
-    """Put the result of a compilation into a queue, and end with the compiler's threads."""
-    with tempfile.TemporaryDirectory() as folder:
-        if not options.cycles:
-            stop_before_code(Path(folder))
-        try:
-            results.put(task(name, slice_, layout, options))
-        except Exception as error:  # a row of the table
-            results.put({"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
-    os._exit(0)
+    """Put the result of a task into a queue."""
+    try:
+        results.put(task(name, slice_, layout, options))
+    except Exception as error:  # a row of the table
+        results.put({"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
 
 
 HEADS = ("step", "slice", "layers", "mesh", "gap", "price", "time", "best expert", "to it",
@@ -525,7 +500,6 @@ def main() -> int:
     parser.add_argument("--on", nargs="*", default=list(TOPOLOGIES))
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of a solution")
     parser.add_argument("--rounds", type=int, default=1, help="of a proof")
-    parser.add_argument("--cycles", action="store_true", help="compile to the end, for cycles")
     parser.add_argument("--layouts", nargs="*", default=["solved", *SPARSE])
     parser.add_argument("--table", action="store_true", help="print the table")
     options = parser.parse_args()

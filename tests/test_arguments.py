@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import demo
 from shardrules._base.text import shown
-from shardrules._program.compiling import CompileLog
 from shardrules._rules import matcher
 from tests.support import api
 from tests.support.files import header_file
@@ -185,11 +184,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
                    {"total": -1}, {"total": THING}, {"total": True}),
         "findings sweep time solution": (*NOT_MADE, []),
         "program suggestion": (*NOT_MADE, PLAN),
-        "log": (*NOT_MADE, CompileLog()),
         "activations": NOT_PLAN,
         "other plan": (*NOT_PLAN, None),
         "step": (*NOT_STEP, None, PLAN),
-        "on": (*ODD, "v5p:8x8x8", SIZES, PLAN),
+        "on": (*ODD, "v5q:8x8x8", {"tp": 0}, PLAN),
         "compiled": (*NOT_STEP, None, jax.jit(print)),
         "inputs": (*ODD, 0, None, "w", {}, PLAN, (), (3,), (None, None), ("w",), ([P()],)),
         "prove.inputs": (*ODD, 0, "w", {}, PLAN),
@@ -261,7 +259,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Topology": (sr.Topology, {"name": "v5p-8"}),
     "Zero1": (sr.Zero1, {"axis": "dp"}),
     "audit": (sr.audit, {"tree": TREE, "plan": PLAN}),
-    "compile": (lambda args=(ONES,), **named: sr.compile(named.pop("step"), *args, **named), {"step": DOUBLED}),
     "from_hf": (sr.renames.from_hf, {"config": {
         "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}, "layout": "nnx"}),
     "fsdp": (sr.fsdp, {"axis": "fsdp"}),
@@ -299,17 +296,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 # Values and records that the package makes, for reading.
 MADE_BY_US = {
     "Activation", "Alternative", "Buffer", "Change", "ClassChoice", "ProofRound",
-    "SentBytes", "Solution", "Solution.constraints", "SolutionProof", "Collective", "CompileLog",
+    "SentBytes", "Solution", "Solution.constraints", "SolutionProof", "Collective",
     "CutReason", "Reason", "Suggestion", "Coverage", "DeviceBytes", "DimensionClass", "Explanation",
     "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place",
-    "Plan", "PlanDiff", "Program", "ProgramTime", "Proof", "Reshard", "RuleFile", "RulesFallback", "Span",
+    "Plan", "PlanDiff", "Program", "ProgramTime", "Proof", "Roofline", "RuleFile", "RulesFallback", "Span",
     "Step", "StepTime", "Timeline", "Work", "Sweep", "SweepRow", "Totals", "Transfer", "TransferRow",
     "Tried", "TriedName",
 }  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.
 NEEDS_LIBTPU = {"Solution.prove", *(f"Topology.{name}" for name in ("link_rate", "links", "mesh", "mesh_code", "meshes"))}  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
-TAKES_ANYTHING = {"compile.args", "prove.args", "trace.args", "RuleSpec.spec"}
+TAKES_ANYTHING = {"prove.args", "trace.args", "RuleSpec.spec"}
 PUBLIC = api.callables()
 
 

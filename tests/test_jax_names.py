@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base import jax_names as _jax
-from shardrules._program.dump import _first_field
 
 ROOT = Path(sr.__file__).parent
 
@@ -177,10 +176,7 @@ def test_trees_are_walked_by_public_names():
     assert len(outputs) == 1
 
 
-DUMPED = (
-    "HloModule.from_serialized_hlo_module_proto", "HloSharding.from_proto",
-    "HloSharding.v3_to_v2_sharding", "parse_flatten_op_sharding",
-)  # fmt: skip
+DUMPED = ("HloModule", "HloSharding", "from_proto", "parse_flatten_op_sharding")
 
 
 @pytest.mark.parametrize("name", ["_lowering._compiler_options_kvs", "_lowering.compile_args"])
@@ -192,7 +188,6 @@ def test_without_the_options_of_a_lowered_function_it_is_not_kept(without, name)
     assert _jax.lowered_options(lowered) is None
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="as for described devices")
 def test_without_what_reads_dumps_no_shardings_of_results_are_known(without, mesh, tmp_path):
     x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("fsdp", "tp")))
     lowered = jax.jit(lambda x, y: (x * 2, x.sum(0), x.T), keep_unused=False).lower(x, x)
@@ -200,16 +195,54 @@ def test_without_what_reads_dumps_no_shardings_of_results_are_known(without, mes
     assert known == ([x.sharding, None], [None, None, None])
     compiled = lowered.compile({"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_proto": True})
     (file,) = tmp_path.glob("*after_optimizations.hlo.pb")
-    module = _first_field(file.read_bytes())
+    module = file.read_bytes()
     specs = [sharding.spec for sharding in compiled.output_shardings]
     assert specs == _jax.dumped_specs(module, mesh) == [P("fsdp", "tp"), P("tp"), P("tp", "fsdp")]
-    for damaged in (b"", module[:-9], b"m" * 99):
-        assert _jax.dumped_specs(damaged, mesh) in (None, specs)
+    assert _jax.module_text(module).startswith("HloModule jit__lambda")
+    for cut in (b"", module[:9], module[: len(module) // 4]):
+        assert _jax.dumped_specs(cut, mesh) is None
+        assert _jax.module_text(cut) == ""
     for name in DUMPED:
         without(name)
         assert _jax.dumped_specs(module, mesh) is None
+    without("v3_to_v2_sharding")  # before JAX 0.10 there is none
+    assert _jax.dumped_specs(module, mesh) in (None, specs)
+    without("HloModule")
+    assert _jax.module_text(module) == ""
     without("_lowering.compile_args")
     assert _jax.lowered_shardings(lowered) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["get_prop_to_input_output", "_lowering._compiler_options_kvs", "_lowering.compile_args"],
+)
+def test_without_what_a_compiler_needs_no_child_is_asked(without, name):
+    """The step is then compiled in this process, with the same answer."""
+    lowered = jax.jit(lambda x: x * 2).lower(jnp.ones(8))
+    asked = _jax.compiler_input(lowered)
+    assert (asked.device_count, asked.device_ids) == (1, [jax.devices()[0].id])
+    assert asked.options["outputs"] == [True]
+    without("_lowering._device_list")
+    assert _jax.compiler_input(lowered).device_ids is None
+    without(name)
+    assert _jax.compiler_input(lowered) is None
+    proof = sr.prove(lambda x: x * 2, jnp.ones(8))
+    assert proof.memory.totals.arguments == 32
+
+
+@pytest.mark.parametrize("name", ["LoweringParameters", "jaxpr_has_prim_requiring_devices"])
+def test_without_overridden_rules_jax_refuses_calls_of_python_without_devices(without, name):
+    def step(x):
+        return x + jax.pure_callback(lambda v: v, x, x)
+
+    sizes = {"fsdp": 4, "tp": 2}
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+    (note,) = sr.prove(step, x, on=sizes).notes
+    assert note.startswith("left out, as it is lowered without devices: jax.pure_callback at ")
+    without(name)
+    with pytest.raises(ValueError, match="an operation that JAX lowers for devices alone"):
+        sr.prove(lambda x: step(x) * 2, x, on=sizes)
 
 
 def test_a_program_beside_a_library_has_lines():

@@ -35,10 +35,8 @@ from shardrules._plan.findings import FindingsError as FindingsError
 from shardrules._plan.plan import Plan as Plan
 from shardrules._plan.plan import plan as plan
 from shardrules._plan.state import Zero1 as Zero1
-from shardrules._program.compile import OutOfMemory as OutOfMemory
-from shardrules._program.compile import compile as compile
-from shardrules._program.compiling import compiling as compiling
 from shardrules._program.program import inspect as inspect
+from shardrules._program.refusal import OutOfMemory as OutOfMemory
 from shardrules._program.solve.solution import solve as solve
 from shardrules._program.step.tracing import trace as trace
 from shardrules._program.topologies.topology import Topology as Topology

@@ -184,7 +184,7 @@ def _print_proof(console: Any) -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
     step = jax.jit(train, donate_argnums=0, out_shardings=layer.shardings())
-    proof = prove(step, layer, x, on=topology, outputs=layer, effort="fast")
+    proof = prove(step, layer, x, on=topology, outputs=layer)
     console.print(head_of(proof))
     console.print(str(proof.program).partition("\n")[0], soft_wrap=True)
     console.print(str(proof.findings.at_least("warning")), soft_wrap=True)

@@ -21,8 +21,6 @@ from shardrules._program.buffers import Buffer as Buffer
 from shardrules._program.buffers import Memory as Memory
 from shardrules._program.buffers import Totals as Totals
 from shardrules._program.collectives import Collective as Collective
-from shardrules._program.compiling import CompileLog as CompileLog
-from shardrules._program.compiling import Reshard as Reshard
 from shardrules._program.program import Program as Program
 from shardrules._program.solve.activations import Activation as Activation
 from shardrules._program.solve.choices import Alternative as Alternative
@@ -36,6 +34,7 @@ from shardrules._program.step.step import DimensionClass as DimensionClass
 from shardrules._program.step.step import Step as Step
 from shardrules._program.step.step import Work as Work
 from shardrules._program.step_seconds import ProgramTime as ProgramTime
+from shardrules._program.step_seconds import Roofline as Roofline
 from shardrules._program.timeline import Span as Span
 from shardrules._program.timeline import Timeline as Timeline
 from shardrules._program.verify.prove import Proof as Proof

@@ -385,7 +385,7 @@ def test_a_terminal_shows_the_seconds(monkeypatch):
 def of_a_step(function, **options):
     """The error of a step that is compiled."""
     with pytest.raises(Exception) as caught:  # noqa: PT011
-        sr.compile(jax.jit(function, **options), jax.ShapeDtypeStruct((8,), "float32"))
+        sr.prove(jax.jit(function, **options), jax.ShapeDtypeStruct((8,), "float32"))
     return caught.value
 
 
@@ -404,7 +404,7 @@ def test_an_error_of_the_step_is_no_bug_of_shardrules(capsys):
         (
             lambda x: x,
             bad,
-            "error: the step does not compile: JaxRuntimeError: INVALID_ARGUMENT: No",
+            "error: the step does not compile: RuntimeError: INVALID_ARGUMENT: No",
         ),
     ):
         assert process.code_of(of_a_step(function, **options)) == 2

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.support.compiled import compiled_on
 
 eqx = pytest.importorskip("equinox", reason="equinox is not installed")
 
@@ -65,7 +66,7 @@ def test_a_step_is_the_program_that_runs(mesh, model, plan, shapes, x):
         there = step.lower(batch, held).compile().compiled
         held = step(batch, held)
     for args in ((x, shapes), (batch, held)):
-        compiled = sr.compile(step, *args, on=mesh).compiled
+        compiled = compiled_on(step, *args, on=mesh).compiled
         assert compiled.as_text() == there.as_text()
         assert compiled.memory_analysis().alias_size_in_bytes > 0
 
@@ -91,23 +92,23 @@ def test_constants_are_of_the_step(mesh, shapes, x):
     """A number is a constant, not an array, and options of filter_jit are those of the compiler."""
     step = eqx.filter_jit(train)
     texts = {
-        scale: sr.compile(step, x, shapes, scale, on=mesh).compiled.as_text()
+        scale: compiled_on(step, x, shapes, scale, on=mesh).compiled.as_text()
         for scale in (1.0, 3.0)
     }
     assert texts[1.0] != texts[3.0]
     wrong = eqx.filter_jit(train, compiler_options={"no_such_option": True})
     with pytest.raises(Exception, match="no_such_option"):
-        sr.compile(wrong, x, shapes, on=mesh)
+        compiled_on(wrong, x, shapes, on=mesh)
     kept = eqx.filter_jit(lambda x, y: x * 2, keep_unused=True)
     sizes = [
-        sr.compile(step, x, x, on=mesh).compiled.memory_analysis().argument_size_in_bytes
+        compiled_on(step, x, x, on=mesh).compiled.memory_analysis().argument_size_in_bytes
         for step in (eqx.filter_jit(kept.__wrapped__), kept)
     ]
     assert sizes[1] == 2 * sizes[0]
 
 
 def test_shapes_are_on_the_devices_that_they_name_without_on(plan, shapes, x):
-    compiled = sr.compile(eqx.filter_jit(lambda x, model: jax.vmap(model)(x)), x, shapes)
+    compiled = compiled_on(eqx.filter_jit(lambda x, model: jax.vmap(model)(x)), x, shapes)
     assert not kinds(sr.verify(compiled, (None, plan)))
 
 
@@ -116,7 +117,7 @@ def test_arrays_of_the_function_itself_are_on_the_mesh(mesh, model, x):
     step = eqx.filter_jit(lambda x: jax.vmap(model)(x))
     module = eqx.filter_jit(model)
     one = jax.ShapeDtypeStruct((64,), "float32")
-    compiled = sr.compile(module, one, on=mesh).compiled
+    compiled = compiled_on(module, one, on=mesh).compiled
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
     assert compiled.memory_analysis().argument_size_in_bytes == held + 4 * 64
     assert sr.prove(step, x, on=mesh).program.mesh == mesh
@@ -125,7 +126,7 @@ def test_arrays_of_the_function_itself_are_on_the_mesh(mesh, model, x):
 def test_a_plan_of_constants_is_refused(model, mesh, x):
     whole = sr.plan(model, RULES, mesh)
     text = r"argument 1 .*no arrays.*: activation, final_activation\. .* give equinox\.combine\("
-    for call in (sr.prove, sr.compile, sr.trace):
+    for call in (sr.prove, sr.trace):
         with pytest.raises(ValueError, match=text):
             call(eqx.filter_jit(train), x, whole, on=mesh)
     static = eqx.filter(model, eqx.is_array, inverse=True)

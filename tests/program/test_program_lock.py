@@ -97,7 +97,7 @@ def test_a_wrong_lock_is_a_file_error_with_its_place_and_the_fix(one, name, tmp_
         one.diff(text)
     assert str(caught.value).startswith("the lock: ")
     assert str(caught.value).endswith(
-        "make the lock again: Program.lock, or shardrules verify --update-lock"
+        "make the lock again: Program.lock, or shardrules prove --update-lock"
     )
     file = tmp_path / "step.lock"
     file.write_text(text)

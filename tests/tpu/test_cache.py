@@ -27,7 +27,7 @@ from tests.tpu.test_prove import RULES, SIZES, batch, cpu_mesh, params, step
 def folder(tmp_path, monkeypatch):
     """Set the folder of the cache, which is for the CPU devices of tests, too."""
     monkeypatch.setenv("SHARDRULES_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "is_described", lambda _: True)
+    monkeypatch.setattr(cache, "topology_of", lambda _: True)
     return tmp_path / "cache"
 
 
@@ -38,7 +38,9 @@ def entries(folder):
 def proof_of(mesh, step=step, on=None, **options):
     plan = sr.plan(params(), RULES, mesh)
     jitted = jax.jit(step, donate_argnums=0)
-    return sr.prove(jitted, plan, batch(mesh), on=on or mesh, outputs=plan, large=2**16, **options)
+    return sr.prove(
+        jitted, plan, batch(mesh), on=on or mesh, outputs=plan, large=2**16, time=True, **options
+    )
 
 
 def answers(proof):
@@ -55,7 +57,7 @@ def check_the_second(first, second):
     assert second.compiled is None
     assert answers(first) == answers(second)
     assert first.seconds == second.seconds
-    assert "s, earlier: it is in the cache" in str(second)
+    assert "s, earlier: its code is in the cache" in str(second)
     assert second.to_json() == first.to_json() | {"is_cached": True}
 
 
@@ -79,18 +81,14 @@ def test_the_same_step_is_compiled_once(folder, monkeypatch):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("effort", ["full", "fast"])
-def test_the_same_step_for_a_topology_is_compiled_once(tmp_path, monkeypatch, effort):
+def test_the_same_step_for_a_topology_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDRULES_CACHE", str(tmp_path))
     topology = sr.Topology("v5e:2x4")
     mesh = topology.mesh(SIZES)
-    first = proof_of(mesh, on=topology, effort=effort)
-    check_the_second(first, proof_of(mesh, on=topology, effort=effort))
-    assert (first.time is None) == (effort == "fast")
+    first = proof_of(mesh, on=topology)
+    check_the_second(first, proof_of(mesh, on=topology))
+    assert first.time is not None
     assert len(entries(tmp_path)) == 1
-    # What JAX gives is compiled, always.
-    plan = sr.plan(params(), RULES, mesh)
-    assert isinstance(sr.compile(step, plan, batch(mesh), on=mesh), jax.stages.Compiled)
 
 
 def with_constant(value):
@@ -107,7 +105,6 @@ def test_what_differs_is_compiled_again(folder, monkeypatch):
     assert is_compiled_again(reversed_mesh)
     assert is_compiled_again(mesh, step=with_constant(2))
     assert is_compiled_again(mesh, step=with_constant(3))
-    assert is_compiled_again(mesh, effort="fast")
     with monkeypatch.context() as changed:
         changed.setattr(cache, "version", lambda _: "0.0.1")
         assert is_compiled_again(mesh)
@@ -118,11 +115,11 @@ def test_what_differs_is_compiled_again(folder, monkeypatch):
         changed.setattr(cache, "device_identity", lambda _: "v5e:4x4")
         assert is_compiled_again(mesh)
     assert not is_compiled_again(mesh)
-    assert len(entries(folder)) == 8
+    assert len(entries(folder)) == 7
 
 
 def proved(mesh, function, *args, **options):
-    return sr.prove(jax.jit(function, **options), *args, on=mesh)
+    return sr.prove(jax.jit(function, **options), *args, on=mesh, time=True)
 
 
 def test_how_a_function_is_jitted_is_a_part_of_it(folder):
@@ -159,7 +156,7 @@ def test_dropped_and_donated_arguments_come_back(folder):
 
     def read():
         lowered = jax.jit(use, donate_argnums=1).lower(x, x, batch=x)
-        return lowered, cache.cached_result(lowered, mesh, lambda lowered: lowered.compile())
+        return lowered, cache.compiled_result(lowered, mesh)
 
     _, first = read()
     _, second = read()
@@ -170,27 +167,14 @@ def test_dropped_and_donated_arguments_come_back(folder):
     assert "dropped" in str(findings)
 
 
-def test_a_refusal_is_kept(folder):
+def test_a_refusal_is_kept(folder, monkeypatch):
     mesh = cpu_mesh()
     lowered = jax.jit(lambda x: x * 2).lower(batch(mesh))
     refusal = cache.Refusal(20 * 10**9, 16 * 10**9, "")
-    results = [cache.cached_result(lowered, mesh, lambda _: refusal) for _ in range(2)]
+    monkeypatch.setattr(cache, "compile_whole", lambda *_: refusal)
+    results = [cache.compiled_result(lowered, mesh) for _ in range(2)]
     assert [result.content for result in results] == [refusal, refusal]
     assert [result.is_cached for result in results] == [False, True]
-
-
-@needs_libtpu
-def test_a_refusal_names_its_arrays_again(folder):
-    mesh = sr.Topology("v5e:2x4").mesh(SIZES)
-    plan = sr.plan(params(layers=32, width=4096), RULES, mesh)
-    refusals = []
-    for _ in range(2):
-        with pytest.raises(sr.OutOfMemory) as caught:
-            sr.prove(jax.jit(step, donate_argnums=0), plan, batch(mesh, 2**19, 4096), on=mesh)
-        refusals.append(str(caught.value))
-    assert refusals[0] == refusals[1]
-    assert "test_prove.py" in refusals[0]
-    assert len(entries(folder)) == 1
 
 
 def damaged(data):
@@ -343,7 +327,7 @@ def kept_step(mesh):
     """Return a function that proves one step, and says whether it came from the cache."""
     x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
     jitted = jax.jit(lambda x: x * 2)  # its lines are a part of the entry's name
-    return lambda: sr.prove(jitted, x, on=mesh).is_cached
+    return lambda: sr.prove(jitted, x, on=mesh, time=True).is_cached
 
 
 def test_an_entry_is_not_written_through_a_link(folder, tmp_path):
@@ -418,7 +402,7 @@ PROGRAM = textwrap.dedent(
     import jax, shardrules as sr
     mesh = sr.Topology("v5e:2x2").mesh(fsdp=4)
     plan = sr.plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, [("w", "fsdp")], mesh)
-    print(sr.prove(lambda p: p["w"] * 2, plan, on=mesh).is_cached)
+    print(sr.prove(lambda p: p["w"] * 2, plan, on=mesh, time=True).is_cached)
     """
 )
 

@@ -41,7 +41,7 @@ def test_each_is_short():
 def test_it_is_clean_and_its_arguments_are_the_plan_s_bytes(names, library, topology):
     mesh = sr.Topology(topology).mesh(TOPOLOGIES[topology])
     step, arguments, outputs = names[f"{library}_step_on"](mesh)
-    proof = sr.prove(step, *arguments, on=mesh, outputs=outputs, effort="fast")
+    proof = sr.prove(step, *arguments, on=mesh, outputs=outputs)
     proof.raise_for("warning")
     plan, batch = arguments
     rows = 4 * batch.size // mesh.shape["fsdp"]

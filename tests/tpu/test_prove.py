@@ -13,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.compile import OF_FAST
 from shardrules._program.computation import with_elements
 from shardrules._program.hlo import Hlo
+from shardrules._program.refusal import Refusal, refused_bytes
 from shardrules._program.step_seconds import LEAST_CYCLES
+from tests.support.compiled import compiled_on
 from tests.support.plans import shard_bytes
 from tests.tpu.marks import needs_libtpu
 
@@ -61,7 +62,7 @@ def test_a_step_is_proved_on_the_devices_that_are_here():
     jitted = jax.jit(step, donate_argnums=0, out_shardings=plan.on_mesh(mesh).shardings())
     proof = sr.prove(jitted, plan, batch(mesh), on=mesh, outputs=plan, large=2**16)
     proof.raise_for("warning")
-    assert proof.target.endswith(", fsdp=4,tp=2")
+    assert proof.target.startswith("on fsdp=4,tp=2 by XLA for CPU")
     assert proof.collectives == proof.program.collectives
     assert proof.memory.totals.arguments == sum(shard_bytes(plan)) + 512 * 256
     bad = sr.prove(
@@ -72,24 +73,21 @@ def test_a_step_is_proved_on_the_devices_that_are_here():
         bad.raise_for("warning")
 
 
-def test_arguments_without_a_plan_are_compiled_as_they_are():
-    compiled = sr.compile(lambda x, y: x + y, jnp.ones(8), np.ones(8))
-    assert compiled.memory_analysis().argument_size_in_bytes == 64
+def test_arguments_without_a_plan_are_proved_as_they_are():
+    proof = sr.prove(lambda x, y: x + y, jnp.ones(8), np.ones(8))
+    assert proof.memory.totals.arguments == 64
     mesh = cpu_mesh()
-    on = sr.compile(lambda x: x * 2, jax.ShapeDtypeStruct((8,), "float32"), on=mesh)
-    assert on.input_shardings[0][0].mesh == mesh
-    moved = sr.compile(lambda x: x * 2, batch(Mesh(mesh.devices[::-1], mesh.axis_names)), on=mesh)
-    assert moved.input_shardings[0][0] == NamedSharding(mesh, P("fsdp"))
+    on = sr.prove(lambda x: x * 2, jax.ShapeDtypeStruct((8,), "float32"), on=mesh)
+    assert on.program.mesh == mesh
+    moved = sr.prove(lambda x: x * 2, batch(Mesh(mesh.devices[::-1], mesh.axis_names)), on=mesh)
+    assert moved.program._executable.inputs.shardings == [NamedSharding(mesh, P("fsdp"))]
 
 
-def test_what_cannot_be_compiled_is_told():
-    mesh = cpu_mesh()
+def test_what_cannot_be_lowered_is_told():
     with pytest.raises(TypeError, match="step is 3"):
-        sr.compile(3)
-    with pytest.raises(TypeError, match=r"on is AbstractMesh.* such as shardrules\.Topology\('v5p"):
-        sr.compile(lambda x: x, jnp.ones(8), on=mesh.abstract_mesh)
+        sr.prove(3)
     with pytest.raises(ZeroDivisionError):  # of the step itself
-        sr.compile(lambda x: 1 / 0, jnp.ones(8))
+        sr.prove(lambda x: 1 / 0, jnp.ones(8))
 
 
 def test_a_step_that_names_other_devices_is_told():
@@ -100,26 +98,10 @@ def test_a_step_that_names_other_devices_is_told():
         return jax.lax.with_sharding_constraint(x * 2, NamedSharding(other, P("fsdp")))
 
     with pytest.raises(ValueError, match="names other devices than those that it is compiled for"):
-        sr.compile(fixed, jax.ShapeDtypeStruct((8,), "float32"), on=mesh)
+        sr.prove(fixed, jax.ShapeDtypeStruct((8,), "float32"), on=mesh)
 
 
 # A refusal
-
-
-class Refused:
-    """A step that no device has room for."""
-
-    def __init__(self, message):
-        self._message = message
-
-    def __call__(self, _):
-        """Stand for a function."""
-
-    def lower(self, *_):
-        return self
-
-    def compile(self, **_):
-        raise RuntimeError(self._message)
 
 
 @pytest.mark.parametrize(
@@ -132,26 +114,12 @@ class Refused:
     ],
 )
 def test_a_refusal_for_memory_has_the_bytes(message):
-    with pytest.raises(
-        sr.OutOfMemory, match="needs 19.5 GB .* has 16.9 GB; XLA does not"
-    ) as caught:
-        sr.compile(Refused(message), 1)
-    refusal = caught.value
+    refusal = Refusal(*refused_bytes(message), "").error()
+    assert "needs 19.5 GB" in str(refusal)
+    assert "has 16.9 GB; XLA does not" in str(refusal)
     assert refusal.required > refusal.available == int(15.75 * 2**30)
     assert str(pickle.loads(pickle.dumps(refusal))) == str(refusal)
-    with pytest.raises(RuntimeError, match="something else"):
-        sr.compile(Refused("something else"), 1)
-
-
-def test_what_is_compiled_fast_says_that_another_program_will_run():
-    with pytest.raises(sr.OutOfMemory) as caught:
-        sr.compile(
-            Refused("Ran out of memory in memory space hbm. Used 2G of 1G hbm."), 1, effort="fast"
-        )
-    assert caught.value.__notes__ == [OF_FAST]
-    proofs = [sr.prove(lambda x: x * 2, jnp.ones(8), effort=effort) for effort in ("fast", "full")]
-    assert [OF_FAST in str(proof) for proof in proofs] == [True, False]
-    assert [proof.to_json()["effort"] for proof in proofs] == ["fast", "full"]
+    assert refused_bytes("something else") is None
 
 
 DUMPED = """\
@@ -201,10 +169,24 @@ def test_a_clean_step_has_no_warning_and_its_arguments_are_the_plan_s_bytes(name
     proof.raise_for("warning")
     rows = 4 * 4096 * 256 // mesh.shape["fsdp"]
     assert proof.memory.totals.arguments == sum(shard_bytes(plan)) + rows
-    assert proof.target.startswith(f"{name}, fsdp=")
+    assert proof.target.startswith(f"on {name}, fsdp=")
     assert proof.program.sent
     assert not proof.program.is_per_iteration
     assert all(row.is_expected for row in proof.collectives)
+    roofline = proof.time
+    assert 0 < roofline.shortest <= roofline.longest
+    assert sr.prove(jitted, plan, x, on=mesh, outputs=plan).time == roofline
+    assert sr.prove(jitted, plan, x, on=name, outputs=plan).program.sent == proof.program.sent
+
+
+@needs_libtpu
+def test_time_is_by_the_compiler_s_cycles_of_the_program_that_will_run():
+    topology = sr.Topology("v5e:2x2")
+    mesh = topology.mesh(fsdp=2, tp=2)
+    plan = sr.plan(params(), RULES, mesh)
+    x = batch(mesh, rows=4096)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=plan.shardings())
+    proof = sr.prove(jitted, plan, x, on=mesh, outputs=plan, time=True)
     time = proof.time
     assert 0 < time.shortest == max(LEAST_CYCLES * time.computing, time.sending) < time.longest
     assert sum(seconds for _, seconds in time.lines) == pytest.approx(time.computing)
@@ -213,7 +195,9 @@ def test_a_clean_step_has_no_warning_and_its_arguments_are_the_plan_s_bytes(name
         ("forward", 3), ("backward", 3),
     ]  # fmt: skip
     assert any("test_prove.py" in line for line, _ in time.lines)
-    assert sr.prove(jitted, plan, x, on=mesh, outputs=plan).time is None
+    without = sr.prove(jitted, plan, x, on=mesh, outputs=plan)
+    assert proof.memory.peak == without.memory.peak
+    assert without.time.computing < time.computing
 
 
 @needs_libtpu
@@ -227,7 +211,7 @@ def test_plans_and_arguments_on_other_devices_are_taken_by_their_axes():
     with pytest.raises(ValueError, match="fsdp=4,tp=2 are 8 devices, and v5e:4x4 has 16"):
         sr.prove(step, plan, on=sr.Topology("v5e:4x4"))
     with pytest.raises(ValueError, match="the meshes of the arguments are none"):
-        sr.compile(lambda x: x, jnp.ones(8), on=topology)
+        sr.prove(lambda x: x, jnp.ones(8), on=topology)
 
 
 @needs_libtpu
@@ -238,7 +222,7 @@ def test_a_step_that_does_not_fit_names_what_is_large(is_kept):
     plan = sr.plan(params(layers=32, width=4096), RULES, mesh)
     x = batch(mesh, 2**19, 4096)
     with pytest.raises(sr.OutOfMemory) as caught:
-        sr.compile(jax.jit(partial(step, is_kept=is_kept), donate_argnums=0), plan, x, on=mesh)
+        sr.prove(jax.jit(partial(step, is_kept=is_kept), donate_argnums=0), plan, x, on=mesh)
     refusal = caught.value
     assert refusal.required > refusal.available
     assert abs(refusal.available - topology.hardware.memory_bytes) < 2**24
@@ -275,7 +259,7 @@ def test_the_cache_of_jax_is_left_alone(tmp_path):
     try:
         mesh = sr.Topology("v5e:2x4").mesh(SIZES)
         plan = sr.plan(params(layers=2), RULES, mesh)
-        sr.compile(lambda params, x: loss(params, x) * 3, plan, batch(mesh), on=mesh)
+        sr.prove(lambda params, x: loss(params, x) * 3, plan, batch(mesh), on=mesh, time=True)
         assert jax.config.jax_enable_compilation_cache
     finally:
         for name, value in before.items():
@@ -287,7 +271,7 @@ def test_the_cache_of_jax_is_left_alone(tmp_path):
 def test_a_program_for_other_devices_is_not_the_one_that_will_run():
     here, there = cpu_mesh(), sr.Topology("v5e:2x4").mesh(SIZES)
     plan = sr.plan(params(), RULES, there)
-    compiled = sr.compile(jax.jit(step, donate_argnums=0), plan, batch(here), on=here)
+    compiled = compiled_on(jax.jit(step, donate_argnums=0), plan, batch(here), on=here)
     (finding,) = [one for one in sr.verify(compiled, (plan, None), plan) if one.kind == "input"]
     assert finding.level == "info"
     assert finding.message.startswith("compiled for cpu devices, and planned on TPU v5 lite: ")
@@ -350,12 +334,16 @@ def test_the_time_of_products_is_near_the_peak_and_above_it():
     size = 2**13
     x = jax.ShapeDtypeStruct((4 * size, size), "bfloat16", sharding=NamedSharding(mesh, P("tp")))
     w = jax.ShapeDtypeStruct((size, size), "bfloat16", sharding=NamedSharding(mesh, P()))
-    proof = sr.prove(lambda x, w: x @ w, x, w, on=topology)
+    proof = sr.prove(lambda x, w: x @ w, x, w, on=topology, time=True)
     at_peak = 2 * size**3 / topology.hardware.flops_per_second["bfloat16"]
     assert 1 < proof.time.computing / at_peak < 1.5
     assert proof.time.sending == 0
     twice = sr.prove(
-        lambda x, w: jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x), x, w, on=topology
+        lambda x, w: jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x),
+        x,
+        w,
+        on=topology,
+        time=True,
     )
     assert 4.5 < twice.time.computing / proof.time.computing < 6.5
 
@@ -376,7 +364,7 @@ def test_a_pallas_kernel_has_no_cycles_and_counts_by_its_own_estimate(flops):
     topology = sr.Topology("v5e:1x1")
     mesh = topology.mesh(tp=1)
     x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=NamedSharding(mesh, P()))
-    time = sr.prove(double, x, on=topology).time
+    time = sr.prove(double, x, on=topology, time=True).time
     if flops is None:
         assert len(time.uncounted) == 1
         assert "without 1 Pallas kernel, of which it says nothing" in str(time)
@@ -402,7 +390,9 @@ def test_splash_attention_is_read_and_counts_by_its_shapes():
     topology = sr.Topology("v5e:1x1")
     sharding = NamedSharding(topology.mesh(tp=1), P())
     x = jax.ShapeDtypeStruct((heads, length, size), "bfloat16", sharding=sharding)
-    time = sr.prove(jax.jit(jax.grad(attend, argnums=(0, 1, 2))), x, x, x, on=topology).time
+    time = sr.prove(
+        jax.jit(jax.grad(attend, argnums=(0, 1, 2))), x, x, x, on=topology, time=True
+    ).time
     # Two products forward; with another kernel for dq, seven backward. Half of them are masked.
     flops = (2 + 7) * heads * length**2 * size
     at_peak = flops / topology.hardware.flops_per_second["bfloat16"]
@@ -419,7 +409,7 @@ def test_the_example_of_405_billion_parameters():
 
     topology = sr.Topology("v5p:8x8x8")
     step, arguments, outputs = prove_405b.step_on(topology.mesh(fsdp=64, tp=8))
-    proof = sr.prove(step, *arguments, on=topology, outputs=outputs, effort="fast")
+    proof = sr.prove(step, *arguments, on=topology, outputs=outputs)
     proof.raise_for("error")
     # JAX 0.10 moves the gradients of the table's rows, 0.03 %, in a way that is not known.
     lost = sum(row.sent for row in proof.collectives if not row.is_expected)
@@ -433,19 +423,6 @@ def test_the_example_of_405_billion_parameters():
 
 
 @needs_libtpu
-def test_fast_is_another_program_than_full_of_the_same_jitted_step():
-    mesh = sr.Topology("v5e:2x4").mesh(fsdp=8)
-    plan = sr.plan({"w": jax.ShapeDtypeStruct((1024, 4096), "bfloat16")}, [("w", "fsdp")], mesh)
-    x = jax.ShapeDtypeStruct((256, 1024), "bfloat16", sharding=NamedSharding(mesh, P("fsdp")))
-    step = jax.jit(jax.grad(lambda params, x: (x @ params["w"]).astype("float32").sum()))
-    full, fast, again = (
-        sr.compile(step, plan, x, on=mesh, effort=effort).as_text()
-        for effort in ("full", "fast", "full")
-    )
-    assert full == again != fast
-
-
-@needs_libtpu
 def test_what_a_refused_step_needs_includes_its_arguments():
     mesh = sr.Topology("v5e:2x2").mesh(fsdp=4)
     x = jax.ShapeDtypeStruct((2**16, 2**16), "bfloat16", sharding=NamedSharding(mesh, P()))
@@ -455,5 +432,5 @@ def test_what_a_refused_step_needs_includes_its_arguments():
         return jnp.sin(y) @ y
 
     with pytest.raises(sr.OutOfMemory) as caught:
-        sr.compile(products, x, on=mesh)
+        sr.prove(products, x, on=mesh)
     assert caught.value.required == pytest.approx(3 * 2**33, rel=0.01)

@@ -203,7 +203,7 @@ def test_two_processes_at_once_leave_nothing_behind(tmp_path):
         "import shardrules as sr, jax\n"
         "mesh = sr.Topology('v5e:2x2').mesh(fsdp=4)\n"
         "plan = sr.plan({'w': jax.ShapeDtypeStruct((64, 64), 'bfloat16')}, [('w', 'fsdp')], mesh)\n"
-        "sr.compile(lambda p: p['w'] * 2, plan, on=mesh)\n"
+        "sr.prove(lambda p: p['w'] * 2, plan, on=mesh)\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", program]

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.atomic_write import write_bytes, write_text
 from shardrules._base.io import FileError
-from shardrules._base.text import byte_count, printable_json, shown
+from shardrules._base.text import byte_count, printable_json
 from shardrules._cli.options import GROUPS
 from shardrules._cli.process import hint, interruptible, working
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Findings
     from shardrules._program.program import Program
+    from shardrules._program.verify.prove import Proof
 
 Function = Callable[[Args], int | None]
 
@@ -145,38 +146,6 @@ def check(args: Args) -> int:
     return show.show_findings(args, findings, planned)
 
 
-@_command(
-    "my_package.train:compiled_step --budget fsdp=25GB --budget peak=90GB --lock step.lock",
-    "function large budget hbm fail_on format lock update_lock",
-    format=_FINDINGS,
-    large={"help": "Minimum bytes on a device of a gathered array to be reported."},
-    lock={"help": "Compare the bytes that are sent, and the peak, with those in this file."},
-)
-def verify(args: Args) -> int:
-    """Compare a compiled function with its plan.
-
-    Exits with 1 for findings of at least the level --fail-on.
-    """
-    from shardrules._cli import inputs, show
-    from shardrules._files.modules import load_object
-    from shardrules._program.program import inspect
-    from shardrules._program.verify.verify import verify
-
-    _check_lock(args)
-    budget = inputs.budget_texts(args.budget)
-    large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
-    step = load_object(args.function)
-    if not isinstance(step, tuple) or len(step) not in (2, 3):
-        raise FileError(
-            f"{args.function}: this gives {shown(step)}; it must be (compiled, inputs, outputs) or "
-            "(compiled, inputs)"
-        )
-    findings = verify(*step, large=large, hbm=hbm, budget=budget)
-    if args.lock:
-        findings = _with_lock(args, inspect(*step), findings)
-    return show.show_findings(args, findings)
-
-
 def _check_lock(args: Args) -> None:
     """Check the options of a lock before anything takes time."""
     if args.update_lock and args.lock is None:
@@ -199,81 +168,80 @@ def _with_lock(args: Args, program: Program, findings: Findings) -> Findings:
 
 @_command(
     "my_package.train:step_on --on v5p:8x8x8 --mesh fsdp=64,tp=8 --budget peak=90GB",
-    "function on slices mesh rules fast timeout large budget hbm fail_on format lock update_lock",
-    "html project",
+    "function on slices mesh axis_types rules time large budget hbm fail_on format lock",
+    "update_lock html project",
     function={
         "help": "package.module:function, which takes the mesh, and the rules of --rules, and "
         "returns (step, arguments, outputs) or (step, arguments), as shardrules.prove takes them."
     },
+    on={
+        "help": f"{GROUPS['Arguments']['on'][1]} Without it XLA for CPU is asked: a TPU's "
+        "partitioner may choose otherwise.",
+        "required": False,
+    },
     mesh={"help": "Devices per mesh axis, such as fsdp=64,tp=8.", **_NEEDED},
     rules=_RULES_OF_STEP,
     hbm={
-        "help": "Memory that XLA's count of bytes may have, such as 90GB. The TPU's compiler "
-        "itself refuses what does not fit; for GPUs their memory is the default."
+        "help": "Memory that the step may need on a device, such as 90GB. Default: that of the "
+        "devices of --on."
     },
     large={"help": "Minimum bytes on a device of a gathered array to be reported."},
     format=_FINDINGS,
     lock={"help": "Compare the bytes that are sent, and the peak, with those in this file."},
 )
 def prove(args: Args) -> int:
-    """Compile a step for TPUs or GPUs that need not be there, and compare it with its plan.
+    """Ask the compiler for TPUs or GPUs that need not be there what it makes of a step.
 
     Without FUNCTION, it does so for all jobs of the project file that have one.
     Exits with 1 for findings of at least the level --fail-on, and if the step does not fit.
     """
-    from shardrules._base.mesh_sizes import parse_mesh
     from shardrules._cli import inputs, show
     from shardrules._plan.plan import Plan
-    from shardrules._program.compile import OutOfMemory
-    from shardrules._program.topologies.topology import Topology
-    from shardrules._program.verify.prove import head_of, notes_of, prove
+    from shardrules._program.refusal import OutOfMemory
+    from shardrules._program.step_seconds import ProgramTime
+    from shardrules._program.verify.prove import head_of, prove, time_shown
 
     _check_lock(args)
     _check_targets({"--lock": args.lock, "--html": args.html}, ())
     budget = inputs.budget_texts(args.budget)
     large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
-    topology = Topology(args.on, args.slices)
-    mesh = topology.mesh(parse_mesh(args.mesh))
+    mesh = inputs.mesh_of_step(args)
     step, arguments, *outputs = inputs.step_on(args.function, mesh, args.rules)
     plans = [argument for argument in arguments if isinstance(argument, Plan)]
     if args.html and not plans:
         raise ValueError("--html: none of the arguments is a Plan, of which the report is")
-    try:
-        proof = interruptible(
-            args,
-            f"compiling for {args.on}",
-            lambda: prove(
-                step, *arguments, on=topology, outputs=outputs[0] if outputs else None,
-                large=large, hbm=hbm, budget=budget, effort="fast" if args.fast else "full",
-                timeout=args.timeout,
-            ),
+
+    def ask() -> Proof:
+        return prove(
+            step, *arguments, on=mesh, outputs=outputs[0] if outputs else None,
+            large=large, hbm=hbm, budget=budget, time=args.time,
         )  # fmt: skip
-    except TimeoutError as error:
-        faster = "" if args.fast else ", or --fast, which takes less"
-        raise ValueError(f"{error}; give --timeout more{faster}") from error
+
+    what = f"asking the compiler for {args.on or 'CPUs'}"
+    try:
+        if args.time:
+            proof = interruptible(args, what, ask)
+        else:
+            with working(args, what):
+                proof = ask()
     except OutOfMemory as refusal:
-        print("\n".join([f"does not fit: {refusal}", *getattr(refusal, "__notes__", ())]))
+        print(f"does not fit: {refusal}")
         return 1
-    if args.lock and proof.is_cut:
-        raise ValueError(f"--lock: {head_of(proof)}; the lock is of what is compiled to its end")
     if args.lock:
         proof = proof._replace(findings=_with_lock(args, proof.program, proof.findings))
     if args.html:
         plan = plans[0].on_mesh(mesh)
         page = plan.to_html(
-            title=args.function, findings=proof.findings, program=proof.program, time=proof.time
-        )
+            title=args.function, findings=proof.findings, program=proof.program,
+            time=proof.time if isinstance(proof.time, ProgramTime) else None,
+        )  # fmt: skip
         write_text(Path(args.html), page)
         hint(args, f"{args.html}: a report in one file, which works offline")
     if args.format == "json":
         print(printable_json(proof.to_json()))
         return show.exit_code(args, proof.findings)
     if args.format == "text" and not args.quiet:
-        errors = {finding.kind for finding in proof.findings.at_least("error")}
-        fits = "it does not fit" if "peak" in errors else "it fits"
-        print(f"{head_of(proof)}{';' if proof.is_cached else ':'} {fits}")
-        time = [] if proof.time is None else [proof.time]
-        print(proof.program, *notes_of(proof), *time, sep="\n")
+        print(head_of(proof), *proof.notes, proof.program, time_shown(proof), sep="\n")
     return show.show_findings(args, proof.findings)
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
+from shardrules._base.arguments import check_choice
 from shardrules._base.dtypes import numpy_name
 from shardrules._base.hardware import as_hardware
 from shardrules._base.io import FileError, memory_within
 from shardrules._base.mesh_sizes import parse_mesh
-from shardrules._base.text import and_more, byte_count, mesh_shown, shown
+from shardrules._base.text import and_more, byte_count, counted, mesh_shown, shown
 from shardrules._cli.options import MOMENTS
 from shardrules._cli.process import hint, working
 from shardrules._files.logical import LOGICAL_DIALECTS
@@ -280,6 +281,30 @@ def step_on(source: str, mesh: Any, rules: Any = None) -> tuple[Any, ...]:
     rules = read_rule_source(rules).rules if isinstance(rules, str) else rules
     arguments = (mesh,) if rules is None else (mesh, rules)
     return step_of(source, load_object(source, *arguments))
+
+
+def mesh_of_step(args: Args) -> Any:
+    """Return the mesh of --mesh: on the devices of --on, or without any, for XLA for CPU."""
+    from jax.sharding import AbstractMesh, AxisType
+
+    from shardrules._program.topologies.topology import Topology
+
+    sizes, words = parse_mesh(args.mesh), names(args.axis_types)
+    known = {kind.name.lower(): kind for kind in (AxisType.Auto, AxisType.Explicit)}
+    for word in words:
+        check_choice("--axis-types", word.lower(), tuple(known))
+    types = tuple(known[word.lower()] for word in words)
+    types *= len(sizes) if len(types) == 1 else 1
+    if len(types) != len(sizes):
+        raise ValueError(
+            f"--axis-types has {counted(len(types), 'type')}, and --mesh has "
+            f"{counted(len(sizes), 'axis')}: give one for all, or one for each"
+        )
+    if args.on is not None:
+        return Topology(args.on, args.slices).mesh(sizes, axis_types=types)
+    if args.slices > 1:
+        raise ValueError("--slices are of --on: give it, such as --on v5p:8x8x8")
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def trace_on(args: Args, source: str, mesh: str, rules: Any = None) -> Step:

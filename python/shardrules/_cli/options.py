@@ -17,8 +17,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "package.module:function, which returns a tree.", {}),
         "path": ("PATH", "The path of the array; or what several arrays that are alike have in "
             "common: a folded path, a glob such as 'layers/*/wq', or the end of their paths.", {}),
-        "function": ("FUNCTION", "package.module:function, which returns (compiled, inputs, "
-            "outputs) or (compiled, inputs), as shardrules.verify takes them.", {}),
+        "function": ("FUNCTION", "package.module:function of the step.", {}),
         "array": ("--array PATH", "Say of this argument alone what the step does with its "
             "dimensions.", {}),
         "on": ("--on TOPOLOGY", "The devices to compile for: v5p:8x8x8, v5e:4x4, v6e:16x16, "
@@ -26,12 +25,12 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "h100:8x16, h200:8, b200:8x2, gb200:72x2.", {"required": True}),
         "slices": ("--slices NUMBER", "Slices of TPUs, which the data centre's network connects.",
             {"least": 1, "default": 1}),
-        "fast": ("--fast", "Compile at JAX's optimization level O1: sooner, other memory.", {}),
+        "time": ("--time", "Compile the step to its end, which takes minutes for a large one, and "
+            "add the time that the compiler expects.", {}),
+        "axis_types": ("--axis-types TYPES", "Types of the mesh axes, one for all or one for each: "
+            "auto, explicit.", {"default": "auto"}),
         "time_limit": ("--time-limit SECONDS", "Seconds after which the best so far is taken, with "
             "its gap.", {"least": 1}),
-        "timeout": ("--timeout SECONDS", "Seconds that the compiler may take. What is known by "
-            "then is shown: all but the time of a step; or nothing, with exit code 2.",
-            {"least": 1}),
         "project": ("--project FILE", "Without arguments, run the jobs of this project file, "
             "whoever owns it, and import what they name as package.module:function. Default: the "
             "file in the current folder, or the nearest above it.", {}),

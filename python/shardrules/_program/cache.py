@@ -19,7 +19,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,18 +28,17 @@ from typing import Any, Final, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.stages import Compiled
 
 from shardrules._base.atomic_write import replace_file
 from shardrules._base.jax_names import lowered_options
 from shardrules._plan.lock_texts import of_type
 from shardrules._program.buffers import SIZES, sizes_of
-from shardrules._program.compile import Refusal
-from shardrules._program.dump import XlaDump
+from shardrules._program.compiler import compile_whole
 from shardrules._program.executable import Executable
 from shardrules._program.libraries import call_of
+from shardrules._program.refusal import Refusal
 from shardrules._program.stored import StoredProgram, boxed, inner_of
-from shardrules._program.topologies.topology import device_identity, is_described
+from shardrules._program.topologies.topology import device_identity, topology_of
 
 _VARIABLE: Final = "SHARDRULES_CACHE"
 _FORM: Final = 1
@@ -68,28 +67,25 @@ class Result(NamedTuple):
     """What the compiler has made of a step, now or before."""
 
     content: Any
-    """A Compiled, of JAX or of flax, or a `StoredProgram` in its place; a `Refusal`; or an
-    `XlaDump`, which is not kept."""
+    """A Compiled, of JAX or of flax, or a `StoredProgram` in its place; or a `Refusal`."""
     seconds: float
     """Time that it took to compile."""
     is_cached: bool
 
 
-def cached_result(
-    lowered: Any, mesh: Mesh | None, compile: Callable[[Any], Compiled | Refusal | XlaDump]
-) -> Result:
-    """Return what the cache has of a lowered step, or compile it and keep that."""
-    path = None if mesh is None or not is_described(mesh) else _path_of(lowered, mesh)
-    if path is not None and mesh is not None:
+def compiled_result(lowered: Any, mesh: Any) -> Result:
+    """Return what the cache has of a lowered step, or compile it to its end and keep that."""
+    path = None if topology_of(mesh) is None else _path_of(lowered, mesh)
+    if path is not None:
         with suppress(*_DAMAGES):
             result = _read_result(path, lowered, mesh)
             with suppress(OSError, NotImplementedError):
                 os.utime(path, follow_symlinks=False)
             return result
     begin = time.perf_counter()
-    content = compile(lowered)
+    content = compile_whole(lowered, mesh)
     result = Result(content, time.perf_counter() - begin, False)
-    if path is not None and mesh is not None and not isinstance(content, XlaDump):
+    if path is not None:
         with suppress(OSError):  # such as no room, or no right to write
             _write_result(path, result, mesh)
     return result
@@ -226,7 +222,7 @@ def _read_result(path: Path, lowered: Any, mesh: Mesh) -> Result:
     if "refusal" in facts:
         required, available = map(_whole, facts["refusal"])
         refusal = Refusal(required, available, text)
-        refusal.error("full")  # it is read from the text
+        refusal.error()  # it is read from the text
         return Result(refusal, seconds, True)
     shardings = [_sharding(written, mesh) for written in facts["shardings"]]
     inputs, outputs = (
@@ -235,7 +231,7 @@ def _read_result(path: Path, lowered: Any, mesh: Mesh) -> Result:
     )
     sizes = [_whole(size) for size in facts["memory"]]
     memory = SimpleNamespace(**dict(zip(SIZES, sizes, strict=True)))
-    stored = StoredProgram(inner_of(lowered), inputs, outputs, text, memory)
+    stored = StoredProgram(inner_of(lowered), inputs, outputs, text, memory=memory)
     return Result(boxed(lowered, stored), seconds, True)
 
 

@@ -10,11 +10,12 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from jax import tree_util
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.jax_names import compiled_inputs, compiled_outputs
 from shardrules._base.specs import spec_shown
+from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._plan.align import key_text
 from shardrules._plan.findings import Finding, FindingKind, Level, finding_of
 from shardrules._plan.fold import fold_paths
@@ -189,12 +190,18 @@ class Executable:
         return Hlo(text)
 
     @cached_property
-    def mesh(self) -> Mesh | None:
-        """Mesh of the first input or output that has one of devices."""
-        for sharding in chain(self.inputs.shardings, self.outputs.shardings):
-            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-                return sharding.mesh
-        return None
+    def mesh(self) -> AnyMesh | None:
+        """Mesh of the first input or output that has one, with devices if one of them has any."""
+        shardings = chain(self.inputs.shardings, self.outputs.shardings)
+        meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
+        return next(filter(has_devices, meshes), meshes[0] if meshes else None)
+
+    @property
+    def device_kind(self) -> str:
+        """Kind of its devices; "cpu" of a mesh without devices, for which XLA for CPU is asked."""
+        if self.mesh is None or not has_devices(self.mesh):
+            return "cpu"
+        return str(self.mesh.devices.flat[0].device_kind)
 
     @cached_property
     def kept(self) -> list[int]:

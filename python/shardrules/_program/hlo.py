@@ -50,6 +50,7 @@ _FRAME: Final = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE: Final = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _LIBRARY: Final = re.compile(r"[/\\](?:site|dist)-packages[/\\]|^<")
 _TABLE_ROW: Final = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
+_MAKER: Final = re.compile(r"^  (?:ROOT )?%?(\S+) = ", re.MULTILINE)
 _LEAST_VISITS: Final = 200_000
 _NO_HLO: Final = "the text of the executable is cut, or no HLO as XLA prints it"
 _FIELD: Final = re.compile(r"(\w+)=(\d+)")
@@ -113,6 +114,15 @@ class Hlo:
     @cached_property
     def _in_order(self) -> list[Computation]:
         return list(self.computations.values())
+
+    def computation_of(self, name: str) -> str | None:
+        """Return the computation that has an instruction of this name; None without one."""
+        position = self._positions.get(name)
+        return None if position is None else self._computation_at(position)
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {match[1]: match.start() for match in _MAKER.finditer(self.text)}
 
     def _computation_at(self, position: int) -> str:
         return self._in_order[bisect_left(self._in_order, position, key=attrgetter("end"))].name

@@ -24,7 +24,7 @@ from shardrules._base.text import (
 )
 from shardrules._place.decider import check_decided
 from shardrules._place.memory import memory_apart
-from shardrules._place.mesh import has_devices
+from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._place.named_arrays import rows_and_paths
 from shardrules._plan.align import align
 from shardrules._plan.plan import Plan
@@ -237,7 +237,7 @@ class _SideTargets:
             )
         return [aligned.rows[row] for row in tree_util.tree_leaves(aligned.leaves.tree)]
 
-    def _mesh(self, at: str, axis_sizes: Mapping[str, int] | None) -> Mesh:
+    def _mesh(self, at: str, axis_sizes: Mapping[str, int] | None) -> AnyMesh:
         """Return the executable's mesh, which must have these axes."""
         mesh = self._executable.mesh
         if mesh is None:
@@ -259,7 +259,7 @@ def is_of_other_kind(executable: Executable, mesh: Any) -> bool:
     return (
         mine is not None
         and has_devices(mesh)
-        and mesh.devices.flat[0].device_kind != mine.devices.flat[0].device_kind
+        and mesh.devices.flat[0].device_kind != executable.device_kind
     )
 
 

@@ -183,14 +183,19 @@ def is_filter_jit(step: Any) -> bool:
     return hasattr(step, "lower") and type(step).__module__.startswith("equinox.")
 
 
-def lowered_by_equinox(step: Any, args: Sequence[Any], place: Callable[[Any], Any]) -> Any:
+def lowered_by_equinox(
+    step: Any,
+    args: Sequence[Any],
+    place: Callable[[Any], Any],
+    lower: Callable[..., Any],
+) -> Any:
     """Lower a step of `equinox.filter_jit` for shapes, which it takes for constants itself."""
     with _reading("equinox"):
         jit = import_module("equinox._jit")
         functions = (jit._preprocess, jit._postprocess)
         info = (step._signature, step._dynamic_fun, step._static_fun)
         is_donated = {"first": step.donate_first, "rest": step.donate_rest}
-        lower, split, wrap = step._cached.lower, jit.hashable_partition, jit.Lowered
+        jitted, split, wrap = step._cached, jit.hashable_partition, jit.Lowered
     bound = step._signature.bind(*args)
     leading = (*bound.args, None)  # equinox has this None at the end
     parts, static = {"fun": place(info[1])}, [info[2]]
@@ -200,7 +205,7 @@ def lowered_by_equinox(step: Any, args: Sequence[Any], place: Callable[[Any], An
     groups: list[dict[str, Any]] = [{}, {}]
     for name, leaves in parts.items():
         groups[not is_donated.get(name, is_donated["rest"])][name] = leaves
-    return wrap(lower(*groups, tuple(static)), (*info, *is_donated.values()), *functions)
+    return wrap(lower(jitted, *groups, tuple(static)), (*info, *is_donated.values()), *functions)
 
 
 def _is_array_or_shape(leaf: Any) -> bool:

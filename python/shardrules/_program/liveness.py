@@ -48,6 +48,8 @@ class Alive(NamedTuple):
     """Array that is alive at the peak."""
 
     shape: Shape
+    bytes: int
+    """Of its memory, with the padding that is known."""
     computation: str
     name: str
     """Instruction that makes it."""
@@ -97,6 +99,7 @@ class _Run:
         rows = [
             Alive(
                 shape,
+                shape.bytes,
                 *self._makers[buffer],
                 parameter_of.get(buffer),
                 buffer in results,

@@ -27,9 +27,9 @@ from shardrules._program.memory import totals_of
 
 KINDS: Final = get_args(CollectiveOpcode)
 _FORMAT: Final = "shardrules program lock 1"
-_FIELDS: Final = frozenset(("format", "versions", "mesh", "peak", "sent"))
+_FIELDS: Final = frozenset(("format", "versions", "mesh", "peak", "peak_by", "sent"))
 _ENTRY_FIELDS: Final = frozenset(("axes", "kind", "bytes", "per_iteration"))
-_FIX: Final = "make the lock again: Program.lock, or shardrules verify --update-lock"
+_FIX: Final = "make the lock again: Program.lock, or shardrules prove --update-lock"
 _ANEW: Final = "program.lock(path)"
 _GROWN: Final = "look at what has changed there; or, if it is meant, make the lock again"
 _NAMED: Final = 3
@@ -52,7 +52,14 @@ class Costs(NamedTuple):
     versions: Mapping[str, str]
     mesh: Mapping[str, int]
     peak: int | None
+    peak_by: str
+    """By which of `COUNTS` the peak is counted."""
     sent: Mapping[Key, Sent]
+
+
+COUNTS: Final = ("assigned", "memory_analysis")
+"""The compiler's own bytes, of `prove`; and those of `Compiled.memory_analysis`, which adds a TPU's
+on-chip memory."""
 
 
 def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
@@ -63,7 +70,7 @@ def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
     mesh = executable.mesh
     versions = {"jax": jax.__version__, "jaxlib": jaxlib_version}
     if mesh is not None:
-        versions["devices"] = mesh.devices.flat[0].device_kind
+        versions["devices"] = executable.device_kind
     sent: dict[Key, Sent] = {}
     for row in rows:
         size, is_per_iteration = sent.get((row.axes, row.kind), Sent())
@@ -72,7 +79,8 @@ def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
         )
     sizes = {} if mesh is None else dict(mesh.shape)
     totals = totals_of(executable)
-    return Costs(versions, sizes, totals and totals.peak, sent)
+    is_assigned = getattr(executable.call.compiled, "is_assigned", False)
+    return Costs(versions, sizes, totals and totals.peak, COUNTS[not is_assigned], sent)
 
 
 def program_lock_text(costs: Costs) -> str:
@@ -81,7 +89,7 @@ def program_lock_text(costs: Costs) -> str:
         | ({"per_iteration": True} if is_per_iteration else {})
         for (axes, kind), (size, is_per_iteration) in sorted(costs.sent.items())
     ]
-    head = {"format": _FORMAT} | {name: getattr(costs, name) for name in Costs._fields[:3]}
+    head = {"format": _FORMAT} | {name: getattr(costs, name) for name in Costs._fields[:4]}
     parts = [f" {json.dumps(key)}: {checked_json(value)}" for key, value in head.items()]
     parts.append(line_by_line("sent", map(checked_json, entries)))
     return "{\n" + ",\n".join(parts) + "\n}\n"
@@ -96,12 +104,14 @@ def read_program_lock(data: bytes, name: str) -> Costs:
             raise ValueError("not a lock of a program, but of a plan, which Plan.diff compares")
         if form != _FORMAT:
             raise ValueError(f"not a lock of a program: its format is {shown(form)}, not {_FORMAT}")
-        check_fields(content, _FIELDS)
+        check_fields({"peak_by": None} | content, _FIELDS)
         versions, sizes = (of_type(content[key], dict) for key in ("versions", "mesh"))
         for version in versions.values():
             of_type(version, str)
         mesh = checked_sizes(sizes) if sizes else {}
         peak = None if content["peak"] is None else integer("peak", content["peak"])
+        peak_by = content.get("peak_by", COUNTS[1])
+        check_choice("peak_by", peak_by, COUNTS)
         entries = of_type(content["sent"], list)
     sent: dict[Key, Sent] = {}
     for number, entry in enumerate(entries):
@@ -110,7 +120,7 @@ def read_program_lock(data: bytes, name: str) -> Costs:
             if key in sent:
                 raise ValueError(f"{_key_label(key)} stands there twice")
             sent[key] = size
-    return Costs(versions, mesh, peak, sent)
+    return Costs(versions, mesh, peak, peak_by, sent)
 
 
 def _read_cost(entry: Any, mesh: Mapping[str, int]) -> tuple[Key, Sent]:
@@ -162,7 +172,13 @@ def _changes(
         step = "an iteration" if new.is_per_iteration else "a step"
         what = f"{_key_label(key)}: each device sends {bytes_shown(new.bytes)} in {step}"
         yield from _change(what, new.bytes, old.bytes, tolerance, largest(of_key))
-    if now.peak is not None and before.peak is not None:
+    if now.peak and before.peak and now.peak_by != before.peak_by:
+        message = (
+            f"the peak is counted by {now.peak_by}, and in {name} by {before.peak_by}: these are "
+            "not compared"
+        )
+        yield budget_finding("warning", message, 0, _FIX, _ANEW)
+    elif now.peak is not None and before.peak is not None:
         what = f"peak: each device needs {bytes_shown(now.peak)}"
         yield from _change(what, now.peak, before.peak, tolerance, "")
     elif now.peak != before.peak:

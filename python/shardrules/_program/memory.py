@@ -11,6 +11,7 @@ from shardrules._program.executable import Executable
 from shardrules._program.facts import MOVES, UPDATES
 from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.liveness import WRITTEN, Alive, alive_at_peak
+from shardrules._program.stored import alive_of
 
 _LARGEST: Final = 100
 _IN_TEXT: Final = 10
@@ -37,12 +38,13 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
         return None if leaf is None else executable.inputs.paths[leaf]
 
     with hlo_errors():
-        rows = alive_at_peak(hlo)
+        known = getattr(executable.call.compiled, "alive", None)
+        rows = alive_at_peak(hlo) if known is None else alive_of(hlo, known)
         saved = [row for row in rows if _is_saved(hlo, row)]
         return Memory(
             totals=totals,
-            alive=sum(row.shape.bytes for row in rows),
-            saved=sum(row.shape.bytes for row in saved),
+            alive=sum(row.bytes for row in rows),
+            saved=sum(row.bytes for row in saved),
             is_recomputed="/rematted_computation" in hlo.text and not _is_all_kept(hlo, saved),
             buffers=tuple(buffers_of(hlo, rows[:_LARGEST], path_of)),
             saved_buffers=tuple(buffers_of(hlo, saved[:_IN_TEXT], path_of)),
@@ -81,7 +83,7 @@ def buffers_of(
         if row.parameter is not None:
             what = path_of(row.parameter) or instruction.op_name or f"parameter {row.parameter}"
         yield Buffer(
-            bytes=row.shape.bytes,
+            bytes=row.bytes,
             shape=str(row.shape),
             what=what,
             is_argument=row.parameter is not None,

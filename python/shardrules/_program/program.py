@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from jax import tree_util
-from jax.sharding import Mesh
 
 from shardrules._base.arguments import check_file, check_type
 from shardrules._base.atomic_write import write_text
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import answer, bytes_shown, mesh_shown, printable
+from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._plan.findings import Findings
 from shardrules._plan.lock_texts import content_of
 from shardrules._plan.plan import Plan
@@ -30,7 +30,12 @@ from shardrules._program.lock import Costs, compared, costs_of, program_lock_tex
 from shardrules._program.memory import memory_of, totals_of
 from shardrules._program.reasons import REASONS, Movement, Reasons
 from shardrules._program.states import State, states
-from shardrules._program.step_seconds import ProgramTime, program_time
+from shardrules._program.step_seconds import (
+    ProgramTime,
+    Roofline,
+    kernel_flops,
+    program_time,
+)
 from shardrules._program.topologies.topology import Topology
 from shardrules._program.work import Product, products
 
@@ -76,7 +81,7 @@ class Program:
         return self._executable.hlo is not None
 
     @property
-    def mesh(self) -> Mesh | None:
+    def mesh(self) -> AnyMesh | None:
         """Mesh of the arguments and results; None if none of them has one."""
         return self._executable.mesh
 
@@ -287,16 +292,24 @@ def _planned_by_plans(planned: Any, treedef: Any) -> list[bool]:
 
 
 def time_on(topology: Topology, program: Program) -> ProgramTime | None:
-    """Estimate the seconds of a step by the compiler's cycles; None if it tells none.
-
-    At O1 the compiler expects nearly three times the cycles.
-    """
+    """Estimate the seconds of a step by the compiler's cycles; None if it tells none."""
     hlo, mesh = program._executable.hlo, program.mesh
-    if hlo is None or mesh is None:
+    if hlo is None or mesh is None or not has_devices(mesh):
         return None
     peak = topology.hardware.flops_per_second["bfloat16"]
     link_rate = partial(topology.link_rate, mesh)
     return program_time(hlo, program.collectives, topology.clock, link_rate, peak)
+
+
+def roofline_on(topology: Topology, program: Program) -> Roofline | None:
+    """Return the seconds of what a device computes and sends, each as if it were alone."""
+    hlo, mesh = program._executable.hlo, program.mesh
+    if hlo is None or mesh is None or not has_devices(mesh):
+        return None
+    flops = sum(product.flops for product in program.products) + kernel_flops(hlo)
+    rows = [row for row in program.collectives if row.axes]
+    sending = sum(row.sent_at_least / topology.link_rate(mesh, row.axes) for row in rows)
+    return Roofline(flops / topology.hardware.flops_per_second["bfloat16"], sending)
 
 
 def _collective_cells(row: Collective) -> Sequence[str]:

@@ -118,6 +118,44 @@ class ProgramTime(NamedTuple):
         return printable_lines([*lines, *Table(_COLUMNS, rows).lines()])
 
 
+@answer
+class Roofline(NamedTuple):
+    """Bounds of a step's seconds by FLOPs and bytes of the partitioned program: no forecast."""
+
+    computing: float
+    """Of its matrix products and Pallas kernels, at the peak of the device."""
+    sending: float
+    """Of what it sends, by bytes and links, one collective after the other."""
+
+    @property
+    def shortest(self) -> float:
+        """Seconds if all that is sent is hidden behind what is computed, or the other way round."""
+        return max(self.computing, self.sending)
+
+    @property
+    def longest(self) -> float:
+        """Seconds if nothing is hidden; what waits for the device's memory is not counted."""
+        return self.computing + self.sending
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the seconds as `json.dumps` takes them."""
+        return self._asdict() | {"shortest": self.shortest, "longest": self.longest}
+
+    def __str__(self) -> str:
+        return (
+            f"roofline: {seconds_shown(self.shortest)} to {seconds_shown(self.longest)} a step, "
+            f"{seconds_shown(self.computing)} of products at the device's peak and "
+            f"{seconds_shown(self.sending)} of sending at the links'; no forecast, for which the "
+            "compiler's cycles are asked by time=True"
+        )
+
+
+def kernel_flops(hlo: Hlo) -> int:
+    """Return the operations of a module's Pallas kernels, as far as they are known."""
+    with hlo_errors():
+        return sum(flops * times for _, flops, times in _kernels(hlo))
+
+
 def program_time(
     hlo: Hlo,
     collectives: Iterable[Collective],

@@ -2,13 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.stages import Lowered
 
-from shardrules._program.hlo import check_hlo
+from shardrules._program.hlo import Hlo, check_hlo
+from shardrules._program.liveness import Alive
+
+
+class LiveArray(NamedTuple):
+    """Array in the device's memory at the peak, as XLA assigns it."""
+
+    name: str
+    """Instruction that makes it."""
+    element: int
+    bytes: int
+    parameter: int | None
+    """Number of the module's parameter whose memory it has."""
+    is_output: bool
+    names: tuple[str, ...]
+    """Instructions that go on with its memory, such as the update in a loop of what it begins."""
+    last_use: str
+    """Instruction that is the last to read the memory before it is free."""
+
+
+def alive_of(hlo: Hlo, arrays: Iterable[LiveArray]) -> list[Alive]:
+    """Return what XLA says of the arrays at the peak in the module's terms, the largest first."""
+    rows = []
+    for array in arrays:
+        maker, user = hlo.computation_of(array.name), hlo.computation_of(array.last_use)
+        if maker is None:
+            continue
+        line = hlo[maker][array.name]
+        is_parameter = maker == hlo.entry and line.parameter is not None
+        name = array.name
+        if not line.op_name:
+            makers = ((hlo.computation_of(other), other) for other in array.names)
+            named = ((c, other) for c, other in makers if c and hlo[c][other].op_name)
+            maker, name = next(named, (maker, name))
+        rows.append(
+            Alive(
+                shape=line.results[array.element if array.element < len(line.results) else 0],
+                bytes=array.bytes,
+                computation=maker,
+                name=name,
+                parameter=array.parameter if is_parameter else None,
+                is_output=array.is_output,
+                last_use=None if user is None else (user, array.last_use),
+            )
+        )
+    return sorted(rows, key=lambda row: -row.bytes)
 
 
 class StoredProgram:
@@ -20,10 +66,20 @@ class StoredProgram:
         outputs: The same of the results.
         text: The optimized module.
         memory: The `SIZES` of `buffers.py` as attributes.
+        alive: The `LiveArray`s at the peak; None if XLA has not written them.
+        is_assigned: True if its bytes are those that the compiler itself assigns.
     """
 
     def __init__(
-        self, lowered: Any, inputs: list[Any], outputs: list[Any], text: str, memory: Any
+        self,
+        lowered: Any,
+        inputs: list[Any],
+        outputs: list[Any],
+        text: str,
+        *,
+        memory: Any,
+        alive: Any = None,
+        is_assigned: bool = False,
     ) -> None:
         check_hlo(text)
         self.in_tree = lowered.in_tree
@@ -34,6 +90,8 @@ class StoredProgram:
         self.output_shardings = self.out_tree.unflatten(outputs)
         self._text = text
         self._memory = memory
+        self.alive = alive
+        self.is_assigned = is_assigned
 
     def as_text(self) -> str:
         """Return the optimized module."""

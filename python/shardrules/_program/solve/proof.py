@@ -12,7 +12,7 @@ from shardrules._base.text import answer, bytes_shown, record, seconds_shown
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
 from shardrules._program.buffers import table_of
-from shardrules._program.compile import OutOfMemory
+from shardrules._program.refusal import OutOfMemory
 from shardrules._program.solve.activations import constrained_step
 from shardrules._program.solve.machine import sent_seconds
 from shardrules._program.solve.outcome import Outcome
@@ -22,7 +22,6 @@ from shardrules._program.verify.prove import prove
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from shardrules._program.compile import Effort
     from shardrules._program.topologies.topology import Topology
     from shardrules._program.verify.prove import Proof
 
@@ -163,8 +162,6 @@ class Provable(Outcome):
         on: Topology | Mesh | None = None,
         *,
         rounds: int = 3,
-        effort: Effort = "full",
-        timeout: float | None = None,
     ) -> SolutionProof:
         """Compile the step with its constraints, and compare it with what was predicted.
 
@@ -178,16 +175,12 @@ class Provable(Outcome):
             on: A Topology, whose devices need not be there, or a mesh of devices. Default: those of
                 `solve`.
             rounds: How often to compile at most, 1 to 3.
-            effort: As `compile` takes it.
-            timeout: Seconds that each compilation may take. What is sent, and the memory, are known
-                soon; for a large step the compiler makes code of it for minutes after that.
 
         Raises:
             ImportError: The compiler is not installed, as for `Topology`.
-            TimeoutError: The limit came before what is sent was known.
             ValueError: There are no devices, or the mesh has other axes.
         """
-        return _proof(self, rounds, partial(_round, on=on, effort=effort, timeout=timeout))
+        return _proof(self, rounds, partial(_round, on=on))
 
 
 def _proof(
@@ -245,9 +238,7 @@ def _next(
     return None
 
 
-def _round(
-    solution: Outcome, on: Topology | Mesh | None, effort: Effort, timeout: float | None
-) -> ProofRound:
+def _round(solution: Outcome, on: Topology | Mesh | None) -> ProofRound:
     target, mesh = solution._target(on)
     predicted = _predicted(solution)
     memory = solution.memory.peak
@@ -256,8 +247,6 @@ def _round(
             constrained_step(solution.step, solution.spread, mesh),
             *_arguments(solution, mesh),
             on=target,
-            effort=effort,
-            timeout=timeout,
         )
     except OutOfMemory as error:
         text = str(error).partition(". The largest")[0]

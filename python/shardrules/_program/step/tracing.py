@@ -9,7 +9,7 @@ from shardrules._base.text import mesh_shown
 from shardrules._place.mesh import as_mesh, in_force
 from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.plan import Plan
-from shardrules._program.compile import check_static, check_step, noted, placed_on, target_mesh
+from shardrules._program.lowering import check_static, check_step, noted, placed_on, target_mesh
 from shardrules._program.step.jaxprs import inputs_of
 from shardrules._program.step.step import Step, TracedFunction
 from shardrules._program.topologies.topology import Topology

@@ -19,7 +19,7 @@ from shardrules._program.topologies.tpu import GENERATIONS, Slices
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from jax.sharding import Mesh
+    from jax.sharding import AxisType, Mesh
 
 
 class Links(NamedTuple):
@@ -118,7 +118,14 @@ class Topology:
             _DESCRIBED.update(dict.fromkeys(devices, self))
         return devices
 
-    def mesh(self, axes: Mapping[str, int] | None = None, /, **sizes: int) -> Mesh:
+    def mesh(
+        self,
+        axes: Mapping[str, int] | None = None,
+        /,
+        *,
+        axis_types: Sequence[AxisType] | None = None,
+        **sizes: int,
+    ) -> Mesh:
         """Return a mesh whose axes lie along the dimensions of the torus, where that is possible.
 
         As `jax.experimental.mesh_utils` arranges the devices: the last axis gets the most links.
@@ -128,6 +135,7 @@ class Topology:
 
         Args:
             axes: Devices by axis, such as {"fsdp": 64, "tp": 8}; or as keywords.
+            axis_types: The type of each axis, as `jax.make_mesh` takes them. Default: Auto.
             **sizes: The same.
 
         Raises:
@@ -155,7 +163,13 @@ class Topology:
             devices = self._arranged(sizes, is_split=False)
         except NotImplementedError:
             devices = self._arranged(sizes, is_split=True)
-        return Mesh(devices, tuple(sizes))
+        except ImportError as error:
+            raise ImportError(
+                f"{error}. Or ask XLA for CPU, whose partitioner may choose otherwise, with the "
+                f"same mesh as a dict: on={sizes}; of `shardrules prove` leave out --on"
+            ) from None
+        types = None if axis_types is None else tuple(axis_types)
+        return Mesh(devices, tuple(sizes), axis_types=types)
 
     def _arranged(self, sizes: Mapping[str, int], *, is_split: bool) -> npt.NDArray[np.object_]:
         return self._layout.arrange(self.devices, sizes, is_split=is_split)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from math import prod
@@ -53,7 +54,7 @@ _CORES: Final = {"7x": 2}
 """Devices of a chip, where it has more than one."""
 # What libtpu reads from its environment: it asks no metadata server, several processes may load it,
 # and its log lines go neither to the terminal nor to files.
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5e-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -125,18 +126,23 @@ class Slices:
         """Devices of all slices, as JAX counts them."""
         return self.slices * prod(self.shape) * self._cores
 
-    def described(self) -> tuple[Any, ...]:
-        """Return the devices as the compiler has them."""
-        use_libtpu()
-        from jax.experimental import topologies
-
+    @property
+    def description(self) -> tuple[str, dict[str, Any]]:
+        """Name and options by which libtpu describes the devices."""
         options: dict[str, Any] = dict(self._kind.options)
         if self.slices > 1:
             options["num_slices"] = self.slices
         if prod(self.shape) == 1:
             options["chips_per_host_bounds"] = (1, 1, 1)
-        name = f"{self.generation}:{'x'.join(map(str, self.shape))}"
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        return f"{self.generation}:{'x'.join(map(str, self.shape))}", options
+
+    def described(self) -> tuple[Any, ...]:
+        """Return the devices as the compiler has them."""
+        from jax.experimental import topologies
+
+        name, options = self.description
+        with libtpu_environment():
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
         return tuple(topology.devices)
 
     def arrange(
@@ -249,15 +255,25 @@ def _shape_of(name: str, kind: _Generation) -> tuple[int, ...]:
     return min(shapes, key=sum)
 
 
-def use_libtpu() -> None:
-    """Set what libtpu reads from its environment, as far as it is not set."""
+@contextmanager
+def libtpu_environment() -> Iterator[None]:
+    """Set what libtpu reads from its environment as it is loaded, as far as it is not set.
+
+    Raises:
+        ImportError: It is not installed.
+    """
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             "the TPU's compiler is in the package libtpu, which is not installed: pip install "
             "'shardrules[tpu]' (Google's terms: https://pypi.org/project/libtpu)"
         )
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def _has_whole_hosts(shape: Sequence[int]) -> bool:

@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from jax.sharding import Mesh
-
 from shardrules._base.arguments import check_real, check_type
 from shardrules._base.text import brief, byte_count, bytes_shown, nearest
+from shardrules._place.mesh import AnyMesh
 from shardrules._plan.findings import Finding
 from shardrules._program.lock import KINDS, budget_finding, largest
 from shardrules._program.program import Program
@@ -30,7 +29,7 @@ class Limit(NamedTuple):
     bytes: int
 
 
-def limits_of(budget: Any, mesh: Mesh | None) -> list[Limit]:
+def limits_of(budget: Any, mesh: AnyMesh | None) -> list[Limit]:
     """Parse a budget.
 
     Args:

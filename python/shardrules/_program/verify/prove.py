@@ -1,46 +1,53 @@
-"""Compiles a step for devices that need not be there, and compares it with the plan: `prove`."""
+"""Asks the compiler what it makes of a step for its devices, and compares it with the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, cast
+from time import perf_counter
+from typing import Any, Final, NamedTuple
 
+import jax
 from jax import tree_util
-from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from shardrules._base.text import answer, mesh_shown
+from shardrules._base.arguments import check_bytes, check_type, memory_bytes
+from shardrules._base.text import answer, bytes_shown, mesh_shown
+from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._plan.findings import Findings, Level
 from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._plan.tables import Table
 from shardrules._program.buffers import Memory
-from shardrules._program.cache import cached_result
+from shardrules._program.cache import compiled_result
 from shardrules._program.collectives import Collective
-from shardrules._program.compile import (
-    OF_FAST,
-    Effort,
-    Refusal,
+from shardrules._program.compiler import CompilerAnswer, ask_compiler
+from shardrules._program.lowering import (
+    On,
     check_step,
-    check_timeout,
     is_unplaced,
-    lowered_on,
+    lowering_on,
     mesh_of,
-    options_for,
-    result_of,
     target_mesh,
 )
-from shardrules._program.dump import XlaDump
-from shardrules._program.program import Program, time_on
-from shardrules._program.step_seconds import ProgramTime
-from shardrules._program.topologies.topology import Topology, memory_limit, topology_shown
+from shardrules._program.program import Program, roofline_on, time_on
+from shardrules._program.refusal import Refusal
+from shardrules._program.step_seconds import ProgramTime, Roofline
+from shardrules._program.topologies.topology import (
+    Topology,
+    memory_limit,
+    topology_of,
+    topology_shown,
+)
+from shardrules._program.verify.budget import limits_of
 from shardrules._program.verify.verify import findings_and_program
+
+_BY_CPU: Final = " by XLA for CPU: a TPU's partitioner may choose otherwise"
+_NO_TIME: Final = "no time: clocks and links are known of the TPUs of a Topology alone"
 
 
 @answer
 class Proof(NamedTuple):
-    """What a step does on the devices that it is compiled for: `prove` makes it."""
+    """What a step does on the devices that the compiler is asked for: `prove` makes it."""
 
     target: str
     """The devices, and their mesh."""
@@ -48,20 +55,19 @@ class Proof(NamedTuple):
     """Where the program differs from the plan, and what that costs."""
     program: Program
     """All that it sends, and its memory."""
-    compiled: Compiled | None
-    """What JAX has compiled; None in a copy, and of the cache: `compile` always compiles."""
+    room: int | None
+    """Bytes of memory that a device has for it; None if nothing says."""
     seconds: float
-    """Time to compile it, now or when the cache got it."""
-    time: ProgramTime | None
-    """Estimate of a step's time; None without a Topology, and for GPUs, whose compiler tells no
-    cycles."""
+    """Time that the compiler took, now or when the cache got its code."""
+    time: ProgramTime | Roofline | None
+    """Of a step: with `time=True` by the compiler's cycles; else the bounds by FLOPs and bytes.
+    None without described TPUs, whose links and clock are known."""
+    notes: tuple[str, ...] = ()
+    """Where the program is perhaps not quite the one that will run."""
+    compiled: Compiled | None = None
+    """With `time=True` what JAX has compiled; None in a copy, and from the cache."""
     is_cached: bool = False
-    """True if it was compiled before, and the cache has it."""
-    is_cut: bool = False
-    """True if the time limit came before the end of code generation: there is no time then, and
-    `program` is that before it, with the memory of its arrays alone."""
-    effort: Effort = "full"
-    """As it is compiled: by "fast" its memory is only near that of the program that will run."""
+    """True if its code was compiled before, and the cache has it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self._replace(compiled=None))
@@ -73,17 +79,26 @@ class Proof(NamedTuple):
 
     @property
     def memory(self) -> Memory | None:
-        """Memory that a device needs, and the largest arrays."""
+        """Memory that a device needs, as the compiler assigns it, and the largest arrays."""
         return self.program.memory
+
+    @property
+    def fits(self) -> bool | None:
+        """True if a device has the memory; None if it is not known what either is."""
+        memory = self.memory
+        if memory is None or self.room is None:
+            return None
+        return memory.peak <= self.room
 
     def to_json(self) -> dict[str, Any]:
         """Return the devices, the findings and the program as `json.dumps` takes them."""
         return {
             "target": self.target,
+            "fits": self.fits,
+            "room": self.room,
             "seconds": self.seconds,
             "is_cached": self.is_cached,
-            "is_cut": self.is_cut,
-            "effort": self.effort,
+            "notes": list(self.notes),
             "findings": [finding._asdict() for finding in self.findings],
             "program": self.program.to_json(),
             "time": self.time and self.time.to_json(),
@@ -94,110 +109,150 @@ class Proof(NamedTuple):
         self.findings.raise_for(level)
 
     def _parts(self) -> list[Table | str]:
-        time = [] if self.time is None else [str(self.time)]
-        parts = [*self.findings._parts(), *self.program._parts(), *notes_of(self), *time]
-        return [head_of(self), *parts]
+        parts = [*self.findings._parts(), *self.program._parts()]
+        return [head_of(self), *self.notes, *parts, time_shown(self)]
 
 
-def notes_of(proof: Proof) -> list[str]:
-    """Say whether the program is not quite the one that will run."""
-    return [OF_FAST] if proof.effort == "fast" else []
+def time_shown(proof: Proof) -> str:
+    """Say how long a step takes, or why nobody knows."""
+    return _NO_TIME if proof.time is None else str(proof.time)
 
 
 def head_of(proof: Proof) -> str:
-    """Say for what a step is compiled, and how long that took."""
-    if proof.is_cut:
-        return f"for {proof.target}; no times: code generation did not end in {proof.seconds:g} s"
-    head = f"compiled for {proof.target} in {proof.seconds:.1f} s"
-    return f"{head}, earlier: it is in the cache" if proof.is_cached else head
+    """Say whether a step fits, for what devices that is said, and how long the answer took."""
+    memory = proof.memory
+    text = "it is not known whether it fits"
+    if memory is not None:
+        need, room = bytes_shown(memory.peak), proof.room and bytes_shown(proof.room)
+        fits = "it fits" if proof.fits else "it does not fit"
+        text = f"it needs {need} on each device" if room is None else f"{fits}: {need} of {room}"
+    took = f"in {proof.seconds:.1f} s{', earlier: its code is in the cache' * proof.is_cached}"
+    return f"{text}, {proof.target}, {took}"
 
 
 def prove(
     step: Any,
     *args: Any,
-    on: Topology | Mesh | None = None,
+    on: On | None = None,
     inputs: Sequence[Any] | None = None,
     outputs: Any = None,
     hbm: float | str | None = None,
     large: int = DEFAULT_LARGE,
     budget: Mapping[str, int | str] | None = None,
-    effort: Effort = "full",
-    timeout: float | None = None,
+    time: bool = False,
 ) -> Proof:
-    """Compile a step for its devices, which need not be there, and compare it with the plan.
+    """Ask the compiler what it makes of a step for its devices, which need not be there.
 
     This looks at a step; `Plan.check` looks at rules, `verify` at an executable, `audit` at live
-    arrays. It is `compile`, then `verify` and `inspect`. What is compiled for a Topology is kept in
-    `~/.cache/shardrules`, or in the folder that the environment variable SHARDRULES_CACHE names,
-    "off" for none: the same step is not compiled twice.
+    arrays. The compiler runs in a child process, which ends before code is generated: what is sent,
+    and the memory, are known then, and are those of the finished program. Nothing is run. The
+    findings are those of `verify`.
 
     Args:
-        step: As `compile` takes it.
-        *args: The same; a Plan stands for its tree, and is planned for that argument.
-        on: The devices, as `compile` takes them; a plan for a mesh without devices, such as
-            {"fsdp": 64, "tp": 8}, is one for a mesh of them with these axes.
+        step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;
+            give the jitted one for donation and `out_shardings`.
+        *args: Its arguments: arrays, ShapeDtypeStructs with shardings, or a Plan in the place of
+            the tree that it plans, which is planned for that argument. What has no sharding is on
+            all devices.
+        on: The devices. A Topology or its name: the mesh is `Topology.mesh` of the axes of the
+            arguments' mesh. A mesh. Or a dict of sizes, such as {"fsdp": 64, "tp": 8}: XLA for CPU
+            is asked, with as many host devices; a TPU's partitioner may choose otherwise. Default:
+            the arguments' own devices.
         inputs: As `verify` takes it. Default: the plans among the arguments.
         outputs: The same.
-        hbm: As `verify` takes it. Default: for GPUs, whose compiler refuses nothing, the memory of
-            described hardware, or what JAX may allocate; else it is not asked: what does not fit,
-            the TPU's compiler refuses by its own count, which `memory_analysis` exceeds at times.
+        hbm: As `verify` takes it. Default: of a Topology that of its hardware,
+            of GPUs that are there what JAX may allocate; else it is not asked.
         large: As `verify` takes it.
         budget: As `verify` takes it.
-        effort: As `compile` takes it.
-        timeout: The same. For a TPU, generating code takes most of the time: what is known before
-            it, all but the time, is a `Proof`, too, whose `is_cut` is true.
+        time: True compiles the step to its end, as it will run, which takes minutes for a large
+            one, and adds the compiler's cycles and `compiled`. For a Topology the result is kept in
+            `~/.cache/shardrules`, or in the folder that the environment variable SHARDRULES_CACHE
+            names, "off" for none.
 
     Returns:
-        A `Proof`: the findings, the program, and what was compiled.
+        A `Proof`: whether it fits, the findings, the program, and its time.
 
     Raises:
-        OutOfMemory: The compiler refuses the step, as it does not fit.
+        OutOfMemory: The compiler for TPUs refuses the step, as it does not fit.
         ImportError: The compiler is not installed, as for `Topology`.
-        TimeoutError: The limit came before the memory was known.
-        ValueError: As `compile` and `verify`.
+        RuntimeError: The compiler refuses the step for another reason, or crashes.
+        TimeoutError: The compiler hangs.
+        TypeError: The step is no function.
+        ValueError: Nothing says what mesh the arguments are on; the step names another mesh; it
+            cannot be lowered; or a plan stands for the constants of a step of
+            `equinox.filter_jit`.
 
     Example:
         >>> import jax, shardrules as sr
-        >>> mesh = jax.make_mesh((1,), ("fsdp",))
-        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], mesh)
+        >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+        >>> plan = sr.plan(tree, [("w", "fsdp")], {"fsdp": 4})
         >>> step = jax.jit(lambda params: {"w": params["w"] * 2}, donate_argnums=0)
-        >>> proof = sr.prove(step, plan, on=mesh, outputs=plan)
+        >>> proof = sr.prove(step, plan, on={"fsdp": 4}, outputs=plan)
         >>> proof.raise_for("warning")
+        >>> proof.memory.totals.arguments
+        64
     """
-    check_step(step, args, effort)
+    check_step(step, args)
+    check_type("time", time, bool, "True or False")
+    check_bytes("large", large)
+    if hbm is not None:
+        hbm = memory_bytes("hbm", hbm)
     mesh = None if on is None else target_mesh(on, args)
-    check_timeout(timeout)
-    with options_for(mesh, effort):
-        lowered = lowered_on(mesh, step, args)
-        result = cached_result(lowered, mesh, partial(result_of, timeout=timeout))
-    content = result.content
+    limits_of({} if budget is None else budget, mesh_of(args) if mesh is None else mesh)
+    lowering = lowering_on(mesh, step, args)
+    mesh = mesh_of(args) if mesh is None else mesh
+    topology = topology_of(mesh)
+    begin = perf_counter()
+    answer = ask_compiler(lowering.lowered, mesh)
+    seconds, whole = perf_counter() - begin, None
+    if answer is None or (time and not isinstance(answer, Refusal)):
+        whole = compiled_result(lowering.lowered, mesh)
+        seconds = whole.seconds
+    content: Any = answer if whole is None or answer is not None else whole.content
     if isinstance(content, Refusal):
-        raise content.error(effort)
-    dump = content if isinstance(content, XlaDump) else None
-    compiled = cast("Any", content) if dump is None else dump.program(lowered, mesh)
+        raise content.error()
+    if isinstance(content, CompilerAnswer):
+        content = content.program(lowering.lowered, mesh)
     if inputs is None:
         inputs = tuple(arg if isinstance(arg, Plan) else None for arg in args)
-    if mesh is not None:
+    if on is not None and mesh is not None:
         inputs, outputs = _planned_on(mesh, (inputs, outputs))
-    if hbm is None and (described := mesh or mesh_of(args)) is not None:
-        hbm = memory_limit(described)
+    room: Any = hbm
+    if room is None and mesh is not None and has_devices(mesh):
+        is_exact = topology is not None and isinstance(answer, CompilerAnswer)
+        room = topology.hardware.memory_bytes if is_exact else memory_limit(mesh)  # type: ignore[union-attr]
     unplaced = [list(map(is_unplaced, tree_util.tree_leaves(arg))) for arg in args]
     findings, program = findings_and_program(
-        compiled, inputs, outputs, hbm=hbm, large=large, budget=budget, unplaced=unplaced
-    )
-    target = _target_shown(on, mesh or program.mesh)
-    estimate = None
-    if isinstance(on, Topology) and effort == "full" and dump is None:
-        estimate = time_on(on, program)
-    executable = None if result.is_cached or dump else compiled
-    seconds = result.seconds if dump is None else dump.seconds
-    is_cut = dump is not None
+        content, inputs, outputs, hbm=room, large=large, budget=budget, unplaced=unplaced,
+        log=answer.warnings if isinstance(answer, CompilerAnswer) else "",
+    )  # fmt: skip
+    estimate: ProgramTime | Roofline | None = None
+    compiled = None
+    if topology is not None:
+        estimate = roofline_on(topology, program)
+    if whole is not None:
+        compiled = None if whole.is_cached else whole.content
+        if topology is not None:
+            ended = program
+            if isinstance(answer, CompilerAnswer):
+                _, ended = findings_and_program(
+                    whole.content, inputs, outputs, hbm=None, large=large, budget=None
+                )
+            estimate = time_on(topology, ended)
     return Proof(
-        target, findings, program, executable, seconds, estimate, result.is_cached, is_cut, effort
+        target=_target_shown(mesh or program.mesh, topology),
+        findings=findings,
+        program=program,
+        room=room,
+        seconds=seconds,
+        time=estimate,
+        notes=tuple(lowering.notes),
+        compiled=compiled,
+        is_cached=whole is not None and whole.is_cached,
     )
 
 
-def _planned_on(mesh: Mesh, planned: Any) -> Any:
+def _planned_on(mesh: AnyMesh, planned: Any) -> Any:
     """Return what is planned, with plans for the mesh in the place of those for its axes."""
     plans: dict[int, Plan] = {}  # the plan of a state is one object on both sides
 
@@ -211,12 +266,14 @@ def _planned_on(mesh: Mesh, planned: Any) -> Any:
     return tree_util.tree_map(on_mesh, planned, is_leaf=lambda node: isinstance(node, Plan))
 
 
-def _target_shown(on: Any, mesh: Any) -> str:
-    """Name the devices of a mesh, and how its axes lie."""
+def _target_shown(mesh: AnyMesh | None, topology: Topology | None) -> str:
+    """Name the devices of a mesh, how its axes lie, and whose compiler was asked."""
     if mesh is None:
-        return "one device"
+        return f"on one device{_BY_CPU * (jax.default_backend() == 'cpu')}"
     sizes = mesh_shown(mesh.shape)
-    if not isinstance(on, Topology):
-        return f"{mesh.devices.flat[0].device_kind}, {sizes}"
-    links = ", ".join(f"{axis}: {link}" for axis, link in on.links(mesh).items())
-    return f"{topology_shown(on)}, {sizes} ({links})"
+    if topology is not None:
+        links = ", ".join(f"{axis}: {link}" for axis, link in topology.links(mesh).items())  # type: ignore[arg-type]
+        return f"on {topology_shown(topology)}, {sizes} ({links})"
+    if has_devices(mesh) and mesh.devices.flat[0].platform != "cpu":
+        return f"on {mesh.devices.flat[0].device_kind}, {sizes}"
+    return f"on {sizes}{_BY_CPU}"

@@ -11,18 +11,18 @@ from functools import lru_cache
 from shardrules._base.text import bytes_shown
 from shardrules._plan.findings import Finding, finding_of
 from shardrules._program.collectives import Collective
-from shardrules._program.compiling import CompileLog, Reshard
 from shardrules._program.lock import largest
 from shardrules._program.program import Program
 from shardrules._program.reasons import CONSTRAINT
+from shardrules._program.reshards import Reshard
 
 
 def resharded(
-    program: Program, log: CompileLog, large: float
+    program: Program, warnings: Sequence[Reshard], large: float
 ) -> Iterator[tuple[Finding, list[Collective]]]:
     """Yield findings, each with its collectives, about warnings that cost `large` bytes a step."""
     groups: defaultdict[tuple[str, str], list[Reshard]] = defaultdict(list)
-    for reshard in dict.fromkeys(log.reshards):
+    for reshard in dict.fromkeys(warnings):
         groups[reshard.op_name, reshard.shape].append(reshard)
     rest = list(program.collectives)
     for (op_name, shape), reshards in groups.items():

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardrules._base.arguments import check_bytes, check_type, memory_bytes
+from shardrules._base.arguments import check_bytes, memory_bytes
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.findings import Finding, Findings, finding_of
 from shardrules._plan.table import DEFAULT_LARGE
-from shardrules._program.compiling import CompileLog
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import PlannedSharding, other_kinds, planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.program import Program, batches
+from shardrules._program.reshards import reshards_in
 from shardrules._program.states import states
 from shardrules._program.verify.budget import limits_of, over_budget
 from shardrules._program.verify.gathered import gather_findings
@@ -43,7 +43,6 @@ def verify(
     hbm: float | str | None = None,
     large: int = DEFAULT_LARGE,
     budget: Mapping[str, int | str] | None = None,
-    log: CompileLog | None = None,
 ) -> Findings:
     """Find where a compiled function differs from the plan, and what that costs.
 
@@ -91,8 +90,6 @@ def verify(
             device needs at most; all else is what a device sends in a step: "total", mesh axes
             ("fsdp"), a kind of collective ("all-gather"), or both ("fsdp all-gather"). An axis
             counts each collective over it, also over it and others; "data,fsdp" those over both.
-        log: Warnings of XLA while it compiled the function, from `compiling`; those that send
-            `large` bytes in a step are `unexpected`.
 
     Returns:
         All findings, the worst first.
@@ -100,7 +97,7 @@ def verify(
     Raises:
         TypeError: It is not a compiled function, or something else is planned.
         ValueError: A plan does not fit its argument or the mesh, or the budget is for an axis that
-            the mesh lacks; or the `with` block of the log has not ended.
+            the mesh lacks.
 
     Example:
         >>> import jax, shardrules as sr
@@ -114,7 +111,7 @@ def verify(
         >>> sr.verify(compiled, (plan, None)).raise_for("error")
     """
     findings, _ = findings_and_program(
-        compiled, inputs, outputs, hbm=hbm, large=large, budget=budget, log=log
+        compiled, inputs, outputs, hbm=hbm, large=large, budget=budget
     )
     return findings
 
@@ -127,18 +124,17 @@ def findings_and_program(
     hbm: float | str | None,
     large: int,
     budget: Mapping[str, int | str] | None,
-    log: CompileLog | None = None,
+    log: str = "",
     unplaced: Sequence[Sequence[bool]] = (),
 ) -> tuple[Findings, Program]:
     """Return what `verify` finds, and the report of `inspect`.
 
-    `unplaced` says for each leaf of each argument whether nothing placed it.
+    `log` has XLA's warnings; `unplaced` says for each leaf of each argument whether nothing placed
+    it.
     """
     if hbm is not None:
         hbm = memory_bytes("hbm", hbm)
     check_bytes("large", large)
-    log = CompileLog(()) if log is None else log
-    check_type("log", log, CompileLog, "what shardrules.compiling gives")
     executable = Executable(call_of(compiled, inputs))
     limits = limits_of({} if budget is None else budget, executable.mesh)
     library, hlo = executable.call.library, executable.hlo
@@ -146,7 +142,7 @@ def findings_and_program(
     carried = states(executable, inputs, outputs)
     program = Program(executable, carried, batches(executable, inputs, carried))
     with hlo_errors():
-        reshards = list(resharded(program, log, large))
+        reshards = list(resharded(program, reshards_in(log), large))
         of_gathers = list(gather_findings(executable, in_targets, out_targets, carried, large))
         same_work = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
         findings = [
@@ -179,7 +175,7 @@ def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding
     if kinds := other_kinds(executable, planned):
         assert executable.mesh is not None
         message = (
-            f"compiled for {executable.mesh.devices.flat[0].device_kind} devices, and planned on "
+            f"compiled for {executable.device_kind} devices, and planned on "
             f"{', '.join(kinds)}: this is not the program that will run there, whose collectives "
             "and memory are others"
         )

@@ -1,0 +1,359 @@
+"""Asks a compiler what it makes of a lowered step, in a child process that ends before code.
+
+XLA writes the optimized module, its memory report and its live ranges before it generates code,
+which takes most of the time: the child, `compiler_child`, ends itself then. It compiles for slices
+of TPUs by libtpu, and for CPUs by XLA for as many host devices. In this process nothing starts:
+no backend, thread, or change of the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Compiled
+
+import shardrules
+from shardrules._base.jax_names import (
+    CompilerInput,
+    compiler_input,
+    dumped_specs,
+    lowered_shardings,
+    module_text,
+)
+from shardrules._base.text import printable_lines
+from shardrules._place.mesh import has_devices
+from shardrules._program import compiler_child
+from shardrules._program.buffers import SIZES
+from shardrules._program.refusal import Refusal, refused_bytes
+from shardrules._program.stored import LiveArray, StoredProgram, boxed, inner_of
+from shardrules._program.topologies.topology import Topology, topology_of
+from shardrules._program.topologies.tpu import ENVIRONMENT, Slices
+
+LIMIT: Final = 1200.0
+"""Seconds after which the child is ended: it hangs, or the step is too large for this machine."""
+_LAST_WORDS: Final = 2000
+_HOST_DEVICES: Final = "--xla_force_host_platform_device_count"
+# What a user dumps is not to be mixed up with ours.
+_OTHERS_FLAGS: Final = re.compile(rf"--xla_dump\w*(=\S*)?|{_HOST_DEVICES}=\S*")
+_TOTAL: Final = re.compile(
+    r"^(?:Memory Space: default \(color=0\)\nTotal bytes|Total bytes used): (\d+)", re.MULTILINE
+)
+# "allocation 1: size 512, page 0, parameter 0, ..., maybe-live-out:"; a color is another memory.
+_ALLOCATION: Final = re.compile(
+    r"^allocation (\d+): size (\d+), (color [1-9]\d*, )?(?:page 0, )?(.*)$", re.MULTILINE
+)
+_VALUE: Final = re.compile(
+    r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @0> \(size=(\d+),offset=(\d+)\)",
+    re.MULTILINE,
+)
+_PARAMETER: Final = re.compile(r"parameter (\d+)")
+_RANGE: Final = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
+_AT_PEAK: Final = re.compile(r"^    (\S+)\{([\d,]*)\}: \d+ bytes \(cumulative", re.MULTILINE)
+_IN_SEQUENCE: Final = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
+
+
+class CompilerAnswer(NamedTuple):
+    """What XLA has written of a step before it generates code."""
+
+    text: str
+    """The optimized, scheduled module."""
+    specs: tuple[Any, ...] | None
+    """PartitionSpecs of the results; None if this JAX cannot read them."""
+    peak: int
+    """Bytes of the device's memory that it assigns, arguments included."""
+    sizes: Mapping[str, int]
+    """The same by what they are for, as `buffers.SIZES`."""
+    alive: tuple[LiveArray, ...] | None
+    """The arrays at the peak, the largest first; None before JAX 0.10, whose XLA lists none."""
+    warnings: str
+    """What XLA has written to standard error."""
+
+    def program(self, lowered: Any, mesh: Any) -> Any:
+        """Return it as what JAX gives for a step that is compiled.
+
+        Raises:
+            RuntimeError: This JAX does not say how the results are sharded.
+        """
+        inner = inner_of(lowered)
+        shardings = lowered_shardings(inner)
+        if shardings is None:
+            raise RuntimeError(_NO_SHARDINGS)
+        inputs, outputs = shardings
+        if None in outputs and mesh is not None:
+            specs = list(self.specs or ())
+            if mesh.size == 1:
+                specs = [PartitionSpec()]
+            specs *= len(outputs) if len(specs) == 1 else 1  # XLA has one for equal ones
+            if len(specs) != len(outputs):
+                raise RuntimeError(_NO_SHARDINGS)
+            made = (NamedSharding(mesh, spec) for spec in specs)
+            outputs = [known or other for known, other in zip(outputs, made, strict=True)]
+        memory = SimpleNamespace(**self.sizes)
+        stored = StoredProgram(
+            inner, inputs, outputs, self.text, memory=memory, alive=self.alive, is_assigned=True
+        )
+        return boxed(lowered, stored)
+
+
+_NO_SHARDINGS: Final = (
+    "this version of JAX does not say how the results of the step are sharded: give jax.jit "
+    "out_shardings=..., or prove(..., time=True), which compiles the step to its end"
+)
+
+
+def ask_compiler(lowered: Any, mesh: Any) -> CompilerAnswer | Refusal | None:
+    """Return what the compiler makes of a lowered step; None if no child can be asked.
+
+    None is for GPUs and for TPUs that are there, and where this JAX hides what a compiler needs.
+
+    Args:
+        lowered: JAX's own, or that of flax or equinox.
+        mesh: The devices; for CPUs, XLA is asked for as many host devices as it has.
+
+    Raises:
+        ImportError: The mesh is of described TPUs, and libtpu is not installed.
+        RuntimeError: The compiler refuses the step for another reason than memory, or crashes.
+        TimeoutError: It has not ended within `LIMIT`.
+        OSError: There is no room for its files.
+    """
+    inner = inner_of(lowered)
+    topology = topology_of(mesh)
+    slices = None if topology is None else topology._layout
+    if not (isinstance(slices, Slices) or (slices is None and _is_of_cpus(mesh))):
+        return None
+    asked = None if inner is None else compiler_input(inner)
+    if asked is None:
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="shardrules-"))  # which no other user can read
+    child: subprocess.Popen[bytes] | None = None
+    try:
+        _write_request(folder, asked, slices)
+        with open(folder / "stderr.txt", "wb") as stderr:
+            child = subprocess.Popen(
+                [sys.executable, "-P", compiler_child.__file__, str(folder)],
+                stdin=subprocess.PIPE,  # which closes when this process ends
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env=_environment(asked.device_count, slices),
+                start_new_session=True,  # an interrupt is for this process, which ends the child
+            )
+        try:
+            code = child.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"the compiler has not ended in {LIMIT:g} s, and was stopped"
+            ) from None
+        return _read(folder, code, topology, mesh)
+    finally:
+        if child is not None:
+            child.kill()
+            with suppress(OSError):
+                child.stdin.close()  # type: ignore[union-attr]
+            child.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def compile_whole(lowered: Any, mesh: Any) -> Compiled | Refusal:
+    """Compile a lowered step to its end in this process, as it will run."""
+    # What is compiled for described devices, JAX can write to its cache and cannot read.
+    with without_jax_cache() if topology_of(mesh) is not None else nullcontext():
+        try:
+            return lowered.compile()  # type: ignore[no-any-return]
+        except Exception as error:
+            numbers = refused_bytes(str(error))
+            if numbers is None:
+                raise _noted(error) from None
+    return Refusal(*numbers, "")
+
+
+@contextmanager
+def without_jax_cache() -> Iterator[None]:
+    """Let JAX neither read nor write its cache of compiled programs, for a while."""
+    config: Any = jax.config
+    before = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", before)
+
+
+def _is_of_cpus(mesh: Any) -> bool:
+    """Say whether a step is compiled by XLA for CPU: a mesh without devices is."""
+    if mesh is None:
+        return jax.default_backend() == "cpu"
+    return not has_devices(mesh) or mesh.devices.flat[0].platform == "cpu"
+
+
+def _write_request(folder: Path, asked: CompilerInput, slices: Slices | None) -> None:
+    """Write what the child reads.
+
+    Raises:
+        TypeError: `compiler_options=` of the step has what cannot be written down.
+    """
+    modules = (jax, shardrules, sys.modules["jaxlib"], sys.modules["numpy"])
+    request = {
+        "parent": os.getpid(),
+        "path": list(dict.fromkeys(str(Path(str(m.__file__)).parents[1]) for m in modules)),
+        "topology": None if slices is None else slices.description,
+        "device_count": asked.device_count,
+        "device_ids": asked.device_ids,
+        "options": asked.options,
+    }
+    (folder / "request.json").write_text(json.dumps(request), "utf-8")
+    (folder / "module.bc").write_bytes(asked.module)
+
+
+def _environment(device_count: int, slices: Slices | None) -> dict[str, str]:
+    """Return the environment of the child: this one, and what the compiler reads of it."""
+    env = dict(os.environ)
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        if name in env:
+            env[name] = _OTHERS_FLAGS.sub("", env[name])
+    env.pop("JAX_NUM_CPU_DEVICES", None)
+    levels = {"TF_CPP_MIN_LOG_LEVEL": "1"}  # its warnings are read
+    if slices is None:
+        env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {_HOST_DEVICES}={device_count}"
+    else:
+        env = {**ENVIRONMENT, **env}
+        levels |= {"TPU_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "1"}
+    return env | levels | {"JAX_PLATFORMS": "cpu"}
+
+
+def _read(
+    folder: Path, code: int, topology: Topology | None, mesh: Any
+) -> CompilerAnswer | Refusal:
+    """Read what the child and XLA have written."""
+    stderr = (folder / "stderr.txt").read_text("utf-8", "replace")
+    if code == 2:
+        error = (folder / "error.txt").read_text("utf-8", "replace")
+        numbers = refused_bytes(error)
+        if numbers is None:
+            raise _noted(RuntimeError(printable_lines(error.splitlines())))
+        texts = (folder / "dump").glob("*oom_intermediate_module.txt")
+        return Refusal(*numbers, next((f.read_text("utf-8", "replace") for f in texts), ""))
+    if code:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        hint = "; the system may have had no memory left for it" if code == -9 else ""
+        words = stderr[-_LAST_WORDS:].splitlines() or ["it has said nothing"]
+        lines = [f"the compiler has crashed, by {how}{hint}. Its last words:", *words]
+        raise _noted(RuntimeError(printable_lines(lines)))
+    files = [next((folder / "dump").glob(f"*{name}"), None) for name in compiler_child.FILES]
+    if None in files:
+        raise OSError(f"XLA has not written what it makes of the step to {folder}: is there room?")
+    proto = files[0].read_bytes()  # type: ignore[union-attr]
+    report, buffers = (file.read_text("utf-8", "replace") for file in files[1:] if file is not None)
+    ranges = "".join(f.read_text("utf-8") for f in (folder / "dump").glob("*-live-range.txt"))
+    text, total = module_text(proto), _TOTAL.search(report)
+    if not text or total is None:
+        raise OSError(f"what XLA has written to {folder} is cut: is there room?")
+    peak = int(total[1])
+    alive = tuple(_alive(ranges, buffers)) if ranges else None
+    if topology is not None and peak > (available := topology.hardware.memory_bytes):
+        return Refusal(peak, available, text)
+    specs = None if mesh is None else dumped_specs(proto, mesh)
+    return CompilerAnswer(
+        text=text,
+        specs=None if specs is None else tuple(specs),
+        peak=peak,
+        sizes=_sizes(buffers, peak),
+        alive=alive,
+        warnings=stderr,
+    )
+
+
+def _noted(error: Exception) -> Exception:
+    error.add_note("shardrules compiled the step, and this is what XLA says of it")
+    return error
+
+
+def _sizes(buffers: str, peak: int) -> dict[str, int]:
+    """Return the bytes of arguments, results, those that share memory, and all."""
+    sizes = dict.fromkeys(SIZES, 0)
+    for _, size, color, kind in _ALLOCATION.findall(buffers):
+        is_argument, is_result = kind.startswith("parameter"), "maybe-live-out" in kind
+        counted = (
+            ("argument", is_argument),
+            ("output", is_result),
+            ("alias", is_argument and is_result),
+        )
+        for name, is_one in counted:
+            sizes[f"{name}_size_in_bytes"] += int(size) * is_one * (not color)
+    return sizes | {SIZES[-1]: peak}
+
+
+class _Slot(NamedTuple):
+    """Memory of one value, within one allocation."""
+
+    allocation: int
+    offset: int
+    bytes: int
+
+
+def _alive(ranges: str, buffers: str) -> Iterator[LiveArray]:
+    """Yield the arrays that XLA has in the device's memory at the peak, each memory once."""
+    slots: dict[tuple[str, str], _Slot] = {}
+    kinds: dict[int, str] = {}
+    heads = list(_ALLOCATION.finditer(buffers))
+    for head, following in zip(heads, [*heads[1:], None], strict=False):
+        end = len(buffers) if following is None else following.start()
+        kinds[int(head[1])] = head[4]
+        for name, element, size, offset in _VALUE.findall(buffers, head.end(), end):
+            slots[name, element] = _Slot(int(head[1]), int(offset), int(size))
+    sequence = dict(_IN_SEQUENCE.findall(ranges.partition("BufferLiveRange:")[0]))
+    spans: defaultdict[_Slot, list[_Span]] = defaultdict(list)
+    span_of: dict[tuple[str, str], _Span] = {}
+    for name, element, begin, end_of in _RANGE.findall(ranges):
+        span_of[name, element] = span = _Span(int(begin), int(end_of), name)
+        if slot := slots.get((name, element)):
+            spans[slot].append(span)
+    seen: set[_Slot] = set()
+    for key in _AT_PEAK.findall(ranges):
+        slot = slots.get(key)
+        if slot is None or slot in seen:
+            continue
+        seen.add(slot)
+        kind = kinds[slot.allocation]
+        parameter = _PARAMETER.match(kind)
+        chain = _chain(span_of.get(key, _Span(0, 0, key[0])), sorted(spans[slot]))
+        yield LiveArray(
+            name=key[0],
+            element=int(key[1].partition(",")[0] or 0),
+            bytes=slot.bytes,
+            parameter=None if parameter is None else int(parameter[1]),
+            is_output="maybe-live-out" in kind,
+            names=tuple(span.name for span in chain[1:]),
+            last_use=sequence.get(str(max(span.end for span in chain)), ""),
+        )
+
+
+class _Span(NamedTuple):
+    """Instructions, by number, from the one that makes a value to the last that reads it."""
+
+    begin: int
+    end: int
+    name: str
+
+
+def _chain(first: _Span, spans: list[_Span]) -> list[_Span]:
+    """Return the values that go on with the memory of one: what a loop carries is several."""
+    chain, end = [first], first.end
+    for span in spans:
+        if first.begin <= span.begin <= end and span != first:
+            chain.append(span)
+            end = max(end, span.end)
+    return chain

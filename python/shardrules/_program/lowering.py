@@ -1,0 +1,309 @@
+"""Lowers a step for its arguments on a mesh, whose devices need not be there: `lowering_on`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jax import dtypes, tree_util
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
+
+from shardrules._base.arguments import check_type
+from shardrules._base.jax_names import lowered_without_devices
+from shardrules._base.mistakes import kind_of
+from shardrules._base.text import and_more, brief, mesh_shown, printable, printable_lines, shown
+from shardrules._place.memory import memory_apart, sharding_in_memory
+from shardrules._place.mesh import AnyMesh, as_mesh, has_devices, in_force
+from shardrules._plan.plan import Plan
+from shardrules._program.asked import answered
+from shardrules._program.libraries import is_filter_jit, lowered_by_equinox
+from shardrules._program.topologies.topology import Topology, topology_shown
+
+_PACKAGE: Final = str(Path(__file__).parent)
+_NOTED: Final = 4
+_NAMED: Final = 3
+_STATIC: Final = (
+    "A plan stands for arrays alone: let the step take the arrays, and equinox.combine(arrays, "
+    "static) inside, where static has the tree's leaves that are no arrays; or give "
+    "equinox.combine(plan.abstract(), static) in its place, and prove the plan itself in inputs="
+)
+
+
+def target_mesh(on: On, args: Iterable[Any]) -> AnyMesh:
+    """Return the mesh to compile for: with a topology, of the axes of the arguments."""
+    what = (
+        "such as shardrules.Topology('v5p:8x8x8'), its name, a jax.sharding.Mesh of devices, or a "
+        "dict of sizes such as {'fsdp': 64, 'tp': 8}, for which XLA for CPU is asked"
+    )
+    check_type("on", on, Topology | str | Mesh | AbstractMesh | Mapping, what)
+    if isinstance(on, str):
+        on = Topology(on)
+    if not isinstance(on, Topology):
+        return as_mesh(on, "on")
+    meshes = list(dict.fromkeys(_meshes_of(args)))
+    for mesh in meshes:
+        if has_devices(mesh) and set(on.devices).issuperset(mesh.devices.flat):
+            return mesh
+    sizes = {tuple(mesh.shape.items()) for mesh in meshes}
+    if len(sizes) != 1:
+        text = "; ".join(mesh_shown(dict(items)) for items in sizes) or "none"
+        raise ValueError(
+            f"the meshes of the arguments are {text}: nothing says the axes on "
+            f"{topology_shown(on)}; give on=topology.mesh(fsdp=64, tp=8)"
+        )
+    (items,) = sizes
+    return on.mesh(dict(items), axis_types=meshes[0].axis_types)
+
+
+def mesh_of(args: Iterable[Any]) -> Mesh | None:
+    """Return the mesh of devices that arguments are on; None if no argument is on any."""
+    return next((mesh for mesh in _meshes_of(args) if has_devices(mesh)), None)
+
+
+def _meshes_of(args: Iterable[Any]) -> Iterator[Any]:
+    """Yield the meshes of plans and shardings among the arguments."""
+    for arg in args:
+        if isinstance(arg, Plan):
+            yield as_mesh(arg._mesh)
+            continue
+        for leaf in tree_util.tree_leaves(arg):
+            mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+            if mesh is not None:
+                yield mesh
+
+
+def placed_on(
+    args: tuple[Any, ...], mesh: AnyMesh | None, *, is_free: bool = False
+) -> tuple[Any, ...]:
+    """Return the arguments as shapes that are sharded on the mesh by the same axes.
+
+    An array that nothing places is whole on each device, be it of numpy, JAX or abstract; with
+    `is_free`, what jit says of it decides.
+    """
+    devices = mesh_of(args) if mesh is None else mesh
+
+    def on_mesh(leaf: Any) -> Any:
+        if is_unplaced(leaf) and devices is not None:
+            sharding = None if is_free else NamedSharding(devices, PartitionSpec())
+            dtype = dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+        if mesh is None or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return leaf
+        target = NamedSharding(mesh, PartitionSpec())
+        if isinstance(leaf.sharding, NamedSharding):
+            kind = memory_apart(leaf.sharding)
+            target = sharding_in_memory(mesh, leaf.sharding.spec, kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+
+    return tuple(
+        (arg if mesh is None else arg.on_mesh(mesh)).abstract()
+        if isinstance(arg, Plan)
+        else tree_util.tree_map(on_mesh, arg)
+        for arg in args
+    )
+
+
+def is_unplaced(leaf: Any) -> bool:
+    """Say whether nothing says where an array is: it is numpy's, abstract, or where JAX chose."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind in "biufcV"
+    if isinstance(leaf, jax.Array):
+        return not leaf.committed
+    return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+
+
+def check_step(step: Any, args: tuple[Any, ...]) -> None:
+    """Check that a step is a function, and that no argument is what another parameter takes."""
+    if not callable(step) or isinstance(step, Compiled):
+        first = any(map(callable, args))
+        hint = "; the step comes first, and then its arguments" if first else ""
+        raise TypeError(
+            f"step is {shown(step)}; give the function, or what jax.jit makes of it{hint}"
+        )
+    for place, arg in enumerate(args):
+        if isinstance(arg, Topology | Mesh):
+            raise TypeError(f"argument {place} of the step is {shown(arg)}; write it as on=...")
+        if kind_of(arg) == "rules":
+            raise TypeError(
+                f"argument {place} of the step is {shown(arg)}, which are rules; give their plan, "
+                "shardrules.plan(tree, rules, mesh)"
+            )
+        if not isinstance(arg, Plan) and any(
+            isinstance(x, Plan) for x in tree_util.tree_leaves(arg)
+        ):
+            raise TypeError(
+                f"argument {place} of the step has a Plan in a {type(arg).__name__}, and a plan is "
+                "a whole argument: write the arguments one by one, as in prove(step, plan, batch); "
+                "or plan the tree that has both"
+            )
+
+
+@contextmanager
+def noted(step: Any, args: tuple[Any, ...]) -> Iterator[None]:
+    """Note beside an error of a step what the step was called with."""
+    try:
+        yield
+    except Exception as error:
+        rows = (f"  {place}: {_argument_shown(arg)}" for place, arg in enumerate(args))
+        name = getattr(step, "__name__", type(step).__name__)
+        where = _raised_at(error)
+        lines = [f"shardrules called {name}{where} with these arguments, as it would be called:"]
+        error.add_note(printable_lines([*lines, *rows]))
+        raise
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return the innermost line of an error that is the user's, or else of no JAX and not ours."""
+    libraries = tuple(f"{Path(module).parent}{os.sep}" for module in (jax.__file__, _PACKAGE))
+    frames = [
+        f", which raises at {frame.filename}:{frame.lineno},"
+        for frame in extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*libraries, "<")) and frame.name != "__exit__"
+    ]
+    own = [frame for frame in frames if "site-packages" not in frame]
+    return (own or frames or [""])[-1]
+
+
+def _argument_shown(arg: Any) -> str:
+    """Return an argument in a line: a plan by its tree, arrays by dtype and shape."""
+
+    def line(leaf: Any) -> str:
+        has_shape = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        return f"{leaf.dtype}{[*leaf.shape]}" if has_shape else brief(leaf)
+
+    tree = arg.abstract() if isinstance(arg, Plan) else arg
+    kind = "the tree of a plan, " if isinstance(arg, Plan) else ""
+    pairs = tree_util.tree_flatten_with_path(tree)[0]
+    texts = [f"{tree_util.keystr(path)} {line(leaf)}".strip() for path, leaf in pairs[:_NOTED]]
+    return kind + ", ".join([*texts, *and_more(len(pairs), _NOTED, "leaf")])
+
+
+On: TypeAlias = "Topology | str | Mesh | AbstractMesh | Mapping[str, int]"
+"""Devices to compile for."""
+
+
+class Lowering(NamedTuple):
+    """Step that is lowered."""
+
+    lowered: Any
+    """JAX's, or that of flax or equinox."""
+    notes: list[str]
+    """What is not quite as it will run: calls of Python left out, and what it asks of JAX."""
+
+
+def lowering_on(mesh: AnyMesh | None, step: Any, args: tuple[Any, ...]) -> Lowering:
+    """Lower a step for its arguments on a mesh, which is the context's for the specs in it.
+
+    On a mesh without devices it is lowered for CPUs, and what calls Python is left out. What asks
+    JAX for its devices while it is traced is answered for the mesh.
+    """
+    check_static(step, args)
+    left_out: list[str] = []
+    has_none = mesh is not None and not has_devices(mesh)
+
+    def lower(jitted: Any, *args: Any) -> Any:
+        if not has_none:
+            return jitted.lower(*args)
+        lowered, names = lowered_without_devices(jitted.trace(*args), "cpu")
+        left_out.extend(names)
+        return lowered
+
+    def run(*, is_free: bool = False) -> Any:
+        placed = placed_on(args, mesh, is_free=is_free)
+        if is_filter_jit(step):
+            return lowered_by_equinox(step, placed, partial(_placed_tree, mesh), lower)
+        return lower(step if hasattr(step, "lower") else jax.jit(step), *placed)
+
+    with in_force(mesh), answered(mesh) as questions:
+        lowered = _lowered(step, args, run)
+    notes = [str(question) for question in dict.fromkeys(questions)]
+    if left_out:
+        names = ", ".join([*left_out[:_NAMED], *and_more(len(left_out), _NAMED, "call")])
+        notes.append(f"left out, as it is lowered without devices: {names}")
+    return Lowering(lowered, notes)
+
+
+def _placed_tree(mesh: AnyMesh | None, tree: Any) -> Any:
+    return placed_on((tree,), mesh)[0]
+
+
+def _lowered(step: Any, args: tuple[Any, ...], lower: Callable[..., Any]) -> Any:
+    """Lower a step, and say of an error what it was called with, and the fix."""
+    try:
+        with noted(step, args):
+            try:
+                return lower()
+            except ValueError as error:
+                if "does not match the sharding on the respective arg" not in str(error):
+                    raise
+                return lower(is_free=True)  # jit has in_shardings for what nothing else places
+    except (AttributeError, TypeError) as error:
+        if "'NoneType'" not in str(error) or not is_filter_jit(step):
+            raise
+        raise TypeError(
+            f"the step fails on a None: {error}. {_STATIC}, if one of its leaves is meant"
+        ) from error
+    except ValueError as error:
+        if "lowering_platforms" in str(error):
+            raise ValueError(
+                "the plans and shardings of the arguments are for a mesh without devices, and "
+                "nothing says which these are: give on=shardrules.Topology('v5p:8x8x8'), or "
+                "on= a jax.sharding.Mesh"
+            ) from error
+        if "Only interpret mode is supported" in str(error):
+            raise ValueError(
+                "the step has a Pallas kernel, which XLA for CPU has none of: give on= a "
+                "Topology of TPUs, whose compiler has them; or call it with interpret=True"
+            ) from error
+        if "require devices" in str(error):
+            raise ValueError(
+                "the step has an operation that JAX lowers for devices alone, such as "
+                f"custom_partitioning: give on= a Topology, or a mesh of devices ({error})"
+            ) from error
+        if "incompatible devices" not in str(error).lower():
+            raise
+        raise ValueError(
+            "the step names other devices than those that it is compiled for: let its "
+            "constraints and shardings be of the mesh of on=, made once by Topology.mesh; or "
+            f"give them as PartitionSpecs, for which that mesh is in force. JAX says: {error}"
+        ) from error
+
+
+def check_static(step: Any, args: Iterable[Any]) -> None:
+    """Check that a step of `equinox.filter_jit` gets all its leaves, also for a plan.
+
+    Raises:
+        ValueError: A tree that is planned has leaves that are no arrays: the step is another with
+            None for them.
+        TypeError: The step is a method of a module, which takes the module itself.
+    """
+    if is_filter_jit(getattr(step, "func", None)):
+        raise TypeError(
+            f"step is {shown(step)}, a method of a module; give the class's, and the module as the "
+            "first argument: Model.train, model"
+        )
+    for i, plan in enumerate(args if is_filter_jit(step) else ()):
+        if not isinstance(plan, Plan):
+            continue
+        lost = [
+            path
+            for path, kind in zip(plan.paths, plan.kind_of.tolist(), strict=True)
+            if plan.kinds[kind].shape is None
+        ]
+        if lost:
+            names = ", ".join([*lost[:_NAMED], *and_more(len(lost), _NAMED, "leaf")])
+            raise ValueError(
+                printable(
+                    f"argument {i} is a plan of a tree with leaves that are no arrays, which a "
+                    f"plan does not keep: {names}. {_STATIC}; or give plan.abstract(), if the step "
+                    "takes None for them"
+                )
+            )

@@ -1,0 +1,367 @@
+"""The compiler in a child process: what it answers, and what is left of it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._base.text import Place
+from shardrules._program import compiler, compiler_child
+from tests.support.compiled import compiled_on
+from tests.support.folders import ROOT
+
+SIZES = {"fsdp": 4, "tp": 2}
+RULES = [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))]
+TREE = {
+    "up": jax.ShapeDtypeStruct((256, 512), "float32"),
+    "down": jax.ShapeDtypeStruct((512, 256), "float32"),
+}
+
+
+def train(params, x):
+    def loss(params):
+        def layer(x, _):
+            y = jax.lax.with_sharding_constraint(x @ params["up"], P("fsdp", "tp"))
+            return x + jnp.tanh(y) @ params["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, None, length=3)[0] ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+STEP = jax.jit(train, donate_argnums=0)
+
+
+def batch(mesh):
+    return jax.ShapeDtypeStruct((64, 256), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+
+
+def abstract():
+    return AbstractMesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def proved(on=SIZES, step=STEP, **options):
+    plan = sr.plan(TREE, RULES, SIZES)
+    return sr.prove(step, plan, batch(abstract()), on=on, **options)
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """A temporary directory of the test's own, of this process and of children."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+# What it answers
+
+
+def test_a_proof_without_devices_is_that_of_the_program_that_is_compiled_to_its_end():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
+    plan = sr.plan(TREE, RULES, mesh)
+    whole = compiled_on(STEP, plan, batch(mesh), on=mesh)
+    program = sr.inspect(whole, (plan, None))
+    for on in (SIZES, abstract(), mesh):
+        proof = proved(on)
+        assert proof.program.sent == program.sent
+        rows = [[row._replace(name="") for row in p.collectives] for p in (proof, program)]
+        assert rows[0] == rows[1]
+        stats = whole.memory_analysis()
+        needed = stats.argument_size_in_bytes + stats.output_size_in_bytes
+        needed += stats.temp_size_in_bytes - stats.alias_size_in_bytes
+        assert proof.memory.peak == pytest.approx(needed, rel=0.01)
+        assert proof.memory.totals.arguments == program.memory.totals.arguments
+        assert proof.memory.alive <= proof.memory.peak
+        assert proof.memory.buffers[0].bytes > 0
+        assert proof.compiled is None
+        assert proof.time is None
+        assert [str(one) for one in proof.findings] == [
+            str(one) for one in sr.verify(whole, (plan, None))
+        ]
+
+
+def test_it_says_whose_compiler_was_asked_and_whether_it_fits():
+    text = str(proved(hbm=10**9))
+    assert text.startswith("it fits: ")
+    assert " of 1.00 GB, on fsdp=4,tp=2 by XLA for CPU: a TPU's partitioner may choose" in text
+    refused = proved(hbm=10**5)
+    assert str(refused).startswith("it does not fit: ")
+    assert (refused.fits, proved().fits) == (False, None)
+    assert str(proved()).startswith("it needs ")
+    assert "no time: " in str(proved())
+
+
+def test_time_compiles_to_the_end():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
+    proof = proved(mesh, time=True)
+    assert proof.compiled.memory_analysis() is not None
+    assert proof.program.sent == proved(mesh).program.sent
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA lists no live arrays")
+def test_what_is_kept_for_the_backward_pass_is_alive_at_the_peak():
+    memory = proved().memory
+    assert any(buffer.is_saved for buffer in memory.buffers)
+    assert 0 < memory.saved <= memory.alive
+
+
+def test_an_argument_without_a_sharding_is_one_program_however_it_is_given():
+    plan = sr.plan(TREE, RULES, SIZES)
+    rows = np.ones((64, 256), np.float32)
+    given = (rows, jnp.asarray(rows), jax.ShapeDtypeStruct(rows.shape, rows.dtype))
+    sent = [sr.prove(STEP, plan, x, on=SIZES).program.sent for x in given]
+    assert sent[0] == sent[1] == sent[2]
+
+
+def test_options_and_settings_reach_the_compiler():
+    named = {"xla_cpu_no_such_option": True}
+    with pytest.raises(RuntimeError, match="xla_cpu_no_such_option") as caught:
+        proved(step=jax.jit(train, compiler_options=named))
+    assert caught.value.__notes__[-1].startswith("shardrules compiled the step")
+    wide = sr.prove(lambda x: x * 2, jax.ShapeDtypeStruct((64,), "float32"), on={"x": 1})
+    with jax.enable_x64(True):
+        x = sr.prove(lambda x: x * 2, jax.ShapeDtypeStruct((64,), "float64"), on={"x": 1})
+    assert x.memory.totals.arguments == 2 * wide.memory.totals.arguments
+
+
+def test_results_without_out_shardings_are_sharded_as_xla_has_them():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
+    plan = sr.plan(TREE, RULES, mesh)
+    whole = compiled_on(STEP, plan, batch(mesh), on=mesh)
+    executable = proved(mesh).program._executable
+    assert executable.outputs.shardings == jax.tree.leaves(whole.output_shardings)
+
+
+def test_a_warning_of_xla_is_told_where_it_costs():
+    def step(a, c):
+        b = jax.lax.with_sharding_constraint(a + a, P(None, ("fsdp", "tp"), None))
+        return b + c
+
+    mesh = abstract()
+    a, c = (
+        jax.ShapeDtypeStruct((16, 16, 16), "float32", sharding=NamedSharding(mesh, spec))
+        for spec in (P("tp", None, "fsdp"), P(None, ("fsdp", "tp"), None))
+    )
+    found = sr.prove(step, a, c, on=mesh, large=1).findings
+    (finding,) = [one for one in found if "XLA cannot reshard" in one.message]
+    assert "f32[16,16,16]" in finding.message
+
+
+# A step that asks where it is, or calls Python
+
+
+def test_a_step_that_asks_is_answered_for_the_mesh_and_told():
+    def step(x):
+        count = jax.device_count()
+        if jax.default_backend() != "cpu" or jax.devices()[0].platform != "cpu":
+            raise ValueError("elsewhere")
+        return x * count
+
+    functions = jax.devices, jax.device_count, jax.default_backend
+    proof = sr.prove(step, jax.ShapeDtypeStruct((8,), "float32"), on={"x": 64})
+    line = step.__code__.co_firstlineno
+    assert proof.notes == (
+        f"the step asks jax.device_count() at {Place(__file__, line + 1)}: answered as on the devices of "
+        "the mesh",
+        f"the step asks jax.default_backend() at {Place(__file__, line + 2)}: answered as on the devices "
+        "of the mesh",
+        f"the step asks jax.devices() at {Place(__file__, line + 2)}: answered as here, as a mesh "
+        "without devices has none: the program may be another",
+    )
+    assert "multiply(" in proof.program._executable.hlo.text
+    assert (jax.devices, jax.device_count, jax.default_backend) == functions
+    with pytest.raises(ZeroDivisionError):
+        sr.prove(lambda x: 1 / 0, jnp.ones(8), on={"x": 64})
+    assert (jax.devices, jax.device_count, jax.default_backend) == functions
+
+
+def test_other_threads_are_answered_as_ever():
+    counts = []
+
+    def step(x):
+        thread = threading.Thread(target=lambda: counts.append(jax.device_count()))
+        thread.start()
+        thread.join()
+        return x * jax.device_count()
+
+    sr.prove(step, jax.ShapeDtypeStruct((8,), "float32"), on={"x": 64})
+    assert counts == [len(jax.devices())]
+
+
+def test_a_step_that_calls_python_is_proved_without_these_calls():
+    def step(params, x):
+        jax.debug.print("{}", x.sum())
+        noise = jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return train(params, x + noise)
+
+    proof = proved(step=jax.jit(step, donate_argnums=0))
+    (note,) = proof.notes
+    assert note.startswith("left out, as it is lowered without devices: jax.debug.print at ")
+    assert "jax.pure_callback at tests/program/test_compiler.py:" in note
+    assert proof.program.sent
+    here = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
+    with_calls = proved(here, step=jax.jit(step, donate_argnums=0))  # which has devices
+    assert with_calls.notes == ()
+    assert "custom-call" in with_calls.program._executable.hlo.text
+
+
+def test_a_pallas_kernel_needs_the_compiler_for_tpus():
+    pallas = pytest.importorskip("jax.experimental.pallas")
+
+    def double(x):
+        def kernel(source, target):
+            target[...] = source[...] * 2
+
+        return pallas.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    with pytest.raises(ValueError, match=r"XLA for CPU has none of: give on= a Topology of TPUs"):
+        sr.prove(double, jax.ShapeDtypeStruct((128, 128), "float32"), on={"x": 1})
+
+
+# What is left of it
+
+
+def test_nothing_of_this_process_changes(temporary):
+    before = dict(os.environ), jax.config.values, threading.active_count()
+    proved()
+    assert (dict(os.environ), jax.config.values, threading.active_count()) == before
+    assert list(temporary.iterdir()) == []
+
+
+def test_several_at_once(temporary):
+    with ThreadPoolExecutor(4) as pool:
+        proofs = list(pool.map(lambda _: proved(), range(4)))
+    assert all(proof.program.sent == proofs[0].program.sent for proof in proofs)
+    assert list(temporary.iterdir()) == []
+
+
+def test_nothing_in_the_current_folder_is_imported(temporary, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("shadows")
+    for name in ("json", "jax", "numpy", "shardrules", "threading"):
+        (folder / f"{name}.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(folder)
+    assert proved().program.sent
+
+
+def test_what_the_user_dumps_is_not_mixed_with_it(temporary, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("dumps")
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_pass_re=.*"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert proved().program.sent
+    assert list(folder.iterdir()) == []
+
+
+PROVE = """
+import tempfile, jax, shardrules as sr
+tempfile.tempdir = {folder!r}
+x = jax.ShapeDtypeStruct((8, 8), "float32")
+def slow(x):
+    for _ in range(300):
+        x = jax.numpy.sin(x @ x)
+    return x
+print("begins", flush=True)
+sr.prove(slow, x, on={{"x": 8}})
+"""
+
+
+def children_of(pid):
+    rows = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    return [
+        row for row in rows.stdout.splitlines() if "compiler_child.py" in row and str(pid) in row
+    ]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="by signals")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_neither_child_nor_folder_is_left_when_the_parent_ends(temporary, number):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROVE.format(folder=str(temporary))],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT,
+    )  # fmt: skip
+    process.stdout.readline()
+    until = time.monotonic() + 60
+    while not list(temporary.glob("*/request.json")) and time.monotonic() < until:
+        time.sleep(0.01)
+    (folder,) = temporary.iterdir()
+    assert folder.stat().st_mode & 0o077 == 0
+    process.send_signal(number)
+    assert process.wait(60) != 0
+    process.stdout.close()
+    while (folder.exists() or children_of(folder.name)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not folder.exists()
+    assert children_of(folder.name) == []
+
+
+CHILDREN = {
+    "import os, sys; print('abort it', file=sys.stderr, flush=True); os.abort()": (
+        RuntimeError, r"the compiler has crashed, by signal 6. Its last words:\nabort it",
+    ),
+    "import os; os.kill(os.getpid(), 9)": (RuntimeError, "the system may have had no memory left"),
+    "import nothing_of_this_name": (RuntimeError, "exit code 1. Its last words:\n(.*\n)*.*No module named"),
+    "": (OSError, "XLA has not written what it makes of the step to .*: is there room"),
+    "import time; time.sleep(60)": (TimeoutError, "has not ended in 2 s, and was stopped"),
+    "import pathlib, sys, os; (pathlib.Path(sys.argv[1]) / 'error.txt').write_text("
+    "'RESOURCE_EXHAUSTED: Used 18.14G of 15.75G hbm. Exceeded'); os._exit(2)": (
+        sr.OutOfMemory, "needs 19.5 GB .* has 16.9 GB; XLA does not say",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", CHILDREN)
+def test_a_compiler_that_fails_is_told(code, temporary, tmp_path_factory, monkeypatch):
+    error, match = CHILDREN[code]
+    script = tmp_path_factory.mktemp("child") / "child.py"
+    script.write_text(code)
+    monkeypatch.setattr(compiler_child, "__file__", str(script))
+    monkeypatch.setattr(compiler, "LIMIT", 2)
+    with pytest.raises(error, match=match):
+        proved()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_full_disk_is_told(temporary, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "module.bc")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        proved()
+    monkeypatch.undo()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_slice_without_its_compiler_offers_the_same_mesh(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"same mesh as a dict: on=\{'fsdp': 16, 'tp': 8\}"):
+        sr.Topology("v5p:4x4x8").mesh(fsdp=16, tp=8)
+
+
+def test_explicit_axes_and_the_name_of_a_slice():
+    mesh = AbstractMesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    w = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("fsdp", "tp")))
+
+    def step(w):
+        assert jax.typeof(w).sharding.spec == P("fsdp", "tp")
+        return jax.sharding.reshard(w, P("fsdp", None))
+
+    proof = sr.prove(step, w, on=mesh)
+    assert list(proof.program.sent) == [(("tp",), "all-gather")]
+    with pytest.raises(ValueError, match="there is no topology of 'v5q'"):
+        sr.prove(step, w, on="v5q:8x8x8")
