@@ -37,6 +37,8 @@ def alive_of(hlo: Hlo, arrays: Iterable[LiveArray]) -> list[Alive]:
         if maker is None:
             continue
         line = hlo[maker][array.name]
+        if not line.results:
+            continue  # such as an empty tuple
         is_parameter = maker == hlo.entry and line.parameter is not None
         name = array.name
         if not line.op_name:

@@ -236,7 +236,7 @@ def _is_whole(side: Side, leaf: int) -> bool:
     return (
         sharding is not None
         and getattr(sharding, "mesh", None) is not None
-        and len(sharding.device_set) > 1
+        and sharding.num_devices > 1
         and sharding.is_fully_replicated
     )
 
