@@ -141,16 +141,16 @@ def ask_compiler(lowered: Any, mesh: Any) -> CompilerAnswer | Refusal | None:
     folder = Path(tempfile.mkdtemp(prefix="shardrules-"))  # which no other user can read
     child: subprocess.Popen[bytes] | None = None
     try:
-        _write_request(folder, asked, slices)
         with open(folder / "stderr.txt", "wb") as stderr:
             child = subprocess.Popen(
-                [sys.executable, "-P", compiler_child.__file__, str(folder)],
+                [sys.executable, "-P", compiler_child.__file__, str(folder), str(os.getpid())],
                 stdin=subprocess.PIPE,  # which closes when this process ends
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 env=_environment(asked.device_count, slices),
                 start_new_session=True,  # an interrupt is for this process, which ends the child
             )
+        _write_request(folder, asked, slices)  # the child waits for it: it cleans up from now on
         try:
             code = child.wait(LIMIT)
         except subprocess.TimeoutExpired:
@@ -207,15 +207,15 @@ def _write_request(folder: Path, asked: CompilerInput, slices: Slices | None) ->
     """
     modules = (jax, shardrules, sys.modules["jaxlib"], sys.modules["numpy"])
     request = {
-        "parent": os.getpid(),
         "path": list(dict.fromkeys(str(Path(str(m.__file__)).parents[1]) for m in modules)),
         "topology": None if slices is None else slices.description,
         "device_count": asked.device_count,
         "device_ids": asked.device_ids,
         "options": asked.options,
     }
-    (folder / "request.json").write_text(json.dumps(request), "utf-8")
     (folder / "module.bc").write_bytes(asked.module)
+    (folder / "request").write_text(json.dumps(request), "utf-8")
+    (folder / "request").rename(folder / "request.json")  # which is there when it is whole
 
 
 def _environment(device_count: int, slices: Slices | None) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Compiles a module until XLA has written what it makes, and ends: the child of `compiler`.
 
-It runs by its file, `python -P compiler_child.py FOLDER`: what the folder asks for is in its
+It runs by its file, `python -P compiler_child.py FOLDER PARENT`: what the folder asks for is in its
 request.json and module.bc; XLA's files are then in its `dump`, an error in error.txt. It ends, and
 takes the folder with it, when its parent does.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import threading
 import time
@@ -37,8 +36,9 @@ def end_with_parent(folder: Path, parent: int) -> NoReturn:
     threading.Thread(target=read, daemon=True).start()
     while not closed.wait(0.5) and os.getppid() == parent:
         pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+    # In a new program, since XLA's threads would go on writing into the folder.
+    remove = "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)"
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", remove, str(folder)])
 
 
 def end_when_written(dump: Path, platform: str) -> NoReturn:
@@ -84,11 +84,12 @@ def described(request: dict[str, Any]) -> list[Any]:
     return [device_of[number] for number in request["device_ids"]]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, parent: int) -> None:
     """Compile what the folder asks for."""
+    threading.Thread(target=end_with_parent, args=(folder, parent), daemon=True).start()
+    while not (folder / "request.json").exists():
+        time.sleep(_PAUSE)
     request = json.loads((folder / "request.json").read_text("utf-8"))
-    watch = threading.Thread(target=end_with_parent, args=(folder, request["parent"]), daemon=True)
-    watch.start()
     # Where the parent has its packages, behind the standard library.
     packages = ("site-packages", "dist-packages")
     first = [i for i, name in enumerate(sys.path) if name.endswith(packages)]
@@ -110,4 +111,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -49,7 +49,10 @@ def products(values: Values, variation: Variation) -> Iterator[Product]:
 
 def product_flops(values: Values, node: int) -> int:
     """Count the operations of a product: twice its multiplications, 0 of other calls."""
-    product, result = values.lines[node], values.shape(node).elements
+    product = values.lines[node]
+    if not product.results:
+        return 0  # such as a call of Python
+    result = values.shape(node).elements
     shapes = [values.shape(factor).dims for factor in values.made_of[node][:2]]
     if len(shapes) < _FACTORS:
         return 0
