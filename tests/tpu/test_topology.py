@@ -250,3 +250,17 @@ def test_the_compiler_sums_over_all_chips_of_a_large_slice(name, sizes, summed):
     for kind in ("all-gather", "reduce-scatter"):
         (row,) = merged([(kind, ("fsdp",), "params", 1, 2**20)], sizes)
         assert machine.sent(row) == row.sent * (2 if kind in summed else 1)
+
+
+def test_a_sweep_is_over_the_meshes_of_a_slice_with_its_memory():
+    tree = {"w": jax.ShapeDtypeStruct((2**17, 2**16), "bfloat16")}
+    cut = sr.plan(tree, [("w", ("fsdp", "tp"))], {"fsdp": 2, "tp": 4})
+    rows = cut.sweep(devices="v5e:2x4")
+    there = sr.Topology("v5e:2x4").meshes(("fsdp", "tp"))
+    assert sorted(map(str, there)) == sorted(str(row.mesh) for row in rows)
+    assert all(row.fits for row in rows)
+    whole = cut.with_rules([("w", ())])
+    assert not any(row.fits for row in whole.sweep(devices="v5e:2x4"))
+    for given in ({"meshes": [{"fsdp": 8}]}, {"fixed": {"tp": 1}}):
+        with pytest.raises(ValueError, match="cannot be given beside it"):
+            cut.sweep(devices="v5e:2x4", **given)
