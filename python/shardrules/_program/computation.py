@@ -6,7 +6,6 @@ Lines are parsed only when they are asked for: texts have many megabytes.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from math import prod
@@ -23,7 +22,6 @@ HEADER: Final = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(")
 _CALLED: Final = re.compile(r"=\{?(%[^\s,)}]+(?:, ?%[^\s,)}]+)*)")
 _NO_CALLS: Final = ("control-predecessors", "control-successors")
 MULTIPLIES: Final = (" dot(", " convolution(", " custom-call(")
-_RUNS: Final = (*MULTIPLIES, " fusion(", " while(", " call(", " conditional(", " async-start(")
 _OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _INDEX: Final = re.compile(r"\bindex=(\d+)")
 _DIMENSION: Final = re.compile(r"\bdimensions=\{(\d+)\}")
@@ -107,7 +105,7 @@ class Instruction(NamedTuple):
 
 
 class Computation:
-    """Instructions of a computation by name: definitions, users and the root."""
+    """Instructions of a computation by name, and the root."""
 
     def __init__(self, text: str, begin: int, end: int) -> None:
         header = HEADER.match(text, begin)
@@ -142,20 +140,6 @@ class Computation:
         names = [name for name, line in self.lines.items() if " parameter(" in line]
         return [line for line in map(self.__getitem__, names) if line.opcode == "parameter"]
 
-    @property
-    def executed(self) -> Iterator[Instruction]:
-        """Instructions that call computations or multiply; others are not parsed."""
-        places = []
-        for opcode in _RUNS:  # a search for a fixed string is much faster than one for a pattern
-            place = self._text.find(opcode, self.begin, self.end)
-            while place >= 0:
-                places.append((place, opcode))
-                place = self._text.find(opcode, place + 1, self.end)
-        for place, opcode in sorted(places):
-            instruction = self[name_of(line_at(self._text, place))]
-            if opcode == f" {instruction.opcode}(":
-                yield instruction
-
     def contains(self, pattern: re.Pattern[str]) -> bool:
         """Say whether a pattern is found in the text of the computation."""
         return pattern.search(self._text, self.begin, self.end) is not None
@@ -169,18 +153,6 @@ class Computation:
         header = self._text[self.begin : self._text.find(" {\n", self.begin)]
         parameters, _, results = header.partition(") -> ")
         return parameters.count("["), results.count("[")
-
-    def users(self, name: str) -> Sequence[str]:
-        """List the instructions that have this operand."""
-        return self._users.get(name, ())
-
-    @cached_property
-    def _users(self) -> Mapping[str, list[str]]:
-        users = defaultdict(list)
-        for instruction in self:
-            for operand in set(instruction.operands):
-                users[operand].append(instruction.name)
-        return users
 
 
 def parsed(line: str) -> Instruction:

@@ -32,6 +32,8 @@ _HELPERS: Final = {
 }
 _TARGET: Final = re.compile(r'custom_call_target="(\w+)"')
 _LAYOUT: Final = re.compile(r"\b[a-z][a-z0-9]*\[[0-9,<=]*\](?:\{([\d,]*))?")
+_MOST_RULES: Final = 1000
+"""Times that a rule is asked for each value on average, before loops count as endless."""
 _BARRIERS: Final = frozenset({"add-dependency", "opt-barrier", "optimization-barrier"})
 
 
@@ -109,18 +111,23 @@ class Values:
         Args:
             unknown: The fact before anything is known, which says nothing where facts meet.
             rule: The fact of a node by those of all nodes; facts may grow, and never shrink.
+
+        Raises:
+            LookupError: They do not settle.
         """
         facts = [unknown] * len(self)
         for node in range(len(self)):
             facts[node] = rule(node, facts)
-        pending = list(self._joins)
-        while pending:
+        pending, most = list(self._joins), _MOST_RULES * len(self) + 1
+        for _ in range(most):
+            if not pending:
+                return facts
             node = pending.pop()
             fact = rule(node, facts)
             if fact != facts[node]:
                 facts[node] = fact
                 pending += self.used_by[node]
-        return facts
+        raise LookupError(f"the facts of {len(self):,} values do not settle")
 
     @cached_property
     def _joins(self) -> Sequence[int]:
