@@ -17,7 +17,7 @@ from shardrules._program.solve.transmissions import merged
 if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
     from shardrules._program.solve.spread import LaidSpread, SpreadCollective
-    from shardrules._program.solve.transmissions import Of, Transmission
+    from shardrules._program.solve.transmissions import Of, Row, Transmission
     from shardrules._program.step.equations import TracedOperation
     from shardrules._program.step.step import Step
 
@@ -44,7 +44,7 @@ class Price:
 
     def collectives(self) -> tuple[Transmission, ...]:
         """Return what each device sends in the step."""
-        rows = (
+        rows: Iterable[Row] = (
             (sent.kind, sent.axes, self.purpose(sent), sent.trips, sent.payload * sent.trips)
             for sent in self._spread.sent
         )

@@ -124,9 +124,11 @@ def rule_of(eqn: Any, counted: Mapping[int, int] | None = None) -> Rule | None:
     if name in _ELEMENTWISE:
         return _elementwise(tuple(shapes), tuple(results), 0 if name in _UNCOUNTED else 1)
     make = _RULES.get(name)
+    if make is None:
+        return None
     if counted and make in (_gather, _scatter):
         return make(eqn.params, shapes, results, counted)
-    return None if make is None else make(eqn.params, shapes, results)
+    return make(eqn.params, shapes, results)
 
 
 def shape_of(var: Any) -> Shape:
