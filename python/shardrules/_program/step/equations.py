@@ -195,7 +195,7 @@ class Equations:
             operation: TracedOperation = structured(self, eqn, numbers, depth)
             return operation
         is_indexed = eqn.primitive.name.startswith(("gather", "scatter"))
-        rule = rule_of(eqn, self._counted.columns(read[1]) if is_indexed else None)
+        rule = rule_of(eqn, self._counted.columns(read[1]) if is_indexed else {})
         if rule is None:
             self.missing[primitive_name(eqn)] = self.missing.get(primitive_name(eqn), 0) + 1
             return TracedOperation(eqn, None, read, [self._new(var) for var in eqn.outvars])

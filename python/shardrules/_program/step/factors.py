@@ -19,6 +19,9 @@ import numpy as np
 Factors = tuple[int, ...]
 """Numbers of the factors of one dimension, the major one first; () for a dimension of size 1."""
 Shape = tuple[int, ...]
+Counted = Mapping[int, int]
+"""By column of indices that counts along a dimension, that dimension."""
+_NONE: Final[Counted] = MappingProxyType({})
 _OF_BUTTERFLY: Final = 8
 """Operations of a Fourier transform for each element and pass, as XLA counts them."""
 
@@ -105,7 +108,7 @@ class _Builder:
         )
 
 
-def rule_of(eqn: Any, counted: Mapping[int, int] | None = None) -> Rule | None:
+def rule_of(eqn: Any, counted: Counted = _NONE) -> Rule | None:
     """Return the rule of an equation without a jaxpr in it; None if it is not modelled.
 
     Of a gather or scatter, columns of the indices that count along a dimension are `counted`: rows
@@ -331,7 +334,7 @@ def _indexed(
     shapes: list[Shape],
     numbers: Any,
     form: tuple[str, str, str],
-    counted: Mapping[int, int],
+    counted: Counted,
 ) -> tuple[list[Factors], list[Factors], list[int], list[int]]:
     """Return factors of an array and of indices; its dimensions of a window, and looked up ones.
 
@@ -358,10 +361,7 @@ _OF_SCATTER: Final = (
 
 
 def _gather(
-    params: Any,
-    shapes: list[Shape],
-    results: list[Shape],
-    counted: Mapping[int, int] = MappingProxyType({}),
+    params: Any, shapes: list[Shape], results: list[Shape], counted: Counted = _NONE
 ) -> Rule:
     numbers = params["dimension_numbers"]
     builder = _Builder()
@@ -385,10 +385,7 @@ def _gather(
 
 
 def _scatter(
-    params: Any,
-    shapes: list[Shape],
-    results: list[Shape],
-    counted: Mapping[int, int] = MappingProxyType({}),
+    params: Any, shapes: list[Shape], results: list[Shape], counted: Counted = _NONE
 ) -> Rule:
     numbers = params["dimension_numbers"]
     builder = _Builder()
