@@ -168,6 +168,7 @@ class Values:
             return _element(operands[0], line.element or 0)
         if opcode == "while":
             carried = self._joined(computation, line, operands[0])
+            self._run(line.called["condition"][0], [carried])  # which may sum over devices, too
             self._join(carried, self._run(line.called["body"][0], [carried]))
             return carried
         if opcode == "conditional":
