@@ -252,6 +252,7 @@ def test_the_compiler_sums_over_all_chips_of_a_large_slice(name, sizes, summed):
         assert machine.sent(row) == row.sent * (2 if kind in summed else 1)
 
 
+@needs_libtpu
 def test_a_sweep_is_over_the_meshes_of_a_slice_with_its_memory():
     tree = {"w": jax.ShapeDtypeStruct((2**17, 2**16), "bfloat16")}
     cut = sr.plan(tree, [("w", ("fsdp", "tp"))], {"fsdp": 2, "tp": 4})
