@@ -21,12 +21,15 @@ def console():
 def test_it_proves_a_layer(console):
     demo._print_proof(console)
     lines = console.file.getvalue().splitlines()
-    assert lines[0].startswith("compiled for v5p:4x4x4, fsdp=16,tp=4 (")
+    assert lines[0].startswith("it fits: ")
+    assert " of 103 GB, on v5p:8x8x8, fsdp=64,tp=8 (" in lines[0]
     assert lines[1].startswith("each device sends ")
-    assert lines[-1].startswith("nothing found: 2 of 3 inputs planned, 2 of 2 outputs planned")
 
 
-def test_without_the_compiler_it_says_how_to_get_it(console, monkeypatch):
+def test_without_the_compiler_xla_for_cpu_is_asked(console, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     demo._print_proof(console)
-    assert console.file.getvalue().rstrip().endswith("pip install 'shardrules[tpu]'")
+    lines = console.file.getvalue().splitlines()
+    assert " on fsdp=64,tp=8 by XLA for CPU: a TPU's partitioner may choose otherwise" in lines[0]
+    assert lines[1].endswith("pip install 'shardrules[tpu]'")
+    assert lines[2].startswith("each device sends ")

@@ -26,8 +26,8 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
     Args:
         step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;
             give the jitted one for donation and `out_shardings`.
-        *args: Its arguments, as `compile` takes them: a Plan stands for the tree that it plans.
-        on: The mesh of the constraints in it, as `compile` takes it. Default: that of the plans, or
+        *args: Its arguments, as `prove` takes them: a Plan stands for the tree that it plans.
+        on: The mesh of the constraints in it, as `prove` takes it. Default: that of the plans, or
             without one that of the arguments' shardings.
 
     Returns:
