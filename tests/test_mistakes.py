@@ -238,7 +238,7 @@ OF_DEVICES = {
 
 OF_STEPS = {
     "no devices": (lambda: sr.prove(JITTED, PLAN, X), "a mesh without devices", "on=shardrules.Topology('v5p:8x8x8')"),
-    "a wrong name for on": (lambda: sr.prove(JITTED, PLAN, X, on="v5q:2x2x2"), "there is no topology of 'v5q'", "did you mean 'v5p'?"),
+    "a wrong name for on": (lambda: sr.prove(JITTED, PLAN, X, on="v5q:2x2x2"), "there is no topology of 'v5q'", "give a name such as 'v5p:8x8x8'"),
     "a list for on": (lambda: sr.prove(JITTED, PLAN, X, on=[8]), "(a list)", "a dict of sizes such as {'fsdp': 64, 'tp': 8}"),
     "a topology as argument": (lambda: sr.prove(JITTED, PLAN, X, SLICE), "argument 2", "(a Topology)", "on=..."),
     "arguments in a tuple": (lambda: sr.prove(JITTED, (PLAN, X), on=SLICE), "argument 0", "a Plan in a tuple", "prove(step, plan, batch)"),
@@ -259,7 +259,7 @@ OF_STEPS = {
     "traced too narrow": (lambda: sr.trace(train, PLAN, NARROW), "(100,)", "(512,)", "1: bfloat16[8, 100]"),
     "traced a value": (lambda: sr.trace(lambda p, x: int(x.sum()), PLAN, X), "Abstract tracer value", "1: bfloat16[8, 512]"),
     "traced a misspelt key": (lambda: sr.trace(lambda p, x: p["embd"], PLAN, X), "embd", "['embed'] bfloat16[1024, 512]"),
-    "traced on sizes": (lambda: sr.trace(train, PLAN, X, on="fsdp=2"), "'fsdp=2'", "shardrules.Topology('v5p:8x8x8')"),
+    "traced on sizes": (lambda: sr.trace(train, PLAN, X, on="fsdp=2"), "'fsdp=2'", "give a name such as 'v5p:8x8x8'"),
     "an argument's path": (lambda: STEP.explain("embd"), "'embd'", "near it: inputs/0/embed"),
     "an argument's number": (lambda: STEP.explain(3), "3 (an int)", "'inputs/0/layers/up'"),
     "a sweep of a slice": (lambda: PLAN.sweep(devices="v5p:8x8"), "'v5p:8x8'", "'v5p:4x4x4'"),
