@@ -99,7 +99,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "donate strict optional last_wins keeps_unknown tries_next keeps_size_one shared "
         "Correction.pad from_hf.scanned": (*NOT_TRUTH, None),
         "nested": NOT_TRUTH,
-        "dim place fallback level layout effort indivisible rank unconstrained keys "
+        "dim place fallback level layout indivisible rank unconstrained keys "
         "precedence unmatched Dialect.scalars Dialect.min_size": (*NOT_CHOICE, None),
         "scalars": NOT_CHOICE,
         "match": (3, 0, "search", [], ["silly"], [3], THING, HUGE),
@@ -113,7 +113,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "axis": ("0", None, 1.5, -1, 64, THING, HUGE),
         "min_size large hbm host_memory": NOT_NUMBER,
         "time_limit": (*NOT_NUMBER, -1),
-        "timeout": (*NOT_NUMBER, -1, 0),
         "factor": (*NOT_NUMBER, None, 0),
         "offset": (*NOT_NUMBER, None),
         "memory_bytes_per_second link_bytes_per_second dcn_bytes_per_second": (*NOT_RATE, 0),

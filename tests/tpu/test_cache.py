@@ -226,7 +226,7 @@ def test_a_damaged_entry_is_made_anew(folder, monkeypatch):
         return x * 2
 
     def prove():  # traced once: the lines of its callers would be a part of it, too
-        return sr.prove(jax.jit(double, out_shardings=whole), x, on=mesh)
+        return sr.prove(jax.jit(double, out_shardings=whole), x, on=mesh, time=True)
 
     first = prove()
     (path,) = entries(folder)
@@ -252,7 +252,7 @@ def test_the_oldest_entries_go(folder, monkeypatch):
     steps = {number: lambda x, number=number: x * number for number in range(2, 12)}
 
     def prove(number):
-        return sr.prove(steps[number], batch(mesh), on=mesh)
+        return sr.prove(steps[number], batch(mesh), on=mesh, time=True)
 
     prove(2)
     (oldest,) = entries(folder)
@@ -440,7 +440,9 @@ def test_steps_of_nnx_jit_are_kept(folder):
     def apply(state, x):
         return nnx.merge(graph, state)(x).sum()
 
-    first, second = (sr.prove(nnx.jit(apply), plan, batch(mesh), on=mesh) for _ in range(2))
+    first, second = (
+        sr.prove(nnx.jit(apply), plan, batch(mesh), on=mesh, time=True) for _ in range(2)
+    )
     check_the_second(first, second)
 
 
@@ -457,7 +459,7 @@ def test_a_step_of_filter_jit_comes_back_as_it_was(folder):
             )
 
         step, x = eqx.filter_jit(train, donate=donate), batch(mesh, width=64)
-        return sr.prove(step, x, plan, on=mesh, outputs=plan, large=1)
+        return sr.prove(step, x, plan, on=mesh, outputs=plan, large=1, time=True)
 
     first, second = (prove("all") for _ in range(2))
     check_the_second(first, second)

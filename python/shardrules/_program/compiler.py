@@ -205,7 +205,7 @@ def _write_request(folder: Path, asked: CompilerInput, slices: Slices | None) ->
     Raises:
         TypeError: `compiler_options=` of the step has what cannot be written down.
     """
-    modules = (jax, shardrules, sys.modules["jaxlib"], sys.modules["numpy"])
+    modules = (shardrules, jax, sys.modules["jaxlib"], sys.modules["numpy"])
     request = {
         "path": list(dict.fromkeys(str(Path(str(m.__file__)).parents[1]) for m in modules)),
         "topology": None if slices is None else slices.description,

@@ -42,7 +42,8 @@ def told(proof):
 def test_an_array_without_a_sharding_is_the_same_program_whatever_it_is(plan, mesh, is_on):
     step = jax.jit(loss)
     proofs = {
-        name: sr.prove(step, plan, x, on=mesh if is_on else None) for name, x in ARRAYS.items()
+        name: sr.prove(step, plan, x, on=mesh if is_on else None, time=True)
+        for name, x in ARRAYS.items()
     }
     assert len({proof.compiled.as_text() for proof in proofs.values()}) == 1
     for proof in proofs.values():
@@ -71,6 +72,6 @@ def test_beside_a_batch_that_is_sharded_it_is_info(plan, mesh):
 @pytest.mark.parametrize("name", ARRAYS)
 def test_jit_itself_may_say_how_it_is_sharded(plan, mesh, name):
     step = jax.jit(loss, in_shardings=(plan.shardings(), NamedSharding(mesh, P("fsdp"))))
-    proof = sr.prove(step, plan, ARRAYS[name], on=mesh)
+    proof = sr.prove(step, plan, ARRAYS[name], on=mesh, time=True)
     assert proof.compiled.input_shardings[0][1].spec == P("fsdp")
     assert not told(proof)
