@@ -1,4 +1,4 @@
-"""Each private name of JAX and flax that `_jax.py` reads: there today, and its fallback without it."""
+"""Each private name of JAX and flax that is read: there today, and its fallback without it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base import jax_names as _jax
+from shardrules._program import jax_names as _programs
 
+MODULES = (_jax, _programs)
 ROOT = Path(sr.__file__).parent
 
 
 def names_read():
-    """The private names in calls of `_private`, as written there."""
-    tree = ast.parse((ROOT / "_base/jax_names.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    """The private names in calls of `private`, as written there."""
+    texts = (Path(module.__file__).read_text(encoding="utf-8") for module in MODULES)
     return {
         call.args[1].value
-        for call in calls
-        if isinstance(call.func, ast.Name) and call.func.id == "_private"
+        for text in texts
+        for call in ast.walk(ast.parse(text))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "private"
     }
 
 
@@ -40,16 +44,22 @@ def mesh(devices=8):
 @pytest.fixture
 def without(monkeypatch):
     """A function that takes a private name away, from one module or from all."""
-    caches = [value for value in vars(_jax).values() if hasattr(value, "cache_clear")]
+    caches = [
+        value
+        for module in MODULES
+        for value in vars(module).values()
+        if hasattr(value, "cache_clear")
+    ]
 
     def take_away(name, module=None):
-        read = _jax._private
+        read = _jax.private
 
         def without_it(owner, asked):
             is_hidden = asked == name and module in (None, owner)
             return None if is_hidden else read(owner, asked)
 
-        monkeypatch.setattr(_jax, "_private", without_it)
+        for place in MODULES:
+            monkeypatch.setattr(place, "private", without_it)
         for cache in caches:
             cache.cache_clear()
 
@@ -116,9 +126,11 @@ def compiled(mesh):
 
 
 def test_a_compiled_function_is_read_by_public_names(without, mesh):
-    expected = [_shown(side) for side in (_jax.compiled_inputs, _jax.compiled_outputs)]
+    expected = [_shown(side) for side in (_programs.compiled_inputs, _programs.compiled_outputs)]
     without("_executable.out_avals")
-    assert [_shown(side) for side in (_jax.compiled_inputs, _jax.compiled_outputs)] == expected
+    assert [
+        _shown(side) for side in (_programs.compiled_inputs, _programs.compiled_outputs)
+    ] == expected
     assert expected[0][1:] == [(None, (), "float32"), expected[0][2]]  # the second one is unused
 
 
@@ -133,9 +145,9 @@ def _shown(side):
 
 def test_devices_are_in_the_order_of_their_numbers_where_a_sharding_says_none(without):
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:4])[::-1], ("x",)), P("x"))
-    assert _jax.device_order(sharding) == tuple(jax.devices()[3::-1])
+    assert _programs.device_order(sharding) == tuple(jax.devices()[3::-1])
     without("_device_assignment")
-    assert _jax.device_order(sharding) == tuple(jax.devices()[:4])
+    assert _programs.device_order(sharding) == tuple(jax.devices()[:4])
 
 
 def test_rules_are_our_own_where_flax_has_none(without):
@@ -151,8 +163,8 @@ import dataclasses, sys
 import jax, numpy as np
 from shardrules import match_partition_rules
 from shardrules._base import jax_names as _jax
-read = _jax._private
-_jax._private = lambda owner, asked: None if asked == sys.argv[1] else read(owner, asked)
+read = _jax.private
+_jax.private = lambda owner, asked: None if asked == sys.argv[1] else read(owner, asked)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
@@ -183,34 +195,36 @@ DUMPED = ("HloModule", "HloSharding", "from_proto", "parse_flatten_op_sharding")
 def test_without_the_options_of_a_lowered_function_it_is_not_kept(without, name):
     lowered = jax.jit(lambda x: x * 2).lower(jnp.ones(8))
     if jax.__version_info__ >= (0, 10):  # as for described devices
-        assert _jax.lowered_options(lowered) is not None
+        assert _programs.lowered_options(lowered) is not None
     without(name)
-    assert _jax.lowered_options(lowered) is None
+    assert _programs.lowered_options(lowered) is None
 
 
 def test_without_what_reads_dumps_no_shardings_of_results_are_known(without, mesh, tmp_path):
     x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("fsdp", "tp")))
     lowered = jax.jit(lambda x, y: (x * 2, x.sum(0), x.T), keep_unused=False).lower(x, x)
-    known = _jax.lowered_shardings(lowered)
+    known = _programs.lowered_shardings(lowered)
     assert known == ([x.sharding, None], [None, None, None])
     compiled = lowered.compile({"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_proto": True})
     (file,) = tmp_path.glob("*after_optimizations.hlo.pb")
     module = file.read_bytes()
     specs = [sharding.spec for sharding in compiled.output_shardings]
-    assert specs == _jax.dumped_specs(module, mesh) == [P("fsdp", "tp"), P("tp"), P("tp", "fsdp")]
-    assert _jax.module_text(module).startswith("HloModule jit__lambda")
+    assert (
+        specs == _programs.dumped_specs(module, mesh) == [P("fsdp", "tp"), P("tp"), P("tp", "fsdp")]
+    )
+    assert _programs.module_text(module).startswith("HloModule jit__lambda")
     for cut in (b"", module[:9], module[: len(module) // 4]):
-        assert _jax.dumped_specs(cut, mesh) is None
-        assert _jax.module_text(cut) == ""
+        assert _programs.dumped_specs(cut, mesh) is None
+        assert _programs.module_text(cut) == ""
     for name in DUMPED:
         without(name)
-        assert _jax.dumped_specs(module, mesh) is None
+        assert _programs.dumped_specs(module, mesh) is None
     without("v3_to_v2_sharding")  # before JAX 0.10 there is none
-    assert _jax.dumped_specs(module, mesh) in (None, specs)
+    assert _programs.dumped_specs(module, mesh) in (None, specs)
     without("HloModule")
-    assert _jax.module_text(module) == ""
+    assert _programs.module_text(module) == ""
     without("_lowering.compile_args")
-    assert _jax.lowered_shardings(lowered) is None
+    assert _programs.lowered_shardings(lowered) is None
 
 
 @pytest.mark.parametrize(
@@ -220,13 +234,13 @@ def test_without_what_reads_dumps_no_shardings_of_results_are_known(without, mes
 def test_without_what_a_compiler_needs_no_child_is_asked(without, name):
     """The step is then compiled in this process, with the same answer."""
     lowered = jax.jit(lambda x: x * 2).lower(jnp.ones(8))
-    asked = _jax.compiler_input(lowered)
+    asked = _programs.compiler_input(lowered)
     assert (asked.device_count, asked.device_ids) == (1, [jax.devices()[0].id])
     assert asked.options["outputs"] == [True]
     without("_lowering._device_list")
-    assert _jax.compiler_input(lowered).device_ids is None
+    assert _programs.compiler_input(lowered).device_ids is None
     without(name)
-    assert _jax.compiler_input(lowered) is None
+    assert _programs.compiler_input(lowered) is None
     proof = sr.prove(lambda x: x * 2, jnp.ones(8))
     assert proof.memory.totals.arguments == 32
 
@@ -251,15 +265,15 @@ def test_a_program_beside_a_library_has_lines():
     namespace = {}
     exec(compile("def step(x):\n    return x * 2", file, "exec"), namespace)
     (equation,) = jax.make_jaxpr(namespace["step"])(1.0).eqns
-    assert _jax.user_line(equation) == (file, 2)
+    assert _programs.user_line(equation) == (file, 2)
 
 
 def test_without_frames_an_equation_has_no_line(without):
     (equation,) = jax.make_jaxpr(lambda x: x * 2)(1.0).eqns
-    file, line = _jax.user_line(equation)
+    file, line = _programs.user_line(equation)
     assert (file, line > 0) == (__file__, True)
     without("source_info.traceback.frames")
-    assert _jax.user_line(equation) is None
+    assert _programs.user_line(equation) is None
     step = sr.trace(lambda x: x @ x, jax.ShapeDtypeStruct((8, 8), "float32"))
     assert [row.line for row in step.work] == ["dot_general"]
 

@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 
 import jax
 
-from shardrules._base.jax_names import is_library
 from shardrules._base.text import Place
 from shardrules._place.mesh import AnyMesh, has_devices
+from shardrules._program.jax_names import is_library
 
 
 class Question(NamedTuple):

@@ -30,11 +30,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._base.atomic_write import replace_file
-from shardrules._base.jax_names import lowered_options
 from shardrules._plan.lock_texts import of_type
 from shardrules._program.buffers import SIZES, sizes_of
 from shardrules._program.compiler import compile_whole
 from shardrules._program.executable import Executable
+from shardrules._program.jax_names import lowered_options
 from shardrules._program.libraries import call_of
 from shardrules._program.refusal import Refusal
 from shardrules._program.stored import StoredProgram, boxed, inner_of

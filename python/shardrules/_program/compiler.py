@@ -27,17 +27,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
 import shardrules
-from shardrules._base.jax_names import (
+from shardrules._base.text import printable_lines
+from shardrules._place.mesh import has_devices
+from shardrules._program import compiler_child
+from shardrules._program.buffers import SIZES
+from shardrules._program.jax_names import (
     CompilerInput,
     compiler_input,
     dumped_specs,
     lowered_shardings,
     module_text,
 )
-from shardrules._base.text import printable_lines
-from shardrules._place.mesh import has_devices
-from shardrules._program import compiler_child
-from shardrules._program.buffers import SIZES
 from shardrules._program.refusal import Refusal, refused_bytes
 from shardrules._program.stored import LiveArray, StoredProgram, boxed, inner_of
 from shardrules._program.topologies.topology import Topology, topology_of

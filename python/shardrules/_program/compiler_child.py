@@ -94,7 +94,7 @@ def main(folder: Path, parent: int) -> None:
     packages = ("site-packages", "dist-packages")
     first = [i for i, name in enumerate(sys.path) if name.endswith(packages)]
     sys.path[min(first, default=len(sys.path)) : 0] = request["path"]
-    from shardrules._base.jax_names import compile_dumped
+    from shardrules._program.jax_names import compile_dumped
 
     dump = folder / "dump"
     platform = "cpu" if request["topology"] is None else "tpu"

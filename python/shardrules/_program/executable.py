@@ -13,7 +13,6 @@ from jax import tree_util
 from jax.sharding import NamedSharding
 
 from shardrules._base.dtypes import bits_of
-from shardrules._base.jax_names import compiled_inputs, compiled_outputs
 from shardrules._base.specs import spec_shown
 from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._plan.align import key_text
@@ -22,6 +21,7 @@ from shardrules._plan.fold import fold_paths
 from shardrules._plan.table import axes_used
 from shardrules._program.facts import Origin, Variation, origins
 from shardrules._program.hlo import Hlo, check_hlo
+from shardrules._program.jax_names import compiled_inputs, compiled_outputs
 from shardrules._program.values import Values
 
 Library = Literal["jax", "nnx", "equinox"]

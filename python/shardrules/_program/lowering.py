@@ -17,13 +17,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
 from shardrules._base.arguments import check_type
-from shardrules._base.jax_names import lowered_without_devices
 from shardrules._base.mistakes import kind_of
 from shardrules._base.text import and_more, brief, mesh_shown, printable, printable_lines, shown
 from shardrules._place.memory import memory_apart, sharding_in_memory
 from shardrules._place.mesh import AnyMesh, as_mesh, has_devices, in_force
 from shardrules._plan.plan import Plan
 from shardrules._program.asked import answered
+from shardrules._program.jax_names import lowered_without_devices
 from shardrules._program.libraries import is_filter_jit, lowered_by_equinox
 from shardrules._program.topologies.topology import Topology, topology_shown
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.jax_names import user_line
+from shardrules._program.jax_names import user_line
 from shardrules._program.solve.activations import activations, constrained_step, seams
 from shardrules._program.solve.layout import Layout, StepArrays
 from shardrules._program.solve.machine import machine_of

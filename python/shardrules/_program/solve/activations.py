@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.jax_names import user_line
 from shardrules._base.specs import constraint_line, entries_of_cuts, partition_spec, spec_shown
 from shardrules._base.text import printable, record
 from shardrules._place.mesh import axes_of_type
+from shardrules._program.jax_names import user_line
 from shardrules._program.solve.peak import PRODUCTS
 from shardrules._program.solve.rewrite import constrained, sites
 from shardrules._program.step.equations import RESULT

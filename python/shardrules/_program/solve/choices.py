@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from shardrules._base.jax_names import user_line
 from shardrules._base.text import bytes_shown, record, seconds_shown
+from shardrules._program.jax_names import user_line
 from shardrules._program.solve.space import STORED
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.jax_names import user_line
+from shardrules._program.jax_names import user_line
 from shardrules._program.solve.spread import ADDS
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.dtypes import is_inexact
-from shardrules._base.jax_names import user_line
 from shardrules._program.buffers import Buffer, Memory, Totals
+from shardrules._program.jax_names import user_line
 from shardrules._program.kernels import KERNEL_EFFICIENCY
 from shardrules._program.solve.machine import Machine, StepTime, sent_seconds
 from shardrules._program.solve.peak import AliveArray, alive_arrays, is_apart

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.dtypes import bits_of
-from shardrules._base.jax_names import user_line
+from shardrules._program.jax_names import user_line
 from shardrules._program.kernels import kernel_flops, primitive_name
 from shardrules._program.step.counted import Counted
 from shardrules._program.step.dimensions import Dimensions, Dims

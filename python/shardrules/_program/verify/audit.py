@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules._base.arguments import check_type
 from shardrules._base.dtypes import SAFETENSORS, bits_of
-from shardrules._base.jax_names import device_order
 from shardrules._base.mistakes import check_arrays, in_order
 from shardrules._base.specs import (
     Entries,
@@ -39,6 +38,7 @@ from shardrules._plan.findings import Finding, Findings, Level, VerifyKind, find
 from shardrules._plan.fold import fold, fold_paths
 from shardrules._plan.plan import Plan
 from shardrules._plan.table import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
+from shardrules._program.jax_names import device_order
 from shardrules._program.verify.live import (
     Fields,
     Live,

@@ -1,0 +1,359 @@
+"""Every private name of JAX that programs need, each with its public fallback, as in `_base`.
+
+How JAX lowers and compiles, what a compiled function takes and returns, and where an equation is
+from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardrules._base.jax_names import private
+from shardrules._base.text import Place
+
+
+def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any]]:
+    """Return the shardings and the shaped values of a compiled function's arguments, as leaves.
+
+    A dropped argument, which the function does not use, has the sharding None.
+    """
+    from jax import tree_util
+
+    infos, structure = tree_util.tree_flatten(compiled.args_info)
+    treedef: Any = structure
+    return treedef.flatten_up_to(compiled.input_shardings), infos
+
+
+def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
+    """Return the shardings and the shaped values of a compiled function's results, as leaves.
+
+    Fallback: `out_info`, which takes 10 microseconds longer for each leaf.
+    """
+    from jax import tree_util
+
+    shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
+    values = private(compiled, "_executable.out_avals")
+    return shardings, tree_util.tree_leaves(compiled.out_info) if values is None else list(values)
+
+
+_COMPILED_WITH = ("in_shardings", "out_shardings", "in_layouts", "out_layouts", "kept_var_idx")
+
+
+def lowered_options(lowered: Any) -> tuple[Any, ...] | None:
+    """Return what a lowered function is compiled with beside its text; None if it is not known.
+
+    These are shardings and layouts, which arguments are not dropped, and the `compiler_options` of
+    `jax.jit`. Fallback: None, so that the result is kept in no cache. None also for a function that
+    calls Python, whose text has addresses in this process.
+    """
+    options = private(lowered, "_lowering._compiler_options_kvs")
+    arguments = _compile_arguments(lowered)
+    if options is None or arguments is None or arguments.get("host_callbacks", True):
+        return None
+    return options, *(arguments[name] for name in _COMPILED_WITH)
+
+
+def _compile_arguments(lowered: Any) -> dict[str, Any] | None:
+    arguments = private(lowered, "_lowering.compile_args") or {}
+    return arguments if arguments.keys() >= set(_COMPILED_WITH) else None
+
+
+def lowered_shardings(lowered: Any) -> tuple[list[Any], list[Any]] | None:
+    """Return the shardings of a lowered function's arguments and results, as leaves.
+
+    That of an argument which is dropped, or of one that nothing says, is None. Fallback: None, so
+    that nothing is read of a compiler that has not ended.
+    """
+    from jax.sharding import NamedSharding
+
+    arguments = _compile_arguments(lowered)
+    if arguments is None:
+        return None
+    inputs, outputs = (
+        [value if isinstance(value, NamedSharding) else None for value in arguments[name]]
+        for name in _COMPILED_WITH[:2]
+    )
+    of_kept = dict(zip(sorted(arguments["kept_var_idx"]), inputs, strict=False))
+    count = lowered.in_tree.num_leaves
+    if len(of_kept) != len(inputs) or max(of_kept, default=0) >= count:  # constants among them
+        return None
+    return [of_kept.get(i) for i in range(count)], outputs
+
+
+def _module_class() -> Any:
+    """Return jaxlib's HloModule, which has moved."""
+    return private("jaxlib._hlo", "HloModule") or private("jaxlib._jax", "HloModule")
+
+
+def _sharding_class() -> Any:
+    """Return jaxlib's HloSharding, which has moved."""
+    return private("jaxlib._hlo", "HloSharding") or private("jaxlib._jax", "HloSharding")
+
+
+def _module_of(proto: bytes) -> Any:
+    """Return the module of a serialized HloProto, whose first field it is; None if cut."""
+    size = shift = 0
+    for end, byte in enumerate(proto[1:11], 2):
+        size |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            reader = _module_class()
+            if reader is None or end + size > len(proto):
+                return None
+            return reader.from_serialized_hlo_module_proto(proto[end : end + size])
+    return None
+
+
+def module_text(proto: bytes) -> str:
+    """Return the text of an HloProto that XLA has dumped, as `Compiled.as_text` prints it.
+
+    Fallback: "", so that programs are compiled to their end instead.
+    """
+    module = _module_of(proto)
+    return "" if module is None else module.to_string()
+
+
+def dumped_specs(proto: bytes, mesh: Any) -> list[Any] | None:
+    """Return the PartitionSpecs of the results of an HloProto that XLA has dumped, as leaves.
+
+    Fallback: None, so that only those are known which `out_shardings` names.
+    """
+    module, of_proto = _module_of(proto), private(_sharding_class(), "from_proto")
+    parse = private("jax._src.sharding_impls", "parse_flatten_op_sharding")
+    if None in (module, of_proto, parse):
+        return None
+    in_tiles = private(_sharding_class(), "v3_to_v2_sharding")
+    try:
+        sharding = of_proto(module.spmd_output_sharding)
+        leaves = sharding.tuple_elements() or [sharding]
+        tiles = leaves if in_tiles is None else map(in_tiles, leaves)
+        return [spec for leaf in tiles for spec in parse(leaf, mesh)]
+    except Exception:  # of another form than these versions write
+        return None
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr, and of those in their parameters."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):
+                    yield from _equations(inner)
+
+
+_CALLBACKS = {
+    "debug_callback": "jax.debug.callback",
+    "debug_print": "jax.debug.print",
+    "inspect_sharding": "jax.debug.inspect_array_sharding",
+    "io_callback": "io_callback",
+    "pure_callback": "jax.pure_callback",
+}
+"""Operations that call Python, which JAX does not lower without devices, by primitive."""
+
+
+def lowered_without_devices(traced: Any, platform: str) -> tuple[Any, list[str]]:
+    """Lower a traced function for a mesh without devices, its calls of Python left out.
+
+    Args:
+        traced: JAX's own `Traced`, or that of flax.
+        platform: The platform of the compiler.
+
+    Returns:
+        What it lowers to, and what was left out, such as "jax.debug.print at train.py:12".
+        Fallback: nothing is left out, and JAX refuses such functions.
+    """
+    inner = getattr(traced, "traced", traced)
+    found = [eqn for eqn in _equations(inner.jaxpr) if eqn.primitive.name in _CALLBACKS]
+    parameters = private("jax._src.interpreters.mlir", "LoweringParameters")
+    dispatch = private("jax._src.dispatch", "jaxpr_has_prim_requiring_devices")
+    if not found or parameters is None or dispatch is None:
+        return traced.lower(lowering_platforms=(platform,)), []
+    rules = tuple((primitive, _left_out) for primitive in {eqn.primitive for eqn in found})
+    replaced = parameters(override_lowering_rules=rules)
+
+    def lower(lowering_platforms: Any = None) -> Any:
+        with _devices_not_asked():
+            return inner.lower(lowering_platforms=lowering_platforms, _private_parameters=replaced)
+
+    texts = []
+    for eqn in found:
+        place = user_line(eqn)
+        texts.append(_CALLBACKS[eqn.primitive.name] + (f" at {place}" if place else ""))
+    box = traced if inner is traced else dataclasses.replace(traced, traced=_Lowers(lower))
+    lowered = lower((platform,)) if inner is traced else box.lower(lowering_platforms=(platform,))
+    return lowered, list(dict.fromkeys(texts))
+
+
+class _Lowers(NamedTuple):
+    """Stands for a `Traced` in the box that flax has around it."""
+
+    lower: Callable[..., Any]
+
+
+def _left_out(ctx: Any, *_: Any, **__: Any) -> list[Any]:
+    """Lower a call of Python to zeros that XLA does not fold into what reads them."""
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir.dialects import stablehlo
+
+    if getattr(ctx, "tokens_in", None) is not None:
+        ctx.set_tokens_out(ctx.tokens_in)
+    zeros = [mlir.full_like_aval(ctx, 0, aval) for aval in ctx.avals_out]
+    return list(stablehlo.OptimizationBarrierOp(zeros).results) if zeros else []
+
+
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _devices_not_asked() -> Iterator[None]:
+    """Let this thread lower a function whose operations would ask for devices."""
+    dispatch = importlib.import_module("jax._src.dispatch")
+    name = "jaxpr_has_prim_requiring_devices"
+    with _lock:
+        asks = getattr(dispatch, name)
+        me = threading.get_ident()
+        setattr(dispatch, name, lambda jaxpr: threading.get_ident() != me and asks(jaxpr))
+        try:
+            yield
+        finally:
+            setattr(dispatch, name, asks)
+
+
+class CompilerInput(NamedTuple):
+    """What XLA needs to compile a lowered function elsewhere."""
+
+    module: bytes
+    """StableHLO as bytecode."""
+    device_count: int
+    device_ids: list[int] | None
+    """Devices in the order of the mesh; None of a mesh without devices."""
+    options: dict[str, Any]
+    """As JSON has it, for `compile_dumped`."""
+
+
+_CONFIG = (
+    "jax_optimization_level", "jax_memory_fitting_level", "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort", "jax_use_shardy_partitioner", "jax_compiler_enable_remat_pass",
+    "jax_disable_most_optimizations", "jax_xla_profile_version",
+)  # fmt: skip
+"""JAX's settings that reach the compiler beside the module."""
+
+
+def compiler_input(lowered: Any) -> CompilerInput | None:
+    """Return what `Lowered.compile` would give to XLA, as far as it can be written down.
+
+    Fallback: None, so that the function is compiled in this process, to its end.
+    """
+    import io
+
+    import jax
+
+    arguments = private(lowered, "_lowering.compile_args") or {}
+    options = private(lowered, "_lowering._compiler_options_kvs")
+    left_open = private("jax._src.interpreters.pxla", "get_prop_to_input_output")
+    shardings = arguments.keys() >= set(_COMPILED_WITH)
+    if options is None or left_open is None or not shardings or "num_devices" not in arguments:
+        return None
+    sides = (arguments[name] for name in _COMPILED_WITH[:2])
+    effects = len(arguments.get("ordered_effects", ()))
+    inputs, outputs = left_open(*sides, effects)
+    bytecode = io.BytesIO()
+    lowered.compiler_ir("stablehlo").operation.write_bytecode(bytecode)
+    devices = private(lowered, "_lowering._device_list")
+    return CompilerInput(
+        bytecode.getvalue(),
+        arguments["num_devices"],
+        None if devices is None else [device.id for device in devices],
+        {
+            "inputs": list(inputs),
+            "outputs": list(outputs),
+            "is_tupled": bool(arguments.get("tuple_args", False)),
+            "options": dict(options),
+            "config": {
+                name: value
+                for name in _CONFIG
+                if (value := jax.config.values.get(name)) is not None
+            },
+        },
+    )
+
+
+def compile_dumped(module: bytes, devices: Any, options: Any, folder: str) -> None:
+    """Compile a module as `CompilerInput.options` say, and have XLA write what it makes.
+
+    There is no fallback: it runs in a process of its own, where an error is told.
+    """
+    import jax
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jaxlib._jax import DeviceList  # type: ignore[import-not-found]
+    from jaxlib.mlir import ir
+
+    for name, value in options["config"].items():
+        if jax.config.values.get(name) != value:
+            jax.config.update(name, value)
+    asked: Any = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=np.array([device.id for device in devices]).reshape(1, -1),
+        env_options_overrides=options["options"],
+    )
+    build = asked.executable_build_options
+    build.allow_spmd_sharding_propagation_to_parameters = options["inputs"]
+    build.allow_spmd_sharding_propagation_to_output = options["outputs"]
+    asked.parameter_is_tupled_arguments = options["is_tupled"]
+    dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
+    asked.env_option_overrides = [*asked.env_option_overrides, *dumps.items()]
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+    client = devices[0].client
+    compiler.backend_compile_and_load(client, parsed, DeviceList(tuple(devices)), asked, [])
+
+
+def device_order(sharding: Any) -> tuple[Any, ...]:
+    """Return the devices of a sharding without a mesh, in its order.
+
+    Fallback: in the order of their numbers.
+    """
+    devices = private(sharding, "_device_assignment")
+    return tuple(devices or sorted(sharding.device_set, key=attrgetter("id")))
+
+
+def user_line(eqn: Any) -> Place | None:
+    """Return the file and line of the program that makes an equation of a jaxpr.
+
+    It is the innermost frame that is not of JAX or a library of layers on it. Fallback: None.
+    """
+    frames: Any = private(eqn, "source_info.traceback.frames") or ()
+    for frame in frames:
+        if not is_library(frame.file_name):
+            return Place(frame.file_name, frame.line_num)
+    return None
+
+
+def is_library(file_name: str) -> bool:
+    """Say whether a file is of JAX, or of a library of layers on it."""
+    return file_name.startswith(_library_folders())
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    names = ("jax", "jaxlib", "flax", "equinox", "optax", "shardrules", "functools", "contextlib")
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    return tuple(
+        f"{Path(file).parent}{os.sep}" if file.endswith("__init__.py") else file
+        for file in files
+        if file
+    )
