@@ -147,7 +147,8 @@ def ask_compiler(lowered: Any, mesh: Any) -> CompilerAnswer | Refusal | None:
                 stdin=subprocess.PIPE,  # which closes when this process ends
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
-                env=_environment(asked.device_count, slices),
+                # libtpu's files of log lines are among those that go with the folder.
+                env=_environment(asked.device_count, slices) | {"TMPDIR": str(folder)},
                 start_new_session=True,  # an interrupt is for this process, which ends the child
             )
         _write_request(folder, asked, slices)  # the child waits for it: it cleans up from now on
