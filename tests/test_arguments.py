@@ -200,8 +200,8 @@ CALLED = {
     "meshes": "mesh", "fixed": "fixed|mesh", "path": "path|group", "other": "other|lock",
     "logical_names": "names|spec", "libraries": "librar", "tree": "tree|names", "model": "model|tree",
     "pattern": "pattern|position", "roles": "roles|position", "base": "base|group",
-    "schedule": "schedule|gathers", "scale": "scale|group", "source": "source|no such file",
-    "sizes": "sizes|dims", "words": "words|dims",
+    "scale": "scale|group", "source": "source|no such file",
+    "sizes": "sizes|dims", "words": "words|dims", "on": "on|mesh axis|topology",
 }  # fmt: skip
 
 

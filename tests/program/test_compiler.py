@@ -267,7 +267,8 @@ def test_what_the_user_dumps_is_not_mixed_with_it(temporary, tmp_path_factory, m
 
 
 PROVE = """
-import tempfile, jax, shardrules as sr
+import signal, tempfile, jax, shardrules as sr
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore
 tempfile.tempdir = {folder!r}
 x = jax.ShapeDtypeStruct((8, 8), "float32")
 def slow(x):
