@@ -50,7 +50,10 @@ MISSED = {
         "adapters are sharded",
         "merged with adapters",
     },
-    "decoding with a KV cache": {"keys are repeated for queries"},
+    "decoding with a KV cache": {
+        "keys are repeated for queries",
+        "the head is cut as that of a row",
+    },
     "experts that exchange tokens in shard_map": {"outputs are summed again"},
     "linen with logical axes": {"the sequence is cut over tp, and heads too"},
     "nnx with its own jit": {"parameters are gathered for a penalty"},
