@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.text import Place
 from shardrules._program import compiler, compiler_child
+from shardrules._program.cache import Result
+from shardrules._program.refusal import Refusal
 from tests.support.compiled import compiled_on
 from tests.support.folders import ROOT
 
@@ -256,6 +258,14 @@ def test_nothing_in_the_current_folder_is_imported(temporary, tmp_path_factory, 
         (folder / f"{name}.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(folder)
     assert proved().program.sent
+
+
+def test_a_step_that_only_the_whole_compiler_refuses_is_refused(temporary, monkeypatch):
+    refused = Result(Refusal(20 * 10**9, 16 * 10**9, ""), 1.0, False)
+    target = "shardrules._program.verify.prove.compiled_result"
+    monkeypatch.setattr(target, lambda *_: refused)
+    with pytest.raises(sr.OutOfMemory, match=r"needs 20\.0 GB"):
+        proved(time=True)
 
 
 def test_what_the_user_dumps_is_not_mixed_with_it(temporary, tmp_path_factory, monkeypatch):

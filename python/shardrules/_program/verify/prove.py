@@ -20,7 +20,7 @@ from shardrules._plan.tables import Table
 from shardrules._program.buffers import Memory
 from shardrules._program.cache import compiled_result
 from shardrules._program.collectives import Collective
-from shardrules._program.compiler import CompilerAnswer, ask_compiler
+from shardrules._program.compiler import ask_compiler
 from shardrules._program.lowering import (
     On,
     check_step,
@@ -29,7 +29,7 @@ from shardrules._program.lowering import (
     mesh_of,
     target_mesh,
 )
-from shardrules._program.program import Program, roofline_on, time_on
+from shardrules._program.program import Program, inspect, roofline_on, time_on
 from shardrules._program.refusal import Refusal
 from shardrules._program.step_seconds import ProgramTime, Roofline
 from shardrules._program.topologies.topology import (
@@ -205,40 +205,35 @@ def prove(
     begin = perf_counter()
     answer = ask_compiler(lowering.lowered, mesh)
     seconds, whole = perf_counter() - begin, None
-    if answer is None or (time and not isinstance(answer, Refusal)):
+    if isinstance(answer, Refusal):
+        raise answer.error()
+    if answer is None or time:
         whole = compiled_result(lowering.lowered, mesh)
         seconds = whole.seconds
-    content: Any = answer if whole is None or answer is not None else whole.content
-    if isinstance(content, Refusal):
-        raise content.error()
-    if isinstance(content, CompilerAnswer):
-        content = content.program(lowering.lowered, mesh)
+        if isinstance(whole.content, Refusal):
+            raise whole.content.error()
+    content: Any = whole and whole.content
+    if answer is not None:
+        content = answer.program(lowering.lowered, mesh)
     if inputs is None:
         inputs = tuple(arg if isinstance(arg, Plan) else None for arg in args)
     if on is not None and mesh is not None:
         inputs, outputs = _planned_on(mesh, (inputs, outputs))
     room: Any = hbm
     if room is None and mesh is not None and has_devices(mesh):
-        is_exact = topology is not None and isinstance(answer, CompilerAnswer)
+        is_exact = topology is not None and answer is not None
         room = topology.hardware.memory_bytes if is_exact else memory_limit(mesh)  # type: ignore[union-attr]
     unplaced = [list(map(is_unplaced, tree_util.tree_leaves(arg))) for arg in args]
     findings, program = findings_and_program(
         content, inputs, outputs, hbm=room, large=large, budget=budget, unplaced=unplaced,
-        log=answer.warnings if isinstance(answer, CompilerAnswer) else "",
+        log="" if answer is None else answer.warnings,
     )  # fmt: skip
     estimate: ProgramTime | Roofline | None = None
-    compiled = None
-    if topology is not None:
+    if topology is not None and whole is None:
         estimate = roofline_on(topology, program)
-    if whole is not None:
-        compiled = None if whole.is_cached else whole.content
-        if topology is not None:
-            ended = program
-            if isinstance(answer, CompilerAnswer):
-                _, ended = findings_and_program(
-                    whole.content, inputs, outputs, hbm=None, large=large, budget=None
-                )
-            estimate = time_on(topology, ended)
+    elif topology is not None and whole is not None:
+        ended = program if answer is None else inspect(whole.content, inputs, outputs)
+        estimate = time_on(topology, ended)
     return Proof(
         target=_target_shown(mesh or program.mesh, topology),
         findings=findings,
@@ -247,7 +242,7 @@ def prove(
         seconds=seconds,
         time=estimate,
         notes=tuple(lowering.notes),
-        compiled=compiled,
+        compiled=None if whole is None or whole.is_cached else whole.content,
         is_cached=whole is not None and whole.is_cached,
     )
 
