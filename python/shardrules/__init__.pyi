@@ -13,10 +13,6 @@ from shardrules._checkpoint.load import load as load
 from shardrules._checkpoint.renames import Rename as Rename
 from shardrules._checkpoint.reshard import reshard as reshard
 from shardrules._checkpoint.saving import save as save
-from shardrules._files.manifest import write_manifest as write_manifest
-from shardrules._files.public import read_hardware as read_hardware
-from shardrules._files.public import read_model as read_model
-from shardrules._files.public import read_rules as read_rules
 from shardrules._place.constraint import with_sharding_constraint as with_sharding_constraint
 from shardrules._place.logical import logical_to_mesh as logical_to_mesh
 from shardrules._place.logical import with_logical_constraint as with_logical_constraint
@@ -31,6 +27,10 @@ from shardrules._plan.companions import QUANTIZED as QUANTIZED
 from shardrules._plan.companions import Companion as Companion
 from shardrules._plan.companions import stacked as stacked
 from shardrules._plan.companions import unstacked as unstacked
+from shardrules._plan.files.manifest import write_manifest as write_manifest
+from shardrules._plan.files.public import read_hardware as read_hardware
+from shardrules._plan.files.public import read_model as read_model
+from shardrules._plan.files.public import read_rules as read_rules
 from shardrules._plan.findings import FindingsError as FindingsError
 from shardrules._plan.plan import Plan as Plan
 from shardrules._plan.plan import plan as plan

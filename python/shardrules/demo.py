@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from shardrules import Hardware, match_partition_rules, named_shardings, plan
 from shardrules._base.text import bytes_shown
-from shardrules._files.models import nested, read_arrays
-from shardrules._files.rules import read_rule_source
 from shardrules._place.mesh import as_mesh
+from shardrules._plan.files.models import nested, read_arrays
+from shardrules._plan.files.rules import read_rule_source
 from shardrules._plan.plan import Plan
 from shardrules._program.topologies.topology import Topology
 from shardrules._program.verify.prove import head_of, prove

@@ -1,13 +1,13 @@
 """The public names of `shardrules.types`, which it imports when they are first used."""
 
 from shardrules._base.text import Place as Place
-from shardrules._files.rules import RuleFile as RuleFile
 from shardrules._place.logical import RulesFallback as RulesFallback
 from shardrules._plan.diff import Change as Change
 from shardrules._plan.diff import PlanDiff as PlanDiff
 from shardrules._plan.explain import Explanation as Explanation
 from shardrules._plan.explain import Tried as Tried
 from shardrules._plan.explain import TriedName as TriedName
+from shardrules._plan.files.rules import RuleFile as RuleFile
 from shardrules._plan.findings import Finding as Finding
 from shardrules._plan.findings import Findings as Findings
 from shardrules._plan.memory import DeviceBytes as DeviceBytes

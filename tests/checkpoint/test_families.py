@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.targets import targets_of
-from shardrules._files.leaves import ArraySpec
+from shardrules._plan.files.leaves import ArraySpec
 from tests.checkpoint.test_load import bits, mesh_of
 from tests.checkpoint.test_renames import save  # noqa: F401
 from tests.support.folders import DATA

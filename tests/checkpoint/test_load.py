@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.dtypes import BITS, SAFETENSORS
 from shardrules._checkpoint import filling, formats, reading, trees
-from shardrules._files.leaves import ArraySpecs
-from shardrules._files.models import read_arrays
+from shardrules._plan.files.leaves import ArraySpecs
+from shardrules._plan.files.models import read_arrays
 from tests.support.files import header_file, message
 from tests.support.slow import slow
 

@@ -11,7 +11,7 @@ import safetensors.numpy
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._files import remote
+from shardrules._plan.files import remote
 from tests.checkpoint.test_load import bits, mesh_of
 from tests.support import store
 from tests.support.store import Handler

@@ -14,7 +14,7 @@ import pytest
 import shardrules as sr
 from shardrules._base.io import FileError
 from shardrules._cli.project import forms
-from shardrules._files.project import ARGUMENTS, _jobs, find_table, read_project, stranger
+from shardrules._plan.files.project import ARGUMENTS, _jobs, find_table, read_project, stranger
 from tests.support import project_schema
 from tests.support.command_line import invoke
 from tests.tpu.marks import needs_libtpu
@@ -132,7 +132,7 @@ def test_the_search_ends_at_a_real_mount_point(monkeypatch):
         monkeypatch.chdir(folder)
         looked_at = []
         monkeypatch.setattr(
-            "shardrules._files.project._table_of", lambda path: looked_at.append(path.parent)
+            "shardrules._plan.files.project._table_of", lambda path: looked_at.append(path.parent)
         )
         assert find_table(Path(folder)) is None
     assert set(looked_at) == {Path(folder), Path("/dev/shm")}

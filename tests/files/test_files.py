@@ -22,10 +22,10 @@ import shardrules as sr
 from shardrules._base.dtypes import BITS, SAFETENSORS, bits_of, numpy_name
 from shardrules._base.io import FileError
 from shardrules._base.mesh_sizes import parse_mesh
-from shardrules._files.leaves import ArraySpec
-from shardrules._files.models import read_arrays
-from shardrules._files.modules import is_module_form, load_object
-from shardrules._files.rules import DIALECTS, read_rule_source
+from shardrules._plan.files.leaves import ArraySpec
+from shardrules._plan.files.models import read_arrays
+from shardrules._plan.files.modules import is_module_form, load_object
+from shardrules._plan.files.rules import DIALECTS, read_rule_source
 from tests.support import corpus
 from tests.support.files import message
 from tests.support.folders import ROOT
@@ -601,7 +601,7 @@ def test_a_bad_mesh(text, expected):
 
 def test_reading_imports_no_jax():
     code = (
-        "import sys; from shardrules._base import mesh_sizes; from shardrules._files import models, rules\n"
+        "import sys; from shardrules._base import mesh_sizes; from shardrules._plan.files import models, rules\n"
         f"models.read_arrays({str(corpus.manifest_path('gpt2'))!r})\n"
         "assert 'jax' not in sys.modules, 'imported'"
     )

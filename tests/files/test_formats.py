@@ -8,7 +8,7 @@ import pytest
 
 import shardrules as sr
 from shardrules._checkpoint import formats
-from shardrules._files import models
+from shardrules._plan.files import models
 
 MANIFEST = [["layers/0/kernel", [4, 8], "F32"], ["layers/0/bias", [8], "F32"]]
 

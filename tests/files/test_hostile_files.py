@@ -20,10 +20,10 @@ import pytest
 import shardrules as sr
 from shardrules._base import io as content
 from shardrules._base.io import FileError, memory_within, parse_json, read_bytes
-from shardrules._files.leaves import ArraySpec
-from shardrules._files.models import Arrays, nested, read_arrays
-from shardrules._files.public import read_hardware
-from shardrules._files.rules import read_rule_source
+from shardrules._plan.files.leaves import ArraySpec
+from shardrules._plan.files.models import Arrays, nested, read_arrays
+from shardrules._plan.files.public import read_hardware
+from shardrules._plan.files.rules import read_rule_source
 from tests.support.command_line import invoke
 from tests.support.contexts import pseudo_terminal
 from tests.support.files import header_file, message
@@ -41,10 +41,10 @@ READ = """
 import sys
 from pathlib import Path
 from shardrules import FileError
-from shardrules._files.models import read_arrays
+from shardrules._plan.files.models import read_arrays
 from shardrules._base.io import parse_json, read_bytes
-from shardrules._files.public import read_hardware
-from shardrules._files.rules import read_rule_source
+from shardrules._plan.files.public import read_hardware
+from shardrules._plan.files.rules import read_rule_source
 read = {"json": lambda path: parse_json(Path(path), read_bytes(Path(path))),
         "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rule_source(path).rules,
         "hardware": read_hardware}

@@ -12,8 +12,8 @@ import pytest
 
 import shardrules as sr
 from shardrules._base.io import memory_within
-from shardrules._files.models import read_arrays
-from shardrules._files.rules import read_rule_source
+from shardrules._plan.files.models import read_arrays
+from shardrules._plan.files.rules import read_rule_source
 from tests.support.command_line import invoke as run
 
 DUMPS = Path(__file__).parents[1] / "data" / "maxtext-dumps"

@@ -147,9 +147,9 @@ def test_the_bound_on_memory(tmp_path):
 
 def test_files_are_imported_on_first_use():
     code = (
-        "import sys, types, shardrules as sr; assert 'shardrules._files' not in sys.modules;"
+        "import sys, types, shardrules as sr; assert 'shardrules._plan.files' not in sys.modules;"
         "assert 'read_rules' in dir(sr); sr.plan({'a': types.SimpleNamespace(shape=(2,), dtype='int8')}, [], {'dp': 2});"
-        "assert 'shardrules._files' not in sys.modules; sr.read_model, sr.types.RuleFile;"
+        "assert 'shardrules._plan.files' not in sys.modules; sr.read_model, sr.types.RuleFile;"
         "assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})

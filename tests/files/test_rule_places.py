@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from shardrules._files.rule_places import rule_places
-from shardrules._files.rules import read_rule_source
+from shardrules._plan.files.rule_places import rule_places
+from shardrules._plan.files.rules import read_rule_source
 
 MULTILINE = f'\npattern = {3 * chr(39)}\n[[rules]]\n{3 * chr(39)}\nspec = ["fsdp"]\n'
 TABLES = f"""\

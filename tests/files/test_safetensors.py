@@ -12,8 +12,8 @@ import pytest
 
 from shardrules._base.dtypes import BITS, SAFETENSORS
 from shardrules._base.io import FileError
-from shardrules._files.leaves import ArraySpec
-from shardrules._files.models import read_arrays
+from shardrules._plan.files.leaves import ArraySpec
+from shardrules._plan.files.models import read_arrays
 from tests.support.files import header_file, message
 
 DEEP = b"[" * 200_000 + b"]" * 200_000

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._files import remote
+from shardrules._plan.files import remote
 from tests.checkpoint.test_load import mesh_of
 
 

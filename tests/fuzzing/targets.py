@@ -21,10 +21,10 @@ import numpy as np
 
 import shardrules as sr
 from shardrules import FileError
-from shardrules._files.models import read_arrays
-from shardrules._files.public import read_hardware
-from shardrules._files.rules import read_rule_source
 from shardrules._plan import lock as locks
+from shardrules._plan.files.models import read_arrays
+from shardrules._plan.files.public import read_hardware
+from shardrules._plan.files.rules import read_rule_source
 from shardrules._plan.fold import fold
 
 try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardrules._base.dtypes import bits_of
-from shardrules._files.models import read_arrays
+from shardrules._plan.files.models import read_arrays
 
 __all__ = ["Manifest", "Parameter", "read_manifest"]
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.io import FileError
 from shardrules._checkpoint import reading, saving
-from shardrules._files import remote
+from shardrules._plan.files import remote
 from tests.support.process_worker import main, raised
 
 RULES = [

@@ -6,7 +6,7 @@ import json
 
 from shardrules._cli.options import GROUP_OF, GROUPS
 from shardrules._cli.project import forms
-from shardrules._files.project import ARGUMENTS
+from shardrules._plan.files.project import ARGUMENTS
 from tests.support.folders import ROOT
 
 SCHEMA = ROOT / "docs" / "shardrules.schema.json"

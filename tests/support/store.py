@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from shardrules._files import remote
+from shardrules._plan.files import remote
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -24,7 +24,7 @@ from shardrules._checkpoint.ranges import Copy, Tiles, axis_strides, numpy_dtype
 from shardrules._checkpoint.reading import BoxRequest, Reader, copy_values
 from shardrules._checkpoint.scales import spread
 from shardrules._checkpoint.targets import SourcePart, Target
-from shardrules._files.leaves import ArraySpec, StoredFile
+from shardrules._plan.files.leaves import ArraySpec, StoredFile
 
 # Reads at once, also of one array: a store on a network takes milliseconds to answer each.
 _THREADS: Final = 16

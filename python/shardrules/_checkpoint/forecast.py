@@ -21,8 +21,8 @@ from shardrules._checkpoint.reading import bound_of
 from shardrules._checkpoint.renames import A_RENAME, Rename
 from shardrules._checkpoint.targets import Target, whole
 from shardrules._checkpoint.trees import matched
-from shardrules._files.leaves import ArraySpec
-from shardrules._files.models import read_arrays
+from shardrules._plan.files.leaves import ArraySpec
+from shardrules._plan.files.models import read_arrays
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -19,10 +19,10 @@ from shardrules._checkpoint.job import Job, bytes_to_read
 from shardrules._checkpoint.programs import ingredients, made
 from shardrules._checkpoint.ranges import in_batches
 from shardrules._checkpoint.reading import Progress, Reader, reported
-from shardrules._files.models import Arrays
-from shardrules._files.orbax import SEPARATOR, is_item
 from shardrules._place.agreement import Row
 from shardrules._plan.align import key_text
+from shardrules._plan.files.models import Arrays
+from shardrules._plan.files.orbax import SEPARATOR, is_item
 
 # Of one array some bytes each.
 _MOST_SAMPLES: Final = 512

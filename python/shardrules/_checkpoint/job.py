@@ -16,7 +16,7 @@ from shardrules._base.text import bytes_shown
 from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape
 from shardrules._checkpoint.reading import STAGING, bound_of
 from shardrules._checkpoint.targets import SourcePart, Target
-from shardrules._files.leaves import ArraySpec
+from shardrules._plan.files.leaves import ArraySpec
 
 
 class Job(NamedTuple):

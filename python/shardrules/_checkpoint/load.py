@@ -21,13 +21,13 @@ from shardrules._checkpoint.replicas import put_in_place, reading_of
 from shardrules._checkpoint.selection import Selection, initial
 from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched
-from shardrules._files.leaves import ArraySpecs
-from shardrules._files.models import Arrays, read_arrays
 from shardrules._place.agreement import rows_of
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall
+from shardrules._plan.files.leaves import ArraySpecs
+from shardrules._plan.files.models import Arrays, read_arrays
 from shardrules._plan.plan import Plan
 
 

@@ -16,7 +16,7 @@ from shardrules._checkpoint.job import Job
 from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.scales import codes_and_scales, scaled_codes, spread
 from shardrules._checkpoint.targets import Target, whole
-from shardrules._files.leaves import ArraySpec
+from shardrules._plan.files.leaves import ArraySpec
 
 
 def is_plain(target: Target, shape_of: Callable[[str], tuple[int, ...]]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import numpy as np
 
 from shardrules._checkpoint.boxes import Box, box_shape
-from shardrules._files.leaves import ArraySpec, StoredFile
+from shardrules._plan.files.leaves import ArraySpec, StoredFile
 
 if TYPE_CHECKING:
     import numpy.typing as npt

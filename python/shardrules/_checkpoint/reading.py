@@ -36,8 +36,8 @@ from shardrules._checkpoint.ranges import (
     share_bytes,
     shares_of,
 )
-from shardrules._files.leaves import ArraySpec, StoredFile, state_of
-from shardrules._files.remote import RemoteFile
+from shardrules._plan.files.leaves import ArraySpec, StoredFile, state_of
+from shardrules._plan.files.remote import RemoteFile
 
 if TYPE_CHECKING:
     import io

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entries_of, entry_axes, entry_of
-from shardrules._files.models import Arrays
-from shardrules._files.remote import RemotePath
 from shardrules._place.transfers import put
+from shardrules._plan.files.models import Arrays
+from shardrules._plan.files.remote import RemotePath
 
 # Smaller arrays are read by each process: a request takes as long as a program.
 _LEAST_BYTES: Final = 1 << 20

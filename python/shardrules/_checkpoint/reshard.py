@@ -25,7 +25,6 @@ from shardrules._checkpoint.reading import bound_of
 from shardrules._checkpoint.renames import A_RENAME, Rename, texts_of
 from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
-from shardrules._files.leaves import ArraySpec
 from shardrules._place.agreement import rows_of
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import RulesLike
@@ -37,6 +36,7 @@ from shardrules._place.shard import converted, placeable
 from shardrules._place.spec_trees import leaf_path
 from shardrules._place.transfers import Donated, check_reachable, put, stays_within
 from shardrules._plan.align import align, check_distinct
+from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.plan import Plan
 
 

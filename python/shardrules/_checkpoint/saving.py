@@ -24,10 +24,10 @@ from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.programs import dtype_on_devices, is_plain, made_of, spread_over
 from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.targets import Target, finds, targets_of
-from shardrules._files.leaves import ArraySpec
 from shardrules._place.named_arrays import leaf_paths
 from shardrules._place.processes import JointCall
 from shardrules._plan.align import check_distinct
+from shardrules._plan.files.leaves import ArraySpec
 
 _CODES: Final = {numpy_name: code for code, numpy_name in SAFETENSORS.items()}
 _INDEX: Final = "model.safetensors.index.json"

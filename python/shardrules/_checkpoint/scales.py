@@ -16,7 +16,7 @@ from shardrules._checkpoint.boxes import Arrangement, Form, sized
 from shardrules._checkpoint.job import Job
 from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.targets import SourcePart, Target
-from shardrules._files.leaves import ArraySpec
+from shardrules._plan.files.leaves import ArraySpec
 
 
 class _Spread(NamedTuple):

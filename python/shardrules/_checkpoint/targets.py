@@ -28,7 +28,7 @@ from shardrules._checkpoint.patterns import needed_text
 from shardrules._checkpoint.problems import Problems
 from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.renames import Rename, numbered_axes, stacked_axes
-from shardrules._files.leaves import ArraySpec
+from shardrules._plan.files.leaves import ArraySpec
 
 Shape = tuple[int, ...]
 

@@ -13,11 +13,11 @@ from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.selection import Selection
 from shardrules._checkpoint.targets import Target, targets_of
-from shardrules._files.leaves import ArraySpec
-from shardrules._files.models import Arrays, nested
 from shardrules._place.mesh import check_placeable
 from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.align import check_distinct, match_rows
+from shardrules._plan.files.leaves import ArraySpec
+from shardrules._plan.files.models import Arrays, nested
 
 _ShapeAndDtype = tuple[tuple[int, ...], str]
 

@@ -13,9 +13,9 @@ from shardrules._base.mesh_sizes import parse_mesh
 from shardrules._base.text import mesh_shown
 from shardrules._cli import inputs
 from shardrules._cli.process import hint, working
-from shardrules._files.manifest import manifest_text, packed
-from shardrules._files.modules import find_object, is_module_form, takes
-from shardrules._files.project import OWN_FILE, find_table, project_text, stranger
+from shardrules._plan.files.manifest import manifest_text, packed
+from shardrules._plan.files.modules import find_object, is_module_form, takes
+from shardrules._plan.files.project import OWN_FILE, find_table, project_text, stranger
 from shardrules._program.topologies.topology import Topology
 from shardrules._rules.rules import Rules
 from shardrules._suggest.suggest import suggest, suggestion_of

@@ -66,7 +66,7 @@ def plan(args: Args) -> int:
     Exits with 1 if the bytes do not fit and --must-fit is given.
     """
     from shardrules._cli import inputs, show
-    from shardrules._files.manifest import manifest_text, write_packed
+    from shardrules._plan.files.manifest import manifest_text, write_packed
     from shardrules._plan.report import plan_json
 
     room, training = inputs.room(args), inputs.training(args)
@@ -386,7 +386,7 @@ def load(args: Args) -> None:
     """Tell what shardrules.load would read: bytes, reads, in flight, time; or load, and time it."""
     from shardrules._checkpoint.forecast import forecast, renamed, timed
     from shardrules._cli import inputs
-    from shardrules._files.modules import load_object
+    from shardrules._plan.files.modules import load_object
 
     speed = byte_count(args.bandwidth)
     if not speed:
@@ -442,7 +442,7 @@ def manifest(args: Args) -> None:
     Without --output it goes to standard output, gzipped unless that is a terminal.
     """
     from shardrules._cli import inputs
-    from shardrules._files.manifest import manifest_text, packed, write_packed
+    from shardrules._plan.files.manifest import manifest_text, packed, write_packed
 
     _check_targets({"--output": args.output}, [args.source])
     text = manifest_text(*inputs.load_arrays(args))

@@ -17,12 +17,12 @@ from shardrules._base.mesh_sizes import parse_mesh
 from shardrules._base.text import and_more, byte_count, counted, mesh_shown, shown
 from shardrules._cli.options import MOMENTS
 from shardrules._cli.process import hint, working
-from shardrules._files.logical import LOGICAL_DIALECTS
-from shardrules._files.manifest import arrays_of
-from shardrules._files.models import nested, read_arrays
-from shardrules._files.modules import is_module_form, load_object
-from shardrules._files.rules import DIALECTS, RuleFile, read_rule_source
 from shardrules._place.mesh import as_mesh
+from shardrules._plan.files.logical import LOGICAL_DIALECTS
+from shardrules._plan.files.manifest import arrays_of
+from shardrules._plan.files.models import nested, read_arrays
+from shardrules._plan.files.modules import is_module_form, load_object
+from shardrules._plan.files.rules import DIALECTS, RuleFile, read_rule_source
 from shardrules._plan.findings import Declared, Findings, all_declared, compiled_replicated
 from shardrules._plan.memory import Room
 from shardrules._plan.plan import Plan, plan
@@ -170,7 +170,7 @@ def load_arrays(args: Args) -> tuple[Plan, str]:
 
 def load_hardware(text: str) -> Hardware:
     """Read the hardware in a TOML file, or finds that of this name."""
-    from shardrules._files.public import read_hardware
+    from shardrules._plan.files.public import read_hardware
 
     is_file = text.endswith(".toml") or "/" in text
     return read_hardware(text) if is_file else as_hardware("--hardware", text)

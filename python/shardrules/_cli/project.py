@@ -16,7 +16,7 @@ from shardrules._base.text import printable, printable_json
 from shardrules._cli.commands import COMMANDS
 from shardrules._cli.options import GROUP_OF, GROUPS
 from shardrules._cli.process import FAILED, code_of, print_note
-from shardrules._files.project import ProjectFile, ProjectJob, form_of, read_project
+from shardrules._plan.files.project import ProjectFile, ProjectJob, form_of, read_project
 
 ARGUMENTS_OF: Final = {"check": ("model",), "prove": ("function",), "diff": ("before", "model")}
 """The commands that run jobs, with the keys of their arguments."""

@@ -124,7 +124,7 @@ def exit_code(args: Args, findings: Findings) -> int:
 
 def _rule_lines(args: Args, planned: Planned | None) -> tuple[str | None, Sequence[int]]:
     """Return the rule file from the root of the checkout, and the lines of its rules."""
-    from shardrules._files.rule_places import rule_places
+    from shardrules._plan.files.rule_places import rule_places
 
     if planned is None or args.rules is None:
         return None, ()

@@ -18,9 +18,9 @@ from shardrules._base.io import FileError
 from shardrules._base.rule_specs import Fsdp, RuleSpec, rule_spec
 from shardrules._base.specs import entries_of, entry_axes, entry_of
 from shardrules._base.text import counted, printable
-from shardrules._files.modules import is_module_form
-from shardrules._files.rule_places import rule_places
-from shardrules._files.rules import RuleFile, read_rule_source
+from shardrules._plan.files.modules import is_module_form
+from shardrules._plan.files.rule_places import rule_places
+from shardrules._plan.files.rules import RuleFile, read_rule_source
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.resolver import axes_in
 from shardrules._rules.rules import Rules, rules_like

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from shardrules._base.rule_specs import Fsdp, RuleSpec, fsdp, rule_spec
 from shardrules._base.specs import entries_of, entry_axes
 from shardrules._base.text import printable
-from shardrules._files.logical import LOGICAL_DIALECTS
-from shardrules._files.rules import DIALECTS
+from shardrules._plan.files.logical import LOGICAL_DIALECTS
+from shardrules._plan.files.rules import DIALECTS
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.patterns import Pattern, pattern_shown
 from shardrules._rules.resolver import axes_in

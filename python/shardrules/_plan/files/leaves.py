@@ -15,7 +15,7 @@ from shardrules._base.arguments import MOST
 from shardrules._base.dtypes import numpy_name
 from shardrules._base.io import FileError, first_repeated
 from shardrules._base.text import brief, shown
-from shardrules._files.remote import RemoteFile
+from shardrules._plan.files.remote import RemoteFile
 
 _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 _ODD_SHAPE: Final = "needs a shape that is a list of integers"

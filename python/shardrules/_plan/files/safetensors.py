@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 from shardrules._base.dtypes import SAFETENSORS, bits_of
 from shardrules._base.io import FileError, join_chunks, opened, parse_json
 from shardrules._base.text import and_more, near_shown, shown
-from shardrules._files.leaves import (
+from shardrules._plan.files.leaves import (
     ArraySpec,
     ArraySpecs,
     StoredFile,

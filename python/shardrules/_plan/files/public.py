@@ -12,12 +12,12 @@ from shardrules._base.dtypes import key_dtype
 from shardrules._base.hardware import Hardware, public_hardware
 from shardrules._base.io import DEFAULT_MEMORY, FileError, memory_within, opened, path_of
 from shardrules._base.text import SLIP, bytes_shown, nearest
-from shardrules._files.leaves import ArraySpec
-from shardrules._files.models import nested as in_levels
-from shardrules._files.models import read_arrays
-from shardrules._files.modules import is_module_form
-from shardrules._files.rules import RuleFile, parse_toml
-from shardrules._files.rules import read_rule_source as rules_in
+from shardrules._plan.files.leaves import ArraySpec
+from shardrules._plan.files.models import nested as in_levels
+from shardrules._plan.files.models import read_arrays
+from shardrules._plan.files.modules import is_module_form
+from shardrules._plan.files.rules import RuleFile, parse_toml
+from shardrules._plan.files.rules import read_rule_source as rules_in
 from shardrules._rules.dialects import Dialect, LogicalDialect
 
 _MOST_BYTES: Final = 1 << 16

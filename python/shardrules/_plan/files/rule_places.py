@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from shardrules._base.io import FileError, read_bytes, text_of
-from shardrules._files.logical import MAXTEXT_KEY, yaml_nodes
-from shardrules._files.modules import is_module_form
-from shardrules._files.rules import without_strings
+from shardrules._plan.files.logical import MAXTEXT_KEY, yaml_nodes
+from shardrules._plan.files.modules import is_module_form
+from shardrules._plan.files.rules import without_strings
 
 # Between the values of valid JSON.
 _BETWEEN: Final = re.compile(r"[\s,:]*")

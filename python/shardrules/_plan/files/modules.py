@@ -17,7 +17,7 @@ from shardrules._base.io import FileError
 from shardrules._base.mistakes import kind_of
 from shardrules._base.text import brief, near_shown
 
-_PACKAGE: Final = Path(__file__).parents[1]
+_PACKAGE: Final = Path(__file__).parents[2]
 _FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<name>[^\W\d][\w.]*)")
 
 

@@ -17,9 +17,9 @@ from shardrules._base.io import (
     unreadable,
 )
 from shardrules._base.text import near_shown, shown
-from shardrules._files import orbax, safetensors
-from shardrules._files.leaves import ArraySpec, ArraySpecs, all_are, check_column
-from shardrules._files.remote import place_of
+from shardrules._plan.files import orbax, safetensors
+from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, all_are, check_column
+from shardrules._plan.files.remote import place_of
 
 # A dict with one key, and the key. No tree is walked deeper than about 1,000 levels.
 _BYTES_OF_NODE: Final = 320

@@ -12,10 +12,15 @@ from shardrules._base.correction import Correction
 from shardrules._base.io import FileError, parse_json, path_of, read_bytes, text_of
 from shardrules._base.rule_specs import Fsdp, RuleSpec, fsdp
 from shardrules._base.text import byte_count, record, shown
-from shardrules._files.logical import LOGICAL_DIALECTS, logical_rules, parse_yaml, rules_of_maxtext
-from shardrules._files.modules import is_module_form, load_object
 from shardrules._plan import companions
 from shardrules._plan.companions import Companion
+from shardrules._plan.files.logical import (
+    LOGICAL_DIALECTS,
+    logical_rules,
+    parse_yaml,
+    rules_of_maxtext,
+)
+from shardrules._plan.files.modules import is_module_form, load_object
 from shardrules._plan.findings import NOTHING, Declared
 from shardrules._rules import dialects as _dialects
 from shardrules._rules.dialects import EFORMER, LINEN, MAXTEXT, Dialect, LogicalDialect

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from shardrules._base.dtypes import RANDOM_KEYS
 from shardrules._base.io import FileError, parse_json, read_bytes
-from shardrules._files.leaves import ArraySpec, ArraySpecs
+from shardrules._plan.files.leaves import ArraySpec, ArraySpecs
 
 SEPARATOR: Final = "/"
 _METADATA: Final = "_METADATA"
