@@ -16,7 +16,6 @@ import pytest
 
 import shardrules as sr
 from shardrules import demo
-from tests.support import corpus
 from tests.support.command_line import invoke as run
 from tests.support.contexts import pseudo_terminal
 
@@ -833,19 +832,6 @@ def test_rules_are_mended(small):
     assert result.exit_code == 0
     patterns = [line for line in result.stdout.splitlines() if line.startswith("pattern")]
     assert patterns == ["pattern = 'wq/kernel'", 'pattern = "embed"', 'pattern = "norm"']
-
-
-@pytest.mark.parametrize("more", [(), ("--dialect", "maxtext"), ("--dialect", "eformer")])
-def test_a_table_of_names_is_suggested_for_a_model_that_has_them(more, tmp_path):
-    model = corpus.manifest_path("maxtext-llama3.1-405b-scanned")
-    written = tmp_path / "suggested.toml"
-    result = run("suggest", model, "-m", "dp=2,fsdp=8,tp=8", *more)
-    assert result.exit_code == 0, result.stderr
-    assert ('kind = "logical"' in result.stdout) == ("eformer" not in more)
-    assert f'dialect = "{more[1] if more else "linen"}"' in result.stdout
-    written.write_text(result.stdout, encoding="utf-8")
-    checked = run("check", model, "-r", written, "-m", "dp=2,fsdp=8,tp=8", "--fail-on", "warning")
-    assert checked.exit_code == 0, checked.stdout
 
 
 @pytest.mark.parametrize(

@@ -167,26 +167,13 @@ def test_other_forms_get_text_to_paste(where, monkeypatch, name, text, where_to,
         assert_right(where, name)
 
 
-@pytest.mark.parametrize("suffix", ["toml", "yml"])
-def test_names_without_a_rule(where, suffix):
-    shapes = {"up/kernel": [512, 2048], "down/kernel": [2048, 512], "norm/scale": [512]}
-    axes = {"up/kernel": ["embed", "mlp"], "down/kernel": ["mlp", "embed"], "norm/scale": ["norm"]}
-    params = [[path, shape, "F32"] for path, shape in shapes.items()]
-    (where / "model.json").write_text(json.dumps({"params": params, "logical_axes": axes}))
-    toml = 'kind = "logical"\n[[rules]]\nname = "embed"\naxes = ["fsdp"]\n'
-    (where / "r.toml").write_text(toml)
-    (where / "r.yml").write_text("logical_axis_rules: [['embed', ['fsdp']]]\n")
-    if suffix == "yml":
-        pytest.importorskip("yaml")
-    result = check(where, f"r.{suffix}", "--fix")
-    assert result.exit_code == 1, result.output
-    if suffix == "yml":
-        assert result.stdout.splitlines()[0].endswith(
-            "at the end of the list (its last at line 1):"
-        )
-        assert '- ["mlp", ["tp"]]' in result.stdout.splitlines()
-    else:
-        assert '+[[rules]]\n+name = "mlp"\n+axes = "tp"\n' in result.stdout
+def test_a_table_of_names_is_refused(where):
+    params = {"params": [["up", [512, 2048], "F32"]], "logical_axes": {"up": ["embed", "mlp"]}}
+    (where / "model.json").write_text(json.dumps(params))
+    (where / "r.toml").write_text('kind = "logical"\n[[rules]]\nname = "embed"\naxes = ["fsdp"]\n')
+    result = check(where, "r.toml", "--fix")
+    assert result.exit_code == 2
+    assert "it is for logical axis names, whose axes only you know" in result.stderr
 
 
 def test_a_rule_is_that_of_its_siblings(where):

@@ -623,3 +623,29 @@ def test_no_array_is_kept():
     gc.collect()
     assert gone() is None
     assert len(found.rules) == 1
+
+
+class TestLogicalNames:
+    """Libraries ship tables of names; what `suggest` writes is for paths, whatever names there are."""
+
+    NAMES = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
+    TREE = {"up": models.array(64, 256), "down": models.array(256, 64)}
+
+    @pytest.mark.parametrize(
+        ("model", "more"),
+        [
+            (TREE, {"dialect": sr.dialects.LINEN}),
+            (sr.plan(TREE, sr.LogicalRules([]), MESH, names=NAMES), {}),
+        ],
+    )
+    def test_a_table_is_refused_with_where_to_get_one(self, model, more):
+        with pytest.raises(TypeError, match=r"libraries ship a table, such as MaxText's base\.yml"):
+            sr.suggest(model, MESH, **more)
+
+    def test_boxes_get_rules_of_paths(self):
+        spmd = pytest.importorskip("flax.linen.spmd")
+        boxes = {
+            path: spmd.LogicallyPartitioned(self.TREE[path], self.NAMES[path]) for path in self.TREE
+        }
+        rules = [("up/value", ("fsdp", "tp")), ("down/value", ("tp", "fsdp"))]
+        assert list(sr.suggest(boxes, MESH).rules) == rules

@@ -113,8 +113,6 @@ def constraint_lines(solution: Solution) -> list[str]:
 
 def solver_notes(solution: Solution) -> Iterator[str]:
     """Yield what is to be told beside the rules of a solution."""
-    if note := solution._ruled.note:
-        yield note
     for text in solution.unconstrained:
         yield f"not constrained: {text}"
 

@@ -156,8 +156,8 @@ def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
                 f"{like}: it is for logical axis names; rules that are mended are for paths"
             )
         dialect = dialect if rules is None else rules.dialect
-        _, tree, axis_names = _tree(args.source, dialect)
-    return tree, {"names": axis_names, "dialect": dialect, "like": rules}
+        _, tree, _ = _tree(args.source, dialect)
+    return tree, {"dialect": dialect, "like": rules}
 
 
 def load_arrays(args: Args) -> tuple[Plan, str]:

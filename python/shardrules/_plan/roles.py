@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from shardrules._plan.fold import Folded, parts_of, runs_of
 
@@ -34,7 +34,6 @@ _NOT_LOOKUP: Final = re.compile(r"patch|proj|unembed|head|conv")
 _EXPERTS: Final = re.compile(r"experts?(_|$)|moe")
 _NOT_EXPERTS: Final = re.compile(r"shared|att")
 _STACK_NAMES: Final = re.compile(r"\w*layers?|stack\w*|stages?|repeats?|blocks?|periods?")
-_EXPERT_NAMES: Final = re.compile(r"exp|experts?")
 _ROUTER: Final = re.compile(r"(\w*_)?(router|gate|gating|switch|w_?[gr])(_\w*)?")
 # What begins with one size though it is no stack of layers: that of heads, a window or experts.
 _NO_STACK: Final = re.compile(r"att(n|ention)|conv|experts?(_|$)|moe")
@@ -97,7 +96,6 @@ class _Seen(NamedTuple):
     folded: Folded
     pattern: str
     shape: Shape
-    names: tuple[Any, ...]
     words: tuple[str, ...]
 
     @property
@@ -119,24 +117,19 @@ class _Seen(NamedTuple):
         return any(map(_NORM.search, self.words[-2:]))
 
 
-def parts_of_model(
-    folded: Iterable[Folded],
-    shapes: Sequence[Shape | None],
-    names: Sequence[tuple[Any, ...] | None],
-) -> tuple[Part, ...]:
+def parts_of_model(folded: Iterable[Folded], shapes: Sequence[Shape | None]) -> tuple[Part, ...]:
     """Return the roles of a model's parameters.
 
     Args:
         folded: Of the parameters, and of nothing else.
         shapes: Per kind; None for what is not an array.
-        names: Per kind the logical axis names, if there are any.
 
     Example:
         >>> import numpy as np
         >>> from shardrules._plan.fold import fold
         >>> paths = [f"layers/{i}/mlp/{w}/kernel" for i in range(2) for w in ("up", "down")]
         >>> folded = fold(paths, np.array([0, 1, 0, 1], np.int32))
-        >>> parts = parts_of_model(folded, [(64, 256), (256, 64)], [None, None])
+        >>> parts = parts_of_model(folded, [(64, 256), (256, 64)])
         >>> [(part.pattern, part.dims, part.leaves) for part in parts][0]
         ('layers/{0,1}/mlp/up/kernel', ('in', 'out'), 2)
     """
@@ -145,7 +138,6 @@ def parts_of_model(
             part,
             part.pattern,
             shape,
-            names[part.group] or (),
             _named_roles(_path_words(part.pattern)),
         )
         for part in folded
@@ -214,7 +206,7 @@ def _stacks(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
     """
     stacks = []
     for part in seen:
-        if part.is_norm and len(part.shape) == 2 and not part.names and 1 not in part.shape:
+        if part.is_norm and len(part.shape) == 2 and 1 not in part.shape:
             block = part.words[:-1] if _NORM.search(part.words[-1]) else part.words[:-2]
             dim = part.shape.index(min(part.shape))
             stacks.append((block, dim, part.shape[dim]))
@@ -226,7 +218,7 @@ def _stacks_by_shape(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]
     blocks: dict[tuple[str, ...], list[_Seen]] = defaultdict(list)
     for part in seen:
         for end in range(1, len(part.words)):
-            if part.words[end] != "#" and not part.names:
+            if part.words[end] != "#":
                 blocks[part.words[:end]].append(part)
     routers = _routers(seen, [{} for _ in seen], None)
     stacks = []
@@ -265,14 +257,8 @@ def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
 def _leading_dims(
     part: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]
 ) -> dict[int, DimRole]:
-    """Return the dimensions of layers; and of experts, if names tell."""
+    """Return the dimensions of layers."""
     front: dict[int, DimRole] = {}
-    for dim, name in enumerate(part.names):
-        if isinstance(name, str) and dim < len(part.shape):
-            if _STACK_NAMES.fullmatch(name):
-                front[dim] = "stack"
-            elif _EXPERT_NAMES.fullmatch(name):
-                front[dim] = "experts"
     for block, dim, layers in stacks:
         if part.words[: len(block)] == block and part.shape[dim : dim + 1] == (layers,):
             front[dim] = "stack"

@@ -10,22 +10,20 @@ import io
 import json
 import re
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.io import FileError
 from shardrules._base.rule_specs import Fsdp, RuleSpec, rule_spec
-from shardrules._base.specs import entries_of, entry_axes, entry_of
+from shardrules._base.specs import entries_of, entry_axes
 from shardrules._base.text import counted, printable
 from shardrules._plan.files.modules import is_module_form
 from shardrules._plan.files.rule_places import rule_places
 from shardrules._plan.files.rules import RuleFile, read_rule_source
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.resolver import axes_in
 from shardrules._rules.rules import Rules, rules_like
 from shardrules._suggest.suggest import suggest
-from shardrules._writer.texts import plain_pattern, python_rule, toml_logical_rule, toml_rule
+from shardrules._writer.texts import plain_pattern, python_rule, toml_rule
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
@@ -60,9 +58,10 @@ def fix(
         raise _refused(source, "some leaves follow others: leave out its companions, and fix that")
     rules = file.rules
     if isinstance(rules, LogicalRules):
-        addition = _added_names(rules, plan, head_dim)
-    else:
-        addition = _added_paths(source, rules, plan, head_dim)
+        raise _refused(
+            source, "it is for logical axis names, whose axes only you know: add a line for each"
+        )
+    addition = _added_rules(source, rules, plan, head_dim)
     if not addition.rules:
         return ""
     lines = rule_places(source, len(rules)).lines
@@ -74,10 +73,9 @@ def _refused(source: str, why: str) -> FileError:
     return FileError(printable(f"{source}: --fix: it writes no rules for this file, since {why}"))
 
 
-def _added_paths(source: str, rules: Rules, plan: Plan, head_dim: int | None) -> _Addition:
+def _added_rules(source: str, rules: Rules, plan: Plan, head_dim: int | None) -> _Addition:
     """Return the rules that `suggest` adds, before the catch-all that decides their leaves now."""
     suggestion = suggest(plan, like=rules, dialect=rules.dialect, head_dim=head_dim)
-    assert isinstance(suggestion.rules, Rules)
     kept: list[int] = []
     pairs = [*suggestion.rules]
     for number, rule in enumerate(rules):
@@ -94,27 +92,9 @@ def _added_paths(source: str, rules: Rules, plan: Plan, head_dim: int | None) ->
     return _Addition(place, added[len(kept) :])
 
 
-def _added_names(rules: LogicalRules, plan: Plan, head_dim: int | None) -> _Addition:
-    """Return rules of logical axis names that have none, without the axes of names beside them."""
-    suggestion = suggest(plan, head_dim=head_dim)
-    axes_of: dict[str, set[str]] = defaultdict(set)
-    for name, axes in rules:
-        axes_of[name] |= {*axes_in(axes)}
-    taken: dict[str, set[str]] = defaultdict(set)
-    for kind in plan.kinds:
-        for name in kind.names or ():
-            taken[name].update(*(axes_of.get(neighbour, ()) for neighbour in kind.names or ()))
-    added = [
-        (name, entry_of(tuple(axis for axis in axes_in(axes) if axis not in taken[name])), note)
-        for (name, axes), note in zip(suggestion.rules, suggestion._notes, strict=True)
-        if name not in axes_of
-    ]
-    return _Addition(len(rules), added)
-
-
 def _patched(
     source: str,
-    rules: Rules | LogicalRules,
+    rules: Rules,
     lines: tuple[int, ...],
     addition: _Addition,
     dialect: Dialect | LogicalDialect | None,
@@ -124,12 +104,11 @@ def _patched(
     if path.suffix != ".toml" or not lines or printable(source) != source or "\t" in source:
         return ""
     text = path.read_bytes().decode()
-    write = toml_logical_rule if isinstance(rules, LogicalRules) else toml_rule
-    tables = [line for rule in addition.rules for line in (*write(*rule), "")]
+    tables = [line for rule in addition.rules for line in (*toml_rule(*rule), "")]
     patched = _with_tables(_lines(text), lines, addition.place, tables)
     pairs = [*rules]
     pairs[addition.place : addition.place] = [rule[:2] for rule in addition.rules]
-    expected = rules_like(rules, pairs) if isinstance(rules, Rules) else pairs
+    expected = rules_like(rules, pairs)
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory, path.name)
         copy.write_bytes(patched.encode())
@@ -171,44 +150,39 @@ def _diff(source: str, before: str, after: str) -> str:
     return "".join(line if line.endswith("\n") else line + _NO_LINE_END for line in lines)
 
 
-def _pasted(
-    source: str, rules: Rules | LogicalRules, lines: tuple[int, ...], addition: _Addition
-) -> str:
+def _pasted(source: str, rules: Rules, lines: tuple[int, ...], addition: _Addition) -> str:
     """Return where to paste the rules, and their text as the file has them."""
     place, count = addition.place, counted(len(addition.rules), "rule")
     where = f"before rule {place}" if place < len(rules) else "at the end of the list"
     if lines:
         begins = lines[min(place, len(lines) - 1)]
         where += f" (line {begins})" if place < len(lines) else f" (its last at line {begins})"
-    is_logical = isinstance(rules, LogicalRules)
     suffix = "" if is_module_form(source) else Path(source).suffix
     has_tables = suffix == ".toml" and _TABLE.search(Path(source).read_text("utf-8"))
     pasted = [printable(f"{source}: {count} to paste {where}:")]
     for pattern, value, note in addition.rules:
         if has_tables:
-            pasted += [*(toml_logical_rule if is_logical else toml_rule)(pattern, value, note), ""]
+            pasted += [*toml_rule(pattern, value, note), ""]
         elif is_module_form(source):
-            pasted += [f"# {note}", f"{python_rule(pattern, value, is_logical=is_logical)},"]
+            pasted += [f"# {note}", f"{python_rule(pattern, value)},"]
         elif suffix in (".yml", ".yaml"):
-            pasted += [f"# {note}", f"- {_json_rule(pattern, value, is_logical)}"]
+            pasted += [f"# {note}", f"- {_json_rule(pattern, value)}"]
         else:
-            pasted.append(f"{_json_rule(pattern, value, is_logical)},")
+            pasted.append(f"{_json_rule(pattern, value)},")
     return "\n".join([*pasted, ""])
 
 
-def _json_rule(pattern: Any, value: Any, is_logical: bool) -> str:
+def _json_rule(pattern: Any, value: Any) -> str:
     if isinstance(value, RuleSpec) and value.units:
         units = [unit or 1 for unit in value.units]
         return _json_text(
-            {"pattern": plain_pattern(pattern), "spec": _spec_content(value, False), "units": units}
+            {"pattern": plain_pattern(pattern), "spec": _spec_content(value), "units": units}
         )
-    return _json_text([plain_pattern(pattern), _spec_content(value, is_logical)])
+    return _json_text([plain_pattern(pattern), _spec_content(value)])
 
 
-def _spec_content(value: Any, is_logical: bool) -> Any:
-    """Return the spec of a rule as JSON has it; of a logical axis name, its mesh axes."""
-    if is_logical:
-        return axes_in(value)
+def _spec_content(value: Any) -> Any:
+    """Return the spec of a rule as JSON has it."""
     spec = rule_spec(value).spec
     if isinstance(spec, Fsdp):
         return {"fsdp": list(spec.axes)}

@@ -17,17 +17,14 @@ from shardrules._plan.axis_uses import uses_of
 from shardrules._plan.check_names import head_sizes
 from shardrules._plan.findings import Declared
 from shardrules._plan.fold import parts_of
-from shardrules._plan.names import has_names
 from shardrules._plan.plan import Plan, plan
 from shardrules._plan.table import axes_named
-from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
-from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.dialects import EFORMER, Dialect, LogicalDialect
 from shardrules._rules.rules import PathRules, Rules, remembered_rules
 from shardrules._suggest.suggestion import CutReason, Reason, Suggestion
 from shardrules._writer.dims import Unit, units_of
 from shardrules._writer.draft import Draft, draft, is_spared, mended
 from shardrules._writer.patterns import TIGHTEST
-from shardrules._writer.tables import NameRule, name_rules, rules_of
 
 if TYPE_CHECKING:
     from shardrules._place.mesh import MeshLike
@@ -37,9 +34,9 @@ if TYPE_CHECKING:
 _AXES: Final = ("fsdp", "tp")
 _ADAM: Final = ("float32", "float32")
 _FEW: Final = 3
-_A_DIALECT: Final = (
-    "a Dialect, such as shardrules.dialects.EASYLM, or a LogicalDialect, such as "
-    "shardrules.dialects.MAXTEXT"
+_NO_TABLES: Final = (
+    "suggest writes rules of paths. For logical axis names, libraries ship a table, such as "
+    "MaxText's base.yml, which shardrules.read_rules reads"
 )
 
 
@@ -53,9 +50,8 @@ def suggest(
     hbm: int | None = None,
     optimizer: Iterable[Any] | None = _ADAM,
     head_dim: int | None = None,
-    dialect: Dialect | LogicalDialect | None = None,
+    dialect: Dialect | None = None,
     like: PathRules | None = None,
-    names: Any = None,
 ) -> Suggestion:
     r"""Write rules for a model: from its shapes and paths, in the words of its paths.
 
@@ -69,12 +65,9 @@ def suggest(
     `Suggestion.warnings` lists kernels that no axis divides. Axes are used by their names: data, dp
     and sp shard no leaf.
 
-    For arrays with logical axis names, the rules are a table of these names: `LogicalRules`. Each
-    name is in it, with None if nothing cuts it.
-
     Args:
         model: Any pytree of arrays or abstract arrays, such as `read_model` gives; or a Plan, of
-            whose rules only the dialect counts: of paths or of names.
+            whose rules only the dialect counts. Logical axis names are not looked at.
         mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: that of the Plan or the context,
             or the first of a `Plan.sweep` over those of `devices`.
         devices: How many devices the mesh is to have, if none is given.
@@ -86,20 +79,16 @@ def suggest(
         head_dim: Size of an attention head; heads are not split. Default: that of a `q_norm` or
             `k_norm` beside the projections, or of a dimension of its own; for keys and values of
             fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
-        dialect: The dialect of the rules: a LogicalDialect for rules of logical axis names.
-            Default: `LINEN` for names, or that of the Plan; `EFORMER` for paths.
+        dialect: The dialect of the rules. Default: that of the Plan, or `EFORMER`.
         like: Rules of paths in this dialect, to be mended: those that decide leaves stay, in their
             order; dead ones and catch-alls go; rules for all other leaves come after them, and cut
             these as the rules of their siblings do.
-        names: The logical axis names of the arrays, as in `plan`. Default: those in the tree's
-            boxes, nnx Variables or haliax arrays, or of the Plan.
 
     Raises:
         ValueError: There is neither a mesh nor `devices`, both are given, the memory does not
-            suffice, the paths have too many names, the dialect cannot tell them apart, or large
-            arrays beside those with logical axis names have none, or too few, or one name twice.
-        TypeError: The model is not a tree of arrays; `like` are no rules of paths; or of the model,
-            `names` and `dialect`, one is for paths and another for logical axis names.
+            suffice, the paths have too many names, or the dialect cannot tell them apart.
+        TypeError: The model is not a tree of arrays; `like` are no rules of paths; or the plan, or
+            the dialect, is of logical axis names.
 
     Example:
         >>> import jax, shardrules as sr
@@ -112,20 +101,17 @@ def suggest(
         mlp/(gate|up)/kernel ('fsdp', 'tp')
         mlp/down/kernel ('tp', 'fsdp')
     """
-    check_type("dialect", dialect, Dialect | LogicalDialect | None, _A_DIALECT)
     size = None if head_dim is None else integer("head_dim", head_dim, least=1)
     moments = None if optimizer is None else as_tuple("optimizer", optimizer, "dtypes")
     if axes is not None and devices is None:
         raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
-    dialect = _dialect_for(model, names, dialect)
-    if like is not None and isinstance(dialect, LogicalDialect):
-        raise TypeError("like: rules of paths are mended; those for logical axis names are not")
-    bare = _bare_plan(model, mesh, devices, dialect, names)
+    dialect = _dialect_for(model, dialect)
+    bare = _bare_plan(model, mesh, devices, dialect)
     units = units_of(bare, head_sizes(bare, size))
     if devices is not None:
         over = _default_axes(units) if axes is None else strings("axes", axes)
         # Rules that use all axes, whatever their sizes will be.
-        on_any = bare.with_rules(_suggested_rules(units, dict.fromkeys(over, 2), dialect))
+        on_any = bare.with_rules(draft(units, dict.fromkeys(over, 2), dialect).rules)
         best, *_ = on_any.sweep(
             devices=devices, axes=over, hbm=hbm, gradients=True, optimizer=moments
         )
@@ -136,35 +122,28 @@ def suggest(
         optional_axes=(),
         data_axes=tuple(axis for axis, use in uses.items() if use == "data"),
     )
-    if isinstance(dialect, LogicalDialect):
-        table = name_rules(units, bare.axis_sizes, dialect)
-        result = bare.with_rules(rules_of(table, dialect))
-        declared["replicated"] = _spared(result, units)
-        _check_named(result, declared)
-        reasons = tuple(map(_reason_of_name, range(len(table)), table))
-    else:
-        current = None if like is None else bare.with_rules(_in_dialect(like, dialect))
-        rules, result = _decided_rows(model, bare, units, dialect, current)
-        declared["replicated"] = _replicated_patterns(rules, result, units)
-        reasons = _rule_reasons(rules)
+    current = None if like is None else bare.with_rules(_in_dialect(like, dialect))
+    rules, result = _decided_rows(model, bare, units, dialect, current)
+    declared["replicated"] = _replicated_patterns(rules, result, units)
     _check_room(result, hbm, moments)
-    return Suggestion(result._declaring(declared), reasons, declared, _doubts(units))
+    return Suggestion(result._declaring(declared), _rule_reasons(rules), declared, _doubts(units))
 
 
 def suggestion_of(solution: Solution) -> Suggestion:
     """Return the rules of a solution, each with what the step does with its leaves."""
-    result = solution._ruled.plan
+    result = solution._ruled
     used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))
     unused = tuple(axis for axis in result.axis_sizes if axis not in used)
-    pairs = result.rules if isinstance(result.rules, Rules) else ()
-    whole = tuple(str(pattern) for pattern, value in pairs if plain_spec(value) == Entries())
+    whole = tuple(
+        str(pattern) for pattern, value in solution.rules if plain_spec(value) == Entries()
+    )
     declared = Declared(replicated=whole, optional_axes=(), data_axes=unused)
     return Suggestion(result._declaring(declared), tuple(_solved_reasons(solution)), declared)
 
 
 def _solved_reasons(solution: Solution) -> Iterator[Reason]:
     """Yield a reason for each rule, by the roles that the step gives the first of its leaves."""
-    result, step = solution._ruled.plan, solution.step
+    result, step = solution._ruled, solution.step
     equations, roles = step._equations, step._roles.of
     numbers = dict(zip(step._paths, equations.body.inputs, strict=True))
     rows_of: dict[int, list[int]] = defaultdict(list)
@@ -204,48 +183,18 @@ def _doubts(units: Sequence[Unit]) -> tuple[str, ...]:
     return tuple(doubts)
 
 
-def _dialect_for(
-    model: Any, names: Any, dialect: Dialect | LogicalDialect | None
-) -> Dialect | LogicalDialect:
-    """Return the dialect, which says whether rules are for paths or for logical axis names."""
-    if names is not None and isinstance(model, Plan):
-        raise TypeError("names: a Plan has its own: give the tree, or leave names out")
-    if names is not None and isinstance(dialect, Dialect):
-        raise TypeError(
-            f"names: the dialect {dialect.name} is for rules of paths: leave names out, or give a "
-            "LogicalDialect, such as shardrules.dialects.LINEN"
-        )
+def _dialect_for(model: Any, dialect: Any) -> Dialect:
+    """Return the dialect of the rules: that which is given, or the plan's."""
     planned = model.rules.dialect if isinstance(model, Plan) else None
-    if planned is not None and dialect is not None and type(planned) is not type(dialect):
-        is_logical = isinstance(planned, LogicalDialect)
-        kinds = ("logical axis names", "paths") if is_logical else ("paths", "logical axis names")
-        raise TypeError(
-            f"dialect: {dialect.name} is for rules of {kinds[1]}, and the plan has rules of "
-            f"{kinds[0]}: give the tree itself"
-        )
-    if dialect is not None:
-        return dialect
-    if isinstance(planned, LogicalDialect):
-        return planned
-    is_named = names is not None or (planned is None and has_names(model))
-    return LINEN if is_named else EFORMER
-
-
-def _suggested_rules(
-    units: list[Unit], axis_sizes: dict[str, int], dialect: Dialect | LogicalDialect
-) -> Rules | LogicalRules:
     if isinstance(dialect, LogicalDialect):
-        return rules_of(name_rules(units, axis_sizes, dialect), dialect)
-    return draft(units, axis_sizes, dialect).rules
-
-
-def _check_named(result: Plan, declared: Declared) -> None:
-    """Check that a table of names decides all that is large."""
-    for finding in result.check(**declared).at_least("warning"):
-        if finding.kind in ("unnamed", "misfit"):
-            raise ValueError(
-                f"names: {finding.message}: {finding.fix}; or give a dialect for paths"
-            )
+        raise TypeError(f"dialect: {dialect.name} is for logical axis names, and {_NO_TABLES}")
+    if isinstance(planned, LogicalDialect):
+        raise TypeError(
+            f"model: the plan has rules for logical axis names, and {_NO_TABLES}; for rules of "
+            "paths give the tree itself"
+        )
+    check_type("dialect", dialect, Dialect | None, "a Dialect, such as shardrules.dialects.EASYLM")
+    return dialect or planned or EFORMER
 
 
 def _in_dialect(current: PathRules, dialect: Dialect) -> Rules:
@@ -262,21 +211,16 @@ def _bare_plan(
     model: Any,
     mesh: MeshLike | None,
     devices: int | None,
-    dialect: Dialect | LogicalDialect,
-    names: Any,
+    dialect: Dialect,
 ) -> Plan:
     """Plan the model without rules, on the mesh; or on any, if one is to be chosen."""
     if mesh is not None and devices is not None:
         raise ValueError("give mesh or devices, not both: a mesh has its own number of devices")
     # Skip only leaves that need no rule in any dialect.
-    none = (
-        LogicalRules((), dialect)
-        if isinstance(dialect, LogicalDialect)
-        else Rules((), replace(dialect, unmatched="error"))
-    )
+    none = Rules((), replace(dialect, unmatched="error"))
     on = mesh if devices is None else {_AXES[0]: integer("devices", devices, 1)}
     if not isinstance(model, Plan):
-        return plan(model, none, on, names=names)
+        return plan(model, none, on)
     bare = model.with_rules(none)
     return bare if on is None else bare.on_mesh(on)
 
@@ -344,33 +288,11 @@ def _rule_reasons(rules: Draft) -> tuple[Reason, ...]:
         entries = [*spec] if isinstance(spec, Entries) else []
         entries += [None] * (rank - len(entries))
         dims = [_cut_reason(units[0], dim, entry_axes(entry)) for dim, entry in enumerate(entries)]
+        leaves, size = sum(unit.part.leaves for unit in units), sum(unit.bytes for unit in units)
+        paths = tuple(unit.part.pattern for unit in units)
         is_understood = unknown.isdisjoint(map(id, units))
-        reasons.append(_rule_reason(number, pattern, units, dims, is_understood=is_understood))
+        reasons.append(Reason(number, pattern, leaves, size, paths, tuple(dims), is_understood))
     return tuple(reasons)
-
-
-def _reason_of_name(number: int, rule: NameRule) -> Reason:
-    """Explain a rule by the first of its dimensions of each size and role."""
-    dims: dict[tuple[int, str], CutReason] = {}
-    for unit, dim in rule.dims:
-        cut = _cut_reason(unit, dim, rule.axes)
-        dims.setdefault((cut.size, cut.role), cut)
-    units = [unit for unit, _ in rule.dims]
-    is_understood = not units or any(unit.dims.is_known for unit in units)
-    return _rule_reason(number, rule.name, units, dims.values(), is_understood=is_understood)
-
-
-def _rule_reason(
-    number: int,
-    pattern: Any,
-    units: Sequence[Unit],
-    dims: Iterable[CutReason],
-    *,
-    is_understood: bool,
-) -> Reason:
-    leaves, size = sum(unit.part.leaves for unit in units), sum(unit.bytes for unit in units)
-    paths = tuple(unit.part.pattern for unit in units)
-    return Reason(number, pattern, leaves, size, paths, tuple(dims), is_understood)
 
 
 def _cut_reason(unit: Unit, dim: int, axes: Axes) -> CutReason:

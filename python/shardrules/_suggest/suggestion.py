@@ -16,13 +16,12 @@ from shardrules._base.text import (
 )
 from shardrules._plan.findings import Declared, Findings
 from shardrules._rules.patterns import pattern_shown
+from shardrules._rules.rules import Rules
 from shardrules._writer.texts import python_text, toml_text
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
-    from shardrules._rules.logical_rules import LogicalRules
     from shardrules._rules.patterns import Pattern
-    from shardrules._rules.rules import Rules
 
 _MOST_SHOWN: Final = 3
 _OF_STEPS: Final = ("how activations are sharded", "what each choice costs in time and memory")
@@ -53,14 +52,14 @@ class Reason(NamedTuple):
 
     rule: int
     pattern: Pattern
-    """Pattern of paths, or a logical axis name."""
+    """Pattern of the rule."""
     leaves: int
     bytes: int
     """Bytes of its leaves, unsharded."""
     paths: tuple[str, ...]
     """Folded paths of its leaves."""
     dims: tuple[CutReason, ...]
-    """Dimensions of the first leaf; for a name, one for each size and role that it has."""
+    """Dimensions of the first leaf."""
     is_understood: bool
     """True if shapes and names tell the roles of all dimensions."""
 
@@ -98,9 +97,11 @@ class Suggestion:
         self._doubts = _doubts
 
     @property
-    def rules(self) -> Rules | LogicalRules:
-        """Suggested rules; for arrays with logical axis names, a table of these."""
-        return self._plan.rules
+    def rules(self) -> Rules:
+        """Suggested rules."""
+        rules = self._plan.rules
+        assert isinstance(rules, Rules)
+        return rules
 
     @property
     def plan(self) -> Plan:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -255,8 +255,6 @@ class Unit(NamedTuple):
     """Paths of all leaves of the tree."""
     bytes: int
     """Bytes of all its leaves together."""
-    names: tuple[Any, ...] = ()
-    """Logical axis names, if rules are for names."""
 
     @property
     def path(self) -> str:
@@ -294,10 +292,7 @@ class Unit(NamedTuple):
 def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
     """Collect the leaves that need a rule."""
     kinds = columns.kinds
-    needed = [
-        kind.shape is not None and (kind.status != "placed" or kind.names is not None)
-        for kind in kinds
-    ]
+    needed = [kind.shape is not None and kind.status != "placed" for kind in kinds]
     needing = (path for path in columns.folded if needed[path.group])
     folded = list(apart(needing, columns.paths))
     if len(folded) > _MOST_PATHS:
@@ -306,13 +301,13 @@ def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
             f"{brief(columns.paths[folded[0].rows[0]])}; rules that name more than {_MOST_PATHS:,} "
             "are no rules: cut each array's largest dimension, with [('.*', shardrules.fsdp(axis))]"
         )
-    parts = parts_of_model(folded, [kind.shape for kind in kinds], [kind.names for kind in kinds])
+    parts = parts_of_model(folded, [kind.shape for kind in kinds])
     units = []
     for path, words, part, dims in zip(
         folded, words_of(folded), parts, _dims_of_model(parts), strict=True
     ):
-        head, kind = heads.get(int(path.rows[0])), kinds[path.group]
+        head = heads.get(int(path.rows[0]))
         with_head = dims._replace(unit=head, is_assumed=False) if head else dims
-        size = kind.bytes * len(path.rows)
-        units.append(Unit(path, words, part, with_head, columns.paths, size, kind.names or ()))
+        size = kinds[path.group].bytes * len(path.rows)
+        units.append(Unit(path, words, part, with_head, columns.paths, size))
     return units

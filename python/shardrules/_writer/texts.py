@@ -15,33 +15,24 @@ from typing import TYPE_CHECKING, Any
 from shardrules._base.rule_specs import Fsdp, RuleSpec, fsdp, rule_spec
 from shardrules._base.specs import entries_of, entry_axes
 from shardrules._base.text import printable
-from shardrules._plan.files.logical import LOGICAL_DIALECTS
 from shardrules._plan.files.rules import DIALECTS
-from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.patterns import Pattern, pattern_shown
-from shardrules._rules.resolver import axes_in
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Declared
     from shardrules._rules.rules import Rules
 
 
-def toml_text(
-    rules: Rules | LogicalRules, declared: Declared, heading: str, notes: Sequence[str]
-) -> str:
+def toml_text(rules: Rules, declared: Declared, heading: str, notes: Sequence[str]) -> str:
     """Write a rule file, as `Suggestion.to_toml` documents."""
     dialect = rules.dialect
-    is_logical = isinstance(rules, LogicalRules)
-    dialects = LOGICAL_DIALECTS if is_logical else DIALECTS
-    if dialects.get(dialect.name.lower()) != dialect:
+    if DIALECTS.get(dialect.name.lower()) != dialect:
         raise ValueError(
             f"to_toml: the dialect {dialect.name} is one of your own, which a rule file cannot "
             "name; use to_python"
         )
-    if not isinstance(rules, LogicalRules):
-        _check_sayable("to_toml", rules)
-    lines = [f"# {heading}", *['kind = "logical"'] * is_logical]
-    lines += [f"dialect = {_toml(dialect.name)}"]
+    _check_sayable("to_toml", rules)
+    lines = [f"# {heading}", f"dialect = {_toml(dialect.name)}"]
     lines += [
         f"{name} = {toml_list(values)}"  # type: ignore[arg-type]
         for name, values in declared.items()
@@ -50,8 +41,7 @@ def toml_text(
     if not len(rules):
         lines.append("rules = []")
     for (pattern, value), note in zip(rules, notes, strict=True):
-        write = _toml_logical_rule if is_logical else toml_rule
-        lines += ["", *write(pattern, value, note)]
+        lines += ["", *toml_rule(pattern, value, note)]
     return "\n".join(lines) + "\n"
 
 
@@ -88,17 +78,6 @@ def toml_rule(pattern: Pattern, value: Any, note: str) -> list[str]:
     return lines
 
 
-def toml_logical_rule(name: Any, axes: Any, note: str) -> list[str]:
-    """Write the lines of a rule for a logical axis name, with a note above it."""
-    value = axes if isinstance(axes, str) else axes_in(axes)
-    return [f"# {note}", "[[rules]]", f"name = {_toml(name)}", f"axes = {toml_list(value)}"]
-
-
-def _toml_logical_rule(name: Any, axes: Any, note: str) -> list[str]:
-    names = toml_list(axes if isinstance(axes, str) else axes_in(axes))
-    return [f"# {note}", "[[rules]]", f"name = {_toml(name)}", f"axes = {names}"]
-
-
 def plain_pattern(pattern: Pattern) -> str | tuple[str, ...]:
     """Return a pattern as files have it."""
     return pattern if isinstance(pattern, tuple) else str(pattern)
@@ -129,25 +108,21 @@ def _toml_character(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def python_text(rules: Rules | LogicalRules, heading: str, notes: Sequence[str]) -> str:
+def python_text(rules: Rules, heading: str, notes: Sequence[str]) -> str:
     """Write Python code, as `Suggestion.to_python` documents."""
-    is_logical = isinstance(rules, LogicalRules)
-    if not isinstance(rules, LogicalRules):
-        _check_sayable("to_python", rules)
-    texts = [python_rule(*rule, is_logical=is_logical) for rule in rules]
-    imports = [] if is_logical else ["from jax.sharding import PartitionSpec as P"]
-    if not is_logical and any("sr." in rule for rule in texts):
+    _check_sayable("to_python", rules)
+    texts = [python_rule(*rule) for rule in rules]
+    imports = ["from jax.sharding import PartitionSpec as P"]
+    if any("sr." in rule for rule in texts):
         imports.append("import shardrules as sr")
-    lines = [f"# {heading}", *imports, *["" for _ in imports[:1]], "rules = ["]
+    lines = [f"# {heading}", *imports, "", "rules = ["]
     for rule, note in zip(texts, notes, strict=True):
         lines += [f"    # {note}", f"    {rule},"]
     return "\n".join([*lines, "]"]) + "\n"
 
 
-def python_rule(pattern: Any, value: Any, *, is_logical: bool) -> str:
+def python_rule(pattern: Any, value: Any) -> str:
     """Write a rule as Python code."""
-    if is_logical:
-        return f"({_python(pattern)}, {_python(value)})"
     return f"({_python_pattern(pattern)}, {_python_spec(value)})"
 
 

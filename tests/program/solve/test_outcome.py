@@ -69,13 +69,12 @@ def test_heads_are_units_of_the_rules():
     assert solution.plan.kind("q").spec == P(None, "tp")
 
 
-def test_names_get_a_table():
+def test_arrays_with_logical_names_get_rules_of_paths():
     names = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
     plan = sr.plan(TREE, sr.LogicalRules([("embed", None)]), devices(), names=names)
     step = sr.trace(train, plan, shape(FEW, 512))
     solution = sr.solve(step, devices(), hardware="v5p")
-    assert isinstance(solution.rules, sr.LogicalRules)
-    assert dict(solution.rules) == {"mlp": AXES, "embed": None}
+    assert dict(solution.rules) == {"^up$": (None, AXES), "down": (AXES,)}
 
 
 def test_the_step_with_its_constraints_gives_the_same():

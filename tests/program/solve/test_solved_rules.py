@@ -28,9 +28,8 @@ def cuts_of(plan):
     return rows
 
 
-def bare(tree, mesh=MESH, names=None):
-    rules = [(".*", ())] if names is None else sr.LogicalRules([])
-    return sr.plan(tree, rules, mesh, names=names)
+def bare(tree, mesh=MESH):
+    return sr.plan(tree, [(".*", ())], mesh)
 
 
 def spec_text(value):
@@ -52,9 +51,8 @@ MODELS = {
 @pytest.mark.parametrize("mesh", [MESH, EXPERTS], ids=str)
 def test_rules_give_all_leaves_the_cuts_of_another_plan(name, mesh):
     wanted = cuts_of(sr.suggest(MODELS[name], mesh).plan)
-    plan, note = with_cuts(bare(MODELS[name], mesh), wanted)
+    plan = with_cuts(bare(MODELS[name], mesh), wanted)
     assert cuts_of(plan) == wanted
-    assert not note
     assert len(plan.rules) <= MOST_RULES
     assert not plan.coverage.dead
     assert not plan.coverage.shadowed
@@ -66,14 +64,14 @@ def test_checkpoints_of_real_names_get_few_rules(name):
     name = next(other for other in corpus.manifest_names() if name.split("-")[0] in other)
     tree = corpus.manifest(name).flat(corpus.with_dtype)
     wanted = cuts_of(sr.suggest(tree, EXPERTS).plan)
-    plan, _ = with_cuts(bare(tree, EXPERTS), wanted)
+    plan = with_cuts(bare(tree, EXPERTS), wanted)
     assert cuts_of(plan) == wanted
     assert len(plan.rules) <= MOST_RULES
 
 
 def test_a_transformer_gets_the_rules_that_an_expert_writes():
     wanted = cuts_of(sr.suggest(models.llama(), MESH).plan)
-    plan, _ = with_cuts(bare(models.llama(), MESH), wanted)
+    plan = with_cuts(bare(models.llama(), MESH), wanted)
     assert {pattern: tuple(spec) for pattern, spec in plan.rules} == {
         "embed_tokens/embedding": ("tp", "fsdp"),
         "self_attn/(q|k|v)_proj/kernel": ("fsdp", "tp"),
@@ -89,7 +87,7 @@ def test_a_transformer_gets_the_rules_that_an_expert_writes():
 def test_a_larger_model_gets_the_same_rules(larger):
     rules = []
     for tree in (models.llama(), models.llama(**larger)):
-        plan, _ = with_cuts(bare(tree), cuts_of(sr.suggest(tree, MESH).plan))
+        plan = with_cuts(bare(tree), cuts_of(sr.suggest(tree, MESH).plan))
         rules.append(list(plan.rules))
     assert rules[0] == rules[1]
 
@@ -108,7 +106,7 @@ def test_what_is_whole_has_one_rule_and_no_kernel_is_in_it():
     }
     wanted = {path: ((), ("tp",)) if "up" in path else ((),) for path in tree}
     wanted |= {path: ((), ()) for path in tree if "router" in path}
-    plan, _ = with_cuts(bare(tree), wanted)
+    plan = with_cuts(bare(tree), wanted)
     assert cuts_of(plan) == wanted
     assert [spec for _, spec in plan.rules].count(()) == 1
     assert len(plan.rules) == 2
@@ -117,7 +115,7 @@ def test_what_is_whole_has_one_rule_and_no_kernel_is_in_it():
 def test_layers_that_are_cut_differently_are_told_apart_by_their_numbers():
     tree = {f"layers/{i}/up": array(64, 256) for i in range(6)}
     wanted = dict.fromkeys(tree, (("fsdp",), ("tp",))) | {"layers/3/up": ((), ("tp",))}
-    plan, _ = with_cuts(bare(tree), wanted)
+    plan = with_cuts(bare(tree), wanted)
     assert cuts_of(plan) == wanted
     assert len(plan.rules) == 2
 
@@ -127,7 +125,7 @@ def test_heads_hold_on_other_meshes():
     cuts = (("fsdp",), ("tp",))
     wanted = {"attention/q": cuts, "attention/k": cuts, "up": cuts}
     heads = {"attention/q": (1, 32), "attention/k": (1, 32)}
-    plan, _ = with_cuts(bare(tree, {"fsdp": 2, "tp": 4}), wanted, heads)
+    plan = with_cuts(bare(tree, {"fsdp": 2, "tp": 4}), wanted, heads)
     assert cuts_of(plan) == wanted
     assert len(plan.rules) == 2
     assert plan.on_mesh({"fsdp": 2, "tp": 8}).kind("attention/k").spec == ("fsdp", None)
@@ -144,48 +142,17 @@ def test_many_specs_are_still_exact_where_paths_are_random():
             for _ in range(shuffle.randint(1, 30))
         }
         wanted = {path: shuffle.choice(choices) for path in tree}
-        plan, _ = with_cuts(bare(tree), wanted)
+        plan = with_cuts(bare(tree), wanted)
         assert cuts_of(plan) == wanted
 
 
-NAMES = {"embed": ("vocab", "embed"), "up": ("embed", "mlp"), "down": ("mlp", "embed"),
-             "norm": ("norm",)}  # fmt: skip
-TREE = {"embed": array(512, 64), "up": array(64, 256), "down": array(256, 64),
-            "norm": array(64)}  # fmt: skip
-
-
-class TestNames:
-    def test_names_have_a_table(self):
-        wanted = {
-            "embed": (("tp",), ("fsdp",)),
-            "up": (("fsdp",), ("tp",)),
-            "down": (("tp",), ("fsdp",)),
-            "norm": ((),),
-        }
-        plan, note = with_cuts(bare(TREE, names=NAMES), wanted)
-        assert not note
-        assert cuts_of(plan) == wanted
-        assert dict(plan.rules) == {"vocab": "tp", "embed": "fsdp", "mlp": "tp", "norm": None}
-
-    def test_a_name_loses_an_axis_where_another_has_it(self):
-        tree = {"w": array(8, 64, 256), "q": array(64, 256)}
-        names = {"w": ("experts", "embed", "mlp"), "q": ("embed", "heads")}
-        wanted = {"w": (("fsdp",), (), ("tp",)), "q": (("fsdp",), ("tp",))}
-        plan, note = with_cuts(bare(tree, names=names), wanted)
-        assert not note
-        assert cuts_of(plan) == wanted
-
-    def test_what_no_table_can_say_is_said_by_paths_with_the_reason(self):
-        wanted = {
-            "embed": ((), ()),
-            "up": (("fsdp",), ("tp",)),
-            "down": (("tp",), ("fsdp",)),
-            "norm": ((),),
-        }
-        plan, note = with_cuts(bare(TREE, names=NAMES), wanted)
-        assert isinstance(plan.rules, sr.Rules)
-        assert cuts_of(plan) == wanted
-        assert "no table of logical axis names gives 'embed' P()" in note
+def test_arrays_with_logical_names_get_rules_of_paths():
+    names = {"w": ("experts", "embed", "mlp"), "q": ("embed", "heads")}
+    tree = {"w": array(8, 64, 256), "q": array(64, 256)}
+    wanted = {"w": (("fsdp",), (), ("tp",)), "q": (("fsdp",), ("tp",))}
+    plan = with_cuts(sr.plan(tree, sr.LogicalRules([]), MESH, names=names), wanted)
+    assert isinstance(plan.rules, sr.Rules)
+    assert cuts_of(plan) == wanted
 
 
 def test_what_rules_cannot_say_is_refused_with_the_leaf():
@@ -197,5 +164,5 @@ def test_what_rules_cannot_say_is_refused_with_the_leaf():
 
 def test_the_plan_of_arrays_is_that_of_their_shapes():
     tree = {"w": jax.numpy.zeros((8, 8))}
-    plan, _ = with_cuts(bare(tree), {"w": (("fsdp",), ())})
+    plan = with_cuts(bare(tree), {"w": (("fsdp",), ())})
     assert cuts_of(plan) == {"w": (("fsdp",), ())}

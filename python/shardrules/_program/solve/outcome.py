@@ -14,10 +14,9 @@ from shardrules._place.mesh import as_mesh, context_mesh, has_devices, in_force
 from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.plan import Plan
 from shardrules._program.solve.activations import Activation, activations, constrained_step
-from shardrules._program.solve.rules import RuledPlan, with_cuts
+from shardrules._program.solve.rules import with_cuts
 from shardrules._program.solve.tables import has_solver
 from shardrules._program.topologies.topology import Topology
-from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
@@ -67,20 +66,23 @@ class Outcome:
         )
 
     @property
-    def rules(self) -> Rules | LogicalRules:
+    def rules(self) -> Rules:
         """Rules that give each parameter its spec, 12 at most where specs are no more.
 
-        They are in the words of the paths; for arrays with logical axis names a table of these, if
-        one can say it. What is whole has one rule. Where heads are cut, the rule has the size of a
-        head as its unit, so that other meshes do not split them.
+        They are in the words of the paths, for arrays with logical axis names as well. What is
+        whole has one rule. Where heads are cut, the rule has the size of a head as its unit, so
+        that other meshes do not split them.
 
         Raises:
             ValueError: No rules of the dialect tell the paths apart.
         """
-        return self._ruled.plan.rules
+        rules = self._ruled.rules
+        assert isinstance(rules, Rules)
+        return rules
 
     @cached_property
-    def _ruled(self) -> RuledPlan:
+    def _ruled(self) -> Plan:
+        """Plan of the parameters by the rules."""
         from jax.tree_util import tree_leaves
 
         step = self.step
@@ -88,7 +90,7 @@ class Outcome:
         if base is None:
             base = self.plan
         else:
-            kind: Any = LogicalRules if isinstance(base.rules, LogicalRules) else Rules
+            kind: Any = type(base.rules)
             base = base.with_rules(kind((), base.rules.dialect)).on_mesh(self.mesh)
         prefix = f"inputs/{place}/"
         rows = map(base.paths.__getitem__, tree_leaves(base._leaves.tree))
