@@ -139,11 +139,11 @@ RULES = [
 @pytest.mark.parametrize(
     ("name", "text", "where_to", "line"),
     [
-        ("r.json", JSON, "before rule 1 (line 2)", '["embed", ["tp", "fsdp"]],'),
-        ("r.json", '[["wq", ["tp"]]]', "at the end of the list (its last at line 1)", '["norm", []],'),
+        ("r.json", JSON, "before rule 1", '["embed", ["tp", "fsdp"]],'),
+        ("r.json", '[["wq", ["tp"]]]', "at the end of the list", '["norm", []],'),
         ("r.toml", 'rules = [["wq", ["tp"]], [".*", []]]', "before rule 1 (line 1)", '["norm", []],'),
         ("r.json", "[]", "at the end of the list", '["norm", []],'),
-        ("r.py", PYTHON, "at the end of the list (its last at line 3)", '(r"embed", P("tp", "fsdp")),'),
+        ("r.py", PYTHON, "at the end of the list", '(r"embed", P("tp", "fsdp")),'),
     ],
 )  # fmt: skip
 def test_other_forms_get_text_to_paste(where, monkeypatch, name, text, where_to, line):

@@ -64,7 +64,7 @@ def fix(
     addition = _added_rules(source, rules, plan, head_dim)
     if not addition.rules:
         return ""
-    lines = rule_places(source, len(rules)).lines
+    _, lines = rule_places(source, len(rules))
     patched = _patched(source, rules, lines, addition, dialect)
     return patched or _pasted(source, rules, lines, addition)
 
