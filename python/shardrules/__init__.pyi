@@ -35,6 +35,7 @@ from shardrules._plan.findings import FindingsError as FindingsError
 from shardrules._plan.plan import Plan as Plan
 from shardrules._plan.plan import plan as plan
 from shardrules._plan.state import Zero1 as Zero1
+from shardrules._plan.suggest.suggest import suggest as suggest
 from shardrules._program.program import inspect as inspect
 from shardrules._program.refusal import OutOfMemory as OutOfMemory
 from shardrules._program.solve.solution import solve as solve
@@ -47,7 +48,6 @@ from shardrules._rules.logical_rules import LogicalRules as LogicalRules
 from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_rules
 from shardrules._rules.rules import Rules as Rules
 from shardrules._rules.rules import match_partition_rules as match_partition_rules
-from shardrules._suggest.suggest import suggest as suggest
 from shardrules.compat._patch import patch as patch
 from shardrules.compat._patch import unpatch as unpatch
 

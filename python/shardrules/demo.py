@@ -22,11 +22,11 @@ from shardrules._place.mesh import as_mesh
 from shardrules._plan.files.models import nested, read_arrays
 from shardrules._plan.files.rules import read_rule_source
 from shardrules._plan.plan import Plan
+from shardrules._plan.suggest.suggest import suggest
+from shardrules._plan.suggest.suggestion import Suggestion
 from shardrules._program.topologies.topology import Topology
 from shardrules._program.verify.prove import head_of, prove
 from shardrules._rules.rules import Rules
-from shardrules._suggest.suggest import suggest
-from shardrules._suggest.suggestion import Suggestion
 
 __all__ = ["main"]
 

@@ -11,6 +11,9 @@ from shardrules._plan.files.rules import RuleFile as RuleFile
 from shardrules._plan.findings import Finding as Finding
 from shardrules._plan.findings import Findings as Findings
 from shardrules._plan.memory import DeviceBytes as DeviceBytes
+from shardrules._plan.suggest.suggestion import CutReason as CutReason
+from shardrules._plan.suggest.suggestion import Reason as Reason
+from shardrules._plan.suggest.suggestion import Suggestion as Suggestion
 from shardrules._plan.sweep import Sweep as Sweep
 from shardrules._plan.sweep import SweepRow as SweepRow
 from shardrules._plan.table import Kind as Kind
@@ -39,6 +42,3 @@ from shardrules._program.timeline import Span as Span
 from shardrules._program.timeline import Timeline as Timeline
 from shardrules._program.verify.prove import Proof as Proof
 from shardrules._rules.matcher import Coverage as Coverage
-from shardrules._suggest.suggestion import CutReason as CutReason
-from shardrules._suggest.suggestion import Reason as Reason
-from shardrules._suggest.suggestion import Suggestion as Suggestion

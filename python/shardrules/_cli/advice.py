@@ -16,10 +16,10 @@ from shardrules._cli.process import hint, working
 from shardrules._plan.files.manifest import manifest_text, packed
 from shardrules._plan.files.modules import find_object, is_module_form, takes
 from shardrules._plan.files.project import OWN_FILE, find_table, project_text, stranger
+from shardrules._plan.suggest.suggest import suggest
+from shardrules._plan.suggest.suggestion import Suggestion
 from shardrules._program.topologies.topology import Topology
 from shardrules._rules.rules import Rules
-from shardrules._suggest.suggest import suggest, suggestion_of
-from shardrules._suggest.suggestion import Suggestion
 
 if TYPE_CHECKING:
     from shardrules._program.solve.solution import Solution
@@ -145,6 +145,8 @@ def project_of(args: Args) -> NewProject:
 
 def _project_of_step(args: Args, job: dict[str, str]) -> NewProject:
     """Make the files for a step: `solve` decides, and prove is to compile it under these rules."""
+    from shardrules._program.solve.suggested import suggestion_of
+
     inputs.refuse("--on says the devices", args, "devices")
     inputs.refuse("the step says it", args, "dialect", "head_dim", "optimizer_dtype")
     solution = solved(args, args.source, _rules_of_step(args.source))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shardrules._plan.findings import Findings, Level
     from shardrules._plan.memory import Room
     from shardrules._plan.plan import Plan
+    from shardrules._plan.suggest.suggestion import Suggestion
     from shardrules._plan.sweep import Sweep
-    from shardrules._suggest.suggestion import Suggestion
 
 _STYLES: Final[dict[str, dict[str, Any]]] = {
     "error": {"fg": "red", "bold": True},
@@ -158,7 +158,7 @@ def _from_root(file: str | None) -> str | None:
 
 def show_fix(args: Args, planned: Planned, findings: Findings) -> int:
     """Print the rules that a rule file lacks, and returns the exit code."""
-    from shardrules._suggest.fix import fix
+    from shardrules._plan.suggest.fix import fix
 
     text = fix(
         args.rules, planned.rules, planned.plan, dialect=dialect_of(args), head_dim=args.head_dim
@@ -206,7 +206,7 @@ def report(args: Args, planned: Planned, room: Room, training: dict[str, Any]) -
 
 def _suggestion_text(args: Args, planned: Planned) -> Suggestion | None:
     """Write rules for the same arrays and mesh; None, with a note, if it cannot."""
-    from shardrules._suggest.suggest import suggest
+    from shardrules._plan.suggest.suggest import suggest
 
     rules = planned.rules.rules
     if isinstance(rules, LogicalRules):

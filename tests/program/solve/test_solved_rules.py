@@ -9,8 +9,8 @@ import pytest
 
 import shardrules as sr
 from shardrules._base.specs import entries_of, entry_axes
+from shardrules._plan.suggest.draft import MOST_RULES
 from shardrules._program.solve.rules import with_cuts
-from shardrules._writer.draft import MOST_RULES
 from tests.support import corpus, models
 from tests.support.models import array
 

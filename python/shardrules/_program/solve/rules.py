@@ -17,15 +17,15 @@ from shardrules._base.specs import (
 from shardrules._base.text import brief
 from shardrules._plan.plan import Plan
 from shardrules._plan.plan import plan as plan_of
+from shardrules._plan.suggest.dims import units_of
+from shardrules._plan.suggest.draft import draft_of_specs
+from shardrules._plan.suggest.patterns import TIGHTEST
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.rules import Rules
-from shardrules._writer.dims import units_of
-from shardrules._writer.draft import draft_of_specs
-from shardrules._writer.patterns import TIGHTEST
 
 if TYPE_CHECKING:
     from shardrules._base.specs import Entries
-    from shardrules._writer.choose import Cuts
+    from shardrules._plan.suggest.choose import Cuts
 
 
 def with_cuts(

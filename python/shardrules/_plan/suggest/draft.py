@@ -15,11 +15,8 @@ from shardrules._base.text import brief, counted
 from shardrules._plan.axis_uses import AxisUse, is_gathered, uses_of
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.queries import Queries
-from shardrules._plan.table import DEFAULT_LARGE, Columns
-from shardrules._rules.patterns import Pattern, pattern_shown
-from shardrules._rules.rules import Rules, rules_like
-from shardrules._writer.choose import Axes, Cuts, choose, with_followers
-from shardrules._writer.patterns import (
+from shardrules._plan.suggest.choose import Axes, Cuts, choose, with_followers
+from shardrules._plan.suggest.patterns import (
     NUMBER,
     TIGHTEST,
     AmbiguousError,
@@ -30,12 +27,15 @@ from shardrules._writer.patterns import (
     pattern_of,
     phrases,
 )
+from shardrules._plan.table import DEFAULT_LARGE, Columns
+from shardrules._rules.patterns import Pattern, pattern_shown
+from shardrules._rules.rules import Rules, rules_like
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from shardrules._plan.suggest.dims import Unit
     from shardrules._rules.dialects import Dialect
-    from shardrules._writer.dims import Unit
 
 MOST_RULES: Final = 12
 """Rules of a solution, if it has no more specs."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardrules._base.text import brief
 from shardrules._plan.roles import Part, parts_of_model
-from shardrules._writer.patterns import Path, apart, numbered, words_of
+from shardrules._plan.suggest.patterns import Path, apart, numbered, words_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt

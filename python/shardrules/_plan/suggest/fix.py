@@ -20,10 +20,10 @@ from shardrules._base.text import counted, printable
 from shardrules._plan.files.modules import is_module_form
 from shardrules._plan.files.rule_places import rule_places
 from shardrules._plan.files.rules import RuleFile, read_rule_source
+from shardrules._plan.suggest.suggest import suggest
+from shardrules._plan.suggest.texts import plain_pattern, python_rule, toml_rule
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules, rules_like
-from shardrules._suggest.suggest import suggest
-from shardrules._writer.texts import plain_pattern, python_rule, toml_rule
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan

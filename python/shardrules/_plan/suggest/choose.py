@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from shardrules._plan.axis_uses import AxisUse, is_gathered, use_of
 
 if TYPE_CHECKING:
-    from shardrules._writer.dims import Dims, Side, Unit
+    from shardrules._plan.suggest.dims import Dims, Side, Unit
 
 Axes = tuple[str, ...]
 Cuts = tuple[Axes, ...]

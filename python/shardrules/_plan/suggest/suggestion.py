@@ -15,9 +15,9 @@ from shardrules._base.text import (
     record,
 )
 from shardrules._plan.findings import Declared, Findings
+from shardrules._plan.suggest.texts import python_text, toml_text
 from shardrules._rules.patterns import pattern_shown
 from shardrules._rules.rules import Rules
-from shardrules._writer.texts import python_text, toml_text
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan

@@ -1,1 +1,0 @@
-"""Rules from specs: patterns in the words of the paths, or a table of logical axis names."""
