@@ -14,9 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.buffers import SIZES, totals_from
+from shardrules._program.buffers import SIZES, table_of, totals_from
 from shardrules._program.hlo import Hlo
 from shardrules._program.liveness import alive_at_peak
+from shardrules._program.refusal import Refusal
 from tests.support.folders import ROOT
 
 FOLDER = ROOT / "tests" / "data" / "hlo"
@@ -162,3 +163,34 @@ def test_arrays_that_share_memory_are_not_said_to_be_more_than_there_is():
     shared = memory._replace(alive=int(1.5 * memory.peak))
     assert "150%" not in str(shared)
     assert "XLA keeps some of these in the same memory" in str(shared)
+
+
+# As libtpu writes it: the cast at the end of the fusion has no name of its own.
+CAST = """\
+HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[64,64]{1,0})->bf16[64,64]{1,0}}
+
+%fused (p: f32[64,64]) -> bf16[64,64] {
+  %p = f32[64,64]{1,0} parameter(0)
+  %tanh.1 = f32[64,64]{1,0} tanh(%p), metadata={op_name="jit(f)/tanh"}
+  ROOT %convert.1 = bf16[64,64]{1,0} convert(%tanh.1)
+}
+
+ENTRY %main (x: f32[64,64]) -> bf16[64,64] {
+  %x = f32[64,64]{1,0} parameter(0), metadata={op_name="x"}
+  %exp.1 = f32[64,64]{1,0} exponential(%x), metadata={op_name="jit(f)/exp"}
+  %fusion = bf16[64,64]{1,0} fusion(%exp.1), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/tanh"}
+  ROOT %neg.1 = bf16[64,64]{1,0} negate(%fusion), metadata={op_name="jit(f)/neg"}
+}
+"""
+
+
+def test_a_fusion_that_ends_in_a_cast_is_not_named_by_what_it_reads():
+    error = Refusal(2**31, 2**30, CAST).error()
+    assert "jit(f)/tanh" in {row.what for row in error.buffers}, error
+
+
+def test_what_is_a_thousand_times_smaller_is_not_shown():
+    error = Refusal(2**31, 2**30, CAST).error()
+    largest = error.buffers[0]
+    rows = [largest._replace(bytes=size) for size in (10**9, 10**6, 10**6 - 1)]
+    assert [len(table_of(rows[:n]).lines()) for n in (1, 2, 3)] == [2, 3, 3]

@@ -9,6 +9,7 @@ from shardrules._base.text import Place, answer, bytes_shown, record
 from shardrules._plan.tables import Column, Table
 
 _IN_TEXT: Final = 10
+_NEGLIGIBLE: Final = 1000
 # XLA's numbers of bytes, with their signs: aliased bytes are counted as argument and as output.
 _NUMBERS: Final = {
     "arguments": ("argument", 1),
@@ -140,8 +141,13 @@ class Memory(NamedTuple):
 
 
 def table_of(buffers: Sequence[Buffer]) -> Table:
-    """Return a table of the largest of these arrays."""
-    return Table(_COLUMNS, map(_buffer_cells, buffers[:_IN_TEXT]))
+    """Return a table of the largest of these arrays, which are sorted by bytes.
+
+    Scratch a thousand times smaller than the largest says nothing.
+    """
+    least = buffers[0].bytes / _NEGLIGIBLE if buffers else 0
+    rows = (buffer for buffer in buffers[:_IN_TEXT] if buffer.bytes >= least)
+    return Table(_COLUMNS, map(_buffer_cells, rows))
 
 
 def _buffer_cells(buffer: Buffer) -> tuple[str, ...]:

@@ -112,8 +112,10 @@ def _named_instruction(hlo: Hlo, computation: Computation, name: str) -> Instruc
             root = _moved(inner, inner[root.operands[1]])
         if root.parameter is not None and inner is not computation:
             line = computation[line.operands[root.parameter]]
-        elif root.op_name or not line.operands:
-            return root if root.op_name else instruction
+        elif named := next((one for one in (root, line) if one.op_name), None):
+            return named  # a root may be a cast without a name: the fusion has one
+        elif not line.operands:
+            return instruction
         else:
             line = computation[line.operands[0]]
     return instruction
