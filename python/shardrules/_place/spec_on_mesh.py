@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -61,10 +61,12 @@ class SpecOnMesh:
         "_absent",
         "_axes",
         "_correction",
+        "_entries",
         "_first",
         "_follows",
         "_named_with",
         "_optional_axes",
+        "_tags_lost",
         "axis_sizes",
         "corrector",
         "spec",
@@ -89,9 +91,13 @@ class SpecOnMesh:
         self.axis_sizes: Final = axis_sizes
         self._correction = correction
         self.spec: Any = spec
-        self._axes = tuple(map(entry_axes, entries_of(spec)))
+        self._entries = entries_of(spec)
+        self._axes = tuple(map(entry_axes, self._entries))
+        tags = axes_in_tags(spec).values()
+        absent = (tuple(axis for axis in axes if axis not in axis_sizes) for axes in tags)
+        self._tags_lost = [LostAxes("unreduced", 0, axes) for axes in absent if axes]
         # By dimension, the bit of its first axis in `Corrector.kept`.
-        self._first = tuple(itertools.accumulate(map(len, self._axes), initial=0))
+        self._first = tuple(accumulate(map(len, self._axes), initial=0))
         rest = [None] * (len(spec) - len(units))
         self.units: Final = tuple(unit or 1 for unit in (*units, *rest))
         self.corrector = Corrector(
@@ -137,13 +143,14 @@ class SpecOnMesh:
             return Entries() if isinstance(self.spec, Entries) else partition_spec()
         entries = [
             self._entry(entry, axes)
-            for entry, axes in zip(entries_of(self.spec), self._kept_axes(rank, kept), strict=False)
+            for entry, axes in zip(self._entries, self._kept_axes(rank, kept), strict=False)
         ]
         if self._correction.pad:
             entries += [None] * (rank - len(entries))
             if all(entry is None for entry in entries):
                 entries = []
-        return with_entries(self.spec, entries)
+        is_whole = tuple(entries) == self._entries
+        return self.spec if is_whole else with_entries(self.spec, entries)
 
     def with_dims(self, dims: tuple[Dim, ...], blocks: tuple[int, ...] = ()) -> SpecOnMesh:
         """Return the spec for arrays that have some of the dimensions, as scales have.
@@ -169,9 +176,7 @@ class SpecOnMesh:
             yield LostAxes("rank", rank, lost)
             if self._correction.rank == "replicate":
                 return
-        for axes_of_tag in axes_in_tags(self.spec).values():
-            if unknown := tuple(axis for axis in axes_of_tag if axis not in self.axis_sizes):
-                yield LostAxes("unreduced", 0, unknown)
+        yield from self._tags_lost
         seen: set[str] = set()
         for dim, axes in enumerate(self._kept_axes(rank, kept)):
             named = self._axes[dim]
@@ -222,9 +227,10 @@ class SpecOnMesh:
         return "drop_axis" if self._absent == "error" else self._absent
 
     def _entry(self, entry: Any, axes: tuple[str, ...]) -> Any:
-        if is_unconstrained(entry):
-            return entry if self._correction.unconstrained == "keep" else None
-        return entry if axes and axes == entry_axes(entry) else entry_of(axes)
+        if axes:
+            return entry if axes == entry_axes(entry) else entry_of(axes)
+        is_kept = is_unconstrained(entry) and self._correction.unconstrained == "keep"
+        return entry if is_kept else None
 
     def meant(self, lost: LostAxes) -> tuple[str, ...]:
         """Return the mesh axes that absent axes probably mean, and that the spec does not name."""
