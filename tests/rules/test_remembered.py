@@ -148,12 +148,12 @@ def test_lookalikes_are_not_mixed_up(kind, pair):
     for spec in LOOKALIKES[kind] * 2:
         expected = sr.Rules([pair("w", spec)])
         found = remembered_rules([pair("w", spec)], EFORMER)
-        assert repr(found[0]) == repr(expected[0])
+        assert found[0] == expected[0]
         assert type(found[0][1]) is type(expected[0][1])
         assert remembered_rules([pair("w", spec)], EASYLM).dialect == EASYLM
         leaf = sr.match_partition_rules([pair("w", spec)], {"w": np.zeros((2, 2, 2))})["w"]
         if isinstance(spec, P):
-            assert repr(leaf) == repr(spec)
+            assert leaf == spec
         elif type(spec) is Rule or not isinstance(spec, str | tuple | sr.RuleSpec):
             assert leaf is spec  # an object of the user's own
 

@@ -109,12 +109,17 @@ def plain_spec(spec: Any) -> Any:
     return spec.spec if isinstance(spec, RuleSpec) else spec
 
 
+def has_axes(spec: Any) -> bool:
+    """True if a plain spec names mesh axes, and is no object of a user's own."""
+    return isinstance(spec, Entries | Fsdp) or is_partition_spec(spec)
+
+
 def axes_of_rule(spec: Any) -> frozenset[str]:
     """All mesh axes that a rule names."""
     plain, optional = plain_spec(spec), rule_spec(spec).optional_axes
     if isinstance(plain, Fsdp):
         return plain.named.union(optional)
-    if not is_partition_spec(plain) and not isinstance(plain, Entries):
+    if not has_axes(plain):
         return frozenset(optional)
     tags = axes_in_tags(plain).values()
     return frozenset(optional).union(*map(entry_axes, entries_of(plain)), *tags)
@@ -128,8 +133,7 @@ def rule_with_axes(spec: Any, parts: Mapping[str, tuple[str, ...]]) -> Any:
     if isinstance(spec, Fsdp):
         within = with_axes_split(spec.within, parts)
         return replace(spec, axes=split_axes(spec.axes, parts), within=within)
-    is_spec = is_partition_spec(spec) or isinstance(spec, Entries)
-    return with_axes_split(spec, parts) if is_spec else spec
+    return with_axes_split(spec, parts) if has_axes(spec) else spec
 
 
 def rule_spec_shown(spec: Any) -> str:

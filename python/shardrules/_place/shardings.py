@@ -14,15 +14,14 @@ from shardrules._base.rule_specs import (
     Fsdp,
     MemoryKind,
     RuleSpec,
+    has_axes,
     memory_kind_of,
     plain_spec,
     rule_spec,
 )
 from shardrules._base.specs import (
-    Entries,
     as_partition_spec,
     entries_of,
-    is_partition_spec,
     is_unconstrained,
     partition_spec,
     spec_shown,
@@ -151,7 +150,9 @@ def _inside_shard_map(
     spec: Any, correction: Correction, manual: ManualAxes
 ) -> tuple[Any, Correction]:
     """Return the spec and the correction for local arrays."""
-    if manual.axes and correction.unconstrained == "drop":  # only what the user wrote
+    if not manual.axes:
+        return spec, correction
+    if correction.unconstrained == "drop":  # only what the user wrote
         written = (None if is_unconstrained(entry) else entry for entry in entries_of(spec))
         spec, correction = with_entries(spec, written), replace(correction, unconstrained="keep")
     return without_axes(spec, manual.axes, manual.emptied), correction
@@ -197,8 +198,7 @@ def specs_on_mesh(
     spec_of = []
     for index, (_, spec) in enumerate(rules):
         rule = rule_spec(spec)
-        is_spec = is_partition_spec(rule.spec) or isinstance(rule.spec, Entries | Fsdp)
-        if not is_spec:
+        if not has_axes(rule.spec):
             raise TypeError(
                 f"rule {index}: the spec {shown(rule.spec)} cannot be put on a mesh: it is no "
                 "PartitionSpec, axis name, tuple of axis names or None"

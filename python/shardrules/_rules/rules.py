@@ -7,17 +7,23 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
+from itertools import chain
+from typing import Any, Final, NoReturn, TypeAlias
 
 from shardrules._base.arguments import boolean, check_type, integer
 from shardrules._base.correction import Correction
 from shardrules._base.mistakes import check_arrays, check_order
-from shardrules._base.rule_specs import Fsdp, RuleSpec, axes_of_rule, rule_with_axes
+from shardrules._base.rule_specs import (
+    RuleSpec,
+    axes_of_rule,
+    has_axes,
+    plain_spec,
+    rule_with_axes,
+)
 from shardrules._base.specs import (
     Entries,
     as_partition_spec,
     checked_parts,
-    entries_of,
     is_partition_spec,
     normalize_spec,
     rules_shown,
@@ -40,39 +46,6 @@ from shardrules._rules.matcher import (
     too_long_message,
 )
 from shardrules._rules.patterns import Pattern, checked_pattern
-
-# Equal ones are the same to everybody. An object of the user's own is the same only as itself.
-_VALUES: Final = (str, int, re.Pattern)
-_SEQUENCES: Final = (tuple, Entries)
-_RECORDS: Final = (RuleSpec, Correction, Fsdp)
-
-
-class _RulesKey(NamedTuple):
-    """Key of compiled rules: equal, and of equal types inside, as 1 and True differ."""
-
-    pairs: tuple[Any, ...]
-    dialect: Dialect
-
-    def __hash__(self) -> int:
-        return hash((self.pairs, id(self.dialect)))
-
-    def __eq__(self, other: Any) -> bool:
-        return self.dialect is other.dialect and _are_same(self.pairs, other.pairs)
-
-
-def _are_same(a: Any, b: Any) -> bool:
-    kind = type(a)
-    if a is b or kind is not type(b):
-        return a is b
-    if kind in _VALUES:
-        return bool(a == b)
-    if kind in _SEQUENCES:
-        return len(a) == len(b) and all(map(_are_same, a, b))
-    if kind in _RECORDS:
-        return all(_are_same(getattr(a, name), getattr(b, name)) for name in kind.__slots__)
-    # The entries are looked at as well: one may be a string of the user's own type.
-    return is_partition_spec(a) and bool(a == b) and _are_same(entries_of(a), entries_of(b))
-
 
 DEFAULT_MEMORY_BUDGET: Final = 32 * 1024 * 1024
 
@@ -355,15 +328,28 @@ def remembered_rules(rules: Iterable[Any], dialect: Dialect, name: str = "rules"
     if not {*map(type, pairs)} <= {tuple}:  # namedtuples; or lists, as JSON has them
         pairs = _checked_pairs(pairs)
     try:
-        return _compiled(_RulesKey(pairs, dialect))
+        return _compiled_once(pairs, dialect)
     except TypeError:  # lists inside; checked, they are tuples
-        return _compiled(_RulesKey(_checked_pairs(pairs), dialect))
+        return _compiled_once(_checked_pairs(pairs), dialect)
+
+
+def _compiled_once(pairs: tuple[Any, ...], dialect: Dialect) -> Rules:
+    types = tuple(map(type, chain.from_iterable(pairs)))  # 1 and True are equal
+    rules, own = _compiled(pairs, types, dialect)
+    # Equal objects of the user's own are two all the same.
+    is_same = all(plain_spec(pairs[i][1]) is plain_spec(rules[i][1]) for i in own)
+    return rules if is_same else Rules(pairs, dialect)
 
 
 # Each may hold its memory budget in states, but real rules take some 100 KB.
 @functools.lru_cache(maxsize=16)
-def _compiled(key: _RulesKey) -> Rules:
-    return Rules(*key)
+def _compiled(
+    pairs: tuple[Any, ...], types: tuple[type, ...], dialect: Dialect
+) -> tuple[Rules, list[int]]:
+    """Return (rules, those of them whose spec is an object of the user's own)."""
+    rules = Rules(pairs, dialect)
+    specs = [plain_spec(spec) for _, spec in rules]
+    return rules, [i for i, spec in enumerate(specs) if not has_axes(spec)]
 
 
 def rules_like(
