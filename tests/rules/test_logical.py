@@ -82,6 +82,34 @@ def test_constraints_in_every_context(types):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tp")), 2)
 
 
+@pytest.mark.parametrize("indivisible", ["drop", "prefix", "error"])
+@pytest.mark.parametrize("dialect", [sr.dialects.LINEN, sr.dialects.MAXTEXT], ids=repr)
+def test_a_constraint_follows_the_policy_of_its_rules(indivisible, dialect, mesh):
+    """It took the dialect alone: JAX refused 6 heads on 8 devices, and an axis that a mesh may lack."""
+    policy = {"correction": sr.Correction(indivisible=indivisible), "optional_axes": ["sp"]}
+    rules = sr.LogicalRules([("batch", "sp"), *BOTH], dialect, **policy)
+    tree, names = {"b": jnp.ones(8), "n": 3, "w": jnp.ones((6, 8))}, ("heads", "embed")
+
+    def constrained(tree):  # flax takes the rules in force for pairs
+        with sr.logical_axis_rules(rules):
+            return sr.with_logical_constraint(tree, {"b": None, "n": (), "w": names}, mesh=mesh)[
+                "w"
+            ]
+
+    def expected():
+        return sr.named_shardings(tree["w"], rules, mesh, names=names)
+
+    for call in (jax.jit(constrained), constrained):
+        if indivisible == "error":
+            with pytest.raises(
+                ValueError, match=r"dim 0 of size 6 is not divisible by tp=2 \* fsdp=4"
+            ):
+                call(tree)
+            continue
+        assert call(tree).sharding.is_equivalent_to(expected(), 2)
+        assert [*expected().spec, None][0] == (None if indivisible == "drop" else "tp")
+
+
 def test_variables_hold_their_specs(mesh):
     with nnx.use_eager_sharding(False):
         init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "heads"))

@@ -17,14 +17,17 @@ from shardrules._base.text import mesh_shown, nearest
 from shardrules._core import resolve_all
 from shardrules._place.boxes import NodeForms
 from shardrules._place.constraint import with_sharding_constraint
-from shardrules._place.mesh import AnyMesh, MeshLike, context_mesh, resolve_mesh
+from shardrules._place.mesh import AnyMesh, MeshLike, context_mesh, local_view, resolve_mesh
+from shardrules._place.name_shardings import shardings_by_names
+from shardrules._place.spec_trees import broadcast_specs
 from shardrules._rules.dialects import LogicalDialect
 from shardrules._rules.logical_rules import (
+    LogicalRules,
     LogicalRulesLike,
-    get_logical_axis_rules,
     resolver_in_force,
+    rules_in_force,
 )
-from shardrules._rules.names import is_name
+from shardrules._rules.names import is_name, spec_of_names
 from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in
 
 _AS_FLAX = Correction(indivisible="keep", rank="keep", pad=False)
@@ -99,8 +102,8 @@ def with_logical_constraint(
         tree: Any pytree of arrays.
         logical_names: A tuple of names for all leaves, or a tree of such tuples. None leaves arrays
             unconstrained.
-        rules: As in `logical_to_mesh`; of `LogicalRules` the dialect alone, since flax's function
-            corrects nothing.
+        rules: As in `logical_to_mesh`. Pairs are corrected by nothing, as in flax. `LogicalRules`
+            fit the arrays to the mesh as in `named_shardings`, by their correction.
         mesh: The mesh. Default: the context's.
         fallback: What happens if a name gets no mesh axes: the dimension is unsharded, an error is
             raised, or the array is left unconstrained.
@@ -109,8 +112,8 @@ def with_logical_constraint(
         A tree of the same structure.
 
     Raises:
-        ValueError: As `logical_to_mesh`; the mesh lacks an axis; or a name gets no mesh axes and
-            the fallback is RAISE_ERROR.
+        ValueError: As `logical_to_mesh`; the mesh lacks an axis; a name gets no mesh axes and the
+            fallback is RAISE_ERROR; or the correction of `LogicalRules` forbids a misfit.
 
     Example:
         >>> import jax
@@ -121,17 +124,19 @@ def with_logical_constraint(
     check_type("rules", rules, Iterable | None, "a tuple of (logical name, mesh axes) pairs")
     action = getattr(fallback, "value", fallback)
     check_choice("fallback", action, tuple(member.value for member in RulesFallback))
-    in_force = get_logical_axis_rules() if rules is None else rules
+    in_force = rules_in_force(rules)
     on_mesh = context_mesh() if mesh is None else resolve_mesh(mesh)
     if not in_force or logical_names is None or on_mesh is None:
         return tree
     resolver = resolver_in_force(in_force)
+    has_policy = isinstance(in_force, LogicalRules)
 
     def spec(names: Any) -> PartitionSpec | None:
         if names is None:
             return None
         resolution = resolver.resolve(names)
-        check_mesh_axes(resolution, on_mesh)
+        if not has_policy:
+            check_mesh_axes(resolution, on_mesh)
         entries = zip(resolution.names, resolution.entries(), strict=True)
         missing = [name for name, entry in entries if entry is UNASSIGNED]
         if missing and action == "raise_error":
@@ -139,10 +144,27 @@ def with_logical_constraint(
                 f"Axis names {resolution.names} did not match a rule: {missing} got no mesh axes; "
                 "add rules for them\n" + "\n".join(resolution.explained())
             )
-        return None if missing and action == "no_constraint" else resolution.spec(names)
+        if missing and action == "no_constraint":
+            return None
+        return spec_of_names(names, resolution.names) if has_policy else resolution.spec(names)
 
     specs = tree_util.tree_map(spec, logical_names, is_leaf=is_logical_spec)
+    if has_policy:
+        specs = _fitting(tree, specs, in_force, on_mesh)
     return with_sharding_constraint(tree, specs, on_mesh, correction=_AS_FLAX)
+
+
+def _fitting(tree: Any, names: Any, rules: LogicalRules, mesh: AnyMesh) -> Any:
+    """Return the specs of `named_shardings` for these names; None where there are none."""
+    treedef: Any = tree_util.tree_structure(tree)
+    of_leaves = broadcast_specs("logical_names", tree, treedef, names)
+    given = [PartitionSpec() if each is None else each for each in of_leaves]
+    _, shardings = shardings_by_names(tree, rules, local_view(mesh), treedef.unflatten(given))
+    specs = [
+        None if each is None else sharding.spec
+        for each, sharding in zip(of_leaves, shardings, strict=True)
+    ]
+    return treedef.unflatten(specs)
 
 
 def check_mesh_axes(resolution: Resolution, mesh: AnyMesh) -> None:

@@ -90,7 +90,7 @@ class LogicalRules:
         pairs = tuple(items)
         check_rules(pairs)
         object.__setattr__(self, "_pairs", tuple(map(_checked_name_pair, range(len(pairs)), pairs)))
-        source = rules.rules if isinstance(rules, _PairsOfRules) else rules
+        source = rules_in_force(rules)
         has = source if isinstance(source, LogicalRules) else None
         in_force = dialect_of(dialect, correction, has.dialect if has is not None else None, LINEN)
         axes = optional_axes_of(optional_axes, has.optional_axes if has is not None else ())
@@ -171,7 +171,7 @@ def set_logical_axis_rules(rules: LogicalRulesLike) -> None:
     """Set the logical axis rules of this thread.
 
     Semantics of flax.core.spmd.set_logical_axis_rules, 0.12. If flax is loaded, flax's functions
-    and ours use the same rules. Of `LogicalRules` flax's see the pairs, ours the dialect too.
+    and ours use the same rules. Of `LogicalRules` flax's see the pairs, ours dialect and policy.
 
     Args:
         rules: `LogicalRules`, or (logical name, mesh axes) pairs.
@@ -211,7 +211,7 @@ def logical_axis_rules(rules: LogicalRulesLike) -> Generator[None, None, None]:
     """Return a context with these logical axis rules in force, instead of the outer ones.
 
     Semantics of flax.core.spmd.logical_axis_rules, 0.12. If flax is loaded, flax's functions and
-    ours use the same rules. Of `LogicalRules` flax's see the pairs, ours the dialect too.
+    ours use the same rules. Of `LogicalRules` flax's see the pairs, ours dialect and policy.
 
     Args:
         rules: `LogicalRules`, or (logical name, mesh axes) pairs.
@@ -232,14 +232,18 @@ def logical_axis_rules(rules: LogicalRulesLike) -> Generator[None, None, None]:
         _record().rules = outer
 
 
+def rules_in_force(rules: Any) -> Any:
+    """Return these rules, by default those of the context, as they were given there."""
+    in_force = get_logical_axis_rules() if rules is None else rules
+    return in_force.rules if isinstance(in_force, _PairsOfRules) else in_force
+
+
 def resolver_in_force(
     rules: LogicalRulesLike | None, dialect: LogicalDialect | None = None
 ) -> Resolver:
     """Compile rules, by default those of the context, for the names of arrays of any shape."""
     check_type("dialect", dialect, LogicalDialect | None, "a LogicalDialect, such as FLAX_CORE")
-    in_force: Any = get_logical_axis_rules() if rules is None else rules
-    if isinstance(in_force, _PairsOfRules):
-        in_force = in_force.rules
+    in_force = rules_in_force(rules)
     if isinstance(in_force, LogicalRules):
         dialect, in_force = dialect or in_force.dialect, tuple(in_force)
     return resolver_for(in_force, dialect or LINEN, {})

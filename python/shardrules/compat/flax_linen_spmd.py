@@ -2,8 +2,8 @@
 
 The same signatures and results, without flax. What differs:
 
-- Rules may be `LogicalRules`, whose dialect counts then. Strings in the place of rules or of tuples
-  of names are errors; flax takes their letters.
+- Rules may be `LogicalRules`, whose dialect counts then, and in constraints their correction.
+  Strings in the place of rules or of tuples of names are errors; flax takes their letters.
 - Equal shardings of a tree are one object. An axis that the mesh lacks is an error with the rule.
 - `with_logical_constraint` also reshards over Explicit and mixed axes, and leaves out axes that are
   manual inside shard_map.
