@@ -189,6 +189,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "on": (*ODD, "v5q:8x8x8", {"tp": 0}, PLAN),
         "compiled": (*NOT_STEP, None, jax.jit(print)),
         "inputs": (*ODD, 0, None, "w", {}, PLAN, (), (3,), (None, None), ("w",), ([P()],)),
+        "step_on": (*ODD, "step_on", None),
+        "sweep.on": (*(size for size in NOT_COUNT if not isinstance(size, str)), None, "v5q:8x8x8", {"tp": 0}, PLAN),
         "prove.inputs": (*ODD, 0, "w", {}, PLAN),
         "outputs": (*ODD, 0, "w", {"w": 3}, [P()], (P(), P())),
     }.items()
@@ -271,6 +273,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "named_shardings": (sr.named_shardings, {"tree": TREE, "rules": RULES, "mesh": SIZES}),
     "patch": (lambda libraries: sr.patch(libraries), {}),
     "plan": (sr.plan, {"tree": TREE, "rules": RULES, "mesh": SIZES}),
+    "sweep": (lambda step_on, **named: sr.sweep(step_on, **named), {"step_on": DOUBLED, "on": SIZES}),
     "prove": (lambda args=(ONES,), **named: sr.prove(named.pop("step"), *args, **named), {"step": DOUBLED}),
     "read_hardware": (sr.read_hardware, {"path": "tests/data/hardware.toml"}),
     "read_model": (sr.read_model, {"path": demo.MODEL}),
@@ -299,13 +302,13 @@ MADE_BY_US = {
     "CutReason", "Reason", "Suggestion", "Coverage", "DeviceBytes", "DimensionClass", "Explanation",
     "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place",
     "Plan", "PlanDiff", "Program", "ProgramTime", "Proof", "Roofline", "RuleFile", "RulesFallback", "Span",
-    "Step", "StepTime", "Timeline", "Work", "Sweep", "SweepRow", "Totals", "Transfer", "TransferRow",
+    "Step", "StepSweep", "StepSweepRow", "StepTime", "Timeline", "Work", "Sweep", "SweepRow", "Totals", "Transfer", "TransferRow",
     "Tried", "TriedName",
 }  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.
 NEEDS_LIBTPU = {"Solution.prove", *(f"Topology.{name}" for name in ("link_rate", "links", "mesh", "mesh_code", "meshes"))}  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
-TAKES_ANYTHING = {"prove.args", "trace.args", "RuleSpec.spec"}
+TAKES_ANYTHING = {"prove.args", "sweep.choices", "trace.args", "RuleSpec.spec"}
 PUBLIC = api.callables()
 
 

@@ -49,6 +49,11 @@ def swept() -> sr.types.Sweep:
 
 
 @cache
+def swept_steps() -> sr.types.StepSweep:
+    return sr.sweep(lambda mesh, n: (lambda x: x * 2, (np.ones(n),)), {"fsdp": 2}, hbm="1GB", n=[8])
+
+
+@cache
 def suggestion() -> sr.types.Suggestion:
     return sr.suggest({"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}, {"tp": 4})
 
@@ -117,6 +122,7 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
         "a step takes 2.61 s to 4.00 s, 2.81 s as it is scheduled, by the compiler's estimate"),
     "Roofline": (lambda: sr.types.Roofline(3.0, 1.0), "roofline: 3.00 s to 4.00 s a step"),
     "Timeline": (timeline, "forward, 61 times: 3.00 ms, of which 2.00 ms computing; 1.00 ms sending"),
+    "StepSweep": (swept_steps, "fits: 1"),
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), " on each device, on one device by XLA for CPU"),
     "Step": (step, "dimensions of the arguments, by what must be sharded alike"),
     "Solution": (solution, " a step on fsdp=4"),
@@ -129,6 +135,7 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "Span": lambda: timeline().spans[1],
     "Finding": lambda: plan().check()[0],
     "SweepRow": lambda: swept()[0],
+    "StepSweepRow": lambda: swept_steps()[0],
     "Change": lambda: plan().diff(plan().on_mesh({"fsdp": 4, "tp": 1})).changes[0],
     "TransferRow": lambda: plan().transfer(plan().on_mesh({"fsdp": 4, "tp": 1})).rows[0],
     "Reason": lambda: suggestion().reasons[0],

@@ -43,6 +43,7 @@ from shardrules._program.step.tracing import trace as trace
 from shardrules._program.topologies.topology import Topology as Topology
 from shardrules._program.verify.audit import audit as audit
 from shardrules._program.verify.prove import prove as prove
+from shardrules._program.verify.sweep import sweep as sweep
 from shardrules._program.verify.verify import verify as verify
 from shardrules._rules.logical_rules import LogicalRules as LogicalRules
 from shardrules._rules.logical_rules import logical_axis_rules as logical_axis_rules

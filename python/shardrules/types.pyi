@@ -41,4 +41,6 @@ from shardrules._program.step_seconds import Roofline as Roofline
 from shardrules._program.timeline import Span as Span
 from shardrules._program.timeline import Timeline as Timeline
 from shardrules._program.verify.prove import Proof as Proof
+from shardrules._program.verify.step_sweep import StepSweep as StepSweep
+from shardrules._program.verify.step_sweep import StepSweepRow as StepSweepRow
 from shardrules._rules.matcher import Coverage as Coverage

@@ -48,8 +48,7 @@ def test_words_are_options(words, options):
     ("words", "message"),
     [
         ("plan", "the following arguments are required: SOURCE"),
-        ("sweep", "the following arguments are required: SOURCE, --rules/-r"),
-        ("sweep m", "the following arguments are required: --rules/-r"),
+        ("sweep", "the following arguments are required: SOURCE"),
         ("explain -r x", "the following arguments are required: SOURCE, PATH"),
         ("plan m", "the following arguments are required: --rules/-r, --mesh/-m"),
         ("plan m -m", "option '-m' requires an argument"),

@@ -119,9 +119,9 @@ def bytes_shown(count: int) -> str:
 
 
 def seconds_shown(seconds: float) -> str:
-    """Seconds with three digits: 0 s, 12.3 us, 4.56 ms, 1.20 s, 3,600 s."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= 0.9995 * size or unit == "us":
+    """Seconds with three digits: 0 s, 12.3 ns, 4.56 ms, 1.20 s, 3,600 s."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
+        if seconds >= 0.9995 * size or unit == "ns":
             count = seconds / size
             digits = 0 if count == 0 else max(0, 2 - len(str(int(count))) + 1)
             return f"{count:,.{digits}f} {unit}" if count else "0 s"

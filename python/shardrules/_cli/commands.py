@@ -21,6 +21,7 @@ from shardrules._cli.process import hint, interruptible, working
 if TYPE_CHECKING:
     from shardrules._plan.findings import Findings
     from shardrules._program.program import Program
+    from shardrules._program.topologies.topology import Topology
     from shardrules._program.verify.prove import Proof
 
 Function = Callable[[Args], int | None]
@@ -332,17 +333,25 @@ def explain(args: Args) -> None:
 
 
 @_command(
-    "model.json -r rules.toml --devices 512 --axes fsdp,tp --hbm 96GB",
-    _PLAN, "on slices devices axes", _TRAINING, "format most",
-    rules=_NEEDED,
-    mesh={"usage": "-m --mesh MESH...", "help": "A mesh to compare; repeatable."},
+    "train:step_on --on v5p:8x8x8 --axes fsdp,tp --try batch=256,512",
+    _PLAN, "on slices tries devices axes", _TRAINING, "format most",
+    source={
+        "help": "With --rules a model, as for plan. Without, a step: package.module:function, "
+        "which takes the mesh, and the choices of --try as keywords, and returns what it does for "
+        "prove."
+    },
+    rules={"help": "The rules of a model."},
+    mesh={"usage": "-m --mesh MESH...", "help": "A mesh to compare; of a model repeatable."},
     on={"required": False, "help": "Compare the meshes that exist on these TPUs or GPUs, such as "
         "v5p:8x8x8, with the axes of --axes."},
-    devices={"help": "Compare all meshes of this many devices."},
-    axes={"help": "Axes of these meshes, such as fsdp,tp,sp=1, where sp has a fixed size."},
+    devices={"help": "Compare all meshes of this many devices; of a step by XLA for CPU."},
+    axes={"help": "Axes of these meshes, such as fsdp,tp; of a model also sp=1, of fixed size."},
 )  # fmt: skip
-def sweep(args: Args) -> None:
-    """Compare meshes for one set of rules by the bytes on each device, the best first."""
+def sweep(args: Args) -> int:
+    """Compare meshes: of a model by bytes, or of a step by what the compiler makes of it.
+
+    The best is the first. Exits with 1 if nothing of a step fits, as far as that is known.
+    """
     from shardrules._base.mesh_sizes import parse_mesh
     from shardrules._cli import inputs, show
     from shardrules._plan.report import sweep_json
@@ -357,13 +366,17 @@ def sweep(args: Args) -> None:
         )
     meshes = [parse_mesh(mesh) for mesh in args.mesh]
     axes, fixed = inputs.sweep_axes(args.axes or "")
-    if args.on and fixed:
-        raise ValueError("--axes: the meshes of --on have no fixed sizes")
+    topology = None if args.on is None else Topology(args.on, args.slices)
+    if fixed and (args.on or args.rules is None):
+        raise ValueError("--axes: the meshes of --on, and those of a step, have no fixed sizes")
+    if args.rules is None:
+        return _sweep_of_step(args, meshes, topology, axes)
+    if args.tries:
+        raise ValueError("with --rules SOURCE is a model, which takes no choices: leave out --try")
     sizes = dict.fromkeys(axes, 1) | fixed
     first = args.mesh[0] if meshes else ",".join(f"{axis}={size}" for axis, size in sizes.items())
     room, training = inputs.room(args), inputs.training(args)
     plan = inputs.load_model_plan(args, mesh=first).plan
-    topology = None if args.on is None else Topology(args.on, args.slices)
     with working(args, "trying meshes"):
         rows = plan.sweep(
             meshes or None, devices=topology or args.devices, axes=None if meshes else axes,
@@ -374,6 +387,40 @@ def sweep(args: Args) -> None:
         print(sweep_json(rows))
     else:
         show.show_sweep(rows, args.most)
+    return 0
+
+
+def _sweep_of_step(
+    args: Args, meshes: list[dict[str, int]], topology: Topology | None, axes: list[str]
+) -> int:
+    """Ask the compiler for each mesh and each choice of --try."""
+    from shardrules._cli import inputs, show
+    from shardrules._files.modules import find_object, is_module_form
+    from shardrules._program.verify.sweep import swept
+
+    if not is_module_form(args.source):
+        raise ValueError(
+            f"{args.source}: a model needs --rules; without them SOURCE is a step, "
+            "package.module:function"
+        )
+    why = "without --rules SOURCE is a step, of which the compiler is asked"
+    options = "dialect stacked companions min_size no_fallbacks gradients optimizer"
+    inputs.refuse(why, args, *options.split(), "optimizer_dtype", "optimizer_memory", "host_memory")
+    if len(meshes) > 1:
+        raise ValueError("--mesh: of a step give one, or --on or --devices for several")
+    on: Any = meshes[0] if meshes else topology or args.devices
+    with working(args, "asking the compiler") as show_progress:
+        rows = swept(
+            find_object(args.source), on, axes or None, inputs.choices(args.tries),
+            hbm=inputs.memory("--hbm", "a device", args.hbm), show=show_progress,
+        )  # fmt: skip
+    if args.format == "json":
+        print(printable_json(rows.to_json()))
+    else:
+        show.show_step_sweep(rows, args.most)
+    if not rows.is_whole:
+        raise KeyboardInterrupt
+    return 1 if not any(row.fits or (row.fits is None and row.peak) for row in rows) else 0
 
 
 @_command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace as Args
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -14,7 +15,7 @@ from shardrules._base.dtypes import numpy_name
 from shardrules._base.hardware import as_hardware
 from shardrules._base.io import FileError, memory_within
 from shardrules._base.mesh_sizes import parse_mesh
-from shardrules._base.text import and_more, byte_count, counted, mesh_shown, shown
+from shardrules._base.text import and_more, byte_count, counted, mesh_shown
 from shardrules._cli.options import MOMENTS
 from shardrules._cli.process import hint, working
 from shardrules._place.mesh import as_mesh
@@ -228,19 +229,6 @@ def _tree(source: str, dialect: Dialect | LogicalDialect | None) -> tuple[str, A
     return arrays.name, nested(arrays) if joins_keys else arrays.leaves, None
 
 
-def step_of(source: str, result: Any) -> tuple[Any, ...]:
-    """Return (step, arguments, outputs) or (step, arguments) of what a user's function returns."""
-    is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
-    if not is_tuple or not isinstance(result[1], tuple):
-        kinds = ", ".join(type(part).__name__ for part in result) if type(result) is tuple else ""
-        raise FileError(
-            f"{source}: this gives {f'({kinds})' if kinds else shown(result)}; it must be (step, "
-            "arguments, outputs) or (step, arguments), where arguments is a tuple: write "
-            "return step, (plan, batch), plan"
-        )
-    return tuple(result)
-
-
 def sweep_axes(text: str) -> tuple[list[str], dict[str, int]]:
     """Return the axes of fsdp,tp,sp=1 without a size, and {axis: size} of the others."""
     parts = names(text)
@@ -249,6 +237,24 @@ def sweep_axes(text: str) -> tuple[list[str], dict[str, int]]:
     if text and not free:
         raise ValueError(f"--axes {text!r}: give at least one axis without a size")
     return free, parse_mesh(fixed) if fixed else {}
+
+
+def choices(texts: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the values of each choice of --try: numbers, true, false, none, and else texts."""
+    pairs = _pairs(
+        "--try", "list", texts, "a keyword of the function and its values, as batch=8,16"
+    )
+    return {name: [_value(text) for text in names(values)] for name, values in pairs.items()}
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return text
 
 
 def names(text: str | None) -> list[str]:
@@ -277,10 +283,12 @@ def training(args: Args) -> dict[str, Any]:
 
 
 def step_on(source: str, mesh: Any, rules: Any = None) -> tuple[Any, ...]:
-    """Return what `step_of` gives for a function of the mesh, and of rules or those in a file."""
+    """Return the parts of what a function of the mesh gives, and of rules or those in a file."""
+    from shardrules._program.lowering import step_parts
+
     rules = read_rule_source(rules).rules if isinstance(rules, str) else rules
     arguments = (mesh,) if rules is None else (mesh, rules)
-    return step_of(source, load_object(source, *arguments))
+    return step_parts(load_object(source, *arguments), source)
 
 
 def mesh_of_step(args: Args) -> Any:

@@ -25,6 +25,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "h100:8x16, h200:8, b200:8x2, gb200:72x2.", {"required": True}),
         "slices": ("--slices NUMBER", "Slices of TPUs, which the data centre's network connects.",
             {"least": 1, "default": 1}),
+        "tries": ("--try CHOICE...", "A keyword of the function of a step, and its values, such as "
+            "batch=256,512,1024 or remat=true,false; repeatable, and all are tried with all.", {}),
         "time": ("--time", "Compile the step to its end, which takes minutes for a large one, and "
             "add the time that the compiler expects.", {}),
         "axis_types": ("--axis-types TYPES", "Types of the mesh axes, one for all or one for each: "

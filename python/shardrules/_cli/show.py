@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
     from shardrules._plan.suggest.suggestion import Suggestion
     from shardrules._plan.sweep import Sweep
+    from shardrules._program.verify.step_sweep import StepSweep
 
 _STYLES: Final[dict[str, dict[str, Any]]] = {
     "error": {"fg": "red", "bold": True},
@@ -89,6 +90,17 @@ def show_sweep(rows: Sweep, most: int) -> None:
     _print_table(sweep_table(rows[:most]), [row.fits is False for row in rows[:most]])
     for line in (*and_more(len(rows), most, "mesh"), *rows.notes):
         print(printable(line))
+
+
+def show_step_sweep(rows: StepSweep, most: int) -> None:
+    """Print the heading, the first `most` rows, and how many more there are."""
+    from shardrules._program.verify.step_sweep import step_sweep_table
+
+    shown = rows[:most]
+    print(printable(rows.heading))
+    _print_table(step_sweep_table(shown), [row.fits is False for row in shown])
+    for line in and_more(len(rows), most, "program"):
+        print(line)
 
 
 def show_findings(args: Args, findings: Findings, planned: Planned | None = None) -> int:

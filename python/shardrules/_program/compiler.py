@@ -115,8 +115,8 @@ _NO_SHARDINGS: Final = (
 )
 
 
-def ask_compiler(lowered: Any, mesh: Any) -> CompilerAnswer | Refusal | None:
-    """Return what the compiler makes of a lowered step; None if no child can be asked.
+def asked_compiler(lowered: Any, mesh: Any) -> AskedCompiler | None:
+    """Start what makes a lowered step, in a child process; None if no child can be asked.
 
     None is for GPUs and for TPUs that are there, and where this JAX hides what a compiler needs.
 
@@ -126,23 +126,35 @@ def ask_compiler(lowered: Any, mesh: Any) -> CompilerAnswer | Refusal | None:
 
     Raises:
         ImportError: The mesh is of described TPUs, and libtpu is not installed.
-        RuntimeError: The compiler refuses the step for another reason than memory, or crashes.
-        TimeoutError: It has not ended within `LIMIT`.
         OSError: There is no room for its files.
     """
     inner = inner_of(lowered)
     topology = topology_of(mesh)
     slices = None if topology is None else topology._layout
-    if not (isinstance(slices, Slices) or (slices is None and _is_of_cpus(mesh))):
+    if not (isinstance(slices, Slices) or (slices is None and is_of_cpus(mesh))):
         return None
     asked = None if inner is None else compiler_input(inner)
-    if asked is None:
-        return None
-    folder = Path(tempfile.mkdtemp(prefix="shardrules-"))  # which no other user can read
-    child: subprocess.Popen[bytes] | None = None
-    try:
+    return None if asked is None else AskedCompiler(asked, topology, mesh)
+
+
+class AskedCompiler:
+    """A child process that compiles a step; it and its files are gone when this is closed."""
+
+    def __init__(self, asked: CompilerInput, topology: Topology | None, mesh: Any) -> None:
+        self._topology, self._mesh = topology, mesh
+        self._folder = Path(tempfile.mkdtemp(prefix="shardrules-"))  # which no other user can read
+        self._child: subprocess.Popen[bytes] | None = None
+        try:
+            self._start(asked)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, asked: CompilerInput) -> None:
+        folder, slices = self._folder, self._topology and self._topology._layout
+        assert slices is None or isinstance(slices, Slices)
         with open(folder / "stderr.txt", "wb") as stderr:
-            child = subprocess.Popen(
+            self._child = subprocess.Popen(
                 [sys.executable, "-P", compiler_child.__file__, str(folder), str(os.getpid())],
                 stdin=subprocess.PIPE,  # which closes when this process ends
                 stdout=subprocess.DEVNULL,
@@ -152,20 +164,34 @@ def ask_compiler(lowered: Any, mesh: Any) -> CompilerAnswer | Refusal | None:
                 start_new_session=True,  # an interrupt is for this process, which ends the child
             )
         _write_request(folder, asked, slices)  # the child waits for it: it cleans up from now on
+
+    def answer(self) -> CompilerAnswer | Refusal:
+        """Wait for what the compiler makes of the step.
+
+        Raises:
+            RuntimeError: The compiler refuses the step for another reason than memory, or crashes.
+            TimeoutError: It has not ended within `LIMIT`.
+            OSError: There is no room for its files.
+        """
+        assert self._child is not None
         try:
-            code = child.wait(LIMIT)
+            code = self._child.wait(LIMIT)
+            return _read(self._folder, code, self._topology, self._mesh)
         except subprocess.TimeoutExpired:
             raise TimeoutError(
                 f"the compiler has not ended in {LIMIT:g} s, and was stopped"
             ) from None
-        return _read(folder, code, topology, mesh)
-    finally:
-        if child is not None:
-            child.kill()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the child, and remove its files."""
+        if self._child is not None:
+            self._child.kill()
             with suppress(OSError):
-                child.stdin.close()  # type: ignore[union-attr]
-            child.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+                self._child.stdin.close()  # type: ignore[union-attr]
+            self._child.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def compile_whole(lowered: Any, mesh: Any) -> Compiled | Refusal:
@@ -193,7 +219,7 @@ def without_jax_cache() -> Iterator[None]:
         config.update("jax_enable_compilation_cache", before)
 
 
-def _is_of_cpus(mesh: Any) -> bool:
+def is_of_cpus(mesh: Any) -> bool:
     """Say whether a step is compiled by XLA for CPU: a mesh without devices is."""
     if mesh is None:
         return jax.default_backend() == "cpu"

@@ -146,6 +146,19 @@ def check_step(step: Any, args: tuple[Any, ...]) -> None:
             )
 
 
+def step_parts(result: Any, source: str) -> tuple[Any, ...]:
+    """Return (step, arguments, outputs) or (step, arguments) of what a user's function gives."""
+    is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
+    if not is_tuple or not isinstance(result[1], tuple):
+        kinds = ", ".join(type(part).__name__ for part in result) if type(result) is tuple else ""
+        raise TypeError(
+            f"{source}: this gives {f'({kinds})' if kinds else shown(result)}; it must be (step, "
+            "arguments, outputs) or (step, arguments), where arguments is a tuple: write "
+            "return step, (plan, batch), plan"
+        )
+    return tuple(result)
+
+
 @contextmanager
 def noted(step: Any, args: tuple[Any, ...]) -> Iterator[None]:
     """Note beside an error of a step what the step was called with."""

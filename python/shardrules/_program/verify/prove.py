@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Final, NamedTuple
 
-import jax
 from jax import tree_util
 from jax.stages import Compiled
 
@@ -20,7 +19,7 @@ from shardrules._plan.tables import Table
 from shardrules._program.buffers import Memory
 from shardrules._program.cache import compiled_result
 from shardrules._program.collectives import Collective
-from shardrules._program.compiler import ask_compiler
+from shardrules._program.compiler import asked_compiler, is_of_cpus
 from shardrules._program.lowering import (
     On,
     check_step,
@@ -41,7 +40,7 @@ from shardrules._program.topologies.topology import (
 from shardrules._program.verify.budget import limits_of
 from shardrules._program.verify.verify import findings_and_program
 
-_BY_CPU: Final = " by XLA for CPU: a TPU's partitioner may choose otherwise"
+BY_CPU: Final = " by XLA for CPU: a TPU's partitioner may choose otherwise"
 _NO_TIME: Final = "no time: clocks and links are known of the TPUs of a Topology alone"
 
 
@@ -192,59 +191,102 @@ def prove(
         >>> proof.memory.totals.arguments
         64
     """
-    check_step(step, args)
     check_type("time", time, bool, "True or False")
-    check_bytes("large", large)
-    if hbm is not None:
-        hbm = memory_bytes("hbm", hbm)
-    mesh = None if on is None else target_mesh(on, args)
-    limits_of({} if budget is None else budget, mesh_of(args) if mesh is None else mesh)
-    lowering = lowering_on(mesh, step, args)
-    mesh = mesh_of(args) if mesh is None else mesh
-    topology = topology_of(mesh)
-    begin = perf_counter()
-    answer = ask_compiler(lowering.lowered, mesh)
-    seconds, whole = perf_counter() - begin, None
-    if isinstance(answer, Refusal):
-        raise answer.error()
-    if answer is None or time:
-        whole = compiled_result(lowering.lowered, mesh)
-        seconds = whole.seconds
-        if isinstance(whole.content, Refusal):
-            raise whole.content.error()
-    content: Any = whole and whole.content
-    if answer is not None:
-        content = answer.program(lowering.lowered, mesh)
-    if inputs is None:
-        inputs = tuple(arg if isinstance(arg, Plan) else None for arg in args)
-    if on is not None and mesh is not None:
-        inputs, outputs = _planned_on(mesh, (inputs, outputs))
-    room: Any = hbm
-    if room is None and mesh is not None and has_devices(mesh):
-        is_exact = topology is not None and answer is not None
-        room = topology.hardware.memory_bytes if is_exact else memory_limit(mesh)  # type: ignore[union-attr]
-    unplaced = [list(map(is_unplaced, tree_util.tree_leaves(arg))) for arg in args]
-    findings, program = findings_and_program(
-        content, inputs, outputs, hbm=room, large=large, budget=budget, unplaced=unplaced,
-        log="" if answer is None else answer.warnings,
-    )  # fmt: skip
-    estimate: ProgramTime | Roofline | None = None
-    if topology is not None and whole is None:
-        estimate = roofline_on(topology, program)
-    elif topology is not None and whole is not None:
-        ended = program if answer is None else inspect(whole.content, inputs, outputs)
-        estimate = time_on(topology, ended)
-    return Proof(
-        target=_target_shown(mesh or program.mesh, topology),
-        findings=findings,
-        program=program,
-        room=room,
-        seconds=seconds,
-        time=estimate,
-        notes=tuple(lowering.notes),
-        compiled=None if whole is None or whole.is_cached else whole.content,
-        is_cached=whole is not None and whole.is_cached,
-    )
+    with AskedProof(
+        step, args, on=on, inputs=inputs, outputs=outputs, hbm=hbm, large=large, budget=budget,
+        needs_code=time,
+    ) as asked:  # fmt: skip
+        return asked.proof()
+
+
+class AskedProof:
+    """A step that is lowered, and which a compiler is at work on; `proof` waits for it.
+
+    Several may be asked at once, as `sweep` does. None is left of the compiler when it is closed.
+    """
+
+    def __init__(
+        self,
+        step: Any,
+        args: tuple[Any, ...],
+        *,
+        on: On | None,
+        inputs: Sequence[Any] | None = None,
+        outputs: Any = None,
+        hbm: float | str | None = None,
+        large: int = DEFAULT_LARGE,
+        budget: Mapping[str, int | str] | None = None,
+        needs_code: bool = False,
+    ) -> None:
+        check_step(step, args)
+        check_bytes("large", large)
+        self._room: Any = None if hbm is None else memory_bytes("hbm", hbm)
+        self._args, self._needs_code = args, needs_code
+        if inputs is None:
+            inputs = tuple(arg if isinstance(arg, Plan) else None for arg in args)
+        mesh = None if on is None else target_mesh(on, args)
+        self._mesh: Any = mesh_of(args) if mesh is None else mesh
+        limits_of({} if budget is None else budget, self._mesh)
+        self._planned = (inputs, outputs) if mesh is None else _planned_on(mesh, (inputs, outputs))
+        self._large, self._budget = large, budget
+        self._lowering = lowering_on(mesh, step, args)
+        self._begin = perf_counter()
+        self._compiler = asked_compiler(self._lowering.lowered, self._mesh)
+
+    def __enter__(self) -> AskedProof:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the compiler."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def proof(self) -> Proof:
+        """Wait for the compiler, and compare what it makes with what is planned, as `prove`."""
+        lowered, mesh = self._lowering.lowered, self._mesh
+        topology = topology_of(mesh)
+        answer = None if self._compiler is None else self._compiler.answer()
+        seconds, whole = perf_counter() - self._begin, None
+        if isinstance(answer, Refusal):
+            raise answer.error()
+        if answer is None or self._needs_code:
+            whole = compiled_result(lowered, mesh)
+            seconds = whole.seconds
+            if isinstance(whole.content, Refusal):
+                raise whole.content.error()
+        content: Any = whole and whole.content
+        if answer is not None:
+            content = answer.program(lowered, mesh)
+        inputs, outputs = self._planned
+        room = self._room
+        if room is None and mesh is not None and has_devices(mesh):
+            is_exact = topology is not None and answer is not None
+            room = topology.hardware.memory_bytes if is_exact else memory_limit(mesh)  # type: ignore[union-attr]
+        unplaced = [list(map(is_unplaced, tree_util.tree_leaves(arg))) for arg in self._args]
+        findings, program = findings_and_program(
+            content, inputs, outputs, hbm=room, large=self._large, budget=self._budget,
+            unplaced=unplaced, log="" if answer is None else answer.warnings,
+        )  # fmt: skip
+        estimate: ProgramTime | Roofline | None = None
+        if topology is not None and whole is None:
+            estimate = roofline_on(topology, program)
+        elif topology is not None and whole is not None:
+            ended = program if answer is None else inspect(whole.content, inputs, outputs)
+            estimate = time_on(topology, ended)
+        return Proof(
+            target=_target_shown(mesh or program.mesh, topology),
+            findings=findings,
+            program=program,
+            room=room,
+            seconds=seconds,
+            time=estimate,
+            notes=tuple(self._lowering.notes),
+            compiled=None if whole is None or whole.is_cached else whole.content,
+            is_cached=whole is not None and whole.is_cached,
+        )
 
 
 def _planned_on(mesh: AnyMesh, planned: Any) -> Any:
@@ -264,11 +306,11 @@ def _planned_on(mesh: AnyMesh, planned: Any) -> Any:
 def _target_shown(mesh: AnyMesh | None, topology: Topology | None) -> str:
     """Name the devices of a mesh, how its axes lie, and whose compiler was asked."""
     if mesh is None:
-        return f"on one device{_BY_CPU * (jax.default_backend() == 'cpu')}"
+        return f"on one device{BY_CPU * is_of_cpus(mesh)}"
     sizes = mesh_shown(mesh.shape)
     if topology is not None:
         links = ", ".join(f"{axis}: {link}" for axis, link in topology.links(mesh).items())  # type: ignore[arg-type]
         return f"on {topology_shown(topology)}, {sizes} ({links})"
-    if has_devices(mesh) and mesh.devices.flat[0].platform != "cpu":
+    if not is_of_cpus(mesh):
         return f"on {mesh.devices.flat[0].device_kind}, {sizes}"
-    return f"on {sizes}{_BY_CPU}"
+    return f"on {sizes}{BY_CPU}"

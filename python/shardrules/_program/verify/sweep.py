@@ -1,0 +1,244 @@
+"""`sweep`: asks the compiler what it makes of a step on each mesh, with each choice of the user."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from itertools import product
+from typing import Any, Final, TypeAlias
+
+from jax.sharding import AbstractMesh, Mesh
+
+from shardrules._base.arguments import as_tuple, integer, memory_bytes, strings
+from shardrules._base.text import bytes_shown, counted, shown
+from shardrules._place.mesh import AnyMesh, as_mesh
+from shardrules._plan.sweep import factorizations
+from shardrules._program.buffers import Buffer
+from shardrules._program.compiler import is_of_cpus
+from shardrules._program.lowering import step_parts
+from shardrules._program.refusal import OutOfMemory
+from shardrules._program.step_seconds import Roofline
+from shardrules._program.topologies.topology import Topology, topology_of, topology_shown
+from shardrules._program.verify.prove import BY_CPU, AskedProof
+from shardrules._program.verify.step_sweep import StepSweep, StepSweepRow, verdict_of
+
+_AT_ONCE: Final = 2
+"""Compilers at once: while one is waited for, the next step is lowered."""
+_AXES: Final = ("fsdp", "tp")
+SweptOn: TypeAlias = "Topology | str | int | Mesh | AbstractMesh | Mapping[str, int]"
+"""Devices whose meshes are tried."""
+
+
+def sweep(
+    step_on: Callable[..., Any],
+    /,
+    on: SweptOn,
+    axes: Sequence[str] | None = None,
+    *,
+    hbm: float | str | None = None,
+    **choices: Iterable[Any],
+) -> StepSweep:
+    """Ask the compiler what it makes of a step on each mesh, with each of the user's choices.
+
+    Each row is what `prove` says of that step, by a compiler of its own, two at once; nothing is
+    run. On a terminal, stderr shows how far it is. An interrupt returns the rows that are there.
+
+    Args:
+        step_on: A function that takes a mesh, and the choices as keywords, and returns (step,
+            arguments, outputs) or (step, arguments), as `prove` takes them.
+        on: A Topology of TPUs or GPUs, or its name: all meshes of these axes that exist there. A
+            number of devices: all meshes of so many, by XLA for CPU. Or one mesh, or its sizes.
+        axes: Axes of the meshes. Default: ("fsdp", "tp"); not beside one mesh.
+        hbm: Memory of a device, such as "90GB". Default: that of the Topology.
+        **choices: Values of each keyword, such as batch=[256, 512], remat=[True, False]; all of
+            them are tried with all others.
+
+    Returns:
+        A `StepSweep`. What fits comes first, the least `seconds` first, which are for one of
+        `batch` if there is such a choice; without a time by the bytes that are sent. Then what
+        does not fit, and what could not be compiled, and why.
+
+    Raises:
+        ImportError: The compiler is not installed, as for `Topology`.
+        TypeError: `step_on` takes no such keyword, or returns no step.
+        ValueError: There is no such mesh, or a choice without values.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> def step_on(mesh, batch):
+        ...     tree = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+        ...     plan = sr.plan(tree, [("w", "fsdp")], mesh)
+        ...     x = jax.ShapeDtypeStruct((batch, 64), "float32")
+        ...     return lambda params, x: x @ params["w"], (plan, x)
+        >>> rows = sr.sweep(step_on, {"fsdp": 4}, batch=[8, 16])
+        >>> [(row.choices, row.sent) for row in rows]
+        [({'batch': 16}, {'fsdp': 3072}), ({'batch': 8}, {'fsdp': 1536})]
+    """
+    return swept(step_on, on, axes, choices, hbm=hbm, show=_progress)
+
+
+def swept(
+    step_on: Callable[..., Any],
+    on: SweptOn,
+    axes: Sequence[str] | None,
+    choices: Mapping[str, Iterable[Any]],
+    *,
+    hbm: float | str | None,
+    show: Callable[[str], None],
+) -> StepSweep:
+    """See `sweep`; `show` is told how far it is."""
+    if not callable(step_on):
+        raise TypeError(f"step_on is {shown(step_on)}; it must be a function of a mesh")
+    values = _checked_choices(step_on, choices)
+    room = None if hbm is None else memory_bytes("hbm", hbm)
+    meshes = _meshes(on, axes)
+    cases = [
+        (mesh, dict(zip(values, chosen, strict=True)))
+        for mesh in meshes
+        for chosen in product(*values.values())
+    ]
+    rows: list[StepSweepRow] = []
+    with suppress(KeyboardInterrupt), closing(_rows(step_on, cases, room)) as found:
+        show(f"0 of {len(cases)} programs")
+        for row in found:
+            rows.append(row)
+            show(f"{len(rows)} of {len(cases)} programs")
+    if not rows:
+        raise KeyboardInterrupt
+    topology = topology_of(meshes[0])
+    devices = f"{meshes[0].size:,} devices" if topology is None else topology_shown(topology)
+    heading = f"{counted(len(rows), 'program')} on {devices}{BY_CPU * is_of_cpus(meshes[0])}"
+    if is_cut := len(rows) < len(cases):
+        heading += f"; not whole, as it was interrupted: {len(cases):,} were to be tried"
+    rows.sort(key=_rank)
+    verdicts = Counter(filter(None, map(verdict_of, rows)))
+    heading = "; ".join([heading, *(f"{word}: {count:,}" for word, count in verdicts.items())])
+    return StepSweep(rows, heading, is_whole=not is_cut)
+
+
+def _checked_choices(
+    step_on: Callable[..., Any], choices: Mapping[str, Iterable[Any]]
+) -> dict[str, tuple[Any, ...]]:
+    """Return the values of each choice, all of which `step_on` takes."""
+    values = {name: as_tuple(name, given, "values") for name, given in choices.items()}
+    if empty := [name for name, given in values.items() if not given]:
+        raise ValueError(f"{empty[0]}: there are no values to try")
+    for value in values.get("batch", ()):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ValueError(f"batch is {shown(value)}; it must be a number above 0")
+    signature = inspect.signature(step_on)
+    try:
+        signature.bind(None, **values)
+    except TypeError as error:
+        known = ", ".join([*signature.parameters][1:]) or "nothing"
+        name = getattr(step_on, "__name__", "step_on")
+        raise TypeError(f"{name}: {error}; beside the mesh it takes {known}") from None
+    return values
+
+
+def _meshes(on: SweptOn, axes: Sequence[str] | None) -> list[AnyMesh]:
+    """Return the meshes that are tried."""
+    if isinstance(on, Mesh | AbstractMesh | Mapping):
+        if axes is not None:
+            raise ValueError("axes: on= is one mesh, which has its own")
+        return [as_mesh(on, "on")]
+    names = strings("axes", _AXES if axes is None else axes)
+    if isinstance(on, str):
+        on = Topology(on)
+    if isinstance(on, Topology):
+        return [on.mesh(sizes) for sizes in on.meshes(names)]
+    what = "a Topology such as 'v5p:8x8x8', a number of devices, or one mesh"
+    count = integer("on", on, 1, what=what)
+    return [as_mesh(sizes, "on") for sizes in factorizations(count, names, {})]
+
+
+def _rows(
+    step_on: Callable[..., Any], cases: Iterable[tuple[AnyMesh, dict[str, Any]]], room: int | None
+) -> Generator[StepSweepRow, None, None]:
+    """Yield the rows in order, while the compilers of the next are at work."""
+    asked: deque[tuple[AnyMesh, dict[str, Any], AskedProof | str]] = deque()
+    try:
+        for mesh, chosen in cases:
+            asked.append((mesh, chosen, _asked(step_on, mesh, chosen, room)))
+            if len(asked) == _AT_ONCE:
+                yield _row(*asked[0])
+                asked.popleft()
+        while asked:
+            yield _row(*asked[0])
+            asked.popleft()
+    finally:
+        for _, _, proof in asked:
+            if isinstance(proof, AskedProof):
+                proof.close()
+
+
+def _asked(
+    step_on: Callable[..., Any], mesh: AnyMesh, chosen: dict[str, Any], room: int | None
+) -> AskedProof | str:
+    """Start the compiler of a row; or return why that cannot be done."""
+    try:
+        made = step_on(mesh, **chosen)
+    except Exception as error:  # of the user's function, such as for heads that tp cannot cut
+        return _said(error)
+    step, args, *outputs = step_parts(made, "step_on")
+    try:
+        return AskedProof(step, args, on=mesh, outputs=outputs[0] if outputs else None, hbm=room)
+    except Exception as error:
+        return _said(error)
+
+
+def _row(mesh: AnyMesh, chosen: dict[str, Any], asked: AskedProof | str) -> StepSweepRow:
+    """Wait for the compiler of a row."""
+    sizes = dict(mesh.shape)
+    if isinstance(asked, str):
+        return StepSweepRow(sizes, chosen, None, None, {}, None, asked)
+    try:
+        with asked:
+            proof = asked.proof()
+    except OutOfMemory as refusal:
+        largest = _largest(refusal.buffers)
+        return StepSweepRow(sizes, chosen, refusal.required, False, {}, None, largest)
+    except Exception as error:
+        return StepSweepRow(sizes, chosen, None, None, {}, None, _said(error))
+    sent: defaultdict[str, int] = defaultdict(int)
+    for (names, _), size in proof.program.sent.items():
+        sent[",".join(names)] += size
+    return StepSweepRow(
+        sizes,
+        chosen,
+        peak=proof.memory and proof.memory.peak,
+        fits=proof.fits,
+        sent=dict(sorted(sent.items(), key=lambda item: -item[1])),
+        time=proof.time if isinstance(proof.time, Roofline) else None,
+        why=_largest(proof.memory.buffers) if proof.fits is False and proof.memory else "",
+    )
+
+
+def _said(error: Exception) -> str:
+    """Return what a row says of an error."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _largest(buffers: Sequence[Buffer]) -> str:
+    """Return the largest array of what does not fit, and its line."""
+    if not buffers:
+        return "XLA does not say for which arrays"
+    largest = buffers[0]
+    where = f" at {largest.place}" if largest.place else f", {largest.what}"
+    return f"{bytes_shown(largest.bytes)} of it are {largest.shape}{where}"
+
+
+def _rank(row: StepSweepRow) -> tuple[bool, bool, float, int]:
+    cost = row.seconds
+    if cost is None:
+        cost = sum(row.sent.values()) / row.choices.get("batch", 1)
+    return row.peak is None, row.fits is False, cost, row.peak or 0
+
+
+def _progress(text: str) -> None:
+    """Show on a terminal how far it is."""
+    if sys.stderr.isatty():
+        print(f"\x1b[K{text} ...", end="\r", file=sys.stderr, flush=True)
