@@ -395,7 +395,7 @@ def _sweep_of_step(
 ) -> int:
     """Ask the compiler for each mesh and each choice of --try."""
     from shardrules._cli import inputs, show
-    from shardrules._files.modules import find_object, is_module_form
+    from shardrules._plan.files.modules import find_object, is_module_form
     from shardrules._program.verify.sweep import swept
 
     if not is_module_form(args.source):
