@@ -31,11 +31,11 @@ def test_each_kind_has_a_section():
     assert sorted(re.findall(r"^### (.*)$", PAGE, re.M)) == sorted({*CHECK, *VERIFY})
 
 
-def test_the_table_of_mends_has_each_kind():
+def test_the_table_of_mends_names_kinds():
     table = PAGE.partition("| `mend` is |")[2].partition("\n\n")[0]
-    named = {*re.findall(r"`([a-z-]+)`", table)} & {*CHECK, *VERIFY}
-    of_audit = {*sections("Findings of audit")}
-    assert named | of_audit == {*CHECK, *VERIFY}
+    cells = " ".join(line.rsplit("|", 2)[1] for line in table.splitlines()[2:])
+    assert {*re.findall(r"`([a-z-]+)`", cells)} - {"audit"} <= {*CHECK, *VERIFY}
+    assert "`unmatched`" in cells
 
 
 @pytest.mark.parametrize("kind", [*CHECK, *VERIFY])

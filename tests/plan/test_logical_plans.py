@@ -454,14 +454,22 @@ class TestChecks:
         assert dead.message == (
             "5 rules of 7 for names that no leaf has: 'batch', 'vocab', 'heads', 'kv'"
         )
-        rules = [*RULES]
-        exec(dead.mend, {"rules": rules})
-        assert [name for name, _ in rules] == ["embed", "mlp"]
+        assert not dead.mend
 
     def test_a_misspelt_name_is_an_error(self):
         errors = self.found(("embd", "mlp")).at_least("error")
         assert kinds_of(errors) == {"unknown-name"}
         assert "no rule is for the name 'embd' of 1 leaf; did you mean 'embed'" in errors[0].message
+
+    def test_a_misspelt_name_beside_the_right_one_is_a_warning(self):
+        tree = {"w": array((8, 8)), "v": array((8, 8)), "x": array((8, 8))}
+        names = {"w": ("embed", "mlp"), "v": ("embd", "mlp"), "x": ("layers", "mlp")}
+        found = sr.plan(tree, RULES, MESH, names=names).check()
+        (misspelt,) = (one for one in found if "'embd'" in one.message)
+        assert (misspelt.level, misspelt.mend) == ("warning", "('embd', 'fsdp')")
+        assert "did you mean 'embed'?" in misspelt.message
+        names["v"] = ("embed", "mlp")
+        assert not sr.plan(tree, RULES, MESH, names=names).check().at_least("warning")
 
     def test_an_unknown_name_that_costs_nothing_is_information(self):
         (found,) = (one for one in self.found(("layers", "mlp")) if one.kind == "unknown-name")

@@ -534,7 +534,7 @@ def test_browser_shows_the_compiled_program(opened, program):
 
 
 def test_browser_begins_with_what_to_do(opened):
-    """Verdict, memory and three mends to copy, by keyboard; the dead rules are one card."""
+    """Verdict, memory and three edits to copy, by keyboard; the dead rules are one card."""
     leaf = jax.ShapeDtypeStruct((4096, 4096), "float32")
     rules = [("gone", "tp"), ("a", "tp"), ("gone too", ()), ("b", ()), ("c", ())]
     plan = sr.plan({"a": leaf, "b": leaf, "c": leaf, "d": leaf}, rules, {"tp": 2})
@@ -545,10 +545,6 @@ def test_browser_begins_with_what_to_do(opened):
     assert first == ["unmatched", "replicated", "replicated"]
     (rest,) = page.locator("#findings .finding").all_inner_texts()
     assert "2 rules match no leaf" in rest
-    code = page.inner_text("#findings .mend pre")
-    assert code == "del rules[2], rules[0]"
-    exec(code, {"rules": rules})
-    assert [pattern for pattern, _ in rules] == ["a", "b", "c"]
     button = page.locator("#todo .mend button").first
     button.focus()
     page.keyboard.press("Enter")
@@ -938,7 +934,7 @@ def test_browser_dark_and_print(opened, deepseek):
 
 
 @pytest.mark.parametrize("mend", ["", "(r'<b>\\d+', P(...))"])
-def test_a_card_begins_with_code_to_copy(opened, mend):
+def test_a_card_ends_with_code_to_copy(opened, mend):
     plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], {"fsdp": 8})
     page = opened(plan, findings=sr.types.Findings([finding(mend=mend)]), sweep=None)
     assert page.locator(".finding .mend pre").all_inner_texts() == ([mend] if mend else [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -52,7 +51,6 @@ def following(queries: Queries) -> Iterator[Finding]:
             "companion out",
             folded=folded,
             bytes=queries.device_bytes(folded),
-            mend=f"({re.escape(base)!r}, P(...))",
         )
     successful = {link.companion for links in columns._leaves.links.values() for link in links}
     for name, table in _sets_of(columns._leaves.companions).items():
@@ -174,7 +172,6 @@ def no_room(needed: DeviceBytes, room: Room, largest: list[Folded]) -> Finding:
         f"{needed}; a device has {room}",
         "cut these by more axes, or take a mesh of more devices: `sweep` compares meshes",
         folded=largest[:_MOST_LEAVES],
-        mend=f"plan.sweep(hbm={room.hbm})",
         bytes=max(count - limit for count, limit in pairs if limit is not None),
     )
 
@@ -197,7 +194,6 @@ def unpinned(queries: Queries) -> Iterator[Finding]:
         f"({queries.rules(rules) or 'no rule'}), which jit does not have: it copies what it is "
         f"given from there to the device, where {at_stake(cost)} are not counted",
         "name 'pinned_host' instead, where arrays stay inside jit",
-        mend="memory_kind='pinned_host'",
         folded=folded,
         rule=rules[0] if len(rules) == 1 else None,
         bytes=cost,
@@ -225,17 +221,19 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
         cost = queries.device_bytes(folded)
         dead = rules_listed(columns.coverage.dead)
         match = "matches" if leaves == 1 else "match"
+        mend = queries.added_rule(folded)
+        example = f", such as {mend}" if mend else ""
         yield finding(
             queries.level(silent, "error"),
             "catch-all",
             f"{counted(leaves, 'leaf')} of {len(columns.paths):,} ({bytes_shown(total)} of "
             f"{bytes_shown(columns.total_bytes)}) {match} no rule but the catch-all, "
             f"{queries.rule(rule)}: {at_stake(cost)}",
-            f"add rules for them, such as {queries.example(folded[0])}"
+            f"add rules for them{example}"
             + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
             + "; or declare them replicated",
             folded=folded,
-            mend=queries.example(folded[0]),
+            mend=mend,
             rule=rule,
             bytes=cost,
         )
@@ -282,7 +280,7 @@ def replicated(queries: Queries) -> Iterator[Finding]:
             folded=reported,
             rule=rule,
             bytes=cost,
-            mend=queries.own_rule(reported),
+            mend=queries.added_rule(reported),
         )
 
 

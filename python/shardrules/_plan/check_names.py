@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -72,7 +72,6 @@ def cut_heads(queries: Queries) -> Iterator[Finding]:
             "half-head",
             f"head_dim={queries.head_dim} is given, but no path names projections of attention",
             "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
-            mend="shardrules.RuleSpec(P(...), units=...)",
         )
     groups: dict[tuple[int | None, _CutHeads], list[Folded]] = defaultdict(list)
     for projection in projections:
@@ -90,7 +89,6 @@ def cut_heads(queries: Queries) -> Iterator[Finding]:
             "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)",
             folded=folded,
             rule=rule,
-            mend=f"shardrules.RuleSpec(P(...), units={(*[1] * cut.dim, cut.head_dim)})",
         )
 
 
@@ -192,13 +190,14 @@ def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHea
 
 
 _MOST_NAMES: Final = 8
+_NUMBERS: Final = re.compile("[0-9]+")
 
 
 @check_of(
     "unknown-name",
-    "error, info",
-    "names that no logical rule has; info if the name is not near one that no leaf has and what "
-    "is replicated is not large",
+    "error, warning, info",
+    "names that no logical rule has: an error if the name is near one that no leaf has, or what "
+    "is replicated is large, a warning if it is near another, else info",
 )
 def unknown_names(queries: Queries) -> Iterator[Finding]:
     if queries.columns._leaves.path_rules is not None:
@@ -217,26 +216,35 @@ def unknown_names(queries: Queries) -> Iterator[Finding]:
             if isinstance(name, str) and name not in rule_names:
                 by_name[name].append(part)
     for name, folded in by_name.items():
-        meant = nearest(name, unused, SLIP)
+        absent = nearest(name, unused, SLIP)
+        meant = absent or nearest(name, _not_siblings(name, rule_names), SLIP)
         replicated = [
             part for part in queries.undeclared(folded) if queries.is_whole(kinds[part.group])
         ]
         bytes_whole = queries.device_bytes(replicated)
-        hint = f"; did you mean {meant!r}, which no leaf has?" if meant else ""
+        hint = f"; did you mean {meant!r}{', which no leaf has' * bool(absent)}?" if meant else ""
         cost = (
             f"; {counted(leaves_in(replicated), 'leaf')} replicated: {at_stake(bytes_whole)}"
             if bytes_whole
             else ""
         )
+        level = queries.level(bytes_whole, "error")
         yield finding(
-            "error" if meant else queries.level(bytes_whole, "error"),
+            "error" if absent else "warning" if meant and level == "info" else level,
             "unknown-name",
             f"no rule is for the name {name!r} of {counted(leaves_in(folded), 'leaf')}{hint}{cost}",
             f"correct the name, or add a rule ({name!r}, None) if nothing is to cut it",
-            mend=f"({name!r}, {queries.axes_of(meant)!r})",
+            mend=f"({name!r}, {queries.axes_of(meant)!r})" if meant else "",
             folded=folded,
             bytes=bytes_whole,
         )
+
+
+def _not_siblings(name: str, names: Iterable[Any]) -> Iterator[str]:
+    """Yield the names that differ from this one in more than numbers."""
+    for other in names:
+        if isinstance(other, str) and _NUMBERS.sub("", name) != _NUMBERS.sub("", other):
+            yield other
 
 
 @check_of(
@@ -255,7 +263,6 @@ def unnamed(queries: Queries) -> Iterator[Finding]:
             f"{counted(leaves_in(folded), 'leaf')} of {len(queries.columns.paths):,} without "
             f"logical axis names, hence replicated: {at_stake(cost)}",
             "give them names, or declare them replicated",
-            mend=f"names={{{queries.columns.paths[folded[0].rows[0]]!r}: (...)}}",
             folded=folded,
             bytes=cost,
         )
@@ -279,8 +286,6 @@ def fewer_names(queries: Queries) -> Iterator[Finding]:
             f"{counted(leaves_in(folded), 'leaf')} with fewer names than dimensions, such as "
             f"{first.names} for the shape {first.shape}: {where}",
             "give each dimension a name or None; stacked layers have a dimension of their own",
-            mend=f"({', '.join(['None'] * (len(first.shape or ()) - len(first.names or ())))}"
-            f", {', '.join(map(repr, first.names or ()))})",
             folded=folded,
         )
 
@@ -311,7 +316,6 @@ def taken(queries: Queries) -> Iterator[Finding]:
             f"{queries.rule(rule)}: nothing cuts {name!r} in {counted(leaves_in(folded), 'leaf')}, "
             f"as {owner!r} has the axes there",
             f"add a rule for {name!r} with other axes, if it is to be cut as well",
-            mend=f"({name!r}, ...)",
             folded=folded,
             rule=rule,
         )
@@ -335,12 +339,10 @@ def dead_names(queries: Queries) -> Iterator[Finding]:
             f"{counted(len(dead), 'rule')} of {len(columns.rules)} for names that no leaf has: "
             + ", ".join([*names[:_MOST_NAMES], *rest]),
             "remove them, if they are for no other tree, such as activations",
-            mend=f"for number in {dead[::-1]}: del rules[number]",
         )
 
 
 _KEY: Final = "value"
-_MEND: Final = "rules = shardrules.Rules(rules, shardrules.dialects.NNX)"
 _FIX: Final = "or use the dialect NNX, whose paths do not have it"
 
 
@@ -402,9 +404,7 @@ def nnx_values(queries: Queries) -> Iterator[Finding]:
 
 
 def _of_rule(level: Level, rule: int, message: str, fix: str, folded: list[Folded]) -> Finding:
-    return finding(
-        level, "nnx-value", message, f"{fix}; {_FIX}", folded=folded, rule=rule, mend=_MEND
-    )
+    return finding(level, "nnx-value", message, f"{fix}; {_FIX}", folded=folded, rule=rule)
 
 
 def _of_rules(queries: Queries, end: str, folded: list[Folded]) -> Finding:
@@ -415,7 +415,6 @@ def _of_rules(queries: Queries, end: str, folded: list[Folded]) -> Finding:
         f"{queries.rules(queries.rules_of(folded))}: {counted(leaves_in(folded), 'leaf')} matched "
         f"only through the {end!r} in which flax nnx lets paths end",
         f"leave it so if it is meant; {_FIX}",
-        mend=_MEND,
         folded=folded,
     )
 

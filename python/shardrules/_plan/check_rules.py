@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from shardrules._base.rule_specs import rule_spec_shown
 from shardrules._base.specs import Entries
 from shardrules._base.text import counted
 from shardrules._plan.check_leaves import advice
+from shardrules._plan.edits import renamed_axes
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded
 from shardrules._plan.queries import Queries, check_of, finding, leaves_in, rules_listed
@@ -42,7 +42,6 @@ def dead_rules(queries: Queries) -> Iterator[Finding]:
             f"{queries.rule(rule)} matches no leaf",
             "correct the pattern, or remove the rule",
             rule=rule,
-            mend=f"del rules[{rule}]",
         )
 
 
@@ -67,7 +66,6 @@ def shadowed_rules(queries: Queries) -> Iterator[Finding]:
             else "make the patterns exclude each other, or remove it",
             rule=rule,
             leaves=leaves,
-            mend=f"rules.insert({min(winners)}, rules.pop({rule}))" if is_first else "",
         )
 
 
@@ -97,7 +95,7 @@ def siblings(queries: Queries) -> Iterator[Finding]:
                 + (f", by {rules_listed(rules)}" if rules else ""),
                 "let one rule match them all, or see why the patterns tell them apart",
                 folded=folded,
-                mend=queries.all_alike(folded),
+                mend=queries.added_rule(folded, opens_numbers=True),
             )
 
 
@@ -130,7 +128,7 @@ def uncut(queries: Queries) -> Iterator[Finding]:
             folded=folded,
             rule=rules[0] if len(rules) == 1 else None,
             bytes=cost,
-            mend=queries.own_rule(folded),
+            mend=queries.added_rule(folded),
         )
 
 
@@ -211,7 +209,7 @@ def unused_axes(queries: Queries) -> Iterator[Finding]:
             f"{fix}; or declare that it cuts data alone: data_axes=[{axis!r}]",
             rule=alone[0] if len(alone) == 1 else None,
             bytes=cost,
-            mend=f"data_axes=[{axis!r}]" if is_for_data else queries.own_rule(could),
+            mend=f"data_axes=[{axis!r}]" if is_for_data else queries.added_rule(could),
         )
 
 
@@ -236,15 +234,16 @@ _Words = tuple[str | None, str | None]  # message and fix
 def unmatched(queries: Queries) -> Iterator[Finding]:
     folded = queries.folded(lambda kind: kind.status == "unmatched")
     if folded:
-        leaves = counted(leaves_in(folded), "leaf")
+        leaves, mend = counted(leaves_in(folded), "leaf"), queries.added_rule(folded)
+        example = f", such as {mend}" if mend else ""
         yield finding(
             "error",
             "unmatched",
             f"no rule matches {leaves} of {len(queries.columns.paths):,}",
-            f"add rules for them, such as {queries.example(folded[0])}; or replicate them by a "
+            f"add rules for them{example}; or replicate them by a "
             f"last rule ('.*', P()){advice(queries, folded)}",
             folded=folded,
-            mend=queries.example(folded[0]),
+            mend=mend,
             bytes=queries.device_bytes(folded),
         )
 
@@ -276,7 +275,7 @@ def misfits(queries: Queries) -> Iterator[Finding]:
             folded=folded,
             rule=rule,
             bytes=cost,
-            mend=queries.own_rule(folded),
+            mend=queries.added_rule(folded),
         )
 
 
@@ -310,7 +309,7 @@ def unplaceable(queries: Queries) -> Iterator[Finding]:
         who, rule = _who(queries, kind), kind.rule
         cost = queries.device_bytes(folded)
         message = f"{who} cannot be placed: {why}"
-        mend = queries.own_rule(folded)
+        mend = queries.added_rule(folded)
         yield finding(
             "error", "misfit", message, fix, folded=folded, rule=rule, bytes=cost, mend=mend
         )
@@ -394,12 +393,10 @@ def _mend_of_loss(queries: Queries, lost: _Lost) -> str:
     if lost.is_unknown and not meant:
         return f"optional_axes={list(axes)}"
     if lost.is_unknown and lost.rules and queries.columns._leaves.path_rules is not None:
-        pattern, spec = queries.columns.rules[lost.rules[0]]
-        text = rule_spec_shown(spec)
-        for axis, right in zip(axes, meant, strict=False):
-            text = text.replace(repr(axis), repr(right))
-        return f"({pattern!r}, {text})"
-    return queries.own_rule(lost.folded) if lost.loss.kind in ("rank", "duplicate") else ""
+        return renamed_axes(
+            queries.columns.rules[lost.rules[0]], dict(zip(axes, meant, strict=False))
+        )
+    return queries.added_rule(lost.folded) if lost.loss.kind in ("rank", "duplicate") else ""
 
 
 def _deciding(queries: Queries, folded: Folded, loss: Loss) -> tuple[int, ...]:

@@ -133,8 +133,9 @@ class Finding(NamedTuple):
     """Bytes at stake on the fullest device; 0 if it is not about bytes."""
     fix: str
     mend: str = ""
-    """Code to copy, if one piece of it may mend this, or else "": a rule, in which P(...) stands
-    for the spec to choose; a line that constrains arrays; or an argument."""
+    """An edit that mends this, as one writes it, or else "": a rule to add before all others, in
+    which P(...) stands for the spec to choose; one that replaces `rule`, with an axis renamed; an
+    argument that declares something; a line that constrains arrays."""
 
     def __str__(self) -> str:
         label, message, *lines = finding_lines(self)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from shardrules._base.rule_specs import Fsdp, rule_spec, rule_spec_shown
+from shardrules._plan.edits import added_rule
 from shardrules._plan.findings import CheckKind, Declared, Finding, Level, compiled_replicated
-from shardrules._plan.fold import Folded, fold, parts_of
+from shardrules._plan.fold import Folded, fold
 from shardrules._plan.memory import by_class
 from shardrules._plan.table import (
     UNMATCHED,
@@ -280,36 +279,17 @@ class Queries:
         parts = fold([paths[i] for i in rest], np.full(len(rest), folded.group, np.int32))
         return [part._replace(rows=rows[part.rows]) for part in parts]
 
-    def example(self, folded: Folded) -> str:
-        """Return a rule, as users write it, that matches these leaves."""
-        return f"({_pattern_of(folded.pattern)}, P(...))"
-
     def axes_of(self, name: str | None) -> Any:
         """Return the axes of the first logical rule for a name; None if there is none."""
         return next((axes for rule, axes in self.columns.rules if name and rule == name), None)
 
-    def all_alike(self, folded: Iterable[Folded]) -> str:
-        r"""Return a rule for all of these, which differ in numbers: \d+ stands for them."""
-        return re.sub(r"\d+", r"\\d+", self.own_rule(folded).replace(r"\d+", "0"))
+    def added_rule(self, folded: Sequence[Folded], *, opens_numbers: bool = False) -> str:
+        """Return a rule to add for the first of these leaves; "" where there is none.
 
-    def own_rule(self, folded: Iterable[Folded]) -> str:
-        """Return a rule for the first of these leaves; "" if names decide them, and not paths."""
-        first = next(iter(folded), None)
-        if first is None or self.columns._leaves.path_rules is None:
+        It may be for all that differ from it in numbers alone.
+        """
+        rules, everything = self.columns._leaves.path_rules, self.columns.folded
+        if rules is None or not folded:
             return ""
-        return self.example(first)
-
-
-def _pattern_of(folded: str) -> str:
-    r"""Return a regex for folded paths, as one writes it: \d+ stands for their sets of numbers."""
-    regex = "".join(
-        re.escape(text).replace(r"\-", "-") if numbers is None else r"\d+"
-        for text, numbers in parts_of(folded)
-    )
-    for written in (f"r'{regex}'", f'r"{regex}"'):
-        try:
-            if regex.isprintable() and ast.literal_eval(written) == regex:
-                return written
-        except (SyntaxError, ValueError):
-            pass
-    return repr(regex)
+        sources = self.columns.sources
+        return added_rule(rules, folded, everything, sources, opens_numbers=opens_numbers)

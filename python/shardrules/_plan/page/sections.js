@@ -43,14 +43,12 @@
     section.append(element("p", { class: "hint" }, `${report.conclusion}.`));
     return;
   }
-  // Dead rules are one card. The last is deleted first, so that the others keep their numbers.
+  // Dead rules are one card.
   const isDead = ({ kind, rule }) => kind === "dead" && rule !== null;
   const dead = report.findings.filter(isDead);
-  const rulesOfDead = dead.map(({ rule }) => rule).sort((a, b) => b - a);
   const ofDead = dead.length < 2 ? [] : [{
     ...dead[0], rule: null, message: `${counted(dead.length)} rules match no leaf`,
     paths: dead.map(({ message }) => message), fix: "correct their patterns, or remove them",
-    mend: `del ${rulesOfDead.map((rule) => `rules[${rule}]`).join(", ")}`,
   }];
   const cards = report.findings.flatMap((finding) =>
     (!ofDead.length || !isDead(finding) ? [finding] : finding === dead[0] ? ofDead : []));
@@ -78,13 +76,13 @@
         element("span", { class: "badge" }, finding.level),
         element("strong", {}, finding.kind),
         element("span", { class: "hint" }, facts.join(" · "))),
-      finding.mend ? mendOf(finding) : null,
       element("p", {}, finding.message),
       element("ul", { class: "paths" },
         finding.paths.slice(0, SHOWN_PATHS).map((path) =>
           element("li", {}, element("code", {}, path))),
         more > 0 ? element("li", { class: "hint" }, `and ${counted(more)} more`) : null),
-      finding.fix ? element("p", { class: "fix" }, element("b", {}, "Fix: "), finding.fix) : null);
+      finding.fix ? element("p", { class: "fix" }, element("b", {}, "Fix: "), finding.fix) : null,
+      finding.mend ? mendOf(finding) : null);
   }
   const first = cards.filter(({ level }) => level !== "info").slice(0, TO_DO);
   if (first.length) {
