@@ -39,7 +39,7 @@ from shardrules._plan.suggest.suggest import suggest as suggest
 from shardrules._program.program import inspect as inspect
 from shardrules._program.refusal import OutOfMemory as OutOfMemory
 from shardrules._program.solve.solution import solve as solve
-from shardrules._program.step.tracing import trace as trace
+from shardrules._program.step.step import trace as trace
 from shardrules._program.topologies.topology import Topology as Topology
 from shardrules._program.verify.audit import audit as audit
 from shardrules._program.verify.prove import prove as prove

@@ -317,7 +317,7 @@ def mesh_of_step(args: Args) -> Any:
 
 def trace_on(args: Args, source: str, mesh: str, rules: Any = None) -> Step:
     """Trace the step that a function returns for a mesh without devices."""
-    from shardrules._program.step.tracing import trace
+    from shardrules._program.step.step import trace
 
     with working(args, "tracing"):
         function, arguments, *_ = step_on(source, as_mesh(parse_mesh(mesh)), rules)

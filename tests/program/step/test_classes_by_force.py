@@ -76,8 +76,8 @@ def test_a_wrong_rule_makes_classes_that_are_not_sent_as_priced(monkeypatch, nam
     assert not unlike(scored, shapes)
     right = factors._RULES[name]
 
-    def wrong(params, shapes, results):
-        rule = right(params, shapes, results)
+    def wrong(operation):
+        rule = right(operation)
         if name == "transpose":  # as if it changed nothing
             return rule._replace(results=rule.operands)
         turned = tuple(tuple(dims[::-1]) for dims in rule.operands[0])  # the minor factor first

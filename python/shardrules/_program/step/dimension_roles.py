@@ -20,8 +20,6 @@ _SHAPED: Final = frozenset((
     "copy", "optimization_barrier", "sharding_constraint", "reshard", "broadcast_in_dim",
     "rev", "name", "copy_p", "pvary", "all_gather", "all_gather_invariant",
 ))  # fmt: skip
-
-
 # A gradient is added to zeros, and never written into a weight.
 _WRITES: Final = frozenset(["dynamic_update_slice", "scatter"])
 
@@ -95,19 +93,6 @@ class Roles:
 
     def _are_of_weights(self, classes: Collection[int]) -> bool:
         return bool(classes) and all(name in self.of_weights for name in classes)
-
-    def is_summed_for_weights(self, name: int) -> bool:
-        """Say whether products sum over a class for gradients: those of frozen weights are not."""
-        results = (operation.outputs[0] for operation in self.contracted.get(name, ()))
-        return any(map(self.is_like_weights, results))
-
-    def batch_of(self, number: int) -> int | None:
-        """Return the class of the batch in the first dimension of an array; None without one."""
-        equations = self._equations
-        dims = equations.values[number].dims
-        classes = () if number in self.weights or not dims else equations.dims.classes(dims[0])
-        batches = [c for c in classes if self.of.get(c) == "batch" and c not in equations.looped]
-        return max(batches, key=equations.dims.sizes.__getitem__, default=None)
 
     def _classes_of(self, numbers: Iterable[int]) -> Iterator[int]:
         for number in numbers:

@@ -49,17 +49,6 @@ class Dimensions:
             return (dim,) if self.sizes[dim] > 1 else ()
         return tuple(c for part in self._consists_of[dim] for c in self.classes(part))
 
-    def linked(self, name: int) -> set[int]:
-        """Return a class, with those of which it has a part, or that have a part of it."""
-        pairs = [(self.classes(dim), self.classes(other)) for dim, other in self.parts]
-        links = [{a[0], b[0]} for a, b in pairs if a and b]
-        found: set[int] = set()
-        more = {name}
-        while more != found:
-            found = more
-            more = found.union(*(link for link in links if link & found))
-        return found
-
     def unite(self, dim: int, other: int) -> None:
         """Make two dimensions of one size the same."""
         dim, other = self.first(dim), self.first(other)

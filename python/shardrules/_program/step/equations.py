@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 from shardrules._base.dtypes import bits_of
 from shardrules._program.jax_names import user_line
 from shardrules._program.kernels import kernel_flops, primitive_name
-from shardrules._program.step.counted import Counted
 from shardrules._program.step.dimensions import Dimensions, Dims
 from shardrules._program.step.factors import Factors, Rule, Shape, rule_of, same_rule, shape_of
 from shardrules._program.step.jaxprs import (
+    Counted,
     axes_by_dim,
     devices_of,
     inner_jaxpr,
@@ -124,7 +124,7 @@ class Equations:
     def __init__(self, closed: Any) -> None:
         self.dims = Dimensions()
         self.values: list[TracedArray] = []
-        self.missing: dict[str, int] = {}
+        self.missing: Counter[str] = Counter()
         """Primitives without a rule, and how many operations of them there are."""
         self.endless: list[TracedOperation] = []
         """Loops of which the jaxpr does not say how often they run."""
@@ -162,14 +162,16 @@ class Equations:
 
         for eqn in jaxpr.eqns:
             read = [number(atom) for atom in eqn.invars]
-            around, self._scope = self._scope, self._scope_of(eqn)
+            around, own = self._scope, str(eqn.source_info.name_stack)
+            self._scope = "/".join(filter(None, (around, own)))
             inner = inner_jaxpr(eqn)
             if inner is not None:
                 arguments = self._numbered(eqn, read)
-                if is_barred(eqn):
-                    barrier = self._barrier(eqn, arguments)
-                    operations.append(barrier)
-                    arguments = barrier.outputs
+                if is_barred(eqn):  # XLA does not take what is recomputed for the first
+                    rule = same_rule(self.values[i].shape for i in arguments)
+                    passed = self._like(eqn.invars, arguments)
+                    operations.append(TracedOperation(eqn, rule, [*arguments], passed, self._scope))
+                    arguments = passed
                 call = self._body(inner, arguments, depth + 1)
                 operations += call.operations
                 results = call.outputs
@@ -183,21 +185,13 @@ class Equations:
         outputs = list(map(number, jaxpr.outvars))
         return Body([i for i in inputs if i is not None], outputs, operations)
 
-    def _scope_of(self, eqn: Any) -> str:
-        """Return JAX's names around an equation, those around its jaxpr first."""
-        own = str(eqn.source_info.name_stack)
-        return f"{self._scope}/{own}" if self._scope and own else self._scope or own
-
     def _operation(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
-        structured = _STRUCTURED.get(eqn.primitive.name)
-        if structured is not None:
-            numbers = self._numbered(eqn, read)
-            operation: TracedOperation = structured(self, eqn, numbers, depth)
-            return operation
+        if structured := _STRUCTURED.get(eqn.primitive.name):
+            return structured(self, eqn, self._numbered(eqn, read), depth)
         is_indexed = eqn.primitive.name.startswith(("gather", "scatter"))
         rule = rule_of(eqn, self._counted.columns(read[1]) if is_indexed else {})
         if rule is None:
-            self.missing[primitive_name(eqn)] = self.missing.get(primitive_name(eqn), 0) + 1
+            self.missing[primitive_name(eqn)] += 1
             return TracedOperation(eqn, None, read, [self._new(var) for var in eqn.outvars])
         operands = [
             self.dims.shape(shape_of(atom)) if i is None else self.values[i].dims
@@ -208,12 +202,6 @@ class Equations:
         if len(outputs) == 1:
             self._counted.see(eqn, read, outputs[0])
         return TracedOperation(eqn, rule, read, outputs)
-
-    def _barrier(self, eqn: Any, arguments: list[int]) -> TracedOperation:
-        """Return the barrier before what is recomputed, which XLA does not take for the first."""
-        rule = same_rule(self.values[i].shape for i in arguments)
-        outputs = self._like(eqn.invars, arguments)
-        return TracedOperation(eqn, rule, [*arguments], outputs, self._scope)
 
     def _numbered(self, eqn: Any, read: list[int | None]) -> list[int]:
         """Give arguments that are written in the program a number as well."""
@@ -387,7 +375,7 @@ def _read_by(operation: TracedOperation) -> Iterator[int]:
             yield from _read_by(inner)
 
 
-_STRUCTURED: Final[dict[str, Any]] = {
+_STRUCTURED: Final[dict[str, Callable[..., TracedOperation]]] = {
     "scan": Equations._scan,
     "while": Equations._while,
     "cond": Equations._cond,

@@ -8,8 +8,8 @@ two, of which the dimension of 4096 consists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
 from math import gcd, prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -18,6 +18,8 @@ import numpy as np
 
 Factors = tuple[int, ...]
 """Numbers of the factors of one dimension, the major one first; () for a dimension of size 1."""
+_Dims = Iterable[Factors]
+"""Factors of each dimension of an array."""
 Shape = tuple[int, ...]
 Counted = Mapping[int, int]
 """By column of indices that counts along a dimension, that dimension."""
@@ -58,15 +60,24 @@ class Rule(NamedTuple):
         return frozenset(f for array in arrays for dims in array for f in dims[1:])
 
 
-class _Builder:
-    """Factors of an operation while its rule is made."""
+class _Operation:
+    """Operation of a jaxpr while its rule is made."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, params: Any, shapes: list[Shape], results: list[Shape], counted: Counted = _NONE
+    ) -> None:
+        self.params = params
+        self.shapes = shapes
+        """Of the operands."""
+        self.results = results
+        """Shapes of the results."""
+        self.counted = counted
         self.sizes: list[int] = []
         self.summed: set[int] = set()
         self.whole: set[int] = set()
         self.parts: list[tuple[int, int]] = []
         self.looked_up: set[int] = set()
+        self.flops = 0
 
     def dimension(self, size: int) -> Factors:
         """Return a new factor for a dimension; none for one of size 1."""
@@ -79,31 +90,29 @@ class _Builder:
         return [self.dimension(size) for size in shape]
 
     def apart(self, before: int, after: int) -> tuple[Factors, Factors]:
-        """Return the factors of two dimensions of which one is a part of the other."""
-        pair = self.dimension(before), self.dimension(after)
-        if all(pair):
-            self.parts.append((pair[0][0], pair[1][0]))
-        self.keep_whole(pair)
-        return pair
+        """Return the factors of two dimensions, of which one is a part of the other if unequal."""
+        first = self.dimension(before)
+        if before == after:
+            return first, first
+        second = self.dimension(after)
+        self.parts += [(first[0], second[0])] if first and second else []
+        self.keep_whole((first, second))
+        return first, second
 
     def keep_whole(self, dimensions: Iterable[Factors]) -> None:
         self.whole.update(factor for factors in dimensions for factor in factors)
 
-    def rule(
-        self,
-        operands: Iterable[Iterable[Factors]],
-        results: Iterable[Iterable[Factors]],
-        flops: int = 0,
-    ) -> Rule:
+    def rule(self, operands: Iterable[_Dims], results: Iterable[_Dims]) -> Rule:
+        """Return the rule; operands that are left out have no factors, as scalars have none."""
         first, second = (tuple(map(tuple, arrays)) for arrays in (operands, results))
         return Rule(
             tuple(self.sizes),  # behind both: they may make factors
-            first,
+            first + ((),) * (len(self.shapes) - len(first)),
             second,
             frozenset(self.summed),
             frozenset(self.whole),
             tuple(self.parts),
-            flops,
+            self.flops,
             frozenset(self.looked_up),
         )
 
@@ -119,19 +128,14 @@ def rule_of(eqn: Any, counted: Counted = _NONE) -> Rule | None:
         >>> (eqn,) = jax.make_jaxpr(jnp.dot)(jnp.ones((8, 64)), jnp.ones((64, 32))).eqns
         >>> rule = rule_of(eqn)
         >>> rule.sizes, rule.operands, rule.results, rule.summed, rule.flops
-        ((64, 8, 32), (((1,), (0,)), ((0,), (2,))), (((1,), (2,)),), frozenset({0}), 32768)
+        ((8, 64, 32), (((0,), (1,)), ((1,), (2,))), (((0,), (2,)),), frozenset({1}), 32768)
     """
     name = eqn.primitive.name
-    shapes = [shape_of(var) for var in eqn.invars]
-    results = [shape_of(var) for var in eqn.outvars]
+    shapes, results = ([shape_of(var) for var in vars_] for vars_ in (eqn.invars, eqn.outvars))
     if name in _ELEMENTWISE:
         return _elementwise(tuple(shapes), tuple(results), 0 if name in _UNCOUNTED else 1)
     make = _RULES.get(name)
-    if make is None:
-        return None
-    if counted and make in (_gather, _scatter):
-        return make(eqn.params, shapes, results, counted)
-    return make(eqn.params, shapes, results)
+    return make and make(_Operation(eqn.params, shapes, results, counted))
 
 
 def shape_of(var: Any) -> Shape:
@@ -141,43 +145,44 @@ def shape_of(var: Any) -> Shape:
 
 @lru_cache(maxsize=4096)
 def _elementwise(shapes: tuple[Shape, ...], results: tuple[Shape, ...], flops: int) -> Rule:
-    builder = _Builder()
-    factors = builder.dimensions(results[0])
-    count = flops * sum(map(prod, results))
-    return builder.rule(_of_shapes(factors, shapes), _of_shapes(factors, results), count)
+    return _alike(_Operation({}, [*shapes], [*results]), results[0], flops)
 
 
-def _of_shapes(factors: list[Factors], shapes: Iterable[Shape]) -> Iterator[list[Factors]]:
-    """Yield the factors for each shape: scalars, and dimensions that are broadcast, have none."""
-    for shape in shapes:
-        pairs = zip(factors, shape, strict=bool(shape))
-        yield [() if size == 1 else factor for factor, size in pairs]
+def _alike(op: _Operation, shape: Shape, flops: int = 0, whole: Iterable[int] = ()) -> Rule:
+    """Return the rule of arrays that have the dimensions of one shape, with so many operations.
+
+    Scalars, and dimensions that are broadcast, have no factors.
+    """
+    factors = op.dimensions(shape)
+    op.keep_whole(factors[dim] for dim in whole)
+    op.flops = flops * sum(map(prod, op.results))
+    return op.rule(*([_of_shape(factors, s) for s in arrays] for arrays in (op.shapes, op.results)))
 
 
-def _broadcast(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    builder = _Builder()
-    factors = builder.dimensions(results[0])
-    operand = [
-        factors[dim] if size == results[0][dim] else ()
-        for size, dim in zip(shapes[0], params["broadcast_dimensions"], strict=True)
-    ]
-    return builder.rule([operand, *[[] for _ in shapes[1:]]], [factors])
+def _of_shape(factors: list[Factors], shape: Shape) -> list[Factors]:
+    pairs = zip(factors, shape, strict=bool(shape))
+    return [() if size == 1 else factor for factor, size in pairs]
 
 
-def _transpose(params: Any, shapes: list[Shape], _: list[Shape]) -> Rule:
-    builder = _Builder()
-    factors = builder.dimensions(shapes[0])
-    return builder.rule([factors], [[factors[dim] for dim in params["permutation"]]])
+def _broadcast(op: _Operation) -> Rule:
+    factors = op.dimensions(op.results[0])
+    pairs = zip(op.shapes[0], op.params["broadcast_dimensions"], strict=True)
+    operand = [factors[dim] if size == op.results[0][dim] else () for size, dim in pairs]
+    return op.rule([operand], [factors])
 
 
-def _reshape(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+def _transpose(op: _Operation) -> Rule:
+    factors = op.dimensions(op.shapes[0])
+    return op.rule([factors], [[factors[dim] for dim in op.params["permutation"]]])
+
+
+def _reshape(op: _Operation) -> Rule:
     """Split both shapes into their greatest common factors, from the major end."""
-    builder = _Builder()
-    before, after = shapes[0], results[0]
+    before, after = op.shapes[0], op.results[0]
+    if 0 in before:
+        return _new(op)._replace(whole=frozenset())
     operand: list[Factors] = [() for _ in before]
     result: list[Factors] = [() for _ in after]
-    if 0 in before:
-        return builder.rule([builder.dimensions(before)], [builder.dimensions(after)])
     i = j = 0
     left = right = 1
     while True:
@@ -188,128 +193,111 @@ def _reshape(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
         if left == right == 1:
             break
         common = gcd(left, right)
-        if common == 1:  # sizes that share no factor: what is left of both has one of its own
-            first, second = builder.apart(left, right)
-            operand[i - 1] += first
-            result[j - 1] += second
+        # Sizes that share no factor: what is left of both has one of its own.
+        first, second = op.apart(left, right) if common == 1 else op.apart(common, common)
+        operand[i - 1] += first
+        result[j - 1] += second
+        left, right = left // common, right // common
+        if common == 1:
             i, j = _aligned(before, after, i, j)
             left = right = 1
-            continue
-        factor = builder.dimension(common)
-        operand[i - 1] += factor
-        result[j - 1] += factor
-        left, right = left // common, right // common
-    return builder.rule([operand, *[[] for _ in shapes[1:]]], [result])
+    return op.rule([operand], [result])
 
 
 def _aligned(before: Shape, after: Shape, i: int, j: int) -> tuple[int, int]:
     """Return the next places before which both shapes have as many elements."""
     while (left := prod(before[:i])) != (right := prod(after[:j])):
-        if left < right:
-            i += 1
-        else:
-            j += 1
+        i, j = (i + 1, j) if left < right else (i, j + 1)
     return i, j
 
 
-def _squeeze(params: Any, shapes: list[Shape], _: list[Shape]) -> Rule:
-    builder = _Builder()
-    factors = builder.dimensions(shapes[0])
-    rank = len(shapes[0])
-    gone = {dim % rank for dim in params["dimensions"]}
-    return builder.rule([factors], [[f for dim, f in enumerate(factors) if dim not in gone]])
+def _squeeze(op: _Operation) -> Rule:
+    factors = op.dimensions(op.shapes[0])
+    gone = {dim % len(factors) for dim in op.params["dimensions"]}
+    return op.rule([factors], [[f for dim, f in enumerate(factors) if dim not in gone]])
 
 
-def _reduce(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    builder = _Builder()
-    axes = params["axes"] if "axes" in params else params["dimensions"]
-    arrays = [shape for shape in shapes if shape] or shapes[:1]
-    factors = builder.dimensions(arrays[0])
-    for dim in axes:
-        builder.summed.update(factors[dim])
+def _reduce(op: _Operation) -> Rule:
+    axes = op.params["axes"] if "axes" in op.params else op.params["dimensions"]
+    shape = next(filter(None, op.shapes), ())
+    factors = op.dimensions(shape)
+    op.summed.update(f for dim in axes for f in factors[dim])
     rest = [f for dim, f in enumerate(factors) if dim not in axes]
-    flops = max(0, prod(arrays[0]) - prod(results[0])) * len(results)
-    return builder.rule(_of_shapes(factors, shapes), [rest for _ in results], flops)
+    op.flops = max(0, prod(shape) - prod(op.results[0])) * len(op.results)
+    return op.rule([_of_shape(factors, s) for s in op.shapes], [rest for _ in op.results])
 
 
-def _dot(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    (left_summed, right_summed), (left_batch, right_batch) = params["dimension_numbers"]
-    builder = _Builder()
-    left: list[Factors | None] = [None] * len(shapes[0])
-    right: list[Factors | None] = [None] * len(shapes[1])
-    result: list[Factors] = []
-    for i, j in zip(left_batch, right_batch, strict=True):
-        left[i] = right[j] = builder.dimension(shapes[0][i])
-        result.append(left[i] or ())
-    for i, j in zip(left_summed, right_summed, strict=True):
-        left[i] = right[j] = builder.dimension(shapes[0][i])
-        builder.summed.update(left[i] or ())
-    for dims, shape in ((left, shapes[0]), (right, shapes[1])):
-        for dim, size in enumerate(shape):
-            if dims[dim] is None:
-                dims[dim] = builder.dimension(size)
-                result.append(dims[dim] or ())
-    flops = 2 * prod(results[0]) * prod(shapes[0][dim] for dim in left_summed)
-    operands = [[f or () for f in dims] for dims in (left, right)]
-    return builder.rule(operands, [result], flops)
+def _dot(op: _Operation) -> Rule:
+    (left_summed, right_summed), (left_batch, right_batch) = op.params["dimension_numbers"]
+    left, right = _multiplied(op, (*left_batch, *left_summed), (*right_batch, *right_summed))
+    op.summed.update(f for dim in left_summed for f in left[dim])
+    result = [left[dim] for dim in left_batch]
+    result += [f for i, f in enumerate(left) if i not in (*left_batch, *left_summed)]
+    result += [f for j, f in enumerate(right) if j not in (*right_batch, *right_summed)]
+    op.flops = 2 * prod(op.results[0]) * prod(op.shapes[0][dim] for dim in left_summed)
+    return op.rule([left, right], [result])
 
 
-def _ragged_dot(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+def _multiplied(
+    op: _Operation, left_dims: Iterable[int], right_dims: Iterable[int]
+) -> tuple[list[Factors], list[Factors]]:
+    """Return the factors of two arrays which have these dimensions in common."""
+    left, shape = op.dimensions(op.shapes[0]), op.shapes[1]
+    shared = {j: left[i] for i, j in zip(left_dims, right_dims, strict=True)}
+    return left, [shared[j] if j in shared else op.dimension(n) for j, n in enumerate(shape)]
+
+
+def _ragged_dot(op: _Operation) -> Rule:
     """Return the rule of rows sorted by expert, each multiplied by the kernel of its expert.
 
     Or, if the rows are summed over as for the kernels' gradients, of a product for each expert.
     """
-    numbers = params.get("ragged_dot_dimension_numbers")
+    numbers = op.params.get("ragged_dot_dimension_numbers")
     dots: Any = ((1,), (1,)), ((), ())
     ragged, group = (0,), (0,)
     if numbers is not None:
         dots, ragged = numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions)
         group = tuple(numbers.rhs_group_dimensions)
     (left_summed, right_summed), (left_batch, right_batch) = dots
-    builder = _Builder()
-    left, right = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
-    for i, j in zip((*left_summed, *left_batch), (*right_summed, *right_batch), strict=True):
-        right[j] = left[i]
-    experts = right[group[0]] if group else builder.dimension(shapes[2][-1])
-    builder.summed.update(f for i in left_summed for f in left[i])
-    builder.summed.update(experts if group else ())
+    left_both, right_both = (*left_summed, *left_batch), (*right_summed, *right_batch)
+    left, right = _multiplied(op, left_both, right_both)
+    count = op.shapes[2][-1]
+    experts = right[group[0]] if group else op.dimension(count)
+    op.summed.update(f for i in left_summed for f in left[i])
+    op.summed.update(experts if group else ())
     has_experts = not group and ragged[0] in left_summed
-    rest = [f for i, f in enumerate(left) if i not in (*left_summed, *left_batch)]
-    rest += [f for j, f in enumerate(right) if j not in (*right_summed, *right_batch, *group)]
+    rest = [f for i, f in enumerate(left) if i not in left_both]
+    rest += [f for j, f in enumerate(right) if j not in (*right_both, *group)]
     result = [*[experts][:has_experts], *[left[i] for i in left_batch], *rest]
-    flops = 2 * prod(results[0]) * prod(shapes[0][i] for i in left_summed)
-    sizes = [*[()] * (len(shapes[2]) - 1), experts]
-    return builder.rule(
-        [left, right, sizes, *[[] for _ in shapes[3:]]],
-        [result],
-        flops // (shapes[2][-1] if has_experts else 1),
-    )
+    flops = 2 * prod(op.results[0]) * prod(op.shapes[0][i] for i in left_summed)
+    op.flops = flops // (count if has_experts else 1)
+    return op.rule([left, right, [*[()] * (len(op.shapes[2]) - 1), experts]], [result])
 
 
-def _convolution(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+def _convolution(op: _Operation) -> Rule:
+    params, (shape, kernel), (out_shape,) = op.params, op.shapes, op.results
     lhs, rhs, out = params["dimension_numbers"]
     groups = params["feature_group_count"]
-    builder = _Builder()
-    operands = [builder.dimensions(shape) for shape in shapes]
-    result = builder.dimensions(results[0])
+    left, right, result = map(op.dimensions, (shape, kernel, out_shape))
     if params["batch_group_count"] == 1:
-        result[out[0]] = operands[0][lhs[0]]
+        result[out[0]] = left[lhs[0]]
     if groups == 1:
-        operands[1][rhs[1]] = operands[0][lhs[1]]
-        result[out[1]] = operands[1][rhs[0]]
-        builder.summed.update(operands[0][lhs[1]])
-    elif shapes[0][lhs[1]] == groups == shapes[1][rhs[0]]:  # of one channel each
-        operands[1][rhs[0]] = result[out[1]] = operands[0][lhs[1]]
+        right[rhs[1]] = left[lhs[1]]
+        result[out[1]] = right[rhs[0]]
+        op.summed.update(left[lhs[1]])
+    elif shape[lhs[1]] == groups == kernel[rhs[0]]:  # of one channel each
+        right[rhs[0]] = result[out[1]] = left[lhs[1]]
     else:  # of several channels, for which XLA gathers all
-        builder.keep_whole((*operands[0], *operands[1], *result))
-    multiplied = results[0][out[0]] * results[0][out[1]] * shapes[1][rhs[1]]
+        op.keep_whole((*left, *right, *result))
+    multiplied = out_shape[out[0]] * out_shape[out[1]] * kernel[rhs[1]]
     for place, (i, j, k) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
-        builder.keep_whole((operands[0][i], operands[1][j], result[k]))
-        rows = (results[0][k], params["window_strides"][place])
-        window = (shapes[1][j], params["rhs_dilation"][place])
+        op.keep_whole((left[i], right[j], result[k]))
+        rows = (out_shape[k], params["window_strides"][place])
+        window = (kernel[j], params["rhs_dilation"][place])
         first, dilation = params["padding"][place][0], params["lhs_dilation"][place]
-        multiplied *= _met(rows, window, first, shapes[0][i], dilation)
-    return builder.rule(operands, [result], 2 * multiplied)
+        multiplied *= _met(rows, window, first, shape[i], dilation)
+    op.flops = 2 * multiplied
+    return op.rule([left, right], [result])
 
 
 def _met(
@@ -329,221 +317,187 @@ def _met(
     return count
 
 
-def _indexed(
-    builder: _Builder,
-    shapes: list[Shape],
-    numbers: Any,
-    form: tuple[str, str, str],
-    counted: Counted,
-) -> tuple[list[Factors], list[Factors], list[int], list[int]]:
-    """Return factors of an array and of indices; its dimensions of a window, and looked up ones.
+class _Indexed(NamedTuple):
+    """Factors of what gather and scatter index."""
 
-    `form` has the names of what gather and scatter call by names of their own.
-    """
-    operand, indices = builder.dimensions(shapes[0]), builder.dimensions(shapes[1])
-    batching, dropped, of_columns = (getattr(numbers, name, ()) for name in form)
+    operand: list[Factors]
+    indices: list[Factors]
+    window: dict[int, int]
+    """Dimensions of the operand by those of the windows."""
+    looked_up: list[int]
+    """Dimensions of the operand of which indices choose the rows."""
+
+
+def _indexed(op: _Operation, batching: str, dropped: str, columns: str, window: str) -> _Indexed:
+    """Read the factors by the names that a primitive has for its dimension numbers."""
+    numbers = op.params["dimension_numbers"]
+    operand, indices = op.dimensions(op.shapes[0]), op.dimensions(op.shapes[1])
+    gone = getattr(numbers, dropped)
     batch = list(getattr(numbers, "operand_batching_dims", ()))
-    for dim, other in zip(batch, batching, strict=True):
+    for dim, other in zip(batch, getattr(numbers, batching, ()), strict=True):
         indices[other] = operand[dim]
-    for column, other in counted.items():
-        dim = of_columns[column]
-        if dim in dropped and shapes[1][other] == shapes[0][dim]:
+    for column, other in op.counted.items():
+        dim = getattr(numbers, columns)[column]
+        if dim in gone and op.shapes[1][other] == op.shapes[0][dim]:
             indices[other] = operand[dim]
             batch.append(dim)
-    window = [dim for dim in range(len(operand)) if dim not in {*dropped, *batch}]
-    return operand, indices, window, [dim for dim in dropped if dim not in batch]
+    kept = [dim for dim in range(len(operand)) if dim not in {*gone, *batch}]
+    places = dict(zip(getattr(numbers, window), kept, strict=True))
+    return _Indexed(operand, indices, places, [dim for dim in gone if dim not in batch])
 
 
-_OF_GATHER: Final = ("start_indices_batching_dims", "collapsed_slice_dims", "start_index_map")
+_OF_GATHER: Final = (
+    "start_indices_batching_dims", "collapsed_slice_dims", "start_index_map", "offset_dims",
+)  # fmt: skip
 _OF_SCATTER: Final = (
     "scatter_indices_batching_dims", "inserted_window_dims", "scatter_dims_to_operand_dims",
+    "update_window_dims",
 )  # fmt: skip
 
 
-def _gather(
-    params: Any, shapes: list[Shape], results: list[Shape], counted: Counted = _NONE
-) -> Rule:
-    numbers = params["dimension_numbers"]
-    builder = _Builder()
-    operand, indices, window, dropped = _indexed(builder, shapes, numbers, _OF_GATHER, counted)
-    offsets = dict(zip(numbers.offset_dims, window, strict=True))
+def _gather(op: _Operation) -> Rule:
+    operand, indices, window, looked_up = _indexed(op, *_OF_GATHER)
     rows = iter(indices[:-1])
     result: list[Factors] = []
-    for place, size in enumerate(results[0]):
-        if place not in offsets:
+    for place, size in enumerate(op.results[0]):
+        if place not in window:
             result.append(next(rows))
-        elif size == shapes[0][offsets[place]]:
-            result.append(operand[offsets[place]])
-        else:
-            before, after = builder.apart(shapes[0][offsets[place]], size)
-            operand[offsets[place]] = before
-            result.append(after)
-    for dim in dropped:
-        builder.summed.update(operand[dim])
-        builder.looked_up.update(operand[dim])
-    return builder.rule([operand, indices], [result])
+            continue
+        dim = window[place]
+        factors = operand[dim]
+        if size != op.shapes[0][dim]:
+            operand[dim], factors = op.apart(op.shapes[0][dim], size)
+        result.append(factors)
+    for dim in looked_up:
+        op.summed.update(operand[dim])
+        op.looked_up.update(operand[dim])
+    return op.rule([operand, indices], [result])
 
 
-def _scatter(
-    params: Any, shapes: list[Shape], results: list[Shape], counted: Counted = _NONE
-) -> Rule:
-    numbers = params["dimension_numbers"]
-    builder = _Builder()
-    operand, indices, window, dropped = _indexed(builder, shapes, numbers, _OF_SCATTER, counted)
-    offsets = dict(zip(numbers.update_window_dims, window, strict=True))
+def _scatter(op: _Operation) -> Rule:
+    operand, indices, window, looked_up = _indexed(op, *_OF_SCATTER)
     rows = iter(indices[:-1])
     updates: list[Factors] = []
-    for place, size in enumerate(shapes[2]):
-        if place not in offsets:
+    for place, size in enumerate(op.shapes[2]):
+        if place not in window:
             updates.append(next(rows))
-        elif size == shapes[0][offsets[place]]:
-            updates.append(operand[offsets[place]])
+        elif size == op.shapes[0][window[place]]:
+            updates.append(operand[window[place]])
         else:
-            updates.append(builder.dimension(size))
-            builder.whole.update(updates[-1])
+            updates.append(op.dimension(size))
+            op.whole.update(updates[-1])
     kept = {f for factors in operand for f in factors}
-    builder.summed.update(f for factors in updates for f in factors if f not in kept)
-    for dim in dropped:
-        builder.looked_up.update(operand[dim])
-    flops = prod(shapes[2]) if "update_jaxpr" in params and len(results) == 1 else 0
-    return builder.rule([operand, indices, updates], [operand], flops)
+    op.summed.update(f for factors in updates for f in factors if f not in kept)
+    op.looked_up.update(f for dim in looked_up for f in operand[dim])
+    if "update_jaxpr" in op.params and len(op.results) == 1:
+        op.flops = prod(op.shapes[2])
+    return op.rule([operand, indices, updates], [operand])
 
 
-def _cut(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+def _cut(op: _Operation) -> Rule:
     """Return the rule of slices and pads: a dimension of another size is another one."""
-    builder = _Builder()
-    operand: list[Factors] = []
-    result: list[Factors] = []
-    for before, after in zip(shapes[0], results[0], strict=True):
-        first, second = (
-            (builder.dimension(before),) * 2 if before == after else builder.apart(before, after)
-        )
-        operand.append(first)
-        result.append(second)
-    return builder.rule([operand, *[[] for _ in shapes[1:]]], [result])
+    pairs = [op.apart(*sizes) for sizes in zip(op.shapes[0], op.results[0], strict=True)]
+    return op.rule([[first for first, _ in pairs]], [[second for _, second in pairs]])
 
 
-def _update(_: Any, shapes: list[Shape], __: list[Shape]) -> Rule:
-    builder = _Builder()
-    operand = builder.dimensions(shapes[0])
+def _update(op: _Operation) -> Rule:
+    operand = op.dimensions(op.shapes[0])
     update: list[Factors] = []
-    for factors, before, after in zip(operand, shapes[0], shapes[1], strict=True):
-        update.append(factors if before == after else builder.dimension(after))
+    for factors, before, after in zip(operand, op.shapes[0], op.shapes[1], strict=True):
+        update.append(factors if before == after else op.dimension(after))
         if before != after:
-            builder.whole.update(update[-1])
-            builder.parts += [(f, u) for f in factors for u in update[-1]]
-    return builder.rule([operand, update, *[[] for _ in shapes[2:]]], [operand])
+            op.whole.update(update[-1])
+            op.parts += [(f, u) for f in factors for u in update[-1]]
+    return op.rule([operand, update], [operand])
 
 
-def _concatenate(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    builder = _Builder()
-    dim = params["dimension"]
-    result = builder.dimensions(results[0])
-    builder.whole.update(result[dim])
+def _concatenate(op: _Operation) -> Rule:
+    dim = op.params["dimension"] if "dimension" in op.params else op.params["axis"]
+    result = op.dimensions(op.results[0])
+    op.whole.update(result[dim])
     operands = []
-    for shape in shapes:
-        part = builder.dimension(shape[dim])
-        builder.whole.update(part)
-        builder.parts += [(p, f) for p in part for f in result[dim]]
+    for shape in op.shapes:
+        part = op.dimension(shape[dim])
+        op.whole.update(part)
+        op.parts += [(p, f) for p in part for f in result[dim]]
         operands.append([*result[:dim], part, *result[dim + 1 :]])
-    return builder.rule(operands, [result])
+    return op.rule(operands, [result])
 
 
-def _split(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    rule = _concatenate({"dimension": params["axis"]}, results, shapes)
-    return rule._replace(operands=rule.results, results=rule.operands)
-
-
-def _unstack(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    builder = _Builder()
-    factors = builder.dimensions(shapes[0])
-    axis = params["axis"] % len(shapes[0])
-    builder.whole.update(factors[axis])
+def _unstack(op: _Operation) -> Rule:
+    factors = op.dimensions(op.shapes[0])
+    axis = op.params["axis"] % len(factors)
+    op.whole.update(factors[axis])
     rest = [f for dim, f in enumerate(factors) if dim != axis]
-    return builder.rule([factors], [rest for _ in results])
+    return op.rule([factors], [rest for _ in op.results])
 
 
-def _stack(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    rule = _unstack(params, results, shapes)
+def _reversed(make: Callable[[_Operation], Rule], op: _Operation) -> Rule:
+    """Return the rule of an operation that undoes another."""
+    rule = make(_Operation(op.params, op.results, op.shapes))
     return rule._replace(operands=rule.results, results=rule.operands)
 
 
-def _scatter_of_windows(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+def _windows(op: _Operation) -> Rule:
+    rule = _cut(op)
+    return rule._replace(flops=prod(op.results[0]) * (prod(op.params["window_dimensions"]) - 1))
+
+
+def _scatter_of_windows(op: _Operation) -> Rule:
     """Return the rule of the gradient of a maximum over windows."""
-    rule = _cut(params, shapes[:1], results)
-    operands = rule.operands[0], rule.results[0], *[()] * (len(shapes) - 2)
-    return rule._replace(operands=operands, flops=prod((*shapes[0], *params["window_dimensions"])))
+    rule = _cut(op)
+    flops = prod((*op.shapes[0], *op.params["window_dimensions"]))
+    operands = rule.operands[0], rule.results[0], *rule.operands[2:]
+    return rule._replace(operands=operands, flops=flops)
 
 
-def _along(name: str, flops: int = 0) -> Callable[[Any, list[Shape], list[Shape]], Rule]:
+def _along(name: str, flops: int, op: _Operation) -> Rule:
     """Return the rule of what goes along one dimension, or several, and keeps the shape."""
-
-    def make(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-        builder = _Builder()
-        factors = builder.dimensions(shapes[0])
-        dims = params[name]
-        for dim in (dims,) if isinstance(dims, int) else dims:
-            builder.whole.update(factors[dim])
-        count = flops * prod(shapes[0])
-        return builder.rule(_of_shapes(factors, shapes), _of_shapes(factors, results), count)
-
-    return make
+    dims = op.params[name]
+    return _alike(op, op.shapes[0], flops, (dims,) if isinstance(dims, int) else dims)
 
 
-def _last(count: int) -> Callable[[Any, list[Shape], list[Shape]], Rule]:
+def _last(count: int, op: _Operation) -> Rule:
     """Return the rule of what computes with the last dimensions as a whole."""
+    lead = op.dimensions(max(op.shapes, key=len)[:-count])
 
-    def make(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-        builder = _Builder()
-        lead = builder.dimensions(max(shapes, key=len)[:-count])
+    def dimensions(shape: Shape) -> list[Factors]:
+        rest = op.dimensions(shape[len(lead) :])
+        op.keep_whole(rest)
+        return [*lead[: len(shape)], *rest]
 
-        def dimensions(shape: Shape) -> list[Factors]:
-            rest = builder.dimensions(shape[len(lead) :])
-            builder.keep_whole(rest)
-            return [*lead[: len(shape)], *rest]
-
-        return builder.rule(map(dimensions, shapes), map(dimensions, results))
-
-    return make
+    return op.rule(map(dimensions, op.shapes), map(dimensions, op.results))
 
 
-def _windows(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    rule = _cut(params, shapes, results)
-    return rule._replace(flops=prod(results[0]) * (prod(params["window_dimensions"]) - 1))
-
-
-def _fourier(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    lengths = params["fft_lengths"]
-    rule = _last(len(lengths))(params, shapes, results)
+def _fourier(op: _Operation) -> Rule:
+    lengths = op.params["fft_lengths"]
     passes = sum(length.bit_length() - 1 for length in lengths)
-    return rule._replace(flops=_OF_BUTTERFLY * passes * prod(shapes[0]))
+    op.flops = _OF_BUTTERFLY * passes * prod(op.shapes[0])
+    return _last(len(lengths), op)
 
 
-def _new(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+def _new(op: _Operation) -> Rule:
     """Return the rule of what is made from nothing, or from a key."""
-    builder = _Builder()
-    operands = [builder.dimensions(shape) for shape in shapes]
+    operands = list(map(op.dimensions, op.shapes))
     for dims in operands:
-        builder.keep_whole(dims)
-    return builder.rule(operands, map(builder.dimensions, results))
+        op.keep_whole(dims)
+    return op.rule(operands, map(op.dimensions, op.results))
 
 
-def _across(params: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
+def _across(op: _Operation) -> Rule:
     """Return the rule of what goes between devices, in the code of one of them."""
-    is_alike = len(shapes) == len(results) == 1 and len(shapes[0]) == len(results[0])
-    return (_cut if is_alike else _new)(params, shapes, results)
+    is_alike = list(map(len, op.shapes)) == list(map(len, op.results)) and len(op.shapes) == 1
+    return (_cut if is_alike else _new)(op)
 
 
 def same_rule(shapes: Iterable[Shape]) -> Rule:
     """Return the rule of what gives back each of its operands, changed in no dimension."""
-    builder = _Builder()
-    operands = [builder.dimensions(shape) for shape in shapes]
-    return builder.rule(operands, operands)._replace(is_identity=True)
+    return _same(_Operation({}, [*shapes], [*shapes]))
 
 
-def _same(_: Any, shapes: list[Shape], results: list[Shape]) -> Rule:
-    rule = same_rule(shapes)
-    return rule._replace(results=rule.operands[: len(results)])
+def _same(op: _Operation) -> Rule:
+    operands = list(map(op.dimensions, op.shapes))
+    return op.rule(operands, operands[: len(op.results)])._replace(is_identity=True)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -565,7 +519,7 @@ _ELEMENTWISE: Final = _UNCOUNTED | _names(
     igamma_grad_a random_gamma_grad random_gamma polygamma zeta to_edtype from_edtype tie
     reciprocal"""
 )
-_BY_NAME: Final[dict[str, Callable[..., Rule | None]]] = {
+_BY_NAME: Final[dict[str, Callable[[_Operation], Rule]]] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,
@@ -581,17 +535,17 @@ _BY_NAME: Final[dict[str, Callable[..., Rule | None]]] = {
     "slice dynamic_slice pad tile": _cut,
     "dynamic_update_slice": _update,
     "concatenate": _concatenate,
-    "split": _split,
+    "split": partial(_reversed, _concatenate),
     "unstack": _unstack,
-    "stack": _stack,
+    "stack": partial(_reversed, _unstack),
     "select_and_scatter_add": _scatter_of_windows,
-    "rev": _along("dimensions"),
-    "sort": _along("dimension"),
-    "cumsum cumprod cummax cummin cumlogsumexp": _along("axis", 1),
-    "top_k approx_top_k": _last(1),
+    "rev": partial(_along, "dimensions", 0),
+    "sort": partial(_along, "dimension", 0),
+    "cumsum cumprod cummax cummin cumlogsumexp": partial(_along, "axis", 1),
+    "top_k approx_top_k": partial(_last, 1),
     "fft": _fourier,
     """cholesky triangular_solve eigh qr lu svd householder_product schur
-    tridiagonal_solve""": _last(2),
+    tridiagonal_solve""": partial(_last, 2),
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min": _windows,
     """iota rng_bit_generator rng_uniform random_bits random_seed random_wrap random_unwrap
     random_fold_in random_split random_clone axis_index empty empty2 create_token

@@ -1,13 +1,13 @@
-"""A step before it is compiled: `Step` says what it does."""
+"""A step before it is compiled: `trace` reads its jaxpr, and `Step` says what it does."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
-from typing import Any, Final, NamedTuple, Never
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Never
 
 from shardrules._base.arguments import check_type
 from shardrules._base.io import collector_paused
@@ -15,15 +15,23 @@ from shardrules._base.text import (
     and_more,
     answer,
     bytes_shown,
+    mesh_shown,
     near_shown,
     printable_lines,
     record,
 )
+from shardrules._place.mesh import as_mesh, in_force
+from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
+from shardrules._program.lowering import check_static, check_step, noted, placed_on, target_mesh
 from shardrules._program.step.dimension_roles import ClassRole, Roles, written_arrays
 from shardrules._program.step.equations import Equations
-from shardrules._program.step.jaxprs import only_call
+from shardrules._program.step.jaxprs import inputs_of, only_call
+from shardrules._program.topologies.topology import Topology
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 _IN_TEXT: Final = 12
 _ARRAYS_SHOWN: Final = 4
@@ -64,14 +72,6 @@ class Work(NamedTuple):
     """As XLA counts them, without transcendental ones."""
 
 
-class TracedFunction(NamedTuple):
-    """A step's function, its jaxpr, and the structure of what it returns."""
-
-    function: Any
-    closed: Any
-    out_tree: Any
-
-
 @answer
 class Step:
     """What a step does, by its jaxpr: dimensions, their roles, and FLOPs; `trace` makes it.
@@ -89,14 +89,15 @@ class Step:
     """
 
     def __init__(
-        self, name: str, traced: TracedFunction, args: tuple[Any, ...], paths: list[str], mesh: Any
-    ) -> None:
-        self.name = name
+        self, function: Any, args: tuple[Any, ...], paths: list[str], mesh: Any, *, closed: Any,
+        out_tree: Any,
+    ) -> None:  # fmt: skip
+        self.name: str = getattr(function, "__name__", type(function).__name__)
         self.mesh = mesh
         """The mesh that constraints are of; None without one."""
         self._args = args
         self._paths = paths
-        self._function, self._closed, self._out_tree = traced
+        self._function, self._closed, self._out_tree = function, closed, out_tree
         with collector_paused():
             self._equations = Equations(self._closed)
         self._call = only_call(self._closed)
@@ -291,3 +292,81 @@ def _class_cells(row: DimensionClass) -> tuple[str, ...]:
     more = len(row.arrays) - _ARRAYS_SHOWN
     text = ", ".join(shown_arrays) + (f" and {more} more" if more > 0 else "")
     return row.role, f"{row.size:,}", text
+
+
+def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
+    """Read what a step does from its jaxpr: nothing is compiled, and nothing runs.
+
+    This is what `solve` is made of; `prove` looks at what the compiler makes of the step.
+
+    Args:
+        step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;
+            give the jitted one for donation and `out_shardings`.
+        *args: Its arguments, as `prove` takes them: a Plan stands for the tree that it plans.
+        on: The mesh of the constraints in it, as `prove` takes it. Default: that of the plans, or
+            without one that of the arguments' shardings.
+
+    Returns:
+        A `Step`: classes of dimensions with their roles, and FLOPs by line.
+
+    Raises:
+        TypeError: The step is no function.
+        ValueError: The arguments have several meshes.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"w": jax.ShapeDtypeStruct((64, 256), "float32")}
+        >>> plan = sr.plan(tree, [("w", ("fsdp", "tp"))], {"fsdp": 2, "tp": 4})
+        >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
+        >>> print(sr.trace(lambda params, x: x @ params["w"], plan, x).explain("w"))
+        inputs/0/w float32[64, 256]
+          dimension 0, 64: hidden 64
+            summed over at <doctest shardrules._program.step.step.trace[4]>:1
+          dimension 1, 256: no role 256
+    """
+    import jax
+
+    check_step(step, args)
+    check_static(step, args)
+    mesh = _mesh_of(on, args)
+    trees = placed_on(args, mesh)
+    make: Any = partial(jax.make_jaxpr, return_shape=True)
+    if type(step).__module__.startswith("equinox."):
+        import equinox
+
+        make = equinox.filter_make_jaxpr
+    run = step
+    bases = [base for tree in trees for base in type(tree).__mro__]
+    if any(base.__module__.startswith("flax.nnx.") for base in bases):
+
+        def run(*modules: Any) -> tuple[Any, Any]:
+            return step(*modules), modules  # which the step may change
+
+    with in_force(mesh), noted(step, args):
+        closed, results, *_ = make(run)(*trees)
+    paths = [
+        f"inputs/{place}/{path}" if path else f"inputs/{place}"
+        for place, tree in enumerate(trees)
+        for path in inputs_of(tree, step, leaf_paths(tree))
+    ]
+    out_tree = jax.tree_util.tree_structure(results)
+    return Step(step, args, paths, mesh, closed=closed, out_tree=out_tree)
+
+
+def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
+    """Return the mesh of constraints; None if nothing says."""
+    from jax.sharding import NamedSharding
+    from jax.tree_util import tree_leaves
+
+    if on is not None:
+        return target_mesh(on, args)
+    meshes = list(dict.fromkeys(as_mesh(arg._mesh) for arg in args if isinstance(arg, Plan)))
+    what = "plans among the arguments"
+    if not meshes:
+        shardings = (getattr(leaf, "sharding", None) for leaf in tree_leaves(args))
+        meshes = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
+        what = "arguments"
+    if len({tuple(mesh.shape.items()) for mesh in meshes}) > 1:
+        texts = "; ".join(mesh_shown(mesh.shape) for mesh in meshes)
+        raise ValueError(f"the {what} have several meshes: {texts}")
+    return meshes[0] if meshes else None
