@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
-from itertools import islice
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardrules._base.rule_specs import in_memory
 from shardrules._base.text import bytes_shown, counted, printable
@@ -22,88 +20,96 @@ from shardrules._program.inputs import PlannedSharding
 from shardrules._program.states import Evidence, State
 
 _CONSTRAINT: Final = "jax.lax.with_sharding_constraint(arrays, plan.shardings())"
-_NNX_SHARDINGS: Final = "in_shardings=nnx.StateSharding(plan.shardings())"
-_MENDS: Final[dict[Library, dict[str, str]]] = {
+_NNX: Final = "in_shardings=nnx.StateSharding(plan.shardings())"
+_HELP: Final[dict[Library, dict[str, tuple[str, str]]]] = {
     "jax": {
-        "inputs": "in_shardings=plan.shardings()",
-        "outputs": "out_shardings=plan.shardings()",
-        "states": "out_shardings=plan.shardings()",
-    },
-    "nnx": dict.fromkeys(("inputs", "outputs", "states"), _NNX_SHARDINGS),
-    "equinox": dict.fromkeys(("outputs", "states"), _CONSTRAINT),
-}
-_FIXES: Final[dict[Library, dict[str, str]]] = {
-    "jax": {
-        "inputs": "lower the function with arrays or shapes that are sharded as planned "
-        "(plan.abstract()), or give jit in_shardings=plan.shardings()",
-        "outputs": "give jit out_shardings=plan.shardings(), or constrain the result inside the "
-        "function",
-        "states": "give jit out_shardings that are the shardings of the arguments, or constrain "
-        "the new state to them inside the function",
+        "inputs": (
+            "lower the function with arrays or shapes that are sharded as planned "
+            "(plan.abstract()), or give jit in_shardings=plan.shardings()",
+            "in_shardings=plan.shardings()",
+        ),
+        "outputs": (
+            "give jit out_shardings=plan.shardings(), or constrain the result inside the function",
+            "out_shardings=plan.shardings()",
+        ),
+        "states": (
+            "give jit out_shardings that are the shardings of the arguments, or constrain the new "
+            "state to them inside the function",
+            "out_shardings=plan.shardings()",
+        ),
     },
     "nnx": {
-        "inputs": "lower the function with modules that are sharded as planned, or give nnx.jit "
-        + _NNX_SHARDINGS,
-        "outputs": "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()) for what is "
-        "updated, and out_shardings for what is returned, or constrain it inside the function",
-        "states": "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()), which "
-        "count for the updated module too, or constrain the new state inside the function",
+        "inputs": (
+            f"lower the function with modules that are sharded as planned, or give nnx.jit {_NNX}",
+            _NNX,
+        ),
+        "outputs": (
+            f"give nnx.jit {_NNX} for what is updated, and out_shardings for what is returned, or "
+            "constrain it inside the function",
+            _NNX,
+        ),
+        "states": (
+            f"give nnx.jit {_NNX}, which count for the updated module too, or constrain the new "
+            "state inside the function",
+            _NNX,
+        ),
     },
     "equinox": {
-        "inputs": "lower the function with arrays that are sharded as planned",
-        "outputs": f"constrain the result inside the function, as by {_CONSTRAINT}",
-        "states": "constrain the arrays of the new state inside the function, as by " + _CONSTRAINT,
+        "inputs": ("lower the function with arrays that are sharded as planned", ""),
+        "outputs": (f"constrain the result inside the function, as by {_CONSTRAINT}", _CONSTRAINT),
+        "states": (
+            f"constrain the arrays of the new state inside the function, as by {_CONSTRAINT}",
+            _CONSTRAINT,
+        ),
     },
 }
+"""By library and what is sharded otherwise: the fix, and the argument or the line that mends it."""
+_SIDE_WORDS: Final[dict[str, tuple[VerifyKind, str, str]]] = {
+    "inputs": ("input", "takes", "it refuses arrays as planned, and jit compiles again for them"),
+    "outputs": ("output", "returns", "what needs them as planned moves them first"),
+}
+_STATE_WORDS: Final[dict[Evidence, tuple[str, str]]] = {
+    "updated": ("a module, which comes back from the call", "the next step"),
+    "donated": ("a donated state", "the next step"),
+    "planned": ("a state, for which the same is planned on both sides", "the next step"),
+    "alike": (
+        "an argument that a result has the structure, shapes and dtypes of",
+        "if that is passed back, the next call",
+    ),
+}
+"""Names a state by its evidence, and says when it matters."""
+_SMALL: Final = 2**16
+"""Bytes below which constants of a function need no word."""
+_RETURNED: Final = 0.01
+"""Share of the states' bytes, above which other results are told."""
+_Texts = tuple[str | None, str | None]
 
 
-class ObjectPairs:
+class _Pairs:
     """Pairs of objects, most of which are the same few; None is equal to anything."""
 
     def __init__(self, firsts: Sequence[Any], seconds: Sequence[Any]) -> None:
-        self._firsts = firsts
-        self._seconds = seconds
-        # A list of None says that nothing is planned.
-        self._count = len(firsts) if firsts.count(None) < len(firsts) else 0
-
-    @cached_property
-    def _groups(self) -> tuple[NDArray[np.intp], list[int]]:
-        """Number of the pair at each position, and a position of each pair."""
-        (firsts, count), (seconds, _) = map(self._numbers, (self._firsts, self._seconds))
-        _, positions, numbers = np.unique(
-            firsts + seconds * count, return_index=True, return_inverse=True
-        )
-        return numbers, positions.tolist()
-
-    def _numbers(self, objects: Sequence[Any]) -> tuple[NDArray[np.intp], int]:
-        """Give each object a number, by its identity."""
-        # Their addresses: `id` is slow once anybody, such as filelock, listens to audit events.
-        raw = np.fromiter(islice(objects, self._count), object, self._count).tobytes()
-        distinct, numbers = np.unique(np.frombuffer(raw, np.uintp), return_inverse=True)
-        return numbers, len(distinct)
+        self._firsts, self._seconds = firsts, seconds
+        # By address: `id` is slow once anybody, such as filelock, listens to audit events.
+        count = len(firsts) if firsts.count(None) < len(firsts) else 0
+        arrays = [np.fromiter(side, object, len(side))[:count] for side in (firsts, seconds)]
+        addresses = [np.frombuffer(array.tobytes(), np.uintp) for array in arrays]
+        self._order = np.lexsort(addresses)
+        changes = sum(np.diff(numbers[self._order]) != 0 for numbers in addresses)
+        self._bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), count] if count else []
 
     def differences(
         self, are_equal: Callable[[Any, Any, int], bool], texts: Callable[[int], _Texts]
-    ) -> Iterator[tuple[_Texts, list[int]]]:
-        """Yield the positions of pairs that differ, those with the same texts together."""
-        numbers, positions = self._groups
-        differ = [number for number, i in enumerate(positions) if not self._is_equal(i, are_equal)]
+    ) -> list[tuple[_Texts, list[int]]]:
+        """List the positions of pairs that differ, those with the same texts together."""
         merged: dict[_Texts, list[int]] = defaultdict(list)
-        if not differ:
-            return iter(())
-        order, ends = np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))
-        groups = np.split(order, ends[:-1])
-        for number in differ:
-            group = groups[number].tolist()
-            merged[texts(group[0])] += group
-        return ((pair, sorted(group)) for pair, group in merged.items())
-
-    def _is_equal(self, position: int, are_equal: Callable[[Any, Any, int], bool]) -> bool:
-        first, second = self._firsts[position], self._seconds[position]
-        return first is None or second is None or are_equal(first, second, position)
-
-
-_Texts = tuple[str | None, str | None]
+        for begin, end in pairwise(self._bounds):
+            i = int(self._order[begin])
+            first, second = self._firsts[i], self._seconds[i]
+            if first is not None and second is not None and not are_equal(first, second, i):
+                merged[texts(i)] += self._order[begin:end].tolist()
+        rows = [(pair, sorted(group)) for pair, group in merged.items()]
+        return sorted(rows, key=lambda row: row[1][0])
 
 
 def is_same(first: Any, second: Any, rank: int) -> bool:
@@ -112,12 +118,6 @@ def is_same(first: Any, second: Any, rank: int) -> bool:
         return True
     first, second = first.with_memory_kind(None), second.with_memory_kind(None)
     return bool(first == second or first.is_equivalent_to(second, rank))
-
-
-_SIDE_WORDS: Final[dict[str, tuple[VerifyKind, str, str]]] = {
-    "inputs": ("input", "takes", "it refuses arrays as planned, and jit compiles again for them"),
-    "outputs": ("output", "returns", "what needs them as planned moves them first"),
-}
 
 
 def nothing_planned(targets: Sequence[PlannedSharding | None]) -> Iterator[Finding]:
@@ -135,31 +135,21 @@ def placements(
     side: Side, targets: Sequence[PlannedSharding | None], library: Library
 ) -> Iterator[Finding]:
     """Yield findings about leaves that are not sharded or kept in memory as planned."""
-    pairs = ObjectPairs(targets, side.shardings)
-    yield from _shardings(side, targets, pairs, library)
-    yield from _memory_kinds(side, targets, pairs, library)
-
-
-def _shardings(
-    side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, library: Library
-) -> Iterator[Finding]:
     kind, verb, cost = _SIDE_WORDS[side.name]
-    fix, mend = _FIXES[library][side.name], _MENDS[library].get(side.name, "")
+    fix, mend = _HELP[library][side.name]
+    pairs = _Pairs(targets, side.shardings)
 
-    def are_equal(target: PlannedSharding, sharding: Any, leaf: int) -> bool:
+    def are_alike(target: PlannedSharding, sharding: Any, leaf: int) -> bool:
         if target.sharding == sharding:
             return True
         _check_fits(target, side, leaf)
         return is_same(target.sharding, sharding, len(side.shapes[leaf]))
 
-    def texts(leaf: int) -> tuple[str, str]:
-        _check_fits(targets[leaf], side, leaf)
-        return sharding_shown(_planned_sharding(targets[leaf])), sharding_shown(
-            side.shardings[leaf]
-        )
+    def specs(leaf: int) -> _Texts:
+        return sharding_shown(_planned(targets, leaf)), sharding_shown(side.shardings[leaf])
 
-    for (planned, actual), leaves in pairs.differences(are_equal, texts):
-        planned_size = sum(side.bytes_of(leaf, _planned_sharding(targets[leaf])) for leaf in leaves)
+    for (planned, actual), leaves in pairs.differences(are_alike, specs):
+        planned_size = sum(side.bytes_of(leaf, _planned(targets, leaf)) for leaf in leaves)
         size = sum(map(side.bytes_of, leaves))
         order = ", on the devices in another order," if planned == actual else ""
         instead = "" if size == planned_size else f" instead of {bytes_shown(planned_size)}"
@@ -169,29 +159,43 @@ def _shardings(
         )
         yield side.finding("error", kind, message, fix, leaves, bytes=size, mend=mend)
 
-
-def _memory_kinds(
-    side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, library: Library
-) -> Iterator[Finding]:
-    def are_equal(target: PlannedSharding, sharding: Any, _: int) -> bool:
+    def is_in_memory(target: PlannedSharding, sharding: Any, _: int) -> bool:
         if target.memory_kind is None:
             return True
-        kind = memory_apart(sharding)
-        return kind is None if target.memory_kind == "device" else kind == target.memory_kind
+        memory = memory_apart(sharding)
+        return memory is None if target.memory_kind == "device" else memory == target.memory_kind
 
-    def texts(leaf: int) -> tuple[str | None, str | None]:
+    def memories(leaf: int) -> _Texts:
         target = targets[leaf]
         return target and target.memory_kind, side.shardings[leaf].memory_kind
 
-    verb, mend = _SIDE_WORDS[side.name][1], _MENDS[library].get(side.name, "")
-    fix = f"{_FIXES[library][side.name]}; specs alone say nothing about memory"
-    for (planned, actual), leaves in pairs.differences(are_equal, texts):
+    fix += "; specs alone say nothing about memory"
+    for (planned, actual), leaves in pairs.differences(is_in_memory, memories):
         size = sum(map(side.bytes_of, leaves))
         message = (
             f"{counted(len(leaves), 'leaf')} planned in {planned} memory, but the executable "
             f"{verb} them in {actual} memory: {bytes_shown(size)} on each device"
         )
         yield side.finding("error", "memory-kind", message, fix, leaves, bytes=size, mend=mend)
+
+
+def _planned(targets: Sequence[PlannedSharding | None], leaf: int) -> Any:
+    target = targets[leaf]
+    return target and target.sharding
+
+
+def _check_fits(target: PlannedSharding, side: Side, leaf: int) -> None:
+    shape = side.shapes[leaf]
+    if len(getattr(target.sharding, "spec", ())) <= len(shape):
+        with suppress(ValueError):
+            target.sharding.shard_shape(shape)
+            return
+    raise ValueError(
+        printable(
+            f"{side.paths[leaf]}: {sharding_shown(target.sharding)} is planned for the shape "
+            f"{shape}, and cannot cut it; give the specs of Plan.specs, which fit"
+        )
+    )
 
 
 def without_sharding(
@@ -297,47 +301,6 @@ def large_results(
         yield side.finding("info", "output", message, fix, leaves, bytes=size)
 
 
-def placement_text(sharding: Any) -> str:
-    """Format a sharding with its memory kind, if that is not the default."""
-    kind: Any = memory_apart(sharding)
-    return in_memory(sharding_shown(sharding), kind)
-
-
-def _planned_sharding(target: PlannedSharding | None) -> Any:
-    return target and target.sharding
-
-
-def _check_fits(target: PlannedSharding | None, side: Side, leaf: int) -> None:
-    assert target is not None
-    shape = side.shapes[leaf]
-    if len(getattr(target.sharding, "spec", ())) <= len(shape):
-        with suppress(ValueError):
-            target.sharding.shard_shape(shape)
-            return
-    raise ValueError(
-        printable(
-            f"{side.paths[leaf]}: {sharding_shown(target.sharding)} is planned for the shape "
-            f"{shape}, and cannot cut it; give the specs of Plan.specs, which fit"
-        )
-    )
-
-
-_SMALL: Final = 2**16
-"""Bytes below which constants of a function need no word."""
-_RETURNED: Final = 0.01
-"""Share of the states' bytes, above which other results are told."""
-_STATE_WORDS: Final[dict[Evidence, tuple[str, str]]] = {
-    "updated": ("a module, which comes back from the call", "the next step"),
-    "donated": ("a donated state", "the next step"),
-    "planned": ("a state, for which the same is planned on both sides", "the next step"),
-    "alike": (
-        "an argument that a result has the structure, shapes and dtypes of",
-        "if that is passed back, the next call",
-    ),
-}
-"""Names a state by its evidence, and says when it matters."""
-
-
 def changed(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
     """Yield findings about states that come out with another sharding, memory or dtype."""
     for state in carried:
@@ -353,20 +316,18 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
     if before == after:
         return
 
-    def are_equal(first: Any, second: Any, row: int) -> bool:
-        if first == second:
-            return True
+    def are_alike(first: Any, second: Any, row: int) -> bool:
         rank = len(inputs.shapes[state.inputs[row]])
-        return is_same(first, second, rank) and first.memory_kind == second.memory_kind
+        is_alike = first == second or is_same(first, second, rank)
+        return is_alike and first.memory_kind == second.memory_kind
 
-    def texts(i: int) -> tuple[str, str]:
-        return placement_text(before[i]), placement_text(after[i])
+    def texts(i: int) -> _Texts:
+        return _with_memory(before[i]), _with_memory(after[i])
 
     level: Level = "warning" if state.evidence == "alike" else "error"
     name, when = _STATE_WORDS[state.evidence]
-    library = executable.call.library
-    fix, mend = _FIXES[library]["states"], _MENDS[library].get("states", "")
-    for (old, new), rows in ObjectPairs(before, after).differences(are_equal, texts):
+    fix, mend = _HELP[executable.call.library]["states"]
+    for (old, new), rows in _Pairs(before, after).differences(are_alike, texts):
         leaves = [state.inputs[i] for i in rows]
         moved = sum(map(inputs.bytes_of, leaves))
         message = (
@@ -376,84 +337,79 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
         yield inputs.finding(level, "fixed-point", message, fix, leaves, bytes=moved, mend=mend)
 
 
+def _with_memory(sharding: Any) -> str:
+    """Format a sharding with its memory kind, if that is not the default."""
+    kind: Any = memory_apart(sharding)
+    return in_memory(sharding_shown(sharding), kind)
+
+
 def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
     inputs = executable.inputs
     before = at(inputs.dtypes, state.inputs)
     after = at(executable.outputs.dtypes, state.outputs)
-    if before == after:
-        return
-
-    def texts(i: int) -> tuple[str, str]:
-        return str(before[i]), str(after[i])
-
+    leaves_of: dict[_Texts, list[int]] = defaultdict(list)
+    if before != after:
+        for leaf, old, new in zip(state.inputs, before, after, strict=True):
+            if old != new:
+                leaves_of[str(old), str(new)].append(leaf)
     name, when = _STATE_WORDS[state.evidence]
     fix = "cast the new state to the dtypes of the old one"
-    pairs = ObjectPairs(before, after)
-    for (old, new), rows in pairs.differences(lambda first, second, _: first == second, texts):
-        leaves = [state.inputs[i] for i in rows]
-        size = sum(map(inputs.bytes_of, leaves))
+    for (first, second), leaves in leaves_of.items():
         message = (
-            f"{counted(len(leaves), 'leaf')} of {name}: in as {old}, out as {new}: {when} compiles "
-            "again"
+            f"{counted(len(leaves), 'leaf')} of {name}: in as {first}, out as {second}: {when} "
+            "compiles again"
         )
-        mend = f"x = x.astype({str(before[rows[0]])!r})"
+        size, mend = sum(map(inputs.bytes_of, leaves)), f"x = x.astype({first!r})"
         yield inputs.finding("error", "fixed-point", message, fix, leaves, bytes=size, mend=mend)
 
 
 def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
     """Yield findings about donated leaves whose memory no output takes."""
-    side = executable.inputs
-    if not any(executable.donated):
-        return
+    side, hlo = executable.inputs, executable.hlo
     donated = [leaf for leaf in executable.kept if executable.donated[leaf]]
-    if executable.hlo is None:
+    if donated and hlo is None:
         message = (
             f"{counted(len(donated), 'leaf')} donated, but this backend does not show the text of "
             "executables: whether outputs take their memory is not known"
         )
         fix = "compare memory_analysis().alias_size_in_bytes with their bytes"
         yield side.finding("warning", "donation", message, fix, donated)
+    if hlo is None or hlo.alias_count == len(donated):
         return
-    if executable.hlo.alias_count == len(donated):
-        return
+    aliased = set(hlo.aliases.values())
+    lost = [leaf for leaf in donated if executable.parameter_of[leaf] not in aliased]
     of_states = {leaf for state in carried for leaf in state.inputs}
-    aliased = set(executable.hlo.aliases.values())
-    lost: dict[bool, list[int]] = {True: [], False: []}
-    for leaf in donated:
-        if executable.parameter_of[leaf] not in aliased:
-            lost[leaf in of_states].append(leaf)
-    if executable.call.library == "equinox":
-        lost[False] = []  # it donates all arguments, the batch as well, or all but the first
-    for is_state, leaves in lost.items():
-        if leaves:
-            yield _not_aliased(executable, leaves, is_state=is_state)
-
-
-def _not_aliased(executable: Executable, leaves: list[int], *, is_state: bool) -> Finding:
-    side = executable.inputs
-    size = sum(map(side.bytes_of, leaves))
-    message = f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory: "
-    if is_state:
-        message += f"the old and the new ones take {bytes_shown(size)} each on each device"
+    if leaves := [leaf for leaf in lost if leaf in of_states]:
+        size = sum(map(side.bytes_of, leaves))
+        message = (
+            f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory: the old "
+            f"and the new ones take {bytes_shown(size)} each on each device"
+        )
         fix = (
             "let each come out with the shape, dtype and sharding with which it goes in; one that "
             "does not may leave another without a place"
         )
-        return side.finding("error", "donation", message, fix, leaves, bytes=size)
-    message += f"{bytes_shown(size)} on each device; none is like them"
-    fix, mend = "do not donate them", _donation_without(executable, leaves)
-    return side.finding("warning", "donation", message, fix, leaves, bytes=size, mend=mend)
+        yield side.finding("error", "donation", message, fix, leaves, bytes=size)
+    leaves = [leaf for leaf in lost if leaf not in of_states]
+    # equinox donates all arguments, the batch as well, or all but the first.
+    if leaves and executable.call.library != "equinox":
+        size = sum(map(side.bytes_of, leaves))
+        message = (
+            f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory: "
+            f"{bytes_shown(size)} on each device; none is like them"
+        )
+        fix, mend = "do not donate them", _donation_without(side, donated, leaves)
+        yield side.finding("warning", "donation", message, fix, leaves, bytes=size, mend=mend)
 
 
-def _donation_without(executable: Executable, leaves: Sequence[int]) -> str:
+def _donation_without(side: Side, donated: Sequence[int], leaves: Sequence[int]) -> str:
     """Write what jit donates without these leaves; "" if their arguments have others."""
-    lost, donated = set(leaves), {leaf for leaf in executable.kept if executable.donated[leaf]}
-    places = [i for i, (_, part) in enumerate(executable.inputs.subtrees) if donated & {*part}]
-    rest = [i for i in places if not lost.intersection(executable.inputs.subtrees[i][1])]
-    of_rest = {leaf for i in rest for leaf in executable.inputs.subtrees[i][1]}
-    if executable.call.library == "equinox" or donated - lost - of_rest:
+    kept = set(donated).difference(leaves)
+    parts = [part for _, part in side.subtrees]
+    places = [i for i, part in enumerate(parts) if not kept.isdisjoint(part)]
+    if any(not set(leaves).isdisjoint(parts[i]) for i in places):
         return ""
-    return _jit_options(executable.inputs, rest) or "donate_argnums=()"
+    return _jit_options(side, places) or "donate_argnums=()"
 
 
 def not_donated(executable: Executable, carried: Sequence[State], large: int) -> Iterator[Finding]:
