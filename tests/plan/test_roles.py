@@ -12,12 +12,16 @@ from shardrules._plan.roles import parts_of_model
 from tests.support import corpus
 
 
-def roles(tree, names=None):
+def roles(tree):
     """{folded path: the roles of its dimensions}."""
-    rules = sr.LogicalRules([]) if names else [(".*", ())]
-    plan = sr.plan(tree, rules, {"tp": 2}, names=names)
-    shapes, of_kinds = ([getattr(kind, what) for kind in plan.kinds] for what in ("shape", "names"))
-    return {part.pattern: part for part in parts_of_model(plan.folded, shapes, of_kinds)}
+    plan = sr.plan(tree, [(".*", ())], {"tp": 2})
+    parts = parts_of_model(plan.folded, [kind.shape for kind in plan.kinds])
+    return {part.pattern: part for part in parts}
+
+
+def dims(tree):
+    """{folded path: its roles as a text}, of a tree of shapes."""
+    return {path: " ".join(part.dims) for path, part in roles(abstract(tree)).items()}
 
 
 def of_model(name):
@@ -74,55 +78,47 @@ def test_the_roles_of_real_models(model, end, dims, experts):
 def test_each_kernel_has_one_side_of_each_kind(model):
     for part in of_model(model).values():
         matrix = [role for role in part.dims if role in ("in", "out", "lookup")]
-        if len(matrix) > 1:
-            assert "out" in matrix
-            assert "unknown" not in part.dims
+        assert len(matrix) < 2 or ("out" in matrix and "unknown" not in part.dims)
 
 
-def test_siblings_share_their_input_whatever_their_arrays_are_called():
+def test_siblings_share_their_input_and_attention_has_one_of_its_own():
     parts = of_model("maxtext-llama3.1-405b-unscanned")
-    keys = {part.input_key for path, part in parts.items() if re.search("key|query|value", path)}
-    assert len(keys) == 1
-
-
-def test_attention_and_mlp_of_one_module_have_inputs_of_their_own():
+    assert (
+        len({part.input_key for path, part in parts.items() if re.search("key|query|value", path)})
+        == 1
+    )
     parts = roles(abstract({"layers": [{"wq": (64, 32), "gate": (64, 256), "up": (64, 256)}] * 2}))
-    keys = {path: part.input_key for path, part in parts.items()}
-    assert keys["layers/{0,1}/gate"] == keys["layers/{0,1}/up"] != keys["layers/{0,1}/wq"]
+    wq, gate, up = (parts[f"layers/{{0,1}}/{name}"].input_key for name in ("wq", "gate", "up"))
+    assert gate == up != wq
+    layer = {"attn": dict.fromkeys("qkvo", (64, 64)), "mlp": {"wi": (64, 256), "wo": (256, 64)}}
+    parts = roles(abstract({"layers": [layer] * 2, "norm": {"scale": (64,)}}))
+    assert {path[13:] for path, part in parts.items() if part.is_attention} == {
+        f"attn/{n}" for n in "qkvo"
+    }
+    assert parts["layers/{0,1}/mlp/wo"].input_key == parts["layers/{0,1}/mlp/wi"].input_key
 
 
-def test_without_a_sign_of_the_layout_it_is_not_known():
-    (part,) = roles(abstract({"w": (512, 128)})).values()
-    assert part.dims == ("unknown", "unknown")
+NORM = {"norm": {"scale": (64,)}}
+QUANTIZED = {"up": {"kernel": (64, 256), "weight_scale_inv": (2, 4)}}
+NNX = {
+    "up": {"kernel": {"value": (64, 256)}, "bias": {"value": (256,)}},
+    "norm": {"scale": {"value": (64,)}},
+}
+OF_EXPERTS = {"gate_up": {"kernel": (8, 64, 256), "bias": (8, 256)}, "router": {"bias": (8,)}}
 
 
-def test_names_tell_layers_and_experts():
-    tree = abstract({"mlp": {"a": (4, 2, 64, 256), "wi": (64, 256), "wo": (256, 64)}})
-    names = {"mlp/a": ("exp", "layers", "embed", "mlp"), "mlp/wi": ("embed", "mlp"), "mlp/wo": ("mlp", "embed")}  # fmt: skip
-    parts = roles(tree, names)
-    assert parts["mlp/a"].dims == ("experts", "stack", "in", "out")
-    assert parts["mlp/a"].experts == 4
-
-
-def test_the_experts_of_vectors_are_a_dimension_too():
-    module = {"gate_up": {"kernel": (8, 64, 256), "bias": (8, 256)}, "router": {"bias": (8,)}}
-    parts = roles(abstract({"mlp": {"experts": module}, "norm": {"scale": (64,)}}))
-    assert parts["mlp/experts/gate_up/bias"].dims == ("experts", "out")
-    assert parts["mlp/experts/router/bias"].dims == ("out",)
-
-
-def test_experts_that_are_leaves_have_no_dimension_of_experts():
-    expert = {"up": {"kernel": (64, 256), "weight_scale_inv": (2, 4)}}
-    parts = roles(abstract({"experts": [expert] * 8, "norm": {"scale": (64,)}}))
-    assert {part.dims for part in parts.values()} == {("in", "out"), ("out", "out"), ("out",)}
-    assert parts["experts/{0..7}/up/kernel"].experts == 8
-
-
-def test_nnx_paths_have_roles():
-    layer = {"up": {"kernel": {"value": (64, 256)}, "bias": {"value": (256,)}}, "norm": {"scale": {"value": (64,)}}}  # fmt: skip
-    parts = roles(abstract({"layers": [layer] * 3}))
-    kernel = parts["layers/{0..2}/up/kernel/value"]
-    assert (kernel.dims, kernel.input_key) == (("in", "out"), "layers/{0..2}")
+@pytest.mark.parametrize(("tree", "path", "expected", "experts"), [
+    ({"w": (512, 128)}, "w", "unknown unknown", 1),
+    # The experts of vectors are a dimension, too; those that are leaves have none.
+    ({"mlp": {"experts": OF_EXPERTS}, **NORM}, "mlp/experts/gate_up/bias", "experts out", 8),
+    ({"mlp": {"experts": OF_EXPERTS}, **NORM}, "mlp/experts/router/bias", "out", 1),
+    ({"experts": [QUANTIZED] * 8, **NORM}, "experts/{0..7}/up/kernel", "in out", 8),
+    ({"experts": [QUANTIZED] * 8, **NORM}, "experts/{0..7}/up/weight_scale_inv", "out out", 8),
+    ({"layers": [NNX] * 3}, "layers/{0..2}/up/kernel/value", "in out", 1),
+])  # fmt: skip
+def test_the_roles_of_made_trees(tree, path, expected, experts):
+    part = roles(abstract(tree))[path]
+    assert (" ".join(part.dims), part.experts) == (expected, experts)
 
 
 LAYER = {"wq": (64, 4, 16), "wo": (4, 16, 64), "up": (64, 256), "down": (256, 64), "gain": (64,)}
@@ -132,32 +128,56 @@ LAYER = {"wq": (64, 4, 16), "wo": (4, 16, 64), "up": (64, 256), "down": (256, 64
 @pytest.mark.parametrize("name", ["layers", "l", "params", "blk"])
 def test_a_stack_is_told_by_its_shapes_whatever_it_is_called(name, layers):
     # As many layers as heads are not taken for heads.
-    stack = {key: (layers, *shape) for key, shape in LAYER.items()}
-    parts = roles(abstract({"embed": (512, 64), name: stack, "norm": (64,)}))
-    assert {key: parts[f"{name}/{key}"].dims for key in LAYER} == {
-        "wq": ("stack", "in", "out", "out"),
-        "wo": ("stack", "in", "in", "out"),
-        "up": ("stack", "in", "out"),
-        "down": ("stack", "in", "out"),
-        "gain": ("stack", "out"),
+    found = dims({"embed": (512, 64), name: stacked(LAYER, layers), "norm": (64,)})
+    assert {key: found[f"{name}/{key}"] for key in LAYER} == {
+        "wq": "stack in out out",
+        "wo": "stack in in out",
+        "up": "stack in out",
+        "down": "stack in out",
+        "gain": "stack out",
     }
 
 
+def stacked(tree, layers):
+    return jax.tree.map(
+        lambda shape: (layers, *shape), tree, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+KERNELS = {"up": (8, 64, 256), "down": (8, 256, 64), "bias": (8, 64)}
+
+
+def test_a_stack_without_a_norm_is_told_by_its_name_and_size():
+    found = dims({"embed": (512, 64), "decoder": {"layers": KERNELS}})
+    assert [found[f"decoder/layers/{name}"] for name in KERNELS] == [
+        "stack in out", "stack in out", "stack out",
+    ]  # fmt: skip
+
+
+OTHERS = [
+    {"self_attn": {"q": (8, 64, 16), "o": (8, 16, 64)}},  # heads first
+    {"convs": {"a": (3, 3, 64, 64), "b": (3, 3, 64, 128)}},
+    {"convs": {"a": (5, 64, 128), "b": (5, 128, 64)}},
+    {"qkv": {"x": (64, 4, 16), "y": (64, 2, 16)}},  # the width
+    {"experts": {"up": (8, 64, 256), "down": (8, 256, 64)}},
+    {"moe": {"router": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
+    {"mlp": {"gate": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
+]
+WITHOUT_A_NORM = [
+    {"attention": KERNELS},  # not the name of a stack
+    {"layers": {**KERNELS, "scale": (64,)}},  # an array without the layers
+    {"layers": {"up": (8, 64, 256), "down": (9, 256, 64)}},
+    {"layers": {"up": (64, 4, 16), "down": (64, 64)}},  # the width
+    {"layers": {"q": (8, 64), "o": (8, 32)}},  # matrices
+]
+
+
 @pytest.mark.parametrize(
-    "block",
-    [
-        {"self_attn": {"q": (8, 64, 16), "o": (8, 16, 64)}},  # heads first
-        {"convs": {"a": (3, 3, 64, 64), "b": (3, 3, 64, 128)}},
-        {"convs": {"a": (5, 64, 128), "b": (5, 128, 64)}},
-        {"qkv": {"x": (64, 4, 16), "y": (64, 2, 16)}},  # the width
-        {"experts": {"up": (8, 64, 256), "down": (8, 256, 64)}},
-        {"moe": {"router": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
-        {"mlp": {"gate": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
-    ],
+    "block", [*({**block, "norm": (64,)} for block in OTHERS), *WITHOUT_A_NORM]
 )
 def test_arrays_that_begin_alike_are_not_always_a_stack(block):
-    found = roles(abstract({"embed": (512, 64), **block, "norm": (64,)}))
-    assert all("stack" not in part.dims for part in found.values()), found
+    found = dims({"embed": (512, 64), **block})
+    assert not any("stack" in of for of in found.values()), found
 
 
 def moe(router, *names):
@@ -166,26 +186,20 @@ def moe(router, *names):
     return {router: {"kernel": (64, 8)}, up: (8, 64, 256), gate: (8, 64, 256), down: (8, 256, 64)}
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        {"GptOssMlp": moe("gate", "wi_0", "wi_1", "wo")},
-        {"MoeBlock_0": moe("gate", "wi_0", "wi_1", "wo")},
-        {"mlp": moe("router", "w1", "w3", "w2")},
-        moe("router", "w1", "w3", "w2"),
-        moe("w_gate", "up", "gate", "down"),
-    ],
-)
+HEADS = {"q": (64, 4, 16), "k": (64, 4, 16), "v": (64, 4, 16), "o": (4, 16, 64)}
+
+
+@pytest.mark.parametrize("block", [
+    {"GptOssMlp": moe("gate", "wi_0", "wi_1", "wo")},
+    {"MoeBlock_0": moe("gate", "wi_0", "wi_1", "wo")},
+    {"mlp": moe("router", "w1", "w3", "w2")},
+    moe("router", "w1", "w3", "w2"),
+    moe("w_gate", "up", "gate", "down"),
+])  # fmt: skip
 @pytest.mark.parametrize("depth", [None, 4])
 def test_experts_are_as_many_as_their_router_has_outputs(block, depth):
-    attention = {"q": (64, 4, 16), "k": (64, 4, 16), "v": (64, 4, 16), "o": (4, 16, 64)}
-    layer = {**block, "attn": attention, "norm": {"scale": (64,)}}
-    if depth is None:
-        tree = {"layers": [layer] * 4}
-    else:
-        tree = {"layers": jax.tree.map(
-            lambda shape: (depth, *shape), layer, is_leaf=lambda x: isinstance(x, tuple)
-        )}  # fmt: skip
+    layer = {**block, "attn": HEADS, **NORM}
+    tree = {"layers": [layer] * 4 if depth is None else stacked(layer, depth)}
     parts = roles(abstract({"embed": (512, 64), **tree}))
     experts = {path: part for path, part in parts.items() if part.experts > 1}
     names = {re.sub(r"\{.*\}", "", path.split("/")[-1]) for path in experts}
@@ -197,48 +211,11 @@ def test_experts_are_as_many_as_their_router_has_outputs(block, depth):
     assert len({part.input_key for part in experts.values()}) == 1
 
 
-def test_a_gate_of_an_mlp_is_no_router():
-    mlp = {
-        "gate": {"kernel": (64, 256)},
-        "up": {"kernel": (64, 256)},
-        "down": {"kernel": (256, 64)},
-    }
-    heads = {"q": (64, 4, 16), "k": (64, 4, 16), "o": (4, 16, 64)}
-    parts = roles(abstract({"layers": [{**mlp, **heads, "norm": {"scale": (64,)}}] * 2}))
+MLP = {"gate": {"kernel": (64, 256)}, "up": {"kernel": (64, 256)}, "down": {"kernel": (256, 64)}}
+MIXER = {"gate": (64, 256), "in_proj": (64, 2, 256), "out_proj": (256, 64)}
+
+
+@pytest.mark.parametrize("layer", [{**MLP, **HEADS}, MIXER])  # beside a kernel of three dimensions
+def test_a_gate_as_wide_as_an_mlp_is_no_router(layer):
+    parts = roles(abstract({"layers": [{**layer, **NORM}] * 4, "embed": {"embedding": (512, 64)}}))
     assert {part.experts for part in parts.values()} == {1}
-
-
-def test_a_gate_beside_a_kernel_of_three_dimensions_is_no_router():
-    mixer = {
-        "gate": (64, 256),
-        "in_proj": (64, 2, 256),
-        "out_proj": (256, 64),
-        "norm": {"scale": (64,)},
-    }
-    parts = roles(abstract({"layers": [mixer] * 4, "embed": {"embedding": (512, 64)}}))
-    assert {part.experts for part in parts.values()} == {1}
-
-
-def test_an_mlps_wo_is_not_attentions():
-    layer = {"attn": dict.fromkeys("qkvo", (64, 64)), "mlp": {"wi": (64, 256), "wo": (256, 64)}}  # fmt: skip
-    parts = roles(abstract({"layers": [layer] * 2, "norm": {"scale": (64,)}}))
-    assert not parts["layers/{0,1}/mlp/wo"].is_attention
-    assert parts["layers/{0,1}/attn/o"].is_attention
-    assert parts["layers/{0,1}/mlp/wo"].input_key == parts["layers/{0,1}/mlp/wi"].input_key
-
-
-def test_a_stack_without_a_norm_is_told_by_its_name_and_size():
-    kernels = {"up": (8, 64, 256), "down": (8, 256, 64), "bias": (8, 64)}
-    parts = roles(abstract({"embed": (512, 64), "decoder": {"layers": kernels}}))
-    assert parts["decoder/layers/up"].dims == ("stack", "in", "out")
-    assert parts["decoder/layers/down"].dims == ("stack", "in", "out")
-    assert parts["decoder/layers/bias"].dims == ("stack", "out")
-    for other in (
-        {"attention": kernels},  # not the name of a stack
-        {"layers": {**kernels, "scale": (64,)}},  # an array without the layers
-        {"layers": {"up": (8, 64, 256), "down": (9, 256, 64)}},
-        {"layers": {"up": (64, 4, 16), "down": (64, 64)}},  # the width
-        {"layers": {"q": (8, 64), "o": (8, 32)}},  # matrices
-    ):
-        found = roles(abstract({"embed": (512, 64), **other}))
-        assert all("stack" not in part.dims for part in found.values()), other

@@ -11,9 +11,10 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from shardrules._plan.fold import Folded, parts_of, runs_of
 
@@ -22,6 +23,9 @@ DimRole = Literal["stack", "experts", "in", "out", "lookup", "unknown"]
 the kernel; of rows that tokens look up; or that is in or out, without a sign of which."""
 
 Shape = tuple[int, ...]
+
+_Block = tuple[str, ...]
+"""Words of the path of what a module is in."""
 
 _SPLIT: Final = re.compile(r"[/.\[\]']+")
 # Components that name an array within its module, and modules that name nothing.
@@ -90,16 +94,18 @@ class Part:
         return prod(n for n, of in zip(self.shape, self.dims, strict=True) if of == role)
 
 
-class _Seen(NamedTuple):
+@dataclass
+class _Seen:
     """A folded path on its way to a `Part`."""
 
     folded: Folded
-    pattern: str
     shape: Shape
-    words: tuple[str, ...]
+    words: _Block
+    front: dict[int, DimRole] = field(default_factory=dict)
+    """Dimensions of layers, and of experts."""
 
-    @property
-    def module(self) -> tuple[str, ...]:
+    @cached_property
+    def module(self) -> _Block:
         """The words up to that of the module, which an array's own name may stand behind."""
         words = self.words
         if len(words) > 1 and _ARRAY.fullmatch(words[-1]):
@@ -108,13 +114,72 @@ class _Seen(NamedTuple):
             words = words[:-1]
         return words
 
-    @property
-    def is_vector(self) -> bool:
-        return bool(_VECTOR.search(self.words[-1])) or any(map(_NORM.search, self.words[-2:]))
+    @cached_property
+    def block(self) -> str:
+        """The folded path of what the module is in."""
+        below = len(_path_words(self.folded.pattern)) - len(self.module) + 1
+        pattern = self.folded.pattern
+        for _ in range(below):
+            pattern = re.sub(r"[/.\[\]']*(?:\{[^{}]*\}|[^/.\[\]'])*[\]']*$", "", pattern, count=1)
+        return pattern
 
     @property
     def is_norm(self) -> bool:
         return any(map(_NORM.search, self.words[-2:]))
+
+    @property
+    def is_vector(self) -> bool:
+        return bool(_VECTOR.search(self.words[-1])) or self.is_norm
+
+    @property
+    def is_named_attention(self) -> bool:
+        return _ATTENTION.fullmatch(self.module[-1]) is not None
+
+    @property
+    def makes_heads(self) -> bool:
+        return self.is_named_attention and not _BACK.fullmatch(self.module[-1])
+
+    @property
+    def is_named_router(self) -> bool:
+        return _ROUTER.fullmatch(self.module[-1]) is not None
+
+    @property
+    def rest(self) -> list[int]:
+        """Dimensions of one layer's, and one expert's, array; those of size 1 left out."""
+        return [dim for dim, size in enumerate(self.shape) if dim not in self.front and size > 1]
+
+    @property
+    def sizes(self) -> Shape:
+        """Sizes of one layer's, and one expert's, array."""
+        return tuple(size for dim, size in enumerate(self.shape) if dim not in self.front)
+
+    @property
+    def is_lookup(self) -> bool:
+        words = self.words[-3:]
+        is_named = any(map(_LOOKUP.search, words)) and not any(map(_NOT_LOOKUP.search, words))
+        return len(self.rest) == 2 and (is_named or words[-1] == "embedding")
+
+    @property
+    def flow(self) -> Literal["reads", "writes"] | None:
+        reads, writes = (bool(words.fullmatch(self.module[-1])) for words in (_READS, _WRITES))
+        return None if reads == writes else "reads" if reads else "writes"
+
+    @property
+    def experts(self) -> int:
+        """How many experts a layer has, along a dimension or as leaves of their own; 1 without."""
+        along = [self.shape[dim] for dim, role in self.front.items() if role == "experts"]
+        return along[0] if along else self.numbered_experts
+
+    @cached_property
+    def numbered_experts(self) -> int:
+        """How many numbers the pattern has for experts, as in experts/{0..7}/w1; 1 without."""
+        text = ""
+        for literal, numbers in parts_of(self.folded.pattern):
+            words = _path_words(text)
+            if numbers is not None and words and re.fullmatch(r"experts?_?", words[-1]):
+                return sum(run.stop - run.start for run in runs_of(numbers))
+            text += literal if numbers is None else "#"
+        return 1
 
 
 def parts_of_model(folded: Iterable[Folded], shapes: Sequence[Shape | None]) -> tuple[Part, ...]:
@@ -134,28 +199,23 @@ def parts_of_model(folded: Iterable[Folded], shapes: Sequence[Shape | None]) -> 
         ('layers/{0,1}/mlp/up/kernel', ('in', 'out'), 2)
     """
     seen = [
-        _Seen(
-            part,
-            part.pattern,
-            shape,
-            _named_roles(_path_words(part.pattern)),
-        )
+        _Seen(part, shape, _named_words(_path_words(part.pattern)))
         for part in folded
         if (shape := shapes[part.group]) is not None
     ]
     stacks = [*_stacks(seen), *_stacks_by_shape(seen)]
-    fronts = [_leading_dims(part, stacks) for part in seen]
-    routed = _routed(seen, fronts)
-    for number, (part, front) in enumerate(zip(seen, fronts, strict=True)):
-        _add_experts(part, front, number in routed)
-    width = _residual_width(seen, fronts)
-    is_in_out = _is_in_out(seen, fronts, width)
-    attending = {_block(part) for part in seen if _makes_heads(part)}
-    parts = [
-        _make_part(part, front, width, is_in_out, attending)
-        for part, front in zip(seen, fronts, strict=True)
-    ]
-    return _with_routers(parts)
+    for part in seen:
+        part.front = _front(part, stacks)
+    for part, is_routed in zip(seen, _routed(seen), strict=True):
+        is_apart = len(part.sizes) > (1 if part.is_vector else 2) and part.numbered_experts == 1
+        is_expert = is_routed or _is_of_experts(part.words)
+        if is_expert and is_apart and "experts" not in part.front.values():
+            part.front[next(d for d in range(len(part.shape)) if d not in part.front)] = "experts"
+    width = _residual_width(seen)
+    is_in_out = _is_in_out(seen, width)
+    attending = {part.block for part in seen if part.makes_heads}
+    counts = {part.experts for part in seen if part.experts > 1}
+    return tuple(_make_part(part, width, is_in_out, attending, counts) for part in seen)
 
 
 def experts_dim(path: str, shape: Shape) -> int | None:
@@ -170,35 +230,22 @@ def experts_dim(path: str, shape: Shape) -> int | None:
     return len(shape) - 3 if _is_of_experts(_path_words(path)) and len(shape) > 2 else None
 
 
-def _with_routers(parts: list[Part]) -> tuple[Part, ...]:
-    """Return the same parts.
-
-    Routers are marked: a model has as many experts as they have outputs.
-    """
-    counts = {part.experts for part in parts if part.experts > 1}
-    return tuple(
-        replace(part, is_router=True)
-        if part.experts == 1
-        and {"in", "out"} <= {*part.dims}
-        and _ROUTER.fullmatch(part.module)
-        and min(part.size("in"), part.size("out")) in counts
-        else part
-        for part in parts
-    )
+def _is_of_experts(words: _Block) -> bool:
+    return any(map(_EXPERTS.search, words)) and not any(map(_NOT_EXPERTS.search, words))
 
 
-def _path_words(pattern: str) -> tuple[str, ...]:
+def _path_words(pattern: str) -> _Block:
     text = re.sub(r"\{[^{}]*\}", "#", pattern).lower()
     return tuple(word for word in _SPLIT.split(text) if word) or (text,)
 
 
-def _named_roles(words: tuple[str, ...]) -> tuple[str, ...]:
+def _named_words(words: _Block) -> _Block:
     """Return the words up to the array's name: paths of flax nnx may have `value` behind it."""
     is_named = len(words) > 1 and (_ARRAY.fullmatch(words[-2]) or _VECTOR.search(words[-2]))
-    return words[:-1] if is_named and words[-1:] == ("value",) else words
+    return words[:-1] if is_named and words[-1] == "value" else words
 
 
-def _stacks(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
+def _stacks(seen: list[_Seen]) -> list[tuple[_Block, int, int]]:
     """(words of a block, the dimension along which its layers are stacked, how many they are).
 
     A norm has one dimension. One that has two is that of scanned layers, of which there are fewer
@@ -208,34 +255,30 @@ def _stacks(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
     for part in seen:
         if part.is_norm and len(part.shape) == 2 and 1 not in part.shape:
             block = part.words[:-1] if _NORM.search(part.words[-1]) else part.words[:-2]
-            dim = part.shape.index(min(part.shape))
-            stacks.append((block, dim, part.shape[dim]))
+            layers = min(part.shape)
+            stacks.append((block, part.shape.index(layers), layers))
     return stacks
 
 
-def _stacks_by_shape(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
+def _stacks_by_shape(seen: list[_Seen]) -> list[tuple[_Block, int, int]]:
     """Find the same of blocks without a norm of two dimensions: all their arrays begin alike."""
-    blocks: dict[tuple[str, ...], list[_Seen]] = defaultdict(list)
+    blocks: dict[_Block, list[_Seen]] = defaultdict(list)
     for part in seen:
         for end in range(1, len(part.words)):
             if part.words[end] != "#":
                 blocks[part.words[:end]].append(part)
-    routers = _routers(seen, [{} for _ in seen], None)
+    routers = _routers(seen, None)
     stacks = []
     for block, arrays in blocks.items():
         is_named = _STACK_NAMES.fullmatch(block[-1]) is not None
         if _are_stacked([part.shape for part in arrays], is_named=is_named):
             layers = arrays[0].shape[0]
-            around = set().union(*(routers[block[:end]] for end in range(len(block))))
-            if layers not in around and (is_named or not all(map(_is_no_stack, arrays))):
+            is_other = all(
+                part.is_named_attention or any(map(_NO_STACK.search, part.words)) for part in arrays
+            )
+            if layers not in _around(routers, block) and (is_named or not is_other):
                 stacks.append((block, 0, layers))
     return stacks
-
-
-def _is_no_stack(part: _Seen) -> bool:
-    return (
-        any(map(_NO_STACK.search, part.words)) or _ATTENTION.fullmatch(part.module[-1]) is not None
-    )
 
 
 def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
@@ -254,167 +297,125 @@ def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
     )
 
 
-def _leading_dims(
-    part: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]
-) -> dict[int, DimRole]:
-    """Return the dimensions of layers."""
-    front: dict[int, DimRole] = {}
+def _front(part: _Seen, stacks: list[tuple[_Block, int, int]]) -> dict[int, DimRole]:
+    """Return the dimension of layers, if there is one."""
     for block, dim, layers in stacks:
         if part.words[: len(block)] == block and part.shape[dim : dim + 1] == (layers,):
-            front[dim] = "stack"
-            break
-    return front
+            return {dim: "stack"}
+    return {}
 
 
-def _add_experts(part: _Seen, front: dict[int, DimRole], is_routed: bool) -> None:
-    rest = [dim for dim in range(len(part.shape)) if dim not in front]
-    is_apart = len(rest) > (1 if part.is_vector else 2) and _numbered_experts(part.pattern) == 1
-    is_expert = is_routed or _is_of_experts(part.words)
-    if is_expert and is_apart and "experts" not in front.values():
-        front[rest[0]] = "experts"
-
-
-def _routers(
-    seen: list[_Seen], fronts: list[dict[int, DimRole]], width: int | None
-) -> dict[tuple[str, ...], set[int]]:
+def _routers(seen: list[_Seen], width: int | None) -> dict[_Block, set[int]]:
     """By the words of the block around a router, how many experts it chooses from.
 
     Its other side is the residual width, if that is known: a gate of an MLP is wider.
     """
-    experts_in: dict[tuple[str, ...], set[int]] = defaultdict(set)
-    for part, front in zip(seen, fronts, strict=True):
-        rest = _rest(part, front)
-        if len(rest) == 2 and not part.is_vector and _ROUTER.fullmatch(part.module[-1]):
-            experts, sibling = sorted(part.shape[dim] for dim in rest)
+    experts_in: dict[_Block, set[int]] = defaultdict(set)
+    for part in seen:
+        if len(part.rest) == 2 and not part.is_vector and part.is_named_router:
+            experts, sibling = sorted(part.shape[dim] for dim in part.rest)
             if width in (None, sibling):
                 experts_in[part.module[:-1]].add(experts)
     return experts_in
 
 
-def _routed(seen: list[_Seen], fronts: list[dict[int, DimRole]]) -> set[int]:
+def _around(routers: dict[_Block, set[int]], words: _Block) -> set[int]:
+    """Return how many experts the routers in the blocks around these words choose from."""
+    return set().union(*(routers[words[:end]] for end in range(len(words))))
+
+
+def _routed(seen: list[_Seen]) -> list[bool]:
     """Find the arrays of experts whatever they are called: as many as a router has outputs.
 
     An array with a name of attention is one if it is as large as another of them.
     """
-    routers = _routers(seen, fronts, _residual_width(seen, fronts))
-    sizes: dict[int, Shape] = {}
-    for number, (part, front) in enumerate(zip(seen, fronts, strict=True)):
-        rest = tuple(size for dim, size in enumerate(part.shape) if dim not in front)
-        around = set().union(*(routers[part.words[:end]] for end in range(len(part.words))))
-        if rest and rest[0] in around and not any(map(_NOT_EXPERTS.search, part.words)):
-            sizes[number] = tuple(sorted(rest))
-    kernels = {
-        size
-        for number, size in sizes.items()
-        if len(size) > 2 and not _ATTENTION.fullmatch(seen[number].module[-1])
-    }
-    return {
-        number
-        for number, size in sizes.items()
-        if size in kernels or (kernels and seen[number].is_vector)
-    }
+    routers = _routers(seen, _residual_width(seen))
+    sizes = [
+        tuple(sorted(part.sizes))
+        if part.sizes
+        and part.sizes[0] in _around(routers, part.words)
+        and not any(map(_NOT_EXPERTS.search, part.words))
+        else ()
+        for part in seen
+    ]
+    pairs = list(zip(seen, sizes, strict=True))
+    kernels = {size for part, size in pairs if len(size) > 2 and not part.is_named_attention}
+    return [size in kernels or bool(size and kernels and part.is_vector) for part, size in pairs]
 
 
-def _is_of_experts(words: tuple[str, ...]) -> bool:
-    return any(map(_EXPERTS.search, words)) and not any(map(_NOT_EXPERTS.search, words))
-
-
-def _rest(part: _Seen, front: dict[int, DimRole]) -> list[int]:
-    """Return the dimensions of one layer's, and one expert's, array; those of size 1 left out."""
-    return [dim for dim, size in enumerate(part.shape) if dim not in front and size > 1]
-
-
-def _residual_width(seen: list[_Seen], fronts: list[dict[int, DimRole]]) -> int:
+def _residual_width(seen: list[_Seen]) -> int:
     """Return the size that most arrays of layers have, the smallest of equals; 0 without any.
 
     The experts of a layer count as one.
     """
     votes: Counter[int] = Counter()
-    for part, front in zip(seen, fronts, strict=True):
-        layers = prod(part.shape[dim] for dim, role in front.items() if role == "stack")
-        arrays = layers * len(part.folded.rows) // _numbered_experts(part.pattern)
-        for size in {part.shape[dim] for dim in _rest(part, front)}:
+    for part in seen:
+        layers = prod(part.shape[dim] for dim, role in part.front.items() if role == "stack")
+        arrays = layers * len(part.folded.rows) // part.numbered_experts
+        for size in {part.shape[dim] for dim in part.rest}:
             votes[size] += arrays
     return max(votes, key=lambda size: (votes[size], -size), default=0)
 
 
-def _is_in_out(seen: list[_Seen], fronts: list[dict[int, DimRole]], width: int) -> bool | None:
+def _is_in_out(seen: list[_Seen], width: int) -> bool | None:
     """Return whether kernels are [in, out]; None without a sign.
 
     The names of some say which side the width is on. Without such names, arrays are called so.
     """
     votes = 0
-    for part, front in zip(seen, fronts, strict=True):
-        rest = _rest(part, front)
+    for part in seen:
+        rest = part.rest
         ends = [part.shape[dim] == width for dim in (rest[:1] + rest[-1:])]
-        if len(rest) < 2 or sum(ends) != 1 or part.is_vector or _is_lookup(part, rest):
+        if len(rest) < 2 or sum(ends) != 1 or part.is_vector or part.is_lookup:
             continue
-        if flow := _flow(part.module[-1]):
-            votes += 1 if ends[0] == (flow == "reads") else -1
+        if part.flow:
+            votes += 1 if ends[0] == (part.flow == "reads") else -1
     if votes == 0:
         called = {part.words[-1] for part in seen if len(part.shape) > 1}
-        return {(True, False): True, (False, True): False}.get(
-            ("kernel" in called, "weight" in called)
-        )
+        is_kernel = "kernel" in called
+        return is_kernel if is_kernel != ("weight" in called) else None
     return votes > 0
 
 
-def _is_lookup(part: _Seen, rest: list[int]) -> bool:
-    if len(rest) != 2:
-        return False
-    words = part.words[-3:]
-    named = any(map(_LOOKUP.search, words)) and not any(map(_NOT_LOOKUP.search, words))
-    return named or part.words[-1] == "embedding"
-
-
 def _make_part(
-    folded: _Seen,
-    front: dict[int, DimRole],
-    width: int,
-    is_in_out: bool | None,
-    attending: set[str],
+    part: _Seen, width: int, is_in_out: bool | None, attending: set[str], counts: set[int]
 ) -> Part:
-    rest = _rest(folded, front)
-    roles: dict[int, DimRole] = {**dict.fromkeys(range(len(folded.shape)), "out"), **front}
-    if len(rest) > 1 and not folded.is_vector:
-        roles |= _matrix_roles(folded, rest, width, is_in_out)
-    block = _block(folded)
-    experts = _experts(folded, front)
-    named = _ATTENTION.fullmatch(folded.module[-1]) is not None and experts == 1
-    is_attention = named and (_makes_heads(folded) or block in attending)
+    """Make the part; routers have as many outputs as the model has experts, which are counted."""
+    shape = part.shape
+    roles: dict[int, DimRole] = {**dict.fromkeys(range(len(shape)), "out"), **part.front}
+    if len(part.rest) > 1 and not part.is_vector:
+        roles |= _matrix_roles(part, width, is_in_out)
+    dims = tuple(roles[dim] for dim in range(len(shape)))
+    is_attention = (
+        part.is_named_attention
+        and part.experts == 1
+        and (part.makes_heads or part.block in attending)
+    )
+    ins, outs = (
+        prod(n for n, of in zip(shape, dims, strict=True) if of == role) for role in ("in", "out")
+    )
+    is_product = {"in", "out"} <= {*dims} and part.experts == 1
     return Part(
-        pattern=folded.pattern,
-        module=folded.module[-1],
-        leaves=len(folded.folded.rows),
-        shape=folded.shape,
-        dims=tuple(roles[dim] for dim in range(len(folded.shape))),
-        experts=experts,
-        input_key=f"{block} attention" if is_attention else block,
+        pattern=part.folded.pattern,
+        module=part.module[-1],
+        leaves=len(part.folded.rows),
+        shape=shape,
+        dims=dims,
+        experts=part.experts,
+        input_key=f"{part.block} attention" if is_attention else part.block,
         is_attention=is_attention,
-        is_router=False,
+        is_router=is_product and part.is_named_router and min(ins, outs) in counts,
         width=width,
-        flow=_flow(folded.module[-1]),
+        flow=part.flow,
     )
 
 
-def _makes_heads(part: _Seen) -> bool:
-    name = part.module[-1]
-    return _ATTENTION.fullmatch(name) is not None and not _BACK.fullmatch(name)
-
-
-def _flow(name: str) -> Literal["reads", "writes"] | None:
-    reads, writes = (bool(words.fullmatch(name)) for words in (_READS, _WRITES))
-    return None if reads == writes else "reads" if reads else "writes"
-
-
-def _matrix_roles(
-    part: _Seen, rest: list[int], width: int, is_in_out: bool | None
-) -> dict[int, DimRole]:
+def _matrix_roles(part: _Seen, width: int, is_in_out: bool | None) -> dict[int, DimRole]:
     """Return the roles of the dimensions of a matrix, whose sides may be several dimensions."""
+    rest = part.rest
     first, last = part.shape[rest[0]] == width, part.shape[rest[-1]] == width
-    if _is_lookup(part, rest):
-        lookup = rest[1] if first and not last else rest[0]
-        return {lookup: "lookup"}
+    if part.is_lookup:
+        return {rest[1] if first and not last else rest[0]: "lookup"}
     if is_in_out is None or (len(rest) > 3 and not (first or last)):
         return dict.fromkeys(rest, "unknown")
     if not is_in_out:
@@ -422,29 +423,3 @@ def _matrix_roles(
     # Several dimensions on one side, such as heads: the other side is the width, if it is one.
     is_back = last and not first
     return dict.fromkeys(rest[:-1] if is_back else rest[:1], "in")
-
-
-def _experts(part: _Seen, front: dict[int, DimRole]) -> int:
-    """Return how many experts a layer has: along a dimension, or as leaves of their own."""
-    along = [part.shape[dim] for dim, role in front.items() if role == "experts"]
-    return along[0] if along else _numbered_experts(part.pattern)
-
-
-def _numbered_experts(pattern: str) -> int:
-    """Return how many numbers a pattern has for experts, as in experts/{0..7}/w1; 1 without."""
-    text = ""
-    for literal, numbers in parts_of(pattern):
-        words = _path_words(text)
-        if numbers is not None and words and re.fullmatch(r"experts?_?", words[-1]):
-            return sum(run.stop - run.start for run in runs_of(numbers))
-        text += literal if numbers is None else "#"
-    return 1
-
-
-def _block(part: _Seen) -> str:
-    """Return the folded path of what the module is in."""
-    below = len(_path_words(part.pattern)) - len(part.module) + 1
-    pattern = part.pattern
-    for _ in range(below):
-        pattern = re.sub(r"[/.\[\]']*(?:\{[^{}]*\}|[^/.\[\]'])*[\]']*$", "", pattern, count=1)
-    return pattern
