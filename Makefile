@@ -27,6 +27,7 @@ SECONDS ?= 300
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m shardrules demo
+	JAX_PLATFORMS=cpu $(VENV)/bin/python examples/prove_405b.py
 
 test: $(VENV)/installed test-cpp
 	$(VENV)/bin/python $(PYTEST)

@@ -4,7 +4,8 @@
     shardrules prove examples.prove_405b:step_on --on v5p:8x8x8 --mesh fsdp=64,tp=8
 
 `step_on` takes the mesh of described devices, and returns the step, its arguments, and what is
-planned for its results.
+planned for its results. Run as a program, `make demo`'s last, it asks XLA for CPU where libtpu is
+missing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -101,10 +102,27 @@ def train(state: dict[str, Any], tokens: jax.Array) -> tuple[dict[str, Any], jax
     return {"params": params, "mu": mu, "nu": nu}, value
 
 
-def step_on(mesh: Mesh) -> tuple[Any, tuple[Any, ...], Any]:
+def step_on(mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[Any, ...], Any]:
     """Return the step, its arguments, and what is planned for its results."""
     params = parameters()
     plan = sr.plan({"params": params, "mu": params, "nu": params}, RULES, mesh)
     step = jax.jit(train, donate_argnums=0, out_shardings=(plan.shardings(), None))
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), "int32", sharding=NamedSharding(mesh, P("fsdp")))
     return step, (plan, tokens), (plan, None)
+
+
+def main() -> None:
+    """Print what the TPU's compiler makes of it; without libtpu, what XLA for CPU does."""
+    sizes = {"fsdp": 64, "tp": 8}
+    try:
+        mesh = sr.Topology("v5p:8x8x8").mesh(sizes)
+    except ImportError as error:
+        print(error)
+        types = (AxisType.Auto, AxisType.Auto)
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    step, args, outputs = step_on(mesh)
+    print(sr.prove(step, *args, on=mesh, outputs=outputs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,12 @@
 """`shardrules demo`: DeepSeek-V3 (671B parameters) meets EasyDeL's real rules for it.
 
 It shows the plan, the finding, the fix, the bytes on each device, the report, the rules that
-`suggest` writes instead, the time, compared with eformer if that is installed, and the proof of a
-step, if the TPU's compiler is.
+`suggest` writes instead, and the time, compared with eformer if that is installed. `make demo` goes
+on with `examples/prove_405b.py`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,14 +17,11 @@ from typing import Any, Final
 
 from shardrules import Hardware, match_partition_rules, named_shardings, plan
 from shardrules._base.text import bytes_shown
-from shardrules._place.mesh import as_mesh
 from shardrules._plan.files.models import nested, read_arrays
 from shardrules._plan.files.rules import read_rule_source
 from shardrules._plan.plan import Plan
 from shardrules._plan.suggest.suggest import suggest
 from shardrules._plan.suggest.suggestion import Suggestion
-from shardrules._program.topologies.topology import Topology
-from shardrules._program.verify.prove import head_of, prove
 from shardrules._rules.rules import Rules
 
 __all__ = ["main"]
@@ -86,8 +82,6 @@ def main() -> int:
     _print_suggestion(console, suggestion, took)
     _title(console, "7. The time")
     _print_times(console, list(fixed))
-    _title(console, "8. The proof: what a compiler makes of a step for 512 devices, without them")
-    _print_proof(console)
     return 0
 
 
@@ -158,37 +152,6 @@ def _print_times(console: Any, rules: list[tuple[Any, Any]]) -> None:
         f"ms; slower in {sum(ratio > 1 for ratio in ratios)} of {_ROUNDS} rounds side by side, "
         f"{ratios[0]:.0f} to {ratios[-1]:.0f} times as long"
     )
-
-
-def _print_proof(console: Any) -> None:
-    """Prove a step of one layer for 512 devices: by libtpu if it is there, else by XLA for CPU."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    sizes = {"fsdp": 64, "tp": 8}
-    has_libtpu = importlib.util.find_spec("libtpu") is not None
-    mesh: Any = Topology("v5p:8x8x8").mesh(sizes) if has_libtpu else as_mesh(sizes)
-    shapes = {"up": (7168, 18432), "down": (18432, 7168)}  # a dense layer of DeepSeek-V3
-    params = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
-    layer = plan(params, [("up", ("fsdp", "tp")), ("down", ("tp", "fsdp"))], mesh)
-    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
-    x = jax.ShapeDtypeStruct((2**17, 7168), "bfloat16", sharding=rows)
-
-    def train(params: Any, x: Any) -> Any:
-        def loss(params: Any) -> Any:
-            hidden = PartitionSpec("fsdp", "tp")
-            y = jax.lax.with_sharding_constraint(jax.nn.silu(x @ params["up"]), hidden)
-            return ((y @ params["down"]).astype("float32") ** 2).mean()
-
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
-
-    step = jax.jit(train, donate_argnums=0, out_shardings=layer.shardings())
-    proof = prove(step, layer, x, on=mesh, outputs=layer)
-    console.print(head_of(proof))
-    if not has_libtpu:
-        console.print("the TPU's compiler is not installed here: pip install 'shardrules[tpu]'")
-    console.print(str(proof.program).partition("\n")[0], soft_wrap=True)
-    console.print(str(proof.findings.at_least("warning")), soft_wrap=True)
 
 
 def _milliseconds(call: Callable[[], object], runs: int) -> float:

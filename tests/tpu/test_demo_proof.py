@@ -1,35 +1,37 @@
-"""`make demo` ends with a proof, if the TPU's compiler is there."""
+"""`make demo` ends with the proof of the step of 405B for 512 devices, by whatever compiler is there."""
 
 from __future__ import annotations
 
-import importlib.util
-import io
+from pathlib import Path
 
-import pytest
-from rich.console import Console
-
-from shardrules import demo
+import shardrules as sr
+from examples import prove_405b
 from tests.tpu.marks import needs_libtpu
 
-
-@pytest.fixture
-def console():
-    return Console(file=io.StringIO(), width=200, highlight=False, markup=False)
+ROOT = Path(__file__).parents[2]
 
 
 @needs_libtpu
-def test_it_proves_a_layer(console):
-    demo._print_proof(console)
-    lines = console.file.getvalue().splitlines()
-    assert lines[0].startswith("it fits: ")
-    assert " of 103 GB, on v5p:8x8x8, fsdp=64,tp=8 (" in lines[0]
-    assert lines[1].startswith("each device sends ")
+def test_it_proves_405b(capsys):
+    prove_405b.main()
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("it fits: ")
+    assert " of 103 GB, on v5p:8x8x8, fsdp=64,tp=8 (" in first
+    assert any(line.startswith("each device sends ") for line in rest)
 
 
-def test_without_the_compiler_xla_for_cpu_is_asked(console, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    demo._print_proof(console)
-    lines = console.file.getvalue().splitlines()
-    assert " on fsdp=64,tp=8 by XLA for CPU: a TPU's partitioner may choose otherwise" in lines[0]
-    assert lines[1].endswith("pip install 'shardrules[tpu]'")
-    assert lines[2].startswith("each device sends ")
+def test_without_the_compiler_xla_for_cpu_is_asked(capsys, monkeypatch):
+    def missing(*_):
+        raise ImportError("libtpu is not installed")
+
+    monkeypatch.setattr(sr.Topology, "mesh", missing)
+    prove_405b.main()
+    hint, first, *rest = capsys.readouterr().out.splitlines()
+    assert hint == "libtpu is not installed"
+    assert " on fsdp=64,tp=8 by XLA for CPU: a TPU's partitioner may choose otherwise" in first
+    assert any(line.startswith("each device sends ") for line in rest)
+
+
+def test_it_is_what_make_demo_runs_last():
+    recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
+    assert recipe.splitlines()[-1].endswith("examples/prove_405b.py")
