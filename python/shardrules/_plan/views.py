@@ -63,8 +63,12 @@ class Views(Columns):
     ) -> Findings:
         """Check the coverage: no leaf is replicated and no rule ignored without a finding.
 
-        This looks at rules; `prove` looks at a step, `verify` at an executable, `audit` at live
-        arrays.
+        | you have | it looks |
+        |---|---|
+        | rules, and a tree of shapes | `plan.check()` |
+        | a step, as a function | `sr.prove(step, plan, batch, on=...)` |
+        | an executable that you compiled | `sr.verify(compiled, (plan, None), plan)` |
+        | live arrays | `sr.audit(params, plan)` |
 
         A plan of `suggest` knows what its rules declare; arguments add to that.
 

@@ -57,8 +57,12 @@ if TYPE_CHECKING:
 def audit(tree: Any, plan: Plan) -> Findings:
     """Compare live arrays with a plan: where they are, how they are sharded, in which memory.
 
-    This looks at live arrays; `Plan.check` looks at rules, `prove` at a step, `verify` at an
-    executable.
+    | you have | it looks |
+    |---|---|
+    | rules, and a tree of shapes | `plan.check()` |
+    | a step, as a function | `sr.prove(step, plan, batch, on=...)` |
+    | an executable that you compiled | `sr.verify(compiled, (plan, None), plan)` |
+    | live arrays | `sr.audit(params, plan)` |
 
     Nothing is moved, and no data is read. Shardings that cut alike are equal, whatever they are
     called: `P("tp")` and `P(("tp",), None)`, or a mesh axis of one device. In several processes,

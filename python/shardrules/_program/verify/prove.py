@@ -142,10 +142,16 @@ def prove(
 ) -> Proof:
     """Ask the compiler what it makes of a step for its devices, which need not be there.
 
-    This looks at a step; `Plan.check` looks at rules, `verify` at an executable, `audit` at live
-    arrays. The compiler runs in a child process, which ends before code is generated: what is sent,
-    and the memory, are known then, and are those of the finished program. Nothing is run. The
-    findings are those of `verify`.
+    The compiler runs in a child process, which ends before code is generated: what is sent, and the
+    memory, are known then, and are those of the finished program. Nothing is run. The findings are
+    those of `verify`.
+
+    | you have | it looks |
+    |---|---|
+    | rules, and a tree of shapes | `plan.check()` |
+    | a step, as a function | `sr.prove(step, plan, batch, on=...)` |
+    | an executable that you compiled | `sr.verify(compiled, (plan, None), plan)` |
+    | live arrays | `sr.audit(params, plan)` |
 
     Args:
         step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;

@@ -46,8 +46,14 @@ def verify(
 ) -> Findings:
     """Find where a compiled function differs from the plan, and what that costs.
 
-    This looks at an executable; `Plan.check` looks at rules, `prove` at a step, `audit` at live
-    arrays. Nothing is run. The page "Findings" says from where each finding is read.
+    Nothing is run. The page "Findings" says from where each finding is read.
+
+    | you have | it looks |
+    |---|---|
+    | rules, and a tree of shapes | `plan.check()` |
+    | a step, as a function | `sr.prove(step, plan, batch, on=...)` |
+    | an executable that you compiled | `sr.verify(compiled, (plan, None), plan)` |
+    | live arrays | `sr.audit(params, plan)` |
 
     | kind | level | what |
     |---|---|---|
