@@ -148,6 +148,10 @@ def test_a_spec_of_the_wrong_type(mesh, spec):
 def test_a_mesh_of_zero_devices():
     with pytest.raises(ValueError, match=r"a mesh without devices: its axes are tp=0"):
         sr.named_shardings({"w": np.zeros(4)}, [("w", "tp")], Mesh(np.empty((0,)), ("tp",)))
+    with pytest.raises(
+        ValueError, match="its axes are none, as of JAX's mesh where none is in force"
+    ):
+        sr.named_shardings({"w": np.zeros(4)}, [("w", "tp")], Mesh(np.empty(()), ()))
 
 
 def test_threads_that_bind_the_same_rules(mesh):

@@ -146,7 +146,7 @@ _MIN_BYTES: Final = 4 * 2**20
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Fsdp:
-    """The value of `fsdp`, which see. It checks nothing."""
+    """Spec that is made from each array's shape; `fsdp` checks and builds it."""
 
     axes: tuple[str, ...]
     min_bytes: int

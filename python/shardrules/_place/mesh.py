@@ -67,7 +67,8 @@ def as_mesh(mesh: MeshLike, name: str = "mesh") -> AnyMesh:
             text = f"it has no axes; write {one}, or with other axes"
         raise TypeError(f"{name} is {shown(mesh)}; {text}")
     if not mesh.shape or 0 in mesh.shape.values():
-        raise ValueError(f"a mesh without devices: its axes are {mesh_shown(mesh.shape) or 'none'}")
+        axes = mesh_shown(mesh.shape) or "none, as of JAX's mesh where none is in force"
+        raise ValueError(f"a mesh without devices: its axes are {axes}")
     check_bounds(mesh.shape)
     return mesh
 

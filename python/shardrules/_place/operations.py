@@ -60,7 +60,7 @@ def applied(leaves: list[Any], operations: list[Operation]) -> list[Any]:
 def one_call(
     leaves: list[Any], operations: list[Operation]
 ) -> tuple[Function, NamedSharding] | None:
-    """Return JAX's function and the sharding for all leaves, if that is all there is to do."""
+    """Return (JAX's function, the sharding) if one call covers the tree; else None."""
     if len(operations) != 1:
         return None
     ((function, places, shardings),) = operations

@@ -292,8 +292,9 @@ def _instead(leaf: Any) -> str:
     """Return what to do with a leaf that cannot be placed."""
     if _has_shape(leaf):
         return (
-            "it is abstract and has no data to place: make the arrays where they belong, with "
-            "jax.jit(init, out_shardings=plan.shardings())(...), or give the arrays themselves"
+            "it is no array with data to place: make the arrays where they belong, with jax.jit("
+            "init, out_shardings=plan.shardings())(...), or give the arrays themselves (of a Ref "
+            "what is in it, ref[...])"
         )
     return (
         "only arrays and numbers can be placed: take it out of the tree, give None for it instead "

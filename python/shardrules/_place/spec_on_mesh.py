@@ -51,10 +51,10 @@ class SpecOnMesh:
         axis_sizes: Devices along each mesh axis.
         correction: The policies.
         units: As in `RuleSpec`.
-        follows: Whether the shapes of its arrays depend on other arrays, as for scales.
+        shape_is_derived: Whether the shapes of its arrays depend on other arrays, as for scales.
         optional_axes: Axes that the mesh may lack, which are no error then.
-        named_with: For axes that the mesh may lack, others that rules name beside them, which they
-            are no misspellings of.
+        named_with: {axis that the mesh may lack: axes that other rules name beside it}; these are
+            never what "did you mean" offers for it.
     """
 
     __slots__ = (
@@ -63,9 +63,9 @@ class SpecOnMesh:
         "_correction",
         "_entries",
         "_first",
-        "_follows",
         "_named_with",
         "_optional_axes",
+        "_shape_is_derived",
         "_tags_lost",
         "axis_sizes",
         "corrector",
@@ -80,11 +80,11 @@ class SpecOnMesh:
         correction: Correction,
         units: tuple[int | None, ...] = (),
         *,
-        follows: bool = False,
+        shape_is_derived: bool = False,
         optional_axes: frozenset[str] = frozenset(),
         named_with: Mapping[str, frozenset[str]] = NO_OTHERS,
     ) -> None:
-        self._follows = follows
+        self._shape_is_derived = shape_is_derived
         self._named_with = named_with
         self._absent = absent_policy(correction)
         self._optional_axes = optional_axes
@@ -115,16 +115,17 @@ class SpecOnMesh:
 
     def with_spec(self, spec: Entries) -> SpecOnMesh:
         """Return another spec, bound to the same sizes, correction and units."""
-        return self._bound(with_entries(self.spec, spec), self.units, self._follows)
+        return self._bound(with_entries(self.spec, spec), self.units, self._shape_is_derived)
 
-    def _bound(self, spec: Any, units: tuple[int, ...], follows: bool) -> SpecOnMesh:
+    def _bound(self, spec: Any, units: tuple[int, ...], shape_is_derived: bool) -> SpecOnMesh:
         return SpecOnMesh(
             spec,
             self.axis_sizes,
             self._correction,
             units,
-            follows=follows,
+            shape_is_derived=shape_is_derived,
             optional_axes=self._optional_axes,
+            named_with=self._named_with,
         )
 
     def decided(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -138,7 +139,7 @@ class SpecOnMesh:
         return self.without_lost(rank, kept)
 
     def without_lost(self, rank: int, kept: int) -> Any:
-        """Return the same, whether or not the correction forbids it."""
+        """Return the corrected spec, even where the loss is an error."""
         if rank < len(self.spec) and self._correction.rank == "replicate":
             return Entries() if isinstance(self.spec, Entries) else partition_spec()
         entries = [
@@ -167,7 +168,7 @@ class SpecOnMesh:
             return lcm(base, block) // block
 
         units = tuple(unit(position, dim) for position, dim in enumerate(dims))
-        return self._bound(with_dims(self.spec, dims), units, follows=True)
+        return self._bound(with_dims(self.spec, dims), units, shape_is_derived=True)
 
     def lost(self, rank: int, kept: int) -> Iterator[LostAxes]:
         """Yield the losses of an array of this rank that keeps the `kept` axes, by dimension."""
@@ -207,7 +208,7 @@ class SpecOnMesh:
         """Yield message and fix, in a line, of each loss of an array that is an error."""
         for lost in self.lost(len(shape), self.corrector.kept(shape)):
             if self.is_error(lost):
-                yield ": ".join(self.words(lost, shape))
+                yield ": ".join(self.message_and_fix(lost, shape))
 
     def _kept_axes(self, rank: int, kept: int) -> Iterator[tuple[str, ...]]:
         for dim, axes in enumerate(self._axes):
@@ -232,7 +233,7 @@ class SpecOnMesh:
         is_kept = is_unconstrained(entry) and self._correction.unconstrained == "keep"
         return entry if is_kept else None
 
-    def meant(self, lost: LostAxes) -> tuple[str, ...]:
+    def suggested_axes(self, lost: LostAxes) -> tuple[str, ...]:
         """Return the mesh axes that absent axes probably mean, and that the spec does not name."""
         if lost.kind != "absent":
             return ()
@@ -248,13 +249,13 @@ class SpecOnMesh:
             return self._near(axis) is None
         return self._absent == "error" and axis in self._optional_axes
 
-    def beside(self, lost: LostAxes) -> tuple[str, ...]:
+    def dropped_with(self, lost: LostAxes) -> tuple[str, ...]:
         """Return the mesh axes that are dropped only because of absent axes in the same entry."""
         if lost.kind != "absent" or self._absent != "drop":
             return ()
         return tuple(axis for axis in self._axes[lost.dim] if axis in self.axis_sizes)
 
-    def words(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+    def message_and_fix(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
         """Return (message, fix) of a loss of an array of this shape."""
         message, fix = getattr(self, f"_words_of_{lost.kind}")(lost, shape)
         return message, fix
@@ -268,7 +269,7 @@ class SpecOnMesh:
         return message, f"shorten the spec{hint}"
 
     def _words_of_absent(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
-        meant = ", ".join(map(repr, self.meant(lost)))
+        meant = ", ".join(map(repr, self.suggested_axes(lost)))
         hint = f" (did you mean {meant}?)" if meant else ""
         message = f"the mesh has no {_lost_axes_shown(lost.axes)}{hint}"
         it = "it" if len(lost.axes) == 1 else "them"
@@ -276,7 +277,7 @@ class SpecOnMesh:
             f"rename {it}, add {it} to the mesh, or declare that a mesh may lack {it}: "
             f"optional_axes={list(lost.axes)}"
         )
-        others = self.beside(lost)
+        others = self.dropped_with(lost)
         if not others:
             return message, fix
         verb = "is" if len(others) == 1 else "are"
@@ -308,7 +309,7 @@ class SpecOnMesh:
         if shape[lost.dim] == 1:
             return message, self._elsewhere(lost, shape)
         # The size of a scale is not free.
-        fix = "use fewer axes" + ("" if self._follows else " or pad the array")
+        fix = "use fewer axes" + ("" if self._shape_is_derived else " or pad the array")
         parts = {policy: self._parts(policy, lost.dim, shape) for policy in _TRIED}
         best = max(parts, key=parts.__getitem__)
         if parts[best] > self._parts(self._correction.indivisible, lost.dim, shape):
@@ -340,7 +341,7 @@ class SpecOnMesh:
 
     def _shared(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Return (heads, devices that share one), for fewer heads than an axis has devices."""
-        if self._follows or type(shape[lost.dim]) is not int:  # a rank, or symbolic
+        if self._shape_is_derived or type(shape[lost.dim]) is not int:  # a rank, or symbolic
             return None
         heads, beyond = divmod(shape[lost.dim], self.units[lost.dim])
         if len(lost.axes) != 1 or len(self._axes[lost.dim]) > 1 or beyond or heads < 2:

@@ -47,20 +47,21 @@ def decided_by_specs(
     treedef: Any
     leaves, treedef = tree_util.tree_flatten(tree)
     spread = broadcast_specs(name, tree, treedef, specs)
-    bound = _bound_specs(name, tree, spread, mesh)
+    # The list keeps the specs alive, so an id is one's own; the leaves of a kind have it in common.
+    ids = list(map(id, spread))
+    bound = _bound_specs(name, tree, ids, spread, mesh)
     by_dtype = any(isinstance(bare, Fsdp) for bare, _ in bound.values())
-    dtypes = [getattr(leaf, "dtype", None) if by_dtype else None for leaf in leaves]
-    # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
+    dtypes = [getattr(leaf, "dtype", None) for leaf in leaves] if by_dtype else [None] * len(leaves)
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
-    kinds = list(zip(map(id, spread), shapes, dtypes, strict=True))
+    kinds = list(zip(ids, shapes, dtypes, strict=True))
     of_kind = {
         kind: (None, False) if spec is None else _of_kind(spec, kind, bound, correction)
         for kind, spec in dict(zip(kinds, spread, strict=True)).items()
     }
     if any(isinstance(decided, list) for decided in of_kind.values()):
         raise ValueError(_errors(tree, kinds, of_kind, bound))
-    shardings = [of_kind[kind][0] for kind in kinds]
-    says_memory: Any = [of_kind[kind][1] for kind in kinds]
+    of_leaves: list[Any] = list(map(of_kind.__getitem__, kinds))
+    shardings, says_memory = [each[0] for each in of_leaves], [each[1] for each in of_leaves]
     return Decided(shardings, says_memory, partial(treedef.unflatten, shardings))
 
 
@@ -98,24 +99,24 @@ def _of_kind(
 
 
 def _bound_specs(
-    name: str, tree: Any, spread: list[Any], mesh: MeshLike | None
+    name: str, tree: Any, ids: list[int], spread: list[Any], mesh: MeshLike | None
 ) -> dict[int, tuple[Any, AnyMesh]]:
     """Return (its spec, its mesh), by the id of each distinct spec or sharding."""
     resolved: AnyMesh | None = None
     bound: dict[int, tuple[Any, AnyMesh]] = {}
-    for spec in dict(zip(map(id, spread), spread, strict=True)).values():
+    for number, spec in dict(zip(ids, spread, strict=True)).items():
         if spec is None:
             continue
         if is_spec_of_mesh(spec):
             resolved = resolved or local_view(resolve_mesh(mesh))
-            bound[id(spec)] = spec, resolved
+            bound[number] = spec, resolved
         elif is_named_sharding(spec):
-            bound[id(spec)] = spec.spec, local_view(spec.mesh)
+            bound[number] = spec.spec, local_view(spec.mesh)
         else:
-            index = next(i for i, leaf_spec in enumerate(spread) if leaf_spec is spec)
+            path = leaf_path(tree, ids.index(number))
             raise TypeError(
-                f"{name}: for the leaf {leaf_path(tree, index)} the spec is {shown(spec)}; it must "
-                "be a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
+                f"{name}: for the leaf {path} the spec is {shown(spec)}; it must be a "
+                "PartitionSpec, a NamedSharding, or None to leave the leaf alone"
             )
     return bound
 

@@ -145,8 +145,9 @@ def fitted(rule_spec: SpecOnMesh, shape: tuple[int, ...]) -> Fit:
 
 def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Loss:
     """Return the loss of these axes by an array of this shape; its bytes are 0 still."""
-    words, is_error = rule_spec.words(lost, shape), rule_spec.is_error(lost)
-    return Loss(*lost, rule_spec.meant(lost), rule_spec.beside(lost), 0, *words, is_error)
+    words, is_error = rule_spec.message_and_fix(lost, shape), rule_spec.is_error(lost)
+    axes = rule_spec.suggested_axes(lost), rule_spec.dropped_with(lost)
+    return Loss(*lost, *axes, 0, *words, is_error)
 
 
 def kind_on_mesh(

@@ -15,7 +15,7 @@ from shardrules._rules.patterns import ModeName
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    r"""Library's way of applying rules to a tree.
+    r"""How a library applies path rules to a tree.
 
     `dataclasses.replace` makes a dialect with other choices.
 
@@ -143,7 +143,7 @@ _NAMES_LONG: Final = Correction(pad=False)
 
 @dataclass(frozen=True, slots=True)
 class LogicalDialect:
-    """Way in which logical axis rules apply to the names of an array.
+    """How logical axis rules apply to the names of an array.
 
     Args:
         name: The name of the dialect.

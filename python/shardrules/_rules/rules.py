@@ -396,7 +396,7 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
 
 
 def where_rules_are(thing: Any) -> str:
-    """Return the end of an error about what is no rules itself, but leads to some; or ""."""
+    """Return a hint for what is no rules itself, such as "; give its .rules"; or ""."""
     if isinstance(thing, str | os.PathLike):
         return "; the rules of a file are shardrules.read_rules(path).rules"
     has_rules = hasattr(getattr(thing, "rules", None), "dialect")  # of paths, or of names
