@@ -26,7 +26,7 @@ SECONDS ?= 300
 	fuzz-differential lint format sanitize clean dist test-dist api
 
 demo: $(VENV)/installed
-	$(VENV)/bin/python -m shardrules demo
+	$(VENV)/bin/python examples/demo.py
 	JAX_PLATFORMS=cpu $(VENV)/bin/python examples/prove_405b.py
 
 test: $(VENV)/installed test-cpp

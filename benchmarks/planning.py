@@ -18,7 +18,7 @@ from flax.linen import LogicallyPartitioned
 import shardrules as sr
 from benchmarks.harness import collector, interleaved_seconds
 from benchmarks.scaling import Row
-from shardrules import demo
+from examples import demo
 from tests.support import corpus
 from tests.support.browser import chromium, metrics_of
 
@@ -154,7 +154,7 @@ def _reports() -> Iterator[Row]:
 
 def _processes() -> Iterator[Row]:
     model = corpus.manifest_path("deepseek-v3")
-    rules = Path(__file__).parent.parent / "python/shardrules/demo_data/easydel-deepseek-v3.json"
+    rules = demo.RULES
     options = ["-r", str(rules), "-m", "fsdp=64,sp=1,tp=8"]
     command = [sys.executable, "-m", "shardrules"]
     calls = [

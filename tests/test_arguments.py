@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules import demo
+from examples import demo
 from shardrules._base.text import shown
 from shardrules._rules import matcher
 from tests.support import api

@@ -13,7 +13,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 import shardrules as sr
-from shardrules import demo
+from examples import demo
 
 HERE = Path(__file__).parent
 ARGS = ["--headless", "--no-sandbox", "--disable-gpu", "--font-render-hinting=none"]

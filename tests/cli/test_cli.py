@@ -11,11 +11,10 @@ import subprocess
 import sys
 import textwrap
 
-import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules import demo
+from examples import demo
 from tests.support.command_line import invoke as run
 from tests.support.contexts import pseudo_terminal
 
@@ -848,67 +847,6 @@ def test_a_suggestion_that_cannot_be_is_refused(small, more, told):
     result = run("suggest", small[0], *more)
     assert result.exit_code == 2
     assert told in result.stderr
-
-
-LOAD = ("load", MODEL, "-r", RULES, "-m", MESH, "--dry-run")
-
-
-def test_load_tells_what_it_would_read():
-    result = run(*LOAD, "--processes", 64, "--bandwidth", "1GB")
-    assert result.exit_code == 0, result.stderr
-    assert (
-        "45,395 arrays, 1.34 TB, on fsdp=64,sp=1,tp=8 (512 devices, 64 processes)" in result.stdout
-    )
-    for line in (
-        "each process reads    ",
-        "each device holds     ",
-        "in flight   ",
-        "reading takes  ",
-    ):
-        assert line in result.stdout
-    assert "at 1.00 GB per second and process" in result.stdout
-    # The finding of the demo: experts that no rule cuts are read whole by every process.
-    assert "(97.5% of the checkpoint)" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        (
-            ("--processes", "7"),
-            "--processes is 7, and the mesh has 512 devices: give a number that divides",
-        ),
-        (("--bandwidth", "0"), "--bandwidth is '0'; give bytes per second"),
-        (("--in-flight", "1kB"), "--in-flight is 1.00 kB, and the largest part on one device has"),
-    ],
-)
-def test_load_refuses(more, told):
-    result = run(*LOAD, *more)
-    assert result.exit_code == 2
-    assert told in result.stderr
-
-
-def test_load_needs_the_devices_of_the_mesh():
-    result = run(*LOAD[:-1])
-    assert result.exit_code == 2
-    assert "--mesh has 512 devices, and here are 8; --dry-run needs none" in result.stderr
-
-
-def test_load_with_renames_and_a_dtype(tmp_path):
-    save = pytest.importorskip("safetensors.numpy").save_file
-    save({"lm_head.weight": np.ones((64, 32), "float32")}, tmp_path / "m.safetensors")
-    rules = tmp_path / "rules.toml"
-    rules.write_text('rules = [["lm_head/kernel", [["tp"], []]]]')
-    command = ["load", tmp_path, "-r", rules, "-m", "tp=8", "--dtype", "bfloat16",
-               "--renames", "shardrules.renames:HF_TO_FLAX"]  # fmt: skip
-    told = run(*command, "--dry-run")
-    assert told.exit_code == 0, told.stderr
-    assert "1 array, 8.19 kB, on tp=8 (8 devices, 1 process)" in told.stdout
-    assert "about 1 read of 8.19 kB" in told.stdout
-    assert "each device holds     512 B at most" in told.stdout
-    loaded = run(*command)
-    assert loaded.exit_code == 0, loaded.stderr
-    assert re.match(r"1 array, 4\.10 kB, in [\d.]+ s: .* per second, onto tp=8\n$", loaded.stdout)
 
 
 def test_warnings_of_suggested_rules_are_lines(tmp_path):

@@ -18,7 +18,7 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules import demo
+from examples import demo
 from shardrules._cli import inputs, process
 from tests.support.command_line import ended
 from tests.support.contexts import pseudo_terminal
@@ -83,7 +83,7 @@ def test_a_full_device_is_no_finding(small, mesh):
 
 
 @POSIX
-@pytest.mark.parametrize("command", [["plan", *LARGE, "--format", "json"], ["demo"], ["--help"]])
+@pytest.mark.parametrize("command", [["plan", *LARGE, "--format", "json"], ["--help"]])
 def test_a_reader_that_stops_is_no_finding(command):
     words = [sys.executable, "-m", "shardrules", *command]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -130,7 +130,6 @@ def commands(model, rules, mesh, directory, tail):
         "explain another": ["explain", model, "embed/x", *both[1:]],
         "sweep": ["sweep", model, "--rules", rules, "--mesh", mesh, "--mesh", "fsdp=2"],
         "no fallbacks": ["plan", *both, "--no-fallbacks"],
-        "load": ["load", *both, "--dry-run"],
         "suggest toml": ["suggest", model, "--mesh", mesh, "--like", rules],
         "suggest python": [
             "suggest", model, "--mesh", mesh, "--like", rules, "--format", "python",

@@ -228,9 +228,9 @@ def test_import_is_light():
 
 
 def test_demo(capsys):
-    from shardrules import demo
+    from examples import demo
 
-    assert demo.main() == 0
+    demo.main()
     printed = capsys.readouterr().out
     assert "44,544 leaves of 45,395 (1.31 TB of 1.34 TB) match no rule but the catch-all" in printed
     assert "check: 0 errors" in printed

@@ -28,9 +28,9 @@ def test_every_source_of_data_is_named():
     assert all(f"/{name} " in NOTICE for name in packages)
 
 
-def test_data_of_the_package_is_named():
-    data = (ROOT / "python" / "shardrules" / "demo_data").iterdir()
-    assert all(f"demo_data/{path.name}\n" in NOTICE for path in data)
+def test_data_of_the_examples_is_named():
+    data = (ROOT / "examples" / "demo_data").iterdir()
+    assert all(f"examples/demo_data/{path.name}\n" in NOTICE for path in data)
 
 
 def test_the_wheel_has_it():

@@ -25,7 +25,7 @@ def main(wheel: str) -> int:
     assert len(extension) == 1, extension
     assert found == expected, {"missing": expected - found, "too many": found - expected}
     # Data that is loaded by name and missed by no import.
-    for needed in ("py.typed", "_core.pyi", "_base/hardware.toml", "demo_data/deepseek-v3.json.gz"):
+    for needed in ("py.typed", "_core.pyi", "_base/hardware.toml"):
         assert f"shardrules/{needed}" in found, needed
     for needed in ("LICENSE", "NOTICE"):
         assert any(name.endswith(f"/{needed}") for name in told), needed

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules import demo
+from examples import demo
 from shardrules._plan import table
 from shardrules._plan.sweep import factorizations
 from shardrules._plan.table import activation_leaves, optimizer_leaves, state_leaves

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from shardrules import demo
+from examples import demo
 from tests.support.command_line import invoke as run
 
 MESH = "fsdp=2,tp=4"

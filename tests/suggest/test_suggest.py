@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules import demo
+from examples import demo
 from tests.support import corpus, models, suggested
 from tests.support.models import array
 from tests.support.slow import slow

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from shardrules import demo
+from examples import demo
 from tests.support.folders import DATA
 from tests.support.manifest import Manifest, Parameter, read_manifest
 

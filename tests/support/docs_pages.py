@@ -188,7 +188,7 @@ def _command_output(page: str, command: str, exit_code: int) -> str:
 @contextlib.contextmanager
 def demo_folder() -> Iterator[Path]:
     """A folder with the files of the demo, which the pages' commands may name; left at the end."""
-    from shardrules import demo
+    from examples import demo
 
     before, modules = Path.cwd(), set(sys.modules)
     with tempfile.TemporaryDirectory() as folder:

@@ -23,8 +23,6 @@ GAP: Final = 4 << 10
 # Bytes that one thread reads, if there are more of them.
 _LEAST_SHARE: Final = 1 << 20
 MOST_SHARE: Final = 16 << 20
-STAGED: Final = 512 << 10
-"""Bytes of rows that the core reads at once, to copy them by tiles; csrc/files/read_bands.hpp."""
 # Bytes of a range: shorter ones are copied from rows.
 _LEAST_RANGE: Final = 64
 
@@ -322,18 +320,3 @@ def in_batches(items: Iterable[_T], most: int, bytes_of: Callable[[_T], int]) ->
         size += of_item
     if batch:
         yield batch
-
-
-def calls_of(array: ArraySpec, boxes: Iterable[Box], most: int) -> int:
-    """Count the calls of the system by which boxes of an array are read, so many bytes at most."""
-    layout = StoredLayout(array)
-    copies = []
-    for box in boxes:
-        begins, size = layout.ranges(box), layout.range_bytes(box)
-        copies.append(Copy(begins, begins, size))
-    if not copies:
-        return 0
-    ranges, _ = in_file_order(copies)
-    ends = ranges.begins + ranges.sizes
-    apart = (ranges.begins[1:] - ends[:-1] > GAP).sum()
-    return int(apart) + max(1, int(ranges.sizes.sum()) // most) if len(ends) else 0

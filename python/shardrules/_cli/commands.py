@@ -424,37 +424,6 @@ def _sweep_of_step(
 
 
 @_command(
-    "model.json -r rules.toml -m fsdp=8,tp=4 --dry-run --processes 4",
-    _PLAN, "dry_run renames dtype processes bandwidth in_flight",
-    rules=_NEEDED,
-    mesh=_NEEDED,
-)  # fmt: skip
-def load(args: Args) -> None:
-    """Tell what shardrules.load would read: bytes, reads, in flight, time; or load, and time it."""
-    from shardrules._checkpoint.forecast import forecast, renamed, timed
-    from shardrules._cli import inputs
-    from shardrules._plan.files.modules import load_object
-
-    speed = byte_count(args.bandwidth)
-    if not speed:
-        raise ValueError(f"--bandwidth is {args.bandwidth!r}; give bytes per second, such as 2GB")
-    most = None if args.in_flight is None else byte_count(args.in_flight)
-    renames = () if args.renames is None else load_object(args.renames)
-    tree: Any = None
-    targets: dict[str, Any] = {}
-    if args.renames is not None or args.dtype is not None:
-        tree, targets = renamed(args.source, renames, args.dtype)
-    plan = inputs.load_model_plan(args, tree=tree).plan
-    if args.dry_run:
-        options: dict[str, Any] = {"processes": args.processes, "bandwidth": speed}
-        print(forecast(plan, targets=targets, in_flight=most, **options))
-    else:
-        with working(args, f"loading {args.source}"):
-            line = timed(args.source, plan, renames, most)
-        print(line)
-
-
-@_command(
     "model.json --devices 512 --hbm 96GB > rules.toml",
     "source mesh devices axes like dialect head_dim max_memory optimizer optimizer_dtype hbm",
     "format",
@@ -553,11 +522,3 @@ def diff(args: Args) -> int:
     else:
         print(differences)
     return 1 if differences else 0
-
-
-@_command("", "")
-def demo(_: Args) -> int:
-    """Plan DeepSeek-V3 with real rules: the finding, the fix, the bytes, the report."""
-    from shardrules.demo import main
-
-    return main()

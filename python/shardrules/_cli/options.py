@@ -86,19 +86,6 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "hardware": ("--hardware NAME", "The devices of --mesh, without --on: v4, v5e, v5p, v6e, "
             "7x, A100, H100, H200, B200, GB200; or a TOML file.", {}),
     },
-    "Loading": {
-        "dry_run": ("--dry-run", "Only tell what would be read. Without it, the arrays are loaded "
-            "onto the devices of this process, which --mesh must have, and timed.", {}),
-        "renames": ("--renames OBJECT", "package.module:NAME of the Renames, such as "
-            "shardrules.renames:HF_TO_FLAX.", {}),
-        "dtype": ("--dtype DTYPE", "The dtype of floating arrays, as in shardrules.load.", {}),
-        "processes": ("--processes NUMBER", "Processes that share the mesh's devices in their "
-            "order.", {"least": 1, "default": 1}),
-        "bandwidth": ("--bandwidth BYTES", "Bytes that a process reads in a second.",
-            {"default": "2GB"}),
-        "in_flight": ("--in-flight BYTES", "Maximum bytes in flight, such as 512MiB. Default: "
-            "2GiB.", {}),
-    },
     "Findings": {
         "fail_on": ("--fail-on {error,warning,info,never}", "Minimum level that makes the exit "
             "code 1.", {"default": "error"}),
