@@ -7,10 +7,7 @@ import os
 import pytest
 
 from tests.place.test_processes import run
-from tests.support import store
 from tests.support.slow import slow
-
-server = store.server
 
 
 @pytest.fixture
@@ -117,14 +114,14 @@ def test_what_jax_does_not_move_between_processes_is_refused_by_all(folder, proc
 
 
 @pytest.mark.parametrize("processes", [2, slow(4)])
-def test_of_a_store_replicas_are_read_once(folder, server, processes):
-    pytest.importorskip("aiohttp")
+def test_of_a_store_replicas_are_read_once(folder, processes):
+    pytest.importorskip("fsspec")
     from tests.support import moving_worker
 
     arrays = moving_worker.large()
     save = pytest.importorskip("safetensors.numpy").save_file
-    save(arrays, server.folder / "large.safetensors")
-    (folder / "url").write_text(f"{server.url}/large.safetensors")
+    save(arrays, folder / "large.safetensors")
+    (folder / "url").write_text(f"local://{folder}/large.safetensors")
     found = run("once", processes, 4, folder, WORKER)
     assert all(process["right"] for process in found)
     size = sum(array.nbytes for array in arrays.values())

@@ -237,20 +237,23 @@ def cross():
 
 
 def once():
-    """Replicas of a store on the network: [is right, the bytes that this process asked for], and one that fails."""
+    """Replicas of a store: [is right, the bytes that this process asked for], and one that fails."""
     url, mesh, asked = (FOLDER / "url").read_text(), meshes()["all"], []
-    ask = remote.RemoteFile.range
+    ask = remote.RemoteFile.ranges
 
-    def count(file, begin, end):
-        asked.append(end - begin)
-        return ask(file, begin, end)
+    def size_of(begins, ends):
+        return sum(ends) - sum(begins)
 
-    def fail(file, begin, end):
-        if end - begin > 4096:
+    def count(file, begins, ends):
+        asked.append(size_of(begins, ends))
+        return ask(file, begins, ends)
+
+    def fail(file, begins, ends):
+        if size_of(begins, ends) > 4096:
             raise FileError("the store fails")
-        return ask(file, begin, end)
+        return ask(file, begins, ends)
 
-    remote.RemoteFile.range = count
+    remote.RemoteFile.ranges = count
     arrays = large()
     specs = [("whole", P()), ("cut", P(None, "y")), ("small", P())]
     loaded = sr.load(url, specs, mesh)
@@ -258,7 +261,7 @@ def once():
     there = all(loaded[name].sharding.spec == P(*spec) for name, spec in specs if name == "cut")
     size = sum(asked)
     if jax.process_index() == 1:
-        remote.RemoteFile.range = fail
+        remote.RemoteFile.ranges = fail
     return {
         "right": bool(right and there and loaded["whole"].is_fully_replicated),
         "asked": size,

@@ -104,7 +104,7 @@ def opened(path: Path) -> Iterator[io.BufferedReader]:
         yield _standard_input()
         return
     if not isinstance(path, Path):  # of another machine
-        with path.opened() as file:
+        with io.BufferedReader(path.opened(), 1 << 16) as file:
             yield file
         return
     try:

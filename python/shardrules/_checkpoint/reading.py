@@ -378,8 +378,9 @@ def _read_ranges(
 
 
 def _read_remote(file: RemoteFile, ranges: Ranges, memory: npt.NDArray[np.uint8]) -> None:
-    """Read ranges of another machine, those that are near one another in one request."""
+    """Read ranges of another machine at once, those that are near one another as one."""
     begins, ends = ranges.begins, ranges.begins + ranges.sizes
+    spans: list[slice] = []
     first = 0
     for i in range(1, len(begins) + 1):
         is_near = (
@@ -387,15 +388,15 @@ def _read_remote(file: RemoteFile, ranges: Ranges, memory: npt.NDArray[np.uint8]
             and begins[i] - ends[i - 1] <= _REMOTE_GAP
             and ends[i] - begins[first] <= MOST_SHARE
         )
-        if is_near:
-            continue
-        data = np.frombuffer(file.range(int(begins[first]), int(ends[i - 1])), np.uint8)
-        for begin, size, place in zip(
-            *(column[first:i].tolist() for column in ranges), strict=True
-        ):
-            at = begin - int(begins[first])
-            memory[place : place + size] = data[at : at + size]
-        first = i
+        if not is_near:
+            spans.append(slice(first, i))
+            first = i
+    starts = [int(begins[span.start]) for span in spans]
+    parts = file.ranges(starts, [int(ends[span.stop - 1]) for span in spans])
+    for span, start, part in zip(spans, starts, parts, strict=True):
+        data = np.frombuffer(part, np.uint8)
+        for begin, size, place in zip(*(column[span].tolist() for column in ranges), strict=True):
+            memory[place : place + size] = data[begin - start : begin - start + size]
 
 
 def _read_span(file: io.BufferedReader, at: int, buffers: Sequence[memoryview]) -> tuple[int, int]:

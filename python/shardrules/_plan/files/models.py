@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit
+from urllib.request import url2pathname
 
 from shardrules._base.io import (
     FileError,
@@ -19,14 +21,14 @@ from shardrules._base.io import (
 from shardrules._base.text import near_shown, shown
 from shardrules._plan.files import orbax, safetensors
 from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, all_are, check_column
-from shardrules._plan.files.remote import place_of
+from shardrules._plan.files.remote import RemotePath
 
 # A dict with one key, and the key. No tree is walked deeper than about 1,000 levels.
 _BYTES_OF_NODE: Final = 320
 _MOST_LEVELS: Final = 1000
 
 # `Path` makes one slash of two.
-_URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/")
+_URL: Final = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+):/")
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TORCH: Final = "a pickle of PyTorch"
 _NOT_READ: Final = {
@@ -92,9 +94,9 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
         FileError: There is no such file, its kind is unknown, or it is damaged.
     """
     leaves = ArraySpecs() if make is None else make
-    path: Any = place_of(source) if _URL.match(source) else path_of(source)
+    path = _place_of(source)
     try:
-        if not path.exists():
+        if not path.is_file() and not path.is_dir():
             _check_place(source)
         for model_format in FORMATS:
             if model_format.claims(path):
@@ -103,6 +105,18 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
     except OSError as error:
         raise unreadable(path, error) from None
     raise FileError(f"{path}: the directory has no arrays that can be read; give {_descriptions()}")
+
+
+def _place_of(source: str) -> Any:
+    """Return the path of a file, or of a URL, of which a `Path` has left one slash."""
+    url = _URL.match(source)
+    if url is None:
+        return path_of(source)
+    if url["protocol"] == "file":
+        return Path(url2pathname(unquote(urlsplit(source).path)))
+    if url["protocol"] in ("http", "https"):
+        raise FileError(f"{source}: web servers are not read from; download it, as with curl -LO")
+    return RemotePath(source if "://" in source else source.replace(":/", "://", 1))
 
 
 def _descriptions() -> str:
@@ -121,6 +135,10 @@ def _check_place(source: str) -> None:
         )
 
 
+def _name_of(directory: Any) -> str:
+    return directory.resolve().name if isinstance(directory, Path) else str(directory.name)
+
+
 def _arrays_in(path: Path, leaves: dict[str, ArraySpec], name: object = None) -> Arrays:
     stem = Path(path.name.removesuffix(safetensors.INDEX_SUFFIX).removesuffix(".gz")).stem
     separator = "/" if "/" in "".join(leaves) else "."
@@ -134,14 +152,15 @@ class SafetensorsFiles:
 
     def claims(self, path: Path) -> bool:
         if path.is_dir():
-            return any(any(path.glob(f"*{end}")) for end in _SAFETENSORS)
+            return any(child.name.endswith(_SAFETENSORS) for child in path.iterdir())
         return path.name.endswith(safetensors.SUFFIX)
 
     def read(self, path: Path, make: ArraySpecs) -> Arrays:
         if not path.is_dir():
             return _arrays_in(path, safetensors.read_header(path, make))
-        name = path.resolve().name
-        files, indexes = (sorted(path.glob(f"*{end}")) for end in _SAFETENSORS)
+        name = _name_of(path)
+        children = sorted(path.iterdir())
+        files, indexes = ([c for c in children if c.name.endswith(end)] for end in _SAFETENSORS)
         if len(indexes) > 1:
             raise FileError(
                 f"{path}: the directory has {len(indexes)} indexes, "
@@ -159,7 +178,7 @@ class OrbaxDirectory:
 
     def claims(self, path: Path) -> bool:
         if not isinstance(path, Path):
-            return path.is_dir() and orbax.is_item(path)
+            return path.is_dir() and any(child.name == orbax.METADATA for child in path.iterdir())
         return path.is_dir() and orbax.find_checkpoint(path) is not None
 
     def read(self, path: Path, make: ArraySpecs) -> Arrays:
@@ -170,7 +189,7 @@ class OrbaxDirectory:
             )
         directory = orbax.find_checkpoint(path) or path
         leaves = orbax.read_checkpoint(directory, make)
-        return Arrays(path.resolve().name, leaves, orbax.SEPARATOR, path=directory)
+        return Arrays(_name_of(path), leaves, orbax.SEPARATOR, path=directory)
 
 
 class FileOfOthers:

@@ -17,7 +17,7 @@ from shardrules._base.io import FileError, parse_json, read_bytes
 from shardrules._plan.files.leaves import ArraySpec, ArraySpecs
 
 SEPARATOR: Final = "/"
-_METADATA: Final = "_METADATA"
+METADATA: Final = "_METADATA"
 # Other files that orbax reads whole.
 _READ_WHOLE: Final = frozenset({".zarray", "zarr.json", "_sharding", "manifest.ocdbt"})
 # "12", or with a prefix, as in "checkpoint_12"; the name of an unfinished step goes on.
@@ -51,7 +51,7 @@ def _item_below(directory: Path) -> Path | None:
 
 def is_item(directory: Path) -> bool:
     """Say whether it is the directory of a checkpoint's tree."""
-    return (directory / _METADATA).is_file()
+    return (directory / METADATA).is_file()
 
 
 def read_checkpoint(directory: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
@@ -134,7 +134,7 @@ def _check_files(directory: Path) -> None:
 
 def _check_names(directory: Path) -> None:
     """Check that no array's name leads out, since orbax joins it to the directory."""
-    path = directory / _METADATA
+    path = directory / METADATA
     content = parse_json(path, read_bytes(path))
     try:
         entries = [entry["key_metadata"] for entry in content["tree_metadata"].values()]

@@ -170,7 +170,8 @@ def _abstract_array(leaf: ArraySpec) -> Any:
 
 def _file(path: Any) -> str:
     check_type("path", path, str | os.PathLike, "the path of a file")
-    name = str(path_of(path))
+    # A `Path` leaves one slash of the two of a URL.
+    name = path if path and isinstance(path, str) else str(path_of(path))
     if is_module_form(name):
         raise FileError(
             f"{name}: this is no file, and only the command line imports package.module:name; "

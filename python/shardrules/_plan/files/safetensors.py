@@ -227,11 +227,12 @@ def _headers(paths: list[Path], make: ArraySpecs) -> Iterator[dict[str, ArraySpe
 def _beside(path: Path, shard: str, name: str) -> Path:
     if Path(shard).name != shard:
         raise FileError(f"{path}: array {name!r} needs the name of a file beside it, not {shard!r}")
-    if not (path.parent / shard).is_file():
+    beside = path.with_name(shard)
+    if not beside.is_file():
         raise FileError(
             f"{path}: array {name!r}: file {shard!r} is missing beside the index; download it"
         )
-    return path.parent / shard
+    return beside
 
 
 def _check_series(source: Path, names: list[str]) -> None:
