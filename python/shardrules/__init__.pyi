@@ -33,7 +33,7 @@ from shardrules._plan.files.public import read_model as read_model
 from shardrules._plan.files.public import read_rules as read_rules
 from shardrules._plan.findings import FindingsError as FindingsError
 from shardrules._plan.plan import Plan as Plan
-from shardrules._plan.plan import plan as plan
+from shardrules._plan.planning import plan as plan
 from shardrules._plan.state import Zero1 as Zero1
 from shardrules._plan.suggest.suggest import suggest as suggest
 from shardrules._program.program import inspect as inspect

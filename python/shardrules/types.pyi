@@ -10,14 +10,14 @@ from shardrules._plan.explain import TriedName as TriedName
 from shardrules._plan.files.rules import RuleFile as RuleFile
 from shardrules._plan.findings import Finding as Finding
 from shardrules._plan.findings import Findings as Findings
+from shardrules._plan.kinds import Kind as Kind
+from shardrules._plan.kinds import Loss as Loss
 from shardrules._plan.memory import DeviceBytes as DeviceBytes
 from shardrules._plan.suggest.suggestion import CutReason as CutReason
 from shardrules._plan.suggest.suggestion import Reason as Reason
 from shardrules._plan.suggest.suggestion import Suggestion as Suggestion
 from shardrules._plan.sweep import Sweep as Sweep
 from shardrules._plan.sweep import SweepRow as SweepRow
-from shardrules._plan.table import Kind as Kind
-from shardrules._plan.table import Loss as Loss
 from shardrules._plan.transfer import Transfer as Transfer
 from shardrules._plan.transfer import TransferRow as TransferRow
 from shardrules._program.buffers import Buffer as Buffer

@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.correction import LibraryCorrection
 from shardrules._base.text import nearest
-from shardrules._plan import check, queries
+from shardrules._plan import check, check_context
+from shardrules._plan.check_context import KINDS
 from shardrules._plan.findings import CheckKind
 from shardrules._plan.fold import fold
-from shardrules._plan.queries import KINDS
 from tests.support import corpus
 from tests.support.folders import DATA
 from tests.support.plans import shard_bytes
@@ -1186,14 +1186,14 @@ def test_each_kind_of_finding_is_registered_and_typed():
 
 
 def test_a_check_is_one_function(monkeypatch):
-    monkeypatch.setattr(queries, "KINDS", dict(KINDS))
-    monkeypatch.setattr(queries, "CHECKS", checks := dict(queries.CHECKS))
+    monkeypatch.setattr(check_context, "KINDS", dict(KINDS))
+    monkeypatch.setattr(check_context, "CHECKS", checks := dict(check_context.CHECKS))
     monkeypatch.setattr(check, "CHECKS", checks)
 
-    @queries.check_of("toy", "info", "leaves of a single element")
+    @check_context.check_of("toy", "info", "leaves of a single element")
     def toys(context):
         folded = context.folded(lambda kind: kind.shape == (1,))
-        yield queries.finding("info", "toy", "too small to matter", "leave it", folded=folded)
+        yield check_context.finding("info", "toy", "too small to matter", "leave it", folded=folded)
 
     (found,) = of_kind(findings({"w": array(8, 8), "b": array(1)}, [("", ())]), "toy")
     assert (found.level, found.paths, found.leaves) == ("info", ("b",), 1)

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from examples import demo
-from shardrules._plan import table
+from shardrules._plan import leaves as tree_leaves
+from shardrules._plan.leaves import activation_leaves, optimizer_leaves, state_leaves
 from shardrules._plan.sweep import factorizations
-from shardrules._plan.table import activation_leaves, optimizer_leaves, state_leaves
 from tests.support import corpus
 from tests.support.plans import shard_bytes
 from tests.support.work import calls_by_file
@@ -227,8 +227,10 @@ def test_names_of_optimizer_state_are_looked_for_once(monkeypatch):
     tree = {"opt_state": {f"w{i}": array(8) for i in range(100)}}
     plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
     looked = []
-    matching = table._matching
-    monkeypatch.setattr(table, "_matching", lambda *args: looked.append(args) or matching(*args))
+    matching = tree_leaves._matching
+    monkeypatch.setattr(
+        tree_leaves, "_matching", lambda *args: looked.append(args) or matching(*args)
+    )
     plan.sweep()
     assert looked
     looked.clear()

@@ -26,7 +26,8 @@ from shardrules._plan.files.modules import is_module_form, load_object
 from shardrules._plan.files.rules import DIALECTS, RuleFile, read_rule_source
 from shardrules._plan.findings import Declared, Findings, all_declared, compiled_replicated
 from shardrules._plan.memory import Room
-from shardrules._plan.plan import Plan, plan
+from shardrules._plan.plan import Plan
+from shardrules._plan.planning import plan
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules

@@ -18,8 +18,8 @@ from shardrules._base.text import and_more, brief, is_command, printable
 from shardrules._cli.inputs import Planned, dialect_of
 from shardrules._cli.process import hint, working
 from shardrules._plan.findings import conclusion, finding_lines, github_command, github_commands
+from shardrules._plan.kinds import DEFAULT_LARGE, Kind, is_replicated
 from shardrules._plan.show import heading, plan_table
-from shardrules._plan.table import DEFAULT_LARGE, Kind, is_replicated
 from shardrules._plan.tables import Table
 from shardrules._rules.logical_rules import LogicalRules
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from shardrules._base.text import brief
+from shardrules._base.text import brief, counted, near_shown
 from shardrules._place.boxes import Unboxed, open_boxes
+from shardrules._place.leaf_errors import listing
 from shardrules._place.named_arrays import PathsOfTree, by_row
+from shardrules._plan.fold import fold_paths
+from shardrules._plan.leaves import Leaves, survey
+from shardrules._rules.rules import Rules
 
 
 class Walk(Protocol):
@@ -179,3 +183,69 @@ def _without_boxes(reference: Walk, walk: Callable[[Any], Walk]) -> PathsOfTree:
     for number, row in zip(numbers, rows, strict=True):
         paths[row] = plain.paths[number]
     return PathsOfTree(tree, paths)
+
+
+class PlannedLeaves(NamedTuple):
+    """Leaves of a tree, each with its row in a plan."""
+
+    leaves: Leaves
+    rows: list[int]
+
+
+def survey_planned(tree: Any, planned: Leaves) -> PlannedLeaves:
+    """Walk a tree, and find its leaves in a plan, which may have more.
+
+    Raises:
+        ValueError: The plan has no leaf of some path, or has it in another shape; the message lists
+            the first of them, with the nearest path; or as `survey`.
+        TypeError: As `survey`.
+    """
+    aligned = align(tree, planned, partial(survey, rules=Rules((), planned.paths_dialect)))
+    leaves, boxes = aligned.leaves, aligned.boxes
+    if boxes is not None:
+        leaves = replace(leaves, tree=boxes.boxed(leaves.tree))
+    return _checked(leaves, planned, aligned.rows)
+
+
+def leaves_in_plan(leaves: Leaves, planned: Leaves) -> PlannedLeaves:
+    """Find leaves in a plan; raise as `survey_planned`."""
+    return _checked(leaves, planned, match_leaves(leaves, planned))
+
+
+def _checked(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
+    if -1 in rows:
+        unknown = [path for path, row in zip(leaves.paths, rows, strict=True) if row == -1]
+        folded = fold_paths(unknown)
+        planned_patterns = [group.pattern for group in planned.folded]
+        raise ValueError(
+            listing(
+                f"{counted(len(unknown), 'leaf')} of the tree {_have(unknown)} no place in the "
+                "plan, which decides leaves by their paths; plan this tree with plan.rules, or "
+                "the state of an optimizer with plan.for_optimizer(state)",
+                (path + near_shown(path, planned_patterns) for path in folded),
+                len(folded),
+                "line",
+            )
+        )
+    shapes, planned_shapes = ([leaf.shape for leaf in table.types] for table in (leaves, planned))
+    kinds = zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
+    differ = [row for row, (a, b) in enumerate(kinds) if shapes[a] != planned_shapes[b]]
+    if differ:
+        raise ValueError(
+            listing(
+                f"{counted(len(differ), 'leaf')} of the tree {_have(differ)} another shape than "
+                "planned; plan this tree",
+                (
+                    f"{leaves.paths[row]}: {shapes[leaves.kind_of[row]]}, planned as "
+                    f"{planned_shapes[planned.kind_of[rows[row]]]}"
+                    for row in differ
+                ),
+                len(differ),
+                "line",
+            )
+        )
+    return PlannedLeaves(leaves, rows)
+
+
+def _have(leaves: list[Any]) -> str:
+    return "has" if len(leaves) == 1 else "have"

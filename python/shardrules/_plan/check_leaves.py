@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from shardrules._base.rule_specs import Fsdp, is_on_host
 from shardrules._base.text import bytes_shown, counted
+from shardrules._plan.check_context import Queries, check_of, finding, leaves_in, rules_listed
 from shardrules._plan.companions import LORA, QUANTIZED, Companion, base_path, fits_rank
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
+from shardrules._plan.kinds import Kind, axes_named
+from shardrules._plan.leaves import first_rules
 from shardrules._plan.memory import DeviceBytes, Room, by_class
-from shardrules._plan.queries import Queries, check_of, finding, leaves_in, rules_listed
-from shardrules._plan.table import Columns, Kind, axes_named, first_rules
 from shardrules._rules.rules import Rules
+
+if TYPE_CHECKING:
+    from shardrules._plan.plan import Plan
 
 _TABLES: Final[Mapping[str, tuple[Companion, ...]]] = {"LORA": LORA, "QUANTIZED": QUANTIZED}
 """The package's own tables by name."""
@@ -31,16 +35,16 @@ _TABLES: Final[Mapping[str, tuple[Companion, ...]]] = {"LORA": LORA, "QUANTIZED"
     "and factors of LoRA whose rank a rule for their kernel cuts",
 )
 def following(queries: Queries) -> Iterator[Finding]:
-    columns = queries.columns
+    plan = queries.plan
     unled: dict[Companion, list[int]] = defaultdict(list)
-    for row, links in columns._leaves.links.items():
-        if columns.sources[row] != links[-1].base:
+    for row, links in plan._leaves.links.items():
+        if plan.sources[row] != links[-1].base:
             unled[links[-1].companion].append(row)
     for companion, of_it in unled.items():
         rows = np.array(sorted(of_it))
-        folded = fold([columns.paths[row] for row in rows], columns.kind_of[rows])
+        folded = fold([plan.paths[row] for row in rows], plan.kind_of[rows])
         rules = queries.rules_of(folded)
-        base = columns._leaves.links[int(rows[0])][-1].base
+        base = plan._leaves.links[int(rows[0])][-1].base
         yield finding(
             "warning",
             "companion",
@@ -52,8 +56,8 @@ def following(queries: Queries) -> Iterator[Finding]:
             folded=folded,
             bytes=queries.device_bytes(folded),
         )
-    successful = {link.companion for links in columns._leaves.links.values() for link in links}
-    for name, table in _sets_of(columns._leaves.companions).items():
+    successful = {link.companion for links in plan._leaves.links.values() for link in links}
+    for name, table in _sets_of(plan._leaves.companions).items():
         if successful.isdisjoint(table):
             yield finding(
                 "warning",
@@ -100,9 +104,9 @@ def advice(queries: Queries, folded: Sequence[Folded]) -> str:
 @check_of("companion")
 def cut_ranks(queries: Queries) -> Iterator[Finding]:
     """Factor of LoRA that a rule for their kernel decides, as if they were the kernel."""
-    kinds = queries.columns.kinds
+    kinds = queries.plan.kinds
     cut: dict[int, list[Folded]] = defaultdict(list)
-    named = [missed for missed in queries.columns.folded if "lora_" in "".join(missed.parts)]
+    named = [missed for missed in queries.plan.folded if "lora_" in "".join(missed.parts)]
     for missed in _missed(queries, named, _TABLES["LORA"]) if named else ():
         kind, dims = kinds[missed.folded.group], missed.companion.dims
         if kind.rule == missed.rule and kind.spec is not None and not callable(dims):
@@ -127,15 +131,15 @@ def _missed(
     queries: Queries, folded: Iterable[Folded], table: tuple[Companion, ...]
 ) -> Iterator[_Missed]:
     """Yield the leaves that follow nothing, and would, by the table, follow what a rule matches."""
-    columns = queries.columns
-    rules = columns._leaves.path_rules
+    plan = queries.plan
+    rules = plan._leaves.path_rules
     if rules is None:
         return
     of_rank: dict[int, dict[str, Folded]] = defaultdict(dict)
     for part in folded:
-        shape = columns.kinds[part.group].shape
-        if shape is not None and int(part.rows[0]) not in columns._leaves.links:
-            of_rank[len(shape)][columns.paths[part.rows[0]]] = part
+        shape = plan.kinds[part.group].shape
+        if shape is not None and int(part.rows[0]) not in plan._leaves.links:
+            of_rank[len(shape)][plan.paths[part.rows[0]]] = part
     for rank, free in of_rank.items():
         fitting = tuple(record for record in table if fits_rank(record, rank))
         first = first_rules(_finder(fitting), free)
@@ -157,7 +161,7 @@ _MOST_LEAVES: Final = 5
 
 @check_of("memory", "error", "leaves that do not fit into `hbm`")
 def too_large(queries: Queries) -> Iterator[Finding]:
-    held_bytes = by_class(queries.columns)
+    held_bytes = by_class(queries.plan)
     if queries.hbm is not None and held_bytes.max > queries.hbm:
         largest = queries.folded(lambda kind: not is_on_host(kind.memory_kind))
         yield no_room(held_bytes, Room(queries.hbm, None), largest)
@@ -207,27 +211,27 @@ def unpinned(queries: Queries) -> Iterator[Finding]:
     "not large together",
 )
 def catch_alls(queries: Queries) -> Iterator[Finding]:
-    columns = queries.columns
+    plan = queries.plan
     for rule in sorted(queries.silent_catch_alls):
         folded = queries.undeclared(queries.folded(lambda kind, rule=rule: kind.rule == rule))  # type: ignore[misc]
         if not folded:
             continue
         leaves = leaves_in(folded)
-        total = sum(columns.kinds[part.group].bytes * len(part.rows) for part in folded)
+        total = sum(plan.kinds[part.group].bytes * len(part.rows) for part in folded)
         # Together: 10,000 experts of a megabyte each are as costly as one of 10 GB.
         silent = queries.device_bytes(
-            part for part in folded if queries.is_whole(columns.kinds[part.group])
+            part for part in folded if queries.is_whole(plan.kinds[part.group])
         )
         cost = queries.device_bytes(folded)
-        dead = rules_listed(columns.coverage.dead)
+        dead = rules_listed(plan.coverage.dead)
         match = "matches" if leaves == 1 else "match"
         mend = queries.added_rule(folded)
         example = f", such as {mend}" if mend else ""
         yield finding(
             queries.level(silent, "error"),
             "catch-all",
-            f"{counted(leaves, 'leaf')} of {len(columns.paths):,} ({bytes_shown(total)} of "
-            f"{bytes_shown(columns.total_bytes)}) {match} no rule but the catch-all, "
+            f"{counted(leaves, 'leaf')} of {len(plan.paths):,} ({bytes_shown(total)} of "
+            f"{bytes_shown(plan.total_bytes)}) {match} no rule but the catch-all, "
             f"{queries.rule(rule)}: {at_stake(cost)}",
             f"add rules for them{example}"
             + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
@@ -246,15 +250,15 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
     "leaves them whole, as `fsdp(min_bytes=)` does",
 )
 def replicated(queries: Queries) -> Iterator[Finding]:
-    columns = queries.columns
+    plan = queries.plan
     by_rule: dict[Any, list[Folded]] = defaultdict(list)
     for part in queries.undeclared(queries.folded(queries.is_whole)):
-        kind = columns.kinds[part.group]
+        kind = plan.kinds[part.group]
         # Leaves of the catch-all, and those without names, are reported as that.
         if kind.rule not in queries.silent_catch_alls and not queries.is_unnamed(kind):
-            by_rule[kind.decided_by, _is_exempt(kind, columns)].append(part)
+            by_rule[kind.decided_by, _is_exempt(kind, plan)].append(part)
     large_of = {
-        rule: [part for part in folded if queries.is_large(columns.kinds[part.group])]
+        rule: [part for part in folded if queries.is_large(plan.kinds[part.group])]
         for rule, folded in by_rule.items()
     }
     small = sum(
@@ -265,8 +269,8 @@ def replicated(queries: Queries) -> Iterator[Finding]:
         if not large and not queries.matters(queries.device_bytes(folded), small):
             continue
         reported, what = (large, "large leaf") if large else (folded, "leaf")
-        why = queries.who(columns.kinds[reported[0].group])
-        if any(columns.kinds[part.group].losses for part in reported):
+        why = queries.who(plan.kinds[reported[0].group])
+        if any(plan.kinds[part.group].losses for part in reported):
             why += ", of which the shapes and the mesh leave nothing"
         cost = queries.device_bytes(reported)
         yield finding(
@@ -284,7 +288,7 @@ def replicated(queries: Queries) -> Iterator[Finding]:
         )
 
 
-def _is_exempt(kind: Kind, columns: Columns) -> bool:
+def _is_exempt(kind: Kind, plan: Plan) -> bool:
     """Return whether a rule that is made from shapes leaves such arrays whole itself."""
-    spec = None if kind.rule is None else columns._spec_of_rule(kind.rule)
+    spec = None if kind.rule is None else plan._spec_of_rule(kind.rule)
     return isinstance(spec, Fsdp) and not kind.losses and axes_named(kind.wanted) == frozenset()

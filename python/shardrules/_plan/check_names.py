@@ -7,17 +7,20 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.specs import entries_of, entry_axes
 from shardrules._base.text import SLIP, and_more, counted, nearest
 from shardrules._plan.axis_uses import is_gathered
+from shardrules._plan.check_context import Queries, check_of, finding, leaves_in, rules_listed
 from shardrules._plan.findings import Finding, Level, at_stake
 from shardrules._plan.fold import Folded
-from shardrules._plan.queries import Queries, check_of, finding, leaves_in, rules_listed
-from shardrules._plan.table import Columns, Kind
+from shardrules._plan.kinds import Kind
 from shardrules._rules.resolver import axes_in
 from shardrules._rules.rules import Rules
+
+if TYPE_CHECKING:
+    from shardrules._plan.plan import Plan
 
 _ATTENTION: Final = re.compile(r"att(n|ention)", re.I)
 # Projections to heads, and from heads, as the field's libraries name them inside of attention.
@@ -63,9 +66,9 @@ def cut_heads(queries: Queries) -> Iterator[Finding]:
 
     The size of a head is `head_dim`, or that of the norm of single heads beside them.
     """
-    kinds = queries.columns.kinds
-    projections = list(_projections(queries.columns))
-    sizes = _head_sizes(queries.columns, projections, queries.head_dim)
+    kinds = queries.plan.kinds
+    projections = list(_projections(queries.plan))
+    sizes = _head_sizes(queries.plan, projections, queries.head_dim)
     if queries.head_dim is not None and not sizes:
         yield finding(
             "warning",
@@ -92,13 +95,13 @@ def cut_heads(queries: Queries) -> Iterator[Finding]:
         )
 
 
-def head_sizes(columns: Columns, head_dim: int | None = None) -> dict[int, int]:
+def head_sizes(plan: Plan, head_dim: int | None = None) -> dict[int, int]:
     """Return {row of a projection to or from attention heads: size of a head}, where known.
 
     It is `head_dim`, or that of the norm of single heads beside them.
     """
-    projections = list(_projections(columns))
-    sizes = _head_sizes(columns, projections, head_dim)
+    projections = list(_projections(plan))
+    sizes = _head_sizes(plan, projections, head_dim)
     return {
         row: sizes[projection.attention]
         for projection in projections
@@ -107,19 +110,17 @@ def head_sizes(columns: Columns, head_dim: int | None = None) -> dict[int, int]:
     }
 
 
-def _head_sizes(
-    columns: Columns, projections: list[_Projection], head_dim: int | None
-) -> dict[str, int]:
+def _head_sizes(plan: Plan, projections: list[_Projection], head_dim: int | None) -> dict[str, int]:
     """Return per attention module the size of a head."""
     if head_dim is None:
-        return _sizes_by_name(columns, projections)
+        return _sizes_by_name(plan, projections)
     return dict.fromkeys((projection.attention for projection in projections), head_dim)
 
 
-def _projections(columns: Columns) -> Iterator[_Projection]:
-    for folded in columns.folded:
-        kind = columns.kinds[folded.group]
-        if not _ATTENTION.search(columns.paths[folded.rows.item(0)]):
+def _projections(plan: Plan) -> Iterator[_Projection]:
+    for folded in plan.folded:
+        kind = plan.kinds[folded.group]
+        if not _ATTENTION.search(plan.paths[folded.rows.item(0)]):
             continue
         module, name, parameter = _module_components(folded)
         if not _ATTENTION.search(module) or not kind.shape:
@@ -145,17 +146,17 @@ def _module_components(folded: Folded) -> tuple[str, str, str]:
     return "/".join(parts), name, parameter
 
 
-def _sizes_by_name(columns: Columns, projections: list[_Projection]) -> dict[str, int]:
+def _sizes_by_name(plan: Plan, projections: list[_Projection]) -> dict[str, int]:
     """Return {attention module: size of a head}, from norms of single heads."""
     widths: dict[str, int] = defaultdict(int)
     for projection in projections:
-        shape_of = columns.kinds[projection.folded.group].shape or (0,)
+        shape_of = plan.kinds[projection.folded.group].shape or (0,)
         widths[projection.attention] = max(widths[projection.attention], shape_of[projection.dim])
     sizes: dict[str, set[int]] = defaultdict(set)
-    for folded in columns.folded if projections else ():
-        if not _HEAD_NORM.search(columns.paths[folded.rows.item(0)]):
+    for folded in plan.folded if projections else ():
+        if not _HEAD_NORM.search(plan.paths[folded.rows.item(0)]):
             continue
-        shape = columns.kinds[folded.group].shape
+        shape = plan.kinds[folded.group].shape
         module, name, _ = _module_components(folded)
         if shape and _HEAD_NORM.fullmatch(name):
             sizes[module].add(shape[-1])
@@ -183,7 +184,7 @@ def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHea
         for axis in (entry_axes(entries[place]) if place < len(entries) else ())
         if not is_gathered(axis)
     ]
-    part = size / prod(queries.columns.axis_sizes.get(axis, 1) for axis in axes)
+    part = size / prod(queries.plan.axis_sizes.get(axis, 1) for axis in axes)
     if part == size or size % head_dim or part % head_dim == 0:
         return None
     return _CutHeads(place, size, head_dim, part)
@@ -200,14 +201,14 @@ _NUMBERS: Final = re.compile("[0-9]+")
     "is replicated is large, a warning if it is near another, else info",
 )
 def unknown_names(queries: Queries) -> Iterator[Finding]:
-    if queries.columns._leaves.path_rules is not None:
+    if queries.plan._leaves.path_rules is not None:
         return
-    kinds, coverage = queries.columns.kinds, queries.columns.coverage
-    rule_names = {name for name, _ in queries.columns.rules}
-    sizes = queries.columns.axis_sizes
+    kinds, coverage = queries.plan.kinds, queries.plan.coverage
+    rule_names = {name for name, _ in queries.plan.rules}
+    sizes = queries.plan.axis_sizes
     unused = [
         name
-        for name, axes in map(queries.columns.rules.__getitem__, coverage.dead)
+        for name, axes in map(queries.plan.rules.__getitem__, coverage.dead)
         if isinstance(name, str) and any(sizes.get(axis, 1) > 1 for axis in axes_in(axes))
     ]
     by_name: dict[Any, list[Folded]] = defaultdict(list)
@@ -260,7 +261,7 @@ def unnamed(queries: Queries) -> Iterator[Finding]:
         yield finding(
             queries.level(cost, "error"),
             "unnamed",
-            f"{counted(leaves_in(folded), 'leaf')} of {len(queries.columns.paths):,} without "
+            f"{counted(leaves_in(folded), 'leaf')} of {len(queries.plan.paths):,} without "
             f"logical axis names, hence replicated: {at_stake(cost)}",
             "give them names, or declare them replicated",
             folded=folded,
@@ -272,9 +273,9 @@ def unnamed(queries: Queries) -> Iterator[Finding]:
 def fewer_names(queries: Queries) -> Iterator[Finding]:
     """Arrays with fewer names than dimensions: the names may be those of the wrong dimensions."""
     if folded := queries.fewer_names:
-        first = queries.columns.kinds[folded[0].group]
+        first = queries.plan.kinds[folded[0].group]
         missing = queries.missing_names
-        names = [repr(queries.columns.rules[rule][0]) for rule in missing]
+        names = [repr(queries.plan.rules[rule][0]) for rule in missing]
         examples = ", ".join([*names[:_MOST_NAMES], *and_more(len(names), _MOST_NAMES, "name")])
         where = "names count from the first dimension"
         if missing:
@@ -296,13 +297,13 @@ def fewer_names(queries: Queries) -> Iterator[Finding]:
     "dimensions that nothing cuts, since the axes of their logical rules cut others",
 )
 def taken(queries: Queries) -> Iterator[Finding]:
-    sizes = queries.columns.axis_sizes
+    sizes = queries.plan.axis_sizes
     groups: dict[tuple[Any, int, Any], list[Folded]] = defaultdict(list)
     for part in queries.folded(lambda kind: bool(kind.lost_rules) and kind.spec is not None):
-        kind = queries.columns.kinds[part.group]
+        kind = queries.plan.kinds[part.group]
         names, dims = kind.names or (), set()
         for lost in kind.lost_rules:
-            axes = axes_in(queries.columns.rules[lost.rule][1])
+            axes = axes_in(queries.plan.rules[lost.rule][1])
             is_there = lost.dim < len(kind.shape or ()) and kind.dim_rules[lost.dim] is None
             if lost.why != "axis taken" or not is_there or lost.dim in dims or lost.to is None:
                 continue
@@ -324,19 +325,19 @@ def taken(queries: Queries) -> Iterator[Finding]:
 @check_of("dead")
 def dead_names(queries: Queries) -> Iterator[Finding]:
     """Rules for names that no leaf has: often those of activations, or of other models."""
-    columns = queries.columns
-    if columns._leaves.path_rules is not None:
+    plan = queries.plan
+    if plan._leaves.path_rules is not None:
         return
     # These are told of leaves without a name, and of axes that cut no leaf, or they are declared.
     explained = {*queries.missing_names, *itertools.chain(*queries.dead_rules_of.values())}
-    dead = [rule for rule in columns.coverage.dead if rule not in explained]
+    dead = [rule for rule in plan.coverage.dead if rule not in explained]
     if dead:
-        names = list(dict.fromkeys(repr(columns.rules[rule][0]) for rule in dead))
+        names = list(dict.fromkeys(repr(plan.rules[rule][0]) for rule in dead))
         rest = and_more(len(names), _MOST_NAMES, "name")
         yield finding(
             "info",
             "dead",
-            f"{counted(len(dead), 'rule')} of {len(columns.rules)} for names that no leaf has: "
+            f"{counted(len(dead), 'rule')} of {len(plan.rules)} for names that no leaf has: "
             + ", ".join([*names[:_MOST_NAMES], *rest]),
             "remove them, if they are for no other tree, such as activations",
         )
@@ -365,11 +366,11 @@ class _Matches(NamedTuple):
     "none because of it (warning)",
 )
 def nnx_values(queries: Queries) -> Iterator[Finding]:
-    rules, coverage = queries.columns._leaves.path_rules, queries.columns.coverage
+    rules, coverage = queries.plan._leaves.path_rules, queries.plan.coverage
     if rules is None or rules.dialect.hidden_key is not None:
         return
     end = (rules.dialect.separator or ".") + _KEY
-    if not any(map(str.endswith, queries.columns.sources, itertools.repeat(end))):
+    if not any(map(str.endswith, queries.plan.sources, itertools.repeat(end))):
         return
     matches = _matches(queries, rules, end)
     everywhere = _matching_everywhere(rules, end)
@@ -420,16 +421,16 @@ def _of_rules(queries: Queries, end: str, folded: list[Folded]) -> Finding:
 
 
 def _matches(queries: Queries, rules: Rules, end: str) -> _Matches:
-    columns = queries.columns
+    plan = queries.plan
     matches = _Matches(defaultdict(list), set(), defaultdict(list))
-    for folded in columns.folded:
-        path = columns.sources[folded.rows.item(0)]
+    for folded in plan.folded:
+        path = plan.sources[folded.rows.item(0)]
         if not path.endswith(end):
             continue
         matching = set(rules.all_matches(path))
         without = set(rules.all_matches(path.removesuffix(end)))
         matches.named.update(without)
-        rule = columns.kinds[folded.group].rule
+        rule = plan.kinds[folded.group].rule
         if rule in matching - without and not _spells(rules[rule][0], end):
             matches.through[rule].append(folded)
         for rule in without - matching:

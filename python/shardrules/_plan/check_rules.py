@@ -6,17 +6,16 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.specs import Entries
 from shardrules._base.text import counted
+from shardrules._plan.check_context import Queries, check_of, finding, leaves_in, rules_listed
 from shardrules._plan.check_leaves import advice
 from shardrules._plan.edits import renamed_axes
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded
-from shardrules._plan.queries import Queries, check_of, finding, leaves_in, rules_listed
-from shardrules._plan.table import (
-    Columns,
+from shardrules._plan.kinds import (
     Kind,
     Loss,
     axes_named,
@@ -27,15 +26,18 @@ from shardrules._plan.table import (
     refused,
 )
 
+if TYPE_CHECKING:
+    from shardrules._plan.plan import Plan
+
 # A number that ends a name, as in w1 and w2, is a part of the name.
 _NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")
 
 
 @check_of("dead", "warning, info", "rules that match no leaf; info for logical rules")
 def dead_rules(queries: Queries) -> Iterator[Finding]:
-    if queries.columns._leaves.path_rules is None:  # such rules are often for other trees as well
+    if queries.plan._leaves.path_rules is None:  # such rules are often for other trees as well
         return
-    for rule in queries.columns.coverage.dead:
+    for rule in queries.plan.coverage.dead:
         yield finding(
             "warning",
             "dead",
@@ -47,14 +49,14 @@ def dead_rules(queries: Queries) -> Iterator[Finding]:
 
 @check_of("shadowed", "warning", "rules that match leaves, all of which earlier rules win")
 def shadowed_rules(queries: Queries) -> Iterator[Finding]:
-    columns = queries.columns
-    rules = columns._leaves.path_rules
+    plan = queries.plan
+    rules = plan._leaves.path_rules
     if rules is None:  # later rules for a name are for where the first does not fit
         return
-    for rule, winners in columns.coverage.shadowed.items():
+    for rule, winners in plan.coverage.shadowed.items():
         if rule in queries.catch_alls:  # it is to win nothing
             continue
-        leaves = columns.coverage.matched[rule]
+        leaves = plan.coverage.matched[rule]
         is_first = rules.dialect.precedence == "first"
         yield finding(
             "warning",
@@ -71,17 +73,17 @@ def shadowed_rules(queries: Queries) -> Iterator[Finding]:
 
 @check_of("siblings", "warning", "leaves that differ only in numbers, with different specs")
 def siblings(queries: Queries) -> Iterator[Finding]:
-    columns = queries.columns
-    spec_of = ["none" if kind.spec is None else placement_shown(kind) for kind in columns.kinds]
-    arrays = [(kind.shape, dtype_shown(kind)) for kind in columns.kinds]
+    plan = queries.plan
+    spec_of = ["none" if kind.spec is None else placement_shown(kind) for kind in plan.kinds]
+    arrays = [(kind.shape, dtype_shown(kind)) for kind in plan.kinds]
     specs_of: dict[Any, set[str]] = defaultdict(set)
     for array, spec in zip(arrays, spec_of, strict=True):
         specs_of[array].add(spec)
     groups: dict[Any, list[Folded]] = defaultdict(list)
-    for part in columns.folded:
+    for part in plan.folded:
         array = arrays[part.group]
         if len(specs_of[array]) > 1:
-            template = _NUMBERS_OF_SIBLINGS.sub("#", columns.paths[part.rows[0]])
+            template = _NUMBERS_OF_SIBLINGS.sub("#", plan.paths[part.rows[0]])
             groups[template, array].append(part)
     for folded in groups.values():
         specs = dict.fromkeys(spec_of[part.group] for part in folded)
@@ -106,9 +108,9 @@ def uncut(queries: Queries) -> Iterator[Finding]:
     Others are like a leaf if they have no more dimensions: an axis for the experts of a mixture
     alone says nothing about matrices, but one for matrices does about experts.
     """
-    columns = queries.columns
-    state = {int(columns.kind_of[row]) for row in columns._leaves.optimizer_rows}
-    for axis, size in columns.axis_sizes.items():
+    plan = queries.plan
+    state = {int(plan.kind_of[row]) for row in plan._leaves.optimizer_rows}
+    for axis, size in plan.axis_sizes.items():
         # ZeRO-1 cuts optimizer state by axes that do not cut parameters.
         kinds = _forgotten(queries, axis, state)
         folded = queries.undeclared(queries.folded_kinds(kinds))
@@ -116,7 +118,7 @@ def uncut(queries: Queries) -> Iterator[Finding]:
         if not queries.is_much(cost):
             continue
         rules = queries.rules_of(folded)
-        is_by_path = columns._leaves.path_rules is not None
+        is_by_path = plan._leaves.path_rules is not None
         where = "the spec" if is_by_path else "a rule for one of their names"
         yield finding(
             "warning",
@@ -137,19 +139,19 @@ def _forgotten(queries: Queries, axis: str, state: set[int]) -> set[int]:
 
     Parameters are like parameters, and optimizer state, `state`, is like optimizer state.
     """
-    columns, counts = queries.columns, queries.columns.counts.tolist()
+    plan, counts = queries.plan, queries.plan.counts.tolist()
     cut: dict[tuple[bool, int], int] = defaultdict(int)
-    for number, kind in enumerate(columns.kinds):
-        if axis in axes_named(kind.spec) and columns.axis_sizes[axis] > 1:
+    for number, kind in enumerate(plan.kinds):
+        if axis in axes_named(kind.spec) and plan.axis_sizes[axis] > 1:
             cut[number in state, len(kind.shape or ())] += kind.bytes * counts[number]
     if not cut:
         return set()
     return {
         number
-        for number, kind in enumerate(columns.kinds)
-        if could_cut(axis, kind, columns.axis_sizes)
+        for number, kind in enumerate(plan.kinds)
+        if could_cut(axis, kind, plan.axis_sizes)
         # What is replicated, or has lost the axis, is reported as that.
-        and not is_replicated(kind, columns.axis_sizes)
+        and not is_replicated(kind, plan.axis_sizes)
         and axis not in axes_named(kind.wanted)
         and queries.large
         <= sum(
@@ -162,7 +164,7 @@ def _forgotten(queries: Queries, axis: str, state: set[int]) -> set[int]:
 
 def _saved_by(queries: Queries, parts: int, folded: list[Folded]) -> int:
     """Bytes of these leaves on the fullest device that a cut into parts would save."""
-    kinds = queries.columns.kinds
+    kinds = queries.plan.kinds
     return sum(
         (kind.device_bytes - kind.device_bytes // parts) * len(part.rows)
         for part in folded
@@ -177,19 +179,19 @@ def _saved_by(queries: Queries, parts: int, folded: list[Folded]) -> int:
     "saved by them, or only rules for no leaf name them",
 )
 def unused_axes(queries: Queries) -> Iterator[Finding]:
-    columns = queries.columns
+    plan = queries.plan
     # Locks know rules alone.
-    specs = [columns._spec_of_rule(rule) for kind in columns.kinds for rule in kind.deciders]
-    requested = [kind.wanted for kind in columns.kinds]
+    specs = [plan._spec_of_rule(rule) for kind in plan.kinds for rule in kind.deciders]
+    requested = [kind.wanted for kind in plan.kinds]
     named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *requested])))
     # An axis that leaves lose, or that a misspelt one means, is reported as a correction.
-    losses = [loss for kind in columns.kinds for loss in kind.losses]
+    losses = [loss for kind in plan.kinds for loss in kind.losses]
     lost = {a for loss in losses for a in (*loss.axes, *loss.beside, *loss.meant)}
     for axis, dead in queries.dead_rules_of.items():
         if axis in queries.data_axes or axis in lost:
             continue
-        size = columns.axis_sizes[axis]
-        could = queries.folded(lambda kind, axis=axis: could_cut(axis, kind, columns.axis_sizes))  # type: ignore[misc]
+        size = plan.axis_sizes[axis]
+        could = queries.folded(lambda kind, axis=axis: could_cut(axis, kind, plan.axis_sizes))  # type: ignore[misc]
         cost = _saved_by(queries, size, queries.undeclared(could))
         costs, fix = f"everything is held {size} times along it", "name it in a rule"
         if axis in named:
@@ -219,11 +221,11 @@ def _are_for_others(queries: Queries) -> bool:
     Logical rules are often for activations; unless leaves have names that no rule knows, or lack
     some.
     """
-    columns = queries.columns
-    if columns._leaves.path_rules is not None:
+    plan = queries.plan
+    if plan._leaves.path_rules is not None:
         return True
-    names_of_rules = {None, *(name for name, _ in columns.rules)}
-    names = itertools.chain(*(kind.names or () for kind in columns.kinds))
+    names_of_rules = {None, *(name for name, _ in plan.rules)}
+    names = itertools.chain(*(kind.names or () for kind in plan.kinds))
     return not queries.fewer_names and names_of_rules.issuperset(names)
 
 
@@ -239,7 +241,7 @@ def unmatched(queries: Queries) -> Iterator[Finding]:
         yield finding(
             "error",
             "unmatched",
-            f"no rule matches {leaves} of {len(queries.columns.paths):,}",
+            f"no rule matches {leaves} of {len(queries.plan.paths):,}",
             f"add rules for them{example}; or replicate them by a "
             f"last rule ('.*', P()){advice(queries, folded)}",
             folded=folded,
@@ -251,7 +253,7 @@ def unmatched(queries: Queries) -> Iterator[Finding]:
 @check_of("misfit", "error", "leaves that cannot be sharded as their rule says")
 def misfits(queries: Queries) -> Iterator[Finding]:
     """Leaves whose rule does not fit, or of which several rules claim to be the only one."""
-    kinds = queries.columns.kinds
+    kinds = queries.plan.kinds
     groups: dict[tuple[Any, _Words], list[Folded]] = defaultdict(list)
     for part in queries.folded(lambda kind: kind.status in ("misfit", "ambiguous")):
         problem = _misfit_words(kinds[part.group])
@@ -294,18 +296,18 @@ def _misfit_words(kind: Kind) -> _Words | None:
 @check_of("misfit")
 def unplaceable(queries: Queries) -> Iterator[Finding]:
     """Leaves whose spec the corrections let through, and JAX refuses."""
-    columns = queries.columns
+    plan = queries.plan
     refused = {
-        number: list(refusals(kind, columns))
-        for number, kind in enumerate(columns.kinds)
+        number: list(refusals(kind, plan))
+        for number, kind in enumerate(plan.kinds)
         if kind.spec is not None and kind.shape is not None
     }
     groups: dict[tuple[Any, tuple[str, str]], list[Folded]] = defaultdict(list)
     for part in queries.folded_kinds({number for number, reasons in refused.items() if reasons}):
         for refusal in refused[part.group]:
-            groups[columns.kinds[part.group].decided_by, refusal].append(part)
+            groups[plan.kinds[part.group].decided_by, refusal].append(part)
     for (_, (why, fix)), folded in groups.items():
-        kind = columns.kinds[folded[0].group]
+        kind = plan.kinds[folded[0].group]
         who, rule = _who(queries, kind), kind.rule
         cost = queries.device_bytes(folded)
         message = f"{who} cannot be placed: {why}"
@@ -319,17 +321,17 @@ def _who(queries: Queries, kind: Kind) -> str:
     return "a spec" if kind.decided_by is None else queries.who(kind)
 
 
-def refusals(kind: Kind, columns: Columns) -> Iterator[tuple[str, str]]:
+def refusals(kind: Kind, plan: Plan) -> Iterator[tuple[str, str]]:
     """(message, fix) for each reason why JAX makes no sharding of a kind's spec."""
     spec = kind.spec if kind.spec is not None else Entries()
-    for axis in sorted(axes_named(spec) - columns.axis_sizes.keys()):
+    for axis in sorted(axes_named(spec) - plan.axis_sizes.keys()):
         yield (
             f"the mesh has no axis {axis!r}",
             f"rename it, add it to the mesh, or declare it in the rules: optional_axes=[{axis!r}]",
         )
     for name in ("unreduced", "reduced"):
-        for axis in sorted(frozenset(getattr(spec, name, None) or ()) - columns._explicit_axes):
-            is_there = axis in columns.axis_sizes
+        for axis in sorted({*(getattr(spec, name, None) or ())} - plan._mesh.explicit_axes):
+            is_there = axis in plan.axis_sizes
             lacks = "is not Explicit" if is_there else "is no axis of the mesh"
             yield (
                 f"{axis!r} is {name} and {lacks}",
@@ -370,7 +372,7 @@ def corrections(queries: Queries) -> Iterator[Finding]:
     small = sum(lost.bytes for lost in losses if lost.bytes < queries.large)
     for lost in losses:
         is_much = lost.bytes >= queries.large or queries.matters(lost.bytes, small)
-        who = queries.rules(lost.rules) or queries.who(queries.columns.kinds[lost.folded[0].group])
+        who = queries.rules(lost.rules) or queries.who(queries.plan.kinds[lost.folded[0].group])
         # The message has the size of the first.
         is_like = lost.has_several_shapes and lost.loss.kind == "indivisible"
         free = "" if lost.is_unknown else "; costs nothing"
@@ -392,16 +394,14 @@ def _mend_of_loss(queries: Queries, lost: _Lost) -> str:
     axes, meant = lost.loss.axes, lost.loss.meant
     if lost.is_unknown and not meant:
         return f"optional_axes={list(axes)}"
-    if lost.is_unknown and lost.rules and queries.columns._leaves.path_rules is not None:
-        return renamed_axes(
-            queries.columns.rules[lost.rules[0]], dict(zip(axes, meant, strict=False))
-        )
+    if lost.is_unknown and lost.rules and queries.plan._leaves.path_rules is not None:
+        return renamed_axes(queries.plan.rules[lost.rules[0]], dict(zip(axes, meant, strict=False)))
     return queries.added_rule(lost.folded) if lost.loss.kind in ("rank", "duplicate") else ""
 
 
 def _deciding(queries: Queries, folded: Folded, loss: Loss) -> tuple[int, ...]:
     """Return the rules that ask for what is lost; of logical rules that of the dimension."""
-    kind = queries.columns.kinds[folded.group]
+    kind = queries.plan.kinds[folded.group]
     if kind.names is None:
         return kind.deciders
     lost = [
@@ -414,7 +414,7 @@ def _deciding(queries: Queries, folded: Folded, loss: Loss) -> tuple[int, ...]:
 
 
 def _losses(queries: Queries) -> Iterator[_Lost]:
-    kinds = queries.columns.kinds
+    kinds = queries.plan.kinds
     groups: dict[tuple[Any, ...], list[tuple[Folded, Loss]]] = defaultdict(list)
     for part in queries.folded(lambda kind: bool(kind.losses)):
         optional = queries.optional_axes_of(kinds[part.group].rule)

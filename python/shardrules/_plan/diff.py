@@ -16,13 +16,14 @@ from shardrules._base.specs import spec_shown
 from shardrules._base.text import answer, bytes_shown, counted, mesh_shown, printable, record
 from shardrules._plan.align import match_leaves
 from shardrules._plan.fold import fold
+from shardrules._plan.kinds import Kind, dtype_shown, placement_shown, problem_shown
 from shardrules._plan.memory import by_class
-from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown, problem_shown
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from shardrules._plan.plan import Plan
     from shardrules._rules.logical_rules import LogicalRules
 
     AnyRules = Rules | LogicalRules
@@ -46,7 +47,7 @@ class Pairs(NamedTuple):
     groups: list[Pair]
 
 
-def paired(before: Columns, after: Columns) -> Pairs:
+def paired(before: Plan, after: Plan) -> Pairs:
     """Return the leaves of both plans, paired by their paths."""
     matched = np.array(match_leaves(before._leaves, after._leaves), np.int64)
     new = np.setdiff1d(np.arange(len(after.paths)), matched)
@@ -65,8 +66,8 @@ def paired(before: Columns, after: Columns) -> Pairs:
     return Pairs(paths, group_of.astype(np.int32), groups)
 
 
-def _kind_of_pair(columns: Columns, number: int) -> Kind | None:
-    return None if number < 0 else columns.kinds[number]
+def _kind_of_pair(plan: Plan, number: int) -> Kind | None:
+    return None if number < 0 else plan.kinds[number]
 
 
 _MOST_RULES: Final = 8
@@ -135,7 +136,7 @@ class PlanDiff(NamedTuple):
         return "\n".join(lines)
 
 
-def plan_diff(before: Columns, after: Columns) -> PlanDiff:
+def plan_diff(before: Plan, after: Plan) -> PlanDiff:
     paths, group_of, groups = paired(before, after)
     counts = np.bincount(group_of).tolist()
     changed: dict[int, Pair] = {}

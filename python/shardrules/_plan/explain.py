@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._base.specs import spec_shown
 from shardrules._base.text import answer, bytes_shown, counted, mesh_shown, printable_lines, record
-from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown
+from shardrules._plan.kinds import Kind, dtype_shown, placement_shown
 from shardrules._rules.resolver import rule_lines
 
 if TYPE_CHECKING:
     from shardrules._plan.companions import Companion
+    from shardrules._plan.plan import Plan
     from shardrules._rules.patterns import Pattern
     from shardrules._rules.rules import Rules
 
@@ -174,14 +175,14 @@ class Explanation(NamedTuple):
         return [f"  {line}" for line in rule_lines(names, rows)]
 
 
-def explanation(columns: Columns, row: int, leaves: int) -> Explanation:
+def explanation(plan: Plan, row: int, leaves: int) -> Explanation:
     """Return the explanation of the leaf of this row, which stands for so many that are like it."""
-    kind, source = columns.kinds[columns.kind_of[row]], columns.sources[row]
-    rules = columns._leaves.path_rules
-    tried = _tried_names(kind, columns) if rules is None else _tried(kind, source, rules)
-    links = columns._leaves.links.get(row, ())
+    kind, source = plan.kinds[plan.kind_of[row]], plan.sources[row]
+    rules = plan._leaves.path_rules
+    tried = _tried_names(kind, plan) if rules is None else _tried(kind, source, rules)
+    links = plan._leaves.links.get(row, ())
     companions, bases = tuple(link.companion for link in links), tuple(link.base for link in links)
-    mesh, path = mesh_shown(columns.axis_sizes), columns.paths[row]
+    mesh, path = mesh_shown(plan.axis_sizes), plan.paths[row]
     return Explanation(path, source, kind, tried, mesh, companions, bases, leaves, rules is None)
 
 
@@ -192,7 +193,7 @@ def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:
     )
 
 
-def _tried_names(kind: Kind, columns: Columns) -> tuple[TriedName, ...]:
+def _tried_names(kind: Kind, plan: Plan) -> tuple[TriedName, ...]:
     names = kind.names or ()
     own_names: list[tuple[int, int, NameOutcome, int | None]] = [
         (dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None
@@ -200,7 +201,7 @@ def _tried_names(kind: Kind, columns: Columns) -> tuple[TriedName, ...]:
     for lost in kind.lost_rules:
         own_names.append((lost.dim, lost.rule, lost.why, lost.to))
     return tuple(
-        TriedName(rule, dim, names[dim], columns.rules[rule][1], outcome, to)
+        TriedName(rule, dim, names[dim], plan.rules[rule][1], outcome, to)
         for dim, rule, outcome, to in sorted(own_names, key=lambda rule_loss: rule_loss[:2])
     )
 

@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -32,6 +32,24 @@ from shardrules._base.specs import (
 from shardrules._base.text import brief, shown
 from shardrules._plan.align import check_distinct
 from shardrules._plan.fold import parts_of, runs_of
+from shardrules._plan.kinds import (
+    AMBIGUOUS_LEAVES,
+    UNMATCHED_LEAVES,
+    Fit,
+    Kind,
+    dtype_shown,
+    kind_of,
+    placement_shown,
+    problem_shown,
+)
+from shardrules._plan.leaves import (
+    AMBIGUOUS,
+    NO_RULE_NEEDED,
+    UNMATCHED,
+    LeafType,
+    Leaves,
+    checked_type,
+)
 from shardrules._plan.lock_texts import (
     check_fields,
     checked_json,
@@ -39,30 +57,12 @@ from shardrules._plan.lock_texts import (
     lock_errors,
     of_type,
 )
-from shardrules._plan.resolve import (
-    AMBIGUOUS_LEAVES,
-    PLACED,
-    UNMATCHED_LEAVES,
-    Fit,
-    Problem,
-    kind_on_mesh,
-)
-from shardrules._plan.survey import checked_type
-from shardrules._plan.table import (
-    AMBIGUOUS,
-    NO_RULE_NEEDED,
-    UNMATCHED,
-    Columns,
-    Kind,
-    LeafType,
-    Leaves,
-    dtype_shown,
-    placement_shown,
-    problem_shown,
-)
 from shardrules._rules.dialects import Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
+
+if TYPE_CHECKING:
+    from shardrules._plan.plan import Plan
 
 FORMAT: Final = "shardrules lock 2"
 _FORMAT_1: Final = "shardrules lock 1"
@@ -95,7 +95,7 @@ _RULE_OF: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
 _PROBLEMS: Final = {"unmatched": UNMATCHED_LEAVES, "ambiguous": AMBIGUOUS_LEAVES}
 
 
-def plan_fingerprint(columns: Columns) -> str:
+def plan_fingerprint(columns: Plan) -> str:
     return leaves_digest(columns.axis_sizes, columns.paths, columns.kind_of, columns.kinds)
 
 
@@ -141,7 +141,7 @@ def _length(path: str) -> int:
     return len(path) if path.isascii() else len(ascii(path))
 
 
-def lock_text(columns: Columns) -> str:
+def lock_text(columns: Plan) -> str:
     """Write `Plan.lock`."""
     _check_lockable(columns.paths)
     folded = sorted(columns.folded, key=lambda paths: paths.pattern)
@@ -197,8 +197,8 @@ def _each_json(texts: list[str]) -> list[str]:
     return json.dumps(texts, separators=("\n", ":"))[1:-1].split("\n") if texts else []
 
 
-def read_lock(data: bytes, name: str) -> Columns:
-    """Read a plan from a lock's content."""
+def read_lock(data: bytes, name: str) -> tuple[Leaves, list[Kind], dict[str, int]]:
+    """Read the leaves, their kinds and the mesh of a plan from a lock's content."""
     content = parse_json(Path(name), data)
     with lock_errors(name, _FIX):
         _check_format(content)
@@ -225,11 +225,8 @@ def read_lock(data: bytes, name: str) -> Columns:
             content["dialect"], rule_entries, leaves.patterns, leaves.decided_by
         )
         _check_digest("rules' fingerprint", content["rules_fingerprint"], of_rules)
-    return Columns(
-        Leaves(rules, tree, leaves.paths, leaves.paths, kind_of, leaves.types),
-        leaves.kinds,
-        axis_sizes,
-    )
+    found = Leaves(rules, tree, leaves.paths, leaves.paths, kind_of, leaves.types)
+    return found, leaves.kinds, axis_sizes
 
 
 def _check_format(content: Any) -> None:
@@ -251,7 +248,7 @@ def _check_digest(what: str, written: object, digest: str) -> None:
 
 
 class _Leaves:
-    """Columns that the entries of a lock stand for."""
+    """Plan that the entries of a lock stand for."""
 
     def __init__(self, rules: int, axis_sizes: dict[str, int]) -> None:
         self.paths: list[str] = []
@@ -348,14 +345,14 @@ def _read_kind(
     memory = entry.get("memory_kind")
     check_memory_kind("memory_kind", memory)
     what = entry.get("problem")
-    problem = PLACED
+    fit = Fit(spec=spec)
     if what is not None:
-        problem = _PROBLEMS.get(of_type(what, str)) or Problem("misfit", what)
-    return kind_on_mesh(
+        fit = _PROBLEMS.get(of_type(what, str)) or Fit(status="misfit", message=what)
+    return kind_of(
         leaf,
-        None,
-        Fit(spec if problem is PLACED else None, spec, problem=problem),
+        fit,
         axis_sizes,
+        _counted=spec,
         dim_rules=_read_dim_rules(leaf, entry, rules),
         origin="a lock",
         memory_kind=memory,

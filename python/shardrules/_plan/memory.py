@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.arguments import MOST, check_bytes
+from shardrules._base.arguments import MOST, as_tuple, check_bytes, check_type
 from shardrules._base.dtypes import given_bits
-from shardrules._base.rule_specs import MemoryKind, is_on_host
+from shardrules._base.rule_specs import MemoryKind, check_memory_kind, is_on_host
 from shardrules._base.specs import Entries
 from shardrules._base.text import answer, bytes_shown, printable_lines
+from shardrules._place.decider import Decider
 from shardrules._plan.device_bytes import DeviceClasses, Held, held_of
 from shardrules._plan.tables import guesses_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._plan.table import Columns
+    from shardrules._plan.plan import Plan
 
 _ON_DEVICE: Final = ("params", "gradients", "optimizer", "activations")
 
@@ -115,37 +118,51 @@ def room_of(hbm: int | None, host_memory: int | None) -> Room:
     return Room(hbm, host_memory)
 
 
-def training_bytes(
-    columns: Columns,
-    gradients: Any = None,
-    optimizer: Columns | tuple[Any, ...] | None = None,
-    optimizer_memory_kind: MemoryKind | None = None,
-    activations: Columns | None = None,
-) -> DeviceBytes:
-    """See `Plan.bytes_per_device`."""
-    classes, counted_bytes = _counted(
-        columns, gradients, optimizer, optimizer_memory_kind, activations
-    )
-    totals = (classes.each(totals) for totals in counted_bytes[:-1])
-    return DeviceBytes._make((*totals, counted_bytes.guessed))
+DTYPES: Final = "dtypes, one for each moment: Adam's two are ('float32', 'float32')"
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Arrays that training adds to the parameters: arguments of `Plan.bytes_per_device`."""
+
+    gradients: Any = None
+    optimizer: Plan | Iterable[Any] | None = None
+    optimizer_memory_kind: MemoryKind | None = None
+    activations: Plan | None = None
+
+    def __post_init__(self) -> None:
+        check_memory_kind("optimizer_memory_kind", self.optimizer_memory_kind)
+        check_type("activations", self.activations, Decider | None, "a Plan")
+        if not isinstance(self.optimizer, Decider | None):
+            what = f"{DTYPES}; or plan.for_optimizer(state)"
+            object.__setattr__(self, "optimizer", as_tuple("optimizer", self.optimizer, what))
+
+    def bytes_with(self, params: Plan) -> DeviceBytes:
+        """Count the bytes of the parameters and of what training adds to them."""
+        moments: Any = self.optimizer
+        classes, counted_bytes = _counted(
+            params, self.gradients, moments, self.optimizer_memory_kind, self.activations
+        )
+        totals = (classes.each(totals) for totals in counted_bytes[:-1])
+        return DeviceBytes._make((*totals, counted_bytes.guessed))
 
 
 def by_class(
-    columns: Columns,
+    plan: Plan,
     gradients: Any = None,
-    optimizer: Columns | tuple[Any, ...] | None = None,
+    optimizer: Plan | tuple[Any, ...] | None = None,
     optimizer_memory_kind: MemoryKind | None = None,
 ) -> DeviceBytes:
     """Return `DeviceBytes` with a number for each class of devices that hold equal bytes."""
-    return _counted(columns, gradients, optimizer, optimizer_memory_kind)[1]
+    return _counted(plan, gradients, optimizer, optimizer_memory_kind)[1]
 
 
 def _counted(
-    columns: Columns,
+    plan: Plan,
     gradients: Any,
-    optimizer: Columns | tuple[Any, ...] | None,
+    optimizer: Plan | tuple[Any, ...] | None,
     optimizer_memory_kind: MemoryKind | None,
-    activations: Columns | None = None,
+    activations: Plan | None = None,
 ) -> tuple[DeviceClasses, DeviceBytes]:
     if optimizer is None and optimizer_memory_kind is not None:
         raise ValueError(
@@ -156,7 +173,7 @@ def _counted(
 
     def count(
         part: str,
-        source: Columns,
+        source: Plan,
         counts: list[int],
         arrays: list[Held],
         memory: MemoryKind | None = None,
@@ -165,54 +182,59 @@ def _counted(
             on_host = is_on_host(memory or kind.memory_kind)
             parts["host" if on_host else part].append((leaves, array))
 
-    of_state = columns._leaves.state_counts
-    of_activations = columns._leaves.activation_counts
-    of_params = (columns.counts - of_state - of_activations).tolist()
-    count("params", columns, of_params, columns._held)
-    count("optimizer", columns, of_state.tolist(), columns._held)
-    count("activations", columns, of_activations.tolist(), columns._held)
+    of_state = plan._leaves.state_counts
+    of_activations = plan._leaves.activation_counts
+    of_params = (plan.counts - of_state - of_activations).tolist()
+    count("params", plan, of_params, _held(plan))
+    count("optimizer", plan, of_state.tolist(), _held(plan))
+    count("activations", plan, of_activations.tolist(), _held(plan))
     is_training = not (gradients is None or gradients is False) or isinstance(optimizer, tuple)
-    with_gradients = columns._leaves.gradient_counts.tolist() if is_training else []
+    with_gradients = plan._leaves.gradient_counts.tolist() if is_training else []
     if gradients is not None and gradients is not False:
-        arrays = columns._held
+        arrays = _held(plan)
         if gradients is not True:
-            arrays = _like_params(columns, given_bits("gradients", gradients))
+            arrays = _like_params(plan, given_bits("gradients", gradients))
         # They are made on the device, wherever the parameters come from.
-        count("gradients", columns, with_gradients, arrays, "device")
+        count("gradients", plan, with_gradients, arrays, "device")
     if isinstance(optimizer, tuple):
         for position, dtype in enumerate(optimizer):
-            arrays = _like_params(columns, given_bits(f"optimizer[{position}]", dtype))
-            count("optimizer", columns, with_gradients, arrays, optimizer_memory_kind)
+            arrays = _like_params(plan, given_bits(f"optimizer[{position}]", dtype))
+            count("optimizer", plan, with_gradients, arrays, optimizer_memory_kind)
     elif optimizer is not None:
-        _check_same_mesh("the optimizer's", optimizer, columns)
+        _check_same_mesh("the optimizer's", optimizer, plan)
         counts = optimizer.counts.tolist()
-        count("optimizer", optimizer, counts, optimizer._held, optimizer_memory_kind)
+        count("optimizer", optimizer, counts, _held(optimizer), optimizer_memory_kind)
     if activations is not None:
-        _check_same_mesh("the activations'", activations, columns)
-        count("activations", activations, activations.counts.tolist(), activations._held)
+        _check_same_mesh("the activations'", activations, plan)
+        count("activations", activations, activations.counts.tolist(), _held(activations))
     all_arrays = (array for part in parts.values() for _, array in part)
-    classes = DeviceClasses(all_arrays, columns.axis_sizes)
+    classes = DeviceClasses(all_arrays, plan.axis_sizes)
     nothing = classes.total(())
     totals = (classes.total(part) if part else nothing for part in parts.values())
-    return classes, DeviceBytes._make((*totals, columns._leaves.guessed))
+    return classes, DeviceBytes._make((*totals, plan._leaves.guessed))
 
 
-def _check_same_mesh(whose: str, plan: Columns, columns: Columns) -> None:
+def _held(plan: Plan) -> list[Held]:
+    """Return, per kind, what the devices hold of one leaf."""
+    return [kind._held for kind in plan.kinds]
+
+
+def _check_same_mesh(whose: str, other: Plan, plan: Plan) -> None:
     # With the axes in another order, the arrays would have other dimensions.
-    if not columns._is_on(plan.axis_sizes):
+    if not plan._is_on(other.axis_sizes):
         raise ValueError(
-            f"{whose} plan is for the mesh {plan.axis_sizes}, this one for {columns.axis_sizes}"
+            f"{whose} plan is for the mesh {other.axis_sizes}, this one for {plan.axis_sizes}"
         )
 
 
-def _like_params(columns: Columns, bits: int) -> list[Held]:
+def _like_params(plan: Plan, bits: int) -> list[Held]:
     """Return per kind, an array like its leaves, of another dtype; nothing for what is no array."""
     return [
         held_of(
             kind.shape or (),
             0 if kind.shape is None else bits,
             kind._counted or Entries(),
-            columns.axis_sizes,
+            plan.axis_sizes,
         )
-        for kind in columns.kinds
+        for kind in plan.kinds
     ]

@@ -24,17 +24,9 @@ from shardrules._place.boxes import (
 from shardrules._place.named_arrays import NO_RULES, by_row, names_beside
 from shardrules._place.shardings import bound_spec, local_sizes
 from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
-from shardrules._plan.resolve import (
-    Fit,
-    OnMesh,
-    Problem,
-    SizedMesh,
-    fitted,
-    kind_on_mesh,
-    loss_of,
-)
-from shardrules._plan.survey import survey
-from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, Loss
+from shardrules._plan.kinds import REPLICATED, Fit, Kind, Loss, fitted, kind_of, loss_of
+from shardrules._plan.leaves import NO_RULE_NEEDED, LeafType, Leaves, survey
+from shardrules._plan.resolve import OnMesh, SizedMesh
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.names import checked_names
 from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in, repeated, resolver_for
@@ -103,16 +95,11 @@ def plan_named(leaves: Leaves, rules: LogicalRules) -> OnMesh:
 
 
 def by_names(
-    leaves: Leaves,
-    rules: LogicalRules,
-    mesh: SizedMesh,
-    *,
-    may_lack: frozenset[str] = frozenset(),
-) -> Columns:
+    leaves: Leaves, rules: LogicalRules, mesh: SizedMesh, may_lack: frozenset[str]
+) -> tuple[Leaves, list[Kind]]:
     """Put the leaves on the mesh, as `by_rules` does."""
     on_mesh = _NamesOnMesh(rules, mesh, may_lack.union(rules.optional_axes))
-    kinds = list(map(on_mesh.kind, leaves.types))
-    return Columns(leaves, kinds, mesh.axis_sizes, mesh.explicit_axes)
+    return leaves, list(map(on_mesh.kind, leaves.types))
 
 
 class _NamesOnMesh:
@@ -132,28 +119,24 @@ class _NamesOnMesh:
     def kind(self, leaf: LeafType) -> Kind:
         """Return the kind of such leaves."""
         if leaf.names is None or leaf.shape is None:
-            return kind_on_mesh(leaf, None, Fit(Entries()), self._axis_sizes)
+            return kind_of(leaf, REPLICATED, self._axis_sizes)
         if twice := repeated(leaf.names, self._here.dialect):
-            problem = Problem(
-                "misfit",
-                f"the names {leaf.names} have {', '.join(map(repr, twice))} more than once",
-                "give each dimension a name of its own, or None",
-            )
-            return kind_on_mesh(leaf, None, Fit(None, problem=problem), self._axis_sizes)
+            why = f"the names {leaf.names} have {', '.join(map(repr, twice))} more than once"
+            fix = "give each dimension a name of its own, or None"
+            return kind_of(leaf, Fit(status="misfit", message=why, fix=fix), self._axis_sizes)
         by_names_alone = self._anywhere.resolve(leaf.names)
         resolution = self._here.resolve(leaf.names, leaf.shape)
         bound = self._bound(_assigned_entries(by_names_alone))
         entries = self._here.without_ones(_assigned_entries(resolution), self._axis_sizes)
-        fit = fitted(self._bound(entries), leaf.shape)
-        lost = self._lost_to_other_rules(bound, by_names_alone, resolution, leaf.shape)
-        return kind_on_mesh(
-            leaf,
-            bound.spec,
-            fit._replace(losses=(*lost, *fit.losses)),
-            self._axis_sizes,
+        fit = fitted(
+            self._bound(entries),
+            leaf.shape,
+            self._lost_to_other_rules(bound, by_names_alone, resolution, leaf.shape),
+            wanted=bound.spec,
             dim_rules=tuple(resolution.winners),
             lost_rules=tuple(resolution.lost),
         )
+        return kind_of(leaf, fit, self._axis_sizes)
 
     def _bound(self, spec: Entries) -> SpecOnMesh:
         """Bind the spec of the rules that win to the mesh."""

@@ -1,44 +1,52 @@
-"""`plan`: the spec of every leaf of a tree on a mesh, before any device is touched; and `Plan`."""
+"""`Plan`: the shardings of the leaves of a tree on a mesh, and the questions that it answers."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-from shardrules._base.arguments import as_tuple, check_items, check_type, strings
-from shardrules._base.correction import Correction
-from shardrules._base.dtypes import given_dtype
-from shardrules._base.mistakes import check_arrays, in_order
-from shardrules._base.rule_specs import MemoryKind, check_memory_kind
-from shardrules._base.text import mesh_shown
-from shardrules._place.boxes import unboxed
-from shardrules._place.decider import (
-    ByNames,
-    ByPaths,
-    BySpecs,
-    Decider,
-    RulesLike,
-    as_decider,
+import numpy as np
+
+from shardrules._base.arguments import (
+    as_tuple,
+    check_bytes,
+    check_file,
+    check_items,
+    check_type,
+    integer,
+    strings,
 )
+from shardrules._base.atomic_write import write_text
+from shardrules._base.dtypes import given_dtype
+from shardrules._base.mistakes import check_arrays
+from shardrules._base.rule_specs import MemoryKind, check_memory_kind, plain_spec
+from shardrules._base.specs import Entries
+from shardrules._base.text import MOST_HTML, mesh_shown
+from shardrules._place.boxes import unboxed
+from shardrules._place.decider import ByNames, ByPaths, Decider, RulesLike, as_decider
 from shardrules._place.mesh import AnyMesh, MeshLike, as_mesh, has_devices, resolve_mesh
 from shardrules._place.shardings import Decided, check_memory_on_mesh
-from shardrules._plan.companions import Companion
-from shardrules._plan.findings import NOTHING, Declared
-from shardrules._plan.names import check_rules_are_for_paths, plan_by_names, plan_named
+from shardrules._plan.align import PlannedLeaves, leaves_in_plan, survey_planned
+from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
+from shardrules._plan.fold import Folded
+from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
+from shardrules._plan.leaves import Leaves, survey
+from shardrules._plan.memory import DeviceBytes, Training, room_of
+from shardrules._plan.names import plan_named
 from shardrules._plan.resolve import (
     OnMesh,
     SizedMesh,
     by_plan,
-    mesh_of_shardings,
-    plan_by_rules,
     plan_by_specs,
     plan_leaves,
     sized_mesh,
 )
+from shardrules._plan.show import plan_text, table_html
 from shardrules._plan.state import (
     Zero1,
     by_parameters,
@@ -46,95 +54,28 @@ from shardrules._plan.state import (
     gradients_of,
     leaves_with_gradients,
 )
-from shardrules._plan.survey import PlannedLeaves, leaves_in_plan, survey, survey_planned
-from shardrules._plan.table import Columns
-from shardrules._plan.views import Views
 from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.matcher import Coverage
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from shardrules._plan.diff import PlanDiff
+    from shardrules._plan.explain import Explanation
+    from shardrules._plan.report import CompiledProgram, CompiledTime, Proposal, Proposed, Solved
+    from shardrules._plan.sweep import Sweep
     from shardrules._plan.transfer import Transfer
+    from shardrules._program.topologies.topology import Topology
+
+_MOST_IN_NOTEBOOK: Final = 100_000  # leaves; a check of more takes long
+_PATH: Final = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys of that leaf"
 
 
-@in_order("tree", "rules", "mesh")
-def plan(
-    tree: Any,
-    rules: RulesLike,
-    mesh: MeshLike | None = None,
-    *,
-    correction: Correction | None = None,
-    companions: Iterable[Companion] = (),
-    names: Any = None,
-) -> Plan:
-    """Plan how each leaf of the tree is sharded on the mesh, and why.
-
-    The specs are those of `named_shardings`. A leaf that gets none is a finding of `Plan.check`,
-    and an error only when the specs are asked for. No device is needed, and no array is kept.
-
-    Args:
-        tree: Any pytree of arrays or abstract arrays; only `.shape` and `.dtype` are read.
-        rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; PartitionSpecs or NamedShardings,
-            one for all leaves or a tree of them, as rules for exactly these paths; or another
-            `Plan`, which has leaves of the same paths and shapes.
-        mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: that of the shardings or the
-            other plan, or else of the context.
-        correction: For specs: the policies for those that do not fit. Default: `Correction()`.
-            Rules have their own.
-        companions: Leaves that follow the rules of other paths, such as those of `LORA`,
-            `QUANTIZED` or `stacked`. The first that finds a leaf's path counts, and so for the path
-            of its base. For rules of paths.
-        names: For `LogicalRules`, the logical axis names of the arrays: a tree of tuples or
-            PartitionSpecs of names, or {path: names}. Default: those in the tree's boxes, nnx
-            Variables or haliax arrays.
-
-    Raises:
-        ValueError: There is no mesh, a dimension is negative, a dtype is unknown, or names do not
-            fit the tree.
-        TypeError: A rule's spec cannot be made a PartitionSpec; a shape is not one; the tree is not
-            a tree of arrays; pairs are for the logical axis names of the tree's boxes; or the rules
-            are `LogicalRules`, and nothing has names.
-
-    Example:
-        >>> import jax
-        >>> import shardrules as sr
-        >>> tree = {"wq": jax.ShapeDtypeStruct((512, 30), "bfloat16")}
-        >>> plan = sr.plan(tree, [("wq", ("fsdp", "tp"))], {"fsdp": 8, "tp": 4})
-        >>> plan.bytes_per_device().max
-        3840
-    """
-    decider = as_decider("rules", rules, correction, names)
-    records = as_tuple("companions", companions, _COMPANIONS)
-    check_items("companions", records, Companion, "a Companion, such as those of shardrules.LORA")
-    if records and not isinstance(decider, ByPaths):
-        raise ValueError("companions are for rules of paths alone: leave them out")
-    if isinstance(decider, Plan):
-        return decider._for(survey_planned(tree, decider._leaves), mesh)
-    if isinstance(decider, BySpecs) and mesh is None:
-        mesh = mesh_of_shardings(rules)
-    # A mesh of the context is taken now: later another one may be in force. One that is wrong is
-    # refused before the walk.
-    on = sized_mesh(mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh))
-    if isinstance(decider, ByNames):
-        on_mesh = plan_by_names(tree, decider.rules, names)
-    elif isinstance(decider, ByPaths):
-        check_rules_are_for_paths(decider.rules, tree)
-        on_mesh = plan_by_rules(tree, decider.rules, records)
-    else:
-        on_mesh = plan_by_specs(survey(tree, Rules(())), rules, correction)
-    columns = on_mesh(on)
-    if all(kind.shape is None for kind in columns.kinds):
-        check_arrays("tree", tree, needs_shape=True)
-    return Plan(columns, on_mesh, on.form)
-
-
-_COMPANIONS: Final = "Companion records: write shardrules.LORA, or [shardrules.stacked('layers')]"
-
-
-class Plan(Views, Decider):
+class Plan(Decider):
     """Shardings of the leaves of a tree on a mesh; from `shardrules.plan`.
 
-    Columns have a row for each leaf, in the order of the walk; what leaves have in common is in
+    `paths`, `kind_of` and the like have a row for each leaf, in the order of the walk; what leaves have in common is in
     `kinds`, once for each kind.
 
     Example:
@@ -146,13 +87,83 @@ class Plan(Views, Decider):
         layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)  512 B       256 B
     """
 
+    rules: Rules | LogicalRules
+    """The rules that decide the leaves."""
+    paths: list[str]
+    """The leaves' paths: a column."""
+    sources: list[str]
+    """The paths that rules match, of the leaves or of what they follow: a column."""
+    kind_of: npt.NDArray[np.int32]
+    """The index of each leaf's kind in `kinds`: a column, int32."""
+    kinds: list[Kind]
+    """The kinds of leaves: one record for all leaves that are alike."""
+    mesh: MeshLike
+    """The mesh that the tree is planned on, as it was given."""
+    axis_sizes: dict[str, int]
+    """Devices along each axis of `mesh`, in its order."""
+
     def __init__(
-        self, _value: Columns, _on_mesh: OnMesh, _mesh: MeshLike, _declared: Declared = NOTHING
+        self,
+        _leaves: Leaves,
+        _kinds: list[Kind],
+        _mesh: SizedMesh,
+        _on_mesh: OnMesh,
+        _declared: Declared = NOTHING,
     ) -> None:
-        vars(self).update(vars(_value), _on_mesh=_on_mesh, _mesh=_mesh, _declared=_declared)
+        self._leaves, self._mesh, self._on_mesh, self._declared = (
+            _leaves,
+            _mesh,
+            _on_mesh,
+            _declared,
+        )
+        self.rules, self.paths, self.sources = _leaves.rules, _leaves.paths, _leaves.sources
+        self.kind_of, self.kinds = _leaves.kind_of, _kinds
+        self.mesh, self.axis_sizes = _mesh
+
+    @classmethod
+    def _of(
+        cls,
+        on_mesh: OnMesh,
+        mesh: SizedMesh,
+        declared: Declared = NOTHING,
+        may_lack: frozenset[str] = frozenset(),
+    ) -> Plan:
+        return cls(*on_mesh(mesh, may_lack), mesh, on_mesh, declared)
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """The number of leaves of each kind, int64."""
+        return self._leaves.counts
+
+    @property
+    def folded(self) -> list[Folded]:
+        """Siblings folded: patterns such as `layers/{0..60}/w`, a kind each."""
+        return self._leaves.folded
+
+    @cached_property
+    def rule(self) -> npt.NDArray[np.int32]:
+        """The index of the rule that decides each leaf, or -1: a column, int32."""
+        rules = [-1 if kind.rule is None else kind.rule for kind in self.kinds]
+        return np.array(rules, np.int32)[self.kind_of]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all leaves together, exactly where int64 is too small for the sum."""
+        counted = zip(self.kinds, self.counts.tolist(), strict=True)
+        return sum(kind.bytes * count for kind, count in counted)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of the mesh."""
+        return prod(self.axis_sizes.values())
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """The number of leaves that each rule matches and wins, among those that need a rule."""
+        return coverage_of(self._leaves, self.kinds)
 
     def __getstate__(self) -> dict[str, Any]:
-        if has_devices(self._mesh):
+        if has_devices(self.mesh):
             raise TypeError(
                 "a plan on a Mesh of devices cannot be pickled, as devices cannot: pickle "
                 "plan.on_mesh(mesh.abstract_mesh), which the other process puts on its own mesh "
@@ -165,6 +176,12 @@ class Plan(Views, Decider):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __repr__(self) -> str:
+        return plan_text(self)
 
     def on_mesh(self, mesh: MeshLike) -> Plan:
         """Put the same leaves and rules on another mesh; the tree is not walked again.
@@ -179,7 +196,7 @@ class Plan(Views, Decider):
             >>> plan.on_mesh({"tp": 8}).bytes_per_device().max
             16
         """
-        return self._put_on(mesh, self._on_mesh, self._declared)
+        return Plan._of(self._on_mesh, _sized(mesh), self._declared)
 
     def with_rules(self, rules: RulesLike) -> Plan:
         """Plan the same leaves and mesh by other rules; the tree is not walked again.
@@ -202,7 +219,7 @@ class Plan(Views, Decider):
         """
         decider = as_decider("rules", rules)
         if isinstance(decider, Plan):
-            return decider._for(leaves_in_plan(self._leaves, decider._leaves), self._mesh)
+            return decider._for(leaves_in_plan(self._leaves, decider._leaves), self.mesh)
         if isinstance(self.rules, LogicalRules) != isinstance(decider, ByNames):
             raise TypeError(
                 "rules: the plan has logical rules: give LogicalRules, or plan the tree itself"
@@ -216,104 +233,7 @@ class Plan(Views, Decider):
         else:
             on_mesh = plan_by_specs(self._leaves, rules)
         # What was declared is about the rules of this plan.
-        return self._put_on(self._mesh, on_mesh, NOTHING)
-
-    def _put_on(self, mesh: MeshLike, on_mesh: OnMesh, declared: Declared) -> Plan:
-        on = sized_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
-        return Plan(on_mesh(on), on_mesh, on.form, declared)
-
-    def _declaring(self, declared: Declared) -> Plan:
-        """Return the same plan, with what `check` is to know about its rules."""
-        return Plan(self, self._on_mesh, self._mesh, declared)
-
-    def _for(self, tree: PlannedLeaves, mesh: MeshLike | None) -> Plan:
-        """Plan another tree with leaves of this one, on this mesh or another."""
-        planned = self if mesh is None else self.on_mesh(mesh)
-        follow = partial(by_plan, tree=tree)
-        on_mesh = partial(_put_followers, planned, self._on_mesh, follow, None)
-        return Plan(follow(planned), on_mesh, planned._mesh, self._declared)
-
-    def _follow(self, follow: Callable[[Columns], Columns], memory_kind: MemoryKind | None) -> Plan:
-        """Plan leaves that follow those of this plan."""
-        on_mesh = partial(_put_followers, self, self._on_mesh, follow, memory_kind)
-        return Plan(on_mesh(sized_mesh(self.mesh)), on_mesh, self._mesh, self._declared)
-
-    def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
-        return {resolve_mesh(self.mesh if mesh is None else mesh)}
-
-    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
-        from shardrules._plan import trees
-
-        planned = self if mesh is None else self.on_mesh(mesh)
-        leaves, rows = survey_planned(tree, self._leaves)
-        return trees.decided_in(planned, planned.mesh, tree, leaves.tree, rows)
-
-    @classmethod
-    def from_lock(cls, lock: str | Path) -> Plan:
-        """Read a locked plan, with the specs as they were decided then.
-
-        Its tree is a flat dict of the paths. It cannot be put on another mesh.
-
-        Args:
-            lock: A lock's text, or its file.
-
-        Raises:
-            FileError: It is not a lock; a ValueError.
-        """
-        from shardrules._plan.lock import read_lock
-        from shardrules._plan.lock_texts import content_of
-
-        check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
-        columns = read_lock(*content_of(lock, "Plan.lock"))
-        return cls(columns, partial(_put_locked, columns), columns.axis_sizes)
-
-    def diff(self, other: Plan) -> PlanDiff:
-        """Compare with another plan: rules, new and missing leaves, other shardings.
-
-        Example:
-            >>> import jax, shardrules as sr
-            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
-            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
-            >>> print(plan.diff(sr.plan(tree, [("w", ())], {"tp": 2})))
-            rules: 1 changed (0)
-            ~ w  P('tp', None) -> P()  (+64 B on each device)
-            1 leaf changed; 64 B -> 128 B on the fullest device
-        """
-        from shardrules._plan import diff
-
-        check_type("other", other, Plan, "a Plan")
-        return diff.plan_diff(self, other)
-
-    def transfer(self, other: Plan) -> Transfer:
-        """Count what moves from these shardings to those of another plan of the same leaves.
-
-        What a device holds already it need not receive. Between two meshes of devices these are
-        the same devices, in whatever order. If one of the meshes has none, such as a dict, device
-        i of one mesh is device i of the other, both in row-major order.
-
-        Args:
-            other: A plan of leaves with the same paths, shapes and dtypes, on any mesh.
-
-        Raises:
-            ValueError: The leaves are not the same; a leaf gets no sharding, or has unreduced or
-                unconstrained axes; or there are more than 2**27 pairs of a kind and a device.
-
-        Example:
-            >>> import jax, shardrules as sr
-            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
-            >>> trainer = sr.plan(tree, [("w", ("fsdp", "tp"))], {"fsdp": 4, "tp": 1})
-            >>> print(moved := trainer.transfer(trainer.on_mesh({"fsdp": 1, "tp": 2})))
-            fsdp=4,tp=1 -> fsdp=1,tp=2: 2 devices in both
-            96 B received in all; at most 48 B by a device, at most 32 B sent by one
-            path  leaves  shape   dtype     spec             received  most by a device
-            w          1  [8, 8]  bfloat16  P('fsdp', 'tp')      96 B              48 B
-            >>> moved.received, moved.sent.ravel()
-            (array([[48, 48]]), array([16, 16, 32, 32]))
-        """
-        from shardrules._plan import transfer
-
-        check_type("other", other, Plan, "a Plan")
-        return transfer.transfer(self, other, transfer.places_in(self.mesh, other.mesh))
+        return Plan._of(on_mesh, self._mesh)
 
     def for_optimizer(
         self, state: Any, *, zero1: str | Zero1 | None = None, memory_kind: MemoryKind | None = None
@@ -410,24 +330,571 @@ class Plan(Views, Decider):
         follow = partial(gradients_of, leaves=leaves, unreduced=strings("unreduced", unreduced))
         return self._follow(follow, None)
 
+    def check(
+        self,
+        *,
+        large: int = DEFAULT_LARGE,
+        replicated: Iterable[str | re.Pattern[str]] = (),
+        optional_axes: Iterable[str] = (),
+        data_axes: Iterable[str] = (),
+        head_dim: int | None = None,
+        hbm: int | None = None,
+        levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
+    ) -> Findings:
+        """Check the coverage: no leaf is replicated and no rule ignored without a finding.
 
-def _put_locked(columns: Columns, mesh: SizedMesh, **_: frozenset[str]) -> Columns:
-    if not columns._is_on(mesh.axis_sizes):
-        raise ValueError(f"a locked plan is for the mesh {mesh_shown(columns.axis_sizes)} alone")
-    return replace(columns, _explicit_axes=mesh.explicit_axes)
+        | you have | it looks |
+        |---|---|
+        | rules, and a tree of shapes | `plan.check()` |
+        | a step, as a function | `sr.prove(step, plan, batch, on=...)` |
+        | an executable that you compiled | `sr.verify(compiled, (plan, None), plan)` |
+        | live arrays | `sr.audit(params, plan)` |
+
+        A plan of `suggest` knows what its rules declare; arguments add to that.
+
+        The kinds of findings, with their levels and meanings, are in docs/findings.md.
+
+        Args:
+            large: Minimum bytes on a device for a replicated leaf or a correction to be a warning.
+                Default: 16 MiB. What is large only together with others must also be more than 2 %
+                of the fullest device's bytes.
+            replicated: Patterns, searched in the paths, of leaves that are meant to be replicated.
+            optional_axes: As in `plan`: the findings are those of a plan with these axes too.
+            data_axes: Mesh axes that cut batches and sequences alone, such as "dp".
+            head_dim: Size of an attention head. Default: that of a `q_norm` or `k_norm` beside the
+                projections, if there is one.
+            hbm: Bytes of memory of a device, into which the leaves are to fit. Default: any.
+            levels: Other levels by kind of finding: "error", "warning", "info" or "off".
+
+        Returns:
+            All findings, the worst first.
+
+        Raises:
+            ValueError: A kind or a level does not exist.
+            re.error: A pattern is invalid.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
+            >>> plan = sr.plan(tree, [("kernel", "tp"), (".*", ())], {"tp": 8})
+            >>> [(finding.level, finding.kind) for finding in plan.check()]
+            [('error', 'catch-all'), ('warning', 'dead'), ('info', 'unused-axis')]
+        """
+        from shardrules._plan import check
+
+        check_bytes("large", large)
+        check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
+        patterns = as_tuple("replicated", replicated, "patterns")
+        if patterns:
+            check_items("replicated", patterns, str | re.Pattern, "a pattern")
+        arguments = Declared(
+            replicated=patterns,
+            optional_axes=strings("optional_axes", optional_axes),
+            data_axes=strings("data_axes", data_axes),
+        )
+        declared = all_declared(self._declared, arguments)
+        size = None if head_dim is None else integer("head_dim", head_dim, least=1)
+        plan = self
+        if any(loss.is_error for kind in self.kinds for loss in kind.losses):
+            plan = self._on(self._mesh, frozenset(declared["optional_axes"]))
+        return check.run_checks(
+            plan,
+            large=large,
+            declared=declared,
+            head_dim=size,
+            hbm=room_of(hbm, None).hbm,
+            levels=levels,
+        )
+
+    def bytes_per_device(
+        self,
+        *,
+        gradients: Any = None,
+        optimizer: Self | Iterable[Any] | None = None,
+        optimizer_memory_kind: MemoryKind | None = None,
+        activations: Self | None = None,
+    ) -> DeviceBytes:
+        """Count the bytes on each device and in the host's memory, uneven shards included.
+
+        `DeviceBytes` says which leaves count as parameters, as the optimizer's or as activations.
+
+        Args:
+            gradients: The dtype of gradients, which are sharded like the parameters; True for the
+                parameters' own dtypes. Default: none are counted.
+            optimizer: The optimizer's state, if it is not in the tree: its plan, or the dtypes of
+                its moments, which have the parameters' shapes and specs. Adam has two.
+            optimizer_memory_kind: The memory of the state that `optimizer` gives, such as
+                "pinned_host". Default: that of its plan, or of the parameters.
+            activations: The plan of the activations that are there at once, if they are not in the
+                tree.
+
+        Raises:
+            ValueError: The plan of the optimizer or the activations is for another mesh; a dtype or
+                a memory kind is unknown; or there is a memory kind for no optimizer.
+            TypeError: The optimizer is neither a plan nor dtypes, such as its name; or the
+                activations are no plan.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"dp": 1, "tp": 2})
+            >>> adam = ("float32", "float32")
+            >>> plan.bytes_per_device(gradients="float32", optimizer=adam).total
+            array([[448, 448]])
+            >>> print(plan.bytes_per_device(optimizer=adam, optimizer_memory_kind="pinned_host"))
+            64 B on the fullest device: params 64 B; 256 B in the host's memory
+        """
+        training = Training(gradients, optimizer, optimizer_memory_kind, activations)
+        return training.bytes_with(self)
+
+    def sweep(
+        self,
+        meshes: Iterable[Mapping[str, int]] | None = None,
+        *,
+        devices: int | str | Topology | None = None,
+        axes: Iterable[str] | None = None,
+        fixed: Mapping[str, int] | None = None,
+        hbm: int | None = None,
+        host_memory: int | None = None,
+        gradients: Any = None,
+        optimizer: Iterable[Any] | None = None,
+        optimizer_memory_kind: MemoryKind | None = None,
+    ) -> Sweep:
+        """Put the leaves and rules on many meshes: bytes per device, and what fits.
+
+        Args:
+            meshes: The meshes, each of which may lack axes of the others. Default: all
+                factorizations of `devices` over `axes`.
+            devices: Devices of these factorizations; or the name of a `Topology`, such as
+                "v5p:8x8x8", for the meshes that JAX builds on it without splitting a dimension of
+                the torus. Default: as many as the plan has.
+            axes: Axes of these factorizations. Default: those of the plan that are not in `fixed`.
+            fixed: Further axes, with the size that each has in all meshes.
+            hbm: Bytes of memory of a device, for `SweepRow.fits`. Default: those of the topology.
+            host_memory: Bytes of the host's memory for each of its devices, for the same.
+            gradients: As in `bytes_per_device`.
+            optimizer: The dtypes of the optimizer's moments, as in `bytes_per_device`.
+            optimizer_memory_kind: As in `bytes_per_device`.
+
+        Returns:
+            A row for each mesh, those with the fewest problems first, of these what fits, of these
+            the fewest bytes. What differs by less than 5 %, or by less than 5 % of `hbm`, is a tie.
+            Then the fewest devices along axes that do not split tokens, by their names, come first,
+            then the fewest corrections, then bytes.
+
+        Raises:
+            ValueError: A mesh is invalid, there are no axes, or there are more than 10,000 meshes.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"dp": 1, "tp": 4})
+            >>> [(row.mesh, row.bytes) for row in plan.sweep()]
+            [({'dp': 1, 'tp': 4}, 32), ({'dp': 2, 'tp': 2}, 64), ({'dp': 4, 'tp': 1}, 128)]
+        """
+        from shardrules._plan import sweep
+
+        return sweep.sweep_meshes(
+            self, meshes, devices=devices, axes=axes, fixed=fixed, hbm=hbm,
+            host_memory=host_memory, gradients=gradients, optimizer=optimizer,
+            optimizer_memory_kind=optimizer_memory_kind,
+        )  # fmt: skip
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """Compare with another plan: rules, new and missing leaves, other shardings.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+            >>> print(plan.diff(sr.plan(tree, [("w", ())], {"tp": 2})))
+            rules: 1 changed (0)
+            ~ w  P('tp', None) -> P()  (+64 B on each device)
+            1 leaf changed; 64 B -> 128 B on the fullest device
+        """
+        from shardrules._plan import diff
+
+        check_type("other", other, Plan, "a Plan")
+        return diff.plan_diff(self, other)
+
+    def transfer(self, other: Plan) -> Transfer:
+        """Count what moves from these shardings to those of another plan of the same leaves.
+
+        What a device holds already it need not receive. Between two meshes of devices these are
+        the same devices, in whatever order. If one of the meshes has none, such as a dict, device
+        i of one mesh is device i of the other, both in row-major order.
+
+        Args:
+            other: A plan of leaves with the same paths, shapes and dtypes, on any mesh.
+
+        Raises:
+            ValueError: The leaves are not the same; a leaf gets no sharding, or has unreduced or
+                unconstrained axes; or there are more than 2**27 pairs of a kind and a device.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> trainer = sr.plan(tree, [("w", ("fsdp", "tp"))], {"fsdp": 4, "tp": 1})
+            >>> print(moved := trainer.transfer(trainer.on_mesh({"fsdp": 1, "tp": 2})))
+            fsdp=4,tp=1 -> fsdp=1,tp=2: 2 devices in both
+            96 B received in all; at most 48 B by a device, at most 32 B sent by one
+            path  leaves  shape   dtype     spec             received  most by a device
+            w          1  [8, 8]  bfloat16  P('fsdp', 'tp')      96 B              48 B
+            >>> moved.received, moved.sent.ravel()
+            (array([[48, 48]]), array([16, 16, 32, 32]))
+        """
+        from shardrules._plan import transfer
+
+        check_type("other", other, Plan, "a Plan")
+        return transfer.transfer(self, other, transfer.places_in(self.mesh, other.mesh))
+
+    def explain(self, path: str) -> Explanation:
+        """Explain why the leaf of this path gets its spec, rule by rule, and each correction.
+
+        Args:
+            path: A leaf's path; or what stands for leaves that are alike, the first of which is
+                explained: a folded path of the table, a glob with `*` and `?`, which may be
+                separators too, the end of paths, from one component on, or components inside.
+
+        Raises:
+            KeyError: No leaf has this path, and the message has the nearest ones; or leaves of
+                several folded paths have it, and the message has these.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> layer = {"up": {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}}
+            >>> plan = sr.plan({"layers": [layer] * 4}, [("w", "tp")], {"tp": 2})
+            >>> why = plan.explain("up/w")
+            >>> why.path, why.leaves, plan.explain("layers/*/w") == why
+            ('layers/0/up/w', 4, True)
+        """
+        from shardrules._plan import explain, path_query
+
+        check_type("path", path, str, _PATH)
+        return explain.explanation(self, *path_query.find(self, path))
+
+    def specs(self) -> Any:
+        """Return the tree of PartitionSpecs, corrected; those of `named_shardings`.
+
+        Raises:
+            ValueError: Some leaves get no spec. The message has their number, and lists the first.
+        """
+        from shardrules._plan import trees
+
+        return trees.spec_tree(self)
+
+    def shardings(self) -> Any:
+        """Return the tree of NamedShardings; on a dict of sizes they have an AbstractMesh.
+
+        Raises:
+            ValueError: As `specs`.
+        """
+        from shardrules._plan import trees
+
+        return trees.sharding_tree(self, self.mesh)
+
+    def abstract(self) -> Any:
+        """Return ShapeDtypeStructs with their shardings, to restore a checkpoint into.
+
+        haliax's arrays come without their NamedArrays; its guide puts shardings into them.
+
+        Raises:
+            ValueError: As `specs`.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).abstract()["w"].sharding.spec[0]
+            'tp'
+        """
+        from shardrules._plan import trees
+
+        return trees.abstract_tree(self, self.mesh)
+
+    def fingerprint(self) -> str:
+        """Return 64 hex digits that change with any path, shape, dtype, spec, memory or mesh axis.
+
+        The same in every process and every run, whatever the order of the leaves.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
+            '229b934b'
+        """
+        from shardrules._plan.lock import plan_fingerprint
+
+        return plan_fingerprint(self)
+
+    def lock(self, path: str | Path | None = None) -> str:
+        """Write the plan as a text for version control: JSON, a line for each folded path.
+
+        Args:
+            path: A file to write it to as well.
+
+        Raises:
+            ValueError: There are more than a million leaves, two have the same path, or a name
+                cannot be written.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+            >>> sr.Plan.from_lock(plan.lock()).fingerprint() == plan.fingerprint()
+            True
+        """
+        from shardrules._plan.lock import lock_text
+
+        check_file("path", path)
+        text = lock_text(self)
+        if path is not None:
+            write_text(path, text)
+        return text
+
+    @classmethod
+    def from_lock(cls, lock: str | Path) -> Plan:
+        """Read a locked plan, with the specs as they were decided then.
+
+        Its tree is a flat dict of the paths. It cannot be put on another mesh.
+
+        Args:
+            lock: A lock's text, or its file.
+
+        Raises:
+            FileError: It is not a lock; a ValueError.
+        """
+        from shardrules._plan.lock import read_lock
+        from shardrules._plan.lock_texts import content_of
+
+        check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
+        leaves, kinds, axis_sizes = read_lock(*content_of(lock, "Plan.lock"))
+        return cls._of(partial(_put_locked, leaves, kinds, axis_sizes), sized_mesh(axis_sizes))
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        findings: Findings | None = None,
+        sweep: Sweep | None = None,
+        title: str = "Sharding plan",
+        hbm: int | None = None,
+        host_memory: int | None = None,
+        gradients: Any = None,
+        optimizer: Self | Iterable[Any] | None = None,
+        optimizer_memory_kind: MemoryKind | None = None,
+        program: CompiledProgram | None = None,
+        time: CompiledTime | None = None,
+        suggestion: Proposal | None = None,
+        solution: Solved | None = None,
+    ) -> str:
+        """Write the plan as one HTML page that works offline.
+
+        Args:
+            path: The file to write, if any; it is replaced in one step.
+            findings: The findings to show. Default: those of `check`.
+            sweep: Rows of a sweep with the same gradients and optimizer, for a chart of the bytes
+                by mesh. Default: no chart.
+            title: The page's title, such as the model's name.
+            hbm: Bytes of memory of a device: the page says whether the plan fits.
+            host_memory: Bytes of the host's memory for each of its devices, for the same.
+            gradients: As in `bytes_per_device`.
+            optimizer: As in `bytes_per_device`.
+            optimizer_memory_kind: As in `bytes_per_device`.
+            program: The `Program` of `inspect`, for a compiled step on the plan's mesh: the arrays
+                in the memory of a device at the peak, and all collectives. Default: neither.
+            time: The `ProgramTime` of `prove`, `proof.time`: a time line of what a device computes
+                and sends in a layer, and what of it is hidden. Default: none.
+            suggestion: The `Suggestion` of `suggest` for the same leaves, with which the page ends:
+                why each rule says what it says, and its bytes beside the plan's. Default: none.
+            solution: The `Solution` of `solve`: each class of dimensions, the axes that cut it, and
+                what a step costs with others. Default: none.
+
+        Returns:
+            The page.
+
+        Raises:
+            ValueError: The sweep counts other bytes for the plan's mesh; the program is for another
+                mesh; the suggestion is for other leaves; or as `bytes_per_device`.
+            TypeError: A suggestion comes with an optimizer that is a Plan.
+            OSError: The file cannot be written.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> page = sr.plan(tree, [("w", "tp")], {"tp": 2}).to_html()
+            >>> "Content-Security-Policy" in page
+            True
+        """
+        from shardrules._plan.report import (
+            CompiledProgram,
+            CompiledTime,
+            Proposal,
+            Solved,
+            report_data,
+            report_html,
+        )
+        from shardrules._plan.sweep import Sweep
+
+        check_file("path", path)
+        check_type("findings", findings, Findings | None, "the Findings of Plan.check")
+        check_type("sweep", sweep, Sweep | None, "the Sweep of Plan.sweep")
+        check_type("title", title, str, "a string")
+        room = room_of(hbm, host_memory)
+        check_type("program", program, CompiledProgram | None, "the Program of shardrules.inspect")
+        axis_sizes = self.axis_sizes if program is None else program.to_json()["mesh"]
+        if axis_sizes != self.axis_sizes:
+            raise ValueError(
+                f"program: it is for {mesh_shown(axis_sizes)}, the plan for "
+                f"{mesh_shown(self.axis_sizes)}: inspect a step that is compiled for this mesh"
+            )
+        check_type("time", time, CompiledTime | None, "the time of a Proof of shardrules.prove")
+        check_type(
+            "suggestion", suggestion, Proposal | None, "the Suggestion of shardrules.suggest"
+        )
+        check_type("solution", solution, Solved | None, "the Solution of shardrules.solve")
+        training = Training(gradients, optimizer, optimizer_memory_kind)
+        data = report_data(
+            self,
+            self.check() if findings is None else findings,
+            sweep,
+            title,
+            room=room,
+            budget=training.bytes_with(self),
+            proposed=None if suggestion is None else self._proposed(suggestion, training),
+            program=program,
+            time=time,
+            solution=solution,
+        )
+        page = report_html(data)
+        if path is not None:
+            write_text(path, page)
+        return page
+
+    def _proposed(self, suggestion: Proposal, training: Training) -> Proposed:
+        """Return other rules for these leaves, with their bytes counted in the same way."""
+        from shardrules._plan.report import Proposed
+
+        proposal: Plan = suggestion.plan
+        if (len(proposal.paths), proposal.total_bytes) != (len(self), self.total_bytes):
+            raise ValueError(
+                f"suggestion: it is for other leaves (number {len(proposal.paths):,}, bytes "
+                f"{proposal.total_bytes:,}) than the plan (number {len(self):,}, bytes "
+                f"{self.total_bytes:,}): suggest for the same model"
+            )
+        if isinstance(training.optimizer, Plan):
+            raise TypeError(
+                "suggestion: the optimizer's plan follows other rules; give the dtypes of its "
+                "moments as optimizer"
+            )
+        reasons = list(map(str, suggestion.reasons))
+        return Proposed(proposal, training.bytes_with(proposal), reasons)
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        table = table_html(self)
+        if len(self.paths) > _MOST_IN_NOTEBOOK:
+            return table
+        # In a frame of its own, whose scripts see nothing of the notebook.
+        page = (
+            "<details><summary>Treemap, findings and leaves</summary><iframe "
+            'sandbox="allow-scripts" style="width:100%;height:800px;border:0" title="Report" '
+            f'srcdoc="{escape(self.to_html())}"></iframe></details>'
+        )
+        return table + page if len(table) + len(page) <= MOST_HTML else table
+
+    def kind(self, path: str) -> Kind:
+        """Return the kind of the leaf of this path, which may be folded.
+
+        Raises:
+            KeyError: No leaf has this path; the message has the nearest ones.
+        """
+        return self.kinds[int(self.kind_of[self._row(path)])]
+
+    def source(self, path: str) -> str:
+        """Return the path that rules match for this leaf: its own, or that of what it follows.
+
+        Raises:
+            KeyError: As `kind`.
+        """
+        return self.sources[self._row(path)]
+
+    def _row(self, path: str) -> int:
+        from shardrules._plan import path_query
+
+        check_type("path", path, str, _PATH)
+        return path_query.row_of(self, path)
+
+    def _declaring(self, declared: Declared) -> Plan:
+        """Return the same plan, with what `check` is to know about its rules."""
+        return Plan(self._leaves, self.kinds, self._mesh, self._on_mesh, declared)
+
+    def _on(self, mesh: SizedMesh, may_lack: frozenset[str] = frozenset()) -> Plan:
+        """Return the plan on a mesh that may lack some axes; itself if it is there already."""
+        is_there = self._is_on(mesh.axis_sizes) and self._mesh.explicit_axes == mesh.explicit_axes
+        if is_there and not may_lack:
+            return self
+        return Plan._of(self._on_mesh, mesh, self._declared, may_lack)
+
+    def _is_on(self, axis_sizes: Mapping[str, int]) -> bool:
+        """Tell whether the mesh has these axes, in this order."""
+        return list(self.axis_sizes.items()) == list(axis_sizes.items())
+
+    def _for(self, tree: PlannedLeaves, mesh: MeshLike | None) -> Plan:
+        """Plan another tree with leaves of this one, on this mesh or another."""
+        planned = self if mesh is None else self.on_mesh(mesh)
+        return planned._follow(partial(by_plan, tree=tree), None)
+
+    def _follow(
+        self,
+        follow: Callable[[Plan], tuple[Leaves, list[Kind]]],
+        memory_kind: MemoryKind | None,
+    ) -> Plan:
+        """Plan leaves that follow those of this plan."""
+        on_mesh = partial(_put_followers, self, follow, memory_kind)
+        return Plan._of(on_mesh, self._mesh, self._declared)
+
+    def _spec_of_rule(self, index: int) -> Spec:
+        """Return the spec that a rule asks for; of one dimension for a logical rule."""
+        value = self.rules[index][1]
+        is_for_paths = self._leaves.path_rules is not None
+        return plain_spec(value) if is_for_paths else Entries((value,))
+
+    def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
+        return {resolve_mesh(self.mesh if mesh is None else mesh)}
+
+    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
+        from shardrules._plan import trees
+
+        planned = self if mesh is None else self.on_mesh(mesh)
+        leaves, rows = survey_planned(tree, self._leaves)
+        return trees.decided_in(planned, planned.mesh, tree, leaves.tree, rows)
+
+
+def _sized(mesh: MeshLike) -> SizedMesh:
+    return sized_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
+
+
+def _put_locked(
+    leaves: Leaves,
+    kinds: list[Kind],
+    axis_sizes: dict[str, int],
+    mesh: SizedMesh,
+    _: frozenset[str],
+) -> tuple[Leaves, list[Kind]]:
+    if list(axis_sizes.items()) != list(mesh.axis_sizes.items()):
+        raise ValueError(f"a locked plan is for the mesh {mesh_shown(axis_sizes)} alone")
+    return leaves, kinds
 
 
 def _put_followers(
-    params: Columns,
-    on_mesh: OnMesh,
-    follow: Callable[[Columns], Columns],
+    params: Plan,
+    follow: Callable[[Plan], tuple[Leaves, list[Kind]]],
     memory_kind: MemoryKind | None,
     mesh: SizedMesh,
-    *,
-    may_lack: frozenset[str] = frozenset(),
-) -> Columns:
+    may_lack: frozenset[str],
+) -> tuple[Leaves, list[Kind]]:
     """Put leaves that follow others on the mesh, where these may stand already."""
     if has_devices(mesh.form):
         check_memory_on_mesh("for_optimizer", memory_kind, mesh.form)
-    is_there = params._is_on(mesh.axis_sizes) and params._explicit_axes == mesh.explicit_axes
-    return follow(params if is_there and not may_lack else on_mesh(mesh, may_lack=may_lack))
+    return follow(params._on(mesh, may_lack))

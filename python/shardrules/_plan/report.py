@@ -16,10 +16,8 @@ from shardrules._base.rule_specs import rule_spec_shown
 from shardrules._base.specs import spec_shown
 from shardrules._base.text import printable_json, printable_lines
 from shardrules._plan.findings import Findings, conclusion
-from shardrules._plan.lock import plan_fingerprint
-from shardrules._plan.table import (
+from shardrules._plan.kinds import (
     DEFAULT_LARGE,
-    Columns,
     Kind,
     decided_shown,
     dtype_shown,
@@ -27,10 +25,12 @@ from shardrules._plan.table import (
     placement_shown,
     problem_shown,
 )
+from shardrules._plan.lock import plan_fingerprint
 from shardrules._rules.patterns import pattern_shown
 
 if TYPE_CHECKING:
     from shardrules._plan.memory import DeviceBytes, Room
+    from shardrules._plan.plan import Plan
     from shardrules._plan.sweep import Sweep, SweepRow
 
 
@@ -118,13 +118,13 @@ def _solution_data(solution: Solved) -> dict[str, Any]:
 class Proposed(NamedTuple):
     """What the page shows of other rules for its leaves."""
 
-    columns: Columns
+    plan: Plan
     held: DeviceBytes
     reasons: list[str]
 
 
 def report_data(
-    columns: Columns,
+    plan: Plan,
     findings: Findings,
     sweep: Sweep | None,
     title: str,
@@ -137,27 +137,27 @@ def report_data(
     solution: Solved | None,
 ) -> dict[str, Any]:
     """Return everything that a report shows, of a plan and what comes with it."""
-    _check_same_budget(columns, sweep, budget)
+    _check_same_budget(plan, sweep, budget)
     specs: dict[tuple[str, bool], int] = {}
     return {
         "title": title,
-        "mesh": columns.axis_sizes,
-        "devices": columns.devices,
-        "leaves": len(columns.paths),
-        "bytes": columns.total_bytes,
+        "mesh": plan.axis_sizes,
+        "devices": plan.devices,
+        "leaves": len(plan.paths),
+        "bytes": plan.total_bytes,
         "fullest": budget.max,
         "budget": budget._fullest(),
-        "fingerprint": plan_fingerprint(columns),
+        "fingerprint": plan_fingerprint(plan),
         "hbm": room.hbm,
         "fits": None if (fits := room.fits(budget)) is None else {"yes": fits, "room": str(room)},
-        "separators": _separators(columns),
+        "separators": _separators(plan),
         "findings": [finding._asdict() for finding in findings],
         "conclusion": conclusion(findings),
-        "rules": _rule_data(columns),
-        "kinds": [_kind_data(kind, columns, specs) for kind in columns.kinds],
+        "rules": _rule_data(plan),
+        "kinds": [_kind_data(kind, plan, specs) for kind in plan.kinds],
         "specs": [{"text": text, "replicated": replicated} for text, replicated in specs],
-        "rows": _row_data(columns),
-        "sweep": None if sweep is None else [_sweep_row_data(row, columns) for row in sweep],
+        "rows": _row_data(plan),
+        "sweep": None if sweep is None else [_sweep_row_data(row, plan) for row in sweep],
         "sweep_notes": [] if sweep is None else sweep.notes,
         "program": None if program is None else program.to_json(),
         "time": None if time is None else {**time.to_json(), "text": str(time).split("\n")[0]},
@@ -165,16 +165,16 @@ def report_data(
         "suggestion": None if proposed is None else {
             "reasons": proposed.reasons,
             "plans": [
-                _plan_row("this plan", columns, budget, room),
-                _plan_row("suggested", proposed.columns, proposed.held, room),
+                _plan_row("this plan", plan, budget, room),
+                _plan_row("suggested", proposed.plan, proposed.held, room),
             ],
         },
     }  # fmt: skip
 
 
-def _row_data(columns: Columns) -> dict[str, list[Any]]:
+def _row_data(plan: Plan) -> dict[str, list[Any]]:
     """Return the folded rows as columns, which a browser parses faster than rows."""
-    folded = columns.folded
+    folded = plan.folded
     return {
         # A path, or the parts of a pattern: texts and sets of numbers by turns.
         "paths": [row.parts[0] if len(row.parts) == 1 else row.parts for row in folded],
@@ -183,20 +183,20 @@ def _row_data(columns: Columns) -> dict[str, list[Any]]:
     }
 
 
-def _plan_row(name: str, columns: Columns, budget: DeviceBytes, room: Room) -> dict[str, Any]:
+def _plan_row(name: str, plan: Plan, budget: DeviceBytes, room: Room) -> dict[str, Any]:
     return {
         "name": name,
-        "mesh": columns.axis_sizes,
-        "rules": len(columns.rules),
+        "mesh": plan.axis_sizes,
+        "rules": len(plan.rules),
         "bytes": budget.max,
         "fits": room.fits(budget),
     }
 
 
-def _check_same_budget(columns: Columns, sweep: Sweep | None, budget: DeviceBytes) -> None:
+def _check_same_budget(plan: Plan, sweep: Sweep | None, budget: DeviceBytes) -> None:
     mine = budget.max, budget.max_host
     for row in sweep or ():
-        if columns._is_on(row.mesh) and (row.bytes, row.host_bytes) != mine:
+        if plan._is_on(row.mesh) and (row.bytes, row.host_bytes) != mine:
             raise ValueError(
                 f"the sweep counts {row.bytes:,} bytes on the fullest device of this plan's mesh "
                 f"and {row.host_bytes:,} on the host, the report {mine[0]:,} and {mine[1]:,}: give "
@@ -204,17 +204,17 @@ def _check_same_budget(columns: Columns, sweep: Sweep | None, budget: DeviceByte
             )
 
 
-def _separators(columns: Columns) -> str:
+def _separators(plan: Plan) -> str:
     """Before which characters a path comes apart into modules."""
-    dialect = columns._leaves.paths_dialect
+    dialect = plan._leaves.paths_dialect
     if dialect.keys == "keystr":
         return "[."
     # A flat dict of checkpoint names has dots in its keys.
-    return dialect.separator if any(dialect.separator in path for path in columns.paths) else "."
+    return dialect.separator if any(dialect.separator in path for path in plan.paths) else "."
 
 
-def _kind_data(kind: Kind, columns: Columns, specs: dict[tuple[str, bool], int]) -> dict[str, Any]:
-    replicated = is_replicated(kind, columns.axis_sizes)
+def _kind_data(kind: Kind, plan: Plan, specs: dict[tuple[str, bool], int]) -> dict[str, Any]:
+    replicated = is_replicated(kind, plan.axis_sizes)
     return {
         "rule": kind.rule,
         "decided": decided_shown(kind),
@@ -243,14 +243,14 @@ class _Share:
     held: int = 0
 
 
-def _rule_data(columns: Columns) -> list[dict[str, Any]]:
+def _rule_data(plan: Plan) -> list[dict[str, Any]]:
     """Return the share of each rule; last that of no rule, if there is any."""
     shares = [
-        _Share(pattern_shown(pattern), _asked_shown(columns, i), i)
-        for i, (pattern, _) in enumerate(columns.rules)
+        _Share(pattern_shown(pattern), _asked_shown(plan, i), i)
+        for i, (pattern, _) in enumerate(plan.rules)
     ]
     free, lost = _Share("no rule is needed", "P()"), _Share("no rule decides", "-")
-    for kind, count in zip(columns.kinds, columns.counts.tolist(), strict=True):
+    for kind, count in zip(plan.kinds, plan.counts.tolist(), strict=True):
         ruleless = free if kind.status == "placed" else lost
         # Logical rules share a leaf, each with a dimension of it.
         for share in [shares[rule] for rule in kind.deciders] or [ruleless]:
@@ -261,15 +261,15 @@ def _rule_data(columns: Columns) -> list[dict[str, Any]]:
     return [{name: getattr(share, name) for name in _Share.__slots__} for share in shares]
 
 
-def _asked_shown(columns: Columns, rule: int) -> str:
+def _asked_shown(plan: Plan, rule: int) -> str:
     """Return what a rule asks for: a spec, and its memory kind if it has one."""
-    if columns._leaves.path_rules is None:
-        return spec_shown(columns._spec_of_rule(rule))
-    return rule_spec_shown(columns.rules[rule][1])
+    if plan._leaves.path_rules is None:
+        return spec_shown(plan._spec_of_rule(rule))
+    return rule_spec_shown(plan.rules[rule][1])
 
 
-def _sweep_row_data(row: SweepRow, columns: Columns) -> dict[str, Any]:
-    return {**row._asdict(), "current": row.mesh == columns.axis_sizes}
+def _sweep_row_data(row: SweepRow, plan: Plan) -> dict[str, Any]:
+    return {**row._asdict(), "current": row.mesh == plan.axis_sizes}
 
 
 _FILES: Final = resources.files(__name__.rpartition(".")[0]) / "page"
@@ -327,7 +327,7 @@ def sweep_json(rows: Sweep) -> str:
     return printable_json({"rows": [row._asdict() for row in rows]})
 
 
-def plan_json(columns: Columns, memory: DeviceBytes, room: Room) -> str:
+def plan_json(plan: Plan, memory: DeviceBytes, room: Room) -> str:
     """Return the plan as a JSON object, with a row for each folded path."""
     leaves = [
         {
@@ -344,15 +344,15 @@ def plan_json(columns: Columns, memory: DeviceBytes, room: Room) -> str:
             "device_bytes": kind.device_bytes * len(row.rows),
             "lost": [loss.message for loss in kind.losses],
         }
-        for row in columns.folded
-        for kind in (columns.kinds[row.group],)
+        for row in plan.folded
+        for kind in (plan.kinds[row.group],)
     ]
     content: dict[str, Any] = {
-        "mesh": columns.axis_sizes,
-        "leaves": len(columns.paths),
-        "bytes": columns.total_bytes,
+        "mesh": plan.axis_sizes,
+        "leaves": len(plan.paths),
+        "bytes": plan.total_bytes,
         "device_bytes": {"total": memory.max, **memory._fullest()},
-        "fingerprint": plan_fingerprint(columns),
+        "fingerprint": plan_fingerprint(plan),
         "folded": leaves,
     }
     if (fits := room.fits(memory)) is not None:

@@ -6,13 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.correction import Correction
 from shardrules._base.mesh_sizes import check_bounds, checked_sizes
 from shardrules._base.rule_specs import MemoryKind, RuleSpec, memory_kind_of
-from shardrules._base.specs import Entries, entries_of, entry_axes
 from shardrules._base.text import shown
 from shardrules._place.memory import memory_apart
 from shardrules._place.mesh import MeshLike, axes_of_type, has_devices
@@ -23,48 +21,43 @@ from shardrules._place.shardings import (
     specs_on_mesh,
 )
 from shardrules._place.spec_by_shape import SpecByShape
-from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
+from shardrules._place.spec_on_mesh import SpecOnMesh
 from shardrules._place.spec_trees import (
     broadcast_specs,
     is_named_sharding,
     is_spec,
     is_spec_of_mesh,
 )
-from shardrules._plan.device_bytes import held_of
+from shardrules._plan.align import PlannedLeaves
 from shardrules._plan.fold import Folded, fold, runs_of
-from shardrules._plan.survey import (
-    Derivation,
-    PlannedLeaves,
-    combined,
-    dims_shown,
-    grouped,
-    redecided,
-    survey,
-    with_companions,
+from shardrules._plan.following import Derivation, combined, dims_shown, with_companions
+from shardrules._plan.kinds import (
+    AMBIGUOUS_LEAVES,
+    REPLICATED,
+    UNMATCHED_LEAVES,
+    Kind,
+    fitted,
+    kind_of,
 )
-from shardrules._plan.table import (
+from shardrules._plan.leaves import (
     AMBIGUOUS,
     NO_RULE_NEEDED,
     UNMATCHED,
-    Columns,
-    Kind,
     LeafType,
     Leaves,
-    Loss,
-    Spec,
-    Status,
-    axes_named,
-    refused,
+    grouped,
+    redecided,
+    survey,
 )
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._plan.companions import Companion
-    from shardrules._rules.resolver import LostRule
+    from shardrules._plan.plan import Plan
 
-OnMesh = Callable[..., Columns]
-"""A function of a `SizedMesh` that puts leaves on it; `may_lack` has axes that it may lack."""
+OnMesh = Callable[["SizedMesh", frozenset[str]], tuple[Leaves, list[Kind]]]
+"""A function that puts leaves on a mesh, which may lack the axes of the set."""
 
 
 class SizedMesh(NamedTuple):
@@ -99,118 +92,11 @@ def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
     return sized_mesh(mesh).axis_sizes
 
 
-class Problem(NamedTuple):
-    """Reason why leaves are not placed, as `Kind` has it."""
-
-    status: Status
-    message: str | None = None
-    fix: str | None = None
-
-
-PLACED: Final = Problem("placed")
-UNMATCHED_LEAVES: Final = Problem("unmatched", "no rule matches", "add a rule that matches")
-AMBIGUOUS_LEAVES: Final = Problem(
-    "ambiguous", "several rules match, where only one may", "make the patterns exclude each other"
-)
 _WITHOUT_RULE: Final = {
-    NO_RULE_NEEDED: PLACED,
+    NO_RULE_NEEDED: REPLICATED,
     UNMATCHED: UNMATCHED_LEAVES,
     AMBIGUOUS: AMBIGUOUS_LEAVES,
 }
-
-
-class Fit(NamedTuple):
-    """Spec that an array gets, and the losses and the problem on the way to it."""
-
-    spec: Spec | None
-    counted: Spec | None = None
-    """See `Kind`; of a spec that is not None it is the spec."""
-    losses: tuple[Loss, ...] = ()
-    """Their bytes are not counted yet."""
-    problem: Problem = PLACED
-
-
-def fitted(rule_spec: SpecOnMesh, shape: tuple[int, ...]) -> Fit:
-    """Fit a spec to an array of this shape."""
-    rank, kept = len(shape), rule_spec.corrector.kept(shape)
-    losses = tuple(loss_of(rule_spec, lost, shape) for lost in rule_spec.lost(rank, kept))
-    errors = [loss for loss in losses if loss.is_error]
-    counted = None
-    if all(loss.kind == "absent" for loss in errors):
-        counted = rule_spec.without_lost(rank, kept)
-    if not errors:
-        return Fit(counted, counted, losses)
-    return Fit(None, counted, losses, Problem("misfit", *refused(errors)))
-
-
-def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Loss:
-    """Return the loss of these axes by an array of this shape; its bytes are 0 still."""
-    words, is_error = rule_spec.message_and_fix(lost, shape), rule_spec.is_error(lost)
-    axes = rule_spec.suggested_axes(lost), rule_spec.dropped_with(lost)
-    return Loss(*lost, *axes, 0, *words, is_error)
-
-
-def kind_on_mesh(
-    leaf: LeafType,
-    by_rule: Spec | None,
-    fit: Fit,
-    axis_sizes: Mapping[str, int],
-    *,
-    origin: str | None = None,
-    dim_rules: tuple[int | None, ...] = (),
-    lost_rules: tuple[LostRule, ...] = (),
-    memory_kind: MemoryKind | None = None,
-) -> Kind:
-    """Return the kind of leaves whose spec is known, with its bytes and those of its losses."""
-    counted = fit.counted if fit.spec is None else fit.spec
-    # What is not placed is counted as if it were replicated, unless an axis alone is to be dropped.
-    parts = held_of(leaf.shape or (), leaf.bits, counted or Entries(), axis_sizes)
-    fullest, losses = parts.most, fit.losses
-    if losses:
-        kept = axes_named(counted)
-
-        def shards_lost(loss: Loss) -> int:
-            axes = (*_axes_lost(loss, losses, by_rule), *loss.meant)
-            return prod(axis_sizes.get(axis, 1) for axis in axes if axis not in kept)
-
-        losses = tuple(
-            loss._replace(bytes=fullest - fullest // shards_lost(loss)) for loss in losses
-        )
-    return Kind(
-        rule=leaf.rule if leaf.rule >= 0 else None,
-        shape=leaf.shape,
-        dtype=leaf.dtype,
-        status=fit.problem.status,
-        message=fit.problem.message,
-        fix=fit.problem.fix,
-        wanted=by_rule,
-        spec=fit.spec,
-        losses=losses,
-        origin=origin,
-        names=leaf.names,
-        dim_rules=dim_rules,
-        lost_rules=lost_rules,
-        memory_kind=memory_kind,
-        # Elements of fewer than 8 bits are packed.
-        bytes=0 if leaf.shape is None else -(-prod(leaf.shape) * leaf.bits // 8),
-        device_bytes=fullest,
-        _held=parts,
-        _counted=counted,
-    )
-
-
-def _axes_lost(loss: Loss, losses: tuple[Loss, ...], by_rule: Spec | None) -> tuple[str, ...]:
-    """Return the axes that a loss took: an absent one may take those beside it with it."""
-    counted = [taken.dim for taken in losses if taken.kind == "indivisible"]
-    if loss.kind != "absent" or loss.dim in counted:
-        return loss.axes
-    return entry_axes(entries_of(by_rule or Entries())[loss.dim])
-
-
-def fit_of(kind: Kind) -> Fit:
-    """Return the spec of these leaves, and why it is this one."""
-    problem = Problem(kind.status, kind.message, kind.fix)
-    return Fit(kind.spec, kind._counted, kind.losses, problem)
 
 
 class RulesOnMesh:
@@ -234,19 +120,17 @@ class RulesOnMesh:
     def kind(self, leaf: LeafType, derivation: Derivation | None = None) -> Kind:
         """Return the kind of such leaves, with their rule's spec or one derived from it."""
         if leaf.rule < 0:
-            problem = _WITHOUT_RULE[leaf.rule]
-            if problem is UNMATCHED_LEAVES and not self._unmatched_is_error:
-                problem = PLACED
-            spec = Entries() if problem is PLACED else None
-            return kind_on_mesh(leaf, None, Fit(spec, problem=problem), self._axis_sizes)
+            fit = _WITHOUT_RULE[leaf.rule]
+            if fit is UNMATCHED_LEAVES and not self._unmatched_is_error:
+                fit = REPLICATED
+            return kind_of(leaf, fit, self._axis_sizes)
         by_rule, origin = self._spec_for(leaf, derivation)
-        memory = self._memory_of[leaf.rule]
         # A leaf without a shape has no dimensions.
         shape = leaf.shape or ()
         on_mesh, origin_of_shape = by_rule.for_array(shape, leaf.bits)
         origin = "; ".join(filter(None, (origin, origin_of_shape))) or None
-        written, fit = on_mesh.spec, fitted(on_mesh, shape)
-        return kind_on_mesh(leaf, written, fit, self._axis_sizes, origin=origin, memory_kind=memory)
+        fit = fitted(on_mesh, shape, origin=origin, memory_kind=self._memory_of[leaf.rule])
+        return kind_of(leaf, fit, self._axis_sizes)
 
     def _spec_for(
         self, leaf: LeafType, derivation: Derivation | None
@@ -269,13 +153,11 @@ def by_rules(
     rules: Rules,
     derivations: Iterable[Derivation | None],
     mesh: SizedMesh,
-    *,
-    may_lack: frozenset[str] = frozenset(),
-) -> Columns:
-    """Put leaves on the mesh, which may lack the axes of `may_lack` too."""
+    may_lack: frozenset[str],
+) -> tuple[Leaves, list[Kind]]:
+    """Put leaves on the mesh; see `OnMesh`."""
     on_mesh = RulesOnMesh(rules, mesh, may_lack)
-    kinds = list(map(on_mesh.kind, leaves.types, derivations))
-    return Columns(leaves, kinds, mesh.axis_sizes, mesh.explicit_axes)
+    return leaves, list(map(on_mesh.kind, leaves.types, derivations))
 
 
 def plan_by_rules(tree: Any, rules: Rules, companions: tuple[Companion, ...]) -> OnMesh:
@@ -348,36 +230,19 @@ def _regexes(folded: Folded) -> Iterator[str]:
             yield f"({'|'.join(numbers)})"
 
 
-def by_plan(planned: Columns, tree: PlannedLeaves) -> Columns:
+def by_plan(planned: Plan, tree: PlannedLeaves) -> tuple[Leaves, list[Kind]]:
     """Put the leaves of a tree on the mesh of a plan, as its leaves of the same paths."""
     leaves, rows = tree
-    pairs, kind_of = grouped(
+    pairs, kinds_of = grouped(
         zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
     )
-    types = [
-        planned._leaves.types[decided]._replace(
-            dtype=leaves.types[kind].dtype, bits=leaves.types[kind].bits
-        )
-        for kind, decided in pairs
-    ]
-    kinds = [
-        _kind_as_planned(leaves.types[kind], planned.kinds[decided], planned.axis_sizes)
-        for kind, decided in pairs
-    ]
+    types, kinds = [], []
+    for number, decided in pairs:
+        leaf, kind = leaves.types[number], planned.kinds[decided]
+        types.append(planned._leaves.types[decided]._replace(dtype=leaf.dtype, bits=leaf.bits))
+        rule = NO_RULE_NEEDED if kind.rule is None else kind.rule
+        followed = leaf._replace(rule=rule, names=kind.names)
+        kinds.append(kind_of(followed, kind, planned.axis_sizes))
     sources = [planned.sources[row] for row in rows]
-    leaves = replace(leaves, rules=planned.rules, sources=sources, kind_of=kind_of, types=types)
-    return Columns(leaves, kinds, planned.axis_sizes, planned._explicit_axes)
-
-
-def _kind_as_planned(leaf: LeafType, kind: Kind, axis_sizes: Mapping[str, int]) -> Kind:
-    rule = NO_RULE_NEEDED if kind.rule is None else kind.rule
-    return kind_on_mesh(
-        leaf._replace(rule=rule, names=kind.names),
-        kind.wanted,
-        fit_of(kind),
-        axis_sizes,
-        origin=kind.origin,
-        dim_rules=kind.dim_rules,
-        lost_rules=kind.lost_rules,
-        memory_kind=kind.memory_kind,
-    )
+    leaves = replace(leaves, rules=planned.rules, sources=sources, kind_of=kinds_of, types=types)
+    return leaves, kinds

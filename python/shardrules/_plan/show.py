@@ -6,18 +6,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, printable
+from shardrules._plan.kinds import decided_shown, dtype_shown, placement_shown, problem_shown
 from shardrules._plan.memory import by_class
-from shardrules._plan.table import (
-    Columns,
-    decided_shown,
-    dtype_shown,
-    placement_shown,
-    problem_shown,
-)
 from shardrules._plan.tables import Column, Table
 
 if TYPE_CHECKING:
     from shardrules._plan.fold import Folded
+    from shardrules._plan.plan import Plan
 
 _MOST_ROWS: Final = 60
 _MOST_HTML_ROWS: Final = 50
@@ -33,29 +28,29 @@ _COLUMNS: Final = (
 )
 
 
-def heading(columns: Columns) -> str:
+def heading(plan: Plan) -> str:
     """Return the plan in a line."""
     return printable(
-        f"{counted(len(columns.paths), 'leaf')}, {bytes_shown(columns.total_bytes)} on "
-        f"{mesh_shown(columns.axis_sizes)} ({counted(columns.devices, 'device')}): "
-        f"{by_class(columns)}"
+        f"{counted(len(plan.paths), 'leaf')}, {bytes_shown(plan.total_bytes)} on "
+        f"{mesh_shown(plan.axis_sizes)} ({counted(plan.devices, 'device')}): "
+        f"{by_class(plan)}"
     )
 
 
-def plan_text(columns: Columns) -> str:
+def plan_text(plan: Plan) -> str:
     """Return the heading, and the first rows in aligned columns."""
-    more = and_more(len(columns.folded), _MOST_ROWS, "row")
-    rows = plan_table(columns, columns.folded[:_MOST_ROWS])
-    return "\n".join([heading(columns), *rows.lines(), *more])
+    more = and_more(len(plan.folded), _MOST_ROWS, "row")
+    rows = plan_table(plan, plan.folded[:_MOST_ROWS])
+    return "\n".join([heading(plan), *rows.lines(), *more])
 
 
-def plan_table(columns: Columns, folded: Iterable[Folded]) -> Table:
+def plan_table(plan: Plan, folded: Iterable[Folded]) -> Table:
     """Return a row for each of these folded paths, as texts for people."""
-    return Table(_COLUMNS, (_plan_cells(columns, row) for row in folded))
+    return Table(_COLUMNS, (_plan_cells(plan, row) for row in folded))
 
 
-def _plan_cells(columns: Columns, folded: Folded) -> tuple[str, ...]:
-    kind, leaves = columns.kinds[folded.group], len(folded.rows)
+def _plan_cells(plan: Plan, folded: Folded) -> tuple[str, ...]:
+    kind, leaves = plan.kinds[folded.group], len(folded.rows)
     return (
         printable(folded.pattern),
         f"{leaves:,}",
@@ -68,16 +63,12 @@ def _plan_cells(columns: Columns, folded: Folded) -> tuple[str, ...]:
     )
 
 
-def table_html(columns: Columns) -> str:
+def table_html(plan: Plan) -> str:
     """Return the rows with most bytes on each device as an HTML table; names are escaped."""
-    rows = sorted(
-        columns.folded, key=lambda row: -len(row.rows) * columns.kinds[row.group].device_bytes
-    )
-    mesh = mesh_shown(columns.axis_sizes)
-    caption = (
-        f"{counted(len(columns.paths), 'leaf')} on {mesh or 'one device'}: {by_class(columns)}"
-    )
+    rows = sorted(plan.folded, key=lambda row: -len(row.rows) * plan.kinds[row.group].device_bytes)
+    mesh = mesh_shown(plan.axis_sizes)
+    caption = f"{counted(len(plan.paths), 'leaf')} on {mesh or 'one device'}: {by_class(plan)}"
     more = "".join(
         f"{line}; Plan.to_html shows all" for line in and_more(len(rows), _MOST_HTML_ROWS, "row")
     )
-    return plan_table(columns, rows[:_MOST_HTML_ROWS]).html(caption, more)
+    return plan_table(plan, rows[:_MOST_HTML_ROWS]).html(caption, more)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from shardrules._base.arguments import as_tuple, check_choices, check_type, strings
+from shardrules._base.arguments import check_choices, check_type, strings
 from shardrules._base.dtypes import bits_of, is_inexact
-from shardrules._base.rule_specs import MemoryKind, check_memory_kind
+from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.specs import (
     Dim,
     Entries,
@@ -29,40 +29,14 @@ from shardrules._base.specs import (
     with_tags,
 )
 from shardrules._base.text import brief, mesh_shown, without_defaults
-from shardrules._plan import memory
 from shardrules._plan.align import check_distinct
-from shardrules._plan.resolve import Fit, fit_of, kind_on_mesh
-from shardrules._plan.survey import grouped
-from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, Spec, axes_named
+from shardrules._plan.kinds import REPLICATED, Fit, Kind, Spec, axes_named, kind_of
+from shardrules._plan.leaves import NO_RULE_NEEDED, LeafType, Leaves, grouped
 
 if TYPE_CHECKING:
-    from shardrules._plan.memory import DeviceBytes
+    from shardrules._plan.plan import Plan
 
-DTYPES: Final = "dtypes, one for each moment: Adam's two are ('float32', 'float32')"
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """Arrays that training adds to the parameters: arguments of `Plan.bytes_per_device`."""
-
-    gradients: Any = None
-    optimizer: Columns | Iterable[Any] | None = None
-    optimizer_memory_kind: MemoryKind | None = None
-    activations: Columns | None = None
-
-    def __post_init__(self) -> None:
-        check_memory_kind("optimizer_memory_kind", self.optimizer_memory_kind)
-        check_type("activations", self.activations, Columns | None, "a Plan")
-        if not isinstance(self.optimizer, Columns | None):
-            what = f"{DTYPES}; or plan.for_optimizer(state)"
-            object.__setattr__(self, "optimizer", as_tuple("optimizer", self.optimizer, what))
-
-    def bytes_with(self, params: Columns) -> DeviceBytes:
-        """Count the bytes of the parameters and of what training adds to them."""
-        moments: Any = self.optimizer
-        return memory.training_bytes(
-            params, self.gradients, moments, self.optimizer_memory_kind, self.activations
-        )
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +114,12 @@ _NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: repli
 
 
 def by_parameters(
-    params: Columns,
+    params: Plan,
     state: Leaves,
     parameters: FoundParameters,
     zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
-) -> Columns:
+) -> tuple[Leaves, list[Kind]]:
     """Put an optimizer's state on the mesh of its parameters."""
     if zero1 is not None and zero1.axis not in params.axis_sizes:
         raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1.axis!r}")
@@ -186,7 +160,7 @@ def by_parameters(
         kind_of=of_pair[pair_of],
         types=[state.types[number] for number, *_ in related],
     )
-    return Columns(leaves, kinds, params.axis_sizes, params._explicit_axes)
+    return leaves, kinds
 
 
 def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
@@ -341,35 +315,37 @@ def _state_kind(
     memory_kind: MemoryKind | None,
 ) -> Kind:
     """Return the kind of leaves that have this relation to a parameter of this kind."""
-    by_rule, fit, origin, rule = None, Fit(Entries()), relation.origin, None
+    fit, origin, rule = REPLICATED, relation.origin, NO_RULE_NEEDED
     if parameter is not None and relation.dims is not None:
-        by_rule, fit = _followed_fit(parameter, relation.dims)
-        rule, memory_kind = parameter.rule, memory_kind or parameter.memory_kind
+        fit = _followed_fit(parameter, relation.dims)
+        rule = rule if parameter.rule is None else parameter.rule
+        memory_kind = memory_kind or parameter.memory_kind
     if zero1 is not None and fit.spec is not None and leaf.shape is not None:
         cut = _cut_by_zero1(zero1, leaf.shape, fit.spec, axis_sizes)
         if cut is not None:
-            fit, origin = fit._replace(spec=cut), f"{origin}, cut by {zero1.axis} too (ZeRO-1)"
-    return kind_on_mesh(
-        leaf._replace(rule=NO_RULE_NEEDED if rule is None else rule),
-        by_rule,
+            fit = replace(fit, spec=cut)
+            origin = f"{origin}, cut by {zero1.axis} too (ZeRO-1)"
+    return kind_of(
+        leaf._replace(rule=rule),
         fit,
         axis_sizes,
         origin=origin,
+        dim_rules=(),
+        lost_rules=(),
         memory_kind=memory_kind,
     )
 
 
-def _followed_fit(parameter: Kind, dims: tuple[Dim, ...]) -> tuple[Spec | None, Fit]:
-    """Return the rule's spec and the fit of an array that has these of the dimensions."""
-    fit = fit_of(parameter)
+def _followed_fit(parameter: Kind, dims: tuple[Dim, ...]) -> Fit:
+    """Return the fit of an array that has these of the parameter's dimensions."""
     if dims == tuple(range(len(parameter.shape or ()))):
-        return parameter.wanted, fit
-    by_rule, spec, counted = (
+        return parameter
+    wanted, spec, counted = (
         None if spec is None else _part_of_spec(spec, dims)
-        for spec in (parameter.wanted, fit.spec, fit.counted)
+        for spec in (parameter.wanted, parameter.spec, parameter._counted)
     )
     # Findings about the parameter's losses name the parameter.
-    return by_rule, fit._replace(spec=spec, counted=counted, losses=())
+    return replace(parameter, wanted=wanted, spec=spec, _counted=counted, losses=())
 
 
 def _part_of_spec(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
@@ -436,12 +412,14 @@ def _without_others(params: Leaves, rows: list[int]) -> Any:
     return tree_util.tree_map(number_of.get, params.tree)
 
 
-def gradients_of(params: Columns, leaves: Leaves, unreduced: tuple[str, ...]) -> Columns:
+def gradients_of(
+    params: Plan, leaves: Leaves, unreduced: tuple[str, ...]
+) -> tuple[Leaves, list[Kind]]:
     """Put the gradients on the mesh of their parameters."""
     for axis in unreduced:
         if axis not in params.axis_sizes:
             raise ValueError(f"unreduced: the mesh {params.axis_sizes} has no axis {axis!r}")
-        if axis not in params._explicit_axes:
+        if axis not in params._mesh.explicit_axes:
             raise ValueError(
                 f"unreduced: {axis!r} is not Explicit in the mesh {mesh_shown(params.axis_sizes)}, "
                 "and JAX leaves no other axis unreduced; make the mesh with AxisType.Explicit"
@@ -451,7 +429,7 @@ def gradients_of(params: Columns, leaves: Leaves, unreduced: tuple[str, ...]) ->
         _gradient_kind(leaf, params.kinds[number], params.axis_sizes, unreduced)
         for number, leaf in zip(numbers, leaves.types, strict=True)
     ]
-    return Columns(leaves, kinds, params.axis_sizes, params._explicit_axes)
+    return leaves, kinds
 
 
 def _gradient_kind(
@@ -462,14 +440,9 @@ def _gradient_kind(
         spec = _gradient_spec(spec, unreduced)
         tags = ", ".join(tags_shown(spec))
         origin = "; ".join(filter(None, (origin, tags and f"a gradient, {tags}"))) or None
-    return kind_on_mesh(
-        leaf,
-        parameter.wanted,
-        fit_of(parameter)._replace(spec=spec, counted=None),
-        axis_sizes,
-        origin=origin,
-        dim_rules=parameter.dim_rules,
-        lost_rules=parameter.lost_rules,
+    # They are made on the device, wherever the parameters are.
+    return kind_of(
+        leaf, parameter, axis_sizes, spec=spec, _counted=None, origin=origin, memory_kind=None
     )
 
 

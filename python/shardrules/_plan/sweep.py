@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.arguments import as_tuple, check_type, integer, strings
 from shardrules._base.mesh_sizes import check_bounds, checked_sizes, mesh_shapes
@@ -22,12 +22,14 @@ from shardrules._base.text import (
 )
 from shardrules._place.mesh import as_mesh
 from shardrules._plan.axis_uses import data_axes_among
-from shardrules._plan.memory import DeviceBytes, Room, by_class, room_of
-from shardrules._plan.resolve import OnMesh, sized_mesh
-from shardrules._plan.state import DTYPES
-from shardrules._plan.table import Columns, axes_used
+from shardrules._plan.kinds import axes_used
+from shardrules._plan.memory import DTYPES, DeviceBytes, Room, by_class, room_of
+from shardrules._plan.resolve import sized_mesh
 from shardrules._plan.tables import Column, Table, guesses_shown
 from shardrules._program.topologies.topology import Topology
+
+if TYPE_CHECKING:
+    from shardrules._plan.plan import Plan
 
 _MOST_MESHES: Final = 10_000
 _SIZES: Final = "a dict of axis sizes"
@@ -120,8 +122,7 @@ def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
 
 
 def sweep_meshes(
-    columns: Columns,
-    on_mesh: OnMesh,
+    plan: Plan,
     meshes: Iterable[Mapping[str, int]] | None,
     *,
     devices: int | str | Topology | None,
@@ -133,17 +134,17 @@ def sweep_meshes(
     optimizer: Iterable[Any] | None,
     optimizer_memory_kind: MemoryKind | None,
 ) -> Sweep:
-    """See `Plan.sweep`; the columns are the plan's, and `on_mesh` gives those on a mesh."""
+    """See `Plan.sweep`."""
     topology = _topology_of(devices)
     if topology is not None:
         _check_none("meshes: they are those of the topology", meshes)
         _check_none("fixed: the meshes are those of the topology", fixed)
         hbm = topology.hardware.memory_bytes if hbm is None else hbm
-        names = tuple(columns.axis_sizes) if axes is None else strings("axes", axes)
+        names = tuple(plan.axis_sizes) if axes is None else strings("axes", axes)
         meshes = topology.meshes(names)
     elif meshes is None:
         assert not isinstance(devices, str | Topology)
-        meshes = _factorizations(columns, devices, axes, fixed)
+        meshes = _factorizations(plan, devices, axes, fixed)
     else:
         check_type("fixed", fixed, Mapping | None, _SIZES)
         check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
@@ -154,12 +155,12 @@ def sweep_meshes(
     if len(tried) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
     may_lack = frozenset(axis for mesh in tried if isinstance(mesh, Mapping) for axis in mesh)
-    may_lack |= columns.axis_sizes.keys()
+    may_lack |= plan.axis_sizes.keys()
     rows = []
     guessed: Mapping[str, tuple[str, ...]] = {}
     for mesh in tried:
         on = sized_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
-        there = on_mesh(on, may_lack=may_lack)
+        there = plan._on(on, may_lack)
         device_bytes = by_class(there, gradients, moments, optimizer_memory_kind)
         rows.append(_sweep_row(there, device_bytes, room))
         guessed = device_bytes.guessed
@@ -181,7 +182,7 @@ def _check_none(what: str, value: Any) -> None:
 
 
 def _factorizations(
-    columns: Columns,
+    plan: Plan,
     devices: int | None,
     axes: Iterable[str] | None,
     fixed: Mapping[str, int] | None,
@@ -189,16 +190,16 @@ def _factorizations(
     """Return the meshes of so many devices over axes of the plan, or others."""
     check_type("fixed", fixed, Mapping | None, _SIZES)
     sizes = checked_sizes(fixed) if fixed else {}
-    names = tuple(axis for axis in columns.axis_sizes if axis not in sizes)
+    names = tuple(axis for axis in plan.axis_sizes if axis not in sizes)
     names = names if axes is None else strings("axes", axes)
-    missing = columns.axis_sizes.keys() - {*names, *sizes}
-    for axis in {*names, *sizes} - columns.axis_sizes.keys():
+    missing = plan.axis_sizes.keys() - {*names, *sizes}
+    for axis in {*names, *sizes} - plan.axis_sizes.keys():
         if meant := nearest(axis, missing):
             raise ValueError(
                 f"the plan's mesh has no axis {axis!r}; did you mean {meant!r}? Its axes are "
-                f"{', '.join(columns.axis_sizes)}"
+                f"{', '.join(plan.axis_sizes)}"
             )
-    count = columns.devices if devices is None else integer("devices", devices, 1)
+    count = plan.devices if devices is None else integer("devices", devices, 1)
     return factorizations(count, names, sizes)
 
 
@@ -259,18 +260,18 @@ def factorizations(
     return ({**dict(zip(axes, shape, strict=True)), **fixed} for shape in shapes)
 
 
-def _sweep_row(columns: Columns, device_bytes: DeviceBytes, room: Room) -> SweepRow:
-    is_whole = [not axes_used(kind._counted, columns.axis_sizes) for kind in columns.kinds]
-    counted = list(zip(columns.kinds, columns.counts.tolist(), is_whole, strict=True))
-    folded = [part for part in columns.folded if is_whole[part.group]]
-    largest = max(folded, key=lambda part: columns.kinds[part.group].device_bytes, default=None)
+def _sweep_row(plan: Plan, device_bytes: DeviceBytes, room: Room) -> SweepRow:
+    is_whole = [not axes_used(kind._counted, plan.axis_sizes) for kind in plan.kinds]
+    counted = list(zip(plan.kinds, plan.counts.tolist(), is_whole, strict=True))
+    folded = [part for part in plan.folded if is_whole[part.group]]
+    largest = max(folded, key=lambda part: plan.kinds[part.group].device_bytes, default=None)
     return SweepRow(
-        mesh=columns.axis_sizes,
-        devices=columns.devices,
+        mesh=plan.axis_sizes,
+        devices=plan.devices,
         bytes=device_bytes.max,
         replicated=sum(kind.device_bytes * count for kind, count, whole in counted if whole),
         largest_replicated=largest.pattern if largest else None,
-        largest_replicated_bytes=columns.kinds[largest.group].device_bytes if largest else 0,
+        largest_replicated_bytes=plan.kinds[largest.group].device_bytes if largest else 0,
         corrections=sum(count for kind, count, _ in counted if kind.losses),
         problems=sum(count for kind, count, _ in counted if kind.status != "placed"),
         fits=room.fits(device_bytes),

@@ -27,13 +27,15 @@ from shardrules._plan.check_rules import refusals
 from shardrules._plan.device_bytes import Grid, moved_bytes
 from shardrules._plan.diff import Pair, Pairs, paired
 from shardrules._plan.fold import fold
+from shardrules._plan.kinds import Kind, dtype_shown, placement_shown
 from shardrules._plan.resolve import axis_sizes_of
-from shardrules._plan.table import Columns, Kind, dtype_shown, placement_shown
 from shardrules._plan.tables import Column, Table
 from shardrules._plan.trees import placement_errors
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from shardrules._plan.plan import Plan
 
     _Ints = npt.NDArray[Any]
 
@@ -165,7 +167,7 @@ def places_in(mesh: MeshLike, target: MeshLike) -> npt.NDArray[np.int64]:
     return np.where(places < count, places, -1)
 
 
-def transfer(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> Transfer:
+def transfer(before: Plan, after: Plan, places: npt.NDArray[np.int64]) -> Transfer:
     """See `Plan.transfer`.
 
     Args:
@@ -176,8 +178,8 @@ def transfer(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> 
     """
     pairs = paired(before, after)
     kinds = _same_leaves(pairs)
-    for whose, columns in (("this plan", before), ("other", after)):
-        _check_placed(whose, columns)
+    for whose, plan in (("this plan", before), ("other", after)):
+        _check_placed(whose, plan)
     counts = np.bincount(pairs.group_of, minlength=len(kinds)).tolist()
     old, new = grids = _grids(before, after, places, len(kinds))
     received, copied, sent = new.full(0), new.full(0), old.full(0)
@@ -250,13 +252,13 @@ def _difference(pair: Pair) -> str:
     return f"{before} in this plan, {after} in other"
 
 
-def _check_placed(whose: str, columns: Columns) -> None:
+def _check_placed(whose: str, plan: Plan) -> None:
     """Check that it is known what the devices hold of each leaf."""
-    for kind in columns.kinds:
-        if kind.status != "placed" or any(refusals(kind, columns)):
-            raise ValueError(f"{whose}: leaves get no sharding\n{placement_errors(columns)}")
-    for part in columns.folded:
-        kind = columns.kinds[part.group]
+    for kind in plan.kinds:
+        if kind.status != "placed" or any(refusals(kind, plan)):
+            raise ValueError(f"{whose}: leaves get no sharding\n{placement_errors(plan)}")
+    for part in plan.folded:
+        kind = plan.kinds[part.group]
         if why := _reason_unknown(kind):
             spec = placement_shown(kind)
             raise ValueError(printable(f"{whose}: {part.pattern} has {spec}: {why}"))
@@ -275,7 +277,7 @@ def _reason_unknown(kind: Kind) -> str | None:
 
 
 def _grids(
-    before: Columns, after: Columns, places: npt.NDArray[np.int64], kinds: int
+    before: Plan, after: Plan, places: npt.NDArray[np.int64], kinds: int
 ) -> tuple[Grid, Grid]:
     """Return the devices of both meshes, with counts of a dtype large enough for all sums."""
     devices = before.devices + after.devices

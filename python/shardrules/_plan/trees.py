@@ -21,38 +21,37 @@ if TYPE_CHECKING:
 
     from jax.sharding import NamedSharding
 
-    from shardrules._plan.table import Columns, Kind
+    from shardrules._plan.kinds import Kind
+    from shardrules._plan.plan import Plan
 
 
-def spec_tree(columns: Columns) -> Any:
-    return _mapped(columns, [as_partition_spec(spec) for spec in kind_specs(columns)])
+def spec_tree(plan: Plan) -> Any:
+    return _mapped(plan, [as_partition_spec(spec) for spec in kind_specs(plan)])
 
 
-def sharding_tree(columns: Columns, mesh: MeshLike) -> Any:
+def sharding_tree(plan: Plan, mesh: MeshLike) -> Any:
     """Return `Plan.shardings`."""
-    return _mapped(columns, _kind_shardings(columns, mesh))
+    return _mapped(plan, _kind_shardings(plan, mesh))
 
 
-def decided_in(
-    columns: Columns, mesh: MeshLike, tree: Any, numbers: Any, rows: Sequence[int]
-) -> Decided:
+def decided_in(plan: Plan, mesh: MeshLike, tree: Any, numbers: Any, rows: Sequence[int]) -> Decided:
     """Return the shardings of another tree, by the tree of its leaves' numbers in `rows`."""
     from jax import tree_util
 
-    of_kind, of_row = _kind_shardings(columns, mesh), columns.kind_of[rows].tolist()
+    of_kind, of_row = _kind_shardings(plan, mesh), plan.kind_of[rows].tolist()
     kinds = [of_row[number] for number in tree_util.tree_leaves(numbers)]
     shardings = [of_kind[kind] for kind in kinds]
-    says_memory = [columns.kinds[kind].memory_kind is not None for kind in kinds]
+    says_memory = [plan.kinds[kind].memory_kind is not None for kind in kinds]
     treedef: Any = tree_util.tree_structure(tree)
     return Decided(shardings, says_memory, partial(treedef.unflatten, shardings))
 
 
-def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
+def abstract_tree(plan: Plan, mesh: MeshLike) -> Any:
     from jax import ShapeDtypeStruct
 
-    kinds = zip(columns.kinds, _kind_shardings(columns, mesh), strict=True)
+    kinds = zip(plan.kinds, _kind_shardings(plan, mesh), strict=True)
     return _mapped(
-        columns,
+        plan,
         [
             None
             if k.shape is None
@@ -62,18 +61,17 @@ def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
     )
 
 
-def kind_specs(columns: Columns) -> list[Any]:
+def kind_specs(plan: Plan) -> list[Any]:
     """Return the spec of each kind."""
-    if any(kind.status != "placed" for kind in columns.kinds):
-        raise ValueError(placement_errors(columns))
-    return [kind.spec for kind in columns.kinds]
+    if any(kind.status != "placed" for kind in plan.kinds):
+        raise ValueError(placement_errors(plan))
+    return [kind.spec for kind in plan.kinds]
 
 
-def _kind_shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
+def _kind_shardings(plan: Plan, mesh: MeshLike) -> list[NamedSharding]:
     on_mesh = as_mesh(mesh)
     placed: list[tuple[Any, MemoryKind | None]] = [
-        (spec, kind.memory_kind)
-        for spec, kind in zip(kind_specs(columns), columns.kinds, strict=True)
+        (spec, kind.memory_kind) for spec, kind in zip(kind_specs(plan), plan.kinds, strict=True)
     ]
     try:
         sharding_of = {
@@ -81,50 +79,50 @@ def _kind_shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
             for spec, memory in set(placed)
         }
     except ValueError as error:
-        raise ValueError(placement_errors(columns) or str(error)) from error
+        raise ValueError(placement_errors(plan) or str(error)) from error
     return [sharding_of[pair] for pair in placed]
 
 
-def placement_errors(columns: Columns) -> str:
+def placement_errors(plan: Plan) -> str:
     """Words the error for leaves without a sharding; for those without a rule, as `check` does."""
     rows = [
-        LeafError(leaves.pattern, kind.shape, _decider(kind, columns), reasons, len(leaves.rows))
-        for leaves in columns.folded
-        for kind in [columns.kinds[leaves.group]]
-        if (reasons := _refusals(kind, columns))
+        LeafError(leaves.pattern, kind.shape, _decider(kind, plan), reasons, len(leaves.rows))
+        for leaves in plan.folded
+        for kind in [plan.kinds[leaves.group]]
+        if (reasons := _refusals(kind, plan))
     ]
-    said_by = "rules" if columns._leaves.path_rules is not None else "logical rules"
-    messages = [leaf_errors(rows, columns.axis_sizes, said_by=said_by)] if rows else []
-    if any(kind.status == "unmatched" for kind in columns.kinds):
-        findings = run_checks(columns, declared=NOTHING)
+    said_by = "rules" if plan._leaves.path_rules is not None else "logical rules"
+    messages = [leaf_errors(rows, plan.axis_sizes, said_by=said_by)] if rows else []
+    if any(kind.status == "unmatched" for kind in plan.kinds):
+        findings = run_checks(plan, declared=NOTHING)
         messages += [str(finding) for finding in findings if finding.kind == "unmatched"]
     return "\n".join(messages)
 
 
-def _refusals(kind: Kind, columns: Columns) -> list[str]:
+def _refusals(kind: Kind, plan: Plan) -> list[str]:
     """Return message and fix of each reason why leaves with a rule get no sharding."""
     if kind.status == "placed" and kind.shape is not None:
-        return [": ".join(words) for words in refusals(kind, columns)]
+        return [": ".join(words) for words in refusals(kind, plan)]
     if kind.status in ("placed", "unmatched"):
         return []
     reasons = [f"{loss.message}: {loss.fix}" for loss in kind.losses if loss.is_error]
     reasons = reasons or [": ".join(filter(None, (kind.message, kind.fix)))]
     return reasons + [
-        f"dim {dim} {name!r} -> {columns.rules[rule][1]!r}  (rule {rule})"
+        f"dim {dim} {name!r} -> {plan.rules[rule][1]!r}  (rule {rule})"
         for dim, (name, rule) in enumerate(zip(kind.names or (), kind.dim_rules, strict=False))
         if rule is not None
     ]
 
 
-def _decider(kind: Kind, columns: Columns) -> str:
+def _decider(kind: Kind, plan: Plan) -> str:
     if kind.rule is None:
         return "" if kind.names is None else f"names {kind.names}"
-    pattern, value = columns.rules[kind.rule]
+    pattern, value = plan.rules[kind.rule]
     return f"rule {kind.rule}: {pattern!r} -> {rule_spec_shown(value)}"
 
 
-def _mapped(columns: Columns, of_kind: list[Any]) -> Any:
+def _mapped(plan: Plan, of_kind: list[Any]) -> Any:
     from jax import tree_util
 
-    of_row = [of_kind[kind] for kind in columns.kind_of.tolist()]
-    return tree_util.tree_map(of_row.__getitem__, columns._leaves.tree)
+    of_row = [of_kind[kind] for kind in plan.kind_of.tolist()]
+    return tree_util.tree_map(of_row.__getitem__, plan._leaves.tree)

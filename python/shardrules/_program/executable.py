@@ -18,7 +18,7 @@ from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._plan.align import key_text
 from shardrules._plan.findings import Finding, FindingKind, Level, finding_of
 from shardrules._plan.fold import fold_paths
-from shardrules._plan.table import axes_used
+from shardrules._plan.kinds import axes_used
 from shardrules._program.facts import Origin, Variation, origins
 from shardrules._program.hlo import Hlo, check_hlo
 from shardrules._program.jax_names import compiled_inputs, compiled_outputs

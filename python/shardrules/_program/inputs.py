@@ -193,7 +193,7 @@ class _SideTargets:
         return planned.targets
 
     def _of_kind(self, at: str, plan: Plan) -> list[PlannedSharding]:
-        planned = plan._mesh
+        planned = plan.mesh
         if has_devices(planned) and not is_of_other_kind(self._executable, planned):
             mesh: Any = planned
         else:
@@ -266,7 +266,7 @@ def is_of_other_kind(executable: Executable, mesh: Any) -> bool:
 def other_kinds(executable: Executable, planned: Any) -> list[str]:
     """List the kinds of devices that plans are for, and the executable is not."""
     leaves = tree_util.tree_leaves(planned, is_leaf=lambda node: isinstance(node, Plan))
-    meshes: list[Any] = [leaf._mesh for leaf in leaves if isinstance(leaf, Plan)]
+    meshes: list[Any] = [leaf.mesh for leaf in leaves if isinstance(leaf, Plan)]
     kinds = [
         mesh.devices.flat[0].device_kind for mesh in meshes if is_of_other_kind(executable, mesh)
     ]

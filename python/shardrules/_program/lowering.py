@@ -72,7 +72,7 @@ def _meshes_of(args: Iterable[Any]) -> Iterator[Any]:
     """Yield the meshes of plans and shardings among the arguments."""
     for arg in args:
         if isinstance(arg, Plan):
-            yield as_mesh(arg._mesh)
+            yield as_mesh(arg.mesh)
             continue
         for leaf in tree_util.tree_leaves(arg):
             mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)

@@ -13,14 +13,14 @@ from shardrules._base.dtypes import given_name
 from shardrules._base.mistakes import in_order
 from shardrules._plan.align import check_distinct
 from shardrules._plan.names import has_names
-from shardrules._plan.plan import Plan, plan
-from shardrules._plan.table import Columns
+from shardrules._plan.plan import Plan
+from shardrules._plan.planning import plan
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 
 
-def manifest_text(columns: Columns, name: str | None = None) -> str:
+def manifest_text(columns: Plan, name: str | None = None) -> str:
     """Write the arrays of a plan: paths, shapes, dtypes, and logical axis names if they have them.
 
     Raises:

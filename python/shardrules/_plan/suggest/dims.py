@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._plan.fold import Folded
-    from shardrules._plan.table import Columns
+    from shardrules._plan.plan import Plan
 
 Side = Literal[
     "layers", "experts", "vocabulary", "residual", "hidden", "heads", "head", "fused", "window",
@@ -289,7 +289,7 @@ class Unit(NamedTuple):
         return [self.with_rows(of_words, words) for words, of_words in rows_of.items()]
 
 
-def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
+def units_of(columns: Plan, heads: Mapping[int, int]) -> list[Unit]:
     """Collect the leaves that need a rule."""
     kinds = columns.kinds
     needed = [kind.shape is not None and kind.status != "placed" for kind in kinds]

@@ -13,8 +13,10 @@ from shardrules._base.rule_specs import Fsdp, RuleSpec, fsdp, plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes, entry_of, trimmed
 from shardrules._base.text import brief, counted
 from shardrules._plan.axis_uses import AxisUse, is_gathered, uses_of
+from shardrules._plan.check_context import Queries
 from shardrules._plan.findings import NOTHING
-from shardrules._plan.queries import Queries
+from shardrules._plan.kinds import DEFAULT_LARGE
+from shardrules._plan.plan import Plan
 from shardrules._plan.suggest.choose import Axes, Cuts, choose, with_followers
 from shardrules._plan.suggest.patterns import (
     NUMBER,
@@ -27,7 +29,6 @@ from shardrules._plan.suggest.patterns import (
     pattern_of,
     phrases,
 )
-from shardrules._plan.table import DEFAULT_LARGE, Columns
 from shardrules._rules.patterns import Pattern, pattern_shown
 from shardrules._rules.rules import Rules, rules_like
 
@@ -185,7 +186,7 @@ def _joined_rules(
     return [(text, label.value) for text, label in zip(texts, labels, strict=True)], units
 
 
-def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Draft:
+def mended(columns: Plan, units: list[Unit], tightness: int = 0) -> Draft:
     """Keep the rules of a plan that decide leaves, and writes rules for all other leaves."""
     rules = columns._leaves.path_rules
     assert rules is not None
@@ -212,7 +213,7 @@ def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Draft:
     return Draft(rules_like(rules, pairs), [*of_kept, *added.units], added.unknown)
 
 
-def _entries_of(rules: Rules, kept: list[int], columns: Columns) -> dict[Axes, Any]:
+def _entries_of(rules: Rules, kept: list[int], columns: Plan) -> dict[Axes, Any]:
     """Find the entry that most of these rules have for axes of several devices.
 
     One without axes of one device is left out.

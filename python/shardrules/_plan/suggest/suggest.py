@@ -16,7 +16,8 @@ from shardrules._plan.axis_uses import uses_of
 from shardrules._plan.check_names import head_sizes
 from shardrules._plan.findings import Declared
 from shardrules._plan.fold import parts_of
-from shardrules._plan.plan import Plan, plan
+from shardrules._plan.plan import Plan
+from shardrules._plan.planning import plan
 from shardrules._plan.suggest.dims import Unit, units_of
 from shardrules._plan.suggest.draft import Draft, draft, is_spared, mended
 from shardrules._plan.suggest.patterns import TIGHTEST

@@ -16,7 +16,7 @@ from shardrules._base.specs import (
 )
 from shardrules._base.text import brief
 from shardrules._plan.plan import Plan
-from shardrules._plan.plan import plan as plan_of
+from shardrules._plan.planning import plan as plan_of
 from shardrules._plan.suggest.dims import units_of
 from shardrules._plan.suggest.draft import draft_of_specs
 from shardrules._plan.suggest.patterns import TIGHTEST

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._base.arguments import as_tuple, check_real, check_type, memory_bytes
 from shardrules._base.text import answer, counted, mesh_shown, printable_lines
 from shardrules._place.mesh import as_mesh
-from shardrules._plan.plan import Plan, plan
+from shardrules._plan.plan import Plan
+from shardrules._plan.planning import plan
 from shardrules._plan.tables import Column, Table
 from shardrules._program.solve.activations import spec_of_cuts
 from shardrules._program.solve.choices import ClassChoice, choices, reasons

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes
 from shardrules._plan.findings import Declared
+from shardrules._plan.kinds import axes_named
 from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
-from shardrules._plan.table import axes_named
 
 if TYPE_CHECKING:
     from shardrules._program.solve.solution import Solution

@@ -36,8 +36,8 @@ from shardrules._place.processes import JointCall
 from shardrules._plan.device_bytes import held_of
 from shardrules._plan.findings import Finding, Findings, Level, VerifyKind, finding_of
 from shardrules._plan.fold import fold, fold_paths
+from shardrules._plan.kinds import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
 from shardrules._plan.plan import Plan
-from shardrules._plan.table import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
 from shardrules._program.jax_names import device_order
 from shardrules._program.verify.live import (
     Fields,

@@ -13,8 +13,8 @@ from shardrules._base.specs import entry_axes
 from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.axis_uses import expert_axes_among
 from shardrules._plan.findings import Finding, Level, finding_of
+from shardrules._plan.kinds import axes_used
 from shardrules._plan.roles import experts_dim
-from shardrules._plan.table import axes_used
 from shardrules._program.executable import Executable, sharding_shown
 from shardrules._program.facts import PRODUCTS, SLICES, copies_of, layers_of, whole_source_of
 from shardrules._program.reasons import CONSTRAINT

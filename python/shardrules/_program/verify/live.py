@@ -16,7 +16,7 @@ from shardrules._core import aligned_values
 from shardrules._place.boxes import NodeForms
 from shardrules._place.named_arrays import rows_and_paths
 from shardrules._plan.align import align
-from shardrules._plan.table import Leaves
+from shardrules._plan.leaves import Leaves
 from shardrules._rules.rules import Rules
 
 Where = Sharding | Literal["deleted", "abstract", "host", "nowhere"]

@@ -13,8 +13,8 @@ from shardrules._base.arguments import check_bytes, check_type, memory_bytes
 from shardrules._base.text import answer, bytes_shown, mesh_shown
 from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._plan.findings import Findings, Level
+from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._plan.plan import Plan
-from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._plan.tables import Table
 from shardrules._program.buffers import Memory
 from shardrules._program.cache import compiled_result

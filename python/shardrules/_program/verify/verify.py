@@ -9,7 +9,7 @@ from shardrules._base.arguments import check_bytes, memory_bytes
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.findings import Finding, Findings, finding_of
-from shardrules._plan.table import DEFAULT_LARGE
+from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import PlannedSharding, other_kinds, planned_targets

@@ -9,7 +9,7 @@ import pytest
 
 import shardrules as sr
 from shardrules._plan.fold import runs_of
-from shardrules._plan.rows import _of_set
+from shardrules._plan.path_query import _of_set
 
 LEAF = jax.ShapeDtypeStruct((8, 8), "bfloat16")
 

@@ -13,19 +13,12 @@ from shardrules._base.rule_specs import Fsdp, rule_spec, rule_spec_shown
 from shardrules._plan.edits import added_rule
 from shardrules._plan.findings import CheckKind, Declared, Finding, Level, compiled_replicated
 from shardrules._plan.fold import Folded, fold
+from shardrules._plan.kinds import Kind, axes_named, axes_used, could_cut, is_replicated
+from shardrules._plan.leaves import UNMATCHED, first_rules
 from shardrules._plan.memory import by_class
-from shardrules._plan.table import (
-    UNMATCHED,
-    Columns,
-    Kind,
-    axes_named,
-    axes_used,
-    could_cut,
-    first_rules,
-    is_replicated,
-)
 
 if TYPE_CHECKING:
+    from shardrules._plan.plan import Plan
     from shardrules._rules.rules import Rules
 
 # A rule that matches these, and all leaves, matches whatever comes.
@@ -103,15 +96,15 @@ class Queries:
 
     def __init__(
         self,
-        columns: Columns,
+        plan: Plan,
         large: int,
         declared: Declared,
         head_dim: int | None,
         hbm: int | None = None,
     ) -> None:
-        self.columns = columns
+        self.plan = plan
         self.large = large
-        self._optional_axes = {*declared["optional_axes"], *columns.rules.optional_axes}
+        self._optional_axes = {*declared["optional_axes"], *plan.rules.optional_axes}
         self.data_axes = frozenset(declared["data_axes"])
         self.head_dim = head_dim
         self.hbm = hbm
@@ -120,22 +113,22 @@ class Queries:
     @cached_property
     def catch_alls(self) -> frozenset[int]:
         """Rules that match every path: these here, and others."""
-        rules = self.columns._leaves.path_rules
+        rules = self.plan._leaves.path_rules
         if rules is None:
             return frozenset()
-        coverage = self.columns.coverage
+        coverage = self.plan.coverage
         leaves = sum(coverage.won) + coverage.unmatched
         return frozenset(rule for rule in _matching_all(rules) if coverage.matched[rule] == leaves)
 
     @cached_property
     def silent_catch_alls(self) -> frozenset[int]:
         """Those of them that give all leaves one spec, whatever they are."""
-        spec_of = self.columns._spec_of_rule
+        spec_of = self.plan._spec_of_rule
         return frozenset(rule for rule in self.catch_alls if not isinstance(spec_of(rule), Fsdp))
 
     def folded(self, is_wanted: Callable[[Kind], bool]) -> list[Folded]:
         """Return the folded leaves of those kinds, with most bytes on a device first."""
-        kinds = {n for n, kind in enumerate(self.columns.kinds) if is_wanted(kind)}
+        kinds = {n for n, kind in enumerate(self.plan.kinds) if is_wanted(kind)}
         return [part for part in self._by_bytes if part.group in kinds] if kinds else []
 
     def folded_kinds(self, kinds: set[int]) -> list[Folded]:
@@ -145,8 +138,8 @@ class Queries:
     @cached_property
     def _by_bytes(self) -> list[Folded]:
         """The folded leaves, those with most bytes on a device first."""
-        most = [-kind.device_bytes for kind in self.columns.kinds]
-        return sorted(self.columns.folded, key=lambda part: most[part.group] * len(part.rows))
+        most = [-kind.device_bytes for kind in self.plan.kinds]
+        return sorted(self.plan.folded, key=lambda part: most[part.group] * len(part.rows))
 
     def undeclared(self, folded: list[Folded]) -> list[Folded]:
         """Return the leaves among these that are not declared to be replicated."""
@@ -161,7 +154,7 @@ class Queries:
         leaves: Counter[int] = Counter()
         for part in folded:
             leaves[part.group] += len(part.rows)
-        return sum(self.columns.kinds[kind].device_bytes * count for kind, count in leaves.items())
+        return sum(self.plan.kinds[kind].device_bytes * count for kind, count in leaves.items())
 
     def is_large(self, kind: Kind) -> bool:
         """Return whether one leaf alone is large."""
@@ -170,7 +163,7 @@ class Queries:
     @cached_property
     def total(self) -> int:
         """Bytes of all leaves for the fullest device, in its memory and the host's."""
-        total = by_class(self.columns)
+        total = by_class(self.plan)
         return total.max + total.max_host
 
     def is_much(self, count: int) -> bool:
@@ -179,11 +172,11 @@ class Queries:
 
     def is_whole(self, kind: Kind) -> bool:
         """Return whether each of several devices holds leaves of a kind whole."""
-        return is_replicated(kind, self.columns.axis_sizes)
+        return is_replicated(kind, self.plan.axis_sizes)
 
     def is_unnamed(self, kind: Kind) -> bool:
         """Return whether logical rules are to decide leaves that have no names."""
-        has_rules = self.columns._leaves.path_rules is None and kind.rule is None
+        has_rules = self.plan._leaves.path_rules is None and kind.rule is None
         return has_rules and kind.names is None and kind.origin is None and bool(kind.shape)
 
     def matters(self, count: int, together: int) -> bool:
@@ -203,19 +196,19 @@ class Queries:
     @cached_property
     def used_axes(self) -> frozenset[str]:
         """The mesh axes that cut leaves."""
-        columns = self.columns
+        plan = self.plan
         return frozenset().union(
-            *(axes_used(kind._counted, columns.axis_sizes) for kind in columns.kinds)
+            *(axes_used(kind._counted, plan.axis_sizes) for kind in plan.kinds)
         )
 
     @cached_property
     def dead_rules_of(self) -> dict[str, list[int]]:
         """The mesh axes that cut no leaf, each with the rules for no leaf that name it."""
-        columns = self.columns
-        named = {rule: axes_named(columns._spec_of_rule(rule)) for rule in columns.coverage.dead}
+        plan = self.plan
+        named = {rule: axes_named(plan._spec_of_rule(rule)) for rule in plan.coverage.dead}
         return {
             axis: [rule for rule, axes in named.items() if axis in axes]
-            for axis, size in columns.axis_sizes.items()
+            for axis, size in plan.axis_sizes.items()
             if size > 1 and axis not in self.used_axes
         }
 
@@ -232,20 +225,20 @@ class Queries:
 
         Their axes cut other leaves, and could cut all of these further.
         """
-        columns = self.columns
-        lacking = [columns.kinds[part.group] for part in self.fewer_names]
+        plan = self.plan
+        lacking = [plan.kinds[part.group] for part in self.fewer_names]
         return [
             rule
-            for rule in columns.coverage.dead
-            for axes in [axes_named(columns._spec_of_rule(rule)) & self.used_axes]
-            if lacking and axes and isinstance(columns.rules[rule][0], str)
-            if all(could_cut(axis, kind, columns.axis_sizes) for axis in axes for kind in lacking)
+            for rule in plan.coverage.dead
+            for axes in [axes_named(plan._spec_of_rule(rule)) & self.used_axes]
+            if lacking and axes and isinstance(plan.rules[rule][0], str)
+            if all(could_cut(axis, kind, plan.axis_sizes) for axis in axes for kind in lacking)
         ]
 
     def rule(self, index: int) -> str:
         """Return a rule, for a message."""
-        pattern, spec = self.columns.rules[index]
-        is_logical = self.columns._leaves.path_rules is None
+        pattern, spec = self.plan.rules[index]
+        is_logical = self.plan._leaves.path_rules is None
         text = repr(spec) if is_logical else rule_spec_shown(spec)
         return f"rule {index} {pattern!r} -> {text}"
 
@@ -257,7 +250,7 @@ class Queries:
 
     def optional_axes_of(self, rule: int | None) -> frozenset[str]:
         """Return the mesh axes that a mesh may lack, as far as this rule is concerned."""
-        declared = () if rule is None else rule_spec(self.columns.rules[rule][1]).optional_axes
+        declared = () if rule is None else rule_spec(self.plan.rules[rule][1]).optional_axes
         return frozenset(self._optional_axes.union(declared))
 
     def rules(self, indices: list[int]) -> str:
@@ -266,11 +259,11 @@ class Queries:
 
     def rules_of(self, folded: Iterable[Folded]) -> list[int]:
         """Return the rules that decide these leaves, ascending."""
-        kinds = self.columns.kinds
+        kinds = self.plan.kinds
         return sorted({rule for part in folded for rule in kinds[part.group].deciders})
 
     def _undeclared(self, folded: Folded) -> list[Folded]:
-        paths = [self.columns.paths[row] for row in folded.rows]
+        paths = [self.plan.paths[row] for row in folded.rows]
         first = first_rules(self._declared, paths)
         rest = [i for i, path in enumerate(paths) if first[path] == UNMATCHED]
         if len(rest) == len(paths):
@@ -281,15 +274,15 @@ class Queries:
 
     def axes_of(self, name: str | None) -> Any:
         """Return the axes of the first logical rule for a name; None if there is none."""
-        return next((axes for rule, axes in self.columns.rules if name and rule == name), None)
+        return next((axes for rule, axes in self.plan.rules if name and rule == name), None)
 
     def added_rule(self, folded: Sequence[Folded], *, opens_numbers: bool = False) -> str:
         """Return a rule to add for the first of these leaves; "" where there is none.
 
         It may be for all that differ from it in numbers alone.
         """
-        rules, everything = self.columns._leaves.path_rules, self.columns.folded
+        rules, everything = self.plan._leaves.path_rules, self.plan.folded
         if rules is None or not folded:
             return ""
-        sources = self.columns.sources
+        sources = self.plan.sources
         return added_rule(rules, folded, everything, sources, opens_numbers=opens_numbers)

@@ -12,7 +12,7 @@ from shardrules._base.text import brief, near_shown, printable
 from shardrules._plan.fold import parts_of, runs_of
 
 if TYPE_CHECKING:
-    from shardrules._plan.table import Columns
+    from shardrules._plan.plan import Plan
 
 _MOST_CANDIDATES: Final = 10
 _WILDCARDS: Final = {"*": ".*", "?": "."}
@@ -29,7 +29,7 @@ class _PathError(KeyError):
         return str(self.args[0])
 
 
-class Meant(NamedTuple):
+class PathMatch(NamedTuple):
     """The leaves that a path means, which are alike: all of one folded path."""
 
     row: int
@@ -38,15 +38,15 @@ class Meant(NamedTuple):
     """How many they are."""
 
 
-def row_of(columns: Columns, path: str) -> int:
+def row_of(plan: Plan, path: str) -> int:
     """Return the row of this path; of a folded one, that of the first of its leaves."""
-    row = _exactly(columns, path)
+    row = _exactly(plan, path)
     if row is None:
-        raise _PathError(_no_such_path(columns, path))
+        raise _PathError(_no_such_path(plan, path))
     return row.row
 
 
-def meant_by(columns: Columns, path: str) -> Meant:
+def find(plan: Plan, path: str) -> PathMatch:
     """Return the leaves of this path.
 
     It may also be folded, a glob, the end of paths, or a part of them.
@@ -55,14 +55,14 @@ def meant_by(columns: Columns, path: str) -> Meant:
         KeyError: No leaf has this path, or leaves of several folded paths have it; the message has
             the nearest ones, or all of them.
     """
-    parts = _exactly(columns, path)
+    parts = _exactly(plan, path)
     if parts is not None:
         return parts
-    rows = _rows_like(path, columns.paths) if path else []
+    rows = _rows_like(path, plan.paths) if path else []
     if not rows:
-        raise _PathError(_no_such_path(columns, path))
-    folded = columns.folded
-    of_row = np.zeros(len(columns.paths), np.intp)
+        raise _PathError(_no_such_path(plan, path))
+    folded = plan.folded
+    of_row = np.zeros(len(plan.paths), np.intp)
     for i, part in enumerate(folded):
         of_row[part.rows] = i
     candidates = np.unique(of_row[rows]).tolist()
@@ -73,15 +73,15 @@ def meant_by(columns: Columns, path: str) -> Meant:
             f"{brief(path)} is ambiguous: it may be any of {len(candidates)} folded paths: {texts}"
             f"{f' and {rest} more' if rest > 0 else ''}; give more of the path"
         )
-    return Meant(rows[0], len(rows))
+    return PathMatch(rows[0], len(rows))
 
 
-def _exactly(columns: Columns, path: str) -> Meant | None:
-    row = columns._leaves.rows.get(path)
+def _exactly(plan: Plan, path: str) -> PathMatch | None:
+    row = plan._leaves.rows.get(path)
     if row is not None:
-        return Meant(row, 1)
-    part = next((part for part in columns.folded if part.pattern == path), None)
-    return None if part is None else Meant(int(part.rows[0]), len(part.rows))
+        return PathMatch(row, 1)
+    part = next((part for part in plan.folded if part.pattern == path), None)
+    return None if part is None else PathMatch(int(part.rows[0]), len(part.rows))
 
 
 def _rows_like(path: str, paths: list[str]) -> list[int]:
@@ -151,8 +151,8 @@ def _of_digits(first: str, last: str) -> Iterator[str]:
         yield f"[{begin}-{end}]" + (f"[0-9]{{{longer}}}" if longer else "")
 
 
-def _no_such_path(columns: Columns, path: str) -> str:
-    patterns = [part.pattern for part in columns.folded]
+def _no_such_path(plan: Plan, path: str) -> str:
+    patterns = [part.pattern for part in plan.folded]
     text = set(_COMPONENT.findall(path))
     sharing = [part for part in patterns if text & set(_COMPONENT.findall(part))]
     near = near_shown(path, patterns) or near_shown(path, sharing, least=0)

@@ -1,0 +1,312 @@
+"""Leaves of a tree from one walk: their paths, and types that leaves which are alike share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+
+from shardrules._base.dtypes import bits_of, is_inexact
+from shardrules._base.text import brief, shown
+from shardrules._plan.fold import Folded, Templates, fold, templates_of
+from shardrules._rules.dialects import EFORMER, Dialect
+from shardrules._rules.rules import Rules, matcher_of
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from shardrules._plan.companions import Companion, Link
+    from shardrules._rules.logical_rules import LogicalRules
+
+# In the place of a rule's index.
+NO_RULE_NEEDED: Final = -1
+UNMATCHED: Final = -2
+AMBIGUOUS: Final = -3
+
+
+def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
+    """Return, per path, the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
+    matcher = matcher_of(rules).for_whole_paths()
+    decided = matcher.decide(
+        dict.fromkeys(paths, 0),
+        matcher.rule_indices(),
+        NO_RULE_NEEDED,
+        UNMATCHED,
+        AMBIGUOUS,
+        strict=False,
+    )
+    return decided.tree  # type: ignore[no-any-return]
+
+
+class LeafType(NamedTuple):
+    """Rule, shape and dtype of leaves of one kind, on any mesh."""
+
+    rule: int
+    """Index of the rule that decides them, or one of the negative numbers of `path_rules`."""
+    shape: tuple[int, ...] | None
+    """None for a leaf that is not an array."""
+    dtype: Any
+    bits: int
+    """Bits of one element; 0 for a leaf that is not an array."""
+    names: tuple[Any, ...] | None = None
+    """The logical axis names of its dimensions; None for a leaf without."""
+
+
+@dataclass(frozen=True, eq=False)
+class Leaves:
+    """Leaves of a tree; rows are leaves in the order of the walk."""
+
+    rules: Rules | LogicalRules
+    tree: Any
+    """The tree with the number of its row for each leaf."""
+    paths: list[str]
+    sources: list[str]
+    """Per leaf the path that the rules meet: its own, or that of what it follows."""
+    kind_of: npt.NDArray[np.int32]
+    """Per leaf an index of `types`."""
+    types: list[LeafType]
+    companions: tuple[Companion, ...] = ()
+    """The companions that were given."""
+    links: Mapping[int, tuple[Link, ...]] = field(default_factory=dict)
+    """For each row that companions find, the links to its base, to the base of that, and so on. The
+    row's source is the last of these bases that a rule matches, or its own path."""
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """Maps each path to its row."""
+        return {path: row for row, path in enumerate(self.paths)}
+
+    @cached_property
+    def path_rules(self) -> Rules | None:
+        """Returns the rules if they are for paths; None for logical rules."""
+        return self.rules if isinstance(self.rules, Rules) else None
+
+    @cached_property
+    def paths_dialect(self) -> Dialect:
+        return self.rules.dialect if isinstance(self.rules, Rules) else EFORMER
+
+    @cached_property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Counts the leaves of each kind."""
+        return np.bincount(self.kind_of, minlength=len(self.types)).astype(np.int64)
+
+    @cached_property
+    def templates(self) -> Templates:
+        """Returns the paths with holes for their numbers."""
+        return templates_of(self.paths)
+
+    @cached_property
+    def optimizer_rows(self) -> list[int]:
+        """Lists the rows of an optimizer's state, by the names in their paths."""
+        rows: list[int] = self._rows(optimizer_leaves).tolist()
+        return rows
+
+    @cached_property
+    def state_rows(self) -> npt.NDArray[np.intp]:
+        """Finds the rows of an optimizer's state and of averages of the parameters."""
+        return self._rows(state_leaves)
+
+    @cached_property
+    def activation_rows(self) -> npt.NDArray[np.intp]:
+        return self._rows(activation_leaves)
+
+    @cached_property
+    def gradient_rows(self) -> npt.NDArray[np.intp]:
+        """Finds the rows of leaves with gradients: parameters of real or complex numbers."""
+        has_gradient = np.array([is_inexact(leaf.dtype) for leaf in self.types], bool)[self.kind_of]
+        has_gradient[self.state_rows] = False
+        has_gradient[self.activation_rows] = False
+        return np.flatnonzero(has_gradient)
+
+    @cached_property
+    def state_counts(self) -> npt.NDArray[np.int64]:
+        """Counts, per kind, the leaves of an optimizer's state or of averages of parameters."""
+        return self._counts(self.state_rows)
+
+    @cached_property
+    def activation_counts(self) -> npt.NDArray[np.int64]:
+        """Counts, per kind, the leaves that are activations."""
+        return self._counts(self.activation_rows)
+
+    @cached_property
+    def gradient_counts(self) -> npt.NDArray[np.int64]:
+        """Counts, per kind, the leaves with gradients."""
+        return self._counts(self.gradient_rows)
+
+    def _rows(self, indices_of: Callable[[list[str]], list[int]]) -> npt.NDArray[np.intp]:
+        is_in = np.zeros(len(self.templates.texts), np.bool_)
+        is_in[indices_of(self.templates.texts)] = True
+        return np.flatnonzero(is_in[self.templates.of_path])
+
+    def _counts(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        return np.bincount(self.kind_of[rows], minlength=len(self.types)).astype(np.int64)
+
+    @cached_property
+    def folded(self) -> list[Folded]:
+        """Folds siblings, a kind each."""
+        return fold(self.paths, self.kind_of, self.templates)
+
+    @cached_property
+    def guessed(self) -> dict[str, tuple[str, ...]]:
+        """Returns what names say of bytes: {"optimizer" or "activations": folded paths}."""
+        rows = {"optimizer": self.state_rows, "activations": self.activation_rows}
+        of_row = {row: name for name, of in rows.items() for row in of.tolist()}
+        paths: dict[str, list[str]] = {}
+        for part in self.folded if of_row else ():
+            if (name := of_row.get(int(part.rows[0]))) is not None:
+                paths.setdefault(name, []).append(part.pattern)
+        return {name: tuple(of) for name, of in paths.items()}
+
+
+_MOST_BITS: Final = 2**63 - 1
+
+
+def survey(tree: Any, rules: Rules) -> Leaves:
+    """Walk the tree once.
+
+    Raises:
+        TypeError: A dimension is not an integer; the message names the path.
+        ValueError: A dimension is negative, an array is too large to count, or a dtype is unknown;
+            the message names the path.
+    """
+    of_rows, paths, kinds, column = matcher_of(rules).survey(
+        tree, replicated=NO_RULE_NEEDED, unmatched=UNMATCHED, ambiguous=AMBIGUOUS
+    )
+    kind_of = np.frombuffer(column, np.int32)
+    types = []
+    for number, kind in enumerate(kinds):
+        try:
+            types.append(checked_type(*kind))
+        except (TypeError, ValueError) as error:
+            path = paths[int(np.argmax(kind_of == number))]
+            raise type(error)(f"{path}: {error}") from None
+    return Leaves(rules, of_rows, paths, paths, kind_of, types)
+
+
+def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafType:
+    """Return the type of leaves whose shape and dtype make sense."""
+    if shape is None:
+        return LeafType(rule, None, None, 0)
+    for size in shape:
+        if getattr(size, "dimension_as_value", None) is not None:  # as JAX itself knows them
+            raise TypeError(
+                f"the dimension {size} of the shape {shape} is symbolic, so its bytes cannot be "
+                "counted; plan with a number in its place. named_shardings takes it as it is"
+            )
+        if not isinstance(size, int | np.integer) or isinstance(size, bool):
+            raise TypeError(
+                f"a dimension of the shape {brief(shape)} is {shown(size)}, not an integer"
+            )
+        if size < 0:
+            raise ValueError(f"a dimension of the shape {brief(shape)} is negative")
+    bits = bits_of(dtype)
+    # A dimension of 0 would hide others that are too large to calculate with.
+    if prod(max(int(size), 1) for size in shape) * bits > _MOST_BITS:
+        raise ValueError(f"an array of shape {brief(shape)} has more bytes than can be counted")
+    return LeafType(rule, tuple(map(int, shape)), dtype, bits)
+
+
+def redecided(leaves: Leaves, rules: Rules) -> Leaves:
+    """Decide the same leaves by other rules; the tree is not walked again."""
+    before, after = leaves.paths_dialect, rules.dialect
+    for name in ("keys", "separator", "hidden_key", "scalars"):
+        if getattr(before, name) != getattr(after, name):
+            raise ValueError(
+                f"the dialect {after.name} has other {name} than {before.name}, whose paths these "
+                "are: plan the tree itself with the rules"
+            )
+    first = first_rules(rules, leaves.paths)
+    count = len(leaves.paths)
+    rule_of = np.fromiter(map(first.__getitem__, leaves.paths), np.int64, count)
+    needs_none = np.array([_needs_no_rule(leaf, rules) for leaf in leaves.types], bool)
+    is_small = np.array([prod(leaf.shape or ()) < rules.min_size for leaf in leaves.types], bool)
+    rule_of[(is_small[leaves.kind_of] & (rule_of >= 0)) | needs_none[leaves.kind_of]] = (
+        NO_RULE_NEEDED
+    )
+    # AMBIGUOUS is the least that a rule's number is.
+    pairs, kind_of = np.unique(
+        leaves.kind_of * np.int64(len(rules) - AMBIGUOUS) + (rule_of - AMBIGUOUS),
+        return_inverse=True,
+    )
+    types = [
+        leaves.types[kind]._replace(rule=rule + AMBIGUOUS)
+        for kind, rule in (divmod(pair, len(rules) - AMBIGUOUS) for pair in pairs.tolist())
+    ]
+    kind_of = kind_of.astype(np.int32)
+    return Leaves(rules, leaves.tree, leaves.paths, leaves.paths, kind_of, types)
+
+
+def _needs_no_rule(leaf: LeafType, rules: Rules) -> bool:
+    """Return whether the dialect replicates such a leaf, whatever matches its path."""
+    dialect, size = rules.dialect, prod(leaf.shape or ())
+    if dialect.min_size == "before" and size < rules.min_size:
+        return True
+    return dialect.scalars != "none" and (
+        not leaf.shape or (dialect.scalars == "size 1" and size == 1)
+    )
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    """Return the distinct keys in order, and per key the index of its equal among them."""
+    numbers: dict[_Key, int] = {}
+    column = [numbers.setdefault(key, len(numbers)) for key in keys]
+    return list(numbers), np.array(column, np.int32)
+
+
+# flax's, EasyLM's, EasyDeL's and Levanter's train states, nnx.Optimizer and orbax checkpoints of
+# them; Paxml and haiku; T5X. At the top alone, where no layer is called so: big_vision and others.
+_OPTIMIZER: Final = ("_?opt_states?|optimizer_states?|param_states", "opt|optim|optimizer")
+# Averages of the parameters: diffusers, scenic, haiku; at the top alone those of optax.ema.
+_AVERAGES: Final = ("_?ema_params|params_ema|ema_state|ema_model|model_ema", "_?ema")
+
+# At the top alone: flax's collection of what modules sow, and ours.
+_ACTIVATIONS: Final = ("(?!)", "activations|intermediates")
+
+
+def _component_pattern(anywhere: str, at_top: str) -> re.Pattern[str]:
+    """Compile a pattern that finds the names as whole components of paths."""
+    begin, end = r"[/.\[\]']", r"(?:[/.\[\]']|$)"
+    return re.compile(rf"(?:(?:^|{begin})(?:{anywhere})|^{begin}*(?:{at_top})){end}")
+
+
+_OF_OPTIMIZER: Final = _component_pattern(*_OPTIMIZER)
+_OF_STATE: Final = _component_pattern(*map("|".join, zip(_OPTIMIZER, _AVERAGES, strict=True)))
+
+_OF_ACTIVATIONS: Final = _component_pattern(*_ACTIVATIONS)
+
+
+def optimizer_leaves(paths: list[str]) -> list[int]:
+    """Return the indices of leaves of an optimizer's state, by the names of `DeviceBytes`."""
+    return _matching(paths, _OF_OPTIMIZER, ("opt", "param_states"))
+
+
+def state_leaves(paths: list[str]) -> list[int]:
+    """Return the indices of the optimizer's state and of averages of the parameters."""
+    return _matching(paths, _OF_STATE, ("opt", "param_states", "ema"))
+
+
+def activation_leaves(paths: list[str]) -> list[int]:
+    """Return the indices of activations, by the names of `DeviceBytes`."""
+    return _matching(paths, _OF_ACTIVATIONS, ("activ", "interm"))
+
+
+def _matching(paths: list[str], names: re.Pattern[str], words: tuple[str, ...]) -> list[int]:
+    # Most trees have none of these words, and most paths of the others neither; looking for a word
+    # is ten times as fast as the pattern.
+    text = "\n".join(paths)
+    present = [word for word in words if word in text]
+    if not present:
+        return []
+    return [
+        index
+        for index, path in enumerate(paths)
+        if any(word in path for word in present) and names.search(path)
+    ]
