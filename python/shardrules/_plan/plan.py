@@ -75,8 +75,8 @@ _PATH: Final = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys 
 class Plan(Decider):
     """Shardings of the leaves of a tree on a mesh; from `shardrules.plan`.
 
-    `paths`, `kind_of` and the like have a row for each leaf, in the order of the walk; what leaves have in common is in
-    `kinds`, once for each kind.
+    `paths`, `kind_of` and other columns have a row for each leaf, in the order of the walk; what
+    leaves have in common is in `kinds`, once for each kind.
 
     Example:
         >>> import jax, shardrules as sr
