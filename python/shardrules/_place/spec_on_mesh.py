@@ -59,6 +59,7 @@ class SpecOnMesh:
 
     __slots__ = (
         "_absent",
+        "_all_kept",
         "_axes",
         "_correction",
         "_entries",
@@ -67,6 +68,7 @@ class SpecOnMesh:
         "_optional_axes",
         "_shape_is_derived",
         "_tags_lost",
+        "_whole",
         "axis_sizes",
         "corrector",
         "spec",
@@ -94,12 +96,18 @@ class SpecOnMesh:
         self._entries = entries_of(spec)
         self._axes = tuple(map(entry_axes, self._entries))
         tags = axes_in_tags(spec).values()
-        absent = (tuple(axis for axis in axes if axis not in axis_sizes) for axes in tags)
+        absent = [tuple([axis for axis in axes if axis not in axis_sizes]) for axes in tags]
         self._tags_lost = [LostAxes("unreduced", 0, axes) for axes in absent if axes]
         # By dimension, the bit of its first axis in `Corrector.kept`.
         self._first = tuple(accumulate(map(len, self._axes), initial=0))
+        named = [axis for axes in self._axes for axis in axes]
+        # What `Corrector.kept` returns where nothing is lost; None if something always is.
+        self._all_kept: int | None = None
+        if len(axis_sizes.keys() & named) == len(named) and not self._tags_lost:
+            self._all_kept = (1 << len(named)) - 1
+        self._whole: dict[int, Any] = {}
         rest = [None] * (len(spec) - len(units))
-        self.units: Final = tuple(unit or 1 for unit in (*units, *rest))
+        self.units: Final = tuple([unit or 1 for unit in (*units, *rest)])
         self.corrector = Corrector(
             [
                 ([axis_sizes.get(axis, 0) for axis in axes], unit)
@@ -127,6 +135,18 @@ class SpecOnMesh:
             optional_axes=self._optional_axes,
             named_with=self._named_with,
         )
+
+    def fit(self, shape: tuple[int, ...]) -> tuple[Any, list[LostAxes]]:
+        """Return (the corrected spec for arrays of this shape, the axes that these lose).
+
+        The spec is that without the lost axes, even where the correction forbids the loss.
+        """
+        rank, kept = len(shape), self.corrector.kept(shape)
+        if kept != self._all_kept or rank < len(self._axes):
+            return self.without_lost(rank, kept), list(self.lost(rank, kept))
+        if rank not in self._whole:
+            self._whole[rank] = self.without_lost(rank, kept)
+        return self._whole[rank], []
 
     def decided(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return the corrected spec for arrays of this shape and any dtype; None if forbidden."""

@@ -51,12 +51,12 @@ class Held(NamedTuple):
     @property
     def most(self) -> int:
         """Return bytes on the fullest device, which is the first one."""
-        return -(-self.most_bits // 8)
+        return -(-self.bits * prod([cut.part for cut in self.cuts]) // 8)
 
     @property
     def most_bits(self) -> int:
         """Return bits on the fullest device."""
-        return self.bits * prod(cut.part for cut in self.cuts)
+        return self.bits * prod([cut.part for cut in self.cuts])
 
 
 def held_of(
@@ -67,8 +67,8 @@ def held_of(
     cuts = []
     for dim, size in enumerate(shape):
         named = entry_axes(entries[dim]) if dim < len(entries) else ()
-        axes = tuple(axis for axis in named if axis_sizes.get(axis, 1) > 1)
-        parts = prod(axis_sizes[axis] for axis in axes)
+        axes = tuple([axis for axis in named if axis_sizes.get(axis, 1) > 1])
+        parts = prod([axis_sizes[axis] for axis in axes])
         part = -(-size // parts)
         if size % parts == 0:
             bits *= part

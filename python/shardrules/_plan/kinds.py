@@ -267,17 +267,16 @@ def fitted(
         others: Losses to other rules, which come first.
         says: What the rule says beside the spec.
     """
-    rank, kept = len(shape), rule_spec.corrector.kept(shape)
-    losses = tuple(loss_of(rule_spec, lost, shape) for lost in rule_spec.lost(rank, kept))
+    spec, lost = rule_spec.fit(shape)
+    losses = [loss_of(rule_spec, axes, shape) for axes in lost]
+    says = {"wanted": rule_spec.spec, "losses": (*others, *losses), **says}
     errors = [loss for loss in losses if loss.is_error]
-    counted = None
-    if all(loss.kind == "absent" for loss in errors):
-        counted = rule_spec.without_lost(rank, kept)
-    says = {"wanted": rule_spec.spec, "losses": (*others, *losses), "_counted": counted, **says}
     if not errors:
-        return Fit(spec=counted, **says)
+        return Fit(spec=spec, **says)
     message, fix = refused(errors)
-    return Fit(status="misfit", message=message, fix=fix, **says)
+    if any(loss.kind != "absent" for loss in errors):
+        spec = None
+    return Fit(status="misfit", message=message, fix=fix, _counted=spec, **says)
 
 
 def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Loss:

@@ -206,7 +206,7 @@ def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafTy
             raise ValueError(f"a dimension of the shape {brief(shape)} is negative")
     bits = bits_of(dtype)
     # A dimension of 0 would hide others that are too large to calculate with.
-    if prod(max(int(size), 1) for size in shape) * bits > _MOST_BITS:
+    if prod([max(int(size), 1) for size in shape]) * bits > _MOST_BITS:
         raise ValueError(f"an array of shape {brief(shape)} has more bytes than can be counted")
     return LeafType(rule, tuple(map(int, shape)), dtype, bits)
 

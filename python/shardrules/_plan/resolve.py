@@ -124,28 +124,28 @@ class RulesOnMesh:
             if fit is UNMATCHED_LEAVES and not self._unmatched_is_error:
                 fit = REPLICATED
             return kind_of(leaf, fit, self._axis_sizes)
-        by_rule, origin = self._spec_for(leaf, derivation)
+        by_rule, origin = self._specs[self._spec_of[leaf.rule]], None
         # A leaf without a shape has no dimensions.
         shape = leaf.shape or ()
-        on_mesh, origin_of_shape = by_rule.for_array(shape, leaf.bits)
-        origin = "; ".join(filter(None, (origin, origin_of_shape))) or None
-        fit = fitted(on_mesh, shape, origin=origin, memory_kind=self._memory_of[leaf.rule])
+        if derivation is not None:
+            by_rule, origin = _derived_spec(by_rule, shape, derivation)
+        if isinstance(by_rule, SpecByShape):
+            by_rule, origin_of_shape = by_rule.for_array(shape, leaf.bits)
+            origin = "; ".join(filter(None, (origin, origin_of_shape))) or None
+        fit = fitted(by_rule, shape, origin=origin, memory_kind=self._memory_of[leaf.rule])
         return kind_of(leaf, fit, self._axis_sizes)
 
-    def _spec_for(
-        self, leaf: LeafType, derivation: Derivation | None
-    ) -> tuple[SpecOnMesh | SpecByShape, str | None]:
-        """Return (the spec of such leaves, its origin)."""
-        by_rule = self._specs[self._spec_of[leaf.rule]]
-        if derivation is None:
-            return by_rule, None
-        shape = leaf.shape or ()
-        dims, blocks = combined(derivation.steps, len(by_rule.spec))
-        cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
-        return (
-            by_rule.with_dims((*cut, *dims[len(shape) :]), blocks),
-            f"the rule of what it follows, dims {dims_shown(dims[: len(shape)])} of its spec",
-        )
+
+def _derived_spec(
+    of_base: SpecOnMesh | SpecByShape, shape: tuple[int, ...], derivation: Derivation
+) -> tuple[SpecOnMesh | SpecByShape, str]:
+    """Return (the spec of leaves that follow a base with this spec, its origin)."""
+    dims, blocks = combined(derivation.steps, len(of_base.spec))
+    cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
+    return (
+        of_base.with_dims((*cut, *dims[len(shape) :]), blocks),
+        f"the rule of what it follows, dims {dims_shown(dims[: len(shape)])} of its spec",
+    )
 
 
 def by_rules(
