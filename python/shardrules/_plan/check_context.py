@@ -126,10 +126,13 @@ class Queries:
         spec_of = self.plan._spec_of_rule
         return frozenset(rule for rule in self.catch_alls if not isinstance(spec_of(rule), Fsdp))
 
-    def folded(self, is_wanted: Callable[[Kind], bool]) -> list[Folded]:
-        """Return the folded leaves of those kinds, with most bytes on a device first."""
-        kinds = {n for n, kind in enumerate(self.plan.kinds) if is_wanted(kind)}
-        return [part for part in self._by_bytes if part.group in kinds] if kinds else []
+    def folded(self, is_wanted: Iterable[object]) -> list[Folded]:
+        """Return the folded leaves of the wanted kinds, with most bytes on a device first.
+
+        Args:
+            is_wanted: For each kind in order, whether it is wanted.
+        """
+        return self.folded_kinds({n for n, wanted in enumerate(is_wanted) if wanted})
 
     def folded_kinds(self, kinds: set[int]) -> list[Folded]:
         """Return the folded leaves of the kinds of these numbers, in the same order."""
@@ -138,8 +141,10 @@ class Queries:
     @cached_property
     def _by_bytes(self) -> list[Folded]:
         """The folded leaves, those with most bytes on a device first."""
-        most = [-kind.device_bytes for kind in self.plan.kinds]
-        return sorted(self.plan.folded, key=lambda part: most[part.group] * len(part.rows))
+        parts, kinds = self.plan.folded, self.plan.kinds
+        most = [kinds[part.group].device_bytes * len(part.rows) for part in parts]
+        order = sorted(range(len(parts)), key=most.__getitem__, reverse=True)
+        return [parts[number] for number in order]
 
     def undeclared(self, folded: list[Folded]) -> list[Folded]:
         """Return the leaves among these that are not declared to be replicated."""
@@ -198,7 +203,7 @@ class Queries:
         """The mesh axes that cut leaves."""
         plan = self.plan
         return frozenset().union(
-            *(axes_used(kind._counted, plan.axis_sizes) for kind in plan.kinds)
+            *[axes_used(kind._counted, plan.axis_sizes) for kind in plan.kinds]
         )
 
     @cached_property
@@ -216,7 +221,7 @@ class Queries:
     def fewer_names(self) -> list[Folded]:
         """The folded leaves that have logical axis names, but not one for each dimension."""
         return self.folded(
-            lambda kind: bool(kind.names) and len(kind.names or ()) < len(kind.shape or ())
+            [kind.names and len(kind.names) < len(kind.shape or ()) for kind in self.plan.kinds]
         )
 
     @cached_property

@@ -161,9 +161,11 @@ _MOST_LEAVES: Final = 5
 
 @check_of("memory", "error", "leaves that do not fit into `hbm`")
 def too_large(queries: Queries) -> Iterator[Finding]:
+    if queries.hbm is None:
+        return
     held_bytes = by_class(queries.plan)
-    if queries.hbm is not None and held_bytes.max > queries.hbm:
-        largest = queries.folded(lambda kind: not is_on_host(kind.memory_kind))
+    if held_bytes.max > queries.hbm:
+        largest = queries.folded([not is_on_host(kind.memory_kind) for kind in queries.plan.kinds])
         yield no_room(held_bytes, Room(queries.hbm, None), largest)
 
 
@@ -187,7 +189,7 @@ def no_room(needed: DeviceBytes, room: Room, largest: list[Folded]) -> Finding:
     "are not large together",
 )
 def unpinned(queries: Queries) -> Iterator[Finding]:
-    folded = queries.folded(lambda kind: kind.memory_kind == "unpinned_host")
+    folded = queries.folded([kind.memory_kind == "unpinned_host" for kind in queries.plan.kinds])
     if not folded:
         return
     rules, cost = queries.rules_of(folded), queries.device_bytes(folded)
@@ -213,7 +215,7 @@ def unpinned(queries: Queries) -> Iterator[Finding]:
 def catch_alls(queries: Queries) -> Iterator[Finding]:
     plan = queries.plan
     for rule in sorted(queries.silent_catch_alls):
-        folded = queries.undeclared(queries.folded(lambda kind, rule=rule: kind.rule == rule))  # type: ignore[misc]
+        folded = queries.undeclared(queries.folded([kind.rule == rule for kind in plan.kinds]))
         if not folded:
             continue
         leaves = leaves_in(folded)
@@ -252,7 +254,7 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
 def replicated(queries: Queries) -> Iterator[Finding]:
     plan = queries.plan
     by_rule: dict[Any, list[Folded]] = defaultdict(list)
-    for part in queries.undeclared(queries.folded(queries.is_whole)):
+    for part in queries.undeclared(queries.folded(map(queries.is_whole, plan.kinds))):
         kind = plan.kinds[part.group]
         # Leaves of the catch-all, and those without names, are reported as that.
         if kind.rule not in queries.silent_catch_alls and not queries.is_unnamed(kind):

@@ -212,7 +212,7 @@ def unknown_names(queries: Queries) -> Iterator[Finding]:
         if isinstance(name, str) and any(sizes.get(axis, 1) > 1 for axis in axes_in(axes))
     ]
     by_name: dict[Any, list[Folded]] = defaultdict(list)
-    for part in queries.folded(lambda kind: not rule_names.issuperset(kind.names or ())):
+    for part in queries.folded([not rule_names.issuperset(kind.names or ()) for kind in kinds]):
         for name in dict.fromkeys(kinds[part.group].names or ()):
             if isinstance(name, str) and name not in rule_names:
                 by_name[name].append(part)
@@ -255,7 +255,9 @@ def _not_siblings(name: str, names: Iterable[Any]) -> Iterator[str]:
     "leaves with fewer names than dimensions",
 )
 def unnamed(queries: Queries) -> Iterator[Finding]:
-    folded = queries.undeclared(queries.folded(queries.is_unnamed))
+    if queries.plan._leaves.path_rules is not None:
+        return
+    folded = queries.undeclared(queries.folded(map(queries.is_unnamed, queries.plan.kinds)))
     if folded:
         cost = queries.device_bytes(folded)
         yield finding(
@@ -299,8 +301,9 @@ def fewer_names(queries: Queries) -> Iterator[Finding]:
 def taken(queries: Queries) -> Iterator[Finding]:
     sizes = queries.plan.axis_sizes
     groups: dict[tuple[Any, int, Any], list[Folded]] = defaultdict(list)
-    for part in queries.folded(lambda kind: bool(kind.lost_rules) and kind.spec is not None):
-        kind = queries.plan.kinds[part.group]
+    kinds = queries.plan.kinds
+    for part in queries.folded([kind.lost_rules and kind.spec is not None for kind in kinds]):
+        kind = kinds[part.group]
         names, dims = kind.names or (), set()
         for lost in kind.lost_rules:
             axes = axes_in(queries.plan.rules[lost.rule][1])
@@ -383,7 +386,7 @@ def nnx_values(queries: Queries) -> Iterator[Finding]:
                 "lets paths end, and wins "
                 f"{counted(coverage.won[rule], 'leaf')}"
             )
-            won = queries.folded(lambda kind, rule=rule: kind.rule == rule)  # type: ignore[misc]
+            won = queries.folded([kind.rule == rule for kind in queries.plan.kinds])
             yield _of_rule("error", rule, message, go_on, won)
         elif rule in matches.named:
             message = (

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.specs import Entries
+from shardrules._base.specs import Entries, axes_in_tags
 from shardrules._base.text import counted
 from shardrules._plan.check_context import Queries, check_of, finding, leaves_in, rules_listed
 from shardrules._plan.check_leaves import advice
@@ -20,7 +20,6 @@ from shardrules._plan.kinds import (
     Loss,
     axes_named,
     could_cut,
-    dtype_shown,
     is_replicated,
     placement_shown,
     refused,
@@ -74,8 +73,10 @@ def shadowed_rules(queries: Queries) -> Iterator[Finding]:
 @check_of("siblings", "warning", "leaves that differ only in numbers, with different specs")
 def siblings(queries: Queries) -> Iterator[Finding]:
     plan = queries.plan
+    arrays = [(kind.shape, str(kind.dtype)) for kind in plan.kinds]
+    if len(set(arrays)) == len(arrays):
+        return
     spec_of = ["none" if kind.spec is None else placement_shown(kind) for kind in plan.kinds]
-    arrays = [(kind.shape, dtype_shown(kind)) for kind in plan.kinds]
     specs_of: dict[Any, set[str]] = defaultdict(set)
     for array, spec in zip(arrays, spec_of, strict=True):
         specs_of[array].add(spec)
@@ -191,7 +192,7 @@ def unused_axes(queries: Queries) -> Iterator[Finding]:
         if axis in queries.data_axes or axis in lost:
             continue
         size = plan.axis_sizes[axis]
-        could = queries.folded(lambda kind, axis=axis: could_cut(axis, kind, plan.axis_sizes))  # type: ignore[misc]
+        could = queries.folded([could_cut(axis, kind, plan.axis_sizes) for kind in plan.kinds])
         cost = _saved_by(queries, size, queries.undeclared(could))
         costs, fix = f"everything is held {size} times along it", "name it in a rule"
         if axis in named:
@@ -234,7 +235,7 @@ _Words = tuple[str | None, str | None]  # message and fix
 
 @check_of("unmatched", "error", "leaves that no rule matches")
 def unmatched(queries: Queries) -> Iterator[Finding]:
-    folded = queries.folded(lambda kind: kind.status == "unmatched")
+    folded = queries.folded([kind.status == "unmatched" for kind in queries.plan.kinds])
     if folded:
         leaves, mend = counted(leaves_in(folded), "leaf"), queries.added_rule(folded)
         example = f", such as {mend}" if mend else ""
@@ -255,7 +256,7 @@ def misfits(queries: Queries) -> Iterator[Finding]:
     """Leaves whose rule does not fit, or of which several rules claim to be the only one."""
     kinds = queries.plan.kinds
     groups: dict[tuple[Any, _Words], list[Folded]] = defaultdict(list)
-    for part in queries.folded(lambda kind: kind.status in ("misfit", "ambiguous")):
+    for part in queries.folded([kind.status in ("misfit", "ambiguous") for kind in kinds]):
         problem = _misfit_words(kinds[part.group])
         if problem is not None:
             groups[kinds[part.group].decided_by, problem].append(part)
@@ -329,8 +330,8 @@ def refusals(kind: Kind, plan: Plan) -> Iterator[tuple[str, str]]:
             f"the mesh has no axis {axis!r}",
             f"rename it, add it to the mesh, or declare it in the rules: optional_axes=[{axis!r}]",
         )
-    for name in ("unreduced", "reduced"):
-        for axis in sorted({*(getattr(spec, name, None) or ())} - plan._mesh.explicit_axes):
+    for name, tagged in axes_in_tags(spec).items():
+        for axis in sorted({*tagged} - plan._mesh.explicit_axes):
             is_there = axis in plan.axis_sizes
             lacks = "is not Explicit" if is_there else "is no axis of the mesh"
             yield (
@@ -416,7 +417,7 @@ def _deciding(queries: Queries, folded: Folded, loss: Loss) -> tuple[int, ...]:
 def _losses(queries: Queries) -> Iterator[_Lost]:
     kinds = queries.plan.kinds
     groups: dict[tuple[Any, ...], list[tuple[Folded, Loss]]] = defaultdict(list)
-    for part in queries.folded(lambda kind: bool(kind.losses)):
+    for part in queries.folded([kind.losses for kind in kinds]):
         optional = queries.optional_axes_of(kinds[part.group].rule)
         is_placed = kinds[part.group].status == "placed"
         for loss in kinds[part.group].losses:

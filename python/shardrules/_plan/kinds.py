@@ -223,7 +223,7 @@ def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
 
 def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str]:
     """Return the axes of more than one device that cut an array with this spec."""
-    return frozenset(axis for axis in axes_named(spec) if axis_sizes.get(axis, 1) > 1)
+    return frozenset([axis for axis in axes_named(spec) if axis_sizes.get(axis, 1) > 1])
 
 
 def could_cut(axis: str, kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
