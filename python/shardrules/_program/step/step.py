@@ -360,7 +360,7 @@ def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
 
     if on is not None:
         return target_mesh(on, args)
-    meshes = list(dict.fromkeys(as_mesh(arg._mesh) for arg in args if isinstance(arg, Plan)))
+    meshes = list(dict.fromkeys(as_mesh(arg.mesh) for arg in args if isinstance(arg, Plan)))
     what = "plans among the arguments"
     if not meshes:
         shardings = (getattr(leaf, "sharding", None) for leaf in tree_leaves(args))
