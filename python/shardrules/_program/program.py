@@ -100,7 +100,8 @@ class Program:
         with hlo_errors():
             rows = list(exchanges(hlo, self.axis_sizes))
             if self._reasons is None:
-                movements = [_unknown_movement(row) for row in rows]
+                names = (row.op.instruction.op_name or row.op.instruction.name for row in rows)
+                movements = [Movement("unexplained", name, "unknown") for name in names]
             else:
                 movements = self._reasons.movements(rows)
         pairs = zip(rows, movements, strict=True)
@@ -323,11 +324,6 @@ def _collective_cells(row: Collective) -> Sequence[str]:
         row.reason,
         "" if row.place is None else str(row.place),
     )
-
-
-def _unknown_movement(row: Exchange) -> Movement:
-    name = row.op.instruction.op_name or row.op.instruction.name
-    return Movement("unexplained", name, "unknown")
 
 
 @in_order("compiled", "plan")

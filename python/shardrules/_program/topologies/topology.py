@@ -322,11 +322,6 @@ _DESCRIBED: Final[dict[Any, Topology]] = {}
 """By device, the first topology that has named it."""
 
 
-def is_described(mesh: Mesh) -> bool:
-    """Say whether the devices of a mesh are those of a topology, on which nothing runs."""
-    return mesh.devices.flat[0] in _DESCRIBED
-
-
 def hardware_on(topology: Topology | None, hardware: Hardware | str | None) -> Any:
     """Return the hardware that is given, or that of a topology, which it must not contradict.
 

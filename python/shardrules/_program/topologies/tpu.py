@@ -33,6 +33,8 @@ class _Generation(NamedTuple):
     """A dimension of so many chips, or in three dimensions a multiple of it, has links around."""
     cores_counted: int
     """Cores of a chip by which clouds count in names such as v5p-1024."""
+    devices: int
+    """Devices of a chip."""
     clock: float
     """Cycles of a device in a second: the peak by the operations of its MXUs in a cycle."""
     options: Mapping[str, Any] = {}
@@ -41,17 +43,17 @@ class _Generation(NamedTuple):
 
 # Names as clouds and JAX have them. Rings: "How to scale your model", TPUs
 # (https://jax-ml.github.io/scaling-book/tpus). A chip of v4 is one device, as on the hardware.
-GENERATIONS: Final = {
-    "v4": _Generation("v4", "v4", 3, 4, 2, 1.05e9, {"chip_config_name": "megacore"}),
-    "v5e": _Generation("v5e", "v5e", 2, 16, 1, 1.5e9),
-    "v5litepod": _Generation("v5e", "v5e", 2, 16, 1, 1.5e9),
-    "v5p": _Generation("v5p", "v5p", 3, 4, 2, 1.75e9),
-    "v6e": _Generation("v6e", "v6e", 2, 16, 1, 1.75e9),
-    "tpu7x": _Generation("7x", "tpu7x", 3, 4, 2, 2.2e9),
-    "7x": _Generation("7x", "tpu7x", 3, 4, 2, 2.2e9),
+_GENERATIONS: Final = {
+    "v4": _Generation("v4", "v4", 3, 4, 2, 1, 1.05e9, {"chip_config_name": "megacore"}),
+    "v5e": _Generation("v5e", "v5e", 2, 16, 1, 1, 1.5e9),
+    "v5p": _Generation("v5p", "v5p", 3, 4, 2, 1, 1.75e9),
+    "v6e": _Generation("v6e", "v6e", 2, 16, 1, 1, 1.75e9),
+    "tpu7x": _Generation("7x", "tpu7x", 3, 4, 2, 2, 2.2e9),
 }
-_CORES: Final = {"7x": 2}
-"""Devices of a chip, where it has more than one."""
+GENERATIONS: Final = _GENERATIONS | {
+    "v5litepod": _GENERATIONS["v5e"],
+    "7x": _GENERATIONS["tpu7x"],
+}
 # What libtpu reads from its environment: it asks no metadata server, several processes may load it,
 # and its log lines go neither to the terminal nor to files.
 ENVIRONMENT: Final = {
@@ -118,13 +120,9 @@ class Slices:
         return self._kind.clock
 
     @property
-    def _cores(self) -> int:
-        return _CORES.get(self.hardware, 1)
-
-    @property
     def device_count(self) -> int:
         """Devices of all slices, as JAX counts them."""
-        return self.slices * prod(self.shape) * self._cores
+        return self.slices * prod(self.shape) * self._kind.devices
 
     @property
     def description(self) -> tuple[str, dict[str, Any]]:
@@ -175,7 +173,7 @@ class Slices:
 
     def word(self, counts: Sequence[int]) -> str:
         """Say how devices of a slice are connected that differ in so many coordinates."""
-        sizes = [*self.shape, *[1] * (3 - len(self.shape)), self._cores]
+        sizes = [*self.shape, *[1] * (3 - len(self.shape)), self._kind.devices]
         varied = [i for i, count in enumerate(counts) if count > 1]
         if any(counts[i] < sizes[i] for i in varied):
             return "split"
@@ -232,16 +230,17 @@ def _shape_of(name: str, kind: _Generation) -> tuple[int, ...]:
                 f"the name {name!r}: chips of {kind.hardware} are connected in "
                 f"{kind.dimensions} dimensions: give such as {example}"
             )
-        if not _has_whole_hosts(shape):
+        even = [size + size % 2 for size in shape[:2]] + [*shape[2:]]
+        if prod(shape) > 2 and list(shape) != even:  # a smaller slice is a part of a host
             raise ValueError(
                 f"the name {name!r}: a host has 2x2 chips; give even numbers of chips "
-                f"along the first two dimensions, such as {_near_shape(shape)}"
+                f"along the first two dimensions, such as {'x'.join(map(str, even))}"
             )
         return shape
     count, cores = int(match[2]), kind.cores_counted
     shapes = list(_slices_of(count // cores, kind.dimensions))
     if count % cores or not shapes:
-        most = Hardware.named(kind.hardware).link_devices // _CORES.get(kind.hardware, 1)
+        most = Hardware.named(kind.hardware).link_devices // kind.devices
         near = " and ".join(
             repr(f"{name.partition('-')[0]}-{cores * chips}")
             for chips in _near_counts(min(count / cores, most), kind.dimensions)
@@ -274,16 +273,6 @@ def libtpu_environment() -> Iterator[None]:
     finally:
         for name in missing:
             os.environ.pop(name, None)
-
-
-def _has_whole_hosts(shape: Sequence[int]) -> bool:
-    """Say whether hosts of 2x2 chips fill a slice; a smaller one is a part of a host."""
-    return prod(shape) <= 2 or (shape[0] % 2 == 0 and shape[1] % 2 == 0)
-
-
-def _near_shape(shape: Sequence[int]) -> str:
-    even = [size + size % 2 for size in shape[:2]]
-    return "x".join(map(str, [*even, *shape[2:]]))
 
 
 def _slices_of(chips: int, dimensions: int) -> Iterator[tuple[int, ...]]:

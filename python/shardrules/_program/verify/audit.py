@@ -251,13 +251,13 @@ class _Audit:
         for (fault, is_of_sharded), indices in leaves_of.items():
             yield self._finding(fault, indices, is_sharded=is_of_sharded)
         if not self._has_devices and self.kinds.mesh is not None:
-            axes = mesh_shown(plan.axis_sizes)
+            axes, mend = mesh_shown(plan.axis_sizes), "audit(tree, plan.on_mesh(mesh))"
             message = (
                 f"the plan's mesh {axes} has no devices: the mesh of most of the arrays counts"
             )
-            mend = "audit(tree, plan.on_mesh(mesh))"
-            fix = f"give the mesh of devices: {mend}"
-            yield finding_of("info", "devices", message, fix, mend=mend)
+            yield finding_of(
+                "info", "devices", message, f"give the mesh of devices: {mend}", mend=mend
+            )
 
     @cached_property
     def _cases(self) -> list[_Case]:
@@ -286,7 +286,7 @@ class _Audit:
         is_small = words.kind == "unplaced" and not is_sharded and at_stake < DEFAULT_LARGE
         fields = {
             "leaves": counted(len(indices), "leaf"),
-            "are": _are(len(indices)),
+            "are": "is" if len(indices) == 1 else "are",
             "actual": fault.actual,
             "planned": fault.planned,
             "bytes": bytes_shown(size),
@@ -326,7 +326,8 @@ class _Audit:
             size = sum(plan.kinds[plan.kind_of[row]].device_bytes for row in missing)
             yield error(message, fix, paths=paths, leaves=count, bytes=size)
         if count := len(sizes):
-            message = f"{counted(count, 'array')} of the tree {_are(count)} not in the plan"
+            are = "is" if count == 1 else "are"
+            message = f"{counted(count, 'array')} of the tree {are} not in the plan"
             paths, size = tuple(fold_paths([*sizes])), sum(sizes.values())
             yield error(message, fix, paths=paths, leaves=count, bytes=size)
 
@@ -354,10 +355,6 @@ def _prefix_of_paths(paths: list[str], longer: list[str], separator: str) -> str
         return None
     prefix, names = first.removesuffix(end), set(longer)
     return prefix if all(f"{prefix}{separator}{path}" in names for path in paths) else None
-
-
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
 
 
 def _bytes_of(live: Live) -> int:
@@ -398,8 +395,10 @@ class _PlannedKinds:
         if kind.shape is None and live.where in ("host", "nowhere"):
             return  # a number or a function, in the plan as in the tree
         is_of_shape = live.shape == (kind.shape or ())
-        if not is_of_shape or not _is_of_dtype(live, kind):
-            is_narrowed = is_of_shape and _dtype_name(live.dtype) == _name_on_devices(kind.dtype)
+        name = _dtype_name(live.dtype)
+        has_dtypes = live.dtype is not None and kind.dtype is not None  # numbers have none
+        if not is_of_shape or (has_dtypes and name != _dtype_name(kind.dtype)):
+            is_narrowed = is_of_shape and name == _name_on_devices(kind.dtype)
             types = _type_shown(live.shape, live.dtype), _type_shown(kind.shape, kind.dtype)
             yield _Fault("narrowed" if is_narrowed else "type", *types)
         if live.where in ("deleted", "abstract", "host"):
@@ -414,10 +413,10 @@ class _PlannedKinds:
         if (memory := memory_apart(sharding) or "device") != planned_memory:
             yield _Fault("memory-kind", memory, planned_memory)
         shape, planned = live.shape or (), placement_shown(kind)
-        if not _is_on_devices(sharding):
+        devices = _devices_of(sharding)
+        if not devices:
             yield from self._of_abstract(sharding, kind)
             return
-        devices = _devices_of(sharding)
         if set(devices) != set(self._devices):
             what = "other device" if len(devices) == len(self._devices) else "device"
             yield _Fault("devices", counted(len(devices), what), mesh_shown(self._axis_sizes))
@@ -476,10 +475,8 @@ class _PlannedKinds:
         mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
         if mesh is None or spec is None:
             return f"shards of shape {sharding.shard_shape(shape)}"
-        is_same = [*_without_unit_axes(self._axis_sizes).items()] == [
-            *_without_unit_axes(mesh.shape).items()
-        ]
-        return spec_shown(spec) + ("" if is_same else f" on {mesh_shown(mesh.shape)}")
+        own, other = (list(_without_unit_axes(s).items()) for s in (self._axis_sizes, mesh.shape))
+        return spec_shown(spec) + ("" if own == other else f" on {mesh_shown(mesh.shape)}")
 
 
 def _mesh_of_arrays(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> Mesh | None:
@@ -487,19 +484,17 @@ def _mesh_of_arrays(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> M
     meshes: Counter[Mesh] = Counter()
     devices: Counter[tuple[Any, ...]] = Counter()
     for where, leaves in Counter(wheres).items():
-        if isinstance(where, str) or not _is_on_devices(where):
+        if isinstance(where, str) or not (order := _devices_of(where)):
             continue
         mesh = getattr(where, "mesh", None)
         if mesh is not None and _without_unit_axes(mesh.shape) == _without_unit_axes(axis_sizes):
             meshes[mesh] += leaves
-        devices[_devices_of(where)] += leaves
-    if meshes:
-        return meshes.most_common(1)[0][0]
+        devices[order] += leaves
     sizes = tuple(axis_sizes.values())
-    for order, _ in devices.most_common():
-        if len(order) == prod(sizes):
-            return Mesh(np.array(order).reshape(sizes), tuple(axis_sizes))
-    return None
+    orders = (order for order, _ in devices.most_common() if len(order) == prod(sizes))
+    if not meshes and (order := next(orders, ())):
+        return Mesh(np.array(order).reshape(sizes), tuple(axis_sizes))
+    return next((mesh for mesh, _ in meshes.most_common(1)), None)
 
 
 def _without_unit_axes(axis_sizes: Mapping[str, int]) -> dict[str, int]:
@@ -507,31 +502,22 @@ def _without_unit_axes(axis_sizes: Mapping[str, int]) -> dict[str, int]:
     return {axis: size for axis, size in axis_sizes.items() if size > 1}
 
 
-def _is_on_devices(sharding: Sharding) -> bool:
-    mesh = getattr(sharding, "mesh", None)
-    return mesh is None or has_devices(mesh)
-
-
 def _devices_of(sharding: Any) -> tuple[Any, ...]:
-    has_mesh = hasattr(sharding, "mesh")
-    return tuple(sharding.mesh.devices.flat) if has_mesh else device_order(sharding)
-
-
-def _is_of_dtype(live: Live, kind: Kind) -> bool:
-    """Compare dtypes, of which the plan's may be a name; numbers have none."""
-    # Not by ==: to numpy, None is float64.
-    if live.dtype is None or kind.dtype is None:
-        return True
-    return _dtype_name(live.dtype) == _dtype_name(kind.dtype)
+    """Return the devices in their order; () of a sharding on a mesh without any."""
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None:
+        return device_order(sharding)
+    return tuple(mesh.devices.flat) if has_devices(mesh) else ()
 
 
 def _dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype, of which a plan may have the name alone."""
     name = str(getattr(dtype, "name", dtype))
     return SAFETENSORS.get(name, name)
 
 
 def _name_on_devices(dtype: Any) -> str | None:
-    """Names the dtype that JAX makes of it, which depends on jax_enable_x64."""
+    """Name the dtype that JAX makes of it, which depends on jax_enable_x64."""
     try:
         return _dtype_name(jax.dtypes.canonicalize_dtype(_dtype_name(dtype)))
     except TypeError:  # that of random keys

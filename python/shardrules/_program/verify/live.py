@@ -54,9 +54,18 @@ _OF_ARRAY: Final[Any] = attrgetter("sharding", "aval.shape", "aval.dtype")
 
 def live_leaves(tree: Any, leaves: Leaves) -> LiveLeaves:
     """Match the leaves of a tree with those of a plan: by structure, or else by path."""
-    rows, values = _by_structure(tree, leaves)
-    if values is None:
-        return _leaves_by_paths(tree, leaves)
+    values, rows = aligned_values(leaves.tree, tree, len(leaves.paths)), [*range(len(leaves.paths))]
+    if values is None:  # of other nodes than dicts, lists and tuples, or unlike
+        structures: list[Any] = [None, None]
+        rows, structures[0] = tree_util.tree_flatten(leaves.tree)
+        values, structures[1] = tree_util.tree_flatten(tree)
+        # Not by flatten_up_to: its error has the text of each array, and fetches the data for it.
+        try:
+            is_alike = bool(structures[0] == structures[1])
+        except (TypeError, ValueError):  # of what a node compares, such as arrays
+            is_alike = False
+        if not is_alike:
+            return _leaves_by_paths(tree, leaves)
     if not _are_arrays(set(map(type, values))):
         forms = NodeForms()
         values = list(map(forms.array_in, values))
@@ -66,35 +75,15 @@ def live_leaves(tree: Any, leaves: Leaves) -> LiveLeaves:
     return LiveLeaves(values, rows, [], {})
 
 
-def _by_structure(tree: Any, leaves: Leaves) -> tuple[list[int], list[Any] | None]:
-    """Return rows and the leaf of each, or None if the structures differ."""
-    values = aligned_values(leaves.tree, tree, len(leaves.paths))
-    if values is not None:
-        return list(range(len(values))), values
-    rows: list[int]
-    rows, planned = tree_util.tree_flatten(leaves.tree)
-    structure: Any
-    values, structure = tree_util.tree_flatten(tree)
-    # Not by flatten_up_to: its error has the text of each array, and fetches the data for it.
-    try:
-        return rows, values if bool(structure == planned) else None
-    except (TypeError, ValueError):  # of what a node compares, such as arrays
-        return rows, None
-
-
 def _leaves_by_paths(tree: Any, leaves: Leaves) -> LiveLeaves:
     rules = Rules((), leaves.paths_dialect)
     aligned = align(tree, leaves, partial(rows_and_paths, rules=rules))
-    pairs = list(zip(aligned.values, aligned.rows, strict=True))
+    rows, values, paths = aligned.rows, aligned.values, aligned.leaves.paths
     return LiveLeaves(
-        [value for value, row in pairs if row >= 0],
-        [row for row in aligned.rows if row >= 0],
+        [value for value, row in zip(values, rows, strict=True) if row >= 0],
+        [row for row in rows if row >= 0],
         aligned.missing,
-        {
-            path: value
-            for path, (value, row) in zip(aligned.leaves.paths, pairs, strict=True)
-            if row < 0
-        },
+        {path: values[i] for i, path in enumerate(paths) if rows[i] < 0},
     )
 
 
