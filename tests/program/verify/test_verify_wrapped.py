@@ -37,294 +37,313 @@ def paths(findings, kind):
     return {path for one in findings if one.kind == kind for path in one.paths}
 
 
-class TestNnx:
-    @pytest.fixture(scope="class")
-    def nnx(self):
-        nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
-        if not hasattr(nnx, "graphlib"):
-            pytest.skip("this flax is older than those that verify reads")
-        return nnx
+# flax nnx
 
-    @pytest.fixture(scope="class")
-    def create(self, nnx):
-        optax = pytest.importorskip("optax", reason="optax is not installed")
 
-        class Model(nnx.Module):
-            def __init__(self, rngs):
-                self.up = nnx.Linear(64, 128, rngs=rngs)
-                self.down = nnx.Linear(128, 64, rngs=rngs)
+@pytest.fixture(scope="module")
+def nnx():
+    nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+    if not hasattr(nnx, "graphlib"):
+        pytest.skip("this flax is older than those that verify reads")
+    return nnx
 
-            def __call__(self, x):
-                return self.down(nnx.relu(self.up(x)))
 
-        def create():
-            model = Model(nnx.Rngs(0))
-            return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+@pytest.fixture(scope="module")
+def create(nnx):
+    optax = pytest.importorskip("optax", reason="optax is not installed")
 
-        return create
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(64, 128, rngs=rngs)
+            self.down = nnx.Linear(128, 64, rngs=rngs)
 
-    @pytest.fixture(scope="class")
-    def plans(self, nnx, create, mesh):
-        model, optimizer = nnx.eval_shape(create)
-        plan = sr.plan(nnx.state(model), sr.Rules(RULES, sr.dialects.NNX), mesh)
-        return plan, plan.for_optimizer(nnx.state(optimizer))
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
 
-    @pytest.fixture(scope="class")
-    def train(self, nnx):
-        def train(model, optimizer, x):
-            value, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
-            optimizer.update(model, gradients)
-            return value
-
-        return train
-
-    @pytest.fixture
-    def placed(self, nnx, create, plans):
-        """A model and its optimizer, as planned."""
-        parts = create()
-        for part, plan in zip(parts, plans, strict=True):
-            nnx.update(part, sr.shard(nnx.state(part), plan.shardings()))
-        return parts
-
-    @pytest.fixture(scope="class")
-    def in_shardings(self, nnx, plans):
-        return (*(nnx.StateSharding(plan.shardings()) for plan in plans), None)
-
-    @pytest.mark.parametrize("is_planned", [False, True])
-    def test_a_step_compiles_again_where_it_is_told(
-        self, nnx, plans, placed, in_shardings, train, batch, is_planned
-    ):
-        options = {"in_shardings": in_shardings} if is_planned else {}
-        step = nnx.jit(train, donate_argnums=(0, 1), **options)
-        compiled = step.lower(*placed, batch).compile()
-        findings = sr.verify(compiled, (*plans, None))
-        assert kinds(findings) == (set() if is_planned else {"fixed-point", "output", "donation"})
-        for _ in range(3):
-            step(*placed, batch)
-        assert step.jitted_fn._cache_size() == 2 - is_planned
-        if not is_planned:
-            assert "inputs/0/up/bias/value" in paths(findings, "fixed-point")
-            assert "updates/0/up/bias/value" in paths(findings, "output")
-            assert "StateSharding" in findings[0].fix
-
-    def test_leaves_are_in_the_order_of_the_plan(
-        self, nnx, plans, placed, in_shardings, train, batch
-    ):
-        """StateSharding splits a state by its shardings."""
-        step = nnx.jit(train, in_shardings=in_shardings, donate_argnums=(0, 1))
-        compiled = step.lower(*placed, batch).compile()
-        told = "14 of 15 inputs planned, 14 of 15 outputs planned"
-        model = plans[0]
-        for planned in (model, model.shardings(), model.specs()):
-            findings = sr.verify(compiled, (planned, plans[1], None))
-            assert (kinds(findings), told in findings.scope) == (set(), True)
-        specs = jax.tree.map(lambda _: P("tp"), model.shardings())
-        findings = sr.verify(compiled, (specs, None, None))
-        assert len(paths(findings, "input")) == len(paths(findings, "output")) == 4
-
-    def test_modules_that_are_not_donated(self, nnx, plans, placed, in_shardings, train, batch):
-        step = nnx.jit(train, in_shardings=in_shardings)
-        findings = sr.verify(step.lower(*placed, batch).compile(), (*plans, None), large=2**10)
-        assert kinds(findings) == {"donation"}
-        assert "nnx.jit donate_argnums=(0, 1)" in findings[0].fix
-        assert not kinds(sr.verify(step.lower(*placed, batch).compile(), (*plans, None)))
-
-    @pytest.mark.parametrize("options", [{"graph": False}, {"graph": True, "graph_updates": False}])
-    @pytest.mark.parametrize("is_donated", [False, True])
-    def test_modules_that_are_trees(self, nnx, plans, placed, train, batch, options, is_donated):
-        try:
-            step = nnx.jit(train, donate_argnums=(0, 1) if is_donated else (), **options)
-        except TypeError:
-            pytest.skip("nnx.jit of this flax has no such modules")
-        findings = sr.verify(step.lower(*placed, batch).compile(), (*plans, None), large=2**10)
-        assert kinds(findings) == {"fixed-point", "output", "donation"}
-        assert "updates/0/up/bias/value" in paths(findings, "output")
-        assert "14 of 15 outputs planned" in findings.scope
-
-    def test_what_is_returned_is_planned_by_outputs(self, nnx, plans, placed, batch):
-        def forward(model, x):
-            return {"y": model(x)}
-
-        compiled = nnx.jit(forward).lower(placed[0], batch).compile()
-        findings = sr.verify(compiled, (plans[0], P("fsdp")), {"y": P("tp")})
-        assert paths(findings, "output") == {"outputs/y"}
-        assert not sr.verify(compiled, (plans[0], P("fsdp")), {"y": None})
-
-    def test_modules_in_containers_with_keys_and_tied_parameters(self, nnx, mesh, batch):
-        class Model(nnx.Module):
-            def __init__(self, rngs):
-                self.up = nnx.Linear(64, 64, rngs=rngs)
-                self.norm = nnx.BatchNorm(64, rngs=rngs)
-                self.drop = nnx.Dropout(0.1, rngs=rngs)
-                self.tied = self.up
-
-            def __call__(self, x):
-                return self.tied(self.drop(self.norm(self.up(x))))
-
-        def forward(models, x, *, scale):
-            return {"y": models["a"](x) * scale, "state": nnx.state(models["a"], nnx.BatchStat)}
-
+    def create():
         model = Model(nnx.Rngs(0))
-        plan = sr.plan(
-            nnx.state(model), sr.Rules([("kernel", "fsdp"), (".*", P())], sr.dialects.NNX), mesh
-        )
-        nnx.update(model, sr.shard(nnx.state(model), plan.shardings()))
-        compiled = nnx.jit(forward).lower({"a": model}, batch, scale=jnp.ones(())).compile()
-        findings = sr.verify(compiled, ({"a": plan}, None, {"scale": None}), large=2**10)
-        count = len(plan.paths)
-        assert f"{count} of {count + 2} inputs planned" in findings.scope
-        assert f"{count} of {count + 3} outputs planned" in findings.scope
-        assert not paths(findings, "input")
-        assert "inputs/0/a/norm/mean/value" in paths(findings, "donation")
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
-    def test_another_flax_is_an_error_that_says_so(self, nnx, plans, placed, batch, monkeypatch):
-        compiled = nnx.jit(lambda model, x: model(x)).lower(placed[0], batch).compile()
-        compilation = pytest.importorskip("flax.nnx.transforms.compilation")
-        monkeypatch.delattr(compilation, "_jit_merge_fn")
-        with pytest.raises(TypeError, match=r"of flax \d.*_jit_merge_fn.*by jax.jit"):
-            sr.verify(compiled, (plans[0], None))
+    return create
 
 
-class TestEquinox:
-    @pytest.fixture(scope="class")
-    def eqx(self):
-        eqx = pytest.importorskip("equinox", reason="equinox is not installed")
-        if tuple(map(int, eqx.__version__.split(".")[:2])) < (0, 13):
-            pytest.skip("this equinox is older than those that verify reads")
-        return eqx
+@pytest.fixture(scope="module")
+def plans(nnx, create, mesh):
+    model, optimizer = nnx.eval_shape(create)
+    plan = sr.plan(nnx.state(model), sr.Rules(RULES, sr.dialects.NNX), mesh)
+    return plan, plan.for_optimizer(nnx.state(optimizer))
 
-    @pytest.fixture(scope="class")
-    def optimizer(self):
-        return pytest.importorskip("optax", reason="optax is not installed").adam(1e-3)
 
-    @pytest.fixture(scope="class")
-    def placed(self, eqx, optimizer, mesh):
-        """A model and its optimizer's state as planned, and their plans."""
-        whole = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
-        arrays, static = eqx.partition(whole, eqx.is_array)
-        plan = sr.plan(arrays, RULES, mesh)
-        state = optimizer.init(arrays)
-        state_plan = plan.for_optimizer(state)
-        model = eqx.combine(sr.shard(arrays, plan.shardings()), static)
-        return model, sr.shard(state, state_plan.shardings()), plan, state_plan
+@pytest.fixture
+def parts(nnx, create, plans):
+    """A model and its optimizer, as planned."""
+    parts = create()
+    for part, plan in zip(parts, plans, strict=True):
+        nnx.update(part, sr.shard(nnx.state(part), plan.shardings()))
+    return parts
 
-    @pytest.fixture(scope="class")
-    def train(self, eqx, optimizer):
-        def train(x, model, state, *, shardings=None, scale=1.0):
-            def loss(model):
-                return scale * jnp.mean(jax.vmap(model)(x) ** 2)
 
-            value, gradients = eqx.filter_value_and_grad(loss)(model)
-            updates, state = optimizer.update(gradients, state)
-            model = eqx.apply_updates(model, updates)
-            if shardings is not None:
-                arrays, static = eqx.partition(model, eqx.is_array)
-                arrays, state = jax.lax.with_sharding_constraint((arrays, state), shardings)
-                model = eqx.combine(arrays, static)
-            return model, state, value
+@pytest.fixture
+def compiled(nnx, plans, parts, batch):
+    """(the step with these options, with the plans' shardings if it is planned; its executable)."""
 
-        return train
+    def train(model, optimizer, x):
+        value, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, gradients)
+        return value
 
-    @pytest.mark.parametrize("is_planned", [False, True])
-    def test_a_step_compiles_again_where_it_is_told(self, eqx, placed, train, batch, is_planned):
-        model, state, plan, state_plan = placed
-        shardings = (plan.shardings(), state_plan.shardings()) if is_planned else None
-        step = eqx.filter_jit(lambda *args: train(*args, shardings=shardings))
-        compiled = step.lower(batch, model, state).compile()
-        findings = sr.verify(compiled, (None, plan, state_plan), (plan, state_plan, None))
-        assert kinds(findings) == (set() if is_planned else {"fixed-point", "output"})
-        before = step._cached._cache_size()
-        for _ in range(3):
-            model, state, _ = step(batch, model, state)
-        assert step._cached._cache_size() - before == 2 - is_planned
-        if not is_planned:
-            assert paths(findings, "fixed-point") >= {"inputs/1/layers/{0,1}/bias"}
-            assert "outputs/0/layers/{0,1}/bias" in paths(findings, "output")
-            assert "with_sharding_constraint" in findings[0].fix
+    def compiled(*, is_planned=True, **options):
+        if is_planned:
+            states = (nnx.StateSharding(plan.shardings()) for plan in plans)
+            options["in_shardings"] = (*states, None)
+        step = nnx.jit(train, **options)
+        return step, step.lower(*parts, batch).compile()
 
-    def test_a_state_that_is_not_donated(self, eqx, placed, train, batch):
-        model, state, plan, state_plan = placed
-        shardings = (plan.shardings(), state_plan.shardings())
-        for donate in ("none", "all-except-first", "all"):
-            step = eqx.filter_jit(lambda *args: train(*args, shardings=shardings), donate=donate)
-            compiled = step.lower(batch, model, state).compile()
-            planned = (None, plan, state_plan)
-            findings = sr.verify(compiled, planned, (*planned[1:], None), large=2**10)
-            assert kinds(findings) == ({"donation"} if donate == "none" else set())
-            assert donate != "none" or 'filter_jit donate="all"' in findings[0].fix
+    return compiled
 
-    def test_what_is_planned_is_found_among_flat_arguments(self, eqx, placed, train, batch):
-        model, state, plan, state_plan = placed
-        whole = sr.plan(model, RULES, plan.mesh)
-        compiled = eqx.filter_jit(train).lower(batch, model, state, scale=jnp.ones(())).compile()
-        told = "15 of 15 inputs planned"
-        for planned in (plan, whole, plan.shardings(), plan.specs()):
-            inputs = (P("fsdp"), planned, state_plan, {"scale": P()})
-            findings = sr.verify(compiled, inputs)
-            assert (paths(findings, "input"), told in findings.scope) == (set(), True)
-        findings = sr.verify(compiled, (P("tp"), None, state_plan, {"scale": P()}))
-        assert paths(findings, "input") == {"inputs/0"}
-        swapped = sr.plan(eqx.filter(model, eqx.is_array), [(".*", P("tp"))], plan.mesh)
-        findings = sr.verify(compiled, (None, swapped, None))
-        assert "inputs/1/layers/{0,1}/weight" in paths(findings, "input")
 
-    @pytest.mark.parametrize(
-        ("chosen", "message"),
-        [
-            (lambda x, plan, state: 3, "inputs is 3"),
-            (lambda x, plan, state: (x, plan), r"inputs has 2 entries.*3 positional"),
-            (lambda x, plan, state: (x, plan, state, x), r"inputs has 4 entries.*3 positional"),
-            (
-                lambda x, plan, state: (x, state, plan),
-                r"inputs\[1\], inputs\[2\].*does not say which of 13 arrays",
-            ),
-            (
-                lambda x, plan, state: (plan, x, state),
-                r"inputs\[0\].*does not say which of 1 array",
-            ),
-        ],
-    )
-    def test_what_does_not_fit_is_an_error(self, eqx, placed, train, batch, chosen, message):
-        model, state, *plans = placed
-        compiled = eqx.filter_jit(train).lower(batch, model, state).compile()
-        with pytest.raises((TypeError, ValueError), match=message):
-            sr.verify(compiled, chosen(None, *plans))
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_step_of_nnx_compiles_again_where_it_is_told(compiled, plans, parts, batch, is_planned):
+    step, executable = compiled(is_planned=is_planned, donate_argnums=(0, 1))
+    findings = sr.verify(executable, (*plans, None))
+    assert kinds(findings) == (set() if is_planned else {"fixed-point", "output", "donation"})
+    for _ in range(3):
+        step(*parts, batch)
+    assert step.jitted_fn._cache_size() == 2 - is_planned
+    if not is_planned:
+        assert "inputs/0/up/bias/value" in paths(findings, "fixed-point")
+        assert "updates/0/up/bias/value" in paths(findings, "output")
+        assert "StateSharding" in findings[0].fix
 
-    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-    def test_one_argument_may_have_a_pair_of_plans(self, eqx, placed, train, batch, order):
-        """step((model, opt_state), (x, y)), or the other way round."""
-        model, state, plan, state_plan = placed
 
-        def step(*args):
-            (model, state), (x, y) = (args[i] for i in order)
-            return train(x + y, model, state)
+def test_leaves_are_in_the_order_of_the_plan(compiled, plans):
+    """StateSharding splits a state by its shardings."""
+    _, executable = compiled(donate_argnums=(0, 1))
+    model, of_optimizer = plans
+    for planned in (model, model.shardings(), model.specs()):
+        findings = sr.verify(executable, (planned, of_optimizer, None))
+        assert not kinds(findings)
+        assert "14 of 15 inputs planned, 14 of 15 outputs planned" in findings.scope
+    specs = jax.tree.map(lambda _: P("tp"), model.shardings())
+    findings = sr.verify(executable, (specs, None, None))
+    assert len(paths(findings, "input")) == len(paths(findings, "output")) == 4
 
-        arguments, specs = [(model, state), (batch, batch)], (P("fsdp"), P("fsdp"))
-        compiled = eqx.filter_jit(step).lower(*(arguments[i] for i in order)).compile()
-        planned = [(plan, state_plan), specs]
-        findings = sr.verify(compiled, [planned[i] for i in order])
+
+def test_modules_that_are_not_donated(compiled, plans):
+    _, executable = compiled()
+    findings = sr.verify(executable, (*plans, None), large=2**10)
+    assert kinds(findings) == {"donation"}
+    assert "nnx.jit donate_argnums=(0, 1)" in findings[0].fix
+    assert not kinds(sr.verify(executable, (*plans, None)))
+
+
+@pytest.mark.parametrize("options", [{"graph": False}, {"graph": True, "graph_updates": False}])
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+def test_modules_that_are_trees(compiled, plans, options, donated):
+    try:
+        _, executable = compiled(is_planned=False, donate_argnums=donated, **options)
+    except TypeError:
+        pytest.skip("nnx.jit of this flax has no such modules")
+    findings = sr.verify(executable, (*plans, None), large=2**10)
+    assert kinds(findings) == {"fixed-point", "output", "donation"}
+    assert "updates/0/up/bias/value" in paths(findings, "output")
+    assert "14 of 15 outputs planned" in findings.scope
+
+
+def test_what_is_returned_is_planned_by_outputs(nnx, plans, parts, batch):
+    forward = nnx.jit(lambda model, x: {"y": model(x)})
+    executable = forward.lower(parts[0], batch).compile()
+    findings = sr.verify(executable, (plans[0], P("fsdp")), {"y": P("tp")})
+    assert paths(findings, "output") == {"outputs/y"}
+    assert not sr.verify(executable, (plans[0], P("fsdp")), {"y": None})
+
+
+def test_modules_in_containers_with_keys_and_tied_parameters(nnx, mesh, batch):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(64, 64, rngs=rngs)
+            self.norm = nnx.BatchNorm(64, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+            self.tied = self.up
+
+        def __call__(self, x):
+            return self.tied(self.drop(self.norm(self.up(x))))
+
+    def forward(models, x, *, scale):
+        return {"y": models["a"](x) * scale, "state": nnx.state(models["a"], nnx.BatchStat)}
+
+    model = Model(nnx.Rngs(0))
+    rules = sr.Rules([("kernel", "fsdp"), (".*", P())], sr.dialects.NNX)
+    plan = sr.plan(nnx.state(model), rules, mesh)
+    nnx.update(model, sr.shard(nnx.state(model), plan.shardings()))
+    executable = nnx.jit(forward).lower({"a": model}, batch, scale=jnp.ones(())).compile()
+    findings = sr.verify(executable, ({"a": plan}, None, {"scale": None}), large=2**10)
+    count = len(plan.paths)
+    assert f"{count} of {count + 2} inputs planned" in findings.scope
+    assert f"{count} of {count + 3} outputs planned" in findings.scope
+    assert not paths(findings, "input")
+    assert "inputs/0/a/norm/mean/value" in paths(findings, "donation")
+
+
+# equinox
+
+
+@pytest.fixture(scope="module")
+def eqx():
+    eqx = pytest.importorskip("equinox", reason="equinox is not installed")
+    if tuple(map(int, eqx.__version__.split(".")[:2])) < (0, 13):
+        pytest.skip("this equinox is older than those that verify reads")
+    return eqx
+
+
+@pytest.fixture(scope="module")
+def optimizer():
+    return pytest.importorskip("optax", reason="optax is not installed").adam(1e-3)
+
+
+@pytest.fixture(scope="module")
+def placed(eqx, optimizer, mesh):
+    """A model and its optimizer's state as planned, and their plans."""
+    whole = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
+    arrays, static = eqx.partition(whole, eqx.is_array)
+    plan = sr.plan(arrays, RULES, mesh)
+    state = optimizer.init(arrays)
+    of_state = plan.for_optimizer(state)
+    model = eqx.combine(sr.shard(arrays, plan.shardings()), static)
+    return model, sr.shard(state, of_state.shardings()), plan, of_state
+
+
+@pytest.fixture(scope="module")
+def train(eqx, optimizer):
+    def train(x, model, state, *, shardings=None, scale=1.0):
+        def loss(model):
+            return scale * jnp.mean(jax.vmap(model)(x) ** 2)
+
+        value, gradients = eqx.filter_value_and_grad(loss)(model)
+        updates, state = optimizer.update(gradients, state)
+        model = eqx.apply_updates(model, updates)
+        if shardings is not None:
+            arrays, static = eqx.partition(model, eqx.is_array)
+            arrays, state = jax.lax.with_sharding_constraint((arrays, state), shardings)
+            model = eqx.combine(arrays, static)
+        return model, state, value
+
+    return train
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_step_of_equinox_compiles_again_where_it_is_told(eqx, placed, train, batch, is_planned):
+    model, state, *planned = placed
+    shardings = tuple(plan.shardings() for plan in planned) if is_planned else None
+    step = eqx.filter_jit(lambda *args: train(*args, shardings=shardings))
+    compiled = step.lower(batch, model, state).compile()
+    findings = sr.verify(compiled, (None, *planned), (*planned, None))
+    assert kinds(findings) == (set() if is_planned else {"fixed-point", "output"})
+    before = step._cached._cache_size()
+    for _ in range(3):
+        model, state, _ = step(batch, model, state)
+    assert step._cached._cache_size() - before == 2 - is_planned
+    if not is_planned:
+        assert paths(findings, "fixed-point") >= {"inputs/1/layers/{0,1}/bias"}
+        assert "outputs/0/layers/{0,1}/bias" in paths(findings, "output")
+        assert "with_sharding_constraint" in findings[0].fix
+
+
+@pytest.mark.parametrize("donate", ["none", "all-except-first", "all"])
+def test_a_state_that_is_not_donated(eqx, placed, train, batch, donate):
+    model, state, *planned = placed
+    shardings = tuple(plan.shardings() for plan in planned)
+    step = eqx.filter_jit(lambda *args: train(*args, shardings=shardings), donate=donate)
+    compiled = step.lower(batch, model, state).compile()
+    findings = sr.verify(compiled, (None, *planned), (*planned, None), large=2**10)
+    assert kinds(findings) == ({"donation"} if donate == "none" else set())
+    assert donate != "none" or 'filter_jit donate="all"' in findings[0].fix
+
+
+def test_what_is_planned_is_found_among_flat_arguments(eqx, placed, train, batch):
+    model, state, plan, of_state = placed
+    whole = sr.plan(model, RULES, plan.mesh)
+    compiled = eqx.filter_jit(train).lower(batch, model, state, scale=jnp.ones(())).compile()
+    for planned in (plan, whole, plan.shardings(), plan.specs()):
+        findings = sr.verify(compiled, (P("fsdp"), planned, of_state, {"scale": P()}))
         assert not paths(findings, "input")
         assert "15 of 15 inputs planned" in findings.scope
-        swapped = sr.plan(eqx.filter(model, eqx.is_array), [(".*", P("tp"))], plan.mesh)
-        planned = [(swapped, state_plan), specs]
-        findings = sr.verify(compiled, [planned[i] for i in order])
-        assert f"inputs/{order[0]}/0/layers/{{0,1}}/weight" in paths(findings, "input")
+    findings = sr.verify(compiled, (P("tp"), None, of_state, {"scale": P()}))
+    assert paths(findings, "input") == {"inputs/0"}
+    findings = sr.verify(compiled, (None, swapped(eqx, model, plan), None))
+    assert "inputs/1/layers/{0,1}/weight" in paths(findings, "input")
 
-    def test_what_fits_in_two_ways_is_an_error(self, eqx, mesh, batch):
-        plan = sr.plan({"w": batch}, [("w", P("fsdp"))], mesh)
-        compiled = eqx.filter_jit(lambda x, *rest: sum(rest, x)).lower(*[batch] * 4).compile()
-        with pytest.raises(ValueError, match="which of 3 arrays"):
-            sr.verify(compiled, (None, None, plan, None))
 
-    def test_another_equinox_is_an_error_that_says_so(self, eqx, placed, train, batch):
-        model, state, plan, _ = placed
-        compiled = eqx.filter_jit(train).lower(batch, model, state).compile()
-        other = types.new_class("Compiled")
-        other.__module__ = "equinox.other"
-        changed = other()
-        changed.compiled = compiled.compiled
-        with pytest.raises(TypeError, match=r"of equinox \d.*'info'.*by jax.jit"):
-            sr.verify(changed, (None, plan, None))
+def swapped(eqx, model, plan):
+    return sr.plan(eqx.filter(model, eqx.is_array), [(".*", P("tp"))], plan.mesh)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (lambda plan, state: 3, "inputs is 3"),
+        (lambda plan, state: (None, plan), r"inputs has 2 entries.*3 positional"),
+        (lambda plan, state: (None, plan, state, None), r"inputs has 4 entries.*3 positional"),
+        (lambda plan, state: (None, state, plan),
+         r"inputs\[1\], inputs\[2\].*does not say which of 13 arrays"),
+        (lambda plan, state: (plan, None, state),
+         r"inputs\[0\].*does not say which of 1 array"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_an_error(eqx, placed, train, batch, chosen, message):
+    model, state, *planned = placed
+    compiled = eqx.filter_jit(train).lower(batch, model, state).compile()
+    with pytest.raises((TypeError, ValueError), match=message):
+        sr.verify(compiled, chosen(*planned))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_one_argument_may_have_a_pair_of_plans(eqx, placed, train, batch, order):
+    """step((model, opt_state), (x, y)), or the other way round."""
+    model, state, plan, of_state = placed
+
+    def step(*args):
+        (model, state), (x, y) = (args[i] for i in order)
+        return train(x + y, model, state)
+
+    arguments, specs = [(model, state), (batch, batch)], (P("fsdp"), P("fsdp"))
+    compiled = eqx.filter_jit(step).lower(*(arguments[i] for i in order)).compile()
+    right, wrong = (
+        sr.verify(compiled, [[(of_model, of_state), specs][i] for i in order])
+        for of_model in (plan, swapped(eqx, model, plan))
+    )
+    assert not paths(right, "input")
+    assert "15 of 15 inputs planned" in right.scope
+    assert f"inputs/{order[0]}/0/layers/{{0,1}}/weight" in paths(wrong, "input")
+
+
+def test_what_fits_in_two_ways_is_an_error(eqx, mesh, batch):
+    plan = sr.plan({"w": batch}, [("w", P("fsdp"))], mesh)
+    compiled = eqx.filter_jit(lambda x, *rest: sum(rest, x)).lower(*[batch] * 4).compile()
+    with pytest.raises(ValueError, match="which of 3 arrays"):
+        sr.verify(compiled, (None, None, plan, None))
+
+
+# Other libraries, and other versions of these
+
+
+def test_another_flax_is_an_error_that_says_so(nnx, plans, parts, batch, monkeypatch):
+    compiled = nnx.jit(lambda model, x: model(x)).lower(parts[0], batch).compile()
+    compilation = pytest.importorskip("flax.nnx.transforms.compilation")
+    monkeypatch.delattr(compilation, "_jit_merge_fn")
+    with pytest.raises(TypeError, match=r"of flax \d.*_jit_merge_fn.*by jax.jit"):
+        sr.verify(compiled, (plans[0], None))
+
+
+def test_another_equinox_is_an_error_that_says_so(eqx, placed, train, batch):
+    model, state, plan, _ = placed
+    compiled = eqx.filter_jit(train).lower(batch, model, state).compile()
+    other = types.new_class("Compiled")
+    other.__module__ = "equinox.other"
+    changed = other()
+    changed.compiled = compiled.compiled
+    with pytest.raises(TypeError, match=r"of equinox \d.*'info'.*by jax.jit"):
+        sr.verify(changed, (None, plan, None))
 
 
 def test_what_is_compiled_by_something_else_is_an_error():
