@@ -192,6 +192,28 @@ def test_a_step_that_asks_is_answered_for_the_mesh_and_told():
     assert (jax.devices, jax.device_count, jax.default_backend) == functions
 
 
+@pytest.mark.parametrize("has_devices", [True, False])
+def test_a_step_that_reads_the_mesh_of_with_mesh_is_told(has_devices):
+    """As eformer's and haliax's constraints do: they were left out, without a word."""
+    resources = pytest.importorskip("jax._src.mesh").thread_resources
+    mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
+
+    def step(x):
+        found = resources.env.physical_mesh
+        return x * (1 if found.empty else found.size)
+
+    before = resources.env
+    proof = sr.prove(
+        step, jax.ShapeDtypeStruct((8,), "float32"), on=mesh if has_devices else {"x": 8}
+    )
+    (note,) = proof.notes
+    place = Place(__file__, step.__code__.co_firstlineno + 1)
+    assert note.startswith(f"the step asks the mesh of `with mesh:` at {place}: answered as ")
+    assert note.endswith("on the devices of the mesh") == has_devices
+    assert ("multiply(" in proof.program._executable.hlo.text) == has_devices
+    assert resources.env is before
+
+
 def test_other_threads_are_answered_as_ever():
     counts = []
 

@@ -18,13 +18,14 @@ import jax
 
 from shardrules._base.text import Place
 from shardrules._place.mesh import AnyMesh, has_devices
-from shardrules._program.jax_names import is_library
+from shardrules._program.jax_names import is_library, legacy_contexts
 
 
 class Question(NamedTuple):
-    """Call of one of JAX's functions by a step that is traced."""
+    """What a step that is traced asks JAX."""
 
     name: str
+    """Such as `jax.devices()`."""
     place: Place
     is_answered: bool
     """True if it was answered as on the mesh, and not as here."""
@@ -33,7 +34,7 @@ class Question(NamedTuple):
         end = "answered as on the devices of the mesh"
         if not self.is_answered:
             end = "answered as here, as a mesh without devices has none: the program may be another"
-        return f"the step asks jax.{self.name}() at {self.place}: {end}"
+        return f"the step asks {self.name} at {self.place}: {end}"
 
 
 def _answers(mesh: AnyMesh) -> dict[str, Any]:
@@ -73,9 +74,15 @@ def answered(mesh: AnyMesh | None) -> Iterator[list[Question]]:
     before = getattr(_here, "answers", None)
     _here.answers = _answers(mesh), questions
     _watch()
+    threads = legacy_contexts()
+    context = None if threads is None else threads.env
+    if context is not None:
+        threads.env = _WatchedContext(context, mesh if has_devices(mesh) else None, questions)
     try:
         yield questions
     finally:
+        if context is not None:
+            threads.env = context
         _unwatch()
         _here.answers = before
 
@@ -117,10 +124,29 @@ class _Watched:
         answer = answers.get(self._name)
         backend = next(iter((*args, *kwargs.values())), None)
         is_other = backend not in (None, answers["default_backend"])
-        questions.append(Question(self._name, place, answer is not None and not is_other))
+        questions.append(
+            Question(f"jax.{self._name}()", place, answer is not None and not is_other)
+        )
         if answer is None or is_other:
             return self._function(*args, **kwargs)
         return list(answer) if isinstance(answer, list) else answer
+
+
+class _WatchedContext:
+    """JAX's context of `with mesh:` in this thread, of which some libraries read the mesh."""
+
+    def __init__(self, context: Any, mesh: AnyMesh | None, questions: list[Question]) -> None:
+        self._context = context
+        self._mesh = mesh
+        self._questions = questions
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._context, name)
+        place = _asker(sys._getframe(1)) if name == "physical_mesh" else None
+        if place is None or not value.empty:
+            return value
+        self._questions.append(Question("the mesh of `with mesh:`", place, self._mesh is not None))
+        return value if self._mesh is None else self._mesh
 
 
 def _asker(frame: FrameType) -> Place | None:

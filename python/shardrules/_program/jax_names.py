@@ -343,6 +343,11 @@ def user_line(eqn: Any) -> Place | None:
     return None
 
 
+def legacy_contexts() -> Any:
+    """Return the contexts of `with mesh:` by thread, whose `env` is this thread's; or None."""
+    return private("jax._src.mesh", "thread_resources")
+
+
 def is_library(file_name: str) -> bool:
     """Say whether a file is of JAX, or of a library of layers on it."""
     return file_name.startswith(_library_folders())
