@@ -8,25 +8,24 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules._plan.roles import parts_of_model
+from shardrules._plan.roles import dims_of_model
 from tests.support import corpus
 
 
-def roles(tree):
-    """{folded path: the roles of its dimensions}."""
+def roles(tree, heads=None):
+    """{folded path: roles of its dimensions}."""
     plan = sr.plan(tree, [(".*", ())], {"tp": 2})
-    parts = parts_of_model(plan.folded, [kind.shape for kind in plan.kinds])
-    return {part.pattern: part for part in parts}
+    shapes = [kind.shape or () for kind in plan.kinds]
+    found = dims_of_model(plan.folded, shapes, heads)
+    return {folded.pattern: of for folded, of in zip(plan.folded, found, strict=True)}
 
 
-def dims(tree):
-    """{folded path: its roles as a text}, of a tree of shapes."""
-    return {path: " ".join(part.dims) for path, part in roles(abstract(tree)).items()}
+def sides(tree):
+    return {path: " ".join(of.dims.sides) for path, of in roles(tree).items()}
 
 
-def of_model(name):
-    manifest = corpus.manifest(name)
-    return roles(manifest.nested(corpus.with_dtype))
+def model(name):
+    return corpus.manifest(name).nested(corpus.with_dtype)
 
 
 def abstract(tree):
@@ -37,88 +36,91 @@ def abstract(tree):
     )
 
 
-# model, the end of a folded path, roles, experts
+# model, the end of a folded path, roles, the dimensions of a bias
 EXPECTED = [
-    ("llama-3.1-405b", "embed_tokens/weight", "lookup out", 1),
-    ("llama-3.1-405b", "q_proj/weight", "out in", 1),
-    ("llama-3.1-405b", "down_proj/weight", "out in", 1),
-    ("llama-3.1-405b", "lm_head/weight", "out in", 1),
-    ("easylm-llama-3.1-405b", "feed_forward/w{1,3}/kernel", "in out", 1),
-    ("easylm-llama-3.1-405b", "attention/wo/kernel", "in out", 1),
-    ("lwm-7b-scanned", "attention/wq/kernel", "stack in out", 1),
-    ("lwm-7b-scanned", "attention_norm/kernel", "stack out", 1),
+    ("llama-3.1-405b", "embed_tokens/weight", "vocabulary residual", (1,)),
+    ("llama-3.1-405b", "q_proj/weight", "hidden residual", (0,)),
+    ("llama-3.1-405b", "down_proj/weight", "residual hidden", (0,)),
+    ("llama-3.1-405b", "lm_head/weight", "hidden residual", (0,)),
+    ("easylm-llama-3.1-405b", "feed_forward/w{1,3}/kernel", "residual hidden", (1,)),
+    ("easylm-llama-3.1-405b", "attention/wo/kernel", "hidden residual", (1,)),
+    ("lwm-7b-scanned", "attention/wq/kernel", "layers residual hidden", (0, 2)),
+    ("lwm-7b-scanned", "attention_norm/kernel", "layers vector", (0, 1)),
     # HF's GPT-2 and flax's have each the other's layout under the library's own names.
-    ("gpt2", "mlp/c_fc/weight", "in out", 1),
-    ("flax-gpt2", "mlp/c_fc/kernel", "out in", 1),
-    ("flax-gpt2", "wpe/embedding", "lookup out", 1),
-    ("vit-base-patch16-224", "patch_embeddings/projection/weight", "out in in in", 1),
-    ("flax-t5-v1_1-xxl", "decoder/block/{0..23}/layer/2/DenseReluDense/wo/kernel", "in out", 1),
-    ("deepseek-v3", "q_a_proj/weight_scale_inv", "out out", 1),
-    ("deepseek-v3-fused", "experts/gate_up_proj", "experts out in", 256),
-    ("easydel-deepseek-v3", "mlp/experts/down_proj/kernel", "experts in out", 256),
-    ("easydel-deepseek-v3", "mlp/shared_experts/up_proj/kernel", "in out", 1),
-    ("mixtral-8x22b", "experts/{0..7}/w2/weight", "out in", 8),
-    ("maxtext-deepseek3-671b-scanned", "MoeBlock_0/wo", "experts stack in out", 256),
-    ("maxtext-deepseek3-671b-scanned", "MoeBlock_0/gate/kernel", "in stack out", 1),
-    ("maxtext-deepseek3-671b-scanned", "moe_layers/self_attention/out/kernel", "in stack in out", 1),
-    ("maxtext-deepseek3-671b-scanned", "moe_layers/self_attention/wkv_b/kernel", "in stack out out", 1),
-    ("maxtext-llama3.1-405b-scanned", "self_attention/value/kernel", "in stack out out", 1),
+    ("gpt2", "mlp/c_fc/weight", "residual hidden", (1,)),
+    ("flax-gpt2", "mlp/c_fc/kernel", "hidden residual", (0,)),
+    ("flax-gpt2", "wpe/embedding", "vocabulary residual", (1,)),
+    ("vit-base-patch16-224", "patch_embeddings/projection/weight", "hidden residual window window", (0,)),
+    ("flax-t5-v1_1-xxl", "decoder/block/{0..23}/layer/2/DenseReluDense/wo/kernel", "hidden residual", (1,)),
+    ("deepseek-v3", "q_a_proj/weight_scale_inv", "vector vector", (0, 1)),
+    ("deepseek-v3-fused", "experts/gate_up_proj", "experts hidden residual", (0, 1)),
+    ("easydel-deepseek-v3", "mlp/experts/down_proj/kernel", "experts hidden residual", (0, 2)),
+    ("easydel-deepseek-v3", "mlp/shared_experts/up_proj/kernel", "residual hidden", (1,)),
+    ("mixtral-8x22b", "experts/{0..7}/w2/weight", "residual hidden", (0,)),
+    ("maxtext-deepseek3-671b-scanned", "MoeBlock_0/wo", "experts layers hidden residual", (0, 1, 3)),
+    ("maxtext-deepseek3-671b-scanned", "MoeBlock_0/gate/kernel", "residual layers hidden", (1, 2)),
+    ("maxtext-deepseek3-671b-scanned", "moe_layers/self_attention/out/kernel", "heads layers head residual", (1, 3)),
+    ("maxtext-deepseek3-671b-scanned", "moe_layers/self_attention/wkv_b/kernel", "residual layers heads head", (1, 2, 3)),
+    ("maxtext-llama3.1-405b-scanned", "self_attention/value/kernel", "residual layers heads head", (1, 2, 3)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "end", "dims", "experts"), EXPECTED)
-def test_the_roles_of_real_models(model, end, dims, experts):
-    (part,) = [part for pattern, part in of_model(model).items() if pattern.endswith(end)]
-    assert (" ".join(part.dims), part.experts) == (dims, experts)
+@pytest.mark.parametrize(("name", "end", "expected", "columns"), EXPECTED)
+def test_the_roles_of_real_models(name, end, expected, columns):
+    (found,) = [of for path, of in roles(model(name)).items() if path.endswith(end)]
+    assert (" ".join(found.dims.sides), found.columns) == (expected, columns)
 
 
 @pytest.mark.parametrize(
-    "model", ["llama-3.1-405b", "easydel-deepseek-v3", "maxtext-llama3.1-405b-scanned"]
+    "name", ["llama-3.1-405b", "easydel-deepseek-v3", "maxtext-llama3.1-405b-scanned"]
 )
-def test_each_kernel_has_one_side_of_each_kind(model):
-    for part in of_model(model).values():
-        matrix = [role for role in part.dims if role in ("in", "out", "lookup")]
-        assert len(matrix) < 2 or ("out" in matrix and "unknown" not in part.dims)
+def test_each_kernel_is_understood_and_has_a_residual_side(name):
+    for found in roles(model(name)).values():
+        assert found.dims.is_known
+        assert found.dims.is_small or "residual" in found.dims.sides
 
 
-def test_siblings_share_their_input_and_attention_has_one_of_its_own():
-    parts = of_model("maxtext-llama3.1-405b-unscanned")
-    assert (
-        len({part.input_key for path, part in parts.items() if re.search("key|query|value", path)})
-        == 1
-    )
-    parts = roles(abstract({"layers": [{"wq": (64, 32), "gate": (64, 256), "up": (64, 256)}] * 2}))
-    wq, gate, up = (parts[f"layers/{{0,1}}/{name}"].input_key for name in ("wq", "gate", "up"))
-    assert gate == up != wq
-    layer = {"attn": dict.fromkeys("qkvo", (64, 64)), "mlp": {"wi": (64, 256), "wo": (256, 64)}}
-    parts = roles(abstract({"layers": [layer] * 2, "norm": {"scale": (64,)}}))
-    assert {path[13:] for path, part in parts.items() if part.is_attention} == {
-        f"attn/{n}" for n in "qkvo"
-    }
-    assert parts["layers/{0,1}/mlp/wo"].input_key == parts["layers/{0,1}/mlp/wi"].input_key
+def test_without_a_sign_of_the_layout_it_is_not_known():
+    (found,) = roles(abstract({"w": (512, 128)})).values()
+    assert (found.dims.is_known, found.columns) == (False, ())
 
 
-NORM = {"norm": {"scale": (64,)}}
-QUANTIZED = {"up": {"kernel": (64, 256), "weight_scale_inv": (2, 4)}}
-NNX = {
-    "up": {"kernel": {"value": (64, 256)}, "bias": {"value": (256,)}},
-    "norm": {"scale": {"value": (64,)}},
-}
-OF_EXPERTS = {"gate_up": {"kernel": (8, 64, 256), "bias": (8, 256)}, "router": {"bias": (8,)}}
+def test_names_of_square_kernels_tell_their_sides():
+    """They are [in, out] where nothing says otherwise, also without an array's name behind them."""
+    square = {"attn": dict.fromkeys(("wq", "wk", "wv", "wo"), (64, 64))}
+    found = roles(abstract({"layers": [square] * 2, "norm": (64,)}))
+    ends = {path.rpartition("/")[2]: of.dims for path, of in found.items()}
+    assert ends["wq"].sides == ends["wk"].sides == ("residual", "hidden")
+    assert ends["wo"].sides == ("hidden", "residual")
+    assert all(dims.is_known for dims in ends.values())
 
 
-@pytest.mark.parametrize(("tree", "path", "expected", "experts"), [
-    ({"w": (512, 128)}, "w", "unknown unknown", 1),
-    # The experts of vectors are a dimension, too; those that are leaves have none.
-    ({"mlp": {"experts": OF_EXPERTS}, **NORM}, "mlp/experts/gate_up/bias", "experts out", 8),
-    ({"mlp": {"experts": OF_EXPERTS}, **NORM}, "mlp/experts/router/bias", "out", 1),
-    ({"experts": [QUANTIZED] * 8, **NORM}, "experts/{0..7}/up/kernel", "in out", 8),
-    ({"experts": [QUANTIZED] * 8, **NORM}, "experts/{0..7}/up/weight_scale_inv", "out out", 8),
-    ({"layers": [NNX] * 3}, "layers/{0..2}/up/kernel/value", "in out", 1),
-])  # fmt: skip
-def test_the_roles_of_made_trees(tree, path, expected, experts):
-    part = roles(abstract(tree))[path]
-    assert (" ".join(part.dims), part.experts) == (expected, experts)
+def test_a_head_of_known_size_is_no_residual_width():
+    """In attention without an MLP beside it, heads are as often there as the width."""
+    shapes = {"q": (2048, 16, 128), "k": (2048, 4, 128), "v": (2048, 4, 128), "o": (16, 128, 2048)}
+    found = roles(abstract({"attn": shapes}), dict.fromkeys(range(4), 128))
+    ends = {path.rpartition("/")[2]: of.dims.sides for path, of in found.items()}
+    assert ends["q"] == ends["k"] == ends["v"] == ("residual", "heads", "head")
+    assert ends["o"] == ("heads", "head", "residual")
+
+
+def test_the_experts_of_vectors_are_a_dimension_too():
+    module = {"gate_up": {"kernel": (8, 64, 256), "bias": (8, 256)}, "router": {"bias": (8,)}}
+    found = sides(abstract({"mlp": {"experts": module}, "norm": {"scale": (64,)}}))
+    assert found["mlp/experts/gate_up/bias"] == "experts vector"
+    assert found["mlp/experts/router/bias"] == "vector"
+
+
+def test_experts_that_are_leaves_have_no_dimension_of_experts():
+    expert = {"up": {"kernel": (64, 256), "weight_scale_inv": (2, 4)}}
+    found = sides(abstract({"experts": [expert] * 8, "norm": {"scale": (64,)}}))
+    assert {*found.values()} == {"residual hidden", "vector vector", "vector"}
+
+
+def test_nnx_paths_have_roles():
+    layer = {"up": {"kernel": {"value": (64, 256)}, "bias": {"value": (256,)}}, "norm": {"scale": {"value": (64,)}}}  # fmt: skip
+    found = sides(abstract({"layers": [layer] * 3}))
+    assert found["layers/{0..2}/up/kernel/value"] == "residual hidden"
 
 
 LAYER = {"wq": (64, 4, 16), "wo": (4, 16, 64), "up": (64, 256), "down": (256, 64), "gain": (64,)}
@@ -128,56 +130,32 @@ LAYER = {"wq": (64, 4, 16), "wo": (4, 16, 64), "up": (64, 256), "down": (256, 64
 @pytest.mark.parametrize("name", ["layers", "l", "params", "blk"])
 def test_a_stack_is_told_by_its_shapes_whatever_it_is_called(name, layers):
     # As many layers as heads are not taken for heads.
-    found = dims({"embed": (512, 64), name: stacked(LAYER, layers), "norm": (64,)})
+    stack = {key: (layers, *shape) for key, shape in LAYER.items()}
+    found = sides(abstract({"embed": (512, 64), name: stack, "norm": (64,)}))
     assert {key: found[f"{name}/{key}"] for key in LAYER} == {
-        "wq": "stack in out out",
-        "wo": "stack in in out",
-        "up": "stack in out",
-        "down": "stack in out",
-        "gain": "stack out",
+        "wq": "layers residual heads head",
+        "wo": "layers heads head residual",
+        "up": "layers residual hidden",
+        "down": "layers hidden residual",
+        "gain": "layers vector",
     }
 
 
-def stacked(tree, layers):
-    return jax.tree.map(
-        lambda shape: (layers, *shape), tree, is_leaf=lambda x: isinstance(x, tuple)
-    )
-
-
-KERNELS = {"up": (8, 64, 256), "down": (8, 256, 64), "bias": (8, 64)}
-
-
-def test_a_stack_without_a_norm_is_told_by_its_name_and_size():
-    found = dims({"embed": (512, 64), "decoder": {"layers": KERNELS}})
-    assert [found[f"decoder/layers/{name}"] for name in KERNELS] == [
-        "stack in out", "stack in out", "stack out",
-    ]  # fmt: skip
-
-
-OTHERS = [
-    {"self_attn": {"q": (8, 64, 16), "o": (8, 16, 64)}},  # heads first
-    {"convs": {"a": (3, 3, 64, 64), "b": (3, 3, 64, 128)}},
-    {"convs": {"a": (5, 64, 128), "b": (5, 128, 64)}},
-    {"qkv": {"x": (64, 4, 16), "y": (64, 2, 16)}},  # the width
-    {"experts": {"up": (8, 64, 256), "down": (8, 256, 64)}},
-    {"moe": {"router": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
-    {"mlp": {"gate": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
-]
-WITHOUT_A_NORM = [
-    {"attention": KERNELS},  # not the name of a stack
-    {"layers": {**KERNELS, "scale": (64,)}},  # an array without the layers
-    {"layers": {"up": (8, 64, 256), "down": (9, 256, 64)}},
-    {"layers": {"up": (64, 4, 16), "down": (64, 64)}},  # the width
-    {"layers": {"q": (8, 64), "o": (8, 32)}},  # matrices
-]
-
-
 @pytest.mark.parametrize(
-    "block", [*({**block, "norm": (64,)} for block in OTHERS), *WITHOUT_A_NORM]
+    "block",
+    [
+        {"self_attn": {"q": (8, 64, 16), "o": (8, 16, 64)}},  # heads first
+        {"convs": {"a": (3, 3, 64, 64), "b": (3, 3, 64, 128)}},
+        {"convs": {"a": (5, 64, 128), "b": (5, 128, 64)}},
+        {"qkv": {"x": (64, 4, 16), "y": (64, 2, 16)}},  # the width
+        {"experts": {"up": (8, 64, 256), "down": (8, 256, 64)}},
+        {"moe": {"router": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
+        {"mlp": {"gate": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
+    ],
 )
 def test_arrays_that_begin_alike_are_not_always_a_stack(block):
-    found = dims({"embed": (512, 64), **block})
-    assert not any("stack" in of for of in found.values()), found
+    found = sides(abstract({"embed": (512, 64), **block, "norm": (64,)}))
+    assert all("layers" not in of for of in found.values()), found
 
 
 def moe(router, *names):
@@ -186,36 +164,80 @@ def moe(router, *names):
     return {router: {"kernel": (64, 8)}, up: (8, 64, 256), gate: (8, 64, 256), down: (8, 256, 64)}
 
 
-HEADS = {"q": (64, 4, 16), "k": (64, 4, 16), "v": (64, 4, 16), "o": (4, 16, 64)}
-
-
-@pytest.mark.parametrize("block", [
-    {"GptOssMlp": moe("gate", "wi_0", "wi_1", "wo")},
-    {"MoeBlock_0": moe("gate", "wi_0", "wi_1", "wo")},
-    {"mlp": moe("router", "w1", "w3", "w2")},
-    moe("router", "w1", "w3", "w2"),
-    moe("w_gate", "up", "gate", "down"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"GptOssMlp": moe("gate", "wi_0", "wi_1", "wo")},
+        {"MoeBlock_0": moe("gate", "wi_0", "wi_1", "wo")},
+        {"mlp": moe("router", "w1", "w3", "w2")},
+        moe("router", "w1", "w3", "w2"),
+        moe("w_gate", "up", "gate", "down"),
+    ],
+)
 @pytest.mark.parametrize("depth", [None, 4])
 def test_experts_are_as_many_as_their_router_has_outputs(block, depth):
-    layer = {**block, "attn": HEADS, **NORM}
-    tree = {"layers": [layer] * 4 if depth is None else stacked(layer, depth)}
-    parts = roles(abstract({"embed": (512, 64), **tree}))
-    experts = {path: part for path, part in parts.items() if part.experts > 1}
+    attention = {"q": (64, 4, 16), "k": (64, 4, 16), "v": (64, 4, 16), "o": (4, 16, 64)}
+    layer = {**block, "attn": attention, "norm": {"scale": (64,)}}
+    if depth is None:
+        tree = {"layers": [layer] * 4}
+    else:
+        tree = {"layers": jax.tree.map(
+            lambda shape: (depth, *shape), layer, is_leaf=lambda x: isinstance(x, tuple)
+        )}  # fmt: skip
+    found = roles(abstract({"embed": (512, 64), **tree}))
+    experts = {path: of.dims for path, of in found.items() if "experts" in of.dims.sides}
     names = {re.sub(r"\{.*\}", "", path.split("/")[-1]) for path in experts}
     assert names < {"wi_", "wo", "w", "w2", "up", "gate", "down"}
-    assert {part.experts for part in experts.values()} == {8}
-    assert sum(part.leaves * part.size("stack") for part in experts.values()) == 3 * 4
-    assert all(part.dims[-3:] == ("experts", "in", "out") for part in experts.values())
-    assert not any(part.is_attention for part in experts.values())
-    assert len({part.input_key for part in experts.values()}) == 1
+    assert {dims.sides[-3:] for dims in experts.values()} == {
+        ("experts", "residual", "hidden"), ("experts", "hidden", "residual")}  # fmt: skip
+    assert {("layers" in dims.sides) for dims in experts.values()} == {depth is not None}
+    # As for no other, tensor axes leave the router whole.
+    assert {*block} & {"w_gate", "router"} or all(
+        of.dims.tensor == "none" for path, of in found.items() if "gate/kernel" in path)  # fmt: skip
 
 
-MLP = {"gate": {"kernel": (64, 256)}, "up": {"kernel": (64, 256)}, "down": {"kernel": (256, 64)}}
-MIXER = {"gate": (64, 256), "in_proj": (64, 2, 256), "out_proj": (256, 64)}
+def test_a_gate_of_an_mlp_is_no_router():
+    mlp = {
+        "gate": {"kernel": (64, 256)},
+        "up": {"kernel": (64, 256)},
+        "down": {"kernel": (256, 64)},
+    }
+    heads = {"q": (64, 4, 16), "k": (64, 4, 16), "o": (4, 16, 64)}
+    assert not any(
+        "experts" in of
+        for of in sides(
+            abstract({"layers": [{**mlp, **heads, "norm": {"scale": (64,)}}] * 2})
+        ).values()
+    )
 
 
-@pytest.mark.parametrize("layer", [{**MLP, **HEADS}, MIXER])  # beside a kernel of three dimensions
-def test_a_gate_as_wide_as_an_mlp_is_no_router(layer):
-    parts = roles(abstract({"layers": [{**layer, **NORM}] * 4, "embed": {"embedding": (512, 64)}}))
-    assert {part.experts for part in parts.values()} == {1}
+def test_a_gate_beside_a_kernel_of_three_dimensions_is_no_router():
+    mixer = {
+        "gate": (64, 256),
+        "in_proj": (64, 2, 256),
+        "out_proj": (256, 64),
+        "norm": {"scale": (64,)},
+    }
+    assert not any(
+        "experts" in of
+        for of in sides(
+            abstract({"layers": [mixer] * 4, "embed": {"embedding": (512, 64)}})
+        ).values()
+    )
+
+
+def test_a_stack_without_a_norm_is_told_by_its_name_and_size():
+    kernels = {"up": (8, 64, 256), "down": (8, 256, 64), "bias": (8, 64)}
+    found = sides(abstract({"embed": (512, 64), "decoder": {"layers": kernels}}))
+    assert found["decoder/layers/up"] == "layers residual hidden"
+    assert found["decoder/layers/down"] == "layers hidden residual"
+    assert found["decoder/layers/bias"] == "layers vector"
+    for other in (
+        {"attention": kernels},  # not the name of a stack
+        {"layers": {**kernels, "scale": (64,)}},  # an array without the layers
+        {"layers": {"up": (8, 64, 256), "down": (9, 256, 64)}},
+        {"layers": {"up": (64, 4, 16), "down": (64, 64)}},  # the width
+        {"layers": {"q": (8, 64), "o": (8, 32)}},  # matrices
+    ):
+        found = sides(abstract({"embed": (512, 64), **other}))
+        assert all("layers" not in of for of in found.values()), other

@@ -51,7 +51,7 @@ spec = []
 indivisible = "prefix"
 """
 ADDED = """\
-# not understood: layers/{0..2}/wo
+# hidden 512 by tp, residual 512 by fsdp
 [[rules]]
 pattern = 'layers/\\d+/wo'
 spec = ["tp", "fsdp"]
@@ -265,8 +265,8 @@ def test_units_of_heads_are_in_the_patch(where):
 def test_tables_that_cannot_be_found_get_tables_to_paste(where):
     (where / "r.toml").write_text('[["rules"]]\npattern = "gone"\nspec = []\n')
     head, *lines = check(where, "r.toml", "--fix").stdout.splitlines()
-    assert head == "r.toml: 3 rules to paste at the end of the list:"
-    assert lines[1:4] == ["[[rules]]", "pattern = 'layers/\\d+/(wq|wo)'", 'spec = ["tp", "fsdp"]']
+    assert head == "r.toml: 4 rules to paste at the end of the list:"
+    assert lines[1:4] == ["[[rules]]", "pattern = 'layers/\\d+/wq'", 'spec = ["fsdp", "tp"]']
 
 
 def test_leaves_that_follow_others_are_refused(where):
@@ -282,7 +282,7 @@ def test_a_compressed_file_is_not_patched(where):
     (where / "r.json.gz").write_bytes(gzip.compress(b'{"rules": [[".*", []]]}'))
     result = check(where, "r.json.gz", "--fix")
     assert result.exit_code == 1
-    assert result.stdout.startswith("r.json.gz: 3 rules to paste before rule 0:\n")
+    assert result.stdout.startswith("r.json.gz: 4 rules to paste before rule 0:\n")
 
 
 def test_no_rule_stands_beside_a_catch_all_where_only_one_may_match(where):

@@ -1,7 +1,7 @@
-"""Roles of the dimensions of kernels: a stack of layers, experts, contracted, or made.
+"""Roles of the dimensions of a model's arrays: layers, experts, residual, hidden, heads, and so on.
 
 Read from shapes, from the fold and, where these leave a choice, from words in the paths: the
-residual width is the size that most leaves have; the arrays of stacked layers all begin with one
+residual width is the size that most arrays have; the arrays of stacked layers all begin with one
 size, and those of experts with as many as a router has outputs; a model's kernels are all [in,
 out], as flax's, or all [out, in], as torch's.
 """
@@ -10,25 +10,28 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
-from shardrules._plan.fold import Folded, parts_of, runs_of
+from shardrules._plan.fold import Folded, runs_of
 
-DimRole = Literal["stack", "experts", "in", "out", "lookup", "unknown"]
-"""A dimension of layers that are scanned; of experts; contracted with the kernel's input; made by
-the kernel; of rows that tokens look up; or that is in or out, without a sign of which."""
+Side = Literal[
+    "layers", "experts", "vocabulary", "residual", "hidden", "heads", "head", "fused", "window",
+    "vector", "other",
+]  # fmt: skip
+"""Role of a dimension: a stack of layers; of experts; rows of an embedding; the side of the
+residual stream, or the other one; heads, and the size of one; kernels that are stacked into one; a
+window of a convolution; the only dimension; of size 1."""
 
 Shape = tuple[int, ...]
 
-_Block = tuple[str, ...]
-"""Words of the path of what a module is in."""
-
-_SPLIT: Final = re.compile(r"[/.\[\]']+")
-# Components that name an array within its module, and modules that name nothing.
+# The words of a path; sets of numbers belong to the word around them.
+_COMPONENT: Final = re.compile(r"(?:\{[^{}]*\}|[^/.\[\]'])+")
+_SET: Final = re.compile(r"\{[^{}]*\}")
+# Words that name an array within its module, and modules that name nothing.
 _ARRAY: Final = re.compile(r"kernel|weight|w|value|embedding|param|bias|b|scale")
 _NEUTRAL: Final = re.compile(r"dense|linear|layer|base_layer|projection")
 _VECTOR: Final = re.compile(r"bias|scale|norm|gamma|beta|(^|_)ln(_|$)|(^|_)b$")
@@ -37,6 +40,7 @@ _LOOKUP: Final = re.compile(r"embed|wte|wpe|vocab")
 _NOT_LOOKUP: Final = re.compile(r"patch|proj|unembed|head|conv")
 _EXPERTS: Final = re.compile(r"experts?(_|$)|moe")
 _NOT_EXPERTS: Final = re.compile(r"shared|att")
+_NUMBERED_EXPERTS: Final = re.compile(r"(?:^|[/.\[\]'])experts?_?[/.\[\]']*$")
 _STACK_NAMES: Final = re.compile(r"\w*layers?|stack\w*|stages?|repeats?|blocks?|periods?")
 _ROUTER: Final = re.compile(r"(\w*_)?(router|gate|gating|switch|w_?[gr])(_\w*)?")
 # What begins with one size though it is no stack of layers: that of heads, a window or experts.
@@ -50,63 +54,83 @@ _WRITES: Final = re.compile(
     r"w?o(_proj)?|(to_)?out(_.*)?|output|down(_.*)?|w2|fc2|fc_out|(c_)?proj|dense_4h_to_h|attn_out"
     r"|mlp_out|attn_vec.*|linear2|(self_?)?att(n|ention)"
 )
-
 _ATTENTION: Final = re.compile(
     r"w?(q|k|v|o|qk|kv|qkv)(_.*)?|query.*|key.*|value.*|c_attn|.*att(n|ention).*"
 )
 # Of these names, the one that MLPs and experts have as well.
 _BACK: Final = re.compile(r"w?o(_.*)?")
+_IN_ATTENTION: Final = re.compile(r"att(n|ention)")
+_KEYS: Final = re.compile(r"(to_)?w?(k|v|kv)(_(proj|einsum))?|(key|value)(_proj)?")
+# To the latent space of DeepSeek's attention, where a norm needs all of a token's elements.
+_TO_LATENT: Final = re.compile(r"(linear_)?w?(q|kv|qkv)_(a|down)(_\w+)?")
+# Kernels of attention with several outputs, by how many; others have heads there.
+_FUSES: Final = ((3, re.compile(r"\w*qkv\w*|query_key_value|c_attn|in_proj\w*")),
+                 (2, re.compile(r"\w*kv\w*|key_value\w*")))  # fmt: skip
+# Sizes of windows, and of stacks of kernels, such as those of keys and values, are smaller.
+_WINDOW: Final = 32
+_FUSED: Final = 4
+# Elements of a head of unknown size; models narrower than that have half as many.
+_HEAD: Final = 128
+_SMALL: Final = 2048
 
 
-@dataclass(frozen=True)
-class Part:
-    """The leaves of one folded path, which do the same in each layer."""
+class Dims(NamedTuple):
+    """Roles of a leaf's dimensions."""
 
-    pattern: str
-    """The folded path."""
-    module: str
-    """The last word of its module's path."""
-    leaves: int
-    """How many there are."""
-    shape: Shape
-    dims: tuple[DimRole, ...]
-    """What each dimension is. Norms, biases and scalars have none that is contracted."""
-    experts: int
-    """How many experts there are in a layer; 1 without."""
-    input_key: str
-    """Kernels with one key share their input: of one module, and of attention or not."""
-    is_attention: bool
-    """Whether it makes queries, keys or values, or reads what attention made of them."""
-    is_router: bool
-    """Whether it makes a number for each expert."""
-    width: int
-    """Elements of the residual stream for each token; 0 if that is not known."""
-    flow: Literal["reads", "writes"] | None
-    """Whether by its name the module reads the residual stream, or writes to it."""
+    sides: tuple[Side, ...]
+    is_known: bool = True
+    """True if shapes and words leave no doubt which side is which."""
+    unit: int = 1
+    """Elements of the hidden side that belong together: a head's."""
+    is_assumed: bool = False
+    """True if the unit is a guess."""
+    tensor: Literal["any", "heads", "none"] = "any"
+    """Sides that tensor axes may shard: of keys and values heads only, since there are fewer of
+    them than of queries; of routers and of projections to a latent space none."""
 
     @property
-    def is_product(self) -> bool:
-        """Whether tokens are multiplied by it, or look up its rows."""
-        return not {"in", "lookup", "unknown"}.isdisjoint(self.dims)
+    def is_vector(self) -> bool:
+        """True for biases and norms."""
+        return not {"residual", "hidden", "vocabulary", "heads"} & {*self.sides}
 
-    def size(self, role: DimRole) -> int:
-        """Return the product of the dimensions with this role; 1 without."""
-        return prod(n for n, of in zip(self.shape, self.dims, strict=True) if of == role)
+    @property
+    def is_small(self) -> bool:
+        """True for biases, norms and scalars, but not for kernels of unknown dimensions."""
+        return {*self.sides} <= {"layers", "experts", "vector", "other"}
 
 
 @dataclass
-class _Seen:
-    """A folded path on its way to a `Part`."""
+class _Array:
+    """Arrays of one folded path, while the roles of their dimensions are found."""
 
     folded: Folded
     shape: Shape
-    words: _Block
-    front: dict[int, DimRole] = field(default_factory=dict)
-    """Dimensions of layers, and of experts."""
+    head: int | None
+    """Size of a head, if that is known."""
+    front: dict[int, Side] = field(default_factory=dict)
+    """Dimensions of layers and of experts."""
+    contracted: list[int] = field(default_factory=list)
+    """Dimensions that are contracted, or looked up; all of a matrix without a sign which are."""
+    is_attention: bool = False
+    """Whether it makes queries, keys or values, or reads what attention made of them."""
 
     @cached_property
-    def module(self) -> _Block:
-        """The words up to that of the module, which an array's own name may stand behind."""
+    def components(self) -> list[str]:
+        """Words of the folded path, with its sets of numbers."""
+        return _COMPONENT.findall(self.folded.pattern) or [self.folded.pattern]
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """Words up to the array's name: paths of flax nnx may have `value` behind it."""
+        words = tuple(_SET.sub("#", word).lower() for word in self.components)
+        if len(words) > 1 and words[-1] == "value":
+            is_named = _ARRAY.fullmatch(words[-2]) or _VECTOR.search(words[-2])
+            return words[:-1] if is_named else words
+        return words
+
+    @cached_property
+    def module(self) -> tuple[str, ...]:
+        """Words up to that of the module, which an array's own name may stand behind."""
         words = self.words
         if len(words) > 1 and _ARRAY.fullmatch(words[-1]):
             words = words[:-1]
@@ -114,34 +138,32 @@ class _Seen:
             words = words[:-1]
         return words
 
+    @property
+    def name(self) -> str:
+        """Name of the module."""
+        return self.module[-1]
+
+    @property
+    def block(self) -> tuple[str, ...]:
+        """Path of what the module is in, with its sets of numbers."""
+        return tuple(self.components[: len(self.module) - 1])
+
+    @property
+    def tower(self) -> str | None:
+        """Path before the number of a layer; None outside of layers."""
+        before, number, _ = self.folded.pattern.partition("{")
+        if number:
+            return before
+        return "/".join(self.folded.pattern.split("/")[:2]) if self.layers else None
+
     @cached_property
-    def block(self) -> str:
-        """The folded path of what the module is in."""
-        below = len(_path_words(self.folded.pattern)) - len(self.module) + 1
-        pattern = self.folded.pattern
-        for _ in range(below):
-            pattern = re.sub(r"[/.\[\]']*(?:\{[^{}]*\}|[^/.\[\]'])*[\]']*$", "", pattern, count=1)
-        return pattern
-
-    @property
-    def is_norm(self) -> bool:
-        return any(map(_NORM.search, self.words[-2:]))
-
-    @property
     def is_vector(self) -> bool:
+        """True for biases and norms, by their names."""
         return bool(_VECTOR.search(self.words[-1])) or self.is_norm
 
-    @property
-    def is_named_attention(self) -> bool:
-        return _ATTENTION.fullmatch(self.module[-1]) is not None
-
-    @property
-    def makes_heads(self) -> bool:
-        return self.is_named_attention and not _BACK.fullmatch(self.module[-1])
-
-    @property
-    def is_named_router(self) -> bool:
-        return _ROUTER.fullmatch(self.module[-1]) is not None
+    @cached_property
+    def is_norm(self) -> bool:
+        return any(map(_NORM.search, self.words[-2:]))
 
     @property
     def rest(self) -> list[int]:
@@ -149,73 +171,110 @@ class _Seen:
         return [dim for dim, size in enumerate(self.shape) if dim not in self.front and size > 1]
 
     @property
-    def sizes(self) -> Shape:
-        """Sizes of one layer's, and one expert's, array."""
-        return tuple(size for dim, size in enumerate(self.shape) if dim not in self.front)
+    def is_product(self) -> bool:
+        """True if tokens are multiplied by it, or look up its rows."""
+        return len(self.rest) > 1 and not self.is_vector
 
     @property
-    def is_lookup(self) -> bool:
-        words = self.words[-3:]
-        is_named = any(map(_LOOKUP.search, words)) and not any(map(_NOT_LOOKUP.search, words))
-        return len(self.rest) == 2 and (is_named or words[-1] == "embedding")
-
-    @property
-    def flow(self) -> Literal["reads", "writes"] | None:
-        reads, writes = (bool(words.fullmatch(self.module[-1])) for words in (_READS, _WRITES))
-        return None if reads == writes else "reads" if reads else "writes"
-
-    @property
-    def experts(self) -> int:
-        """How many experts a layer has, along a dimension or as leaves of their own; 1 without."""
-        along = [self.shape[dim] for dim, role in self.front.items() if role == "experts"]
-        return along[0] if along else self.numbered_experts
+    def layers(self) -> int:
+        """How many layers are stacked in it; 0 if it is no stack."""
+        sizes = [self.shape[dim] for dim, side in self.front.items() if side == "layers"]
+        return prod(sizes) if sizes else 0
 
     @cached_property
     def numbered_experts(self) -> int:
-        """How many numbers the pattern has for experts, as in experts/{0..7}/w1; 1 without."""
-        text = ""
-        for literal, numbers in parts_of(self.folded.pattern):
-            words = _path_words(text)
-            if numbers is not None and words and re.fullmatch(r"experts?_?", words[-1]):
-                return sum(run.stop - run.start for run in runs_of(numbers))
-            text += literal if numbers is None else "#"
+        """How many numbers of experts the path has, as experts/{0..7}/w1; 1 without."""
+        parts = self.folded.parts
+        for place in range(1, len(parts), 2):
+            if _NUMBERED_EXPERTS.search("#".join(parts[:place:2]).lower()):
+                return sum(run.stop - run.start for run in runs_of(parts[place].strip("{}")))
         return 1
 
+    @property
+    def experts(self) -> int:
+        """How many experts a layer has, along a dimension or as leaves of their own."""
+        along = [self.shape[dim] for dim, side in self.front.items() if side == "experts"]
+        return along[0] if along else self.numbered_experts
 
-def parts_of_model(folded: Iterable[Folded], shapes: Sequence[Shape | None]) -> tuple[Part, ...]:
-    """Return the roles of a model's parameters.
+    @property
+    def widths(self) -> set[int]:
+        """Sizes that may be the residual width: none is a head's."""
+        rest = self.rest
+        sizes = {self.shape[dim] for dim in rest}
+        return sizes - {self.head} if len(rest) > 2 else sizes
+
+    @property
+    def flow(self) -> Literal["reads", "writes"] | None:
+        """Whether by its name the module reads the residual stream, or writes to it."""
+        reads, writes = (bool(words.fullmatch(self.name)) for words in (_READS, _WRITES))
+        return None if reads == writes else "reads" if reads else "writes"
+
+    @property
+    def makes_heads(self) -> bool:
+        """True if it makes queries, keys or values, by its name."""
+        return bool(_ATTENTION.fullmatch(self.name)) and not _BACK.fullmatch(self.name)
+
+    @property
+    def is_lookup(self) -> bool:
+        """True if tokens look up its rows."""
+        if len(self.rest) != 2:
+            return False
+        words = self.words[-3:]
+        named = any(map(_LOOKUP.search, words)) and not any(map(_NOT_LOOKUP.search, words))
+        return named or self.words[-1] == "embedding"
+
+
+class ArrayDims(NamedTuple):
+    """Roles of the dimensions of a folded path's arrays."""
+
+    dims: Dims
+    columns: tuple[int, ...]
+    """Dimensions that are not contracted, nor looked up: those of a bias of the kernel."""
+
+
+def dims_of_model(
+    folded: Iterable[Folded], shapes: Sequence[Shape], heads: Mapping[int, int] | None = None
+) -> list[ArrayDims]:
+    """Return the roles of the dimensions of a model's parameters, for each folded path.
 
     Args:
         folded: Of the parameters, and of nothing else.
-        shapes: Per kind; None for what is not an array.
+        shapes: Shape of each group of the folded paths.
+        heads: Row of a projection to or from heads of attention: size of a head. Default: none.
 
     Example:
         >>> import numpy as np
         >>> from shardrules._plan.fold import fold
         >>> paths = [f"layers/{i}/mlp/{w}/kernel" for i in range(2) for w in ("up", "down")]
         >>> folded = fold(paths, np.array([0, 1, 0, 1], np.int32))
-        >>> parts = parts_of_model(folded, [(64, 256), (256, 64)])
-        >>> [(part.pattern, part.dims, part.leaves) for part in parts][0]
-        ('layers/{0,1}/mlp/up/kernel', ('in', 'out'), 2)
+        >>> [array.dims.sides for array in dims_of_model(folded, [(64, 256), (256, 64)])]
+        [('residual', 'hidden'), ('hidden', 'residual')]
     """
-    seen = [
-        _Seen(part, shape, _named_words(_path_words(part.pattern)))
-        for part in folded
-        if (shape := shapes[part.group]) is not None
-    ]
-    stacks = [*_stacks(seen), *_stacks_by_shape(seen)]
-    for part in seen:
-        part.front = _front(part, stacks)
-    for part, is_routed in zip(seen, _routed(seen), strict=True):
-        is_apart = len(part.sizes) > (1 if part.is_vector else 2) and part.numbered_experts == 1
-        is_expert = is_routed or _is_of_experts(part.words)
-        if is_expert and is_apart and "experts" not in part.front.values():
-            part.front[next(d for d in range(len(part.shape)) if d not in part.front)] = "experts"
-    width = _residual_width(seen)
-    is_in_out = _is_in_out(seen, width)
-    attending = {part.block for part in seen if part.makes_heads}
-    counts = {part.experts for part in seen if part.experts > 1}
-    return tuple(_make_part(part, width, is_in_out, attending, counts) for part in seen)
+    heads = heads or {}
+    arrays = [_Array(of, shapes[of.group], heads.get(int(of.rows[0]))) for of in folded]
+    _find_stacks(arrays)
+    _find_experts(arrays)
+    width = _residual_width(arrays)
+    is_in_out = _is_in_out(arrays, width)
+    counts = {array.experts for array in arrays if array.experts > 1}
+    attending = {array.block for array in arrays if array.makes_heads}
+    for array in arrays:
+        array.contracted = _contracted(array, width, is_in_out)
+        is_named = _ATTENTION.fullmatch(array.name) is not None and array.experts == 1
+        array.is_attention = is_named and (array.makes_heads or array.block in attending)
+    found = [_dims(*pair) for pair in zip(arrays, _widths(arrays, width), strict=True)]
+    queries: dict[tuple[str, ...], int] = defaultdict(int)
+    for array, dims in zip(arrays, found, strict=True):
+        if array.is_attention:
+            queries[array.block] = max(queries[array.block], _hidden_size(array, dims))
+    result = []
+    for array, dims in zip(arrays, found, strict=True):
+        of_tensor = _with_tensor(array, dims, queries[array.block], width, counts)
+        if array.head:
+            of_tensor = of_tensor._replace(unit=array.head, is_assumed=False)
+        columns = tuple(dim for dim in range(len(array.shape)) if dim not in array.contracted)
+        result.append(ArrayDims(of_tensor, columns))
+    return result
 
 
 def experts_dim(path: str, shape: Shape) -> int | None:
@@ -227,58 +286,57 @@ def experts_dim(path: str, shape: Shape) -> int | None:
         >>> experts_dim("layers/0/experts/up", (8, 64, 256))
         0
     """
-    return len(shape) - 3 if _is_of_experts(_path_words(path)) and len(shape) > 2 else None
+    words = tuple(word.lower() for word in _COMPONENT.findall(path))
+    return len(shape) - 3 if _is_of_experts(words) and len(shape) > 2 else None
 
 
-def _is_of_experts(words: _Block) -> bool:
+def _is_of_experts(words: tuple[str, ...]) -> bool:
     return any(map(_EXPERTS.search, words)) and not any(map(_NOT_EXPERTS.search, words))
 
 
-def _path_words(pattern: str) -> _Block:
-    text = re.sub(r"\{[^{}]*\}", "#", pattern).lower()
-    return tuple(word for word in _SPLIT.split(text) if word) or (text,)
+_Stack = tuple[tuple[str, ...], int, int]
+"""Words of a block, the dimension along which its layers are stacked, how many they are."""
 
 
-def _named_words(words: _Block) -> _Block:
-    """Return the words up to the array's name: paths of flax nnx may have `value` behind it."""
-    is_named = len(words) > 1 and (_ARRAY.fullmatch(words[-2]) or _VECTOR.search(words[-2]))
-    return words[:-1] if is_named and words[-1] == "value" else words
+def _find_stacks(arrays: list[_Array]) -> None:
+    """Find the dimensions of layers that are scanned."""
+    stacks = [*_stacks_of_norms(arrays), *_stacks_by_shape(arrays)]
+    for array in arrays:
+        for block, dim, layers in stacks:
+            is_inside = array.words[: len(block)] == block
+            if is_inside and array.shape[dim : dim + 1] == (layers,):
+                array.front[dim] = "layers"
+                break
 
 
-def _stacks(seen: list[_Seen]) -> list[tuple[_Block, int, int]]:
-    """(words of a block, the dimension along which its layers are stacked, how many they are).
-
-    A norm has one dimension. One that has two is that of scanned layers, of which there are fewer
-    than the model is wide.
-    """
-    stacks = []
-    for part in seen:
-        if part.is_norm and len(part.shape) == 2 and 1 not in part.shape:
-            block = part.words[:-1] if _NORM.search(part.words[-1]) else part.words[:-2]
-            layers = min(part.shape)
-            stacks.append((block, part.shape.index(layers), layers))
-    return stacks
+def _stacks_of_norms(arrays: list[_Array]) -> Iterable[_Stack]:
+    """Yield blocks whose norms have two dimensions, of which layers are the smaller."""
+    for array in arrays:
+        if array.is_norm and len(array.shape) == 2 and 1 not in array.shape:
+            block = array.words[:-1] if _NORM.search(array.words[-1]) else array.words[:-2]
+            dim = array.shape.index(min(array.shape))
+            yield block, dim, array.shape[dim]
 
 
-def _stacks_by_shape(seen: list[_Seen]) -> list[tuple[_Block, int, int]]:
-    """Find the same of blocks without a norm of two dimensions: all their arrays begin alike."""
-    blocks: dict[_Block, list[_Seen]] = defaultdict(list)
-    for part in seen:
-        for end in range(1, len(part.words)):
-            if part.words[end] != "#":
-                blocks[part.words[:end]].append(part)
-    routers = _routers(seen, None)
-    stacks = []
-    for block, arrays in blocks.items():
+def _stacks_by_shape(arrays: list[_Array]) -> Iterable[_Stack]:
+    """Yield blocks without such a norm: all their arrays begin alike."""
+    blocks: dict[tuple[str, ...], list[_Array]] = defaultdict(list)
+    for array in arrays:
+        for end in range(1, len(array.words)):
+            if array.words[end] != "#":
+                blocks[array.words[:end]].append(array)
+    routers = _experts_of_routers(arrays, None)
+    for block, inside in blocks.items():
         is_named = _STACK_NAMES.fullmatch(block[-1]) is not None
-        if _are_stacked([part.shape for part in arrays], is_named=is_named):
-            layers = arrays[0].shape[0]
-            is_other = all(
-                part.is_named_attention or any(map(_NO_STACK.search, part.words)) for part in arrays
-            )
-            if layers not in _around(routers, block) and (is_named or not is_other):
-                stacks.append((block, 0, layers))
-    return stacks
+        if _are_stacked([array.shape for array in inside], is_named=is_named):
+            layers = inside[0].shape[0]
+            around = set().union(*(routers[block[:end]] for end in range(len(block))))
+            if layers not in around and (is_named or not all(map(_is_no_stack, inside))):
+                yield block, 0, layers
+
+
+def _is_no_stack(array: _Array) -> bool:
+    return any(map(_NO_STACK.search, array.words)) or bool(_ATTENTION.fullmatch(array.name))
 
 
 def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
@@ -297,129 +355,229 @@ def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
     )
 
 
-def _front(part: _Seen, stacks: list[tuple[_Block, int, int]]) -> dict[int, DimRole]:
-    """Return the dimension of layers, if there is one."""
-    for block, dim, layers in stacks:
-        if part.words[: len(block)] == block and part.shape[dim : dim + 1] == (layers,):
-            return {dim: "stack"}
-    return {}
+def _find_experts(arrays: list[_Array]) -> None:
+    """Find the dimensions of experts: by names, or as many as a router has outputs.
+
+    An array with a name of attention is one of experts if it is as large as another of them.
+    """
+    routers = _experts_of_routers(arrays, _residual_width(arrays))
+    sizes: dict[int, Shape] = {}
+    for number, array in enumerate(arrays):
+        one = tuple(size for dim, size in enumerate(array.shape) if dim not in array.front)
+        around = set().union(*(routers[array.words[:end]] for end in range(len(array.words))))
+        if one and one[0] in around and not any(map(_NOT_EXPERTS.search, array.words)):
+            sizes[number] = tuple(sorted(one))
+    kernels = {
+        size
+        for number, size in sizes.items()
+        if len(size) > 2 and not _ATTENTION.fullmatch(arrays[number].name)
+    }
+    for number, array in enumerate(arrays):
+        size = sizes.get(number)
+        is_routed = size is not None and (size in kernels or bool(kernels and array.is_vector))
+        rest = [dim for dim in range(len(array.shape)) if dim not in array.front]
+        is_apart = len(rest) > (1 if array.is_vector else 2) and array.numbered_experts == 1
+        if is_apart and (is_routed or _is_of_experts(array.words)):
+            array.front[rest[0]] = "experts"
 
 
-def _routers(seen: list[_Seen], width: int | None) -> dict[_Block, set[int]]:
-    """By the words of the block around a router, how many experts it chooses from.
+def _experts_of_routers(arrays: list[_Array], width: int | None) -> dict[tuple[str, ...], set[int]]:
+    """Return, by the words of the block around a router, how many experts it chooses from.
 
     Its other side is the residual width, if that is known: a gate of an MLP is wider.
     """
-    experts_in: dict[_Block, set[int]] = defaultdict(set)
-    for part in seen:
-        if len(part.rest) == 2 and not part.is_vector and part.is_named_router:
-            experts, sibling = sorted(part.shape[dim] for dim in part.rest)
-            if width in (None, sibling):
-                experts_in[part.module[:-1]].add(experts)
+    experts_in: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    for array in arrays:
+        if len(array.rest) == 2 and not array.is_vector and _ROUTER.fullmatch(array.name):
+            experts, other = sorted(array.shape[dim] for dim in array.rest)
+            if width in (None, other):
+                experts_in[array.module[:-1]].add(experts)
     return experts_in
 
 
-def _around(routers: dict[_Block, set[int]], words: _Block) -> set[int]:
-    """Return how many experts the routers in the blocks around these words choose from."""
-    return set().union(*(routers[words[:end]] for end in range(len(words))))
-
-
-def _routed(seen: list[_Seen]) -> list[bool]:
-    """Find the arrays of experts whatever they are called: as many as a router has outputs.
-
-    An array with a name of attention is one if it is as large as another of them.
-    """
-    routers = _routers(seen, _residual_width(seen))
-    sizes = [
-        tuple(sorted(part.sizes))
-        if part.sizes
-        and part.sizes[0] in _around(routers, part.words)
-        and not any(map(_NOT_EXPERTS.search, part.words))
-        else ()
-        for part in seen
-    ]
-    pairs = list(zip(seen, sizes, strict=True))
-    kernels = {size for part, size in pairs if len(size) > 2 and not part.is_named_attention}
-    return [size in kernels or bool(size and kernels and part.is_vector) for part, size in pairs]
-
-
-def _residual_width(seen: list[_Seen]) -> int:
+def _residual_width(arrays: list[_Array]) -> int:
     """Return the size that most arrays of layers have, the smallest of equals; 0 without any.
 
     The experts of a layer count as one.
     """
     votes: Counter[int] = Counter()
-    for part in seen:
-        layers = prod(part.shape[dim] for dim, role in part.front.items() if role == "stack")
-        arrays = layers * len(part.folded.rows) // part.numbered_experts
-        for size in {part.shape[dim] for dim in part.rest}:
-            votes[size] += arrays
+    for array in arrays:
+        count = (array.layers or 1) * len(array.folded.rows) // array.numbered_experts
+        votes.update(dict.fromkeys(array.widths, count))
     return max(votes, key=lambda size: (votes[size], -size), default=0)
 
 
-def _is_in_out(seen: list[_Seen], width: int) -> bool | None:
+def _widths(arrays: list[_Array], width: int) -> list[frozenset[int]]:
+    """Find the residual widths near each array: its tower's; outside of towers, all.
+
+    That of a tower is the size that most of its leaves have, among those that leaves outside have
+    too.
+    """
+    outside = {size for array in arrays if array.tower is None for size in array.widths}
+    votes: dict[str, Counter[int]] = defaultdict(Counter)
+    for array in arrays:
+        if array.tower is not None:
+            count = (array.layers or 1) * len(array.folded.rows)
+            votes[array.tower].update(dict.fromkeys(array.widths, count))
+
+    def winner(sizes: Counter[int]) -> int:
+        return max(sizes, key=lambda size: (size in outside, sizes[size], -size))
+
+    width_of = {tower: winner(sizes) for tower, sizes in votes.items() if sizes}
+    widths = frozenset(width_of.values()) or frozenset([width])
+    return [
+        frozenset([width_of[array.tower]]) if array.tower in width_of else widths
+        for array in arrays
+    ]
+
+
+def _is_in_out(arrays: list[_Array], width: int) -> bool | None:
     """Return whether kernels are [in, out]; None without a sign.
 
     The names of some say which side the width is on. Without such names, arrays are called so.
     """
     votes = 0
-    for part in seen:
-        rest = part.rest
-        ends = [part.shape[dim] == width for dim in (rest[:1] + rest[-1:])]
-        if len(rest) < 2 or sum(ends) != 1 or part.is_vector or part.is_lookup:
-            continue
-        if part.flow:
-            votes += 1 if ends[0] == (part.flow == "reads") else -1
+    for array in arrays:
+        if array.is_product and not array.is_lookup and (flow := array.flow):
+            first, last = (array.shape[array.rest[end]] == width for end in (0, -1))
+            if first != last:
+                votes += 1 if first == (flow == "reads") else -1
     if votes == 0:
-        called = {part.words[-1] for part in seen if len(part.shape) > 1}
-        is_kernel = "kernel" in called
-        return is_kernel if is_kernel != ("weight" in called) else None
+        called = {array.words[-1] for array in arrays if len(array.shape) > 1}
+        return {(True, False): True, (False, True): False}.get(
+            ("kernel" in called, "weight" in called)
+        )
     return votes > 0
 
 
-def _make_part(
-    part: _Seen, width: int, is_in_out: bool | None, attending: set[str], counts: set[int]
-) -> Part:
-    """Make the part; routers have as many outputs as the model has experts, which are counted."""
-    shape = part.shape
-    roles: dict[int, DimRole] = {**dict.fromkeys(range(len(shape)), "out"), **part.front}
-    if len(part.rest) > 1 and not part.is_vector:
-        roles |= _matrix_roles(part, width, is_in_out)
-    dims = tuple(roles[dim] for dim in range(len(shape)))
-    is_attention = (
-        part.is_named_attention
-        and part.experts == 1
-        and (part.makes_heads or part.block in attending)
-    )
-    ins, outs = (
-        prod(n for n, of in zip(shape, dims, strict=True) if of == role) for role in ("in", "out")
-    )
-    is_product = {"in", "out"} <= {*dims} and part.experts == 1
-    return Part(
-        pattern=part.folded.pattern,
-        module=part.module[-1],
-        leaves=len(part.folded.rows),
-        shape=shape,
-        dims=dims,
-        experts=part.experts,
-        input_key=f"{part.block} attention" if is_attention else part.block,
-        is_attention=is_attention,
-        is_router=is_product and part.is_named_router and min(ins, outs) in counts,
-        width=width,
-        flow=part.flow,
-    )
-
-
-def _matrix_roles(part: _Seen, width: int, is_in_out: bool | None) -> dict[int, DimRole]:
-    """Return the roles of the dimensions of a matrix, whose sides may be several dimensions."""
-    rest = part.rest
-    first, last = part.shape[rest[0]] == width, part.shape[rest[-1]] == width
-    if part.is_lookup:
-        return {rest[1] if first and not last else rest[0]: "lookup"}
-    if is_in_out is None or (len(rest) > 3 and not (first or last)):
-        return dict.fromkeys(rest, "unknown")
-    if not is_in_out:
-        return dict.fromkeys(rest[1:], "in")
+def _contracted(array: _Array, width: int, is_in_out: bool | None) -> list[int]:
+    """Find what is contracted, by the names, sizes and order of dimensions."""
+    if not array.is_product:
+        return []
+    rest = array.rest
+    first, last = (array.shape[rest[end]] == width for end in (0, -1))
+    if array.is_lookup:
+        return [rest[1] if first and not last else rest[0]]
+    # Without a sign, what a name tells of is as flax has it.
+    if is_in_out is None and array.flow is None:
+        return rest
+    if len(rest) > 3 and not (first or last):
+        return rest
+    if is_in_out is False:
+        return rest[1:]
     # Several dimensions on one side, such as heads: the other side is the width, if it is one.
-    is_back = last and not first
-    return dict.fromkeys(rest[:-1] if is_back else rest[:1], "in")
+    return rest[:-1] if last and not first else rest[:1]
+
+
+def _is_router(array: _Array, counts: set[int]) -> bool:
+    """Tell if it makes a number for each expert: a model has as many as routers have outputs."""
+    ins = array.contracted
+    outs = [dim for dim in array.rest if dim not in ins]
+    if not (ins and outs) or array.is_lookup or array.experts > 1:
+        return False
+    sizes = (prod(array.shape[dim] for dim in dims) for dims in (ins, outs))
+    return _ROUTER.fullmatch(array.name) is not None and min(sizes) in counts
+
+
+def _dims(array: _Array, widths: frozenset[int]) -> Dims:
+    free = array.rest
+    sides: dict[int, Side] = dict.fromkeys(range(len(array.shape)), "other")
+    is_known = True
+    if not array.is_product:
+        # Of a norm, or parameters of each channel, nothing is contracted.
+        sides |= dict.fromkeys(free, "vector")
+    elif array.is_lookup:
+        sides |= {dim: "vocabulary" if dim in array.contracted else "residual" for dim in free}
+    else:
+        of_free, is_known = _sides_of_kernel(array, widths)
+        sides |= of_free
+    sides |= array.front
+    return Dims(tuple(sides[dim] for dim in range(len(array.shape))), is_known)
+
+
+def _sides_of_kernel(array: _Array, widths: frozenset[int]) -> tuple[dict[int, Side], bool]:
+    shape, free, ins = array.shape, array.rest, array.contracted
+    outs = [dim for dim in free if dim not in ins]
+    residual = [dim for dim in free if shape[dim] in widths]
+    # Names mean a kernel of attention, and no convolution in it.
+    path = array.folded.pattern.lower()
+    has_heads = "conv" not in path and (array.is_attention or bool(_IN_ATTENTION.search(path)))
+    is_split = len(free) > 2 and len(residual) == 1
+    if _is_convolution(shape, free) and not (has_heads and is_split):
+        return _sides_of_convolution(shape, free), True
+    if is_split:
+        first, *others = (dim for dim in free if dim != residual[0])
+        if shape[first] <= _FUSED and (len(others) > 1 or not has_heads):
+            return {residual[0]: "residual", first: "fused", **_of_heads(array, others)}, True
+        return {residual[0]: "residual", **_of_heads(array, [first, *others])}, True
+    if len(free) > 3:
+        return dict.fromkeys(free, "window"), False
+    if not outs:
+        by_size = sorted(free, key=lambda dim: (shape[dim], -dim))
+        return {**dict.fromkeys(free, "residual"), by_size[-1]: "hidden"}, False
+    hidden, is_known = _hidden(array, ins, outs, widths)
+    return {**dict.fromkeys(free, "residual"), **_of_heads(array, hidden)}, is_known
+
+
+def _hidden(
+    array: _Array, ins: list[int], outs: list[int], widths: frozenset[int]
+) -> tuple[list[int], bool]:
+    """Return the hidden side, and whether that is sure."""
+    size_in, size_out = (prod(array.shape[dim] for dim in side) for side in (ins, outs))
+    if len(ins) != len(outs):
+        return (ins if len(ins) > len(outs) else outs), True
+    if (size_in in widths) != (size_out in widths):
+        return (outs if size_in in widths else ins), True
+    if array.flow is not None:
+        return (ins if array.flow == "writes" else outs), True
+    if size_in == size_out:
+        return outs, False
+    return (ins if size_in > size_out else outs), size_in not in widths
+
+
+def _of_heads(array: _Array, dims: list[int]) -> dict[int, Side]:
+    """Name the hidden sides of a kernel, such as heads and the size of one."""
+    first, *others = dims
+    if others and any(array.shape[first] == n and of.fullmatch(array.name) for n, of in _FUSES):
+        return {first: "fused", **_of_heads(array, others)}
+    return {first: "heads" if others else "hidden", **dict.fromkeys(others, "head")}
+
+
+def _is_convolution(shape: Shape, free: list[int]) -> bool:
+    """Look for a window, before or behind the channels: a square, or small and odd."""
+    sizes = [shape[dim] for dim in free]
+    ends = sizes[:2], sizes[-2:]
+    if len(free) > 3:
+        return any(first == second < _WINDOW for first, second in ends)
+    return len(free) == 3 and any(size < _WINDOW and size % 2 for size in (sizes[0], sizes[-1]))
+
+
+def _sides_of_convolution(shape: Shape, free: list[int]) -> dict[int, Side]:
+    """Name the sides of a convolution; channels are first in torch, and last in flax."""
+    ends = free[:2] if shape[free[0]] > shape[free[-1]] else free[-2:]
+    channels = sorted(ends, key=lambda dim: shape[dim])
+    return {**dict.fromkeys(free, "window"), channels[0]: "residual", channels[1]: "hidden"}
+
+
+def _hidden_size(array: _Array, dims: Dims) -> int:
+    pairs = zip(array.shape, dims.sides, strict=True)
+    return prod(size for size, side in pairs if side in ("hidden", "heads", "head"))
+
+
+def _with_tensor(array: _Array, dims: Dims, queries: int, width: int, counts: set[int]) -> Dims:
+    """Say what tensor axes may shard of the dimensions.
+
+    `queries` are the most elements that kernels of its attention make, `counts` the numbers of
+    experts in layers.
+    """
+    if dims.is_vector:
+        return dims
+    if _is_router(array, counts) or (array.is_attention and _TO_LATENT.fullmatch(array.name)):
+        return dims._replace(tensor="none")
+    hidden = _hidden_size(array, dims)
+    if not (array.is_attention and _KEYS.fullmatch(array.name) and hidden < queries):
+        return dims
+    head = _HEAD if width >= _SMALL else _HEAD // 2
+    if "hidden" in dims.sides and hidden % head == 0:
+        dims = dims._replace(unit=head, is_assumed=True)
+    return dims._replace(tensor="heads")

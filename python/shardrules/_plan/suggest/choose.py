@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from shardrules._plan.axis_uses import AxisUse, is_gathered, use_of
 
 if TYPE_CHECKING:
-    from shardrules._plan.suggest.dims import Dims, Side, Unit
+    from shardrules._plan.roles import Dims, Side
+    from shardrules._plan.suggest.units import Unit
 
 Axes = tuple[str, ...]
 Cuts = tuple[Axes, ...]
@@ -79,7 +80,7 @@ def choose(
 
 
 def _unit_key(unit: Unit) -> tuple[tuple[int, ...], Dims]:
-    return unit.part.shape, unit.dims
+    return unit.shape, unit.dims
 
 
 def _most_discomforts(groups: list[list[list[_ArrayCuts]]], slack: float) -> list[float]:
@@ -196,7 +197,7 @@ def with_followers(
         for kernel in kernels.get(tuple(module), ()):
             if _belongs(name, _parameter_names(units[kernel])[-1], len(kernels[*module])):
                 followed = dict(_followed_kernel(unit, units[kernel], cuts[kernel], name))
-                joined = _joined_axes(unit.part.shape, followed, cuts[number], axis_sizes)
+                joined = _joined_axes(unit.shape, followed, cuts[number], axis_sizes)
                 if shard_count(joined, axis_sizes) >= shard_count(cuts[number], axis_sizes):
                     joined_cuts[number] = joined
                 break
@@ -219,17 +220,18 @@ def _belongs(name: str, kernel: str, kernels: int) -> bool:
 
 def _followed_kernel(unit: Unit, kernel: Unit, cuts: Cuts, name: str) -> Iterator[tuple[int, Axes]]:
     """Yield dimensions of the array with the axes that shard those of the kernel, if any."""
-    shape, dims = kernel.part.shape, kernel.part.dims
-    if _SCALES.fullmatch(name) and 1 < len(unit.part.shape) <= len(shape):
-        yield from ((dim, cuts[dim]) for dim in range(len(unit.part.shape)) if cuts[dim])
+    shape = kernel.shape
+    if _SCALES.fullmatch(name) and 1 < len(unit.shape) <= len(shape):
+        yield from ((dim, cuts[dim]) for dim in range(len(unit.shape)) if cuts[dim])
         return
-    columns = [dim for dim, role in enumerate(dims) if role not in ("in", "lookup", "unknown")]
-    for dim, size in enumerate(unit.part.shape):
+    columns = [*kernel.columns]
+    for dim, size in enumerate(unit.shape):
         column = next((column for column in columns if shape[column] == size), None)
         if column is not None:
             columns.remove(column)
             # Along other dimensions, axes of experts are as those of fsdp.
-            uses = {"tensor", "layers", *({"experts"} if dims[column] == "experts" else ())}
+            is_of_experts = kernel.dims.sides[column] == "experts"
+            uses = {"tensor", "layers", *(["experts"] if is_of_experts else [])}
             yield dim, tuple(axis for axis in cuts[column] if use_of(axis) in uses)
 
 

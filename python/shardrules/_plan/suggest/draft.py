@@ -35,7 +35,7 @@ from shardrules._rules.rules import Rules, rules_like
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._plan.suggest.dims import Unit
+    from shardrules._plan.suggest.units import Unit
     from shardrules._rules.dialects import Dialect
 
 MOST_RULES: Final = 12
@@ -186,34 +186,34 @@ def _joined_rules(
     return [(text, label.value) for text, label in zip(texts, labels, strict=True)], units
 
 
-def mended(columns: Plan, units: list[Unit], tightness: int = 0) -> Draft:
+def mended(plan: Plan, units: list[Unit], tightness: int = 0) -> Draft:
     """Keep the rules of a plan that decide leaves, and writes rules for all other leaves."""
-    rules = columns._leaves.path_rules
+    rules = plan._leaves.path_rules
     assert rules is not None
-    queries = Queries(columns, DEFAULT_LARGE, NOTHING, None)
+    queries = Queries(plan, DEFAULT_LARGE, NOTHING, None)
     kept = [
         rule
-        for rule, won in enumerate(columns.coverage.won)
+        for rule, won in enumerate(plan.coverage.won)
         if won and rule not in queries.silent_catch_alls
     ]
-    undecided = ~np.isin(columns.rule, kept)
+    undecided = ~np.isin(plan.rule, kept)
     rest = [part for unit in units for part in unit.where(undecided)]
     of_kept = [
-        tuple(part for unit in units for part in unit.where(columns.rule == rule)) for rule in kept
+        tuple(part for unit in units for part in unit.where(plan.rule == rule)) for rule in kept
     ]
     added = draft(
         rest,
-        columns.axis_sizes,
+        plan.axis_sizes,
         rules.dialect,
         tightness,
-        entries=_entries_of(rules, kept, columns),
+        entries=_entries_of(rules, kept, plan),
         siblings=_cuts_of_siblings(rules, kept, of_kept),
     )
     pairs = [*(rules[rule] for rule in kept), *added.rules]
     return Draft(rules_like(rules, pairs), [*of_kept, *added.units], added.unknown)
 
 
-def _entries_of(rules: Rules, kept: list[int], columns: Plan) -> dict[Axes, Any]:
+def _entries_of(rules: Rules, kept: list[int], plan: Plan) -> dict[Axes, Any]:
     """Find the entry that most of these rules have for axes of several devices.
 
     One without axes of one device is left out.
@@ -222,9 +222,9 @@ def _entries_of(rules: Rules, kept: list[int], columns: Plan) -> dict[Axes, Any]
     for rule in kept:
         for entry in _entries_in(rules[rule][1]):
             axes = tuple(entry_axes(entry))
-            if all(axis in columns.axis_sizes for axis in axes):
-                used = tuple(axis for axis in axes if columns.axis_sizes[axis] > 1)
-                votes[used][entry] += columns.coverage.won[rule]
+            if all(axis in plan.axis_sizes for axis in axes):
+                used = tuple(axis for axis in axes if plan.axis_sizes[axis] > 1)
+                votes[used][entry] += plan.coverage.won[rule]
     most = {used: entries.most_common(1)[0][0] for used, entries in votes.items() if used}
     return {used: entry for used, entry in most.items() if tuple(entry_axes(entry)) != used}
 
@@ -238,7 +238,7 @@ def _cuts_of_siblings(
         cuts = tuple(tuple(entry_axes(entry)) for entry in _entries_in(rules[rule][1]))
         for unit in units if cuts else ():
             for key in _sibling_keys(unit):
-                siblings[key].add(cuts + ((),) * (len(unit.part.shape) - len(cuts)))
+                siblings[key].add(cuts + ((),) * (len(unit.shape) - len(cuts)))
     return siblings
 
 
@@ -260,7 +260,7 @@ def _sibling_keys(unit: Unit) -> list[Any]:
     """Return the path without its name, and without that of its module; shape and sides."""
     words = [word.text for word in unit.words]
     places = [place for place in (-1, -2) if len(words) >= -place and NUMBER not in words[place]]
-    array = (unit.part.shape, unit.dims.sides)
+    array = (unit.shape, unit.dims.sides)
     return [(*words[:place], None, *words[len(words) + place + 1 :], array) for place in places]
 
 
@@ -292,7 +292,7 @@ def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[
     """Write numbers out where only these tell labels apart; the commonest label may stay open."""
     leaves_of: dict[Path, Counter[Label]] = defaultdict(Counter)
     for unit, label in labelled:
-        leaves_of[unit.words][label] += unit.part.leaves
+        leaves_of[unit.words][label] += unit.leaves
     told_apart: list[tuple[Unit, Label]] = []
     for unit, label in labelled:
         leaves = leaves_of[unit.words]
@@ -316,8 +316,8 @@ def _phrases(units: list[Unit], labels: list[Label]) -> tuple[list[Phrase], tupl
     except AmbiguousError as error:
         first, second, *_ = (units[number] for number in error.units)
         raise ValueError(
-            f"two leaves have the path {brief(first.path)}, with the shapes {first.part.shape} and "
-            f"{second.part.shape}: rename one"
+            f"two leaves have the path {brief(first.path)}, with the shapes {first.shape} and "
+            f"{second.shape}: rename one"
         ) from None
 
 

@@ -18,10 +18,10 @@ from shardrules._plan.findings import Declared
 from shardrules._plan.fold import parts_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
-from shardrules._plan.suggest.dims import Unit, units_of
 from shardrules._plan.suggest.draft import Draft, draft, is_spared, mended
 from shardrules._plan.suggest.patterns import TIGHTEST
 from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
+from shardrules._plan.suggest.units import Unit, units_of
 from shardrules._rules.dialects import EFORMER, Dialect, LogicalDialect
 from shardrules._rules.rules import PathRules, Rules, remembered_rules
 
@@ -129,14 +129,14 @@ def suggest(
 
 def _doubts(units: Sequence[Unit]) -> tuple[str, ...]:
     """List what shapes and names leave open, and a step would tell."""
-    unknown = [brief(unit.part.pattern) for unit in units if not unit.dims.is_known]
+    unknown = [brief(unit.pattern) for unit in units if not unit.dims.is_known]
     assumed = [unit for unit in units if unit.dims.is_assumed]
     doubts = [f"what contracts {path}" for path in unknown[:_FEW]]
     if len(unknown) > _FEW:
         doubts.append(f"the same of {len(unknown) - _FEW} more paths")
     for unit in assumed[:1]:
         doubts.append(
-            f"the size of a head of {brief(unit.part.pattern)}, assumed to be {unit.dims.unit}"
+            f"the size of a head of {brief(unit.pattern)}, assumed to be {unit.dims.unit}"
         )
     return tuple(doubts)
 
@@ -242,16 +242,16 @@ def _rule_reasons(rules: Draft) -> tuple[Reason, ...]:
     unknown = {id(unit) for unit in rules.unknown}
     reasons = []
     for number, ((pattern, value), units) in enumerate(zip(rules.rules, rules.units, strict=True)):
-        spec, rank = plain_spec(value), len(units[0].part.shape)
+        spec, rank = plain_spec(value), len(units[0].shape)
         entries = [*spec] if isinstance(spec, Entries) else []
         entries += [None] * (rank - len(entries))
         dims = [_cut_reason(units[0], dim, entry_axes(entry)) for dim, entry in enumerate(entries)]
-        leaves, size = sum(unit.part.leaves for unit in units), sum(unit.bytes for unit in units)
-        paths = tuple(unit.part.pattern for unit in units)
+        leaves, size = sum(unit.leaves for unit in units), sum(unit.bytes for unit in units)
+        paths = tuple(unit.pattern for unit in units)
         is_understood = unknown.isdisjoint(map(id, units))
         reasons.append(Reason(number, pattern, leaves, size, paths, tuple(dims), is_understood))
     return tuple(reasons)
 
 
 def _cut_reason(unit: Unit, dim: int, axes: Axes) -> CutReason:
-    return CutReason(dim, unit.part.shape[dim], unit.dims.sides[dim], tuple(axes))
+    return CutReason(dim, unit.shape[dim], unit.dims.sides[dim], tuple(axes))

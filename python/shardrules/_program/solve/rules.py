@@ -17,9 +17,9 @@ from shardrules._base.specs import (
 from shardrules._base.text import brief
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan as plan_of
-from shardrules._plan.suggest.dims import units_of
 from shardrules._plan.suggest.draft import draft_of_specs
 from shardrules._plan.suggest.patterns import TIGHTEST
+from shardrules._plan.suggest.units import units_of
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.rules import Rules
 
@@ -53,7 +53,7 @@ def with_cuts(
         else entries_of_cuts(cuts[path])
         for path in bare.paths
     }
-    units = units_of(bare, {})
+    units = units_of(bare)
     wrong: list[str] = []
     for tightness in (0, TIGHTEST):
         result = bare.with_rules(draft_of_specs(units, specs, dialect, tightness).rules)
