@@ -86,16 +86,10 @@ def solution() -> sr.types.Solution:
 
 @cache
 def trained() -> sr.types.Solution:
-    mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",))
-    tree = sr.plan({"up": jax.ShapeDtypeStruct((64, 256), "float32")}, [("up", ())], mesh)
+    tree = sr.plan({"up": jax.ShapeDtypeStruct((64, 256), "float32")}, [("up", ())], {"fsdp": 4})
     x = jax.ShapeDtypeStruct((2**16, 64), "float32")
     step = sr.trace(jax.grad(lambda params, x: (x @ params["up"]).sum()), tree, x)
-    return sr.solve(step, mesh, hardware="v5p")
-
-
-@cache
-def solved_proof() -> sr.types.SolutionProof:
-    return trained().prove(rounds=1)
+    return sr.solve(step, hardware="v5p")
 
 
 def rule_file() -> sr.types.RuleFile:
@@ -126,8 +120,6 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), " on each device, on one device by XLA for CPU"),
     "Step": (step, "dimensions of the arguments, by what must be sharded alike"),
     "Solution": (solution, " a step on fsdp=4"),
-    "SolutionProof": (solved_proof, "round 1: predicted "),
-    "ProofRound": (lambda: solved_proof().best, "sent over fsdp"),
     "Coverage": (lambda: plan().coverage, "rule 3: dead, matches no leaf"),
 }  # fmt: skip
 # What stands in lists: one short line, as of any NamedTuple.
@@ -153,7 +145,8 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "ClassChoice": lambda: solution().choices[0],
     "Alternative": lambda: solution().choices[0].alternatives[0],
     "Activation": lambda: solution().activations[0],
-    "SentBytes": lambda: solved_proof().best.sent[0],
+    "Candidate": lambda: solution().candidates[0],
+    "StepCost": lambda: solution().candidates[0].predicted,
     "Place": lambda: program().collectives[0].place,
 }
 # What users write: the `repr` is how, without what they leave out.

@@ -329,7 +329,6 @@ OF_SOLUTIONS = {
     "a misspelt axis to forbid": (lambda: sr.solve(STEP, SIZES, hardware="v5p", forbid=[("batch", "tpp")]), "'tpp'", "'fsdp', 'tp'"),
     "a time with a unit": (lambda: sr.solve(STEP, SIZES, hardware="v5p", time_limit="60s"), "'60s'", "a number"),
     "a time before": (lambda: sr.solve(STEP, SIZES, hardware="v5p", time_limit=-1), "-1", "seconds from 0"),
-    "a solution proved nowhere": (lambda: solution().prove(), "of no devices", "jax.make_mesh((2, 4), ('fsdp', 'tp'))", "on=shardrules.Topology("),
     "a solution without devices": (lambda: solution().constraints().__enter__(), "of no devices", "jax.make_mesh((2, 4), ('fsdp', 'tp'))"),
     "a solution on another mesh": (lambda: solution().constraints(MESH).__enter__(), "fsdp=1,tp=1", "the solution is for fsdp=2,tp=4"),
 }  # fmt: skip

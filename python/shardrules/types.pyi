@@ -28,10 +28,9 @@ from shardrules._program.program import Program as Program
 from shardrules._program.solve.activations import Activation as Activation
 from shardrules._program.solve.choices import Alternative as Alternative
 from shardrules._program.solve.choices import ClassChoice as ClassChoice
+from shardrules._program.solve.compiled import Candidate as Candidate
+from shardrules._program.solve.compiled import StepCost as StepCost
 from shardrules._program.solve.machine import StepTime as StepTime
-from shardrules._program.solve.proof import ProofRound as ProofRound
-from shardrules._program.solve.proof import SentBytes as SentBytes
-from shardrules._program.solve.proof import SolutionProof as SolutionProof
 from shardrules._program.solve.solution import Solution as Solution
 from shardrules._program.step.step import DimensionClass as DimensionClass
 from shardrules._program.step.step import Step as Step

@@ -40,14 +40,10 @@ def test_the_compiler_sends_what_was_predicted():
     from mlp_to_solve import step_on
 
     topology = sr.Topology("v5e:2x4")
-    mesh = topology.mesh(fsdp=8)
-    step, arguments = step_on(mesh)
-    proof = sr.solve(sr.trace(step, *arguments), topology).prove()
-    assert proof.best.sent
-    for axes in proof.best.sent:
-        assert axes.predicted == pytest.approx(axes.compiled, rel=0.2), proof
-    # Two arrays of the hidden size are alive where one was predicted, with constraints on what
-    # operations read: without them XLA needs 355 MB. So the proof is not close.
-    predicted, compiled = proof.best.memory
-    assert 0.5 * compiled < predicted < compiled
-    assert not proof.is_close
+    step, arguments = step_on(topology.mesh(fsdp=8))
+    solution = sr.solve(sr.trace(step, *arguments), topology)
+    best = solution.candidates[0]
+    assert best.predicted.sent == pytest.approx(best.compiled.sent, rel=0.2)
+    assert best.compiled.seconds <= min(
+        row.compiled.seconds for row in solution.candidates if not row.refusal
+    ) * (1 + 1e-2)

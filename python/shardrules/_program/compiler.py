@@ -128,11 +128,9 @@ def asked_compiler(lowered: Any, mesh: Any) -> AskedCompiler | None:
         ImportError: The mesh is of described TPUs, and libtpu is not installed.
         OSError: There is no room for its files.
     """
-    inner = inner_of(lowered)
-    topology = topology_of(mesh)
-    slices = None if topology is None else topology._layout
-    if not (isinstance(slices, Slices) or (slices is None and is_of_cpus(mesh))):
+    if not has_child(mesh):
         return None
+    inner, topology = inner_of(lowered), topology_of(mesh)
     asked = None if inner is None else compiler_input(inner)
     return None if asked is None else AskedCompiler(asked, topology, mesh)
 
@@ -192,6 +190,12 @@ class AskedCompiler:
                 self._child.stdin.close()  # type: ignore[union-attr]
             self._child.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def has_child(mesh: Any) -> bool:
+    """Say whether a child can be asked for a mesh: of described TPUs, or of CPUs."""
+    topology = topology_of(mesh)
+    return is_of_cpus(mesh) if topology is None else isinstance(topology._layout, Slices)
 
 
 def compile_whole(lowered: Any, mesh: Any) -> Compiled | Refusal:

@@ -1,18 +1,23 @@
-"""What users take from a solution: rules, constraints, a comparison, and the compiler's proof."""
+"""What users take from a solution: rules, constraints, and the best as compiled."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.solve import proof as proving
+from shardrules._program.refusal import Refusal
+from shardrules._program.solve import compiled as compiling
+from shardrules._program.solve import shortlist as shortlisting
+from shardrules._program.solve import solution as solving
+from shardrules._program.solve.machine import machine_of
+from shardrules._program.solve.meshes import Task, best_of
+from shardrules._program.solve.shortlist import shortlist
 
 AXES = ("fsdp", "tp")
 
@@ -35,11 +40,11 @@ def train(params, x):
 
 TREE = {"up": shape(512, 2048), "down": shape(2048, 512)}
 MANY, FEW = 2**18, 8
-IN_PARTS = [("up$", P(None, AXES)), ("down$", P(AXES))]
+SIZES = {"fsdp": 4, "tp": 2}
 
 
 def solved(rows=MANY, mesh=None, **options):
-    mesh = mesh or devices()
+    mesh = mesh or SIZES
     plan = sr.plan(TREE, [(".*", ())], mesh)
     step = sr.trace(jax.jit(train, donate_argnums=0), plan, shape(rows, 512))
     return sr.solve(step, mesh, hardware="v5p", **options)
@@ -73,7 +78,7 @@ def test_arrays_with_logical_names_get_rules_of_paths():
     names = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
     plan = sr.plan(TREE, sr.LogicalRules([("embed", None)]), devices(), names=names)
     step = sr.trace(train, plan, shape(FEW, 512))
-    solution = sr.solve(step, devices(), hardware="v5p")
+    solution = sr.solve(step, SIZES, hardware="v5p")
     assert dict(solution.rules) == {"^up$": (None, AXES), "down": (AXES,)}
 
 
@@ -82,7 +87,7 @@ def test_the_step_with_its_constraints_gives_the_same():
     params = jax.tree.map(lambda s: jax.numpy.ones(s.shape, s.dtype), TREE)
     x = jax.numpy.arange(FEW * 512.0).reshape(FEW, 512) % 3 - 1
     expected = jax.jit(train)(params, x)
-    with solution.constraints() as step:
+    with solution.constraints(devices()) as step:
         result = step(params, x)
     jax.tree.map(np.testing.assert_array_equal, result, expected)
     assert result["up"].sharding.spec == P(None, AXES)
@@ -97,112 +102,144 @@ def test_a_solution_without_devices_takes_those_of_the_context_or_says_so():
         solution.constraints(devices(2, 4)).__enter__()
     with solution.constraints(devices()) as step:
         assert callable(step)
-    assert len(solution.prove(devices(), rounds=1).rounds) == 1
 
 
 def test_without_a_plan_the_rules_are_of_the_first_argument():
     step = sr.trace(train, TREE, shape(FEW, 512), on=devices())
-    solution = sr.solve(step, devices(), hardware="v5p")
+    solution = sr.solve(step, SIZES, hardware="v5p")
     assert [spec for _, spec in solution.rules] == [(None, AXES), (AXES,)]
 
 
-def test_xla_for_cpu_adds_gradients_up_whole_where_they_are_predicted_in_parts():
-    (row,) = solved(MANY, keep=IN_PARTS, forbid=[("", "tp")]).prove(rounds=1).rounds
-    (sent,) = row.sent
-    up_and_down = 2 * 4 * 512 * 2048 * 7 / 8
-    assert sent.compiled - sent.predicted == pytest.approx(up_and_down, rel=0.01)
+def compiled(rows=FEW):
+    """Solve for devices, whose compiler is asked about three layouts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shortlisting, "MOST", 3)
+        return solved(rows, devices())
 
 
-@pytest.mark.parametrize("rows", [FEW])
-def test_the_compiler_sends_what_was_predicted(rows):
-    proof = solved(rows).prove()
-    assert proof.is_close, proof
-    assert len(proof.rounds) == 1
-    (row,) = proof.rounds
-    assert sum(s.compiled for s in row.sent) == sum(row.proof.program.sent.values())
-    for sent in row.sent:
-        assert sent.predicted == pytest.approx(sent.compiled, rel=0.01)
+def test_bytes_and_memory_are_the_compilers():
+    solution = compiled()
+    with solution.constraints() as step:
+        proof = sr.prove(step, solution.plan, shape_on(solution, "inputs/1", FEW, 512))
+    assert solution.compiled.memory == proof.memory.peak
+    assert solution.compiled.sent_in_all == sum(row.sent_at_least for row in proof.collectives)
+    assert solution.program.collectives == proof.collectives
+    (first,) = (row for row in solution.candidates if row.what == "the best by prediction")
+    assert first.predicted.sent == pytest.approx(first.compiled.sent, rel=0.01)
+    assert "as compiled, the best of" in solution.summary
 
 
-def test_what_the_compiler_sends_beyond_it_is_a_price(monkeypatch):
-    """As if XLA sent a hundred times as much for the cut of the batch."""
-    real, calls = proving._predicted, []
-
-    def small(solution):
-        calls.append(solution)
-        return {key: size // 100 for key, size in real(solution).items()}
-
-    monkeypatch.setattr(proving, "_predicted", small)
-    monkeypatch.setattr(proving, "_seconds", lambda solution, proof: solution.time.total * 100)
-    proof = solved(MANY).prove()
-    assert len(proof.rounds) > 1
-    assert [row.solution for row in proof.rounds] == calls
-    first, second, *_ = proof.rounds
-    assert first.solution.specs != second.solution.specs
-    assert "where they differ" in str(first)
-    assert "test_outcome.py" in str(first)
-    assert f"best: round {proof.rounds.index(proof.best) + 1}" in str(proof)
+def shape_on(solution, path, *sizes):
+    sharding = NamedSharding(solution.mesh, solution.specs[path])
+    return jax.ShapeDtypeStruct(sizes, "float32", sharding=sharding)
 
 
-def test_the_last_round_is_fsdp_alone_and_taken_if_the_compiler_does_that_better(monkeypatch):
-    """As if XLA sent a hundred times as much wherever anything but rows is cut."""
-
-    def cuts_more(solution):
-        return any(row.axes and row.role not in ("batch", "stored") for row in solution.choices)
-
-    def seconds(solution, proof):
-        return solution.time.total * (10**4 if cuts_more(solution) else 1)
-
-    is_close = property(lambda row: not cuts_more(row.solution))
-    monkeypatch.setattr(proving.ProofRound, "is_close", is_close)
-    monkeypatch.setattr(proving, "_seconds", seconds)
-    solution = solved(FEW)
-    assert cuts_more(solution)
-    assert cuts_more(solution.prove(rounds=1).best.solution)
-    proof = solution.prove()
-    assert len(proof.rounds) > 1
-    assert not cuts_more(proof.best.solution)
-    assert proof.best.solution.time.total > solution.time.total
+def test_fsdp_and_the_layout_of_the_program_are_among_those_compiled_and_what_is_the_same_once():
+    rules = [("up", P(None, "tp")), ("down", P("tp"))]
+    sizes = {"fsdp": 2, "tp": 2}
+    step = sr.trace(jax.jit(train), sr.plan(TREE, rules, sizes), shape(FEW, 512))
+    best = best_of(Task(step, machine_of("v5p"), 10**12), [sizes], None)
+    entries = shortlist(best)
+    assert [row.what for row in entries][:3] == [
+        "the best by prediction", "FSDP", "as in the program",
+    ]  # fmt: skip
+    assert 3 < len(entries) <= 10
+    found = [row.assignment for row in entries]
+    other = {"fsdp": "tp", "tp": "fsdp"}
+    turned = [
+        {name: tuple(sorted(map(other.get, axes))) for name, axes in row.items()} for row in found
+    ]
+    assert not [row for row, swapped in zip(found, turned, strict=True) if row != swapped in found]
 
 
-def test_what_the_compiler_refuses_is_solved_with_less_memory(monkeypatch):
-    real, refused = proving.prove, []
+def costs_as_if(monkeypatch, seconds):
+    """Let compiled steps take other seconds, by the layout's predicted cost."""
+    real = compiling._costs
 
-    def prove(*args, **options):
-        if not refused:
-            refused.append(args)
-            raise sr.OutOfMemory(required=100 * 10**9, available=95 * 10**9, buffers=())
-        return real(*args, **options)
+    def costs(space, cost, program, peak):
+        return real(space, cost, program, peak)._replace(seconds=seconds(cost.time.total))
 
-    monkeypatch.setattr(proving, "prove", prove)
-    solution = solved(MANY)
+    monkeypatch.setattr(compiling, "_costs", costs)
+
+
+def test_the_answer_is_the_best_as_compiled_and_not_as_predicted(monkeypatch):
+    costs_as_if(monkeypatch, lambda predicted: 1 / predicted)
+    solution = compiled()
+    least, *_, most = sorted(row.predicted.seconds for row in solution.candidates)
+    assert solution.time.total == solution.candidates[0].predicted.seconds == most > least
+    assert solution.compiled.seconds == min(row.compiled.seconds for row in solution.candidates)
+    assert solution.gap == 0  # of predictions
+    plan = sr.plan(TREE, solution.rules, devices())
+    assert plan.specs() == solution.plan.specs()
+
+
+def answered(answer):
+    """As a child that has ended."""
+    return SimpleNamespace(answer=answer, close=lambda: None)
+
+
+def test_a_layout_that_the_compiler_refuses_or_fails_at_is_no_answer(monkeypatch):
+    real, asked = compiling.asked_compiler, []
+
+    def refuse():
+        return Refusal(200 * 10**9, 10**9, "")
+
+    def crash():
+        raise RuntimeError("the compiler has crashed, by signal 6. Its last words: none")
+
+    def ask(lowered, mesh):
+        asked.append(lowered)
+        answer = dict(enumerate([refuse, crash], 1)).get(len(asked))
+        return answered(answer) if answer else real(lowered, mesh)
+
+    monkeypatch.setattr(compiling, "asked_compiler", ask)
+    solution = compiled()
+    assert not solution.candidates[0].refusal
+    refusals = {row.what: row.refusal for row in solution.candidates if row.refusal}
+    assert refusals == {
+        "the best by prediction": "it needs 200 GB of 103 GB",
+        "FSDP": "the compiler has crashed, by signal 6",
+    }
+    assert all(text in str(solution) for text in refusals.values())
+
+
+def test_if_all_are_refused_layouts_that_need_less_are_compiled(monkeypatch):
     rooms = []
-    again = solution.again
-    counted = lambda **options: rooms.append(options) or again.func(*again.args, **options)  # noqa: E731
-    solution = replace(solution, again=partial(counted, **again.keywords))
-    proof = solution.prove()
-    assert "the compiler refuses it" in str(proof.rounds[0])
-    assert proof.best is not proof.rounds[0] or len(proof.rounds) == 1
-    memory = solution.machine.hardware.memory_bytes
-    assert rooms[0]["hbm"] == round(memory * solution.memory.peak / (100 * 10**9))
+
+    def searched(task, *rest):
+        rooms.append(task.hbm)
+        return best_of(task, *rest)
+
+    monkeypatch.setattr(solving, "best_of", searched)
+    refusal = Refusal(200 * 10**9, 10**9, "")
+    monkeypatch.setattr(compiling, "asked_compiler", lambda *_: answered(lambda: refusal))
+    with pytest.raises(ValueError, match="nothing fits: the compiler refuses all of the") as error:
+        compiled(MANY)
+    assert "FSDP on fsdp=4,tp=2: it needs 200 GB of 103 GB" in str(error.value)
+    first, second = rooms
+    assert second < 0.1 * first  # predictions are of some GB, and so much too low
 
 
-def test_axes_that_are_interchangeable_are_not_compiled_twice(monkeypatch):
-    """What is blamed on one axis of a size would be the same program along another one."""
-    monkeypatch.setattr(proving, "_blamed", lambda row: [("batch", "fsdp")])
-    monkeypatch.setattr(proving, "_seconds", lambda solution, proof: 10**6)
-    monkeypatch.setattr(proving.ProofRound, "is_close", property(lambda row: False))
-    proof = solved(MANY, devices(2, 2)).prove(rounds=2)
-    first, second = (
-        [row.axes for row in each.solution.choices if row.role == "batch"] for each in proof.rounds
-    )
-    assert any(first)
-    assert not any(second)
+def test_an_interrupt_takes_the_best_that_is_compiled(monkeypatch):
+    read = compiling._read
+    done = []
+
+    def interrupted(*args):
+        if done:
+            raise KeyboardInterrupt
+        done.append(read(*args))
+        return done[0]
+
+    monkeypatch.setattr(compiling, "_read", interrupted)
+    solution = compiled()
+    assert solution.candidates == (done[0].row,)
 
 
-def test_rounds_are_one_to_three():
-    with pytest.raises(ValueError, match="rounds is 4"):
-        solved(FEW).prove(rounds=4)
+def test_a_mesh_without_devices_has_no_compiler():
+    solution = solved(FEW)
+    assert solution.compiled is solution.program is None
+    assert len(solution.candidates) == 1
+    assert "as compiled" not in str(solution)
 
 
 def test_code_by_device_keeps_its_specs_and_is_named():
@@ -217,12 +254,12 @@ def test_code_by_device_keeps_its_specs_and_is_named():
         return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=P("fsdp"))(x)
 
     step = sr.trace(forward, sr.plan(TREE, [(".*", ())], mesh), shape(FEW, 512))
-    solution = sr.solve(step, mesh, hardware="v5p")
+    solution = sr.solve(step, SIZES, hardware="v5p")
     (text,) = solution.unconstrained
     assert "test_outcome.py" in text
     assert text.endswith(": shard_map")
     params = jax.tree.map(lambda s: jax.numpy.ones(s.shape, s.dtype), TREE)
     x = jax.numpy.ones((FEW, 512))
-    with solution.constraints() as constrained:
+    with solution.constraints(mesh) as constrained:
         np.testing.assert_array_equal(constrained(params, x), jax.jit(forward)(params, x))
     assert solved(FEW).unconstrained == ()

@@ -307,7 +307,7 @@ def test_what_only_code_by_device_makes_and_reads_is_not_chosen():
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))
     step = sr.trace(jax.grad(lambda w, x: jnp.sum(mapped(w, x))), shape(64, 128), shape(4096, 64))
     made = next(op for op, _ in step._equations.everything() if op.name == "shard_map").outputs
-    solution = sr.solve(step, mesh, hardware="v5p")
+    solution = sr.solve(step, {"fsdp": 8}, hardware="v5p")
     assert len(made) > 2
     assert all(solution.spread.target(number)[0] == ("fsdp",) for number in made)
     assert [row.size for row in solution.choices[1:]] == [4096, 64, 128]

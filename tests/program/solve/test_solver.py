@@ -12,10 +12,9 @@ import pytest
 import shardrules as sr
 from shardrules._program.solve import search
 from shardrules._program.solve.machine import machine_of
-from shardrules._program.solve.outcome import has_solver
 from shardrules._program.solve.search import Search
 from shardrules._program.solve.space import Space
-from shardrules._program.solve.tables import search_tables
+from shardrules._program.solve.tables import has_solver, search_tables
 from tests.program.solve.test_optimum import MESHES, ROOM, assignments, space_of
 from tests.support.random_steps import random_step
 
@@ -78,7 +77,7 @@ def test_no_gap_is_left_of_a_state_space_model():
 
 def test_without_the_solver_the_gap_is_printed_with_what_closes_it(monkeypatch):
     monkeypatch.setattr(search, "has_solver", lambda: False)
-    monkeypatch.setattr("shardrules._program.solve.outcome.has_solver", lambda: False)
+    monkeypatch.setattr("shardrules._program.solve.solution.has_solver", lambda: False)
     solution = sr.solve(gated_step(), {"fsdp": 4, "tp": 4}, hardware="v5e", time_limit=0)
     assert solution.gap > 0
     assert f"at most {solution.gap:.1%} from the best" in solution.summary

@@ -36,9 +36,11 @@ class Candidates:
         self.assignment: Assignment | None = None
         self.is_over = False
         """Whether the user, or the time, has ended the search."""
+        self.tried: list[Assignment] = []
+        """First assignments, and what they became by changes of single choices."""
         self._fits: dict[tuple[Cuts, ...], bool] = {}
         numbers = range(len(space.arrays.classes))
-        self._arrays = space.arrays.unlike(n for n in numbers if n not in space.fixed)
+        self.arrays = space.arrays.unlike(n for n in numbers if n not in space.fixed)
         self._of: dict[int, list[int]] = {name: [] for name in space.values}
         for place in self.terms.largest:
             for name in self.terms.terms[place].scope:
@@ -66,7 +68,7 @@ class Candidates:
         if self.is_over_memory(assignment):
             return False
         layout = self.space.layout(assignment)
-        key = tuple(self.space.arrays.cuts(number, layout) for number in self._arrays)
+        key = tuple(self.space.arrays.cuts(number, layout) for number in self.arrays)
         if key not in self._fits:
             self._fits[key] = self.space.peak(assignment) <= self.space.hbm
         return self._fits[key]
@@ -81,11 +83,13 @@ class Candidates:
         rows: list[tuple[int, float, int, Assignment]] = []
         for start in self._starts():
             rows.append((self._over(start), self.terms.total(start).total, len(rows), start))
+            self.tried.append(start)
             self.offer(start, rows[-1][1])
             if self.is_late():
                 return
         rows.sort(key=lambda row: row[:3])
         ends = [self._descend(start) for *_, start in rows[:_DESCENTS]]
+        self.tried += ends
         if self.assignment is None and not self.is_over:
             _, least = self.least_memory()
             self.offer(least, self.terms.total(least).total)
@@ -98,6 +102,10 @@ class Candidates:
         rows = [self._start(i, j) for i in axes for j in axes if i is None or i != j]
         rows.append(self.space.traced())
         return list({tuple(row.values()): row for row in rows}.values())
+
+    def fsdp(self) -> Assignment:
+        """Return the layout in which all axes cut the batch, and store weights in parts."""
+        return self._start()
 
     def _start(self, tensor: str | None = None, expert: str | None = None) -> Assignment:
         """Return the layout with an axis on weights, one on experts, and all others on the batch.

@@ -39,18 +39,22 @@ class Network:
 
     def seconds(self, row: Transmission) -> float:
         """Return how long these collectives take, one after the other."""
+        return self.sending(row.collective, row.axes, self._machine.sent(row))
+
+    def sending(self, kind: str, axes: Sequence[str], size: int) -> float:
+        """Return how long it takes to send so many bytes."""
         if self._machine.links is not None:
-            return self._machine.sent(row) / self._machine.links(row.axes).rate
-        devices = prod(self._sizes[axis] for axis in row.axes)
-        inside = prod(self._inside[axis] for axis in row.axes)
+            return size / self._machine.links(axes).rate
+        devices = prod(self._sizes[axis] for axis in axes)
+        inside = prod(self._inside[axis] for axis in axes)
         outside = devices // inside
         # First between slices, each device with its part; then inside of them.
         share = (outside - 1) / (devices - 1)
-        if row.collective == "all-to-all":
+        if kind == "all-to-all":
             share *= inside
         return max(
-            row.sent * share / self._hardware.dcn_bytes_per_second,
-            row.sent * (1 - share) / self._link_rate(row.axes) if inside > 1 else 0.0,
+            size * share / self._hardware.dcn_bytes_per_second,
+            size * (1 - share) / self._link_rate(axes) if inside > 1 else 0.0,
         )
 
     def _link_rate(self, axes: Iterable[str]) -> float:
@@ -84,6 +88,11 @@ class Machine(NamedTuple):
         """Return the bytes that a device sends, by what the compiler makes of the collectives."""
         summed = () if self.links is None else self.links(row.axes).summed
         return row.sent * (2 if row.collective in summed else 1)
+
+    def total(self, busy: float, meanwhile: float, alone: float) -> float:
+        """Return the seconds of a step: of computing, and of sending meanwhile and alone."""
+        exposed = (1 - self.hides) * min(busy, meanwhile)
+        return max(busy, meanwhile) + exposed + alone
 
     def assumptions(self) -> dict[str, Any]:
         """Return what is assumed of it, by names."""

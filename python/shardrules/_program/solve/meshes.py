@@ -82,6 +82,8 @@ class Best(NamedTuple):
     """Seconds; no assignment takes less."""
     is_over: bool
     """Whether the user, or the time, has ended the search."""
+    cases: tuple[Case, ...]
+    """Of all meshes."""
 
     @property
     def search(self) -> Search:
@@ -99,6 +101,11 @@ def progress_shown(show: Callable[[str], object]) -> Iterator[None]:
         _PROGRESS.reset(token)
 
 
+def progress(text: str) -> None:
+    """Show a line of progress, if somebody looks."""
+    _PROGRESS.get()(text)
+
+
 def best_of(task: Task, meshes: Sequence[Any], on: Any) -> Best:
     """Find the best assignment on any of these meshes."""
     cases = sorted(task.cases(meshes, on), key=lambda case: case.rank)
@@ -114,7 +121,7 @@ def best_of(task: Task, meshes: Sequence[Any], on: Any) -> Best:
     is_optimum = bound >= search.seconds * (1 - ROUNDING)
     bound = cost.time.total if is_optimum else min(bound, cost.time.total)
     is_over = any(case.search.is_over for case in cases)
-    return Best(best, search.assignment, cost, bound, is_over)
+    return Best(best, search.assignment, cost, bound, is_over, tuple(cases))
 
 
 def _searched(cases: Sequence[Case]) -> Case | None:
@@ -129,7 +136,7 @@ def _searched(cases: Sequence[Case]) -> Case | None:
                 best = case
             if best is not None:
                 seconds, bound = best.search.seconds, min(each.search.bound for each in cases)
-                _PROGRESS.get()(
+                progress(
                     f"mesh {number} of {len(cases)}, {mesh_shown(case.sizes)}: best "
                     f"{seconds_shown(seconds)}, bound {seconds_shown(bound)}, "
                     f"gap {1 - bound / seconds if seconds else 0:.1%}"
@@ -150,7 +157,7 @@ def _nothing(task: Task, cases: Sequence[Case], on: Any) -> Exception:
         f"{bytes_shown(peak)} on each device of {mesh_shown(case.sizes)}, "
         f"{bytes_shown(peak - task.hbm)} more than the {bytes_shown(task.hbm)} that there are",
         *(f"  {bytes_shown(b.bytes)} {b.shape} {b.what}" for b in memory.buffers[:_SHOWN]),
-        *_where_it_fits(task, case, on),
+        *where_it_fits(task, case, on),
     ]
     return (ValueError if is_known else TimeoutError)(printable_lines(lines))
 
@@ -162,7 +169,7 @@ def _least_memory(cases: Sequence[Case]) -> tuple[Case, int, Assignment]:
     return cases[i], cases[i].search.space.peak(assignment), assignment
 
 
-def _where_it_fits(task: Task, case: Case, on: Any) -> Iterator[str]:
+def where_it_fits(task: Task, case: Case, on: Any) -> Iterator[str]:
     """Yield the line of the next slice that exists, or larger mesh, on which it fits."""
     axes = tuple(case.sizes)
     for name, meshes in _larger(on, axes, case.sizes):

@@ -56,9 +56,7 @@ class Price:
         compute, memory = self._busy(hardware, hardware.efficiency)
         sent, alone = sent_seconds(machine, sizes, self.collectives())
         meanwhile = sum(sent.values()) - alone
-        busy = compute + memory
-        exposed = (1 - machine.hides) * min(busy, meanwhile)
-        longest = max(busy, meanwhile) + exposed + alone
+        longest = machine.total(compute + memory, meanwhile, alone)
         peak = prod(sizes.values()) * hardware.flops_per_second["bfloat16"]
         assumed: dict[str, Any] = {"step": self._step.name}
         if any(row.rule is None and row.flops for row, _ in self._running()):

@@ -2,33 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from math import inf
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, prod
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.arguments import as_tuple, check_real, check_type, memory_bytes
-from shardrules._base.text import answer, counted, mesh_shown, printable_lines
-from shardrules._place.mesh import as_mesh
+from shardrules._base.specs import entries_of, entry_axes
+from shardrules._base.text import (
+    answer,
+    bytes_shown,
+    counted,
+    mesh_shown,
+    printable_lines,
+    seconds_shown,
+)
+from shardrules._place.mesh import as_mesh, context_mesh, has_devices, in_force
+from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.plan import Plan
-from shardrules._plan.planning import plan
 from shardrules._plan.tables import Column, Table
-from shardrules._program.solve.activations import spec_of_cuts
+from shardrules._program.solve.activations import Activation, activations, constrained_step
 from shardrules._program.solve.choices import ClassChoice, choices, reasons
+from shardrules._program.solve.compiled import (
+    Candidate,
+    Compiled,
+    StepCost,
+    compiled,
+    has_compiler,
+    plan_of,
+    predicted,
+    sent_lines,
+    specs_of,
+    table_of_candidates,
+)
 from shardrules._program.solve.machine import machine_of
-from shardrules._program.solve.meshes import Best, Task, best_of
-from shardrules._program.solve.proof import Provable
+from shardrules._program.solve.meshes import Best, Task, best_of, progress, where_it_fits
+from shardrules._program.solve.rules import with_cuts
+from shardrules._program.solve.shortlist import shortlist
 from shardrules._program.solve.space import STORED
+from shardrules._program.solve.tables import has_solver
 from shardrules._program.step.step import Step
 from shardrules._program.topologies.topology import Topology, hardware_on, topology_of
+from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
+    from jax.sharding import Mesh, PartitionSpec
 
     from shardrules._base.hardware import Hardware
+    from shardrules._place.mesh import AnyMesh
     from shardrules._program.buffers import Memory
+    from shardrules._program.program import Program
     from shardrules._program.solve.machine import Machine, StepTime
     from shardrules._program.solve.spread import LaidSpread
 
@@ -36,12 +62,13 @@ _AXES: Final = ("fsdp", "tp")
 HIDES: Final = 0.5
 """Of what could be sent while devices compute; the middle of all and nothing."""
 _MESHES_SHOWN: Final = 4
+_HEADS: Final = frozenset(["heads", "KV heads", "query heads of a KV head"])
 _COLUMNS: Final = (Column("choice"), Column("next best"))
 
 
 @answer
 @dataclass(frozen=True)
-class Solution(Provable):
+class Solution:
     """The sharding of a step that takes least time of those that fit; `solve` makes it."""
 
     step: Step
@@ -54,28 +81,66 @@ class Solution(Provable):
     stored: tuple[str, ...]
     """Mesh axes that cut weights, gradients and the optimizer's state beyond `choices`."""
     choices: tuple[ClassChoice, ...]
+    candidates: tuple[Candidate, ...]
+    """The layouts that were compiled, the best first, which is this one; without a compiler this
+    one alone."""
+    program: Program | None
+    """What the compiler makes of it; None if it was not asked."""
     time: StepTime
+    """By prediction, as is `memory`."""
     memory: Memory
     bound: float
-    """Seconds: no choice in the space takes less."""
+    """Seconds: no choice in the space is predicted to take less."""
     reasons: tuple[str, ...]
     left_out: tuple[dict[str, int], ...]
     """Meshes that have all devices and were not tried: they split a dimension of the topology."""
     spread: LaidSpread
     """Cuts of all arrays of the step, and what is sent."""
-    on: Any
-    """The Topology or mesh that `solve` was given; None for the step's own."""
     machine: Machine
     """The hardware, and how well the step uses it."""
-    again: partial[Solution] = field(repr=False)
-    """`solve` with the same arguments, but for those that it is given."""
 
     def __deepcopy__(self, memo: object) -> Solution:
         return self
 
+    @property
+    def compiled(self) -> StepCost | None:
+        """What a step costs as the compiler has it; None if it was not asked."""
+        return self.candidates[0].compiled
+
+    @property
+    def gap(self) -> float:
+        """The part of the predicted time by which a better choice may be faster; 0 without one."""
+        least = min(row.predicted.seconds for row in self.candidates if not row.refusal)
+        return max(0.0, 1 - self.bound / least) if least else 0.0
+
+    @property
+    def summary(self) -> str:
+        """Time, memory, bound and gap, in a line."""
+        gap = "none takes less" if self.gap == 0 else f"at most {self.gap:.1%} from the best"
+        if self.gap and not has_solver():
+            gap += "; pip install ortools, which proves more"
+        costs, shown = self.candidates[0].predicted, ""
+        if self.compiled is not None:
+            shown = f"as compiled, the best of {counted(len(self.candidates), 'layout')}; "
+            shown += f"predicted {seconds_shown(costs.seconds)}, {bytes_shown(costs.memory)}; "
+            costs = self.compiled
+        return (
+            f"{seconds_shown(costs.seconds)} a step on {mesh_shown(self.plan.axis_sizes)}, "
+            f"{bytes_shown(costs.memory)} on each device; {shown}bound {seconds_shown(self.bound)} "
+            f"for layouts that shard each class of dimensions alike: {gap}"
+        )
+
     def __str__(self) -> str:
         lines = [self.summary, *(f"  {_choice_shown(row)}" for row in self.choices)]
-        return printable_lines([*lines, *self._left_out_lines()])
+        tables = [line for part in self._compiled_parts() for line in part.lines()]
+        return printable_lines([*lines, *self._sent_lines(), *tables, *self._left_out_lines()])
+
+    def _sent_lines(self) -> Iterator[str]:
+        return sent_lines(self.candidates[0]) if self.compiled is not None else iter(())
+
+    def _compiled_parts(self) -> list[Table]:
+        """Return the candidates beside each other, if they were compiled."""
+        return [] if self.compiled is None else [table_of_candidates(self.candidates)]
 
     def _left_out_lines(self) -> Iterator[str]:
         """Yield the meshes that were not tried."""
@@ -92,7 +157,124 @@ class Solution(Provable):
             for row in self.choices
         ]
         lines = printable_lines(["constraints, by line", *map(str, self.activations)])
-        return [self.summary, Table(_COLUMNS, rows), *self._left_out_lines(), lines]
+        parts: list[Table | str] = [self.summary, Table(_COLUMNS, rows), *self._sent_lines()]
+        return [*parts, *self._compiled_parts(), *self._left_out_lines(), lines]
+
+    @property
+    def rules(self) -> Rules:
+        """Rules that give each parameter its spec, 12 at most where specs are no more.
+
+        They are in the words of the paths, for arrays with logical axis names as well. What is
+        whole has one rule. Where heads are cut, the rule has the size of a head as its unit, so
+        that other meshes do not split them.
+
+        Raises:
+            ValueError: No rules of the dialect tell the paths apart.
+        """
+        rules = self._ruled.rules
+        assert isinstance(rules, Rules)
+        return rules
+
+    @cached_property
+    def _ruled(self) -> Plan:
+        """Plan of the parameters by the rules."""
+        from jax.tree_util import tree_leaves
+
+        step = self.step
+        base, place = step.plan, step._place
+        if base is None:
+            base = self.plan
+        else:
+            kind: Any = type(base.rules)
+            base = base.with_rules(kind((), base.rules.dialect)).on_mesh(self.mesh)
+        prefix = f"inputs/{place}/"
+        rows = map(base.paths.__getitem__, tree_leaves(base._leaves.tree))
+        tree = (step.plan or self.plan).abstract()
+        path_of = dict(zip(leaf_paths(tree), rows, strict=True))
+        cuts, heads = {}, {}
+        for row in step._ranges[place]:
+            number, path = step._equations.body.inputs[row], step._paths[row]
+            short = path_of[path.removeprefix(prefix)]
+            axes = tuple(map(entry_axes, entries_of(self.specs[path])))
+            rank = len(step._equations.values[number].shape)
+            cuts[short] = axes + ((),) * (rank - len(axes))
+            if units := self._units(number, cuts[short]):
+                heads[short] = units
+        return with_cuts(base, cuts, heads)
+
+    def _units(self, number: int, cuts: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
+        """Return the units of an array whose heads are cut, and none of them inside."""
+        equations, roles = self.step._equations, self.step._roles.of
+        sizes = equations.dims.sizes
+        for dim, (classes, axes) in enumerate(
+            zip(map(equations.dims.classes, equations.values[number].dims), cuts, strict=True)
+        ):
+            heads = [c for c in classes if roles.get(c) in _HEADS]
+            behind = [c for c in classes if c not in heads]
+            parts = prod(self.spread.sizes.get(axis, 1) for axis in axes)
+            if heads and behind and parts > 1 and prod(sizes[c] for c in heads) % parts == 0:
+                return (*[1] * dim, prod(sizes[c] for c in behind))
+        return ()
+
+    @cached_property
+    def activations(self) -> tuple[Activation, ...]:
+        """The arrays between the parameters that the solution shards, line by line.
+
+        Each is printed as the line that shards it: XLA keeps to it, also in the backward pass.
+        """
+        return activations(self.step, self.spread)
+
+    @property
+    def unconstrained(self) -> tuple[str, ...]:
+        """What keeps its own specs, or is not looked into: code by device, kernels, by their lines.
+
+        Its arrays stay as the program has them; what is around is sharded for it.
+        """
+        kept = (
+            f"{operation.line}: {operation.name}"
+            for operation, _ in self.step._equations.everything()
+            if operation.name == "shard_map" or (operation.rule is None and not operation.bodies)
+        )
+        return tuple(dict.fromkeys(kept))
+
+    @contextmanager
+    def constraints(self, mesh: Mesh | None = None) -> Iterator[Callable[..., Any]]:
+        """Return a context that gives the step with the constraints in it, jitted.
+
+        The step is the traced one, with a constraint at each operation of `activations` and its
+        gradient, also inside of `lax.scan`, branches and `jax.checkpoint`: code that cannot be
+        edited stays as it is. Not in what `unconstrained` lists. Values are those of the step, but
+        for the order of sums. In the context the mesh is in force.
+
+        Args:
+            mesh: The devices, with the axes of the solution's mesh. Default: the solution's own, or
+                that of the context.
+
+        Raises:
+            ValueError: There are no devices, the mesh has other axes, or Explicit ones.
+        """
+        devices = self._devices(mesh)
+        with in_force(devices):
+            yield constrained_step(self.step, self.spread, devices)
+
+    def _devices(self, mesh: Mesh | None) -> Mesh:
+        """Return the mesh of devices with the solution's axes."""
+        sizes = dict(as_mesh(self.mesh).shape)
+        choice: AnyMesh | None = mesh
+        if choice is None:
+            own = as_mesh(self.mesh)
+            choice = own if has_devices(own) else context_mesh()
+        if choice is None or not has_devices(choice):
+            raise ValueError(
+                f"mesh: the solution is for {mesh_shown(sizes)}, of no devices: give a mesh of "
+                f"devices, such as jax.make_mesh({tuple(sizes.values())}, {tuple(sizes)})"
+            )
+        if dict(choice.shape) != sizes:
+            raise ValueError(
+                f"mesh: it is {mesh_shown(choice.shape)}, and the solution is for "
+                f"{mesh_shown(sizes)}: give a mesh of these axes"
+            )
+        return choice
 
 
 def _choice_shown(row: ClassChoice) -> str:
@@ -176,54 +358,67 @@ def solve(
     room = machine.hardware.memory_bytes if hbm is None else memory_bytes("hbm", hbm)
     until = inf if time_limit is None else monotonic() + time_limit
     task = Task(step, machine, room, keep, forbid, until)
-    options: dict[str, Any] = {
-        "hardware": hardware,
-        "hbm": hbm,
-        "keep": keep,
-        "forbid": forbid,
-        "time_limit": time_limit,
-    }
-    again = partial(solve, step, on, **options)
     place = on if topology is None else topology
-    return _solution(best_of(task, meshes, place), place, left_out, again)
+    best = best_of(task, meshes, place)
+    rows = _compiled(best, place)
+    refused = [row for row in rows if row.needed]
+    if rows[0].row.refusal and refused:  # predictions are so much too low
+        fastest = refused[0]
+        less = task._replace(hbm=round(room * fastest.row.predicted.memory / fastest.needed))
+        with suppress(ValueError, TimeoutError):
+            rows += _compiled(best_of(less, meshes, place), place)
+            rows.sort(key=Compiled.rank)
+    if rows[0].row.refusal:
+        raise _refused(task, best, rows, place)
+    return _solution(best, rows, left_out)
 
 
-def _solution(
-    best: Best, on: Any, left_out: tuple[dict[str, int], ...], again: partial[Solution]
-) -> Solution:
+def _compiled(best: Best, on: Any) -> list[Compiled]:
+    """Return the layouts of the shortlist, the best first; the first alone without a compiler."""
+    entries = shortlist(best)
+    if not has_compiler(entries, on):
+        return [predicted(entries[0])]
+    rows: list[Compiled] = []
+    with suppress(KeyboardInterrupt):  # then those count that are known
+        for row in compiled(entries, on):
+            rows.append(row)
+            progress(f"layout {len(rows)} of {len(entries)} compiled: {row.row.what}")
+    return sorted(rows, key=Compiled.rank) or [predicted(entries[0])]
+
+
+def _refused(task: Task, best: Best, rows: list[Compiled], on: Any) -> ValueError:
+    """Return the error that the compiler has no layout that fits."""
+    lines = [
+        f"{task.step.name}: nothing fits: the compiler refuses all of the "
+        f"{counted(len(rows), 'layout')} that are predicted to fit and to take least time",
+        *(f"  {r.row.what} on {mesh_shown(r.row.mesh)}: {r.row.refusal}" for r in rows),
+        *where_it_fits(task, best.case, on),
+    ]
+    return ValueError(printable_lines(lines))
+
+
+def _solution(best: Best, rows: list[Compiled], left_out: tuple[dict[str, int], ...]) -> Solution:
+    answer = rows[0]
+    best = best._replace(
+        case=answer.entry.case, assignment=answer.entry.assignment, cost=answer.cost
+    )
     space, cost = best.search.space, best.cost
     step, mesh = space.step, best.case.mesh
-    specs = {
-        path: spec_of_cuts(cost.spread.target(number))
-        for path, number in zip(step._paths, step._equations.body.inputs, strict=True)
-    }
-    rows = tuple(choices(best))
+    chosen = tuple(choices(best))
     return Solution(
         step=step,
         mesh=mesh,
-        plan=_planned(step, specs, mesh),
-        specs=specs,
+        plan=plan_of(step, cost, mesh),
+        specs=specs_of(step, cost),
         stored=best.assignment.get(STORED, ()),
-        choices=rows,
+        choices=chosen,
+        candidates=tuple(row.row for row in rows),
+        program=answer.program,
         time=cost.time,
         memory=cost.memory,
         bound=best.bound,
-        reasons=tuple(reasons(best, rows)),
+        reasons=tuple(reasons(best, chosen)),
         left_out=left_out,
         spread=cost.spread,
-        on=on,
         machine=space.machine,
-        again=again,
     )
-
-
-def _planned(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Plan:
-    """Return the plan of the parameters under specs by path."""
-    from jax import tree_util
-
-    place = step._place
-    tree = step._args[place]
-    tree = tree.abstract() if isinstance(tree, Plan) else tree
-    structure: Any = tree_util.tree_structure(tree)
-    rows = [specs[step._paths[row]] for row in step._ranges[place]]
-    return plan(tree, structure.unflatten(rows), mesh)
