@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
     from shardrules._program.compiler import AskedCompiler
-    from shardrules._program.solve.shortlist import Entry
+    from shardrules._program.solve.shortlist import Contender
     from shardrules._program.solve.space import Cost, Space
     from shardrules._program.solve.transmissions import Of
     from shardrules._program.step.step import Step
@@ -75,7 +75,7 @@ class Candidate(NamedTuple):
 class Compiled(NamedTuple):
     """A layout of the shortlist with what the compiler makes of it."""
 
-    entry: Entry
+    entry: Contender
     cost: Cost
     row: Candidate
     program: Program | None
@@ -89,7 +89,7 @@ class Compiled(NamedTuple):
         return bool(self.row.refusal), seconds, costs.sent_in_all, costs.memory
 
 
-def predicted(entry: Entry) -> Compiled:
+def predicted(entry: Contender) -> Compiled:
     """Return what a layout costs by prediction."""
     space = entry.case.search.space
     cost = space.cost(entry.assignment)
@@ -102,20 +102,20 @@ def predicted(entry: Entry) -> Compiled:
     return Compiled(entry, cost, Candidate(entry.what, entry.case.sizes, costs, None, ""), None)
 
 
-def has_compiler(entries: Sequence[Entry], on: Any) -> bool:
+def has_compiler(entries: Sequence[Contender], on: Any) -> bool:
     """Say whether a child can compile for the devices: a mesh without any says of none."""
     mesh = _mesh_of(entries[0], on)
     return mesh is not None and has_child(mesh) and not axes_of_type(mesh, "Explicit")
 
 
-def _mesh_of(entry: Entry, on: Any) -> Mesh | None:
+def _mesh_of(entry: Contender, on: Any) -> Mesh | None:
     mesh = as_mesh(entry.case.mesh)
     if has_devices(mesh):
         return mesh
     return on.mesh(entry.case.sizes) if isinstance(on, Topology) else None
 
 
-def compiled(entries: Iterable[Entry], on: Any) -> Iterator[Compiled]:
+def compiled(entries: Iterable[Contender], on: Any) -> Iterator[Compiled]:
     """Yield the layouts with what the compiler makes of each; two are compiled at once."""
     asked: deque[_Asked] = deque()
     try:
@@ -141,7 +141,7 @@ class _Asked(NamedTuple):
     compiler: AskedCompiler
 
 
-def _asked(entry: Entry, on: Any) -> _Asked:
+def _asked(entry: Contender, on: Any) -> _Asked:
     """Start the compiler of a layout."""
     row, mesh, step = predicted(entry), _mesh_of(entry, on), entry.case.search.space.step
     assert mesh is not None

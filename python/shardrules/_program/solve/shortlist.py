@@ -19,7 +19,7 @@ _FAR: Final = 1.5
 _DIGITS: Final = 5
 
 
-class Entry(NamedTuple):
+class Contender(NamedTuple):
     """A layout that may be the best."""
 
     what: str
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
     """By prediction."""
 
 
-def shortlist(best: Best) -> list[Entry]:
+def shortlist(best: Best) -> list[Contender]:
     """List the layouts of least predicted time that may fit, the best first.
 
     FSDP, the layout of the program and the best of each other mesh are tried before those that
@@ -46,18 +46,18 @@ def shortlist(best: Best) -> list[Entry]:
         _entry("as in the program", own, own.search.space.traced()),
         *(entry for entry in others if entry.seconds <= first.seconds * _FAR),
     ]
-    found: dict[Any, Entry] = {}
+    found: dict[Any, Contender] = {}
     for entry in entries:
         if entry is first or not entry.case.search.is_over_memory(entry.assignment):
             found.setdefault(_program(entry), entry)
     return list(found.values())[:MOST]
 
 
-def _entry(what: str, case: Case, assignment: Assignment) -> Entry:
-    return Entry(what, case, assignment, case.search.terms.total(assignment).total)
+def _entry(what: str, case: Case, assignment: Assignment) -> Contender:
+    return Contender(what, case, assignment, case.search.terms.total(assignment).total)
 
 
-def _fastest(entries: Sequence[Entry]) -> list[Entry]:
+def _fastest(entries: Sequence[Contender]) -> list[Contender]:
     return sorted(entries, key=lambda entry: entry.seconds)
 
 
@@ -68,7 +68,7 @@ def _own_case(best: Best) -> Case:
     return next((case for case in best.cases if case.sizes == sizes), best.case)
 
 
-def _of_meshes(best: Best) -> Iterator[Entry]:
+def _of_meshes(best: Best) -> Iterator[Contender]:
     """Yield the best that is known of each other mesh."""
     for case in best.cases:
         if case is not best.case and case.search.tried:
@@ -78,7 +78,7 @@ def _of_meshes(best: Best) -> Iterator[Entry]:
                 yield entry._replace(what=f"the best on {mesh_shown(case.sizes)}")
 
 
-def _neighbours(best: Best) -> Iterator[Entry]:
+def _neighbours(best: Best) -> Iterator[Contender]:
     """Yield the layouts that differ from the best in one choice."""
     space = best.case.search.space
     for name, values in space.values.items():
@@ -91,7 +91,7 @@ def _neighbours(best: Best) -> Iterator[Entry]:
                 yield _entry(text, best.case, {**best.assignment, name: value})
 
 
-def _program(entry: Entry) -> Any:
+def _program(entry: Contender) -> Any:
     """Return what layouts share that cost the same: most are the same program.
 
     XLA tells meshes apart whose axes have changed places.
