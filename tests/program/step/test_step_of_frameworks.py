@@ -69,6 +69,14 @@ def nnx():
     return train, (*nnx.eval_shape(make), X)
 
 
+def nnx_in_a_pair():
+    """`step((model, optimizer), x)`, which was traced as if it computed nothing."""
+    step, (model, optimizer, x) = nnx()
+    from flax import nnx as library
+
+    return library.jit(lambda state, x: step(*state, x)), ((model, optimizer), x)
+
+
 def equinox():
     eqx = pytest.importorskip("equinox", reason="equinox is not installed")
     model = eqx.nn.MLP(
@@ -85,7 +93,7 @@ def equinox():
     return train, (model, state, X)
 
 
-@pytest.mark.parametrize("make", [plain, linen, nnx, equinox])
+@pytest.mark.parametrize("make", [plain, linen, nnx, nnx_in_a_pair, equinox])
 def test_a_step_is_read_alike_whoever_has_written_it(make):
     step, args = make()
     traced = sr.trace(step, *args)

@@ -336,8 +336,7 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
 
         make = equinox.filter_make_jaxpr
     run = step
-    bases = [base for tree in trees for base in type(tree).__mro__]
-    if any(base.__module__.startswith("flax.nnx.") for base in bases):
+    if any(map(_is_of_nnx, jax.tree_util.tree_leaves(trees, is_leaf=_is_of_nnx))):
 
         def run(*modules: Any) -> tuple[Any, Any]:
             return step(*modules), modules  # which the step may change
@@ -351,6 +350,10 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
     ]
     out_tree = jax.tree_util.tree_structure(results)
     return Step(step, args, paths, mesh, closed=closed, out_tree=out_tree)
+
+
+def _is_of_nnx(node: Any) -> bool:
+    return any(base.__module__.startswith("flax.nnx.") for base in type(node).__mro__)
 
 
 def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
