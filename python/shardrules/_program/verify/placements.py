@@ -103,8 +103,8 @@ class _Pairs:
     ) -> list[tuple[_Texts, list[int]]]:
         """List the positions of pairs that differ, those with the same texts together."""
         merged: dict[_Texts, list[int]] = defaultdict(list)
-        for begin, end in pairwise(self._bounds):
-            i = int(self._order[begin])
+        begins = self._order[self._bounds[:-1]].tolist()
+        for i, (begin, end) in zip(begins, pairwise(self._bounds), strict=True):
             first, second = self._firsts[i], self._seconds[i]
             if first is not None and second is not None and not are_equal(first, second, i):
                 merged[texts(i)] += self._order[begin:end].tolist()
