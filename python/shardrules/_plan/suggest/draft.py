@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.rule_specs import Fsdp, RuleSpec, fsdp, plain_spec
+from shardrules._base.rule_specs import Fsdp, RuleSpec, plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes, entry_of, trimmed
 from shardrules._base.text import brief, counted
-from shardrules._plan.axis_uses import AxisUse, is_gathered, uses_of
+from shardrules._plan.axis_uses import is_gathered, uses_of
 from shardrules._plan.check_context import Queries
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.kinds import DEFAULT_LARGE
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardrules._plan.suggest.units import Unit
     from shardrules._rules.dialects import Dialect
 
+_MOST_NAMES: Final = 64
 MOST_RULES: Final = 12
 """Rules of a solution, if it has no more specs."""
 _Pairs = list[tuple["Pattern", Any]]
@@ -110,7 +111,7 @@ def draft(
         _label_of(unit, of_unit, spared, entries or {})
         for unit, of_unit in zip(units, cuts, strict=True)
     ]
-    return _rules_for_labels(units, labels, dialect, tightness, uses)
+    return _rules_for_labels(units, labels, dialect, tightness)
 
 
 def draft_of_specs(
@@ -126,7 +127,7 @@ def draft_of_specs(
             rows_of[Label(spec, is_plain=spec == Entries(), is_known=True)].append(row)
         parts += map(unit.with_rows, rows_of.values())
         labels += rows_of
-    return _rules_for_labels(parts, labels, dialect, tightness, None)
+    return _rules_for_labels(parts, labels, dialect, tightness, joins=True)
 
 
 def _rules_for_labels(
@@ -134,29 +135,19 @@ def _rules_for_labels(
     labels: Sequence[Label],
     dialect: Dialect,
     tightness: int,
-    uses: Mapping[str, AxisUse] | None,
+    *,
+    joins: bool = False,
 ) -> Draft:
-    """Write rules for units with labels; those of one spec are joined, if there are no `uses`.
-
-    With the uses of mesh axes, a catch-all may decide what has too many names.
-    """
+    """Write rules for units with labels; those of one spec are joined, if they are to be few."""
     labelled = _with_numbers(list(zip(units, labels, strict=True)), dialect)
     units, labels = [unit for unit, _ in labelled], [label for _, label in labelled]
-    ends, rest = _phrases(units, labels)
+    ends = _phrases(units, labels)
     pairs, of_rules = _loosest_patterns(ends, units, dialect, tightness)
-    if uses is None:
+    if joins:
         pairs, of_rules = _joined_rules(ends, pairs, of_rules)
-    unnamed = [units[number] for number in rest]
-    if unnamed:
-        if uses is None:
-            raise ValueError(
-                f"{counted(len(unnamed), 'path')}, such as {brief(unnamed[0].path)}, have too many "
-                "names for rules: give the specs themselves to plan"
-            )
-        pairs.append(_catch_all(unnamed, uses, dialect))
-        of_rules.append(tuple(unnamed))
-    unknown = [unit for unit in units if not unit.dims.is_known]
-    return Draft(Rules(pairs, dialect), of_rules, unknown + unnamed)
+    return Draft(
+        Rules(pairs, dialect), of_rules, [unit for unit in units if not unit.dims.is_known]
+    )
 
 
 def _joined_rules(
@@ -305,20 +296,29 @@ def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[
     return told_apart
 
 
-def _phrases(units: list[Unit], labels: list[Label]) -> tuple[list[Phrase], tuple[int, ...]]:
+def _phrases(units: list[Unit], labels: list[Label]) -> list[Phrase]:
     depths = []
     for unit in units:
         numbers = [place for place, word in enumerate(unit.words) if NUMBER in word.text]
         is_outside = not numbers and "layers" not in unit.dims.sides
         depths.append(0 if is_outside else len(unit.words) - (numbers or [0])[0])
     try:
-        return phrases([unit.words for unit in units], labels, depths)
+        ends = phrases([unit.words for unit in units], labels, depths)
     except AmbiguousError as error:
         first, second, *_ = (units[number] for number in error.units)
         raise ValueError(
             f"two leaves have the path {brief(first.path)}, with the shapes {first.shape} and "
             f"{second.shape}: rename one"
         ) from None
+    for end in ends:
+        if any(len(word.names) > _MOST_NAMES for word in end.words):
+            path = brief(units[end.units[0]].path)
+            raise ValueError(
+                f"{counted(len(end.units), 'path')}, such as {path}, have "
+                "too many names for rules: give the specs themselves to plan, or cut each array's "
+                "largest dimension, with [('.*', shardrules.fsdp(axis))]"
+            )
+    return ends
 
 
 def _loosest_patterns(
@@ -364,14 +364,3 @@ def _mismatches(
             is_later = mine is not None and rule > mine and phrases[mine].label.is_numbered
             if rule != mine and not is_later:
                 yield rule, path
-
-
-def _catch_all(units: list[Unit], uses: Mapping[str, str], dialect: Dialect) -> tuple[Pattern, Any]:
-    """Write the rule for too many names: it shards the largest dimension that divides."""
-    if dialect.precedence == "only":
-        raise ValueError(
-            f"{len(units):,} paths, such as {brief(units[0].path)}, have too many names for rules; "
-            f"and in the dialect {dialect.name} no rule may be for all that is left"
-        )
-    axes = tuple(axis for axis, use in uses.items() if use == "fsdp") or tuple(uses)[:1]
-    return ".*", fsdp(axes)

@@ -142,7 +142,6 @@ def numbered(words: Path, paths: Iterable[str]) -> Iterator[Path]:
         )
 
 
-_MOST_NAMES: Final = 64
 # The order in which phrases that differ in one word become one: modules, then arrays, then what is
 # around them.
 _PLACES: Final = (-2, -1, -3, -4, -5, -6)
@@ -191,9 +190,7 @@ class Phrase(NamedTuple):
     """Indices of the paths, ascending."""
 
 
-def phrases(
-    paths: Sequence[Path], labels: Sequence[Label], places: Sequence[int]
-) -> tuple[list[Phrase], tuple[int, ...]]:
+def phrases(paths: Sequence[Path], labels: Sequence[Label], places: Sequence[int]) -> list[Phrase]:
     """Find phrases that tell the labels apart, in the order of their first paths.
 
     Those with numbers come first, plain ones last.
@@ -202,24 +199,13 @@ def phrases(
         paths: Words of each folded path. Those with equal words have one label.
         labels: Label of each folded path.
         places: Depth of each folded path inside of a layer; 0 outside of layers.
-
-    Returns:
-        The phrases, and the paths that have none, since they have too many names.
     """
     ends = list(_ends(paths, labels, places))
     for place in _PLACES:
         ends = list(_merged_phrases(ends, place))
-    ends.sort(
-        key=lambda phrase: (not phrase.label.is_numbered, phrase.label.is_plain, phrase.units)
+    return sorted(
+        ends, key=lambda phrase: (not phrase.label.is_numbered, phrase.label.is_plain, phrase.units)
     )
-    kept = []
-    too_long: list[int] = []
-    for phrase in ends:
-        if all(len(word.names) <= _MOST_NAMES for word in phrase.words):
-            kept.append(phrase)
-        else:
-            too_long += phrase.units
-    return kept, tuple(sorted(too_long))
 
 
 def _ends(

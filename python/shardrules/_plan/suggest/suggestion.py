@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shardrules._rules.patterns import Pattern
 
 _MOST_SHOWN: Final = 3
-_OF_STEPS: Final = ("how activations are sharded", "what each choice costs in time and memory")
 _OTHER_MESH: Final = "give a mesh of which an axis divides a dimension of them"
 
 
@@ -89,7 +88,7 @@ class Suggestion:
         _plan: Plan,
         _reasons: tuple[Reason, ...],
         _declared: Declared,
-        _doubts: tuple[str, ...] | None = None,
+        _doubts: tuple[str, ...] = (),
     ) -> None:
         self._plan = _plan
         self._reasons = _reasons
@@ -124,18 +123,6 @@ class Suggestion:
         return tuple(
             path for reason in self._reasons if not reason.is_understood for path in reason.paths
         )
-
-    @property
-    def untold(self) -> tuple[str, ...]:
-        """What `solve` knows of a step, and shapes and paths do not tell.
-
-        Example:
-            >>> import jax, shardrules as sr
-            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
-            >>> sr.suggest(tree, {"fsdp": 2, "tp": 4}).untold
-            ('how activations are sharded', 'what each choice costs in time and memory')
-        """
-        return () if self._doubts is None else (*self._doubts, *_OF_STEPS)
 
     @cached_property
     def warnings(self) -> Findings:
