@@ -77,7 +77,7 @@ def answered(mesh: AnyMesh | None) -> Iterator[list[Question]]:
     threads = legacy_contexts()
     context = None if threads is None else threads.env
     if context is not None:
-        threads.env = _WatchedContext(context, mesh if has_devices(mesh) else None, questions)
+        threads.env = _WatchedContext(context, mesh, questions)
     try:
         yield questions
     finally:
@@ -133,20 +133,27 @@ class _Watched:
 
 
 class _WatchedContext:
-    """JAX's context of `with mesh:` in this thread, of which some libraries read the mesh."""
+    """JAX's context of `with mesh:` in this thread, of which some libraries read the mesh.
 
-    def __init__(self, context: Any, mesh: AnyMesh | None, questions: list[Question]) -> None:
+    So does JAX 0.7 for the specs of constraints, where the mesh in force has no devices.
+    """
+
+    def __init__(self, context: Any, mesh: AnyMesh, questions: list[Question]) -> None:
         self._context = context
         self._mesh = mesh
         self._questions = questions
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._context, name)
-        place = _asker(sys._getframe(1)) if name == "physical_mesh" else None
-        if place is None or not value.empty:
+        if name != "physical_mesh" or not value.empty:
             return value
-        self._questions.append(Question("the mesh of `with mesh:`", place, self._mesh is not None))
-        return value if self._mesh is None else self._mesh
+        frame = sys._getframe(1)
+        place = _asker(frame)
+        if place is None:
+            return self._mesh if frame.f_code.co_name == "with_sharding_constraint" else value
+        is_answered = has_devices(self._mesh)
+        self._questions.append(Question("the mesh of `with mesh:`", place, is_answered))
+        return self._mesh if is_answered else value
 
 
 def _asker(frame: FrameType) -> Place | None:
