@@ -74,8 +74,10 @@ test-newest:
 	$(MAKE) test PYTHON=python3.14
 
 # The oldest JAX that is supported; Python 3.11 or 3.12.
-# Of the rooms that stand on the layer and need no compiled program; the others are not tried there yet.
-OLDEST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,checkpoint compat files place plan rules trees)
+# Of the rooms that stand on the layer and need no compiled program, and how a compiler is asked; the others
+# are not tried there yet.
+OLDEST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,checkpoint compat files place plan rules trees \
+  program/test_compiler.py)
 test-oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS)
 

@@ -27,6 +27,9 @@ from shardrules._program.refusal import Refusal
 from tests.support.compiled import compiled_on
 from tests.support.folders import ROOT
 
+LISTS_ALIVE = jax.__version_info__ >= (0, 10)
+enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+
 SIZES = {"fsdp": 4, "tp": 2}
 RULES = [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))]
 TREE = {
@@ -88,7 +91,7 @@ def test_a_proof_without_devices_is_that_of_the_program_that_is_compiled_to_its_
         needed += stats.temp_size_in_bytes - stats.alias_size_in_bytes
         assert proof.memory.peak == pytest.approx(needed, rel=0.01)
         assert proof.memory.totals.arguments == program.memory.totals.arguments
-        assert proof.memory.alive <= proof.memory.peak
+        assert proof.memory.alive <= proof.memory.peak or not LISTS_ALIVE
         assert proof.memory.buffers[0].bytes > 0
         assert proof.compiled is None
         assert proof.time is None
@@ -115,7 +118,7 @@ def test_time_compiles_to_the_end():
     assert proof.program.sent == proved(mesh).program.sent
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA lists no live arrays")
+@pytest.mark.skipif(not LISTS_ALIVE, reason="XLA lists no live arrays")
 def test_what_is_kept_for_the_backward_pass_is_alive_at_the_peak():
     memory = proved().memory
     assert any(buffer.is_saved for buffer in memory.buffers)
@@ -136,7 +139,7 @@ def test_options_and_settings_reach_the_compiler():
         proved(step=jax.jit(train, compiler_options=named))
     assert caught.value.__notes__[-1].startswith("shardrules compiled the step")
     wide = sr.prove(lambda x: x * 2, jax.ShapeDtypeStruct((64,), "float32"), on={"x": 1})
-    with jax.enable_x64(True):
+    with enable_x64(True):
         x = sr.prove(lambda x: x * 2, jax.ShapeDtypeStruct((64,), "float64"), on={"x": 1})
     assert x.memory.totals.arguments == 2 * wide.memory.totals.arguments
 
@@ -386,6 +389,9 @@ def test_a_slice_without_its_compiler_offers_the_same_mesh(monkeypatch):
         sr.Topology("v5p:4x4x8").mesh(fsdp=16, tp=8)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 8), reason="JAX 0.7 lowers Explicit axes for devices alone"
+)
 def test_explicit_axes_and_the_name_of_a_slice():
     mesh = AbstractMesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     w = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("fsdp", "tp")))
