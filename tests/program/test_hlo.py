@@ -99,13 +99,6 @@ def test_operands_are_what_the_text_says_of_them(of_each_kind):
         assert list(one.operands) == found
 
 
-def test_collectives_of_one_kind_and_size(of_each_kind):
-    (gather,) = of_each_kind.of_kind("all-gather", 32 * 32 * 4)
-    assert gather == of_each_kind.collectives[0]
-    assert not list(of_each_kind.of_kind("all-gather", 32 * 32 * 4 + 1))
-    assert of_each_kind[of_each_kind.entry].counts == (1, 1)
-
-
 def loops(x, w):
     def inner(_, y):
         return jnp.tanh(y @ w)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import gzip
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from shardrules._program.facts import (
-    DimPart,
     Origin,
     Variation,
     all_updated_from,
-    batch_dims,
     next_states,
     origins,
     summed_dims,
+    uses,
 )
 from shardrules._program.hlo import Hlo
 from shardrules._program.values import Values
@@ -264,16 +261,14 @@ ENTRY %main (a: f32[3,8]) -> (f32[3,8], f32[3,8]) {
 """
 
 
-@pytest.mark.parametrize(
-    ("begin", "origin"), [("zeros", Origin(0, is_stacked=True)), ("a", None), ("doubled", None)]
-)
-def test_what_a_loop_keeps_of_an_argument_is_a_copy_if_it_begins_with_zeros(begin, origin):
+@pytest.mark.parametrize("begin", ["zeros", "a", "doubled"])
+def test_what_a_loop_keeps_of_an_argument_is_a_copy_unless_it_begins_with_another(begin):
     text = STACKED.replace("%BEGIN", f"%{begin}")
     if begin == "doubled":  # which is defined behind the loop
         line = "  %doubled = f32[3,8]{1,0} add(%a, %a)\n"
         text = text.replace(line, "").replace("  %zero = ", line + "  %zero = ")
     values = Values(Hlo(text))
-    assert origins(values)[values.outputs[0]] == origin
+    assert origins(values)[values.outputs[0]] == (None if begin == "doubled" else Origin(0))
 
 
 def test_next_states():
@@ -319,66 +314,35 @@ def test_each_line_that_is_executed_has_its_arrays(file):
             assert source in values.made_of[node]
 
 
-BATCH = 7
-"""A prime that is in no other size."""
+FOLLOWED = """\
+HloModule followed
+
+ENTRY %main (a: f32[2,3,4,5]) -> f32[7] {
+  %a = f32[2,3,4,5]{3,2,1,0} parameter(0)
+  %turned = f32[4,2,3,5]{3,2,1,0} transpose(%a), dimensions={2,0,1,3}
+  %back = f32[2,4,3,5]{3,1,2,0} bitcast(%a)
+  %joined = f32[2,3,20]{2,1,0} reshape(%a)
+  %split = f32[6,2,2,5]{3,2,1,0} reshape(%joined)
+  %w = f32[20,7]{1,0} constant(0)
+  %product = f32[2,3,7]{2,1,0} dot(%joined, %w), lhs_contracting_dims={2}, rhs_contracting_dims={0}
+  %other = f32[4,2,3,1]{3,2,1,0} slice(%turned), slice={[0:4], [0:2], [0:3], [0:1]}
+  %moved = f32[2,4,3,1]{3,1,2,0} slice(%back), slice={[0:2], [0:4], [0:3], [0:1]}
+  %outer = f32[6,2,1,5]{3,2,1,0} slice(%split), slice={[0:6], [0:2], [0:1], [0:5]}
+  ROOT %out = f32[7]{0} reduce(%product, %other, %moved, %outer), dimensions={0}
+}
+"""
 
 
-def attention(p, x):
-    h = p["table"][x]
-    q, k = (jnp.einsum("btd,dhk->bthk", h, p[name]) for name in "qk")
-    weights = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k))
-    return jnp.einsum("bhqs,bshk->bqhk", weights, k).reshape(BATCH, 5, -1)
-
-
-def images(p, x):
-    x = jax.lax.conv_general_dilated(
-        x, p, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-    return jnp.transpose(x, (3, 0, 1, 2)), x.sum((1, 2))
-
-
-def scanned(p, x):
-    def layer(h, w):
-        return jnp.tanh(h @ w), h[0]
-
-    return jax.lax.scan(layer, x.swapaxes(0, 1), p)
-
-
-@pytest.mark.parametrize(
-    ("function", "params", "batch"),
-    [
-        (
-            attention,
-            {"table": (32, 16), "q": (16, 2, 8), "k": (16, 2, 8)},
-            jax.ShapeDtypeStruct((BATCH, 5), "int32"),
-        ),
-        (images, (3, 3, 4, 8), jax.ShapeDtypeStruct((BATCH, 8, 8, 4), "float32")),
-        (scanned, (3, 16, 16), jax.ShapeDtypeStruct((BATCH, 5, 16), "float32")),
-    ],
-)
-def test_batch_dimensions_are_those_whose_size_has_the_batch_as_a_factor(function, params, batch):
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
-        params,
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
-    text = jax.jit(function).lower(params, batch).compile().as_text()
-    assert text
-    values = Values(Hlo(text))
-    number = len(jax.tree.leaves(params))
-    dims = batch_dims(values, {number: [0]})
-    for node in range(len(values)):
-        sizes = values.shape(node).dims
-        assert {part.dim for part in dims[node]} <= {
-            i for i, size in enumerate(sizes) if size % BATCH == 0
-        }
-    for node in values.outputs:
-        sizes = values.shape(node).dims
-        assert {part.dim for part in dims[node]} == {
-            i for i, size in enumerate(sizes) if size % BATCH == 0
-        }
-        assert dims[node]
+def test_a_dimension_is_followed_to_where_it_is_used():
+    """Heads that are joined with their size, transposed, and split."""
+    values = Values(Hlo(FOLLOWED))
+    found = uses(values, values.parameters[0], 2, lambda _: False)
+    assert {values.lines[use.user].name: use.dim for use in found} == {
+        "product": 2,
+        "other": 0,
+        "moved": 1,
+        "outer": 1,
+    }
 
 
 def test_what_a_product_sums_over():
@@ -394,7 +358,7 @@ def test_a_text_of_20_000_instructions():
     lines += [f"  %x.{i} = f32[8,8]{{1,0}} add(%x.{i - 1}, %x.{i // 2})" for i in range(1, 20_000)]
     lines += ["  ROOT %x = f32[8,8]{1,0} copy(%x.19999)", "}", ""]
     values = Values(Hlo("\n".join(lines)))
-    copied, dims = origins(values), batch_dims(values, {0: [0]})
     variation = Variation(values, {"x": 2}, {0: frozenset("x")})
-    assert (len(values), copied[-1], dims[-1]) == (20_001, None, {DimPart(0, 1, 8)})
+    assert (len(values), origins(values)[-1]) == (20_001, None)
+    assert next_states(values, [(0, values.outputs[0])])[values.parameters[0]] == 0
     assert variation.of(values.outputs) == {"x"}

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 # Layouts, as in {1,0:T(8,128)S(1)}, have no small letters before their parentheses.
 OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
+_NAMED: Final = re.compile(r"^ +(?:ROOT )?%?(\S+) = .*", re.MULTILINE)
 _SHAPE: Final = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 NAME: Final = re.compile(r"%([^\s,(){}]+)")
 _ELEMENT: Final = re.compile(r"%([\w.\-]+)#(\d+)")
@@ -118,8 +119,8 @@ class Computation:
     @cached_property
     def lines(self) -> Mapping[str, str]:
         """Lines by instruction name, as they are scheduled."""
-        lines = self._text[self.begin : self.end].split("\n")[1:]
-        return {name_of(line): line for line in lines}
+        named = _NAMED.finditer(self._text, self._text.find("\n", self.begin), self.end)
+        return {line[1]: line[0] for line in named}
 
     def __getitem__(self, name: str) -> Instruction:
         if name not in self._parsed:
@@ -132,7 +133,8 @@ class Computation:
     @cached_property
     def root(self) -> Instruction:
         """Instruction whose result is the computation's."""
-        return parsed(line_at(self._text, self._text.rfind("\n  ROOT ", self.begin, self.end) + 1))
+        line = line_at(self._text, self._text.rfind("\n  ROOT ", self.begin, self.end) + 1)
+        return self[name_of(line)]
 
     @cached_property
     def parameters(self) -> Sequence[Instruction]:
@@ -161,19 +163,16 @@ def parsed(line: str) -> Instruction:
     if opcode is None:
         raise ValueError(f"not an instruction of HLO: {line[:80]}")
     begin = opcode.end() - 1
-    end, depth = begin, 1
-    for parenthesis in _PARENTHESES.finditer(rest, begin):
-        end, depth = parenthesis.start(), depth + (1 if parenthesis[0] == "(" else -1)
-        if not depth:
-            break
-    return Instruction(
-        name=name_of(name),
-        opcode=opcode[1],
-        results=shapes_in(rest[: opcode.start()]),
-        operands=tuple(NAME.findall(rest[begin:end])),
-        literal=rest[begin:end],
-        attributes=rest[end + 1 :],
-    )
+    end = rest.find(")", begin)
+    if "(" in rest[begin:end]:  # most operands are names alone
+        end, depth = begin, 1
+        for parenthesis in _PARENTHESES.finditer(rest, begin):
+            end, depth = parenthesis.start(), depth + (1 if parenthesis[0] == "(" else -1)
+            if not depth:
+                break
+    literal, results = rest[begin:end], shapes_in(rest[: opcode.start()])
+    operands = tuple(NAME.findall(literal))
+    return Instruction(name_of(name), opcode[1], results, operands, literal, rest[end + 1 :])
 
 
 def with_whole_lines(text: str) -> str:

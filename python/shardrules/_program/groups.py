@@ -51,24 +51,19 @@ def read_groups(attributes: str, partitions: int) -> ReplicaGroups:
     """Parse the replica groups of a collective, or its (source, target) pairs."""
     begin = _GROUPS.search(attributes)
     if begin is None:
-        return _everyone(partitions)
+        return _parsed_groups(_EXPLICIT, "{}", partitions)
     for form in _FORMS:
         if match := form.match(attributes, begin.end()):
-            return _parsed_groups(match[0], partitions)
+            return _parsed_groups(form, match[0], partitions)
     raise ValueError(f"replica groups of an unknown form: {attributes[begin.start() :][:80]}")
 
 
-def _everyone(partitions: int) -> ReplicaGroups:
-    return ReplicaGroups((tuple(range(partitions)),))
-
-
 @lru_cache(maxsize=256)
-def _parsed_groups(text: str, partitions: int) -> ReplicaGroups:
+def _parsed_groups(form: re.Pattern[str], text: str, partitions: int) -> ReplicaGroups:
     """Parse groups; those without a member are one group of all partitions."""
-    for form, read in _FORMS.items():
-        if match := form.fullmatch(text):
-            return ReplicaGroups(read(match)) or _everyone(partitions)
-    raise ValueError(f"replica groups of an unknown form: {text[:80]}")
+    match = form.fullmatch(text)
+    assert match is not None
+    return ReplicaGroups(_FORMS[form](match) or (tuple(range(partitions)),))
 
 
 _Groups = tuple[tuple[int, ...], ...]

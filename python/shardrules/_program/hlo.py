@@ -169,17 +169,6 @@ class Hlo:
         ops = (self._collective(*place) for place in self._places)
         return tuple(op for op in ops if not self._is_part(op))
 
-    def of_kind(self, kind: CollectiveOpcode, least: int) -> Iterator[CollectiveOp]:
-        """Yield the collectives of a kind with a result of at least so many bytes."""
-        for position, opcode, start in self._places:
-            if opcode != kind:
-                continue
-            results = parsed(line_at(self.text, position)).results
-            if any(shape.bytes >= least for shape in results):
-                op = self._collective(position, kind, start)
-                if not self._is_part(op):
-                    yield op
-
     def _is_part(self, op: CollectiveOp) -> bool:
         """Say whether a collective is written again in a fusion that goes on with it, or ends it.
 

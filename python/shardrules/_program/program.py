@@ -21,6 +21,7 @@ from shardrules._plan.lock_texts import content_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
 from shardrules._program.buffers import Memory, Totals
+from shardrules._program.causes import REASONS
 from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import hlo_errors
@@ -28,7 +29,7 @@ from shardrules._program.inputs import planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
 from shardrules._program.memory import memory_of, totals_of
-from shardrules._program.reasons import REASONS, Movement, Reasons
+from shardrules._program.reasons import Movement, Reasons
 from shardrules._program.states import State, states
 from shardrules._program.step_seconds import (
     ProgramTime,
@@ -94,6 +95,12 @@ class Program:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Arrays that the program moves between devices, those with most bytes first."""
+        collectives = [self._collective(*pair) for pair in self._movements]
+        return tuple(sorted(collectives, key=lambda row: -(row.sent or row.sent_once)))
+
+    @cached_property
+    def _movements(self) -> Sequence[tuple[Exchange, Movement]]:
+        """What is moved, and why, in the order of the text."""
         hlo = self._executable.hlo
         if hlo is None:
             return ()
@@ -104,9 +111,7 @@ class Program:
                 movements = [Movement("unexplained", name, "unknown") for name in names]
             else:
                 movements = self._reasons.movements(rows)
-        pairs = zip(rows, movements, strict=True)
-        collectives = [self._collective(row, movement) for row, movement in pairs]
-        return tuple(sorted(collectives, key=lambda row: -(row.sent or row.sent_once)))
+        return list(zip(rows, movements, strict=True))
 
     @cached_property
     def _reasons(self) -> Reasons | None:

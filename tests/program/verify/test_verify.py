@@ -566,7 +566,11 @@ def holding(plan, batch, mesh):
         whole = jax.lax.with_sharding_constraint(params["layers"]["w"], NamedSharding(mesh, P()))
         return loss({**params, "layers": {"w": whole}}, x)
 
-    return jax.jit(function).lower(plan.abstract(), batch).compile()
+    # With rows on all devices: otherwise each takes its part of the layers again.
+    rows = jax.ShapeDtypeStruct(
+        batch.shape, batch.dtype, sharding=NamedSharding(mesh, P(("data", "model")))
+    )
+    return jax.jit(function).lower(plan.abstract(), rows).compile()
 
 
 def test_layers_that_are_gathered_before_their_loop(holding, plan):
@@ -626,7 +630,8 @@ def test_quantized_weights_that_are_gathered_after_they_are_scaled(mesh, dtype, 
     x = jax.ShapeDtypeStruct((512, 64), "float32", sharding=cut)
     compiled = jax.jit(product).lower(w, scale, x).compile()
     findings = sr.verify(compiled, (P("data"), None, None), large=1)
-    assert found(findings, "gathered") == [("warning", ("inputs/0",))] * is_wide
+    level = "warning" if is_wide else "info"
+    assert found(findings, "gathered") == [(level, ("inputs/0",))]
     if is_wide:
         finding = of_kind(findings, "gathered")
         assert finding.bytes == 64 * 256 * 4
@@ -669,14 +674,6 @@ def test_experts_that_are_gathered(mesh):
     findings = levels(by_index, P("data"))
     assert found(findings, "gathered") == [("info", ("inputs/0/experts/up",))]
     assert not found(levels(sent, P()), "gathered")
-
-
-def test_what_is_returned_whole(compiled_step, planned):
-    findings = sr.verify(compiled_step(replicated=True), planned, large=4096)
-    errors = [one for one in findings if (one.level, one.kind) == ("error", "gathered")]
-    assert [one.paths for one in errors] == [("outputs/0/layers/w",), ("outputs/0/head",)]
-    assert [one.bytes for one in errors] == [4 * 64 * 64 * 4, 64 * 16 * 4]
-    assert "gathered over data, model and returned so" in errors[0].message
 
 
 # The peak, and backends that do not tell

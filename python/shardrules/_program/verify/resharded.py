@@ -10,10 +10,10 @@ from functools import lru_cache
 
 from shardrules._base.text import bytes_shown
 from shardrules._plan.findings import Finding, finding_of
+from shardrules._program.causes import CONSTRAINT
 from shardrules._program.collectives import Collective
 from shardrules._program.lock import largest
 from shardrules._program.program import Program
-from shardrules._program.reasons import CONSTRAINT
 from shardrules._program.reshards import Reshard
 
 

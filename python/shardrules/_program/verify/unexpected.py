@@ -9,9 +9,10 @@ from typing import Final
 from shardrules._base.specs import constraint_line
 from shardrules._base.text import and_more, bytes_shown, counted
 from shardrules._plan.findings import Finding, finding_of
+from shardrules._program.causes import CONSTRAINT, REASONS
 from shardrules._program.collectives import Collective
 from shardrules._program.program import Program
-from shardrules._program.reasons import CONSTRAINT, REASONS
+from shardrules._program.verify.gathered import GATHERED
 from shardrules._program.work import Product
 
 _SHARE: Final = 0.05
@@ -24,6 +25,9 @@ _KEPT_OF_PEAK: Final = 0.05
 """The same of all memory at the peak: computing less again frees too little."""
 _RECOMPUTED: Final = "layer = jax.checkpoint(layer)"
 _NAMED: Final = 3
+
+_GATHERED: Final = {REASONS[reason].text for reason in GATHERED}
+"""Reasons of which `gathered` tells."""
 
 _NO_PRODUCT: Final = (
     "constrain the array alike where it is made and where it is used{line}; no product reads it, "
@@ -38,7 +42,7 @@ def unexpected(
     total = sum(program.sent.values())
     groups: defaultdict[tuple[str, tuple[str, ...]], list[Collective]] = defaultdict(list)
     for row in program.collectives:
-        if not row.is_expected and row not in reported:
+        if not row.is_expected and row.reason not in _GATHERED and row not in reported:
             groups[row.reason, row.axes].append(row)
     for (reason, axes), rows in groups.items():
         size = sum(row.sent_at_least for row in rows)

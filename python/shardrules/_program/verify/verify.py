@@ -18,7 +18,7 @@ from shardrules._program.program import Program, batches
 from shardrules._program.reshards import reshards_in
 from shardrules._program.states import states
 from shardrules._program.verify.budget import limits_of, over_budget
-from shardrules._program.verify.gathered import gather_findings
+from shardrules._program.verify.gathered import gathered
 from shardrules._program.verify.placements import (
     changed,
     closed_over,
@@ -149,8 +149,8 @@ def findings_and_program(
     program = Program(executable, carried, batches(executable, inputs, carried))
     with hlo_errors():
         reshards = list(resharded(program, reshards_in(log), large))
-        of_gathers = list(gather_findings(executable, in_targets, out_targets, carried, large))
-        same_work = {axis for gather in of_gathers if gather.is_same_work for axis in gather.axes}
+        of_gathers = list(gathered(program, in_targets, large))
+        same_work = {axis for _, axes in of_gathers for axis in axes}
         findings = [
             *(() if limits else nothing_planned(in_targets + out_targets)),
             *placements(executable.inputs, in_targets, library),
@@ -163,7 +163,7 @@ def findings_and_program(
             *changed(executable, carried),
             *undonated(executable, carried),
             *not_donated(executable, carried, large),
-            *(gather.finding for gather in of_gathers),
+            *(finding for finding, _ in of_gathers),
             *(finding for finding, _ in reshards),
             *unexpected(program, large, {row for _, rows in reshards for row in rows}),
             *computed_alike(program, same_work),
