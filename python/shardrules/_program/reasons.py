@@ -1,21 +1,21 @@
-"""Why a program moves each array: one table of reasons, of which the first that applies counts.
+"""Finds why a program moves each array: the first reason of the table that applies.
 
 A row asks what a collective moves, by the facts of its operand, and what its result is used for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entry_axes
 from shardrules._plan.axis_uses import expert_axes_among, is_gathered
 from shardrules._plan.roles import experts_dim
-from shardrules._program.causes import REASONS
+from shardrules._program.causes import REASONS, TABLE, What
 from shardrules._program.collectives import Exchange, Moved
 from shardrules._program.executable import Executable
 from shardrules._program.facts import (
@@ -47,6 +47,21 @@ _CARRIERS: Final = frozenset({"f16", "s8", "u8"})
 """Dtypes that backends without collectives of narrower numbers gather for them."""
 _BATCH_SHARE: Final = 0.1
 """Share of the elements of all states whose gradients an axis of the batch sums."""
+
+
+_ACTIVATIONS: Final[Mapping[str, What]] = {
+    "all-gather": "gathered",
+    "all-reduce": "summed",
+    "collective-permute": "permuted",
+    "reduce-scatter": "summed",
+}
+"""What is moved of an activation, by the kind of collective; "exchanged" of others."""
+_WORDS: Final[Mapping[str, tuple[Moved, str]]] = {
+    "argument": ("argument", "{}"),
+    "sum": ("gradient", "gradient of {}"),
+    "state": ("state", "new {}"),
+    "gradient": ("gradient", "gradient of {}"),
+}
 
 
 class Movement(NamedTuple):
@@ -213,13 +228,13 @@ class Row:
         self.called_name = self.op_name.rpartition("/")[2]
         self.is_called = self.called_name in _CALLED
         self.operand = self._values.operand(exchange.op, exchange.number)
-        self.what: _What
+        self.what: What
         self.what, self.leaf = self._leaf()
 
     @property
     def movement(self) -> Movement:
         """Return what is moved, and the first reason that applies."""
-        reason = next(key for key, applies in _TABLE[self.what] if applies(self))
+        reason = next(key for key, applies in TABLE[self.what] if applies(self))
         if self.leaf is not None:
             what, words = _WORDS[self.what]
             path = self.reasons.executable.inputs.paths[self.leaf]
@@ -230,7 +245,7 @@ class Row:
         name = self.op_name or self.exchange.op.instruction.name
         return Movement("unexplained" if reason == "unknown" else "activation", name, reason)
 
-    def _leaf(self) -> tuple[_What, int | None]:
+    def _leaf(self) -> tuple[What, int | None]:
         """Find the argument that is moved, or else the one whose new state is made of it."""
         leaf = self.reasons.leaf_of_copy[self.operand]
         if leaf is not None and leaf >= 0:
@@ -299,6 +314,16 @@ class Row:
     @property
     def is_batch(self) -> bool:
         return not self.axes.isdisjoint(self.reasons.batch_axes)
+
+    @property
+    def is_sent_back(self) -> bool:
+        """True if each device sends what it has just got to where that came from."""
+        source = self._values.lines[source_of(self._values, self.operand)]
+        if source.opcode.removesuffix("-start") != self.kind:
+            return False
+        pairs = self._values.hlo.groups(source.attributes)
+        back = {(target, sender) for sender, target in self.exchange.op.groups}
+        return back == {(sender, target) for sender, target in pairs}
 
     @property
     def is_training(self) -> bool:
@@ -522,106 +547,3 @@ class Row:
                 return False
         known = (leaf for leaf in leaves if leaf is not None and leaf >= 0)
         return any(self.axes & self.reasons.executable.axes_of(leaf) for leaf in known)
-
-
-_What = Literal[
-    "argument", "sum", "state", "gradient", "gathered", "summed", "permuted", "exchanged"
-]
-_ACTIVATIONS: Final[Mapping[str, _What]] = {
-    "all-gather": "gathered",
-    "all-reduce": "summed",
-    "collective-permute": "permuted",
-    "reduce-scatter": "summed",
-}
-"""What is moved of an activation, by the kind of collective; "exchanged" of others."""
-_WORDS: Final[Mapping[str, tuple[Moved, str]]] = {
-    "argument": ("argument", "{}"),
-    "sum": ("gradient", "gradient of {}"),
-    "state": ("state", "new {}"),
-    "gradient": ("gradient", "gradient of {}"),
-}
-
-
-def _otherwise(_: Row) -> bool:
-    return True
-
-
-_TABLE: Final[Mapping[_What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
-    "argument": (
-        ("gather", lambda row: row.is_ring),
-        ("copy", lambda row: row.is_sum or (row.kind != "all-gather" and row.is_small)),
-        ("moved", lambda row: row.kind != "all-gather"),
-        ("sliced", lambda row: not row.is_small and row.is_sliced),
-        ("table", lambda row: not row.is_small and row.is_for_rows),
-        ("loop", lambda row: row.result in row.reasons.held),
-        ("same work", lambda row: row.is_same_work),
-        ("wide", lambda row: row.is_wide),
-        ("all experts", lambda row: row.is_of_experts),
-        ("layer", lambda row: row.layers > 1),
-        ("gather", _otherwise),
-    ),
-    "sum": (
-        ("whole gradient", lambda row: row.is_stacked),
-        ("microbatch", lambda row: row.is_repeated),
-        ("gradient", lambda row: row.is_batch),
-        ("partial", _otherwise),
-    ),
-    "gradient": (
-        ("cache", lambda row: not row.is_training and row.is_of_shards),
-        ("state", lambda row: not row.is_training),
-        ("small", lambda row: row.is_small),
-        ("whole gradient", lambda row: row.is_of_shards),
-        ("gradient", _otherwise),
-    ),
-    "state": (
-        ("state", lambda row: row.kind == "all-to-all" and row.is_training),
-        ("cache", lambda row: row.kind == "all-to-all"),
-        ("cache", lambda row: row.is_of_shards and not row.is_training and row.is_written),
-        ("gather", lambda row: row.result not in row.reasons.next_state_of),
-        ("update", lambda row: row.kind != "all-gather"),
-        ("cache", lambda row: row.is_of_shards or row.is_written or row.exchange.times != 1),
-        ("update", _otherwise),
-    ),
-    "summed": (
-        ("small", lambda row: row.is_small),
-        ("again", lambda row: not row.differs(row.operand)),
-        ("called", lambda row: row.is_called),
-        # Sums along an axis of the batch without a kernel are of statistics, of gradients on their
-        # way to a table, and of keys whose queries are on other devices.
-        ("batch", lambda row: row.is_batch and row.has_planned_factor),
-        ("partial", lambda row: row.is_batch),
-        ("turned", lambda row: row.has_planned_factor and row.is_of_whole),
-        ("partial", _otherwise),
-    ),
-    "permuted": (
-        ("small", lambda row: row.is_small),
-        ("called", lambda row: row.is_called),
-        ("parts", lambda row: not row.op_name),
-        ("batch", lambda row: row.is_batch),
-        ("parts", lambda row: row.is_ring),
-        ("unknown", _otherwise),
-    ),
-    "exchanged": (
-        ("small", lambda row: row.is_small),
-        ("optimizer", lambda row: row.operand in row.reasons.behind_gradients),
-        ("called", lambda row: row.is_called),
-        ("experts", lambda row: row.axes <= row.reasons.expert_axes),
-        ("parts", lambda row: row.is_batch and row.is_for_gradient),
-        ("batch", lambda row: row.is_batch),
-        ("parts", lambda row: bool(row.products)),
-        ("reshard", _otherwise),
-    ),
-    "gathered": (
-        ("small", lambda row: row.is_small),
-        ("parts", lambda row: row.is_ring and not row.is_batch),
-        ("batch", lambda row: row.is_batch and not row.differing),
-        ("sliced", lambda row: not row.differing and row.is_sliced),
-        ("called", lambda row: row.is_called and not row.is_batch),
-        ("alike", lambda row: not row.differing),
-        ("summed", lambda row: not row.is_batch and row.is_along_sum),
-        ("parts", lambda row: not row.is_batch or row.is_for_gradient),
-        ("batch", lambda row: row.is_for_planned),
-        ("parts", _otherwise),
-    ),
-}
-"""Reasons by what is moved, the first that applies."""

@@ -9,7 +9,7 @@ conditional, and the parameter of a computation with several callers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Final, TypeVar
 
@@ -20,14 +20,11 @@ Tree = int | tuple["Tree", ...]
 """Value of an instruction: a node, or the values of a tuple's elements."""
 
 _Fact = TypeVar("_Fact")
+_CALLS: Final = frozenset({"async-start", "call", "fusion", "fusion-start"})
 # Each result is made of the operand in its place.
 _VARIADIC: Final = (
-    "all-gather",
-    "all-reduce",
-    "collective-permute",
-    "copy-start",
-    "reduce-scatter",
-)
+    "all-gather", "all-reduce", "collective-permute", "copy-start", "reduce-scatter",
+)  # fmt: skip
 # Calls of TPUs' programs that only move what is in them; others are products.
 _HELPERS: Final = {
     "AllocateBuffer": "constant",
@@ -39,6 +36,7 @@ _TARGET: Final = re.compile(r'custom_call_target="(\w+)"')
 _LAYOUT: Final = re.compile(r"\b[a-z][a-z0-9]*\[[0-9,<=]*\](?:\{([\d,]*))?")
 _MOST_RULES: Final = 1000
 """Times that a rule is asked for each value on average, before loops count as endless."""
+_BARRIERS: Final = frozenset({"add-dependency", "opt-barrier", "optimization-barrier"})
 
 
 class Values:
@@ -157,31 +155,56 @@ class Values:
     def _run(self, name: str, arguments: Sequence[Tree]) -> Tree:
         """Number the arrays of a computation; return its result."""
         trees, computation = self._trees.get(name), self.hlo[name]
-        root = computation.root.name
         if trees is not None:
-            if root not in trees:
+            if computation.root.name not in trees:
                 raise LookupError(f"{name} calls itself")
             self._join(tuple(self._parameters[name]), tuple(arguments))
-            return trees[root]
+            return trees[computation.root.name]
         trees = self._trees[name] = {}
         is_shared = self.hlo.count_calls(name) > 1
+        self._parameters[name] = []
         for line in computation:
             if line.parameter is None:
                 trees[line.name] = self._value(name, line, [trees[one] for one in line.operands])
-            else:
-                tree = arguments[line.parameter]
-                trees[line.name] = self._joined(name, line, tree) if is_shared else tree
+                continue
+            tree = arguments[line.parameter]
+            trees[line.name] = self._joined(name, line, tree) if is_shared else tree
         if is_shared:
             parameters = sorted(computation.parameters, key=lambda line: line.parameter or 0)
             self._parameters[name] = [trees[line.name] for line in parameters]
-        return trees[root]
+        return trees[computation.root.name]
 
-    def _value(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
+    def _value(  # noqa: PLR0911
+        self, computation: str, line: Instruction, operands: Sequence[Tree]
+    ) -> Tree:
         """Return the value of an instruction; of the start of something what its end returns."""
         opcode = line.opcode
-        if opcode in _SPECIAL:
-            return _SPECIAL[opcode](self, computation, line, operands)
-        if opcode.endswith("-done"):
+        if opcode == "tuple":
+            return tuple(operands)
+        if opcode == "get-tuple-element":
+            return _element(operands[0], line.element or 0)
+        if opcode == "while":
+            carried = self._joined(computation, line, operands[0])
+            self._run(line.called["condition"][0], [carried])  # which may sum over devices, too
+            self._join(carried, self._run(line.called["body"][0], [carried]))
+            return carried
+        if opcode == "conditional":
+            branches = zip(line.callees, operands[1:], strict=False)
+            first, *rest = [self._run(body, [operand]) for body, operand in branches]
+            chosen = self._joined(computation, line, first)
+            for tree in rest:
+                self._join(chosen, tree)
+            return chosen
+        if opcode == "custom-call" and (target := _target(line)).startswith("AsyncCollective"):
+            if target.endswith("Done"):
+                return operands[1]  # behind what is moved
+            started = list(leaves(operands[0]))
+            all_nodes = list(leaves(self._nodes(computation, line, ())))
+            operands_of = [self.made_of[node][0] for node in started]
+            return (*operands_of, *started, *all_nodes[2 * len(started) :])
+        if opcode in _CALLS and line.callees:
+            return self._run(line.callees[0], operands)
+        if opcode.endswith("-done") or opcode == "async-update" or opcode in _BARRIERS:
             return operands[0]
         if opcode.startswith(_VARIADIC):
             # A start has its operands among its results, and what the backend needs besides.
@@ -193,45 +216,13 @@ class Values:
             return moved[0] if len(moved) == 1 else tuple(moved)
         return self._nodes(computation, line, operands)
 
-    def _loop(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
-        carried = self._joined(computation, line, operands[0])
-        self._run(line.called["condition"][0], [carried])  # which may sum over devices, too
-        self._join(carried, self._run(line.called["body"][0], [carried]))
-        return carried
-
-    def _choice(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
-        branches = zip(line.callees, operands[1:], strict=False)
-        first, *rest = [self._run(body, [operand]) for body, operand in branches]
-        chosen = self._joined(computation, line, first)
-        for tree in rest:
-            self._join(chosen, tree)
-        return chosen
-
-    def _call(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
-        callees = line.callees
-        return (
-            self._run(callees[0], operands) if callees else self._nodes(computation, line, operands)
-        )
-
-    def _custom(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
-        target = _target(line)
-        if target.startswith("AsyncCollectiveStart"):
-            started = list(leaves(operands[0]))
-            new = list(leaves(self._nodes(computation, line, ())))
-            before = [self.made_of[node][0] for node in started]
-            return (*before, *started, *new[2 * len(started) :])
-        if target.startswith("AsyncCollective"):
-            return operands[1]  # behind what is moved
-        return self._nodes(computation, line, operands)
-
     def _nodes(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
         """Add a node for each result of an instruction, made of all operands."""
         made_of = [node for operand in operands for node in leaves(operand)]
-        if len(line.results) <= 1:
-            return self._node(computation, line, 0, made_of)
-        return tuple(
-            self._node(computation, line, i, made_of.copy()) for i in range(len(line.results))
+        nodes = tuple(
+            self._node(computation, line, i, [*made_of]) for i in range(max(1, len(line.results)))
         )
+        return nodes[0] if len(nodes) == 1 else nodes
 
     def _node(self, computation: str, line: Instruction, element: int, made_of: list[int]) -> int:
         self.computations.append(computation)
@@ -260,32 +251,6 @@ class Values:
             self.made_of[node].append(source)
 
 
-def _first(_: Values, __: str, ___: Instruction, operands: Sequence[Tree]) -> Tree:
-    return operands[0]
-
-
-def _of_tuple(_: Values, __: str, ___: Instruction, operands: Sequence[Tree]) -> Tree:
-    return tuple(operands)
-
-
-def _element(_: Values, __: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
-    tree = operands[0]
-    return tree[line.element or 0] if isinstance(tree, tuple) else tree
-
-
-_SPECIAL: Final[Mapping[str, Callable[[Values, str, Instruction, Sequence[Tree]], Tree]]] = {
-    **dict.fromkeys(("add-dependency", "opt-barrier", "optimization-barrier"), _first),
-    **dict.fromkeys(("async-start", "call", "fusion", "fusion-start"), Values._call),
-    "async-update": _first,
-    "conditional": Values._choice,
-    "custom-call": Values._custom,
-    "get-tuple-element": _element,
-    "tuple": _of_tuple,
-    "while": Values._loop,
-}
-"""Operations that make no nodes of their own, or others than their results."""
-
-
 def leaves(tree: Tree) -> Iterator[int]:
     """Yield the nodes of a value, in order."""
     if isinstance(tree, int):
@@ -304,3 +269,7 @@ def _opcode(line: Instruction) -> str:
     if line.opcode == "custom-call":
         return _HELPERS.get(_target(line), line.opcode)
     return line.opcode.removesuffix("-start")
+
+
+def _element(tree: Tree, index: int) -> Tree:
+    return tree[index] if isinstance(tree, tuple) else tree

@@ -668,7 +668,7 @@ def test_experts_that_are_gathered(mesh):
 
     findings = levels(by_index, P())
     assert found(findings, "gathered") == [("warning", ("inputs/0/experts/up",))]
-    assert "which cut experts: each device gets all" in findings[0].message
+    assert "these axes cut experts: each device gets all" in findings[0].message
     assert "all_to_all" in findings[0].fix
     # The axis cuts another kernel as well: that is FSDP.
     findings = levels(by_index, P("data"))

@@ -438,7 +438,7 @@ def _is_changed(executable: Executable, state: State) -> bool:
     """Say whether an array of a state comes out otherwise than it goes in."""
     if executable.hlo is None:
         return False
-    parameters = executable.values.parameters
+    parameters = frozenset(executable.values.parameters)
     sources = (source_of(executable.values, executable.results[i]) for i in state.outputs)
     return not all(source in parameters for source in sources)
 

@@ -68,9 +68,9 @@ def verify(
     | memory-kind | error | arguments or results in another memory than planned |
     | donation | error, warning, info | donated arguments whose memory no result takes; a warning if
       they are not states; a warning for large states that are not donated, info for small ones |
-    | gathered | error, warning, info | planned arrays of which a device gets more than its part:
-      an error if they are returned so; a warning if a loop holds layers, devices do the same work
-      with them, or they are experts; info for what FSDP does |
+    | gathered | warning, info | planned arrays of which a device gets more than its part: a
+      warning if a loop holds layers, devices do the same work with them, or they are experts; info
+      for what FSDP does |
     | unexpected | warning | collectives that do not follow from the plan, such as activations that
       are gathered over the batch's axis, or gradients that are summed in every micro-batch |
     | batch | warning | products that all devices along a mesh axis compute alike |
