@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.reasons import REASONS
+from shardrules._program.causes import REASONS
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "tp"))
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from shardrules._base.specs import constraint_line
-
-if TYPE_CHECKING:
-    from shardrules._program.reasons import Row
+from shardrules._program.collectives import Moved
+from shardrules._program.reasons import Row, What
 
 CONSTRAINT: Final = constraint_line("P(...)")
 """The line that constrains an array, by a spec to choose."""
@@ -134,16 +133,12 @@ REASONS: Final[dict[str, Cause]] = {
 }  # fmt: skip
 """Reasons by key."""
 
-What = Literal[
-    "argument", "sum", "state", "gradient", "gathered", "summed", "permuted", "exchanged"
-]
-
 
 def _otherwise(_: Row) -> bool:
     return True
 
 
-TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
+_TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
     "argument": (
         ("gather", lambda row: row.is_ring),
         ("copy", lambda row: row.is_sum or (row.kind != "all-gather" and row.is_small)),
@@ -223,3 +218,37 @@ TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
     ),
 }
 """Reasons by what is moved, the first that applies."""
+_WORDS: Final[Mapping[str, tuple[Moved, str]]] = {
+    "argument": ("argument", "{}"),
+    "sum": ("gradient", "gradient of {}"),
+    "state": ("state", "new {}"),
+    "gradient": ("gradient", "gradient of {}"),
+}
+
+
+class Movement(NamedTuple):
+    """What a collective moves, and why."""
+
+    what: Moved
+    moves: str
+    reason: str
+    """Key of `REASONS`."""
+    leaf: int | None = None
+    """Leaf of the inputs."""
+    gathered: frozenset[str] = frozenset()
+    """Axes that shard the leaf, and do not shard the copy."""
+    nodes: tuple[int, int] | None = None
+    """What is moved, before it and behind."""
+
+
+def movement_of(row: Row) -> Movement:
+    """Return what is moved, and the first reason that applies."""
+    reason = next(key for key, applies in _TABLE[row.what] if applies(row))
+    if row.leaf is not None:
+        what, words = _WORDS[row.what]
+        path, nodes = row.reasons.executable.inputs.paths[row.leaf], (row.operand, row.result)
+        return Movement(what, words.format(path), reason, row.leaf, row.gathered, nodes)
+    if not REASONS[reason].is_expected and row.is_of_table:
+        reason = "rows"
+    name = row.op_name or row.exchange.op.instruction.name
+    return Movement("unexplained" if reason == "unknown" else "activation", name, reason)

@@ -21,7 +21,7 @@ from shardrules._plan.lock_texts import content_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
 from shardrules._program.buffers import Memory, Totals
-from shardrules._program.causes import REASONS
+from shardrules._program.causes import REASONS, Movement, movement_of
 from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import hlo_errors
@@ -29,7 +29,7 @@ from shardrules._program.inputs import planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
 from shardrules._program.memory import memory_of, totals_of
-from shardrules._program.reasons import Movement, Reasons
+from shardrules._program.reasons import Reasons
 from shardrules._program.states import State, states
 from shardrules._program.step_seconds import (
     ProgramTime,
@@ -110,7 +110,7 @@ class Program:
                 names = (row.op.instruction.op_name or row.op.instruction.name for row in rows)
                 movements = [Movement("unexplained", name, "unknown") for name in names]
             else:
-                movements = self._reasons.movements(rows)
+                movements = [movement_of(row) for row in self._reasons.rows(rows)]
         return list(zip(rows, movements, strict=True))
 
     @cached_property

@@ -1,7 +1,4 @@
-"""Finds why a program moves each array: the first reason of the table that applies.
-
-A row asks what a collective moves, by the facts of its operand, and what its result is used for.
-"""
+"""Finds what a program moves, and what it is used for: the questions of the table of reasons."""
 
 from __future__ import annotations
 
@@ -9,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final, Literal
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entry_axes
 from shardrules._plan.axis_uses import expert_axes_among, is_gathered
 from shardrules._plan.roles import experts_dim
-from shardrules._program.causes import REASONS, TABLE, What
-from shardrules._program.collectives import Exchange, Moved
+from shardrules._program.collectives import Exchange
 from shardrules._program.executable import Executable
 from shardrules._program.facts import (
     PRODUCTS,
@@ -49,6 +45,9 @@ _BATCH_SHARE: Final = 0.1
 """Share of the elements of all states whose gradients an axis of the batch sums."""
 
 
+What = Literal[
+    "argument", "sum", "state", "gradient", "gathered", "summed", "permuted", "exchanged"
+]
 _ACTIVATIONS: Final[Mapping[str, What]] = {
     "all-gather": "gathered",
     "all-reduce": "summed",
@@ -56,27 +55,6 @@ _ACTIVATIONS: Final[Mapping[str, What]] = {
     "reduce-scatter": "summed",
 }
 """What is moved of an activation, by the kind of collective; "exchanged" of others."""
-_WORDS: Final[Mapping[str, tuple[Moved, str]]] = {
-    "argument": ("argument", "{}"),
-    "sum": ("gradient", "gradient of {}"),
-    "state": ("state", "new {}"),
-    "gradient": ("gradient", "gradient of {}"),
-}
-
-
-class Movement(NamedTuple):
-    """What a collective moves, and why."""
-
-    what: Moved
-    moves: str
-    reason: str
-    """Key of `REASONS`."""
-    leaf: int | None = None
-    """Leaf of the inputs."""
-    gathered: frozenset[str] = frozenset()
-    """Axes that shard the leaf, and do not shard the copy."""
-    nodes: tuple[int, int] | None = None
-    """What is moved, before it and behind."""
 
 
 class Reasons:
@@ -99,10 +77,10 @@ class Reasons:
         self._carried = carried
         self._batches = batches
 
-    def movements(self, exchanges: Sequence[Exchange]) -> list[Movement]:
-        """Find the reason of each of a module's exchanges."""
+    def rows(self, exchanges: Sequence[Exchange]) -> Sequence[Row]:
+        """Return a row for each of a module's exchanges, in order."""
         self._rows = [Row(self, exchange) for exchange in exchanges]
-        return [row.movement for row in self._rows]
+        return self._rows
 
     @property
     def values(self) -> Values:
@@ -230,20 +208,6 @@ class Row:
         self.operand = self._values.operand(exchange.op, exchange.number)
         self.what: What
         self.what, self.leaf = self._leaf()
-
-    @property
-    def movement(self) -> Movement:
-        """Return what is moved, and the first reason that applies."""
-        reason = next(key for key, applies in TABLE[self.what] if applies(self))
-        if self.leaf is not None:
-            what, words = _WORDS[self.what]
-            path = self.reasons.executable.inputs.paths[self.leaf]
-            nodes = (self.operand, self.result)
-            return Movement(what, words.format(path), reason, self.leaf, self.gathered, nodes)
-        if not REASONS[reason].is_expected and self._is_of_table:
-            reason = "rows"
-        name = self.op_name or self.exchange.op.instruction.name
-        return Movement("unexplained" if reason == "unknown" else "activation", name, reason)
 
     def _leaf(self) -> tuple[What, int | None]:
         """Find the argument that is moved, or else the one whose new state is made of it."""
@@ -535,7 +499,7 @@ class Row:
         )
 
     @property
-    def _is_of_table(self) -> bool:
+    def is_of_table(self) -> bool:
         """True if rows of an argument that these axes shard are moved, or their gradients."""
         lookup = maker_of(self._values, self.operand, {"gather"})
         if lookup is not None:
