@@ -48,10 +48,12 @@ def nnx():
     return nnx
 
 
+def adam():
+    return pytest.importorskip("optax", reason="optax is not installed").adam(1e-3)
+
+
 @pytest.fixture(scope="module")
 def create(nnx):
-    optax = pytest.importorskip("optax", reason="optax is not installed")
-
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.up = nnx.Linear(64, 128, rngs=rngs)
@@ -62,7 +64,7 @@ def create(nnx):
 
     def create():
         model = Model(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        return model, nnx.Optimizer(model, adam(), wrt=nnx.Param)
 
     return create
 
@@ -161,10 +163,9 @@ def test_what_is_returned_is_planned_by_outputs(nnx, plans, parts, batch):
 def test_modules_in_containers_with_keys_and_tied_parameters(nnx, mesh, batch):
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.up = nnx.Linear(64, 64, rngs=rngs)
+            self.up = self.tied = nnx.Linear(64, 64, rngs=rngs)
             self.norm = nnx.BatchNorm(64, rngs=rngs)
             self.drop = nnx.Dropout(0.1, rngs=rngs)
-            self.tied = self.up
 
         def __call__(self, x):
             return self.tied(self.drop(self.norm(self.up(x))))
@@ -197,30 +198,25 @@ def eqx():
 
 
 @pytest.fixture(scope="module")
-def optimizer():
-    return pytest.importorskip("optax", reason="optax is not installed").adam(1e-3)
-
-
-@pytest.fixture(scope="module")
-def placed(eqx, optimizer, mesh):
+def placed(eqx, mesh):
     """A model and its optimizer's state as planned, and their plans."""
     whole = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
     arrays, static = eqx.partition(whole, eqx.is_array)
     plan = sr.plan(arrays, RULES, mesh)
-    state = optimizer.init(arrays)
+    state = adam().init(arrays)
     of_state = plan.for_optimizer(state)
     model = eqx.combine(sr.shard(arrays, plan.shardings()), static)
     return model, sr.shard(state, of_state.shardings()), plan, of_state
 
 
 @pytest.fixture(scope="module")
-def train(eqx, optimizer):
+def train(eqx):
     def train(x, model, state, *, shardings=None, scale=1.0):
         def loss(model):
             return scale * jnp.mean(jax.vmap(model)(x) ** 2)
 
         value, gradients = eqx.filter_value_and_grad(loss)(model)
-        updates, state = optimizer.update(gradients, state)
+        updates, state = adam().update(gradients, state)
         model = eqx.apply_updates(model, updates)
         if shardings is not None:
             arrays, static = eqx.partition(model, eqx.is_array)
