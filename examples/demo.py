@@ -70,7 +70,7 @@ def main() -> None:
     # A new directory: in a shared one, anyone may have planted a link with this name.
     page = Path(tempfile.mkdtemp(prefix="shardrules-")) / "demo.html"
     after.to_html(
-        page, sweep=sweep, title="DeepSeek-V3", hbm=_HARDWARE.memory_bytes, suggestion=suggestion,
+        page, sections=[sweep, suggestion], title="DeepSeek-V3", hbm=_HARDWARE.memory_bytes,
         **_COUNTED,
     )  # fmt: skip
     print(f"{page}: open it in a browser; it works offline")

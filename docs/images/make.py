@@ -27,7 +27,8 @@ def main(file: Path = HERE / "report.png") -> None:
         report = Path(folder) / "report.html"
         worst = plan.check().at_least("error")
         memory = sr.Hardware.named("v5p").memory_bytes
-        plan.to_html(report, title="DeepSeek-V3, EasyDeL's rules", findings=worst, hbm=memory)
+        title = "DeepSeek-V3, EasyDeL's rules"
+        plan.to_html(report, sections=[worst], title=title, hbm=memory)
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=ARGS)
         page = browser.new_page(viewport={"width": 1100, "height": 900})
         page.goto(report.as_uri())

@@ -198,8 +198,11 @@ class TestLocksAndDiffs:
         )
         assert before.fingerprint() != after.fingerprint()
         found = before.diff(after)
-        assert [(one.path, one.leaves) for one in found.changes] == [("embed", 1)]
-        assert found.rules == ("1 changed (0)",)
+        assert [(one.path, one.leaves) for one in found] == [("embed", 1)]
+        assert found.rules == (
+            "- 'embed' -> P('fsdp', 'tp')",
+            f"+ 'embed' -> P('fsdp', 'tp'), memory_kind='{kind}'",
+        )
         saved = "-256" if kind != "device" else "+0"
         assert f"~ embed  P('fsdp', 'tp') -> P('fsdp', 'tp') in {kind}  ({saved} B on" in str(found)
         if kind != "device":
@@ -243,16 +246,16 @@ class TestShown:
         plan = sr.plan(TREE, RULES, SIZES)
         moments = {"optimizer": ("float32",) * 2, "optimizer_memory_kind": "pinned_host"}
         sweep = plan.sweep(hbm=10**6, host_memory=100, **moments)
-        data = Page(plan.to_html(sweep=sweep, hbm=10**6, host_memory=100, **moments)).data
+        data = Page(plan.to_html(sections=[sweep], hbm=10**6, host_memory=100, **moments)).data
         assert {"text": "P('fsdp', 'tp') in pinned_host", "replicated": False} in data["specs"]
         assert data["rules"][0]["spec"] == "P('fsdp', 'tp') in pinned_host"
         held = plan.bytes_per_device(**moments)
         assert (data["fullest"], data["budget"]["host"]) == (held.max, held.max_host)
         assert data["fits"] == {"yes": False, "room": "1.00 MB and 100 B of the host's memory"}
-        (current,) = (row for row in data["sweep"] if row["current"])
+        (current,) = (row for row in data["sweep"]["rows"] if row["current"])
         assert (current["bytes"], current["host_bytes"]) == (held.max, held.max_host)
         with pytest.raises(ValueError, match="on the host, the report .* optimizer_memory_kind="):
-            plan.to_html(sweep=plan.sweep(), **moments)
+            plan.to_html(sections=[plan.sweep()], **moments)
 
 
 @pytest.mark.parametrize(

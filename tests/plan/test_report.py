@@ -20,6 +20,7 @@ import pytest
 
 import shardrules as sr
 from shardrules._base.text import bytes_shown, printable, printable_lines
+from shardrules._plan.answers import Section
 from tests.support import corpus
 from tests.support.browser import chromium, metrics_of
 from tests.support.command_line import invoke
@@ -71,6 +72,7 @@ FINDINGS = sr.types.Findings(
         finding(level="error", kind="unmatched", rule=None, bytes=1),
     ]
 )
+PARTS = ("findings", "sweep", "suggestion", "program", "time", "solution")
 SWEEP = sr.types.Sweep([sweep_row(64, 8, True), sweep_row(512, 1, False), sweep_row(128, 4)])
 
 
@@ -116,11 +118,17 @@ def hostile():
     plan = sr.plan(tree, [(re.escape(evil), (evil,)), ("__proto__", "tp"), (".*", None)], mesh)
     shown = finding(kind=evil, message=evil, paths=tuple(HOSTILE), fix=evil, level="error")
     return plan, {
-        "findings": sr.types.Findings([shown]),
-        "sweep": sr.types.Sweep(sweep_of(plan)[:1]),
+        "sections": [
+            sr.types.Findings([shown]),
+            sweep_of(plan)[:1],
+            SimpleNamespace(
+                _section=lambda _: Section(
+                    "suggestion", {"plans": [], "reasons": HOSTILE, "toml": "\n".join(HOSTILE)}
+                )
+            ),
+        ],
         "title": evil,
         "hbm": 10**11,
-        "suggestion": SimpleNamespace(plan=plan, reasons=tuple(HOSTILE)),
     }
 
 
@@ -163,19 +171,19 @@ class Page(HTMLParser):
 
 
 def test_content(deepseek):
-    page = Page(deepseek.to_html(findings=FINDINGS, sweep=sweep_of(deepseek), title="DeepSeek-V3"))
+    page = Page(deepseek.to_html(sections=[FINDINGS, sweep_of(deepseek)], title="DeepSeek-V3"))
     data, rows = page.data, page.rows
     assert (data["title"], data["mesh"], data["devices"]) == ("DeepSeek-V3", MESH, 512)
     assert (data["leaves"], data["bytes"]) == (45_395, deepseek.total_bytes)
     assert data["fullest"] == deepseek.bytes_per_device().max
-    assert [(f["level"], f["bytes"]) for f in data["findings"]] == [
+    assert [(f["level"], f["bytes"]) for f in data["findings"]["rows"]] == [
         ("error", 1), ("warning", 4_605_345_792), ("warning", 5), ("info", 0),
     ]  # fmt: skip
     assert [r["leaves"] for r in data["rules"]] == [1, 0, 61, *[14909] * 3, 58, 61, 61, 1, 1, 424]
     assert sum(r["bytes"] for r in data["rules"]) == data["bytes"]
     assert sum(leaves for _, _, leaves in rows) == 45_395
     assert sum(n * kind["held"] for _, kind, n in rows) == data["fullest"]
-    assert [row["current"] for row in data["sweep"]] == [True, False, False]
+    assert [row["current"] for row in data["sweep"]["rows"]] == [True, False, False]
     large = {pattern for pattern, kind, _ in rows if kind["large"]}
     assert large == {
         f"model/layers/{{0..60}}/self_attn/{name}/kernel"
@@ -243,22 +251,20 @@ def test_the_page_says_what_the_command_line_says(tmp_path, gradients, optimizer
         assert (data["fullest"], data["budget"], data["hbm"]) == (most, held, most - missing)
         assert data["fits"]["yes"] is fits
         assert f" into {data['fits']['room']}\n" in text
-        (current,) = (row for row in data["sweep"] if row["current"])
+        (current,) = (row for row in data["sweep"]["rows"] if row["current"])
         assert (current["bytes"], current["host_bytes"], current["fits"]) == (most, host, fits)
 
 
 def test_a_sweep_that_counts_something_else_is_refused(deepseek):
-    data = Page(deepseek.to_html(findings=FINDINGS, sweep=deepseek.sweep(**ADAM), **ADAM)).data
+    data = Page(deepseek.to_html(sections=[FINDINGS, deepseek.sweep(**ADAM)], **ADAM)).data
     assert data["fullest"] == deepseek.bytes_per_device(**ADAM).max
     with pytest.raises(ValueError, match="give both the same gradients=, optimizer= and"):
-        deepseek.to_html(findings=FINDINGS, sweep=deepseek.sweep(), **ADAM)
+        deepseek.to_html(sections=[FINDINGS, deepseek.sweep()], **ADAM)
 
 
 def test_the_page_ends_with_suggested_rules(deepseek):
     suggestion = sr.suggest(deepseek, {"fsdp": 512})
-    shown = Page(
-        deepseek.to_html(findings=FINDINGS, suggestion=suggestion, hbm=10**10, **ADAM)
-    ).data
+    shown = Page(deepseek.to_html(sections=[FINDINGS, suggestion], hbm=10**10, **ADAM)).data
     held = [plan.bytes_per_device(**ADAM).max for plan in (deepseek, suggestion.plan)]
     assert shown["suggestion"]["reasons"] == [str(reason) for reason in suggestion.reasons]
     assert [(row["mesh"], row["rules"], row["bytes"]) for row in shown["suggestion"]["plans"]] == [
@@ -266,7 +272,33 @@ def test_the_page_ends_with_suggested_rules(deepseek):
         ({"fsdp": 512}, len(suggestion.rules), held[1]),
     ]
     assert [row["fits"] for row in shown["suggestion"]["plans"]] == [one <= 10**10 for one in held]
-    assert Page(deepseek.to_html(findings=FINDINGS)).data["suggestion"] is None
+    assert shown["suggestion"]["toml"] == suggestion.to_toml()
+    assert "suggestion" not in Page(deepseek.to_html(sections=[FINDINGS])).data
+
+
+def test_the_chart_painted_replicated_state_as_sharded():
+    """Gradients and moments of a replicated array counted as bytes, and not as replicated ones."""
+    plan = sr.plan({"w": jax.ShapeDtypeStruct((1024, 1024), "bfloat16")}, [("w", ())], {"fsdp": 4})
+    (row,) = plan.sweep(gradients=True, optimizer=("float32", "float32"))
+    assert row.replicated == row.bytes == 12 * 2**20
+    (cut,) = plan.with_rules([("w", "fsdp")]).sweep(gradients=True)
+    assert (cut.replicated, cut.bytes) == (0, 2**20)
+
+
+def test_the_page_lost_what_its_sweep_assumed():
+    """A slice of a sweep was made anew, without its notes."""
+    leaf = jax.ShapeDtypeStruct((64, 64), "float32")
+    tree = {"params": {"w": leaf}, "opt_state": {"mu": {"w": leaf}}}
+    sweep = sr.plan(tree, [("w", "fsdp")], {"fsdp": 4}).sweep()
+    assert sweep.notes == ["assumed by names: optimizer of opt_state/mu/w"] == sweep[:1].notes
+    assert type(sweep[:0]) is type(sweep)
+
+
+def test_a_section_of_a_page_is_given_once(deepseek):
+    with pytest.raises(ValueError, match="sections: give one of each kind, not two: findings"):
+        deepseek.to_html(sections=[FINDINGS, FINDINGS])
+    with pytest.raises(TypeError, match="sections"):
+        deepseek.to_html(sections=[deepseek])
 
 
 def test_a_suggestion_for_something_else_is_refused(deepseek):
@@ -274,9 +306,9 @@ def test_a_suggestion_for_something_else_is_refused(deepseek):
     with pytest.raises(
         ValueError, match=r"suggestion: it is for other leaves \(number 1, bytes 256\)"
     ):
-        deepseek.to_html(findings=FINDINGS, suggestion=other)
+        deepseek.to_html(sections=[FINDINGS, other])
     with pytest.raises(TypeError, match="suggestion: the optimizer's plan follows other rules"):
-        other.plan.to_html(suggestion=other, optimizer=other.plan)
+        other.plan.to_html(sections=[other], optimizer=other.plan)
 
 
 @pytest.mark.slow
@@ -294,17 +326,19 @@ def test_leaves_without_a_rule():
     leaf = jax.ShapeDtypeStruct((8, 8), "float32")
     tree = {"a": leaf, "scale": jax.ShapeDtypeStruct((), "float32"), "none": 3, "b": leaf}
     data = Page(
-        sr.plan(tree, [("a", "tp")], {"tp": 2}).to_html(findings=sr.types.Findings(()))
+        sr.plan(tree, [("a", "tp")], {"tp": 2}).to_html(sections=[sr.types.Findings(())])
     ).data
     assert [(r["rule"], r["pattern"], r["leaves"]) for r in data["rules"]] == [
         (0, "a", 1), (None, "no rule is needed", 2), (None, "no rule decides", 1),
     ]  # fmt: skip
-    assert sr.plan({}, [], {"tp": 2}).to_html(findings=sr.types.Findings(())).endswith("</html>\n")
+    assert (
+        sr.plan({}, [], {"tp": 2}).to_html(sections=[sr.types.Findings(())]).endswith("</html>\n")
+    )
 
 
 def test_the_page_fetches_nothing(deepseek):
     """The policy forbids it, each script is named by its hash, and no element asks for anything."""
-    page = Page(deepseek.to_html(findings=sr.types.Findings(())))
+    page = Page(deepseek.to_html(sections=[sr.types.Findings(())]))
     assert not {"link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
     assert not [a for a in page.attributes if a[1] in ("src", "href", "srcset", "action")]
     assert not [a for a in page.attributes if a[1].startswith("on")]
@@ -321,7 +355,7 @@ def test_hostile_names_are_data(hostile):
     plan, shown = hostile
     text = plan.to_html(**shown)
     page = Page(text)
-    harmless = Page(sr.plan({}, [], {"tp": 2}).to_html(findings=sr.types.Findings(())))
+    harmless = Page(sr.plan({}, [], {"tp": 2}).to_html(sections=[sr.types.Findings(())]))
     assert page.tags == harmless.tags
     assert page.scripts[1:] == harmless.scripts[1:]
     start = text.index('id="data">') + len('id="data">')
@@ -338,7 +372,7 @@ def test_no_name_turns_the_text_of_the_page_around():
     """Marks of direction and controls are escaped as on a terminal, also in the title."""
     odd = "\u202eright to left\u2066 \x1b[31m \x9b"
     plan = sr.plan({odd: jax.ShapeDtypeStruct((8,), "float32")}, [(odd[:3], odd)], {odd: 2})
-    page = Page(plan.to_html(title=odd, findings=plan.check()))
+    page = Page(plan.to_html(sections=[plan.check()], title=odd))
     assert page.title == printable(odd)
     assert page.rows[0][0] == printable(odd)
     texts = list(texts_in(page.data))
@@ -358,7 +392,7 @@ def test_size_and_time(train_state):
     """A report of 146,000 leaves costs a little per folded row."""
     _ = train_state.folded
     start = process_time()  # whatever else the machine does
-    page = train_state.to_html(findings=FINDINGS, sweep=sweep_of(train_state))
+    page = train_state.to_html(sections=[FINDINGS, sweep_of(train_state)])
     seconds = process_time() - start
     assert len(train_state.paths) == 146_185
     assert len(page) < 1_500_000
@@ -368,11 +402,11 @@ def test_size_and_time(train_state):
 def test_file_is_replaced_at_once(deepseek, tmp_path):
     target = tmp_path / "plan.html"
     target.write_text("old")
-    page = deepseek.to_html(target, findings=sr.types.Findings(()))
+    page = deepseek.to_html(target, sections=[sr.types.Findings(())])
     assert target.read_text(encoding="utf-8") == page
     assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
     with pytest.raises(FileNotFoundError):
-        deepseek.to_html(tmp_path / "missing" / "plan.html", findings=sr.types.Findings(()))
+        deepseek.to_html(tmp_path / "missing" / "plan.html", sections=[sr.types.Findings(())])
 
 
 def test_notebook(deepseek, hostile):
@@ -433,8 +467,10 @@ def opened(browser, tmp_path):
 
     def call(plan, **shown):
         file = tmp_path / "plan.html"
-        shown = {"findings": FINDINGS, "sweep": sweep_of(plan), "hbm": 16 * 10**9, **shown}
-        plan.to_html(file, **shown)
+        parts = {"findings": FINDINGS, "sweep": sweep_of(plan)}
+        parts |= {name: shown.pop(name) for name in PARTS if name in shown}
+        sections = [part for part in parts.values() if part is not None]
+        plan.to_html(file, **{"sections": sections, "hbm": 16 * 10**9, **shown})
         page = browser.new_page(viewport={"width": 1300, "height": 900})
         page.on("console", lambda message: troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))
@@ -506,16 +542,16 @@ def program():
 
 def test_the_page_has_the_compiled_program(program):
     plan, report = program
-    data = Page(plan.to_html(program=report)).data["program"]
+    data = Page(plan.to_html(sections=[report])).data["program"]
     assert data == json.loads(json.dumps(report.to_json()))
     assert [row["kind"] for row in data["collectives"]] == ["all-gather"]
     assert data["memory"]["buffers"][0]["bytes"] == 2**20
-    assert Page(plan.to_html()).data["program"] is None
+    assert "program" not in Page(plan.to_html()).data
 
 
 def test_a_program_on_another_mesh_is_refused(program, deepseek):
     with pytest.raises(ValueError, match="program: it is for tp=2, the plan for fsdp="):
-        deepseek.to_html(program=program[1])
+        deepseek.to_html(sections=[program[1]])
 
 
 def test_browser_shows_the_compiled_program(opened, program):
@@ -573,7 +609,7 @@ def other_pages(tmp_path_factory):
     step = sr.trace(jax.grad(loss), plan, jax.ShapeDtypeStruct((2**14, 512), "float32"))
     solution = sr.solve(step, hardware="v5p")
     folder = tmp_path_factory.mktemp("pages")
-    plan.to_html(folder / "solution.html", solution=solution)
+    plan.to_html(folder / "solution.html", sections=[solution])
     return folder
 
 
@@ -612,7 +648,7 @@ def test_browser_is_accessible(browser, deepseek, tmp_path, width, scheme):
     ]
     layer = sr.types.Timeline("forward", 61, tuple(spans))
     time = sr.types.ProgramTime(0.1, 0.1, (), (), 0.0, (), 0.06, (layer,))
-    deepseek.to_html(file, sweep=sweep, hbm=16 * 10**9, suggestion=suggestion, time=time)
+    deepseek.to_html(file, sections=[sweep, suggestion, time], hbm=16 * 10**9)
     with browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True
     ) as context:

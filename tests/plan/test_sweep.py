@@ -91,7 +91,18 @@ def test_rows_are_those_of_fresh_plans(model):
         assert row.devices == 16
         assert row.bytes == fresh.bytes_per_device(gradients="float32").max
         assert row.fits == (row.bytes <= 100 * 10**9)
-        assert row.replicated == whole.sum()
+        held = [(fresh.kinds, fresh.counts)]
+        held += [(each.kinds, each.counts) for each in [fresh.for_gradients("float32")]]
+        assert row.replicated == sum(
+            kind.device_bytes * count
+            for kinds_, counts in held
+            for kind, count in zip(kinds_, counts.tolist(), strict=True)
+            if not any(
+                row.mesh[axis] > 1
+                for entry in kind.spec
+                for axis in ([entry] if isinstance(entry, str) else entry or ())
+            )
+        )
         assert row.largest_replicated_bytes == whole.max(initial=0)
         assert row.corrections == sum(bool(kind.losses) for kind in kinds)
         assert row.problems == 0

@@ -235,8 +235,8 @@ def of_deepseek(count, other_count):
 
 def test_deepseek_on_8_devices():
     moved = of_deepseek(8, 4)
-    assert sum(row.leaves for row in moved.rows) == 45_395
-    assert sum(row.received for row in moved.rows) == moved.total
+    assert sum(row.leaves for row in moved) == 45_395
+    assert sum(row.received for row in moved) == moved.total
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -280,7 +280,7 @@ def test_leaves_that_follow_their_mesh_stay():
     assert not moved
     assert moved.total == 0
     assert str(moved) == "a=4,b=2 -> c=4,d=2: 8 devices in both\nnothing moves"
-    assert [row.received for row in moved.rows] == [0, 0, 0]
+    assert [row.received for row in moved] == [0, 0, 0]
     with pytest.raises(ValueError, match="read-only"):
         moved.received[0] = 1
 
@@ -299,7 +299,7 @@ def test_the_table_has_what_moves():
         "layers/{0..2}/w             3  [8, 8]  float32  P('a', None)     576 B             384 B",
         "layers/{0..2}/v\\u001b       3  [8, 8]  float32  P(None, 'a')     576 B             384 B",
     ]
-    norm = next(row for row in moved.rows if row.path == "layers/{0..2}/norm")
+    norm = next(row for row in moved if row.path == "layers/{0..2}/norm")
     assert (norm.leaves, norm.received, norm.most, norm.copied) == (3, 0, 0, 0)
     assert norm.before.spec == norm.after.spec
 
@@ -313,7 +313,7 @@ def test_memory_kinds():
     assert moved.copied.ravel().tolist() == [32, 32, 32, 32]
     assert moved.received.ravel().tolist() == [64, 64, 64, 64]
     assert "; at most 32 B copied to or from its host" in str(moved)
-    assert [(row.path, row.copied) for row in moved.rows] == [("w", 128), ("v", 0)]
+    assert [(row.path, row.copied) for row in moved] == [("w", 128), ("v", 0)]
     stays = plan.transfer(sr.plan(tree, [("w", "a"), ("v", "a")], {"a": 4}))
     assert stays
     assert (stays.total, stays.copied.sum()) == (0, 128)

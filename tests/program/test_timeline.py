@@ -221,7 +221,7 @@ def report(tmp_path_factory):
     compiled = jax.jit(lambda params: params["w"] * 2).lower({"w": leaf}).compile()
     program = sr.inspect(compiled, (None,))
     program.axis_sizes = plan.axis_sizes  # the text is of another step
-    plan.to_html(file, program=program, time=time)
+    plan.to_html(file, sections=[program, time])
     return file, time
 
 

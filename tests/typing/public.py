@@ -86,7 +86,7 @@ def planning() -> None:
     assert_type(plan.bytes_per_device(gradients="bfloat16"), sr.types.DeviceBytes)
     assert_type(sr.Plan.from_lock(plan.lock()), sr.Plan)
     assert_type(plan.transfer(plan), sr.types.Transfer)
-    assert_type(plan.transfer(plan).rows[0], sr.types.TransferRow)
+    assert_type(plan.transfer(plan)[0], sr.types.TransferRow)
     plan.transfer(MESH)  # type: ignore[arg-type]
     assert_type(plan.for_gradients("float32", unreduced=["dp"]), sr.Plan)
     plan.for_optimizer(PARAMS, zero1=sr.Zero1("dp", dim="first"))

@@ -295,6 +295,34 @@ def plain_entries(spec: PartitionSpec | Entries) -> list[Any]:
     return [e if is_unconstrained(e) else entry_of(entry_axes(e)) for e in entries_of(spec)]
 
 
+def as_written(spec: PartitionSpec | Entries) -> PartitionSpec | Entries:
+    """Return the spec in normal form: specs that are written otherwise and mean the same are equal.
+
+    ("tp",) is "tp", and there is no None at the end. Fingerprints, locks and diffs compare this.
+
+    Example:
+        >>> as_written(Entries((("fsdp",), "tp", None)))
+        ('fsdp', 'tp')
+    """
+    entries: Any = Entries(trimmed(plain_entries(spec)))
+    return with_tags(entries, tags_of(spec))
+
+
+def as_placed(
+    spec: PartitionSpec | Entries, axis_sizes: Mapping[str, int]
+) -> PartitionSpec | Entries:
+    """Return the spec in normal form without axes of one device: those placed alike are equal.
+
+    What verifies, audits and transfers compares this.
+
+    Example:
+        >>> as_placed(Entries((("fsdp", "sp"), "tp")), {"fsdp": 2, "sp": 1, "tp": 1})
+        ('fsdp',)
+    """
+    single = frozenset(axis for axis, size in axis_sizes.items() if size == 1)
+    return as_written(without_axes(spec, single))
+
+
 def spec_shown(spec: Any) -> str:
     """Return a spec as people write it, PartitionSpec or not: P('fsdp', None); - for None."""
     if spec is None:

@@ -68,7 +68,7 @@ def plan(args: Args) -> int:
     """
     from shardrules._cli import inputs, show
     from shardrules._plan.files.manifest import manifest_text, write_packed
-    from shardrules._plan.report import plan_json
+    from shardrules._plan.show import plan_json
 
     room, training = inputs.room(args), inputs.training(args)
     if args.must_fit:
@@ -232,10 +232,10 @@ def prove(args: Args) -> int:
         proof = proof._replace(findings=_with_lock(args, proof.program, proof.findings))
     if args.html:
         plan = plans[0].on_mesh(mesh)
-        page = plan.to_html(
-            title=args.function, findings=proof.findings, program=proof.program,
-            time=proof.time if isinstance(proof.time, ProgramTime) else None,
-        )  # fmt: skip
+        sections: list[Any] = [proof.findings, proof.program]
+        if isinstance(proof.time, ProgramTime):
+            sections.append(proof.time)
+        page = plan.to_html(title=args.function, sections=sections)
         write_text(Path(args.html), page)
         hint(args, f"{args.html}: a report in one file, which works offline")
     if args.format == "json":
@@ -314,7 +314,7 @@ def solve(args: Args) -> None:
         hint(args, note)
     if args.html:
         page = suggestion.plan.to_html(
-            title=args.function, hbm=hbm, suggestion=suggestion, solution=solution
+            title=args.function, hbm=hbm, sections=[suggestion, solution]
         )
         write_text(Path(args.html), page)
         hint(args, f"{args.html}: a report in one file, which works offline")
@@ -354,7 +354,6 @@ def sweep(args: Args) -> int:
     """
     from shardrules._base.mesh_sizes import parse_mesh
     from shardrules._cli import inputs, show
-    from shardrules._plan.report import sweep_json
     from shardrules._program.topologies.topology import Topology
 
     if args.mesh:
@@ -384,7 +383,7 @@ def sweep(args: Args) -> int:
             hbm=room.hbm, host_memory=room.host, **training,
         )  # fmt: skip
     if args.format == "json":
-        print(sweep_json(rows))
+        print(rows.to_json())
     else:
         show.show_sweep(rows, args.most)
     return 0
@@ -415,7 +414,7 @@ def _sweep_of_step(
             hbm=inputs.memory("--hbm", "a device", args.hbm), show=show_progress,
         )  # fmt: skip
     if args.format == "json":
-        print(printable_json(rows.to_json()))
+        print(rows.to_json())
     else:
         show.show_step_sweep(rows, args.most)
     if not rows.is_whole:

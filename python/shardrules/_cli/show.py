@@ -201,19 +201,16 @@ def _check_obeyed(patch: str) -> None:
 
 def report(args: Args, planned: Planned, room: Room, training: dict[str, Any]) -> str:
     """Return the HTML report: the plan, its findings, meshes and suggested rules to compare."""
-    from shardrules._plan.sweep import Sweep
-
     plan = planned.plan
-    findings = plan.check(**planned.rules.declared)
+    sections: list[Any] = [plan.check(**planned.rules.declared)]
     memory = {"hbm": room.hbm, "host_memory": room.host, **training}
     fixed = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
     with working(args, "trying meshes"):
-        rows = plan.sweep(fixed=fixed, **memory) if plan.devices > 1 else None
-        suggestion = _suggestion_text(args, planned)
-    chart = rows and Sweep(rows[:_MOST_BARS])
-    return plan.to_html(
-        findings=findings, sweep=chart, title=planned.model, suggestion=suggestion, **memory
-    )
+        if plan.devices > 1:
+            sections.append(plan.sweep(fixed=fixed, **memory)[:_MOST_BARS])
+        if suggestion := _suggestion_text(args, planned):
+            sections.append(suggestion)
+    return plan.to_html(sections=sections, title=planned.model, **memory)
 
 
 def _suggestion_text(args: Args, planned: Planned) -> Suggestion | None:

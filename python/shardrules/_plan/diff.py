@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import astuple, replace
-from difflib import SequenceMatcher
+from dataclasses import fields
+from difflib import unified_diff
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.rule_specs import is_on_host, rule_spec
-from shardrules._base.specs import spec_shown
-from shardrules._base.text import answer, bytes_shown, counted, mesh_shown, printable, record
+from shardrules._base.rule_specs import Fsdp, has_axes, is_on_host, rule_spec
+from shardrules._base.specs import as_placed, as_written, spec_shown
+from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, printable, record
 from shardrules._plan.align import match_leaves
+from shardrules._plan.answers import Answer
 from shardrules._plan.fold import fold
 from shardrules._plan.kinds import Kind, dtype_shown, placement_shown, problem_shown
 from shardrules._plan.memory import by_class
@@ -70,7 +70,7 @@ def _kind_of_pair(plan: Plan, number: int) -> Kind | None:
     return None if number < 0 else plan.kinds[number]
 
 
-_MOST_RULES: Final = 8
+_MOST_LINES: Final = 40
 
 
 @record
@@ -84,6 +84,8 @@ class Change(NamedTuple):
     """None for leaves that are new."""
     after: Kind | None
     """None for leaves that are gone."""
+    moves: bool | None = None
+    """Whether devices hold other parts now; None for leaves that are new, gone or other arrays."""
 
     def __str__(self) -> str:
         if self.before is None or self.after is None:
@@ -93,47 +95,71 @@ class Change(NamedTuple):
         changes = "  ".join(f"{a} -> {b}" for a, b in pairs if a != b)
         delta = (_on_device(self.after) - _on_device(self.before)) * self.leaves
         sign = "+" if delta >= 0 else "-"
-        cost = f"({sign}{bytes_shown(abs(delta))} on each device)"
+        still = "; nothing moves" if self.moves is False else ""
+        cost = f"({sign}{bytes_shown(abs(delta))} on each device{still})"
         return printable(f"~ {self.path}  {changes}  {cost}")
 
 
-@answer
-class PlanDiff(NamedTuple):
-    """The differences of two plans; `str` gives them in words. False if there are none."""
+class PlanDiff(Answer[Change]):
+    """The differences of two plans, a row for leaves that changed alike. False without any."""
 
     mesh: tuple[dict[str, int], dict[str, int]]
     """Before and after."""
     bytes: tuple[int, int]
     """On the device that holds most, before and after."""
-    changes: tuple[Change, ...]
-    rules: tuple[str, ...] = ()
-    """What differs in the rules, such as "the dialect" or "2 added (0, 1)", even if each leaf gets
-    the same. Rules are compared by content; a removed one has the number that it had."""
-    host_bytes: tuple[int, int] = (0, 0)
+    rules: tuple[str, ...]
+    """What differs in the rules, as the lines of a diff, even if each leaf gets the same."""
+    host_bytes: tuple[int, int]
     """In the host's memory for the device that has most there, before and after."""
 
+    _rows_key = "changes"
+
     def __bool__(self) -> bool:
-        return bool(self.changes) or bool(self.rules) or self._meshes_differ
+        return bool(len(self)) or bool(self.rules) or self._meshes_differ
 
     @property
     def _meshes_differ(self) -> bool:
         return list(self.mesh[0].items()) != list(self.mesh[1].items())
 
-    def __str__(self) -> str:
+    @property
+    def heading(self) -> str:
+        """The meshes and the lines of the rules that differ."""
+        meshes = [f"mesh {' -> '.join(map(mesh_shown, self.mesh))}"] if self._meshes_differ else []
+        return "\n".join([*meshes, *(["rules:"] if self.rules else []), *self.rules])
+
+    @property
+    def notes(self) -> list[str]:
+        """How many leaves changed, and the bytes before and after."""
         if not self:
-            return "no differences"
-        meshes = " -> ".join(map(mesh_shown, self.mesh))
-        lines = [printable(f"mesh {meshes}")] if self._meshes_differ else []
-        lines += [printable(f"rules: {', '.join(self.rules)}")] if self.rules else []
-        lines += map(str, self.changes)
-        leaves = counted(sum(change.leaves for change in self.changes), "leaf")
+            return ["no differences"]
+        leaves = counted(sum(change.leaves for change in self), "leaf")
         before, after = map(bytes_shown, self.bytes)
         host = " -> ".join(map(bytes_shown, self.host_bytes)) if any(self.host_bytes) else ""
-        lines.append(
+        return [
             f"{leaves} changed; {before} -> {after} on the fullest device"
             + (f"; {host} in the host's memory" if host else "")
-        )
-        return "\n".join(lines)
+        ]
+
+    def _json(self) -> dict[str, Any]:
+        names = ("mesh", "bytes", "host_bytes", "rules")
+        return {name: getattr(self, name) for name in names}
+
+    def _row_json(self, row: Change) -> dict[str, Any]:
+        kinds = {"before": _kind_json(row.before), "after": _kind_json(row.after)}
+        return row._asdict() | kinds
+
+
+def _kind_json(kind: Kind | None) -> dict[str, Any] | None:
+    if kind is None:
+        return None
+    return {
+        "shape": kind.shape,
+        "dtype": dtype_shown(kind),
+        "spec": spec_shown(kind.spec),
+        "memory_kind": kind.memory_kind,
+        "problem": problem_shown(kind),
+        "device_bytes": kind.device_bytes,
+    }
 
 
 def plan_diff(before: Plan, after: Plan) -> PlanDiff:
@@ -143,7 +169,7 @@ def plan_diff(before: Plan, after: Plan) -> PlanDiff:
     decided_otherwise = 0
     for number, (pair, count) in enumerate(zip(groups, counts, strict=True)):
         a, b = pair
-        if a is None or b is None or _aspects(a) != _aspects(b):
+        if a is None or b is None or not _is_alike(a, b):
             changed[number] = pair
         elif a.deciders != b.deciders:
             decided_otherwise += count
@@ -151,74 +177,73 @@ def plan_diff(before: Plan, after: Plan) -> PlanDiff:
     folded = fold([paths[row] for row in kept], group_of[kept])
     device_bytes = by_class(before), by_class(after)
     return PlanDiff(
-        (before.axis_sizes, after.axis_sizes),
-        (device_bytes[0].max, device_bytes[1].max),
-        tuple(Change(each.pattern, len(each.rows), *changed[each.group]) for each in folded),
-        tuple(_rules_changed(before.rules, after.rules, decided_otherwise)),
-        (device_bytes[0].max_host, device_bytes[1].max_host),
+        (
+            Change(each.pattern, len(each.rows), *pair, _moves(pair, before, after))
+            for each in folded
+            for pair in [changed[each.group]]
+        ),
+        mesh=(before.axis_sizes, after.axis_sizes),
+        bytes=(device_bytes[0].max, device_bytes[1].max),
+        rules=tuple(_rules_changed(before.rules, after.rules, decided_otherwise)),
+        host_bytes=(device_bytes[0].max_host, device_bytes[1].max_host),
     )
 
 
+def _moves(pair: Pair, before: Plan, after: Plan) -> bool | None:
+    """Tell whether devices hold other parts of leaves, as far as they are the same arrays."""
+    a, b = pair
+    if a is None or b is None or a.spec is None or b.spec is None:
+        return None
+    if (a.shape, dtype_shown(a)) != (b.shape, dtype_shown(b)):
+        return None
+    meshes = [
+        [(axis, size) for axis, size in plan.axis_sizes.items() if size > 1]
+        for plan in (before, after)
+    ]
+    specs = as_placed(a.spec, before.axis_sizes), as_placed(b.spec, after.axis_sizes)
+    return meshes[0] != meshes[1] or specs[0] != specs[1] or a.memory_kind != b.memory_kind
+
+
 def _rules_changed(before: AnyRules, after: AnyRules, decided_otherwise: int) -> Iterator[str]:
-    """Yield the differences of the rules, in words."""
+    """Yield the differences of the rules: lines of a diff."""
     if type(before) is not type(after):
         yield "paths or logical axis names decide"
         return
-    if before.dialect != after.dialect:
-        yield "the dialect"
-    for name in ("optional_axes", "min_size"):  # logical rules have no min_size
-        if getattr(before, name, 0) != getattr(after, name, 0):
-            yield name
-    changes = list(_content_changed(_comparable(before), _comparable(after)))
-    yield from changes
+    texts = [_rules_text(rules) for rules in (before, after)]
+    lines = list(unified_diff(texts[0], texts[1], n=0, lineterm=""))[2:]
+    changes = [f"{line[0]} {line[1:]}" for line in lines if not line.startswith("@@")]
+    yield from changes[:_MOST_LINES]
+    yield from and_more(len(changes), _MOST_LINES, "line")
     if not changes and decided_otherwise:
         yield f"which rule decides {counted(decided_otherwise, 'leaf')}"
 
 
-def _content_changed(before: list[Any], after: list[Any]) -> Iterator[str]:
-    """Say which rules are new, gone, changed or elsewhere; a rule that moved is the same rule."""
-    new: list[int] = []
-    gone: list[int] = []
-    changed: list[int] = []
-    for what, start, end, start_after, end_after in SequenceMatcher(
-        a=before, b=after, autojunk=False
-    ).get_opcodes():
-        if what == "replace" and end - start == end_after - start_after:
-            changed += range(start_after, end_after)
-        elif what != "equal":
-            gone += range(start, end)
-            new += range(start_after, end_after)
-    places: defaultdict[Any, deque[int]] = defaultdict(deque)
-    for place in gone:
-        places[before[place]].append(place)
-    moved = [
-        f"{places[after[place]].popleft()} -> {place}" for place in new if places.get(after[place])
-    ]
-    removed = sorted(place for kept in places.values() for place in kept)
-    stayed = {int(pair.rpartition(" ")[2]) for pair in moved}
-    for verb, numbers in (
-        ("added", [place for place in new if place not in stayed]),
-        ("removed", removed),
-        ("changed", changed),
-        ("moved", moved),
-    ):
-        if numbers:
-            texts = ", ".join(map(str, numbers[:_MOST_RULES]))
-            rest = f" and {len(numbers) - _MOST_RULES:,} more" * (len(numbers) > _MOST_RULES)
-            yield f"{len(numbers):,} {verb} ({texts}{rest})"
+def _rules_text(rules: AnyRules) -> list[str]:
+    """Return a line for each policy and each rule: equal for rules that mean the same."""
+    policies = {item.name: getattr(rules.dialect, item.name) for item in fields(rules.dialect)}
+    for name in ("optional_axes", "min_size"):  # logical rules have no min_size
+        policies[name] = getattr(rules, name, 0)
+    head = [f"{name} = {value!r}" for name, value in policies.items()]
+    if isinstance(rules, Rules):
+        return [*head, *(f"{_pattern_text(rule[0])} -> {_asked_text(rule[1])}" for rule in rules)]
+    return [*head, *(f"{name!r} -> {axes!r}" for name, axes in rules)]
 
 
-def _comparable(rules: AnyRules) -> list[tuple[Any, ...]]:
-    """Return per rule what is equal for equal rules, however they are given."""
-    return list(map(_rule_shown, rules)) if isinstance(rules, Rules) else list(rules)
+def _pattern_text(pattern: Any) -> str:
+    if not isinstance(pattern, re.Pattern):
+        return repr(pattern)
+    flags = re.RegexFlag(pattern.flags & ~(re.DEBUG | re.UNICODE))
+    return repr(pattern.pattern) + (f" with {flags!r}" if flags else "")
 
 
-def _rule_shown(rule: tuple[Any, Any]) -> tuple[Any, ...]:
-    pattern, spec = rule
-    rule_spec_ = rule_spec(spec)
-    if isinstance(pattern, re.Pattern):
-        pattern = pattern.pattern, pattern.flags & ~re.DEBUG
-    return pattern, *astuple(replace(rule_spec_, spec=spec_shown(rule_spec_.spec)))
+def _asked_text(value: Any) -> str:
+    """Return what a rule asks for, with its spec in normal form."""
+    rule = rule_spec(value)
+    is_plain = has_axes(rule.spec) and not isinstance(rule.spec, Fsdp)
+    spec = spec_shown(as_written(rule.spec) if is_plain else rule.spec)
+    names = ("correction", "units", "memory_kind", "optional_axes")
+    said = [f"{name}={getattr(rule, name)!r}" for name in names if getattr(rule, name)]
+    return ", ".join([spec, *said])
 
 
 def _on_device(kind: Kind) -> int:
@@ -226,11 +251,17 @@ def _on_device(kind: Kind) -> int:
     return 0 if is_on_host(kind.memory_kind) else kind.device_bytes
 
 
-def _aspects(kind: Kind | None) -> tuple[Any, ...]:
-    """Return a leaf's shape, dtype, and its place or problem, as texts.
-
-    Equal for one without a change.
-    """
+def _aspects(kind: Kind | None) -> tuple[str, ...]:
+    """Return a leaf's shape, dtype, and its place or problem, as texts."""
     if kind is None:
         return ()
     return str(kind.shape), dtype_shown(kind), problem_shown(kind) or placement_shown(kind)
+
+
+def _is_alike(a: Kind, b: Kind) -> bool:
+    """Tell whether leaves of both kinds are the same arrays with specs that are alike."""
+    if _aspects(a) == _aspects(b):
+        return True
+    if a.spec is None or b.spec is None or _aspects(a)[:2] != _aspects(b)[:2]:
+        return False
+    return as_written(a.spec) == as_written(b.spec) and a.memory_kind == b.memory_kind

@@ -5,21 +5,23 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final, Literal, NamedTuple, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypedDict, get_args
 
 from shardrules._base.arguments import as_tuple, check_choice, check_file, integer
 from shardrules._base.text import (
     and_more,
-    answer,
     bytes_shown,
     counted,
     printable,
-    printable_json,
     printable_lines,
     record,
 )
+from shardrules._plan.answers import Answer, Section
 from shardrules._rules.patterns import parse
 from shardrules._rules.rules import Rules
+
+if TYPE_CHECKING:
+    from shardrules._plan.page_section import Page
 
 
 class Declared(TypedDict):
@@ -183,8 +185,7 @@ class FindingsError(Exception):
         self.findings: Final = findings
 
 
-@answer
-class Findings(tuple[Finding, ...]):
+class Findings(Answer[Finding]):
     """All findings together, the worst first; `str` lists them, and how many there are.
 
     If there are none, it says so, and what was looked at.
@@ -204,14 +205,14 @@ class Findings(tuple[Finding, ...]):
     scope: str
     """What was looked at, in words: "12 leaves, 3 rules, on tp=2"; and what was not."""
 
-    def __new__(cls, findings: Iterable[Finding], scope: str = "") -> Findings:
+    _rows_key = "findings"
+
+    def __new__(cls, findings: Iterable[Finding] = (), scope: str = "") -> Self:
         """Sorted by level, then by bytes at stake."""
         worst_first = sorted(
             findings, key=lambda finding: (LEVELS.index(finding.level), -finding.bytes)
         )
-        findings_ = super().__new__(cls, worst_first)
-        findings_.scope = scope
-        return findings_
+        return super().__new__(cls, worst_first, scope=scope)
 
     def at_least(self, level: Level) -> Findings:
         """Return the findings of this level and worse."""
@@ -240,8 +241,13 @@ class Findings(tuple[Finding, ...]):
         if refused := self.at_least(level):
             raise FindingsError(refused)
 
-    def _parts(self) -> list[str]:
-        return [*map(str, self), conclusion(self)]
+    @property
+    def notes(self) -> list[str]:
+        """How many findings there are, or what they are not in."""
+        return [conclusion(self)]
+
+    def _json(self) -> dict[str, Any]:
+        return {"scope": self.scope}
 
     @property
     def summary(self) -> str:
@@ -250,9 +256,9 @@ class Findings(tuple[Finding, ...]):
         error, warning, info = counts
         return f"{counted(error, 'error')}, {counted(warning, 'warning')}, {info} info"
 
-    def to_json(self) -> str:
-        """Return a JSON object: {"findings": [{"level": ..., "kind": ..., ...}]}."""
-        return printable_json({"findings": [finding._asdict() for finding in self]})
+    def _section(self, page: Page) -> Section:
+        rows = [finding._asdict() for finding in self]
+        return Section("findings", {"rows": rows, "conclusion": conclusion(self)})
 
     def to_github(self, file: str | None = None, lines: Sequence[int] = ()) -> str:
         """Workflow commands, which GitHub shows as annotations.

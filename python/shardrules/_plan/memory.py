@@ -15,6 +15,7 @@ from shardrules._base.specs import Entries
 from shardrules._base.text import answer, bytes_shown, printable_lines
 from shardrules._place.decider import Decider
 from shardrules._plan.device_bytes import DeviceClasses, Held, held_of
+from shardrules._plan.kinds import axes_used
 from shardrules._plan.tables import guesses_shown
 
 if TYPE_CHECKING:
@@ -139,31 +140,31 @@ class Training:
 
     def bytes_with(self, params: Plan) -> DeviceBytes:
         """Count the bytes of the parameters and of what training adds to them."""
-        moments: Any = self.optimizer
-        classes, counted_bytes = _counted(
-            params, self.gradients, moments, self.optimizer_memory_kind, self.activations
-        )
+        classes, counted_bytes = _counted(params, self, only_whole=False)
         totals = (classes.each(totals) for totals in counted_bytes[:-1])
         return DeviceBytes._make((*totals, counted_bytes.guessed))
 
 
-def by_class(
-    plan: Plan,
-    gradients: Any = None,
-    optimizer: Plan | tuple[Any, ...] | None = None,
-    optimizer_memory_kind: MemoryKind | None = None,
-) -> DeviceBytes:
-    """Return `DeviceBytes` with a number for each class of devices that hold equal bytes."""
-    return _counted(plan, gradients, optimizer, optimizer_memory_kind)[1]
+_NOTHING: Final = Training()
+
+
+def by_class(plan: Plan, training: Training = _NOTHING, *, only_whole: bool = False) -> DeviceBytes:
+    """Return `DeviceBytes` with a number for each class of devices that hold equal bytes.
+
+    Args:
+        plan: The parameters.
+        training: What training adds to them.
+        only_whole: Count the arrays alone that no mesh axis cuts.
+    """
+    return _counted(plan, training, only_whole=only_whole)[1]
 
 
 def _counted(
-    plan: Plan,
-    gradients: Any,
-    optimizer: Plan | tuple[Any, ...] | None,
-    optimizer_memory_kind: MemoryKind | None,
-    activations: Plan | None = None,
+    plan: Plan, training: Training, *, only_whole: bool
 ) -> tuple[DeviceClasses, DeviceBytes]:
+    gradients, activations = training.gradients, training.activations
+    optimizer: Any = training.optimizer
+    optimizer_memory_kind = training.optimizer_memory_kind
     if optimizer is None and optimizer_memory_kind is not None:
         raise ValueError(
             f"optimizer_memory_kind is {optimizer_memory_kind!r}, but no optimizer is given; give "
@@ -179,6 +180,8 @@ def _counted(
         memory: MemoryKind | None = None,
     ) -> None:
         for kind, leaves, array in zip(source.kinds, counts, arrays, strict=True):
+            if only_whole and axes_used(kind._counted, plan.axis_sizes):
+                continue
             on_host = is_on_host(memory or kind.memory_kind)
             parts["host" if on_host else part].append((leaves, array))
 

@@ -63,12 +63,13 @@ if TYPE_CHECKING:
 
     from shardrules._plan.diff import PlanDiff
     from shardrules._plan.explain import Explanation
-    from shardrules._plan.report import CompiledProgram, CompiledTime, Proposal, Proposed, Solved
+    from shardrules._plan.page_section import HasSection
     from shardrules._plan.sweep import Sweep
     from shardrules._plan.transfer import Transfer
     from shardrules._program.topologies.topology import Topology
 
 _MOST_IN_NOTEBOOK: Final = 100_000  # leaves; a check of more takes long
+_SECTIONS: Final = "what has a section: [plan.sweep(), proof.program, shardrules.suggest(model)]"
 _PATH: Final = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys of that leaf"
 
 
@@ -674,120 +675,61 @@ class Plan(Decider):
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        findings: Findings | None = None,
-        sweep: Sweep | None = None,
+        sections: Iterable[HasSection] = (),
         title: str = "Sharding plan",
         hbm: int | None = None,
         host_memory: int | None = None,
         gradients: Any = None,
         optimizer: Self | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
-        program: CompiledProgram | None = None,
-        time: CompiledTime | None = None,
-        suggestion: Proposal | None = None,
-        solution: Solved | None = None,
     ) -> str:
         """Write the plan as one HTML page that works offline.
 
         Args:
             path: The file to write, if any; it is replaced in one step.
-            findings: The findings to show. Default: those of `check`.
-            sweep: Rows of a sweep with the same gradients and optimizer, for a chart of the bytes
-                by mesh. Default: no chart.
+            sections: What the page shows beside the plan, each at most once: its `Findings`
+                (default: those of `check`); a `Sweep` with the same gradients and optimizer, for a
+                chart of the bytes by mesh; the `Suggestion` of `suggest` for the same leaves; the
+                `Solution` of `solve`; the `Program` of `inspect`, for a step that is compiled for
+                the plan's mesh, with its collectives and the memory at the peak; and the time of a
+                proof, `proof.time`, with a time line of each loop.
             title: The page's title, such as the model's name.
             hbm: Bytes of memory of a device: the page says whether the plan fits.
             host_memory: Bytes of the host's memory for each of its devices, for the same.
             gradients: As in `bytes_per_device`.
             optimizer: As in `bytes_per_device`.
             optimizer_memory_kind: As in `bytes_per_device`.
-            program: The `Program` of `inspect`, for a compiled step on the plan's mesh: the arrays
-                in the memory of a device at the peak, and all collectives. Default: neither.
-            time: The `ProgramTime` of `prove`, `proof.time`: a time line of what a device computes
-                and sends in a layer, and what of it is hidden. Default: none.
-            suggestion: The `Suggestion` of `suggest` for the same leaves, with which the page ends:
-                why each rule says what it says, and its bytes beside the plan's. Default: none.
-            solution: The `Solution` of `solve`: each class of dimensions, the axes that cut it, and
-                what a step costs with others. Default: none.
 
         Returns:
             The page.
 
         Raises:
-            ValueError: The sweep counts other bytes for the plan's mesh; the program is for another
-                mesh; the suggestion is for other leaves; or as `bytes_per_device`.
-            TypeError: A suggestion comes with an optimizer that is a Plan.
+            ValueError: A section is about other bytes, leaves or another mesh, or there are two of
+                a kind; or as `bytes_per_device`.
+            TypeError: What is given as a section has none; or a suggestion comes with an optimizer
+                that is a Plan.
             OSError: The file cannot be written.
 
         Example:
             >>> import jax, shardrules as sr
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
-            >>> page = sr.plan(tree, [("w", "tp")], {"tp": 2}).to_html()
+            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+            >>> page = plan.to_html(sections=[plan.sweep()])
             >>> "Content-Security-Policy" in page
             True
         """
-        from shardrules._plan.report import (
-            CompiledProgram,
-            CompiledTime,
-            Proposal,
-            Solved,
-            report_data,
-            report_html,
-        )
-        from shardrules._plan.sweep import Sweep
+        from shardrules._plan.page_section import HasSection, Page
+        from shardrules._plan.report import plan_page
 
         check_file("path", path)
-        check_type("findings", findings, Findings | None, "the Findings of Plan.check")
-        check_type("sweep", sweep, Sweep | None, "the Sweep of Plan.sweep")
+        parts = as_tuple("sections", sections, _SECTIONS)
+        check_items("sections", parts, HasSection, _SECTIONS)
         check_type("title", title, str, "a string")
-        room = room_of(hbm, host_memory)
-        check_type("program", program, CompiledProgram | None, "the Program of shardrules.inspect")
-        axis_sizes = self.axis_sizes if program is None else program.to_json()["mesh"]
-        if axis_sizes != self.axis_sizes:
-            raise ValueError(
-                f"program: it is for {mesh_shown(axis_sizes)}, the plan for "
-                f"{mesh_shown(self.axis_sizes)}: inspect a step that is compiled for this mesh"
-            )
-        check_type("time", time, CompiledTime | None, "the time of a Proof of shardrules.prove")
-        check_type(
-            "suggestion", suggestion, Proposal | None, "the Suggestion of shardrules.suggest"
-        )
-        check_type("solution", solution, Solved | None, "the Solution of shardrules.solve")
         training = Training(gradients, optimizer, optimizer_memory_kind)
-        data = report_data(
-            self,
-            self.check() if findings is None else findings,
-            sweep,
-            title,
-            room=room,
-            budget=training.bytes_with(self),
-            proposed=None if suggestion is None else self._proposed(suggestion, training),
-            program=program,
-            time=time,
-            solution=solution,
-        )
-        page = report_html(data)
+        page = plan_page(Page(self, training, room_of(hbm, host_memory)), parts, title)
         if path is not None:
             write_text(path, page)
         return page
-
-    def _proposed(self, suggestion: Proposal, training: Training) -> Proposed:
-        """Return other rules for these leaves, with their bytes counted in the same way."""
-        from shardrules._plan.report import Proposed
-
-        proposal: Plan = suggestion.plan
-        if (len(proposal.paths), proposal.total_bytes) != (len(self), self.total_bytes):
-            raise ValueError(
-                f"suggestion: it is for other leaves (number {len(proposal.paths):,}, bytes "
-                f"{proposal.total_bytes:,}) than the plan (number {len(self):,}, bytes "
-                f"{self.total_bytes:,}): suggest for the same model"
-            )
-        if isinstance(training.optimizer, Plan):
-            raise TypeError(
-                "suggestion: the optimizer's plan follows other rules; give the dtypes of its "
-                "moments as optimizer"
-            )
-        reasons = list(map(str, suggestion.reasons))
-        return Proposed(proposal, training.bytes_with(proposal), reasons)
 
     def _repr_html_(self) -> str:
         from html import escape

@@ -1,17 +1,26 @@
-"""Tables of a plan: for people at a prompt, and static HTML for notebooks."""
+"""Tables of a plan: for people at a prompt, static HTML for notebooks, and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, printable
+from shardrules._base.specs import spec_shown
+from shardrules._base.text import (
+    and_more,
+    bytes_shown,
+    counted,
+    mesh_shown,
+    printable,
+    printable_json,
+)
 from shardrules._plan.kinds import decided_shown, dtype_shown, placement_shown, problem_shown
 from shardrules._plan.memory import by_class
 from shardrules._plan.tables import Column, Table
 
 if TYPE_CHECKING:
     from shardrules._plan.fold import Folded
+    from shardrules._plan.memory import DeviceBytes, Room
     from shardrules._plan.plan import Plan
 
 _MOST_ROWS: Final = 60
@@ -72,3 +81,39 @@ def table_html(plan: Plan) -> str:
         f"{line}; Plan.to_html shows all" for line in and_more(len(rows), _MOST_HTML_ROWS, "row")
     )
     return plan_table(plan, rows[:_MOST_HTML_ROWS]).html(caption, more)
+
+
+def plan_json(plan: Plan, memory: DeviceBytes, room: Room) -> str:
+    """Return the plan as a JSON object, with a row for each folded path."""
+    from shardrules._plan.lock import plan_fingerprint
+
+    leaves = [
+        {
+            "path": row.pattern,
+            "leaves": len(row.rows),
+            "shape": kind.shape,
+            "dtype": dtype_shown(kind),
+            "rule": kind.rule,
+            **({} if kind.names is None else {"names": kind.names, "rules": kind.dim_rules}),
+            "spec": spec_shown(kind.spec),
+            "memory_kind": kind.memory_kind,
+            "problem": problem_shown(kind),
+            "bytes": kind.bytes * len(row.rows),
+            "device_bytes": kind.device_bytes * len(row.rows),
+            "lost": [loss.message for loss in kind.losses],
+        }
+        for row in plan.folded
+        for kind in (plan.kinds[row.group],)
+    ]
+    content: dict[str, Any] = {
+        "version": 1,
+        "mesh": plan.axis_sizes,
+        "leaves": len(plan.paths),
+        "bytes": plan.total_bytes,
+        "device_bytes": {"total": memory.max, **memory._fullest()},
+        "fingerprint": plan_fingerprint(plan),
+        "folded": leaves,
+    }
+    if (fits := room.fits(memory)) is not None:
+        content["fits"] = fits
+    return printable_json(content)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.arguments import as_tuple, check_type, integer, strings
 from shardrules._base.mesh_sizes import check_bounds, checked_sizes, mesh_shapes
-from shardrules._base.rule_specs import MemoryKind, check_memory_kind
+from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.text import (
-    answer,
     bytes_shown,
     counted,
     mesh_shown,
@@ -21,14 +20,16 @@ from shardrules._base.text import (
     record,
 )
 from shardrules._place.mesh import as_mesh
+from shardrules._plan.answers import Answer, Section
 from shardrules._plan.axis_uses import data_axes_among
 from shardrules._plan.kinds import axes_used
-from shardrules._plan.memory import DTYPES, DeviceBytes, Room, by_class, room_of
+from shardrules._plan.memory import DTYPES, DeviceBytes, Room, Training, by_class, room_of
 from shardrules._plan.resolve import sized_mesh
 from shardrules._plan.tables import Column, Table, guesses_shown
 from shardrules._program.topologies.topology import Topology
 
 if TYPE_CHECKING:
+    from shardrules._plan.page_section import Page
     from shardrules._plan.plan import Plan
 
 _MOST_MESHES: Final = 10_000
@@ -56,7 +57,7 @@ class SweepRow(NamedTuple):
     bytes: int
     """Bytes on the device that holds most."""
     replicated: int
-    """Bytes of the leaves that no mesh axis cuts, on each device."""
+    """Of these, bytes of the arrays that no mesh axis cuts."""
     largest_replicated: str | None
     """Folded path of the largest leaf that no mesh axis cuts."""
     largest_replicated_bytes: int
@@ -72,29 +73,35 @@ class SweepRow(NamedTuple):
     """Bytes in the host's memory for the device that has most there."""
 
 
-@answer
-class Sweep(tuple[SweepRow, ...]):
+class Sweep(Answer[SweepRow]):
     """A row for each mesh, the best first; `Plan.sweep` says which that is."""
 
-    _guessed: Mapping[str, tuple[str, ...]]
+    _guessed: Mapping[str, tuple[str, ...]] = {}
     """As `DeviceBytes.guessed`."""
-
-    def __new__(
-        cls,
-        rows: Iterable[SweepRow] = (),
-        guessed: Mapping[str, tuple[str, ...]] | None = None,
-    ) -> Sweep:
-        sweep = super().__new__(cls, rows)
-        sweep._guessed = guessed or {}
-        return sweep
 
     @property
     def notes(self) -> list[str]:
         """Lines with what names alone tell of the bytes."""
         return [printable(line) for line in guesses_shown(self._guessed)]
 
-    def _parts(self) -> list[Table | str]:
-        return [sweep_table(self), *self.notes]
+    def _json(self) -> dict[str, Any]:
+        return {"notes": self.notes}
+
+    def _body(self) -> list[Table | str]:
+        return [sweep_table(self)]
+
+    def _section(self, page: Page) -> Section:
+        mine = page.bytes.max, page.bytes.max_host
+        for row in self:
+            if page.plan._is_on(row.mesh) and (row.bytes, row.host_bytes) != mine:
+                raise ValueError(
+                    f"the sweep counts {row.bytes:,} bytes on the fullest device of this plan's "
+                    f"mesh and {row.host_bytes:,} on the host, the report {mine[0]:,} and "
+                    f"{mine[1]:,}: give both the same gradients=, optimizer= and "
+                    "optimizer_memory_kind="
+                )
+        rows = [{**row._asdict(), "current": page.plan._is_on(row.mesh)} for row in self]
+        return Section("sweep", {"rows": rows, "notes": self.notes})
 
 
 def sweep_table(rows: Sequence[SweepRow]) -> Table:
@@ -149,8 +156,8 @@ def sweep_meshes(
         check_type("fixed", fixed, Mapping | None, _SIZES)
         check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
     room = room_of(hbm, host_memory)
-    check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
     moments = None if optimizer is None else as_tuple("optimizer", optimizer, DTYPES)
+    training = Training(gradients, moments, optimizer_memory_kind)
     tried = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(tried) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
@@ -161,10 +168,11 @@ def sweep_meshes(
     for mesh in tried:
         on = sized_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
         there = plan._on(on, may_lack)
-        device_bytes = by_class(there, gradients, moments, optimizer_memory_kind)
-        rows.append(_sweep_row(there, device_bytes, room))
+        device_bytes = by_class(there, training)
+        whole = by_class(there, training, only_whole=True)
+        rows.append(_sweep_row(there, device_bytes, whole.max, room))
         guessed = device_bytes.guessed
-    return Sweep(_best_first(rows, _TIE * (room.hbm or 0)), guessed)
+    return Sweep(_best_first(rows, _TIE * (room.hbm or 0)), _guessed=guessed)
 
 
 def _topology_of(devices: int | str | Topology | None) -> Topology | None:
@@ -260,20 +268,20 @@ def factorizations(
     return ({**dict(zip(axes, shape, strict=True)), **fixed} for shape in shapes)
 
 
-def _sweep_row(plan: Plan, device_bytes: DeviceBytes, room: Room) -> SweepRow:
+def _sweep_row(plan: Plan, device_bytes: DeviceBytes, replicated: int, room: Room) -> SweepRow:
+    counted = list(zip(plan.kinds, plan.counts.tolist(), strict=True))
     is_whole = [not axes_used(kind._counted, plan.axis_sizes) for kind in plan.kinds]
-    counted = list(zip(plan.kinds, plan.counts.tolist(), is_whole, strict=True))
     folded = [part for part in plan.folded if is_whole[part.group]]
     largest = max(folded, key=lambda part: plan.kinds[part.group].device_bytes, default=None)
     return SweepRow(
         mesh=plan.axis_sizes,
         devices=plan.devices,
         bytes=device_bytes.max,
-        replicated=sum(kind.device_bytes * count for kind, count, whole in counted if whole),
+        replicated=replicated,
         largest_replicated=largest.pattern if largest else None,
         largest_replicated_bytes=plan.kinds[largest.group].device_bytes if largest else 0,
-        corrections=sum(count for kind, count, _ in counted if kind.losses),
-        problems=sum(count for kind, count, _ in counted if kind.status != "placed"),
+        corrections=sum(count for kind, count in counted if kind.losses),
+        problems=sum(count for kind, count in counted if kind.status != "placed"),
         fits=room.fits(device_bytes),
         host_bytes=device_bytes.max_host,
     )

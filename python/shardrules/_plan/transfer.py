@@ -14,7 +14,6 @@ from shardrules._base.rule_specs import is_on_host
 from shardrules._base.specs import Entries, entries_of, is_unconstrained
 from shardrules._base.text import (
     and_more,
-    answer,
     bytes_shown,
     counted,
     mesh_shown,
@@ -23,6 +22,7 @@ from shardrules._base.text import (
     record,
 )
 from shardrules._place.mesh import MeshLike, has_devices
+from shardrules._plan.answers import Answer
 from shardrules._plan.check_rules import refusals
 from shardrules._plan.device_bytes import Grid, moved_bytes
 from shardrules._plan.diff import Pair, Pairs, paired
@@ -56,12 +56,12 @@ _COLUMNS: Final = (
 
 @record
 class TransferRow(NamedTuple):
-    """Leaves that move alike; in `Transfer.rows`.
+    """Leaves that move alike; a row of `Transfer`.
 
     Example:
         >>> import jax, shardrules as sr
         >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8,), "float32")}, [("w", "dp")], {"dp": 4})
-        >>> (row,) = plan.transfer(plan.on_mesh({"dp": 2})).rows
+        >>> (row,) = plan.transfer(plan.on_mesh({"dp": 2}))
         >>> row.path, row.received, row.most
         ('w', 24, 16)
     """
@@ -79,9 +79,8 @@ class TransferRow(NamedTuple):
     """Bytes of these leaves that all devices copy between their own memory and their hosts'."""
 
 
-@answer
-class Transfer(NamedTuple):
-    """The bytes that devices receive and send between two plans; `str` gives a table.
+class Transfer(Answer[TransferRow]):
+    """The bytes that devices receive and send between two plans: a row for each folded path.
 
     Arrays are of int64, or of Python's ints where that is too small, and cannot be written to.
     False if nothing moves.
@@ -109,8 +108,6 @@ class Transfer(NamedTuple):
     copied: npt.NDArray[np.int64]
     """Bytes that each device of the new mesh holds already in the other kind of memory, its own or
     its host's, and copies."""
-    rows: tuple[TransferRow, ...]
-    """A row for each folded path, in the order of the tree."""
 
     @property
     def total(self) -> int:
@@ -124,7 +121,9 @@ class Transfer(NamedTuple):
     def __bool__(self) -> bool:
         return bool(self.received.any() or self.copied.any())
 
-    def __str__(self) -> str:
+    @property
+    def heading(self) -> str:
+        """The meshes, and the bytes in all."""
         meshes = " -> ".join(map(mesh_shown, self.mesh))
         copied = int(self.copied.max(initial=0))
         summary = (
@@ -134,11 +133,30 @@ class Transfer(NamedTuple):
             + (f"; at most {bytes_shown(copied)} copied to or from its host" if copied else "")
         )
         shared = f"{meshes}: {counted(self.shared, 'device')} in both"
-        head = printable_lines([shared, summary if self else "nothing moves"])
-        moving = [row for row in self.rows if row.received or row.copied]
-        table = Table(_COLUMNS, map(_transfer_cells, moving[:_MOST_ROWS])).lines() if moving else []
-        more = and_more(len(moving), _MOST_ROWS, "row")
-        return "\n".join([head, *table, *more])
+        return f"{shared}\n{summary if self else 'nothing moves'}"
+
+    @property
+    def notes(self) -> list[str]:
+        """How many more rows move than are shown."""
+        return and_more(len(self._moving()), _MOST_ROWS, "row")
+
+    def _moving(self) -> list[TransferRow]:
+        return [row for row in self if row.received or row.copied]
+
+    def _json(self) -> dict[str, Any]:
+        return {
+            "mesh": self.mesh,
+            "shared": self.shared,
+            **{name: getattr(self, name).tolist() for name in ("received", "sent", "copied")},
+        }
+
+    def _row_json(self, row: TransferRow) -> dict[str, Any]:
+        specs = {"before": placement_shown(row.before), "after": placement_shown(row.after)}
+        return row._asdict() | specs
+
+    def _body(self) -> list[Table | str]:
+        moving = self._moving()[:_MOST_ROWS]
+        return [Table(_COLUMNS, map(_transfer_cells, moving))] if moving else []
 
 
 def _transfer_cells(row: TransferRow) -> tuple[str, ...]:
@@ -195,21 +213,22 @@ def transfer(before: Plan, after: Plan, places: npt.NDArray[np.int64]) -> Transf
             copied += moved.kept * count
         kept = int(moved.kept.sum()) if changes_memory else 0
         of_leaf.append((int(moved.received.sum()), int(moved.received.max()), kept))
+    rows = (
+        TransferRow(
+            pair.pattern,
+            len(pair.rows),
+            *kinds[pair.group],
+            *(len(pair.rows) * count for count in of_leaf[pair.group]),
+        )
+        for pair in fold(pairs.paths, pairs.group_of)
+    )
     return Transfer(
+        rows,
         mesh=(before.axis_sizes, after.axis_sizes),
         shared=len(new.shared),
         received=_on_mesh(received, new),
         sent=_on_mesh(sent, old),
         copied=_on_mesh(copied, new),
-        rows=tuple(
-            TransferRow(
-                pair.pattern,
-                len(pair.rows),
-                *kinds[pair.group],
-                *(len(pair.rows) * count for count in of_leaf[pair.group]),
-            )
-            for pair in fold(pairs.paths, pairs.group_of)
-        ),
     )
 
 

@@ -16,8 +16,10 @@ from shardrules._base.atomic_write import write_text
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import answer, bytes_shown, mesh_shown, printable
 from shardrules._place.mesh import AnyMesh, has_devices
+from shardrules._plan.answers import Section
 from shardrules._plan.findings import Findings
 from shardrules._plan.lock_texts import content_of
+from shardrules._plan.page_section import Page
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
 from shardrules._program.buffers import Memory, Totals
@@ -249,6 +251,14 @@ class Program:
         ]
         memory = self.memory and self.memory.to_json()
         return {"mesh": self.axis_sizes, "collectives": rows, "memory": memory}
+
+    def _section(self, page: Page) -> Section:
+        if self.axis_sizes != page.plan.axis_sizes:
+            raise ValueError(
+                f"program: it is for {mesh_shown(self.axis_sizes)}, the plan for "
+                f"{mesh_shown(page.plan.axis_sizes)}: inspect a step that is compiled for this mesh"
+            )
+        return Section("program", self.to_json())
 
     def _parts(self) -> list[Table | str]:
         if not self.has_text:

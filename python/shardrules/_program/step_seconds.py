@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from shardrules._base.text import answer, counted, printable_lines, seconds_shown
+from shardrules._plan.answers import Section
+from shardrules._plan.page_section import Page
 from shardrules._plan.tables import Column, Table
 from shardrules._program.collectives import Collective
 from shardrules._program.computation import Instruction, line_at, parsed, shapes_in
@@ -92,6 +94,9 @@ class ProgramTime(NamedTuple):
             "shortest": self.shortest,
             "longest": self.longest,
         }
+
+    def _section(self, page: Page) -> Section:
+        return Section("time", {**self.to_json(), "text": str(self).split("\n")[0]})
 
     def __str__(self) -> str:
         lines = [

@@ -151,7 +151,7 @@
 
   function drawSweep() {
     const BARS = 60;
-    const rows = report.sweep.slice(0, BARS);
+    const rows = report.sweep.rows.slice(0, BARS);
     const longest = Math.max(report.hbm ?? 0, ...rows.map((row) => row.bytes));
     const percent = (bytes) => `${(100 * bytes) / longest}%`;
     const part = (name, colour, bytes) => {
@@ -283,7 +283,7 @@
         element("span", {}, swatch(REPLICATED), "exposed: the device waits for it")),
       ...report.time.timelines.flatMap(drawTimeline));
   }
-  if (report.sweep?.length) drawSweep();
+  if (report.sweep?.rows.length) drawSweep();
   if (!wholeTree || wholeTree.held === 0) {
     place.replaceWith(element("p", { class: "hint" }, "No leaf has any bytes."));
   } else {

@@ -24,10 +24,10 @@
   if (time) facts.push(["A step", `${secondsShown(time.shortest)} to ${secondsShown(time.longest)}`]);
   if (fits !== null) facts.unshift(["Fits", `${fits.yes ? "yes" : "no"}, into ${fits.room}`]);
   const worst = fits !== null && !fits.yes ? "error"
-    : report.findings.length ? report.findings[0].level : "right";
+    : report.findings.rows.length ? report.findings.rows[0].level : "right";
   document.getElementById("header").append(
     element("h1", {}, report.title),
-    element("p", { class: `verdict ${worst}` }, report.conclusion,
+    element("p", { class: `verdict ${worst}` }, report.findings.conclusion,
       fits === null || fits.yes ? null : "; it does not fit"),
     element("dl", { class: "facts" },
       facts.map(([name, value]) =>
@@ -39,18 +39,18 @@
   const SHOWN_PATHS = 6;
   const TO_DO = 3;
   const section = document.getElementById("findings");
-  if (!report.findings.length) {
-    section.append(element("p", { class: "hint" }, `${report.conclusion}.`));
+  if (!report.findings.rows.length) {
+    section.append(element("p", { class: "hint" }, `${report.findings.conclusion}.`));
     return;
   }
   // Dead rules are one card.
   const isDead = ({ kind, rule }) => kind === "dead" && rule !== null;
-  const dead = report.findings.filter(isDead);
+  const dead = report.findings.rows.filter(isDead);
   const ofDead = dead.length < 2 ? [] : [{
     ...dead[0], rule: null, message: `${counted(dead.length)} rules match no leaf`,
     paths: dead.map(({ message }) => message), fix: "correct their patterns, or remove them",
   }];
-  const cards = report.findings.flatMap((finding) =>
+  const cards = report.findings.rows.flatMap((finding) =>
     (!ofDead.length || !isDead(finding) ? [finding] : finding === dead[0] ? ofDead : []));
 
   function copied({ target }) {
@@ -121,14 +121,14 @@
 })();
 
 (() => {
-  if (!report.sweep?.length) return;
+  if (!report.sweep?.rows.length) return;
   const section = document.getElementById("sweep");
   section.hidden = false;
   const [made, body] = table(
     ["Mesh", "Devices", "Fullest device", "Replicated", "Corrections", "Fits"], [1, 2, 3, 4]);
   const onHost = (row) => (row.host_bytes ? ` + ${bytesShown(row.host_bytes)} on the host` : "");
   const verdicts = new Map([[true, "yes"], [false, "no"], [null, "-"]]);
-  appendPaged(body, report.sweep, (row) =>
+  appendPaged(body, report.sweep.rows, (row) =>
     element("tr", { class: row.fits === false ? "does-not-fit" : null },
       element("td", {}, element("code", {}, meshShown(row.mesh)),
         row.current ? element("span", { class: "badge" }, "this plan") : null),
@@ -138,11 +138,11 @@
       element("td", { class: "number" }, counted(row.corrections)),
       element("td", {}, verdicts.get(row.fits))), section);
   section.append(scrolled(made, "Table of meshes"),
-    ...report.sweep_notes.map((note) => element("p", { class: "hint" }, note)));
+    ...report.sweep.notes.map((note) => element("p", { class: "hint" }, note)));
 })();
 
 (() => {
-  if (report.program === null) return;
+  if (!report.program) return;
   const section = document.getElementById("program");
   section.hidden = false;
   const { memory, collectives } = report.program;
@@ -164,7 +164,7 @@
 })();
 
 (() => {
-  if (report.solution === null) return;
+  if (!report.solution) return;
   const section = document.getElementById("solution");
   section.hidden = false;
   const [made, body] = table(["Dimensions", "Size", "Cut by", "Other axes: a step, memory"], [1]);
@@ -182,7 +182,7 @@
 })();
 
 (() => {
-  if (report.suggestion === null) return;
+  if (!report.suggestion) return;
   const section = document.getElementById("suggestion");
   section.hidden = false;
   const [made, body] = table(["Rules", "Mesh", "Number", "Fullest device", "Fits"], [2, 3]);
@@ -195,7 +195,8 @@
       element("td", { class: "number" }, bytesShown(plan.bytes)),
       element("td", {}, verdicts.get(plan.fits)))));
   const reasons = element("ul", { class: "paths" });
-  section.append(scrolled(made, "Table of plans"), reasons);
+  section.append(scrolled(made, "Table of plans"),
+    element("pre", { tabindex: 0 }, report.suggestion.toml), reasons);
   appendPaged(reasons, report.suggestion.reasons, (reason) =>
     element("li", {}, element("code", {}, reason)), section, 40);
 })();

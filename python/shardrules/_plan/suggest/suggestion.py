@@ -14,12 +14,14 @@ from shardrules._base.text import (
     printable,
     record,
 )
+from shardrules._plan.answers import Section
 from shardrules._plan.findings import Declared, Findings
 from shardrules._plan.suggest.texts import python_text, toml_text
 from shardrules._rules.patterns import pattern_shown
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
+    from shardrules._plan.page_section import Page
     from shardrules._plan.plan import Plan
     from shardrules._rules.patterns import Pattern
 
@@ -141,6 +143,34 @@ class Suggestion:
             finding._replace(fix=_OTHER_MESH) if finding.kind == "replicated" else finding
             for finding in findings
         )
+
+    def _section(self, page: Page) -> Section:
+        """Return the rules, and their bytes beside those of the plan, counted in the same way."""
+        mine, other = page.plan, self._plan
+        if (len(other), other.total_bytes) != (len(mine), mine.total_bytes):
+            raise ValueError(
+                f"suggestion: it is for other leaves (number {len(other):,}, bytes "
+                f"{other.total_bytes:,}) than the plan (number {len(mine):,}, bytes "
+                f"{mine.total_bytes:,}): suggest for the same model"
+            )
+        if not isinstance(page.training.optimizer, tuple | None):
+            raise TypeError(
+                "suggestion: the optimizer's plan follows other rules; give the dtypes of its "
+                "moments as optimizer"
+            )
+        held = page.training.bytes_with(other)
+        plans = [
+            {
+                "name": name,
+                "mesh": plan.axis_sizes,
+                "rules": len(plan.rules),
+                "bytes": count.max,
+                "fits": page.room.fits(count),
+            }
+            for name, plan, count in (("this plan", mine, page.bytes), ("suggested", other, held))
+        ]
+        reasons = list(map(str, self._reasons))
+        return Section("suggestion", {"plans": plans, "reasons": reasons, "toml": self.to_toml()})
 
     @property
     def declared(self) -> Declared:

@@ -22,6 +22,8 @@ from shardrules._base.text import (
 )
 from shardrules._place.mesh import as_mesh, context_mesh, has_devices, in_force
 from shardrules._place.named_arrays import leaf_paths
+from shardrules._plan.answers import Section
+from shardrules._plan.page_section import Page
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
 from shardrules._program.solve.activations import Activation, activations, constrained_step
@@ -149,6 +151,22 @@ class Solution:
             more = len(self.left_out) - _MESHES_SHOWN
             rest = f" and {counted(more, 'more mesh')}" if more > 0 else ""
             yield f"not tried, as they split a dimension of the slice: {shown}{rest}"
+
+    def _section(self, page: Page) -> Section:
+        """Return each class of dimensions, the axes that cut it, and what others cost."""
+        choices = [
+            {
+                "role": row.role or "no role",
+                "size": f"{row.size:,}",
+                "axes": ",".join(row.axes) or "whole",
+                "arrays": [f"{path}[{dim}]" for path, dim in row.arrays],
+                "alternatives": list(map(str, row.alternatives)),
+            }
+            for row in self.choices
+        ]
+        constraints = list(map(str, self.activations))
+        data = {"text": self.summary, "choices": choices, "activations": constraints}
+        return Section("solution", data)
 
     def _parts(self) -> list[Table | str]:
         """Return what notebooks show: beside each choice what the next best costs."""

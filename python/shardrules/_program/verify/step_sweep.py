@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple, SupportsIndex, overload
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 from shardrules._base.text import (
-    answer,
     brief,
     bytes_shown,
     mesh_shown,
@@ -14,6 +13,7 @@ from shardrules._base.text import (
     record,
     seconds_shown,
 )
+from shardrules._plan.answers import Answer
 from shardrules._plan.tables import Column, Table
 from shardrules._program.step_seconds import Roofline
 
@@ -51,45 +51,26 @@ class StepSweepRow(NamedTuple):
         return None if self.time is None else self.time.longest / self.choices.get("batch", 1)
 
 
-@answer
-class StepSweep(tuple[StepSweepRow, ...]):
+class StepSweep(Answer[StepSweepRow]):
     """A row for each mesh and choice, the best first; `sweep` says which that is."""
 
-    heading: str
+    heading: str = ""
     """The devices, and how many rows fit; whether all of them have been tried."""
-    is_whole: bool
+    is_whole: bool = True
     """False if an interrupt came before all were tried."""
 
-    def __new__(
-        cls, rows: Iterable[StepSweepRow] = (), heading: str = "", *, is_whole: bool = True
-    ) -> StepSweep:
-        made = super().__new__(cls, rows)
-        made.heading, made.is_whole = heading, is_whole
-        return made
+    def _json(self) -> dict[str, Any]:
+        return {"heading": self.heading, "is_whole": self.is_whole}
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> StepSweepRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> StepSweep: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> StepSweepRow | StepSweep:
-        """Return a row; or some of them, with the heading."""
-        found: Any = super().__getitem__(index)
-        if isinstance(index, slice):
-            return StepSweep(found, self.heading, is_whole=self.is_whole)
-        return found  # type: ignore[no-any-return]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the rows as `json.dumps` takes them."""
-        rows = [
+    def _row_json(self, row: StepSweepRow) -> dict[str, Any]:
+        return (
             row._asdict()
             | {"choices": {name: _plain(value) for name, value in row.choices.items()}}
             | {"time": row.time and row.time.to_json(), "seconds": row.seconds}
-            for row in self
-        ]
-        return {"heading": self.heading, "is_whole": self.is_whole, "rows": rows}
+        )
 
-    def _parts(self) -> list[Table | str]:
-        return [printable(self.heading), step_sweep_table(self)]
+    def _body(self) -> list[Table | str]:
+        return [step_sweep_table(self)]
 
 
 def step_sweep_table(rows: Sequence[StepSweepRow]) -> Table:

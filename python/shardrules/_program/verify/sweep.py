@@ -116,7 +116,7 @@ def swept(
     rows.sort(key=_rank)
     verdicts = Counter(filter(None, map(verdict_of, rows)))
     heading = "; ".join([heading, *(f"{word}: {count:,}" for word, count in verdicts.items())])
-    return StepSweep(rows, heading, is_whole=not is_cut)
+    return StepSweep(rows, heading=heading, is_whole=not is_cut)
 
 
 def _checked_choices(
