@@ -53,7 +53,8 @@ class _Known(NamedTuple):
 
 def is_tracing(leaves: list[Any]) -> bool:
     """Return whether the caller, or one of the leaves, is inside jit or another transformation."""
-    return not _trace_state_clean() or any(isinstance(leaf, Tracer) for leaf in leaves)
+    kinds = set(map(type, leaves))
+    return not _trace_state_clean() or any(issubclass(kind, Tracer) for kind in kinds)
 
 
 class _KeyOf(dict[type, Callable[[Any], Hashable]]):

@@ -23,6 +23,7 @@ from shardrules._place.decider import (
 from shardrules._place.memory import in_memory, memory_apart
 from shardrules._place.mesh import MeshLike, context_mesh, local_view, processes_of, resolve_mesh
 from shardrules._place.shardings import decided_by_rules
+from shardrules._place.transfers import array_types
 from shardrules._rules.rules import matcher_of, specs_by_rules
 
 
@@ -92,19 +93,18 @@ def requested_shardings(
         ValueError: As `named_shardings`.
         TypeError: A spec is something else, or `tree` is not a pytree of arrays.
     """
-    from jax import Array, tree_util
-    from jax.core import Tracer
+    from jax import tree_util
 
     decider = as_decider("rules", rules, correction, names)
     leaves, treedef = tree_util.tree_flatten(tree)
     if not leaves:
         check_arrays("tree", tree)
     shardings, says_memory, _ = decider._decided(tree, mesh)
+    have_memory = array_types(leaves)
     for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if sharding is None or says_memory[index]:
+        if type(leaf) not in have_memory or sharding is None or says_memory[index]:
             continue
-        has_memory = isinstance(leaf, Array) and not isinstance(leaf, Tracer)
-        if has_memory and (kind := memory_apart(leaf.sharding)):
+        if kind := memory_apart(leaf.sharding):
             shardings[index] = in_memory(sharding, kind)
     return leaves, treedef, shardings
 

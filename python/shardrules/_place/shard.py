@@ -277,12 +277,12 @@ def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding
     def path(sharding: NamedSharding) -> str:
         return leaf_path(tree, next(i for i, target in enumerate(shardings) if target is sharding))
 
-    for leaf, sharding in zip(leaves, shardings, strict=True):
-        if sharding is not None and isinstance(leaf, Tracer):
-            raise TypeError(
-                "shard places arrays on devices, and inside jit there are none yet: "
-                "use with_sharding_constraint, which takes the same arguments"
-            )
+    placed = [leaf for leaf, target in zip(leaves, shardings, strict=True) if target is not None]
+    if any(isinstance(leaf, Tracer) for leaf in of_each_type(placed)):
+        raise TypeError(
+            "shard places arrays on devices, and inside jit there are none yet: "
+            "use with_sharding_constraint, which takes the same arguments"
+        )
     for sharding in distinct(shardings):
         if sharding is not None:
             check_placeable(sharding, partial(path, sharding))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
 from shardrules._base.jax_names import weakly_typed
@@ -39,9 +40,9 @@ def put(
     inputs = list(leaves)
     if jax.process_count() > 1:
         inputs = list(map(_of_this_process, leaves, shardings))
-    moved, cut_on_host = [], []
+    moved, cut_on_host, are_arrays = [], [], array_types(inputs)
     for index, (leaf, target) in enumerate(zip(inputs, shardings, strict=True)):
-        if isinstance(leaf, jax.Array):
+        if type(leaf) in are_arrays:
             was = leaf.sharding  # asked once: that of random keys takes long
             is_there = (was is target or was == target) and getattr(leaf, "committed", False)
             if is_there and (may_alias or not target.addressable_devices):
@@ -269,6 +270,16 @@ def _is_weak(leaf: Any) -> bool:
 def distinct(objects: list[_T]) -> Iterable[_T]:
     """Return each object once, told apart by identity."""
     return dict(zip(map(id, objects), objects, strict=True)).values()
+
+
+def array_types(leaves: list[Any]) -> set[type]:
+    """Return the types of leaves that are arrays with data; JAX asks each array in Python."""
+    one_of_type = dict(zip(map(type, leaves), leaves, strict=True))
+    return {
+        kind
+        for kind, leaf in one_of_type.items()
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    }
 
 
 def of_each_type(leaves: list[Any]) -> Iterable[Any]:
