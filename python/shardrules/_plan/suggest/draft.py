@@ -50,7 +50,6 @@ class Draft(NamedTuple):
     rules: Rules
     units: list[tuple[Unit, ...]]
     """Units of each rule."""
-    unknown: list[Unit]
 
     def replicated_rules(self, axis_sizes: Mapping[str, int]) -> Iterator[int]:
         """Yield the rules whose leaves are replicated on purpose.
@@ -145,9 +144,7 @@ def _rules_for_labels(
     pairs, of_rules = _loosest_patterns(ends, units, dialect, tightness)
     if joins:
         pairs, of_rules = _joined_rules(ends, pairs, of_rules)
-    return Draft(
-        Rules(pairs, dialect), of_rules, [unit for unit in units if not unit.dims.is_known]
-    )
+    return Draft(Rules(pairs, dialect), of_rules)
 
 
 def _joined_rules(
@@ -201,7 +198,7 @@ def mended(plan: Plan, units: list[Unit], tightness: int = 0) -> Draft:
         siblings=_cuts_of_siblings(rules, kept, of_kept),
     )
     pairs = [*(rules[rule] for rule in kept), *added.rules]
-    return Draft(rules_like(rules, pairs), [*of_kept, *added.units], added.unknown)
+    return Draft(rules_like(rules, pairs), [*of_kept, *added.units])
 
 
 def _entries_of(rules: Rules, kept: list[int], plan: Plan) -> dict[Axes, Any]:

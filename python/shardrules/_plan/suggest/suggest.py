@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,7 +27,6 @@ from shardrules._rules.rules import PathRules, Rules, remembered_rules
 
 if TYPE_CHECKING:
     from shardrules._place.mesh import MeshLike
-    from shardrules._plan.suggest.choose import Axes
 
 _AXES: Final = ("fsdp", "tp")
 _ADAM: Final = ("float32", "float32")
@@ -124,7 +123,9 @@ def suggest(
     rules, result = _decided_rows(model, bare, units, dialect, current)
     declared["replicated"] = _replicated_patterns(rules, result, units)
     _check_room(result, hbm, moments)
-    return Suggestion(result._declaring(declared), _rule_reasons(rules), declared, _doubts(units))
+    return Suggestion(
+        result._declaring(declared), tuple(_rule_reasons(rules)), declared, _doubts(units)
+    )
 
 
 def _doubts(units: Sequence[Unit]) -> tuple[str, ...]:
@@ -238,20 +239,19 @@ def _spared(result: Plan, units: list[Unit]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(patterns))
 
 
-def _rule_reasons(rules: Draft) -> tuple[Reason, ...]:
-    unknown = {id(unit) for unit in rules.unknown}
-    reasons = []
+def _rule_reasons(rules: Draft) -> Iterator[Reason]:
+    """Yield the reason of each rule: the roles in the first of its leaves."""
     for number, ((pattern, value), units) in enumerate(zip(rules.rules, rules.units, strict=True)):
-        spec, rank = plain_spec(value), len(units[0].shape)
-        entries = [*spec] if isinstance(spec, Entries) else []
-        entries += [None] * (rank - len(entries))
-        dims = [_cut_reason(units[0], dim, entry_axes(entry)) for dim, entry in enumerate(entries)]
-        leaves, size = sum(unit.leaves for unit in units), sum(unit.bytes for unit in units)
-        paths = tuple(unit.pattern for unit in units)
-        is_understood = unknown.isdisjoint(map(id, units))
-        reasons.append(Reason(number, pattern, leaves, size, paths, tuple(dims), is_understood))
-    return tuple(reasons)
-
-
-def _cut_reason(unit: Unit, dim: int, axes: Axes) -> CutReason:
-    return CutReason(dim, unit.shape[dim], unit.dims.sides[dim], tuple(axes))
+        spec, first = plain_spec(value), units[0]
+        axes = [entry_axes(entry) for entry in spec] if isinstance(spec, Entries) else []
+        axes += [()] * (len(first.shape) - len(axes))
+        sides = zip(first.shape, first.dims.sides, axes, strict=True)
+        yield Reason(
+            number,
+            pattern,
+            leaves=sum(unit.leaves for unit in units),
+            bytes=sum(unit.bytes for unit in units),
+            paths=tuple(unit.pattern for unit in units),
+            dims=tuple(CutReason(dim, *cut) for dim, cut in enumerate(sides)),
+            is_understood=all(unit.dims.is_known for unit in units),
+        )

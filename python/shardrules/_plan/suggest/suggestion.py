@@ -128,16 +128,7 @@ class Suggestion:
 
     @cached_property
     def warnings(self) -> Findings:
-        """Warnings of `check` about these rules, such as kernels that no axis of the mesh divides.
-
-        Example:
-            >>> import jax, shardrules as sr
-            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((4096, 8192), "float32")}}
-            >>> [one.kind for one in sr.suggest(tree, {"fsdp": 3}).warnings]
-            ['replicated']
-            >>> len(sr.suggest(tree, {"fsdp": 4}).warnings)
-            0
-        """
+        """Warnings of `check` about these rules, such as kernels that no mesh axis divides."""
         findings = self._plan.check().at_least("warning")
         return Findings(
             finding._replace(fix=_OTHER_MESH) if finding.kind == "replicated" else finding
