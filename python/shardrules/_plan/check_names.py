@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -15,32 +15,13 @@ from shardrules._plan.axis_uses import is_gathered
 from shardrules._plan.check_context import Queries, check_of, finding, leaves_in, rules_listed
 from shardrules._plan.findings import Finding, Level, at_stake
 from shardrules._plan.fold import Folded
+from shardrules._plan.heads import Projection, projections
 from shardrules._plan.kinds import Kind
 from shardrules._rules.resolver import axes_in
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
-    from shardrules._plan.plan import Plan
-
-_ATTENTION: Final = re.compile(r"att(n|ention)", re.I)
-# Projections to heads, and from heads, as the field's libraries name them inside of attention.
-_TO_HEADS: Final = re.compile(
-    r"(to_)?([qkv]|query|key|value)(_proj)?|w[qkv]|(w_?)?qkv(_proj)?|Wqkv|query_key_value|c_attn"
-)
-_FROM_HEADS: Final = re.compile(r"o|out|o_proj|out_proj|wo|to_out|attention_output|c_proj|dense")
-# Norms of single heads; those of all heads together are as wide as the projection.
-_HEAD_NORM: Final = re.compile(r"([qk]|query|key)_(layer_?)?norm")
-_SET_OF_NUMBERS: Final = re.compile(r"\{[0-9][0-9.,]*\}")
-
-
-class _Projection(NamedTuple):
-    """A projection to or from attention heads."""
-
-    folded: Folded
-    attention: str
-    """Path of its attention module, numbers left out."""
-    dim: int
-    """The dimension of all heads together, counted from the end."""
+    pass
 
 
 class _CutHeads(NamedTuple):
@@ -66,10 +47,8 @@ def cut_heads(queries: Queries) -> Iterator[Finding]:
 
     The size of a head is `head_dim`, or that of the norm of single heads beside them.
     """
-    kinds = queries.plan.kinds
-    projections = list(_projections(queries.plan))
-    sizes = _head_sizes(queries.plan, projections, queries.head_dim)
-    if queries.head_dim is not None and not sizes:
+    found = projections(queries.plan, queries.head_dim)
+    if queries.head_dim is not None and not found:
         yield finding(
             "warning",
             "half-head",
@@ -77,11 +56,9 @@ def cut_heads(queries: Queries) -> Iterator[Finding]:
             "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
         )
     groups: dict[tuple[int | None, _CutHeads], list[Folded]] = defaultdict(list)
-    for projection in projections:
-        kind = kinds[projection.folded.group]
-        if projection.attention in sizes and (
-            cut := _cut_heads(kind, projection.dim, sizes[projection.attention], queries)
-        ):
+    for projection in found:
+        kind = queries.plan.kinds[projection.folded.group]
+        if cut := _cut_heads(kind, projection, queries.plan.axis_sizes):
             groups[kind.rule, cut].append(projection.folded)
     for (rule, cut), folded in groups.items():
         who = "" if rule is None else f"{queries.rule(rule)}: "
@@ -95,99 +72,19 @@ def cut_heads(queries: Queries) -> Iterator[Finding]:
         )
 
 
-def head_sizes(plan: Plan, head_dim: int | None = None) -> dict[int, int]:
-    """Return {row of a projection to or from attention heads: size of a head}, where known.
-
-    It is `head_dim`, or that of the norm of single heads beside them.
-    """
-    projections = list(_projections(plan))
-    sizes = _head_sizes(plan, projections, head_dim)
-    return {
-        row: sizes[projection.attention]
-        for projection in projections
-        if projection.attention in sizes
-        for row in projection.folded.rows.tolist()
-    }
-
-
-def _head_sizes(plan: Plan, projections: list[_Projection], head_dim: int | None) -> dict[str, int]:
-    """Return per attention module the size of a head."""
-    if head_dim is None:
-        return _sizes_by_name(plan, projections)
-    return dict.fromkeys((projection.attention for projection in projections), head_dim)
-
-
-def _projections(plan: Plan) -> Iterator[_Projection]:
-    for folded in plan.folded:
-        kind = plan.kinds[folded.group]
-        if not _ATTENTION.search(plan.paths[folded.rows.item(0)]):
-            continue
-        module, name, parameter = _module_components(folded)
-        if not _ATTENTION.search(module) or not kind.shape:
-            continue
-        to_heads = _TO_HEADS.fullmatch(name) is not None
-        if not to_heads and not (_FROM_HEADS.fullmatch(name) and len(kind.shape) > 1):
-            continue
-        # Torch's weights are [out, in], all others [in, out]; a bias is [out].
-        first = len(kind.shape) > 1 and to_heads == (parameter == "weight")
-        yield _Projection(folded, module, -2 if first else -1)
-
-
-def _module_components(folded: Folded) -> tuple[str, str, str]:
-    """(path of the module around it, numbers left out; the module's name; the parameter's)."""
-    parts = re.findall(r"[^/.\[\]']+", _SET_OF_NUMBERS.sub("#", folded.pattern))
-    if parts and parts[-1] == "value":  # nnx
-        parts.pop()
-    if parts and not (_TO_HEADS.fullmatch(parts[-1]) or _FROM_HEADS.fullmatch(parts[-1])):
-        parameter = parts.pop()
-    else:
-        parameter = ""
-    name = parts.pop() if parts else ""
-    return "/".join(parts), name, parameter
-
-
-def _sizes_by_name(plan: Plan, projections: list[_Projection]) -> dict[str, int]:
-    """Return {attention module: size of a head}, from norms of single heads."""
-    widths: dict[str, int] = defaultdict(int)
-    for projection in projections:
-        shape_of = plan.kinds[projection.folded.group].shape or (0,)
-        widths[projection.attention] = max(widths[projection.attention], shape_of[projection.dim])
-    sizes: dict[str, set[int]] = defaultdict(set)
-    for folded in plan.folded if projections else ():
-        if not _HEAD_NORM.search(plan.paths[folded.rows.item(0)]):
-            continue
-        shape = plan.kinds[folded.group].shape
-        module, name, _ = _module_components(folded)
-        if shape and _HEAD_NORM.fullmatch(name):
-            sizes[module].add(shape[-1])
-    # Norms of all heads together have other sizes, for queries and for keys.
-    return {
-        module: size
-        for module, (size, *others) in sizes.items()
-        if not others and 1 < size < widths[module]
-    }
-
-
-def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHeads | None:
+def _cut_heads(
+    kind: Kind, projection: Projection, axis_sizes: Mapping[str, int]
+) -> _CutHeads | None:
     """Return the cut of these leaves inside a head; None if there is none."""
-    shape, spec = kind.shape or (), kind.spec
-    if spec is None:
+    dim, head = projection.dim, projection.head
+    if kind.spec is None or head is None:
         return None
-    # Heads may have a dimension of their own, beside that of a head.
-    if len(shape) > 2 and head_dim in shape[-2:]:
-        dim = -1 if shape[-1] == head_dim else -2
-    place = len(shape) + dim
-    size = shape[place]
-    entries = entries_of(spec)
-    axes = [
-        axis
-        for axis in (entry_axes(entries[place]) if place < len(entries) else ())
-        if not is_gathered(axis)
-    ]
-    part = size / prod(queries.plan.axis_sizes.get(axis, 1) for axis in axes)
-    if part == size or size % head_dim or part % head_dim == 0:
+    size = (kind.shape or ())[dim]
+    axes = entry_axes(entry) if (entry := next(iter(entries_of(kind.spec)[dim:]), None)) else ()
+    part = size / prod(axis_sizes.get(axis, 1) for axis in axes if not is_gathered(axis))
+    if part == size or size % head or part % head == 0:
         return None
-    return _CutHeads(place, size, head_dim, part)
+    return _CutHeads(dim, size, head, part)
 
 
 _MOST_NAMES: Final = 8

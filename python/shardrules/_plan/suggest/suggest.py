@@ -13,9 +13,9 @@ from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entry_axes
 from shardrules._base.text import brief, bytes_shown, mesh_shown
 from shardrules._plan.axis_uses import uses_of
-from shardrules._plan.check_names import head_sizes
 from shardrules._plan.findings import Declared
 from shardrules._plan.fold import parts_of
+from shardrules._plan.heads import projections
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
 from shardrules._plan.suggest.draft import Draft, draft, is_spared, mended
@@ -104,7 +104,13 @@ def suggest(
         raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
     dialect = _dialect_for(model, dialect)
     bare = _bare_plan(model, mesh, devices, dialect)
-    units = units_of(bare, head_sizes(bare, size))
+    heads = {
+        row: projection.head
+        for projection in projections(bare, size)
+        if projection.head is not None
+        for row in projection.folded.rows.tolist()
+    }
+    units = units_of(bare, heads)
     if devices is not None:
         over = _default_axes(units) if axes is None else strings("axes", axes)
         # Rules that use all axes, whatever their sizes will be.
