@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -948,3 +950,71 @@ def test_a_diff_is_an_annotation(small, lock, monkeypatch):
     assert done.stdout.startswith("::warning file=rules.toml,title=shardrules diff::rules: ")
     assert "%0A~ layers/{0,1}/wq/kernel  P('fsdp', 'tp') -> P('fsdp', None)" in done.stdout
     assert len(done.stdout.splitlines()) == 1
+
+
+def test_a_manifest_that_is_old_is_told(tmp_path, monkeypatch):
+    """Nothing told that the committed manifest was of another model, so its check was green."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def model(width):
+        Path("old_manifest.py").write_text(
+            f"import jax\ndef model(): return {{'w': jax.ShapeDtypeStruct(({width}, 8), 'float32')}}"
+        )
+        sys.modules.pop("old_manifest", None)
+        importlib.invalidate_caches()
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    model(8)
+    assert run("manifest", "old_manifest:model", "-o", "m.json").exit_code == 0
+    same = run("manifest", "old_manifest:model", "--check", "m.json")
+    assert (same.exit_code, same.stdout) == (0, "no differences\n")
+    model(16)
+    before = Path("m.json").read_bytes()
+    old = run("manifest", "old_manifest:model", "--check", "m.json")
+    assert old.exit_code == 1
+    told, difference, *_ = old.stdout.splitlines()
+    assert told == "m.json is old: shardrules manifest old_manifest:model -o m.json"
+    assert difference.startswith("~ w  (8, 8) -> (16, 8)") or "[8, 8] -> [16, 8]" in difference
+    assert Path("m.json").read_bytes() == before
+    both = run("manifest", "old_manifest:model", "--check", "m.json", "-o", "n.json")
+    assert (both.exit_code, "leave out --output" in both.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "code"),
+    [
+        (64, "", 0),
+        (32, "", 1),
+        (32, "--fail-on grown", 0),
+        (66, "--fail-on grown", 1),
+        (66, "--fail-on grown --tolerance 5%", 0),
+        (66, "--fail-on grown --tolerance 0.01", 1),
+        (66, "--fail-on never", 0),
+    ],
+)
+def test_diff_fails_on(rows, words, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("r.json").write_text(json.dumps({"rules": [["w", ["tp"]]]}))
+    for name, size in (("a.json", 64), ("b.json", rows)):
+        Path(name).write_text(json.dumps({"params": [["w", [size, 8], "F32"]]}))
+    assert run("plan", "a.json", "-r", "r.json", "-m", "tp=2", "--lock", "a.lock").exit_code == 0
+    done = run("diff", "a.lock", "b.json", "-r", "r.json", *words.split())
+    assert done.exit_code == code, done.output
+
+
+@pytest.mark.parametrize(
+    "words", ["--tolerance 2%", "--fail-on grown --tolerance -1", "--fail-on grown --tolerance x"]
+)
+def test_a_tolerance_that_means_nothing_is_refused(words):
+    done = run("diff", "a", "b", *words.split())
+    assert (done.exit_code, "--tolerance is " in done.stderr) == (2, True), done.stderr
+
+
+def test_memory_by_the_name_of_a_device():
+    """It was no number of bytes, though the table of hardware knows it."""
+    words = ("plan", MODEL, "-r", RULES, "-m", MESH, "--must-fit", "--hbm")
+    named, given = run(*words, "v5P"), run(*words, str(sr.Hardware.named("v5p").memory_bytes))
+    assert named == given
+    assert named.exit_code == 1
+    assert "'v5q' is not a number of bytes; write it as 96GB or 80GiB" in run(*words, "v5q").stderr

@@ -237,7 +237,7 @@ def test_a_project_file_is_named(project, tmp_path, monkeypatch):
 
 def test_diff_compares_the_lock_of_each_job(project, monkeypatch):
     monkeypatch.chdir(project)
-    lines = 'before = "plan.lock"\n'
+    lines = 'before = "plan.lock"\n'  # fail-on there is a level of findings, and not of diff
     (project / "shardrules.toml").write_text(lines + PROJECT)
     assert (
         invoke(

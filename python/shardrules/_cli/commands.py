@@ -450,23 +450,33 @@ def suggest(args: Args) -> int:
     return 1 if suggestion.warnings else 0
 
 
-@_command("model.json > shapes.json.gz", "source dialect max_memory output")
-def manifest(args: Args) -> None:
+@_command("model.json > shapes.json.gz", "source dialect max_memory output check")
+def manifest(args: Args) -> int:
     """Write the shapes of a model, as a model for places without its code.
 
-    Without --output it goes to standard output, gzipped unless that is a terminal.
+    Without --output it goes to standard output, gzipped unless that is a terminal. With --check
+    nothing is written: exits with 1 if the manifest there is not of this model.
     """
     from shardrules._cli import inputs
     from shardrules._plan.files.manifest import manifest_text, packed, write_packed
 
+    if args.check:
+        inputs.refuse("--check writes nothing", args, "output")
+        before, after = (inputs.load_arrays(args, it)[0] for it in (args.check, args.source))
+        differences = before.diff(after)
+        if differences:
+            print(f"{args.check} is old: shardrules manifest {args.source} -o {args.check}")
+        print(differences)
+        return 1 if differences else 0
     _check_targets({"--output": args.output}, [args.source])
-    text = manifest_text(*inputs.load_arrays(args))
+    text = manifest_text(*inputs.load_arrays(args, args.source))
     if args.output:
         write_packed(args.output, text)
     elif sys.stdout.isatty():
         print(text, end="")
     else:
         sys.stdout.buffer.write(packed(text))
+    return 0
 
 
 @_command(
@@ -501,7 +511,10 @@ def init(args: Args) -> int:
 
 @_command(
     "plan.lock model.json -r rules.toml",
-    "before after", _PLAN.removeprefix("source "), "format project",
+    "before after", _PLAN.removeprefix("source "), "fail_on tolerance format project",
+    fail_on={"usage": "--fail-on {any,grown,never}", "default": "any",
+             "help": "What makes the exit code 1: any difference, or more bytes on a device or in "
+             "its host's memory."},
     format={"usage": "--format {text,github}"},
     rules={"help": "Rules for models."},
     mesh={"help": "Mesh for models. Default: that of a lock."},
@@ -510,14 +523,20 @@ def diff(args: Args) -> int:
     """Show the differences between two plans.
 
     Without BEFORE, of all jobs of the project file that have one: between it and their models.
-    Exits with 1 if there are any.
+    Exits with 1 if there are any, or with --fail-on grown, if the plan needs more memory.
     """
     from shardrules._cli import inputs, show
 
+    tolerance = inputs.share("--tolerance", args.tolerance)
+    if tolerance and args.fail_on != "grown":
+        raise ValueError("--tolerance is of --fail-on grown: give it, too")
     before, after = inputs.load_sides(args)
     differences = before.diff(after)
     if differences and args.format == "github":
         print(show.annotation(args, str(differences).splitlines()))
     else:
         print(differences)
-    return 1 if differences else 0
+    if args.fail_on == "grown":
+        sizes = (differences.bytes, differences.host_bytes)
+        return 1 if any(after > before * (1 + tolerance) for before, after in sizes) else 0
+    return 1 if differences and args.fail_on == "any" else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 
 from shardrules._base.arguments import check_choice
 from shardrules._base.dtypes import numpy_name
-from shardrules._base.hardware import as_hardware
+from shardrules._base.hardware import as_hardware, public_hardware
 from shardrules._base.io import FileError, memory_within
 from shardrules._base.mesh_sizes import parse_mesh
 from shardrules._base.text import and_more, byte_count, counted, mesh_shown
@@ -162,11 +163,11 @@ def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
     return tree, {"dialect": dialect, "like": rules}
 
 
-def load_arrays(args: Args) -> tuple[Plan, str]:
+def load_arrays(args: Args, source: str) -> tuple[Plan, str]:
     """Read (a model that is planned without rules, on any mesh; its name)."""
-    with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
+    with working(args, f"reading {source}"), memory_within(byte_count(args.max_memory)):
         dialect = dialect_of(args)
-        name, tree, axis_names = _tree(args.source, dialect)
+        name, tree, axis_names = _tree(source, dialect)
         return arrays_of(tree, dialect, axis_names), name
 
 
@@ -352,7 +353,12 @@ def must_fit(findings: Findings, plan: Plan, room: Room, training: dict[str, Any
 
 
 def memory(option: str, owner: str, text: str | None) -> int | None:
-    """Return the bytes that an option means; few without a unit may be meant as gigabytes."""
+    """Return the bytes that an option means; few without a unit may be meant as gigabytes.
+
+    The name of a device stands for the bytes of its memory.
+    """
+    if text is not None and (device := _device_of(text)):
+        return device.memory_bytes
     count = None if text is None else byte_count(text)
     if count == 0:
         raise ValueError(f"{option} is {text!r}; {owner} has memory, such as 96GB")
@@ -360,6 +366,23 @@ def memory(option: str, owner: str, text: str | None) -> int | None:
     if is_bare and count is not None and count < _LEAST_WITHOUT_UNIT:
         raise ValueError(f"{option} {text}: that is {count:,} bytes; write {text}GB")
     return count
+
+
+def _device_of(text: str) -> Hardware | None:
+    devices = {name.lower(): device for name, device in public_hardware().items()}
+    return devices.get(text.strip().lower())
+
+
+def share(option: str, text: str) -> float:
+    """Return the part that a text such as 2% or 0.02 means."""
+    number = text.strip().removesuffix("%")
+    try:
+        part = float(number) / (100 if number != text.strip() else 1)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part < math.inf:
+        raise ValueError(f"{option} is {text!r}; write a part, such as 2%")
+    return part
 
 
 def levels(texts: Iterable[str]) -> dict[Any, Any]:

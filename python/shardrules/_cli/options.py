@@ -77,7 +77,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "Default: float32.", {}),
         "optimizer_memory": ("--optimizer-memory {device,pinned_host,unpinned_host}", "The memory "
             "of the optimizer's moments. Default: that of their parameters.", {}),
-        "hbm": ("--hbm BYTES", "Memory of one device, such as 96GB or 80GiB.", {}),
+        "hbm": ("--hbm BYTES", "Memory of one device, such as 96GB or 80GiB, or its name, such as "
+            "v5p.", {}),
         "host_memory": ("--host-memory BYTES", "The host's memory for each of its devices, such as "
             "256GB.", {}),
         "must_fit": ("--must-fit", "Exit with 1 if the bytes do not fit into --hbm.", {}),
@@ -114,6 +115,9 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
         "manifest": ("--manifest FILE", "Write the model's shapes to this path, as a model for "
             "later commands.", {}),
         "output": ("-o --output FILE", "The file; gzipped if its name ends with .gz.", {}),
+        "check": ("--check FILE", "Compare with this manifest instead of writing one.", {}),
+        "tolerance": ("--tolerance SHARE", "How much may be added with --fail-on grown, such as "
+            "2%.", {"default": "0%"}),
         "most": ("--most NUMBER", "Maximum number of rows to show.", {"least": 1, "default": 20}),
     },
     "General": {
