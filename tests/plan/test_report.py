@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import groupby, product
 from pathlib import Path
@@ -123,7 +124,7 @@ def hostile():
             sweep_of(plan)[:1],
             SimpleNamespace(
                 _section=lambda _: Section(
-                    "suggestion", {"plans": [], "reasons": HOSTILE, "toml": "\n".join(HOSTILE)}
+                    "suggestion", {"plans": [], "reasons": HOSTILE, "text": "\n".join(HOSTILE)}
                 )
             ),
         ],
@@ -272,7 +273,7 @@ def test_the_page_ends_with_suggested_rules(deepseek):
         ({"fsdp": 512}, len(suggestion.rules), held[1]),
     ]
     assert [row["fits"] for row in shown["suggestion"]["plans"]] == [one <= 10**10 for one in held]
-    assert shown["suggestion"]["toml"] == suggestion.to_toml()
+    assert shown["suggestion"]["text"] == suggestion.to_toml()
     assert "suggestion" not in Page(deepseek.to_html(sections=[FINDINGS])).data
 
 
@@ -299,6 +300,18 @@ def test_a_section_of_a_page_is_given_once(deepseek):
         deepseek.to_html(sections=[FINDINGS, FINDINGS])
     with pytest.raises(TypeError, match="sections"):
         deepseek.to_html(sections=[deepseek])
+
+
+def test_suggested_rules_that_no_file_can_say_are_shown_as_code():
+    tree = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
+    own = replace(sr.dialects.EFORMER, name="own")
+    suggestion = sr.suggest(tree, {"tp": 2}, dialect=own)
+    text = Page(suggestion.plan.to_html(sections=[suggestion])).data["suggestion"]["text"]
+    assert text == suggestion.to_python()
+    file = sr.RuleSpec(("tp",), memory_kind="pinned_host")
+    suggestion = sr.suggest(tree, {"tp": 2}, like=[("up", file)])
+    text = Page(suggestion.plan.to_html(sections=[suggestion])).data["suggestion"]["text"]
+    assert text == str(suggestion.rules)
 
 
 def test_a_suggestion_for_something_else_is_refused(deepseek):

@@ -196,7 +196,7 @@
       element("td", {}, verdicts.get(plan.fits)))));
   const reasons = element("ul", { class: "paths" });
   section.append(scrolled(made, "Table of plans"),
-    element("pre", { tabindex: 0 }, report.suggestion.toml), reasons);
+    element("pre", { tabindex: 0 }, report.suggestion.text), reasons);
   appendPaged(reasons, report.suggestion.reasons, (reason) =>
     element("li", {}, element("code", {}, reason)), section, 40);
 })();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -161,7 +162,7 @@ class Suggestion:
             for name, plan, count in (("this plan", mine, page.bytes), ("suggested", other, held))
         ]
         reasons = list(map(str, self._reasons))
-        return Section("suggestion", {"plans": plans, "reasons": reasons, "toml": self.to_toml()})
+        return Section("suggestion", {"plans": plans, "reasons": reasons, "text": self._text})
 
     @property
     def declared(self) -> Declared:
@@ -225,6 +226,14 @@ class Suggestion:
             <BLANKLINE>
         """
         return python_text(self.rules, self._heading, self._notes)
+
+    @property
+    def _text(self) -> str:
+        """Rules to copy: a file, or code where files cannot say them, or else their list."""
+        for write in (self.to_toml, self.to_python):
+            with suppress(ValueError):
+                return write()
+        return str(self.rules)
 
     @property
     def _heading(self) -> str:
