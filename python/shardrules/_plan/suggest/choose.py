@@ -60,7 +60,7 @@ def choose(
 
     @cache
     def layouts_of(shape: tuple[int, ...], dims: Dims) -> list[_ArrayCuts]:
-        return _front_dims(_layouts(shape, dims, used, uses))
+        return _pareto_front(_layouts(shape, dims, used, uses))
 
     fronts = [
         [
@@ -123,7 +123,7 @@ def _layouts(
             yield _ArrayCuts(1 / shard_count(cuts, axis_sizes), discomfort, cuts)
 
 
-def _front_dims(layouts: Iterator[_ArrayCuts]) -> list[_ArrayCuts]:
+def _pareto_front(layouts: Iterator[_ArrayCuts]) -> list[_ArrayCuts]:
     """Keep the layouts to which none is better in both costs, the fewest bytes first."""
     front: list[_ArrayCuts] = []
     for layout in sorted(layouts, key=lambda layout: (layout.bytes, layout.discomfort)):

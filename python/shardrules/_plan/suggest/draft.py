@@ -175,7 +175,7 @@ def _joined_rules(
 
 
 def mended(plan: Plan, units: list[Unit], tightness: int = 0) -> Draft:
-    """Keep the rules of a plan that decide leaves, and writes rules for all other leaves."""
+    """Keep the rules of a plan that decide leaves, and write rules for all other leaves."""
     rules = plan._leaves.path_rules
     assert rules is not None
     queries = Queries(plan, DEFAULT_LARGE, NOTHING, None)
@@ -252,9 +252,9 @@ def _sibling_keys(unit: Unit) -> list[Any]:
     return [(*words[:place], None, *words[len(words) + place + 1 :], array) for place in places]
 
 
-def _label_of(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes, Any]) -> Label:
+def _label_of(unit: Unit, cuts: Cuts, spared: set[str], entry_by_axes: Mapping[Axes, Any]) -> Label:
     """Label a unit; `spared` are the axes that some kernels are not sharded by on purpose."""
-    value: Any = Entries(trimmed(entries_of.get(axes, entry_of(axes)) for axes in cuts))
+    value: Any = Entries(trimmed(entry_by_axes.get(axes, entry_of(axes)) for axes in cuts))
     if units := _head_units(unit, cuts):
         value = RuleSpec(value, units=units)
     dims = unit.dims

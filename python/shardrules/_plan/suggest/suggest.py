@@ -22,7 +22,7 @@ from shardrules._plan.suggest.draft import Draft, draft, is_spared, mended
 from shardrules._plan.suggest.patterns import TIGHTEST
 from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
 from shardrules._plan.suggest.units import Unit, units_of
-from shardrules._rules.dialects import EFORMER, Dialect, LogicalDialect
+from shardrules._rules.dialects import EFORMER, NNX, Dialect, LogicalDialect
 from shardrules._rules.rules import PathRules, Rules, remembered_rules
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def suggest(
         head_dim: Size of an attention head; heads are not split. Default: that of a `q_norm` or
             `k_norm` beside the projections, or of a dimension of its own; for keys and values of
             fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
-        dialect: The dialect of the rules. Default: that of the Plan, or `EFORMER`.
+        dialect: The dialect of the rules. Default: that of the Plan; `NNX` for states of flax nnx,
+            whose paths all end in `value`, or else `EFORMER`.
         like: Rules of paths in this dialect, to be mended: those that decide leaves stay, in their
             order; dead ones and catch-alls go; rules for all other leaves come after them, and cut
             these as the rules of their siblings do.
@@ -102,8 +103,12 @@ def suggest(
     moments = None if optimizer is None else as_tuple("optimizer", optimizer, "dtypes")
     if axes is not None and devices is None:
         raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
+    is_free = dialect is None and not isinstance(model, Plan)
     dialect = _dialect_for(model, dialect)
     bare = _bare_plan(model, mesh, devices, dialect)
+    if is_free and len(bare) and all(path.endswith("/value") for path in bare.paths):
+        dialect = NNX
+        bare = _bare_plan(model, mesh, devices, dialect)
     heads = {
         row: projection.head
         for projection in projections(bare, size)
@@ -193,7 +198,7 @@ def _bare_plan(
 def _decided_rows(
     model: Any, bare: Plan, units: list[Unit], dialect: Dialect, current: Plan | None
 ) -> tuple[Draft, Plan]:
-    """Write rules, and plans the leaves under them so that each is decided by its own."""
+    """Write rules, and plan the leaves under them so that each is decided by its own."""
     for tightness in (0, TIGHTEST):
         if current is None:
             rules = draft(units, bare.axis_sizes, dialect, tightness)
