@@ -301,8 +301,8 @@ MADE_BY_US = {
     "SentBytes", "Solution", "Solution.constraints", "SolutionProof", "Collective",
     "CutReason", "Reason", "Suggestion", "Coverage", "DeviceBytes", "DimensionClass", "Explanation",
     "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place",
-    "Plan", "PlanDiff", "Program", "ProgramTime", "Proof", "Roofline", "RuleFile", "RulesFallback", "Span",
-    "Step", "StepSweep", "StepSweepRow", "StepTime", "Timeline", "Work", "Sweep", "SweepRow", "Totals", "Transfer", "TransferRow",
+    "Plan", "PlanDiff", "Program", "ProgramTime", "Proof", "Roofline", "RuleFile", "RulesFallback",
+    "Step", "StepSweep", "StepSweepRow", "StepTime", "Work", "Sweep", "SweepRow", "Totals", "Transfer", "TransferRow",
     "Tried", "TriedName",
 }  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.

@@ -66,12 +66,6 @@ def program() -> sr.types.Program:
     return sr.inspect(jax.jit(lambda x: x.sum()).lower(x).compile(), (None,))
 
 
-def timeline() -> sr.types.Timeline:
-    mlp = sr.types.Span("computing", "mlp", 0.0, 2e-3, 2e-3)
-    sent = sr.types.Span("sending", "all-gather over fsdp", 2e-3, 3e-3, 1e-3, 1e-3)
-    return sr.types.Timeline("forward", 61, (mlp, sent))
-
-
 @cache
 def step() -> sr.types.Step:
     params = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
@@ -113,9 +107,8 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "Memory": (lambda: program().memory, " on each device: "),
     "ProgramTime": (
         lambda: sr.types.ProgramTime(3.0, 1.0, (("train.py:3", 3.0),), (("mlp", "forward", 3.0),), 0.0, ()),
-        "a step takes 2.61 s to 4.00 s, 2.81 s as it is scheduled, by the compiler's estimate"),
+        "a step takes 2.61 s to 4.00 s by the compiler's estimate"),
     "Roofline": (lambda: sr.types.Roofline(3.0, 1.0), "roofline: 3.00 s to 4.00 s a step"),
-    "Timeline": (timeline, "forward, 61 times: 3.00 ms, of which 2.00 ms computing; 1.00 ms sending"),
     "StepSweep": (swept_steps, "fits: 1"),
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), " on each device, on one device by XLA for CPU"),
     "Step": (step, "dimensions of the arguments, by what must be sharded alike"),
@@ -124,7 +117,6 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 # What stands in lists: one short line, as of any NamedTuple.
 RECORDS: dict[str, Callable[[], Any]] = {
-    "Span": lambda: timeline().spans[1],
     "Finding": lambda: plan().check()[0],
     "SweepRow": lambda: swept()[0],
     "StepSweepRow": lambda: swept_steps()[0],

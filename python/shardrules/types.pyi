@@ -37,8 +37,6 @@ from shardrules._program.step.step import Step as Step
 from shardrules._program.step.step import Work as Work
 from shardrules._program.step_seconds import ProgramTime as ProgramTime
 from shardrules._program.step_seconds import Roofline as Roofline
-from shardrules._program.timeline import Span as Span
-from shardrules._program.timeline import Timeline as Timeline
 from shardrules._program.verify.prove import Proof as Proof
 from shardrules._program.verify.step_sweep import StepSweep as StepSweep
 from shardrules._program.verify.step_sweep import StepSweepRow as StepSweepRow

@@ -651,16 +651,7 @@ def test_browser_is_accessible(browser, deepseek, tmp_path, width, scheme):
     """axe finds nothing: `npm install axe-core`, or its file in AXE. Nothing is wider than the page."""
     file = tmp_path / "plan.html"
     sweep, suggestion = deepseek.sweep(hbm=16 * 10**9), sr.suggest(deepseek)
-    spans = [
-        sr.types.Span("computing", "attention", 0.0, 2e-3, 2e-3),
-        sr.types.Span("sending", "all-gather over fsdp", 1e-3, 3e-3, 1.5e-3, 1e-3),
-        *(
-            sr.types.Span("computing", f"{n}.py:3", n * 1e-3, n * 1e-3 + 9e-4, 9e-4)
-            for n in range(3, 15)
-        ),
-    ]
-    layer = sr.types.Timeline("forward", 61, tuple(spans))
-    time = sr.types.ProgramTime(0.1, 0.1, (), (), 0.0, (), 0.06, (layer,))
+    time = sr.types.ProgramTime(0.1, 0.1, (), (), 0.0, ())
     deepseek.to_html(file, sections=[sweep, suggestion, time], hbm=16 * 10**9)
     with browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True

@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.text import Place
 from shardrules._program import compiler, compiler_child
-from shardrules._program.cache import Result
 from shardrules._program.refusal import Refusal
 from tests.support.compiled import compiled_on
 from tests.support.folders import ROOT
@@ -286,9 +285,8 @@ def test_nothing_in_the_current_folder_is_imported(temporary, tmp_path_factory, 
 
 
 def test_a_step_that_only_the_whole_compiler_refuses_is_refused(temporary, monkeypatch):
-    refused = Result(Refusal(20 * 10**9, 16 * 10**9, ""), 1.0, False)
-    target = "shardrules._program.verify.prove.compiled_result"
-    monkeypatch.setattr(target, lambda *_: refused)
+    refused = Refusal(20 * 10**9, 16 * 10**9, "")
+    monkeypatch.setattr("shardrules._program.verify.prove.finished", lambda *_, **__: refused)
     with pytest.raises(sr.OutOfMemory, match=r"needs 20\.0 GB"):
         proved(time=True)
 

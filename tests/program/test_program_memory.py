@@ -18,6 +18,7 @@ from shardrules._program.buffers import SIZES, table_of, totals_from
 from shardrules._program.hlo import Hlo
 from shardrules._program.liveness import alive_at_peak
 from shardrules._program.refusal import Refusal
+from shardrules._program.stored import LiveArray
 from tests.support.folders import ROOT
 
 FOLDER = ROOT / "tests" / "data" / "hlo"
@@ -184,13 +185,16 @@ ENTRY %main (x: f32[64,64]) -> bf16[64,64] {
 """
 
 
+CAST_ALIVE = (LiveArray("fusion", 0, 2**13, None, False, (), "neg.1"),)
+
+
 def test_a_fusion_that_ends_in_a_cast_is_not_named_by_what_it_reads():
-    error = Refusal(2**31, 2**30, CAST).error()
+    error = Refusal(2**31, 2**30, CAST, CAST_ALIVE).error()
     assert "jit(f)/tanh" in {row.what for row in error.buffers}, error
 
 
 def test_what_is_a_thousand_times_smaller_is_not_shown():
-    error = Refusal(2**31, 2**30, CAST).error()
+    error = Refusal(2**31, 2**30, CAST, CAST_ALIVE).error()
     largest = error.buffers[0]
     rows = [largest._replace(bytes=size) for size in (10**9, 10**6, 10**6 - 1)]
     assert [len(table_of(rows[:n]).lines()) for n in (1, 2, 3)] == [2, 3, 3]

@@ -1,4 +1,4 @@
-"""`compile` and `prove`: on the devices that are here, and for TPUs that are not."""
+"""`prove`: on the devices that are here, and for TPUs that are not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.computation import with_elements
-from shardrules._program.hlo import Hlo
 from shardrules._program.refusal import Refusal, refused_bytes
 from shardrules._program.step_seconds import LEAST_CYCLES
 from tests.support.compiled import compiled_on
@@ -122,39 +120,10 @@ def test_a_refusal_for_memory_has_the_bytes(message):
     assert refused_bytes("something else") is None
 
 
-DUMPED = """\
-HloModule dumped, is_scheduled=true
-
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p = (s32[], f32[8]{0}) parameter(0)
-  %next = s32[] add(%p#0, %p#0)
-  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %p#1)
-}
-"""
-
-
-def test_elements_of_tuples_by_number_are_written_out():
-    hlo = Hlo(
-        with_elements(
-            DUMPED + "\nENTRY %main (a: s32[]) -> s32[] {\n  ROOT %a = s32[] parameter(0)\n}\n"
-        )
-    )
-    element = hlo["body"]["p#1"]
-    assert (element.opcode, element.element, str(element.results[0])) == (
-        "get-tuple-element", 1, "f32[8]",
-    )  # fmt: skip
-    assert list(hlo["body"].lines) == ["p", "p#0", "next", "p#1", "t"]
-
-
 # For TPUs that are not here
 
 
-TOPOLOGIES = {
-    "v5e:2x2": {"fsdp": 2, "tp": 2},
-    "v5e:4x4": {"fsdp": 8, "tp": 2},
-    "v5p:2x2x2": {"fsdp": 4, "tp": 2},
-    "v6e:4x4": {"fsdp": 4, "tp": 4},
-}
+TOPOLOGIES = {"v5e:4x4": {"fsdp": 8, "tp": 2}, "v5p:2x2x2": {"fsdp": 4, "tp": 2}}
 
 
 @needs_libtpu
@@ -190,10 +159,6 @@ def test_time_is_by_the_compiler_s_cycles_of_the_program_that_will_run():
     time = proof.time
     assert 0 < time.shortest == max(LEAST_CYCLES * time.computing, time.sending) < time.longest
     assert sum(seconds for _, seconds in time.lines) == pytest.approx(time.computing)
-    assert time.shortest <= time.scheduled <= time.longest
-    assert [(layer.name, layer.times) for layer in time.timelines] == [
-        ("forward", 3), ("backward", 3),
-    ]  # fmt: skip
     assert any("test_prove.py" in line for line, _ in time.lines)
     without = sr.prove(jitted, plan, x, on=mesh, outputs=plan)
     assert proof.memory.peak == without.memory.peak
@@ -235,18 +200,6 @@ def test_a_step_that_does_not_fit_names_what_is_large(is_kept):
     last = str(refusal).splitlines()[-1]
     assert ("recompute it by jax.checkpoint" in last) == is_kept
     assert ("layers that are computed again" in last) == (not is_kept)
-
-
-@needs_libtpu
-def test_a_faulty_step_is_told_as_on_the_pod():
-    topology = sr.Topology("v5e:2x4")
-    plan = sr.plan(params(), RULES, SIZES)
-    x = batch(topology.mesh(SIZES))
-    proof = sr.prove(
-        jax.jit(partial(step, hidden=None)), plan, x, on=topology, outputs=plan, large=2**16
-    )
-    kinds = {one.kind for one in proof.findings.at_least("warning")}
-    assert {"donation", "unexpected"} & kinds
 
 
 @needs_libtpu

@@ -80,7 +80,7 @@ def test_a_step_that_is_right(run, tmp_path):
     assert json.loads(out)["program"]["mesh"] == {"fsdp": 4}
     code, out, _ = run("step_on", *ON, "--time", "--html", "report.html")
     assert (code, "by the compiler's estimate" in out) == (0, True), out
-    assert '"timelines":[{"name":"step"' in (tmp_path / "report.html").read_text()
+    assert '"kernel_efficiency":' in (tmp_path / "report.html").read_text()
 
 
 def test_without_a_slice_xla_for_cpu_is_asked(run):

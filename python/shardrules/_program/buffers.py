@@ -31,11 +31,6 @@ _COLUMNS: Final = (
 )
 
 
-def sizes_of(stats: Any) -> list[int]:
-    """Return `SIZES` of `Compiled.memory_analysis()`; 0 for what this JAX does not have."""
-    return [getattr(stats, name, 0) for name in SIZES]
-
-
 @record
 class Buffer(NamedTuple):
     """Array in the memory of a device when a program needs most."""

@@ -1,10 +1,9 @@
-"""Keeps on disk what the compiler has made for described devices, so that CI pays for it once.
+"""Keeps on disk the text of what is compiled to its end for described devices, for its cycles.
 
-JAX's own cache cannot read such executables. A proof needs their text, their memory and the
-shardings of their arguments and results, so an entry is a gzipped file of these: a line of JSON,
-then the text. It is parsed within bounds, never unpickled, and what is not understood is compiled
-again. What another user may have written is neither read nor followed: not his entry or folder,
-nor a folder that all can write, nor a link.
+JAX's own cache cannot read such executables. An entry is a gzipped file: a line of JSON, then the
+text. It is parsed within bounds, never unpickled, and what is not understood is compiled again.
+What another user may have written is neither read nor followed: not his entry or folder, nor a
+folder that all can write, nor a link.
 """
 
 from __future__ import annotations
@@ -23,25 +22,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from shardrules._base.atomic_write import replace_file
 from shardrules._plan.lock_texts import of_type
-from shardrules._program.buffers import SIZES, sizes_of
 from shardrules._program.compiler import compile_whole
-from shardrules._program.executable import Executable
+from shardrules._program.hlo import check_hlo
 from shardrules._program.jax_names import lowered_options
 from shardrules._program.libraries import call_of
 from shardrules._program.refusal import Refusal
-from shardrules._program.stored import StoredProgram, boxed, inner_of
+from shardrules._program.stored import inner_of
 from shardrules._program.topologies.topology import device_identity, topology_of
 
 _VARIABLE: Final = "SHARDRULES_CACHE"
-_FORM: Final = 1
+_FORM: Final = 2
 """Of the entries, and of what they have been made with."""
 _LIMIT: Final = 10**9
 """Bytes of all entries together; those that were not used for the longest time go."""
@@ -55,7 +52,6 @@ _ENTRY: Final = re.compile(r"[0-9a-f]{64}\.gz|\.[0-9a-f]{32}\.part")
 _LEVEL: Final = 5
 # No link is followed, and a FIFO without a writer does not block. Windows lacks them.
 _READ_FLAGS: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-_MOST_BYTES: Final = 2**63
 # What a damaged or forged entry may raise.
 _DAMAGES: Final = (
     OSError, EOFError, zlib.error, ArithmeticError, AttributeError, LookupError, RecursionError,
@@ -63,32 +59,40 @@ _DAMAGES: Final = (
 )  # fmt: skip
 
 
-class Result(NamedTuple):
-    """What the compiler has made of a step, now or before."""
+class Finished(NamedTuple):
+    """What the compiler has made of a step, to its end."""
 
-    content: Any
-    """A Compiled, of JAX or of flax, or a `StoredProgram` in its place; or a `Refusal`."""
+    text: str
+    """The module, which has the compiler's cycles; "" where the backend does not show it."""
     seconds: float
     """Time that it took to compile."""
-    is_cached: bool
+    compiled: Any = None
+    """A Compiled, of JAX or of flax; None if the cache has had the text."""
 
 
-def compiled_result(lowered: Any, mesh: Any) -> Result:
-    """Return what the cache has of a lowered step, or compile it to its end and keep that."""
-    path = None if topology_of(mesh) is None else _path_of(lowered, mesh)
+def finished(lowered: Any, mesh: Any, *, is_kept: bool) -> Finished | Refusal:
+    """Compile a lowered step to its end, and keep its text; or return that of the cache.
+
+    Where the text is not all that is needed, nothing is kept.
+    """
+    is_kept = is_kept and topology_of(mesh) is not None
+    path = _path_of(lowered, mesh) if is_kept else None
     if path is not None:
         with suppress(*_DAMAGES):
-            result = _read_result(path, lowered, mesh)
+            result = _read(path)
             with suppress(OSError, NotImplementedError):
                 os.utime(path, follow_symlinks=False)
             return result
     begin = time.perf_counter()
-    content = compile_whole(lowered, mesh)
-    result = Result(content, time.perf_counter() - begin, False)
-    if path is not None:
+    compiled = compile_whole(lowered, mesh)
+    if isinstance(compiled, Refusal):
+        return compiled
+    seconds = time.perf_counter() - begin
+    text = call_of(getattr(compiled, "compiled", compiled), ()).compiled.as_text() or ""
+    if path is not None and text:
         with suppress(OSError):  # such as no room, or no right to write
-            _write_result(path, result, mesh)
-    return result
+            _write(path, text, seconds)
+    return Finished(text, seconds, compiled)
 
 
 def _path_of(lowered: Any, mesh: Mesh) -> Path | None:
@@ -137,18 +141,8 @@ def _settings() -> list[tuple[str, str]]:
     return sorted((name, repr(value)) for name, value in values.items())
 
 
-def _write_result(path: Path, result: Result, mesh: Mesh) -> None:
-    """Keep a result, unless it has shardings that cannot be written down."""
-    content = result.content
-    if isinstance(content, Refusal):
-        facts: dict[str, Any] = {"refusal": [content.required, content.available]}
-        text = content.text
-    else:
-        described = _facts_and_text(content, mesh)
-        if described is None:
-            return
-        facts, text = described
-    head = json.dumps({"seconds": result.seconds, "characters": len(text), **facts})
+def _write(path: Path, text: str, seconds: float) -> None:
+    head = json.dumps({"seconds": seconds, "characters": len(text)})
     packed = gzip.compress(f"{head}\n{text}".encode(), _LEVEL, mtime=0)
     if len(packed) <= _LIMIT:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -157,49 +151,8 @@ def _write_result(path: Path, result: Result, mesh: Mesh) -> None:
         _remove_oldest(path.parent)
 
 
-def _facts_and_text(compiled: Any, mesh: Mesh) -> tuple[dict[str, Any], str] | None:
-    """Return the facts and the text of what was compiled; None if an entry cannot have them."""
-    call = call_of(getattr(compiled, "compiled", compiled), ())
-    executable, stats = Executable(call), call.compiled.memory_analysis()
-    text = call.compiled.as_text()
-    if not text or stats is None:
-        return None
-    records: dict[Any, int] = {}
-    numbers: dict[str, list[int | None]] = {}
-    for side in (executable.inputs, executable.outputs):
-        numbers[side.name] = [
-            None if sharding is None else records.setdefault(sharding, len(records))
-            for sharding in side.shardings
-        ]
-    try:
-        shardings = [_sharding_json(sharding, mesh) for sharding in records]
-    except _DAMAGES:
-        return None
-    memory = sizes_of(stats)
-    return {**numbers, "shardings": shardings, "memory": memory}, text
-
-
-def _sharding_json(sharding: Any, mesh: Mesh) -> list[Any]:
-    """Return a sharding as JSON has it.
-
-    Raises:
-        Exception: One of `_DAMAGES`: it would be read as another one.
-    """
-    written: list[Any] = json.loads(json.dumps([list(sharding.spec), sharding.memory_kind]))
-    if _sharding(written, mesh) != sharding:
-        raise ValueError("it is not of the mesh")
-    return written
-
-
-def _sharding(written: Any, mesh: Mesh) -> Any:
-    """Read what `_sharding_json` has made."""
-    entries, memory_kind = written
-    entries = [tuple(entry) if isinstance(entry, list) else entry for entry in entries]
-    return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=memory_kind)
-
-
-def _read_result(path: Path, lowered: Any, mesh: Mesh) -> Result:
-    """Read a result.
+def _read(path: Path) -> Finished:
+    """Read an entry.
 
     Raises:
         Exception: One of `_DAMAGES`: there is no such entry, or not a whole one.
@@ -219,20 +172,8 @@ def _read_result(path: Path, lowered: Any, mesh: Mesh) -> Result:
     seconds = of_type(facts["seconds"], float)
     if facts["characters"] != len(text) or not 0 <= seconds < math.inf:
         raise ValueError("cut")
-    if "refusal" in facts:
-        required, available = map(_whole, facts["refusal"])
-        refusal = Refusal(required, available, text)
-        refusal.error()  # it is read from the text
-        return Result(refusal, seconds, True)
-    shardings = [_sharding(written, mesh) for written in facts["shardings"]]
-    inputs, outputs = (
-        [None if number is None else shardings[_whole(number)] for number in facts[side]]
-        for side in ("inputs", "outputs")
-    )
-    sizes = [_whole(size) for size in facts["memory"]]
-    memory = SimpleNamespace(**dict(zip(SIZES, sizes, strict=True)))
-    stored = StoredProgram(inner_of(lowered), inputs, outputs, text, memory=memory)
-    return Result(boxed(lowered, stored), seconds, True)
+    check_hlo(text)
+    return Finished(text, seconds)
 
 
 def _check_own(status: os.stat_result) -> None:
@@ -245,13 +186,6 @@ def _check_own(status: os.stat_result) -> None:
         return
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
         raise PermissionError("another user may have written it")
-
-
-def _whole(number: Any) -> int:
-    """Return a number of bytes, or of a sharding."""
-    if not 0 <= of_type(number, int) < _MOST_BYTES:
-        raise ValueError(f"{number} is too small or too large")
-    return int(number)
 
 
 def _remove_oldest(folder: Path) -> None:

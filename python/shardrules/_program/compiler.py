@@ -208,7 +208,7 @@ def compile_whole(lowered: Any, mesh: Any) -> Compiled | Refusal:
             numbers = refused_bytes(str(error))
             if numbers is None:
                 raise _noted(error) from None
-    return Refusal(*numbers, "")
+    return Refusal(*numbers)
 
 
 @contextmanager
@@ -270,38 +270,40 @@ def _read(
 ) -> CompilerAnswer | Refusal:
     """Read what the child and XLA have written."""
     stderr = (folder / "stderr.txt").read_text("utf-8", "replace")
-    if code == 2:
-        error = (folder / "error.txt").read_text("utf-8", "replace")
-        numbers = refused_bytes(error)
-        if numbers is None:
-            raise _noted(RuntimeError(printable_lines(error.splitlines())))
-        texts = (folder / "dump").glob("*oom_intermediate_module.txt")
-        return Refusal(*numbers, next((f.read_text("utf-8", "replace") for f in texts), ""))
-    if code:
+    if code not in (0, 2):
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         hint = "; the system may have had no memory left for it" if code == -9 else ""
         words = stderr[-_LAST_WORDS:].splitlines() or ["it has said nothing"]
         lines = [f"the compiler has crashed, by {how}{hint}. Its last words:", *words]
         raise _noted(RuntimeError(printable_lines(lines)))
-    files = [next((folder / "dump").glob(f"*{name}"), None) for name in compiler_child.FILES]
+    numbers = None
+    if code:
+        error = (folder / "error.txt").read_text("utf-8", "replace")
+        numbers = refused_bytes(error)
+        if numbers is None:
+            raise _noted(RuntimeError(printable_lines(error.splitlines())))
+    dump = folder / "dump"
+    files = [next(dump.glob(f"*{name}"), None) for name in compiler_child.FILES]
+    proto, report, buffers = (b"" if file is None else file.read_bytes() for file in files)
+    text, total = module_text(proto), _TOTAL.search(report.decode("utf-8", "replace"))
+    ranges = "".join(f.read_text("utf-8", "replace") for f in dump.glob("*-live-range.txt"))
+    assigned = buffers.decode("utf-8", "replace")
+    alive = tuple(_alive(ranges, assigned)) if ranges else None
+    if numbers is not None:
+        return Refusal(*numbers, text, alive or ())
     if None in files:
         raise OSError(f"XLA has not written what it makes of the step to {folder}: is there room?")
-    proto = files[0].read_bytes()  # type: ignore[union-attr]
-    report, buffers = (file.read_text("utf-8", "replace") for file in files[1:] if file is not None)
-    ranges = "".join(f.read_text("utf-8") for f in (folder / "dump").glob("*-live-range.txt"))
-    text, total = module_text(proto), _TOTAL.search(report)
     if not text or total is None:
         raise OSError(f"what XLA has written to {folder} is cut: is there room?")
     peak = int(total[1])
-    alive = tuple(_alive(ranges, buffers)) if ranges else None
     if topology is not None and peak > (available := topology.hardware.memory_bytes):
-        return Refusal(peak, available, text)
+        return Refusal(peak, available, text, alive or ())
     specs = None if mesh is None else dumped_specs(proto, mesh)
     return CompilerAnswer(
         text=text,
         specs=None if specs is None else tuple(specs),
         peak=peak,
-        sizes=_sizes(buffers, peak),
+        sizes=_sizes(assigned, peak),
         alive=alive,
         warnings=stderr,
     )

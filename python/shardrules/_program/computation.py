@@ -16,7 +16,6 @@ OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
 _NAMED: Final = re.compile(r"^ +(?:ROOT )?%?(\S+) = .*", re.MULTILINE)
 _SHAPE: Final = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 NAME: Final = re.compile(r"%([^\s,(){}]+)")
-_ELEMENT: Final = re.compile(r"%([\w.\-]+)#(\d+)")
 _PARENTHESES: Final = re.compile(r"[()]")
 HEADER: Final = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(")
 # A fixed beginning makes it fast; the attribute's name stands before it.
@@ -178,27 +177,6 @@ def parsed(line: str) -> Instruction:
 def with_whole_lines(text: str) -> str:
     """Put each instruction on one line."""
     return _BROKEN.sub("", text) if "={\n" in text else text
-
-
-def with_elements(text: str) -> str:
-    """Write out the elements of tuples that dumped modules name by number, as %while.1#2."""
-    lines: list[str] = []
-    results: dict[str, tuple[Shape, ...]] = {}
-    for line in with_whole_lines(text).split("\n"):
-        if not line.startswith("  "):
-            results = {}
-        elif " = " in line:
-            for name, number in _ELEMENT.findall(line):
-                element = f"{name}#{number}"
-                if element not in results:
-                    results[element] = results[name][int(number) :][:1]
-                    shape = "".join(map(str, results[element]))
-                    lines.append(
-                        f"  %{element} = {shape} get-tuple-element(%{name}), index={number}"
-                    )
-            results[name_of(line)] = parsed(line).results
-        lines.append(line)
-    return "\n".join(lines)
 
 
 def line_at(text: str, position: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from shardrules._program.buffers import Buffer, Memory, Totals, sizes_of, totals_from
+from shardrules._program.buffers import SIZES, Buffer, Memory, Totals, totals_from
 from shardrules._program.computation import Computation, Instruction
 from shardrules._program.executable import Executable
 from shardrules._program.facts import MOVES, UPDATES
@@ -24,7 +24,7 @@ def totals_of(executable: Executable) -> Totals | None:
     stats: Any = executable.call.compiled.memory_analysis()
     if stats is None:
         return None
-    return totals_from(sizes_of(stats))
+    return totals_from([getattr(stats, name, 0) for name in SIZES])  # 0 for what JAX lacks
 
 
 def memory_of(executable: Executable, totals: Totals) -> Memory:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from jax import tree_util
+from jax.sharding import Mesh
 
 from shardrules._base.arguments import check_file, check_type
 from shardrules._base.atomic_write import write_text
@@ -26,7 +27,7 @@ from shardrules._program.buffers import Memory, Totals
 from shardrules._program.causes import REASONS, Movement, movement_of
 from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable
-from shardrules._program.hlo import hlo_errors
+from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.inputs import planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
@@ -307,14 +308,15 @@ def _planned_by_plans(planned: Any, treedef: Any) -> list[bool]:
     return [is_of_plan for pair in pairs for is_of_plan in _planned_by_plans(*pair)]
 
 
-def time_on(topology: Topology, program: Program) -> ProgramTime | None:
-    """Estimate the seconds of a step by the compiler's cycles; None if it tells none."""
-    hlo, mesh = program._executable.hlo, program.mesh
-    if hlo is None or mesh is None or not has_devices(mesh):
-        return None
-    peak = topology.hardware.flops_per_second["bfloat16"]
-    link_rate = partial(topology.link_rate, mesh)
-    return program_time(hlo, program.collectives, topology.clock, link_rate, peak)
+def time_on(topology: Topology, mesh: Mesh, text: str) -> ProgramTime | None:
+    """Estimate the seconds of a finished program by the compiler's cycles; None if it has none."""
+    with hlo_errors():
+        hlo = Hlo(text)
+        rows = list(exchanges(hlo, mesh.shape))
+        sent = ((row.axes, row.sent_once * (row.times or 1)) for row in rows if row.axes)
+        sending = sum(size / topology.link_rate(mesh, axes) for axes, size in sent)
+        peak = topology.hardware.flops_per_second["bfloat16"]
+        return program_time(hlo, sending, topology.clock, peak)
 
 
 def roofline_on(topology: Topology, program: Program) -> Roofline | None:

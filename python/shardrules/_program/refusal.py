@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.text import bytes_shown, printable_lines
 from shardrules._program.buffers import Buffer, table_of
-from shardrules._program.computation import with_elements
 from shardrules._program.hlo import Hlo
-from shardrules._program.liveness import alive_at_peak
 from shardrules._program.memory import buffers_of
+from shardrules._program.stored import LiveArray, alive_of
 
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (18.14G) exceeds
 # available HBM (15.75G)."; older ones: "Used 18.14G of 15.75G hbm." Arguments are counted, too.
@@ -22,6 +20,7 @@ _REFUSALS: Final = (
 )
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _KEPT: Final = 0.5
+_NAMED: Final = 10
 
 
 class OutOfMemory(MemoryError):  # noqa: N818
@@ -103,18 +102,19 @@ class Refusal(NamedTuple):
 
     required: int
     available: int
-    text: str
-    """The module at the peak; "" if XLA does not write it."""
+    text: str = ""
+    """The module; "" if XLA does not write it."""
+    alive: tuple[LiveArray, ...] = ()
+    """The arrays at the peak, as XLA assigns them."""
 
     def error(self) -> OutOfMemory:
         """Return it as the error to raise."""
-        buffers: Iterable[Buffer] = ()
-        if self.text:
-            hlo = Hlo(with_elements(self.text))
-            buffers = buffers_of(hlo, alive_at_peak(hlo)[:10], lambda _: None)
+        buffers: tuple[Buffer, ...] = ()
+        if self.text and self.alive:
+            hlo = Hlo(self.text)
+            buffers = tuple(buffers_of(hlo, alive_of(hlo, self.alive)[:_NAMED], lambda _: None))
         is_recomputed = "/rematted_computation" in self.text
-        found = tuple(buffers)
-        return OutOfMemory(self.required, self.available, found, is_recomputed=is_recomputed)
+        return OutOfMemory(self.required, self.available, buffers, is_recomputed=is_recomputed)
 
 
 def refused_bytes(message: str) -> tuple[int, int] | None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple, TypeVar
 
 from shardrules._base.text import answer, counted, printable_lines, seconds_shown
 from shardrules._plan.answers import Section
 from shardrules._plan.page_section import Page
 from shardrules._plan.tables import Column, Table
-from shardrules._program.collectives import Collective
 from shardrules._program.computation import Instruction, line_at, parsed, shapes_in
 from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.kernels import KERNEL_EFFICIENCY, splash_flops
-from shardrules._program.timeline import Timeline, Timetable, hidden_of
 
 _CYCLES: Final = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN: Final = 2**62
@@ -60,11 +58,6 @@ class ProgramTime(NamedTuple):
     """Of computing, the seconds of Pallas kernels: by their FLOPs, at half of the peak."""
     uncounted: tuple[str, ...]
     """Pallas kernels of unknown FLOPs, by the name of their operation."""
-    exposed: float = 0.0
-    """Of sending, the seconds that the schedule does not hide behind what is computed."""
-    timelines: tuple[Timeline, ...] = ()
-    """What is computed and sent in a trip of the largest loops, such as the layers, forward and
-    backward; of the step if it has no loop."""
 
     @property
     def shortest(self) -> float:
@@ -79,16 +72,9 @@ class ProgramTime(NamedTuple):
         """Seconds if nothing is hidden."""
         return self.computing + self.sending
 
-    @property
-    def scheduled(self) -> float:
-        """Seconds if that is hidden which the schedule hides, and the middle of the cycles."""
-        return max(self.shortest, (1 + LEAST_CYCLES) / 2 * self.computing + self.exposed)
-
     def to_json(self) -> dict[str, Any]:
         """Return the seconds as `json.dumps` takes them."""
         return self._asdict() | {
-            "timelines": [timeline.to_json() for timeline in self.timelines],
-            "scheduled": self.scheduled,
             "kernel_efficiency": KERNEL_EFFICIENCY,
             "least_cycles": LEAST_CYCLES,
             "shortest": self.shortest,
@@ -100,11 +86,10 @@ class ProgramTime(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"a step takes {seconds_shown(self.shortest)} to {seconds_shown(self.longest)}, "
-            f"{seconds_shown(self.scheduled)} as it is scheduled, by the compiler's estimate: "
-            f"{seconds_shown(self.computing)} computing, of which runs take {LEAST_CYCLES:.0%} or "
-            f"more, {seconds_shown(self.sending)} sending, of which the schedule hides "
-            f"{seconds_shown(hidden_of(self.sending, self.exposed))}"
+            f"a step takes {seconds_shown(self.shortest)} to {seconds_shown(self.longest)} by the "
+            f"compiler's estimate: {seconds_shown(self.computing)} computing, of which runs take "
+            f"{LEAST_CYCLES:.0%} or more, {seconds_shown(self.sending)} sending, hidden behind it "
+            "or not"
         ]
         phases = _sums((phase, seconds) for _, phase, seconds in self.parts)
         scopes = _sums((scope, seconds) for scope, _, seconds in self.parts if scope)
@@ -161,34 +146,17 @@ def kernel_flops(hlo: Hlo) -> int:
         return sum(flops * times for _, flops, times in _kernels(hlo))
 
 
-def program_time(
-    hlo: Hlo,
-    collectives: Iterable[Collective],
-    clock: float,
-    link_rate: Callable[[Sequence[str]], float],
-    peak: float,
-) -> ProgramTime | None:
+def program_time(hlo: Hlo, sending: float, clock: float, peak: float) -> ProgramTime | None:
     """Estimate the time of a program; None if its text has no cycles."""
-    rows = [row for row in collectives if row.axes]
-    with hlo_errors():
-        cycles = [(op, count / clock, times) for op, count, times in _cycles(hlo)]
-        if not cycles:
-            return None
-        flops = list(_kernels(hlo))
-        rate = peak * KERNEL_EFFICIENCY
-        kernels = [(op, count / rate, times) for op, count, times in flops if count]
-        timed = cycles + kernels
-        lines = {op.name: _instruction_line(hlo, op) for op, _, _ in timed}
-        names = {op.name: _scope_and_phase(op) for op, _, _ in timed}
-        by_line = _sums((lines[op.name], times * seconds) for op, seconds, times in timed)
-        parts = _sums((names[op.name], times * seconds) for op, seconds, times in timed)
-        sent = _sums((row.name, row.sent_at_least / link_rate(row.axes)) for row in rows)
-        shown = {
-            op.name: (names[op.name][0] or lines[op.name], seconds) for op, seconds, _ in timed
-        }
-        schedule = Timetable(hlo, shown, sent, rows)
-        timelines = tuple(schedule.timelines({name: phase for name, (_, phase) in names.items()}))
-    sending = sum(sent.values())
+    cycles = [(op, count / clock, times) for op, count, times in _cycles(hlo)]
+    if not cycles:
+        return None
+    flops = list(_kernels(hlo))
+    rate = peak * KERNEL_EFFICIENCY
+    kernels = [(op, count / rate, times) for op, count, times in flops if count]
+    timed = cycles + kernels
+    by_line = _sums((_instruction_line(hlo, op), times * seconds) for op, seconds, times in timed)
+    parts = _sums((_scope_and_phase(op), times * seconds) for op, seconds, times in timed)
     return ProgramTime(
         computing=sum(by_line.values()),
         sending=sending,
@@ -198,8 +166,6 @@ def program_time(
         uncounted=tuple(
             dict.fromkeys(op.op_name or op.name for op, count, _ in flops if not count)
         ),
-        exposed=sending - schedule.hidden,
-        timelines=timelines,
     )
 
 

@@ -1,4 +1,4 @@
-"""`StoredProgram`: stands for a `jax.stages.Compiled` that a file has."""
+"""`StoredProgram`: stands for the `jax.stages.Compiled` that a child did not come to."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def alive_of(hlo: Hlo, arrays: Iterable[LiveArray]) -> list[Alive]:
 
 
 class StoredProgram:
-    """What is read of a `jax.stages.Compiled`, where a file has it.
+    """What is read of a `jax.stages.Compiled`, where XLA has written it before code.
 
     Args:
         lowered: The function's `jax.stages.Lowered`: its structure, shapes and donation.

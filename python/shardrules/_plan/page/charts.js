@@ -12,7 +12,6 @@
   const HEAD = 20;
   const GAP = 2;
   const LEAST = 8; // of a box with children in it
-  const ROW = 22; // of a time line
   const shown = new WeakMap();
   let trail = []; // from the whole tree down to what is shown
 
@@ -205,61 +204,6 @@
     }));
   }
 
-  // What a layer computes, and below it what it sends, each from its start until it is done; in
-  // further rows what is on its way at the same time. Shares of the body's time are percents.
-  function drawTimeline({ name, seconds, text, spans }) {
-    const title = { loop: "A loop", step: "The step" }[name] ?? `A layer, ${name}`;
-    const computing = spans.filter(({ kind }) => kind === "computing");
-    const sums = new Map();
-    for (const { what, kind, seconds: takes, exposed } of spans) {
-      const sum = sums.get(what) ?? { what, kind, takes: 0, exposed: 0 };
-      sums.set(what, { ...sum, takes: sum.takes + takes, exposed: sum.exposed + exposed });
-    }
-    const rows = [...sums.values()].sort((a, b) => b.takes - a.takes);
-    const parts = rows.filter(({ kind }) => kind === "computing");
-    const colours = new Map(parts.map(({ what }, i) => [what, PALETTE[i + 1] ?? OTHERS]));
-    const bar = (span, begin, end, row, colour, kind, label = "") => {
-      const made = element("div", { class: `slice ${kind}` }, element("span", {}, label));
-      const waits = span.exposed > 0 ? [`waits ${secondsShown(span.exposed)}`] : [];
-      const lines = [span.what, `takes ${secondsShown(span.seconds)}`, ...waits];
-      Object.assign(made.style, {
-        left: `${(100 * begin) / seconds}%`, width: `${(100 * Math.max(0, end - begin)) / seconds}%`,
-        top: `${row * ROW}px`, backgroundColor: colour ?? "", color: colour ? inkOn(colour) : "",
-      });
-      shown.set(made, { node: null, lines: () => lines });
-      return made;
-    };
-    const made = element("div", { class: "timeline chart", role: "img",
-      "aria-label": `Time line, ${text}; the table below has the same numbers` });
-    made.append(...computing.map((span) =>
-      bar(span, span.begin, span.end, 0, colours.get(span.what), "leaf",
-        span.what.split("/").at(-1))));
-    const ends = [];
-    for (const span of spans.filter(({ kind }) => kind === "sending")) {
-      const free = ends.findIndex((end) => end <= span.begin);
-      const row = free < 0 ? ends.length : free;
-      ends[row] = span.end;
-      const waits = span.end - span.exposed;
-      const sends = span.exposed > 0 ? span.end - span.seconds : span.begin;
-      made.append(
-        bar(span, span.begin, span.end, row + 1, null, "others"),
-        bar(span, Math.max(span.begin, sends), Math.min(waits, sends + span.seconds), row + 1,
-          PALETTE[0], "leaf"),
-        bar(span, waits, span.end, row + 1, REPLICATED, "leaf"));
-    }
-    made.style.height = `${(ends.length + 1) * ROW}px`;
-    const [sumTable, body] = table(["What", "Kind", "Takes", "Waits"], [2, 3]);
-    appendPaged(body, rows, ({ what, kind, takes, exposed }) => element("tr", {},
-      element("td", {}, kind === "computing" ? swatch(colours.get(what)) : null,
-        element("code", {}, what)),
-      element("td", {}, kind),
-      element("td", { class: "number" }, secondsShown(takes)),
-      element("td", { class: "number" }, exposed > 0 ? secondsShown(exposed) : "")), body, 20);
-    watch(made, () => {});
-    return [element("h3", {}, title), element("p", { class: "hint" }, text), made,
-      scrolled(sumTable, `Table of what is in it: ${title}`)];
-  }
-
   function watch(chart, draw) {
     chart.addEventListener("pointermove", hover);
     chart.addEventListener("pointerleave", () => { tip.hidden = true; });
@@ -274,14 +218,9 @@
   } else {
     memoryPlace.remove();
   }
-  if (report.time?.timelines.length) {
+  if (report.time) {
     document.getElementById("program").hidden = false;
-    document.getElementById("timelines").append(
-      element("p", { class: "hint" }, `In all, ${report.time.text}.`),
-      element("div", { class: "legend" },
-        element("span", {}, swatch(PALETTE[0]), "sent, hidden behind what is computed"),
-        element("span", {}, swatch(REPLICATED), "exposed: the device waits for it")),
-      ...report.time.timelines.flatMap(drawTimeline));
+    document.getElementById("time").textContent = `In all, ${report.time.text}.`;
   }
   if (report.sweep?.rows.length) drawSweep();
   if (!wholeTree || wholeTree.held === 0) {

@@ -17,7 +17,7 @@ from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Table
 from shardrules._program.buffers import Memory
-from shardrules._program.cache import compiled_result
+from shardrules._program.cache import Finished, finished
 from shardrules._program.collectives import Collective
 from shardrules._program.compiler import asked_compiler, is_of_cpus
 from shardrules._program.lowering import (
@@ -28,7 +28,7 @@ from shardrules._program.lowering import (
     mesh_of,
     target_mesh,
 )
-from shardrules._program.program import Program, inspect, roofline_on, time_on
+from shardrules._program.program import Program, roofline_on, time_on
 from shardrules._program.refusal import Refusal
 from shardrules._program.step_seconds import ProgramTime, Roofline
 from shardrules._program.topologies.topology import (
@@ -255,15 +255,16 @@ class AskedProof:
         lowered, mesh = self._lowering.lowered, self._mesh
         topology = topology_of(mesh)
         answer = None if self._compiler is None else self._compiler.answer()
-        seconds, whole = perf_counter() - self._begin, None
+        seconds = perf_counter() - self._begin
         if isinstance(answer, Refusal):
             raise answer.error()
+        whole: Finished | None = None
         if answer is None or self._needs_code:
-            whole = compiled_result(lowered, mesh)
-            seconds = whole.seconds
-            if isinstance(whole.content, Refusal):
-                raise whole.content.error()
-        content: Any = whole and whole.content
+            ended = finished(lowered, mesh, is_kept=answer is not None)
+            if isinstance(ended, Refusal):
+                raise ended.error()
+            whole, seconds = ended, ended.seconds
+        content = whole and whole.compiled
         if answer is not None:
             content = answer.program(lowered, mesh)
         inputs, outputs = self._planned
@@ -280,8 +281,7 @@ class AskedProof:
         if topology is not None and whole is None:
             estimate = roofline_on(topology, program)
         elif topology is not None and whole is not None:
-            ended = program if answer is None else inspect(whole.content, inputs, outputs)
-            estimate = time_on(topology, ended)
+            estimate = time_on(topology, mesh, whole.text)
         return Proof(
             target=_target_shown(mesh or program.mesh, topology),
             findings=findings,
@@ -290,8 +290,8 @@ class AskedProof:
             seconds=seconds,
             time=estimate,
             notes=tuple(self._lowering.notes),
-            compiled=None if whole is None or whole.is_cached else whole.content,
-            is_cached=whole is not None and whole.is_cached,
+            compiled=whole and whole.compiled,
+            is_cached=whole is not None and whole.compiled is None,
         )
 
 
