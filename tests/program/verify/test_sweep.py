@@ -80,11 +80,11 @@ def test_answers_are_rows_that_keep_their_heading():
     assert "time" not in head  # which no row has
     assert first.startswith("fsdp=2,tp=1  64")
     assert pickle.loads(pickle.dumps(rows)) == rows
-    written = json.loads(json.dumps(rows.to_json()))
+    written = json.loads(rows.to_json())
     assert written["rows"][0]["peak"] == rows[0].peak
     assert written["heading"] == rows.heading
     odd = module.StepSweep([rows[0]._replace(choices={"policy": P("fsdp")})])
-    (written,) = json.loads(json.dumps(odd.to_json()))["rows"]
+    (written,) = json.loads(odd.to_json())["rows"]
     assert "fsdp" in written["choices"]["policy"]
 
 
