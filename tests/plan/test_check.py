@@ -1000,7 +1000,11 @@ def test_json():
     assert [sr.types.Finding(**{**one, "paths": tuple(one["paths"])}) for one in listed] == list(
         found
     )
-    assert json.loads(findings({"w": LARGE}, SHARDED).to_json()) == {"findings": []}
+    assert json.loads(findings({"w": LARGE}, SHARDED).to_json()) == {
+        "version": 1,
+        "scope": "1 leaf, 1 rule, on fsdp=8,tp=4",
+        "findings": [],
+    }
 
 
 def toolkit_data(text):
@@ -1325,3 +1329,33 @@ class TestMends:
         assert found.mend == mend
         rules = [eval(mend, {"P": lambda _: spec}), *rules]
         assert of_kind(findings(tree, rules), kind) == []
+
+
+def test_a_spec_longer_than_the_rank_ended_in_an_error_of_zip():
+    rules = sr.Rules([("w", P("a", None, None))], correction=sr.Correction(rank="keep"))
+    found = sr.plan({"w": array(2, 3)}, rules, {"a": 2, "dp": 2}).check()
+    assert "the spec has 3 entries, the array 2 dimensions" in str(found)
+
+
+def test_a_sharding_that_jax_refuses_was_at_most_a_warning():
+    """Nothing corrects specs that go to JAX as they are; `shard` does, and with correction= it is said."""
+    tree, specs, mesh = {"k": array(2, 64)}, {"k": P("tp", "fsdp")}, {"fsdp": 2, "tp": 4}
+    (found,) = [one for one in sr.plan(tree, specs, mesh).check() if one.level == "error"]
+    assert found.kind == "misfit"
+    assert (
+        "the tree's spec P('tp', 'fsdp'): dim 0 of size 2 is not divisible by tp=4" in found.message
+    )
+    assert sr.plan(tree, specs, mesh).specs() == {"k": P(None, "fsdp")}
+    for plan in (
+        sr.plan(tree, specs, mesh, correction=sr.Correction()),
+        sr.plan(tree, [("k", ("tp", "fsdp"))], mesh),
+    ):
+        assert not plan.check().at_least("error")
+
+
+def test_a_tree_of_specs_was_a_rule_of_two_hundred_characters():
+    tree = {f"layer_{i}": array(4096, 4096) for i in range(40)}
+    found = sr.plan(tree, dict.fromkeys(tree, P()), {"tp": 2}).check()
+    assert found.at_least("warning")
+    assert all("^layer" not in one.message for one in found)
+    assert "the tree's spec P()" in str(found)

@@ -986,3 +986,47 @@ def test_records_of_tables_are_as_a_user_would_make_them():
     """They are made without checks, which would cost each process that imports them."""
     for record in (*sr.LORA, *sr.QUANTIZED):
         assert sr.Companion(record.pattern, record.base, record.dims, record.blocks) == record
+
+
+def test_the_moment_of_a_kernel_was_replicated_where_a_module_is_called_as_a_field():
+    """`mu/Dense_0/kernel` of the state ends in the path of another parameter, of a module `mu`."""
+    import optax
+
+    leaf = jax.ShapeDtypeStruct((128, 512), "float32")
+    other = jax.ShapeDtypeStruct((512, 256), "float32")
+    params = {"Dense_0": {"kernel": leaf}, "mu": {"Dense_0": {"kernel": other}}}
+    plan = sr.plan(params, [("kernel", ("fsdp", "tp"))], {"fsdp": 2, "tp": 2})
+    state = jax.eval_shape(optax.adam(1e-3).init, params)
+    moments = plan.for_optimizer(state).specs()[0]
+    expected = plan.specs()
+    assert moments.mu == moments.nu == expected
+    whole = {"params": params, "opt_state": state}
+    assert plan.for_optimizer(whole).specs()["opt_state"][0].mu == expected
+
+
+def test_rules_of_parameters_were_dead_for_a_state():
+    """Low-rank moments follow no parameter, so that no rule matched a leaf of the state."""
+    leaf = jax.ShapeDtypeStruct((8192, 8192), "float32")
+    plan = sr.plan({"a": {"kernel": leaf}}, [("a/kernel", ("fsdp", "tp"))], {"fsdp": 2, "tp": 2})
+    low = {"mu": {"a": {"kernel": jax.ShapeDtypeStruct((8192, 64), "float32")}}}
+    assert not [one for one in plan.for_optimizer(low).check() if one.kind == "dead"]
+    assert not [one for one in plan.for_gradients().check() if one.kind == "dead"]
+    logical = sr.plan(
+        {"w": leaf},
+        sr.LogicalRules([("x", "tp"), ("y", None)]),
+        {"tp": 2},
+        names={"w": ("x", "x2")},
+    )
+    assert not [
+        one for one in logical.for_optimizer({"mu": {"w": leaf}}).check() if one.kind == "dead"
+    ]
+
+
+def test_moments_that_the_tree_has_were_counted_twice_without_a_word():
+    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
+    tree = {"params": {"w": leaf}, "opt_state": {"mu": {"w": leaf}}}
+    plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+    assert "second" not in str(plan.bytes_per_device())
+    assert str(plan.bytes_per_device(optimizer=("float32",))).endswith(
+        "optimizer of opt_state/mu/w; a second optimizer, beside the given one, of opt_state/mu/w"
+    )

@@ -121,6 +121,11 @@ class Queries:
         return frozenset(rule for rule in _matching_all(rules) if coverage.matched[rule] == leaves)
 
     @cached_property
+    def dead(self) -> tuple[int, ...]:
+        """Rules for no leaf; none of a state or of gradients, whose rules are the parameters'."""
+        return () if self.plan._leaves.follows_parameters else tuple(self.plan.coverage.dead)
+
+    @cached_property
     def silent_catch_alls(self) -> frozenset[int]:
         """Those of them that give all leaves one spec, whatever they are."""
         spec_of = self.plan._spec_of_rule
@@ -210,7 +215,7 @@ class Queries:
     def dead_rules_of(self) -> dict[str, list[int]]:
         """The mesh axes that cut no leaf, each with the rules for no leaf that name it."""
         plan = self.plan
-        named = {rule: axes_named(plan._spec_of_rule(rule)) for rule in plan.coverage.dead}
+        named = {rule: axes_named(plan._spec_of_rule(rule)) for rule in self.dead}
         return {
             axis: [rule for rule, axes in named.items() if axis in axes]
             for axis, size in plan.axis_sizes.items()
@@ -234,7 +239,7 @@ class Queries:
         lacking = [plan.kinds[part.group] for part in self.fewer_names]
         return [
             rule
-            for rule in plan.coverage.dead
+            for rule in self.dead
             for axes in [axes_named(plan._spec_of_rule(rule)) & self.used_axes]
             if lacking and axes and isinstance(plan.rules[rule][0], str)
             if all(could_cut(axis, kind, plan.axis_sizes) for axis in axes for kind in lacking)
@@ -243,6 +248,8 @@ class Queries:
     def rule(self, index: int) -> str:
         """Return a rule, for a message."""
         pattern, spec = self.plan.rules[index]
+        if self.plan._leaves.by_specs:
+            return f"the tree's spec {rule_spec_shown(spec)}"
         is_logical = self.plan._leaves.path_rules is None
         text = repr(spec) if is_logical else rule_spec_shown(spec)
         return f"rule {index} {pattern!r} -> {text}"
@@ -260,6 +267,8 @@ class Queries:
 
     def rules(self, indices: list[int]) -> str:
         """Rules, for a message: one alone with its pattern and spec."""
+        if len(indices) > 1 and self.plan._leaves.by_specs:
+            return f"{len(indices)} of the tree's specs"
         return self.rule(indices[0]) if len(indices) == 1 else rules_listed(indices)
 
     def rules_of(self, folded: Iterable[Folded]) -> list[int]:

@@ -225,7 +225,7 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
             part for part in folded if queries.is_whole(plan.kinds[part.group])
         )
         cost = queries.device_bytes(folded)
-        dead = rules_listed(plan.coverage.dead)
+        dead = rules_listed(queries.dead)
         match = "matches" if leaves == 1 else "match"
         mend = queries.added_rule(folded)
         example = f", such as {mend}" if mend else ""

@@ -100,12 +100,12 @@ _NUMBERS: Final = re.compile("[0-9]+")
 def unknown_names(queries: Queries) -> Iterator[Finding]:
     if queries.plan._leaves.path_rules is not None:
         return
-    kinds, coverage = queries.plan.kinds, queries.plan.coverage
+    kinds = queries.plan.kinds
     rule_names = {name for name, _ in queries.plan.rules}
     sizes = queries.plan.axis_sizes
     unused = [
         name
-        for name, axes in map(queries.plan.rules.__getitem__, coverage.dead)
+        for name, axes in map(queries.plan.rules.__getitem__, queries.dead)
         if isinstance(name, str) and any(sizes.get(axis, 1) > 1 for axis in axes_in(axes))
     ]
     by_name: dict[Any, list[Folded]] = defaultdict(list)
@@ -230,7 +230,7 @@ def dead_names(queries: Queries) -> Iterator[Finding]:
         return
     # These are told of leaves without a name, and of axes that cut no leaf, or they are declared.
     explained = {*queries.missing_names, *itertools.chain(*queries.dead_rules_of.values())}
-    dead = [rule for rule in plan.coverage.dead if rule not in explained]
+    dead = [rule for rule in queries.dead if rule not in explained]
     if dead:
         names = list(dict.fromkeys(repr(plan.rules[rule][0]) for rule in dead))
         rest = and_more(len(names), _MOST_NAMES, "name")
@@ -295,7 +295,7 @@ def nnx_values(queries: Queries) -> Iterator[Finding]:
             on_purpose += folded
     if on_purpose:
         yield _of_rules(queries, end, on_purpose)
-    for rule in coverage.dead:
+    for rule in queries.dead:
         if folded := matches.stopped.get(rule, []):
             message = (
                 f"{queries.rule(rule)} matches no leaf, since flax nnx lets paths end in {end!r}; "

@@ -36,7 +36,7 @@ _NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")
 def dead_rules(queries: Queries) -> Iterator[Finding]:
     if queries.plan._leaves.path_rules is None:  # such rules are often for other trees as well
         return
-    for rule in queries.plan.coverage.dead:
+    for rule in queries.dead:
         yield finding(
             "warning",
             "dead",
@@ -377,9 +377,13 @@ def corrections(queries: Queries) -> Iterator[Finding]:
         # The message has the size of the first.
         is_like = lost.has_several_shapes and lost.loss.kind == "indivisible"
         free = "" if lost.is_unknown else "; costs nothing"
+        # Specs of others are given to JAX as they are.
+        refused = lost.loss.kind == "indivisible" and not queries.plan._leaves.is_corrected
+        if refused:
+            free = "; JAX refuses it"
         yield finding(
-            "error" if lost.is_unknown else "warning" if is_much else "info",
-            "unknown-axis" if lost.is_unknown else "correction",
+            "error" if lost.is_unknown or refused else "warning" if is_much else "info",
+            "unknown-axis" if lost.is_unknown else "misfit" if refused else "correction",
             f"{who}: {lost.loss.message}{', and the like' if is_like else ''}"
             + (f"; costs {at_stake(lost.bytes)}" if lost.bytes else free),
             lost.loss.fix,

@@ -237,7 +237,7 @@ def could_cut(axis: str, kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
         size > 0
         and axes is not None
         and size % prod(axis_sizes.get(name, 1) for name in (*axes, axis)) == 0
-        for size, axes in zip(kind.shape, dims, strict=True)
+        for size, axes in zip(kind.shape, dims, strict=False)  # "keep" has more entries than dims
     )
 
 

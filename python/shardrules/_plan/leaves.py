@@ -70,6 +70,12 @@ class Leaves:
     kind_of: npt.NDArray[np.int32]
     """Per leaf an index of `types`."""
     types: list[LeafType]
+    follows_parameters: bool = False
+    """Whether they are states or gradients, for which the rules were not written."""
+    by_specs: bool = False
+    """Whether a tree of specs decides, each by a rule for exactly its paths."""
+    is_corrected: bool = True
+    """Whether specs that do not fit are corrected: not those of others, if nobody says so."""
     companions: tuple[Companion, ...] = ()
     """The companions that were given."""
     links: Mapping[int, tuple[Link, ...]] = field(default_factory=dict)

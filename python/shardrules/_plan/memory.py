@@ -214,7 +214,10 @@ def _counted(
     classes = DeviceClasses(all_arrays, plan.axis_sizes)
     nothing = classes.total(())
     totals = (classes.total(part) if part else nothing for part in parts.values())
-    return classes, DeviceBytes._make((*totals, plan._leaves.guessed))
+    guessed = plan._leaves.guessed
+    if optimizer is not None and plan._leaves.optimizer_rows:
+        guessed = {**guessed, "a second optimizer, beside the given one,": guessed["optimizer"]}
+    return classes, DeviceBytes._make((*totals, guessed))
 
 
 def _held(plan: Plan) -> list[Held]:

@@ -168,7 +168,10 @@ def plan_by_rules(tree: Any, rules: Rules, companions: tuple[Companion, ...]) ->
 
 def plan_by_specs(leaves: Leaves, specs: Any, correction: Correction | None = None) -> OnMesh:
     """Plan leaves by specs or shardings, one for all or a tree of them."""
-    return plan_leaves(leaves, rules_of_specs(leaves, specs, correction))
+    rules = rules_of_specs(leaves, specs, correction)
+    decided = redecided(leaves, rules)
+    decided = replace(decided, by_specs=True, is_corrected=correction is not None)
+    return partial(by_rules, decided, rules, [None] * len(decided.types))
 
 
 def plan_leaves(leaves: Leaves, rules: Rules) -> OnMesh:

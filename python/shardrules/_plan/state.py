@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -159,6 +160,7 @@ def by_parameters(
         sources=sources,
         kind_of=of_pair[pair_of],
         types=[state.types[number] for number, *_ in related],
+        follows_parameters=True,
     )
     return leaves, kinds
 
@@ -171,20 +173,54 @@ def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
     boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)
     row_of = {**_rows_without_prefix(params, boundary), **params.rows}
     flat_names = functools.cache(lambda: _rows_of_flat_names(params))
-    rows, factors = [], []
+    # A module may be called as a field of the state, such as `mu`.
+    others = functools.cache(lambda name: list(_ends(name, row_of, boundary))[1:])
+    choices: list[list[tuple[str, int]]] = []
     for path in state.paths:
-        start = 0
-        while (row := row_of.get(path[start:], _NONE)) == _NONE:
-            passed = boundary.search(path, start)
-            if passed is None:
-                row = _row_of_flat_name(path[start:], flat_names)
-                break
-            start = passed.end()
+        first = next(_ends(path, row_of, boundary), None)
+        if first is None:
+            last = max((passed.end() for passed in boundary.finditer(path)), default=0)
+            choices.append([(path[:last], _row_of_flat_name(path[last:], flat_names))])
+            continue
+        start, row = first
+        more = [(start + further, other) for further, other in others(path[start:])]
+        choices.append([(path[:end], found) for end, found in [(start, row), *more]])
+    found_behind = _found_behind(choices) if any(len(each) > 1 for each in choices) else {}
+    rows, factors = [], []
+    for each in choices:
+        # `max` takes the first of equals, which is the longest path.
+        prefix, row = max(each, key=lambda choice: len(found_behind.get(choice[0], ())))
         rows.append(row)
-        factors.append(None if row == _NONE else _factor_in(path[:start]))
+        factors.append(None if row == _NONE else _factor_in(prefix))
     if params.paths and all(row == _NONE for row in rows):
         _check_no_moments(params, state)
     return FoundParameters(rows, factors)
+
+
+def _ends(
+    path: str, row_of: Mapping[str, int], boundary: re.Pattern[str]
+) -> Iterator[tuple[int, int]]:
+    """Yield (where it begins, row) for each end of the path that is a parameter's path."""
+    start = 0
+    while True:
+        if (row := row_of.get(path[start:], _NONE)) != _NONE:
+            yield start, row
+        if (passed := boundary.search(path, start)) is None:
+            return
+        start = passed.end()
+
+
+def _found_behind(choices: Iterable[list[tuple[str, int]]]) -> dict[str, set[int]]:
+    """Return the parameters that leaves may belong to, by what stands before their paths.
+
+    A moment is a tree of all parameters: of two places where it may begin, it does where more of
+    them are found.
+    """
+    found: dict[str, set[int]] = {}
+    for prefix, row in itertools.chain.from_iterable(choices):
+        if row != _NONE:
+            found.setdefault(prefix, set()).add(row)
+    return found
 
 
 def _check_no_moments(params: Leaves, state: Leaves) -> None:
@@ -397,6 +433,7 @@ def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
         sources=[params.sources[row] for row in rows],
         kind_of=kind_of.astype(np.int32),
         types=types,
+        follows_parameters=True,
         companions=(),
         links={},
     )
