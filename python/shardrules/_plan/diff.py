@@ -239,8 +239,9 @@ def _pattern_text(pattern: Any) -> str:
 def _asked_text(value: Any) -> str:
     """Return what a rule asks for, with its spec in normal form."""
     rule = rule_spec(value)
-    is_plain = has_axes(rule.spec) and not isinstance(rule.spec, Fsdp)
-    spec = spec_shown(as_written(rule.spec) if is_plain else rule.spec)
+    asked: Any = rule.spec
+    is_plain = has_axes(asked) and not isinstance(asked, Fsdp)
+    spec = spec_shown(as_written(asked) if is_plain else asked)
     names = ("correction", "units", "memory_kind", "optional_axes")
     said = [f"{name}={getattr(rule, name)!r}" for name in names if getattr(rule, name)]
     return ", ".join([spec, *said])

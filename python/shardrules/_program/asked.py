@@ -75,7 +75,7 @@ def answered(mesh: AnyMesh | None) -> Iterator[list[Question]]:
     _here.answers = _answers(mesh), questions
     _watch()
     threads = legacy_contexts()
-    context = None if threads is None else threads.env
+    context = getattr(threads, "env", None)
     if context is not None:
         threads.env = _WatchedContext(context, mesh, questions)
     try:

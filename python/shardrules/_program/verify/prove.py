@@ -318,5 +318,6 @@ def _target_shown(mesh: AnyMesh | None, topology: Topology | None) -> str:
         links = ", ".join(f"{axis}: {link}" for axis, link in topology.links(mesh).items())  # type: ignore[arg-type]
         return f"on {topology_shown(topology)}, {sizes} ({links})"
     if not is_of_cpus(mesh):
-        return f"on {mesh.devices.flat[0].device_kind}, {sizes}"
+        devices: Any = mesh.devices
+        return f"on {devices.flat[0].device_kind}, {sizes}"
     return f"on {sizes}{BY_CPU}"

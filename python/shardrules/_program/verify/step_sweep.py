@@ -54,13 +54,18 @@ class StepSweepRow(NamedTuple):
 class StepSweep(Answer[StepSweepRow]):
     """A row for each mesh and choice, the best first; `sweep` says which that is."""
 
-    heading: str = ""
+    summary: str = ""
     """The devices, and how many rows fit; whether all of them have been tried."""
     is_whole: bool = True
     """False if an interrupt came before all were tried."""
 
+    @property
+    def heading(self) -> str:
+        """The summary."""
+        return self.summary
+
     def _json(self) -> dict[str, Any]:
-        return {"heading": self.heading, "is_whole": self.is_whole}
+        return {"summary": self.summary, "is_whole": self.is_whole}
 
     def _row_json(self, row: StepSweepRow) -> dict[str, Any]:
         return (

@@ -71,11 +71,12 @@ def sweep(
         >>> def step_on(mesh, batch):
         ...     tree = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
         ...     plan = sr.plan(tree, [("w", "fsdp")], mesh)
-        ...     x = jax.ShapeDtypeStruct((batch, 64), "float32")
+        ...     rows = jax.NamedSharding(mesh, jax.P("fsdp"))
+        ...     x = jax.ShapeDtypeStruct((batch, 64), "float32", sharding=rows)
         ...     return lambda params, x: x @ params["w"], (plan, x)
-        >>> rows = sr.sweep(step_on, {"fsdp": 4}, batch=[8, 16])
+        >>> rows = sr.sweep(step_on, {"fsdp": 4}, batch=[128, 256])
         >>> [(row.choices, row.sent) for row in rows]
-        [({'batch': 16}, {'fsdp': 3072}), ({'batch': 8}, {'fsdp': 1536})]
+        [({'batch': 256}, {'fsdp': 12288}), ({'batch': 128}, {'fsdp': 12288})]
     """
     return swept(step_on, on, axes, choices, hbm=hbm, show=_progress)
 
@@ -110,13 +111,13 @@ def swept(
         raise KeyboardInterrupt
     topology = topology_of(meshes[0])
     devices = f"{meshes[0].size:,} devices" if topology is None else topology_shown(topology)
-    heading = f"{counted(len(rows), 'program')} on {devices}{BY_CPU * is_of_cpus(meshes[0])}"
+    summary = f"{counted(len(rows), 'program')} on {devices}{BY_CPU * is_of_cpus(meshes[0])}"
     if is_cut := len(rows) < len(cases):
-        heading += f"; not whole, as it was interrupted: {len(cases):,} were to be tried"
+        summary += f"; not whole, as it was interrupted: {len(cases):,} were to be tried"
     rows.sort(key=_rank)
     verdicts = Counter(filter(None, map(verdict_of, rows)))
-    heading = "; ".join([heading, *(f"{word}: {count:,}" for word, count in verdicts.items())])
-    return StepSweep(rows, heading=heading, is_whole=not is_cut)
+    summary = "; ".join([summary, *(f"{word}: {count:,}" for word, count in verdicts.items())])
+    return StepSweep(rows, summary=summary, is_whole=not is_cut)
 
 
 def _checked_choices(
