@@ -82,7 +82,7 @@ def test_answers_are_rows_that_keep_their_heading():
     assert pickle.loads(pickle.dumps(rows)) == rows
     written = json.loads(rows.to_json())
     assert written["rows"][0]["peak"] == rows[0].peak
-    assert written["heading"] == rows.heading
+    assert written["summary"] == rows.summary
     odd = module.StepSweep([rows[0]._replace(choices={"policy": P("fsdp")})])
     (written,) = json.loads(odd.to_json())["rows"]
     assert "fsdp" in written["choices"]["policy"]
