@@ -71,25 +71,25 @@ Level = Literal["error", "warning", "info"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 """The worst first."""
 CheckKind = Literal[
-    "unmatched",
-    "misfit",
-    "unknown-axis",
-    "catch-all",
-    "nnx-value",
-    "unknown-name",
-    "unnamed",
-    "replicated",
-    "uncut",
-    "correction",
+    "companion",
     "memory",
     "unpinned",
+    "catch-all",
+    "replicated",
     "half-head",
+    "unknown-name",
+    "unnamed",
+    "taken",
+    "nnx-value",
     "dead",
     "shadowed",
     "siblings",
-    "taken",
-    "companion",
+    "uncut",
     "unused-axis",
+    "unmatched",
+    "misfit",
+    "correction",
+    "unknown-axis",
 ]
 """The kinds that `queries.check` registers; docs/findings.md says what they are."""
 VerifyKind = Literal[
