@@ -819,7 +819,7 @@ def test_the_report_ends_with_suggested_rules(small, tmp_path):
     result = run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--html", page)
     assert result.exit_code == 0, result.output
     assert "the report has no suggested rules: " in result.stderr
-    assert '"suggestion":null' in page.read_text()
+    assert '"suggestion":' not in page.read_text()
 
 
 def hash_of(number):
