@@ -108,6 +108,9 @@ def _named_instruction(hlo: Hlo, computation: Computation, name: str) -> Instruc
     for _ in range(_MOST_STEPS):
         inner = hlo[line.callees[0]] if line.opcode == "fusion" else computation
         root = inner.root if line.opcode == "fusion" else line
+        if line.opcode == "fusion" and root.opcode == "tuple":  # of several, what it writes
+            parts = (inner[part] for part in root.operands)
+            root = next((x for x in parts if x.opcode == "dynamic-update-slice"), root)
         if root.opcode == "dynamic-update-slice":
             root = _moved(inner, inner[root.operands[1]])
         if root.parameter is not None and inner is not computation:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from jax.stages import Lowered
 
 from shardrules._program.hlo import Hlo, check_hlo
-from shardrules._program.liveness import Alive
+from shardrules._program.liveness import WRITTEN, Alive
+
+_ALLOCATED: Final = "AllocateBuffer"
+"""Of a TPU's program, memory that is not written yet: what writes it tells more."""
 
 
 class LiveArray(NamedTuple):
@@ -41,10 +45,11 @@ def alive_of(hlo: Hlo, arrays: Iterable[LiveArray]) -> list[Alive]:
             continue  # such as an empty tuple
         is_parameter = maker == hlo.entry and line.parameter is not None
         name = array.name
-        if not line.op_name:
-            makers = ((hlo.computation_of(other), other) for other in array.names)
-            named = ((c, other) for c, other in makers if c and hlo[c][other].op_name)
-            maker, name = next(named, (maker, name))
+        if not line.op_name or _ALLOCATED in line.attributes:
+            makers = [(c, other) for other in array.names if (c := hlo.computation_of(other))]
+            written = (pair for pair in makers if _is_written(hlo, *pair))
+            named = (pair for pair in makers if hlo[pair[0]][pair[1]].op_name)
+            maker, name = next(chain(written, named), (maker, name))
         rows.append(
             Alive(
                 shape=line.results[array.element if array.element < len(line.results) else 0],
@@ -57,6 +62,15 @@ def alive_of(hlo: Hlo, arrays: Iterable[LiveArray]) -> list[Alive]:
             )
         )
     return sorted(rows, key=lambda row: -row.bytes)
+
+
+def _is_written(hlo: Hlo, computation: str, name: str) -> bool:
+    """True of what writes into an array that goes on, such as the stack of what a loop keeps."""
+    line = hlo[computation][name]
+    is_fusion = line.opcode == "fusion"
+    return line.opcode == "dynamic-update-slice" or (
+        is_fusion and hlo.contains(line.callees[0], WRITTEN)
+    )
 
 
 class StoredProgram:
