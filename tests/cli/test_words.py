@@ -17,8 +17,8 @@ from shardrules._base.rule_specs import MEMORY_KINDS
 from shardrules._base.text import byte_count
 from shardrules._cli.commands import COMMANDS
 from shardrules._cli.options import GROUP_OF, GROUPS
-from shardrules._plan.files.logical import LOGICAL_DIALECTS
-from shardrules._plan.files.rules import DIALECTS, TABLES
+from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
+from shardrules._plan.files.rules import TABLES
 from shardrules._plan.findings import LEVELS
 from tests.support import command_page
 from tests.support.command_line import invoke, options_of

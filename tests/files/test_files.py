@@ -22,10 +22,11 @@ import shardrules as sr
 from shardrules._base.dtypes import BITS, SAFETENSORS, bits_of, numpy_name
 from shardrules._base.io import FileError
 from shardrules._base.mesh_sizes import parse_mesh
+from shardrules._plan.codec import DIALECTS
 from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.files.models import read_arrays
 from shardrules._plan.files.modules import is_module_form, load_object
-from shardrules._plan.files.rules import DIALECTS, read_rule_source
+from shardrules._plan.files.rules import read_rule_source
 from tests.support import corpus
 from tests.support.files import message
 from tests.support.folders import ROOT
@@ -484,7 +485,10 @@ def test_companions_of_a_rule_file(write):
         ({"stacked": [{"layer": "h_*"}]}, r"stacked\[0\]: .*; write the path of the stack"),
         ({"stacked": [{"at": "h", "axis": -1}]}, r"stacked\[0\]: axis is -1"),
         ({"stacked": [{"at": "h", "axis": "x"}]}, r"stacked\[0\]: axis is 'x'"),
-        ({"unstacked": [{"at": "h", "mesh_axis": "pp"}]}, r"unstacked\[0\]: .* any of layer, axis"),
+        (
+            {"unstacked": [{"at": "h", "mesh_axis": "pp"}]},
+            r"unstacked\[0\]: key 'mesh_axis' is unknown; the keys are at, layer, axis",
+        ),
     ],
 )
 def test_bad_companions_of_a_rule_file(write, table, expected):
@@ -529,14 +533,14 @@ BAD_RULES = {
     "rule": ("rules.json", [["a", []], 3], r'rule 1: it is 3 \(an int\); write \["pattern"'),
     "triple": ("rules.json", [["a", [], 1]], "rule 0: it is"),
     "rule key": ("rules.json", [{"pattern": "a", "specs": 1}], "rule 0: key 'specs' is unknown"),
-    "no spec": ("rules.toml", "[[rules]]\npattern = 'a'", r"rule 0: it has no spec; .*spec = \[\] rep"),
+    "no spec": ("rules.toml", "[[rules]]\npattern = 'a'", r"rule 0: spec is missing; .*spec = \[\] rep"),
     "spec": ("rules.json", [["a", 3]], "rule 0: spec is 3"),
-    "no fsdp": ("rules.json", [["a", {"min_rank": 2}]], "rule 0: spec has no fsdp; write the mesh axis"),
+    "no fsdp": ("rules.json", [["a", {"min_rank": 2}]], "rule 0: spec: fsdp is missing; write the mesh axis"),
     "fsdp key": ("rules.json", [["a", {"fsdp": "x", "min_byte": 2}]], "rule 0: spec: key 'min_byte' is"),
     "fsdp axis": ("rules.json", [["a", {"fsdp": [3]}]], r"rule 0: spec: axis\[0\] is 3"),
     "fsdp bytes": ("rules.json", [["a", {"fsdp": "x", "min_bytes": "4MB!"}]], "rule 0: spec: '4MB!' is not"),
     "fsdp rank": ("rules.json", [["a", {"fsdp": "x", "min_rank": "2"}]], "rule 0: spec: min_rank is '2'"),
-    "within": ("rules.json", [["a", {"fsdp": "x", "within": 3}]], "rule 0: spec is 3 .*; write a list"),
+    "within": ("rules.json", [["a", {"fsdp": "x", "within": 3}]], "rule 0: spec: within is 3 .*; write a list"),
     "twice": ("rules.json", [["a", {"fsdp": "x", "within": ["x"]}]], "rule 0: spec: .* each only once"),
     "entry": ("rules.json", [["a", [None, 3]]], r"rule 0: entry 1 of spec is 3 .*; write an axis"),
     "axes": ("rules.json", [["a", [["tp", None]]]], "rule 0: entry 0 of spec is"),

@@ -105,8 +105,14 @@ class TestRules:
             ({"rules": [["embed", [3]]]}, "rule 0: axes is"),
             ({"rules": [["embed", [["a"], ["b"]]]]}, "rule 0: axes is"),
             ({"rules": [["", "tp"]]}, "rule 0: the name is ''"),
-            ({"rules": [{"name": "a", "axes": [], "units": 3}]}, "rule 0: it is"),
-            ({"rules": [{"pattern": "a", "spec": []}]}, "a table of name and axes"),
+            (
+                {"rules": [{"name": "a", "axes": [], "units": 3}]},
+                "rule 0: key 'units' is unknown; the keys are name, axes",
+            ),
+            (
+                {"rules": [{"pattern": "a", "spec": []}]},
+                "rule 0: key 'pattern' is unknown; the keys are name",
+            ),
             ({"correction": {"rank": "x"}}, "correction: rank"),
             ({"data_axes": "dp"}, "data_axes is 'dp'"),
             ({"mesh_axes": ["dp"]}, "key 'mesh_axes' is unknown"),

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.correction import LibraryCorrection
+from shardrules._base.rule_specs import rule_spec
 from shardrules._base.specs import entries_of
 from shardrules._plan import lock as locks
 from tests.support import corpus
@@ -125,7 +126,7 @@ def test_corrections_units_and_flags():
     back = check_round_trip(plan)
     for (a, wanted), (b, found) in zip(plan.rules, back.rules, strict=True):
         assert a == b
-        wanted = wanted if isinstance(wanted, sr.RuleSpec) else sr.RuleSpec(wanted)
+        wanted, found = rule_spec(wanted), rule_spec(found)
         assert tuple(wanted.spec) == tuple(found.spec)
         assert replace(wanted, spec=None) == replace(found, spec=None)
     assert back.kind("layers:0:b").spec[0] is P.UNCONSTRAINED
@@ -139,7 +140,7 @@ def test_specs_that_are_made_from_shapes():
     ]
     plan = sr.plan(TREE, rules, MESH)
     back = check_round_trip(plan)
-    assert back.rules[0][1].spec == rules[0][1]
+    assert back.rules[0][1] == rules[0][1]
     assert back.rules[1][1] == rules[1][1]
     stricter = [rules[0], (".*", sr.RuleSpec(sr.fsdp("fsdp", min_rank=3), units=(2,)))]
     assert sr.plan(TREE, stricter, MESH).diff(back).rules == (
@@ -154,18 +155,18 @@ FSDP = {"fsdp": ["fsdp"], "min_bytes": 0, "min_rank": 0, "within": []}
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"fsdp": ["fsdp"]}, "the field 'min_bytes' is missing"),
-        (FSDP | {"more": 1}, "there are fields that are not known"),
-        (FSDP | {"fsdp": "fsdp"}, "stands where a list belongs"),
+        ({"min_bytes": 1}, "spec: fsdp is missing"),
+        (FSDP | {"more": 1}, "spec: key 'more' is unknown; the keys are fsdp"),
+        (FSDP | {"fsdp": 3}, "spec: fsdp is 3 .*; write a mesh axis, or a list of axes"),
         (FSDP | {"fsdp": [3]}, "must be a string"),
         (FSDP | {"fsdp": []}, "at least one mesh axis"),
         (FSDP | {"min_bytes": -1}, "min_bytes is -1"),
-        (FSDP | {"min_rank": True}, "stands where an int belongs"),
+        (FSDP | {"min_rank": True}, "min_rank is True"),
         (FSDP | {"within": [["fsdp"]]}, "each only once"),
     ],
 )
 def test_what_is_no_spec_from_shapes(given, message):
-    with pytest.raises(sr.FileError, match=f"the lock: rules: .*{message}"):
+    with pytest.raises(sr.FileError, match=f"the lock: rule 0: .*{message}"):
         sr.Plan.from_lock(edited(setting("rules", 0, "spec", given)))
 
 
@@ -236,13 +237,13 @@ def test_a_lock_of_unreduced_axes_knows_an_explicit_mesh():
         ('{"entries": ["dp"], "unreduced": ["tp"]}', "by hand|this version of JAX has no unreduced"),
         ('{"entries": ["dp"], "reduced": ["tp"]}', "by hand|this version of JAX has no reduced"),
         ('{"entries": ["dp"], "unreduced": ["dp"]}', "overlap|this version of JAX has no unreduced"),
-        ('{"entries": ["dp"], "unreduced": []}', "the unreduced axes of a spec are"),
-        ('{"entries": ["dp"], "unreduced": [3]}', "the unreduced axes of a spec are"),
-        ('{"entries": ["dp"], "unreduced": "tp"}', "where a list belongs"),
+        ('{"entries": ["dp"], "unreduced": []}', "spec: its axes are"),
+        ('{"entries": ["dp"], "unreduced": [3]}', r"unreduced is \[3\] .*; write a list of axes"),
+        ('{"entries": ["dp"], "unreduced": "tp"}', "unreduced is 'tp' .*; write a list of axes"),
         ('{"entries": ["dp"], "unreduced_kind": "no"}', "this version of JAX has no unreduced_kind=no"),
-        ('{"entries": ["dp"], "unreduced_kind": 3}', "where a str belongs"),
-        ('{"entries": ["dp"], "other": ["tp"]}', "fields that are not known"),
-        ('{"unreduced": ["tp"]}', "the field 'entries' is missing"),
+        ('{"entries": ["dp"], "unreduced_kind": 3}', "unreduced_kind is 3 .*; write a name"),
+        ('{"entries": ["dp"], "other": ["tp"]}', "spec: key 'other' is unknown"),
+        ('{"unreduced": ["tp"]}', "spec: key 'unreduced' is unknown; the keys are fsdp"),
     ],
 )  # fmt: skip
 def test_tags_by_hand(spec, message):
@@ -575,16 +576,16 @@ def removing(*keys):
         setting("rules", 0, "spec", ["tp"]),
         setting("rules", 0, "units", [None, 4]),
         setting("rules", 0, "correction", "pad", False),
-        setting("rules", 1, "flags", int(re.M)),
-        setting("rules", 2, "spec", []),
+        setting("rules", 1, "flags", "mu"),
+        setting("rules", 2, 1, []),
         setting("leaves", 1, "rule", 0),
         setting("leaves", 0, "rule", None),
         setting("dialect", "precedence", "only"),
         setting("dialect", "correction", "rank", "keep"),
-        setting("dialect", "policy", {"min_size": 8}),
+        setting("min_size", 8),
         setting("dialect", "name", "eformer2"),
         setting("dialect", "separator", "."),
-        lambda content: content["rules"].append({"rule": 3, "pattern": "x", "spec": []}),
+        lambda content: content["rules"].append(["x", []]),
         lambda content: content["rules"].pop(),
     ],
     ids=range(15),
@@ -597,10 +598,15 @@ def test_rules_that_were_changed_by_hand(edit):
         sr.Plan.from_lock(text)
 
 
-def test_a_lock_of_version_1_is_to_be_made_again():
-    text = edited(setting("format", "shardrules lock 1"))
-    with pytest.raises(sr.FileError, match=r"lock 1.*make the lock again with Plan\.lock"):
+@pytest.mark.parametrize(("number", "version"), [(1, "0.1"), (2, "0.3")])
+def test_a_lock_of_an_older_version_is_to_be_made_again(number, version):
+    text = edited(setting("format", f"shardrules lock {number}"))
+    message = (
+        rf"lock {number}', of shardrules {version}, .*; make the lock again with Plan\.lock or"
+    )
+    with pytest.raises(sr.FileError, match=message) as caught:
         sr.Plan.from_lock(text)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -686,73 +692,82 @@ def test_many_leaves_together():
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (setting("format", "shardrules lock 3"), "its format is not 'shardrules lock 2'"),
-        (setting("format", ["shardrules lock 2"]), "its format is not"),
-        (setting("more", 1), r"fields that are not known: \['more'\]"),
-        (removing("rules_fingerprint"), "the field 'rules_fingerprint' is missing"),
+        (setting("format", "shardrules lock 4"), "its format is not 'shardrules lock 3'"),
+        (setting("format", ["shardrules lock 3"]), "its format is not"),
+        (setting("more", 1), "key 'more' is unknown"),
+        (setting("messh", {}), "key 'messh' is unknown; did you mean 'mesh'"),
+        (removing("rules_fingerprint"), "rules_fingerprint is missing"),
         (removing("format"), "its format is not"),
-        (removing("mesh"), "the field 'mesh' is missing"),
+        (removing("mesh"), "mesh is missing"),
         (setting("mesh", "tp", 0), "the size of the mesh axis 'tp' is 0"),
         (setting("mesh", {}), "a mesh without axes"),
         (setting("mesh", "tp", 10**12), "a mesh of 8000000000000 devices"),
         (setting("mesh", {f"a{i}": 1 for i in range(200)}), "a mesh of 200 axes"),
         (setting("mesh", "tp", 2.5), "must be an integer"),
-        (setting("mesh", [["tp", 2]]), "stands where a dict belongs"),
-        (setting("rules", {}), "stands where a list belongs"),
-        (setting("rules", 0, "pattern", "("), "rules: rule 0: missing \\)"),
-        (setting("rules", 0, "pattern", "a{99999999999999999999}"), "rules: rule 0"),
-        (setting("rules", 0, "pattern", "(" * 30_000), "rules: rule 0"),
-        (setting("rules", 0, "pattern", ["wq"]), "rules: rule 0: the pattern must be a string"),
-        (setting("rules", 1, "flags", 1 << 80), "flags that do not exist"),
-        (setting("rules", 1, "flags", int(re.DEBUG)), "flags that do not exist"),
-        (setting("rules", 1, "rule", 0), "rule 1 is"),
+        (setting("mesh", [["tp", 2]]), "mesh is .*; write a table of axes"),
+        (setting("rules", {}), "rules is {} .*; write a list"),
+        (setting("rules", 0, "pattern", "("), "rule 0: missing \\)"),
+        (setting("rules", 0, "pattern", "a{99999999999999999999}"), "rule 0: "),
+        (setting("rules", 0, "pattern", "(" * 30_000), "rule 0: "),
+        (setting("rules", 0, "pattern", ["wq"]), "rule 0: the pattern must be a string"),
+        (setting("rules", 1, "flags", 1 << 80), "flags is .*; write letters of 'aimsux'"),
+        (setting("rules", 1, "flags", "d"), "flags is 'd' .*; write letters of 'aimsux'"),
+        (setting("rules", 1, 3), "rule 1: it is 3"),
+        (setting("rules", 2, ["a", [], 1]), "rule 2: it is"),
         (setting("rules", 0, "units", [0]), r"units\[0\] is 0"),
-        (setting("rules", 0, "optional_axes", "sp"), "stands where a list belongs"),
-        (setting("rules", 0, "optional_axes", [3]), r"optional_axes\[0\] is 3"),
+        (
+            setting("rules", 0, "optional_axes", "sp"),
+            "optional_axes is 'sp' .*; write a list of axes",
+        ),
+        (setting("rules", 0, "optional_axes", [3]), r"optional_axes is \[3\]"),
         (setting("rules", 0, "correction", {"absent": "maybe"}), "absent is 'maybe'"),
         (setting("rules", 0, "correction", {"unknown": 1}), "unknown"),
-        (setting("dialect", "policy", {"unknown": 1}), "unknown"),
-        (setting("dialect", "policy", {"min_size": "8"}), "min_size is '8'"),
-        (setting("rules", 0, "spec", "fsdp"), "stands where a list belongs"),
+        (setting("min_size", "8"), "min_size is '8' .*; write a number of elements"),
+        (setting("min_size", -8), "min_size is -8 .*; write a number of elements"),
+        (setting("rules", 0, "spec", 3), "rule 0: spec is 3 .*; write a list"),
         (
             setting("rules", 0, "spec", [["a", {"unconstrained": True}]]),
-            "stands where a str belongs",
+            "rule 0: entry 0 of spec is",
         ),
-        (setting("rules", 0, "more", 1), r"rules: there are fields that are not known: \['more'\]"),
-        (setting("rules", 1, "rule", True), "True .* stands where an int belongs"),
-        (setting("rules", 1, "rule", 1.0), "1.0 .* stands where an int belongs"),
-        (setting("rules", 1, "spec", [{"unconstrained": 1}]), "an entry of a spec is"),
+        (setting("rules", 0, "more", 1), "rule 0: key 'more' is unknown"),
+        (setting("rules", 1, "spec", [{"unconstrained": 1}]), "rule 1: entry 0 of spec is"),
+        (setting("rules", 1, "spec", [{"unconstrained": False}]), "rule 1: entry 0 of spec is"),
+        (setting("kind", "logic"), "kind is 'logic' .*; write one of regex, logical"),
+        (setting("dialect", None), "dialect: it is None"),
         (setting("dialect", "keys", "other"), "keys is 'other'"),
-        (setting("dialect", "separator", 5), "rules: "),
-        (setting("dialect", "more", 5), "rules: "),
-        (setting("dialect", "name", []), "stands where a str belongs"),
+        (setting("dialect", "separator", 5), "separator is 5"),
+        (setting("dialect", "more", 5), "dialect: key 'more' is unknown"),
+        (setting("dialect", "name", []), "name is "),
         (setting("dialect", "match", []), "match is empty"),
-        (setting("leaves", {}), "stands where a list belongs"),
-        (setting("leaves", 1, 5), r"leaves\[1\]: 5 .* stands where a dict belongs"),
+        (setting("leaves", {}), "leaves is {} .*; write a list"),
+        (setting("leaves", 1, 5), r"leaves\[1\]: it is 5 .*; write a table"),
         (setting("leaves", 1, "rule", 3), r"leaves\[1\]: there is no rule 3"),
         (setting("leaves", 1, "rule", -1), r"leaves\[1\]: there is no rule -1"),
-        (setting("leaves", 1, "rule", True), r"leaves\[1\]: True .* stands where an int belongs"),
-        (setting("leaves", 1, "shape", "44"), "stands where a list belongs"),
+        (
+            setting("leaves", 1, "rule", True),
+            r"leaves\[1\]: rule is True .*; write the number of a rule",
+        ),
+        (setting("leaves", 1, "shape", "44"), "shape is '44' .*; write a list of sizes"),
         (setting("leaves", 1, "shape", [4, -4]), "is negative"),
         (setting("leaves", 1, "shape", [4, 2.0]), "not an integer"),
         (setting("leaves", 1, "shape", [2**62, 2**62]), "more bytes than can be counted"),
         (setting("leaves", 1, "shape", [2**80, 0]), "more bytes than can be counted"),
         (setting("leaves", 1, "dtype", "float7"), "float7"),
-        (setting("leaves", 1, "dtype", {"a": 1}), "stands where a str belongs"),
+        (setting("leaves", 1, "dtype", {"a": 1}), "dtype is .*; write a text"),
         (setting("leaves", 1, "shape", None), "a leaf that is no array has the dtype 'bfloat16'"),
         (setting("leaves", 1, "spec", None), "a leaf has a spec, or a problem"),
         (setting("leaves", 1, "problem", "unmatched"), "it was changed by hand"),
-        (setting("leaves", 1, "spec", [3]), "an entry of a spec is 3"),
+        (setting("leaves", 1, "spec", [3]), r"leaves\[1\]: entry 0 of spec is 3"),
         (setting("leaves", 1, "spec", ["tp", "tp"]), r"leaves\[1\]: .* names an axis twice"),
         (
             setting("leaves", 1, "spec", [["tp", "dp", "tp"]]),
             r"leaves\[1\]: .* names an axis twice",
         ),
-        (setting("leaves", 1, "path", 3), "stands where a str belongs"),
+        (setting("leaves", 1, "path", 3), "path is 3 .*; write a text"),
         (setting("leaves", 1, "path", "{3..1}"), "no numbers are 3..1"),
         (setting("leaves", 1, "path", "{1..2..3}"), "leaves"),
         (setting("leaves", 1, "path", "{1..2"), "braces make no sense"),
-        (setting("leaves", 1, "color", "red"), "fields that are not known"),
+        (setting("leaves", 1, "color", "red"), r"leaves\[1\]: key 'color' is unknown"),
         (
             setting("leaves", 1, "path", "layers/{0,1}/b"),
             "two of its patterns stand for the same path",
@@ -768,7 +783,8 @@ def test_what_is_no_lock(edit, message):
     with pytest.raises(sr.FileError, match=message) as caught:
         sr.Plan.from_lock(edited(edit))
     assert str(caught.value).startswith("the lock: ")
-    assert str(caught.value).endswith("; make the lock again with Plan.lock")
+    first, *_ = str(caught.value).splitlines()
+    assert first.endswith("; make the lock again with Plan.lock or shardrules plan --lock")
     assert len(str(caught.value)) < 1000
 
 

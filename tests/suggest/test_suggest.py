@@ -404,12 +404,13 @@ class TestLike:
             (re.compile("DOWN_proj", re.IGNORECASE), ("tp",)),
         ],
     )
-    def test_what_a_text_would_lose_is_refused(self, rule):
+    def test_a_file_says_all_of_a_rule_and_code_refuses(self, rule, tmp_path):
         found = sr.suggest(models.llama(), MESH, like=[rule])
         assert next(iter(found.rules)) == next(iter(sr.Rules([rule])))
-        for text in (found.to_toml, found.to_python):
-            with pytest.raises(ValueError, match="rule 0 .*which would be lost: mend its own file"):
-                text()
+        (tmp_path / "rules.toml").write_text(found.to_toml())
+        assert sr.read_rules(tmp_path / "rules.toml").rules == found.rules
+        with pytest.raises(ValueError, match="rule 0 .*which would be lost: use to_toml"):
+            found.to_python()
 
     def test_rules_of_another_dialect_are_refused(self):
         with pytest.raises(ValueError, match="like: the rules are in the dialect JAXSeq"):

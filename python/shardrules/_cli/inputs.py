@@ -20,11 +20,11 @@ from shardrules._base.text import and_more, byte_count, counted, mesh_shown
 from shardrules._cli.options import MOMENTS
 from shardrules._cli.process import hint, working
 from shardrules._place.mesh import as_mesh
-from shardrules._plan.files.logical import LOGICAL_DIALECTS
+from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
 from shardrules._plan.files.manifest import arrays_of
 from shardrules._plan.files.models import nested, read_arrays
 from shardrules._plan.files.modules import is_module_form, load_object
-from shardrules._plan.files.rules import DIALECTS, RuleFile, read_rule_source
+from shardrules._plan.files.rules import RuleFile, read_rule_source
 from shardrules._plan.findings import Declared, Findings, all_declared, compiled_replicated
 from shardrules._plan.memory import Room
 from shardrules._plan.plan import Plan

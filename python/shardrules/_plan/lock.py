@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
 import operator
-import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
+from msgspec import Meta
 
-from shardrules._base.correction import Correction, LibraryCorrection
 from shardrules._base.io import parse_json
 from shardrules._base.mesh_sizes import checked_sizes
-from shardrules._base.rule_specs import Fsdp, RuleSpec, check_memory_kind, fsdp, rule_spec
-from shardrules._base.specs import (
-    Entries,
-    entries_of,
-    entry_axes,
-    is_unconstrained,
-    partition_spec,
-    plain_entries,
-    spec_shown,
-    tags_of,
-    with_tags,
-)
+from shardrules._base.rule_specs import check_memory_kind
+from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown
 from shardrules._base.text import brief, shown
 from shardrules._plan.align import check_distinct
+from shardrules._plan.codec import (
+    Listed,
+    Record,
+    RuleTable,
+    at,
+    name_data,
+    naming,
+    read_dialect,
+    read_name,
+    read_rules,
+    read_spec,
+    record_of,
+    rules_data,
+    spec_data,
+)
 from shardrules._plan.fold import parts_of, runs_of
 from shardrules._plan.kinds import (
     AMBIGUOUS_LEAVES,
@@ -50,53 +53,53 @@ from shardrules._plan.leaves import (
     Leaves,
     checked_type,
 )
-from shardrules._plan.lock_texts import (
-    check_fields,
-    checked_json,
-    line_by_line,
-    lock_errors,
-    of_type,
-)
-from shardrules._rules.dialects import Dialect, LogicalDialect
-from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.rules import Rules
+from shardrules._plan.lock_texts import checked_json, line_by_line
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
 
-FORMAT: Final = "shardrules lock 2"
-_FORMAT_1: Final = "shardrules lock 1"
+FORMAT: Final = "shardrules lock 3"
+_OLD_FORMATS: Final = {"shardrules lock 1": "0.1", "shardrules lock 2": "0.3"}
 MOST_LEAVES: Final = 10**6
 """Ten times those of the largest models; a few characters of a pattern must not fill the memory."""
 MOST_TEXT: Final = 10**8
 """Characters of all paths, non-ASCII ones escaped: to read so many takes 400 MB."""
-_LOGICAL: Final = "logical"
-"""The `kind` of a lock whose rules are for logical axis names; others have none."""
-_FIELDS: Final = frozenset(
-    ("format", "fingerprint", "rules_fingerprint", "kind", "mesh", "dialect", "rules", "leaves")
-)
-_POLICY: Final = ("optional_axes", "min_size")
-"""What rules say beside their dialect, in its entry; left out where they say nothing."""
-_LEAF_FIELDS: Final = frozenset(
-    ("path", "shape", "dtype", "rule", "names", "rules", "spec", "memory_kind", "problem")
-)
-_RULE_FIELDS: Final = frozenset(
-    ("rule", "pattern", "flags", "spec", "correction", "units", "memory_kind", "optional_axes")
-)
-_NAME_RULE_FIELDS: Final = frozenset(("rule", "name", "axes"))
-_FSDP_FIELDS: Final = frozenset(("fsdp", "min_bytes", "min_rank", "within"))
-_TAG_FIELDS: Final = frozenset(("entries", "unreduced", "reduced", "unreduced_kind"))
-"""Fields of a spec with unreduced or reduced axes; others are lists of entries."""
-_FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
-_UNCONSTRAINED: Final = {"unconstrained": True}
 _ROWS_HASHED_AT_ONCE: Final = 1000
-_FIX: Final = "make the lock again with Plan.lock"
+_FIX: Final = "; make the lock again with Plan.lock or shardrules plan --lock"
 _RULE_OF: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
 _PROBLEMS: Final = {"unmatched": UNMATCHED_LEAVES, "ambiguous": AMBIGUOUS_LEAVES}
 
 
-def plan_fingerprint(columns: Plan) -> str:
-    return leaves_digest(columns.axis_sizes, columns.paths, columns.kind_of, columns.kinds)
+class _LockTable(RuleTable, kw_only=True):
+    """A plan: its rules as in rule files, but for the dialect, which is given whole."""
+
+    format: str
+    fingerprint: Any
+    rules_fingerprint: Any
+    mesh: Annotated[dict[str, Any], Meta(description="a table of axes and their sizes")]
+    leaves: Listed
+
+
+_Number = Annotated[int | None, Meta(description="the number of a rule, or null")]
+_Text = Annotated[str, Meta(description="a text")]
+
+
+class _LeafTable(Record, kw_only=True):
+    """Leaves whose paths fold, with what they get."""
+
+    path: _Text
+    shape: Annotated[list[Any] | None, Meta(description="a list of sizes, or null")]
+    dtype: _Text
+    rule: _Number
+    names: Annotated[list[Any] | None, Meta(description="a list of names")] = None
+    rules: Annotated[tuple[_Number, ...], Meta(description="a list of numbers of rules")] = ()
+    spec: Any
+    memory_kind: Any = None
+    problem: Annotated[str | None, Meta(description="a text")] = None
+
+
+def plan_fingerprint(plan: Plan) -> str:
+    return leaves_digest(plan.axis_sizes, plan.paths, plan.kind_of, plan.kinds)
 
 
 def leaves_digest(
@@ -113,17 +116,17 @@ def _placed(kind: Kind) -> str:
     return placement_shown(kind) + counted
 
 
-def rules_digest(dialect: Any, rules: Any, patterns: list[str], decided_by: list[str]) -> str:
-    """Digest what decides the leaves, whatever their order."""
-    head = json.dumps([dialect, rules], sort_keys=True)
+def rules_digest(rules: dict[str, Any], patterns: list[str], decided_by: list[str]) -> str:
+    """Digest what decides the leaves, whatever their order: the table of rules, and who decides."""
+    head = json.dumps(rules, sort_keys=True)
     rows = (f"{path!a}\t{decider}\n" for path, decider in zip(patterns, decided_by, strict=True))
     return _sha256(head, rows)
 
 
-def _decider_text(entry: dict[str, Any]) -> str:
-    """Return what decides leaves, from their entry, for `rules_digest`."""
-    decider = [entry["rule"], entry.get("problem")]
-    return json.dumps([*decider, entry["names"], entry["rules"]] if "names" in entry else decider)
+def _decider_text(leaf: dict[str, Any]) -> str:
+    """Return what decides leaves, from their table, for `rules_digest`."""
+    decider = [leaf["rule"], leaf.get("problem")]
+    return json.dumps([*decider, leaf["names"], leaf["rules"]] if "names" in leaf else decider)
 
 
 def _sha256(head: str, rows: Iterable[str]) -> str:
@@ -141,36 +144,29 @@ def _length(path: str) -> int:
     return len(path) if path.isascii() else len(ascii(path))
 
 
-def lock_text(columns: Plan) -> str:
+def lock_text(plan: Plan) -> str:
     """Write `Plan.lock`."""
-    _check_lockable(columns.paths)
-    folded = sorted(columns.folded, key=lambda paths: paths.pattern)
+    _check_lockable(plan.paths)
+    folded = sorted(plan.folded, key=lambda paths: paths.pattern)
     patterns = [paths.pattern for paths in folded]
     kinds = [paths.group for paths in folded]
-    entries = list(map(_leaf_entry, columns.kinds))
-    leaf_of = [checked_json(entry).removeprefix("{") for entry in entries]
+    tables = list(map(_leaf_data, plan.kinds))
+    leaf_of = [checked_json(table).removeprefix("{") for table in tables]
     leaves = [
         f'{{"path": {pattern}, {leaf_of[kind]}'
         for pattern, kind in zip(_each_json(patterns), kinds, strict=True)
     ]
-    is_logical = isinstance(columns.rules, LogicalRules)
-    rule_entry = _name_rule_entry if is_logical else _rule_entry
-    rules = [{"rule": index, **rule_entry(*rule)} for index, rule in enumerate(columns.rules)]
-    fields = dataclasses.asdict(columns.rules.dialect)
-    dialect = {name: value for name, value in fields.items() if value is not None}
-    policy = {name: getattr(columns.rules, name, None) for name in _POLICY}
-    if said := {name: value for name, value in policy.items() if value}:
-        dialect["policy"] = said
-    deciders = list(map(_decider_text, entries))
+    deciders = list(map(_decider_text, tables))
+    head = rules_data(plan.rules)
+    decided_by = [deciders[kind] for kind in kinds]
+    rules_fingerprint = rules_digest(head, patterns, decided_by)
+    rules = head.pop("rules")
     head = {
         "format": FORMAT,
-        **({"kind": _LOGICAL} if is_logical else {}),
-        "fingerprint": plan_fingerprint(columns),
-        "rules_fingerprint": rules_digest(
-            dialect, rules, patterns, [deciders[kind] for kind in kinds]
-        ),
-        "mesh": columns.axis_sizes,
-        "dialect": dialect,
+        "fingerprint": plan_fingerprint(plan),
+        "rules_fingerprint": rules_fingerprint,
+        "mesh": plan.axis_sizes,
+        **head,
     }
     parts = [f" {json.dumps(key)}: {checked_json(value)}" for key, value in head.items()]
     parts += [line_by_line("rules", map(checked_json, rules)), line_by_line("leaves", leaves)]
@@ -200,46 +196,38 @@ def _each_json(texts: list[str]) -> list[str]:
 def read_lock(data: bytes, name: str) -> tuple[Leaves, list[Kind], dict[str, int]]:
     """Read the leaves, their kinds and the mesh of a plan from a lock's content."""
     content = parse_json(Path(name), data)
-    with lock_errors(name, _FIX):
+    with naming(name, _FIX):
         _check_format(content)
-        axis_sizes = checked_sizes(of_type(content["mesh"], dict))
-        rule_entries = of_type(content["rules"], list)
-        leaf_entries = of_type(content["leaves"], list)
-    with lock_errors(f"{name}: rules", _FIX):
-        if content.get("kind", _LOGICAL) != _LOGICAL:
-            raise ValueError(f"its kind is {shown(content['kind'])}, which is not known")
-        rules = _read_rules(rule_entries, of_type(content["dialect"], dict), "kind" in content)
-    leaves = _Leaves(len(rules), axis_sizes)
-    for number, entry in enumerate(leaf_entries):
-        with lock_errors(f"{name}: leaves[{number}]", _FIX):
-            leaves.add(entry)
-        leaf_entries[number] = None  # so that what is made of them takes their place in the memory
-    tree = {path: row for row, path in enumerate(leaves.paths)}
-    kind_of = np.array(leaves.kind_of, np.int32)
-    with lock_errors(name, _FIX):
+        table = record_of("", content, _LockTable, "it")
+        axis_sizes = checked_sizes(table.mesh)
+        rules = read_rules(table, read_dialect(table.dialect, is_logical=table.is_logical))
+        leaves = _Leaves(len(rules), axis_sizes)
+        for number, leaf in enumerate(table.leaves):
+            leaves.add(f"leaves[{number}]: ", leaf)
+            table.leaves[number] = None  # what is made of it takes its place in the memory
+        tree = {path: row for row, path in enumerate(leaves.paths)}
+        numbers = np.array(leaves.kind_of, np.int32)
         if len(tree) < len(leaves.paths):
             raise ValueError("two of its patterns stand for the same path")
-        of_leaves = leaves_digest(axis_sizes, leaves.paths, kind_of, leaves.kinds)
-        _check_digest("fingerprint", content["fingerprint"], of_leaves)
-        of_rules = rules_digest(
-            content["dialect"], rule_entries, leaves.patterns, leaves.decided_by
-        )
-        _check_digest("rules' fingerprint", content["rules_fingerprint"], of_rules)
-    found = Leaves(rules, tree, leaves.paths, leaves.paths, kind_of, leaves.types)
+        of_leaves = leaves_digest(axis_sizes, leaves.paths, numbers, leaves.kinds)
+        _check_digest("fingerprint", table.fingerprint, of_leaves)
+        head = {key: content[key] for key in RuleTable.__struct_fields__ if key in content}
+        of_rules = rules_digest(head, leaves.patterns, leaves.decided_by)
+        _check_digest("rules' fingerprint", table.rules_fingerprint, of_rules)
+    found = Leaves(rules, tree, leaves.paths, leaves.paths, numbers, leaves.types)
     return found, leaves.kinds, axis_sizes
 
 
 def _check_format(content: Any) -> None:
     form = content.get("format") if isinstance(content, dict) else None
-    if form == _FORMAT_1:
+    if isinstance(form, str) and form in _OLD_FORMATS:
         raise ValueError(
-            f"its format is {_FORMAT_1!r}, of shardrules 0.1, and this reads {FORMAT!r}"
+            f"its format is {form!r}, of shardrules {_OLD_FORMATS[form]}, and this reads {FORMAT!r}"
         )
     if isinstance(form, str) and form.startswith("shardrules program lock"):
         raise ValueError("it is no plan's lock, but that of a program, which Program.diff compares")
     if form != FORMAT:
         raise ValueError(f"not a lock: its format is not {FORMAT!r}")
-    check_fields(content, _FIELDS)
 
 
 def _check_digest(what: str, written: object, digest: str) -> None:
@@ -248,7 +236,7 @@ def _check_digest(what: str, written: object, digest: str) -> None:
 
 
 class _Leaves:
-    """Plan that the entries of a lock stand for."""
+    """Leaves that the tables of a lock stand for."""
 
     def __init__(self, rules: int, axis_sizes: dict[str, int]) -> None:
         self.paths: list[str] = []
@@ -262,20 +250,22 @@ class _Leaves:
         self._kinds: dict[str, tuple[int, str]] = {}
         self._text_left = MOST_TEXT
 
-    def add(self, entry: Any) -> None:
-        check_fields(of_type(entry, dict), _LEAF_FIELDS)
-        pattern = of_type(entry.pop("path"), str)
-        text = repr(entry)
-        if text not in self._kinds:
-            self.types.append(_read_leaf(entry, self._rules))
-            self.kinds.append(_read_kind(self.types[-1], entry, self._axis_sizes, self._rules))
-            self._kinds[text] = len(self.kinds) - 1, _decider_text(entry)
-        kind, decider = self._kinds[text]
-        expanded = _expanded(pattern, MOST_LEAVES - len(self.paths), self._text_left)
-        self._text_left -= _length(pattern) * len(expanded)
+    def add(self, where: str, table: Any) -> None:
+        leaf = record_of(where, table, _LeafTable)
+        del table["path"]
+        text = repr(table)
+        with at(where):
+            if text not in self._kinds:
+                self.types.append(_read_type(leaf, self._rules))
+                self.kinds.append(_read_kind(self.types[-1], leaf, self._axis_sizes))
+                self._kinds[text] = len(self.kinds) - 1, _decider_text(table)
+            kind, decider = self._kinds[text]
+            most = MOST_LEAVES - len(self.paths)
+            expanded = _expanded(leaf.path, most, self._text_left)
+        self._text_left -= _length(leaf.path) * len(expanded)
         self.paths += expanded
         self.kind_of += [kind] * len(expanded)
-        self.patterns.append(pattern)
+        self.patterns.append(leaf.path)
         self.decided_by.append(decider)
 
 
@@ -299,225 +289,52 @@ def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
     return ["".join(texts) for texts in itertools.product(*choices)]
 
 
-# Each part of a lock is written by `_..._entry` and read by `_read_...`.
-
-
-def _leaf_entry(kind: Kind) -> dict[str, Any]:
-    names = None if kind.names is None else list(map(_name_entry, kind.names))
-    entry = {
+def _leaf_data(kind: Kind) -> dict[str, Any]:
+    names = None if kind.names is None else list(map(name_data, kind.names))
+    more = {"memory_kind": kind.memory_kind, "problem": problem_shown(kind)}
+    return {
         "shape": kind.shape,
         "dtype": dtype_shown(kind),
         "rule": kind.rule,
         **({} if names is None else {"names": names, "rules": list(kind.dim_rules)}),
-        "spec": None if kind._counted is None else _spec_entry(kind._counted),
-        "memory_kind": kind.memory_kind,
-        "problem": problem_shown(kind),
+        "spec": None if kind._counted is None else spec_data(kind._counted),
+        **{key: value for key, value in more.items() if value is not None},
     }
-    optional = ("memory_kind", "problem")
-    return {key: value for key, value in entry.items() if key not in optional or value is not None}
 
 
-def _read_leaf(entry: dict[str, Any], rules: int) -> LeafType:
-    rule, shape, problem = entry["rule"], entry["shape"], entry.get("problem")
-    _check_rule(rule, rules)
-    if problem is None and entry["spec"] is None:
+def _read_type(leaf: _LeafTable, rules: int) -> LeafType:
+    if leaf.problem is None and leaf.spec is None:
         raise ValueError("a leaf has a spec, or a problem")
-    dtype = of_type(entry["dtype"], str)
-    if shape is not None:
-        shape = tuple(of_type(shape, list))
-    elif dtype != "-":
-        raise ValueError(f"a leaf that is no array has the dtype {shown(dtype)}")
-    if rule is None:
-        rule = _RULE_OF.get(problem or "", NO_RULE_NEEDED)
-    leaf, names = checked_type(rule, shape, dtype), entry.get("names")
-    if names is None:
-        return leaf
-    return leaf._replace(names=tuple(map(_read_name, of_type(names, list))))
+    for rule in (leaf.rule, *leaf.rules):
+        if rule is not None and not 0 <= rule < rules:
+            raise ValueError(f"there is no rule {rule}")
+    if leaf.shape is None and leaf.dtype != "-":
+        raise ValueError(f"a leaf that is no array has the dtype {shown(leaf.dtype)}")
+    shape = None if leaf.shape is None else tuple(leaf.shape)
+    rule = _RULE_OF.get(leaf.problem or "", NO_RULE_NEEDED) if leaf.rule is None else leaf.rule
+    of_type = checked_type(rule, shape, leaf.dtype)
+    if leaf.names is None:
+        return of_type
+    if leaf.rules and len(leaf.rules) != len(leaf.names):
+        raise ValueError("there is not one rule, or null, for each name")
+    return of_type._replace(names=tuple(read_name("a name", name) for name in leaf.names))
 
 
-def _read_kind(
-    leaf: LeafType, entry: dict[str, Any], axis_sizes: dict[str, int], rules: int
-) -> Kind:
-    spec = None if entry["spec"] is None else _read_spec(entry["spec"])
+def _read_kind(of_type: LeafType, leaf: _LeafTable, axis_sizes: dict[str, int]) -> Kind:
+    spec = None if leaf.spec is None else read_spec("", leaf.spec)
     axes = [axis for part in entries_of(spec or Entries()) for axis in entry_axes(part)]
     if len(set(axes)) < len(axes):
         raise ValueError(f"the spec {brief(spec_shown(spec))} names an axis twice")
-    memory = entry.get("memory_kind")
-    check_memory_kind("memory_kind", memory)
-    what = entry.get("problem")
+    check_memory_kind("memory_kind", leaf.memory_kind)
     fit = Fit(spec=spec)
-    if what is not None:
-        fit = _PROBLEMS.get(of_type(what, str)) or Fit(status="misfit", message=what)
+    if leaf.problem is not None:
+        fit = _PROBLEMS.get(leaf.problem) or Fit(status="misfit", message=leaf.problem)
     return kind_of(
-        leaf,
+        of_type,
         fit,
         axis_sizes,
         _counted=spec,
-        dim_rules=_read_dim_rules(leaf, entry, rules),
+        dim_rules=leaf.rules,
         origin="a lock",
-        memory_kind=memory,
+        memory_kind=leaf.memory_kind,
     )
-
-
-def _read_dim_rules(leaf: LeafType, entry: dict[str, Any], rules: int) -> tuple[int | None, ...]:
-    if leaf.names is None:
-        return ()
-    dim_rules = of_type(entry["rules"], list)
-    if dim_rules and len(dim_rules) != len(leaf.names):
-        raise ValueError("there is not one rule, or null, for each name")
-    for rule in dim_rules:
-        _check_rule(rule, rules)
-    return tuple(dim_rules)
-
-
-def _check_rule(rule: Any, rules: int) -> None:
-    if rule is not None and not 0 <= of_type(rule, int) < rules:
-        raise ValueError(f"there is no rule {rule}")
-
-
-def _read_rules(
-    entries: list[Any], dialect: dict[str, Any], is_logical: bool
-) -> Rules | LogicalRules:
-    fields, read = (
-        (_NAME_RULE_FIELDS, _read_name_rule) if is_logical else (_RULE_FIELDS, _read_rule)
-    )
-    pairs = []
-    for index, entry in enumerate(entries):
-        check_fields(of_type(entry, dict), fields)
-        if of_type(entry["rule"], int) != index:
-            raise ValueError(f"rule {index} is {shown(entry)}")
-        pairs.append(read(entry))
-    of_type(dialect["name"], str)
-    policy = of_type(dialect.get("policy", {}), dict)
-    check_fields(policy, frozenset(_POLICY))
-    values = {name: value for name, value in dialect.items() if name != "policy"}
-    values["correction"] = _read_correction(dialect["correction"])
-    if is_logical:
-        return LogicalRules(pairs, LogicalDialect(**values), **policy)
-    values["match"] = tuple(of_type(mode, str) for mode in of_type(dialect["match"], list))
-    return Rules(pairs, Dialect(**values), **policy)
-
-
-def _read_correction(fields: Any) -> Correction:
-    """Read a correction, or that of a library, which has another policy for absent axes."""
-    kind = LibraryCorrection if "absent" in of_type(fields, dict) else Correction
-    return kind(**fields)
-
-
-def _name_rule_entry(name: Any, axes: Any) -> dict[str, Any]:
-    return {"name": _name_entry(name), "axes": _name_entry(axes)}
-
-
-def _read_name_rule(entry: dict[str, Any]) -> tuple[Any, Any]:
-    return _read_name(entry["name"]), _read_name(entry["axes"])
-
-
-def _rule_entry(pattern: Any, value: Any) -> dict[str, Any]:
-    rule = rule_spec(value)
-    entry: dict[str, Any] = {"pattern": pattern}
-    if isinstance(pattern, re.Pattern):
-        entry = {"pattern": pattern.pattern, "flags": int(pattern.flags) & _FLAGS}
-    entry["spec"] = (
-        _fsdp_entry(rule.spec) if isinstance(rule.spec, Fsdp) else _spec_entry(rule.spec)
-    )
-    if rule.correction is not None:
-        entry["correction"] = dataclasses.asdict(rule.correction)
-    for name in ("units", "memory_kind", "optional_axes"):
-        if extra := getattr(rule, name):
-            entry[name] = extra
-    return entry
-
-
-def _read_rule(entry: dict[str, Any]) -> tuple[Any, RuleSpec]:
-    pattern, value = entry["pattern"], entry["spec"]
-    if isinstance(pattern, list):
-        pattern = tuple(pattern)
-    if "flags" in entry:
-        flags = of_type(entry["flags"], int)
-        if flags & ~_FLAGS:
-            raise ValueError(f"rule {entry['rule']} has flags that do not exist: {flags}")
-        pattern = re.compile(of_type(pattern, str), flags)
-    correction = None
-    if "correction" in entry:
-        correction = _read_correction(entry["correction"])
-    units, optional = (of_type(entry.get(key, []), list) for key in ("units", "optional_axes"))
-    memory = entry.get("memory_kind")
-    is_fsdp = isinstance(value, dict) and "fsdp" in value
-    spec = _read_fsdp(value) if is_fsdp else _read_spec(value)
-    return pattern, RuleSpec(spec, correction, units, memory_kind=memory, optional_axes=optional)
-
-
-def _fsdp_entry(spec: Fsdp) -> dict[str, Any]:
-    return {
-        "fsdp": list(spec.axes),
-        "min_bytes": spec.min_bytes,
-        "min_rank": spec.min_rank,
-        "within": _spec_entry(spec.within),
-    }
-
-
-def _read_fsdp(entry: dict[str, Any]) -> Fsdp:
-    check_fields(entry, _FSDP_FIELDS)
-    return fsdp(
-        of_type(entry["fsdp"], list),
-        min_bytes=of_type(entry["min_bytes"], int),
-        min_rank=of_type(entry["min_rank"], int),
-        within=_read_spec(entry["within"]),
-    )
-
-
-def _spec_entry(spec: Any) -> list[Any] | dict[str, Any]:
-    entries = [_UNCONSTRAINED if is_unconstrained(e) else e for e in plain_entries(spec)]
-    tags = tags_of(spec)
-    return {"entries": entries, **tags} if tags else entries
-
-
-def _read_spec(entry: Any) -> Any:
-    if not isinstance(entry, dict):
-        return _read_entries(entry)
-    check_fields(entry, _TAG_FIELDS)
-    tags = {name: value for name, value in entry.items() if name != "entries"}
-    for name, value in tags.items():
-        if name == "unreduced_kind":
-            of_type(value, str)
-        elif not of_type(value, list) or not all(isinstance(axis, str) for axis in value):
-            raise TypeError(f"the {name} axes of a spec are {shown(value)}")
-    return with_tags(_read_entries(entry["entries"]), tags)
-
-
-def _read_entries(entries: Any) -> Any:
-    plain = [_read_entry(entry) for entry in of_type(entries, list)]
-    if _UNCONSTRAINED not in plain:
-        return Entries(plain)
-    from jax.sharding import PartitionSpec
-
-    free = PartitionSpec.UNCONSTRAINED
-    return partition_spec(*(free if isinstance(entry, dict) else entry for entry in plain))
-
-
-def _read_entry(entry: Any) -> Any:
-    if isinstance(entry, list):
-        return tuple(of_type(axis, str) for axis in entry)
-    if entry is None or isinstance(entry, str):
-        return entry
-    if isinstance(entry, dict) and entry == _UNCONSTRAINED and entry["unconstrained"] is True:
-        return entry
-    raise TypeError(f"an entry of a spec is {shown(entry)}")
-
-
-def _name_entry(name: Any) -> Any:
-    """Return the entry of a logical axis name, of several, or of a rule's mesh axes."""
-    if is_unconstrained(name):
-        return _UNCONSTRAINED
-    if name is None or isinstance(name, str):
-        return name
-    if isinstance(name, tuple):
-        return list(map(_name_entry, name))
-    raise ValueError(f"a lock cannot hold the logical axis name {shown(name)}: give it a text")
-
-
-def _read_name(entry: Any) -> Any:
-    name = entries_of(_read_spec([entry]))[0]
-    if isinstance(name, tuple) and not all(part is None or isinstance(part, str) for part in name):
-        raise TypeError(f"{shown(entry)} stands where names belong")
-    return name

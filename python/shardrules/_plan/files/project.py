@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._base.io import FileError, read_bytes
 from shardrules._base.text import SLIP, nearest, shown
-from shardrules._plan.files.rules import parse_toml
+from shardrules._plan.files.parsers import parse_toml
 
 OWN_FILE: Final = "shardrules.toml"
 _PYPROJECT: Final = "pyproject.toml"

@@ -16,7 +16,8 @@ from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.files.models import nested as in_levels
 from shardrules._plan.files.models import read_arrays
 from shardrules._plan.files.modules import is_module_form
-from shardrules._plan.files.rules import RuleFile, parse_toml
+from shardrules._plan.files.parsers import parse_toml
+from shardrules._plan.files.rules import RuleFile
 from shardrules._plan.files.rules import read_rule_source as rules_in
 from shardrules._rules.dialects import Dialect, LogicalDialect
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from shardrules._base.io import FileError, read_bytes, text_of
-from shardrules._plan.files.logical import MAXTEXT_KEY, yaml_nodes
 from shardrules._plan.files.modules import is_module_form
-from shardrules._plan.files.rules import without_strings
+from shardrules._plan.files.parsers import without_strings, yaml_nodes
+from shardrules._plan.files.rules import MAXTEXT_KEY
 
 _TABLES: Final = re.compile(r"^[ \t]*(?=\[\[[ \t]*rules[ \t]*\]\])", re.MULTILINE)
 _LIST: Final = re.compile(r"^[ \t]*rules[ \t]*=[ \t]*(?=\[)", re.MULTILINE)

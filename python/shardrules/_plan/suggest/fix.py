@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.io import FileError
-from shardrules._base.rule_specs import Fsdp, RuleSpec, rule_spec
-from shardrules._base.specs import entries_of, entry_axes
 from shardrules._base.text import counted, printable
+from shardrules._plan.codec import rule_data, short
 from shardrules._plan.files.modules import is_module_form
 from shardrules._plan.files.rule_places import rule_places
 from shardrules._plan.files.rules import RuleFile, read_rule_source
 from shardrules._plan.suggest.suggest import suggest
-from shardrules._plan.suggest.texts import plain_pattern, python_rule, toml_rule
+from shardrules._plan.suggest.texts import python_rule, toml_rule
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules, rules_like
 
@@ -173,23 +172,5 @@ def _pasted(source: str, rules: Rules, lines: tuple[int, ...], addition: _Additi
 
 
 def _json_rule(pattern: Any, value: Any) -> str:
-    if isinstance(value, RuleSpec) and value.units:
-        units = [unit or 1 for unit in value.units]
-        return _json_text(
-            {"pattern": plain_pattern(pattern), "spec": _spec_content(value), "units": units}
-        )
-    return _json_text([plain_pattern(pattern), _spec_content(value)])
-
-
-def _spec_content(value: Any) -> Any:
-    """Return the spec of a rule as JSON has it."""
-    spec = rule_spec(value).spec
-    if isinstance(spec, Fsdp):
-        return {"fsdp": list(spec.axes)}
-    entries = [list(entry_axes(entry)) for entry in entries_of(spec)]
-    return [axes[0] if len(axes) == 1 else axes for axes in entries]
-
-
-def _json_text(value: Any) -> str:
     # A runner of a CI system would obey ##[name].
-    return json.dumps(value).replace("#", "\\u0023")
+    return json.dumps(short(rule_data(pattern, value))).replace("#", "\\u0023")

@@ -188,8 +188,7 @@ class Suggestion:
         """Write a rule file, for `shardrules check --rules` and `read_rules`.
 
         Raises:
-            ValueError: The dialect is one of your own, which files cannot name; or a rule of `like`
-                has more than a pattern, a spec and units.
+            ValueError: The dialect is one of your own, which files cannot name.
 
         Example:
             >>> import jax, shardrules as sr

@@ -7,15 +7,14 @@ escaped.
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from shardrules._base.rule_specs import Fsdp, RuleSpec, fsdp, rule_spec
-from shardrules._base.specs import entries_of, entry_axes
+from shardrules._base.rule_specs import Fsdp, RuleSpec
+from shardrules._base.specs import entries_of
 from shardrules._base.text import printable
-from shardrules._plan.files.rules import DIALECTS
+from shardrules._plan.codec import DIALECTS, rule_data
 from shardrules._rules.patterns import Pattern, pattern_shown
 
 if TYPE_CHECKING:
@@ -31,13 +30,8 @@ def toml_text(rules: Rules, declared: Declared, heading: str, notes: Sequence[st
             f"to_toml: the dialect {dialect.name} is one of your own, which a rule file cannot "
             "name; use to_python"
         )
-    _check_sayable("to_toml", rules)
     lines = [f"# {heading}", f"dialect = {_toml(dialect.name)}"]
-    lines += [
-        f"{name} = {toml_list(values)}"  # type: ignore[arg-type]
-        for name, values in declared.items()
-        if values
-    ]
+    lines += [f"{name} = {_toml_value(values)}" for name, values in declared.items() if values]
     if not len(rules):
         lines.append("rules = []")
     for (pattern, value), note in zip(rules, notes, strict=True):
@@ -45,47 +39,21 @@ def toml_text(rules: Rules, declared: Declared, heading: str, notes: Sequence[st
     return "\n".join(lines) + "\n"
 
 
-def _check_sayable(what: str, rules: Rules) -> None:
-    """Check that each rule is a pattern, a spec and units; rules of `like` may say more.
-
-    Raises:
-        ValueError: One has flags, a correction, a memory kind or the like, which would be lost.
-    """
-    for number, (pattern, value) in enumerate(rules):
-        rule = rule_spec(value)
-        is_plain = rule == RuleSpec(rule.spec, units=rule.units)
-        if isinstance(rule.spec, Fsdp):
-            is_plain &= rule.spec == fsdp(rule.spec.axes)
-        if not is_plain or isinstance(pattern, re.Pattern):
-            raise ValueError(
-                f"{what}: rule {number} {pattern_shown(pattern)} has more than a pattern, a spec "
-                "and units, which would be lost: mend its own file with shardrules check --fix, or "
-                "use Suggestion.rules"
-            )
-
-
 def toml_rule(pattern: Pattern, value: Any, note: str) -> list[str]:
     """Write the lines of a rule, with a note above it."""
-    rule = rule_spec(value)
-    lines = [f"# {note}", "[[rules]]", f"pattern = {toml_list(plain_pattern(pattern))}"]
-    if isinstance(rule.spec, Fsdp):
-        return [*lines, f"spec = {{ fsdp = {toml_list(rule.spec.axes)} }}"]
-    axes = map(entry_axes, entries_of(rule.spec))
-    entries = [toml_list(names[0] if len(names) == 1 else names) for names in axes]
-    lines.append(f"spec = [{', '.join(entries)}]")
-    if rule.units:
-        lines.append(f"units = [{', '.join(str(unit or 1) for unit in rule.units)}]")
-    return lines
+    data = rule_data(pattern, value)
+    if "units" in data:
+        data["units"] = [unit or 1 for unit in data["units"]]  # TOML has no null
+    pairs = [f"{key} = {_toml_value(value)}" for key, value in data.items()]
+    return [f"# {note}", "[[rules]]", *pairs]
 
 
-def plain_pattern(pattern: Pattern) -> str | tuple[str, ...]:
-    """Return a pattern as files have it."""
-    return pattern if isinstance(pattern, tuple) else str(pattern)
-
-
-def toml_list(value: str | Iterable[Any]) -> str:
-    """Write a TOML string, or a list of strings."""
-    return _toml(value) if isinstance(value, str) else f"[{', '.join(map(_toml, value))}]"
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_toml_value(item)}' for key, item in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return _toml(value) if isinstance(value, str) else str(value).lower()
 
 
 def _toml(text: str) -> str:
@@ -110,7 +78,7 @@ def _toml_character(character: str) -> str:
 
 def python_text(rules: Rules, heading: str, notes: Sequence[str]) -> str:
     """Write Python code, as `Suggestion.to_python` documents."""
-    _check_sayable("to_python", rules)
+    _check_sayable(rules)
     texts = [python_rule(*rule) for rule in rules]
     imports = ["from jax.sharding import PartitionSpec as P"]
     if any("sr." in rule for rule in texts):
@@ -121,15 +89,25 @@ def python_text(rules: Rules, heading: str, notes: Sequence[str]) -> str:
     return "\n".join([*lines, "]"]) + "\n"
 
 
+def _check_sayable(rules: Rules) -> None:
+    """Check that each rule is a pattern, a spec and units; rules of `like` may say more.
+
+    Raises:
+        ValueError: One has flags, a correction, a memory kind or the like, which would be lost.
+    """
+    for number, (pattern, value) in enumerate(rules):
+        data = rule_data(pattern, value)
+        has_tags = isinstance(data["spec"], dict) and data["spec"].keys() != {"fsdp"}
+        if has_tags or not {"pattern", "spec", "units"} >= data.keys():
+            raise ValueError(
+                f"to_python: rule {number} {pattern_shown(pattern)} has more than a pattern, a "
+                "spec and units, which would be lost: use to_toml, or Suggestion.rules"
+            )
+
+
 def python_rule(pattern: Any, value: Any) -> str:
     """Write a rule as Python code."""
-    return f"({_python_pattern(pattern)}, {_python_spec(value)})"
-
-
-def _python_pattern(pattern: Pattern) -> str:
-    if isinstance(pattern, tuple):
-        return f"({', '.join(map(_python_pattern, pattern))},)"
-    return _python_text(str(pattern), "r")
+    return f"({_python_text(str(pattern), 'r')}, {_python_spec(value)})"
 
 
 def _python_text(text: str, prefix: str = "") -> str:

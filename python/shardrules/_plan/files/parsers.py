@@ -1,68 +1,52 @@
-"""Rules for logical axis names in files: tables of ours, and YAML of MaxText."""
+"""Parsers of TOML and YAML for files of others: bounded, and without tags that make objects."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._base.io import FileError, first_repeated
-from shardrules._base.text import shown
-from shardrules._rules import dialects as _dialects
-from shardrules._rules.dialects import LogicalDialect
-from shardrules._rules.logical_rules import LogicalRules
+from shardrules._base.io import FileError, first_repeated, text_of
 
-LOGICAL_DIALECTS: Final = {
-    value.name: value for value in vars(_dialects).values() if isinstance(value, LogicalDialect)
-}
-"""Dialects of logical rules by their names in files."""
+# Five more than a rule needs.
+_MOST_LEVELS: Final = 8
+# Strings and comments, where dots mean nothing. An unclosed one extends to the end of the text, so
+# the search never starts again.
+_NO_KEY: Final = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?(?:\"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)"""
+    r"""|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*""",
+    re.DOTALL,
+)
+_KEY: Final = re.compile(r"[\w\-. \t]+")
+_CHARACTER: Final = re.compile(r"[^\n]")
 
-_RULE_KEYS: Final = ("name", "axes")
-MAXTEXT_KEY: Final = "logical_axis_rules"
-"""The key of the rules in MaxText's YAML."""
+
+def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
+    import tomllib  # few processes read any
+
+    text = text_of(path, data)
+    if any(key.count(".") >= _MOST_LEVELS for key in _KEY.findall(_NO_KEY.sub("", text))):
+        raise FileError(f"{path}: a key has more than {_MOST_LEVELS} levels; rules need 3 levels")
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # also a number of thousands of digits
+        raise FileError(f"{path}: this is not TOML: {error}; correct it there") from None
+    except RecursionError:
+        raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None
+
+
+def without_strings(text: str) -> str:
+    """Make strings underscores and comments spaces, of the same length and lines."""
+
+    def blank(text: re.Match[str]) -> str:
+        return _CHARACTER.sub(" " if text[0].startswith("#") else "_", text[0])
+
+    return _NO_KEY.sub(blank, text)
+
+
 _MOST_MERGED: Final = 10_000
 # What PyYAML raises for values such as a date that does not exist, or `!!int ""`.
 _BAD_VALUES: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
-
-def logical_rules(path: Path, rules: list[Any], dialect: LogicalDialect) -> LogicalRules:
-    """Read the rules of a list of tables {name, axes} or pairs [name, axes]."""
-    return LogicalRules(
-        [_rule_pair(f"{path}: rule {i}", rule) for i, rule in enumerate(rules)], dialect
-    )
-
-
-def _rule_pair(where: str, rule: object) -> tuple[str, str | tuple[str, ...] | None]:
-    if isinstance(rule, list) and len(rule) == 2:
-        rule = dict(zip(_RULE_KEYS, rule, strict=True))
-    if not isinstance(rule, dict) or rule.keys() != set(_RULE_KEYS):
-        raise FileError(
-            f'{where}: it is {shown(rule)}; write ["embed", ["fsdp"]], or a table of name and axes'
-        )
-    name, axes = rule["name"], rule["axes"]
-    if not isinstance(name, str) or not name:
-        raise FileError(f"{where}: the name is {shown(name)}; write a logical axis name")
-    if isinstance(axes, str) and axes:
-        return name, axes
-    entries = [] if axes is None else axes
-    if isinstance(entries, list) and len(entries) == 1 and isinstance(entries[0], list):
-        entries = entries[0]  # the one entry of a spec, as for paths
-    if not isinstance(entries, list) or not all(isinstance(a, str) and a for a in entries):
-        raise FileError(
-            f"{where}: axes is {shown(axes)}; write an axis, a list of axes, or [] for a dimension "
-            "that is not sharded"
-        )
-    return name, tuple(entries) or None
-
-
-def rules_of_maxtext(path: Path, content: object, dialect: LogicalDialect) -> LogicalRules:
-    """Read the rules in the content of a YAML file of MaxText, whose other keys are for MaxText."""
-    rules = content.get(MAXTEXT_KEY) if isinstance(content, dict) else None
-    if not isinstance(rules, list):
-        raise FileError(
-            f"{path}: key {MAXTEXT_KEY!r}: there is no list of rules, as MaxText's YAML has one; "
-            "rules of other kinds are in TOML or JSON"
-        )
-    return logical_rules(path, rules, dialect)
 
 
 def parse_yaml(path: Path, data: bytes) -> Any:
