@@ -22,10 +22,10 @@ import numpy as np
 import shardrules as sr
 from shardrules import FileError
 from shardrules._plan import lock as locks
+from shardrules._plan.files.hardware import read_hardware
 from shardrules._plan.files.models import read_arrays
-from shardrules._plan.files.public import read_hardware
 from shardrules._plan.files.rules import read_rule_source
-from shardrules._plan.fold import fold
+from shardrules._plan.fold import expanded, fold
 
 try:
     import safetensors as library
@@ -257,7 +257,7 @@ def folding(data: bytes) -> None:
     for one in fold(paths, group_of.astype(np.int32)):
         expected = [paths[row] for row in one.rows]
         assert {group_of[row] for row in one.rows} == {one.group}
-        assert sorted(locks._expanded(one.pattern, 10_000, 2**20)) == sorted(expected)
+        assert sorted(expanded(one.pattern, 10_000, 2**20)) == sorted(expected)
         seen += expected
     assert sorted(seen) == sorted(paths)
 

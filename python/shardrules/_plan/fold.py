@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from shardrules import _core
+from shardrules._base.text import shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -232,3 +233,28 @@ def _range(run: str) -> range:
     if not numbers:
         raise ValueError(f"no numbers are {run}")
     return numbers
+
+
+def expanded(pattern: str, most: int, most_text: int) -> list[str]:
+    """List the paths that a folded pattern stands for."""
+    characters = text_length(pattern)
+    choices: list[list[str]] = []
+    count = 1
+    for text, numbers in parts_of(pattern):
+        if numbers is None:
+            choices.append([text])
+            continue
+        runs = runs_of(numbers)
+        # Not `len`, which is for numbers of 63 bits.
+        count *= sum(run.stop - run.start for run in runs)
+        if count > most or count * characters > most_text:
+            raise ValueError(f"{shown(pattern)} stands for more leaves than a lock may have")
+        choices.append([str(number) for run in runs for number in run])
+    if count > most or count * characters > most_text:
+        raise ValueError("there are more leaves than a lock may have")
+    return ["".join(texts) for texts in itertools.product(*choices)]
+
+
+def text_length(path: str) -> int:
+    """Count the characters of the path, non-ASCII ones escaped."""
+    return len(path) if path.isascii() else len(ascii(path))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
-import operator
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -20,21 +16,22 @@ from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown
 from shardrules._base.text import brief, shown
 from shardrules._plan.align import check_distinct
 from shardrules._plan.codec import (
+    FileTable,
     Listed,
-    Record,
     RuleTable,
     at,
     name_data,
     naming,
     read_dialect,
     read_name,
-    read_rules,
     read_spec,
     record_of,
     rules_data,
+    rules_of,
     spec_data,
 )
-from shardrules._plan.fold import parts_of, runs_of
+from shardrules._plan.fingerprint import leaves_digest, plan_fingerprint, rules_digest
+from shardrules._plan.fold import expanded, text_length
 from shardrules._plan.kinds import (
     AMBIGUOUS_LEAVES,
     UNMATCHED_LEAVES,
@@ -42,7 +39,6 @@ from shardrules._plan.kinds import (
     Kind,
     dtype_shown,
     kind_of,
-    placement_shown,
     problem_shown,
 )
 from shardrules._plan.leaves import (
@@ -64,7 +60,6 @@ MOST_LEAVES: Final = 10**6
 """Ten times those of the largest models; a few characters of a pattern must not fill the memory."""
 MOST_TEXT: Final = 10**8
 """Characters of all paths, non-ASCII ones escaped: to read so many takes 400 MB."""
-_ROWS_HASHED_AT_ONCE: Final = 1000
 _FIX: Final = "; make the lock again with Plan.lock or shardrules plan --lock"
 _RULE_OF: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
 _PROBLEMS: Final = {"unmatched": UNMATCHED_LEAVES, "ambiguous": AMBIGUOUS_LEAVES}
@@ -84,7 +79,7 @@ _Number = Annotated[int | None, Meta(description="the number of a rule, or null"
 _Text = Annotated[str, Meta(description="a text")]
 
 
-class _LeafTable(Record, kw_only=True):
+class _LeafTable(FileTable, kw_only=True):
     """Leaves whose paths fold, with what they get."""
 
     path: _Text
@@ -98,50 +93,10 @@ class _LeafTable(Record, kw_only=True):
     problem: Annotated[str | None, Meta(description="a text")] = None
 
 
-def plan_fingerprint(plan: Plan) -> str:
-    return leaves_digest(plan.axis_sizes, plan.paths, plan.kind_of, plan.kinds)
-
-
-def leaves_digest(
-    axis_sizes: dict[str, int], paths: list[str], kind_of: Any, kinds: list[Kind]
-) -> str:
-    """Digest what each leaf gets on which mesh, whatever the order of the leaves."""
-    kind_texts = [f"\t{k.shape}\t{dtype_shown(k)}\t{_placed(k)}\n" for k in kinds]
-    rows = map(kind_texts.__getitem__, kind_of.tolist())
-    return _sha256(ascii(axis_sizes), map(operator.add, map(ascii, paths), rows))
-
-
-def _placed(kind: Kind) -> str:
-    counted = "" if kind.status == "placed" or kind._counted is None else spec_shown(kind._counted)
-    return placement_shown(kind) + counted
-
-
-def rules_digest(rules: dict[str, Any], patterns: list[str], decided_by: list[str]) -> str:
-    """Digest what decides the leaves, whatever their order: the table of rules, and who decides."""
-    head = json.dumps(rules, sort_keys=True)
-    rows = (f"{path!a}\t{decider}\n" for path, decider in zip(patterns, decided_by, strict=True))
-    return _sha256(head, rows)
-
-
 def _decider_text(leaf: dict[str, Any]) -> str:
     """Return what decides leaves, from their table, for `rules_digest`."""
     decider = [leaf["rule"], leaf.get("problem")]
     return json.dumps([*decider, leaf["names"], leaf["rules"]] if "names" in leaf else decider)
-
-
-def _sha256(head: str, rows: Iterable[str]) -> str:
-    # With its tabs and newlines escaped no path can pass for a row of something else.
-    digest = hashlib.sha256(head.encode())
-    ordered = sorted(rows)
-    for begin in range(0, len(ordered), _ROWS_HASHED_AT_ONCE):
-        text = "".join(ordered[begin : begin + _ROWS_HASHED_AT_ONCE])
-        digest.update(text.encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
-
-
-def _length(path: str) -> int:
-    """Count the characters of the path, non-ASCII ones escaped."""
-    return len(path) if path.isascii() else len(ascii(path))
 
 
 def lock_text(plan: Plan) -> str:
@@ -176,7 +131,7 @@ def lock_text(plan: Plan) -> str:
 def _check_lockable(paths: list[str]) -> None:
     if len(paths) > MOST_LEAVES:
         raise ValueError(f"a lock holds at most {MOST_LEAVES:,} leaves, not {len(paths):,}")
-    characters = sum(map(_length, paths))
+    characters = sum(map(text_length, paths))
     if characters > MOST_TEXT:
         raise ValueError(
             f"a lock holds paths of at most {MOST_TEXT:,} characters together, not {characters:,}"
@@ -200,7 +155,7 @@ def read_lock(data: bytes, name: str) -> tuple[Leaves, list[Kind], dict[str, int
         _check_format(content)
         table = record_of("", content, _LockTable, "it")
         axis_sizes = checked_sizes(table.mesh)
-        rules = read_rules(table, read_dialect(table.dialect, is_logical=table.is_logical))
+        rules = rules_of(table, read_dialect(table.dialect, is_logical=table.is_logical))
         leaves = _Leaves(len(rules), axis_sizes)
         for number, leaf in enumerate(table.leaves):
             leaves.add(f"leaves[{number}]: ", leaf)
@@ -261,32 +216,12 @@ class _Leaves:
                 self._kinds[text] = len(self.kinds) - 1, _decider_text(table)
             kind, decider = self._kinds[text]
             most = MOST_LEAVES - len(self.paths)
-            expanded = _expanded(leaf.path, most, self._text_left)
-        self._text_left -= _length(leaf.path) * len(expanded)
-        self.paths += expanded
-        self.kind_of += [kind] * len(expanded)
+            paths = expanded(leaf.path, most, self._text_left)
+        self._text_left -= text_length(leaf.path) * len(paths)
+        self.paths += paths
+        self.kind_of += [kind] * len(paths)
         self.patterns.append(leaf.path)
         self.decided_by.append(decider)
-
-
-def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
-    """List the paths that a folded pattern stands for."""
-    characters = _length(pattern)
-    choices: list[list[str]] = []
-    count = 1
-    for text, numbers in parts_of(pattern):
-        if numbers is None:
-            choices.append([text])
-            continue
-        runs = runs_of(numbers)
-        # Not `len`, which is for numbers of 63 bits.
-        count *= sum(run.stop - run.start for run in runs)
-        if count > most or count * characters > most_text:
-            raise ValueError(f"{shown(pattern)} stands for more leaves than a lock may have")
-        choices.append([str(number) for run in runs for number in run])
-    if count > most or count * characters > most_text:
-        raise ValueError("there are more leaves than a lock may have")
-    return ["".join(texts) for texts in itertools.product(*choices)]
 
 
 def _leaf_data(kind: Kind) -> dict[str, Any]:

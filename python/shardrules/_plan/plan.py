@@ -623,7 +623,7 @@ class Plan(Decider):
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
             '229b934b'
         """
-        from shardrules._plan.lock import plan_fingerprint
+        from shardrules._plan.fingerprint import plan_fingerprint
 
         return plan_fingerprint(self)
 

@@ -25,7 +25,6 @@ from shardrules._plan.kinds import (
     placement_shown,
     problem_shown,
 )
-from shardrules._plan.lock import plan_fingerprint
 from shardrules._rules.patterns import pattern_shown
 
 if TYPE_CHECKING:
