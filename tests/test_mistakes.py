@@ -163,7 +163,7 @@ OF_PLANS = {
     "rules for diff": (lambda: PLAN.diff(RULES), "(a list)", "must be a Plan"),
     "a file for to_html": (lambda: PLAN.to_html(3), "3 (an int)", "the path of a file"),
     "no lock": (lambda: sr.Plan.from_lock("no.lock"), "'no.lock'", "No such file", "check the name"),
-    "another file as lock": (lambda: sr.Plan.from_lock("{}"), "not a lock", "'shardrules lock 2'", "Plan.lock"),
+    "another file as lock": (lambda: sr.Plan.from_lock("{}"), "not a lock", "'shardrules lock 3'", "Plan.lock"),
     "no companion": (lambda: sr.plan(TREE, RULES, SIZES, companions=[sr.stacked("layrs")]).check().raise_for("warning"), "layrs", "finds no leaf", "correct its pattern"),
     "a number as axis": (lambda: sr.fsdp(3), "3 (an int)", "sequence of strings"),
     "Zero1 of a number": (lambda: sr.Zero1(3), "3 (an int)", "a mesh axis"),

@@ -20,9 +20,9 @@ import pytest
 import shardrules as sr
 from shardrules._base import io as content
 from shardrules._base.io import FileError, memory_within, parse_json, read_bytes
+from shardrules._plan.files.hardware import read_hardware
 from shardrules._plan.files.leaves import ArraySpec
-from shardrules._plan.files.models import Arrays, nested, read_arrays
-from shardrules._plan.files.public import read_hardware
+from shardrules._plan.files.models import Arrays, nested_dicts, read_arrays
 from shardrules._plan.files.rules import read_rule_source
 from tests.support.command_line import invoke
 from tests.support.contexts import pseudo_terminal
@@ -43,7 +43,7 @@ from pathlib import Path
 from shardrules import FileError
 from shardrules._plan.files.models import read_arrays
 from shardrules._base.io import parse_json, read_bytes
-from shardrules._plan.files.public import read_hardware
+from shardrules._plan.files.hardware import read_hardware
 from shardrules._plan.files.rules import read_rule_source
 read = {"json": lambda path: parse_json(Path(path), read_bytes(Path(path))),
         "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rule_source(path).rules,
@@ -273,7 +273,7 @@ def test_names_of_many_levels_do_not_fill_the_memory(names):
     with pytest.raises(
         FileError, match="^m: .* the names have more levels than this dialect"
     ) as info:
-        nested(Arrays("m", dict.fromkeys(names, leaf), "/"))
+        nested_dicts(Arrays("m", dict.fromkeys(names, leaf), "/"))
     assert len(str(info.value)) < 3000
 
 
@@ -282,9 +282,9 @@ def test_dicts_are_counted_as_they_are_made():
     names = [f"layers/{i}/attention/{name}/kernel" for i in range(1000) for name in "qkvo"]
     arrays = Arrays("m", dict.fromkeys(names, leaf), "/")
     with memory_within(6005 * 320):
-        assert nested(arrays)["layers"]["999"]["attention"]["o"] == {"kernel": leaf}
+        assert nested_dicts(arrays)["layers"]["999"]["attention"]["o"] == {"kernel": leaf}
     with memory_within(5000 * 320), pytest.raises(FileError, match="more levels"):
-        nested(arrays)
+        nested_dicts(arrays)
 
 
 # What is no regular file

@@ -133,6 +133,34 @@ class TestRules:
         with pytest.raises(sr.FileError, match="the rules are for paths, and linen"):
             read_rule_source(paths, sr.dialects.LINEN)
 
+    def test_files_that_are_merged(self, tmp_path):
+        base = written(tmp_path, "base.yml", "logical_axis_rules: [[embed, tp]]\nmodel: a")
+        model = written(tmp_path, "model.yml", "base_config: base.yml\nmodel: b")
+        own = written(tmp_path, "own.yml", "logical_axis_rules: [[embed, fsdp]]")
+        assert tuple(sr.read_rules(base, model).rules) == (("embed", "tp"),)
+        assert sr.read_rules(base, model).unread == ()
+        read = sr.read_rules(base, Path(own))
+        assert (tuple(read.rules), read.name) == ((("embed", "fsdp"),), "own")
+        assert read.unread == (f"rules of {base}",)
+        with pytest.raises(sr.FileError, match="model.yml: .*give the file that it is merged over"):
+            sr.read_rules(model)
+
+    def test_tables_that_are_merged(self, tmp_path):
+        first = written(tmp_path, "a.toml", 'data_axes = ["dp"]\nrules = [["w", ["tp"]]]')
+        later = written(tmp_path, "b.json", json.dumps({"data_axes": ["pp"]}))
+        read = sr.read_rules(first, later)
+        assert (list(read.rules), read.declared["data_axes"]) == ([("w", ("tp",))], ("pp",))
+        with pytest.raises(sr.FileError, match="a.toml: rule 0: spec is 3"):
+            sr.read_rules(written(tmp_path, "a.toml", 'rules = [["w", 3]]'), later)
+
+    def test_a_second_list_of_yaml_is_told(self, tmp_path):
+        text = "logical_axis_rules: [[embed, tp]]\nvae_logical_axis_rules: [[embed, fsdp]]"
+        file = written(tmp_path, "rules.yml", text)
+        assert sr.read_rules(file).unread == (f"vae_logical_axis_rules of {file}",)
+        model = written(tmp_path, "model.json", json.dumps(MANIFEST))
+        done = run("plan", model, "-r", file, "-m", "tp=2")
+        assert "note: these rules are not read: vae_logical_axis_rules of" in done.stderr
+
     @pytest.mark.parametrize(
         ("text", "what"),
         [

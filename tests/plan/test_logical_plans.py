@@ -388,7 +388,7 @@ class TestQuestions:
             ('"rules": [2, 4', '"rules": [2, 99'),
             ('"rules": [2, 4', '"rules": [4'),
             ('"kind": "logical"', '"kind": "other"'),
-            ('"name": "vocab"', '"name": "vocabs"'),
+            ('["vocab", ', '["vocabs", '),
             ('"names": ["embed", "mlp"]', '"names": ["embed", 3]'),
             ('"names": ["embed", "mlp"]', '"names": ["embed", "kv"]'),
         ],

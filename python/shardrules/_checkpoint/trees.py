@@ -17,7 +17,7 @@ from shardrules._place.mesh import check_placeable
 from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.align import check_distinct, match_rows
 from shardrules._plan.files.leaves import ArraySpec
-from shardrules._plan.files.models import Arrays, nested
+from shardrules._plan.files.models import Arrays, nested_dicts
 
 _ShapeAndDtype = tuple[tuple[int, ...], str]
 
@@ -119,7 +119,7 @@ def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
     leaves = {path: ArraySpec(target.shape, target.dtype) for path, target in targets.items()}
     if not any("/" in path for path in leaves):
         return leaves
-    return nested(Arrays("the arrays", leaves, "/"))
+    return nested_dicts(Arrays("the arrays", leaves, "/"))
 
 
 def shapes_and_dtypes(tree: Any, paths: list[str]) -> list[_ShapeAndDtype]:

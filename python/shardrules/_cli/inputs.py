@@ -22,7 +22,7 @@ from shardrules._cli.process import hint, working
 from shardrules._place.mesh import as_mesh
 from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
 from shardrules._plan.files.manifest import arrays_of
-from shardrules._plan.files.models import nested, read_arrays
+from shardrules._plan.files.models import nested_dicts, read_arrays
 from shardrules._plan.files.modules import is_module_form, load_object
 from shardrules._plan.files.rules import RuleFile, read_rule_source
 from shardrules._plan.findings import Declared, Findings, all_declared, compiled_replicated
@@ -65,6 +65,8 @@ def _load(args: Args, mesh: str | None, *sources: str, tree: Any = None) -> list
     """
     with working(args, f"reading {sources[0]}"), memory_within(byte_count(args.max_memory)):
         planned = [load_plan(args, source, mesh, tree) for source in sources]
+    for unread in dict.fromkeys(line for each in planned for line in each.rules.unread):
+        hint(args, f"note: these rules are not read: {unread}")
     patterns = dict.fromkeys(line for plan in planned for line in plan.fallbacks)
     lines = [f"note: `re`, not the automaton, evaluates {pattern}" for pattern in patterns]
     for line in lines[:_MOST_FALLBACKS] + and_more(len(lines), _MOST_FALLBACKS, "pattern"):
@@ -173,7 +175,7 @@ def load_arrays(args: Args, source: str) -> tuple[Plan, str]:
 
 def load_hardware(text: str) -> Hardware:
     """Read the hardware in a TOML file, or finds that of this name."""
-    from shardrules._plan.files.public import read_hardware
+    from shardrules._plan.files.hardware import read_hardware
 
     is_file = text.endswith(".toml") or "/" in text
     return read_hardware(text) if is_file else as_hardware("--hardware", text)
@@ -228,7 +230,7 @@ def _tree(source: str, dialect: Dialect | LogicalDialect | None) -> tuple[str, A
             )
         return arrays.name, arrays.leaves, arrays.logical_axes
     joins_keys = dialect.keys != "text" or dialect.hidden_key is not None
-    return arrays.name, nested(arrays) if joins_keys else arrays.leaves, None
+    return arrays.name, nested_dicts(arrays) if joins_keys else arrays.leaves, None
 
 
 def sweep_axes(text: str) -> tuple[list[str], dict[str, int]]:

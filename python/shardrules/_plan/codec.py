@@ -55,11 +55,11 @@ Texts = Annotated[tuple[str, ...], Meta(description="a list of strings")]
 Listed = Annotated[list[Any], Meta(description="a list")]
 
 
-class Record(msgspec.Struct):
+class FileTable(msgspec.Struct):
     """The keys of a table; those that it may lack have a default."""
 
 
-class RuleTable(Record):
+class RuleTable(FileTable):
     """Rules with their policy, as rule files and locks have them."""
 
     rules: Listed
@@ -77,7 +77,7 @@ class RuleTable(Record):
         return self.kind == "logical"
 
 
-class _PathRule(Record):
+class _PathRule(FileTable):
     pattern: Any
     spec: Any
     flags: Annotated[
@@ -89,12 +89,12 @@ class _PathRule(Record):
     correction: Any = None
 
 
-class _NameRule(Record):
+class _NameRule(FileTable):
     name: Any
     axes: Any
 
 
-class _ShapedSpec(Record):
+class _ShapedSpec(FileTable):
     """A spec that is made from shapes."""
 
     fsdp: Annotated[Axis | list[Any], Meta(description="a mesh axis, or a list of axes")]
@@ -103,7 +103,7 @@ class _ShapedSpec(Record):
     within: Any = None
 
 
-class _TaggedSpec(Record):
+class _TaggedSpec(FileTable):
     """A spec with axes that cut no dimension."""
 
     entries: Listed
@@ -112,7 +112,7 @@ class _TaggedSpec(Record):
     unreduced_kind: Annotated[str | None, Meta(description="a name")] = None
 
 
-class _Free(Record, forbid_unknown_fields=True):
+class _Free(FileTable, forbid_unknown_fields=True):
     """What stands for `PartitionSpec.UNCONSTRAINED`."""
 
     unconstrained: bool
@@ -120,7 +120,7 @@ class _Free(Record, forbid_unknown_fields=True):
 
 _Entry = None | Axis | tuple[Axis, ...] | _Free
 _Name = None | str | tuple[str | None, ...] | _Free
-_AnyRecord = TypeVar("_AnyRecord", bound=Record)
+_AnyRecord = TypeVar("_AnyRecord", bound=FileTable)
 _PLACE: Final = re.compile(r"`\$\.(\w+)")
 _MISSING: Final = re.compile(r"missing required field `(\w+)`")
 
@@ -185,7 +185,7 @@ def _values(value: Any) -> dict[str, Any]:
 # Each thing is read by `read_...` and written by `..._data`.
 
 
-def read_rules(table: RuleTable, dialect: Any) -> Rules | LogicalRules:
+def rules_of(table: RuleTable, dialect: Any) -> Rules | LogicalRules:
     """Return the rules of a table, in this dialect with the correction of the table."""
     correction = dialect.correction
     if table.correction is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
+from shardrules._base.arguments import boolean, integer
+from shardrules._base.dtypes import key_dtype
 from shardrules._base.io import (
+    DEFAULT_MEMORY,
     FileError,
     collector_paused,
     max_memory,
+    memory_within,
     parse_json,
     path_of,
     read_bytes,
@@ -21,6 +26,7 @@ from shardrules._base.io import (
 from shardrules._base.text import near_shown, shown
 from shardrules._plan.files import orbax, safetensors
 from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, all_are, check_column
+from shardrules._plan.files.modules import file_name
 from shardrules._plan.files.remote import RemotePath
 
 # A dict with one key, and the key. No tree is walked deeper than about 1,000 levels.
@@ -77,6 +83,60 @@ class ModelFormat(Protocol):
     def read(self, path: Path, make: ArraySpecs) -> Arrays:
         """Read names, shapes and dtypes, with leaves of `make.of_columns`."""
         ...
+
+
+def read_model(
+    path: str | os.PathLike[str], *, nested: bool | None = None, max_memory: int = DEFAULT_MEMORY
+) -> dict[str, Any]:
+    """Read the arrays of a model in a file, as abstract arrays: their names, shapes and dtypes.
+
+    Only the headers of tensor files are read, and nothing is executed. Files may come from anyone.
+
+    Args:
+        path: A safetensors file, the index of several, a directory of them, an orbax checkpoint
+            (which needs `shardrules[orbax]`), or a JSON manifest, also gzipped:
+            `{"params": [["name", [4096, 128], "BF16"], ...]}`. `-` is a manifest on standard input.
+        nested: Whether names are split into the levels of a tree. Default: at `/`, as orbax has
+            them; names with dots stay whole, as `safetensors.flax.load_file` has them. True splits
+            these too; False splits none.
+        max_memory: Maximum bytes of memory for reading, beyond the file's own size. Default:
+            512 MiB.
+
+    Returns:
+        A dict of jax.ShapeDtypeStructs, or of such dicts; the lists of a checkpoint are dicts too.
+        Equal leaves are one object.
+
+    Raises:
+        FileError: There is no such file, its kind is unknown, it is damaged, or it would take more
+            memory; a ValueError.
+
+    Example:
+        >>> import json, os, tempfile
+        >>> import shardrules as sr
+        >>> manifest = {"params": [["layers/0/wq", [4096, 4096], "BF16"]]}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with open(os.path.join(directory, "model.json"), "w") as file:
+        ...         json.dump(manifest, file)
+        ...     model = sr.read_model(file.name)
+        >>> model
+        {'layers': {'0': {'wq': ShapeDtypeStruct(shape=(4096, 4096), dtype=bfloat16)}}}
+    """
+    splits = nested if nested is None else boolean("nested", nested)
+    with memory_within(integer("max_memory", max_memory, what="a number of bytes")):
+        arrays = read_arrays(file_name(path))
+        structs = {leaf: _abstract_array(leaf) for leaf in set(arrays.leaves.values())}
+        leaves = {name: structs[leaf] for name, leaf in arrays.leaves.items()}
+        if splits or (splits is None and arrays.separator == "/"):
+            return nested_dicts(arrays._replace(leaves=leaves))
+    return leaves
+
+
+def _abstract_array(leaf: ArraySpec) -> Any:
+    import ml_dtypes
+    from jax import ShapeDtypeStruct
+
+    dtype = key_dtype(leaf.dtype) or getattr(ml_dtypes, leaf.dtype, leaf.dtype)
+    return ShapeDtypeStruct(leaf.shape, dtype)
 
 
 def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
@@ -290,7 +350,7 @@ def _raise_odd_row(path: Path, rows: list[Any]) -> None:
             )
 
 
-def nested(arrays: Arrays) -> dict[str, Any]:
+def nested_dicts(arrays: Arrays) -> dict[str, Any]:
     """Make dicts in dicts of the arrays, with a level for each component of the names.
 
     Raises:

@@ -13,7 +13,8 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final
 
-from shardrules._base.io import FileError
+from shardrules._base.arguments import check_type
+from shardrules._base.io import FileError, path_of
 from shardrules._base.mistakes import kind_of
 from shardrules._base.text import brief, near_shown
 
@@ -30,6 +31,19 @@ def is_module_form(text: str) -> bool:
     if form is None or Path(text).exists():
         return False
     return len(form["module"]) > 1 or (os.name != "nt" and _is_module(form["module"]))
+
+
+def file_name(path: Any) -> str:
+    """Return the name of a file that Python is given, which must be none of an object."""
+    check_type("path", path, str | os.PathLike, "the path of a file")
+    # A `Path` leaves one slash of the two of a URL.
+    name = path if path and isinstance(path, str) else str(path_of(path))
+    if is_module_form(name):
+        raise FileError(
+            f"{name}: this is no file, and only the command line imports package.module:name; "
+            "import it, and use the object itself"
+        )
+    return name
 
 
 def load_object(text: str, *arguments: Any) -> Any:

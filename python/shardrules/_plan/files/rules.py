@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from shardrules._base.io import FileError, parse_json, path_of, read_bytes
+from shardrules._base.arguments import check_type, integer
+from shardrules._base.io import (
+    DEFAULT_MEMORY,
+    FileError,
+    memory_within,
+    parse_json,
+    path_of,
+    read_bytes,
+)
 from shardrules._base.text import record, shown
 from shardrules._plan.codec import (
     Axes,
@@ -17,11 +26,11 @@ from shardrules._plan.codec import (
     compiled,
     dialect_named,
     naming,
-    read_rules,
     record_of,
+    rules_of,
 )
 from shardrules._plan.companions import LORA, QUANTIZED, Companion, stacked, unstacked
-from shardrules._plan.files.modules import is_module_form, load_object
+from shardrules._plan.files.modules import file_name, is_module_form, load_object
 from shardrules._plan.files.parsers import parse_toml, parse_yaml
 from shardrules._plan.findings import NOTHING, Declared
 from shardrules._rules.dialects import LINEN, MAXTEXT, Dialect, LogicalDialect
@@ -71,51 +80,108 @@ class RuleFile(NamedTuple):
     """Leaves that follow the rules of other paths, for `plan` and others."""
     name: str
     """The file's name without suffixes, or the object's name."""
+    unread: tuple[str, ...] = ()
+    """Lists of rules that decide nothing: of other keys of YAML, or replaced by a file after."""
+
+
+def read_rules(
+    path: str | os.PathLike[str],
+    *more: str | os.PathLike[str],
+    dialect: Dialect | LogicalDialect | None = None,
+    max_memory: int = DEFAULT_MEMORY,
+) -> RuleFile:
+    """Read the rules in a TOML or JSON file, or MaxText's YAML, and what the file says of them.
+
+    Nothing is executed, and files may come from anyone. The planning page shows such a file.
+
+    Args:
+        path: A .toml file; a JSON file, which may be gzipped; or MaxText's .yml or .yaml, which
+            needs `shardrules[yaml]`.
+        more: Files that are merged over it, as configurations are: of a key that several have, the
+            last one's value counts, also of the rules. `RuleFile.unread` says which rules do not.
+        dialect: The dialect. Default: the file's, or else eformer's; for logical rules linen, or in
+            YAML MaxText's.
+        max_memory: As in `read_model`.
+
+    Raises:
+        FileError: There is no such file, or its content is invalid; a ValueError.
+
+    Example:
+        >>> import jax, json, os, tempfile
+        >>> import shardrules as sr
+        >>> table = {"data_axes": ["dp"], "rules": [["wq", ["fsdp", "tp"]]]}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with open(os.path.join(directory, "rules.json"), "w") as file:
+        ...         json.dump(table, file)
+        ...     read = sr.read_rules(file.name)
+        >>> model = {"wq": jax.ShapeDtypeStruct((4096, 4096), "bfloat16")}
+        >>> plan = sr.plan(model, read.rules, {"dp": 2, "fsdp": 2, "tp": 2})
+        >>> print(plan.check(**read.declared))
+        nothing found: 1 leaf, 1 rule, on dp=2,fsdp=2,tp=2
+    """
+    what = "a Dialect, such as shardrules.dialects.EASYLM"
+    check_type("dialect", dialect, Dialect | LogicalDialect | None, what)
+    with memory_within(integer("max_memory", max_memory, what="a number of bytes")):
+        return read_rule_source([file_name(each) for each in (path, *more)], dialect)
 
 
 def read_rule_source(
-    source: str,
+    source: str | Sequence[str],
     dialect: Dialect | LogicalDialect | None = None,
     companions: Mapping[str, list[str]] = _NO_COMPANIONS,
 ) -> RuleFile:
-    """Read the rules in a file or of a module.
+    """Read the rules in a file, of several that are merged, or of a module.
 
     Args:
-        source: A .toml file; a JSON file, which may be gzipped; MaxText's .yml or .yaml; or
-            `package.module:NAME`, which is a `Rules` or `LogicalRules`, a list of (pattern, spec)
-            pairs, or a function that returns one of these.
+        source: As in `read_rules`; or `package.module:NAME`, which is a `Rules` or `LogicalRules`,
+            a list of (pattern, spec) pairs, or a function that returns one of these.
         dialect: The dialect. Default: the file's, or else eformer's; linen for logical rules.
         companions: Companions beside those of the file, by its keys.
 
     Raises:
         FileError: There is no such file or object, or its content is invalid.
     """
-    if is_module_form(source):
+    if isinstance(source, str) and is_module_form(source):
         return _of_module(source, dialect, companions)
-    path = path_of(source)
+    content: dict[str, Any] = {}
+    unread: list[str] = []
+    paths = [path_of(each) for each in ([source] if isinstance(source, str) else source)]
+    of_rules = paths[-1]
+    for path in paths:
+        table = _table_in(path, unread)
+        if "rules" in table:
+            unread += [f"rules of {of_rules}"] * ("rules" in content)
+            of_rules = path
+        content |= table
+    if not isinstance(content.get("rules"), list):
+        raise _without_rules(of_rules)
+    with naming(of_rules):
+        merged = record_of("", content, _RuleFileTable, _EXAMPLE)
+        return _read_table(of_rules, merged, dialect, companions)._replace(unread=tuple(unread))
+
+
+def _table_in(path: Path, unread: list[str]) -> dict[str, Any]:
+    """Return the table of one file; of MaxText's YAML the rules, as other keys are for MaxText."""
     parse, per_byte = _PARSERS.get(path.suffix, _JSON)
     content = parse(path, read_bytes(path, per_byte))
+    if isinstance(content, list) and path.suffix not in YAML:
+        return {"rules": content}
+    if not isinstance(content, dict):
+        raise _without_rules(path)
+    if path.suffix not in YAML:
+        return content
+    others = [key for key in content if str(key).endswith(MAXTEXT_KEY) and key != MAXTEXT_KEY]
+    unread += [f"{key} of {path}" for key in others]
+    rules = {"rules": content[MAXTEXT_KEY]} if MAXTEXT_KEY in content else {}
+    return {**rules, "kind": "logical", "dialect": MAXTEXT.name}
+
+
+def _without_rules(path: Path) -> FileError:
+    key, fix = "rules", f"write {_EXAMPLE}"
     if path.suffix in YAML:
-        content = _table_of_maxtext(path, content)
-    elif isinstance(content, list):
-        content = {"rules": content}
-    if not isinstance(content, dict) or not isinstance(content.get("rules"), list):
-        raise FileError(f"{path}: key 'rules': there is no list of rules; write {_EXAMPLE}")
-    with naming(path):
-        return _read_table(
-            path, record_of("", content, _RuleFileTable, _EXAMPLE), dialect, companions
-        )
-
-
-def _table_of_maxtext(path: Path, content: object) -> dict[str, Any]:
-    """Return the table of a YAML file of MaxText, whose other keys are for MaxText."""
-    rules = content.get(MAXTEXT_KEY) if isinstance(content, dict) else None
-    if not isinstance(rules, list):
-        raise FileError(
-            f"{path}: key {MAXTEXT_KEY!r}: there is no list of rules, as MaxText's YAML has one; "
-            "rules of other kinds are in TOML or JSON"
-        )
-    return {"rules": rules, "kind": "logical", "dialect": MAXTEXT.name}
+        key = MAXTEXT_KEY
+        fix = "give the file that it is merged over before it; other rules are in TOML or JSON"
+    return FileError(f"{path}: key {key!r}: there is no list of rules; {fix}")
 
 
 def _read_table(
@@ -123,7 +189,7 @@ def _read_table(
 ) -> RuleFile:
     _check_dialect(dialect, table.is_logical)
     named = dialect or dialect_named(table.dialect, is_logical=table.is_logical)
-    rules = read_rules(table, named)
+    rules = rules_of(table, named)
     for index, pattern in enumerate(table.replicated):
         check_length(f"replicated[{index}]: ", pattern)
         compiled(f"replicated[{index}]: ", pattern)
