@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.io import FileError, read_bytes
-from shardrules._base.text import SLIP, nearest, shown
+from shardrules._base.text import shown
+from shardrules._plan.codec import check_keys, naming
 from shardrules._plan.files.parsers import parse_toml
 
 OWN_FILE: Final = "shardrules.toml"
@@ -157,7 +158,8 @@ def _table_of(path: Path) -> Any:
 
 def _jobs(path: Path, table: object, forms: Mapping[str, str]) -> list[ProjectJob]:
     if isinstance(table, dict):
-        _check_known_keys(f"{path}", table, ["jobs", *ARGUMENTS, *forms])
+        with naming(path):
+            check_keys("", table, ["jobs", *ARGUMENTS, *forms])
     jobs = table.get("jobs") if isinstance(table, dict) else None
     if not isinstance(table, dict) or not isinstance(jobs, dict) or not jobs:
         start = "tool.shardrules.jobs" if path.name == _PYPROJECT else "jobs"
@@ -191,7 +193,8 @@ class _Entries(NamedTuple):
 
 
 def _job_entries(where: str, table: dict[str, Any], forms: Mapping[str, str]) -> _Entries:
-    _check_known_keys(where, table, [*ARGUMENTS, *forms])
+    with naming(where):
+        check_keys("", table, [*ARGUMENTS, *forms])
     arguments = {key: table[key] for key in ARGUMENTS if key in table}
     for key, value in arguments.items():
         if not isinstance(value, str) or not value:
@@ -202,14 +205,6 @@ def _job_entries(where: str, table: dict[str, Any], forms: Mapping[str, str]) ->
         if key in table
     }
     return _Entries(arguments, options)
-
-
-def _check_known_keys(where: str, table: dict[str, Any], known: list[str]) -> None:
-    for key in table:
-        if key not in known:
-            near = nearest(key, known, SLIP) or nearest(key.replace("_", "-"), known, SLIP)
-            hint = f"did you mean {near!r}?" if near else f"the keys are {', '.join(known)}"
-            raise FileError(f"{where}: key {key!r} is unknown; {hint}")
 
 
 def _option_words(where: str, key: str, form: str, value: object) -> list[str]:
