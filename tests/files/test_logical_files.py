@@ -150,7 +150,7 @@ class TestRules:
         later = written(tmp_path, "b.json", json.dumps({"data_axes": ["pp"]}))
         read = sr.read_rules(first, later)
         assert (list(read.rules), read.declared["data_axes"]) == ([("w", ("tp",))], ("pp",))
-        with pytest.raises(sr.FileError, match="a.toml: rule 0: spec is 3"):
+        with pytest.raises(sr.FileError, match="a.toml, .*b.json: rule 0: spec is 3"):
             sr.read_rules(written(tmp_path, "a.toml", 'rules = [["w", 3]]'), later)
 
     def test_a_second_list_of_yaml_is_told(self, tmp_path):

@@ -155,7 +155,7 @@ def read_rule_source(
         content |= table
     if not isinstance(content.get("rules"), list):
         raise _without_rules(of_rules)
-    with naming(of_rules):
+    with naming(", ".join(map(str, paths))):
         merged = record_of("", content, _RuleFileTable, _EXAMPLE)
         return _read_table(of_rules, merged, dialect, companions)._replace(unread=tuple(unread))
 
