@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._base.rule_specs import rule_spec_shown
 from shardrules._base.specs import spec_shown
 from shardrules._base.text import printable_lines
+from shardrules._plan.fingerprint import plan_fingerprint
 from shardrules._plan.kinds import (
     DEFAULT_LARGE,
     Kind,

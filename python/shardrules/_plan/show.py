@@ -85,7 +85,7 @@ def table_html(plan: Plan) -> str:
 
 def plan_json(plan: Plan, memory: DeviceBytes, room: Room) -> str:
     """Return the plan as a JSON object, with a row for each folded path."""
-    from shardrules._plan.lock import plan_fingerprint
+    from shardrules._plan.fingerprint import plan_fingerprint
 
     leaves = [
         {
