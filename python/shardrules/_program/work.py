@@ -35,16 +35,18 @@ class Product(NamedTuple):
 
 def products(values: Values, variation: Variation) -> Iterator[Product]:
     """Yield the products that a module executes."""
-    hlo = values.hlo
+    for node, flops in product_nodes(values):
+        line = values.lines[node]
+        axes, name = variation.of(values.made_of[node]), line.op_name or line.name
+        yield Product(flops, axes, name, values.hlo.place(line))
+
+
+def product_nodes(values: Values) -> Iterator[tuple[int, int]]:
+    """Yield the products of a module as nodes, with their operations in a step."""
     for node, opcode in enumerate(values.opcodes):
         if opcode in PRODUCTS and values.elements[node] == 0:
-            line, times = values.lines[node], hlo.times(values.computations[node])
-            yield Product(
-                product_flops(values, node) * (1 if times is None else times),
-                variation.of(values.made_of[node]),
-                line.op_name or line.name,
-                hlo.place(line),
-            )
+            times = values.hlo.times(values.computations[node])
+            yield node, product_flops(values, node) * (1 if times is None else times)
 
 
 def product_flops(values: Values, node: int) -> int:

@@ -39,31 +39,6 @@ def axes_of(solution, role):
     return [choice.axes for choice in solution.choices if choice.role == role]
 
 
-def attend(params, x):
-    rows, length, _ = x.shape
-    q, k, v = (
-        (x @ params[name]).reshape(rows, length, 4, *groups, 128)
-        for name, groups in (("q", [2]), ("k", []), ("v", []))
-    )
-    chances = jax.nn.softmax(jnp.einsum("btkgd,bskd->bkgts", q, k))
-    return jnp.sum(jnp.einsum("bkgts,bskd->btkgd", chances, v).reshape(x.shape) @ params["o"])
-
-
-def test_a_batch_of_one_row_has_the_roles_of_several():
-    tree = {"q": shape(1024, 1024), "k": shape(1024, 512), "v": shape(1024, 512),
-            "o": shape(1024, 1024)}  # fmt: skip
-    grads = jax.grad(attend)
-    several, alone = (sr.trace(grads, tree, shape(rows, 2048, 1024)) for rows in (8, 1))
-    roles = [
-        {(path, dim): row.role for row in step.dimensions for path, dim in row.arrays}
-        for step in (several, alone)
-    ]
-    assert roles[1] == {place: role for place, role in roles[0].items() if role != "batch"}
-    solution = sr.solve(alone, {"tp": 4}, hardware="v5p")
-    assert axes_of(solution, "KV heads") == [("tp",)]
-    assert solution.specs["inputs/0/q"] == P(None, "tp")
-
-
 def test_a_solution_says_how_parameters_are_stored_and_how_good_any_can_be():
     axes = {"fsdp": 4, "tp": 2}
     solution = sr.solve(traced(2**20), axes, hardware="v5p", keep=[("inputs/1", P(("fsdp", "tp")))])
@@ -76,16 +51,6 @@ def test_a_solution_says_how_parameters_are_stored_and_how_good_any_can_be():
         assert text in str(replace(solution, choices=(row,)))
     ended = sr.solve(traced(64), {"fsdp": 4, "tp": 2}, hardware="v5p", time_limit=0)
     assert f"at most {ended.gap:.1%} from the best" in str(ended)
-
-
-def test_many_rows_are_cut_by_all_axes():
-    def squared(params, x):
-        return jnp.sum(jnp.square(jax.nn.relu(x @ params["up"]) @ params["down"]))
-
-    step = sr.trace(jax.grad(squared), TREE, shape(2**20, 512))
-    solution = sr.solve(step, {"fsdp": 4, "tp": 2}, hardware="v5p")
-    assert axes_of(solution, "batch") == [("fsdp", "tp")]
-    assert solution.specs["inputs/1"] == P(("fsdp", "tp"))
 
 
 def test_few_rows_leave_the_weights_where_they_are():
@@ -105,18 +70,6 @@ def test_what_is_kept_and_forbidden_is():
     )
     assert solution.specs["inputs/0/up"] == P("tp")
     assert axes_of(solution, "batch") == [("tp",)]
-
-
-def test_bad_arguments_are_told():
-    step = traced()
-    with pytest.raises(TypeError, match="hardware: give the devices"):
-        sr.solve(step, {"fsdp": 4})
-    with pytest.raises(ValueError, match="keep: 'nowhere' is in no path"):
-        sr.solve(step, {"fsdp": 4}, hardware="v5p", keep=["nowhere"])
-    with pytest.raises(ValueError, match="forbid: an axis"):
-        sr.solve(step, {"fsdp": 4}, hardware="v5p", forbid=[("batch", "tp")])
-    with pytest.raises(TypeError, match="step is 3"):
-        sr.solve(3, {"fsdp": 4}, hardware="v5p")
 
 
 def layers(params, x):
@@ -149,7 +102,7 @@ def test_what_does_not_fit_says_by_how_much_and_where_it_does():
     text = str(error.value)
     assert "on each device of fsdp=4" in text
     larger = int(text.rpartition("fsdp=")[2].partition(":")[0])
-    assert sr.solve(step, {"fsdp": larger}, hardware="v5p", hbm=10**8).memory.peak <= 10**8
+    assert sr.solve(step, {"fsdp": larger}, hardware="v5p", hbm=10**8).memory <= 10**8
     with pytest.raises(ValueError, match="nothing fits"):
         sr.solve(step, {"fsdp": larger // 2}, hardware="v5p", hbm=10**8)
 
@@ -171,33 +124,10 @@ def test_a_topology_is_doubled_to_one_that_exists(name, slices, larger, more):
     assert doubled.device_count == 2 * topology.device_count
 
 
-def room_between(step, mesh, share):
-    """Return memory that the fastest needs more than, and the least less than."""
-    fastest = sr.solve(step, mesh, hardware="v5p").memory.peak
-    low, high = fastest // 8, fastest
-    while high - low > fastest // 50:
-        middle = (low + high) // 2
-        try:
-            sr.solve(step, mesh, hardware="v5p", hbm=middle)
-        except ValueError:
-            low = middle
-        else:
-            high = middle
-    return round(high + share * (fastest - high))
-
-
-def test_a_time_limit_gives_what_fits_if_little_memory_is_there():
-    step = sr.trace(train_layers, STACKS, shape(2**16, 512))
-    room = room_between(step, {"fsdp": 4}, 0.1)
-    ended = sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=room, time_limit=0.5)
-    assert ended.memory.peak <= room
-    whole = sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=room)
-    assert ended.bound <= whole.time.total * (1 + 1e-9)
-    assert whole.time.total <= ended.time.total * (1 + 1e-9)
-
-
 def test_a_search_that_ends_without_anything_says_what_is_over(monkeypatch):
-    monkeypatch.setattr("shardrules._program.solve.resident.Resident.least", lambda self, _: 0)
+    search = "shardrules._program.solve.search.Search"
+    is_whole = lambda self, assignment: len(assignment) == len(self.space.values)  # noqa: E731
+    monkeypatch.setattr(f"{search}.is_over_memory", is_whole)
     step = sr.trace(train_layers, STACKS, shape(2**16, 512))
     with pytest.raises(TimeoutError, match="nothing that fits was found in the time") as error:
         sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=10**7, time_limit=0)
@@ -250,6 +180,9 @@ def test_a_step_without_products_and_a_mesh_of_one_device_have_solutions():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"hardware": None}, "hardware: give the devices"),
+        ({"keep": ["nowhere"]}, "keep: 'nowhere' is in no path"),
+        ({"forbid": [("batch", "tp")]}, "forbid: an axis"),
         ({"keep": "up"}, "keep is 'up' (a str); it must be a sequence"),
         ({"keep": [3]}, "keep: 3 (an int) is no pair of"),
         ({"keep": ["("]}, "is no pattern"),
@@ -287,14 +220,6 @@ def test_a_kept_spec_may_be_the_name_of_an_axis():
     step = sr.trace(train, TREE, shape(8, 512))
     solution = sr.solve(step, {"fsdp": 4}, hardware="v5p", keep=[("up", "fsdp")])
     assert solution.specs["inputs/0/up"] == P("fsdp")
-
-
-def test_arrays_that_a_step_closes_over_are_not_cut():
-    weights = jnp.ones((512, 2048))
-    step = sr.trace(lambda x: x @ weights, shape(6, 512))  # four devices divide no rows
-    solution = sr.solve(step, {"fsdp": 4}, hardware="v5p")
-    (constant,) = step._equations.constants
-    assert not any(solution.spread.target(constant))
 
 
 def test_what_only_code_by_device_makes_and_reads_is_not_chosen():

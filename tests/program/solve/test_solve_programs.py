@@ -229,9 +229,3 @@ def test_lines_name_the_weight_that_they_are_of():
         assert f"{row.weight} into dot_general" in str(row)
     made = [row.weight for row in solution.activations if not row.is_read]
     assert made == ["up/kernel"]
-
-
-def test_the_bound_says_of_which_layouts_it_is():
-    plan = sr.plan(KERNELS, [("", P())], {"fsdp": 4, "tp": 2})
-    solution = sr.solve(sr.trace(gelu_step, plan, shape(64, 512)), hardware="v5p")
-    assert "for layouts that shard each class of dimensions alike: none takes less" in str(solution)

@@ -28,9 +28,9 @@ def is_optimum(seed):
     if prod(map(len, space.values.values())) > 128:
         return None
     costs = [(space.cost(assignment), assignment) for assignment in assignments(space)]
-    peaks = sorted(cost.memory.peak for cost, _ in costs)
+    peaks = sorted(cost.memory for cost, _ in costs)
     space.hbm = rng.choice((ROOM, rng.choice(peaks), peaks[len(peaks) // 2]))
-    fitting = [(c.time.total, a) for c, a in costs if c.memory.peak <= space.hbm]
+    fitting = [(c.time.total, a) for c, a in costs if c.memory <= space.hbm]
     best = Search(space)
     best.offer(dict(max(fitting, key=lambda row: row[0])[1]), max(t for t, _ in fitting))
     bound = search_tables(best, space.values)

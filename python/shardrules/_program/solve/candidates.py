@@ -8,12 +8,10 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from shardrules._program.solve.resident import Resident
 from shardrules._program.solve.space import STORED
 from shardrules._program.solve.terms import Terms
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.cuts import Cuts
     from shardrules._program.solve.layout import Axes
     from shardrules._program.solve.space import Assignment, Space
 
@@ -30,7 +28,7 @@ class Candidates:
 
     def __init__(self, space: Space, until: float = inf) -> None:
         self.space, self._until = space, until
-        self.terms, self.resident = Terms(space), Resident(space)
+        self.terms, self.resident = Terms(space), space.resident
         self.seconds = inf
         """Of the best assignment, or of a better one in another space."""
         self.assignment: Assignment | None = None
@@ -38,9 +36,6 @@ class Candidates:
         """Whether the user, or the time, has ended the search."""
         self.tried: list[Assignment] = []
         """First assignments, and what they became by changes of single choices."""
-        self._fits: dict[tuple[Cuts, ...], bool] = {}
-        numbers = range(len(space.arrays.classes))
-        self.arrays = space.arrays.unlike(n for n in numbers if n not in space.fixed)
         self._of: dict[int, list[int]] = {name: [] for name in space.values}
         for place in self.terms.largest:
             for name in self.terms.terms[place].scope:
@@ -60,22 +55,12 @@ class Candidates:
         return self.is_over
 
     def is_over_memory(self, assignment: Mapping[int, Axes]) -> bool:
-        """Say whether what is resident alone does not fit if variables have these values."""
+        """Say whether it does not fit if variables have these values, whatever others have."""
         return self._over(assignment) > 0
-
-    def fits(self, assignment: Assignment) -> bool:
-        """Say whether the step fits by its own estimate."""
-        if self.is_over_memory(assignment):
-            return False
-        layout = self.space.layout(assignment)
-        key = tuple(self.space.arrays.cuts(number, layout) for number in self.arrays)
-        if key not in self._fits:
-            self._fits[key] = self.space.peak(assignment) <= self.space.hbm
-        return self._fits[key]
 
     def offer(self, assignment: Assignment, seconds: float) -> None:
         """Keep an assignment if it is better than the best, and fits."""
-        if not self.is_worse(seconds) and self.fits(assignment):
+        if not self.is_worse(seconds) and not self.is_over_memory(assignment):
             self.seconds, self.assignment = seconds, dict(assignment)
 
     def find_first(self) -> None:
@@ -208,7 +193,7 @@ class Candidates:
         if (
             self.terms.total(other).total <= self.seconds * (1 + ROUNDING)
             and least(other) <= least(self.assignment) * (1 + _LITTLE)
-            and self.fits(other)
+            and not self.is_over_memory(other)
         ):
             self.assignment = other
 

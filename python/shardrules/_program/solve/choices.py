@@ -75,7 +75,7 @@ def _alternatives(best: Best, name: int) -> Iterator[Alternative]:
         for i, other in enumerate(others)
     ]
     for _, seconds, i in sorted(order)[:_ALTERNATIVES]:
-        yield Alternative(others[i][name], seconds, search.space.peak(others[i]))
+        yield Alternative(others[i][name], seconds, search.resident.least(others[i]))
 
 
 def reasons(best: Best, rows: Iterable[ClassChoice]) -> Iterator[str]:

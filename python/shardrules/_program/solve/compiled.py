@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -15,15 +15,19 @@ from shardrules._place.mesh import as_mesh, axes_of_type, has_devices
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
 from shardrules._plan.tables import Column, Table
+from shardrules._program.collectives import exchanges
 from shardrules._program.compiler import asked_compiler, has_child
+from shardrules._program.hlo import hlo_errors
 from shardrules._program.lowering import lowering_on
 from shardrules._program.program import Program, inspect
 from shardrules._program.refusal import Refusal
 from shardrules._program.solve.activations import constrained_step, spec_of_cuts
 from shardrules._program.solve.machine import OVERLAPPED, Network
+from shardrules._program.solve.price import Price
 from shardrules._program.solve.transmissions import merged
 from shardrules._program.step_seconds import kernel_flops
 from shardrules._program.topologies.topology import Topology
+from shardrules._program.work import product_nodes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
@@ -31,14 +35,11 @@ if TYPE_CHECKING:
     from shardrules._program.compiler import AskedCompiler
     from shardrules._program.solve.shortlist import Contender
     from shardrules._program.solve.space import Cost, Space
-    from shardrules._program.solve.transmissions import Of
     from shardrules._program.step.step import Step
 
 _AT_ONCE: Final = 2
 """Children that compile at the same time: each has several threads for a while."""
 _DIGITS: Final = 3
-# Of what a collective is, by what it moves: sums and gathers of all else wait for products.
-_OF: Final[dict[str, Of]] = {"argument": "params", "gradient": "gradients", "state": "gradients"}
 
 
 @record
@@ -98,7 +99,7 @@ def predicted(entry: Contender) -> Compiled:
         payload = row.payload * row.trips
         for one in merged([(row.kind, row.axes, "activations", row.trips, payload)], space.sizes):
             sent[one.axes] += space.machine.sent(one)
-    costs = StepCost(cost.time.total, dict(sent), cost.memory.peak)
+    costs = StepCost(cost.time.total, dict(sent), cost.memory)
     return Compiled(entry, cost, Candidate(entry.what, entry.case.sizes, costs, None, ""), None)
 
 
@@ -185,20 +186,30 @@ def _costs(space: Space, cost: Cost, program: Program, peak: int) -> StepCost:
         operation.flops * trips / cost.spread.share(operation)
         for operation, trips in equations.operations(on_device=True)
     )
-    hlo = program._executable.hlo
-    done = sum(row.flops for row in program.products) + (0 if hlo is None else kernel_flops(hlo))
+    executable, hlo = program._executable, program._executable.hlo
+    assert hlo is not None
+    with hlo_errors():
+        done = sum(size for _, size in product_nodes(executable.values)) + kernel_flops(hlo)
+        rows = list(exchanges(hlo, program.axis_sizes))
     # Elementwise arithmetic, and reading and writing, is taken from the prediction.
     busy = cost.time.compute * (done / flops if done and flops else 1.0) + cost.time.memory
     network = Network(machine, space.sizes)
     sent: Counter[tuple[str, ...]] = Counter()
-    seconds = {True: 0.0, False: 0.0}
-    for row in program.collectives:
+    seconds: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    for row in rows:
         axes = tuple(axis for axis in space.sizes if axis in row.axes)
         if axes:
-            sent[axes] += row.sent_at_least
-            is_overlapped = _OF.get(row.what) in OVERLAPPED
-            seconds[is_overlapped] += network.sending(row.kind, axes, row.sent_at_least)
-    return StepCost(machine.total(busy, seconds[True], seconds[False]), dict(sent), peak)
+            size = row.sent_once * (1 if row.times is None else row.times)
+            sent[axes] += size
+            seconds[axes] += network.sending(row.kind, axes, size)
+    # What is sent beyond the gathers and sums of weights that are predicted, products wait for.
+    hidden: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    for one in Price(space.step, cost.spread).collectives():
+        if one.of in OVERLAPPED:
+            hidden[one.axes] += network.seconds(one)
+    meanwhile = sum(min(total, hidden[axes]) for axes, total in seconds.items())
+    alone = sum(seconds.values()) - meanwhile
+    return StepCost(machine.total(busy, meanwhile, alone), dict(sent), peak)
 
 
 def specs_of(step: Step, cost: Cost) -> dict[str, PartitionSpec]:

@@ -149,24 +149,33 @@ def _searched(cases: Sequence[Case]) -> Case | None:
 def _nothing(task: Task, cases: Sequence[Case], on: Any) -> Exception:
     """Return the error that nothing that fits was found: by how much, and where something fits."""
     case, peak, assignment = _least_memory(cases)
-    memory = case.search.space.cost(assignment).memory
+    largest = case.search.resident.largest(assignment)
     is_known = not any(each.search.heap for each in cases)
     what = "nothing fits" if is_known else "nothing that fits was found in the time"
     lines = [
         f"{task.step.name}: {what}: with the least memory that was found it needs "
         f"{bytes_shown(peak)} on each device of {mesh_shown(case.sizes)}, "
         f"{bytes_shown(peak - task.hbm)} more than the {bytes_shown(task.hbm)} that there are",
-        *(f"  {bytes_shown(b.bytes)} {b.shape} {b.what}" for b in memory.buffers[:_SHOWN]),
+        *(f"  {bytes_shown(size)} {_array(task.step, n)}" for size, n in largest[:_SHOWN]),
         *where_it_fits(task, case, on),
     ]
     return (ValueError if is_known else TimeoutError)(printable_lines(lines))
 
 
 def _least_memory(cases: Sequence[Case]) -> tuple[Case, int, Assignment]:
-    """Return the case that needs least memory, by what is resident, with its assignment."""
+    """Return the case that needs least memory, with its assignment."""
     rows = [(*case.search.least_memory(), i) for i, case in enumerate(cases)]
-    _, assignment, i = min(rows, key=lambda row: (row[0], row[2]))
-    return cases[i], cases[i].search.space.peak(assignment), assignment
+    peak, assignment, i = min(rows, key=lambda row: (row[0], row[2]))
+    return cases[i], peak, assignment
+
+
+def _array(step: Step, number: int) -> str:
+    """Return dtype, shape and path of an array; without a path the operation that makes it."""
+    value = step._equations.values[number]
+    paths = dict(zip(step._equations.body.inputs, step._paths, strict=True))
+    makers = (op.path for op, _ in step._equations.everything() if number in op.outputs)
+    shape = f"{getattr(value.dtype, 'name', value.dtype)}[{','.join(map(str, value.shape))}]"
+    return f"of {shape} {paths.get(number) or next(makers, 'constant')}"
 
 
 def where_it_fits(task: Task, case: Case, on: Any) -> Iterator[str]:

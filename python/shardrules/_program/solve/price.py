@@ -1,4 +1,4 @@
-"""Time and memory of a step under a layout."""
+"""Time of a step under a layout."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.dtypes import is_inexact
-from shardrules._program.buffers import Buffer, Memory, Totals
-from shardrules._program.jax_names import user_line
 from shardrules._program.kernels import KERNEL_EFFICIENCY
 from shardrules._program.solve.machine import Machine, StepTime, sent_seconds
-from shardrules._program.solve.peak import AliveArray, alive_arrays, is_apart
 from shardrules._program.solve.transmissions import merged
 
 if TYPE_CHECKING:
@@ -21,7 +18,23 @@ if TYPE_CHECKING:
     from shardrules._program.step.equations import TracedOperation
     from shardrules._program.step.step import Step
 
-_LARGEST: Final = 100
+PRODUCTS: Final = frozenset(
+    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
+)
+# What XLA makes an operation of its own; all else it computes where it is read.
+_MADE: Final = frozenset((
+    "dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "gather",
+    "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter_max",
+    "scatter_min", "sort", "top_k", "concatenate", "fft", "cholesky", "triangular_solve",
+    "eigh", "qr", "lu", "svd", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
+    "reduce_window_sum", "reduce_window_max", "dynamic_update_slice", "rng_bit_generator",
+    "random_bits", "psum", "psum2", "all_gather", "psum_invariant", "all_to_all",
+    "ppermute", "reduce_scatter", "psum_scatter", "all_gather_invariant",
+))  # fmt: skip
+_REDUCED: Final = frozenset((
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+    "argmax", "argmin",
+))  # fmt: skip
 
 
 class Price:
@@ -101,42 +114,10 @@ class Price:
         flops = operation.flops / self._spread.share(operation)
         return flops / speed, moved / hardware.memory_bytes_per_second
 
-    # Memory
 
-    def peak(self) -> int:
-        """Return the bytes that a device needs."""
-        return self._alive()[1].peak
-
-    def _alive(self) -> tuple[list[AliveArray], Totals]:
-        equations = self._step._equations
-        rows, numbers = alive_arrays(equations, self._spread, self._step._donated)
-        constants = set(equations.constants)
-        made = (row for row in rows if row.operation is not None or row.number in constants)
-        return rows, Totals(**numbers, temporaries=sum(row.bytes for row in made), code=0)
-
-    def memory(self) -> Memory:
-        """Return the memory that a device needs, and what is alive at the peak."""
-        rows, totals = self._alive()
-        alive = sum(row.bytes for row in rows)
-        buffers = tuple(map(self._buffer, rows[:_LARGEST]))
-        saved = tuple(row for row in buffers if row.is_saved)
-        scopes = (operation.scope for operation, _ in self._step._equations.operations())
-        is_recomputed = any("rematted" in scope for scope in scopes)
-        return Memory(totals, alive, sum(row.bytes for row in saved), is_recomputed, buffers, saved)
-
-    def _buffer(self, row: AliveArray) -> Buffer:
-        value, inputs = self._values[row.number], self._step._equations.body.inputs
-        sizes = value.shape if row.is_gathered else self._spread.shape(row.number)
-        shape = f"{getattr(value.dtype, 'name', value.dtype)}[{','.join(map(str, sizes))}]"
-        if row.operation is None:
-            places = dict(zip(inputs, self._step._paths, strict=True))
-            is_constant = row.number in self._step._equations.constants
-            what = places.get(row.number, "constant" if is_constant else "output")
-            return Buffer(row.bytes, shape, what, row.number in places, False, None)
-        path = row.operation.path
-        what = f"gathered for {path}" if row.is_gathered else path
-        is_saved = row.operation.name == "scan" and "transpose(" not in row.operation.scope
-        return Buffer(row.bytes, shape, what, False, is_saved, user_line(row.operation.eqn))
+def is_apart(operation: TracedOperation) -> bool:
+    """Say whether XLA computes an operation by itself, and not where its result is read."""
+    return operation.name in _MADE or operation.name in _REDUCED or operation.rule is None
 
 
 def _peak(rates: Mapping[str, float], dtype: Any) -> float:

@@ -1,4 +1,4 @@
-"""A lower bound of the memory that a step needs: arguments, and what the backward pass reads."""
+"""The memory that a step is predicted to need: what is alive together at several times."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from shardrules._program.solve.price import is_apart
+
 if TYPE_CHECKING:
     from shardrules._program.solve.layout import Axes
     from shardrules._program.solve.space import Space
+    from shardrules._program.step.equations import Body, Equations
+    from shardrules._program.step.step import Step
 
 
 class Resident:
     """Arrays that are alive together, at several times, as terms of few variables each.
 
-    Arguments are alive throughout, as `peak.py` has it, and what a loop stacks until another loop
-    has read it.
+    Arguments are alive throughout, and results at the end, but for those in donated memory. When
+    most is alive is decided once, by whole sizes. What is gathered, and what XLA adds, is left out:
+    the compiler says what a layout needs.
     """
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        arguments = space.step._equations.body.inputs
-        self.times = [self._alike(arguments)]
-        for stacked in _stacked_until_read(space):
-            self.times.append(self._alike([*arguments, *stacked]))
+        self.times = [self._alike(time) for time in _times(space.step)]
         self._least: dict[tuple[Any, ...], int] = {}
         self._scopes = {n: space.scope_of([n]) for time in self.times for n in time}
 
@@ -47,6 +49,14 @@ class Resident:
             sum(self.of(number, assignment) * count for number, count in time.items())
             for time in self.times
         )
+
+    def largest(self, assignment: Mapping[int, Axes]) -> list[tuple[int, int]]:
+        """List (bytes, array) of what is alive when most is, the largest first; alike ones once."""
+        rows = [
+            [(self.of(number, assignment) * count, number) for number, count in time.items()]
+            for time in self.times
+        ]
+        return sorted(max(rows, key=lambda row: sum(size for size, _ in row)), reverse=True)
 
     def of(self, number: int, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes that an array needs at least."""
@@ -75,23 +85,50 @@ class Resident:
         return self._least[key]
 
 
-def _stacked_until_read(space: Space) -> Iterator[list[int]]:
-    """Yield for each loop of the step what earlier loops have stacked and it reads, or later ones.
+def _times(step: Step) -> Iterator[list[int]]:
+    """Yield the arrays that are alive together: at the end, and when they are most."""
+    equations = step._equations
+    body, values = equations.body, equations.values
+    arguments = [*body.inputs, *(n for n in equations.constants if n in equations.users)]
+    free = Counter(values[n][:2] for n in step._donated)
+    results = []
+    for number in dict.fromkeys(n for n in body.outputs if n is not None and n not in arguments):
+        free[values[number][:2]] -= 1
+        if free[values[number][:2]] < 0:
+            results.append(number)
+    yield [*arguments, *results]
+    for alive in _alive(equations, body):
+        yield [*arguments, *alive]
 
-    Weights and their gradients are left out: they may be results, which take the memory of
-    arguments.
+
+def _alive(equations: Equations, body: Body, around: Iterable[int] = ()) -> Iterator[set[int]]:
+    """Yield what is alive when it is most, in a body and in each of its loops and branches.
+
+    Arrays that XLA computes where they are read keep alive what they are computed from, unless that
+    is twice as large.
     """
-    operations = space.step._equations.body.operations
+    bits = {n: equations.values[n].bits for op in body.operations for n in op.outputs}
+    held: dict[int | None, set[int]] = {}
+    made: dict[int, int] = {}
     last: dict[int, int] = {}
-    for time, operation in enumerate(operations):
-        if operation.name == "scan":
-            last.update(dict.fromkeys((n for n in operation.inputs if n is not None), time))
-    stacks: dict[int, int] = {}
-    for time, operation in enumerate(operations):
-        if operation.name == "scan":
-            alive = [n for n in stacks if last.get(n, -1) >= time]
-            if alive:
-                yield alive
-            for number in operation.outputs[operation.carries :]:
-                if not space.arrays.is_weight(number):
-                    stacks[number] = time
+    for time, operation in enumerate(body.operations):
+        read = {root for number in operation.inputs for root in held.get(number, ())}
+        is_own = bool(operation.bodies) or is_apart(operation)
+        for number in operation.outputs:
+            is_less = len(read) > 1 and 2 * bits[number] <= sum(bits[root] for root in read)
+            if is_own or is_less:
+                made[number], held[number] = time, {number}
+            else:
+                held[number] = read
+            if is_own or is_less or number in body.outputs:
+                last |= dict.fromkeys({*read, *held[number]}, time)
+    total = [0] * (len(body.operations) + 1)
+    for root, begin in made.items():
+        for time in range(begin, last[root] + 1):
+            total[time] += bits[root]
+    most = max(range(len(total)), key=total.__getitem__)
+    for time in {most, *(i for i, op in enumerate(body.operations) if op.bodies)}:
+        alive = {*around, *(root for root in made if made[root] <= time <= last[root])}
+        yield alive
+        for inner in body.operations[time].bodies if time < len(body.operations) else ():
+            yield from _alive(equations, inner, alive)

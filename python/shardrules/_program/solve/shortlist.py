@@ -16,7 +16,7 @@ MOST: Final = 10
 """Layouts that are compiled."""
 # Predicted seconds that are so many times those of the best are not mispredicted alone.
 _FAR: Final = 1.5
-_DIGITS: Final = 5
+_DIGITS: Final = 4
 
 
 class Contender(NamedTuple):

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
     from shardrules._base.hardware import Hardware
     from shardrules._place.mesh import AnyMesh
-    from shardrules._program.buffers import Memory
     from shardrules._program.program import Program
     from shardrules._program.solve.machine import Machine, StepTime
     from shardrules._program.solve.spread import LaidSpread
@@ -89,8 +88,7 @@ class Solution:
     program: Program | None
     """What the compiler makes of it; None if it was not asked."""
     time: StepTime
-    """By prediction, as is `memory`."""
-    memory: Memory
+    """By prediction."""
     bound: float
     """Seconds: no choice in the space is predicted to take less."""
     reasons: tuple[str, ...]
@@ -108,6 +106,11 @@ class Solution:
     def compiled(self) -> StepCost | None:
         """What a step costs as the compiler has it; None if it was not asked."""
         return self.candidates[0].compiled
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a device needs, as compiled; without a compiler, as predicted."""
+        return (self.compiled or self.candidates[0].predicted).memory
 
     @property
     def gap(self) -> float:
@@ -433,7 +436,6 @@ def _solution(best: Best, rows: list[Compiled], left_out: tuple[dict[str, int], 
         candidates=tuple(row.row for row in rows),
         program=answer.program,
         time=cost.time,
-        memory=cost.memory,
         bound=best.bound,
         reasons=tuple(reasons(best, chosen)),
         left_out=left_out,

@@ -14,11 +14,11 @@ from shardrules._base.text import brief, near_shown, shown
 from shardrules._program.solve.cuts import argument_cuts, constraint_cuts
 from shardrules._program.solve.layout import Axes, Layout, StepArrays
 from shardrules._program.solve.price import Price
+from shardrules._program.solve.resident import Resident
 from shardrules._program.solve.spread import LaidSpread
 from shardrules._program.step.jaxprs import constrains
 
 if TYPE_CHECKING:
-    from shardrules._program.buffers import Memory
     from shardrules._program.solve.cuts import Cuts
     from shardrules._program.solve.machine import Machine, StepTime
     from shardrules._program.step.dimensions import Dims
@@ -37,7 +37,8 @@ class Cost(NamedTuple):
     """What an assignment costs by the step's own price."""
 
     time: StepTime
-    memory: Memory
+    memory: int
+    """Bytes that a device needs."""
     spread: LaidSpread
 
 
@@ -78,6 +79,7 @@ class Space:
                 and not any((name, axis) in forbidden for axis in axes)
             ]
         self.values = {name: values for name, values in self.values.items() if len(values) > 1}
+        self.resident = Resident(self)
 
     def _large_classes(self) -> list[int]:
         """Return the classes that may be cut: of large arrays, without loops and heads."""
@@ -204,16 +206,9 @@ class Space:
 
     def cost(self, assignment: Mapping[int, Axes]) -> Cost:
         """Return what an assignment costs: time and memory of the step under its layout."""
-        spread = self._spread(assignment)
+        spread = LaidSpread(self.arrays, self.layout(assignment)).of_step()
         price = Price(self.step, spread)
-        return Cost(price.time(self.machine), price.memory(), spread)
-
-    def _spread(self, assignment: Mapping[int, Axes]) -> LaidSpread:
-        return LaidSpread(self.arrays, self.layout(assignment)).of_step()
-
-    def peak(self, assignment: Mapping[int, Axes]) -> int:
-        """Return the bytes of memory that a device needs."""
-        return Price(self.step, self._spread(assignment)).peak()
+        return Cost(price.time(self.machine), self.resident.least(assignment), spread)
 
     def scope_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Return the variables on which the layout of arrays depends."""

@@ -26,8 +26,6 @@ _MOST_ROWS: Final = 50_000
 _PARTS: Final = 10**9
 # What is lost of a bound of rounded rows.
 _ROUNDED: Final = 1e-6
-# Assignments that need more memory than tables say are excluded one by one.
-_MOST_EXCLUDED: Final = 50
 
 
 class _Table(NamedTuple):
@@ -157,31 +155,19 @@ class _Model:
             yield from self._costs(scope, cells)
 
     def search(self) -> float:
-        """Solve until the answer fits, which tables do not say in full; return the bound."""
-        bound, names, best = 0.0, list(self._variables), self._best
-        for _ in range(_MOST_EXCLUDED):
-            status, solver = self._solved()
-            if status == self._cp.INFEASIBLE:
-                return best.seconds
-            bound = max(bound, float(solver.best_objective_bound) * self._unit * (1 - _ROUNDED))
-            if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
-                best.is_over = True
-                return bound
-            row = [solver.value(self._variables[name]) for name in names]
-            found = {name: self._domains[name][i] for name, i in zip(names, row, strict=True)}
-            best.offer(found, best.terms.total(found).total)
-            if status == self._cp.FEASIBLE:  # the time is over, or the user has ended it
-                best.is_over = True
-                return bound
-            if best.fits(found):
-                return best.seconds
-            variables = [self._variables[name] for name in names]
-            self._model.add_forbidden_assignments(variables, [row])
-        return bound
-
-    def _solved(self) -> tuple[Any, Any]:
-        solver = self._cp.CpSolver()
-        left = self._best.seconds_left()
+        """Offer the best assignment; return the bound."""
+        best, solver = self._best, self._cp.CpSolver()
+        left = best.seconds_left()
         if left != inf:
             solver.parameters.max_time_in_seconds = max(left, 0.01)
-        return solver.solve(self._model), solver
+        status = solver.solve(self._model)
+        if status == self._cp.INFEASIBLE:
+            return best.seconds
+        if status in (self._cp.OPTIMAL, self._cp.FEASIBLE):
+            values = {name: solver.value(variable) for name, variable in self._variables.items()}
+            found = {name: self._domains[name][i] for name, i in values.items()}
+            best.offer(found, best.terms.total(found).total)
+        if status == self._cp.OPTIMAL:
+            return best.seconds
+        best.is_over = True  # the time is over, or the user has ended it
+        return float(solver.best_objective_bound) * self._unit * (1 - _ROUNDED)

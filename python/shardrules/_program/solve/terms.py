@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._program.solve.layout import Layout
 from shardrules._program.solve.machine import OVERLAPPED, Network
-from shardrules._program.solve.peak import is_apart
-from shardrules._program.solve.price import Price
+from shardrules._program.solve.price import Price, is_apart
 from shardrules._program.solve.spread import LaidSpread
 from shardrules._program.solve.transmissions import merged
 
