@@ -302,7 +302,7 @@ MADE_BY_US = {
     "CutReason", "Reason", "Suggestion", "Coverage", "DeviceBytes", "DimensionClass", "Explanation",
     "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place",
     "Plan", "PlanDiff", "Program", "ProgramTime", "Proof", "Roofline", "RuleFile", "RulesFallback",
-    "Step", "StepSweep", "StepSweepRow", "StepTime", "Work", "Sweep", "SweepRow", "Totals", "Transfer", "TransferRow",
+    "Step", "StepSweep", "StepSweepRow", "Work", "Sweep", "SweepRow", "Totals", "Transfer", "TransferRow",
     "Tried", "TriedName",
 }  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.

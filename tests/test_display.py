@@ -101,7 +101,6 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "Suggestion": (suggestion, "rule 0 up/kernel: 1 leaf of 65.5 kB"),
     "Rules": (lambda: plan().rules, "rule 0: 'kernel' -> P('fsdp', 'tp')"),
     "LogicalRules": (lambda: LOGICAL, "rule 1: 'mlp' -> ('tp',)"),
-    "StepTime": (lambda: solution().time, " of the peak"),
     "DeviceBytes": (lambda: plan().bytes_per_device(), " on the fullest device"),
     "Program": (program, "each device sends "),
     "Memory": (lambda: program().memory, " on each device: "),

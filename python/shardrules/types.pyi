@@ -30,7 +30,6 @@ from shardrules._program.solve.choices import Alternative as Alternative
 from shardrules._program.solve.choices import ClassChoice as ClassChoice
 from shardrules._program.solve.compiled import Candidate as Candidate
 from shardrules._program.solve.compiled import StepCost as StepCost
-from shardrules._program.solve.machine import StepTime as StepTime
 from shardrules._program.solve.solution import Solution as Solution
 from shardrules._program.step.step import DimensionClass as DimensionClass
 from shardrules._program.step.step import Step as Step

@@ -12,6 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve import shortlist
+from shardrules._program.solve.compiled import predicted
+from shardrules._program.solve.machine import machine_of
+from shardrules._program.solve.meshes import Task, best_of
 from tests.tpu.marks import needs_libtpu
 
 pytestmark = needs_libtpu
@@ -54,7 +57,7 @@ def test_a_mesh_of_a_slice_has_its_links(monkeypatch):
     monkeypatch.setattr(sr.Topology, "meshes", lambda *_: [sizes])
     chosen = sr.solve(step, topology)
     assert (solution.compiled, solution.specs) == (chosen.compiled, chosen.specs)
-    assert sr.solve(step, sizes, hardware="v5e").time.total != solution.time.total
+    assert sr.solve(step, sizes, hardware="v5e").bound != solution.bound
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"it fits on v5e:\S+ as fsdp="):
         sr.solve(step, topology.mesh(sizes), hbm=4 * 10**5)
@@ -121,11 +124,13 @@ def test_what_is_sent_takes_the_links_of_the_slice():
     """v5e:2x4 has none around one of its dimensions, so that rings there have half of the rate."""
     topology = sr.Topology("v5e:2x4")
     step = sr.trace(loss, TREE, jax.ShapeDtypeStruct((48, 512), "bfloat16"))
-    solution = sr.solve(step, topology)
-    mesh = topology.mesh(dict(solution.mesh))
-    sent = solution.candidates[0].predicted.sent
-    assert sent.keys() == solution.time.sent.keys() != set()
+    task = Task(step, machine_of(topology.hardware), 10**10)
+    best = best_of(task, topology.meshes(("fsdp", "tp")), topology)
+    mesh = topology.mesh(best.case.sizes)
+    first = predicted(shortlist.shortlist(best)[0])
+    sent, seconds = first.row.predicted.sent, first.cost.time.sent
+    assert sent.keys() == seconds.keys() != set()
     for axes, size in sent.items():
         rate = topology.link_rate(mesh, axes)
-        assert solution.time.sent[axes] == pytest.approx(size / rate, rel=1e-6)
+        assert seconds[axes] == pytest.approx(size / rate, rel=1e-6)
         assert rate < topology.hardware.link_bytes_per_second

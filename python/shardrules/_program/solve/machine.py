@@ -1,4 +1,4 @@
-"""`Machine`: hardware, and how well a step uses it; `StepTime`: roofline estimate of a step."""
+"""`Machine`: hardware, and how well a step uses it; how long it sends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from math import log2, prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._base.hardware import Hardware, as_hardware
-from shardrules._base.text import answer, printable, seconds_shown
 from shardrules._program.solve.transmissions import Transmission
 
 if TYPE_CHECKING:
@@ -94,15 +93,6 @@ class Machine(NamedTuple):
         exposed = (1 - self.hides) * min(busy, meanwhile)
         return max(busy, meanwhile) + exposed + alone
 
-    def assumptions(self) -> dict[str, Any]:
-        """Return what is assumed of it, by names."""
-        return {
-            "hardware": self.hardware.name,
-            "overlap": OVERLAPPED,
-            "efficiency": self.hardware.efficiency,
-            **({} if self.hides == 1.0 else {"hides": self.hides}),
-        }
-
     def on_slice(self, topology: Topology, sizes: Mapping[str, int]) -> Machine:
         """Return the machine with the links that a mesh of these sizes has on a slice."""
         return self._replace(links=cache(partial(topology._links, topology.mesh(sizes))))
@@ -111,72 +101,6 @@ class Machine(NamedTuple):
 def machine_of(hardware: Hardware | str) -> Machine:
     """Return the machine of what a user gives: a `Hardware`, or the name of one such as "v5p"."""
     return Machine(as_hardware("hardware", hardware))
-
-
-@answer
-class StepTime(NamedTuple):
-    """Seconds of a step on a device, and of what.
-
-    Example:
-        >>> import jax, shardrules as sr
-        >>> tree = {"w": jax.ShapeDtypeStruct((8192, 8192), "bfloat16")}
-        >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
-        >>> x = jax.ShapeDtypeStruct((8192, 8192), "bfloat16")
-        >>> step = sr.trace(lambda params, x: x @ params["w"], plan, x)
-        >>> sr.solve(step, {"tp": 2}, hardware="v5p").time.dominant
-        'compute'
-    """
-
-    total: float
-    """The longest of compute, memory and what is sent meanwhile; then what is sent alone."""
-    best: float
-    """The same if products reach the peak of the hardware: no step takes less."""
-    compute: float
-    memory: float
-    sent: dict[tuple[str, ...], float]
-    """Of collectives, by the mesh axes over which they run."""
-    alone: float
-    """Of `sent`, what does not overlap with compute."""
-    utilization: float
-    """Of the peak FLOP/s of all devices, the part that the step's work takes: at most the MFU."""
-    uncounted: tuple[str, ...]
-    """As in `Traffic`."""
-    assumptions: dict[str, Any]
-    """The hardware, and what else is assumed of it and of the step."""
-
-    @property
-    def dominant(self) -> str:
-        """The longest term: "compute", "memory", or the mesh axes of what is sent: "fsdp,tp"."""
-        terms = {",".join(axes): seconds for axes, seconds in self.sent.items()}
-        terms |= {"memory": self.memory, "compute": self.compute}
-        return max(terms, key=terms.__getitem__)
-
-    def __str__(self) -> str:
-        terms = {"compute": self.compute, "memory": self.memory}
-        terms |= {f"sent over {','.join(axes)}": seconds for axes, seconds in self.sent.items()}
-        width = max(map(len, terms))
-        assumed = ", ".join(
-            f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
-            for name, value in self.assumptions.items()
-            if value not in ((), None)
-        )
-        lines = [
-            f"{_range_shown(self)}: at most {self.utilization:.0%} of the peak",
-            *(f"  {name:<{width}}  {seconds_shown(seconds):>8}" for name, seconds in terms.items()),
-            f"assumed: {assumed}",
-            *(f"not counted: {text}" for text in self.uncounted),
-        ]
-        return "\n".join(map(printable, lines))
-
-
-def _range_shown(time: StepTime) -> str:
-    if time.best >= time.total:
-        return f"{seconds_shown(time.total)} a step at best"
-    efficiency = time.assumptions["efficiency"]
-    return (
-        f"{seconds_shown(time.best)} a step at best, {seconds_shown(time.total)} with products at "
-        f"{efficiency:.0%} of the peak"
-    )
 
 
 def sent_seconds(

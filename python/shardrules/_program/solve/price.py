@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.dtypes import is_inexact
 from shardrules._program.kernels import KERNEL_EFFICIENCY
-from shardrules._program.solve.machine import Machine, StepTime, sent_seconds
+from shardrules._program.solve.machine import Machine, sent_seconds
 from shardrules._program.solve.transmissions import merged
 
 if TYPE_CHECKING:
@@ -37,6 +36,16 @@ _REDUCED: Final = frozenset((
 ))  # fmt: skip
 
 
+class PredictedTime(NamedTuple):
+    """Seconds of a step on a device, and of what."""
+
+    total: float
+    compute: float
+    memory: float
+    sent: dict[tuple[str, ...], float]
+    """Of collectives, by the mesh axes over which they run."""
+
+
 class Price:
     """What a step costs under a layout."""
 
@@ -63,52 +72,34 @@ class Price:
         )
         return merged(rows, self._spread.sizes)
 
-    def time(self, machine: Machine) -> StepTime:
+    def time(self, machine: Machine) -> PredictedTime:
         """Return the time of the step: of each operation, of its products or of its memory."""
-        sizes, hardware = self._spread.sizes, machine.hardware
-        compute, memory = self._busy(hardware, hardware.efficiency)
-        sent, alone = sent_seconds(machine, sizes, self.collectives())
-        meanwhile = sum(sent.values()) - alone
-        longest = machine.total(compute + memory, meanwhile, alone)
-        peak = prod(sizes.values()) * hardware.flops_per_second["bfloat16"]
-        assumed: dict[str, Any] = {"step": self._step.name}
-        if any(row.rule is None and row.flops for row, _ in self._running()):
-            assumed["kernel_efficiency"] = KERNEL_EFFICIENCY
-        return StepTime(
-            total=longest,
-            best=max(sum(self._busy(hardware, 1.0)), meanwhile) + alone,
-            compute=compute,
-            memory=memory,
-            sent=sent,
-            alone=alone,
-            utilization=self._step.flops / (peak * longest) if longest else 0.0,
-            uncounted=self._step.unmodelled,
-            assumptions=machine.assumptions() | assumed,
-        )
+        compute, memory = self._busy(machine.hardware)
+        sent, alone = sent_seconds(machine, self._spread.sizes, self.collectives())
+        total = machine.total(compute + memory, sum(sent.values()) - alone, alone)
+        return PredictedTime(total, compute, memory, sent)
 
     def _running(self) -> Iterable[tuple[TracedOperation, int]]:
         return self._step._equations.operations(on_device=True)
 
-    def _busy(self, hardware: Hardware, efficiency: float) -> tuple[float, float]:
+    def _busy(self, hardware: Hardware) -> tuple[float, float]:
         """Return the seconds of products, and those of reading and writing."""
         compute = memory = 0.0
         for operation, trips in self._running():
-            seconds = self.seconds(operation, hardware, efficiency)
+            seconds = self.seconds(operation, hardware)
             if seconds[0] >= seconds[1]:
                 compute += seconds[0] * trips
             else:
                 memory += seconds[1] * trips
         return compute, memory
 
-    def seconds(
-        self, operation: TracedOperation, hardware: Hardware, efficiency: float
-    ) -> tuple[float, float]:
+    def seconds(self, operation: TracedOperation, hardware: Hardware) -> tuple[float, float]:
         """Return the seconds of an operation's products, and those of reading and writing."""
         if not is_apart(operation):
             return 0.0, 0.0
         reads = [number for number in operation.inputs if number is not None]
         dtype = self._values[reads[0]].dtype if reads else None
-        share = KERNEL_EFFICIENCY if operation.rule is None else efficiency
+        share = KERNEL_EFFICIENCY if operation.rule is None else hardware.efficiency
         speed = _peak(hardware.flops_per_second, dtype) * share
         moved = sum(map(self._spread.bytes, {*reads, *operation.outputs}))
         flops = operation.flops / self._spread.share(operation)

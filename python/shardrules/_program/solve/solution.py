@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
     from shardrules._place.mesh import AnyMesh
     from shardrules._program.program import Program
-    from shardrules._program.solve.machine import Machine, StepTime
     from shardrules._program.solve.spread import LaidSpread
 
 _AXES: Final = ("fsdp", "tp")
@@ -87,8 +86,6 @@ class Solution:
     one alone."""
     program: Program | None
     """What the compiler makes of it; None if it was not asked."""
-    time: StepTime
-    """By prediction."""
     bound: float
     """Seconds: no choice in the space is predicted to take less."""
     reasons: tuple[str, ...]
@@ -96,8 +93,6 @@ class Solution:
     """Meshes that have all devices and were not tried: they split a dimension of the topology."""
     spread: LaidSpread
     """Cuts of all arrays of the step, and what is sent."""
-    machine: Machine
-    """The hardware, and how well the step uses it."""
 
     def __deepcopy__(self, memo: object) -> Solution:
         return self
@@ -106,6 +101,11 @@ class Solution:
     def compiled(self) -> StepCost | None:
         """What a step costs as the compiler has it; None if it was not asked."""
         return self.candidates[0].compiled
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, as compiled; without a compiler, as predicted."""
+        return (self.compiled or self.candidates[0].predicted).seconds
 
     @property
     def memory(self) -> int:
@@ -435,10 +435,8 @@ def _solution(best: Best, rows: list[Compiled], left_out: tuple[dict[str, int], 
         choices=chosen,
         candidates=tuple(row.row for row in rows),
         program=answer.program,
-        time=cost.time,
         bound=best.bound,
         reasons=tuple(reasons(best, chosen)),
         left_out=left_out,
         spread=cost.spread,
-        machine=space.machine,
     )

@@ -20,7 +20,8 @@ from shardrules._program.step.jaxprs import constrains
 
 if TYPE_CHECKING:
     from shardrules._program.solve.cuts import Cuts
-    from shardrules._program.solve.machine import Machine, StepTime
+    from shardrules._program.solve.machine import Machine
+    from shardrules._program.solve.price import PredictedTime
     from shardrules._program.step.dimensions import Dims
     from shardrules._program.step.step import Step
 
@@ -36,7 +37,7 @@ Assignment = dict[int, Axes]
 class Cost(NamedTuple):
     """What an assignment costs by the step's own price."""
 
-    time: StepTime
+    time: PredictedTime
     memory: int
     """Bytes that a device needs."""
     spread: LaidSpread

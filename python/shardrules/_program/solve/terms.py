@@ -237,7 +237,7 @@ class Terms:
         busy = 0.0
         for operation, trips in term.operations:
             if id(operation) in self._running:
-                seconds = self._price.seconds(operation, hardware, hardware.efficiency)
+                seconds = self._price.seconds(operation, hardware)
                 busy += max(seconds) * trips
         own, shared = probe.needs, {}
         for number in self._shared.intersection(own):
