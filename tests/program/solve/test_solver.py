@@ -12,6 +12,7 @@ import pytest
 import shardrules as sr
 from shardrules._program.solve import search
 from shardrules._program.solve.machine import machine_of
+from shardrules._program.solve.resident import Resident
 from shardrules._program.solve.search import Search
 from shardrules._program.solve.space import Space
 from shardrules._program.solve.tables import has_solver, search_tables
@@ -27,10 +28,11 @@ def is_optimum(seed):
     space = space_of(seed)
     if prod(map(len, space.values.values())) > 128:
         return None
-    costs = [(space.cost(assignment), assignment) for assignment in assignments(space)]
-    peaks = sorted(cost.memory for cost, _ in costs)
+    resident = Resident(space)
+    costs = [(space.cost(a).time.total, resident.least(a), a) for a in assignments(space)]
+    peaks = sorted(memory for _, memory, _ in costs)
     space.hbm = rng.choice((ROOM, rng.choice(peaks), peaks[len(peaks) // 2]))
-    fitting = [(c.time.total, a) for c, a in costs if c.memory <= space.hbm]
+    fitting = [(seconds, a) for seconds, memory, a in costs if memory <= space.hbm]
     best = Search(space)
     best.offer(dict(max(fitting, key=lambda row: row[0])[1]), max(t for t, _ in fitting))
     bound = search_tables(best, space.values)

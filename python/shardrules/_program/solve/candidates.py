@@ -8,6 +8,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+from shardrules._program.solve.resident import Resident
 from shardrules._program.solve.space import STORED
 from shardrules._program.solve.terms import Terms
 
@@ -28,7 +29,7 @@ class Candidates:
 
     def __init__(self, space: Space, until: float = inf) -> None:
         self.space, self._until = space, until
-        self.terms, self.resident = Terms(space), space.resident
+        self.terms, self.resident = Terms(space), Resident(space)
         self.seconds = inf
         """Of the best assignment, or of a better one in another space."""
         self.assignment: Assignment | None = None

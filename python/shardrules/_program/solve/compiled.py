@@ -99,7 +99,8 @@ def predicted(entry: Contender) -> Compiled:
         payload = row.payload * row.trips
         for one in merged([(row.kind, row.axes, "activations", row.trips, payload)], space.sizes):
             sent[one.axes] += space.machine.sent(one)
-    costs = StepCost(cost.time.total, dict(sent), cost.memory)
+    memory = entry.case.search.resident.least(entry.assignment)
+    costs = StepCost(cost.time.total, dict(sent), memory)
     return Compiled(entry, cost, Candidate(entry.what, entry.case.sizes, costs, None, ""), None)
 
 

@@ -14,7 +14,6 @@ from shardrules._base.text import brief, near_shown, shown
 from shardrules._program.solve.cuts import argument_cuts, constraint_cuts
 from shardrules._program.solve.layout import Axes, Layout, StepArrays
 from shardrules._program.solve.price import Price
-from shardrules._program.solve.resident import Resident
 from shardrules._program.solve.spread import LaidSpread
 from shardrules._program.step.jaxprs import constrains
 
@@ -35,11 +34,9 @@ Assignment = dict[int, Axes]
 
 
 class Cost(NamedTuple):
-    """What an assignment costs by the step's own price."""
+    """What an assignment costs by the step's own price, and what it sends."""
 
     time: PredictedTime
-    memory: int
-    """Bytes that a device needs."""
     spread: LaidSpread
 
 
@@ -80,7 +77,6 @@ class Space:
                 and not any((name, axis) in forbidden for axis in axes)
             ]
         self.values = {name: values for name, values in self.values.items() if len(values) > 1}
-        self.resident = Resident(self)
 
     def _large_classes(self) -> list[int]:
         """Return the classes that may be cut: of large arrays, without loops and heads."""
@@ -206,10 +202,10 @@ class Space:
         return max(fitting, key=lambda value: prod(self.sizes[axis] for axis in value), default=())
 
     def cost(self, assignment: Mapping[int, Axes]) -> Cost:
-        """Return what an assignment costs: time and memory of the step under its layout."""
+        """Return what an assignment costs: the time of the step under its layout."""
         spread = LaidSpread(self.arrays, self.layout(assignment)).of_step()
         price = Price(self.step, spread)
-        return Cost(price.time(self.machine), self.resident.least(assignment), spread)
+        return Cost(price.time(self.machine), spread)
 
     def scope_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Return the variables on which the layout of arrays depends."""
