@@ -947,7 +947,7 @@ def test_a_diff_is_an_annotation(small, lock, monkeypatch):
     rules.write_text(rules.read_text().replace('["fsdp", "tp"]', '["fsdp"]'))
     done = run(*words)
     assert done.exit_code == 1
-    assert done.stdout.startswith("::warning file=rules.toml,title=shardrules diff::rules: ")
+    assert done.stdout.startswith("::warning file=rules.toml,title=shardrules diff::rules:%0A")
     assert "%0A~ layers/{0,1}/wq/kernel  P('fsdp', 'tp') -> P('fsdp', None)" in done.stdout
     assert len(done.stdout.splitlines()) == 1
 

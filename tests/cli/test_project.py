@@ -247,7 +247,7 @@ def test_diff_compares_the_lock_of_each_job(project, monkeypatch):
     )
     done = invoke("diff")
     assert done.exit_code == 1
-    assert done.stdout.startswith("clean:\nno differences\ndead:\nrules: 1 added (2)\n")
+    assert done.stdout.startswith("clean:\nno differences\ndead:\nrules:\n+ 'gone' -> P()\n")
     assert invoke("check").exit_code == 1
 
 
