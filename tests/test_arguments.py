@@ -297,8 +297,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 # Values and records that the package makes, for reading.
 MADE_BY_US = {
-    "Activation", "Alternative", "Buffer", "Change", "ClassChoice", "ProofRound",
-    "SentBytes", "Solution", "Solution.constraints", "SolutionProof", "Collective",
+    "Activation", "Alternative", "Buffer", "Change", "ClassChoice",
+    "Candidate", "StepCost", "Solution", "Solution.constraints", "Collective",
     "CutReason", "Reason", "Suggestion", "Coverage", "DeviceBytes", "DimensionClass", "Explanation",
     "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place",
     "Plan", "PlanDiff", "Program", "ProgramTime", "Proof", "Roofline", "RuleFile", "RulesFallback",
@@ -306,7 +306,7 @@ MADE_BY_US = {
     "Tried", "TriedName",
 }  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.
-NEEDS_LIBTPU = {"Solution.prove", *(f"Topology.{name}" for name in ("link_rate", "links", "mesh", "mesh_code", "meshes"))}  # fmt: skip
+NEEDS_LIBTPU = {*(f"Topology.{name}" for name in ("link_rate", "links", "mesh", "mesh_code", "meshes"))}  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
 TAKES_ANYTHING = {"prove.args", "sweep.choices", "trace.args", "RuleSpec.spec"}
 PUBLIC = api.callables()
