@@ -89,7 +89,7 @@ def test_the_table_of_pyproject_is_one_too(project):
 def test_formats_name_the_job(project):
     done = invoke("check", "--format", "json")
     jobs = json.loads(done.stdout)["jobs"]
-    assert jobs["clean"] == {"findings": []}
+    assert jobs["clean"] == {"version": 1, "scope": "2 leaves, 2 rules, on tp=2", "findings": []}
     assert [finding["kind"] for finding in jobs["dead"]["findings"]] == ["dead"]
     assert invoke("check", "-q").stdout.startswith("dead:\nwarning[dead]")
     done = invoke("check", "--format", "github")
