@@ -142,7 +142,7 @@ def _reports() -> Iterator[Row]:
         if browser is None:
             return
         file = Path(folder) / "report.html"
-        planned.to_html(file, findings=sr.types.Findings(()))
+        planned.to_html(file, sections=[sr.types.Findings(())])
         page = browser.new_page(viewport={"width": 1300, "height": 900})
         metrics = metrics_of(page)
         page.goto(file.as_uri())

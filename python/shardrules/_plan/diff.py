@@ -240,11 +240,11 @@ def _asked_text(value: Any) -> str:
     """Return what a rule asks for, with its spec in normal form."""
     rule = rule_spec(value)
     asked: Any = rule.spec
-    is_plain = has_axes(asked) and not isinstance(asked, Fsdp)
-    spec = spec_shown(as_written(asked) if is_plain else asked)
+    if has_axes(asked) and not isinstance(asked, Fsdp):
+        asked = as_written(asked)
     names = ("correction", "units", "memory_kind", "optional_axes")
     said = [f"{name}={getattr(rule, name)!r}" for name in names if getattr(rule, name)]
-    return ", ".join([spec, *said])
+    return ", ".join([spec_shown(asked), *said])
 
 
 def _on_device(kind: Kind) -> int:

@@ -33,9 +33,9 @@ def is_module_form(text: str) -> bool:
     return len(form["module"]) > 1 or (os.name != "nt" and _is_module(form["module"]))
 
 
-def file_name(path: Any) -> str:
+def file_name(path: Any, parameter: str = "path") -> str:
     """Return the name of a file that Python is given, which must be none of an object."""
-    check_type("path", path, str | os.PathLike, "the path of a file")
+    check_type(parameter, path, str | os.PathLike, "the path of a file")
     # A `Path` leaves one slash of the two of a URL.
     name = path if path and isinstance(path, str) else str(path_of(path))
     if is_module_form(name):

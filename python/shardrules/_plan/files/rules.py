@@ -122,7 +122,8 @@ def read_rules(
     what = "a Dialect, such as shardrules.dialects.EASYLM"
     check_type("dialect", dialect, Dialect | LogicalDialect | None, what)
     with memory_within(integer("max_memory", max_memory, what="a number of bytes")):
-        return read_rule_source([file_name(each) for each in (path, *more)], dialect)
+        names = [file_name(path), *(file_name(each, "more") for each in more)]
+        return read_rule_source(names, dialect)
 
 
 def read_rule_source(

@@ -280,7 +280,7 @@ class AskedProof:
         estimate: ProgramTime | Roofline | None = None
         if topology is not None and whole is None:
             estimate = roofline_on(topology, program)
-        elif topology is not None and whole is not None:
+        elif topology is not None and mesh is not None and whole is not None:
             estimate = time_on(topology, mesh, whole.text)
         return Proof(
             target=_target_shown(mesh or program.mesh, topology),
