@@ -311,7 +311,8 @@ def test_suggested_rules_that_no_file_can_say_are_shown_as_code():
     file = sr.RuleSpec(("tp",), memory_kind="pinned_host")
     suggestion = sr.suggest(tree, {"tp": 2}, like=[("up", file)])
     text = Page(suggestion.plan.to_html(sections=[suggestion])).data["suggestion"]["text"]
-    assert text == str(suggestion.rules)
+    assert text == suggestion.to_toml()
+    assert 'memory_kind = "pinned_host"' in text
 
 
 def test_a_suggestion_for_something_else_is_refused(deepseek):

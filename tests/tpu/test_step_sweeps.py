@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import shardrules as sr
-from tests.program.verify.test_sweep import step_on
+from tests.program.verify.test_step_sweep import step_on
 from tests.support.command_line import invoke
 from tests.tpu.marks import needs_libtpu
 
@@ -35,7 +35,7 @@ def test_all_meshes_of_a_slice_ranked_by_the_time_of_one_of_the_batch():
 
 def test_the_command():
     done = invoke(
-        "sweep", "tests.program.verify.test_sweep:step_on", "--on", "v5e:2x2", "--axes", "fsdp,tp",
+        "sweep", "tests.program.verify.test_step_sweep:step_on", "--on", "v5e:2x2", "--axes", "fsdp,tp",
         "--try", "batch=65536", "--format", "json",
     )  # fmt: skip
     assert (done.exit_code, done.stderr) == (0, "")

@@ -509,7 +509,9 @@ class Plan(Decider):
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
             >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
             >>> print(plan.diff(sr.plan(tree, [("w", ())], {"tp": 2})))
-            rules: 1 changed (0)
+            rules:
+            - 'w' -> P('tp')
+            + 'w' -> P()
             ~ w  P('tp', None) -> P()  (+64 B on each device)
             1 leaf changed; 64 B -> 128 B on the fullest device
         """

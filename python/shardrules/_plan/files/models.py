@@ -173,7 +173,11 @@ def _place_of(source: str) -> Any:
     if url is None:
         return path_of(source)
     if url["protocol"] == "file":
-        return Path(url2pathname(unquote(urlsplit(source).path)))
+        parts = urlsplit(source)
+        if parts.netloc not in ("", "localhost"):
+            meant = f"file:///{parts.netloc}{parts.path}"
+            raise FileError(f"{source}: it has no absolute path; write {meant}")
+        return Path(url2pathname(unquote(parts.path)))
     if url["protocol"] in ("http", "https"):
         raise FileError(f"{source}: web servers are not read from; download it, as with curl -LO")
     return RemotePath(source if "://" in source else source.replace(":/", "://", 1))
