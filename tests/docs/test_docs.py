@@ -49,6 +49,7 @@ NOT_RUN = {
     "README.md": ["the time differs; tests/tpu runs the example"],
     "docs/pod.md": [
         "the time differs; tests/tpu runs the example",
+        "train is yours; tests/tpu runs such a command",
         "it needs the compiler for CUDA; tests/cuda proves such a step",
     ],
     "docs/budgets.md": ["train is yours; tests/tpu runs the same options on a step of its own"],

@@ -11,7 +11,7 @@ from tests.tpu.marks import needs_libtpu
 from tests.tpu.test_prove import TOPOLOGIES
 
 PAGE = "docs/guides/prove.md"
-LIBRARIES = {"plain": "optax", "linen": "flax.linen", "nnx": "flax.nnx", "equinox": "equinox"}
+LIBRARIES = {"plain": "optax", "linen": "flax.linen", "nnx": "flax.nnx"}
 
 
 @pytest.fixture(scope="module")
