@@ -141,7 +141,7 @@ def shown(plan: sr.Plan) -> None:
     assert_type(plan.check()[0]._replace(level="info").leaves, int)
     assert_type(plan.check().scope, str)
     assert_type(sr.Rules(RULES).coverage(PARAMS).dead, tuple[int, ...])
-    sr.types.Change("a", 1, None, None, 3)  # type: ignore[call-arg]
+    sr.types.Change("a", 1, None, None, True, 3)  # type: ignore[call-arg]
 
 
 def placement(sharding: NamedSharding) -> None:
