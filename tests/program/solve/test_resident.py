@@ -55,7 +55,8 @@ def test_what_the_backward_pass_reads_is_alive(kind, kept):
     rows = 64 * ROWS
     needed = memory(step, array(LAYERS, WIDTH, WIDTH), array(rows, WIDTH))
     of_layer = rows * WIDTH * 4
-    assert kept * LAYERS * of_layer <= needed <= (kept * LAYERS + 8) * of_layer
+    # JAX 0.10 keeps a few arrays more of each layer than 0.12.
+    assert kept * LAYERS * of_layer <= needed <= (kept * LAYERS + 12) * of_layer
 
 
 def test_a_device_has_its_part():
