@@ -15,12 +15,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -43,6 +43,12 @@ from shardrules._program.stored import LiveArray, StoredProgram, boxed, inner_of
 from shardrules._program.topologies.topology import Topology, topology_of
 from shardrules._program.topologies.tpu import ENVIRONMENT, Slices
 
+_Case = TypeVar("_Case")
+_Started = TypeVar("_Started")
+_Result = TypeVar("_Result")
+
+_AT_ONCE: Final = 2
+"""Compilers at once, each of several threads for a while: the next step is lowered meanwhile."""
 LIMIT: Final = 1200.0
 """Seconds after which the child is ended: it hangs, or the step is too large for this machine."""
 _LAST_WORDS: Final = 2000
@@ -196,6 +202,35 @@ def has_child(mesh: Any) -> bool:
     """Say whether a child can be asked for a mesh: of described TPUs, or of CPUs."""
     topology = topology_of(mesh)
     return is_of_cpus(mesh) if topology is None else isinstance(topology._layout, Slices)
+
+
+def results_in_order(
+    cases: Iterable[_Case],
+    start: Callable[[_Case], _Started],
+    result: Callable[[_Started], _Result],
+    end: Callable[[_Started], object],
+) -> Generator[_Result, None, None]:
+    """Yield the result of each case, while the compiler of the next is at work.
+
+    Args:
+        cases: What compilers are asked about.
+        start: Starts the compiler of a case.
+        result: Waits for it.
+        end: Ends it; of those that are left, if nobody asks for more.
+    """
+    started: deque[_Started] = deque()
+    try:
+        for case in cases:
+            started.append(start(case))
+            if len(started) == _AT_ONCE:
+                yield result(started[0])
+                started.popleft()
+        while started:
+            yield result(started[0])
+            started.popleft()
+    finally:
+        for each in started:
+            end(each)
 
 
 def compile_whole(lowered: Any, mesh: Any) -> Compiled | Refusal:

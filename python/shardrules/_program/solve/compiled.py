@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,7 +16,7 @@ from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
 from shardrules._plan.tables import Column, Table
 from shardrules._program.collectives import exchanges
-from shardrules._program.compiler import asked_compiler, has_child
+from shardrules._program.compiler import asked_compiler, has_child, results_in_order
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.lowering import lowering_on
 from shardrules._program.program import Program, inspect
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from shardrules._program.solve.space import Cost, Space
     from shardrules._program.step.step import Step
 
-_AT_ONCE: Final = 2
-"""Children that compile at the same time: each has several threads for a while."""
 _DIGITS: Final = 3
 
 
@@ -118,20 +116,10 @@ def _mesh_of(entry: Contender, on: Any) -> Mesh | None:
 
 
 def compiled(entries: Iterable[Contender], on: Any) -> Iterator[Compiled]:
-    """Yield the layouts with what the compiler makes of each; two are compiled at once."""
-    asked: deque[_Asked] = deque()
-    try:
-        for entry in entries:
-            asked.append(_asked(entry, on))
-            if len(asked) == _AT_ONCE:
-                yield _read(asked[0])
-                asked.popleft()
-        while asked:
-            yield _read(asked[0])
-            asked.popleft()
-    finally:
-        for each in asked:
-            each.compiler.close()
+    """Return the layouts with what the compiler makes of each; two are compiled at once."""
+    return results_in_order(
+        entries, lambda entry: _asked(entry, on), _read, lambda asked: asked.compiler.close()
+    )
 
 
 class _Asked(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import product
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -17,7 +17,7 @@ from shardrules._base.text import bytes_shown, counted, shown
 from shardrules._place.mesh import AnyMesh, as_mesh
 from shardrules._plan.sweep import factorizations
 from shardrules._program.buffers import Buffer
-from shardrules._program.compiler import is_of_cpus
+from shardrules._program.compiler import is_of_cpus, results_in_order
 from shardrules._program.lowering import step_parts
 from shardrules._program.refusal import OutOfMemory
 from shardrules._program.step_seconds import Roofline
@@ -25,8 +25,6 @@ from shardrules._program.topologies.topology import Topology, topology_of, topol
 from shardrules._program.verify.prove import BY_CPU, AskedProof
 from shardrules._program.verify.step_sweep import StepSweep, StepSweepRow, verdict_of
 
-_AT_ONCE: Final = 2
-"""Compilers at once: while one is waited for, the next step is lowered."""
 _AXES: Final = ("fsdp", "tp")
 SweptOn: TypeAlias = "Topology | str | int | Mesh | AbstractMesh | Mapping[str, int]"
 """Devices whose meshes are tried."""
@@ -101,8 +99,14 @@ def swept(
         for mesh in meshes
         for chosen in product(*values.values())
     ]
+
+    def start(case: tuple[AnyMesh, dict[str, Any]]) -> _AskedRow:
+        mesh, chosen = case
+        return _AskedRow(mesh, chosen, _asked(step_on, mesh, chosen, room))
+
     rows: list[StepSweepRow] = []
-    with suppress(KeyboardInterrupt), closing(_rows(step_on, cases, room)) as found:
+    results = results_in_order(cases, start, _row, _AskedRow.close)
+    with suppress(KeyboardInterrupt), closing(results) as found:
         show(f"0 of {len(cases)} programs")
         for row in found:
             rows.append(row)
@@ -156,24 +160,18 @@ def _meshes(on: SweptOn, axes: Sequence[str] | None) -> list[AnyMesh]:
     return [as_mesh(sizes, "on") for sizes in factorizations(count, names, {})]
 
 
-def _rows(
-    step_on: Callable[..., Any], cases: Iterable[tuple[AnyMesh, dict[str, Any]]], room: int | None
-) -> Generator[StepSweepRow, None, None]:
-    """Yield the rows in order, while the compilers of the next are at work."""
-    asked: deque[tuple[AnyMesh, dict[str, Any], AskedProof | str]] = deque()
-    try:
-        for mesh, chosen in cases:
-            asked.append((mesh, chosen, _asked(step_on, mesh, chosen, room)))
-            if len(asked) == _AT_ONCE:
-                yield _row(*asked[0])
-                asked.popleft()
-        while asked:
-            yield _row(*asked[0])
-            asked.popleft()
-    finally:
-        for _, _, proof in asked:
-            if isinstance(proof, AskedProof):
-                proof.close()
+class _AskedRow(NamedTuple):
+    """A row whose compiler is at work."""
+
+    mesh: AnyMesh
+    chosen: dict[str, Any]
+    proof: AskedProof | str
+    """Or why there is none."""
+
+    def close(self) -> None:
+        """End the compiler."""
+        if isinstance(self.proof, AskedProof):
+            self.proof.close()
 
 
 def _asked(
@@ -191,8 +189,9 @@ def _asked(
         return _said(error)
 
 
-def _row(mesh: AnyMesh, chosen: dict[str, Any], asked: AskedProof | str) -> StepSweepRow:
+def _row(row: _AskedRow) -> StepSweepRow:
     """Wait for the compiler of a row."""
+    mesh, chosen, asked = row
     sizes = dict(mesh.shape)
     if isinstance(asked, str):
         return StepSweepRow(sizes, chosen, None, None, {}, None, asked)
