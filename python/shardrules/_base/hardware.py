@@ -107,6 +107,12 @@ def public_hardware() -> dict[str, Hardware]:
     }
 
 
+def device_of(name: str) -> Hardware | None:
+    """Return the device of this name, in any case, if it has public figures."""
+    devices = {known.lower(): device for known, device in public_hardware().items()}
+    return devices.get(name.lower())
+
+
 def compiler_facts(name: str) -> Mapping[str, Any]:
     """Return what XLA's compiler is told of a GPU, by keys that `hardware.toml` explains."""
     facts: Mapping[str, Any] = _tables()[name][_COMPILER]
@@ -129,9 +135,9 @@ def as_hardware(name: str, hardware: Any) -> Hardware:
 
 
 def _public_hardware(parameter: str, name: str) -> Hardware:
-    by_name = public_hardware()
-    match = {key.lower(): hardware for key, hardware in by_name.items()}.get(name.lower())
+    match = device_of(name)
     if match is None:
+        by_name = public_hardware()
         near = nearest(name, by_name)
         meant = f"did you mean {near!r}? " if near else ""
         raise ValueError(

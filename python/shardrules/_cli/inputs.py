@@ -13,7 +13,7 @@ import click
 
 from shardrules._base.arguments import check_choice
 from shardrules._base.dtypes import numpy_name
-from shardrules._base.hardware import as_hardware, public_hardware
+from shardrules._base.hardware import as_hardware, device_of
 from shardrules._base.io import FileError, memory_within
 from shardrules._base.mesh_sizes import parse_mesh
 from shardrules._base.text import and_more, byte_count, counted, mesh_shown
@@ -52,19 +52,19 @@ class Planned(NamedTuple):
     """A line for each pattern that `re` evaluates, with the reason."""
 
 
-def load_model_plan(args: Args, *, mesh: str | None = None, tree: Any = None) -> Planned:
+def load_model_plan(args: Args, *, mesh: str | None = None) -> Planned:
     """Plan the model of a command line."""
-    (planned,) = _load(args, mesh or args.mesh, args.source, tree=tree)
+    (planned,) = _load(args, mesh or args.mesh, args.source)
     return planned
 
 
-def _load(args: Args, mesh: str | None, *sources: str, tree: Any = None) -> list[Planned]:
+def _load(args: Args, mesh: str | None, *sources: str) -> list[Planned]:
     """Plan models within the bound on memory.
 
     Patterns that `re` evaluates get a note on stderr, since their time has no bound.
     """
     with working(args, f"reading {sources[0]}"), memory_within(byte_count(args.max_memory)):
-        planned = [load_plan(args, source, mesh, tree) for source in sources]
+        planned = [load_plan(args, source, mesh) for source in sources]
     for unread in dict.fromkeys(line for each in planned for line in each.rules.unread):
         hint(args, f"note: these rules are not read: {unread}")
     patterns = dict.fromkeys(line for plan in planned for line in plan.fallbacks)
@@ -74,7 +74,7 @@ def _load(args: Args, mesh: str | None, *sources: str, tree: Any = None) -> list
     return planned
 
 
-def load_plan(args: Args, source: str, mesh: str | None, tree: Any = None) -> Planned:
+def load_plan(args: Args, source: str, mesh: str | None) -> Planned:
     """Plan a model under the rules of the command line on a mesh; or takes the plan of a lock."""
     declared = Declared(
         replicated=tuple(getattr(args, "replicated", ())),
@@ -102,9 +102,7 @@ def load_plan(args: Args, source: str, mesh: str | None, tree: Any = None) -> Pl
             f"{args.rules}: --no-fallbacks, but the automaton cannot evaluate "
             f"{'; '.join(fallbacks)}: rewrite the pattern, or leave out --no-fallbacks"
         )
-    name, axis_names = source, None
-    if tree is None:
-        name, tree, axis_names = _tree(source, rules.rules.dialect)
+    name, tree, axis_names = _tree(source, rules.rules.dialect)
     given = _with_policy(rules.rules, declared["optional_axes"], args.min_size)
     result = plan(tree, given, axis_sizes, companions=rules.companions, names=axis_names)
     return Planned(result, name, rules, fallbacks)
@@ -359,20 +357,19 @@ def memory(option: str, owner: str, text: str | None) -> int | None:
 
     The name of a device stands for the bytes of its memory.
     """
-    if text is not None and (device := _device_of(text)):
-        return device.memory_bytes
-    count = None if text is None else byte_count(text)
+    if text is None:
+        return None
+    try:
+        count = byte_count(text)
+    except ValueError:
+        if device := device_of(text.strip()):
+            return device.memory_bytes
+        raise
     if count == 0:
         raise ValueError(f"{option} is {text!r}; {owner} has memory, such as 96GB")
-    is_bare = text is not None and text.strip()[-1:].isdigit()
-    if is_bare and count is not None and count < _LEAST_WITHOUT_UNIT:
+    if text.strip()[-1:].isdigit() and count < _LEAST_WITHOUT_UNIT:
         raise ValueError(f"{option} {text}: that is {count:,} bytes; write {text}GB")
     return count
-
-
-def _device_of(text: str) -> Hardware | None:
-    devices = {name.lower(): device for name, device in public_hardware().items()}
-    return devices.get(text.strip().lower())
 
 
 def share(option: str, text: str) -> float:
