@@ -511,10 +511,7 @@ def init(args: Args) -> int:
 
 @_command(
     "plan.lock model.json -r rules.toml",
-    "before after", _PLAN.removeprefix("source "), "fail_on tolerance format project",
-    fail_on={"usage": "--fail-on {any,grown,never}", "default": "any",
-             "help": "What makes the exit code 1: any difference, or more bytes on a device or in "
-             "its host's memory."},
+    "before after", _PLAN.removeprefix("source "), "fail_on_change tolerance format project",
     format={"usage": "--format {text,github}"},
     rules={"help": "Rules for models."},
     mesh={"help": "Mesh for models. Default: that of a lock."},
@@ -528,7 +525,7 @@ def diff(args: Args) -> int:
     from shardrules._cli import inputs, show
 
     tolerance = inputs.share("--tolerance", args.tolerance)
-    if tolerance and args.fail_on != "grown":
+    if tolerance and args.fail_on_change != "grown":
         raise ValueError("--tolerance is of --fail-on grown: give it, too")
     before, after = inputs.load_sides(args)
     differences = before.diff(after)
@@ -536,7 +533,7 @@ def diff(args: Args) -> int:
         print(show.annotation(args, str(differences).splitlines()))
     else:
         print(differences)
-    if args.fail_on == "grown":
+    if args.fail_on_change == "grown":
         sizes = (differences.bytes, differences.host_bytes)
         return 1 if any(after > before * (1 + tolerance) for before, after in sizes) else 0
-    return 1 if differences and args.fail_on == "any" else 0
+    return 1 if differences and args.fail_on_change == "any" else 0

@@ -116,6 +116,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
             "later commands.", {}),
         "output": ("-o --output FILE", "The file; gzipped if its name ends with .gz.", {}),
         "check": ("--check FILE", "Compare with this manifest instead of writing one.", {}),
+        "fail_on_change": ("--fail-on {any,grown,never}", "What makes the exit code 1: any "
+            "difference, or more bytes on a device or in its host's memory.", {"default": "any"}),
         "tolerance": ("--tolerance SHARE", "How much may be added with --fail-on grown, such as "
             "2%.", {"default": "0%"}),
         "most": ("--most NUMBER", "Maximum number of rows to show.", {"least": 1, "default": 20}),

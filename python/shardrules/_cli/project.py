@@ -26,7 +26,9 @@ _EXAMPLES: Final = {
     "before": "plan.lock",
 }
 # What belongs to one run, not to a job.
-_OF_A_RUN: Final = ("project", "format", "fix", "update_lock", "tolerance", "quiet", "color")
+_OF_A_RUN: Final = (
+    "project", "format", "fix", "update_lock", "fail_on_change", "tolerance", "quiet", "color",
+)  # fmt: skip
 
 
 def forms() -> dict[str, str]:
@@ -111,8 +113,6 @@ def _check_options(command: click.Command, ctx: click.Context) -> None:
 def _run_job(command: click.Command, ctx: click.Context, job: ProjectJob, words: list[str]) -> int:
     name = str(command.name)
     options = [option.replace("_", "-") for option in COMMANDS[name].options]
-    if name == "diff":
-        options.remove("fail-on")  # a job's is the level of findings
     arguments = [job.arguments[key] for key in ARGUMENTS_OF[name]]
     if "lock" not in job.options:
         words = [word for word in words if word != "--update-lock"]
