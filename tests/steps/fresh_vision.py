@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.mutation.steps.frame import Built, Step
-from tests.mutation.steps.fresh_parts import abstract, cutter, mesh_of
+from tests.steps.parts import abstract, cutter, mesh_of
+from tests.steps.score import Built, Step
 
 __all__ = ["STEPS"]
 

@@ -10,8 +10,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.mutation.steps.frame import Built, Step
-from tests.mutation.steps.fresh_parts import abstract, cutter, mesh_of, rms_norm, train_step
+from tests.steps.parts import abstract, cutter, mesh_of, rms_norm, train_step
+from tests.steps.score import Built, Step
 
 __all__ = ["STEPS"]
 

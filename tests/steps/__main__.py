@@ -1,4 +1,4 @@
-"""Prints the score of steps: `python -m tests.mutation.steps tuned|fresh [part of a step's name]`.
+"""Prints the score of steps: `python -m tests.steps tuned|fresh [part of a step's name]`.
 
 `--clean` compiles the clean steps alone, and lists their collectives.
 """
@@ -20,7 +20,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 def main(group: str, name: str = "", is_clean: bool = False) -> None:
     """Print a row for each step, and what is told of each fault."""
     import shardrules as sr
-    from tests.mutation.steps.frame import cost, score, steps, warnings
+    from tests.steps.score import cost, score, steps, warnings
 
     selected = [step for step in steps(group) if name in step.name]
     if is_clean:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutation.steps.frame import Built, Cost, Step, outcome, score, steps, warnings
+from tests.steps.score import Built, Cost, Step, outcome, score, steps, warnings
 
 SMALL = {
     "a Llama in plain JAX": ("no constraints", "hidden is whole over tp", "not donated"),

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.mutation.steps.frame import Built
+from tests.steps.score import Built
 
 __all__ = ["abstract", "cutter", "mesh_of", "rms_norm", "train_step"]
 

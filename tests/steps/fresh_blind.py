@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.mutation.steps.frame import Built, Step
-from tests.mutation.steps.fresh_parts import abstract, mesh_of, rms_norm, train_step
+from tests.steps.parts import abstract, mesh_of, rms_norm, train_step
+from tests.steps.score import Built, Step
 
 __all__ = ["STEPS"]
 
