@@ -183,11 +183,13 @@ def experts(folder: str) -> Case:
     save_deepseek(folder)
     mesh = mesh_of(4, 2)
     spec = [("experts", ("fsdp", None, "tp")), ("", ())]
+    expert = r"\.mlp\.experts\.(?P<expert>\d+)\.(\w+)\.(weight\w*)$"
+    stack = [sr.Rename(expert, r".mlp.experts.\2.\3", "out in -> expert out in")]
     return Case(
-        lambda: sr.load(folder, spec, mesh, renames=sr.renames.DEEPSEEK_STACKED, dtype="bfloat16"),
+        lambda: sr.load(folder, spec, mesh, renames=stack),
         lambda: None,
         None,
-        "the same, stacked, with scales",
+        "the same, the experts stacked",
         1,
     )
 
@@ -266,47 +268,6 @@ def turned(folder: str) -> Case:
     )
 
 
-def scaled(folder: str) -> Case:
-    """Return a case of FP8 arrays with scales."""
-    layer = "model.layers.0.mlp.experts"
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for expert in range(32):
-        name = f"{layer}.{expert}.gate_proj.weight"
-        arrays[name] = random((2048, 3072), ml_dtypes.float8_e4m3fn)
-        arrays[f"{name}_scale_inv"] = rng.random((16, 24), "float32")
-    save(folder, arrays)
-    mesh = mesh_of(4, 2)
-    spec, goal = P(None, "fsdp", "tp"), jnp.bfloat16
-    stack = [
-        sr.Rename(r"^.*experts\.(?P<e>\d+)\.gate_proj\.weight$", "w", "out in -> e in out"),
-        sr.Rename(
-            r"^.*experts\.(?P<e>\d+)\.gate_proj\.weight_scale_inv$", "s", "out in -> e in out"
-        ),
-    ]
-    sharding = NamedSharding(mesh, spec)
-    by_scales = [sr.Rename(
-        r"^.*experts\.(?P<e>\d+)\.gate_proj\.weight$", "w", "out in -> e in out",
-        scale=r"\g<0>_scale_inv", blocks=(128, 128),
-    )]  # fmt: skip
-
-    @jax.jit
-    def product(codes: Any, scales: Any) -> Any:
-        whole = jnp.repeat(jnp.repeat(scales, 128, axis=1), 128, axis=2)
-        values = (codes.astype(jnp.float32) * whole).astype(goal)
-        return jax.lax.with_sharding_constraint(values, sharding)
-
-    def plain() -> Any:
-        read = sr.load(folder, [("w", spec), ("s", ())], mesh, renames=stack)
-        return {"w": jax.block_until_ready(product(read["w"], read["s"]))}
-
-    return Case(
-        lambda: sr.load(folder, [("w", spec)], mesh, renames=by_scales, dtype=goal),
-        plain, 1.2,
-        "0.2 GB of FP8 with scales / loaded as it is, and one program",
-    )  # fmt: skip
-
-
 def slow(folder: str) -> Case:
     """Return a case of a store that answers slowly."""
     save(folder, {f"layers.{i}.w": random((1024, 1024), "float32") for i in range(32)})
@@ -381,7 +342,7 @@ def written(folder: str) -> Case:
 
 CASES: Final[dict[str, Callable[[str], Case]]] = {
     "small": small, "names": names, "experts": experts, "columns": columns, "bound": bound,
-    "again": again, "turned": turned, "scaled": scaled, "slow": slow,
+    "again": again, "turned": turned, "slow": slow,
     "written": written,
 }  # fmt: skip
 JOINT: Final = {"columns"}

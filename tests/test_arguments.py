@@ -85,10 +85,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     for names, values in {
         "at link Rules.all_matches.path Rules.first_match.path spec_for.path mesh_axis layer hidden_key": NOT_TEXT,
         "name separator title Zero1.axis": NOT_NAME,
-        "argument": (3, None, THING, HUGE, "a b"),
         "pattern": (*NOT_NAME, "("),
         "base": (*NOT_NAME, r"\9"),
-        "scale": (*NOT_TEXT, r"\9"),
         "Rename.path": (*ODD, 0, [], r"\9", "no axis"),
         "Rename.dims": (*ODD, 0, [], "a", "a -> a -> a", "(a", "a) -> a", "a a -> a", "a -> (b a)",
                         "a -> (a b)", "a[0] -> a", ""),
@@ -97,9 +95,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "hardware Hardware.named.name": (*NOT_TEXT, "no such device"),
         "Topology.name": (*ODD, None, "v5q:8x8", "v5p", "v5p:3x3x3", "v5p-7", "v5e:64x64", "h100", "h100:64"),
         "donate strict optional last_wins keeps_unknown tries_next keeps_size_one shared "
-        "Correction.pad from_hf.scanned": (*NOT_TRUTH, None),
+        "Correction.pad": (*NOT_TRUTH, None),
         "nested": NOT_TRUTH,
-        "dim place fallback level layout indivisible rank unconstrained keys "
+        "dim place fallback level indivisible rank unconstrained keys "
         "precedence unmatched Dialect.scalars Dialect.min_size": (*NOT_CHOICE, None),
         "scalars": NOT_CHOICE,
         "match": (3, 0, "search", [], ["silly"], [3], THING, HUGE),
@@ -113,8 +111,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "axis": ("0", None, 1.5, -1, 64, THING, HUGE),
         "min_size large hbm host_memory": NOT_NUMBER,
         "time_limit": (*NOT_NUMBER, -1),
-        "factor": (*NOT_NUMBER, None, 0),
-        "offset": (*NOT_NUMBER, None),
         "memory_bytes_per_second link_bytes_per_second dcn_bytes_per_second": (*NOT_RATE, 0),
         "tolerance": (*NOT_RATE, True),
         "efficiency": (*NOT_NUMBER, 0, -1, 1.5),
@@ -170,14 +166,12 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "resize": (3, 0, "in", [], THING, {"in": "8"}, {"in": -1}, {"no dimension": 8}, {3: 8}),
         "sizes": (3, 0, "in", [], THING, {"in": 0}, {"in": "8"}, {"in": (8, 0)}, {"no axis": 8}),
         "words": (3, 0, "in", [], THING, {"part": "qkv"}, {"part": [THING]}, {"part": ("q", "q")}, {"in": ("q",)}),
-        "apply": (3, 0, "x", [], {}, HUGE),
         "names": NOT_NAMES,
         "logical_names": (3, "embed", THING),
         "libraries": (3, None, "keras", THING, []),
         "only": (*ODD, "(", "no such path"),
         "missing": (3, "w", THING, ["w"], {3: 0}, {"w": None}, {"w": 0}),
         "progress": (*ODD, 0, "bar", []),
-        "config": (3, None, [], "llama", THING, {"model_type": "lama"}, {"model_type": "llama"}),
         "keep": (*ODD, "w", [3], ["no such path"], ["("], [("w", P("no such axis"))]),
         "forbid": (*ODD, "experts", [3], [("experts",)], [("no such role", "tp")]),
         "budget": (3, 0, [], "fsdp=1GB", THING, {3: 1}, {"no such axis": 1}, {"total": "much"},
@@ -203,7 +197,7 @@ CALLED = {
     "meshes": "mesh", "fixed": "fixed|mesh", "path": "path|group", "other": "other|lock",
     "logical_names": "names|spec", "libraries": "librar", "tree": "tree|names", "model": "model|tree",
     "pattern": "pattern|position", "roles": "roles|position", "base": "base|group",
-    "scale": "scale|group", "source": "source|no such file",
+    "source": "source|no such file",
     "sizes": "sizes|dims", "words": "words|dims", "on": "on|mesh axis|topology",
 }  # fmt: skip
 
@@ -214,7 +208,6 @@ def saved(tree, path, **named):
 
 # Each public callable with the arguments that it must have, and those that others are wrong beside.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "Affine": (sr.renames.Affine, {"factor": 2.0}),
     "Companion": (sr.Companion, {"pattern": "a", "base": "b", "dims": (0,)}),
     "Correction": (sr.Correction, {}),
     "Dialect": (sr.dialects.Dialect, {"name": "x", "separator": "/", "correction": sr.Correction()}),
@@ -249,7 +242,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Proof.raise_for": (sr.prove(DOUBLED, np.ones(3)).raise_for, {}),
     "Rename": (sr.Rename, {
         "pattern": "(?P<layer>[0-9]+)", "path": "{part}", "dims": "(part out) in -> layer in out",
-        "sizes": {"out": (8, 4)}, "words": {"part": ("q", "k")}, "scale": "scale", "blocks": (128, 128)}),
+        "sizes": {"out": (8, 4)}, "words": {"part": ("q", "k")}}),
     "RuleSpec": (sr.RuleSpec, {"spec": "tp"}),
     "Rules": (sr.Rules, {"rules": RULES}),
     "Rules.all_matches": (sr.Rules(RULES).all_matches, {"path": "w"}),
@@ -261,8 +254,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Topology": (sr.Topology, {"name": "v5p-8"}),
     "Zero1": (sr.Zero1, {"axis": "dp"}),
     "audit": (sr.audit, {"tree": TREE, "plan": PLAN}),
-    "from_hf": (sr.renames.from_hf, {"config": {
-        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}, "layout": "nnx"}),
     "fsdp": (sr.fsdp, {"axis": "fsdp"}),
     "gather": (sr.gather, {"tree": TREE}),
     "inspect": (sr.inspect, {"compiled": COMPILED, "inputs": (None,)}),

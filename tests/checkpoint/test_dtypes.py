@@ -162,29 +162,6 @@ class TestRandomKeys:
             name: words(key) for name, key in keys.items()
         }
 
-    @pytest.mark.parametrize("of", ["plan", "tree", "rules"])
-    def test_an_orbax_checkpoint(self, state, tmp_path, of):
-        ocp = pytest.importorskip("orbax.checkpoint")
-        checkpointer = ocp.StandardCheckpointer()
-        try:
-            checkpointer.save(tmp_path / "c", nnx.to_pure_dict(state))
-            checkpointer.wait_until_finished()
-        except AttributeError as error:
-            pytest.skip(f"this orbax does not work with this JAX: {error}")
-        plan = sr.plan(state, RULES, mesh_of())
-        if of == "plan":
-            loaded = sr.load(tmp_path / "c", plan)
-        elif of == "tree":
-            loaded = sr.load(tmp_path / "c", RULES, mesh_of(), tree=state)
-        else:
-            loaded = sr.load(tmp_path / "c", RULES, mesh_of())
-        key = loaded["dropout"]["rngs"]["key"]
-        key = key if of == "rules" else key.get_value()
-        assert key.dtype == state["dropout"]["rngs"]["key"].get_value().dtype
-        assert words(key) == words(state["dropout"]["rngs"]["key"].get_value())
-        read = sr.read_model(tmp_path / "c")["dropout"]["rngs"]["key"]
-        assert (read.shape, read.dtype) == (key.shape, key.dtype)
-
     def test_safetensors_have_none(self, state, save):
         path = save({"linear.kernel": np.ones((8, 8), "float32"), "linear.bias": np.ones(8, "float32")})  # fmt: skip
         with pytest.raises(

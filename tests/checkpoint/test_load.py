@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.dtypes import BITS, SAFETENSORS
-from shardrules._checkpoint import filling, formats, reading, trees
+from shardrules._checkpoint import filling, reading, trees
+from shardrules._checkpoint import load as loading
 from shardrules._plan.files.leaves import ArraySpecs
 from shardrules._plan.files.models import read_arrays
 from tests.support.files import header_file, message
@@ -310,14 +311,14 @@ def test_donating_what_was_loaded_does_not_change_it_elsewhere(checkpoint):
 
 class TestUntrusted:
     def test_a_file_that_changes_before_it_is_read(self, checkpoint, monkeypatch):
-        read = formats.BytesInFiles.read
+        read = loading._read
 
         def change(*arguments):
             path = checkpoint / "a.safetensors"
             os.utime(path, ns=(0, 12345))
             return read(*arguments)
 
-        monkeypatch.setattr(formats.BytesInFiles, "read", change)
+        monkeypatch.setattr(loading, "_read", change)
         with pytest.raises(
             sr.FileError, match="a.safetensors: the file has changed since its header"
         ):
@@ -379,14 +380,14 @@ class TestUntrusted:
             sr.load(path, P(), mesh_of())
 
     def test_a_fifo_in_the_place_of_a_file(self, checkpoint, monkeypatch):
-        read = formats.BytesInFiles.read
+        read = loading._read
 
         def change(*arguments):
             os.remove(checkpoint / "a.safetensors")
             os.mkfifo(checkpoint / "a.safetensors")
             return read(*arguments)
 
-        monkeypatch.setattr(formats.BytesInFiles, "read", change)
+        monkeypatch.setattr(loading, "_read", change)
         with pytest.raises(sr.FileError, match="not a regular file"):
             sr.load(checkpoint, RULES, mesh_of())
 
@@ -701,50 +702,6 @@ def test_a_box_that_two_places_need_is_read_once(tmp_path, rng, counted):
     )["w"]
     assert np.array_equal(np.asarray(loaded), np.repeat(array[:, None], 3, 1))
     assert sum(counted) == array.nbytes
-
-
-@pytest.mark.parametrize("blocks", [(128, 128), (1, 1 << 30), ()])
-@pytest.mark.parametrize(
-    "dims", ["out in -> out in", "out in -> in (e out)", "out (h in) -> h e in out"]
-)
-def test_large_arrays_are_scaled_on_devices(tmp_path, rng, blocks, dims):
-    """Bit-equal to the product in numpy, ragged blocks too."""
-    save = pytest.importorskip("safetensors.numpy").save_file
-    code, out, inner, count = (
-        ml_dtypes.float8_e4m3fn,
-        1000,
-        1280,
-        4 if "e" in dims.split() or "(e" in dims else 1,
-    )
-    draw = np.random.default_rng(0)
-    arrays, products = {}, []
-    for e in range(count):
-        codes = draw.normal(size=(out, inner)).astype(code)
-        shape = [
-            -(-size // min(block, size)) for size, block in zip((out, inner), blocks, strict=False)
-        ]
-        scales = np.asarray(draw.normal(size=shape if blocks else ()), "float32")
-        arrays |= {f"w.{e}": codes, f"w.{e}_scale": scales}
-        factors = scales
-        for dim, block in enumerate(blocks):
-            factors = np.repeat(factors, min(block, (out, inner)[dim]), axis=dim)
-        factors = factors[:out, :inner] if blocks else factors
-        products.append((codes.astype("float32") * factors).astype(ml_dtypes.bfloat16))
-    save(arrays, tmp_path / "m.safetensors")
-    renames = [
-        sr.Rename(r"^w\.(?P<e>\d+)$", "w", dims, scale=r"w.\1_scale", blocks=blocks,
-                  sizes={"h": 4} if "h" in dims else {})
-    ]  # fmt: skip
-    expected = products[0]
-    if dims.endswith("(e out)"):
-        expected = np.concatenate([each.T for each in products], 1)
-    elif "h" in dims:
-        expected = np.stack([each.reshape(out, 4, -1).transpose(1, 2, 0) for each in products], 1)
-    spec = P("tp", "fsdp") if expected.ndim == 2 else P(None, "fsdp", "tp", None)
-    loaded = sr.load(tmp_path, [("w", spec)], mesh_of(), renames=renames, dtype="bfloat16")["w"]
-    assert loaded.dtype == "bfloat16"
-    assert loaded.sharding.spec == spec
-    assert bits(loaded) == expected.tobytes()
 
 
 def test_the_url_of_a_file_is_its_path(tmp_path):

@@ -111,23 +111,3 @@ def test_what_jax_does_not_move_between_processes_is_refused_by_all(folder, proc
         assert processes > 2 or process["errors"]["order"] is None
         assert process["kept"]
         assert process["alone"]
-
-
-@pytest.mark.parametrize("processes", [2, slow(4)])
-def test_of_a_store_replicas_are_read_once(folder, processes):
-    pytest.importorskip("fsspec")
-    from tests.support import moving_worker
-
-    arrays = moving_worker.large()
-    save = pytest.importorskip("safetensors.numpy").save_file
-    save(arrays, folder / "large.safetensors")
-    (folder / "url").write_text(f"local://{folder}/large.safetensors")
-    found = run("once", processes, 4, folder, WORKER)
-    assert all(process["right"] for process in found)
-    size = sum(array.nbytes for array in arrays.values())
-    asked = [process["asked"] for process in found]
-    assert size <= sum(asked) < 1.2 * size
-    assert max(asked) < 1.2 * size / processes
-    for index, process in enumerate(found):
-        assert "the store fails" in process["error"]
-        assert process["error"].startswith("FileError" if index == 1 else "RuntimeError")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import re
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -16,8 +13,6 @@ import shardrules as sr
 from shardrules._checkpoint.boxes import Sized, arrangement, box_shape
 from tests.checkpoint.test_load import bits, counted, mesh_of  # noqa: F401
 from tests.support.slow import some
-
-FLOAT8 = ml_dtypes.float8_e4m3fn
 
 
 @pytest.fixture
@@ -180,48 +175,6 @@ def test_sizes_from_the_tree(save):
         sr.FileError, match="x: its rename needs the sizes of all but one of heads, dim"
     ):
         sr.load(save({"x": array}), P(), mesh_of(), renames=[rename])
-
-
-@pytest.mark.parametrize("spec", [P(), P("tp", "fsdp"), P(None, ("fsdp", "tp"))])
-def test_scales_of_blocks(save, rng, counted, spec):  # noqa: F811
-    weight = np.array(rng.choices(range(-8, 8), k=24 * 40)).reshape(24, 40).astype(FLOAT8)
-    scale = numbers(3, 3, start=1) / 7
-    rename = sr.Rename(
-        r"(.*)\.weight$", r"\1.kernel", "out in -> in out", scale=r"\1.weight_scale_inv", blocks=(8, 16),
-        dtype="bfloat16",
-    )  # fmt: skip
-    path = save({"w.weight": weight, "w.weight_scale_inv": scale.astype("float32")})
-    loaded = sr.load(path, spec, mesh_of((2, 4)), renames=[rename])
-    spread = np.repeat(np.repeat(scale.astype("float32"), 8, 0), 16, 1)[:24, :40]
-    expected = (weight.astype("float32") * spread).T.astype(ml_dtypes.bfloat16)
-    assert list(loaded) == ["w.kernel"]
-    assert bits(loaded["w.kernel"]) == bits(np.ascontiguousarray(expected))
-    in_float32 = [dataclasses.replace(rename, dtype="float32")]
-    as_float32 = sr.load(path, spec, mesh_of((2, 4)), renames=in_float32, dtype="float16")[
-        "w.kernel"
-    ]
-    assert bits(as_float32) == bits(np.ascontiguousarray((weight.astype("float32") * spread).T))
-
-
-def test_scales_that_are_missing_or_of_another_shape(save):
-    rename = sr.Rename("(w)$", "y", scale="s", blocks=(8, 8))
-    weight = np.ones((16, 16), FLOAT8)
-    with pytest.raises(
-        sr.FileError, match="y: 'w' is float8_e4m3fn, and its scales 's' are missing"
-    ):
-        sr.load(save({"w": weight}), P(), mesh_of(), renames=[rename])
-    with pytest.raises(
-        sr.FileError,
-        match=re.escape(
-            "the scales of 'w' have the shape [2, 3]; [16, 16] in blocks of [8, 8] has [2, 2]"
-        ),
-    ):
-        sr.load(
-            save({"w": weight, "s": np.ones((2, 3), "float32")}), P(), mesh_of(), renames=[rename]
-        )
-    # A checkpoint of whole floats has none.
-    whole = np.ones((16, 16), "float32")
-    assert bits(sr.load(save({"w": whole}), P(), mesh_of(), renames=[rename])["y"]) == bits(whole)
 
 
 LAYERS = r"layers\.(?P<layer>\d+)\.w"

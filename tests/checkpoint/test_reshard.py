@@ -6,7 +6,6 @@ import gc
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -15,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._checkpoint import reshard as moving
 from tests.checkpoint.test_load import bits, mesh_of
-from tests.checkpoint.test_maps import deepseek, dequantized, llama, to_flax
 
 RULES = [("w", ("fsdp", "tp")), ("", ())]
 
@@ -120,50 +118,26 @@ def test_the_dtype():
     assert moved["step"].dtype == jnp.asarray(3).dtype
 
 
-def test_into_a_plan(rng):
-    """From a trainer's tree to a sampler's: other names, structure, dtype, mesh."""
-    flat = llama(rng, qwen=True)
-    trainer = sr.shard(
-        {name: array.astype("float32") for name, array in flat.items()}, P(), on(range(4), (2, 2))
-    )
-    expected = to_flax(flat)
-    sampler = {}
-    for path, array in expected.items():
-        *outer, last = path.split("/")
-        node = sampler
-        for key in outer:
-            node = node.setdefault(key, {})
-        node[last] = jax.ShapeDtypeStruct(array.shape, jnp.bfloat16)
-    plan = sr.plan(sampler, [("kernel", (None, "tp")), ("", ())], on([4, 5, 6, 7], (1, 4)))
-    moved = sr.reshard(trainer, plan, renames=sr.renames.HF_TO_FLAX)
-    assert jax.tree.structure(moved) == jax.tree.structure(sampler)
-    assert jax.tree.map(lambda x: x.sharding, moved) == plan.shardings()
-    for path, array in expected.items():
-        found = moved
-        for key in path.split("/"):
-            found = found[key]
-        assert found.dtype == jnp.bfloat16
-        assert bits(found) == bits(np.ascontiguousarray(array)), path
-
-
 @pytest.mark.parametrize("donate", [False, True])
-def test_stacked_and_taken_apart_and_scaled(rng, donate):
-    arrays = deepseek(rng)
-    mesh = mesh_of()
-    expected = dequantized(arrays)
-    placed = sr.shard(arrays, P(), mesh)
-    rules = [(r"experts\.\w+_proj", ("fsdp", None, "tp")), ("", ())]
-    stacked = sr.reshard(placed, rules, mesh, renames=sr.renames.DEEPSEEK_STACKED, donate=donate)
-    name = "model.layers.1.mlp.experts.{}gate_proj.weight"
-    assert placed[name.format("0.")].is_deleted() == donate
-    found = stacked[name.format("")]
-    assert found.sharding.spec == P("fsdp", None, "tp")
-    assert bits(found) == bits(np.stack([expected[name.format(f"{e}.")] for e in range(4)]))
-    apart = sr.reshard(stacked, P(), mesh, renames=sr.renames.DEEPSEEK_UNSTACKED, donate=donate)
-    assert apart.keys() == expected.keys()
-    for key, array in apart.items():
-        assert bits(array) == bits(expected[key]), key
-    assert apart[name.format("0.")].dtype == ml_dtypes.bfloat16
+def test_stacked_into_a_plan_and_taken_apart(donate):
+    """From a trainer's tree to a sampler's: other names, structure, dtype, mesh."""
+    arrays = {f"layers.{i}.w": np.arange(64, dtype="float32").reshape(8, 8) + i for i in range(4)}
+    placed = sr.shard({**arrays, "norm": np.ones(8, "float32")}, P(), on(range(4), (2, 2)))
+    sampler = {
+        "layers": {"w": jax.ShapeDtypeStruct((4, 8, 8), jnp.bfloat16)},
+        "norm": jax.ShapeDtypeStruct((8,), jnp.bfloat16),
+    }
+    plan = sr.plan(sampler, [("w", (None, None, "tp")), ("", ())], on([4, 5, 6, 7], (1, 4)))
+    stack = sr.Rename(r"layers\.(?P<i>\d+)\.w", "layers/w", "out in -> i in out")
+    stacked = sr.reshard(placed, plan, renames=[stack], donate=donate)
+    assert placed["layers.0.w"].is_deleted() == donate
+    assert jax.tree.map(lambda x: x.sharding, stacked) == plan.shardings()
+    expected = np.stack([array.T for array in arrays.values()]).astype(jnp.bfloat16)
+    assert bits(stacked["layers"]["w"]) == bits(expected)
+    apart = sr.Rename("layers/w", "layers.{i}.w", "i in out -> out in")
+    again = sr.reshard(stacked, P(), mesh_of(), renames=[apart], donate=donate)
+    for name, array in arrays.items():
+        assert bits(again[name]) == bits(array.astype(jnp.bfloat16)), name
 
 
 def test_what_does_not_fit_a_plan():

@@ -1,4 +1,4 @@
-"""Renames of parts of rows, repeats, padding, scales and shared arrays, against numpy on whole arrays."""
+"""Renames of parts of rows, repeats, padding and shared arrays, against numpy on whole arrays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import re
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._checkpoint import boxes
 from tests.checkpoint.test_load import bits, counted, mesh_of  # noqa: F401
-from tests.checkpoint.test_renames import FLOAT8, numbers, save  # noqa: F401
+from tests.checkpoint.test_renames import numbers, save  # noqa: F401
 
 SPECS = [P(), P("tp"), P(None, "fsdp"), P(("tp", "fsdp"))]
 PARTS = ("q", "k", "v")
@@ -170,47 +169,6 @@ def test_an_array_for_several_leaves(save):  # noqa: F811
     assert list(alone) == ["head"]
 
 
-# By the shape of the scales: the blocks, and the factor of each element.
-SCALES = {
-    (): (None, lambda s: s),
-    (1,): (None, lambda s: s),
-    (1, 1): ((None, None), lambda s: s),
-    (24,): ((1, None), lambda s: s[:, None]),
-    (24, 1): ((1, None), lambda s: s),
-    (16,): ((None, 1), lambda s: s),
-    (3,): ((8, None), lambda s: np.repeat(s, 8)[:, None]),
-    (3, 2): ((8, 8), lambda s: np.repeat(np.repeat(s, 8, 0), 8, 1)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("spec", [P(), P("tp", "fsdp"), P(None, "tp")])
-@pytest.mark.parametrize("shape", SCALES)
-@pytest.mark.parametrize("dtype", [FLOAT8, "int8"])
-def test_scales_of_a_tensor_channels_and_blocks(save, rng, shape, spec, dtype):  # noqa: F811
-    blocks, factor = SCALES[shape]
-    weight = np.array(rng.choices(range(-8, 8), k=24 * 16)).reshape(24, 16).astype(dtype)
-    scale = numbers(*shape, start=1) / np.float32(7)
-    rename = sr.Rename("^w$", "y", "out in -> in out", scale="s", blocks=blocks or ())
-    expected = np.ascontiguousarray((weight.astype("float32") * factor(scale)).T)
-    mesh = mesh_of((2, 4))
-    loaded = sr.load(
-        save({"w": weight, "s": np.asarray(scale, "float32")}), spec, mesh, renames=[rename]
-    )
-    assert bits(loaded["y"]) == bits(expected)
-    placed = {"w": jax.numpy.asarray(weight), "s": jax.numpy.asarray(scale)}
-    assert bits(sr.reshard(placed, spec, mesh, renames=[rename])["y"]) == bits(expected)
-
-
-def test_scales_of_a_part(save):  # noqa: F811
-    weight, scale = numbers(4, 8, 8).astype(FLOAT8), numbers(4, 1, 1, start=1)
-    rename = sr.Rename(
-        "^w$", "{expert}", "expert out in -> out in", scale="s", blocks=(1, None, None)
-    )
-    loaded = sr.load(save({"w": weight, "s": scale}), P("tp"), mesh_of(), renames=[rename])
-    for i in range(4):
-        assert bits(loaded[str(i)]) == bits(weight[i].astype("float32") * (i + 1))
-
-
 WRONG = {
     "nothing says how often": (lambda: sr.Rename("x", "y", "a -> times a"),
         "stacks along 'times', for which the pattern needs a group: (?P<times>[0-9]+); to repeat along it, give its size"),
@@ -222,7 +180,6 @@ WRONG = {
         "resize has 'a', which is no dimension of the result"),
     "resize of nothing": (lambda: sr.Rename("x", "y", "a b -> a b", resize={"c": 8}), "resize has 'c', which is no axis"),
     "resize without dims": (lambda: sr.Rename("x", "y", resize={"c": 8}), "sizes, words and resize are for the axes of dims"),
-    "blocks of nothing": (lambda: sr.Rename("x", "y", blocks=(8,)), "blocks are for scales: give scale, too"),
     "no word for a stack": (lambda: sr.Rename(r"x(?P<p>\w)", "y", "a -> p a", words={"p": ("q", None)}),
         "words['p'] has None, and 'a -> p a' stacks along it"),
     "shared and left out": (lambda: sr.Rename("x", None, shared=True), "shared is for records that make an array"),
@@ -241,10 +198,6 @@ MISFITS = {
         sr.Rename("x", "{p}", "(heads p dim) i -> heads dim i", words={"p": ("a", "b")}, sizes={"dim": (5, 2)}),
         "x: its dimension has 12 elements, and its 2 parts along 'p' in each of 1 row 7"),
     "a dimension of more than 1": (sr.Rename("x", "y", "1 i -> i"), "x: its dimension of 12 elements is not one of 1"),
-    "scales of channels": (sr.Rename("x", "y", scale="s", blocks=(1, None)),
-        "the scales of 'x' have the shape [3]; [12, 4] in blocks of [1, None] has [12, 1]"),
-    "a scale of the tensor": (sr.Rename("x", "y", scale="s"),
-        "the scales of 'x' have the shape [3]; [12, 4] in blocks of [] has [1, 1]"),
     "two heads": (sr.Rename("x", "y", shared=True), "y: several arrays would become it: 'x', 'x'"),
 }  # fmt: skip
 
@@ -257,10 +210,3 @@ def test_a_rename_that_does_not_fit(save, case):  # noqa: F811
     with pytest.raises(sr.FileError) as info:
         sr.load(path, P(), mesh_of(), renames=renames)
     assert message in str(info.value)
-
-
-def test_int4_sized_codes_are_no_float(save):  # noqa: F811
-    # A scale with whole floats beside it stays an array of its own.
-    whole = {"w": numbers(8, 8).astype(ml_dtypes.bfloat16)}
-    loaded = sr.load(save(whole), P(), mesh_of(), renames=[sr.Rename("^w$", "y", scale="s")])
-    assert bits(loaded["y"]) == bits(whole["w"])

@@ -140,7 +140,3 @@ class TestARenameThatFindsNothing:
             sr.Rename(r"w\d", "x"),
         ]
         assert list(sr.load(save("m"), P(), mesh_of(), renames=renames)) == ["w"]
-
-    @pytest.mark.parametrize("name", ["HF_TO_FLAX", "DEEPSEEK_STACKED", "DEEPSEEK_UNSTACKED"])
-    def test_nor_one_for_a_family_of_models(self, save, name):
-        assert list(sr.load(save("m"), P(), mesh_of(), renames=getattr(sr.renames, name))) == ["w0"]

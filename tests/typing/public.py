@@ -121,7 +121,7 @@ def trees(state: State, mesh: Mesh, plan: sr.Plan) -> None:
     assert_type(sr.with_logical_constraint(state.params["kernel"], ("embed", "mlp")), jax.Array)
     assert_type(sr.reshard(state, RULES, mesh, dtype="bfloat16"), State)
     assert_type(sr.reshard(state, plan), Any)
-    assert_type(sr.reshard(state, RULES, mesh, renames=sr.renames.HF_TO_FLAX), Any)
+    assert_type(sr.reshard(state, RULES, mesh, renames=[sr.Rename("a", "b")]), Any)
     assert_type(sr.load("model.safetensors", RULES, mesh, tree=state), Any)
     assert_type(sr.shard_local({"tokens": 1}, PartitionSpec("dp")), Any)
     assert_type(sr.named_shardings(state, RULES, mesh), Any)

@@ -22,7 +22,6 @@ from shardrules._checkpoint.job import Job, fills_view
 from shardrules._checkpoint.puts import assembled, parts_on_devices, stacked_arrays, whole_arrays
 from shardrules._checkpoint.ranges import Copy, Tiles, axis_strides, numpy_dtype
 from shardrules._checkpoint.reading import BoxRequest, Reader, copy_values
-from shardrules._checkpoint.scales import spread
 from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._plan.files.leaves import ArraySpec, StoredFile
 
@@ -272,7 +271,7 @@ def _plan(
     staging: list[Callable[[], object]] = []
     for job, of_job in zip(jobs, unit.boxes, strict=True):
         buffers: dict[Box, npt.NDArray[Any]] = {}
-        staged: dict[str, list[tuple[SourcePart, Piece, npt.NDArray[Any]]]] = defaultdict(list)
+        staged: dict[str, list[tuple[Piece, npt.NDArray[Any]]]] = defaultdict(list)
         for box, parts in zip(of_job, _parts_in(job.target, of_job), strict=True):
             buffer = _buffer(job, box, memory, at)
             if job.target.is_padded:
@@ -282,7 +281,7 @@ def _plan(
                 for piece in part.pieces(box):
                     copy = _direct(job, part, piece, buffer.strides, reader)
                     if copy is None or array.file is None:
-                        staged[part.source].append((part, piece, _view(buffer, box, piece)))
+                        staged[part.source].append((piece, _view(buffer, box, piece)))
                         continue
                     place = at + sum(
                         (begin - start) * stride
@@ -327,7 +326,7 @@ def _direct(
     job: Job, part: SourcePart, piece: Piece, strides: tuple[int, ...], reader: Reader
 ) -> Copy | list[Tiles] | None:
     """Return how the bytes of a piece go straight to the result, if they can."""
-    if part.scale is not None or piece.picked is not None:
+    if piece.picked is not None:
         return None
     if numpy_dtype(reader.arrays[part.source].dtype) != job.dtype:
         return None
@@ -343,22 +342,21 @@ def _direct(
 
 
 def _fill_staged(
-    job: Job, name: str, views: Sequence[tuple[SourcePart, Piece, npt.NDArray[Any]]], reader: Reader
+    job: Job, name: str, views: Sequence[tuple[Piece, npt.NDArray[Any]]], reader: Reader
 ) -> None:
     """Fill views of the result with pieces of one array that have to be changed on the way."""
     requests, changed = [], []
-    for part, piece, view in views:
-        if fills_view(part, piece):
+    for piece, view in views:
+        if fills_view(piece):
             into = view.transpose(_inverse(piece.order)).reshape(box_shape(piece.source))
         else:
             into = np.empty(box_shape(piece.source), numpy_dtype(reader.arrays[name].dtype))
-            changed.append((part, piece, into, view))
+            changed.append((piece, into, view))
         requests.append(BoxRequest(piece.source, into))
     try:
         reader.fill(name, requests)
-        for part, piece, read, view in changed:
-            values = read if part.scale is None else _scaled_on_host(read, part, piece, reader)
-            copy_values(piece.arranged(values), view)
+        for piece, read, view in changed:
+            copy_values(piece.arranged(read), view)
     except FloatingPointError as error:
         raise FileError(
             f"{job.path}: {error}: they would become infinite; give the array another dtype, alone "
@@ -375,32 +373,6 @@ def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
     """Return the place of a piece, with a dimension for each of its axes in the result's order."""
     place: npt.NDArray[Any] = buffer[slices_in(piece.target, box)]
     return place.reshape([piece.lengths[axis] for axis in piece.order])
-
-
-def _scaled_on_host(
-    values: npt.NDArray[Any], part: SourcePart, piece: Piece, reader: Reader
-) -> npt.NDArray[Any]:
-    """Multiply the values by the scales of their blocks, in float32."""
-    box = tuple(
-        (begin // block, -(-end // block))
-        for (begin, end), block in zip(piece.source, part.blocks, strict=True)
-    )
-    factors = np.empty(box_shape(box), np.float32)
-    name = part.scale or ""
-    stored = reader.arrays[name].shape
-    # Dimensions of one scale may be left out.
-    long = iter(
-        span
-        for span, block, size in zip(
-            box, part.blocks, reader.arrays[part.source].shape, strict=True
-        )
-        if block < size
-    )
-    stored_box = tuple((0, 1) if size == 1 else next(long) for size in stored)
-    reader.fill(name, [BoxRequest(stored_box, factors.reshape(box_shape(stored_box)))])
-    product: npt.NDArray[Any] = values.astype(np.float32)
-    product *= spread(np, factors, part.blocks, piece.source)
-    return product
 
 
 def _memory(jobs: Sequence[Job], unit: _Unit) -> npt.NDArray[np.uint8]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from shardrules._base.arguments import as_tuple, check_items
@@ -32,7 +31,6 @@ def inverse(renames: Iterable[Rename]) -> tuple[Rename, ...]:
 
     Raises:
         ValueError: A record loses something: a group, a part without a word, repeats, or `resize`.
-            Or its `apply` has no `inverse()`, and no other record makes the same path.
 
     Example:
         >>> import shardrules as sr
@@ -66,9 +64,8 @@ def _loss(record: Rename) -> str:
     checks = {
         "resize does not tell the old size": record.resize,
         f"it repeats along {', '.join(repeated)}": repeated,
+        "it takes a part of each row": _is_inner(record),
         "it leaves a part out": any(None in row for row in record.words.values()),
-        "its apply has no inverse()": record.apply and not hasattr(record.apply, "inverse"),
-        "it is an argument of apply": record.argument,
     }
     return next((reason for reason, holds in checks.items() if holds), _loss_of_names(record))
 
@@ -111,75 +108,23 @@ def _inverses(record: Rename) -> Iterator[Rename]:
         groups = {_group_key(i, token): token for i, token in enumerate(_group_tokens(tokens), 1)}
         pattern = "".join(_pattern_parts(record, groups, tokens))
         path = "".join(_path_parts(record, tokens))
-    apply: Any = record.apply
-    apply = None if apply is None else apply.inverse()
     if record.shared:
         yield Rename(pattern, None, optional=True)
         return
-    inner = _inner_axis(record)
-    if dims is None or inner is None:
-        text = (
-            None
-            if dims is None
-            else f"{_arrangement_text(dims.target)} -> {_arrangement_text(dims.source)}"
-        )
-        yield Rename(pattern, path, text, record.sizes, words, optional=True, apply=apply)
-        return
-    # The parts of each head are put together on devices.
-    axis, dim = inner
-    group = dims.source[dim]
-    at = group.index(axis)
-    target = (
-        *dims.source[:dim],
-        group[:at],
-        *([group[at + 1 :]] if group[at + 1 :] else []),
-        *dims.source[dim + 1 :],
+    text = (
+        None
+        if dims is None
+        else f"{_arrangement_text(dims.target)} -> {_arrangement_text(dims.source)}"
     )
-    parts = words.pop(axis, None) or range(int(str(record.sizes[axis])))
-    sizes = {name: size for name, size in record.sizes.items() if name != axis}
-    for i, word in enumerate(parts):
-        of_part = {
-            name: size[i] if isinstance(size, tuple) else size for name, size in sizes.items()
-        }
-        yield Rename(
-            str(pattern).replace(_axis_group(record, axis), re.escape(str(word))),
-            path,
-            f"{_arrangement_text(dims.target)} -> {_arrangement_text(target)}",
-            of_part,
-            words,
-            optional=True,
-            apply=None if i else Joined(dim, bool(group[at + 1 :])),
-            argument=f"part{i:04}" if i else "",
-        )
+    yield Rename(pattern, path, text, record.sizes, words, optional=True)
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Joined:
-    """A function that puts the parts of rows together again."""
-
-    dim: int
-    has_inner: bool
-    """Whether the parts have a dimension after this one, of what is in a row."""
-
-    def __call__(self, *parts: Any, **others: Any) -> Any:
-        import jax.numpy as jnp
-
-        arrays = [*parts, *(others[name] for name in sorted(others))]
-        if not self.has_inner:
-            arrays = [jnp.expand_dims(array, self.dim + 1) for array in arrays]
-        joined = jnp.concatenate(arrays, self.dim + 1)
-        return joined.reshape(*joined.shape[: self.dim], -1, *joined.shape[self.dim + 2 :])
-
-
-def _inner_axis(record: Rename) -> tuple[str, int] | None:
-    """Return the axis that takes rows of a dimension apart, and the dimension."""
+def _is_inner(record: Rename) -> bool:
+    """Say whether an axis takes rows of a dimension apart."""
     dims = record.arrangement
-    groups = () if dims is None else dims.source
-    for dim, group in enumerate(groups):
-        for axis in group[1:]:
-            if dims is not None and axis in dims.unstacked:
-                return axis, dim
-    return None
+    return dims is not None and any(
+        axis in dims.unstacked for group in dims.source for axis in group[1:]
+    )
 
 
 def _inverse_words(record: Rename) -> dict[str, tuple[Any, ...]]:

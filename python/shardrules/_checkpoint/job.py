@@ -15,7 +15,7 @@ from shardrules._base.dtypes import bits_of
 from shardrules._base.text import bytes_shown
 from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape
 from shardrules._checkpoint.reading import STAGING, bound_of
-from shardrules._checkpoint.targets import SourcePart, Target
+from shardrules._checkpoint.targets import Target
 from shardrules._plan.files.leaves import ArraySpec
 
 
@@ -70,16 +70,16 @@ class Job(NamedTuple):
     def box_sizes(self) -> Mapping[Box, int]:
         """The bytes in flight for each local box: the buffer, and what is staged for it."""
         sizes = _buffer_sizes(self.sharding, self.target.shape, self.dtype.itemsize)
-        parts = [part for part in self.target.parts if part.scale or not part.sized.is_simple]
+        parts = [part for part in self.target.parts if not part.sized.is_simple]
         if not parts:
             return sizes
         return {
             box: size
             + sum(
-                prod(box_shape(piece.source)) * (12 if part.scale else 8)
+                prod(box_shape(piece.source)) * 8
                 for part in parts
                 for piece in part.pieces(box)
-                if not fills_view(part, piece)
+                if not fills_view(piece)
             )
             for box, size in sizes.items()
         }
@@ -101,14 +101,10 @@ def _local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, l
     return dict(sorted(devices_of.items()))
 
 
-def fills_view(part: SourcePart, piece: Piece) -> bool:
+def fills_view(piece: Piece) -> bool:
     """Say whether rows are copied straight to the result: no dimension is several long axes."""
     long = sum(length > 1 for length in piece.lengths)
-    return (
-        part.scale is None
-        and piece.picked is None
-        and long == sum(b - a > 1 for a, b in piece.source)
-    )
+    return piece.picked is None and long == sum(b - a > 1 for a, b in piece.source)
 
 
 def bytes_in_flight(jobs: Sequence[Job], bound: int | None) -> int:
@@ -127,6 +123,6 @@ def bytes_in_flight(jobs: Sequence[Job], bound: int | None) -> int:
 
 
 def bytes_to_read(job: Job, arrays: Mapping[str, ArraySpec]) -> int:
-    """Count the bytes in files that this process needs of the array's parts, without scales."""
+    """Count the bytes in files that this process needs of the array's parts."""
     elements = sum(prod(box_shape(box)) for box in job.local_boxes)
     return elements * bits_of(arrays[job.target.parts[0].source].dtype) // 8

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from jax import tree_util
 
 from shardrules._base.arguments import as_tuple, check_items, check_type, integer
 from shardrules._base.dtypes import bits_of, given_float
+from shardrules._base.io import FileError
 from shardrules._base.mistakes import in_order
-from shardrules._checkpoint.formats import format_of, reads_of
-from shardrules._checkpoint.job import Job, bytes_in_flight
+from shardrules._base.text import printable
+from shardrules._checkpoint.filling import fill
+from shardrules._checkpoint.job import Job, bytes_in_flight, bytes_to_read
 from shardrules._checkpoint.problems import Problems
-from shardrules._checkpoint.reading import Progress, checked_progress
+from shardrules._checkpoint.reading import Progress, Reader, checked_progress, reported
 from shardrules._checkpoint.renames import A_RENAME, Rename
-from shardrules._checkpoint.replicas import put_in_place, reading_of
 from shardrules._checkpoint.selection import Selection, initial
 from shardrules._checkpoint.targets import Target
 from shardrules._checkpoint.trees import checked_sharding, matched
-from shardrules._place.agreement import rows_of
+from shardrules._place.agreement import Row, rows_of
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
@@ -29,6 +31,13 @@ from shardrules._place.processes import JointCall
 from shardrules._plan.files.leaves import ArraySpecs
 from shardrules._plan.files.models import Arrays, read_arrays
 from shardrules._plan.plan import Plan
+
+_NO_DATA: Final = (
+    "it lists arrays and does not have their data; give a safetensors file, its index or a "
+    "directory of them; orbax restores its own checkpoints, onto plan.abstract()"
+)
+# Of one array some bytes each.
+_MOST_SAMPLES: Final = 512
 
 
 @in_order("path", "rules", "mesh")
@@ -46,25 +55,21 @@ def load(
     progress: bool | Progress | None = None,
     max_bytes_in_flight: int | None = None,
 ) -> Any:
-    """Load a checkpoint of safetensors files, or of orbax, into sharded arrays.
+    """Load a checkpoint of safetensors files into sharded arrays.
 
     Each process reads only the bytes that its own devices hold, each of them once, and gaps of at
-    most 4 KiB between them. From a store on the network, of what several processes hold of an array
-    of 1 MiB or more, each reads a part, and the devices gather it. A program is compiled for that,
-    for each form of large arrays with scales, and for `apply`. Several processes agree on the call
-    first, as in `shard`; one that fails makes all fail.
+    most 4 KiB between them. Several processes agree on the call first, as in `shard`; one that
+    fails makes all fail.
 
     Args:
         source: A safetensors file, the index of several, or a directory of them, here or by the URL
-            of a store, such as gs:// or s3://; or the directory of an orbax checkpoint, which orbax
-            restores.
+            of a store, such as gs:// or s3://.
         rules: A `Plan`; `Rules` or (pattern, spec) pairs; `LogicalRules`; or specs or shardings, as
             in `shard`.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
         tree: A pytree of abstract arrays, whose structure, shapes and dtypes the result gets.
-            Arrays are found by their paths; `.` in a name counts as `/`. Of an orbax checkpoint it
-            may have only some items, such as `params` of a TrainState; the others are not read.
-            Default: the plan's tree, or the checkpoint's names, as in `read_model`.
+            Arrays are found by their paths; `.` in a name counts as `/`. Default: the plan's tree,
+            or the checkpoint's names, as in `read_model`.
         renames: `Rename` records for arrays that have other names in the tree, or lie otherwise.
         dtype: The dtype of all floating arrays of 16 bits or more, a float; but not of scales
             beside FP8 or int8 arrays, nor where a `Rename` has its own. Default: the tree's dtypes,
@@ -80,8 +85,7 @@ def load(
         progress: True for a bar, which needs `shardrules[cli]`; or a function, which is called with
             the bytes read so far and those that this process will read. Default: neither.
         max_bytes_in_flight: Maximum bytes of the host's memory for what has been read and is not on
-            devices yet. Default: 2 GiB, or more if an array's part on one device takes more. orbax
-            has its own bound.
+            devices yet. Default: 2 GiB, or more if an array's part on one device takes more.
 
     Returns:
         The tree of jax.Arrays. As on devices, 64-bit numbers are 32-bit without `jax_enable_x64`.
@@ -129,7 +133,8 @@ def load(
             call.alone()
         is_joint = call.joint
         arrays = read_arrays(os.fspath(source), ArraySpecs(keeps_places=True))
-        checkpoint_format = format_of(arrays)
+        if any(leaf.file is None for leaf in arrays.leaves.values()):
+            raise FileError(f"{arrays.path}: {_NO_DATA}")
         problems = Problems(arrays.name)
         _check_dtypes(arrays, problems)
         abstract, targets = matched(
@@ -138,23 +143,16 @@ def load(
             followed,
             wanted_dtype,
             problems,
-            takes_parts=checkpoint_format.has_items,
             selection=selection,
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh)
-        jobs = _jobs_of(arrays, targets, leaves, shardings)
-        reads = reads_of(checkpoint_format, arrays, jobs)
-        most = bytes_in_flight(reads.all, bound)
-        call.agree(
-            lambda: [
-                *checkpoint_format.samples(arrays),
-                *rows_of(abstract, shardings, selection.options),
-            ]
-        )
+        jobs = _jobs_of(targets, leaves, shardings)
+        most = bytes_in_flight(jobs, bound)
+        call.agree(lambda: [*_samples(arrays), *rows_of(abstract, shardings, selection.options)])
     with JointCall("load", "while it was reading") as call:
         if not is_joint:
             call.alone()
-        read = iter(reads.read(most, reports))
+        read = iter(_read(arrays, jobs, most, reports))
         kept = leaves if tree is None else tree_util.tree_leaves(tree)
         rows = zip(targets, leaves, kept, shardings, strict=True)
         values = [
@@ -165,11 +163,10 @@ def load(
         ]
         selection.tell(arrays.name)
         call.agree(lambda: [("the arrays", "read")])
-    return treedef.unflatten(put_in_place(values, targets, shardings))
+    return treedef.unflatten(values)
 
 
 def _jobs_of(
-    arrays: Arrays,
     targets: Sequence[tuple[str, Target | None]],
     leaves: Sequence[Any],
     shardings: Sequence[Any],
@@ -177,10 +174,34 @@ def _jobs_of(
     """Return what is to be made of the arrays."""
     rows = zip(targets, leaves, shardings, strict=True)
     return [
-        Job(path, target, leaf.dtype, reading_of(arrays, leaf, checked_sharding(path, sharding)))
+        Job(path, target, leaf.dtype, checked_sharding(path, sharding))
         for (path, target), leaf, sharding in rows
         if target is not None
     ]
+
+
+def _samples(arrays: Arrays) -> list[Row]:
+    """Return a digest of some bytes: files of another model may have equal headers."""
+    names = list(arrays.leaves)
+    if not names:
+        return []
+    with Reader(arrays.leaves) as reader:
+        data = b"".join(map(reader.sample, names[:: -(-len(names) // _MOST_SAMPLES)]))
+    return [("the data of the files", hashlib.sha256(data).hexdigest()[:16])]
+
+
+def _read(
+    arrays: Arrays, jobs: Sequence[Job], most_bytes: int, progress: bool | Progress | None
+) -> list[Any]:
+    what = printable(f"loading {arrays.name}")
+    with reported(progress, what) as report, Reader(arrays.leaves) as reader:
+        total = sum(bytes_to_read(job, arrays.leaves) for job in jobs) if report else 0
+
+        def done() -> None:
+            if report is not None:
+                report(reader.bytes_read, total)
+
+        return fill(jobs, reader, most_bytes, done)
 
 
 def _value_instead(selection: Selection, path: str, like: Any, leaf: Any, sharding: Any) -> Any:

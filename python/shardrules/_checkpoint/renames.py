@@ -1,11 +1,10 @@
-"""`Rename`: arrays of a checkpoint under other names and in other layouts; lists of renames."""
+"""`Rename`: arrays of a checkpoint under other names and in other layouts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardrules._base.arguments import as_tuple, boolean, check_type, integer
@@ -45,22 +44,14 @@ class Rename:
         words: Per axis that stacks or takes apart, the words in their order that the names have for
             it: `{"part": ("q", "k", "v")}`. None leaves out what is taken apart there. Default:
             numbers from 0 on, none of which may lack.
-        scale: What `re.sub` puts there for the name of the array of scales by which this one is
-            multiplied, in float32. It has one number per block.
-        blocks: Per dimension of the checkpoint's array, the elements for which one scale counts;
-            None is all of them, so `(1, None)` is a scale per channel. Default: one for the array.
         dtype: The dtype that the arrays get, whatever `dtype` of the call is. Default: the
-            checkpoint's; float32 with a scale.
+            checkpoint's.
         optional: Whether it may be that no array has such a name, as in records for several models.
             Default: that is an error.
         shared: Whether the records after this one may make further arrays of the same array, as of
             embeddings that are the head, too. Default: False.
         resize: Per axis that is a dimension of the result, its size there, or None for that of the
             tree: elements at the end are left out, or zeros added.
-        apply: A function that makes the tree's array of that which the record makes, for all else.
-            JAX traces it, and runs it on the devices. `dtype` is that of its result.
-        argument: The name by which `apply` of the record for the same path gets this array, as in
-            `unpacked(codes, scales=...)`. Default: it is the first.
 
     Raises:
         ValueError: The record contradicts itself.
@@ -82,14 +73,10 @@ class Rename:
     dims: str | None = None
     sizes: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict, hash=False)
     words: Mapping[str, tuple[str | int | None, ...]] = field(default_factory=dict, hash=False)
-    scale: str | None = None
-    blocks: tuple[int | None, ...] = ()
     dtype: Any = None
     optional: bool = field(default=False, kw_only=True)
     shared: bool = field(default=False, kw_only=True)
     resize: Mapping[str, int | None] = field(default_factory=dict, hash=False, kw_only=True)
-    apply: Callable[..., Any] | None = field(default=None, kw_only=True)
-    argument: str = field(default="", kw_only=True)
 
     __repr__ = without_defaults
 
@@ -97,29 +84,16 @@ class Rename:
         check_type("pattern", self.pattern, str | re.Pattern, "a pattern")
         check_type("path", self.path, str | None, "a string, or None to leave the array out")
         check_type("dims", self.dims, str | None, "a string such as 'out in -> in out', or None")
-        check_type("scale", self.scale, str | None, "a string, or None")
         boolean("optional", self.optional)
         if boolean("shared", self.shared) and self.path is None:
             raise ValueError("shared is for records that make an array: give a path, too")
-        check_type("argument", self.argument, str, "the name of an argument")
-        if self.apply is not None and not (
-            callable(self.apply) and isinstance(self.apply, Hashable)
-        ):
-            raise TypeError(f"apply is {shown(self.apply)}; it must be a function of arrays")
-        if self.argument and (self.apply is not None or not self.argument.isidentifier()):
-            raise ValueError(
-                f"argument is {self.argument!r}; it must be a name, in a record without apply"
-            )
-        for template in filter(None, (self.path, self.scale)):
-            check_template(self.pattern, template)
-        _set(self, "blocks", _integers("blocks", self.blocks, or_none=True))
+        if self.path is not None:
+            check_template(self.pattern, self.path)
         _set(self, "sizes", _checked_sizes(self.sizes))
         _set(self, "words", _checked_words(self.words))
         _set(self, "resize", _checked_resize(self.resize))
         if self.dtype is not None:
             _set(self, "dtype", given_name("dtype", self.dtype))
-        if self.blocks and not self.scale:
-            raise ValueError("blocks are for scales: give scale, too")
         if self.arrangement is not None:
             self._check_axes(self.arrangement)
         elif self.sizes or self.words.keys() - numbered_axes(self) or self.resize:
@@ -187,21 +161,16 @@ def numbered_axes(rename: Rename) -> tuple[str, ...]:
 
 def texts_of(renames: Sequence[Rename]) -> list[str]:
     """Return texts that are the same in all processes."""
-    return [
-        f"{replace(rename, apply=None)} {getattr(rename.apply, '__qualname__', '')}"
-        for rename in renames
-    ]
+    return list(map(repr, renames))
 
 
 def _set(record: Rename, name: str, value: Any) -> None:
     object.__setattr__(record, name, value)
 
 
-def _integers(name: str, values: Any, *, or_none: bool = False) -> tuple[Any, ...]:
-    return tuple(
-        None if or_none and value is None else integer(f"{name}[{i}]", value, 1)
-        for i, value in enumerate(as_tuple(name, values, "integers"))
-    )
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    rows = as_tuple(name, values, "integers")
+    return tuple(integer(f"{name}[{i}]", value, 1) for i, value in enumerate(rows))
 
 
 def _checked_sizes(sizes: Any) -> dict[str, int | tuple[int, ...]]:
@@ -232,36 +201,3 @@ def _checked_words(words: Any) -> dict[str, tuple[str | int | None, ...]]:
         if len({*names}) < len(names):
             raise ValueError(f"words[{axis!r}] has a word twice: {shown(row)}")
     return checked
-
-
-# A model of the family may lack it.
-_part: Final = partial(Rename, optional=True)
-
-_EXPERT: Final = r"\.mlp\.experts\.(?P<expert>\d+)\.(\w+)\.weight$"
-_SCALE: Final = r"\g<0>_scale_inv"
-_BLOCKS: Final = (128, 128)
-
-DEEPSEEK_STACKED: Final = (
-    _part(
-        _EXPERT,
-        r".mlp.experts.\2.weight",
-        "out in -> expert out in",
-        scale=_SCALE,
-        blocks=_BLOCKS,
-        dtype="bfloat16",
-    ),
-    _part(r"_proj(_with_mqa)?\.weight$", r"\g<0>", scale=_SCALE, blocks=_BLOCKS, dtype="bfloat16"),
-)
-r"""Renames: DeepSeek-V3 with the experts of a layer stacked,
-`model.layers.3.mlp.experts.gate_proj.weight` [expert, out, in]. Its FP8 weights times their scales
-are bfloat16, as DeepSeek's own conversion has them, whatever `dtype` of the call is; other names
-stay."""
-
-DEEPSEEK_UNSTACKED: Final = (
-    _part(
-        r"\.mlp\.experts\.(\w+)\.weight$",
-        r".mlp.experts.{expert}.\1.weight",
-        "expert out in -> out in",
-    ),
-)
-"""Renames: the experts that `DEEPSEEK_STACKED` stacks, taken apart again."""

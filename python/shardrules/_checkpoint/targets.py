@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import prod
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from shardrules._base.dtypes import bits_of, converts
+from shardrules._base.dtypes import converts
 from shardrules._base.text import counted
 from shardrules._checkpoint.boxes import (
     Arrangement,
@@ -26,7 +24,6 @@ from shardrules._checkpoint.boxes import (
 )
 from shardrules._checkpoint.patterns import needed_text
 from shardrules._checkpoint.problems import Problems
-from shardrules._checkpoint.ranges import numpy_dtype
 from shardrules._checkpoint.renames import Rename, numbered_axes, stacked_axes
 from shardrules._plan.files.leaves import ArraySpec
 
@@ -47,10 +44,6 @@ class SourcePart(NamedTuple):
     """By axis that stacks, the index among the stacked arrays."""
     target_at: Shape = ()
     """Where it begins in the target."""
-    scale: str | None = None
-    """The name of its scales."""
-    blocks: Shape = ()
-    """The elements for which one scale counts, per dimension."""
 
     def pieces(self, box: Box) -> Iterator[Piece]:
         """Yield the pieces of the array that are in this box of the target."""
@@ -80,21 +73,11 @@ class Target(NamedTuple):
     """Whether a record says its dtype."""
     is_padded: bool = False
     """Whether there are zeros beside the parts."""
-    apply: Callable[..., Any] | None = None
-    """The function that makes it of its inputs, instead of parts."""
-    inputs: Mapping[str, Target] = MappingProxyType({})
-    """By the argument, the first of which is ""."""
 
     @property
     def sources(self) -> list[str]:
         """Return the names of all arrays of which it is made."""
-        parts = [part for each in (self, *self.inputs.values()) for part in each.parts]
-        return [name for part in parts for name in (part.source, part.scale) if name]
-
-
-def whole(name: str, array: ArraySpec) -> Target:
-    part = SourcePart(name, _PLAIN, unchanged(array.shape), (0,) * len(array.shape), {})
-    return Target(array.shape, array.dtype, (part._replace(target_at=part.source_at),))
+        return [part.source for part in self.parts]
 
 
 def targets_of(
@@ -112,31 +95,18 @@ def targets_of(
             str(getattr(rename.pattern, "pattern", rename.pattern)),
             list(arrays),
         )
-    scales = {
-        _scale_name(name, record)
-        for name, records in renames_of.items()
-        for record in records
-        if record.scale
-    }
-    parts_of: dict[str, dict[str, list[SourcePart]]] = defaultdict(lambda: defaultdict(list))
+    parts_of: dict[str, list[SourcePart]] = defaultdict(list)
     for name, records in renames_of.items():
-        if name in scales:
-            continue
         for rename in records:
             try:
                 for path, part in _parts_of_target(name, arrays[name].shape, rename, shapes):
-                    parts_of[path][rename.argument].append(part)
+                    parts_of[path].append(part)
             except _MisfitError as error:
                 problems.add(str(error), name)
     targets: dict[str, Target] = {}
-    for path, by_argument in parts_of.items():
+    for path, parts in parts_of.items():
         try:
-            inputs = {
-                argument: _target_of_parts(parts, arrays, shapes.get(path))
-                for argument, parts in sorted(by_argument.items())
-            }
-            records = [part.rename for parts in by_argument.values() for part in parts]
-            targets[path] = _applied(inputs, records)
+            targets[path] = _target_of_parts(parts, arrays, shapes.get(path))
         except _MisfitError as error:
             problems.add(str(error), path)
     return targets
@@ -183,10 +153,6 @@ def finds(rename: Rename, names: Sequence[str]) -> bool:
 
 class _MisfitError(Exception):
     """Problem of one array."""
-
-
-def _scale_name(name: str, rename: Rename) -> str:
-    return re.sub(rename.pattern, rename.scale or "", name, count=1)
 
 
 def _parts_of_target(
@@ -382,50 +348,12 @@ def _starts(
     return starts
 
 
-def _applied(inputs: dict[str, Target], records: Sequence[Rename]) -> Target:
-    """Make the target of its inputs, by the function of its record."""
-    functions = {id(record.apply): record for record in records if record.apply is not None}
-    if not functions and [*inputs] == [""]:
-        return inputs[""]
-    if len(functions) != 1 or "" not in inputs:
-        names = ", ".join(map(repr, filter(None, inputs)))
-        raise _MisfitError(
-            f"its Renames have {counted(len(functions), 'function')} in apply, and the arguments "
-            f"{names or 'none'}; one without argument must have apply, and the others have none"
-        )
-    (record,) = functions.values()
-    apply = record.apply
-    assert apply is not None
-    try:
-        shapes = tuple((name, each.shape, each.dtype) for name, each in inputs.items())
-        result = _abstract_result(apply, shapes)
-    except Exception as error:
-        raise _MisfitError(f"apply of its Rename fails: {type(error).__name__}: {error}") from error
-    if not hasattr(result, "shape"):
-        raise _MisfitError(f"apply of its Rename gives {type(result).__name__}, and no array")
-    dtype = _goal(result.dtype.name, record, "the result of apply")
-    has_own = record.dtype is not None
-    return Target(tuple(result.shape), dtype, (), has_own, apply=apply, inputs=inputs)
-
-
-@lru_cache(maxsize=1024)
-def _abstract_result(apply: Callable[..., Any], inputs: tuple[tuple[str, Shape, str], ...]) -> Any:
-    import jax
-
-    first, *others = (
-        (name, jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(numpy_dtype(dtype))))
-        for name, shape, dtype in inputs
-    )
-    return jax.eval_shape(apply, first[1], **dict(others))
-
-
 def _target_of_parts(
     parts: list[SourcePart], arrays: Mapping[str, ArraySpec], in_tree: Shape | None
 ) -> Target:
     axes = _stacking_axes(parts[0])
     if any(_stacking_axes(part) != axes for part in parts):
         raise _MisfitError("renames with different dims make it; only one can stack arrays")
-    parts = [_with_scale(part, arrays) for part in parts]
     dtypes = sorted({_dtype(part, arrays) for part in parts})
     if len(dtypes) > 1:
         raise _MisfitError(f"its parts have the dtypes {', '.join(dtypes)}; give one in dtype")
@@ -481,20 +409,14 @@ def _stacking_axes(part: SourcePart) -> dict[int, str]:
 
 
 def _dtype(part: SourcePart, arrays: Mapping[str, ArraySpec]) -> str:
-    dtype = "float32" if part.scale else arrays[part.source].dtype
-    if part.rename.apply is not None:
-        return dtype  # the record's is that of the result
-    return _goal(dtype, part.rename, repr(part.source))
-
-
-def _goal(dtype: str, rename: Rename, what: str) -> str:
-    """Return the record's dtype, or this one."""
+    """Return the record's dtype, or the array's."""
+    dtype, rename = arrays[part.source].dtype, part.rename
     if rename.dtype is None:
         return dtype
     if not converts(dtype, rename.dtype):
         raise _MisfitError(
-            f"{what} is {dtype}, and its Rename has dtype={rename.dtype!r}, to which it cannot be "
-            "converted; quantise with a library that makes scales"
+            f"{part.source!r} is {dtype}, and its Rename has dtype={rename.dtype!r}, to which it "
+            "cannot be converted; quantise with a library that makes scales"
         )
     return str(rename.dtype)
 
@@ -515,30 +437,3 @@ def _stack_starts(dim: int, axis: str, parts: list[SourcePart]) -> list[int]:
             "Give words for numbers that do not begin with 0"
         )
     return [0, *accumulate(sizes[i] for i in range(count))]
-
-
-def _with_scale(part: SourcePart, arrays: Mapping[str, ArraySpec]) -> SourcePart:
-    """Add its scales; a checkpoint of whole floats has none."""
-    if not part.rename.scale:
-        return part
-    array, name = arrays[part.source], _scale_name(part.source, part.rename)
-    if name not in arrays:
-        if bits_of(array.dtype) > 8:
-            return part
-        raise _MisfitError(f"{part.source!r} is {array.dtype}, and its scales {name!r} are missing")
-    sizes = array.shape
-    written = zip(sizes, part.rename.blocks or sizes, strict=False)
-    blocks = tuple(size if block is None else block for size, block in written)
-    shape = tuple(-(-size // max(block, 1)) for size, block in zip(sizes, blocks, strict=False))
-    stored = arrays[name].shape
-    # Dimensions of one scale may be left out.
-    if len(blocks) != len(array.shape) or _long(stored) != _long(shape):
-        raise _MisfitError(
-            f"the scales of {part.source!r} have the shape {list(stored)}; "
-            f"{list(array.shape)} in blocks of {list(part.rename.blocks)} has {list(shape)}"
-        )
-    return part._replace(scale=name, blocks=blocks)
-
-
-def _long(shape: Shape) -> Shape:
-    return tuple(size for size in shape if size != 1)

@@ -29,7 +29,6 @@ def matched(
     dtype: str | None,
     problems: Problems,
     *,
-    takes_parts: bool = False,
     selection: Selection | None = None,
 ) -> tuple[Any, list[tuple[str, Target | None]]]:
     """Return (the tree of ShapeDtypeStructs, the path and the target of each leaf in order).
@@ -54,9 +53,6 @@ def matched(
             for name in (path, _bare(path)):
                 shapes[name] = shapes[name.replace("/", ".")] = shape
         targets = targets_of(arrays, renames, shapes, problems)
-        if takes_parts:
-            items = {*map(_item, paths)}
-            targets = {path: each for path, each in targets.items() if _item(path) in items}
         selection.check(paths, problems)
         targets = _in_tree(targets, paths, tree_specs, problems, selection)
     unknown = {name for name in {name for _, name in tree_specs} if not _is_known_to_jax(name)}
@@ -174,10 +170,6 @@ def _in_tree(
                 "left over: the tree does not have it; a Rename to None leaves it out", name
             )
     return aligned
-
-
-def _item(path: str) -> str:
-    return path.partition("/")[0]
 
 
 def _with_slashes(path: str) -> str:
