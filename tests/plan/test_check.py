@@ -923,6 +923,10 @@ class TestCompanion:
             found = self.found(FACTORS, rules, [])
             expected = [("up/lora_b",)] if len(rules) == 2 else []
             assert [one.paths for one in found] == expected
+        # qwix's names, whose dimensions are found by their sizes.
+        of_qwix = {"kernel": array(64, 256), "kernel_lora_a": array(64, 8)}
+        (one,) = self.found({"up": of_qwix}, [("up/kernel", P("fsdp", "tp"))], [])
+        assert one.paths == ("up/kernel_lora_a",)
         alone = {"up": {"lora_a": array(64, 8)}}  # the kernel is in another tree
         assert self.found(alone, [("up", P("fsdp", "tp"))], [])[0].paths == ("up/lora_a",)
 

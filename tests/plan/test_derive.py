@@ -1004,6 +1004,51 @@ def test_the_moment_of_a_kernel_was_replicated_where_a_module_is_called_as_a_fie
     assert plan.for_optimizer(whole).specs()["opt_state"][0].mu == expected
 
 
+AXES = {"up": P("fsdp", "tp"), "down": P("tp", "fsdp")}
+RULES_OF_AXES = {
+    "specs": None,
+    "paths": [("up", (None, "tp")), (".*", "tp")],
+    "names": sr.LogicalRules([("fsdp", "fsdp"), ("tp", "tp")]),
+}
+
+
+@pytest.mark.parametrize("by", RULES_OF_AXES)
+def test_optimizer_sharding_of_flax_was_undone(by):
+    """A state whose Variables say other axes than the parameters' was cut as the parameters."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self):
+            for name, of_moments in AXES.items():
+                own = tuple(axis if axis == "tp" else None for axis in of_moments)
+                more = {"out_sharding": own, "optimizer_sharding": tuple(of_moments)}
+                setattr(self, name, nnx.Param(jnp.zeros((8, 8)), eager_sharding=False, **more))
+            self.same = nnx.Param(jnp.zeros(8), eager_sharding=False, out_sharding=("tp",))
+
+    def optimizer():
+        return nnx.Optimizer(Model(), optax.adam(1e-3), wrt=nnx.Param)
+
+    try:
+        state = nnx.state(nnx.eval_shape(optimizer))
+    except TypeError:
+        pytest.skip("this flax's Optimizer has other arguments")
+    if "fsdp" not in str(said := nnx.get_partition_spec(state)["opt_state"][0]):
+        pytest.skip("this flax has no optimizer_sharding")
+    params = nnx.state(nnx.eval_shape(Model))
+    rules = RULES_OF_AXES[by] or nnx.get_partition_spec(params)
+    plan = sr.plan(params, rules, {"fsdp": 2, "tp": 2})
+    assert P(*plan.explain("up").kind.spec) == P(None, "tp")
+    derived = plan.for_optimizer(state)
+    for moment, name in itertools.product(["mu", "nu"], AXES):
+        kind = derived.explain(f"{moment}/{name}").kind
+        assert P(*kind.spec) == said[moment][name].get_value() == AXES[name]
+        assert kind.origin == f"the axes that the state itself names: {tuple(AXES[name])}"
+    assert derived.explain("mu/same").kind.origin == "the parameter's, same shape"
+    # An axis that the mesh lacks is an error as in any spec.
+    lacking = derived.on_mesh({"tp": 2}).check()
+    assert [one.kind for one in lacking if one.level == "error"] == ["unknown-axis"]
+
+
 def test_rules_of_parameters_were_dead_for_a_state():
     """Low-rank moments follow no parameter, so that no rule matched a leaf of the state."""
     leaf = jax.ShapeDtypeStruct((8192, 8192), "float32")

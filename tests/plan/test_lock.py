@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -454,10 +455,15 @@ class TestDiff:
 
     def test_a_spec_with_none_at_its_end_was_another_spec(self):
         """`shardrules diff` exited with 1 where nothing differed."""
-        for spec in (P("fsdp"), P("fsdp", None), P(("fsdp",), None), "fsdp"):
-            assert not self.plan({"wq": array(8, 8)}, [("wq", "fsdp")]).diff(
-                self.plan({"wq": array(8, 8)}, [("wq", spec)])
+        tree = {"wq": array(8, 8)}
+        for pad, spec in itertools.product([True, False], [P("fsdp"), P(("fsdp",), None), "fsdp"]):
+            one, other = (
+                sr.plan(tree, sr.Rules([("wq", each)], correction=sr.Correction(pad=pad)), MESH)
+                for each in (P("fsdp", None), spec)
             )
+            assert not one.diff(other)
+            assert one.fingerprint() == other.fingerprint()
+            assert check_round_trip(other).kinds[0].spec == other.kinds[0].spec
 
     def test_a_change_says_whether_anything_moves(self):
         tree, mesh = {"w": array(8, 8)}, {"fsdp": 4, "sp": 1}

@@ -15,6 +15,7 @@ from shardrules._plan.check_context import Queries, check_of, finding, leaves_in
 from shardrules._plan.companions import LORA, QUANTIZED, Companion, base_path, fits_rank
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
+from shardrules._plan.following import dims_at
 from shardrules._plan.kinds import Kind, axes_named
 from shardrules._plan.leaves import first_rules
 from shardrules._plan.memory import DeviceBytes, Room, by_class
@@ -83,9 +84,13 @@ class _Missed(NamedTuple):
     """Leaves that a record of a table finds."""
 
     folded: Folded
+    path: str
+    """Of the first of them."""
     companion: Companion
     rule: int
     """The rule that their base's path meets."""
+    shape_of_base: tuple[int, ...] | None
+    """None if their base is not in the tree."""
 
 
 def advice(queries: Queries, folded: Sequence[Folded]) -> str:
@@ -108,8 +113,9 @@ def cut_ranks(queries: Queries) -> Iterator[Finding]:
     cut: dict[int, list[Folded]] = defaultdict(list)
     named = [missed for missed in queries.plan.folded if "lora_" in "".join(missed.parts)]
     for missed in _missed(queries, named, _TABLES["LORA"]) if named else ():
-        kind, dims = kinds[missed.folded.group], missed.companion.dims
-        if kind.rule == missed.rule and kind.spec is not None and not callable(dims):
+        kind = kinds[missed.folded.group]
+        if kind.rule == missed.rule and kind.spec is not None:
+            dims = dims_at(missed.companion, missed.path, kind.shape, missed.shape_of_base)
             entries = zip(dims, kind.spec, strict=False)
             if any(dim is None and entry is not None for dim, entry in entries):
                 cut[missed.rule].append(missed.folded)
@@ -148,7 +154,9 @@ def _missed(
         of_base = first_rules(rules, bases.values())
         for path, base in bases.items():
             if of_base[base] >= 0:
-                yield _Missed(free[path], records[path], of_base[base])
+                row = plan._leaves.rows.get(base)
+                shape = None if row is None else plan.kinds[plan.kind_of[row]].shape
+                yield _Missed(free[path], path, records[path], of_base[base], shape)
 
 
 @cache

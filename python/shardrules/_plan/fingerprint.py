@@ -8,8 +8,9 @@ import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._base.specs import spec_shown
-from shardrules._plan.kinds import Kind, dtype_shown, placement_shown
+from shardrules._base.rule_specs import in_memory
+from shardrules._base.specs import as_written, spec_shown
+from shardrules._plan.kinds import Kind, Spec, dtype_shown
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
@@ -31,8 +32,12 @@ def leaves_digest(
 
 
 def _placed(kind: Kind) -> str:
-    counted = "" if kind.status == "placed" or kind._counted is None else spec_shown(kind._counted)
-    return placement_shown(kind) + counted
+    counted = "" if kind.status == "placed" else _written(kind._counted)
+    return in_memory(_written(kind.spec), kind.memory_kind) + counted
+
+
+def _written(spec: Spec | None) -> str:
+    return "" if spec is None else spec_shown(as_written(spec))
 
 
 def rules_digest(rules: dict[str, Any], patterns: list[str], decided_by: list[str]) -> str:

@@ -108,7 +108,7 @@ def links_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, tup
         for place, number in led:
             companion = companions[number]
             base = base_path(companion, place.path)
-            dims = _dims_at(companion, place, shapes.get(base))
+            dims = dims_at(companion, place.path, place.shape, shapes.get(base))
             rank = None if place.shape is None else len(place.shape)
             link = Link(companion, base, DimStep(dims, companion.blocks, rank))
             links[place.row] = (*links.get(place.row, ()), link)
@@ -144,16 +144,15 @@ def _can_find(companion: Companion, rank: int | None) -> bool:
     return not callable(companion.dims) and named_dims(companion.dims)[1]
 
 
-def _dims_at(companion: Companion, place: _Place, of_base: Shape | None) -> Dims:
-    """Return the dims of what the companion finds there."""
+def dims_at(companion: Companion, path: str, shape: Shape | None, of_base: Shape | None) -> Dims:
+    """Return the dims of the leaf that a companion finds."""
     if not callable(companion.dims):
         return companion.dims
-    shape = place.shape or ()
-    dims = tuple(companion.dims(shape, of_base))
+    dims = tuple(companion.dims(shape or (), of_base))
     check_dims(dims)
-    if len(dims) != len(shape):
+    if len(dims) != len(shape or ()):
         raise ValueError(
-            f"{place.path}: the dims of the companion {companion.pattern!r} are {dims} for "
+            f"{path}: the dims of the companion {companion.pattern!r} are {dims} for "
             f"the shape {shape}; there must be one for each of its dimensions"
         )
     return dims

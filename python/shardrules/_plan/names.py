@@ -11,12 +11,13 @@ from typing import Any, Final, cast
 import numpy as np
 
 from shardrules._base.rule_specs import RuleSpec
-from shardrules._base.specs import Entries, entry_axes
+from shardrules._base.specs import Entries, entry_axes, is_partition_spec
 from shardrules._core import resolve_all
 from shardrules._place.boxes import (
     NodeForms,
     box_types,
     named_array_types,
+    open_boxes,
     unboxed,
     unboxed_with_names,
     variable_types,
@@ -98,23 +99,23 @@ def by_names(
     leaves: Leaves, rules: LogicalRules, mesh: SizedMesh, may_lack: frozenset[str]
 ) -> tuple[Leaves, list[Kind]]:
     """Put the leaves on the mesh, as `by_rules` does."""
-    on_mesh = _NamesOnMesh(rules, mesh, may_lack.union(rules.optional_axes))
+    on_mesh = NamesOnMesh(rules, mesh, may_lack)
     return leaves, list(map(on_mesh.kind, leaves.types))
 
 
-class _NamesOnMesh:
+class NamesOnMesh:
     """Logical rules, bound to a mesh."""
 
-    def __init__(self, rules: LogicalRules, mesh: SizedMesh, optional_axes: frozenset[str]) -> None:
+    def __init__(self, rules: LogicalRules, mesh: SizedMesh, may_lack: frozenset[str]) -> None:
         self._axis_sizes = mesh.axis_sizes
         self._correction = rules.correction
-        self._optional_axes = optional_axes
+        self._optional_axes = may_lack.union(rules.optional_axes)
         self._named_with = _named_with(rules, mesh.axis_sizes)
         self._manual = mesh.manual
         # By the names alone: no rule loses to a mesh or a shape.
         self._anywhere = resolver_for(tuple(rules), rules.dialect, {})
         sizes = local_sizes(mesh.axis_sizes, self._manual)
-        self._here = resolver_of(rules, sizes, optional_axes)
+        self._here = resolver_of(rules, sizes, self._optional_axes)
 
     def kind(self, leaf: LeafType) -> Kind:
         """Return the kind of such leaves."""
@@ -186,9 +187,30 @@ def _named_with(rules: LogicalRules, axis_sizes: Mapping[str, int]) -> Mapping[s
 
 def has_names(tree: Any) -> bool:
     """Return whether an array of the tree has logical axis names; free without such libraries."""
-    if not (box_types() or variable_types() or named_array_types()):
-        return False
-    return any(unboxed(tree).names)
+    return _may_have_boxes() and any(unboxed(tree).names)
+
+
+def axes_said(tree: Any, rows: Any) -> dict[int, tuple[Any, ...]]:
+    """Return what boxes and Variables say of the dimensions of their arrays, by row.
+
+    Args:
+        tree: The tree.
+        rows: The number of its row for each of its leaves, in a tree with or without the boxes.
+    """
+    if not _may_have_boxes():
+        return {}
+    from jax.tree_util import tree_leaves
+
+    said = zip(tree_leaves(rows), open_boxes(tree).names_of_arrays(), strict=True)
+    return {
+        row: tuple(names)
+        for row, names in said
+        if isinstance(names, tuple | list) or is_partition_spec(names)
+    }
+
+
+def _may_have_boxes() -> bool:
+    return bool(box_types() or variable_types() or named_array_types())
 
 
 def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:

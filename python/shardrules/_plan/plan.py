@@ -37,7 +37,7 @@ from shardrules._plan.fold import Folded
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
 from shardrules._plan.leaves import Leaves, survey
 from shardrules._plan.memory import DeviceBytes, Training, room_of
-from shardrules._plan.names import plan_named
+from shardrules._plan.names import axes_said, plan_named
 from shardrules._plan.resolve import (
     OnMesh,
     SizedMesh,
@@ -251,6 +251,9 @@ class Plan(Decider):
         says which of these it was. What follows a parameter is in its kind of memory, unless
         another is given.
 
+        Axes that a Variable or box of the state names, other than its parameter's, decide instead:
+        those of flax's `nnx.Param(..., optimizer_sharding=...)`.
+
         Args:
             state: Any pytree of arrays or abstract arrays: `jax.eval_shape(tx.init, params)` of
                 optax, an nnx.Optimizer's state, or a whole train state with its parameters.
@@ -288,12 +291,13 @@ class Plan(Decider):
         leaves = survey(
             unboxed(state).tree if is_boxed else state, Rules((), self._leaves.paths_dialect)
         )
+        said = axes_said(state, leaves.tree)
         if all(leaf.shape is None for leaf in leaves.types):
             check_arrays("state", state)
         follow = partial(
             by_parameters,
             state=leaves,
-            parameters=find_parameters(self._leaves, leaves),
+            parameters=find_parameters(self._leaves, leaves, said),
             zero1=Zero1(zero1) if isinstance(zero1, str) else zero1,
             memory_kind=memory_kind,
         )
@@ -617,13 +621,14 @@ class Plan(Decider):
     def fingerprint(self) -> str:
         """Return 64 hex digits that change with any path, shape, dtype, spec, memory or mesh axis.
 
-        The same in every process and every run, whatever the order of the leaves.
+        The same in every process and every run, whatever the order of the leaves; and for specs
+        that are alike as written, such as P("tp") and P("tp", None).
 
         Example:
             >>> import jax, shardrules as sr
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
-            '229b934b'
+            '3fe8a7a3'
         """
         from shardrules._plan.fingerprint import plan_fingerprint
 

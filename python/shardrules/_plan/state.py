@@ -33,6 +33,11 @@ from shardrules._base.text import brief, mesh_shown, without_defaults
 from shardrules._plan.align import check_distinct
 from shardrules._plan.kinds import REPLICATED, Fit, Kind, Spec, axes_named, kind_of
 from shardrules._plan.leaves import NO_RULE_NEEDED, LeafType, Leaves, grouped
+from shardrules._plan.names import NamesOnMesh, axes_said
+from shardrules._plan.resolve import RulesOnMesh
+from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.names import checked_names
+from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
@@ -88,12 +93,14 @@ _FACTOR: Final = re.compile(rf"({'|'.join(_FACTORS)})\W*$")
 
 
 class _Relation(NamedTuple):
-    """Relation of an array to its parameter."""
+    """How an array follows its parameter."""
 
     dims: tuple[Dim, ...] | None
     """For each dimension, the parameter's dimension that it is, or None if it is none of them; None
     for an array that does not follow its parameter."""
     origin: str
+    own: tuple[Any, ...] | None = None
+    """The axes that it names itself, if these decide."""
 
 
 _COLLECTION: Final = "params"
@@ -109,6 +116,8 @@ class FoundParameters(NamedTuple):
     """For each leaf, the row of its parameter, or _NONE."""
     factors: list[int | None]
     """For each leaf, the value of `_FACTORS` that its path names, or None."""
+    own_axes: list[tuple[Any, ...] | None]
+    """For each leaf, what it says itself of its dimensions, if its parameter says otherwise."""
 
 
 _NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: replicated")
@@ -131,12 +140,12 @@ def by_parameters(
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
     param_kinds = [kind_of_parameter[row] for row in parameters.rows]
     pairs, pair_of = grouped(
-        zip(state.kind_of.tolist(), param_kinds, parameters.factors, is_state, strict=True)
+        zip(state.kind_of.tolist(), param_kinds, *parameters[1:], is_state, strict=True)
     )
     kind_or_none = [*params.kinds, None]
     related, of_pair = grouped(
-        (number, kind, _relation(state.types[number].shape, kind, factor), is_in_state)
-        for number, param, factor, is_in_state in pairs
+        (number, kind, _relation(state.types[number].shape, kind, factor, own), is_in_state)
+        for number, param, factor, own, is_in_state in pairs
         for kind in [kind_or_none[param]]
     )
     kinds = [
@@ -144,7 +153,7 @@ def by_parameters(
             state.types[number],
             parameter,
             relation,
-            params.axis_sizes,
+            params,
             zero1=zero1 if is_in_state and parameter is not None else None,
             memory_kind=memory_kind if is_in_state else None,
         )
@@ -165,8 +174,10 @@ def by_parameters(
     return leaves, kinds
 
 
-def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
-    """Find the parameters of the leaves of a state, on whatever mesh."""
+def find_parameters(
+    params: Leaves, state: Leaves, said: Mapping[int, tuple[Any, ...]]
+) -> FoundParameters:
+    """Find the parameters of the leaves of a state, of which some say their axes themselves."""
     check_distinct(params.paths, "a state finds its parameters by their paths")
     separator = params.paths_dialect.separator
     # A component of `keystr` paths begins with [ or a dot.
@@ -194,7 +205,21 @@ def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
         factors.append(None if row == _NONE else _factor_in(prefix))
     if params.paths and all(row == _NONE for row in rows):
         _check_no_moments(params, state)
-    return FoundParameters(rows, factors)
+    return FoundParameters(rows, factors, _own_axes(params, rows, said))
+
+
+def _own_axes(
+    params: Leaves, rows: list[int], said: Mapping[int, tuple[Any, ...]]
+) -> list[tuple[Any, ...] | None]:
+    if not said:
+        return [None] * len(rows)
+    names = {_NONE: None} | {
+        row: params.types[kind].names for row, kind in enumerate(params.kind_of.tolist())
+    }
+    names |= axes_said(params.tree, params.tree)
+    return [
+        None if (own := said.get(place)) == names[row] else own for place, row in enumerate(rows)
+    ]
 
 
 def _ends(
@@ -294,8 +319,16 @@ def _factor_in(prefix: str) -> int | None:
     return None if factor is None else _FACTORS[factor[1]]
 
 
-def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) -> _Relation:
+def _relation(
+    shape: _Shape | None,
+    parameter: Kind | None,
+    factor: int | None,
+    own: tuple[Any, ...] | None,
+) -> _Relation:
     """Relate an array of this shape to its parameter."""
+    if own is not None and shape is not None and len(own) == len(shape):
+        # What a factored moment says is its parameter's, of more dimensions.
+        return _Relation(None, f"the axes that the state itself names: {own}", own)
     if parameter is None:
         return _NO_PARAMETER
     full = parameter.shape
@@ -345,7 +378,7 @@ def _state_kind(
     leaf: LeafType,
     parameter: Kind | None,
     relation: _Relation,
-    axis_sizes: Mapping[str, int],
+    params: Plan,
     *,
     zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
@@ -356,20 +389,34 @@ def _state_kind(
         fit = _followed_fit(parameter, relation.dims)
         rule = rule if parameter.rule is None else parameter.rule
         memory_kind = memory_kind or parameter.memory_kind
+    if relation.own is not None:
+        fit = _own_fit(leaf, relation.own, params)
+        memory_kind = memory_kind or (None if parameter is None else parameter.memory_kind)
     if zero1 is not None and fit.spec is not None and leaf.shape is not None:
-        cut = _cut_by_zero1(zero1, leaf.shape, fit.spec, axis_sizes)
+        cut = _cut_by_zero1(zero1, leaf.shape, fit.spec, params.axis_sizes)
         if cut is not None:
             fit = replace(fit, spec=cut)
             origin = f"{origin}, cut by {zero1.axis} too (ZeRO-1)"
     return kind_of(
         leaf._replace(rule=rule),
         fit,
-        axis_sizes,
+        params.axis_sizes,
         origin=origin,
         dim_rules=(),
         lost_rules=(),
         memory_kind=memory_kind,
     )
+
+
+def _own_fit(leaf: LeafType, axes: tuple[Any, ...], params: Plan) -> Fit:
+    """Return the fit of an array that names logical axes, or those of the mesh, itself."""
+    if isinstance(params.rules, LogicalRules):
+        on_mesh = NamesOnMesh(params.rules, params._mesh, frozenset())
+        return on_mesh.kind(leaf._replace(names=checked_names(axes)))
+    rules = Rules([("", axes)], correction=params.rules.correction)
+    own = RulesOnMesh(rules, params._mesh, frozenset(params.rules.optional_axes))
+    fit = own.kind(leaf._replace(rule=0))
+    return fit if fit.losses else replace(fit, wanted=None)  # no rule of the plan says it
 
 
 def _followed_fit(parameter: Kind, dims: tuple[Dim, ...]) -> Fit:
