@@ -22,7 +22,7 @@ def written():
     """{file: its text, with the kinds as they are registered}."""
     names = "".join(f'    "{kind}",\n' for kind in KINDS)
     rows = "".join(
-        f"| [{kind}](#{kind}) | {row.levels} | {row.what} |\n" for kind, row in KINDS.items()
+        f"| [{kind}](#{kind}) | {row.levels} | {row.about} |\n" for kind, row in KINDS.items()
     )
     return {
         LITERAL: _IN_LITERAL.sub(lambda _: names, LITERAL.read_text(encoding="utf-8"), 1),

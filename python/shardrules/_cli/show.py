@@ -17,7 +17,7 @@ import click
 from shardrules._base.text import and_more, brief, is_command, printable
 from shardrules._cli.inputs import Planned, dialect_of
 from shardrules._cli.process import hint, working
-from shardrules._plan.findings import conclusion, finding_lines, github_command, github_commands
+from shardrules._plan.findings import finding_lines, github_command, github_commands
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, is_replicated
 from shardrules._plan.show import heading, plan_table
 from shardrules._plan.tables import Table
@@ -109,7 +109,7 @@ def show_findings(args: Args, findings: Findings, planned: Planned | None = None
         print(findings.to_json())
     elif args.format == "github":
         commands = github_commands(findings, *_rule_lines(args, planned), _page_title(args))
-        print(commands or conclusion(findings))
+        print(commands or findings.notes[0])
     else:
         for finding in findings:
             label, message, *lines = finding_lines(finding)
@@ -117,7 +117,7 @@ def show_findings(args: Args, findings: Findings, planned: Planned | None = None
             text = _DECLARED.sub(_as_option, "\n".join(lines))
             _print(click.style(text, dim=True) if finding.level == "info" else text)
         if not args.quiet:
-            _print(click.style(conclusion(findings), bold=True))
+            _print(click.style(findings.notes[0], bold=True))
             kinds = {finding.kind for finding in findings.at_least("warning")}
             if planned and args.rules and not planned.rules.companions and kinds & _ADDED:
                 print("--fix prints the missing rules")

@@ -5,28 +5,21 @@ Each check is one function from a plan to findings; all run, and all is reported
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardrules._base.arguments import check_choice
 from shardrules._base.text import counted, mesh_shown
 from shardrules._plan import check_leaves, check_names, check_rules
-from shardrules._plan.check_context import CHECKS, KINDS, Queries
-from shardrules._plan.findings import (
-    LEVELS,
-    CheckKind,
-    Declared,
-    FindingKind,
-    Findings,
-    Level,
-)
+from shardrules._plan.check_context import CHECKS, KINDS, CheckContext
+from shardrules._plan.findings import LEVELS, CheckKind, Declared, FindingKind, Findings, Level
 from shardrules._plan.kinds import DEFAULT_LARGE
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
 
 _MODULES: Final = (check_leaves, check_rules, check_names)
-"""Each registers its checks with `queries.check`."""
+"""Each registers its checks with `check_of`."""
 
 
 def run_checks(
@@ -43,16 +36,16 @@ def run_checks(
     for kind, level in new_levels.items():
         check_choice("levels: a kind of finding", kind, tuple(KINDS))
         check_choice(f"levels: the level of {kind!r}", level, (*LEVELS, "off"))
-    queries = Queries(plan, large, declared, head_dim, hbm)
-    off = [kind for kind, level in new_levels.items() if level == "off"]
-    findings = (finding for check_ in CHECKS for finding in check_(queries))
-    levelled = ((finding, new_levels.get(finding.kind, finding.level)) for finding in findings)
-    kept = (finding._replace(level=level) for finding, level in levelled if level != "off")
-    return Findings(kept, _scope_of_check(plan, off))
-
-
-def _scope_of_check(plan: Plan, off: Iterable[str]) -> str:
-    """Return what is looked at, in words."""
+    context = CheckContext(plan, large, declared, head_dim, hbm)
+    others = "paths" if context.path_rules is None else "names"
+    findings = [
+        finding._replace(level=level)
+        for check, rules_of in CHECKS.items()
+        if rules_of != others
+        for finding in check(context)
+        if (level := new_levels.get(finding.kind, finding.level)) != "off"
+    ]
     counts = f"{counted(len(plan.paths), 'leaf')}, {counted(len(plan.rules), 'rule')}"
-    mesh = mesh_shown(plan.axis_sizes) or "one device"
-    return f"{counts}, on {mesh}" + (f"; not looked for: {', '.join(off)}" if off else "")
+    off = ", ".join(kind for kind, level in new_levels.items() if level == "off")
+    scope = f"{counts}, on {mesh_shown(plan.axis_sizes) or 'one device'}"
+    return Findings(findings, f"{scope}; not looked for: {off}" if off else scope)

@@ -1,16 +1,15 @@
-"""`Queries`: facts of a plan that several checks ask for; and the register of the checks."""
+"""`CheckContext`: facts of a plan that several checks ask for; and the register of the checks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from shardrules._base.rule_specs import Fsdp, rule_spec, rule_spec_shown
-from shardrules._plan.edits import added_rule
 from shardrules._plan.findings import CheckKind, Declared, Finding, Level, compiled_replicated
 from shardrules._plan.fold import Folded, fold
 from shardrules._plan.kinds import Kind, axes_named, axes_used, could_cut, is_replicated
@@ -28,61 +27,82 @@ _MUCH: Final = 0.02
 # Of what is much only together, parts of more than this share are reported.
 _PART: Final = 0.1
 
-
-Check: TypeAlias = "Callable[[Queries], Iterator[Finding]]"
+Check: TypeAlias = "Callable[[CheckContext], Iterator[Finding]]"
 
 
 class CheckRow(NamedTuple):
     """A kind of finding, as docs/findings.md has it."""
 
     levels: str
-    """The levels that a finding of this kind may have."""
-    what: str
+    """The levels that a finding of this kind may have, the usual one first."""
+    about: str
     """The leaves, rules or axes that it is about."""
 
 
-CHECKS: Final[dict[Check, None]] = {}
-"""The checks, in the order of their modules."""
+RulesOf = Literal["paths", "names"]
+CHECKS: Final[dict[Check, RulesOf | None]] = {}
+"""The checks, in the order of their modules; what the rules must be of, if that matters."""
 KINDS: Final[dict[str, CheckRow]] = {}
 """The kinds of findings of `Plan.check`."""
 
 
-def check_of(kind: str, levels: str = "", what: str = "") -> Callable[[Check], Check]:
+def check_of(
+    kind: str,
+    levels: str = "",
+    about: str = "",
+    *,
+    rules_of: Literal["paths", "names"] | None = None,
+) -> Callable[[Check], Check]:
     """Register a function as a check that gives findings of a kind.
 
     Args:
         kind: The kind; a function of several kinds is registered for each.
         levels: The levels of such findings; left out where another check has the kind as well.
-        what: What they are about, as docs/findings.md says it.
+        about: What they are about, as docs/findings.md says it.
+        rules_of: The check is for plans by rules of paths, or by those of logical names, alone.
     """
 
     def register(function: Check) -> Check:
-        CHECKS[function] = None
-        if what:
-            KINDS[kind] = CheckRow(levels, what)
+        CHECKS[function] = rules_of
+        if about:
+            KINDS[kind] = CheckRow(levels, about)
         return function
 
     return register
 
 
-def finding(level: Level, kind: CheckKind, message: str, fix: str, **fields: Any) -> Finding:
-    """Return a finding; `folded` are the leaves that it is about."""
-    folded = fields.pop("folded", [])
-    values = {"rule": None, "bytes": 0, "leaves": leaves_in(folded), **fields}
-    return Finding(level, kind, message, tuple(part.pattern for part in folded), fix=fix, **values)
+def finding(
+    kind: CheckKind,
+    message: str,
+    fix: str,
+    folded: Iterable[Folded] = (),
+    *,
+    level: Level | None = None,
+    **fields: Any,
+) -> Finding:
+    """Return a finding about these leaves; its level is the usual one of its kind, or this."""
+    parts = [*folded]
+    usual: Any = KINDS[kind].levels.partition(",")[0]
+    paths = tuple([part.pattern for part in parts])
+    fields = {"paths": paths, "leaves": leaves_in(parts), **fields}
+    return Finding(level or usual, kind, message, fix, **fields)
 
 
 def leaves_in(folded: Iterable[Folded]) -> int:
     """Return the number of leaves that these stand for."""
-    return sum(len(part.rows) for part in folded)
+    return sum([len(part.rows) for part in folded])
 
 
-def rules_listed(rules: Iterable[int]) -> str:
+def rules_listed(rules: Sequence[int]) -> str:
     """Format indices of rules for a message: rule 3; rules 1, 2; nothing if there are none."""
-    indices = list(rules)
-    if not indices:
+    if not rules:
         return ""
-    return ("rule " if len(indices) == 1 else "rules ") + ", ".join(map(str, indices))
+    return ("rule " if len(rules) == 1 else "rules ") + ", ".join(map(str, rules))
+
+
+def only_one(rules: Sequence[int]) -> int | None:
+    """Return the rule that alone is the reason of a finding; None if several are, or none."""
+    return rules[0] if len(rules) == 1 else None
 
 
 @lru_cache(maxsize=64)
@@ -91,7 +111,7 @@ def _matching_all(rules: Rules) -> frozenset[int]:
     return frozenset.intersection(*(frozenset(rules.all_matches(probe)) for probe in _PROBES))
 
 
-class Queries:
+class CheckContext:
     """A plan, what is declared about it, and what several checks ask of it."""
 
     def __init__(
@@ -99,37 +119,41 @@ class Queries:
         plan: Plan,
         large: int,
         declared: Declared,
-        head_dim: int | None,
+        head_dim: int | None = None,
         hbm: int | None = None,
     ) -> None:
         self.plan = plan
+        self.kinds = plan.kinds
+        self.sizes = plan.axis_sizes
+        self.path_rules = plan._leaves.path_rules
+        """The rules, if they are for paths; None for logical names."""
         self.large = large
-        self._optional_axes = {*declared["optional_axes"], *plan.rules.optional_axes}
         self.data_axes = frozenset(declared["data_axes"])
         self.head_dim = head_dim
         self.hbm = hbm
+        self._optional_axes = {*declared["optional_axes"], *plan.rules.optional_axes}
         self._declared = compiled_replicated(declared["replicated"])
 
     @cached_property
     def catch_alls(self) -> frozenset[int]:
         """Rules that match every path: these here, and others."""
-        rules = self.plan._leaves.path_rules
-        if rules is None:
+        if self.path_rules is None:
             return frozenset()
         coverage = self.plan.coverage
         leaves = sum(coverage.won) + coverage.unmatched
-        return frozenset(rule for rule in _matching_all(rules) if coverage.matched[rule] == leaves)
-
-    @cached_property
-    def dead(self) -> tuple[int, ...]:
-        """Rules for no leaf; none of a state or of gradients, whose rules are the parameters'."""
-        return () if self.plan._leaves.follows_parameters else tuple(self.plan.coverage.dead)
+        matching = _matching_all(self.path_rules)
+        return frozenset([rule for rule in matching if coverage.matched[rule] == leaves])
 
     @cached_property
     def silent_catch_alls(self) -> frozenset[int]:
         """Those of them that give all leaves one spec, whatever they are."""
         spec_of = self.plan._spec_of_rule
-        return frozenset(rule for rule in self.catch_alls if not isinstance(spec_of(rule), Fsdp))
+        return frozenset([rule for rule in self.catch_alls if not isinstance(spec_of(rule), Fsdp)])
+
+    @cached_property
+    def dead(self) -> tuple[int, ...]:
+        """Rules for no leaf; none of a state or of gradients, whose rules are the parameters'."""
+        return () if self.plan._leaves.follows_parameters else tuple(self.plan.coverage.dead)
 
     def folded(self, is_wanted: Iterable[object]) -> list[Folded]:
         """Return the folded leaves of the wanted kinds, with most bytes on a device first.
@@ -146,135 +170,16 @@ class Queries:
     @cached_property
     def _by_bytes(self) -> list[Folded]:
         """The folded leaves, those with most bytes on a device first."""
-        parts, kinds = self.plan.folded, self.plan.kinds
-        most = [kinds[part.group].device_bytes * len(part.rows) for part in parts]
+        parts = self.plan.folded
+        most = [self.kinds[part.group].device_bytes * len(part.rows) for part in parts]
         order = sorted(range(len(parts)), key=most.__getitem__, reverse=True)
         return [parts[number] for number in order]
 
     def undeclared(self, folded: list[Folded]) -> list[Folded]:
         """Return the leaves among these that are not declared to be replicated."""
-        return (
-            [part for leaves in folded for part in self._undeclared(leaves)]
-            if self._declared
-            else folded
-        )
-
-    def device_bytes(self, folded: Iterable[Folded]) -> int:
-        """Bytes of these leaves on the device that holds most."""
-        leaves: Counter[int] = Counter()
-        for part in folded:
-            leaves[part.group] += len(part.rows)
-        return sum(self.plan.kinds[kind].device_bytes * count for kind, count in leaves.items())
-
-    def is_large(self, kind: Kind) -> bool:
-        """Return whether one leaf alone is large."""
-        return kind.device_bytes >= self.large
-
-    @cached_property
-    def total(self) -> int:
-        """Bytes of all leaves for the fullest device, in its memory and the host's."""
-        total = by_class(self.plan)
-        return total.max + total.max_host
-
-    def is_much(self, count: int) -> bool:
-        """Return whether so many bytes on a device are much, beside what it must hold anyway."""
-        return count >= self.large and count > _MUCH * (self.total - count)
-
-    def is_whole(self, kind: Kind) -> bool:
-        """Return whether each of several devices holds leaves of a kind whole."""
-        return is_replicated(kind, self.plan.axis_sizes)
-
-    def is_unnamed(self, kind: Kind) -> bool:
-        """Return whether logical rules are to decide leaves that have no names."""
-        has_rules = self.plan._leaves.path_rules is None and kind.rule is None
-        return has_rules and kind.names is None and kind.origin is None and bool(kind.shape)
-
-    def matters(self, count: int, together: int) -> bool:
-        """Tell if these bytes, which are not large alone, are much together with others like them.
-
-        A hundred arrays of a megabyte cost as much as one of 100 MB.
-        """
-        return self.is_much(together) and count > _PART * together
-
-    def level(self, count: int, level: Level) -> Level:
-        """Return the level of a finding with this many bytes at stake.
-
-        "info" if they are not large.
-        """
-        return level if count >= self.large else "info"
-
-    @cached_property
-    def used_axes(self) -> frozenset[str]:
-        """The mesh axes that cut leaves."""
-        plan = self.plan
-        return frozenset().union(
-            *[axes_used(kind._counted, plan.axis_sizes) for kind in plan.kinds]
-        )
-
-    @cached_property
-    def dead_rules_of(self) -> dict[str, list[int]]:
-        """The mesh axes that cut no leaf, each with the rules for no leaf that name it."""
-        plan = self.plan
-        named = {rule: axes_named(plan._spec_of_rule(rule)) for rule in self.dead}
-        return {
-            axis: [rule for rule, axes in named.items() if axis in axes]
-            for axis, size in plan.axis_sizes.items()
-            if size > 1 and axis not in self.used_axes
-        }
-
-    @cached_property
-    def fewer_names(self) -> list[Folded]:
-        """The folded leaves that have logical axis names, but not one for each dimension."""
-        return self.folded(
-            [kind.names and len(kind.names) < len(kind.shape or ()) for kind in self.plan.kinds]
-        )
-
-    @cached_property
-    def missing_names(self) -> list[int]:
-        """The rules for names of no leaf that leaves with fewer names than dimensions may lack.
-
-        Their axes cut other leaves, and could cut all of these further.
-        """
-        plan = self.plan
-        lacking = [plan.kinds[part.group] for part in self.fewer_names]
-        return [
-            rule
-            for rule in self.dead
-            for axes in [axes_named(plan._spec_of_rule(rule)) & self.used_axes]
-            if lacking and axes and isinstance(plan.rules[rule][0], str)
-            if all(could_cut(axis, kind, plan.axis_sizes) for axis in axes for kind in lacking)
-        ]
-
-    def rule(self, index: int) -> str:
-        """Return a rule, for a message."""
-        pattern, spec = self.plan.rules[index]
-        if self.plan._leaves.by_specs:
-            return f"the tree's spec {rule_spec_shown(spec)}"
-        is_logical = self.plan._leaves.path_rules is None
-        text = repr(spec) if is_logical else rule_spec_shown(spec)
-        return f"rule {index} {pattern!r} -> {text}"
-
-    def who(self, kind: Kind) -> str:
-        """Return what decides the leaves of a kind, for a message: their rule, or their names."""
-        if kind.rule is not None:
-            return self.rule(kind.rule)
-        return "no rule decides" if kind.names is None else f"the names {kind.names}"
-
-    def optional_axes_of(self, rule: int | None) -> frozenset[str]:
-        """Return the mesh axes that a mesh may lack, as far as this rule is concerned."""
-        declared = () if rule is None else rule_spec(self.plan.rules[rule][1]).optional_axes
-        return frozenset(self._optional_axes.union(declared))
-
-    def rules(self, indices: list[int]) -> str:
-        """Rules, for a message: one alone with its pattern and spec."""
-        if len(indices) > 1 and self.plan._leaves.by_specs:
-            return f"{len(indices)} of the tree's specs"
-        return self.rule(indices[0]) if len(indices) == 1 else rules_listed(indices)
-
-    def rules_of(self, folded: Iterable[Folded]) -> list[int]:
-        """Return the rules that decide these leaves, ascending."""
-        kinds = self.plan.kinds
-        return sorted({rule for part in folded for rule in kinds[part.group].deciders})
+        if not self._declared:
+            return folded
+        return [part for leaves in folded for part in self._undeclared(leaves)]
 
     def _undeclared(self, folded: Folded) -> list[Folded]:
         paths = [self.plan.paths[row] for row in folded.rows]
@@ -286,17 +191,106 @@ class Queries:
         parts = fold([paths[i] for i in rest], np.full(len(rest), folded.group, np.int32))
         return [part._replace(rows=rows[part.rows]) for part in parts]
 
-    def axes_of(self, name: str | None) -> Any:
-        """Return the axes of the first logical rule for a name; None if there is none."""
-        return next((axes for rule, axes in self.plan.rules if name and rule == name), None)
+    def device_bytes(self, folded: Iterable[Folded]) -> int:
+        """Return the bytes of these leaves on the device that holds most."""
+        leaves: Counter[int] = Counter()
+        for part in folded:
+            leaves[part.group] += len(part.rows)
+        return sum([self.kinds[kind].device_bytes * count for kind, count in leaves.items()])
 
-    def added_rule(self, folded: Sequence[Folded], *, opens_numbers: bool = False) -> str:
-        """Return a rule to add for the first of these leaves; "" where there is none.
+    def level(self, count: int, level: Level) -> Level:
+        """Return the level of a finding with so many bytes at stake: info if they are not large."""
+        return level if count >= self.large else "info"
 
-        It may be for all that differ from it in numbers alone.
+    @cached_property
+    def _total(self) -> int:
+        """Bytes of all leaves for the fullest device, in its memory and the host's."""
+        total = by_class(self.plan)
+        return total.max + total.max_host
+
+    def is_much(self, count: int) -> bool:
+        """Tell if so many bytes on a device are much, beside what it must hold anyway."""
+        return count >= self.large and count > _MUCH * (self._total - count)
+
+    def matters(self, count: int, together: int) -> bool:
+        """Tell if these bytes, which are not large alone, are much together with others like them.
+
+        A hundred arrays of a megabyte cost as much as one of 100 MB.
         """
-        rules, everything = self.plan._leaves.path_rules, self.plan.folded
-        if rules is None or not folded:
-            return ""
-        sources = self.plan.sources
-        return added_rule(rules, folded, everything, sources, opens_numbers=opens_numbers)
+        return self.is_much(together) and count > _PART * together
+
+    def is_whole(self, kind: Kind) -> bool:
+        """Tell if each of several devices holds leaves of a kind whole."""
+        return is_replicated(kind, self.sizes)
+
+    def is_unnamed(self, kind: Kind) -> bool:
+        """Tell if logical rules are to decide leaves that have no names."""
+        has_rules = self.path_rules is None and kind.rule is None
+        return has_rules and kind.names is None and kind.origin is None and bool(kind.shape)
+
+    @cached_property
+    def used_axes(self) -> frozenset[str]:
+        """The mesh axes that cut leaves."""
+        used = [axes_used(kind._counted, self.sizes) for kind in self.kinds]
+        return frozenset().union(*used)
+
+    @cached_property
+    def dead_rules_of(self) -> dict[str, list[int]]:
+        """The mesh axes that cut no leaf, each with the rules for no leaf that name it."""
+        named = {rule: axes_named(self.plan._spec_of_rule(rule)) for rule in self.dead}
+        return {
+            axis: [rule for rule, axes in named.items() if axis in axes]
+            for axis, size in self.sizes.items()
+            if size > 1 and axis not in self.used_axes
+        }
+
+    @cached_property
+    def fewer_names(self) -> list[Folded]:
+        """The folded leaves that have logical axis names, but not one for each dimension."""
+        return self.folded(
+            [kind.names and len(kind.names) < len(kind.shape or ()) for kind in self.kinds]
+        )
+
+    @cached_property
+    def missing_names(self) -> list[int]:
+        """The rules for names of no leaf that leaves with fewer names than dimensions may lack.
+
+        Their axes cut other leaves, and could cut all of these further.
+        """
+        lacking = [self.kinds[part.group] for part in self.fewer_names]
+        return [
+            rule
+            for rule in self.dead
+            for axes in [axes_named(self.plan._spec_of_rule(rule)) & self.used_axes]
+            if lacking and axes and isinstance(self.plan.rules[rule][0], str)
+            if all(could_cut(axis, kind, self.sizes) for axis in axes for kind in lacking)
+        ]
+
+    def optional_axes_of(self, rule: int | None) -> frozenset[str]:
+        """Return the mesh axes that a mesh may lack, as far as this rule is concerned."""
+        declared = () if rule is None else rule_spec(self.plan.rules[rule][1]).optional_axes
+        return frozenset(self._optional_axes.union(declared))
+
+    def rules_of(self, folded: Iterable[Folded]) -> list[int]:
+        """Return the rules that decide these leaves, ascending."""
+        return sorted({rule for part in folded for rule in self.kinds[part.group].deciders})
+
+    def rule(self, index: int) -> str:
+        """Return a rule, for a message."""
+        pattern, spec = self.plan.rules[index]
+        if self.plan._leaves.by_specs:
+            return f"the tree's spec {rule_spec_shown(spec)}"
+        text = repr(spec) if self.path_rules is None else rule_spec_shown(spec)
+        return f"rule {index} {pattern!r} -> {text}"
+
+    def rules(self, indices: list[int]) -> str:
+        """Return rules, for a message: one alone with its pattern and spec; "" for none."""
+        if len(indices) > 1 and self.plan._leaves.by_specs:
+            return f"{len(indices)} of the tree's specs"
+        return self.rule(indices[0]) if len(indices) == 1 else rules_listed(indices)
+
+    def who(self, kind: Kind) -> str:
+        """Return what decides the leaves of a kind, for a message: their rule, or their names."""
+        if kind.rule is not None:
+            return self.rule(kind.rule)
+        return "no rule decides" if kind.names is None else f"the names {kind.names}"

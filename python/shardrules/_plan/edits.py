@@ -8,41 +8,38 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.rule_specs import RuleSpec, rule_spec_shown, rule_with_axes
 from shardrules._plan.fold import Folded, runs_of
 from shardrules._rules.rules import Rules
 
+if TYPE_CHECKING:
+    from shardrules._plan.plan import Plan
+
 # Numbers that a pattern lists, at most; more are left open.
 _MOST_NUMBERS: Final = 16
 
 
-def added_rule(
-    rules: Rules,
-    wanted: Sequence[Folded],
-    everything: Sequence[Folded],
-    sources: Sequence[str],
-    *,
-    opens_numbers: bool = False,
-) -> str:
+def added_rule(plan: Plan, wanted: Sequence[Folded], *, opens_numbers: bool = False) -> str:
     """Write a rule for the first of these leaves, to stand before all others.
 
     P(...) stands for the spec to choose. Beside the first, the rule may match others that are
     wanted. "" if there is no such pattern, or another rule matches where a single one may.
 
     Args:
-        rules: Rules of the plan.
+        plan: The plan that the leaves are of.
         wanted: Leaves that a finding is about.
-        everything: All leaves of the plan.
-        sources: The path of each leaf, as rules match it.
         opens_numbers: Whether the rule is for all that differ from the first in numbers alone.
     """
+    rules, sources = plan._leaves.path_rules, plan.sources
+    if rules is None or not wanted:
+        return ""
     path = sources[int(wanted[0].rows[0])]
     if rules.dialect.precedence == "only" and rules.all_matches(path):
         return ""
     rows = {row for part in wanted for row in part.rows.tolist()}
-    firsts = (int(part.rows[0]) for part in everything)
+    firsts = [int(part.rows[0]) for part in plan.folded]
     others = [sources[row] for row in firsts if row not in rows]
     for pattern in _patterns(wanted[0].parts, opens_numbers):
         rule = Rules([(pattern, ())], rules.dialect)

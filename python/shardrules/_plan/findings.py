@@ -47,7 +47,8 @@ def all_declared(first: Declared, second: Declared) -> Declared:
     )
 
 
-def compiled_replicated(patterns: Iterable[str | re.Pattern[str]]) -> Rules:
+@functools.lru_cache(maxsize=16)
+def compiled_replicated(patterns: tuple[str | re.Pattern[str], ...]) -> Rules:
     """Return the patterns as rules that are searched in printed paths, in every dialect.
 
     They cost as much as rules, the first time. Patterns that are not regular are in
@@ -57,11 +58,6 @@ def compiled_replicated(patterns: Iterable[str | re.Pattern[str]]) -> Rules:
         re.error, OverflowError, RecursionError, ValueError: A pattern is invalid. The message has
             its index.
     """
-    return _compiled_patterns(tuple(patterns))
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled_patterns(patterns: tuple[str | re.Pattern[str], ...]) -> Rules:
     for index, pattern in enumerate(patterns):
         parse(f"replicated[{index}]", pattern)
     return Rules([(pattern, None) for pattern in patterns])
@@ -91,7 +87,7 @@ CheckKind = Literal[
     "correction",
     "unknown-axis",
 ]
-"""The kinds that `queries.check` registers; docs/findings.md says what they are."""
+"""The kinds that `check_of` registers; docs/findings.md says what they are."""
 VerifyKind = Literal[
     "input",
     "output",
@@ -127,13 +123,14 @@ class Finding(NamedTuple):
     kind: FindingKind
     """What was found: the row of the table in `Plan.check`, `verify` or `audit`."""
     message: str
-    paths: tuple[str, ...]
-    """Folded path patterns of the leaves, those with most bytes first."""
-    leaves: int
-    rule: int | None
-    bytes: int
-    """Bytes at stake on the fullest device; 0 if it is not about bytes."""
     fix: str
+    paths: tuple[str, ...] = ()
+    """Folded path patterns of the leaves, those with most bytes first."""
+    leaves: int = 0
+    rule: int | None = None
+    """Index of the rule that is the reason; None if none is, or several are."""
+    bytes: int = 0
+    """Bytes at stake on the fullest device; 0 if it is not about bytes."""
     mend: str = ""
     """An edit that mends this, as one writes it, or else "": a rule to add before all others, in
     which P(...) stands for the spec to choose; one that replaces `rule`, with an axis renamed; an
@@ -142,21 +139,6 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         label, message, *lines = finding_lines(self)
         return "\n".join([f"{label}: {message}", *lines])
-
-
-def finding_of(
-    level: Level,
-    kind: FindingKind,
-    message: str,
-    fix: str,
-    *,
-    paths: tuple[str, ...] = (),
-    leaves: int = 0,
-    bytes: int = 0,
-    mend: str = "",
-) -> Finding:
-    """Return a finding of which no rule is the reason."""
-    return Finding(level, kind, message, paths, leaves, None, bytes, fix, mend)
 
 
 def finding_lines(finding: Finding) -> list[str]:
@@ -244,7 +226,9 @@ class Findings(Answer[Finding]):
     @property
     def notes(self) -> list[str]:
         """How many findings there are, or what they are not in."""
-        return [conclusion(self)]
+        if self:
+            return [self.summary]
+        return [printable(f"nothing found: {self.scope}" if self.scope else "nothing found")]
 
     def _json(self) -> dict[str, Any]:
         return {"scope": self.scope}
@@ -258,7 +242,7 @@ class Findings(Answer[Finding]):
 
     def _section(self, page: Page) -> Section:
         rows = [finding._asdict() for finding in self]
-        return Section("findings", {"rows": rows, "conclusion": conclusion(self)})
+        return Section("findings", {"rows": rows, "conclusion": self.notes[0]})
 
     def to_github(self, file: str | None = None, lines: Sequence[int] = ()) -> str:
         """Workflow commands, which GitHub shows as annotations.
@@ -280,52 +264,35 @@ def github_commands(
     findings: Findings, file: str | None, lines: Sequence[int], title: str = "shardrules"
 ) -> str:
     """Return the text of `Findings.to_github`, with this title before the kind of each."""
-    return "\n".join(
-        _github_command(finding, file, _line_of(finding, lines), title) for finding in findings
-    )
 
+    def command(finding: Finding) -> str:
+        rule = finding.rule if lines else None
+        if rule is not None and rule >= len(lines):
+            raise ValueError(
+                f"lines: there are {len(lines)}, and a finding is about rule {rule}; give one for "
+                "each rule"
+            )
+        told = [finding.message, *finding.paths[:_MOST_PATHS], finding.fix]
+        line = None if rule is None else lines[rule]
+        return github_command(finding.level, f"{title} {finding.kind}", told, file, line)
 
-def conclusion(findings: Findings) -> str:
-    """Return the last line of the text: how many findings there are, or what they are not in."""
-    if findings:
-        return findings.summary
-    return printable(f"nothing found: {findings.scope}" if findings.scope else "nothing found")
-
-
-def _line_of(finding: Finding, lines: Sequence[int]) -> int | None:
-    if finding.rule is None or not lines:
-        return None
-    if finding.rule >= len(lines):
-        raise ValueError(
-            f"lines: there are {len(lines)}, and a finding is about rule {finding.rule}; give one "
-            "for each rule"
-        )
-    return lines[finding.rule]
-
-
-def _github_command(finding: Finding, file: str | None, line: int | None, title: str) -> str:
-    lines = [finding.message, *finding.paths[:_MOST_PATHS], finding.fix]
-    return github_command(finding.level, f"{title} {finding.kind}", lines, file, line)
+    return "\n".join(map(command, findings))
 
 
 def github_command(
     level: Level, title: str, lines: Iterable[str], file: str | None, line: int | None = None
 ) -> str:
     """Return the workflow command for one annotation, of several lines."""
-    properties = {
-        "file": file,
-        "line": None if file is None or line is None else str(line),
-        "title": title,
-    }
+    properties = {"file": file, "line": str(line) if file and line else None, "title": title}
     texts = ",".join(
         f"{name}={_percent_escaped(text, ':,')}" for name, text in properties.items() if text
     )
-    what = printable(f"{texts}::{_percent_escaped(printable_lines(lines))}")
-    return f"::{_GITHUB_COMMANDS[level]} {what}"
+    annotation = printable(f"{texts}::{_percent_escaped(printable_lines(lines))}")
+    return f"::{_GITHUB_COMMANDS[level]} {annotation}"
 
 
 def _percent_escaped(text: str, reserved: str = "") -> str:
-    # As GitHub's toolkit escapes data, and properties with `more`.
+    # As GitHub's toolkit escapes data, and properties with what is `reserved` there.
     return "".join(f"%{ord(c):02X}" if c in f"%\r\n{reserved}" else c for c in text)
 
 

@@ -16,7 +16,7 @@ from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import spec_shown
 from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._plan.align import key_text
-from shardrules._plan.findings import Finding, FindingKind, Level, finding_of
+from shardrules._plan.findings import Finding, FindingKind, Level
 from shardrules._plan.fold import fold_paths
 from shardrules._plan.kinds import axes_used
 from shardrules._program.facts import Origin, Variation, origins
@@ -135,7 +135,7 @@ class Side:
         """Make a finding about leaves, with their paths folded."""
         patterns = tuple(fold_paths([self.paths[leaf] for leaf in leaves]))
         count = len(leaves)
-        return finding_of(
+        return Finding(
             level, kind, message, fix, paths=patterns, leaves=count, bytes=bytes, mend=mend
         )
 

@@ -12,7 +12,7 @@ from shardrules._base.arguments import check_choice, check_real, integer
 from shardrules._base.io import parse_json
 from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, shown
-from shardrules._plan.findings import Finding, Findings, Level, finding_of
+from shardrules._plan.findings import Finding, Findings, Level
 from shardrules._plan.lock_texts import (
     check_fields,
     checked_json,
@@ -205,7 +205,7 @@ def _key_label(key: Key) -> str:
 
 def budget_finding(level: Level, message: str, size: int, fix: str, mend: str = "") -> Finding:
     """Make a finding about the bytes of a program."""
-    return finding_of(level, "budget", message, fix, bytes=size, mend=mend)
+    return Finding(level, "budget", message, fix, bytes=size, mend=mend)
 
 
 def largest(rows: Sequence[Collective]) -> str:

@@ -13,7 +13,7 @@ from shardrules._base.rule_specs import Fsdp, RuleSpec, plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes, entry_of, trimmed
 from shardrules._base.text import brief, counted
 from shardrules._plan.axis_uses import is_gathered, uses_of
-from shardrules._plan.check_context import Queries
+from shardrules._plan.check_context import CheckContext
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._plan.plan import Plan
@@ -178,11 +178,11 @@ def mended(plan: Plan, units: list[Unit], tightness: int = 0) -> Draft:
     """Keep the rules of a plan that decide leaves, and write rules for all other leaves."""
     rules = plan._leaves.path_rules
     assert rules is not None
-    queries = Queries(plan, DEFAULT_LARGE, NOTHING, None)
+    context = CheckContext(plan, DEFAULT_LARGE, NOTHING, None)
     kept = [
         rule
         for rule, won in enumerate(plan.coverage.won)
-        if won and rule not in queries.silent_catch_alls
+        if won and rule not in context.silent_catch_alls
     ]
     undecided = ~np.isin(plan.rule, kept)
     rest = [part for unit in units for part in unit.where(undecided)]

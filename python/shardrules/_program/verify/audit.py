@@ -34,7 +34,7 @@ from shardrules._place.memory import memory_apart
 from shardrules._place.mesh import MeshLike, has_devices, processes_of
 from shardrules._place.processes import JointCall
 from shardrules._plan.device_bytes import held_of
-from shardrules._plan.findings import Finding, Findings, Level, VerifyKind, finding_of
+from shardrules._plan.findings import Finding, Findings, Level, VerifyKind
 from shardrules._plan.fold import fold, fold_paths
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
 from shardrules._plan.plan import Plan
@@ -255,7 +255,7 @@ class _Audit:
             message = (
                 f"the plan's mesh {axes} has no devices: the mesh of most of the arrays counts"
             )
-            yield finding_of(
+            yield Finding(
                 "info", "devices", message, f"give the mesh of devices: {mend}", mend=mend
             )
 
@@ -297,11 +297,11 @@ class _Audit:
             "warning" if is_small else words.level,
             words.kind,
             words.message.format(**fields),
+            words.fix.format(**fields),
             self._folded([self._live.rows[index] for index in indices]),
             len(indices),
             rules.pop() if len(rules) == 1 else None,
             at_stake,
-            words.fix.format(**fields),
             _PLACED.format(**fields) if _PLACE in words.fix else words.mend,
         )
 
@@ -319,7 +319,7 @@ class _Audit:
         }
         separator = plan._leaves.paths_dialect.separator
         fix = _structure_fix([plan.paths[row] for row in missing], list(sizes), separator)
-        error = partial(finding_of, "error", "structure", mend=_REPLANNED)
+        error = partial(Finding, "error", "structure", mend=_REPLANNED)
         if missing:
             message = f"the tree lacks {counted(len(missing), 'array')} of the plan"
             paths, count = self._folded(missing), len(missing)

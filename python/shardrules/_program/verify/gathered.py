@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from shardrules._base.text import bytes_shown, counted
-from shardrules._plan.findings import Finding, Level, finding_of
+from shardrules._plan.findings import Finding, Level
 from shardrules._program.causes import CONSTRAINT, REASONS
 from shardrules._program.executable import sharding_shown
 from shardrules._program.facts import source_of
@@ -40,7 +40,7 @@ def gathered(
             "this backend does not show the text of executables: what they gather is not known"
         )
         fix = "verify the same function on another backend, such as CPU devices"
-        yield finding_of("warning", "gathered", message, fix), ()
+        yield Finding("warning", "gathered", message, fix), ()
         return
     side = executable.inputs
     rows = [

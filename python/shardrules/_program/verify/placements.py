@@ -13,7 +13,7 @@ import numpy as np
 from shardrules._base.rule_specs import in_memory
 from shardrules._base.text import bytes_shown, counted, printable
 from shardrules._place.memory import memory_apart
-from shardrules._plan.findings import Finding, Level, VerifyKind, finding_of
+from shardrules._plan.findings import Finding, Level, VerifyKind
 from shardrules._program.executable import Executable, Library, Side, at, sharding_shown
 from shardrules._program.facts import all_updated_from, source_of
 from shardrules._program.inputs import PlannedSharding
@@ -128,7 +128,7 @@ def nothing_planned(targets: Sequence[PlannedSharding | None]) -> Iterator[Findi
             "give plans: shardrules.prove(step, plan, batch) in the place of plan.abstract(), or "
             "inputs=(plan, None) and outputs=plan; or a budget, to compare bytes alone"
         )
-        yield finding_of("warning", "input", message, fix)
+        yield Finding("warning", "input", message, fix)
 
 
 def placements(
@@ -278,7 +278,7 @@ def closed_over(executable: Executable, large: int) -> Iterator[Finding]:
             "and no sharding of an argument decides"
         )
         fix = "give them as arguments, which are planned"
-        yield finding_of("warning", "input", message, fix, bytes=size)
+        yield Finding("warning", "input", message, fix, bytes=size)
 
 
 def large_results(

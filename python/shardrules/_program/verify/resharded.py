@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from shardrules._base.text import bytes_shown
-from shardrules._plan.findings import Finding, finding_of
+from shardrules._plan.findings import Finding
 from shardrules._program.causes import CONSTRAINT
 from shardrules._program.collectives import Collective
 from shardrules._program.lock import largest
@@ -68,4 +68,4 @@ def _reshard_finding(reshards: Sequence[Reshard], rows: Sequence[Collective], si
         f"constrain the array alike on both sides{line}; or go in two steps, by a constraint "
         "between that moves one mesh axis"
     )
-    return finding_of("warning", "unexpected", message, fix, bytes=size, mend=CONSTRAINT)
+    return Finding("warning", "unexpected", message, fix, bytes=size, mend=CONSTRAINT)

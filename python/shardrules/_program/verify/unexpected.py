@@ -8,7 +8,7 @@ from typing import Final
 
 from shardrules._base.specs import constraint_line
 from shardrules._base.text import and_more, bytes_shown, counted
-from shardrules._plan.findings import Finding, finding_of
+from shardrules._plan.findings import Finding
 from shardrules._program.causes import CONSTRAINT, REASONS
 from shardrules._program.collectives import Collective
 from shardrules._program.program import Program
@@ -72,7 +72,7 @@ def _movement_finding(
     fix = cause.fix.format(mend=mend, axes=", ".join(axes), line=line)
     leaves = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
     paths, count = tuple(dict.fromkeys(leaves)), len(leaves)
-    return finding_of(
+    return Finding(
         "warning", "unexpected", message, fix, paths=paths, leaves=count, bytes=size, mend=mend
     )
 
@@ -101,7 +101,7 @@ def _alike_finding(axis: str, products: Sequence[Product], share: float) -> Find
         f"activations by {axis} where the products begin"
     )
     mend = constraint_line(f"P({axis!r})")
-    return finding_of("warning", "batch", message, fix, mend=mend)
+    return Finding("warning", "batch", message, fix, mend=mend)
 
 
 def kept_activations(program: Program, large: int) -> Iterator[Finding]:
@@ -128,4 +128,4 @@ def kept_activations(program: Program, large: int) -> Iterator[Finding]:
         "recompute them: wrap the layer in jax.checkpoint, or give its policy less to save; in a "
         "scan, jax.lax.scan(jax.checkpoint(layer), ...)"
     )
-    yield finding_of("info", "remat", message, fix, bytes=memory.saved, mend=_RECOMPUTED)
+    yield Finding("info", "remat", message, fix, bytes=memory.saved, mend=_RECOMPUTED)

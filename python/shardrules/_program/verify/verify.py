@@ -8,7 +8,7 @@ from typing import Any
 from shardrules._base.arguments import check_bytes, memory_bytes
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import bytes_shown, counted
-from shardrules._plan.findings import Finding, Findings, finding_of
+from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import hlo_errors
@@ -186,7 +186,7 @@ def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding
             "and memory are others"
         )
         mend = "shardrules.prove(step, ..., on=mesh)"
-        yield finding_of("info", "input", message, f"compile it for those: {mend}", mend=mend)
+        yield Finding("info", "input", message, f"compile it for those: {mend}", mend=mend)
 
 
 def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
@@ -200,7 +200,7 @@ def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
             "known"
         )
         fix = "verify the same function on another backend"
-        yield finding_of("warning", "peak", message, fix)
+        yield Finding("warning", "peak", message, fix)
         return
     if totals.peak > hbm:
         message = (
@@ -211,7 +211,7 @@ def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
             "smaller batch"
         )
         excess, mend = totals.peak - hbm, "layer = jax.checkpoint(layer)"
-        yield finding_of("error", "peak", message, fix, bytes=excess, mend=mend)
+        yield Finding("error", "peak", message, fix, bytes=excess, mend=mend)
 
 
 def _scope(
