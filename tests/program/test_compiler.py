@@ -246,6 +246,17 @@ def test_a_step_that_calls_python_is_proved_without_these_calls():
     assert "custom-call" in with_calls.program._executable.hlo.text
 
 
+def test_what_only_this_process_has_code_for_is_proved():
+    """Custom calls that the user has registered here: generating their code fails in the child."""
+
+    def step(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ffi.ffi_call("nobody_has_this", shape)(x) + jnp.linalg.eigvals(x).real
+
+    proof = sr.prove(step, jax.ShapeDtypeStruct((8, 8), "float32"), on={"x": 1})
+    assert 'custom_call_target="nobody_has_this"' in proof.program._executable.hlo.text
+
+
 def test_a_pallas_kernel_needs_the_compiler_for_tpus():
     pallas = pytest.importorskip("jax.experimental.pallas")
 

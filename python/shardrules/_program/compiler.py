@@ -41,7 +41,7 @@ from shardrules._program.jax_names import (
 from shardrules._program.refusal import Refusal, refused_bytes
 from shardrules._program.stored import LiveArray, StoredProgram, boxed, inner_of
 from shardrules._program.topologies.topology import Topology, topology_of
-from shardrules._program.topologies.tpu import ENVIRONMENT, Slices
+from shardrules._program.topologies.tpu import ENVIRONMENT, Slices, libtpu_path
 
 _Case = TypeVar("_Case")
 _Started = TypeVar("_Started")
@@ -164,7 +164,7 @@ class AskedCompiler:
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 # libtpu's files of log lines are among those that go with the folder.
-                env=_environment(asked.device_count, slices) | {"TMPDIR": str(folder)},
+                env=_environment(len(asked.device_ids), slices) | {"TMPDIR": str(folder)},
                 start_new_session=True,  # an interrupt is for this process, which ends the child
             )
         _write_request(folder, asked, slices)  # the child waits for it: it cleans up from now on
@@ -266,20 +266,16 @@ def is_of_cpus(mesh: Any) -> bool:
 
 
 def _write_request(folder: Path, asked: CompilerInput, slices: Slices | None) -> None:
-    """Write what the child reads.
-
-    Raises:
-        TypeError: `compiler_options=` of the step has what cannot be written down.
-    """
-    modules = (shardrules, jax, sys.modules["jaxlib"], sys.modules["numpy"])
+    """Write what the child reads."""
+    modules = (shardrules, sys.modules["jaxlib"], sys.modules["numpy"])
     request = {
         "path": list(dict.fromkeys(str(Path(str(m.__file__)).parents[1]) for m in modules)),
         "topology": None if slices is None else slices.description,
-        "device_count": asked.device_count,
+        "library": None if slices is None else libtpu_path(),
         "device_ids": asked.device_ids,
-        "options": asked.options,
     }
     (folder / "module.bc").write_bytes(asked.module)
+    (folder / "options.pb").write_bytes(asked.options)
     (folder / "request").write_text(json.dumps(request), "utf-8")
     (folder / "request").rename(folder / "request.json")  # which is there when it is whole
 

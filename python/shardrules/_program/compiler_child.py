@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 FILES = (
     "after_optimizations.hlo.pb", "-memory-usage-report.txt",
@@ -42,14 +42,21 @@ def end_with_parent(folder: Path, parent: int) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", remove, str(folder)])
 
 
+def written(dump: Path, platform: str) -> list[Path]:
+    """Return the files that XLA writes before it generates code; [] if one is missing."""
+    names = [*FILES, _LAST[platform]]
+    found = [file for name in names for file in dump.glob(f"*{name}")]
+    return found if len(found) == len(names) else []
+
+
 def end_when_written(dump: Path, platform: str) -> NoReturn:
     """End this process when XLA has written all files, before it generates code."""
-    names, before = [*FILES, _LAST[platform]], [0]
+    before: list[int] = []
     while True:
         time.sleep(_PAUSE)
-        found = [file for name in names for file in dump.glob(f"*{name}")]
+        found = written(dump, platform)
         sizes = [file.stat().st_size for file in found]
-        if len(found) == len(names) and sizes == before and is_whole(found[0].read_bytes()):
+        if found and sizes == before and is_whole(found[0].read_bytes()):
             os._exit(0)
         before = sizes
 
@@ -69,22 +76,6 @@ def is_whole(proto: bytes) -> bool:
     return end == len(proto) > 0
 
 
-def described(request: dict[str, Any]) -> list[Any]:
-    """Return the devices to compile for, in the order of the mesh."""
-    import jax
-
-    if (topology := request["topology"]) is None:
-        return list(jax.devices("cpu")[: request["device_count"]])
-    from jax.experimental import topologies
-
-    name, options = topology
-    options = {key: tuple(x) if isinstance(x, list) else x for key, x in options.items()}
-    asked: dict[str, Any] = {"platform": "tpu", "topology_name": name, **options}
-    found: list[Any] = topologies.get_topology_desc(**asked).devices
-    device_of = {device.id: device for device in found}
-    return [device_of[number] for number in request["device_ids"]]
-
-
 def main(folder: Path, parent: int) -> None:
     """Compile what the folder asks for."""
     gc.disable()  # it ends too soon for that
@@ -96,15 +87,18 @@ def main(folder: Path, parent: int) -> None:
     packages = ("site-packages", "dist-packages")
     first = [i for i, name in enumerate(sys.path) if name.endswith(packages)]
     sys.path[min(first, default=len(sys.path)) : 0] = request["path"]
-    from shardrules._program.jax_names import compile_dumped
+    from shardrules._program.jax_names import CompilerInput, compile_dumped, devices_without_jax
 
-    dump = folder / "dump"
-    platform = "cpu" if request["topology"] is None else "tpu"
+    dump, topology = folder / "dump", request["topology"]
+    platform = "cpu" if topology is None else "tpu"
     threading.Thread(target=end_when_written, args=(dump, platform), daemon=True).start()
     try:
-        module = (folder / "module.bc").read_bytes()
-        compile_dumped(module, described(request), request["options"], str(dump))
+        module, options = ((folder / name).read_bytes() for name in ("module.bc", "options.pb"))
+        asked = CompilerInput(module, options, request["device_ids"])
+        compile_dumped(asked, devices_without_jax(topology, request["library"]), str(dump))
     except BaseException as error:
+        if platform == "cpu" and written(dump, platform):  # it has no code for a custom call
+            os._exit(0)
         name = type(error).__name__
         text = str(error) if name in ("JaxRuntimeError", "XlaRuntimeError") else f"{name}: {error}"
         (folder / "error.txt").write_text(text, "utf-8", "backslashreplace")

@@ -235,91 +235,106 @@ class CompilerInput(NamedTuple):
 
     module: bytes
     """StableHLO as bytecode."""
-    device_count: int
-    device_ids: list[int] | None
-    """Devices in the order of the mesh; None of a mesh without devices."""
-    options: dict[str, Any]
-    """As JSON has it, for `compile_dumped`."""
-
-
-_CONFIG = (
-    "jax_optimization_level", "jax_memory_fitting_level", "jax_exec_time_optimization_effort",
-    "jax_memory_fitting_effort", "jax_use_shardy_partitioner", "jax_compiler_enable_remat_pass",
-    "jax_disable_most_optimizations", "jax_xla_profile_version",
-)  # fmt: skip
-"""JAX's settings that reach the compiler beside the module."""
+    options: bytes
+    """What JAX gives to the compiler beside it, as `compile_dumped` reads it."""
+    device_ids: list[int]
+    """Numbers of the devices, in the order of the mesh."""
 
 
 def compiler_input(lowered: Any) -> CompilerInput | None:
-    """Return what `Lowered.compile` would give to XLA, as far as it can be written down.
+    """Return what `Lowered.compile` would give to XLA.
 
     Fallback: None, so that the function is compiled in this process, to its end.
     """
     import io
 
-    import jax
+    import numpy as np
 
     arguments = private(lowered, "_lowering.compile_args") or {}
-    options = private(lowered, "_lowering._compiler_options_kvs")
+    named = private(lowered, "_lowering._compiler_options_kvs")
     left_open = private("jax._src.interpreters.pxla", "get_prop_to_input_output")
-    shardings = arguments.keys() >= set(_COMPILED_WITH)
-    if options is None or left_open is None or not shardings or "num_devices" not in arguments:
+    options_of = private("jax._src.compiler", "get_compile_options")
+    needed = {*_COMPILED_WITH, "num_devices"}
+    if None in (named, left_open, options_of) or not arguments.keys() >= needed:
         return None
+    devices = private(lowered, "_lowering._device_list") or ()
+    ids = [device.id for device in devices if device.platform != "cpu"]
+    ids = ids or [*range(arguments["num_devices"])]  # of host devices those of the child
+    options: Any = options_of(
+        num_replicas=1,
+        num_partitions=len(ids),
+        device_assignment=np.array([ids]),
+        env_options_overrides=dict(named),
+    )
+    options.parameter_is_tupled_arguments = bool(arguments.get("tuple_args", False))
     sides = (arguments[name] for name in _COMPILED_WITH[:2])
-    effects = len(arguments.get("ordered_effects", ()))
-    inputs, outputs = left_open(*sides, effects)
+    inputs, outputs = left_open(*sides, len(arguments.get("ordered_effects", ())))
+    build = options.executable_build_options
+    build.allow_spmd_sharding_propagation_to_parameters = list(inputs)
+    build.allow_spmd_sharding_propagation_to_output = list(outputs)
     bytecode = io.BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(bytecode)
-    devices = private(lowered, "_lowering._device_list")
-    return CompilerInput(
-        bytecode.getvalue(),
-        arguments["num_devices"],
-        None if devices is None else [device.id for device in devices],
-        {
-            "inputs": list(inputs),
-            "outputs": list(outputs),
-            "is_tupled": bool(arguments.get("tuple_args", False)),
-            "options": dict(options),
-            "config": {
-                name: value
-                for name in _CONFIG
-                if (value := jax.config.values.get(name)) is not None
-            },
-        },
-    )
+    return CompilerInput(bytecode.getvalue(), options.SerializeAsString(), ids)
 
 
-def compile_dumped(module: bytes, devices: Any, options: Any, folder: str) -> None:
-    """Compile a module as `CompilerInput.options` say, and have XLA write what it makes.
+def devices_without_jax(
+    topology: tuple[str, dict[str, Any]] | None, library: str | None
+) -> list[Any]:
+    """Return described TPUs, or host devices, by jaxlib alone: `import jax` takes longer.
 
-    There is no fallback: it runs in a process of its own, where an error is told.
+    There is no fallback here and in `compile_dumped`: in the child that calls them an error is
+    told.
     """
-    import jax
-    import numpy as np
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jaxlib._jax import DeviceList  # type: ignore[import-not-found]
-    from jaxlib.mlir import ir
+    from jaxlib import xla_client
 
-    for name, value in options["config"].items():
-        if jax.config.values.get(name) != value:
-            jax.config.update(name, value)
-    asked: Any = compiler.get_compile_options(
-        num_replicas=1,
-        num_partitions=len(devices),
-        device_assignment=np.array([device.id for device in devices]).reshape(1, -1),
-        env_options_overrides=options["options"],
-    )
-    build = asked.executable_build_options
-    build.allow_spmd_sharding_propagation_to_parameters = options["inputs"]
-    build.allow_spmd_sharding_propagation_to_output = options["outputs"]
-    asked.parameter_is_tupled_arguments = options["is_tupled"]
+    if topology is None:
+        return list(xla_client.make_cpu_client().devices())
+    name, options = topology
+    xla_client.load_pjrt_plugin_dynamically("tpu", library)
+    xla_client.initialize_pjrt_plugin("tpu")
+    described = xla_client.make_tfrt_tpu_c_api_device_topology(name, **options)
+    return list(described._make_compile_only_devices())
+
+
+def compile_dumped(asked: CompilerInput, devices: list[Any], folder: str) -> None:
+    """Compile a module for some of these devices, and have XLA write what it makes to a folder."""
+    from jaxlib import xla_client
+    from jaxlib._jax import DeviceList
+
+    options = xla_client.CompileOptions.ParseFromString(asked.options)
+    # Nothing else is dumped: what the user's process dumps, this one has no flags for.
+    others = xla_client.CompileOptions()  # which is kept, as its parts do not keep it
+    flags, own = (each.executable_build_options.debug_options for each in (options, others))
+    for name in dir(own):
+        if name.startswith("xla_dump"):
+            setattr(flags, name, getattr(own, name))
     dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
-    asked.env_option_overrides = [*asked.env_option_overrides, *dumps.items()]
-    with mlir.make_ir_context():
-        parsed = ir.Module.parse(module)
-    client = devices[0].client
-    compiler.backend_compile_and_load(client, parsed, DeviceList(tuple(devices)), asked, [])
+    options.env_option_overrides = [*options.env_option_overrides, *dumps.items()]
+    device_of = {device.id: device for device in devices}
+    targets = DeviceList(tuple(device_of[number] for number in asked.device_ids))
+    client, is_host = devices[0].client, devices[0].platform == "cpu"
+    compiles = client.compile_and_load if is_host else client.compile
+    try:
+        compiles(_parsed(asked.module), executable_devices=targets, compile_options=options)
+    except TypeError:  # JAX 0.7 takes the bytes
+        compiles(asked.module, executable_devices=targets, compile_options=options)
+
+
+def _parsed(module: bytes) -> Any:
+    """Return StableHLO as a module of MLIR, in a context like JAX's own."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+    from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
+
+    registry, context = ir.DialectRegistry(), ir.Context()
+    _jax_mlir_ext.register_dialects(registry)
+    context.append_dialect_registry(registry)
+    context.load_all_available_dialects()
+    mhlo.register_mhlo_dialect(context)
+    for dialect in (chlo, sdy, stablehlo):
+        dialect.register_dialect(context)
+    with context:
+        return ir.Module.parse(module)
 
 
 def device_order(sharding: Any) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -273,6 +274,12 @@ def libtpu_environment() -> Iterator[None]:
     finally:
         for name in missing:
             os.environ.pop(name, None)
+
+
+def libtpu_path() -> str:
+    """Return the file of libtpu, as JAX finds it."""
+    path = os.environ.get("TPU_LIBRARY_PATH", "")
+    return path if os.path.isfile(path) else importlib.import_module("libtpu").get_library_path()
 
 
 def _slices_of(chips: int, dimensions: int) -> Iterator[tuple[int, ...]]:
