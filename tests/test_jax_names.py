@@ -230,7 +230,9 @@ def test_without_what_reads_dumps_no_shardings_of_results_are_known(without, mes
 @pytest.mark.parametrize(
     "name",
     [
-        "get_compile_options", "get_prop_to_input_output", "_lowering._compiler_options_kvs",
+        "get_compile_options",
+        "get_prop_to_input_output",
+        "_lowering._compiler_options_kvs",
         "_lowering.compile_args",
     ],
 )
