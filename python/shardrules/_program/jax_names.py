@@ -285,8 +285,7 @@ def devices_without_jax(
     There is no fallback here and in `compile_dumped`: in the child that calls them an error is
     told.
     """
-    from jaxlib import xla_client
-
+    xla_client: Any = importlib.import_module("jaxlib.xla_client")
     if topology is None:
         return list(xla_client.make_cpu_client().devices())
     name, options = topology
@@ -298,9 +297,7 @@ def devices_without_jax(
 
 def compile_dumped(asked: CompilerInput, devices: list[Any], folder: str) -> None:
     """Compile a module for some of these devices, and have XLA write what it makes to a folder."""
-    from jaxlib import xla_client
-    from jaxlib._jax import DeviceList
-
+    xla_client: Any = importlib.import_module("jaxlib.xla_client")
     options = xla_client.CompileOptions.ParseFromString(asked.options)
     # Nothing else is dumped: what the user's process dumps, this one has no flags for.
     others = xla_client.CompileOptions()  # which is kept, as its parts do not keep it
@@ -311,7 +308,7 @@ def compile_dumped(asked: CompilerInput, devices: list[Any], folder: str) -> Non
     dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
     options.env_option_overrides = [*options.env_option_overrides, *dumps.items()]
     device_of = {device.id: device for device in devices}
-    targets = DeviceList(tuple(device_of[number] for number in asked.device_ids))
+    targets = xla_client.DeviceList(tuple(device_of[number] for number in asked.device_ids))
     client, is_host = devices[0].client, devices[0].platform == "cpu"
     compiles = client.compile_and_load if is_host else client.compile
     try:
