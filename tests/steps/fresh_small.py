@@ -198,8 +198,8 @@ _MIXER: Final = _Family(
     },
     {
         "first": P("fsdp"),
-        "places": P(None, None, ("fsdp", "tp")),
-        "back": P(None, ("fsdp", "tp")),
+        "places": P(None, None, ("tp", "fsdp")),
+        "back": P(None, ("tp", "fsdp")),
         "up": P(None, "fsdp", "tp"),
         "down": P(None, "tp", "fsdp"),
         "head": _IN,
@@ -287,6 +287,9 @@ _FAULTS: Final[Mapping[str, tuple[_Family, Mapping[str, Mapping[str, Any]]]]] = 
             "the residual is whole": {"cuts": {"residual": P()}},
             "the residual is cut over places": {"cuts": {"residual": P(None, "fsdp")}},
             "the residual is cut over channels": {"cuts": {"residual": P("fsdp", None, "tp")}},
+            "kernels are cut by fsdp before tp": {
+                "plan": {"places": P(None, None, ("fsdp", "tp")), "back": P(None, ("fsdp", "tp"))}
+            },
             "mixed places are whole over tp": {"cuts": {"mixed": _ROWS}},
             "mixed places are whole over the batch": {"cuts": {"mixed": P(None, "tp")}},
             "hidden is whole over tp": {"cuts": {"hidden": _ROWS}},

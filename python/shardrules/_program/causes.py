@@ -40,6 +40,10 @@ REASONS: Final[dict[str, Cause]] = {
         "constrain the activations so that they are cut by these axes, and the product is computed "
         "in parts; or cut the batch by them",
     ),
+    "anew": Cause(
+        "a planned array, gathered in each trip of a loop, though it is the same in all of them",
+        "gather it once: constrain it to be whole over these axes before the loop",
+    ),
     "wide": Cause(
         "a planned array, gathered after it is converted or scaled: the copies are of a wider "
         "dtype than what is stored",
@@ -150,6 +154,7 @@ _TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
         ("wide", lambda row: row.is_wide),
         ("all experts", lambda row: row.is_of_experts),
         ("layer", lambda row: row.layers > 1),
+        ("anew", lambda row: row.is_anew),
         ("gather", _otherwise),
     ),
     "sum": (
@@ -180,7 +185,7 @@ _TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
         ("called", lambda row: row.is_called),
         # Sums along an axis of the batch without a kernel are of statistics, of gradients on their
         # way to a table, and of keys whose queries are on other devices.
-        ("batch", lambda row: row.is_batch and row.has_planned_factor),
+        ("batch", lambda row: row.is_batch and row.has_planned_factor and not row.is_cheap),
         ("partial", lambda row: row.is_batch),
         ("turned", lambda row: row.has_planned_factor and row.is_of_whole),
         ("partial", _otherwise),
@@ -213,7 +218,7 @@ _TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
         ("alike", lambda row: not row.differing),
         ("summed", lambda row: not row.is_batch and row.is_along_sum),
         ("parts", lambda row: not row.is_batch or row.is_for_gradient),
-        ("batch", lambda row: row.is_for_planned),
+        ("batch", lambda row: row.is_for_planned and not row.is_cheap),
         ("parts", _otherwise),
     ),
 }

@@ -138,8 +138,15 @@ class Computation:
     @cached_property
     def parameters(self) -> Sequence[Instruction]:
         """Parameters, in the order of the text."""
-        names = [name for name, line in self.lines.items() if " parameter(" in line]
-        return [line for line in map(self.__getitem__, names) if line.opcode == "parameter"]
+        return list(self.of_opcode("parameter"))
+
+    def of_opcode(self, opcode: str) -> Iterator[Instruction]:
+        """Yield the instructions of an opcode, in the order of the text."""
+        position = self.begin
+        while (position := self._text.find(f" {opcode}(", position + 1, self.end)) >= 0:
+            line = self[name_of(line_at(self._text, position))]
+            if line.opcode == opcode:  # and it is not within some text
+                yield line
 
     def contains(self, pattern: re.Pattern[str]) -> bool:
         """Say whether a pattern is found in the text of the computation."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from math import prod
@@ -151,11 +151,11 @@ class Executable:
     def inputs(self) -> Side:
         """Arguments, with those that jit has dropped, since the function does not use them."""
         call = self.call
-        shardings, leaves = (at(items, call.in_leaves) for items in self._arguments)
+        shardings, leaves = (at(items, call.in_leaves) for items in self._arguments[:2])
         return Side("inputs", call.in_tree, shardings, leaves)
 
     @cached_property
-    def _arguments(self) -> tuple[list[Any], list[Any]]:
+    def _arguments(self) -> tuple[list[Any], list[Any], list[bool]]:
         return compiled_inputs(self._compiled)
 
     @cached_property
@@ -177,8 +177,7 @@ class Executable:
     @cached_property
     def donated(self) -> list[bool]:
         """True for each leaf of the inputs that is donated."""
-        infos: list[Any] = tree_util.tree_leaves(self.call.compiled.args_info)
-        return list(map(attrgetter("donated"), at(infos, self.call.in_leaves)))
+        return at(self._arguments[2], self.call.in_leaves)
 
     @cached_property
     def hlo(self) -> Hlo | None:
@@ -192,9 +191,12 @@ class Executable:
     @cached_property
     def mesh(self) -> AnyMesh | None:
         """Mesh of the first input or output that has one, with devices if one of them has any."""
-        shardings = chain(self.inputs.shardings, self.outputs.shardings)
-        meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
-        return next(filter(has_devices, meshes), meshes[0] if meshes else None)
+
+        def meshes() -> Iterator[AnyMesh]:
+            shardings = chain(self.inputs.shardings, self.outputs.shardings)
+            return (one.mesh for one in shardings if isinstance(one, NamedSharding))
+
+        return next(filter(has_devices, meshes()), next(meshes(), None))
 
     @property
     def device_kind(self) -> str:

@@ -242,9 +242,10 @@ class Variation:
             return sources[0] if sources else _ALIKE
         axes = frozenset().union(*(source.axes for source in sources))
         if opcode in _EQUALIZING:
-            axes -= self._group_axes(self._values.lines[node].attributes)
+            axes -= self._whole_axes(self._values.lines[node])
         elif opcode in _SCATTERING:
-            axes |= self._group_axes(self._values.lines[node].attributes)
+            groups = self._values.hlo.groups(self._values.lines[node].attributes)
+            axes |= frozenset(groups.axes(self._axis_sizes))
         return _Along(axes)
 
     def _constant(self, line: Instruction) -> _Along:
@@ -260,9 +261,9 @@ class Variation:
         differing = {axis for i, axis in axes if (table != table.take([0], i)).any()}
         return _Along(frozenset(), table=frozenset(differing))
 
-    def _group_axes(self, attributes: str) -> frozenset[str]:
+    def _whole_axes(self, line: Instruction) -> frozenset[str]:
         """Return the axes whose devices are all in one group of a collective."""
-        groups = self._values.hlo.groups(attributes)
+        groups = self._values.hlo.groups(line.attributes)
         axes = groups.axes(self._axis_sizes)
         is_whole = len(groups[0]) == prod(self._axis_sizes[axis] for axis in axes)
         return frozenset(axes if is_whole else ())

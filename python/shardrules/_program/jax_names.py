@@ -22,16 +22,22 @@ from shardrules._base.jax_names import private
 from shardrules._base.text import Place
 
 
-def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any]]:
-    """Return the shardings and the shaped values of a compiled function's arguments, as leaves.
+def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any], list[bool]]:
+    """Return a compiled function's arguments: shardings, shaped values, and which are donated.
 
-    A dropped argument, which the function does not use, has the sharding None.
+    A dropped argument, which the function does not use, has the sharding None. Fallback: its public
+    trees, of which JAX makes new ones at each call, and the infos' own shapes and dtypes.
     """
     from jax import tree_util
 
     infos, structure = tree_util.tree_flatten(compiled.args_info)
     treedef: Any = structure
-    return treedef.flatten_up_to(compiled.input_shardings), infos
+    read = private(compiled, "_input_shardings_flat")
+    shardings = treedef.flatten_up_to(compiled.input_shardings) if read is None else list(read())
+    values = infos
+    with contextlib.suppress(AttributeError):
+        values = list(map(attrgetter("_aval"), infos))
+    return shardings, values, list(map(attrgetter("donated"), infos))
 
 
 def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
@@ -41,9 +47,11 @@ def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
     """
     from jax import tree_util
 
-    shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
+    shardings = private(compiled, "_executable._out_shardings")
+    if shardings is None:
+        shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
     values = private(compiled, "_executable.out_avals")
-    return shardings, tree_util.tree_leaves(compiled.out_info) if values is None else list(values)
+    return list(shardings), tree_util.tree_leaves(compiled.out_info) if values is None else list(values)
 
 
 _COMPILED_WITH = ("in_shardings", "out_shardings", "in_layouts", "out_layouts", "kept_var_idx")

@@ -20,6 +20,7 @@ from jax import Array, ShapeDtypeStruct, tree_util
 from jax.sharding import PartitionSpec, Sharding
 from jax.stages import Compiled
 
+from shardrules._base.jax_names import private
 from shardrules._base.specs import is_partition_spec, spec_shown
 from shardrules._base.text import counted, printable, shown
 from shardrules._plan.plan import Plan
@@ -42,7 +43,8 @@ def call_of(compiled: Any, inputs: Any) -> Call:
         ValueError: The plans fit no arguments that equinox has flattened.
     """
     if isinstance(compiled, Compiled | StoredProgram):
-        in_tree, out_tree = compiled.in_tree, compiled.out_tree
+        in_tree = private(compiled, "_params.in_tree") or compiled.in_tree  # which is made anew
+        out_tree = compiled.out_tree
         sides = (range(in_tree.num_leaves), range(out_tree.num_leaves))
         return Call(compiled, in_tree, sides[0], out_tree, sides[1])
     library = _LIBRARIES.get(type(compiled).__module__.partition(".")[0])

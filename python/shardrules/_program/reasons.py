@@ -378,6 +378,15 @@ class Row:
         return 1 if origin is None else origin.layers
 
     @property
+    def is_anew(self) -> bool:
+        """True if a loop within what is differentiated gathers the same array in each trip.
+
+        A loop over micro-batches, around the gradients, may do so to save memory.
+        """
+        before, loop, _ = self.op_name.partition("/while/")
+        return bool(loop) and "jvp(" in before and self.exchange.times != 1
+
+    @property
     def is_of_shards(self) -> bool:
         """True if an axis that shards the leaf is gathered."""
         return self.kind == "all-gather" and not self._sharding.isdisjoint(self.axes)
@@ -475,6 +484,15 @@ class Row:
         return len(sizes) == len(leaves) == 1 and self.sent <= sizes[0]
 
     @property
+    def is_cheap(self) -> bool:
+        """True if no more is sent than to gather the planned factors in its place."""
+        factors = self.differing or self._summed_factors
+        planned = {node for node in factors if self._is_planned(node)}
+        others = self.reasons.count(self.axes) - 1
+        sizes = (self._values.shape(node).bytes for node in planned)
+        return self.exchange.sent_once <= others * sum(sizes)
+
+    @property
     def is_for_planned(self) -> bool:
         """True if it is multiplied by planned arrays, or for nothing but gradients."""
         state_of = self.reasons.next_state_of
@@ -487,13 +505,16 @@ class Row:
         """True if a kernel's factor is gathered along the dimension that is summed.
 
         What comes of a sum may be sharded anyhow; what a product has computed in parts fits a
-        kernel that is sharded along the dimension that is summed.
+        kernel that is sharded along the dimension that is summed, if the result, which is summed
+        over devices then, is less than half of what is gathered.
         """
         if any(self._values.opcodes[node] in REDUCTIONS for node in self._made_of):
             return False
+        count = self.reasons.count(self.axes)
         return any(
             any(map(self._is_planned, self._factors(use)))
             and use.dim in summed_dims(self._values.lines[use.user], place)
+            and 2 * count * self._elements(use.user) < self._elements(use.value)
             for use in self.products
             for place in [self._values.made_of[use.user].index(use.value)]
         )

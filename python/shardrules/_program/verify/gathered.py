@@ -15,7 +15,7 @@ from shardrules._program.inputs import PlannedSharding
 from shardrules._program.program import Program
 from shardrules._program.verify.placements import is_same
 
-GATHERED: Final = frozenset({"all experts", "gather", "layer", "loop", "same work", "wide"})
+GATHERED: Final = frozenset({"all experts", "anew", "gather", "layer", "loop", "same work", "wide"})
 """Reasons for which planned arrays are gathered."""
 _EXPECTED: Final = {
     "layer": ("a slice at a time, such as a layer, in a loop", "no change: as in FSDP"),

@@ -268,8 +268,8 @@ def closed_over(executable: Executable, large: int) -> Iterator[Finding]:
     if hlo is None:
         return
     entry = hlo[hlo.entry]
-    lines = [entry[name] for name, text in entry.lines.items() if " constant(" in text]
-    if entry.counts[0] > len(executable.leaf_of):
+    lines = list(entry.of_opcode("constant"))
+    if entry.counts[0] > len(executable.kept):
         lines += [line for line in entry.parameters if line.parameter not in executable.leaf_of]
     size = sum(shape.bytes for line in lines for shape in line.results)
     if size >= max(large, _SMALL):
