@@ -51,7 +51,9 @@ def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
     if shardings is None:
         shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
     values = private(compiled, "_executable.out_avals")
-    return list(shardings), tree_util.tree_leaves(compiled.out_info) if values is None else list(values)
+    if values is None:
+        values = tree_util.tree_leaves(compiled.out_info)
+    return list(shardings), list(values)
 
 
 _COMPILED_WITH = ("in_shardings", "out_shardings", "in_layouts", "out_layouts", "kept_var_idx")
