@@ -191,15 +191,6 @@ def test_trees_are_walked_by_public_names():
 DUMPED = ("HloModule", "HloSharding", "from_proto", "parse_flatten_op_sharding")
 
 
-@pytest.mark.parametrize("name", ["_lowering._compiler_options_kvs", "_lowering.compile_args"])
-def test_without_the_options_of_a_lowered_function_it_is_not_kept(without, name):
-    lowered = jax.jit(lambda x: x * 2).lower(jnp.ones(8))
-    if jax.__version_info__ >= (0, 10):  # as for described devices
-        assert _programs.lowered_options(lowered) is not None
-    without(name)
-    assert _programs.lowered_options(lowered) is None
-
-
 def test_without_what_reads_dumps_no_shardings_of_results_are_known(without, mesh, tmp_path):
     x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("fsdp", "tp")))
     lowered = jax.jit(lambda x, y: (x * 2, x.sum(0), x.T), keep_unused=False).lower(x, x)
@@ -243,8 +234,10 @@ def test_without_what_a_compiler_needs_no_child_is_asked(without, name):
     assert asked.device_ids == [0]
     without("_lowering._device_list")
     assert _programs.compiler_input(lowered) == asked
+    assert not _programs.calls_python(lowered)
     without(name)
     assert _programs.compiler_input(lowered) is None
+    assert _programs.calls_python(lowered) == (name == "_lowering.compile_args")
     proof = sr.prove(lambda x: x * 2, jnp.ones(8))
     assert proof.memory.totals.arguments == 32
 

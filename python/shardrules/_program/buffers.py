@@ -94,7 +94,8 @@ class Memory(NamedTuple):
 
     totals: Totals
     alive: int
-    """Sum of the arrays that are alive at the peak, by the order of the instructions."""
+    """Sum of the arrays that are alive at the peak, by the order of the instructions; the peak
+    itself where XLA keeps more of them in the same memory."""
     saved: int
     """Part of it that the forward pass keeps for the backward pass."""
     is_recomputed: bool
@@ -122,14 +123,10 @@ class Memory(NamedTuple):
         head = f"{bytes_shown(self.peak)} on each device: {self.totals}"
         if not self.buffers:
             return [f"{head}; this backend does not show which arrays these are"]
-        if self.alive > self.peak:
-            largest = "the largest arrays at the peak; XLA keeps some of these in the same memory"
-        else:
-            share = self.alive / self.peak if self.peak else 1.0
-            largest = (
-                f"the largest arrays at the peak, where {bytes_shown(self.alive)} are alive, "
-                f"{share:.0%} of that"
-            )
+        largest = "the largest arrays at the peak"
+        if self.alive < self.peak:
+            share = self.alive / self.peak
+            largest += f", where {bytes_shown(self.alive)} are alive, {share:.0%} of that"
         if self.saved:
             largest += f"; {bytes_shown(self.saved)} are kept for the backward pass"
         return [head, largest, table_of(self.buffers)]

@@ -1,9 +1,8 @@
 """Keeps on disk the text of what is compiled to its end for described devices, for its cycles.
 
 JAX's own cache cannot read such executables. An entry is a gzipped file: a line of JSON, then the
-text. It is parsed within bounds, never unpickled, and what is not understood is compiled again.
-What another user may have written is neither read nor followed: not his entry or folder, nor a
-folder that all can write, nor a link.
+text. It is parsed within bounds, never unpickled, and what is not understood is compiled again. A
+folder that another user has made, or that all can write, is neither read nor written.
 """
 
 from __future__ import annotations
@@ -15,30 +14,26 @@ import math
 import os
 import re
 import stat
-import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import jax
-from jax.sharding import Mesh
-
 from shardrules._base.atomic_write import replace_file
 from shardrules._plan.lock_texts import of_type
 from shardrules._program.compiler import compile_whole
 from shardrules._program.hlo import check_hlo
-from shardrules._program.jax_names import lowered_options
+from shardrules._program.jax_names import calls_python, compiler_input
 from shardrules._program.libraries import call_of
 from shardrules._program.refusal import Refusal
 from shardrules._program.stored import inner_of
 from shardrules._program.topologies.topology import device_identity, topology_of
 
 _VARIABLE: Final = "SHARDRULES_CACHE"
-_FORM: Final = 2
+_FORM: Final = 3
 """Of the entries, and of what they have been made with."""
 _LIMIT: Final = 10**9
 """Bytes of all entries together; those that were not used for the longest time go."""
@@ -50,8 +45,6 @@ _FLAGS: Final = ("XLA_", "LIBTPU_", "TPU_")
 _DUMP: Final = "xla_dump"
 _ENTRY: Final = re.compile(r"[0-9a-f]{64}\.gz|\.[0-9a-f]{32}\.part")
 _LEVEL: Final = 5
-# No link is followed, and a FIFO without a writer does not block. Windows lacks them.
-_READ_FLAGS: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 # What a damaged or forged entry may raise.
 _DAMAGES: Final = (
     OSError, EOFError, zlib.error, ArithmeticError, AttributeError, LookupError, RecursionError,
@@ -80,8 +73,8 @@ def finished(lowered: Any, mesh: Any, *, is_kept: bool) -> Finished | Refusal:
     if path is not None:
         with suppress(*_DAMAGES):
             result = _read(path)
-            with suppress(OSError, NotImplementedError):
-                os.utime(path, follow_symlinks=False)
+            with suppress(OSError):
+                os.utime(path)
             return result
     begin = time.perf_counter()
     compiled = compile_whole(lowered, mesh)
@@ -95,20 +88,17 @@ def finished(lowered: Any, mesh: Any, *, is_kept: bool) -> Finished | Refusal:
     return Finished(text, seconds, compiled)
 
 
-def _path_of(lowered: Any, mesh: Mesh) -> Path | None:
+def _path_of(lowered: Any, mesh: Any) -> Path | None:
     """Return the file for a lowered step; None if it cannot be kept, or is not to be."""
     folder, inner = _folder(), inner_of(lowered)
-    options = None if inner is None else lowered_options(inner)
-    if folder is None or inner is None or options is None:
+    asked = None if inner is None or calls_python(inner) else compiler_input(inner)
+    if folder is None or asked is None:
         return None
     flags = {name: text for name, text in os.environ.items() if name.startswith(_FLAGS)}
-    if _DUMP in f"{flags} {options}":
+    if _DUMP in f"{flags} {asked.overrides}":
         return None  # what is to be dumped has to be made
-    facts = (device_identity(mesh), _versions(), sorted(flags.items()), _settings(), options)
-    # With its lines, which findings name.
-    text = inner.as_text(debug_info=True)
-    key = hashlib.sha256(f"{_FORM} {facts!r}\n{text}".encode("utf-8", "surrogatepass"))
-    return folder / f"{key.hexdigest()}.gz"
+    facts = (_FORM, device_identity(mesh), _versions(), sorted(flags.items()), asked)
+    return folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.gz"
 
 
 def _folder() -> Path | None:
@@ -135,18 +125,12 @@ def _versions() -> list[tuple[str, str | None]]:
     return versions
 
 
-def _settings() -> list[tuple[str, str]]:
-    """List JAX's settings, among them the level of optimization."""
-    values: Mapping[str, Any] = jax.config.values
-    return sorted((name, repr(value)) for name, value in values.items())
-
-
 def _write(path: Path, text: str, seconds: float) -> None:
     head = json.dumps({"seconds": seconds, "characters": len(text)})
     packed = gzip.compress(f"{head}\n{text}".encode(), _LEVEL, mtime=0)
     if len(packed) <= _LIMIT:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_own(os.stat(path.parent))
+        _check_own(path.parent)
         replace_file(path, packed)
         _remove_oldest(path.parent)
 
@@ -157,14 +141,9 @@ def _read(path: Path) -> Finished:
     Raises:
         Exception: One of `_DAMAGES`: there is no such entry, or not a whole one.
     """
-    _check_own(os.stat(path.parent))
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _READ_FLAGS)) as file:
-        status = os.fstat(file.fileno())
-        _check_own(status)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("no regular file")
-        with gzip.GzipFile(fileobj=file) as unpacked:
-            data = unpacked.read(_MOST_UNPACKED + 1)
+    _check_own(path.parent)
+    with gzip.open(path) as file:
+        data = file.read(_MOST_UNPACKED + 1)
     if len(data) > _MOST_UNPACKED:
         raise ValueError("too large")
     head, _, text = data.decode().partition("\n")
@@ -176,16 +155,17 @@ def _read(path: Path) -> Finished:
     return Finished(text, seconds)
 
 
-def _check_own(status: os.stat_result) -> None:
-    """Check that no other user may have written a folder or an entry; root may.
+def _check_own(folder: Path) -> None:
+    """Check that the folder is this user's, or root's, and that not all can write there.
 
     Raises:
-        PermissionError: One may have.
+        PermissionError: What is in it may be anybody's.
     """
-    if sys.platform == "win32":
-        return
-    if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
-        raise PermissionError("another user may have written it")
+    status = folder.stat()
+    if os.name == "posix" and (
+        status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH
+    ):
+        raise PermissionError("another user may have written there")
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -272,6 +272,7 @@ def _write_request(folder: Path, asked: CompilerInput, slices: Slices | None) ->
         "path": list(dict.fromkeys(str(Path(str(m.__file__)).parents[1]) for m in modules)),
         "topology": None if slices is None else slices.description,
         "library": None if slices is None else libtpu_path(),
+        "overrides": asked.overrides,
         "device_ids": asked.device_ids,
     }
     (folder / "module.bc").write_bytes(asked.module)

@@ -94,7 +94,7 @@ def main(folder: Path, parent: int) -> None:
     threading.Thread(target=end_when_written, args=(dump, platform), daemon=True).start()
     try:
         module, options = ((folder / name).read_bytes() for name in ("module.bc", "options.pb"))
-        asked = CompilerInput(module, options, request["device_ids"])
+        asked = CompilerInput(module, options, request["overrides"], request["device_ids"])
         compile_dumped(asked, devices_without_jax(topology, request["library"]), str(dump))
     except BaseException as error:
         if platform == "cpu" and written(dump, platform):  # it has no code for a custom call

@@ -56,21 +56,16 @@ def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
     return list(shardings), list(values)
 
 
-_COMPILED_WITH = ("in_shardings", "out_shardings", "in_layouts", "out_layouts", "kept_var_idx")
+_COMPILED_WITH = ("in_shardings", "out_shardings", "kept_var_idx", "num_devices", "host_callbacks")
 
 
-def lowered_options(lowered: Any) -> tuple[Any, ...] | None:
-    """Return what a lowered function is compiled with beside its text; None if it is not known.
+def calls_python(lowered: Any) -> bool:
+    """Say whether a lowered function calls Python: its text has addresses in this process.
 
-    These are shardings and layouts, which arguments are not dropped, and the `compiler_options` of
-    `jax.jit`. Fallback: None, so that the result is kept in no cache. None also for a function that
-    calls Python, whose text has addresses in this process.
+    Fallback: True, so that it is kept in no cache.
     """
-    options = private(lowered, "_lowering._compiler_options_kvs")
     arguments = _compile_arguments(lowered)
-    if options is None or arguments is None or arguments.get("host_callbacks", True):
-        return None
-    return options, *(arguments[name] for name in _COMPILED_WITH)
+    return arguments is None or bool(arguments["host_callbacks"])
 
 
 def _compile_arguments(lowered: Any) -> dict[str, Any] | None:
@@ -247,6 +242,8 @@ class CompilerInput(NamedTuple):
     """StableHLO as bytecode."""
     options: bytes
     """What JAX gives to the compiler beside it, as `compile_dumped` reads it."""
+    overrides: list[tuple[str, Any]]
+    """Of it the `compiler_options` of `jax.jit`, which the rest has in no order."""
     device_ids: list[int]
     """Numbers of the devices, in the order of the mesh."""
 
@@ -260,12 +257,11 @@ def compiler_input(lowered: Any) -> CompilerInput | None:
 
     import numpy as np
 
-    arguments = private(lowered, "_lowering.compile_args") or {}
+    arguments = _compile_arguments(lowered)
     named = private(lowered, "_lowering._compiler_options_kvs")
     left_open = private("jax._src.interpreters.pxla", "get_prop_to_input_output")
     options_of = private("jax._src.compiler", "get_compile_options")
-    needed = {*_COMPILED_WITH, "num_devices"}
-    if None in (named, left_open, options_of) or not arguments.keys() >= needed:
+    if arguments is None or None in (named, left_open, options_of):
         return None
     devices = private(lowered, "_lowering._device_list") or ()
     ids = [device.id for device in devices if device.platform != "cpu"]
@@ -276,6 +272,7 @@ def compiler_input(lowered: Any) -> CompilerInput | None:
         device_assignment=np.array([ids]),
         env_options_overrides=dict(named),
     )
+    overrides, options.env_option_overrides = sorted(options.env_option_overrides), []
     options.parameter_is_tupled_arguments = bool(arguments.get("tuple_args", False))
     sides = (arguments[name] for name in _COMPILED_WITH[:2])
     inputs, outputs = left_open(*sides, len(arguments.get("ordered_effects", ())))
@@ -284,7 +281,7 @@ def compiler_input(lowered: Any) -> CompilerInput | None:
     build.allow_spmd_sharding_propagation_to_output = list(outputs)
     bytecode = io.BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(bytecode)
-    return CompilerInput(bytecode.getvalue(), options.SerializeAsString(), ids)
+    return CompilerInput(bytecode.getvalue(), options.SerializeAsString(), overrides, ids)
 
 
 def devices_without_jax(
@@ -316,7 +313,7 @@ def compile_dumped(asked: CompilerInput, devices: list[Any], folder: str) -> Non
         if name.startswith("xla_dump"):
             setattr(flags, name, getattr(own, name))
     dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
-    options.env_option_overrides = [*options.env_option_overrides, *dumps.items()]
+    options.env_option_overrides = [*asked.overrides, *dumps.items()]
     device_of = {device.id: device for device in devices}
     targets = xla_client.DeviceList(tuple(device_of[number] for number in asked.device_ids))
     client, is_host = devices[0].client, devices[0].platform == "cpu"

@@ -41,10 +41,11 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
         known = getattr(executable.call.compiled, "alive", None)
         rows = alive_at_peak(hlo) if known is None else alive_of(hlo, known)
         saved = [row for row in rows if _is_saved(hlo, row)]
+        alive, kept = (sum(row.bytes for row in some) for some in (rows, saved))
         return Memory(
             totals=totals,
-            alive=sum(row.bytes for row in rows),
-            saved=sum(row.bytes for row in saved),
+            alive=min(alive, totals.peak),
+            saved=min(kept, totals.peak),
             is_recomputed="/rematted_computation" in hlo.text and not _is_all_kept(hlo, saved),
             buffers=tuple(buffers_of(hlo, rows[:_LARGEST], path_of)),
             saved_buffers=tuple(buffers_of(hlo, saved[:_IN_TEXT], path_of)),

@@ -44,7 +44,8 @@ def test_each_row_is_a_proof_and_the_best_is_first():
     rows = sr.sweep(step_on, 4, batch=[64, 128], hbm="100MB")
     assert rows.is_whole
     assert rows.heading == (
-        "6 programs on 4 devices by XLA for CPU: a TPU's partitioner may choose otherwise; fits: 6"
+        "6 programs on 4 devices by XLA for CPU: a TPU's partitioner may choose otherwise; no time is "
+        "known of these devices: what sends least comes first; fits: 6"
     )
     tried = {(tuple(row.mesh.values()), row.choices["batch"]) for row in rows}
     assert tried == set(itertools.product([(1, 4), (2, 2), (4, 1)], [64, 128]))
@@ -66,6 +67,7 @@ def test_what_does_not_fit_or_cannot_be_compiled_is_a_row_that_says_why():
     fits, large, refused = rows
     assert (fits.fits, large.fits, large.peak > 10**6) == (True, False, True)
     assert "of it are f32[" in large.why
+    assert "what sends least" not in sr.sweep(step_on, {"fsdp": 2, "tp": 2}, width=[66]).heading
     assert (refused.peak, refused.why) == (None, "ValueError: no heads of 66")
     assert rows.heading.endswith("; fits: 1; does not fit: 1; not compiled: 1")
 

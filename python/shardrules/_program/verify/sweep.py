@@ -119,6 +119,9 @@ def swept(
     if is_cut := len(rows) < len(cases):
         summary += f"; not whole, as it was interrupted: {len(cases):,} were to be tried"
     rows.sort(key=_rank)
+    ranked = [row for row in rows if row.peak is not None and row.fits is not False]
+    if ranked and ranked[0].time is None:
+        summary += "; no time is known of these devices: what sends least comes first"
     verdicts = Counter(filter(None, map(verdict_of, rows)))
     summary = "; ".join([summary, *(f"{word}: {count:,}" for word, count in verdicts.items())])
     return StepSweep(rows, summary=summary, is_whole=not is_cut)
