@@ -121,7 +121,7 @@ def test_constraints_are_in_loops_branches_rules_of_gradients_and_what_is_recomp
     step = traced(mesh)
     spread = layout(step)
     rows = seams(step, spread)
-    depths = {len(row.site) for row in rows}
+    depths = {len(row.operation.site) for row in rows}
     assert len(depths) > 2
     text = str(constrained_step(step, spread, mesh).trace(*shaped(step)).jaxpr)
     assert text.count("sharding_constraint[") >= len(rows) > 8

@@ -11,7 +11,7 @@ from shardrules._base.text import printable, record
 from shardrules._place.mesh import axes_of_type
 from shardrules._program.jax_names import user_line
 from shardrules._program.solve.price import PRODUCTS
-from shardrules._program.solve.rewrite import constrained, sites
+from shardrules._program.solve.rewrite import constrained
 from shardrules._program.step.equations import RESULT
 from shardrules._program.step.jaxprs import constrains
 
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
     from shardrules._program.solve.cuts import Cuts
-    from shardrules._program.solve.rewrite import Site
     from shardrules._program.solve.spread import LaidSpread
-    from shardrules._program.step.equations import Equations, TracedOperation
+    from shardrules._program.step.equations import Body, Equations, TracedOperation
     from shardrules._program.step.step import Step
 
 # What makes arrays that XLA may shard otherwise; elementwise operations follow their operands.
@@ -82,7 +81,6 @@ def _weight_of(step: Step, seam: Seam) -> str:
 class Seam(NamedTuple):
     """An array that a solution shards where an operation makes it, or reads it."""
 
-    site: Site
     place: int
     """Of a result; of what is read, that of an operand as `~place`."""
     number: int
@@ -104,7 +102,7 @@ def seams(step: Step, spread: LaidSpread) -> list[Seam]:
     def is_large(number: int, part: float) -> bool:
         return values[number].bits >= part * largest and bool(values[number].shape)
 
-    for site, operation in sites(step._closed, step._equations.body):
+    for operation in _constrainable(step._equations.body):
         is_constraint = constrains(operation.eqn)
         if not operation.bodies and not is_constraint:
             for place, number in enumerate(operation.inputs):
@@ -112,15 +110,24 @@ def seams(step: Step, spread: LaidSpread) -> list[Seam]:
                     continue
                 reads = spread.reads.get((id(operation), number), cuts[number])
                 if reads != cuts[number] and is_large(number, _SMALL_SENT):
-                    rows.append(Seam(site, ~place, number, reads, operation))
+                    rows.append(Seam(~place, number, reads, operation))
         is_made = operation.name in _MAKES or is_constraint or _is_new(operation)
         for place, number in enumerate(operation.outputs):
             if number not in cuts:
                 continue
             is_sum = number in spread.sums and is_large(number, _SMALL_SENT)
             if is_sum or ((is_made or number in carried) and is_large(number, _SMALL)):
-                rows.append(Seam(site, place, number, cuts[number], operation))
+                rows.append(Seam(place, number, cuts[number], operation))
     return rows
+
+
+def _constrainable(body: Body) -> Iterator[TracedOperation]:
+    """Yield the operations that constraints can follow: not in code by device, which has parts."""
+    for operation in body.operations:
+        if operation.site and operation.name != "shard_map":
+            for inner in operation.bodies:
+                yield from _constrainable(inner)
+            yield operation
 
 
 def _is_new(operation: TracedOperation) -> bool:
@@ -188,7 +195,7 @@ def constrained_step(step: Step, spread: LaidSpread, mesh: Mesh) -> Any:
     def on_mesh(cuts: Cuts) -> NamedSharding:
         return NamedSharding(mesh, spec_of_cuts(cuts))
 
-    shardings = {(row.site, row.place): on_mesh(row.cuts) for row in seams(step, spread)}
+    shardings = {(row.operation.site, row.place): on_mesh(row.cuts) for row in seams(step, spread)}
     closed = constrained(step._closed, shardings, partial(_constraint, mesh))
     run = jaxpr_as_fun(closed)
     outputs = [

@@ -1,6 +1,6 @@
 """Writes constraints into the jaxpr of a step, also inside of its loops, branches and calls.
 
-An equation is named by its site: its place in the jaxpr, and the places in those around it.
+An equation is named by its site, as operations of a step have it.
 """
 
 from __future__ import annotations
@@ -11,55 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._program.step.jaxprs import BODIES, CONSTRAINTS, bodies_of, inner_jaxpr, open_jaxpr
 
 if TYPE_CHECKING:
-    from shardrules._program.step.equations import Body, TracedOperation
+    from shardrules._program.step.equations import Site
 
-Site = tuple[int, ...]
-"""Places of equations, the outermost first; after that of a branch its number."""
-Shardings = Mapping[tuple[Site, int], Any]
+Shardings = Mapping[tuple["Site", int], Any]
 """NamedShardings of the results of equations, by site and place; `~place` is that of an operand."""
 _OF_CALLS: Final = frozenset(["ctx_mesh", "in_shardings", "out_shardings"])
-
-
-def sites(closed: Any, body: Body) -> Iterator[tuple[Site, TracedOperation]]:
-    """Yield the operations of a step that constraints can follow, each with its site.
-
-    Code by device, in `shard_map` and kernels, has none: arrays are parts there.
-    """
-    operations = iter(body.operations)
-    yield from _sites(open_jaxpr(closed), _Ahead(operations), ())
-
-
-class _Ahead:
-    """Operations of a body, of which the next one can be looked at."""
-
-    def __init__(self, operations: Iterator[TracedOperation]) -> None:
-        self._operations = operations
-        self.next = next(operations, None)
-
-    def take(self, eqn: Any) -> TracedOperation | None:
-        """Return the next operation if it is of this equation, and go on; None if XLA drops it."""
-        operation = self.next
-        if operation is None or operation.eqn is not eqn:
-            return None
-        self.next = next(self._operations, None)
-        return operation
-
-
-def _sites(jaxpr: Any, ahead: _Ahead, around: Site) -> Iterator[tuple[Site, TracedOperation]]:
-    for place, eqn in enumerate(jaxpr.eqns):
-        site = (*around, place)
-        inner = inner_jaxpr(eqn)
-        if inner is not None:
-            ahead.take(eqn)  # the barrier before what is recomputed
-            yield from _sites(open_jaxpr(inner), ahead, site)
-            continue
-        operation = ahead.take(eqn)
-        if operation is None or eqn.primitive.name == "shard_map":
-            continue
-        for number, (_, within) in enumerate(bodies_of(eqn)):
-            inside = _Ahead(iter(operation.bodies[number].operations))
-            yield from _sites(open_jaxpr(within), inside, (*site, number))
-        yield site, operation
 
 
 def constrained(closed: Any, shardings: Shardings, constraint: Callable[[Any, Any], Any]) -> Any:

@@ -24,6 +24,8 @@ from shardrules._program.step.jaxprs import (
     scan_counts,
 )
 
+Site = tuple[int, ...]
+"""Places of equations, the outermost first; after that of a loop or branch the body's number."""
 _MOST_DEPTH: Final = 200
 
 
@@ -61,6 +63,8 @@ class TracedOperation:
     outputs: list[int]
     scope: str = ""
     """JAX's names around it, such as "transpose(jvp(loss))"."""
+    site: Site = ()
+    """Where its equation is in the jaxpr; () of what is none of the program's."""
     bodies: list[Body] = field(default_factory=list)
     trips: int = 1
     """How often a body runs; 1 if that is not known."""
@@ -136,7 +140,7 @@ class Equations:
         """Pairs of a dimension, and what a device has of it in that code."""
         self._counted = Counted()
         self._scope = ""
-        self.body = _without_dead(self._body(closed, list(map(self._new, closed.jaxpr.invars))))
+        self.body = _without_dead(self._body(closed, list(map(self._new, closed.jaxpr.invars)), ()))
 
     def _new(self, var: Any, dims: Dims | None = None) -> int:
         shape = shape_of(var)
@@ -146,10 +150,10 @@ class Equations:
         )
         return len(self.values) - 1
 
-    def _body(self, closed: Any, inputs: Sequence[int | None], depth: int = 0) -> Body:
+    def _body(self, closed: Any, inputs: Sequence[int | None], around: Site) -> Body:
         """Read a jaxpr, or one with its constants, whose inputs are these arrays."""
         jaxpr = open_jaxpr(closed)
-        if depth > _MOST_DEPTH:
+        if len(around) > _MOST_DEPTH:
             raise RecursionError(f"the jaxpr has more than {_MOST_DEPTH} levels of calls and loops")
         of: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         constants = {var: self._new(var) for var in jaxpr.constvars}
@@ -160,10 +164,10 @@ class Equations:
         def number(atom: Any) -> int | None:
             return None if hasattr(atom, "val") else of[atom]
 
-        for eqn in jaxpr.eqns:
-            read = [number(atom) for atom in eqn.invars]
-            around, own = self._scope, str(eqn.source_info.name_stack)
-            self._scope = "/".join(filter(None, (around, own)))
+        for place, eqn in enumerate(jaxpr.eqns):
+            read, site = [number(atom) for atom in eqn.invars], (*around, place)
+            outer, own = self._scope, str(eqn.source_info.name_stack)
+            self._scope = "/".join(filter(None, (outer, own)))
             inner = inner_jaxpr(eqn)
             if inner is not None:
                 arguments = self._numbered(eqn, read)
@@ -172,22 +176,22 @@ class Equations:
                     passed = self._like(eqn.invars, arguments)
                     operations.append(TracedOperation(eqn, rule, [*arguments], passed, self._scope))
                     arguments = passed
-                call = self._body(inner, arguments, depth + 1)
+                call = self._body(inner, arguments, site)
                 operations += call.operations
                 results = call.outputs
             else:
-                operation = self._operation(eqn, read, depth + 1)
-                operation.scope = self._scope
+                operation = self._operation(eqn, read, site)
+                operation.scope, operation.site = self._scope, site
                 operations.append(operation)
                 results = list(operation.outputs)
-            self._scope = around
+            self._scope = outer
             of |= zip(eqn.outvars, results, strict=True)
         outputs = list(map(number, jaxpr.outvars))
         return Body([i for i in inputs if i is not None], outputs, operations)
 
-    def _operation(self, eqn: Any, read: list[int | None], depth: int) -> TracedOperation:
+    def _operation(self, eqn: Any, read: list[int | None], site: Site) -> TracedOperation:
         if structured := _STRUCTURED.get(eqn.primitive.name):
-            return structured(self, eqn, self._numbered(eqn, read), depth)
+            return structured(self, eqn, self._numbered(eqn, read), site)
         is_indexed = eqn.primitive.name.startswith(("gather", "scatter"))
         rule = rule_of(eqn, self._counted.columns(read[1]) if is_indexed else {})
         if rule is None:
@@ -217,7 +221,7 @@ class Equations:
         if result is not None:
             self.dims.unite_all(self.values[number].dims, self.values[result].dims)
 
-    def _scan(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
+    def _scan(self, eqn: Any, numbers: list[int], site: Site) -> TracedOperation:
         """Read a scan: what it carries, and what it slices and stacks along one dimension."""
         params = eqn.params
         closed, (consts, carries) = params["jaxpr"], scan_counts(params)
@@ -230,7 +234,7 @@ class Equations:
             dims = self.values[i].dims
             self.dims.unite(dims[0], length)
             inside.append(self._new(var, dims[1:]))
-        body = self._body(closed, inside, depth)
+        body = self._body(closed, inside, (*site, 0))
         outputs = []
         for place, (var, result) in enumerate(zip(eqn.outvars, body.outputs, strict=True)):
             if place < carries:
@@ -244,13 +248,13 @@ class Equations:
         loop.trips, loop.first = params["length"], consts
         return loop
 
-    def _while(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
+    def _while(self, eqn: Any, numbers: list[int], site: Site) -> TracedOperation:
         params = eqn.params
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
         begin = of_cond + of_body
         closed = params["body_jaxpr"]
         carried = self._like(open_jaxpr(closed).invars[of_body:], numbers[begin:])
-        body = self._body(closed, numbers[of_cond:begin] + carried, depth)
+        body = self._body(closed, numbers[of_cond:begin] + carried, (*site, 0))
         for i, result in zip(carried, body.outputs, strict=True):
             self._unite(i, result)
         outputs = self._like(eqn.outvars, carried)
@@ -259,27 +263,28 @@ class Equations:
         self.endless.append(loop)
         return loop
 
-    def _cond(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
-        bodies = [self._body(branch, numbers[1:], depth) for branch in eqn.params["branches"]]
+    def _cond(self, eqn: Any, numbers: list[int], site: Site) -> TracedOperation:
+        branches = enumerate(eqn.params["branches"])
+        bodies = [self._body(branch, numbers[1:], (*site, n)) for n, branch in branches]
         outputs = [self._new(var) for var in eqn.outvars]
         for body in bodies:
             for i, result in zip(outputs, body.outputs, strict=True):
                 self._unite(i, result)
-        branches = TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies)
-        branches.carries = len(outputs)
+        choice = TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies)
+        choice.carries = len(outputs)
         platforms = eqn.params.get("branches_platforms") or ()
         flops = list(map(self._flops, bodies))
-        branches.taken = platforms.index(None) if None in platforms else flops.index(max(flops))
-        return branches
+        choice.taken = platforms.index(None) if None in platforms else flops.index(max(flops))
+        return choice
 
-    def _shard_map(self, eqn: Any, numbers: list[int], depth: int) -> TracedOperation:
+    def _shard_map(self, eqn: Any, numbers: list[int], site: Site) -> TracedOperation:
         """Read the code of one device, whose specs are facts."""
         params = eqn.params
         inside = list(map(self._new, open_jaxpr(params["jaxpr"]).invars))
         self.manual |= zip(inside, axes_by_dim(params, "in"), strict=True)
         for whole, local in zip(numbers, inside, strict=True):
             self._relate(whole, local, self.manual[local])
-        body = self._body(params["jaxpr"], inside, depth)
+        body = self._body(params["jaxpr"], inside, (*site, 0))
         outputs = list(map(self._new, eqn.outvars))
         self.manual |= zip(outputs, axes_by_dim(params, "out"), strict=True)
         for whole, result in zip(outputs, body.outputs, strict=True):
