@@ -26,10 +26,10 @@ from shardrules._program.buffers import Totals as Totals
 from shardrules._program.collectives import Collective as Collective
 from shardrules._program.program import Program as Program
 from shardrules._program.solve.activations import Activation as Activation
+from shardrules._program.solve.candidates import Candidate as Candidate
+from shardrules._program.solve.candidates import StepCost as StepCost
 from shardrules._program.solve.choices import Alternative as Alternative
 from shardrules._program.solve.choices import ClassChoice as ClassChoice
-from shardrules._program.solve.compiled import Candidate as Candidate
-from shardrules._program.solve.compiled import StepCost as StepCost
 from shardrules._program.solve.solution import Solution as Solution
 from shardrules._program.step.step import DimensionClass as DimensionClass
 from shardrules._program.step.step import Step as Step

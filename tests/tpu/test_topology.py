@@ -13,8 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.solve.machine import machine_of
-from shardrules._program.solve.transmissions import merged
+from shardrules._program.solve.machine import Machine
 from tests.tpu.marks import needs_libtpu
 
 SHAPES = {
@@ -246,10 +245,10 @@ def test_the_compiler_sums_over_all_chips_of_a_large_slice(name, sizes, summed):
     kinds = sorted(row.kind for row in sr.prove(jax.jit(step), *shapes, on=mesh).collectives)
     expected = {"all-gather", "reduce-scatter"} - summed
     assert kinds == sorted([*expected, *["all-reduce"] * len(summed)])
-    machine = machine_of("v5p").on_slice(topology, sizes)
+    machine = Machine(topology.hardware, sizes, topology)
     for kind in ("all-gather", "reduce-scatter"):
-        (row,) = merged([(kind, ("fsdp",), "params", 1, 2**20)], sizes)
-        assert machine.sent(row) == row.sent * (2 if kind in summed else 1)
+        alone = Machine(topology.hardware, sizes).sent(kind, ("fsdp",), 2**20)
+        assert machine.sent(kind, ("fsdp",), 2**20) == alone * (2 if kind in summed else 1)
 
 
 @needs_libtpu

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.activations import activations, constrained_step, seams
-from shardrules._program.solve.layout import Layout, StepArrays
-from shardrules._program.solve.machine import machine_of
+from shardrules._program.solve.layout import STORED, StepArrays
+from shardrules._program.solve.machine import Machine
 from shardrules._program.solve.space import Space
-from shardrules._program.solve.spread import LaidSpread
+from shardrules._program.solve.spread import Spread
 
 LAYERS, ROWS, WIDTH, HIDDEN, WORDS = 2, 8, 16, 32, 64
 
@@ -79,13 +79,14 @@ def traced(mesh, function=train):
 
 def layout(step):
     """Rows by fsdp, hidden units by tp, where they divide; as a solution has it for all arrays."""
-    space = Space(step, dict(step.mesh.shape), machine_of("v5p"), 10**12, fixed={})
-    cuts = LaidSpread(space.arrays, space.layout(space.traced())).of_step().cuts
+    space = Space(step, Machine(sr.Hardware.named("v5p"), dict(step.mesh.shape)), 10**12)
+    spread = space.spread(space.traced())
+    cuts = {n: spread.cuts(n) for n in range(len(step._equations.values))}
     for number, value in enumerate(step._equations.values):
         if value.shape[:1] == (ROWS,):
             tail = [("tp",) if size == HIDDEN else () for size in value.shape[1:]]
             cuts[number] = (("fsdp",), *tail)
-    return SimpleNamespace(cuts=cuts, reads={}, sums=set())
+    return SimpleNamespace(cuts=cuts.__getitem__, reads={}, sums=set())
 
 
 def shaped(step):
@@ -210,7 +211,7 @@ def test_an_operation_reads_as_was_priced(is_constrained):
     axes = {"batch": ("fsdp", "tp"), "hidden": ("tp",)}
     by_class = {name: axes.get(role, ()) for name, role in step._roles.of.items()}
     arrays = StepArrays(step._equations, step._roles, dict(mesh.shape))
-    spread = LaidSpread(arrays, Layout(by_class, ("fsdp",))).of_step()
+    spread = Spread(arrays, by_class | {STORED: ("fsdp",)}).of_step()
     most = max(sent.payload for sent in spread.sent if sent.kind == "all-gather")
     read = [row for row in activations(step, spread) if row.is_read]
     assert {row.shape for row in read} == {(16, 32, 64), (64, 256), (256, 64)}

@@ -8,29 +8,24 @@ from math import prod
 import pytest
 
 import shardrules as sr
-from shardrules._program.solve.machine import machine_of, sent_seconds
-from shardrules._program.solve.transmissions import merged
+from shardrules._program.solve.machine import Machine
 
 # Round numbers: 100 GB/s inside a node of 8, 10 GB/s between them.
 NODE = sr.Hardware("node", {"bfloat16": 1e14}, 10**12, 1e12, "NVLink", 1e11, 8, 1e10)
 PAYLOAD = 2**30
 
 
-def seconds(mesh, axes, machine):
+def seconds(mesh, axes, hardware):
     """The seconds of an all-gather of so many bytes over some axes."""
-    rows = merged([("all-gather", axes, "params", 1, PAYLOAD)], mesh)
-    sent, alone = sent_seconds(machine, mesh, rows)
-    assert alone == 0
-    return sent[tuple(axes)]
+    machine = Machine(hardware, mesh)
+    return machine.seconds("all-gather", axes, machine.sent("all-gather", axes, PAYLOAD))
 
 
-def test_activations_are_sent_alone():
-    mesh = {"dp": 2, "tp": 4}
-    rows = merged([("all-reduce", ["tp"], "activations", 1, PAYLOAD),
-                   ("all-gather", ["dp"], "params", 1, PAYLOAD)], mesh)  # fmt: skip
-    sent, alone = sent_seconds(machine_of(NODE), mesh, rows)
-    assert sent["tp",] == pytest.approx(2 * PAYLOAD * 3 / 4 / 1e11) == alone
-    assert sent["dp",] == pytest.approx(PAYLOAD / 2 / 1e11)
+def test_a_ring_sends_all_but_its_own_part_and_of_a_sum_twice_that():
+    sent = Machine(NODE, {"dp": 2, "tp": 4}).sent
+    assert sent("all-reduce", ["tp"], PAYLOAD) == 2 * PAYLOAD * 3 / 4
+    assert sent("all-gather", ["dp"], PAYLOAD) == PAYLOAD / 2
+    assert sent("collective-permute", ["tp"], PAYLOAD) == PAYLOAD
 
 
 @pytest.mark.parametrize(
@@ -53,14 +48,14 @@ def test_bytes_between_nodes_are_counted_device_by_device(mesh, inside):
     between = (devices // near - 1) * shard
     within = (near - 1) * shard * (devices // near)
     assert between + within == (devices - 1) * shard
-    found = seconds(mesh, list(mesh), machine_of(NODE))
+    found = seconds(mesh, list(mesh), NODE)
     assert found == pytest.approx(max(between / 1e10, within / 1e11))
 
 
 def test_the_torus_gives_each_mesh_axis_a_dimension_and_the_largest_the_rest():
     torus = dataclasses.replace(NODE, link="ICI", link_devices=4096, torus_dimensions=3)
     sent = {
-        tuple(mesh.values()): seconds(mesh, ["fsdp"], machine_of(torus)) / (1 - 1 / mesh["fsdp"])
+        tuple(mesh.values()): seconds(mesh, ["fsdp"], torus) / (1 - 1 / mesh["fsdp"])
         for mesh in ({"fsdp": 64, "dp": 1}, {"fsdp": 64, "dp": 8}, {"fsdp": 2, "dp": 1})
     }
     whole = PAYLOAD / 1e11

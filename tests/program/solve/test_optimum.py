@@ -11,21 +11,31 @@ import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
-from shardrules._program.solve.machine import machine_of
+from shardrules._program.solve.machine import Machine
 from shardrules._program.solve.meshes import Task, best_of
+from shardrules._program.solve.price import Price
 from shardrules._program.solve.resident import Resident
 from shardrules._program.solve.search import Search
 from shardrules._program.solve.space import Space
 from shardrules._program.solve.terms import Terms
 from tests.support.random_steps import random_step
 
-MACHINE = machine_of("v5p")
+HARDWARE = sr.Hardware.named("v5p")
 ROOM = 10**18
 MESHES = ({"a": 4}, {"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 3})
 
 
+def machine_on(sizes):
+    return Machine(HARDWARE, sizes)
+
+
 def space_of(seed):
-    return Space(random_step(seed), MESHES[seed % len(MESHES)], MACHINE, ROOM, fixed={})
+    return Space(random_step(seed), machine_on(MESHES[seed % len(MESHES)]), ROOM)
+
+
+def price(space, assignment):
+    """Seconds of the step as a whole, and not term by term."""
+    return Price(space.spread(assignment), space.machine).of_step().total
 
 
 def assignments(space):
@@ -44,7 +54,7 @@ def is_optimum(seed, most=1024):
     if prod(map(len, space.values.values())) > most:
         return None
     resident = Resident(space)
-    costs = [(space.cost(a).time.total, resident.least(a)) for a in assignments(space)]
+    costs = [(price(space, a), resident.least(a)) for a in assignments(space)]
     peaks = sorted(memory for _, memory in costs)
     space.hbm = rng.choice((ROOM, rng.choice(peaks), peaks[len(peaks) // 10], peaks[0] - 1))
     fitting = [seconds for seconds, memory in costs if memory <= space.hbm]
@@ -53,9 +63,8 @@ def is_optimum(seed, most=1024):
     search.run()
     if not fitting:
         return search.assignment is None
-    cost = space.cost(search.assignment)
     return (
-        cost.time.total == pytest.approx(min(fitting), rel=1e-7, abs=1e-11)
+        price(space, search.assignment) == pytest.approx(min(fitting), rel=1e-7, abs=1e-11)
         and search.bound == pytest.approx(min(fitting), rel=1e-7, abs=1e-11)
         and resident.least(search.assignment) <= space.hbm
     )
@@ -73,22 +82,22 @@ def test_terms_add_up_to_the_price_of_the_step(seed):
     terms = Terms(space)
     for _ in range(6):
         assignment = random_assignment(space, rng)
-        price = pytest.approx(space.cost(assignment).time.total, rel=1e-7, abs=1e-11)
-        assert terms.total(assignment).total == price
+        whole = pytest.approx(price(space, assignment), rel=1e-7, abs=1e-11)
+        assert terms.total(assignment).total == whole
 
 
 def test_terms_have_what_a_square_array_sends_when_it_is_transposed():
     square = jax.ShapeDtypeStruct((1024, 1024), "float32")
     # One class for both dimensions, whose axes cut the first of them before and behind.
     traced = sr.trace(lambda w: w @ w + jnp.sin(w.T), square)
-    space = Space(traced, {"a": 4}, MACHINE, None, fixed={})
+    space = Space(traced, machine_on({"a": 4}), None)
     for axes in ((), ("a",)):
         assignment = dict.fromkeys(space.values, axes)
-        cost = space.cost(assignment)
-        sent = {row.kind for row in cost.spread.sent if row.operation.name == "transpose"}
+        rows = space.spread(assignment).sent
+        sent = {row.kind for row in rows if row.operation.name == "transpose"}
         assert sent == ({"all-to-all"} if axes else set())
-        price = pytest.approx(cost.time.total, rel=1e-7)
-        assert Terms(space).total(assignment).total == price
+        whole = pytest.approx(price(space, assignment), rel=1e-7)
+        assert Terms(space).total(assignment).total == whole
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -106,12 +115,12 @@ def test_bounds_are_below_what_they_bound(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_the_best_mesh_is_that_of_the_best_solution(seed):
     meshes = ({"a": 7}, {"a": 4}, {"a": 2, "b": 2})
-    task = Task(random_step(seed), MACHINE, 10**15)
-    alone = [best_of(task, [mesh], None).cost.time.total for mesh in meshes]
+    task = Task(random_step(seed), HARDWARE, 10**15)
+    alone = [best_of(task, [mesh], None).search.found for mesh in meshes]
     best = best_of(task, meshes, None)
-    assert best.cost.time.total == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
+    assert best.search.found == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
     assert best.bound == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
-    assert alone[meshes.index(best.case.mesh)] == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
+    assert alone[meshes.index(best.search.mesh)] == pytest.approx(min(alone), rel=1e-7, abs=1e-11)
 
 
 def test_the_first_of_equal_axes_is_on_data():
@@ -124,8 +133,8 @@ def test_the_first_of_equal_axes_is_on_data():
     tree = {"up": jax.ShapeDtypeStruct((512, 2048), "float32"),
             "down": jax.ShapeDtypeStruct((2048, 512), "float32")}  # fmt: skip
     # The batch has one factor of 2.
-    step = sr.trace(train, tree, jax.ShapeDtypeStruct((2 * 4095, 512), "float32"))
-    search = Search(Space(step, {"fsdp": 2, "tp": 2}, MACHINE, ROOM, fixed={}))
+    step = sr.trace(train, tree, jax.ShapeDtypeStruct((2 * (2**17 - 1), 512), "float32"))
+    search = Search(Space(step, machine_on({"fsdp": 2, "tp": 2}), ROOM))
     search.begin()
     search.run()
     (batch,) = [name for name in search.space.values if step._roles.of.get(name) == "batch"]

@@ -12,12 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.refusal import Refusal
+from shardrules._program.solve import candidates
 from shardrules._program.solve import compiled as compiling
-from shardrules._program.solve import shortlist as shortlisting
 from shardrules._program.solve import solution as solving
-from shardrules._program.solve.machine import machine_of
+from shardrules._program.solve.candidates import shortlist
 from shardrules._program.solve.meshes import Task, best_of
-from shardrules._program.solve.shortlist import shortlist
 
 AXES = ("fsdp", "tp")
 
@@ -113,7 +112,7 @@ def test_without_a_plan_the_rules_are_of_the_first_argument():
 def compiled(rows=FEW):
     """Solve for devices, whose compiler is asked about three layouts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shortlisting, "MOST", 3)
+        patch.setattr(candidates, "MOST", 3)
         return solved(rows, devices())
 
 
@@ -138,7 +137,7 @@ def test_fsdp_and_the_layout_of_the_program_are_among_those_compiled_and_what_is
     rules = [("up", P(None, "tp")), ("down", P("tp"))]
     sizes = {"fsdp": 2, "tp": 2}
     step = sr.trace(jax.jit(train), sr.plan(TREE, rules, sizes), shape(FEW, 512))
-    best = best_of(Task(step, machine_of("v5p"), 10**12), [sizes], None)
+    best = best_of(Task(step, sr.Hardware.named("v5p"), 10**12), [sizes], None)
     entries = shortlist(best)
     assert [row.what for row in entries][:3] == [
         "the best by prediction", "FSDP", "as in the program",
@@ -156,8 +155,8 @@ def costs_as_if(monkeypatch, seconds):
     """Let compiled steps take other seconds, by the layout's predicted cost."""
     real = compiling._costs
 
-    def costs(space, cost, program, peak):
-        return real(space, cost, program, peak)._replace(seconds=seconds(cost.time.total))
+    def costs(layout, program, peak):
+        return real(layout, program, peak)._replace(seconds=seconds(layout.seconds.total))
 
     monkeypatch.setattr(compiling, "_costs", costs)
 

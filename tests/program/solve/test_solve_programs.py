@@ -12,11 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.activations import spec_of_cuts
-from shardrules._program.solve.layout import Layout, StepArrays
-from shardrules._program.solve.machine import machine_of
-from shardrules._program.solve.search import Search
+from shardrules._program.solve.layout import StepArrays
+from shardrules._program.solve.machine import Machine
 from shardrules._program.solve.space import Space
-from shardrules._program.solve.spread import LaidSpread
+from shardrules._program.solve.spread import Spread
 from shardrules.dialects import Dialect
 
 AUTO = (AxisType.Auto, AxisType.Auto)
@@ -32,7 +31,7 @@ def sent(step, **sizes):
     (name, *_) = arrays.classes[step._equations.body.inputs[-1]][0]
     return [
         (row.kind, row.operation.name)
-        for row in LaidSpread(arrays, Layout({name: tuple(sizes)})).of_step().sent
+        for row in Spread(arrays, {name: tuple(sizes)}).of_step().sent
     ]
 
 
@@ -80,7 +79,7 @@ def test_a_reshard_onto_auto_axes_is_no_constraint():
         jax.jit(step), shape(1024, 1024, sharding=NamedSharding(mesh, P("x"))), on=mesh
     )
     solution = sr.solve(traced, {"x": 8}, hardware="v5p")
-    assert solution.spread.sent == []
+    assert solution._spread.sent == []
     replaced = [row for row in solution.activations if row.replaces]
     assert all("reshard" not in row.operation for row in replaced)
 
@@ -99,7 +98,7 @@ def test_random_bits_are_cut_as_what_reads_them():
         for number in operation.outputs
         if traced._equations.values[number].shape == (64, 1024, 512)
     ]
-    assert {solution.spread.target(number)[0] for number in bits} == {("data",)}
+    assert {solution._spread.target(number)[0] for number in bits} == {("data",)}
 
 
 # State
@@ -199,14 +198,11 @@ def test_the_layout_that_the_program_has_is_a_candidate():
     plan = sr.plan(KERNELS, [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))], mesh)
     x = shape(64, 512, sharding=NamedSharding(mesh, P("fsdp")))
     step = sr.trace(jax.jit(gelu_step), plan, x)
-    space = Space(step, {"fsdp": 4, "tp": 2}, machine_of("v5p"), 10**12, fixed={})
+    space = Space(step, Machine(sr.Hardware.named("v5p"), {"fsdp": 4, "tp": 2}), 10**12)
     own = space.traced()
-    specs = [
-        spec_of_cuts(space.arrays.cuts(number, space.layout(own)))
-        for number in step._equations.body.inputs
-    ]
+    specs = [spec_of_cuts(space.arrays.cuts(number, own)) for number in step._equations.body.inputs]
     assert specs == [P("tp", "fsdp"), P("fsdp", "tp"), P("fsdp")]
-    assert own in Search(space)._starts()
+    assert own in space.starts()
 
 
 def test_hardware_that_contradicts_the_topology_is_refused():

@@ -11,12 +11,11 @@ import pytest
 
 import shardrules as sr
 from shardrules._program.solve import search
-from shardrules._program.solve.machine import machine_of
 from shardrules._program.solve.resident import Resident
 from shardrules._program.solve.search import Search
 from shardrules._program.solve.space import Space
 from shardrules._program.solve.tables import has_solver, search_tables
-from tests.program.solve.test_optimum import MESHES, ROOM, assignments, space_of
+from tests.program.solve.test_optimum import MESHES, ROOM, assignments, machine_on, price, space_of
 from tests.support.random_steps import random_step
 
 needs_solver = pytest.mark.skipif(not has_solver(), reason="OR-tools is not installed")
@@ -29,7 +28,7 @@ def is_optimum(seed):
     if prod(map(len, space.values.values())) > 128:
         return None
     resident = Resident(space)
-    costs = [(space.cost(a).time.total, resident.least(a), a) for a in assignments(space)]
+    costs = [(price(space, a), resident.least(a), a) for a in assignments(space)]
     peaks = sorted(memory for _, memory, _ in costs)
     space.hbm = rng.choice((ROOM, rng.choice(peaks), peaks[len(peaks) // 2]))
     fitting = [(seconds, a) for seconds, memory, a in costs if memory <= space.hbm]
@@ -89,7 +88,7 @@ def test_without_the_solver_the_gap_is_printed_with_what_closes_it(monkeypatch):
 @needs_solver
 @pytest.mark.parametrize("seed", range(4))
 def test_both_searches_find_the_same(monkeypatch, seed):
-    space = Space(random_step(seed), MESHES[2], machine_of("v5p"), ROOM, fixed={})
+    space = Space(random_step(seed), machine_on(MESHES[2]), ROOM)
     seconds = []
     for nodes in (0, 10**9):
         monkeypatch.setattr(search, "_FEW_NODES", nodes)

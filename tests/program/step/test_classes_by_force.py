@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.activations import spec_of_cuts
-from shardrules._program.solve.layout import Layout, StepArrays
-from shardrules._program.solve.spread import LaidSpread
+from shardrules._program.solve.layout import StepArrays
+from shardrules._program.solve.spread import Spread
 from shardrules._program.step import factors
 from tests.support import hlo_counts
 from tests.support.random_programs import RandomStep, Shape
@@ -46,14 +46,14 @@ def unlike(function: Callable[..., Any], shapes: Sequence[Shape]) -> list[list[P
     inputs, dims = traced._equations.body.inputs, traced._equations.dims
     for name in {name for i in inputs for row in arrays.classes[i] for name in row[:1]}:
         if dims.sizes[name] % N == 0:
-            layout = Layout({name: ("x",)})
+            layout = {name: ("x",)}
             specs = [spec_of_cuts(arrays.cuts(i, layout)) for i in inputs]
             args = [
                 jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(MESH, spec))
                 for shape, spec in zip(shapes, specs, strict=True)
             ]
             sent = hlo_counts.collectives(step.lower(*args).compile().as_text())
-            if bool(sent) != bool(LaidSpread(arrays, layout).of_step().sent):
+            if bool(sent) != bool(Spread(arrays, layout).of_step().sent):
                 wrong.append(specs)
     return wrong
 

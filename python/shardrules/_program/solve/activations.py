@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
     from shardrules._program.solve.cuts import Cuts
-    from shardrules._program.solve.spread import LaidSpread
+    from shardrules._program.solve.spread import Spread
     from shardrules._program.step.equations import Body, Equations, TracedOperation
     from shardrules._program.step.step import Step
 
@@ -89,35 +89,34 @@ class Seam(NamedTuple):
     operation: TracedOperation
 
 
-def seams(step: Step, spread: LaidSpread) -> list[Seam]:
+def seams(step: Step, spread: Spread) -> list[Seam]:
     """List the arrays that are to be sharded: those that XLA may shard otherwise, and are large.
 
     What an operation reads otherwise than it lies is one of them: XLA may gather another operand.
     """
-    values, cuts = step._equations.values, spread.cuts
-    largest = max((values[number].bits for number in cuts), default=0)
-    carried = set(_carried(step._equations))
+    equations = step._equations
+    values, constants = equations.values, set(equations.constants)
+    largest = max((value.bits for value in values), default=0)
+    carried = set(_carried(equations))
     rows: list[Seam] = []
 
     def is_large(number: int, part: float) -> bool:
         return values[number].bits >= part * largest and bool(values[number].shape)
 
-    for operation in _constrainable(step._equations.body):
+    for operation in _constrainable(equations.body):
         is_constraint = constrains(operation.eqn)
         if not operation.bodies and not is_constraint:
             for place, number in enumerate(operation.inputs):
-                if number is None or number not in cuts:
+                if number is None or number in constants:
                     continue
-                reads = spread.reads.get((id(operation), number), cuts[number])
-                if reads != cuts[number] and is_large(number, _SMALL_SENT):
-                    rows.append(Seam(~place, number, reads, operation))
+                cuts = spread.reads.get((id(operation), number))
+                if cuts not in (None, spread.cuts(number)) and is_large(number, _SMALL_SENT):
+                    rows.append(Seam(~place, number, cuts, operation))
         is_made = operation.name in _MAKES or is_constraint or _is_new(operation)
         for place, number in enumerate(operation.outputs):
-            if number not in cuts:
-                continue
             is_sum = number in spread.sums and is_large(number, _SMALL_SENT)
             if is_sum or ((is_made or number in carried) and is_large(number, _SMALL)):
-                rows.append(Seam(place, number, cuts[number], operation))
+                rows.append(Seam(place, number, spread.cuts(number), operation))
     return rows
 
 
@@ -143,7 +142,7 @@ def _carried(equations: Equations) -> Iterator[int | None]:
             yield from operation.bodies[0].outputs[: operation.carries]
 
 
-def activations(step: Step, spread: LaidSpread) -> tuple[Activation, ...]:
+def activations(step: Step, spread: Spread) -> tuple[Activation, ...]:
     """List the constraints that a program may have, line by line, in its order."""
     rows: dict[Any, Activation] = {}
     for seam in seams(step, spread):
@@ -175,7 +174,7 @@ def spec_of_cuts(cuts: Cuts) -> PartitionSpec:
     return partition_spec(*entries_of_cuts(cuts))
 
 
-def constrained_step(step: Step, spread: LaidSpread, mesh: Mesh) -> Any:
+def constrained_step(step: Step, spread: Spread, mesh: Mesh) -> Any:
     """Return the step as a jitted function that shards its arrays so, with their gradients.
 
     It is made of the step's jaxpr: the program's text, and libraries that it calls, stay as they
@@ -199,7 +198,7 @@ def constrained_step(step: Step, spread: LaidSpread, mesh: Mesh) -> Any:
     closed = constrained(step._closed, shardings, partial(_constraint, mesh))
     run = jaxpr_as_fun(closed)
     outputs = [
-        on_mesh(spread.cuts[number]) if number in spread.cuts else None
+        None if number is None else on_mesh(spread.cuts(number))
         for number in step._equations.body.outputs
     ]
     inputs = [value.shape for value in closed.in_avals]

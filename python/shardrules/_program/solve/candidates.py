@@ -1,203 +1,193 @@
-"""First solutions of a space: layouts as experts write them, improved choice by choice."""
+"""The layouts of a step that the compiler is asked about: those that may be the best."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import combinations
-from math import inf
-from time import monotonic
-from typing import TYPE_CHECKING, Final
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._program.solve.resident import Resident
-from shardrules._program.solve.space import STORED
-from shardrules._program.solve.terms import Terms
+from shardrules._base.text import bytes_shown, mesh_shown, record, seconds_shown
+from shardrules._plan.tables import Column, Table
+from shardrules._program.solve.layout import STORED
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.layout import Axes
-    from shardrules._program.solve.space import Assignment, Space
+    from shardrules._program.program import Program
+    from shardrules._program.solve.layout import Assignment
+    from shardrules._program.solve.meshes import Best
+    from shardrules._program.solve.price import Seconds
+    from shardrules._program.solve.search import Search
+    from shardrules._program.solve.spread import Spread
 
-# Seconds that differ by less than this part are equal.
-ROUNDING: Final = 1e-9
-# So many of the first assignments are improved.
-_DESCENTS: Final = 3
-# Memory by which a simpler assignment may need more.
-_LITTLE: Final = 1e-3
+MOST: Final = 10
+"""Layouts that are compiled."""
+# Predicted seconds that are so many times those of the best are not mispredicted alone.
+_FAR: Final = 1.5
+# Digits to which costs are compared: of predictions, and as compiled.
+_DIGITS: Final = 4
+_COMPILED_DIGITS: Final = 3
+_COLUMNS: Final = (
+    Column("layout", is_elided=True),
+    Column("mesh"),
+    *(Column(name, is_right=True) for name in ("time", "predicted", "sent", "predicted")),
+    *(Column(name, is_right=True) for name in ("memory", "predicted")),
+    Column("", is_optional=True),
+)
 
 
-class Candidates:
-    """The best assignment that is known of a space, and how first ones are found."""
+@record
+class StepCost(NamedTuple):
+    """What a step costs on a device."""
 
-    def __init__(self, space: Space, until: float = inf) -> None:
-        self.space, self._until = space, until
-        self.terms, self.resident = Terms(space), Resident(space)
-        self.seconds = inf
-        """Of the best assignment, or of a better one in another space."""
-        self.assignment: Assignment | None = None
-        self.is_over = False
-        """Whether the user, or the time, has ended the search."""
-        self.tried: list[Assignment] = []
-        """First assignments, and what they became by changes of single choices."""
-        self._of: dict[int, list[int]] = {name: [] for name in space.values}
-        for place in self.terms.largest:
-            for name in self.terms.terms[place].scope:
-                self._of[name].append(place)
+    seconds: float
+    """Of products at the hardware's rate, and collectives over its links."""
+    sent: dict[tuple[str, ...], int]
+    """Bytes that it sends in a step, by mesh axes."""
+    memory: int
+    """Bytes that it needs."""
 
-    def is_worse(self, seconds: float) -> bool:
-        """Say whether something of so many seconds is no better than the best."""
-        return seconds >= self.seconds * (1 - ROUNDING)
+    @property
+    def sent_in_all(self) -> int:
+        """Bytes that it sends in a step over all axes."""
+        return sum(self.sent.values())
 
-    def seconds_left(self) -> float:
-        """Return the seconds after which the search is to end."""
-        return self._until - monotonic()
 
-    def is_late(self) -> bool:
-        """Say whether the search is to end."""
-        self.is_over |= self.seconds_left() < 0
-        return self.is_over
+@record
+class Candidate(NamedTuple):
+    """A layout of a step, as predicted and as compiled: a row of `Solution.candidates`."""
 
-    def is_over_memory(self, assignment: Mapping[int, Axes]) -> bool:
-        """Say whether it does not fit if variables have these values, whatever others have."""
-        return self._over(assignment) > 0
+    what: str
+    """Why it is one: such as "FSDP", or a choice in which it differs from the best."""
+    mesh: dict[str, int]
+    predicted: StepCost
+    compiled: StepCost | None
+    """None if the compiler was not asked, or does not say."""
+    refusal: str
+    """Why it is no answer: the memory that it needs, or what the compiler says; "" otherwise."""
 
-    def offer(self, assignment: Assignment, seconds: float) -> None:
-        """Keep an assignment if it is better than the best, and fits."""
-        if not self.is_worse(seconds) and not self.is_over_memory(assignment):
-            self.seconds, self.assignment = seconds, dict(assignment)
 
-    def find_first(self) -> None:
-        """Improve the best of the layouts that experts write; if nothing fits, what needs least."""
-        rows: list[tuple[int, float, int, Assignment]] = []
-        for start in self._starts():
-            rows.append((self._over(start), self.terms.total(start).total, len(rows), start))
-            self.tried.append(start)
-            self.offer(start, rows[-1][1])
-            if self.is_late():
-                return
-        rows.sort(key=lambda row: row[:3])
-        ends = [self._descend(start) for *_, start in rows[:_DESCENTS]]
-        self.tried += ends
-        if self.assignment is None and not self.is_over:
-            _, least = self.least_memory()
-            self.offer(least, self.terms.total(least).total)
-            if self.assignment is not None:
-                self._approach(ends[0])
+@dataclass
+class Contender:
+    """A layout that may be the best, and what the compiler says of it."""
 
-    def _starts(self) -> list[Assignment]:
-        """Return layouts as experts have them, FSDP among them, and that of the program."""
-        axes = (None, *self.space.sizes)
-        rows = [self._start(i, j) for i in axes for j in axes if i is None or i != j]
-        rows.append(self.space.traced())
-        return list({tuple(row.values()): row for row in rows}.values())
+    what: str
+    search: Search
+    assignment: Assignment
+    compiled: StepCost | None = None
+    refusal: str = ""
+    needed: int = 0
+    """Bytes of memory, if they are too many."""
+    program: Program | None = None
 
-    def fsdp(self) -> Assignment:
-        """Return the layout in which all axes cut the batch, and store weights in parts."""
-        return self._start()
+    @cached_property
+    def seconds(self) -> Seconds:
+        """By prediction."""
+        return self.search.terms.total(self.assignment)
 
-    def _start(self, tensor: str | None = None, expert: str | None = None) -> Assignment:
-        """Return the layout with an axis on weights, one on experts, and all others on the batch.
+    @cached_property
+    def memory(self) -> int:
+        """Bytes that a device needs by prediction."""
+        return self.search.resident.least(self.assignment)
 
-        The axis of experts is that of the batch as well, outside of experts; all cut storage.
-        Sequences have the axis of weights, and what does not divide the batch.
+    @cached_property
+    def spread(self) -> Spread:
+        """What is sent by prediction."""
+        return self.search.space.spread(self.assignment)
+
+    @cached_property
+    def predicted(self) -> StepCost:
+        """What a step costs by prediction."""
+        machine = self.search.space.machine
+        sent: Counter[tuple[str, ...]] = Counter()
+        for row in self.spread.sent:
+            sent[row.axes] += row.trips * round(machine.sent(row.kind, row.axes, row.payload))
+        return StepCost(self.seconds.total, dict(sent), self.memory)
+
+    @property
+    def row(self) -> Candidate:
+        """The layout as users see it."""
+        mesh = self.search.space.machine.sizes
+        return Candidate(self.what, mesh, self.predicted, self.compiled, self.refusal)
+
+    def rank(self) -> tuple[Any, ...]:
+        """Least time first; of about the same, least bytes and memory."""
+        costs = self.compiled or self.predicted
+        seconds = float(f"{costs.seconds:.{_COMPILED_DIGITS}g}")
+        return bool(self.refusal), seconds, costs.sent_in_all, costs.memory
+
+    def key(self) -> tuple[Any, ...]:
+        """Return what layouts share that cost the same: most are the same program.
+
+        XLA tells meshes apart whose axes have changed places.
         """
-        sizes, roles = self.space.sizes, self.space.step._roles
-        data = [axis for axis in sizes if axis != tensor]
-        of_weights = [tensor] if tensor else []
-        wishes: dict[str, list[str]] = {
-            "batch": data,
-            "experts": [expert] if expert else [],
-            "model width": [],
-        }
-        now: Assignment = {}
-        for name in self.space.values:
-            role = roles.of.get(name, "")
-            wish = wishes.get(role, of_weights if name in roles.of_weights else [])
-            now[name] = self.space.largest(name, sizes if name == STORED else wish)
-        cut = {axis for n in now if roles.of.get(n) == "batch" for axis in now[n]}
-        for name in (name for name in now if roles.of.get(name) == "sequence"):
-            rest = [axis for axis in sizes if axis not in cut]
-            now[name] = self.space.largest(name, rest)
-        return now
+        costs = self.seconds.total, self.memory
+        return *self.search.space.sizes.values(), *(f"{cost:.{_DIGITS}g}" for cost in costs)
 
-    def _descend(self, start: Assignment) -> Assignment:
-        """Improve an assignment variable by variable until none gets better."""
-        space, terms = self.space, self.terms
-        now = dict(start)
-        seconds = terms.total(now)
-        over = self._over(now)
-        is_better = True
-        while is_better:
-            is_better = False
-            for name, values in space.values.items():
-                if self.is_late():
-                    is_better = False
-                    break
-                for value in values:
-                    other = {**now, name: value}
-                    after, excess = seconds, self._over(other)
-                    if excess > over:
-                        continue
-                    for place in self._of[name]:
-                        after = after.less(terms.seconds(place, now))
-                        after = after.plus(terms.seconds(place, other))
-                    if (excess, after.total) < (over, seconds.total * (1 - ROUNDING)):
-                        now, seconds, over, is_better = other, after, excess, True
-        self.offer(now, terms.total(now).total)
-        return now
 
-    def _approach(self, goal: Assignment) -> None:
-        """Give the best assignment the values of one that does not fit, as long as it fits."""
-        for name, value in goal.items():
-            assert self.assignment is not None
-            if self.is_late():
-                return
-            other = {**self.assignment, name: value}
-            self.offer(other, self.terms.total(other).total)
+def shortlist(best: Best) -> list[Contender]:
+    """List the layouts of least predicted time that may fit, the best first.
 
-    def least_memory(self) -> tuple[int, Assignment]:
-        """Return the least resident memory to which variables, each by itself, lead."""
-        rows = []
-        for now in self._starts():
-            for name, values in self.space.values.items():
-                now[name] = min(values, key=lambda v: self.resident.least({**now, name: v}))
-            rows.append((self.resident.least(now), now))
-        return min(rows, key=lambda row: row[0])
+    FSDP, the layout of the program and the best of each other mesh are tried before those that
+    differ from the best in one choice. Of layouts that cost the same there is one, such as those
+    along the one or the other of two axes.
+    """
+    first = Contender("the best by prediction", best.search, best.assignment)
+    fsdp = [Contender("FSDP", search, search.space.fsdp()) for search in best.searches]
+    own = _own_search(best)
+    others = [*_fastest(_of_meshes(best)), *_fastest(_neighbours(best))]
+    rows = [
+        first,
+        *_fastest(fsdp)[:1],
+        Contender("as in the program", own, own.space.traced()),
+        *(row for row in others if row.seconds.total <= first.seconds.total * _FAR),
+    ]
+    found: dict[Any, Contender] = {}
+    for row in rows:
+        if row is first or not row.search.is_over_memory(row.assignment):
+            found.setdefault(row.key(), row)
+    return list(found.values())[:MOST]
 
-    def simplify(self) -> None:
-        """Leave out axes without which the best assignment is as good; the first are on data."""
-        assert self.assignment is not None
-        for name, values in self.space.values.items():
-            for value in values:
-                if name == STORED or len(value) >= len(self.assignment[name]):
-                    break
-                self._take({**self.assignment, name: value})
-        sizes, roles = self.space.sizes, self.space.step._roles.of
-        order = list(sizes)
-        data = [name for name in self.space.values if roles.get(name) == "batch"]
-        for pair in combinations(sizes, 2):
-            if sizes[pair[0]] == sizes[pair[1]]:
-                other_of = {pair[0]: pair[1], pair[1]: pair[0]}
-                other = {
-                    name: tuple(sorted((other_of.get(a, a) for a in axes), key=order.index))
-                    for name, axes in self.assignment.items()
-                }
-                first, now = (
-                    [[order.index(a) for a in row[name]] for name in (*data, STORED) if name in row]
-                    for row in (other, self.assignment)
-                )
-                if first < now and all(other[n] in v for n, v in self.space.values.items()):
-                    self._take(other)
 
-    def _take(self, other: Assignment) -> None:
-        """Have another assignment as the best if it is as good."""
-        assert self.assignment is not None
-        least = self.resident.least
-        if (
-            self.terms.total(other).total <= self.seconds * (1 + ROUNDING)
-            and least(other) <= least(self.assignment) * (1 + _LITTLE)
-            and not self.is_over_memory(other)
-        ):
-            self.assignment = other
+def _fastest(rows: Iterable[Contender]) -> list[Contender]:
+    return sorted(rows, key=lambda row: row.seconds.total)
 
-    def _over(self, assignment: Mapping[int, Axes]) -> int:
-        """Return the bytes by which what is resident does not fit."""
-        return max(0, self.resident.least(assignment) - self.space.hbm)
+
+def _own_search(best: Best) -> Search:
+    """Return the search on the mesh with which the step was traced, or else on the best one."""
+    mesh = best.search.space.step.mesh
+    sizes = {} if mesh is None else dict(mesh.shape)
+    same = (search for search in best.searches if search.space.machine.sizes == sizes)
+    return next(same, best.search)
+
+
+def _of_meshes(best: Best) -> Iterator[Contender]:
+    """Yield the best that is known of each other mesh."""
+    for search in best.searches:
+        if search is not best.search and search.assignment is not None:
+            what = f"the best on {mesh_shown(search.space.machine.sizes)}"
+            yield Contender(what, search, search.assignment)
+
+
+def _neighbours(best: Best) -> Iterator[Contender]:
+    """Yield the layouts that differ from the best in one choice."""
+    space = best.search.space
+    for name, values in space.values.items():
+        what = "storage" if name == STORED else space.shown(name)
+        for value in values:
+            if value != best.assignment[name]:
+                text = f"{what}: {','.join(value) or 'whole'}"
+                yield Contender(text, best.search, {**best.assignment, name: value})
+
+
+def table_of_candidates(rows: Sequence[Candidate]) -> Table:
+    """Return a table of what each costs as compiled, beside the prediction."""
+    cells = []
+    for row in rows:
+        texts = [row.what, mesh_shown(row.mesh)]
+        for show, name in ((seconds_shown, "seconds"), (bytes_shown, "sent_in_all"),
+                           (bytes_shown, "memory")):  # fmt: skip
+            texts.append("" if row.compiled is None else show(getattr(row.compiled, name)))
+            texts.append(show(getattr(row.predicted, name)))
+        cells.append([*texts, row.refusal])
+    return Table(_COLUMNS, cells)

@@ -1,25 +1,23 @@
-"""What was chosen for each class of dimensions, what else it could be, and why."""
+"""What was chosen for each class of dimensions, and what else it could be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardrules._base.text import bytes_shown, record, seconds_shown
-from shardrules._program.jax_names import user_line
-from shardrules._program.solve.space import STORED
+from shardrules._program.solve.layout import STORED
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.meshes import Best
+    from shardrules._program.solve.candidates import Contender
     from shardrules._program.step.dimension_roles import ClassRole
 
 _ALTERNATIVES: Final = 2
-_AS_GOOD: Final = 5e-4
 
 
 @record
 class Alternative(NamedTuple):
-    """Other mesh axes for a class, with what the step costs if all else stays."""
+    """Other mesh axes for a class, with what the step is predicted to cost if all else stays."""
 
     axes: tuple[str, ...]
     time: float
@@ -28,7 +26,8 @@ class Alternative(NamedTuple):
     """Bytes that a device needs."""
 
     def __str__(self) -> str:
-        return f"{_shown(self.axes)} {seconds_shown(self.time)}, {bytes_shown(self.memory)}"
+        axes = ",".join(self.axes) or "whole"
+        return f"{axes} {seconds_shown(self.time)}, {bytes_shown(self.memory)}"
 
 
 @record
@@ -43,12 +42,20 @@ class ClassChoice(NamedTuple):
     """(path, dimension) of each argument that has them."""
     axes: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
-    """The next best, the best first."""
+    """The next best, the best first; last those that do not fit."""
+
+    def __str__(self) -> str:
+        axes = ",".join(self.axes)
+        if self.role == "stored" and axes:
+            return f"parameters are stored over {axes} and gathered where used"
+        if self.role == "stored":
+            return "parameters are stored as they are used"
+        return f"{self.role or 'no role'} {self.size:,}: {axes or 'whole'}"
 
 
-def choices(best: Best) -> Iterator[ClassChoice]:
+def choices(chosen: Contender) -> Iterator[ClassChoice]:
     """Yield the choice of each variable that arguments have, or that is cut."""
-    space = best.search.space
+    space, assignment = chosen.search.space, chosen.assignment
     step = space.step
     arrays: dict[int, list[tuple[str, int]]] = {}
     for path, number in zip(step._paths, step._equations.body.inputs, strict=True):
@@ -56,56 +63,24 @@ def choices(best: Best) -> Iterator[ClassChoice]:
             for name in classes:
                 arrays.setdefault(name, []).append((path, dim))
     for name in space.values:
-        if name == STORED or name in arrays or best.assignment[name]:
+        if name == STORED or name in arrays or assignment[name]:
             yield ClassChoice(
                 "stored" if name == STORED else step._roles.of.get(name, ""),
                 0 if name == STORED else step._equations.dims.sizes[name],
                 tuple(arrays.get(name, ())),
-                best.assignment[name],
-                tuple(_alternatives(best, name)),
+                assignment[name],
+                tuple(_alternatives(chosen, name)),
             )
 
 
-def _alternatives(best: Best, name: int) -> Iterator[Alternative]:
+def _alternatives(chosen: Contender, name: int) -> Iterator[Alternative]:
     """Yield the next best values of a variable, those that fit first."""
-    search, values = best.search, best.search.space.values[name]
-    others = [{**best.assignment, name: v} for v in values if v != best.assignment[name]]
-    order = [
-        (search.is_over_memory(other), search.terms.total(other).total, i)
-        for i, other in enumerate(others)
-    ]
-    for _, seconds, i in sorted(order)[:_ALTERNATIVES]:
-        yield Alternative(others[i][name], seconds, search.resident.least(others[i]))
-
-
-def reasons(best: Best, rows: Iterable[ClassChoice]) -> Iterator[str]:
-    """Yield lines: what each choice saves, and what was left out."""
-    space = best.search.space
-    for row in rows:
-        yield _reason(row, best.cost.time.total, space.hbm)
-    for operation, _ in space.step._equations.operations():
-        if operation.name == "sharding_constraint":
-            line = user_line(operation.eqn)
-            at = "" if line is None else f" at {line}"
-            yield f"the constraint{at} is left out: the solution has one in its place"
-    yield from (f"not modelled, and whole on each device: {t}" for t in space.step.unmodelled)
-    if best.is_over:
-        yield f"the search was ended: nothing takes less than {seconds_shown(best.bound)}"
-
-
-def _reason(row: ClassChoice, seconds: float, hbm: int) -> str:
-    name = "storage of weights" if row.role == "stored" else f"{row.role or 'no role'} {row.size:,}"
-    text = f"{name}: {_shown(row.axes)}"
-    if not row.alternatives:
-        return text
-    other, *_ = row.alternatives
-    if other.memory > hbm:
-        return f"{text}; with {_shown(other.axes)} a device would need {bytes_shown(other.memory)}"
-    more = other.time / seconds - 1 if seconds else 0.0
-    if more < _AS_GOOD:
-        return f"{text}; {_shown(other.axes)} would take as long"
-    return f"{text}; {_shown(other.axes)} would take {seconds_shown(other.time)}, {more:.1%} more"
-
-
-def _shown(axes: tuple[str, ...]) -> str:
-    return ",".join(axes) or "whole"
+    search, assignment = chosen.search, chosen.assignment
+    rows = []
+    for value in search.space.values[name]:
+        if value != assignment[name]:
+            other = {**assignment, name: value}
+            seconds, memory = search.terms.total(other).total, search.resident.least(other)
+            rows.append((memory > search.space.hbm, seconds, Alternative(value, seconds, memory)))
+    rows.sort(key=lambda row: row[:2])
+    yield from (alternative for *_, alternative in rows[:_ALTERNATIVES])

@@ -8,7 +8,6 @@ from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 from shardrules._base.specs import entries_of, entry_axes
-from shardrules._plan.plan import Plan
 from shardrules._program.step.jaxprs import inputs_of
 
 if TYPE_CHECKING:
@@ -21,11 +20,7 @@ Cuts = tuple[tuple[str, ...], ...]
 
 def argument_cuts(step: Step) -> list[Cuts | None]:
     """Return the cuts of each argument's leaf: its own, or those that the jitted step gives."""
-    leaves = [
-        leaf
-        for arg in step._args
-        for leaf in inputs_of(arg.abstract() if isinstance(arg, Plan) else arg, step._function)
-    ]
+    leaves = [leaf for tree in step._trees for leaf in inputs_of(tree, step._function)]
     own = [_sharding_cuts(getattr(leaf, "sharding", None)) for leaf in leaves]
     shardings = () if step._call is None else step._call.params.get("in_shardings", ())
     if len(shardings) != len(own):

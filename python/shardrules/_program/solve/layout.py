@@ -1,14 +1,13 @@
 """Layouts: a cut of each array of a step by the mesh axes of its classes of dimensions.
 
-A layout is decided by few choices: the axes of each class, and those along which weights are
-stored in parts beyond that. All arrays follow; what operations send between them is counted in
+A layout is an assignment of few variables: the axes of each class, and those along which weights
+are stored in parts beyond that. All arrays follow; what operations send between them is counted in
 `spread.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +18,11 @@ if TYPE_CHECKING:
     from shardrules._program.step.equations import Body, Equations
 
 Axes = tuple[str, ...]
+Assignment = dict[int, Axes]
+"""Mesh axes that cut the dimensions of each class."""
+STORED: Final = -1
+"""What is no class, but has the mesh axes that cut weights, their gradients and state while no
+operation uses them, as in FSDP."""
 _LARGE_VECTOR: Final = 2**20
 _STORED_FIRST: Final = ("model width", "hidden", "vocabulary", "")
 # If two classes of an array have one axis, that of the first of these roles keeps it.
@@ -28,24 +32,13 @@ _RANKS: Final = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Choices: what cuts each class of dimensions, and what cuts weights beyond that."""
-
-    axes: Mapping[int, Axes]
-    """By class, the mesh axes that cut its dimensions."""
-    stored: Axes = ()
-    """The mesh axes that cut weights, their gradients and state while no operation uses them, as
-    in FSDP."""
-    fixed: Mapping[int, Cuts] = field(default_factory=dict)
-    """Cuts of arguments that are not chosen."""
-
-
 class StepArrays:
     """What a layout needs to know of the arrays of a step."""
 
     def __init__(self, equations: Equations, roles: Roles, sizes: Mapping[str, int]) -> None:
         self.equations, self.roles, self.sizes = equations, roles, sizes
+        self.fixed: dict[int, Cuts] = {}
+        """Cuts of arrays that are not chosen."""
         dims = equations.dims
         self.classes: list[tuple[Dims, ...]] = [
             tuple(map(dims.classes, value.dims)) for value in equations.values
@@ -77,7 +70,7 @@ class StepArrays:
         return self._is_weight[number]
 
     def is_stored(self, number: int) -> bool:
-        """Say whether a layout's `stored` cuts an array: a weight that is no vector."""
+        """Say whether what weights are stored over cuts an array: a weight that is no vector."""
         return self._is_weight[number] and len(self._stored_places(number)) > 1
 
     def _is_vector(self, number: int) -> bool:
@@ -87,9 +80,10 @@ class StepArrays:
             self.equations.dims.sizes[name] < _LARGE_VECTOR for _, name in places
         )
 
-    def cuts(self, number: int, layout: Layout) -> Cuts:
-        if number in layout.fixed:
-            return layout.fixed[number]
+    def cuts(self, number: int, axes: Mapping[int, Axes]) -> Cuts:
+        """Return the cuts of an array in the layout that classes of these axes have."""
+        if number in self.fixed:
+            return self.fixed[number]
         rows = self.classes[number]
         if number in self.local or not rows:
             return ((),) * len(rows)
@@ -97,8 +91,7 @@ class StepArrays:
             first = self._alike.setdefault((rows, self._is_weight[number]), number)
             self._forms[number] = first, tuple(name for row in rows for name in row)
         first, names = self._forms[number]
-        axes = layout.axes
-        stored = layout.stored if self._is_weight[number] else ()
+        stored = axes.get(STORED, ()) if self._is_weight[number] else ()
         key = (first, stored, *[axes.get(name, ()) for name in names])
         if key not in self._known:
             self._known[key] = self._cuts(first, axes, stored)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._base.text import bytes_shown, mesh_shown, printable_lines, seconds_shown
 from shardrules._place.mesh import as_mesh
-from shardrules._program.solve.candidates import ROUNDING
-from shardrules._program.solve.search import Search
+from shardrules._program.solve.machine import Machine
+from shardrules._program.solve.search import ROUNDING, Search
 from shardrules._program.solve.space import Space, fixed_cuts, forbidden_pairs
 from shardrules._program.topologies.topology import Topology, topology_shown
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.machine import Machine
-    from shardrules._program.solve.space import Assignment, Cost
+    from shardrules._base.hardware import Hardware
+    from shardrules._program.solve.layout import Assignment
     from shardrules._program.step.step import Step
 
 _PROGRESS: ContextVar[Callable[[str], object]] = ContextVar("_PROGRESS", default=lambda text: None)
@@ -29,66 +29,50 @@ class Task(NamedTuple):
     """What is solved, on whichever mesh."""
 
     step: Step
-    machine: Machine
+    hardware: Hardware
     hbm: int
     keep: tuple[Any, ...] = ()
     forbid: tuple[Any, ...] = ()
     until: float = inf
 
-    def cases(self, meshes: Sequence[Any], on: Any) -> list[Case]:
-        """Return the searches on meshes; `on` is the Topology that has these."""
-        rows = [(mesh, dict(as_mesh(mesh).shape)) for mesh in meshes]
-        return [Case(mesh, sizes, self._search(sizes, on)) for mesh, sizes in rows]
+    def searches(self, meshes: Sequence[Any], on: Any) -> list[Search]:
+        """Return the searches on meshes; `on` is the Topology that has these.
 
-    def _search(self, sizes: Mapping[str, int], on: Any) -> Search:
-        step = self.step
-        machine = self.machine
-        if isinstance(on, Topology):
-            machine = machine.on_slice(on, sizes)
-        space = Space(
-            step,
-            sizes,
-            machine,
-            self.hbm,
-            fixed=fixed_cuts(step, self.keep, sizes),
-            forbidden=forbidden_pairs(step, self.forbid, sizes),
-        )
-        return Search(space, self.until)
-
-
-class Case(NamedTuple):
-    """A search on a mesh."""
-
-    mesh: Any
-    sizes: dict[str, int]
-    search: Search
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        """Those of which less is known to be possible come first, as they end the others.
-
-        Of those alike that with most devices along its first axes.
+        Those of which less is known to be possible come first, as they end the others, and of
+        those alike that with most devices along its first axes.
         """
-        return float(f"{self.search.bound:.2g}"), [-size for size in self.sizes.values()]
+        topology = on if isinstance(on, Topology) else None
+        rows = [self._search(mesh, topology) for mesh in meshes]
+        return sorted(
+            rows,
+            key=lambda row: (
+                float(f"{row.bound:.2g}"),
+                [-size for size in row.space.machine.sizes.values()],
+            ),
+        )
+
+    def _search(self, mesh: Any, topology: Topology | None) -> Search:
+        sizes = dict(as_mesh(mesh).shape)
+        space = Space(
+            self.step,
+            Machine(self.hardware, sizes, topology),
+            self.hbm,
+            fixed=fixed_cuts(self.step, self.keep, sizes),
+            forbidden=forbidden_pairs(self.step, self.forbid, sizes),
+        )
+        return Search(space, self.until, mesh)
 
 
 class Best(NamedTuple):
     """The best assignment, on the best mesh, and how good any can be."""
 
-    case: Case
+    search: Search
+    """That has found it."""
     assignment: Assignment
-    cost: Cost
     bound: float
     """Seconds; no assignment takes less."""
-    is_over: bool
-    """Whether the user, or the time, has ended the search."""
-    cases: tuple[Case, ...]
+    searches: tuple[Search, ...]
     """Of all meshes."""
-
-    @property
-    def search(self) -> Search:
-        """The search that has found it."""
-        return self.case.search
 
 
 @contextmanager
@@ -108,65 +92,62 @@ def progress(text: str) -> None:
 
 def best_of(task: Task, meshes: Sequence[Any], on: Any) -> Best:
     """Find the best assignment on any of these meshes."""
-    cases = sorted(task.cases(meshes, on), key=lambda case: case.rank)
-    best = _searched(cases)
+    searches = task.searches(meshes, on)
+    best = _searched(searches)
     if best is None:
-        raise _nothing(task, cases, on)
-    search = best.search
-    bound = min(case.search.bound for case in cases)
-    search.simplify()
-    assert search.assignment is not None
-    cost = search.space.cost(search.assignment)
-    # The price rounds bytes up, and adds terms in another order.
-    is_optimum = bound >= search.seconds * (1 - ROUNDING)
-    bound = cost.time.total if is_optimum else min(bound, cost.time.total)
-    is_over = any(case.search.is_over for case in cases)
-    return Best(best, search.assignment, cost, bound, is_over, tuple(cases))
+        raise _nothing(task, searches, on)
+    best.simplify()
+    assert best.assignment is not None
+    bound = min(search.bound for search in searches)
+    seconds = best.terms.total(best.assignment).total
+    if bound >= best.found * (1 - ROUNDING):  # it is the optimum
+        bound = seconds
+    return Best(best, best.assignment, min(bound, seconds), tuple(searches))
 
 
-def _searched(cases: Sequence[Case]) -> Case | None:
-    """Search all cases, and return that of the best assignment; None if nothing fits."""
-    best: Case | None = None
+def _searched(searches: Sequence[Search]) -> Search | None:
+    """Search all, and return that of the best assignment; None if nothing fits."""
+    best: Search | None = None
     # All are tried in short before one is searched to its end, as that may take all of the time.
     for run in (Search.begin, Search.run):
-        for number, case in enumerate(cases, 1):
-            least = case.search.seconds = inf if best is None else best.search.seconds
-            run(case.search)
-            if case.search.seconds < least:
-                best = case
+        for number, search in enumerate(searches, 1):
+            search.most = inf if best is None else best.found
+            run(search)
+            if search.found < search.most:
+                best = search
             if best is not None:
-                seconds, bound = best.search.seconds, min(each.search.bound for each in cases)
+                seconds, bound = best.found, min(each.bound for each in searches)
                 progress(
-                    f"mesh {number} of {len(cases)}, {mesh_shown(case.sizes)}: best "
-                    f"{seconds_shown(seconds)}, bound {seconds_shown(bound)}, "
+                    f"mesh {number} of {len(searches)}, {mesh_shown(search.space.machine.sizes)}: "
+                    f"best {seconds_shown(seconds)}, bound {seconds_shown(bound)}, "
                     f"gap {1 - bound / seconds if seconds else 0:.1%}"
                 )
-            if case.search.is_over:
+            if search.is_over:
                 return best
     return best
 
 
-def _nothing(task: Task, cases: Sequence[Case], on: Any) -> Exception:
+def _nothing(task: Task, searches: Sequence[Search], on: Any) -> Exception:
     """Return the error that nothing that fits was found: by how much, and where something fits."""
-    case, peak, assignment = _least_memory(cases)
-    largest = case.search.resident.largest(assignment)
-    is_known = not any(each.search.heap for each in cases)
+    search, assignment = _least_memory(searches)
+    peak, sizes = search.resident.least(assignment), search.space.machine.sizes
+    largest = search.resident.largest(assignment)
+    is_known = not any(each.heap for each in searches)
     what = "nothing fits" if is_known else "nothing that fits was found in the time"
     lines = [
         f"{task.step.name}: {what}: with the least memory that was found it needs "
-        f"{bytes_shown(peak)} on each device of {mesh_shown(case.sizes)}, "
+        f"{bytes_shown(peak)} on each device of {mesh_shown(sizes)}, "
         f"{bytes_shown(peak - task.hbm)} more than the {bytes_shown(task.hbm)} that there are",
         *(f"  {bytes_shown(size)} {_array(task.step, n)}" for size, n in largest[:_SHOWN]),
-        *where_it_fits(task, case, on),
+        *where_it_fits(task, search, on),
     ]
     return (ValueError if is_known else TimeoutError)(printable_lines(lines))
 
 
-def _least_memory(cases: Sequence[Case]) -> tuple[Case, int, Assignment]:
-    """Return the case that needs least memory, with its assignment."""
-    rows = [(*case.search.least_memory(), i) for i, case in enumerate(cases)]
-    peak, assignment, i = min(rows, key=lambda row: (row[0], row[2]))
-    return cases[i], peak, assignment
+def _least_memory(searches: Sequence[Search]) -> tuple[Search, Assignment]:
+    """Return the search on the mesh that needs least memory, with its assignment."""
+    rows = [(search, search.least_memory()) for search in searches]
+    return min(rows, key=lambda row: row[0].resident.least(row[1]))
 
 
 def _array(step: Step, number: int) -> str:
@@ -178,25 +159,22 @@ def _array(step: Step, number: int) -> str:
     return f"of {shape} {paths.get(number) or next(makers, 'constant')}"
 
 
-def where_it_fits(task: Task, case: Case, on: Any) -> Iterator[str]:
+def where_it_fits(task: Task, search: Search, on: Any) -> Iterator[str]:
     """Yield the line of the next slice that exists, or larger mesh, on which it fits."""
-    axes = tuple(case.sizes)
-    for name, meshes in _larger(on, axes, case.sizes):
-        larger, peak, _ = _least_memory(task.cases(meshes, None))
-        if peak <= task.hbm:
-            where = mesh_shown(larger.sizes)
-            yield f"it fits on {name.format(where)}: {prod(larger.sizes.values()):,} devices"
+    for name, meshes in _larger(on, search.space.machine.sizes):
+        larger, assignment = _least_memory(task.searches(meshes, None))
+        if larger.resident.least(assignment) <= task.hbm:
+            sizes = larger.space.machine.sizes
+            where = name.format(mesh_shown(sizes))
+            yield f"it fits on {where}: {prod(sizes.values()):,} devices"
             return
 
 
-def _larger(
-    on: Any, axes: tuple[str, ...], sizes: Mapping[str, int]
-) -> Iterator[tuple[str, list[dict[str, int]]]]:
+def _larger(on: Any, sizes: Mapping[str, int]) -> Iterator[tuple[str, list[dict[str, int]]]]:
     """Yield ever larger devices, with their meshes: slices that exist, or more along an axis."""
     for power in range(1, _MOST_DOUBLED):
         if isinstance(on, Topology):
             on = on._doubled()
-            yield f"{topology_shown(on)} as {{}}", on.meshes(axes)
+            yield f"{topology_shown(on)} as {{}}", on.meshes(tuple(sizes))
         else:
-            count = 2**power
-            yield "{}", [{**sizes, axis: sizes[axis] * count} for axis in axes]
+            yield "{}", [{**sizes, axis: sizes[axis] * 2**power} for axis in sizes]

@@ -37,7 +37,7 @@ class Resident:
         counts: Counter[int] = Counter()
         for number in numbers:
             value = values[number]
-            fixed = self._space.fixed.get(number)
+            fixed = arrays.fixed.get(number)
             kind = (value.shape, str(value.dtype), arrays.classes[number], fixed)
             key = (*kind, arrays.is_weight(number), number in arrays.local)
             counts[first.setdefault(key, number)] += 1
@@ -64,10 +64,9 @@ class Resident:
         key = (number, *[assignment.get(name) for name in scope])
         if key not in self._least:
             value = self._space.step._equations.values[number]
-            size = value.bits
-            sizes = self._space.sizes
+            size, sizes = value.bits, self._space.sizes
             if all(name in assignment for name in scope):
-                cuts = self._space.arrays.cuts(number, self._space.layout(assignment))
+                cuts = self._space.arrays.cuts(number, assignment)
                 shard = prod(
                     -(-n // prod(sizes[axis] for axis in axes))
                     for n, axes in zip(value.shape, cuts, strict=True)

@@ -1,30 +1,40 @@
-"""Searches the assignment of least time that fits, by branch and bound.
+"""Searches the assignment of least time that fits: first ones, branch and bound, and CP-SAT.
 
-Variables that most terms share are decided first. What is left out is shown to cost more than the
-best, or to need more memory. After some thousand nodes CP-SAT of OR-tools goes on, where it is
-installed: it proves more, and sooner.
+First are layouts as experts write them, improved choice by choice. Branch and bound decides the
+variables first that most terms share; what it leaves out is shown to cost more than the best, or to
+need more memory. After some thousand nodes CP-SAT of OR-tools goes on, where it is installed: it
+proves more, and sooner.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
-from itertools import count
+from collections.abc import Callable, Iterable, Mapping
+from itertools import combinations, count
 from math import inf
-from typing import TYPE_CHECKING, Final, NamedTuple
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._program.solve.candidates import Candidates
+from shardrules._program.solve.layout import STORED
+from shardrules._program.solve.price import Seconds
+from shardrules._program.solve.resident import Resident
 from shardrules._program.solve.tables import has_solver, search_tables
-from shardrules._program.solve.terms import Seconds
+from shardrules._program.solve.terms import Terms
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.layout import Axes
-    from shardrules._program.solve.space import Assignment, Space
-    from shardrules._program.solve.terms import Weighed
+    from shardrules._program.solve.layout import Assignment, Axes
+    from shardrules._program.solve.price import Bounds
+    from shardrules._program.solve.space import Space
 
 # Steps of few choices are solved in so many nodes, sooner than tables are made of their terms.
 _FEW_NODES: Final = 2000
+# Seconds that differ by less than this part are equal.
+ROUNDING: Final = 1e-9
+# So many of the first assignments are improved.
+_DESCENTS: Final = 3
+# Memory by which a simpler assignment may need more.
+_LITTLE: Final = 1e-3
 
 
 class _Node(NamedTuple):
@@ -34,15 +44,27 @@ class _Node(NamedTuple):
     """Lower bound of every completion."""
     number: int
     assignment: Assignment
-    terms: dict[int, Weighed]
-    sums: Weighed
+    terms: dict[int, Bounds]
+    sums: Bounds
 
 
-class Search(Candidates):
+class Search:
     """One search in a space."""
 
-    def __init__(self, space: Space, until: float = inf) -> None:
-        super().__init__(space, until)
+    def __init__(self, space: Space, until: float = inf, mesh: Any = None) -> None:
+        self.space, self.mesh, self._until = space, mesh, until
+        self.terms, self.resident = Terms(space), Resident(space)
+        self.most = inf
+        """Seconds that are known of another space: what takes as long is no answer."""
+        self.found = inf
+        """Seconds of the best assignment."""
+        self.assignment: Assignment | None = None
+        self.is_over = False
+        """Whether the user, or the time, has ended the search."""
+        self._of: dict[int, list[int]] = {name: [] for name in space.values}
+        for place in self.terms.largest:
+            for name in self.terms.terms[place].scope:
+                self._of[name].append(place)
         degree = Counter(name for term in self.terms.terms for name in term.scope)
         self._order = sorted(
             space.values, key=lambda name: (-degree[name], -len(space.values[name]))
@@ -52,31 +74,109 @@ class Search(Candidates):
         self.heap = [] if self.is_over_memory({}) else [self._root()]
 
     @property
+    def seconds(self) -> float:
+        """Seconds of the best that is known, here or in another space."""
+        return min(self.found, self.most)
+
+    @property
     def bound(self) -> float:
         """Seconds: no assignment takes less."""
         least = self.heap[0].least if self.heap else inf
         return min(self.seconds, max(least, self._proved))
 
     def begin(self) -> None:
-        """Find an assignment that fits, if that is soon found: layouts as experts have them."""
+        """Find an assignment that fits, if that is soon found."""
         if self.heap and not self.is_worse(self.bound):
-            self._until_over(self.find_first)
+            self._until_over(self._find_first)
 
     def run(self) -> None:
         """Search all of the space, or until the time is over or the user interrupts."""
         self._until_over(self._run)
-
-    def _run(self) -> None:
-        self._branch(_FEW_NODES if has_solver() else inf)
-        if self.heap and not self.is_worse(self.bound) and not self.is_over:
-            self._proved = search_tables(self, self._domains())
-            self._branch(inf)
 
     def _until_over(self, search: Callable[[], None]) -> None:
         try:
             search()
         except KeyboardInterrupt:
             self.is_over = True
+
+    def is_worse(self, seconds: float) -> bool:
+        """Say whether something of so many seconds is no better than the best."""
+        return seconds >= self.seconds * (1 - ROUNDING)
+
+    def seconds_left(self) -> float:
+        """Return the seconds after which the search is to end."""
+        return self._until - monotonic()
+
+    def is_late(self) -> bool:
+        """Say whether the search is to end."""
+        self.is_over |= self.seconds_left() < 0
+        return self.is_over
+
+    def is_over_memory(self, assignment: Mapping[int, Axes]) -> bool:
+        """Say whether it does not fit if variables have these values, whatever others have."""
+        return self._over(assignment) > 0
+
+    def _over(self, assignment: Mapping[int, Axes]) -> int:
+        """Return the bytes by which what is resident does not fit."""
+        return max(0, self.resident.least(assignment) - self.space.hbm)
+
+    def offer(self, assignment: Assignment, seconds: float) -> None:
+        """Keep an assignment if it is better than the best here, and fits."""
+        if seconds < self.found * (1 - ROUNDING) and not self.is_over_memory(assignment):
+            self.found, self.assignment = seconds, dict(assignment)
+
+    # First assignments.
+
+    def _find_first(self) -> None:
+        """Improve the best of the layouts that experts write; if nothing fits, what needs least."""
+        rows: list[tuple[int, float, int, Assignment]] = []
+        for start in self.space.starts():
+            rows.append((self._over(start), self.terms.total(start).total, len(rows), start))
+            self.offer(start, rows[-1][1])
+            if self.is_late():
+                return
+        rows.sort(key=lambda row: row[:3])
+        for *_, start in rows[:_DESCENTS]:
+            self._descend(start)
+        if self.assignment is None:
+            self._descend(self.least_memory())
+
+    def _descend(self, start: Assignment) -> None:
+        """Improve an assignment variable by variable until none gets better."""
+        now, seconds, over = dict(start), self.terms.total(start), self._over(start)
+        is_better = True
+        while is_better and not self.is_late():
+            is_better = False
+            for name, values in self.space.values.items():
+                if self.is_late():
+                    break
+                for value in values:
+                    other = {**now, name: value}
+                    after, excess = seconds, self._over(other)
+                    if excess > over:
+                        continue
+                    for place in self._of[name]:
+                        after = after.less(self.terms.seconds(place, now))
+                        after = after.plus(self.terms.seconds(place, other))
+                    if (excess, after.total) < (over, seconds.total * (1 - ROUNDING)):
+                        now, seconds, over, is_better = other, after, excess, True
+        self.offer(now, self.terms.total(now).total)
+
+    def least_memory(self) -> Assignment:
+        """Return the assignment of least memory to which variables, each by itself, lead."""
+        rows = self.space.starts()
+        for now in rows:
+            for name, values in self.space.values.items():
+                now[name] = min(values, key=lambda v: self.resident.least({**now, name: v}))
+        return min(rows, key=self.resident.least)
+
+    # Branch and bound.
+
+    def _run(self) -> None:
+        self._branch(_FEW_NODES if has_solver() else inf)
+        if self.heap and not self.is_worse(self.bound) and not self.is_over:
+            self._proved = search_tables(self, self._domains())
+            self._branch(inf)
 
     def _branch(self, most: float) -> None:
         """Open nodes, those of the least bound first, but so many at most."""
@@ -107,8 +207,6 @@ class Search(Candidates):
             for name, values in self.space.values.items()
         }
 
-    # Bounds.
-
     def _tightened(self, node: _Node, name: int, value: Axes) -> _Node | None:
         """Return the node in which a variable has a value; None if it is shown to be worse."""
         assignment = {**node.assignment, name: value}
@@ -128,6 +226,48 @@ class Search(Candidates):
         sums = _sum_of(terms.values())
         return _Node(max(sums), next(self._numbers), {}, terms, sums)
 
+    # Of assignments that are as good, the simplest.
 
-def _sum_of(rows: Iterable[Weighed]) -> Weighed:
-    return tuple(map(sum, zip(Seconds().weighed, *rows, strict=True)))
+    def simplify(self) -> None:
+        """Leave out axes without which the best assignment is as good; the first are on data."""
+        assert self.assignment is not None
+        for name, values in self.space.values.items():
+            for value in values:
+                if name == STORED or len(value) >= len(self.assignment[name]):
+                    break
+                self._take({**self.assignment, name: value})
+        order = list(self.space.sizes)
+        for first, second in combinations(order, 2):
+            other_of = {first: second, second: first}
+            other = {
+                name: tuple(sorted((other_of.get(a, a) for a in axes), key=order.index))
+                for name, axes in self.assignment.items()
+            }
+            if self._axes_of_data(other) < self._axes_of_data(self.assignment):
+                self._take(other)
+
+    def _axes_of_data(self, assignment: Assignment) -> list[list[int]]:
+        """Return the places of the axes that cut the batch, and of those that weights have."""
+        roles, order = self.space.step._roles.of, list(self.space.sizes)
+        data = [name for name in self.space.values if roles.get(name) == "batch"]
+        return [
+            [order.index(axis) for axis in assignment[name]]
+            for name in (*data, STORED)
+            if name in assignment
+        ]
+
+    def _take(self, other: Assignment) -> None:
+        """Have another assignment as the best if it is as good."""
+        assert self.assignment is not None
+        least = self.resident.least
+        if (
+            all(other[name] in values for name, values in self.space.values.items())
+            and self.terms.total(other).total <= self.found * (1 + ROUNDING)
+            and least(other) <= least(self.assignment) * (1 + _LITTLE)
+            and not self.is_over_memory(other)
+        ):
+            self.assignment = other
+
+
+def _sum_of(rows: Iterable[Bounds]) -> Bounds:
+    return tuple(map(sum, zip(Seconds().bounds, *rows, strict=True)))

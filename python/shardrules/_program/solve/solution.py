@@ -11,6 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.arguments import as_tuple, check_real, check_type, memory_bytes
+from shardrules._base.hardware import as_hardware
 from shardrules._base.specs import entries_of, entry_axes
 from shardrules._base.text import (
     answer,
@@ -27,24 +28,17 @@ from shardrules._plan.page_section import Page
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
 from shardrules._program.solve.activations import Activation, activations, constrained_step
-from shardrules._program.solve.choices import ClassChoice, choices, reasons
-from shardrules._program.solve.compiled import (
+from shardrules._program.solve.candidates import (
     Candidate,
-    Compiled,
+    Contender,
     StepCost,
-    compiled,
-    has_compiler,
-    plan_of,
-    predicted,
-    sent_lines,
-    specs_of,
+    shortlist,
     table_of_candidates,
 )
-from shardrules._program.solve.machine import machine_of
+from shardrules._program.solve.choices import ClassChoice, choices
+from shardrules._program.solve.compiled import compiled, mesh_to_compile, plan_of, specs_of
 from shardrules._program.solve.meshes import Best, Task, best_of, progress, where_it_fits
 from shardrules._program.solve.rules import with_cuts
-from shardrules._program.solve.shortlist import shortlist
-from shardrules._program.solve.space import STORED
 from shardrules._program.solve.tables import has_solver
 from shardrules._program.step.step import Step
 from shardrules._program.topologies.topology import Topology, hardware_on, topology_of
@@ -56,11 +50,9 @@ if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
     from shardrules._place.mesh import AnyMesh
     from shardrules._program.program import Program
-    from shardrules._program.solve.spread import LaidSpread
+    from shardrules._program.solve.spread import Spread
 
 _AXES: Final = ("fsdp", "tp")
-HIDES: Final = 0.5
-"""Of what could be sent while devices compute; the middle of all and nothing."""
 _MESHES_SHOWN: Final = 4
 _HEADS: Final = frozenset(["heads", "KV heads", "query heads of a KV head"])
 _COLUMNS: Final = (Column("choice"), Column("next best"))
@@ -78,8 +70,6 @@ class Solution:
     """Of the parameters: the first plan among the step's arguments, or else the first argument."""
     specs: dict[str, PartitionSpec]
     """By path, such as "inputs/0/embed", the spec of each argument."""
-    stored: tuple[str, ...]
-    """Mesh axes that cut weights, gradients and the optimizer's state beyond `choices`."""
     choices: tuple[ClassChoice, ...]
     candidates: tuple[Candidate, ...]
     """The layouts that were compiled, the best first, which is this one; without a compiler this
@@ -88,10 +78,9 @@ class Solution:
     """What the compiler makes of it; None if it was not asked."""
     bound: float
     """Seconds: no choice in the space is predicted to take less."""
-    reasons: tuple[str, ...]
     left_out: tuple[dict[str, int], ...]
     """Meshes that have all devices and were not tried: they split a dimension of the topology."""
-    spread: LaidSpread
+    _spread: Spread
     """Cuts of all arrays of the step, and what is sent."""
 
     def __deepcopy__(self, memo: object) -> Solution:
@@ -136,16 +125,17 @@ class Solution:
         )
 
     def __str__(self) -> str:
-        lines = [self.summary, *(f"  {_choice_shown(row)}" for row in self.choices)]
-        tables = [line for part in self._compiled_parts() for line in part.lines()]
-        return printable_lines([*lines, *self._sent_lines(), *tables, *self._left_out_lines()])
+        parts = self._parts()[:-1]
+        lines = (part.lines() if isinstance(part, Table) else [part] for part in parts)
+        return printable_lines([line for rows in lines for line in rows])
 
     def _sent_lines(self) -> Iterator[str]:
-        return sent_lines(self.candidates[0]) if self.compiled is not None else iter(())
-
-    def _compiled_parts(self) -> list[Table]:
-        """Return the candidates beside each other, if they were compiled."""
-        return [] if self.compiled is None else [table_of_candidates(self.candidates)]
+        """Yield a line for the bytes over each of the mesh axes, if they are known."""
+        if self.compiled is not None:
+            predicted, sent = self.candidates[0].predicted.sent, self.compiled.sent
+            for axes in sorted({*predicted, *sent}):
+                both = [bytes_shown(rows.get(axes, 0)) for rows in (sent, predicted)]
+                yield f"sent over {','.join(axes)}: {both[0]}, predicted {both[1]}"
 
     def _left_out_lines(self) -> Iterator[str]:
         """Yield the meshes that were not tried."""
@@ -172,14 +162,13 @@ class Solution:
         return Section("solution", data)
 
     def _parts(self) -> list[Table | str]:
-        """Return what notebooks show: beside each choice what the next best costs."""
-        rows = [
-            (_choice_shown(row), *(str(other) for other in row.alternatives[:1] or ("",)))
-            for row in self.choices
-        ]
-        lines = printable_lines(["constraints, by line", *map(str, self.activations)])
+        """Return what notebooks show: choices, candidates if they were compiled, constraints."""
+        rows = [(str(row), *map(str, row.alternatives[:1] or ("",))) for row in self.choices]
         parts: list[Table | str] = [self.summary, Table(_COLUMNS, rows), *self._sent_lines()]
-        return [*parts, *self._compiled_parts(), *self._left_out_lines(), lines]
+        if self.compiled is not None:
+            parts.append(table_of_candidates(self.candidates))
+        lines = printable_lines(["constraints, by line", *map(str, self.activations)])
+        return [*parts, *self._left_out_lines(), lines]
 
     @property
     def rules(self) -> Rules:
@@ -232,7 +221,7 @@ class Solution:
         ):
             heads = [c for c in classes if roles.get(c) in _HEADS]
             behind = [c for c in classes if c not in heads]
-            parts = prod(self.spread.sizes.get(axis, 1) for axis in axes)
+            parts = prod(self._spread.sizes.get(axis, 1) for axis in axes)
             if heads and behind and parts > 1 and prod(sizes[c] for c in heads) % parts == 0:
                 return (*[1] * dim, prod(sizes[c] for c in behind))
         return ()
@@ -243,7 +232,7 @@ class Solution:
 
         Each is printed as the line that shards it: XLA keeps to it, also in the backward pass.
         """
-        return activations(self.step, self.spread)
+        return activations(self.step, self._spread)
 
     @property
     def unconstrained(self) -> tuple[str, ...]:
@@ -276,7 +265,7 @@ class Solution:
         """
         devices = self._devices(mesh)
         with in_force(devices):
-            yield constrained_step(self.step, self.spread, devices)
+            yield constrained_step(self.step, self._spread, devices)
 
     def _devices(self, mesh: Mesh | None) -> Mesh:
         """Return the mesh of devices with the solution's axes."""
@@ -296,15 +285,6 @@ class Solution:
                 f"{mesh_shown(sizes)}: give a mesh of these axes"
             )
         return choice
-
-
-def _choice_shown(row: ClassChoice) -> str:
-    axes = ",".join(row.axes)
-    if row.role == "stored":
-        if not axes:
-            return "parameters are stored as they are used"
-        return f"parameters are stored over {axes} and gathered where used"
-    return f"{row.role or 'no role'} {row.size:,}: {axes or 'whole'}"
 
 
 def solve(
@@ -375,68 +355,62 @@ def solve(
         meshes = [step.mesh if on is None else on]
     if hardware is None:
         raise TypeError("hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')")
-    machine = machine_of(hardware)._replace(hides=HIDES)
-    room = machine.hardware.memory_bytes if hbm is None else memory_bytes("hbm", hbm)
+    hardware = as_hardware("hardware", hardware)
+    room = hardware.memory_bytes if hbm is None else memory_bytes("hbm", hbm)
     until = inf if time_limit is None else monotonic() + time_limit
-    task = Task(step, machine, room, keep, forbid, until)
+    task = Task(step, hardware, room, keep, forbid, until)
     place = on if topology is None else topology
     best = best_of(task, meshes, place)
     rows = _compiled(best, place)
     refused = [row for row in rows if row.needed]
-    if rows[0].row.refusal and refused:  # predictions are so much too low
-        fastest = refused[0]
-        less = task._replace(hbm=round(room * fastest.row.predicted.memory / fastest.needed))
+    if rows[0].refusal and refused:  # predictions are so much too low
+        less = task._replace(hbm=round(room * refused[0].memory / refused[0].needed))
         with suppress(ValueError, TimeoutError):
             rows += _compiled(best_of(less, meshes, place), place)
-            rows.sort(key=Compiled.rank)
-    if rows[0].row.refusal:
+            rows.sort(key=Contender.rank)
+    if rows[0].refusal:
         raise _refused(task, best, rows, place)
-    return _solution(best, rows, left_out)
+    return _solution(rows, best.bound, left_out)
 
 
-def _compiled(best: Best, on: Any) -> list[Compiled]:
+def _compiled(best: Best, on: Any) -> list[Contender]:
     """Return the layouts of the shortlist, the best first; the first alone without a compiler."""
     entries = shortlist(best)
-    if not has_compiler(entries, on):
-        return [predicted(entries[0])]
-    rows: list[Compiled] = []
+    if mesh_to_compile(entries[0], on) is None:
+        return entries[:1]
+    rows: list[Contender] = []
     with suppress(KeyboardInterrupt):  # then those count that are known
         for row in compiled(entries, on):
             rows.append(row)
-            progress(f"layout {len(rows)} of {len(entries)} compiled: {row.row.what}")
-    return sorted(rows, key=Compiled.rank) or [predicted(entries[0])]
+            progress(f"layout {len(rows)} of {len(entries)} compiled: {row.what}")
+    return sorted(rows, key=Contender.rank) or entries[:1]
 
 
-def _refused(task: Task, best: Best, rows: list[Compiled], on: Any) -> ValueError:
+def _refused(task: Task, best: Best, rows: list[Contender], on: Any) -> ValueError:
     """Return the error that the compiler has no layout that fits."""
     lines = [
         f"{task.step.name}: nothing fits: the compiler refuses all of the "
         f"{counted(len(rows), 'layout')} that are predicted to fit and to take least time",
-        *(f"  {r.row.what} on {mesh_shown(r.row.mesh)}: {r.row.refusal}" for r in rows),
-        *where_it_fits(task, best.case, on),
+        *(f"  {r.what} on {mesh_shown(r.search.space.machine.sizes)}: {r.refusal}" for r in rows),
+        *where_it_fits(task, best.search, on),
     ]
     return ValueError(printable_lines(lines))
 
 
-def _solution(best: Best, rows: list[Compiled], left_out: tuple[dict[str, int], ...]) -> Solution:
-    answer = rows[0]
-    best = best._replace(
-        case=answer.entry.case, assignment=answer.entry.assignment, cost=answer.cost
-    )
-    space, cost = best.search.space, best.cost
-    step, mesh = space.step, best.case.mesh
-    chosen = tuple(choices(best))
+def _solution(
+    rows: list[Contender], bound: float, left_out: tuple[dict[str, int], ...]
+) -> Solution:
+    chosen = rows[0]
+    step, mesh = chosen.search.space.step, chosen.search.mesh
     return Solution(
         step=step,
         mesh=mesh,
-        plan=plan_of(step, cost, mesh),
-        specs=specs_of(step, cost),
-        stored=best.assignment.get(STORED, ()),
-        choices=chosen,
+        plan=plan_of(step, chosen.spread, mesh),
+        specs=specs_of(step, chosen.spread),
+        choices=tuple(choices(chosen)),
         candidates=tuple(row.row for row in rows),
-        program=answer.program,
-        bound=best.bound,
-        reasons=tuple(reasons(best, chosen)),
+        program=chosen.program,
+        bound=bound,
         left_out=left_out,
-        spread=cost.spread,
+        _spread=chosen.spread,
     )

@@ -6,38 +6,25 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.arguments import check_choice
 from shardrules._base.specs import as_entries, entry_axes
 from shardrules._base.text import brief, near_shown, shown
 from shardrules._program.solve.cuts import argument_cuts, constraint_cuts
-from shardrules._program.solve.layout import Axes, Layout, StepArrays
-from shardrules._program.solve.price import Price
-from shardrules._program.solve.spread import LaidSpread
+from shardrules._program.solve.layout import STORED, Assignment, Axes, StepArrays
+from shardrules._program.solve.spread import Spread
 from shardrules._program.step.jaxprs import constrains
 
 if TYPE_CHECKING:
     from shardrules._program.solve.cuts import Cuts
     from shardrules._program.solve.machine import Machine
-    from shardrules._program.solve.price import PredictedTime
     from shardrules._program.step.dimensions import Dims
     from shardrules._program.step.step import Step
 
-STORED: Final = -1
-"""The variable whose value is `Layout.stored`; all others are classes of dimensions."""
 # Classes of which no array is so large a part of the largest one are whole.
 _SMALL: Final = 1e-4
-
-Assignment = dict[int, Axes]
-"""Values of the variables."""
-
-
-class Cost(NamedTuple):
-    """What an assignment costs by the step's own price, and what it sends."""
-
-    time: PredictedTime
-    spread: LaidSpread
 
 
 class Space:
@@ -45,8 +32,7 @@ class Space:
 
     Args:
         step: What is solved for.
-        sizes: Devices by mesh axis.
-        machine: As the step's time is estimated with.
+        machine: The devices of the mesh.
         hbm: Bytes of memory of a device.
         fixed: Cuts of arguments that are not chosen.
         forbidden: Pairs of a class and an axis that must not cut it.
@@ -55,17 +41,16 @@ class Space:
     def __init__(
         self,
         step: Step,
-        sizes: Mapping[str, int],
         machine: Machine,
         hbm: int,
         *,
-        fixed: Mapping[int, Cuts],
+        fixed: Mapping[int, Cuts] = MappingProxyType({}),
         forbidden: Iterable[tuple[int, str]] = (),
     ) -> None:
         self.step, self.machine, self.hbm = step, machine, hbm
-        self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        self.sizes = {axis: size for axis, size in machine.sizes.items() if size > 1}
         self.arrays = StepArrays(step._equations, step._roles, self.sizes)
-        self.fixed = self._facts() | dict(fixed) | self._fixed_like(fixed)
+        self.arrays.fixed = self._facts() | dict(fixed) | self._fixed_like(fixed)
         forbidden = set(forbidden)
         self.values: dict[int, list[Axes]] = {STORED: list(_subsets(self.sizes))}
         for name in self._large_classes():
@@ -83,7 +68,7 @@ class Space:
         equations = self.step._equations
         most: dict[int, int] = {}
         read = {*equations.users, *equations.body.inputs} - self.arrays.local
-        for number in read - self.fixed.keys():
+        for number in read - self.arrays.fixed.keys():
             for name in {name for row in self.arrays.classes[number] for name in row}:
                 most[name] = max(most.get(name, 0), equations.values[number].bits)
         least = _SMALL * max((equations.values[number].bits for number in read), default=0)
@@ -165,11 +150,6 @@ class Space:
             row for row in self.arrays.classes[number] if row and not looped.issuperset(row)
         )
 
-    def layout(self, assignment: Mapping[int, Axes]) -> Layout:
-        """Return the layout of an assignment; what has no value is whole."""
-        axes = {name: value for name, value in assignment.items() if name != STORED}
-        return Layout(axes, assignment.get(STORED, ()), self.fixed)
-
     def traced(self) -> Assignment:
         """Return the values that are nearest to the layout with which the step was traced.
 
@@ -193,19 +173,56 @@ class Space:
                     wish = stored if is_stored else wishes.get(classes[0] if classes else 0, [])
                     wish.append(axis)
         return {
-            name: self.largest(name, wish) for name, wish in wishes.items() if name in self.values
+            name: self._largest(name, wish) for name, wish in wishes.items() if name in self.values
         }
 
-    def largest(self, name: int, wish: Iterable[str]) -> Axes:
+    def starts(self) -> list[Assignment]:
+        """Return layouts as experts have them, FSDP among them, and that of the program."""
+        axes = (None, *self.sizes)
+        rows = [self._start(i, j) for i in axes for j in axes if i is None or i != j]
+        rows.append(self.traced())
+        return list({tuple(row.values()): row for row in rows}.values())
+
+    def fsdp(self) -> Assignment:
+        """Return the layout in which all axes cut the batch, and store weights in parts."""
+        return self._start()
+
+    def _start(self, tensor: str | None = None, expert: str | None = None) -> Assignment:
+        """Return the layout with an axis on weights, one on experts, and all others on the batch.
+
+        The axis of experts is that of the batch as well, outside of experts; all cut storage.
+        Sequences have the axis of weights, and what does not divide the batch.
+        """
+        roles = self.step._roles
+        of_weights = [tensor] if tensor else []
+        wishes: dict[str, list[str]] = {
+            "batch": [axis for axis in self.sizes if axis != tensor],
+            "experts": [expert] if expert else [],
+            "model width": [],
+        }
+        now: Assignment = {}
+        for name in self.values:
+            role = roles.of.get(name, "")
+            wish = wishes.get(role, of_weights if name in roles.of_weights else [])
+            now[name] = self._largest(name, self.sizes if name == STORED else wish)
+        cut = {axis for n in now if roles.of.get(n) == "batch" for axis in now[n]}
+        for name in (name for name in now if roles.of.get(name) == "sequence"):
+            now[name] = self._largest(name, self.sizes.keys() - cut)
+        return now
+
+    def _largest(self, name: int, wish: Iterable[str]) -> Axes:
         """Return the value of a variable of most devices among those of axes that are wished."""
         fitting = (value for value in self.values[name] if set(value) <= set(wish))
         return max(fitting, key=lambda value: prod(self.sizes[axis] for axis in value), default=())
 
-    def cost(self, assignment: Mapping[int, Axes]) -> Cost:
-        """Return what an assignment costs: the time of the step under its layout."""
-        spread = LaidSpread(self.arrays, self.layout(assignment)).of_step()
-        price = Price(self.step, spread)
-        return Cost(price.time(self.machine), spread)
+    def spread(self, assignment: Mapping[int, Axes]) -> Spread:
+        """Return what the step sends; what has no value is whole."""
+        return Spread(self.arrays, assignment).of_step()
+
+    def shown(self, name: int) -> str:
+        """Return role and size of a class."""
+        role = self.step._roles.of.get(name, "") or "no role"
+        return f"{role} {self.step._equations.dims.sizes[name]:,}"
 
     def scope_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Return the variables on which the layout of arrays depends."""

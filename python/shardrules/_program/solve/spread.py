@@ -9,7 +9,6 @@ the layout stands in their place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -21,13 +20,11 @@ from shardrules._program.step.jaxprs import CONSTRAINTS
 
 if TYPE_CHECKING:
     from shardrules._program.solve.cuts import Cuts
-    from shardrules._program.solve.layout import Axes, Layout, StepArrays
-    from shardrules._program.solve.transmissions import CollectiveKind
+    from shardrules._program.solve.layout import Axes, StepArrays
+    from shardrules._program.solve.machine import CollectiveKind
     from shardrules._program.step.equations import Body, TracedOperation
     from shardrules._program.step.factors import Rule, Shape
 
-_Move = tuple["CollectiveKind", "Axes", int]
-"""(collective, axes, payload), as in `SpreadCollective`."""
 _MOST_CHOICES: Final = 256
 ADDS: Final = frozenset({"add", "add_any"})
 """Operations that can add what devices have of sums."""
@@ -54,32 +51,52 @@ class SpreadCollective(NamedTuple):
     """The array that is gathered, or of whose terms the sum is; None in code by device."""
 
 
-class LaidSpread:
-    """Cuts of all arrays of a step by a layout, and what is sent for it."""
+class Need(NamedTuple):
+    """Cuts to which an operation brings an array that it reads."""
 
-    def __init__(self, arrays: StepArrays, layout: Layout) -> None:
-        self._arrays, self._layout = arrays, layout
-        self._equations, self.sizes = arrays.equations, arrays.sizes
-        self.cuts: dict[int, Cuts] = {}
+    cuts: Cuts
+    trips: int
+    operation: TracedOperation
+
+
+class Spread:
+    """What operations of a step send, if arrays are cut as an assignment has them."""
+
+    def __init__(self, arrays: StepArrays, assignment: Mapping[int, Axes]) -> None:
+        self.arrays, self.sizes = arrays, arrays.sizes
+        self._equations = arrays.equations
+        self.begin(assignment)
+
+    def begin(self, assignment: Mapping[int, Axes]) -> None:
+        """Forget all operations, and go on with another assignment."""
+        self._assignment = assignment
         self.sent: list[SpreadCollective] = []
+        self.needs: dict[int, list[Need]] = {}
+        """By array, how it is read otherwise than it lies."""
         self.reads: dict[tuple[int, int], Cuts] = {}
         """Cuts with which an operation reads an array, by the operation's id and the number."""
         self.sums: set[int] = set()
         """Arrays of which devices add up what each has."""
+        self._cuts: dict[int, Cuts] = {}
         self._copies: set[tuple[int, Cuts]] = set()
         self._terms: dict[int, tuple[Axes, ...]] = {}
         self._axes: dict[int, Axes] = {}
 
-    def of_step(self) -> LaidSpread:
+    def of_step(self) -> Spread:
         """Count what the whole step sends."""
-        body = self._equations.body
-        self.cuts.update((number, self.target(number)) for number in body.inputs)
-        self._run(body, 1)
+        for operation, trips in self._equations.everything():
+            self.run(operation, trips)
+        for number in self.needs:
+            self.send(number, self.needs[number])
         return self
 
     def target(self, number: int) -> Cuts:
         """Return the cuts that the layout has for an array."""
-        return self._arrays.cuts(number, self._layout)
+        return self.arrays.cuts(number, self._assignment)
+
+    def cuts(self, number: int) -> Cuts:
+        """Return the cuts of an array: those of the layout, but of what is not added up yet."""
+        return self._cuts[number] if number in self._cuts else self.target(number)
 
     def axes_of(self, operation: TracedOperation) -> Axes:
         """Return the mesh axes along which devices share the work of an operation."""
@@ -91,23 +108,23 @@ class LaidSpread:
 
     def bytes(self, number: int, cuts: Cuts | None = None) -> int:
         """Return the bytes of an array on a device."""
-        key = number, self._of(number) if cuts is None else cuts
-        if key not in self._arrays.shards:
+        key = number, self.cuts(number) if cuts is None else cuts
+        if key not in self.arrays.shards:
             dtype = self._equations.values[number].dtype
             size = 0 if dtype is None else prod(self.shape(*key)) * bits_of(dtype)  # no token
-            self._arrays.shards[key] = -(-size // 8)
-        return self._arrays.shards[key]
+            self.arrays.shards[key] = -(-size // 8)
+        return self.arrays.shards[key]
 
     def shape(self, number: int, cuts: Cuts | None = None) -> Shape:
         """Return the shape of an array on a device."""
         sizes = list(self._equations.values[number].shape)
-        for dim, axes in enumerate(self.cuts.get(number, ()) if cuts is None else cuts):
+        for dim, axes in enumerate(self.cuts(number) if cuts is None else cuts):
             sizes[dim] = -(-sizes[dim] // self.count(axes))
         return tuple(sizes)
 
     def count(self, axes: Iterable[str]) -> int:
         """Return the devices along mesh axes."""
-        counts = self._arrays.counts
+        counts = self.arrays.counts
         key = axes if isinstance(axes, tuple) else tuple(axes)
         if key not in counts:
             counts[key] = prod(self.sizes[axis] for axis in key)
@@ -119,23 +136,15 @@ class LaidSpread:
         rows = [tuple(axis for axis in axes if axis in self.sizes) for axes in cuts]
         return tuple(rows[:rank] + [()] * (rank - len(rows)))
 
-    def _of(self, number: int) -> Cuts:
-        return self.cuts[number] if number in self.cuts else self.target(number)
-
     # Operations
 
-    def _run(self, body: Body, trips: int) -> None:
-        for operation in body.operations:
-            self._run_operation(operation, trips)
-
-    def _run_operation(self, operation: TracedOperation, trips: int) -> None:
+    def run(self, operation: TracedOperation, trips: int) -> None:
         """Count one operation, and bring its results to their layout."""
         if operation.name in _EXPLICIT:
             self._explicit(operation, trips)
         if operation.name in CONSTRAINTS and operation.inputs[0] is not None:
-            cuts = self.target(operation.outputs[0])
+            cuts = self._cuts[operation.outputs[0]] = self.target(operation.outputs[0])
             self._move(operation.inputs[0], cuts, trips, operation)
-            self.cuts[operation.outputs[0]] = cuts
         elif operation.name == "shard_map":
             self._run_manual(operation, trips)
         elif operation.bodies:
@@ -148,9 +157,9 @@ class LaidSpread:
                     self._move(number, self._known(number, ()), trips, operation)
         for number in operation.outputs:
             if number not in self._terms:  # or an addition sends what devices have of a sum
-                self.cuts.setdefault(number, self._known(number, ()))
+                self._cuts.setdefault(number, self._known(number, ()))
                 self._move(number, self.target(number), trips, operation)
-                self.cuts[number] = self.target(number)
+                del self._cuts[number]
 
     def _explicit(self, operation: TracedOperation, trips: int) -> None:
         params = operation.eqn.params
@@ -160,32 +169,36 @@ class LaidSpread:
         arrays = operation.outputs if kind == "all-gather" else operation.inputs
         payload = sum(self.bytes(number) for number in arrays if number is not None)
         if axes and payload:
-            self.sent.append(SpreadCollective(kind, axes, payload, trips, operation, None))
+            self._send(kind, axes, payload, Need((), trips, operation), None)
+
+    def _send(
+        self, kind: CollectiveKind, axes: Axes, payload: int, need: Need, value: int | None
+    ) -> None:
+        in_order = tuple(axis for axis in self.sizes if axis in axes)
+        row = SpreadCollective(kind, in_order, payload, need.trips, need.operation, value)
+        self.sent.append(row)
 
     def _run_inside(self, operation: TracedOperation, trips: int) -> None:
         for body in operation.bodies:
             self._enter(operation, body, trips)
-            self._run(body, trips * operation.trips)
             for place, (number, result) in enumerate(
                 zip(operation.outputs, body.outputs, strict=True)
             ):
-                cuts = () if result is None else self._of(result)
+                cuts = () if result is None else self.cuts(result)
                 is_stack = place >= operation.carries
-                self.cuts[number] = self._known(number, ((), *cuts) if is_stack else cuts)
+                self._cuts[number] = self._known(number, ((), *cuts) if is_stack else cuts)
 
     def _enter(self, operation: TracedOperation, body: Body, trips: int) -> None:
         """Bring what a loop or branch reads to the layout of its inputs."""
         stop = operation.first + operation.carries
         for place, (outer, inner) in enumerate(operation.arguments(body)):
-            if inner == outer:
-                continue
-            cuts = self.cuts[inner] = self.target(inner)
-            if outer is not None:
+            if outer is not None and inner != outer:
+                cuts = self.target(inner)
                 goal = ((), *cuts) if place >= stop and operation.name == "scan" else cuts
                 self._move(outer, goal, trips, operation)
 
     def _run_manual(self, operation: TracedOperation, trips: int) -> None:
-        """Bring arguments to the specs of code by device, and run it."""
+        """Bring arguments to the specs of code by device."""
         manual = self._equations.manual
         (body,) = operation.bodies
 
@@ -196,9 +209,8 @@ class LaidSpread:
         for outer, inner in operation.arguments(body):
             if outer is not None:
                 self._move(outer, cuts_of(outer, manual[inner]), trips, operation)
-        self._run(body, trips)
         for number in operation.outputs:
-            self.cuts[number] = cuts_of(number, manual[number])
+            self._cuts[number] = cuts_of(number, manual[number])
 
     # Products, and all else that has factors
 
@@ -206,7 +218,7 @@ class LaidSpread:
         """Choose the axes of an operation's factors, move its operands, and add up its terms."""
         if rule.is_identity:
             for before, after in zip(operation.inputs, operation.outputs, strict=False):
-                self.cuts[after] = self._known(after, () if before is None else self._of(before))
+                self._cuts[after] = self._known(after, () if before is None else self.cuts(before))
             return
         choice = self._cheapest(operation, rule, self._options(operation, rule))
         self._axes[id(operation)] = tuple(axis for axes in choice.values() for axis in axes)
@@ -215,7 +227,7 @@ class LaidSpread:
         for number, dims in operation.operands():
             self._move(number, array_cuts(dims, choice), trips, operation)
         for number, dims in zip(operation.outputs, rule.results, strict=True):
-            self.cuts[number] = array_cuts(dims, choice)
+            self._cuts[number] = array_cuts(dims, choice)
             rows = [choice[factor] for factor in sorted(rule.summed) if factor in choice]
             self._add_up(operation, number, tuple(rows), trips)
 
@@ -223,7 +235,7 @@ class LaidSpread:
         """Return by axis the factors of an operation that it may cut."""
         options: dict[str, list[int]] = {}
         for number, dims in operation.operands():
-            by_factor = factor_cuts(rule, dims, self._of(number), self.sizes)
+            by_factor = factor_cuts(rule, dims, self.cuts(number), self.sizes)
             closed = closed_factors(rule, by_factor, self.sizes)
             for factor, names in by_factor.items():
                 for name in names:
@@ -255,7 +267,7 @@ class LaidSpread:
     def _cost(self, operation: TracedOperation, rule: Rule, choice: dict[int, Axes]) -> float:
         """Return the bytes that a device sends if an operation computes with these axes."""
         total = sum(
-            self._sent(number, self._of(number), array_cuts(dims, choice))
+            self._sent(number, self.cuts(number), array_cuts(dims, choice))
             for number, dims in operation.operands()
         )
         summed = [axis for factor in rule.summed for axis in choice.get(factor, ())]
@@ -268,7 +280,10 @@ class LaidSpread:
 
     def _sent(self, number: int, before: Cuts, after: Cuts) -> float:
         """Return the bytes that a device sends to bring an array from some cuts to others."""
-        return sum(self._ring(*move) for move in self._moves(number, before, after))
+        return sum(
+            self._ring(kind, axes, payload)
+            for kind, axes, payload in self._moves(number, before, after)
+        )
 
     def _ring(self, kind: str, axes: Iterable[str], payload: int) -> float:
         count = self.count(axes)
@@ -284,7 +299,7 @@ class LaidSpread:
         axes = {self._terms.get(number) for number in numbers}
         if len(numbers) == len(operation.inputs) and len(axes) == 1 and None not in axes:
             (result,) = operation.outputs
-            self.cuts[result] = array_cuts(rule.results[0], choice)
+            self._cuts[result] = array_cuts(rule.results[0], choice)
             self._add_up(operation, result, self._terms[numbers[0]], trips)
             return True
         for number in numbers:
@@ -313,36 +328,47 @@ class LaidSpread:
         self, operation: TracedOperation, number: int, rows: tuple[Axes, ...], trips: int
     ) -> None:
         """Count the collectives that add the terms of a result over axes, a row after the other."""
-        send = partial(SpreadCollective, operation=operation, value=number)
+        need = Need((), trips, operation)
         wish = self.target(number)
         for axes in rows:
-            before, payload = self.cuts[number], self.bytes(number)
+            before, payload = self._cuts[number], self.bytes(number)
             taken = {axis for row in before for axis in row}
             scattered = tuple(a for row in wish for a in row if a in axes and a not in taken)
             rest = tuple(axis for axis in axes if axis not in scattered)
             if scattered:
-                self.sent.append(send("reduce-scatter", scattered, payload, trips))
-                self.cuts[number] = tuple(
+                self._send("reduce-scatter", scattered, payload, need, number)
+                self._cuts[number] = tuple(
                     (*row, *(axis for axis in target if axis in scattered))
                     for row, target in zip(before, wish, strict=True)
                 )
                 payload = self.bytes(number)
             if rest:
-                self.sent.append(send("all-reduce", rest, payload, trips))
+                self._send("all-reduce", rest, payload, need, number)
 
     # Moves
 
     def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
-        """Bring an array to other cuts; a copy that is there already is used again."""
+        """Bring an array to other cuts: at once, if it does not lie as the layout has it."""
         self.reads[id(operation), number] = cuts
-        before = self._of(number)
-        if before == cuts or (number, cuts) in self._copies:
+        if self.cuts(number) == cuts:
             return
-        self._copies.add((number, cuts))
-        for kind, axes, payload in self._moves(number, before, cuts):
-            self.sent.append(SpreadCollective(kind, axes, payload, trips, operation, number))
+        need = Need(cuts, trips, operation)
+        if number in self._cuts:
+            self.send(number, [need])
+        else:
+            self.needs.setdefault(number, []).append(need)
 
-    def _moves(self, number: int, before: Cuts, after: Cuts) -> Iterator[_Move]:
+    def send(self, number: int, needs: Iterable[Need]) -> None:
+        """Count what brings an array to other cuts; a copy that is there already is used again."""
+        for need in needs:
+            if (number, need.cuts) not in self._copies:
+                self._copies.add((number, need.cuts))
+                for kind, axes, payload in self._moves(number, self.cuts(number), need.cuts):
+                    self._send(kind, axes, payload, need, number)
+
+    def _moves(
+        self, number: int, before: Cuts, after: Cuts
+    ) -> Iterator[tuple[CollectiveKind, Axes, int]]:
         """Yield (collective, axes, payload) that bring an array from some cuts to others."""
         if before == after:
             return

@@ -14,9 +14,8 @@ from math import floor, inf, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.candidates import Candidates
-    from shardrules._program.solve.layout import Axes
-    from shardrules._program.solve.space import Assignment
+    from shardrules._program.solve.layout import Assignment, Axes
+    from shardrules._program.solve.search import Search
 
 Domains = Mapping[int, list["Axes"]]
 Scope = tuple[int, ...]
@@ -31,7 +30,7 @@ _ROUNDED: Final = 1e-6
 class _Table(NamedTuple):
     scope: Scope
     rows: dict[tuple[int, ...], tuple[float, float]]
-    """By the numbers of values, seconds of computing and of sending, each with what waits."""
+    """By the numbers of values, seconds of which the larger sum is the time."""
 
 
 def has_solver() -> bool:
@@ -39,7 +38,7 @@ def has_solver() -> bool:
     return find_spec("ortools") is not None
 
 
-def search_tables(best: Candidates, domains: Domains) -> float:
+def search_tables(best: Search, domains: Domains) -> float:
     """Offer better assignments until there is none; return a lower bound of all of them.
 
     0 if nothing was proved: there is no assignment yet that says how many seconds are many, or a
@@ -60,7 +59,7 @@ def search_tables(best: Candidates, domains: Domains) -> float:
     return model.search()
 
 
-def _scopes(best: Candidates, domains: Domains) -> dict[Scope, list[int]]:
+def _scopes(best: Search, domains: Domains) -> dict[Scope, list[int]]:
     """Return the terms by their variables; those of a part of others' variables are with these."""
     scopes: dict[Scope, list[int]] = {}
     places = range(len(best.terms.terms))
@@ -77,11 +76,11 @@ def _assignments(domains: Domains, scope: Scope) -> Iterator[tuple[tuple[int, ..
         yield row, {name: domains[name][i] for name, i in zip(scope, row, strict=True)}
 
 
-def _table(best: Candidates, domains: Domains, scope: Scope, places: Iterable[int]) -> _Table:
+def _table(best: Search, domains: Domains, scope: Scope, places: Iterable[int]) -> _Table:
     rows = {}
     for row, values in _assignments(domains, scope):
-        busy, meanwhile, alone = best.terms.total(values, places)
-        rows[row] = (busy + alone, meanwhile + alone)
+        first, _, last = best.terms.total(values, places).bounds
+        rows[row] = (first, last)
     return _Table(scope, rows)
 
 
@@ -102,7 +101,7 @@ def _pruned(tables: list[_Table], most: float) -> Iterator[_Table]:
 class _Model:
     """The tables as a model of CP-SAT."""
 
-    def __init__(self, best: Candidates, domains: Domains, tables: list[_Table]) -> None:
+    def __init__(self, best: Search, domains: Domains, tables: list[_Table]) -> None:
         from ortools.sat.python import cp_model
 
         self._best, self._domains, self._cp = best, domains, cp_model

@@ -11,63 +11,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._program.solve.layout import Layout
-from shardrules._program.solve.machine import OVERLAPPED, Network
-from shardrules._program.solve.price import Price, is_apart
-from shardrules._program.solve.spread import LaidSpread
-from shardrules._program.solve.transmissions import merged
+from shardrules._program.solve.price import Price, Seconds, is_apart
+from shardrules._program.solve.spread import Spread
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.cuts import Cuts
     from shardrules._program.solve.layout import Axes
+    from shardrules._program.solve.price import Bounds
     from shardrules._program.solve.space import Space
-    from shardrules._program.solve.spread import SpreadCollective
-    from shardrules._program.step.equations import Body, Equations, TracedOperation
+    from shardrules._program.solve.spread import Need
+    from shardrules._program.step.equations import Equations, TracedOperation
 
 
-Weighed = tuple[float, ...]
 _FEW: Final = 8
 """The most combinations of values of which each is tried for a bound."""
 
 
-class Seconds(NamedTuple):
-    """Parts of the time of a step."""
-
-    busy: float = 0.0
-    """Of products, and of reading and writing."""
-    meanwhile: float = 0.0
-    """Of what is sent while devices compute."""
-    alone: float = 0.0
-    """Of what is sent while they wait."""
-
-    @property
-    def total(self) -> float:
-        return max(self.busy, self.meanwhile) + self.alone
-
-    @property
-    def weighed(self) -> Weighed:
-        """Sums of which none is more than the total, and which are added up term by term."""
-        busy, meanwhile, alone = self
-        return busy + alone, (busy + meanwhile) / 2 + alone, meanwhile + alone
-
-    def less(self, other: Seconds) -> Seconds:
-        return Seconds(self[0] - other[0], self[1] - other[1], self[2] - other[2])
-
-    def plus(self, other: Seconds) -> Seconds:
-        return Seconds(self[0] + other[0], self[1] + other[1], self[2] + other[2])
-
-
-class _Need(NamedTuple):
-    """Cuts to which an operation brings an array that it reads."""
-
-    cuts: Cuts
-    trips: int
-    operation: TracedOperation
-
-
 class _Local(NamedTuple):
     seconds: Seconds
-    needs: dict[int, list[_Need]]
+    needs: dict[int, list[Need]]
     """Of arrays that others read as well."""
 
 
@@ -82,60 +43,15 @@ class Term(NamedTuple):
     """Places of the terms that read the array."""
 
 
-class _Probe(LaidSpread):
-    """Spread of single operations: what they read is in its layout."""
-
-    def __init__(self, space: Space) -> None:
-        self.needs: dict[int, list[_Need]] = {}
-        super().__init__(space.arrays, Layout({}, (), space.fixed))
-
-    def begin(self, layout: Layout) -> None:
-        self._layout = layout
-        self.sent, self.needs = [], {}
-        self.cuts.clear()
-        self._terms.clear()
-        self._copies.clear()
-
-    def _run(self, body: Body, trips: int) -> None:
-        """Leave out what is in a loop: it is of other terms."""
-
-    def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
-        if number in self.cuts:
-            super()._move(number, cuts, trips, operation)
-        elif cuts != self.target(number):
-            self.needs.setdefault(number, []).append(_Need(cuts, trips, operation))
-
-    def run(self, operation: TracedOperation, trips: int) -> None:
-        """Run one operation, and give its results back to their layout."""
-        self._run_operation(operation, trips)
-        for number in operation.outputs:
-            if number not in self._terms:
-                self.cuts.pop(number, None)
-        for body in operation.bodies:
-            for number in body.inputs:
-                self.cuts.pop(number, None)
-
-    def moves(self, number: int, needs: Iterable[_Need]) -> list[SpreadCollective]:
-        """Return what is sent of an array, once for each of the cuts that are needed."""
-        self.sent = []
-        self._copies.clear()
-        for need in needs:
-            super()._move(number, need.cuts, need.trips, need.operation)
-        return self.sent
-
-
 class Terms:
     """The terms of a step in a space, each evaluated when it is first asked for."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._probe = _Probe(space)
-        self._price = Price(space.step, self._probe)
+        self._probe = Spread(space.arrays, {})
+        self._price = Price(self._probe, space.machine)
         self._running = {id(operation) for operation, _ in space.step._equations.operations()}
-        self._rates: dict[tuple[Any, ...], float] = {}
-        self._network = Network(space.machine, space.sizes)
         self._locals: dict[tuple[Any, ...], _Local] = {}
-        self._seconds: dict[tuple[Any, ...], Seconds] = {}
         groups = [
             group
             for group in _groups(self._probe, space.step._equations)
@@ -157,12 +73,12 @@ class Terms:
             names = {name for place in readers[number] for name in scopes[place]}
             scope = tuple(name for name in space.values if name in names)
             self.terms.append(Term(scope, (), number, tuple(readers[number])))
-        self._least: dict[tuple[Any, ...], Weighed] = {}
+        self._least: dict[tuple[Any, ...], Bounds] = {}
         self._of_cuts: dict[tuple[Any, ...], _Local] = {}
         self._moved: dict[tuple[Any, ...], Seconds] = {}
         self._arrays = [
             space.arrays.unlike(
-                n for op, _ in term.operations for n in _numbers(op) if n not in space.fixed
+                n for op, _ in term.operations for n in _numbers(op) if n not in space.arrays.fixed
             )
             for term in self.terms
         ]
@@ -191,14 +107,7 @@ class Terms:
 
     def seconds(self, place: int, assignment: Mapping[int, Axes]) -> Seconds:
         """Return the seconds of a term if its variables have these values."""
-        term = self.terms[place]
-        key = (place, *[assignment[name] for name in term.scope])
-        if key not in self._seconds:
-            if term.operations:
-                self._seconds[key] = self._local(place, assignment).seconds
-            else:
-                self._seconds[key] = self._shared_seconds(term, assignment)
-        return self._seconds[key]
+        return self._local(place, assignment).seconds
 
     def _shared_seconds(self, term: Term, assignment: Mapping[int, Axes]) -> Seconds:
         """Return the seconds of what is sent of an array that several read."""
@@ -209,51 +118,40 @@ class Terms:
         ]
         if not needs:
             return Seconds()
-        layout = self._space.layout(assignment)
-        cuts = self._space.arrays.cuts(term.array, layout)
+        cuts = self._space.arrays.cuts(term.array, assignment)
         key = (term.array, cuts, *[(need.cuts, need.trips) for need in needs])
         if key not in self._moved:
-            self._probe.begin(layout)
-            self._moved[key] = self._sent(self._probe.moves(term.array, needs))
+            self._probe.begin(assignment)
+            self._probe.send(term.array, needs)
+            self._moved[key] = self._price.sending(self._probe.sent)
         return self._moved[key]
 
     def _local(self, place: int, assignment: Mapping[int, Axes]) -> _Local:
-        term = self.terms[place]
+        term, arrays = self.terms[place], self._space.arrays
         key = (place, *[assignment[name] for name in term.scope])
-        if key not in self._locals:
+        if key not in self._locals and not term.operations:
+            self._locals[key] = _Local(self._shared_seconds(term, assignment), {})
+        elif key not in self._locals:
             # Of many assignments the arrays of a term have the same cuts.
-            layout, arrays = self._space.layout(assignment), self._space.arrays
-            cuts = (place, *[arrays.cuts(number, layout) for number in self._arrays[place]])
+            cuts = (place, *[arrays.cuts(number, assignment) for number in self._arrays[place]])
             if cuts not in self._of_cuts:
                 self._of_cuts[cuts] = self._evaluate(term, assignment)
             self._locals[key] = self._of_cuts[cuts]
         return self._locals[key]
 
     def _evaluate(self, term: Term, assignment: Mapping[int, Axes]) -> _Local:
-        probe, hardware = self._probe, self._space.machine.hardware
-        probe.begin(self._space.layout(assignment))
+        probe = self._probe
+        probe.begin(assignment)
         for operation, trips in term.operations:
             probe.run(operation, trips)
-        busy = 0.0
-        for operation, trips in term.operations:
-            if id(operation) in self._running:
-                seconds = self._price.seconds(operation, hardware)
-                busy += max(seconds) * trips
-        own, shared = probe.needs, {}
-        for number in self._shared.intersection(own):
-            shared[number] = own.pop(number)
-        total = self._weighed(busy).plus(self._sent(probe.sent))
-        for number, needs in own.items():
-            total = total.plus(self._sent(probe.moves(number, needs)))
-        return _Local(total, shared)
+        shared = {number: probe.needs[number] for number in self._shared & probe.needs.keys()}
+        for number in probe.needs.keys() - shared:
+            probe.send(number, probe.needs[number])
+        running = (row for row in term.operations if id(row[0]) in self._running)
+        seconds = self._price.computing(running).plus(self._price.sending(probe.sent))
+        return _Local(seconds, shared)
 
-    def _weighed(self, busy: float = 0.0, meanwhile: float = 0.0, alone: float = 0.0) -> Seconds:
-        """Return seconds of which only the part that a machine hides can be hidden."""
-        hides = self._space.machine.hides
-        rest = (1 - hides) * (busy + meanwhile)
-        return Seconds(hides * busy, hides * meanwhile, alone + rest)
-
-    def least(self, place: int, assignment: Mapping[int, Axes]) -> Weighed:
+    def least(self, place: int, assignment: Mapping[int, Axes]) -> Bounds:
         """Return what a term costs at least if some of its variables have these values."""
         term = self.terms[place]
         key = (place, *[assignment.get(name) for name in term.scope])
@@ -261,13 +159,13 @@ class Terms:
             missing = [name for name in term.scope if name not in assignment]
             values = self._space.values
             if not missing:
-                self._least[key] = self.seconds(place, assignment).weighed
+                self._least[key] = self.seconds(place, assignment).bounds
             elif prod(len(values[name]) for name in missing) <= _FEW:
                 name = missing[0]
                 rows = [self.least(place, {**assignment, name: v}) for v in values[name]]
                 self._least[key] = tuple(map(min, zip(*rows, strict=True)))
             else:
-                self._least[key] = self._weighed(self._floors[place]).weighed
+                self._least[key] = Seconds(self._floors[place]).bounds
         return self._least[key]
 
     def _floor(self, place: int) -> float:
@@ -275,28 +173,8 @@ class Terms:
         if not self.terms[place].operations:
             return 0.0
         whole: dict[int, Axes] = dict.fromkeys(self._space.values, ())
-        busy = self._local(place, whole).seconds.busy / self._space.machine.hides
-        return busy / prod(self._space.sizes.values())
-
-    def _sent(self, rows: Iterable[SpreadCollective]) -> Seconds:
-        meanwhile = alone = 0.0
-        for row in rows:
-            purpose = self._price.purpose(row)
-            seconds = row.payload * row.trips * self._rate(row)
-            if purpose in OVERLAPPED:
-                meanwhile += seconds
-            else:
-                alone += seconds
-        return self._weighed(0.0, meanwhile, alone)
-
-    def _rate(self, row: SpreadCollective) -> float:
-        """Return the seconds of a collective for each byte of its payload."""
-        key = row.kind, row.axes
-        if key not in self._rates:
-            payload = 2**40
-            rows = merged([(row.kind, row.axes, "params", 1, payload)], self._space.sizes)
-            self._rates[key] = sum(map(self._network.seconds, rows)) / payload
-        return self._rates[key]
+        compute, memory, *_ = self._local(place, whole).seconds
+        return (compute + memory) / prod(self._space.sizes.values())
 
     def total(self, assignment: Mapping[int, Axes], places: Iterable[int] | None = None) -> Seconds:
         """Return the seconds of some terms if their variables have these values; or of the step."""
@@ -326,7 +204,7 @@ def _numbers(operation: TracedOperation) -> Iterator[int]:
         yield from (n for n in body.outputs if n is not None)
 
 
-def _groups(probe: _Probe, equations: Equations) -> Iterator[list[tuple[TracedOperation, int]]]:
+def _groups(probe: Spread, equations: Equations) -> Iterator[list[tuple[TracedOperation, int]]]:
     """Yield operations by what must be priced together: those whose sums an addition merges."""
     rows = list(equations.everything())
     pairs = []

@@ -118,6 +118,11 @@ class Step:
         count = range(len(self._args))
         return [range(bisect_left(places, i), bisect_right(places, i)) for i in count]
 
+    @cached_property
+    def _trees(self) -> tuple[Any, ...]:
+        """The arguments as trees."""
+        return tuple(arg.abstract() if isinstance(arg, Plan) else arg for arg in self._args)
+
     @property
     def plan(self) -> Plan | None:
         """The Plan of the parameters among the arguments; None without one."""
