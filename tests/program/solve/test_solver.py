@@ -14,7 +14,8 @@ from shardrules._program.solve import search
 from shardrules._program.solve.resident import Resident
 from shardrules._program.solve.search import Search
 from shardrules._program.solve.space import Space
-from shardrules._program.solve.tables import has_solver, search_tables
+from shardrules._program.solve.tables import Tables, has_solver
+from shardrules._program.solve.terms import Terms
 from tests.program.solve.test_optimum import MESHES, ROOM, assignments, machine_on, price, space_of
 from tests.support.random_steps import random_step
 
@@ -32,11 +33,10 @@ def is_optimum(seed):
     peaks = sorted(memory for _, memory, _ in costs)
     space.hbm = rng.choice((ROOM, rng.choice(peaks), peaks[len(peaks) // 2]))
     fitting = [(seconds, a) for seconds, memory, a in costs if memory <= space.hbm]
-    best = Search(space)
-    best.offer(dict(max(fitting, key=lambda row: row[0])[1]), max(t for t, _ in fitting))
-    bound = search_tables(best, space.values)
+    seconds, worst = max(fitting, key=lambda row: row[0])
+    found = Tables(Terms(space), resident, space.values, seconds).search(worst)
     least = pytest.approx(min(t for t, _ in fitting), rel=1e-7, abs=1e-11)
-    return best.seconds == least and (bound == least or bound < best.seconds)
+    return price(space, found.assignment) == least == found.bound
 
 
 @needs_solver

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._program.solve.layout import STORED
 from shardrules._program.solve.price import Seconds
 from shardrules._program.solve.resident import Resident
-from shardrules._program.solve.tables import has_solver, search_tables
+from shardrules._program.solve.tables import Tables, has_solver
 from shardrules._program.solve.terms import Terms
 
 if TYPE_CHECKING:
@@ -103,13 +103,9 @@ class Search:
         """Say whether something of so many seconds is no better than the best."""
         return seconds >= self.seconds * (1 - ROUNDING)
 
-    def seconds_left(self) -> float:
-        """Return the seconds after which the search is to end."""
-        return self._until - monotonic()
-
     def is_late(self) -> bool:
         """Say whether the search is to end."""
-        self.is_over |= self.seconds_left() < 0
+        self.is_over |= monotonic() > self._until
         return self.is_over
 
     def is_over_memory(self, assignment: Mapping[int, Axes]) -> bool:
@@ -175,7 +171,11 @@ class Search:
     def _run(self) -> None:
         self._branch(_FEW_NODES if has_solver() else inf)
         if self.heap and not self.is_worse(self.bound) and not self.is_over:
-            self._proved = search_tables(self, self._domains())
+            tables = Tables(self.terms, self.resident, self._domains(), self.seconds, self._until)
+            found = tables.search(self.assignment)
+            self._proved, self.is_over = found.bound, found.is_over
+            if found.assignment is not None:
+                self.offer(found.assignment, self.terms.total(found.assignment).total)
             self._branch(inf)
 
     def _branch(self, most: float) -> None:

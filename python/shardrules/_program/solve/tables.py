@@ -11,14 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import product
 from math import floor, inf, prod
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from shardrules._program.solve.layout import Assignment, Axes
-    from shardrules._program.solve.search import Search
+    from shardrules._program.solve.resident import Resident
+    from shardrules._program.solve.terms import Terms
 
-Domains = Mapping[int, list["Axes"]]
 Scope = tuple[int, ...]
+Rows = dict[tuple[int, ...], tuple[float, ...]]
+"""What combinations cost, by the numbers of their values."""
 # A larger table takes minutes to make.
 _MOST_ROWS: Final = 50_000
 # Seconds are integers: so many parts of the best.
@@ -27,10 +30,15 @@ _PARTS: Final = 10**9
 _ROUNDED: Final = 1e-6
 
 
-class _Table(NamedTuple):
-    scope: Scope
-    rows: dict[tuple[int, ...], tuple[float, float]]
-    """By the numbers of values, seconds of which the larger sum is the time."""
+class Found(NamedTuple):
+    """What CP-SAT says."""
+
+    bound: float
+    """Seconds; no assignment takes less."""
+    assignment: Assignment | None = None
+    """One that is better; None if none is known."""
+    is_over: bool = False
+    """Whether the time was over, or the user has ended it."""
 
 
 def has_solver() -> bool:
@@ -38,135 +46,137 @@ def has_solver() -> bool:
     return find_spec("ortools") is not None
 
 
-def search_tables(best: Search, domains: Domains) -> float:
-    """Offer better assignments until there is none; return a lower bound of all of them.
+class Tables:
+    """Tables of the terms of a step.
 
-    0 if nothing was proved: there is no assignment yet that says how many seconds are many, or a
-    table would be too large.
+    Args:
+        terms: Of the time.
+        resident: What is alive together.
+        domains: The values of each variable that are tried.
+        most: Seconds of the best assignment that is known.
+        until: When the search is to end.
     """
-    if not all(domains.values()):
-        return best.seconds
-    scopes = _scopes(best, domains)
-    sizes = (prod(len(domains[name]) for name in scope) for scope in scopes)
-    if best.seconds == inf or max(sizes, default=0) > _MOST_ROWS:
-        return 0.0
-    tables = []
-    for scope, places in scopes.items():
-        if best.is_late():
-            return 0.0
-        tables.append(_table(best, domains, scope, places))
-    model = _Model(best, domains, list(_pruned(tables, best.seconds)))
-    return model.search()
 
+    def __init__(
+        self,
+        terms: Terms,
+        resident: Resident,
+        domains: Mapping[int, list[Axes]],
+        most: float,
+        until: float = inf,
+    ) -> None:
+        self._terms, self._resident, self._domains = terms, resident, domains
+        self._most, self._until = most, until
 
-def _scopes(best: Search, domains: Domains) -> dict[Scope, list[int]]:
-    """Return the terms by their variables; those of a part of others' variables are with these."""
-    scopes: dict[Scope, list[int]] = {}
-    places = range(len(best.terms.terms))
-    for place in sorted(places, key=lambda place: -len(best.terms.terms[place].scope)):
-        scope = best.terms.terms[place].scope
-        wider = next((other for other in scopes if set(scope) <= set(other)), scope)
-        scopes.setdefault(wider, []).append(place)
-    return scopes
+    def search(self, hint: Assignment | None = None) -> Found:
+        """Search a better assignment, beginning near one that is known.
 
+        Nothing is proved if there is none yet that says how many seconds are many, or if a table
+        would be too large.
+        """
+        if not all(self._domains.values()):
+            return Found(self._most)
+        scopes = self._scopes()
+        sizes = (prod(len(self._domains[name]) for name in scope) for scope in scopes)
+        if self._most == inf or max(sizes, default=0) > _MOST_ROWS:
+            return Found(0.0)
+        tables: dict[Scope, Rows] = {}
+        for scope, places in scopes.items():
+            if monotonic() > self._until:
+                return Found(0.0, is_over=True)
+            tables[scope] = {
+                row: self._terms.total(values, places).bounds[::2]
+                for row, values in self._assignments(scope)
+            }
+        return self._solved(self._pruned(tables), hint or {})
 
-def _assignments(domains: Domains, scope: Scope) -> Iterator[tuple[tuple[int, ...], Assignment]]:
-    """Yield the numbers of values, and the values, of all combinations."""
-    for row in product(*(range(len(domains[name])) for name in scope)):
-        yield row, {name: domains[name][i] for name, i in zip(scope, row, strict=True)}
+    def _scopes(self) -> dict[Scope, list[int]]:
+        """Return the terms by their variables; those of a part of others' are with these."""
+        scopes: dict[Scope, list[int]] = {}
+        places = range(len(self._terms.terms))
+        for place in sorted(places, key=lambda place: -len(self._terms.terms[place].scope)):
+            scope = self._terms.terms[place].scope
+            wider = next((other for other in scopes if set(scope) <= set(other)), scope)
+            scopes.setdefault(wider, []).append(place)
+        return scopes
 
+    def _assignments(self, scope: Scope) -> Iterator[tuple[tuple[int, ...], Assignment]]:
+        """Yield the numbers of values, and the values, of all combinations."""
+        for row in product(*(range(len(self._domains[name])) for name in scope)):
+            yield row, {name: self._domains[name][i] for name, i in zip(scope, row, strict=True)}
 
-def _table(best: Search, domains: Domains, scope: Scope, places: Iterable[int]) -> _Table:
-    rows = {}
-    for row, values in _assignments(domains, scope):
-        first, _, last = best.terms.total(values, places).bounds
-        rows[row] = (first, last)
-    return _Table(scope, rows)
+    def _pruned(self, tables: dict[Scope, Rows]) -> Iterator[tuple[Scope, Rows]]:
+        """Yield tables without rows that are too slow even if all others have their least."""
+        least = [tuple(map(min, zip(*rows.values(), strict=True))) for rows in tables.values()]
+        totals = [sum(column) for column in zip(*least, strict=True)]
+        for (scope, rows), own in zip(tables.items(), least, strict=True):
+            room = [self._most - total + first for total, first in zip(totals, own, strict=True)]
+            yield (
+                scope,
+                {
+                    row: cells
+                    for row, cells in rows.items()
+                    if all(cell <= most for cell, most in zip(cells, room, strict=True))
+                },
+            )
 
-
-def _pruned(tables: list[_Table], most: float) -> Iterator[_Table]:
-    """Yield tables without rows that are too slow even if all other tables have their least."""
-    least = [tuple(map(min, zip(*table.rows.values(), strict=True))) for table in tables]
-    totals = [sum(column) for column in zip(*least, strict=True)]
-    for table, own in zip(tables, least, strict=True):
-        room = [most - total + first for total, first in zip(totals, own, strict=True)]
-        kept = {
-            row: cells
-            for row, cells in table.rows.items()
-            if cells[0] <= room[0] and cells[1] <= room[1]
-        }
-        yield table._replace(rows=kept)
-
-
-class _Model:
-    """The tables as a model of CP-SAT."""
-
-    def __init__(self, best: Search, domains: Domains, tables: list[_Table]) -> None:
+    def _solved(self, tables: Iterable[tuple[Scope, Rows]], hint: Assignment) -> Found:
+        """Return the best assignment by the tables."""
         from ortools.sat.python import cp_model
 
-        self._best, self._domains, self._cp = best, domains, cp_model
-        self._model = model = cp_model.CpModel()
-        self._variables = {
+        model, unit = cp_model.CpModel(), self._most / _PARTS
+        variables = {
             name: model.new_int_var(0, len(values) - 1, str(name))
-            for name, values in domains.items()
+            for name, values in self._domains.items()
         }
-        self._unit = best.seconds / _PARTS
-        self._total = model.new_int_var(0, _PARTS, "total")
-        sums: tuple[list[Any], list[Any]] = ([], [])
-        for table in tables:
-            cells = {
-                row: [floor(seconds / self._unit) for seconds in pair]
-                for row, pair in table.rows.items()
-            }
-            for column, cost in zip(sums, self._costs(table.scope, cells), strict=True):
-                column.append(cost)
-        for column in sums:  # the longer of the two is the time
-            model.add(self._total >= sum(column))
-        for time in best.resident.times:
-            model.add(sum(self._bytes(time)) <= best.space.hbm)
-        model.minimize(self._total)
-        for name, value in (best.assignment or {}).items():
-            if value in domains[name]:
-                model.add_hint(self._variables[name], domains[name].index(value))
 
-    def _costs(self, scope: Scope, cells: Mapping[tuple[int, ...], list[int]]) -> list[Any]:
-        """Return variables that are what the row costs which the values choose."""
-        if not cells:
-            self._model.add_bool_or([])
-            return [0, 0]
-        columns = list(zip(*cells.values(), strict=True))
-        costs = [self._model.new_int_var(min(column), max(column), "") for column in columns]
-        rows = [(*row, *cell) for row, cell in cells.items()]
-        names = [self._variables[name] for name in scope]
-        self._model.add_allowed_assignments([*names, *costs], rows)
-        return costs
+        def costs(scope: Scope, cells: Mapping[tuple[int, ...], Iterable[int]]) -> list[Any]:
+            """Return variables that are what the row costs which the values choose."""
+            rows = [(*row, *cell) for row, cell in cells.items()]
+            columns = [*zip(*rows, strict=True)][len(scope) :]
+            made = [model.new_int_var(min(column), max(column), "") for column in columns]
+            model.add_allowed_assignments([*(variables[name] for name in scope), *made], rows)
+            return made
 
-    def _bytes(self, time: Mapping[int, int]) -> Iterator[Any]:
-        """Yield what arrays need that are alive together, by their variables."""
+        total, times = model.new_int_var(0, _PARTS, "total"), []
+        for scope, rows in tables:
+            if not rows:
+                return Found(self._most)
+            cells = {row: [floor(cell / unit) for cell in pair] for row, pair in rows.items()}
+            times.append(costs(scope, cells))
+        for column in zip(*times, strict=True):  # the longer of the two is the time
+            model.add(total >= sum(column))
+        for time in self._resident.times:
+            alive = [costs(*table)[0] for table in self._bytes(time)]
+            model.add(sum(alive) <= self._terms.space.hbm)
+        model.minimize(total)
+        for name, value in hint.items():
+            if value in self._domains[name]:
+                model.add_hint(variables[name], self._domains[name].index(value))
+        solver = cp_model.CpSolver()
+        if self._until != inf:
+            solver.parameters.max_time_in_seconds = max(self._until - monotonic(), 0.01)
+        status, found = solver.solve(model), None
+        if status == cp_model.INFEASIBLE:
+            return Found(self._most)
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            numbers = {name: solver.value(variable) for name, variable in variables.items()}
+            found = {name: self._domains[name][i] for name, i in numbers.items()}
+        if found is not None and status == cp_model.OPTIMAL:
+            return Found(self._terms.total(found).total, found)
+        bound = float(solver.best_objective_bound) * unit * (1 - _ROUNDED)
+        return Found(bound, found, is_over=True)
+
+    def _bytes(self, time: Mapping[int, int]) -> Iterator[tuple[Scope, dict[Any, list[int]]]]:
+        """Yield tables of what arrays need that are alive together."""
         by_scope: dict[Scope, list[int]] = {}
         for number in time:
-            by_scope.setdefault(self._best.space.scope_of([number]), []).append(number)
+            by_scope.setdefault(self._terms.space.scope_of([number]), []).append(number)
         for scope, numbers in by_scope.items():
-            cells = {
-                row: [sum(self._best.resident.of(n, values) * time[n] for n in numbers)]
-                for row, values in _assignments(self._domains, scope)
-            }
-            yield from self._costs(scope, cells)
-
-    def search(self) -> float:
-        """Offer the best assignment; return the bound."""
-        best, solver = self._best, self._cp.CpSolver()
-        left = best.seconds_left()
-        if left != inf:
-            solver.parameters.max_time_in_seconds = max(left, 0.01)
-        status = solver.solve(self._model)
-        if status == self._cp.INFEASIBLE:
-            return best.seconds
-        if status in (self._cp.OPTIMAL, self._cp.FEASIBLE):
-            values = {name: solver.value(variable) for name, variable in self._variables.items()}
-            found = {name: self._domains[name][i] for name, i in values.items()}
-            best.offer(found, best.terms.total(found).total)
-        if status == self._cp.OPTIMAL:
-            return best.seconds
-        best.is_over = True  # the time is over, or the user has ended it
-        return float(solver.best_objective_bound) * self._unit * (1 - _ROUNDED)
+            yield (
+                scope,
+                {
+                    row: [sum(self._resident.of(n, values) * time[n] for n in numbers)]
+                    for row, values in self._assignments(scope)
+                },
+            )

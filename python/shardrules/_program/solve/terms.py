@@ -47,7 +47,7 @@ class Terms:
     """The terms of a step in a space, each evaluated when it is first asked for."""
 
     def __init__(self, space: Space) -> None:
-        self._space = space
+        self.space = space
         self._probe = Spread(space.arrays, {})
         self._price = Price(self._probe, space.machine)
         self._running = {id(operation) for operation, _ in space.step._equations.operations()}
@@ -88,12 +88,12 @@ class Terms:
 
     def _is_free(self, operation: TracedOperation) -> bool:
         """Say whether an operation costs nothing in any layout, as its arrays are cut alike."""
-        arrays, rule = self._space.arrays, operation.rule
+        arrays, rule = self.space.arrays, operation.rule
         if operation.name == "scan":
             return all(
                 (arrays.classes[outer][is_slice:], arrays.is_weight(outer))
                 == (arrays.classes[inner], arrays.is_weight(inner))
-                and not (is_slice and set(arrays.classes[outer][0]) & self._space.values.keys())
+                and not (is_slice and set(arrays.classes[outer][0]) & self.space.values.keys())
                 for outer, inner, is_slice in _pairs_of_scan(operation)
             )
         if rule is None or rule.summed or is_apart(operation):
@@ -118,7 +118,7 @@ class Terms:
         ]
         if not needs:
             return Seconds()
-        cuts = self._space.arrays.cuts(term.array, assignment)
+        cuts = self.space.arrays.cuts(term.array, assignment)
         key = (term.array, cuts, *[(need.cuts, need.trips) for need in needs])
         if key not in self._moved:
             self._probe.begin(assignment)
@@ -127,7 +127,7 @@ class Terms:
         return self._moved[key]
 
     def _local(self, place: int, assignment: Mapping[int, Axes]) -> _Local:
-        term, arrays = self.terms[place], self._space.arrays
+        term, arrays = self.terms[place], self.space.arrays
         key = (place, *[assignment[name] for name in term.scope])
         if key not in self._locals and not term.operations:
             self._locals[key] = _Local(self._shared_seconds(term, assignment), {})
@@ -157,7 +157,7 @@ class Terms:
         key = (place, *[assignment.get(name) for name in term.scope])
         if key not in self._least:
             missing = [name for name in term.scope if name not in assignment]
-            values = self._space.values
+            values = self.space.values
             if not missing:
                 self._least[key] = self.seconds(place, assignment).bounds
             elif prod(len(values[name]) for name in missing) <= _FEW:
@@ -172,9 +172,9 @@ class Terms:
         """Return the seconds of a term's operations if all devices shared their work."""
         if not self.terms[place].operations:
             return 0.0
-        whole: dict[int, Axes] = dict.fromkeys(self._space.values, ())
+        whole: dict[int, Axes] = dict.fromkeys(self.space.values, ())
         compute, memory, *_ = self._local(place, whole).seconds
-        return (compute + memory) / prod(self._space.sizes.values())
+        return (compute + memory) / prod(self.space.sizes.values())
 
     def total(self, assignment: Mapping[int, Axes], places: Iterable[int] | None = None) -> Seconds:
         """Return the seconds of some terms if their variables have these values; or of the step."""
