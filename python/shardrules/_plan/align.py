@@ -6,15 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from shardrules._base.text import brief, counted, near_shown
 from shardrules._place.boxes import Unboxed, open_boxes
 from shardrules._place.leaf_errors import listing
 from shardrules._place.named_arrays import PathsOfTree, by_row
 from shardrules._plan.fold import fold_paths
-from shardrules._plan.leaves import Leaves, survey
+from shardrules._plan.kinds import Kind, kind_of
+from shardrules._plan.leaves import NO_RULE_NEEDED, Leaves, grouped, survey
 from shardrules._rules.rules import Rules
+
+if TYPE_CHECKING:
+    from shardrules._plan.plan import Plan
+    from shardrules._plan.resolve import SizedMesh
 
 
 class Walk(Protocol):
@@ -249,3 +254,23 @@ def _checked(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
 
 def _have(leaves: list[Any]) -> str:
     return "has" if len(leaves) == 1 else "have"
+
+
+def put_as_planned(
+    planned: Plan, tree: PlannedLeaves, mesh: SizedMesh
+) -> tuple[Leaves, list[Kind]]:
+    """Put the leaves of a tree on the mesh as a plan puts its leaves of the same paths."""
+    planned, (leaves, rows) = planned._on(mesh), tree
+    pairs, kinds_of = grouped(
+        zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
+    )
+    types, kinds = [], []
+    for number, decided in pairs:
+        leaf, kind = leaves.types[number], planned.kinds[decided]
+        types.append(planned._leaves.types[decided]._replace(dtype=leaf.dtype, bits=leaf.bits))
+        rule = NO_RULE_NEEDED if kind.rule is None else kind.rule
+        followed = leaf._replace(rule=rule, names=kind.names)
+        kinds.append(kind_of(followed, kind, planned.axis_sizes))
+    sources = [planned.sources[row] for row in rows]
+    leaves = replace(leaves, rules=planned.rules, sources=sources, kind_of=kinds_of, types=types)
+    return leaves, kinds

@@ -35,49 +35,39 @@ from shardrules._rules.rules import Rules, remembered_rules
 _T = TypeVar("_T")
 
 
-class Derivation(NamedTuple):
-    """Rule of a base, and the steps from a leaf to the base."""
-
-    rule: int
-    """The index of the base's rule; may be AMBIGUOUS."""
-    steps: tuple[DimStep, ...]
-    """From the leaf to the base: more than one where companions are combined."""
-
-
-def with_companions(
-    leaves: Leaves, rules: Rules, companions: tuple[Companion, ...]
-) -> tuple[Leaves, list[Derivation | None]]:
-    """Decide leaves that companions find by their bases' rules; adds how each kind follows."""
+def with_companions(leaves: Leaves, rules: Rules, companions: tuple[Companion, ...]) -> Leaves:
+    """Decide leaves that companions find by their bases' rules."""
     if not companions:
-        return leaves, [None] * len(leaves.types)
+        return leaves
     links = links_of(leaves, companions)
     rule_of = first_rules(rules, {link.base for chain in links.values() for link in chain})
-    derivation_of: dict[int, Derivation] = {}
+    none: tuple[int, tuple[DimStep, ...]] = UNMATCHED, ()
+    decided = {}
     sources = list(leaves.paths)
     for row, chain in links.items():
         # The last base counts, or else the one before it.
         for end in range(len(chain), 0, -1):
             base = chain[end - 1].base
             if (rule := rule_of[base]) != UNMATCHED:
-                derivation_of[row] = Derivation(rule, tuple(link.step for link in chain[:end]))
+                decided[row] = rule, tuple(link.step for link in chain[:end])
                 sources[row] = base
                 break
     keys, kind_of = grouped(
-        (kind, derivation_of.get(row)) for row, kind in enumerate(leaves.kind_of.tolist())
+        (kind, *decided.get(row, none)) for row, kind in enumerate(leaves.kind_of.tolist())
     )
-    types = [_derived(leaves.types[kind], how, rules.min_size) for kind, how in keys]
-    leaves = replace(
+    types = [
+        _following(leaves.types[kind], rule, steps, rules.min_size) if steps else leaves.types[kind]
+        for kind, rule, steps in keys
+    ]
+    return replace(
         leaves, sources=sources, kind_of=kind_of, types=types, companions=companions, links=links
     )
-    return leaves, [how for _, how in keys]
 
 
-def _derived(leaf: LeafType, how: Derivation | None, min_size: int) -> LeafType:
+def _following(leaf: LeafType, rule: int, steps: tuple[DimStep, ...], min_size: int) -> LeafType:
     """Return the leaf with its base's rule, unless it is too small for any."""
-    if how is None:
-        return leaf
-    is_small = how.rule >= 0 and prod(leaf.shape or ()) < min_size
-    return leaf._replace(rule=NO_RULE_NEEDED if is_small else how.rule)
+    is_small = rule >= 0 and prod(leaf.shape or ()) < min_size
+    return leaf._replace(rule=NO_RULE_NEEDED if is_small else rule, steps=steps)
 
 
 class _Place(NamedTuple):

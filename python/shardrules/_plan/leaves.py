@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
+from shardrules._base.correction import Correction
 from shardrules._base.dtypes import bits_of, is_inexact
+from shardrules._base.rule_specs import RuleSpec
 from shardrules._base.text import brief, shown
-from shardrules._plan.fold import Folded, Templates, fold, templates_of
+from shardrules._place.memory import memory_apart
+from shardrules._place.spec_trees import (
+    broadcast_specs,
+    is_named_sharding,
+    is_spec,
+    is_spec_of_mesh,
+)
+from shardrules._plan.fold import Folded, Templates, fold, runs_of, templates_of
 from shardrules._rules.dialects import EFORMER, Dialect
 from shardrules._rules.rules import Rules, matcher_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._plan.companions import Companion, Link
+    from shardrules._place.mesh import MeshLike
+    from shardrules._plan.companions import Companion, DimStep, Link
     from shardrules._rules.logical_rules import LogicalRules
 
 # In the place of a rule's index.
@@ -55,6 +65,8 @@ class LeafType(NamedTuple):
     """Bits of one element; 0 for a leaf that is not an array."""
     names: tuple[Any, ...] | None = None
     """The logical axis names of its dimensions; None for a leaf without."""
+    steps: tuple[DimStep, ...] = ()
+    """From a leaf that companions find to the base whose rule decides it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +252,7 @@ def redecided(leaves: Leaves, rules: Rules) -> Leaves:
         return_inverse=True,
     )
     types = [
-        leaves.types[kind]._replace(rule=rule + AMBIGUOUS)
+        leaves.types[kind]._replace(rule=rule + AMBIGUOUS, steps=())
         for kind, rule in (divmod(pair, len(rules) - AMBIGUOUS) for pair in pairs.tolist())
     ]
     kind_of = kind_of.astype(np.int32)
@@ -255,6 +267,65 @@ def _needs_no_rule(leaf: LeafType, rules: Rules) -> bool:
     return dialect.scalars != "none" and (
         not leaf.shape or (dialect.scalars == "size 1" and size == 1)
     )
+
+
+def decided_by_specs(leaves: Leaves, specs: Any, correction: Correction | None = None) -> Leaves:
+    """Decide leaves by specs or shardings, one for all or a tree of them."""
+    decided = redecided(leaves, _rules_of_specs(leaves, specs, correction))
+    return replace(decided, by_specs=True, is_corrected=correction is not None)
+
+
+_GIVE: Final = "give a PartitionSpec, a NamedSharding, or None for a leaf that nothing decides"
+
+
+def _rules_of_specs(leaves: Leaves, specs: Any, correction: Correction | None) -> Rules:
+    """Return the rules that give each leaf, surveyed by no rules, its spec in a tree of specs."""
+    from jax import tree_util
+
+    rows, treedef = tree_util.tree_flatten(leaves.tree)
+    spread = broadcast_specs("rules", leaves.tree, treedef, specs)
+    spec_of = dict(zip(rows, spread, strict=True))
+    if spread and all(spec is None for spec in spread):
+        raise TypeError(f"rules: no leaf has a spec: {shown(specs)}; {_GIVE}")
+    needs_none = [leaf.rule == NO_RULE_NEEDED for leaf in leaves.types]
+    decided = [
+        row
+        for row, kind in enumerate(leaves.kind_of.tolist())
+        if spec_of[row] is not None and not needs_none[kind]
+    ]
+    values, group_of = grouped(_rule_value(leaves.paths[row], spec_of[row]) for row in decided)
+    # No path matches two of these patterns: each lists exactly its own paths.
+    folded = fold([leaves.paths[row] for row in decided], group_of)
+    pairs = [(rf"^{''.join(_regexes(paths))}$", values[paths.group]) for paths in folded]
+    return Rules(pairs, EFORMER, correction=correction)
+
+
+def mesh_of_shardings(specs: Any) -> MeshLike | None:
+    """Return the mesh of the shardings in a tree of specs; None if they have none or several."""
+    from jax import tree_util
+
+    leaves = tree_util.tree_leaves(specs, is_leaf=is_spec)
+    meshes = {sharding.mesh for sharding in leaves if is_named_sharding(sharding)}
+    return meshes.pop() if len(meshes) == 1 else None
+
+
+def _rule_value(path: str, spec: Any) -> Any:
+    """Return what a rule says for this spec or sharding."""
+    if is_spec_of_mesh(spec):
+        return spec
+    if not is_named_sharding(spec):
+        raise TypeError(f"rules: for the leaf {path} the spec is {shown(spec)}; {_GIVE}")
+    memory: Any = memory_apart(spec)
+    return spec.spec if memory is None else RuleSpec(spec.spec, memory_kind=memory)
+
+
+def _regexes(folded: Folded) -> Iterator[str]:
+    for place, part in enumerate(folded.parts):
+        if place % 2 == 0:
+            yield re.escape(part).replace(r"\-", "-")
+        else:
+            numbers = (str(number) for run in runs_of(part.strip("{}")) for number in run)
+            yield f"({'|'.join(numbers)})"
 
 
 _Key = TypeVar("_Key", bound=Hashable)

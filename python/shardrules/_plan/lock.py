@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -13,7 +14,7 @@ from shardrules._base.io import parse_json
 from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.rule_specs import check_memory_kind
 from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown
-from shardrules._base.text import brief, shown
+from shardrules._base.text import brief, mesh_shown, shown
 from shardrules._plan.align import check_distinct
 from shardrules._plan.codec import (
     FileTable,
@@ -53,6 +54,7 @@ from shardrules._plan.lock_texts import checked_json, line_by_line
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
+    from shardrules._plan.resolve import OnMesh, SizedMesh
 
 FORMAT: Final = "shardrules lock 3"
 _OLD_FORMATS: Final = {"shardrules lock 1": "0.1", "shardrules lock 2": "0.3"}
@@ -148,8 +150,8 @@ def _each_json(texts: list[str]) -> list[str]:
     return json.dumps(texts, separators=("\n", ":"))[1:-1].split("\n") if texts else []
 
 
-def read_lock(data: bytes, name: str) -> tuple[Leaves, list[Kind], dict[str, int]]:
-    """Read the leaves, their kinds and the mesh of a plan from a lock's content."""
+def read_lock(data: bytes, name: str) -> tuple[OnMesh, dict[str, int]]:
+    """Read what puts a plan on its mesh, and the mesh, from a lock's content."""
     content = parse_json(Path(name), data)
     with naming(name, _FIX):
         _check_format(content)
@@ -169,8 +171,19 @@ def read_lock(data: bytes, name: str) -> tuple[Leaves, list[Kind], dict[str, int
         head = {key: content[key] for key in RuleTable.__struct_fields__ if key in content}
         of_rules = rules_digest(head, leaves.patterns, leaves.decided_by)
         _check_digest("rules' fingerprint", table.rules_fingerprint, of_rules)
-    found = Leaves(rules, tree, leaves.paths, leaves.paths, numbers, leaves.types)
-    return found, leaves.kinds, axis_sizes
+    locked = Leaves(rules, tree, leaves.paths, leaves.paths, numbers, leaves.types)
+    return partial(_put_locked, locked, leaves.kinds, axis_sizes), axis_sizes
+
+
+def _put_locked(
+    leaves: Leaves,
+    kinds: list[Kind],
+    axis_sizes: dict[str, int],
+    mesh: SizedMesh,
+) -> tuple[Leaves, list[Kind]]:
+    if list(axis_sizes.items()) != list(mesh.axis_sizes.items()):
+        raise ValueError(f"a locked plan is for the mesh {mesh_shown(axis_sizes)} alone")
+    return leaves, kinds
 
 
 def _check_format(content: Any) -> None:

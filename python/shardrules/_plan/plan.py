@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -26,33 +27,26 @@ from shardrules._base.dtypes import given_dtype
 from shardrules._base.mistakes import check_arrays
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind, plain_spec
 from shardrules._base.specs import Entries
-from shardrules._base.text import MOST_HTML, mesh_shown
+from shardrules._base.text import MOST_HTML
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import ByNames, ByPaths, Decider, RulesLike, as_decider
-from shardrules._place.mesh import AnyMesh, MeshLike, as_mesh, has_devices, resolve_mesh
-from shardrules._place.shardings import Decided, check_memory_on_mesh
-from shardrules._plan.align import PlannedLeaves, leaves_in_plan, survey_planned
+from shardrules._place.mesh import AnyMesh, MeshLike, has_devices, resolve_mesh
+from shardrules._place.shardings import Decided
+from shardrules._plan.align import PlannedLeaves, leaves_in_plan, put_as_planned, survey_planned
 from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
 from shardrules._plan.fold import Folded
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
-from shardrules._plan.leaves import Leaves, survey
+from shardrules._plan.leaves import Leaves, decided_by_specs, redecided, survey
 from shardrules._plan.memory import DeviceBytes, Training, room_of
-from shardrules._plan.names import axes_said, plan_named
-from shardrules._plan.resolve import (
-    OnMesh,
-    SizedMesh,
-    by_plan,
-    plan_by_specs,
-    plan_leaves,
-    sized_mesh,
-)
+from shardrules._plan.names import axes_said
+from shardrules._plan.resolve import OnMesh, SizedMesh, put_by_rules, sized_mesh
 from shardrules._plan.show import plan_text, table_html
 from shardrules._plan.state import (
     Zero1,
-    by_parameters,
     find_parameters,
-    gradients_of,
     leaves_with_gradients,
+    put_gradients,
+    put_state,
 )
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.matcher import Coverage
@@ -119,7 +113,7 @@ class Plan(Decider):
         )
         self.rules, self.paths, self.sources = _leaves.rules, _leaves.paths, _leaves.sources
         self.kind_of, self.kinds = _leaves.kind_of, _kinds
-        self.mesh, self.axis_sizes = _mesh
+        self.mesh, self.axis_sizes, _ = _mesh
 
     @classmethod
     def _of(
@@ -127,9 +121,8 @@ class Plan(Decider):
         on_mesh: OnMesh,
         mesh: SizedMesh,
         declared: Declared = NOTHING,
-        may_lack: frozenset[str] = frozenset(),
     ) -> Plan:
-        return cls(*on_mesh(mesh, may_lack), mesh, on_mesh, declared)
+        return cls(*on_mesh(mesh), mesh, on_mesh, declared)
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
@@ -197,7 +190,7 @@ class Plan(Decider):
             >>> plan.on_mesh({"tp": 8}).bytes_per_device().max
             16
         """
-        return Plan._of(self._on_mesh, _sized(mesh), self._declared)
+        return Plan._of(self._on_mesh, sized_mesh(mesh), self._declared)
 
     def with_rules(self, rules: RulesLike) -> Plan:
         """Plan the same leaves and mesh by other rules; the tree is not walked again.
@@ -228,13 +221,13 @@ class Plan(Decider):
                 else "rules: these are logical, and the plan's are of paths: plan the tree itself"
             )
         if isinstance(decider, ByNames):
-            on_mesh = plan_named(self._leaves, decider.rules)
+            leaves = replace(self._leaves, rules=decider.rules)
         elif isinstance(decider, ByPaths):
-            on_mesh = plan_leaves(self._leaves, decider.rules)
+            leaves = redecided(self._leaves, decider.rules)
         else:
-            on_mesh = plan_by_specs(self._leaves, rules)
+            leaves = decided_by_specs(self._leaves, rules)
         # What was declared is about the rules of this plan.
-        return Plan._of(on_mesh, self._mesh)
+        return Plan._of(partial(put_by_rules, leaves), self._mesh)
 
     def for_optimizer(
         self, state: Any, *, zero1: str | Zero1 | None = None, memory_kind: MemoryKind | None = None
@@ -294,14 +287,10 @@ class Plan(Decider):
         said = axes_said(state, leaves.tree)
         if all(leaf.shape is None for leaf in leaves.types):
             check_arrays("state", state)
-        follow = partial(
-            by_parameters,
-            state=leaves,
-            parameters=find_parameters(self._leaves, leaves, said),
-            zero1=Zero1(zero1) if isinstance(zero1, str) else zero1,
-            memory_kind=memory_kind,
-        )
-        return self._follow(follow, memory_kind)
+        cut_by = Zero1(zero1) if isinstance(zero1, str) else zero1
+        found = find_parameters(self._leaves, leaves, said)
+        on_mesh = partial(put_state, self, found, cut_by, memory_kind)
+        return Plan._of(on_mesh, self._mesh, self._declared)
 
     def for_gradients(self, dtype: Any = None, *, unreduced: Iterable[str] = ()) -> Plan:
         """Plan the parameters' gradients: the same tree and specs, on the device.
@@ -332,8 +321,8 @@ class Plan(Decider):
         """
         checked = None if dtype is None else given_dtype("dtype", dtype)
         leaves = leaves_with_gradients(self._leaves, checked)
-        follow = partial(gradients_of, leaves=leaves, unreduced=strings("unreduced", unreduced))
-        return self._follow(follow, None)
+        on_mesh = partial(put_gradients, self, leaves, strings("unreduced", unreduced))
+        return Plan._of(on_mesh, self._mesh, self._declared)
 
     def check(
         self,
@@ -401,7 +390,7 @@ class Plan(Decider):
         size = None if head_dim is None else integer("head_dim", head_dim, least=1)
         plan = self
         if any(loss.is_error for kind in self.kinds for loss in kind.losses):
-            plan = self._on(self._mesh, frozenset(declared["optional_axes"]))
+            plan = self._on(self._mesh._replace(may_lack=frozenset(declared["optional_axes"])))
         return check.run_checks(
             plan,
             large=large,
@@ -675,8 +664,8 @@ class Plan(Decider):
         from shardrules._plan.lock_texts import content_of
 
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
-        leaves, kinds, axis_sizes = read_lock(*content_of(lock, "Plan.lock"))
-        return cls._of(partial(_put_locked, leaves, kinds, axis_sizes), sized_mesh(axis_sizes))
+        on_mesh, axis_sizes = read_lock(*content_of(lock, "Plan.lock"))
+        return cls._of(on_mesh, sized_mesh(axis_sizes))
 
     def to_html(
         self,
@@ -778,12 +767,12 @@ class Plan(Decider):
         """Return the same plan, with what `check` is to know about its rules."""
         return Plan(self._leaves, self.kinds, self._mesh, self._on_mesh, declared)
 
-    def _on(self, mesh: SizedMesh, may_lack: frozenset[str] = frozenset()) -> Plan:
-        """Return the plan on a mesh that may lack some axes; itself if it is there already."""
-        is_there = self._is_on(mesh.axis_sizes) and self._mesh.explicit_axes == mesh.explicit_axes
-        if is_there and not may_lack:
+    def _on(self, mesh: SizedMesh) -> Plan:
+        """Return the plan on the mesh; itself if it is there already."""
+        own, is_there = self._mesh, self._is_on(mesh.axis_sizes)
+        if is_there and (own.explicit_axes, own.may_lack) == (mesh.explicit_axes, mesh.may_lack):
             return self
-        return Plan._of(self._on_mesh, mesh, self._declared, may_lack)
+        return Plan._of(self._on_mesh, mesh, self._declared)
 
     def _is_on(self, axis_sizes: Mapping[str, int]) -> bool:
         """Tell whether the mesh has these axes, in this order."""
@@ -792,16 +781,7 @@ class Plan(Decider):
     def _for(self, tree: PlannedLeaves, mesh: MeshLike | None) -> Plan:
         """Plan another tree with leaves of this one, on this mesh or another."""
         planned = self if mesh is None else self.on_mesh(mesh)
-        return planned._follow(partial(by_plan, tree=tree), None)
-
-    def _follow(
-        self,
-        follow: Callable[[Plan], tuple[Leaves, list[Kind]]],
-        memory_kind: MemoryKind | None,
-    ) -> Plan:
-        """Plan leaves that follow those of this plan."""
-        on_mesh = partial(_put_followers, self, follow, memory_kind)
-        return Plan._of(on_mesh, self._mesh, self._declared)
+        return Plan._of(partial(put_as_planned, planned, tree), planned._mesh, self._declared)
 
     def _spec_of_rule(self, index: int) -> Spec:
         """Return the spec that a rule asks for; of one dimension for a logical rule."""
@@ -818,32 +798,3 @@ class Plan(Decider):
         planned = self if mesh is None else self.on_mesh(mesh)
         leaves, rows = survey_planned(tree, self._leaves)
         return trees.decided_in(planned, planned.mesh, tree, leaves.tree, rows)
-
-
-def _sized(mesh: MeshLike) -> SizedMesh:
-    return sized_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
-
-
-def _put_locked(
-    leaves: Leaves,
-    kinds: list[Kind],
-    axis_sizes: dict[str, int],
-    mesh: SizedMesh,
-    _: frozenset[str],
-) -> tuple[Leaves, list[Kind]]:
-    if list(axis_sizes.items()) != list(mesh.axis_sizes.items()):
-        raise ValueError(f"a locked plan is for the mesh {mesh_shown(axis_sizes)} alone")
-    return leaves, kinds
-
-
-def _put_followers(
-    params: Plan,
-    follow: Callable[[Plan], tuple[Leaves, list[Kind]]],
-    memory_kind: MemoryKind | None,
-    mesh: SizedMesh,
-    may_lack: frozenset[str],
-) -> tuple[Leaves, list[Kind]]:
-    """Put leaves that follow others on the mesh, where these may stand already."""
-    if has_devices(mesh.form):
-        check_memory_on_mesh("for_optimizer", memory_kind, mesh.form)
-    return follow(params._on(mesh, may_lack))

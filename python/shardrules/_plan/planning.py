@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from shardrules._base.arguments import as_tuple, check_items
@@ -12,10 +13,11 @@ from shardrules._place.decider import ByNames, ByPaths, BySpecs, RulesLike, as_d
 from shardrules._place.mesh import MeshLike, resolve_mesh
 from shardrules._plan.align import survey_planned
 from shardrules._plan.companions import Companion
-from shardrules._plan.leaves import survey
-from shardrules._plan.names import check_rules_are_for_paths, plan_by_names
+from shardrules._plan.following import with_companions
+from shardrules._plan.leaves import decided_by_specs, mesh_of_shardings, survey
+from shardrules._plan.names import check_rules_are_for_paths, survey_named
 from shardrules._plan.plan import Plan
-from shardrules._plan.resolve import mesh_of_shardings, plan_by_rules, plan_by_specs, sized_mesh
+from shardrules._plan.resolve import put_by_rules, sized_mesh
 from shardrules._rules.rules import Rules
 
 _COMPANIONS: Final = "Companion records: write shardrules.LORA, or [shardrules.stacked('layers')]"
@@ -80,13 +82,13 @@ def plan(
     # refused before the walk.
     on = sized_mesh(mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh))
     if isinstance(decider, ByNames):
-        on_mesh = plan_by_names(tree, decider.rules, names)
+        leaves = survey_named(tree, decider.rules, names)
     elif isinstance(decider, ByPaths):
         check_rules_are_for_paths(decider.rules, tree)
-        on_mesh = plan_by_rules(tree, decider.rules, records)
+        leaves = with_companions(survey(tree, decider.rules), decider.rules, records)
     else:
-        on_mesh = plan_by_specs(survey(tree, Rules(())), rules, correction)
-    planned = Plan._of(on_mesh, on)
+        leaves = decided_by_specs(survey(tree, Rules(())), rules, correction)
+    planned = Plan._of(partial(put_by_rules, leaves), on)
     if all(kind.shape is None for kind in planned.kinds):
         check_arrays("tree", tree, needs_shape=True)
     return planned

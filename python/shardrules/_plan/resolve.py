@@ -1,63 +1,44 @@
-"""Kinds of leaves on a mesh: by rules, by specs and shardings, or as another plan has them."""
+"""Rules bound to a mesh: the kinds of leaves by rules of paths, or by rules of logical names."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, NamedTuple, cast
 
-from shardrules._base.correction import Correction
-from shardrules._base.mesh_sizes import check_bounds, checked_sizes
+from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.rule_specs import MemoryKind, RuleSpec, memory_kind_of
-from shardrules._base.text import shown
-from shardrules._place.memory import memory_apart
-from shardrules._place.mesh import MeshLike, axes_of_type, has_devices
+from shardrules._base.specs import Entries, entry_axes
+from shardrules._place.mesh import MeshLike, as_mesh, axes_of_type, has_devices
 from shardrules._place.shardings import (
     ManualAxes,
+    bound_spec,
     check_memory_of_rules,
+    local_sizes,
     manual_axes,
     specs_on_mesh,
 )
 from shardrules._place.spec_by_shape import SpecByShape
-from shardrules._place.spec_on_mesh import SpecOnMesh
-from shardrules._place.spec_trees import (
-    broadcast_specs,
-    is_named_sharding,
-    is_spec,
-    is_spec_of_mesh,
-)
-from shardrules._plan.align import PlannedLeaves
-from shardrules._plan.fold import Folded, fold, runs_of
-from shardrules._plan.following import Derivation, combined, dims_shown, with_companions
+from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
+from shardrules._plan.companions import DimStep
+from shardrules._plan.following import combined, dims_shown
 from shardrules._plan.kinds import (
     AMBIGUOUS_LEAVES,
     REPLICATED,
     UNMATCHED_LEAVES,
+    Fit,
     Kind,
+    Loss,
     fitted,
     kind_of,
+    loss_of,
 )
-from shardrules._plan.leaves import (
-    AMBIGUOUS,
-    NO_RULE_NEEDED,
-    UNMATCHED,
-    LeafType,
-    Leaves,
-    grouped,
-    redecided,
-    survey,
-)
-from shardrules._rules.dialects import EFORMER
+from shardrules._plan.leaves import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, LeafType, Leaves
+from shardrules._rules.logical_rules import LogicalRules, resolver_of
+from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in, repeated, resolver_for
 from shardrules._rules.rules import Rules
 
-if TYPE_CHECKING:
-    from shardrules._plan.companions import Companion
-    from shardrules._plan.plan import Plan
-
-OnMesh = Callable[["SizedMesh", frozenset[str]], tuple[Leaves, list[Kind]]]
-"""A function that puts leaves on a mesh, which may lack the axes of the set."""
+OnMesh = Callable[["SizedMesh"], tuple[Leaves, list[Kind]]]
+"""A function that puts leaves on a mesh."""
 
 
 class SizedMesh(NamedTuple):
@@ -65,6 +46,8 @@ class SizedMesh(NamedTuple):
 
     form: MeshLike
     axis_sizes: dict[str, int]
+    may_lack: frozenset[str] = frozenset()
+    """Axes that rules may name although it lacks them."""
 
     @property
     def explicit_axes(self) -> frozenset[str]:
@@ -80,11 +63,11 @@ class SizedMesh(NamedTuple):
 
 
 def sized_mesh(mesh: MeshLike) -> SizedMesh:
-    """Return the mesh with its axis sizes."""
-    if isinstance(mesh, Mapping):
+    """Return the mesh with its axis sizes; raise as `as_mesh`."""
+    if isinstance(mesh, Mapping):  # which needs no JAX
         return SizedMesh(mesh, checked_sizes(mesh))
-    check_bounds(sizes := dict(mesh.shape))
-    return SizedMesh(mesh, sizes)
+    mesh = as_mesh(mesh)
+    return SizedMesh(mesh, dict(mesh.shape))
 
 
 def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
@@ -100,9 +83,9 @@ _WITHOUT_RULE: Final = {
 
 
 class RulesOnMesh:
-    """Specs of a rule list, bound to a mesh."""
+    """Rules of paths, bound to a mesh."""
 
-    def __init__(self, rules: Rules, mesh: SizedMesh, may_lack: frozenset[str]) -> None:
+    def __init__(self, rules: Rules, mesh: SizedMesh) -> None:
         if has_devices(mesh.form):
             check_memory_of_rules(rules, mesh.form)
         self._axis_sizes = mesh.axis_sizes
@@ -112,12 +95,12 @@ class RulesOnMesh:
             rules.correction,
             manual=mesh.manual,
             as_specs=False,
-            optional_axes=may_lack.union(rules.optional_axes),
+            optional_axes=mesh.may_lack.union(rules.optional_axes),
         )
         self._memory_of: list[MemoryKind | None] = [memory_kind_of(value) for _, value in rules]
         self._unmatched_is_error = rules.dialect.unmatched != "replicate"
 
-    def kind(self, leaf: LeafType, derivation: Derivation | None = None) -> Kind:
+    def kind(self, leaf: LeafType) -> Kind:
         """Return the kind of such leaves, with their rule's spec or one derived from it."""
         if leaf.rule < 0:
             fit = _WITHOUT_RULE[leaf.rule]
@@ -127,8 +110,8 @@ class RulesOnMesh:
         by_rule, origin = self._specs[self._spec_of[leaf.rule]], None
         # A leaf without a shape has no dimensions.
         shape = leaf.shape or ()
-        if derivation is not None:
-            by_rule, origin = _derived_spec(by_rule, shape, derivation)
+        if leaf.steps:
+            by_rule, origin = _derived_spec(by_rule, shape, leaf.steps)
         if isinstance(by_rule, SpecByShape):
             by_rule, origin_of_shape = by_rule.for_array(shape, leaf.bits)
             origin = "; ".join(filter(None, (origin, origin_of_shape))) or None
@@ -137,10 +120,10 @@ class RulesOnMesh:
 
 
 def _derived_spec(
-    of_base: SpecOnMesh | SpecByShape, shape: tuple[int, ...], derivation: Derivation
+    of_base: SpecOnMesh | SpecByShape, shape: tuple[int, ...], steps: tuple[DimStep, ...]
 ) -> tuple[SpecOnMesh | SpecByShape, str]:
     """Return (the spec of leaves that follow a base with this spec, its origin)."""
-    dims, blocks = combined(derivation.steps, len(of_base.spec))
+    dims, blocks = combined(steps, len(of_base.spec))
     cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
     return (
         of_base.with_dims((*cut, *dims[len(shape) :]), blocks),
@@ -148,104 +131,92 @@ def _derived_spec(
     )
 
 
-def by_rules(
-    leaves: Leaves,
-    rules: Rules,
-    derivations: Iterable[Derivation | None],
-    mesh: SizedMesh,
-    may_lack: frozenset[str],
-) -> tuple[Leaves, list[Kind]]:
-    """Put leaves on the mesh; see `OnMesh`."""
-    on_mesh = RulesOnMesh(rules, mesh, may_lack)
-    return leaves, list(map(on_mesh.kind, leaves.types, derivations))
+class NamesOnMesh:
+    """Logical rules, bound to a mesh."""
+
+    def __init__(self, rules: LogicalRules, mesh: SizedMesh) -> None:
+        self._axis_sizes = mesh.axis_sizes
+        self._correction = rules.correction
+        self._optional_axes = mesh.may_lack.union(rules.optional_axes)
+        self._named_with = _named_with(rules, mesh.axis_sizes)
+        self._manual = mesh.manual
+        # By the names alone: no rule loses to a mesh or a shape.
+        self._anywhere = resolver_for(tuple(rules), rules.dialect, {})
+        sizes = local_sizes(mesh.axis_sizes, self._manual)
+        self._here = resolver_of(rules, sizes, self._optional_axes)
+
+    def kind(self, leaf: LeafType) -> Kind:
+        """Return the kind of such leaves."""
+        if leaf.names is None or leaf.shape is None:
+            return kind_of(leaf, REPLICATED, self._axis_sizes)
+        if twice := repeated(leaf.names, self._here.dialect):
+            why = f"the names {leaf.names} have {', '.join(map(repr, twice))} more than once"
+            fix = "give each dimension a name of its own, or None"
+            return kind_of(leaf, Fit(status="misfit", message=why, fix=fix), self._axis_sizes)
+        by_names_alone = self._anywhere.resolve(leaf.names)
+        resolution = self._here.resolve(leaf.names, leaf.shape)
+        bound = self._bound(_assigned_entries(by_names_alone))
+        entries = self._here.without_ones(_assigned_entries(resolution), self._axis_sizes)
+        fit = fitted(
+            self._bound(entries),
+            leaf.shape,
+            self._lost_to_other_rules(bound, by_names_alone, resolution, leaf.shape),
+            wanted=bound.spec,
+            dim_rules=tuple(resolution.winners),
+            lost_rules=tuple(resolution.lost),
+        )
+        return kind_of(leaf, fit, self._axis_sizes)
+
+    def _bound(self, spec: Entries) -> SpecOnMesh:
+        """Bind the spec of the rules that win to the mesh."""
+        bound = bound_spec(
+            RuleSpec(spec),
+            self._axis_sizes,
+            self._correction,
+            self._manual,
+            as_specs=False,
+            optional_axes=self._optional_axes,
+            named_with=self._named_with,
+        )
+        return cast(SpecOnMesh, bound)  # of entries, and not made from shapes
+
+    def _lost_to_other_rules(
+        self, bound: SpecOnMesh, by_names: Resolution, here: Resolution, shape: tuple[int, ...]
+    ) -> Iterator[Loss]:
+        """Yield the axes of rules that win by names alone, and lose for the mesh or the shape."""
+        why = {(loser.rule, loser.dim): loser.why for loser in here.lost}
+        for dim, rule in enumerate(by_names.winners[: len(shape)]):
+            if rule is None or rule == here.winners[dim]:
+                continue
+            if (reason := why[rule, dim]) not in ("absent", "indivisible"):
+                continue
+            axes = entry_axes(bound.spec[dim])
+            if absent := tuple(axis for axis in axes if axis not in self._axis_sizes):
+                is_optional = self._optional_axes.issuperset(absent)
+                lost = LostAxes("optional" if is_optional else "absent", dim, absent)
+                yield loss_of(bound, lost, shape)
+            if reason == "indivisible":
+                present = tuple(axis for axis in axes if axis in self._axis_sizes)
+                yield loss_of(bound, LostAxes("indivisible", dim, present), shape)
 
 
-def plan_by_rules(tree: Any, rules: Rules, companions: tuple[Companion, ...]) -> OnMesh:
-    """Plan a tree by rules of paths; see `shardrules.plan`."""
-    leaves, derivations = with_companions(survey(tree, rules), rules, companions)
-    return partial(by_rules, leaves, rules, derivations)
+def _assigned_entries(resolution: Resolution) -> Entries:
+    return Entries(None if entry is UNASSIGNED else entry for entry in resolution.entries())
 
 
-def plan_by_specs(leaves: Leaves, specs: Any, correction: Correction | None = None) -> OnMesh:
-    """Plan leaves by specs or shardings, one for all or a tree of them."""
-    rules = rules_of_specs(leaves, specs, correction)
-    decided = redecided(leaves, rules)
-    decided = replace(decided, by_specs=True, is_corrected=correction is not None)
-    return partial(by_rules, decided, rules, [None] * len(decided.types))
+def _named_with(rules: LogicalRules, axis_sizes: Mapping[str, int]) -> Mapping[str, frozenset[str]]:
+    """Map each axis that the mesh lacks to the axes that rules name with it."""
+    others: dict[str, frozenset[str]] = {}
+    for named in (frozenset(axes_in(axes)) for _, axes in rules):
+        for axis in named.difference(axis_sizes):
+            others[axis] = others.get(axis, frozenset()) | named
+    return others
 
 
-def plan_leaves(leaves: Leaves, rules: Rules) -> OnMesh:
-    """Plan leaves that were surveyed already by rules of paths."""
-    decided = redecided(leaves, rules)
-    return partial(by_rules, decided, rules, [None] * len(decided.types))
+def put_by_rules(leaves: Leaves, mesh: SizedMesh) -> tuple[Leaves, list[Kind]]:
+    """Put leaves on the mesh by their rules; see `OnMesh`."""
+    return leaves, list(map(bound_rules(leaves.rules, mesh).kind, leaves.types))
 
 
-_GIVE: Final = "give a PartitionSpec, a NamedSharding, or None for a leaf that nothing decides"
-
-
-def rules_of_specs(leaves: Leaves, specs: Any, correction: Correction | None) -> Rules:
-    """Return the rules that give each leaf, surveyed by no rules, its spec in a tree of specs."""
-    from jax import tree_util
-
-    rows, treedef = tree_util.tree_flatten(leaves.tree)
-    spread = broadcast_specs("rules", leaves.tree, treedef, specs)
-    spec_of = dict(zip(rows, spread, strict=True))
-    if spread and all(spec is None for spec in spread):
-        raise TypeError(f"rules: no leaf has a spec: {shown(specs)}; {_GIVE}")
-    needs_none = [leaf.rule == NO_RULE_NEEDED for leaf in leaves.types]
-    decided = [
-        row
-        for row, kind in enumerate(leaves.kind_of.tolist())
-        if spec_of[row] is not None and not needs_none[kind]
-    ]
-    values, group_of = grouped(_rule_value(leaves.paths[row], spec_of[row]) for row in decided)
-    # No path matches two of these patterns: each lists exactly its own paths.
-    folded = fold([leaves.paths[row] for row in decided], group_of)
-    pairs = [(rf"^{''.join(_regexes(paths))}$", values[paths.group]) for paths in folded]
-    return Rules(pairs, EFORMER, correction=correction)
-
-
-def mesh_of_shardings(specs: Any) -> MeshLike | None:
-    """Return the mesh of the shardings in a tree of specs; None if they have none or several."""
-    from jax import tree_util
-
-    leaves = tree_util.tree_leaves(specs, is_leaf=is_spec)
-    meshes = {sharding.mesh for sharding in leaves if is_named_sharding(sharding)}
-    return meshes.pop() if len(meshes) == 1 else None
-
-
-def _rule_value(path: str, spec: Any) -> Any:
-    """Return what a rule says for this spec or sharding."""
-    if is_spec_of_mesh(spec):
-        return spec
-    if not is_named_sharding(spec):
-        raise TypeError(f"rules: for the leaf {path} the spec is {shown(spec)}; {_GIVE}")
-    memory: Any = memory_apart(spec)
-    return spec.spec if memory is None else RuleSpec(spec.spec, memory_kind=memory)
-
-
-def _regexes(folded: Folded) -> Iterator[str]:
-    for place, part in enumerate(folded.parts):
-        if place % 2 == 0:
-            yield re.escape(part).replace(r"\-", "-")
-        else:
-            numbers = (str(number) for run in runs_of(part.strip("{}")) for number in run)
-            yield f"({'|'.join(numbers)})"
-
-
-def by_plan(planned: Plan, tree: PlannedLeaves) -> tuple[Leaves, list[Kind]]:
-    """Put the leaves of a tree on the mesh of a plan, as its leaves of the same paths."""
-    leaves, rows = tree
-    pairs, kinds_of = grouped(
-        zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
-    )
-    types, kinds = [], []
-    for number, decided in pairs:
-        leaf, kind = leaves.types[number], planned.kinds[decided]
-        types.append(planned._leaves.types[decided]._replace(dtype=leaf.dtype, bits=leaf.bits))
-        rule = NO_RULE_NEEDED if kind.rule is None else kind.rule
-        followed = leaf._replace(rule=rule, names=kind.names)
-        kinds.append(kind_of(followed, kind, planned.axis_sizes))
-    sources = [planned.sources[row] for row in rows]
-    leaves = replace(leaves, rules=planned.rules, sources=sources, kind_of=kinds_of, types=types)
-    return leaves, kinds
+def bound_rules(rules: Rules | LogicalRules, mesh: SizedMesh) -> RulesOnMesh | NamesOnMesh:
+    return RulesOnMesh(rules, mesh) if isinstance(rules, Rules) else NamesOnMesh(rules, mesh)

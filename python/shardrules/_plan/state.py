@@ -30,19 +30,19 @@ from shardrules._base.specs import (
     with_tags,
 )
 from shardrules._base.text import brief, mesh_shown, without_defaults
+from shardrules._place.mesh import has_devices
+from shardrules._place.shardings import check_memory_on_mesh
 from shardrules._plan.align import check_distinct
 from shardrules._plan.kinds import REPLICATED, Fit, Kind, Spec, axes_named, kind_of
 from shardrules._plan.leaves import NO_RULE_NEEDED, LeafType, Leaves, grouped
-from shardrules._plan.names import NamesOnMesh, axes_said
-from shardrules._plan.resolve import RulesOnMesh
+from shardrules._plan.names import axes_said
+from shardrules._plan.resolve import SizedMesh, bound_rules
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import checked_names
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
-
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,10 @@ _NONE: Final = -1
 """In the place of a parameter's row or kind."""
 
 
-class FoundParameters(NamedTuple):
-    """Parameters that the leaves of a state belong to, by path."""
+class State(NamedTuple):
+    """Leaves of a state, with the parameters that they belong to by path."""
 
+    leaves: Leaves
     rows: list[int]
     """For each leaf, the row of its parameter, or _NONE."""
     factors: list[int | None]
@@ -123,34 +124,37 @@ class FoundParameters(NamedTuple):
 _NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: replicated")
 
 
-def by_parameters(
+def put_state(
     params: Plan,
-    state: Leaves,
-    parameters: FoundParameters,
+    state: State,
     zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
+    mesh: SizedMesh,
 ) -> tuple[Leaves, list[Kind]]:
-    """Put an optimizer's state on the mesh of its parameters."""
+    """Put an optimizer's state on the mesh, where its parameters may stand already."""
+    if has_devices(mesh.form):
+        check_memory_on_mesh("for_optimizer", memory_kind, mesh.form)
+    params = params._on(mesh)
     if zero1 is not None and zero1.axis not in params.axis_sizes:
         raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1.axis!r}")
-    is_state = [False] * len(state.paths)
+    leaves = state.leaves
+    is_state = [False] * len(leaves.paths)
     if zero1 is not None or memory_kind is not None:
-        for row in state.optimizer_rows or range(len(state.paths)):
+        for row in leaves.optimizer_rows or range(len(leaves.paths)):
             is_state[row] = True
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
-    param_kinds = [kind_of_parameter[row] for row in parameters.rows]
-    pairs, pair_of = grouped(
-        zip(state.kind_of.tolist(), param_kinds, *parameters[1:], is_state, strict=True)
-    )
+    param_kinds = [kind_of_parameter[row] for row in state.rows]
+    columns = (leaves.kind_of.tolist(), param_kinds, state.factors, state.own_axes, is_state)
+    pairs, pair_of = grouped(zip(*columns, strict=True))
     kind_or_none = [*params.kinds, None]
     related, of_pair = grouped(
-        (number, kind, _relation(state.types[number].shape, kind, factor, own), is_in_state)
+        (number, kind, _relation(leaves.types[number].shape, kind, factor, own), is_in_state)
         for number, param, factor, own, is_in_state in pairs
         for kind in [kind_or_none[param]]
     )
     kinds = [
         _state_kind(
-            state.types[number],
+            leaves.types[number],
             parameter,
             relation,
             params,
@@ -161,22 +165,20 @@ def by_parameters(
     ]
     sources = [
         path if row == _NONE else params.sources[row]
-        for path, row in zip(state.paths, parameters.rows, strict=True)
+        for path, row in zip(leaves.paths, state.rows, strict=True)
     ]
-    leaves = replace(
-        state,
+    put = replace(
+        leaves,
         rules=params.rules,
         sources=sources,
         kind_of=of_pair[pair_of],
-        types=[state.types[number] for number, *_ in related],
+        types=[leaves.types[number] for number, *_ in related],
         follows_parameters=True,
     )
-    return leaves, kinds
+    return put, kinds
 
 
-def find_parameters(
-    params: Leaves, state: Leaves, said: Mapping[int, tuple[Any, ...]]
-) -> FoundParameters:
+def find_parameters(params: Leaves, state: Leaves, said: Mapping[int, tuple[Any, ...]]) -> State:
     """Find the parameters of the leaves of a state, of which some say their axes themselves."""
     check_distinct(params.paths, "a state finds its parameters by their paths")
     separator = params.paths_dialect.separator
@@ -205,7 +207,7 @@ def find_parameters(
         factors.append(None if row == _NONE else _factor_in(prefix))
     if params.paths and all(row == _NONE for row in rows):
         _check_no_moments(params, state)
-    return FoundParameters(rows, factors, _own_axes(params, rows, said))
+    return State(state, rows, factors, _own_axes(params, rows, said))
 
 
 def _own_axes(
@@ -411,11 +413,14 @@ def _state_kind(
 def _own_fit(leaf: LeafType, axes: tuple[Any, ...], params: Plan) -> Fit:
     """Return the fit of an array that names logical axes, or those of the mesh, itself."""
     if isinstance(params.rules, LogicalRules):
-        on_mesh = NamesOnMesh(params.rules, params._mesh, frozenset())
-        return on_mesh.kind(leaf._replace(names=checked_names(axes)))
-    rules = Rules([("", axes)], correction=params.rules.correction)
-    own = RulesOnMesh(rules, params._mesh, frozenset(params.rules.optional_axes))
-    fit = own.kind(leaf._replace(rule=0))
+        leaf = leaf._replace(names=checked_names(axes))
+        return bound_rules(params.rules, params._mesh).kind(leaf)
+    rules = Rules(
+        [("", axes)],
+        correction=params.rules.correction,
+        optional_axes=params.rules.optional_axes,
+    )
+    fit = bound_rules(rules, params._mesh).kind(leaf._replace(rule=0))
     return fit if fit.losses else replace(fit, wanted=None)  # no rule of the plan says it
 
 
@@ -496,10 +501,14 @@ def _without_others(params: Leaves, rows: list[int]) -> Any:
     return tree_util.tree_map(number_of.get, params.tree)
 
 
-def gradients_of(
-    params: Plan, leaves: Leaves, unreduced: tuple[str, ...]
+def put_gradients(
+    params: Plan,
+    leaves: Leaves,
+    unreduced: tuple[str, ...],
+    mesh: SizedMesh,
 ) -> tuple[Leaves, list[Kind]]:
-    """Put the gradients on the mesh of their parameters."""
+    """Put the gradients on the mesh, where their parameters may stand already."""
+    params = params._on(mesh)
     for axis in unreduced:
         if axis not in params.axis_sizes:
             raise ValueError(f"unreduced: the mesh {params.axis_sizes} has no axis {axis!r}")

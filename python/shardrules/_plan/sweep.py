@@ -19,7 +19,6 @@ from shardrules._base.text import (
     printable,
     record,
 )
-from shardrules._place.mesh import as_mesh
 from shardrules._plan.answers import Answer, Section
 from shardrules._plan.axis_uses import data_axes_among
 from shardrules._plan.kinds import axes_used
@@ -166,8 +165,7 @@ def sweep_meshes(
     rows = []
     guessed: Mapping[str, tuple[str, ...]] = {}
     for mesh in tried:
-        on = sized_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
-        there = plan._on(on, may_lack)
+        there = plan._on(sized_mesh(mesh)._replace(may_lack=may_lack))
         device_bytes = by_class(there, training)
         whole = by_class(there, training, only_whole=True)
         rows.append(_sweep_row(there, device_bytes, whole.max, room))
