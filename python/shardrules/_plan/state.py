@@ -109,7 +109,7 @@ _NONE: Final = -1
 """In the place of a parameter's row or kind."""
 
 
-class State(NamedTuple):
+class StateLeaves(NamedTuple):
     """Leaves of a state, with the parameters that they belong to by path."""
 
     leaves: Leaves
@@ -126,7 +126,7 @@ _NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: repli
 
 def put_state(
     params: Plan,
-    state: State,
+    state: StateLeaves,
     zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
     mesh: SizedMesh,
@@ -178,7 +178,7 @@ def put_state(
     return put, kinds
 
 
-def find_parameters(params: Leaves, state: Leaves, said: Mapping[int, tuple[Any, ...]]) -> State:
+def find_parameters(params: Leaves, state: Leaves, said: Mapping[int, tuple[Any, ...]]) -> StateLeaves:
     """Find the parameters of the leaves of a state, of which some say their axes themselves."""
     check_distinct(params.paths, "a state finds its parameters by their paths")
     separator = params.paths_dialect.separator
@@ -207,7 +207,7 @@ def find_parameters(params: Leaves, state: Leaves, said: Mapping[int, tuple[Any,
         factors.append(None if row == _NONE else _factor_in(prefix))
     if params.paths and all(row == _NONE for row in rows):
         _check_no_moments(params, state)
-    return State(state, rows, factors, _own_axes(params, rows, said))
+    return StateLeaves(state, rows, factors, _own_axes(params, rows, said))
 
 
 def _own_axes(
