@@ -15,6 +15,7 @@ from shardrules._base.specs import as_placed, as_written, spec_shown
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, printable, record
 from shardrules._plan.align import match_leaves
 from shardrules._plan.answers import Answer
+from shardrules._plan.fingerprint import kind_written
 from shardrules._plan.fold import fold
 from shardrules._plan.kinds import Kind, dtype_shown, placement_shown, problem_shown
 from shardrules._plan.memory import by_class
@@ -261,8 +262,4 @@ def _aspects(kind: Kind | None) -> tuple[str, ...]:
 
 def _is_alike(a: Kind, b: Kind) -> bool:
     """Tell whether leaves of both kinds are the same arrays with specs that are alike."""
-    if _aspects(a) == _aspects(b):
-        return True
-    if a.spec is None or b.spec is None or _aspects(a)[:2] != _aspects(b)[:2]:
-        return False
-    return as_written(a.spec) == as_written(b.spec) and a.memory_kind == b.memory_kind
+    return kind_written(a) == kind_written(b) and problem_shown(a) == problem_shown(b)

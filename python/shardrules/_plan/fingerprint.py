@@ -26,14 +26,16 @@ def leaves_digest(
     axis_sizes: dict[str, int], paths: list[str], kind_of: Any, kinds: list[Kind]
 ) -> str:
     """Digest what each leaf gets on which mesh, whatever the order of the leaves."""
-    kind_texts = [f"\t{k.shape}\t{dtype_shown(k)}\t{_placed(k)}\n" for k in kinds]
-    rows = map(kind_texts.__getitem__, kind_of.tolist())
+    texts = [f"\t{kind_written(kind)}\n" for kind in kinds]
+    rows = map(texts.__getitem__, kind_of.tolist())
     return _sha256(ascii(axis_sizes), map(operator.add, map(ascii, paths), rows))
 
 
-def _placed(kind: Kind) -> str:
+def kind_written(kind: Kind) -> str:
+    """Return the shape, dtype and place of leaves: equal for specs that are alike as written."""
     counted = "" if kind.status == "placed" else _written(kind._counted)
-    return in_memory(_written(kind.spec), kind.memory_kind) + counted
+    placed = in_memory(_written(kind.spec), kind.memory_kind)
+    return f"{kind.shape}\t{dtype_shown(kind)}\t{placed}{counted}"
 
 
 def _written(spec: Spec | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -69,6 +69,17 @@ class LeafType(NamedTuple):
     """From a leaf that companions find to the base whose rule decides it."""
 
 
+class ByRole(NamedTuple):
+    """An array for each role that `DeviceBytes` tells apart by the names in paths."""
+
+    optimizer: npt.NDArray[np.intp]
+    state: npt.NDArray[np.intp]
+    """The optimizer's state, and averages of the parameters."""
+    activations: npt.NDArray[np.intp]
+    gradients: npt.NDArray[np.intp]
+    """Leaves with gradients: parameters of real or complex numbers."""
+
+
 @dataclass(frozen=True, eq=False)
 class Leaves:
     """Leaves of a tree; rows are leaves in the order of the walk."""
@@ -119,50 +130,19 @@ class Leaves:
         return templates_of(self.paths)
 
     @cached_property
-    def optimizer_rows(self) -> list[int]:
-        """Lists the rows of an optimizer's state, by the names in their paths."""
-        rows: list[int] = self._rows(optimizer_leaves).tolist()
-        return rows
+    def rows_by_role(self) -> ByRole:
+        """The rows of each role, by the names in their paths."""
+        texts, of_path, _ = self.templates
+        optimizer, state, activations = (names.found_in(texts)[of_path] for names in _ROLE_NAMES)
+        inexact = np.array([is_inexact(leaf.dtype) for leaf in self.types], bool)[self.kind_of]
+        of_roles = (optimizer, state, activations, inexact & ~state & ~activations)
+        return ByRole(*map(np.flatnonzero, of_roles))
 
     @cached_property
-    def state_rows(self) -> npt.NDArray[np.intp]:
-        """Finds the rows of an optimizer's state and of averages of the parameters."""
-        return self._rows(state_leaves)
-
-    @cached_property
-    def activation_rows(self) -> npt.NDArray[np.intp]:
-        return self._rows(activation_leaves)
-
-    @cached_property
-    def gradient_rows(self) -> npt.NDArray[np.intp]:
-        """Finds the rows of leaves with gradients: parameters of real or complex numbers."""
-        has_gradient = np.array([is_inexact(leaf.dtype) for leaf in self.types], bool)[self.kind_of]
-        has_gradient[self.state_rows] = False
-        has_gradient[self.activation_rows] = False
-        return np.flatnonzero(has_gradient)
-
-    @cached_property
-    def state_counts(self) -> npt.NDArray[np.int64]:
-        """Counts, per kind, the leaves of an optimizer's state or of averages of parameters."""
-        return self._counts(self.state_rows)
-
-    @cached_property
-    def activation_counts(self) -> npt.NDArray[np.int64]:
-        """Counts, per kind, the leaves that are activations."""
-        return self._counts(self.activation_rows)
-
-    @cached_property
-    def gradient_counts(self) -> npt.NDArray[np.int64]:
-        """Counts, per kind, the leaves with gradients."""
-        return self._counts(self.gradient_rows)
-
-    def _rows(self, indices_of: Callable[[list[str]], list[int]]) -> npt.NDArray[np.intp]:
-        is_in = np.zeros(len(self.templates.texts), np.bool_)
-        is_in[indices_of(self.templates.texts)] = True
-        return np.flatnonzero(is_in[self.templates.of_path])
-
-    def _counts(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-        return np.bincount(self.kind_of[rows], minlength=len(self.types)).astype(np.int64)
+    def counts_by_role(self) -> ByRole:
+        """Per role the number of leaves of each kind."""
+        kinds = (self.kind_of[rows] for rows in self.rows_by_role)
+        return ByRole(*(np.bincount(of_role, minlength=len(self.types)) for of_role in kinds))
 
     @cached_property
     def folded(self) -> list[Folded]:
@@ -172,7 +152,8 @@ class Leaves:
     @cached_property
     def guessed(self) -> dict[str, tuple[str, ...]]:
         """Returns what names say of bytes: {"optimizer" or "activations": folded paths}."""
-        rows = {"optimizer": self.state_rows, "activations": self.activation_rows}
+        roles = self.rows_by_role
+        rows = {"optimizer": roles.state, "activations": roles.activations}
         of_row = {row: name for name, of in rows.items() for row in of.tolist()}
         paths: dict[str, list[str]] = {}
         for part in self.folded if of_row else ():
@@ -338,52 +319,38 @@ def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np
     return list(numbers), np.array(column, np.int32)
 
 
+class _RoleNames(NamedTuple):
+    """Names of whole components of paths, as patterns."""
+
+    anywhere: str
+    at_top: str
+    words: tuple[str, ...]
+    """Parts of the names. Most trees have none of them, and most paths of the others neither;
+    looking for a word is ten times as fast as the pattern."""
+
+    def found_in(self, paths: list[str]) -> npt.NDArray[np.bool_]:
+        """Tell which paths have such a component."""
+        text = "\n".join(paths)
+        if not (present := [word for word in self.words if word in text]):
+            return np.zeros(len(paths), np.bool_)
+        begin, end = r"[/.\[\]']", r"(?:[/.\[\]']|$)"
+        names = rf"(?:(?:^|{begin})(?:{self.anywhere})|^{begin}*(?:{self.at_top})){end}"
+        search = re.compile(names).search
+        found = [any(word in path for word in present) and bool(search(path)) for path in paths]
+        return np.array(found, np.bool_)
+
+
 # flax's, EasyLM's, EasyDeL's and Levanter's train states, nnx.Optimizer and orbax checkpoints of
 # them; Paxml and haiku; T5X. At the top alone, where no layer is called so: big_vision and others.
-_OPTIMIZER: Final = ("_?opt_states?|optimizer_states?|param_states", "opt|optim|optimizer")
-# Averages of the parameters: diffusers, scenic, haiku; at the top alone those of optax.ema.
-_AVERAGES: Final = ("_?ema_params|params_ema|ema_state|ema_model|model_ema", "_?ema")
-
+_OPTIMIZER: Final = _RoleNames(
+    "_?opt_states?|optimizer_states?|param_states", "opt|optim|optimizer", ("opt", "param_states")
+)
+# And averages of the parameters: diffusers, scenic, haiku; at the top alone those of optax.ema.
+_STATE: Final = _RoleNames(
+    f"{_OPTIMIZER.anywhere}|_?ema_params|params_ema|ema_state|ema_model|model_ema",
+    f"{_OPTIMIZER.at_top}|_?ema",
+    (*_OPTIMIZER.words, "ema"),
+)
 # At the top alone: flax's collection of what modules sow, and ours.
-_ACTIVATIONS: Final = ("(?!)", "activations|intermediates")
-
-
-def _component_pattern(anywhere: str, at_top: str) -> re.Pattern[str]:
-    """Compile a pattern that finds the names as whole components of paths."""
-    begin, end = r"[/.\[\]']", r"(?:[/.\[\]']|$)"
-    return re.compile(rf"(?:(?:^|{begin})(?:{anywhere})|^{begin}*(?:{at_top})){end}")
-
-
-_OF_OPTIMIZER: Final = _component_pattern(*_OPTIMIZER)
-_OF_STATE: Final = _component_pattern(*map("|".join, zip(_OPTIMIZER, _AVERAGES, strict=True)))
-
-_OF_ACTIVATIONS: Final = _component_pattern(*_ACTIVATIONS)
-
-
-def optimizer_leaves(paths: list[str]) -> list[int]:
-    """Return the indices of leaves of an optimizer's state, by the names of `DeviceBytes`."""
-    return _matching(paths, _OF_OPTIMIZER, ("opt", "param_states"))
-
-
-def state_leaves(paths: list[str]) -> list[int]:
-    """Return the indices of the optimizer's state and of averages of the parameters."""
-    return _matching(paths, _OF_STATE, ("opt", "param_states", "ema"))
-
-
-def activation_leaves(paths: list[str]) -> list[int]:
-    """Return the indices of activations, by the names of `DeviceBytes`."""
-    return _matching(paths, _OF_ACTIVATIONS, ("activ", "interm"))
-
-
-def _matching(paths: list[str], names: re.Pattern[str], words: tuple[str, ...]) -> list[int]:
-    # Most trees have none of these words, and most paths of the others neither; looking for a word
-    # is ten times as fast as the pattern.
-    text = "\n".join(paths)
-    present = [word for word in words if word in text]
-    if not present:
-        return []
-    return [
-        index
-        for index, path in enumerate(paths)
-        if any(word in path for word in present) and names.search(path)
-    ]
+_ACTIVATIONS: Final = _RoleNames("(?!)", "activations|intermediates", ("activ", "interm"))
+_ROLE_NAMES: Final = (_OPTIMIZER, _STATE, _ACTIVATIONS)

@@ -185,14 +185,13 @@ def _counted(
             on_host = is_on_host(memory or kind.memory_kind)
             parts["host" if on_host else part].append((leaves, array))
 
-    of_state = plan._leaves.state_counts
-    of_activations = plan._leaves.activation_counts
+    _, of_state, of_activations, of_gradients = plan._leaves.counts_by_role
     of_params = (plan.counts - of_state - of_activations).tolist()
     count("params", plan, of_params, _held(plan))
     count("optimizer", plan, of_state.tolist(), _held(plan))
     count("activations", plan, of_activations.tolist(), _held(plan))
     is_training = not (gradients is None or gradients is False) or isinstance(optimizer, tuple)
-    with_gradients = plan._leaves.gradient_counts.tolist() if is_training else []
+    with_gradients = of_gradients.tolist() if is_training else []
     if gradients is not None and gradients is not False:
         arrays = _held(plan)
         if gradients is not True:
@@ -215,7 +214,7 @@ def _counted(
     nothing = classes.total(())
     totals = (classes.total(part) if part else nothing for part in parts.values())
     guessed = plan._leaves.guessed
-    if optimizer is not None and plan._leaves.optimizer_rows:
+    if optimizer is not None and len(plan._leaves.rows_by_role.optimizer):
         guessed = {**guessed, "a second optimizer, beside the given one,": guessed["optimizer"]}
     return classes, DeviceBytes._make((*totals, guessed))
 

@@ -140,7 +140,7 @@ def put_state(
     leaves = state.leaves
     is_state = [False] * len(leaves.paths)
     if zero1 is not None or memory_kind is not None:
-        for row in leaves.optimizer_rows or range(len(leaves.paths)):
+        for row in leaves.rows_by_role.optimizer.tolist() or range(len(leaves.paths)):
             is_state[row] = True
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
     param_kinds = [kind_of_parameter[row] for row in state.rows]
@@ -178,7 +178,9 @@ def put_state(
     return put, kinds
 
 
-def find_parameters(params: Leaves, state: Leaves, said: Mapping[int, tuple[Any, ...]]) -> StateLeaves:
+def find_parameters(
+    params: Leaves, state: Leaves, said: Mapping[int, tuple[Any, ...]]
+) -> StateLeaves:
     """Find the parameters of the leaves of a state, of which some say their axes themselves."""
     check_distinct(params.paths, "a state finds its parameters by their paths")
     separator = params.paths_dialect.separator
@@ -468,7 +470,7 @@ def _cut_by_zero1(
 
 def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
     """Return the leaves that have gradients, with None in the tree for the others."""
-    rows = params.gradient_rows
+    rows = params.rows_by_role.gradients
     if params.paths and not len(rows):
         raise ValueError(
             "no leaf has a gradient: there are integers, booleans, states of an optimizer or "
@@ -517,7 +519,7 @@ def put_gradients(
                 f"unreduced: {axis!r} is not Explicit in the mesh {mesh_shown(params.axis_sizes)}, "
                 "and JAX leaves no other axis unreduced; make the mesh with AxisType.Explicit"
             )
-    numbers = np.unique(params.kind_of[params._leaves.gradient_rows]).tolist()
+    numbers = np.unique(params.kind_of[params._leaves.rows_by_role.gradients]).tolist()
     kinds = [
         _gradient_kind(leaf, params.kinds[number], params.axis_sizes, unreduced)
         for number, leaf in zip(numbers, leaves.types, strict=True)
