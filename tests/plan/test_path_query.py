@@ -9,7 +9,7 @@ import pytest
 
 import shardrules as sr
 from shardrules._plan.fold import runs_of
-from shardrules._plan.path_query import _of_set
+from shardrules._plan.path_query import _set_regex
 
 LEAF = jax.ShapeDtypeStruct((8, 8), "bfloat16")
 
@@ -55,7 +55,7 @@ def test_what_is_meant(plan, asked, path, leaves):
     "numbers", ["0..9", "3..41", "0..120", "98..1002", "7", "5..5,8..12,100..209"]
 )
 def test_a_set_has_exactly_its_numbers(numbers):
-    regex = re.compile(_of_set(runs_of(numbers)))
+    regex = re.compile(_set_regex(runs_of(numbers)))
     found = {number for number in range(3000) if regex.fullmatch(str(number))}
     assert found == {number for run in runs_of(numbers) for number in run}
     assert not regex.fullmatch("01")
@@ -63,7 +63,7 @@ def test_a_set_has_exactly_its_numbers(numbers):
 
 def test_a_set_costs_no_more_than_its_digits():
     """A regex of 256 numbers took minutes for a checkpoint's names."""
-    assert len(_of_set(runs_of("0..999999999999999999"))) < 1000
+    assert len(_set_regex(runs_of("0..999999999999999999"))) < 1000
     names = {f"m/{i}/{w}": LEAF for i in range(3000) for w in ("up", "down")}
     plan = sr.plan(names, [("", ())], {"tp": 2})
     assert plan.explain("{17..2999}/up").leaves == 2983

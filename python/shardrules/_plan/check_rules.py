@@ -29,7 +29,7 @@ from shardrules._plan.kinds import (
     could_cut,
     is_replicated,
     placement_shown,
-    refused,
+    refusal_of,
 )
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def _misfit_words(kind: Kind, plan: Plan) -> Iterator[_Words]:
         errors = [loss for loss in kind.losses if loss.is_error]
         others = [loss for loss in errors if loss.kind != "absent"]
         if others:
-            yield refused(others)
+            yield refusal_of(others)
         elif not errors:
             yield str(kind.message), kind.fix or "change the rule, the mesh or the array"
     elif kind.spec is not None and kind.shape is not None:

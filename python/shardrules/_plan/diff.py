@@ -52,14 +52,14 @@ def paired(before: Plan, after: Plan) -> Pairs:
     """Return the leaves of both plans, paired by their paths."""
     matched = np.array(match_leaves(before._leaves, after._leaves), np.int64)
     new = np.setdiff1d(np.arange(len(after.paths)), matched)
-    then = before.kind_of.astype(np.int64)
+    kinds_before = before.kind_of.astype(np.int64)
     # A kind of -1 stands for a leaf that is not there.
-    now = np.where(matched < 0, -1, after.kind_of[matched] if len(after.paths) else -1)
+    kinds_after = np.where(matched < 0, -1, after.kind_of[matched] if len(after.paths) else -1)
     paths = before.paths + [after.paths[row] for row in new.tolist()]
-    then = np.concatenate([then, np.full(len(new), -1)])
-    now = np.concatenate([now, after.kind_of[new]])
+    kinds_before = np.concatenate([kinds_before, np.full(len(new), -1)])
+    kinds_after = np.concatenate([kinds_after, after.kind_of[new]])
     width = len(after.kinds) + 1
-    numbers, group_of = np.unique((then + 1) * width + now + 1, return_inverse=True)
+    numbers, group_of = np.unique((kinds_before + 1) * width + kinds_after + 1, return_inverse=True)
     groups = [
         Pair(_kind_of_pair(before, number // width - 1), _kind_of_pair(after, number % width - 1))
         for number in numbers.tolist()

@@ -127,9 +127,9 @@ class Explanation(NamedTuple):
 
     def _rule_lines(self) -> list[str]:
         tried_rules = (tried for tried in self.tried if isinstance(tried, Tried))
-        source = [tried for tried in tried_rules if tried.outcome != "no match"]
-        missed = len(self.tried) - len(source)
-        if not source:
+        matching = [tried for tried in tried_rules if tried.outcome != "no match"]
+        missed = len(self.tried) - len(matching)
+        if not matching:
             needs_none = self.kind.status == "placed" and self.kind.origin is None
             text = "; the leaf needs none" if needs_none else self._nearest_miss()
             return [f"  no rule matches, of {missed}{text}"]
@@ -140,11 +140,11 @@ class Explanation(NamedTuple):
             "ambiguous": "matches",
         }
         lines = [
-            f"  rule {tried.rule}: {tried.pattern!r} {words[tried.outcome]}" for tried in source
+            f"  rule {tried.rule}: {tried.pattern!r} {words[tried.outcome]}" for tried in matching
         ]
         verb = "does" if missed == 1 else "do"
         others = f"  {counted(missed, 'other rule')} {verb} not match"
-        is_caught = all(tried.pattern in _CATCH_ALLS for tried in source)
+        is_caught = all(tried.pattern in _CATCH_ALLS for tried in matching)
         nearest = self._nearest_miss() if is_caught else ""
         return [*lines, others + nearest] if missed else lines
 
@@ -195,14 +195,14 @@ def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:
 
 def _tried_names(kind: Kind, plan: Plan) -> tuple[TriedName, ...]:
     names = kind.names or ()
-    own_names: list[tuple[int, int, NameOutcome, int | None]] = [
+    outcomes: list[tuple[int, int, NameOutcome, int | None]] = [
         (dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None
     ]
     for lost in kind.lost_rules:
-        own_names.append((lost.dim, lost.rule, lost.why, lost.to))
+        outcomes.append((lost.dim, lost.rule, lost.why, lost.to))
     return tuple(
         TriedName(rule, dim, names[dim], plan.rules[rule][1], outcome, to)
-        for dim, rule, outcome, to in sorted(own_names, key=lambda rule_loss: rule_loss[:2])
+        for dim, rule, outcome, to in sorted(outcomes, key=lambda rule_loss: rule_loss[:2])
     )
 
 

@@ -36,7 +36,7 @@ class Folded(NamedTuple):
 
     @property
     def pattern(self) -> str:
-        """Joins the parts. As in a format string, a brace of the path itself is doubled."""
+        """The parts joined. As in a format string, a brace of the path itself is doubled."""
         if len(self.parts) == 1:
             return _doubled_braces(self.parts[0])
         return "".join(
@@ -143,7 +143,7 @@ def _products(
 
 
 def _states(parent: npt.NDArray[np.intp], edge: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Numbers the parents, equally for equal edges; both arrays are ordered by parent."""
+    """Number the parents, equally for equal edges; both arrays are ordered by parent."""
     counts = np.bincount(parent)
     ends = np.cumsum(counts)
     states: npt.NDArray[np.intp] = edge[ends - counts]

@@ -110,7 +110,7 @@ def links_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, tup
 
 
 def _led(places: Iterable[_Place], companions: tuple[Companion, ...]) -> list[tuple[_Place, int]]:
-    """Pairs each place that a companion finds with the number of the first that does."""
+    """Pair each place that a companion finds with the number of the first that does."""
     groups: dict[tuple[int | None, tuple[int, ...]], list[_Place]] = defaultdict(list)
     for place in places:
         groups[None if place.shape is None else len(place.shape), place.used].append(place)

@@ -130,13 +130,13 @@ class Kind(Fit):
 
     @property
     def deciders(self) -> tuple[int, ...]:
-        """Returns the indices of the rules that decide the leaves, ascending."""
+        """The indices of the rules that decide the leaves, ascending."""
         rules = (self.rule, *self.dim_rules)
         return tuple(sorted({rule for rule in rules if rule is not None}))
 
     @property
     def decided_by(self) -> int | tuple[Any, ...] | None:
-        """Returns the index of the rule that decides, or the leaves' names; None without both."""
+        """The index of the rule that decides, or the leaves' names; None without both."""
         return self.rule if self.names is None else self.names
 
 
@@ -207,12 +207,6 @@ def placement_shown(kind: Kind) -> str:
     return in_memory(spec_shown(kind.spec), kind.memory_kind)
 
 
-def refused(losses: Sequence[Loss]) -> tuple[str, str]:
-    """Return (message, fix) of leaves with these losses, which the correction forbids."""
-    messages = dict.fromkeys(loss.message for loss in losses)
-    return "; ".join(messages), "; ".join(dict.fromkeys(loss.fix for loss in losses))
-
-
 @lru_cache(maxsize=4096)
 def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
     if isinstance(spec, Fsdp):
@@ -273,10 +267,16 @@ def fitted(
     errors = [loss for loss in losses if loss.is_error]
     if not errors:
         return Fit(spec=spec, **says)
-    message, fix = refused(errors)
+    message, fix = refusal_of(errors)
     if any(loss.kind != "absent" for loss in errors):
         spec = None
     return Fit(status="misfit", message=message, fix=fix, _counted=spec, **says)
+
+
+def refusal_of(losses: Sequence[Loss]) -> tuple[str, str]:
+    """Return (message, fix) of leaves with these losses, which the correction forbids."""
+    messages = dict.fromkeys(loss.message for loss in losses)
+    return "; ".join(messages), "; ".join(dict.fromkeys(loss.fix for loss in losses))
 
 
 def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Loss:
@@ -288,8 +288,8 @@ def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Lo
 
 def _axes_lost(loss: Loss, losses: tuple[Loss, ...], by_rule: Spec | None) -> tuple[str, ...]:
     """Return the axes that a loss took: an absent one may take those beside it with it."""
-    counted = [taken.dim for taken in losses if taken.kind == "indivisible"]
-    if loss.kind != "absent" or loss.dim in counted:
+    indivisible = [taken.dim for taken in losses if taken.kind == "indivisible"]
+    if loss.kind != "absent" or loss.dim in indivisible:
         return loss.axes
     return entry_axes(entries_of(by_rule or Entries())[loss.dim])
 

@@ -107,12 +107,12 @@ class Leaves:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """Maps each path to its row."""
+        """The row of each path."""
         return {path: row for row, path in enumerate(self.paths)}
 
     @cached_property
     def path_rules(self) -> Rules | None:
-        """Returns the rules if they are for paths; None for logical rules."""
+        """The rules if they are for paths; None for logical rules."""
         return self.rules if isinstance(self.rules, Rules) else None
 
     @cached_property
@@ -121,12 +121,12 @@ class Leaves:
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
-        """Counts the leaves of each kind."""
+        """The number of leaves of each kind."""
         return np.bincount(self.kind_of, minlength=len(self.types)).astype(np.int64)
 
     @cached_property
     def templates(self) -> Templates:
-        """Returns the paths with holes for their numbers."""
+        """The paths with holes for their numbers."""
         return templates_of(self.paths)
 
     @cached_property
@@ -146,12 +146,12 @@ class Leaves:
 
     @cached_property
     def folded(self) -> list[Folded]:
-        """Folds siblings, a kind each."""
+        """Siblings folded, a kind each."""
         return fold(self.paths, self.kind_of, self.templates)
 
     @cached_property
     def guessed(self) -> dict[str, tuple[str, ...]]:
-        """Returns what names say of bytes: {"optimizer" or "activations": folded paths}."""
+        """What names say of bytes: {"optimizer" or "activations": folded paths}."""
         roles = self.rows_by_role
         rows = {"optimizer": roles.state, "activations": roles.activations}
         of_row = {row: name for name, of in rows.items() for row in of.tolist()}
@@ -241,7 +241,7 @@ def redecided(leaves: Leaves, rules: Rules) -> Leaves:
 
 
 def _needs_no_rule(leaf: LeafType, rules: Rules) -> bool:
-    """Return whether the dialect replicates such a leaf, whatever matches its path."""
+    """Tell whether the dialect replicates such a leaf, whatever matches its path."""
     dialect, size = rules.dialect, prod(leaf.shape or ())
     if dialect.min_size == "before" and size < rules.min_size:
         return True

@@ -108,9 +108,9 @@ def lock_text(plan: Plan) -> str:
     patterns = [paths.pattern for paths in folded]
     kinds = [paths.group for paths in folded]
     tables = list(map(_leaf_data, plan.kinds))
-    leaf_of = [checked_json(table).removeprefix("{") for table in tables]
+    leaf_texts = [checked_json(table).removeprefix("{") for table in tables]
     leaves = [
-        f'{{"path": {pattern}, {leaf_of[kind]}'
+        f'{{"path": {pattern}, {leaf_texts[kind]}'
         for pattern, kind in zip(_each_json(patterns), kinds, strict=True)
     ]
     deciders = list(map(_decider_text, tables))
@@ -221,13 +221,13 @@ class _Leaves:
     def add(self, where: str, table: Any) -> None:
         leaf = record_of(where, table, _LeafTable)
         del table["path"]
-        text = repr(table)
+        key = repr(table)
         with at(where):
-            if text not in self._kinds:
+            if key not in self._kinds:
                 self.types.append(_read_type(leaf, self._rules))
                 self.kinds.append(_read_kind(self.types[-1], leaf, self._axis_sizes))
-                self._kinds[text] = len(self.kinds) - 1, _decider_text(table)
-            kind, decider = self._kinds[text]
+                self._kinds[key] = len(self.kinds) - 1, _decider_text(table)
+            kind, decider = self._kinds[key]
             most = MOST_LEAVES - len(self.paths)
             paths = expanded(leaf.path, most, self._text_left)
         self._text_left -= text_length(leaf.path) * len(paths)
@@ -260,15 +260,15 @@ def _read_type(leaf: _LeafTable, rules: int) -> LeafType:
         raise ValueError(f"a leaf that is no array has the dtype {shown(leaf.dtype)}")
     shape = None if leaf.shape is None else tuple(leaf.shape)
     rule = _RULE_OF.get(leaf.problem or "", NO_RULE_NEEDED) if leaf.rule is None else leaf.rule
-    of_type = checked_type(rule, shape, leaf.dtype)
+    leaf_type = checked_type(rule, shape, leaf.dtype)
     if leaf.names is None:
-        return of_type
+        return leaf_type
     if leaf.rules and len(leaf.rules) != len(leaf.names):
         raise ValueError("there is not one rule, or null, for each name")
-    return of_type._replace(names=tuple(read_name("a name", name) for name in leaf.names))
+    return leaf_type._replace(names=tuple(read_name("a name", name) for name in leaf.names))
 
 
-def _read_kind(of_type: LeafType, leaf: _LeafTable, axis_sizes: dict[str, int]) -> Kind:
+def _read_kind(leaf_type: LeafType, leaf: _LeafTable, axis_sizes: dict[str, int]) -> Kind:
     spec = None if leaf.spec is None else read_spec("", leaf.spec)
     axes = [axis for part in entries_of(spec or Entries()) for axis in entry_axes(part)]
     if len(set(axes)) < len(axes):
@@ -278,7 +278,7 @@ def _read_kind(of_type: LeafType, leaf: _LeafTable, axis_sizes: dict[str, int]) 
     if leaf.problem is not None:
         fit = _PROBLEMS.get(leaf.problem) or Fit(status="misfit", message=leaf.problem)
     return kind_of(
-        of_type,
+        leaf_type,
         fit,
         axis_sizes,
         _counted=spec,

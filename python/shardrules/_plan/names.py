@@ -78,7 +78,7 @@ def _with_names(leaves: Leaves, names: list[Any]) -> Leaves:
 
 
 def has_names(tree: Any) -> bool:
-    """Return whether an array of the tree has logical axis names; free without such libraries."""
+    """Tell whether an array of the tree has logical axis names; free without such libraries."""
     return _may_have_boxes() and any(unboxed(tree).names)
 
 

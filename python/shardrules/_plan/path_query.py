@@ -40,31 +40,29 @@ class PathMatch(NamedTuple):
 
 def row_of(plan: Plan, path: str) -> int:
     """Return the row of this path; of a folded one, that of the first of its leaves."""
-    row = _exactly(plan, path)
-    if row is None:
+    match = _exact_match(plan, path)
+    if match is None:
         raise _PathError(_no_such_path(plan, path))
-    return row.row
+    return match.row
 
 
 def find(plan: Plan, path: str) -> PathMatch:
-    """Return the leaves of this path.
-
-    It may also be folded, a glob, the end of paths, or a part of them.
+    """Return the leaves of this path, which may be folded, a glob, the end of paths or inside them.
 
     Raises:
         KeyError: No leaf has this path, or leaves of several folded paths have it; the message has
             the nearest ones, or all of them.
     """
-    parts = _exactly(plan, path)
-    if parts is not None:
-        return parts
+    match = _exact_match(plan, path)
+    if match is not None:
+        return match
     rows = _rows_like(path, plan.paths) if path else []
     if not rows:
         raise _PathError(_no_such_path(plan, path))
     folded = plan.folded
     of_row = np.zeros(len(plan.paths), np.intp)
-    for i, part in enumerate(folded):
-        of_row[part.rows] = i
+    for i, siblings in enumerate(folded):
+        of_row[siblings.rows] = i
     candidates = np.unique(of_row[rows]).tolist()
     if len(candidates) > 1:
         rest = len(candidates) - _MOST_CANDIDATES
@@ -76,28 +74,26 @@ def find(plan: Plan, path: str) -> PathMatch:
     return PathMatch(rows[0], len(rows))
 
 
-def _exactly(plan: Plan, path: str) -> PathMatch | None:
+def _exact_match(plan: Plan, path: str) -> PathMatch | None:
     row = plan._leaves.rows.get(path)
     if row is not None:
         return PathMatch(row, 1)
-    part = next((part for part in plan.folded if part.pattern == path), None)
-    return None if part is None else PathMatch(int(part.rows[0]), len(part.rows))
+    folded = next((folded for folded in plan.folded if folded.pattern == path), None)
+    return None if folded is None else PathMatch(int(folded.rows[0]), len(folded.rows))
 
 
 def _rows_like(path: str, paths: list[str]) -> list[int]:
-    """Return the rows of the paths that this one fits as a whole; or else at their end.
-
-    Or else inside.
+    """Return the rows of the paths that this one fits as a whole, or else at their end, or inside.
 
     Inside components count alone, as another dialect may have written the path.
     """
     try:
         regex = "".join(
-            _of_wildcards(text) if numbers is None else _of_set(runs_of(numbers))
+            _wildcards_regex(text) if numbers is None else _set_regex(runs_of(numbers))
             for text, numbers in parts_of(path)
         )
     except ValueError:  # a brace that is one of the path itself
-        regex = _of_wildcards(path)
+        regex = _wildcards_regex(path)
     # An end begins with a component: before a separator, or after one.
     begin = "" if path[0] in _SEPARATORS else f"[{re.escape(_SEPARATORS)}]"
     searches = [rf"\A(?:{regex})\Z", rf"{begin}(?:{regex})\Z"]
@@ -107,23 +103,23 @@ def _rows_like(path: str, paths: list[str]) -> list[int]:
         searches.append(rf"(?:\A|{between})(?:{inside})(?:\Z|{between})")
     for searched in searches:
         fits = re.compile(searched, re.DOTALL).search
-        if rows := [row for row, part in enumerate(paths) if fits(part)]:
+        if rows := [row for row, other in enumerate(paths) if fits(other)]:
             return rows
     return []
 
 
-def _of_wildcards(text: str) -> str:
+def _wildcards_regex(text: str) -> str:
     runs = re.sub(r"\*+", "*", text)
     return "".join(_WILDCARDS.get(char) or re.escape(char) for char in runs)
 
 
-def _of_set(runs: list[range]) -> str:
+def _set_regex(runs: list[range]) -> str:
     """Return a regex for the numbers of a set, as they are folded: of at most 18 digits."""
     regexes = [
         item
         for run in runs
         for length in range(len(str(run.start)), min(len(str(run.stop - 1)), _MOST_DIGITS) + 1)
-        for item in _of_digits(
+        for item in _digits_regex(
             str(max(run.start, 10 ** (length - 1) if length > 1 else 0)),
             str(min(run.stop - 1, 10**length - 1)),
         )
@@ -131,29 +127,29 @@ def _of_set(runs: list[range]) -> str:
     return f"(?:{'|'.join(regexes) or '(?!)'})"
 
 
-def _of_digits(first: str, last: str) -> Iterator[str]:
-    """Regex for the numbers between these two, which have as many digits."""
+def _digits_regex(first: str, last: str) -> Iterator[str]:
+    """Yield regexes for the numbers between these two, which have as many digits."""
     if not first:
         yield ""
         return
     low, high, longer = first[0], last[0], len(first) - 1
     if low == high:
-        yield from (low + rest for rest in _of_digits(first[1:], last[1:]))
+        yield from (low + rest for rest in _digits_regex(first[1:], last[1:]))
         return
     begin, end = int(low), int(high)
     if int(first[1:] or 0) > 0:
-        yield from (low + rest for rest in _of_digits(first[1:], "9" * longer))
+        yield from (low + rest for rest in _digits_regex(first[1:], "9" * longer))
         begin += 1
     if last[1:] != "9" * longer:
-        yield from (high + rest for rest in _of_digits("0" * longer, last[1:]))
+        yield from (high + rest for rest in _digits_regex("0" * longer, last[1:]))
         end -= 1
     if begin <= end:
         yield f"[{begin}-{end}]" + (f"[0-9]{{{longer}}}" if longer else "")
 
 
 def _no_such_path(plan: Plan, path: str) -> str:
-    patterns = [part.pattern for part in plan.folded]
-    text = set(_COMPONENT.findall(path))
-    sharing = [part for part in patterns if text & set(_COMPONENT.findall(part))]
+    patterns = [folded.pattern for folded in plan.folded]
+    components = set(_COMPONENT.findall(path))
+    sharing = [other for other in patterns if components & set(_COMPONENT.findall(other))]
     near = near_shown(path, patterns) or near_shown(path, sharing, least=0)
     return f"no leaf has the path {brief(path)}{near or '; plan.paths lists them'}"

@@ -353,7 +353,7 @@ class Plan(Decider):
                 Default: 16 MiB. What is large only together with others must also be more than 2 %
                 of the fullest device's bytes.
             replicated: Patterns, searched in the paths, of leaves that are meant to be replicated.
-            optional_axes: As in `plan`: the findings are those of a plan with these axes too.
+            optional_axes: Axes that the mesh may lack, beside those of the rules: they are dropped.
             data_axes: Mesh axes that cut batches and sequences alone, such as "dp".
             head_dim: Size of an attention head. Default: that of a `q_norm` or `k_norm` beside the
                 projections, if there is one.

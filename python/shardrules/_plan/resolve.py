@@ -51,14 +51,14 @@ class SizedMesh(NamedTuple):
 
     @property
     def explicit_axes(self) -> frozenset[str]:
-        """Returns the axes of type Explicit; the axes of a dict are of type Auto."""
+        """The axes of type Explicit; the axes of a dict are of type Auto."""
         return (
             frozenset() if isinstance(self.form, Mapping) else axes_of_type(self.form, "Explicit")
         )
 
     @property
     def manual(self) -> ManualAxes:
-        """Returns the axes of type Manual."""
+        """The axes of type Manual."""
         return ManualAxes() if isinstance(self.form, Mapping) else manual_axes(self.form)
 
 

@@ -215,12 +215,12 @@ def transfer(before: Plan, after: Plan, places: npt.NDArray[np.int64]) -> Transf
         of_leaf.append((int(moved.received.sum()), int(moved.received.max()), kept))
     rows = (
         TransferRow(
-            pair.pattern,
-            len(pair.rows),
-            *kinds[pair.group],
-            *(len(pair.rows) * count for count in of_leaf[pair.group]),
+            siblings.pattern,
+            len(siblings.rows),
+            *kinds[siblings.group],
+            *(len(siblings.rows) * count for count in of_leaf[siblings.group]),
         )
-        for pair in fold(pairs.paths, pairs.group_of)
+        for siblings in fold(pairs.paths, pairs.group_of)
     )
     return Transfer(
         rows,
@@ -234,14 +234,14 @@ def transfer(before: Plan, after: Plan, places: npt.NDArray[np.int64]) -> Transf
 
 def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
     """Return the kinds of the pairs, if both plans have the same leaves."""
-    same = {
+    alike = {
         number: (before, after)
         for number, (before, after) in enumerate(pairs.groups)
         if before and after and _type_of(before) == _type_of(after)
     }
-    if len(same) == len(pairs.groups):
-        return list(same.values())
-    rows = np.flatnonzero(np.isin(pairs.group_of, list(same), invert=True))
+    if len(alike) == len(pairs.groups):
+        return list(alike.values())
+    rows = np.flatnonzero(np.isin(pairs.group_of, list(alike), invert=True))
     groups: dict[tuple[bool, ...], list[str]] = defaultdict(list)
     for leaf in fold([pairs.paths[row] for row in rows], pairs.group_of[rows]):
         pair = pairs.groups[leaf.group]
@@ -276,11 +276,11 @@ def _check_placed(whose: str, plan: Plan) -> None:
     for kind in plan.kinds:
         if kind.status != "placed" or any(refusals(kind, plan)):
             raise ValueError(f"{whose}: leaves get no sharding\n{placement_errors(plan)}")
-    for part in plan.folded:
-        kind = plan.kinds[part.group]
+    for folded in plan.folded:
+        kind = plan.kinds[folded.group]
         if why := _reason_unknown(kind):
             spec = placement_shown(kind)
-            raise ValueError(printable(f"{whose}: {part.pattern} has {spec}: {why}"))
+            raise ValueError(printable(f"{whose}: {folded.pattern} has {spec}: {why}"))
 
 
 def _reason_unknown(kind: Kind) -> str | None:

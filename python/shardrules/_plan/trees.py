@@ -41,9 +41,9 @@ def decided_in(plan: Plan, mesh: MeshLike, tree: Any, numbers: Any, rows: Sequen
     of_kind, of_row = _kind_shardings(plan, mesh), plan.kind_of[rows].tolist()
     kinds = [of_row[number] for number in tree_util.tree_leaves(numbers)]
     shardings = [of_kind[kind] for kind in kinds]
-    says_memory = [plan.kinds[kind].memory_kind is not None for kind in kinds]
+    names_memory = [plan.kinds[kind].memory_kind is not None for kind in kinds]
     treedef: Any = tree_util.tree_structure(tree)
-    return Decided(shardings, says_memory, partial(treedef.unflatten, shardings))
+    return Decided(shardings, names_memory, partial(treedef.unflatten, shardings))
 
 
 def abstract_tree(plan: Plan, mesh: MeshLike) -> Any:
@@ -84,7 +84,7 @@ def _kind_shardings(plan: Plan, mesh: MeshLike) -> list[NamedSharding]:
 
 
 def placement_errors(plan: Plan) -> str:
-    """Words the error for leaves without a sharding; for those without a rule, as `check` does."""
+    """Word the error for leaves without a sharding; for those without a rule, as `check` does."""
     rows = [
         LeafError(leaves.pattern, kind.shape, _decider(kind, plan), reasons, len(leaves.rows))
         for leaves in plan.folded
