@@ -1,4 +1,4 @@
-"""The graph of values, and its four facts: on texts by hand, on recorded programs, on compiled ones."""
+"""The graph of values, and its facts: on texts by hand, on recorded programs, on compiled ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from shardrules._program.facts import (
     Origin,
-    Variation,
     all_updated_from,
     next_states,
     origins,
@@ -17,6 +16,7 @@ from shardrules._program.facts import (
 )
 from shardrules._program.hlo import Hlo
 from shardrules._program.values import Values
+from shardrules._program.variation import Variation
 from tests.support.folders import ROOT
 
 TEXTS = sorted((ROOT / "tests" / "data" / "hlo").glob("*.txt.gz"))

@@ -96,6 +96,7 @@ VerifyKind = Literal[
     "donation",
     "gathered",
     "unexpected",
+    "differs",
     "batch",
     "remat",
     "budget",

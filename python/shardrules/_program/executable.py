@@ -19,10 +19,11 @@ from shardrules._plan.align import key_text
 from shardrules._plan.findings import Finding, FindingKind, Level
 from shardrules._plan.fold import fold_paths
 from shardrules._plan.kinds import axes_used
-from shardrules._program.facts import Origin, Variation, origins
+from shardrules._program.facts import Origin, origins
 from shardrules._program.hlo import Hlo, check_hlo
 from shardrules._program.jax_names import compiled_inputs, compiled_outputs
 from shardrules._program.values import Values
+from shardrules._program.variation import Variation
 
 Library = Literal["jax", "nnx", "equinox"]
 

@@ -1,18 +1,15 @@
 """Facts about the values of an HLO module, each read in one place from their graph.
 
-Which argument a value is a copy of; which next state is made of it, element by element; along which
-mesh axes it differs between devices; and in which operations it ends.
+Which argument a value is a copy of; which next state is made of it, element by element; and in
+which operations it ends.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from math import prod
 from typing import Final, NamedTuple, get_args
-
-import numpy as np
 
 from shardrules._program.computation import Instruction
 from shardrules._program.hlo import CollectiveOpcode
@@ -174,99 +171,6 @@ def maker_of(values: Values, node: int, opcodes: Container[str]) -> int | None:
 
     made_of = values.reached([node], arrays)
     return next((one for one in made_of if values.opcodes[one] in opcodes), None)
-
-
-# Collectives after which values are equal along the axes of their groups, or differ along them.
-_EQUALIZING: Final = ("all-gather", "all-reduce", "collective-broadcast")
-_SCATTERING: Final = ("all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
-_NUMBER: Final = re.compile(r"-?\d+")
-
-
-class _Along(NamedTuple):
-    """Mesh axes along which a value differs between devices."""
-
-    axes: frozenset[str]
-    is_number: bool = False
-    """True for the number of the device."""
-    table: frozenset[str] | None = None
-    """Axes along which the entries of a constant differ that has one for each device."""
-
-
-_ALIKE: Final = _Along(frozenset())
-
-
-class Variation:
-    """Mesh axes along which values differ between devices.
-
-    A value differs along an axis if it is computed from an argument that the axis shards, or from
-    the device's number, and no collective has made it equal since.
-
-    Args:
-        values: The graph.
-        axis_sizes: Devices along each mesh axis.
-        parameters: Axes along which the module's parameters differ.
-    """
-
-    def __init__(
-        self,
-        values: Values,
-        axis_sizes: Mapping[str, int],
-        parameters: Mapping[int, frozenset[str]],
-    ) -> None:
-        self._values = values
-        self._axis_sizes = axis_sizes
-        self._axes_of = {values.parameters[number]: axes for number, axes in parameters.items()}
-
-    def of(self, nodes: Iterable[int]) -> frozenset[str]:
-        """Return the axes along which some of these values differ."""
-        return frozenset().union(*(self._facts[node].axes for node in nodes))
-
-    @cached_property
-    def _facts(self) -> Sequence[_Along]:
-        return self._values.fixpoint(_ALIKE, self._rule)
-
-    def _rule(self, node: int, facts: Sequence[_Along]) -> _Along:  # noqa: PLR0911
-        if node in self._axes_of:
-            return _Along(self._axes_of[node])
-        opcode = self._values.opcodes[node]
-        sources = [facts[one] for one in self._values.made_of[node]]
-        if opcode in MOVES:
-            return sources[0]
-        if opcode in ("partition-id", "replica-id"):
-            return _Along(frozenset(self._axis_sizes), is_number=True)
-        if opcode == "constant":
-            return self._constant(self._values.lines[node])
-        if opcode == "dynamic-slice" and sources[1].is_number and sources[0].table is not None:
-            return _Along(sources[0].table)
-        if opcode in JOINS and all(source == sources[0] for source in sources):
-            return sources[0] if sources else _ALIKE
-        axes = frozenset().union(*(source.axes for source in sources))
-        if opcode in _EQUALIZING:
-            axes -= self._whole_axes(self._values.lines[node])
-        elif opcode in _SCATTERING:
-            groups = self._values.hlo.groups(self._values.lines[node].attributes)
-            axes |= frozenset(groups.axes(self._axis_sizes))
-        return _Along(axes)
-
-    def _constant(self, line: Instruction) -> _Along:
-        """Read a constant, which may have an entry for each device."""
-        sizes = tuple(self._axis_sizes.values())
-        if line.results[0].dims != (prod(sizes),):
-            return _ALIKE
-        entries = _NUMBER.findall(line.literal)
-        if len(entries) != prod(sizes):
-            return _ALIKE
-        table = np.array(entries).reshape(sizes)
-        axes = enumerate(self._axis_sizes)
-        differing = {axis for i, axis in axes if (table != table.take([0], i)).any()}
-        return _Along(frozenset(), table=frozenset(differing))
-
-    def _whole_axes(self, line: Instruction) -> frozenset[str]:
-        """Return the axes whose devices are all in one group of a collective."""
-        groups = self._values.hlo.groups(line.attributes)
-        axes = groups.axes(self._axis_sizes)
-        is_whole = len(groups[0]) == prod(self._axis_sizes[axis] for axis in axes)
-        return frozenset(axes if is_whole else ())
 
 
 class Use(NamedTuple):

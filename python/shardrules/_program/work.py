@@ -11,8 +11,9 @@ import numpy as np
 
 from shardrules._base.text import Place
 from shardrules._program.computation import Instruction
-from shardrules._program.facts import PRODUCTS, Variation
+from shardrules._program.facts import PRODUCTS
 from shardrules._program.values import Values
+from shardrules._program.variation import Variation
 
 _FACTORS: Final = 2
 _CONTRACTED: Final = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")

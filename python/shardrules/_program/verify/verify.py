@@ -18,6 +18,7 @@ from shardrules._program.program import Program, batches
 from shardrules._program.reshards import reshards_in
 from shardrules._program.states import states
 from shardrules._program.verify.budget import limits_of, over_budget
+from shardrules._program.verify.differing import differing
 from shardrules._program.verify.gathered import gathered
 from shardrules._program.verify.placements import (
     changed,
@@ -73,6 +74,8 @@ def verify(
       for what FSDP does |
     | unexpected | warning | collectives that do not follow from the plan, such as activations that
       are gathered over the batch's axis, or gradients that are summed in every micro-batch |
+    | differs | error, info | results whose copies differ, as a sum over devices is missing; info
+      if only the number of the device makes them differ, such as random keys |
     | batch | warning | products that all devices along a mesh axis compute alike |
     | remat | info | activations that the forward pass keeps, for most of the memory beside the
       arguments |
@@ -159,6 +162,7 @@ def findings_and_program(
             *dropped(executable.inputs, in_targets, executable.kept),
             *closed_over(executable, large),
             *_for_other_devices(executable, (inputs, outputs)),
+            *differing(executable),
             *large_results(executable.outputs, out_targets, carried, large),
             *changed(executable, carried),
             *undonated(executable, carried),
