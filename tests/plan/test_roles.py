@@ -8,7 +8,8 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules._plan.roles import dims_of_model
+from shardrules._plan import roles as role_words
+from shardrules._plan.roles import roles_of
 from tests.support import corpus
 
 
@@ -16,12 +17,12 @@ def roles(tree, heads=None):
     """{folded path: roles of its dimensions}."""
     plan = sr.plan(tree, [(".*", ())], {"tp": 2})
     shapes = [kind.shape or () for kind in plan.kinds]
-    found = dims_of_model(plan.folded, shapes, heads)
+    found = roles_of(plan.folded, shapes, heads)
     return {folded.pattern: of for folded, of in zip(plan.folded, found, strict=True)}
 
 
 def sides(tree):
-    return {path: " ".join(of.dims.sides) for path, of in roles(tree).items()}
+    return {path: " ".join(of.sides) for path, of in roles(tree).items()}
 
 
 def model(name):
@@ -34,6 +35,19 @@ def abstract(tree):
         tree,
         is_leaf=lambda x: isinstance(x, tuple),
     )
+
+
+TABLE = [words for words in vars(role_words).values() if isinstance(words, role_words.Words)]
+
+
+@pytest.mark.parametrize("words", [*TABLE, *(words for _, words in role_words.FUSED)])
+def test_each_example_has_a_word_of_its_row(words):
+    components = words.example.split("/")
+    assert words.are_in(*components)
+    assert any(map(words.is_name, components)) or words in (
+        role_words.NORM, role_words.VECTOR, role_words.LOOKUP, role_words.NO_LOOKUP,
+        role_words.EXPERTS, role_words.NO_EXPERTS, role_words.NO_STACK, role_words.IN_ATTENTION,
+    )  # fmt: skip
 
 
 # model, the end of a folded path, roles, the dimensions of a bias
@@ -68,7 +82,7 @@ EXPECTED = [
 @pytest.mark.parametrize(("name", "end", "expected", "columns"), EXPECTED)
 def test_the_roles_of_real_models(name, end, expected, columns):
     (found,) = [of for path, of in roles(model(name)).items() if path.endswith(end)]
-    assert (" ".join(found.dims.sides), found.columns) == (expected, columns)
+    assert (" ".join(found.sides), found.columns) == (expected, columns)
 
 
 @pytest.mark.parametrize(
@@ -76,20 +90,27 @@ def test_the_roles_of_real_models(name, end, expected, columns):
 )
 def test_each_kernel_is_understood_and_has_a_residual_side(name):
     for found in roles(model(name)).values():
-        assert found.dims.is_known
-        assert found.dims.is_small or "residual" in found.dims.sides
+        assert found.is_known
+        assert found.is_small or "residual" in found.sides
 
 
 def test_without_a_sign_of_the_layout_it_is_not_known():
     (found,) = roles(abstract({"w": (512, 128)})).values()
-    assert (found.dims.is_known, found.columns) == (False, ())
+    assert (found.is_known, found.columns) == (False, ())
+
+
+def test_a_kernel_of_four_dimensions_without_the_width_is_not_known():
+    up, down = {"kernel": (64, 256)}, {"kernel": (256, 64)}
+    found = roles(abstract({"up": up, "down": down, "mix": {"kernel": (4, 8, 12, 16)}}))
+    assert (found["mix/kernel"].is_known, found["mix/kernel"].columns) == (False, ())
+    assert found["mix/kernel"].sides == ("window",) * 4
 
 
 def test_names_of_square_kernels_tell_their_sides():
     """They are [in, out] where nothing says otherwise, also without an array's name behind them."""
     square = {"attn": dict.fromkeys(("wq", "wk", "wv", "wo"), (64, 64))}
     found = roles(abstract({"layers": [square] * 2, "norm": (64,)}))
-    ends = {path.rpartition("/")[2]: of.dims for path, of in found.items()}
+    ends = {path.rpartition("/")[2]: of for path, of in found.items()}
     assert ends["wq"].sides == ends["wk"].sides == ("residual", "hidden")
     assert ends["wo"].sides == ("hidden", "residual")
     assert all(dims.is_known for dims in ends.values())
@@ -99,7 +120,7 @@ def test_a_head_of_known_size_is_no_residual_width():
     """In attention without an MLP beside it, heads are as often there as the width."""
     shapes = {"q": (2048, 16, 128), "k": (2048, 4, 128), "v": (2048, 4, 128), "o": (16, 128, 2048)}
     found = roles(abstract({"attn": shapes}), dict.fromkeys(range(4), 128))
-    ends = {path.rpartition("/")[2]: of.dims.sides for path, of in found.items()}
+    ends = {path.rpartition("/")[2]: of.sides for path, of in found.items()}
     assert ends["q"] == ends["k"] == ends["v"] == ("residual", "heads", "head")
     assert ends["o"] == ("heads", "head", "residual")
 
@@ -185,7 +206,7 @@ def test_experts_are_as_many_as_their_router_has_outputs(block, depth):
             lambda shape: (depth, *shape), layer, is_leaf=lambda x: isinstance(x, tuple)
         )}  # fmt: skip
     found = roles(abstract({"embed": (512, 64), **tree}))
-    experts = {path: of.dims for path, of in found.items() if "experts" in of.dims.sides}
+    experts = {path: of for path, of in found.items() if "experts" in of.sides}
     names = {re.sub(r"\{.*\}", "", path.split("/")[-1]) for path in experts}
     assert names < {"wi_", "wo", "w", "w2", "up", "gate", "down"}
     assert {dims.sides[-3:] for dims in experts.values()} == {
@@ -193,7 +214,7 @@ def test_experts_are_as_many_as_their_router_has_outputs(block, depth):
     assert {("layers" in dims.sides) for dims in experts.values()} == {depth is not None}
     # As for no other, tensor axes leave the router whole.
     assert {*block} & {"w_gate", "router"} or all(
-        of.dims.tensor == "none" for path, of in found.items() if "gate/kernel" in path)  # fmt: skip
+        of.tensor == "none" for path, of in found.items() if "gate/kernel" in path)  # fmt: skip
 
 
 def test_a_gate_of_an_mlp_is_no_router():

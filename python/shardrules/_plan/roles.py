@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardrules._plan.fold import Folded, runs_of
+
+if TYPE_CHECKING:
+    from shardrules._plan.plan import Plan
 
 Side = Literal[
     "layers", "experts", "vocabulary", "residual", "hidden", "heads", "head", "fused", "window",
@@ -28,56 +31,91 @@ window of a convolution; the only dimension; of size 1."""
 
 Shape = tuple[int, ...]
 
+
+class Words(NamedTuple):
+    """Words in paths that say one thing, in small letters."""
+
+    regex: str
+    example: str
+    """A path of some library with such a word."""
+
+    def is_name(self, word: str) -> bool:
+        """Tell if the whole word is one of these."""
+        return re.fullmatch(self.regex, word) is not None
+
+    def are_in(self, *words: str) -> bool:
+        """Tell if these stand in any of the words."""
+        return any(re.search(self.regex, word) for word in words)
+
+
+# Names of an array within its module, and of modules that say nothing.
+ARRAY: Final = Words(r"kernel|weight|w|value|embedding|param|bias|b|scale", "mlp/up/kernel")
+NEUTRAL: Final = Words(r"dense|linear|layer|base_layer|projection", "attention/dense/weight")
+NORM: Final = Words(r"norm|(^|_)ln(_|$)", "h/0/ln_1/scale")
+VECTOR: Final = Words(r"bias|scale|norm|gamma|beta|(^|_)ln(_|$)|(^|_)b$", "h/0/mlp/up/bias")
+LOOKUP: Final = Words(r"embed|wte|wpe|vocab", "model/embed_tokens/weight")
+NO_LOOKUP: Final = Words(r"patch|proj|unembed|head|conv", "patch_embeddings/projection/weight")
+EXPERTS: Final = Words(r"experts?(_|$)|moe", "layers/0/mlp/experts/up_proj")
+NO_EXPERTS: Final = Words(r"shared|att", "layers/0/mlp/shared_experts/up_proj/kernel")
+ROUTER: Final = Words(r"(\w*_)?(router|gate|gating|switch|w_?[gr])(_\w*)?", "mlp/gate/kernel")
+STACK: Final = Words(r"\w*layers?|stack\w*|stages?|repeats?|blocks?|periods?", "decoder/layers/up")
+# What begins with one size though it is no stack of layers: that of heads, a window or experts.
+NO_STACK: Final = Words(r"att(n|ention)|conv|experts?(_|$)|moe", "convs/a/kernel")
+# Projections from the residual stream, and back to it.
+READS: Final = Words(
+    r"(to_)?w?q(kv)?(_.*)?|(to_)?w?kv?(_.*)?|(to_)?w?v(_proj)?|query.*|key.*|value.*|c_attn|in_proj.*|gate.*|up(_.*)?"
+    r"|w[13]|wi(_.*)?|fc1|fc_in|c_fc|dense_h_to_4h|intermediate|lm_head|head|logits.*|router|classifier",
+    "layers/0/feed_forward/w1/kernel",
+)
+WRITES: Final = Words(
+    r"w?o(_proj)?|(to_)?out(_.*)?|output|down(_.*)?|w2|fc2|fc_out|(c_)?proj|dense_4h_to_h|attn_out"
+    r"|mlp_out|attn_vec.*|linear2|(self_?)?att(n|ention)",
+    "layers/0/feed_forward/w2/kernel",
+)
+ATTENTION: Final = Words(
+    r"w?(q|k|v|o|qk|kv|qkv)(_.*)?|query.*|key.*|value.*|c_attn|.*att(n|ention).*",
+    "layers/0/self_attn/q_proj/kernel",
+)
+IN_ATTENTION: Final = Words(r"att(n|ention)", "transformer/h/0/attn/w")
+# Of these names, the one that MLPs and experts have as well.
+BACK: Final = Words(r"w?o(_.*)?", "mlp/wo/kernel")
+KEYS: Final = Words(r"(to_)?w?(k|v|kv)(_(proj|einsum))?|(key|value)(_proj)?", "attn/kv_einsum/w")
+# To the latent space of DeepSeek's attention, where a norm needs all of a token's elements.
+TO_LATENT: Final = Words(
+    r"(linear_)?w?(q|kv|qkv)_(a|down)(_\w+)?", "layers/0/self_attn/kv_a_proj_with_mqa/kernel"
+)
+# Projections to heads of attention, and from them; norms of single heads.
+TO_HEADS: Final = Words(
+    r"(to_)?([qkv]|query|key|value)(_proj)?|w[qkv]|(w_?)?qkv(_proj)?|query_key_value|c_attn",
+    "self_attention/query_key_value/kernel",
+)
+FROM_HEADS: Final = Words(
+    r"o|out|o_proj|out_proj|wo|to_out|attention_output|c_proj|dense", "attn/out_proj/weight"
+)
+HEAD_NORM: Final = Words(r"([qk]|query|key)_(layer_?)?norm", "layers/0/self_attn/k_norm/weight")
+# Kernels of attention with several outputs, by how many; others have heads there.
+FUSED: Final = (
+    (3, Words(r"\w*qkv\w*|query_key_value|c_attn|in_proj\w*", "attn/qkv/kernel")),
+    (2, Words(r"\w*kv\w*|key_value\w*", "attn/kv_einsum/w")),
+)
 # The words of a path; sets of numbers belong to the word around them.
 _COMPONENT: Final = re.compile(r"(?:\{[^{}]*\}|[^/.\[\]'])+")
 _SET: Final = re.compile(r"\{[^{}]*\}")
-# Words that name an array within its module, and modules that name nothing.
-_ARRAY: Final = re.compile(r"kernel|weight|w|value|embedding|param|bias|b|scale")
-_NEUTRAL: Final = re.compile(r"dense|linear|layer|base_layer|projection")
-_VECTOR: Final = re.compile(r"bias|scale|norm|gamma|beta|(^|_)ln(_|$)|(^|_)b$")
-_NORM: Final = re.compile(r"norm|(^|_)ln(_|$)")
-_LOOKUP: Final = re.compile(r"embed|wte|wpe|vocab")
-_NOT_LOOKUP: Final = re.compile(r"patch|proj|unembed|head|conv")
-_EXPERTS: Final = re.compile(r"experts?(_|$)|moe")
-_NOT_EXPERTS: Final = re.compile(r"shared|att")
 _NUMBERED_EXPERTS: Final = re.compile(r"(?:^|[/.\[\]'])experts?_?[/.\[\]']*$")
-_STACK_NAMES: Final = re.compile(r"\w*layers?|stack\w*|stages?|repeats?|blocks?|periods?")
-_ROUTER: Final = re.compile(r"(\w*_)?(router|gate|gating|switch|w_?[gr])(_\w*)?")
-# What begins with one size though it is no stack of layers: that of heads, a window or experts.
-_NO_STACK: Final = re.compile(r"att(n|ention)|conv|experts?(_|$)|moe")
-# Projections from the residual stream, and back to it.
-_READS: Final = re.compile(
-    r"(to_)?w?q(kv)?(_.*)?|(to_)?w?kv?(_.*)?|(to_)?w?v(_proj)?|query.*|key.*|value.*|c_attn|in_proj.*|gate.*|up(_.*)?"
-    r"|w[13]|wi(_.*)?|fc1|fc_in|c_fc|dense_h_to_4h|intermediate|lm_head|head|logits.*|router|classifier"
-)
-_WRITES: Final = re.compile(
-    r"w?o(_proj)?|(to_)?out(_.*)?|output|down(_.*)?|w2|fc2|fc_out|(c_)?proj|dense_4h_to_h|attn_out"
-    r"|mlp_out|attn_vec.*|linear2|(self_?)?att(n|ention)"
-)
-_ATTENTION: Final = re.compile(
-    r"w?(q|k|v|o|qk|kv|qkv)(_.*)?|query.*|key.*|value.*|c_attn|.*att(n|ention).*"
-)
-# Of these names, the one that MLPs and experts have as well.
-_BACK: Final = re.compile(r"w?o(_.*)?")
-_IN_ATTENTION: Final = re.compile(r"att(n|ention)")
-_KEYS: Final = re.compile(r"(to_)?w?(k|v|kv)(_(proj|einsum))?|(key|value)(_proj)?")
-# To the latent space of DeepSeek's attention, where a norm needs all of a token's elements.
-_TO_LATENT: Final = re.compile(r"(linear_)?w?(q|kv|qkv)_(a|down)(_\w+)?")
-# Kernels of attention with several outputs, by how many; others have heads there.
-_FUSES: Final = ((3, re.compile(r"\w*qkv\w*|query_key_value|c_attn|in_proj\w*")),
-                 (2, re.compile(r"\w*kv\w*|key_value\w*")))  # fmt: skip
 # Sizes of windows, and of stacks of kernels, such as those of keys and values, are smaller.
 _WINDOW: Final = 32
-_FUSED: Final = 4
+_MOST_FUSED: Final = 4
 # Elements of a head of unknown size; models narrower than that have half as many.
 _HEAD: Final = 128
 _SMALL: Final = 2048
 
 
 class Dims(NamedTuple):
-    """Roles of a leaf's dimensions."""
+    """Roles of the dimensions of a folded path's arrays."""
 
     sides: tuple[Side, ...]
+    columns: tuple[int, ...] = ()
+    """Dimensions that are not contracted, nor looked up: those of a bias of the kernel."""
     is_known: bool = True
     """True if shapes and words leave no doubt which side is which."""
     unit: int = 1
@@ -99,6 +137,18 @@ class Dims(NamedTuple):
         return {*self.sides} <= {"layers", "experts", "vector", "other"}
 
 
+def components_of(folded: Folded) -> list[str]:
+    """Return the components of a folded path, with their sets of numbers.
+
+    The `value` of flax nnx is left out behind the name of an array.
+    """
+    components = _COMPONENT.findall(folded.pattern) or [folded.pattern]
+    if len(components) > 1 and components[-1].lower() == "value":
+        before = components[-2].lower()
+        return components[:-1] if ARRAY.is_name(before) or VECTOR.are_in(before) else components
+    return components
+
+
 @dataclass
 class _Array:
     """Arrays of one folded path, while the roles of their dimensions are found."""
@@ -114,56 +164,23 @@ class _Array:
     is_attention: bool = False
     """Whether it makes queries, keys or values, or reads what attention made of them."""
 
-    @cached_property
-    def components(self) -> list[str]:
-        """Words of the folded path, with its sets of numbers."""
-        return _COMPONENT.findall(self.folded.pattern) or [self.folded.pattern]
-
-    @cached_property
-    def words(self) -> tuple[str, ...]:
-        """Words up to the array's name: paths of flax nnx may have `value` behind it."""
-        words = tuple(_SET.sub("#", word).lower() for word in self.components)
-        if len(words) > 1 and words[-1] == "value":
-            is_named = _ARRAY.fullmatch(words[-2]) or _VECTOR.search(words[-2])
-            return words[:-1] if is_named else words
-        return words
-
-    @cached_property
-    def module(self) -> tuple[str, ...]:
-        """Words up to that of the module, which an array's own name may stand behind."""
+    def __post_init__(self) -> None:
+        components = components_of(self.folded)
+        self.words = tuple([_SET.sub("#", word).lower() for word in components])
         words = self.words
-        if len(words) > 1 and _ARRAY.fullmatch(words[-1]):
+        if len(words) > 1 and ARRAY.is_name(words[-1]):
             words = words[:-1]
-        while len(words) > 1 and (words[-1] == "#" or _NEUTRAL.fullmatch(words[-1])):
+        while len(words) > 1 and (words[-1] == "#" or NEUTRAL.is_name(words[-1])):
             words = words[:-1]
-        return words
-
-    @property
-    def name(self) -> str:
+        self.module = words
+        """Words up to that of the module, which an array's own name may stand behind."""
+        self.name = words[-1]
         """Name of the module."""
-        return self.module[-1]
-
-    @property
-    def block(self) -> tuple[str, ...]:
+        self.block = tuple(components[: len(words) - 1])
         """Path of what the module is in, with its sets of numbers."""
-        return tuple(self.components[: len(self.module) - 1])
-
-    @property
-    def tower(self) -> str | None:
-        """Path before the number of a layer; None outside of layers."""
-        before, number, _ = self.folded.pattern.partition("{")
-        if number:
-            return before
-        return "/".join(self.folded.pattern.split("/")[:2]) if self.layers else None
-
-    @cached_property
-    def is_vector(self) -> bool:
+        self.is_norm = NORM.are_in(*self.words[-2:])
+        self.is_vector = self.is_norm or VECTOR.are_in(self.words[-1])
         """True for biases and norms, by their names."""
-        return bool(_VECTOR.search(self.words[-1])) or self.is_norm
-
-    @cached_property
-    def is_norm(self) -> bool:
-        return any(map(_NORM.search, self.words[-2:]))
 
     @property
     def rest(self) -> list[int]:
@@ -176,10 +193,25 @@ class _Array:
         return len(self.rest) > 1 and not self.is_vector
 
     @property
+    def is_lookup(self) -> bool:
+        """True if tokens look up its rows."""
+        words = self.words[-3:]
+        is_named = LOOKUP.are_in(*words) and not NO_LOOKUP.are_in(*words)
+        return len(self.rest) == 2 and (is_named or words[-1] == "embedding")
+
+    @property
     def layers(self) -> int:
         """How many layers are stacked in it; 0 if it is no stack."""
         sizes = [self.shape[dim] for dim, side in self.front.items() if side == "layers"]
         return prod(sizes) if sizes else 0
+
+    @property
+    def tower(self) -> str | None:
+        """Path before the number of a layer; None outside of layers."""
+        before, number, _ = self.folded.pattern.partition("{")
+        if number:
+            return before
+        return "/".join(self.folded.pattern.split("/")[:2]) if self.layers else None
 
     @cached_property
     def numbered_experts(self) -> int:
@@ -206,35 +238,18 @@ class _Array:
     @property
     def flow(self) -> Literal["reads", "writes"] | None:
         """Whether by its name the module reads the residual stream, or writes to it."""
-        reads, writes = (bool(words.fullmatch(self.name)) for words in (_READS, _WRITES))
+        reads, writes = READS.is_name(self.name), WRITES.is_name(self.name)
         return None if reads == writes else "reads" if reads else "writes"
 
     @property
     def makes_heads(self) -> bool:
         """True if it makes queries, keys or values, by its name."""
-        return bool(_ATTENTION.fullmatch(self.name)) and not _BACK.fullmatch(self.name)
-
-    @property
-    def is_lookup(self) -> bool:
-        """True if tokens look up its rows."""
-        if len(self.rest) != 2:
-            return False
-        words = self.words[-3:]
-        named = any(map(_LOOKUP.search, words)) and not any(map(_NOT_LOOKUP.search, words))
-        return named or self.words[-1] == "embedding"
+        return ATTENTION.is_name(self.name) and not BACK.is_name(self.name)
 
 
-class ArrayDims(NamedTuple):
-    """Roles of the dimensions of a folded path's arrays."""
-
-    dims: Dims
-    columns: tuple[int, ...]
-    """Dimensions that are not contracted, nor looked up: those of a bias of the kernel."""
-
-
-def dims_of_model(
+def roles_of(
     folded: Iterable[Folded], shapes: Sequence[Shape], heads: Mapping[int, int] | None = None
-) -> list[ArrayDims]:
+) -> list[Dims]:
     """Return the roles of the dimensions of a model's parameters, for each folded path.
 
     Args:
@@ -247,7 +262,7 @@ def dims_of_model(
         >>> from shardrules._plan.fold import fold
         >>> paths = [f"layers/{i}/mlp/{w}/kernel" for i in range(2) for w in ("up", "down")]
         >>> folded = fold(paths, np.array([0, 1, 0, 1], np.int32))
-        >>> [array.dims.sides for array in dims_of_model(folded, [(64, 256), (256, 64)])]
+        >>> [dims.sides for dims in roles_of(folded, [(64, 256), (256, 64)])]
         [('residual', 'hidden'), ('hidden', 'residual')]
     """
     heads = heads or {}
@@ -256,25 +271,21 @@ def dims_of_model(
     _find_experts(arrays)
     width = _residual_width(arrays)
     is_in_out = _is_in_out(arrays, width)
-    counts = {array.experts for array in arrays if array.experts > 1}
     attending = {array.block for array in arrays if array.makes_heads}
     for array in arrays:
         array.contracted = _contracted(array, width, is_in_out)
-        is_named = _ATTENTION.fullmatch(array.name) is not None and array.experts == 1
+        is_named = ATTENTION.is_name(array.name) and array.experts == 1
         array.is_attention = is_named and (array.makes_heads or array.block in attending)
     found = [_dims(*pair) for pair in zip(arrays, _widths(arrays, width), strict=True)]
     queries: dict[tuple[str, ...], int] = defaultdict(int)
     for array, dims in zip(arrays, found, strict=True):
         if array.is_attention:
             queries[array.block] = max(queries[array.block], _hidden_size(array, dims))
-    result = []
-    for array, dims in zip(arrays, found, strict=True):
-        of_tensor = _with_tensor(array, dims, queries[array.block], width, counts)
-        if array.head:
-            of_tensor = of_tensor._replace(unit=array.head, is_assumed=False)
-        columns = tuple(dim for dim in range(len(array.shape)) if dim not in array.contracted)
-        result.append(ArrayDims(of_tensor, columns))
-    return result
+    counts = {array.experts for array in arrays if array.experts > 1}
+    return [
+        _with_tensor(array, dims, queries[array.block], width, counts)
+        for array, dims in zip(arrays, found, strict=True)
+    ]
 
 
 def experts_dim(path: str, shape: Shape) -> int | None:
@@ -286,12 +297,12 @@ def experts_dim(path: str, shape: Shape) -> int | None:
         >>> experts_dim("layers/0/experts/up", (8, 64, 256))
         0
     """
-    words = tuple(word.lower() for word in _COMPONENT.findall(path))
+    words = [word.lower() for word in _COMPONENT.findall(path)]
     return len(shape) - 3 if _is_of_experts(words) and len(shape) > 2 else None
 
 
-def _is_of_experts(words: tuple[str, ...]) -> bool:
-    return any(map(_EXPERTS.search, words)) and not any(map(_NOT_EXPERTS.search, words))
+def _is_of_experts(words: Iterable[str]) -> bool:
+    return EXPERTS.are_in(*words) and not NO_EXPERTS.are_in(*words)
 
 
 _Stack = tuple[tuple[str, ...], int, int]
@@ -309,16 +320,16 @@ def _find_stacks(arrays: list[_Array]) -> None:
                 break
 
 
-def _stacks_of_norms(arrays: list[_Array]) -> Iterable[_Stack]:
+def _stacks_of_norms(arrays: list[_Array]) -> Iterator[_Stack]:
     """Yield blocks whose norms have two dimensions, of which layers are the smaller."""
     for array in arrays:
         if array.is_norm and len(array.shape) == 2 and 1 not in array.shape:
-            block = array.words[:-1] if _NORM.search(array.words[-1]) else array.words[:-2]
-            dim = array.shape.index(min(array.shape))
-            yield block, dim, array.shape[dim]
+            block = array.words[:-1] if NORM.are_in(array.words[-1]) else array.words[:-2]
+            layers = min(array.shape)
+            yield block, array.shape.index(layers), layers
 
 
-def _stacks_by_shape(arrays: list[_Array]) -> Iterable[_Stack]:
+def _stacks_by_shape(arrays: list[_Array]) -> Iterator[_Stack]:
     """Yield blocks without such a norm: all their arrays begin alike."""
     blocks: dict[tuple[str, ...], list[_Array]] = defaultdict(list)
     for array in arrays:
@@ -327,16 +338,21 @@ def _stacks_by_shape(arrays: list[_Array]) -> Iterable[_Stack]:
                 blocks[array.words[:end]].append(array)
     routers = _experts_of_routers(arrays, None)
     for block, inside in blocks.items():
-        is_named = _STACK_NAMES.fullmatch(block[-1]) is not None
+        is_named = STACK.is_name(block[-1])
         if _are_stacked([array.shape for array in inside], is_named=is_named):
             layers = inside[0].shape[0]
-            around = set().union(*(routers[block[:end]] for end in range(len(block))))
-            if layers not in around and (is_named or not all(map(_is_no_stack, inside))):
+            may_be = is_named or not all(map(_is_no_stack, inside))
+            if may_be and layers not in _around(block, routers):
                 yield block, 0, layers
 
 
+def _around(words: tuple[str, ...], routers: Mapping[tuple[str, ...], set[int]]) -> set[int]:
+    """Return the numbers of experts of the routers in the blocks around these words."""
+    return set().union(*(routers[words[:end]] for end in range(len(words))))
+
+
 def _is_no_stack(array: _Array) -> bool:
-    return any(map(_NO_STACK.search, array.words)) or bool(_ATTENTION.fullmatch(array.name))
+    return NO_STACK.are_in(*array.words) or ATTENTION.is_name(array.name)
 
 
 def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
@@ -356,28 +372,15 @@ def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
 
 
 def _find_experts(arrays: list[_Array]) -> None:
-    """Find the dimensions of experts: by names, or as many as a router has outputs.
-
-    An array with a name of attention is one of experts if it is as large as another of them.
-    """
+    """Find the dimensions of experts: by names, or as many as a router has outputs."""
     routers = _experts_of_routers(arrays, _residual_width(arrays))
-    sizes: dict[int, Shape] = {}
-    for number, array in enumerate(arrays):
-        one = tuple(size for dim, size in enumerate(array.shape) if dim not in array.front)
-        around = set().union(*(routers[array.words[:end]] for end in range(len(array.words))))
-        if one and one[0] in around and not any(map(_NOT_EXPERTS.search, array.words)):
-            sizes[number] = tuple(sorted(one))
-    kernels = {
-        size
-        for number, size in sizes.items()
-        if len(size) > 2 and not _ATTENTION.fullmatch(arrays[number].name)
-    }
-    for number, array in enumerate(arrays):
-        size = sizes.get(number)
-        is_routed = size is not None and (size in kernels or bool(kernels and array.is_vector))
+    for array in arrays:
         rest = [dim for dim in range(len(array.shape)) if dim not in array.front]
-        is_apart = len(rest) > (1 if array.is_vector else 2) and array.numbered_experts == 1
-        if is_apart and (is_routed or _is_of_experts(array.words)):
+        if len(rest) <= (1 if array.is_vector else 2) or array.numbered_experts > 1:
+            continue
+        is_routed = array.shape[rest[0]] in _around(array.words, routers)
+        is_apart = NO_EXPERTS.are_in(*array.words)
+        if (is_routed and not is_apart) or _is_of_experts(array.words):
             array.front[rest[0]] = "experts"
 
 
@@ -388,7 +391,7 @@ def _experts_of_routers(arrays: list[_Array], width: int | None) -> dict[tuple[s
     """
     experts_in: dict[tuple[str, ...], set[int]] = defaultdict(set)
     for array in arrays:
-        if len(array.rest) == 2 and not array.is_vector and _ROUTER.fullmatch(array.name):
+        if len(array.rest) == 2 and not array.is_vector and ROUTER.is_name(array.name):
             experts, other = sorted(array.shape[dim] for dim in array.rest)
             if width in (None, other):
                 experts_in[array.module[:-1]].add(experts)
@@ -476,7 +479,7 @@ def _is_router(array: _Array, counts: set[int]) -> bool:
     if not (ins and outs) or array.is_lookup or array.experts > 1:
         return False
     sizes = (prod(array.shape[dim] for dim in dims) for dims in (ins, outs))
-    return _ROUTER.fullmatch(array.name) is not None and min(sizes) in counts
+    return ROUTER.is_name(array.name) and min(sizes) in counts
 
 
 def _dims(array: _Array, widths: frozenset[int]) -> Dims:
@@ -492,7 +495,8 @@ def _dims(array: _Array, widths: frozenset[int]) -> Dims:
         of_free, is_known = _sides_of_kernel(array, widths)
         sides |= of_free
     sides |= array.front
-    return Dims(tuple(sides[dim] for dim in range(len(array.shape))), is_known)
+    columns = tuple(dim for dim in sides if dim not in array.contracted)
+    return Dims(tuple(sides.values()), columns, is_known, unit=array.head or 1)
 
 
 def _sides_of_kernel(array: _Array, widths: frozenset[int]) -> tuple[dict[int, Side], bool]:
@@ -501,13 +505,13 @@ def _sides_of_kernel(array: _Array, widths: frozenset[int]) -> tuple[dict[int, S
     residual = [dim for dim in free if shape[dim] in widths]
     # Names mean a kernel of attention, and no convolution in it.
     path = array.folded.pattern.lower()
-    has_heads = "conv" not in path and (array.is_attention or bool(_IN_ATTENTION.search(path)))
+    has_heads = "conv" not in path and (array.is_attention or IN_ATTENTION.are_in(path))
     is_split = len(free) > 2 and len(residual) == 1
     if _is_convolution(shape, free) and not (has_heads and is_split):
         return _sides_of_convolution(shape, free), True
     if is_split:
         first, *others = (dim for dim in free if dim != residual[0])
-        if shape[first] <= _FUSED and (len(others) > 1 or not has_heads):
+        if shape[first] <= _MOST_FUSED and (len(others) > 1 or not has_heads):
             return {residual[0]: "residual", first: "fused", **_of_heads(array, others)}, True
         return {residual[0]: "residual", **_of_heads(array, [first, *others])}, True
     if len(free) > 3:
@@ -538,7 +542,7 @@ def _hidden(
 def _of_heads(array: _Array, dims: list[int]) -> dict[int, Side]:
     """Name the hidden sides of a kernel, such as heads and the size of one."""
     first, *others = dims
-    if others and any(array.shape[first] == n and of.fullmatch(array.name) for n, of in _FUSES):
+    if others and any(array.shape[first] == n and of.is_name(array.name) for n, of in FUSED):
         return {first: "fused", **_of_heads(array, others)}
     return {first: "heads" if others else "hidden", **dict.fromkeys(others, "head")}
 
@@ -572,12 +576,65 @@ def _with_tensor(array: _Array, dims: Dims, queries: int, width: int, counts: se
     """
     if dims.is_vector:
         return dims
-    if _is_router(array, counts) or (array.is_attention and _TO_LATENT.fullmatch(array.name)):
+    if _is_router(array, counts) or (array.is_attention and TO_LATENT.is_name(array.name)):
         return dims._replace(tensor="none")
     hidden = _hidden_size(array, dims)
-    if not (array.is_attention and _KEYS.fullmatch(array.name) and hidden < queries):
+    if not (array.is_attention and KEYS.is_name(array.name) and hidden < queries):
         return dims
     head = _HEAD if width >= _SMALL else _HEAD // 2
-    if "hidden" in dims.sides and hidden % head == 0:
+    if not array.head and "hidden" in dims.sides and hidden % head == 0:
         dims = dims._replace(unit=head, is_assumed=True)
     return dims._replace(tensor="heads")
+
+
+class Projection(NamedTuple):
+    """A projection to or from attention heads."""
+
+    folded: Folded
+    dim: int
+    """The dimension of all heads together; the size of one where heads have their own."""
+    head: int | None
+    """Size of a head; None if nothing tells it."""
+
+
+def projections(plan: Plan, head_dim: int | None = None) -> list[Projection]:
+    """Find the projections of attention, by names.
+
+    The size of a head is `head_dim`, or that of the norm of single heads beside them: norms of all
+    heads together have other sizes, for queries and for keys.
+    """
+    found: list[tuple[Folded, tuple[str, ...], int]] = []
+    widths: dict[tuple[str, ...], int] = defaultdict(int)
+    norms: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    for folded in plan.folded:
+        shape = plan.kinds[folded.group].shape
+        if not shape or not IN_ATTENTION.are_in(plan.paths[folded.rows.item(0)].lower()):
+            continue
+        words = [_SET.sub("#", word).lower() for word in components_of(folded)]
+        is_bare = TO_HEADS.is_name(words[-1]) or FROM_HEADS.is_name(words[-1])
+        array = "" if is_bare else words.pop()
+        name = words.pop() if words else ""
+        module = tuple(words)
+        if HEAD_NORM.is_name(name):
+            norms[module].add(shape[-1])
+        to_heads = TO_HEADS.is_name(name)
+        is_from = FROM_HEADS.is_name(name) and len(shape) > 1
+        if (to_heads or is_from) and IN_ATTENTION.are_in(*module):
+            # Torch's weights are [out, in], all others [in, out]; a bias is [out].
+            first = len(shape) > 1 and to_heads == (array == "weight")
+            dim = len(shape) - (2 if first else 1)
+            widths[module] = max(widths[module], shape[dim])
+            found.append((folded, module, dim))
+    heads = {
+        module: head_dim or size
+        for module, (size, *others) in norms.items()
+        if not others and 1 < size < widths[module]
+    }
+    result = []
+    for folded, module, dim in found:
+        shape, head = plan.kinds[folded.group].shape or (), heads.get(module, head_dim)
+        # Heads may have a dimension of their own, beside that of a head.
+        is_apart = len(shape) > 2 and head in shape[-2:]
+        of_head = len(shape) - (1 if shape[-1] == head else 2)
+        result.append(Projection(folded, of_head if is_apart else dim, head))
+    return result

@@ -188,26 +188,20 @@ def with_followers(
     kernels: dict[Axes, list[int]] = {}
     for number, unit in enumerate(units):
         if not unit.dims.is_vector:
-            kernels.setdefault(_parameter_names(unit)[:-1], []).append(number)
+            kernels.setdefault(unit.names[:-1], []).append(number)
     joined_cuts = list(cuts)
     for number, unit in enumerate(units):
         if not unit.dims.is_vector:
             continue
-        *module, name = _parameter_names(unit)
+        *module, name = unit.names
         for kernel in kernels.get(tuple(module), ()):
-            if _belongs(name, _parameter_names(units[kernel])[-1], len(kernels[*module])):
+            if _belongs(name, units[kernel].names[-1], len(kernels[*module])):
                 followed = dict(_followed_kernel(unit, units[kernel], cuts[kernel], name))
                 joined = _joined_axes(unit.shape, followed, cuts[number], axis_sizes)
                 if shard_count(joined, axis_sizes) >= shard_count(cuts[number], axis_sizes):
                     joined_cuts[number] = joined
                 break
     return joined_cuts
-
-
-def _parameter_names(unit: Unit) -> tuple[str, ...]:
-    """Return the words of its path, without the `value` of flax nnx."""
-    names = tuple(word.text for word in unit.words)
-    return names[:-1] if len(names) > 1 and names[-1] == "value" else names
 
 
 def _belongs(name: str, kernel: str, kernels: int) -> bool:
@@ -224,7 +218,7 @@ def _followed_kernel(unit: Unit, kernel: Unit, cuts: Cuts, name: str) -> Iterato
     if _SCALES.fullmatch(name) and 1 < len(unit.shape) <= len(shape):
         yield from ((dim, cuts[dim]) for dim in range(len(unit.shape)) if cuts[dim])
         return
-    columns = [*kernel.columns]
+    columns = [*kernel.dims.columns]
     for dim, size in enumerate(unit.shape):
         column = next((column for column in columns if shape[column] == size), None)
         if column is not None:

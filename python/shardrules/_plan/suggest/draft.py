@@ -19,23 +19,20 @@ from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._plan.plan import Plan
 from shardrules._plan.suggest.choose import Axes, Cuts, choose, with_followers
 from shardrules._plan.suggest.patterns import (
-    NUMBER,
     TIGHTEST,
-    AmbiguousError,
     Label,
-    Path,
     Phrase,
     least_tightness,
     pattern_of,
     phrases,
 )
+from shardrules._plan.suggest.units import NUMBER, Path, Unit
 from shardrules._rules.patterns import Pattern, pattern_shown
 from shardrules._rules.rules import Rules, rules_like
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._plan.suggest.units import Unit
     from shardrules._rules.dialects import Dialect
 
 _MOST_NAMES: Final = 64
@@ -86,119 +83,34 @@ def is_spared(spec: Any, axis_sizes: Mapping[str, int]) -> bool:
     return "tensor" not in used and bool(used or not others)
 
 
-def draft(
-    units: list[Unit],
-    axis_sizes: Mapping[str, int],
-    dialect: Dialect,
-    tightness: int = 0,
-    *,
-    entries: Mapping[Axes, Any] | None = None,
-    siblings: Mapping[Any, set[Cuts]] | None = None,
-) -> Draft:
-    """Write rules for leaves that have none; patterns are as tight as `pattern_of` has it.
+def draft(current: Plan, units: Iterable[Unit], tightness: int = 0) -> Draft:
+    """Keep the rules of a plan that decide leaves, and write rules for all other leaves.
 
-    `entries` are those with which other rules of the list write axes: there they may name axes of
-    one device, which are larger elsewhere. `siblings` says how other rules cut leaves, by
-    `_sibling_keys`: those of one module are cut alike.
+    Patterns are as tight as `pattern_of` has it.
     """
-    uses = uses_of(axis_sizes)
-    cuts = with_followers(units, choose(units, axis_sizes, uses), axis_sizes)
-    if siblings:
-        cuts = [_copied(unit, siblings) or cut for unit, cut in zip(units, cuts, strict=True)]
-    spared = {axis for axis, size in axis_sizes.items() if size > 1 and uses[axis] == "tensor"}
-    labels = [
-        _label_of(unit, of_unit, spared, entries or {})
-        for unit, of_unit in zip(units, cuts, strict=True)
-    ]
-    return _rules_for_labels(units, labels, dialect, tightness)
-
-
-def draft_of_specs(
-    units: Iterable[Unit], specs: Mapping[str, Entries | RuleSpec], dialect: Dialect, tightness: int
-) -> Draft:
-    """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more."""
-    parts: list[Unit] = []
-    labels: list[Label] = []
-    for unit in units:
-        rows_of: dict[Label, list[int]] = defaultdict(list)
-        for row in unit.folded.rows.tolist():
-            spec = specs[unit.paths[int(row)]]
-            rows_of[Label(spec, is_plain=spec == Entries(), is_known=True)].append(row)
-        parts += map(unit.with_rows, rows_of.values())
-        labels += rows_of
-    return _rules_for_labels(parts, labels, dialect, tightness, joins=True)
-
-
-def _rules_for_labels(
-    units: Sequence[Unit],
-    labels: Sequence[Label],
-    dialect: Dialect,
-    tightness: int,
-    *,
-    joins: bool = False,
-) -> Draft:
-    """Write rules for units with labels; those of one spec are joined, if they are to be few."""
-    labelled = _with_numbers(list(zip(units, labels, strict=True)), dialect)
-    units, labels = [unit for unit, _ in labelled], [label for _, label in labelled]
-    ends = _phrases(units, labels)
-    pairs, of_rules = _loosest_patterns(ends, units, dialect, tightness)
-    if joins:
-        pairs, of_rules = _joined_rules(ends, pairs, of_rules)
-    return Draft(Rules(pairs, dialect), of_rules)
-
-
-def _joined_rules(
-    phrases: Sequence[Phrase], pairs: _Pairs, of_rules: list[tuple[Unit, ...]]
-) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
-    """Join all rules of what is whole; and of others with one spec the shortest, if they are many.
-
-    A pattern matches its own paths alone, so that their order does not matter; patterns with
-    numbers stay before those that leave these open.
-    """
-    patterns: list[tuple[str, ...]] = [(str(pattern),) for pattern, _ in pairs]
-    units, labels = list(of_rules), [phrase.label for phrase in phrases]
-    while True:
-        alike = [
-            (not labels[first].is_plain, sum(map(len, patterns[first] + patterns[second])), first,
-             second)
-            for first, second in itertools.combinations(range(len(labels)), 2)
-            if labels[first] == labels[second] and not labels[first].is_numbered
-        ]  # fmt: skip
-        is_sharded, _, first, second = min(alike, default=(True, 0, 0, 0))
-        if not alike or (is_sharded and len(labels) <= MOST_RULES):
-            break
-        patterns[first] += patterns.pop(second)
-        units[first] += units.pop(second)
-        del labels[second]
-    texts = [names[0] if len(names) == 1 else f"({'|'.join(names)})" for names in patterns]
-    return [(text, label.value) for text, label in zip(texts, labels, strict=True)], units
-
-
-def mended(plan: Plan, units: list[Unit], tightness: int = 0) -> Draft:
-    """Keep the rules of a plan that decide leaves, and write rules for all other leaves."""
-    rules = plan._leaves.path_rules
+    rules, sizes = current._leaves.path_rules, current.axis_sizes
     assert rules is not None
-    context = CheckContext(plan, DEFAULT_LARGE, NOTHING, None)
-    kept = [
-        rule
-        for rule, won in enumerate(plan.coverage.won)
-        if won and rule not in context.silent_catch_alls
+    catch_alls = CheckContext(current, DEFAULT_LARGE, NOTHING).silent_catch_alls
+    won = current.coverage.won
+    kept = [rule for rule in range(len(rules)) if won[rule] and rule not in catch_alls]
+    of_rules = [
+        [part for unit in units for part in unit.where(mask)]
+        for mask in (~np.isin(current.rule, kept), *(current.rule == rule for rule in kept))
     ]
-    undecided = ~np.isin(plan.rule, kept)
-    rest = [part for unit in units for part in unit.where(undecided)]
-    of_kept = [
-        tuple(part for unit in units for part in unit.where(plan.rule == rule)) for rule in kept
+    rest, *of_kept = of_rules
+    uses = uses_of(sizes)
+    cuts = with_followers(rest, choose(rest, sizes, uses), sizes)
+    siblings = _cuts_of_siblings(rules, kept, of_kept)
+    cuts = [_copied(unit, siblings) or cut for unit, cut in zip(rest, cuts, strict=True)]
+    spared = {axis for axis, size in sizes.items() if size > 1 and uses[axis] == "tensor"}
+    entries = _entries_of(rules, kept, current)
+    labelled = [
+        (unit, _label_of(unit, of_unit, spared, entries))
+        for unit, of_unit in zip(rest, cuts, strict=True)
     ]
-    added = draft(
-        rest,
-        plan.axis_sizes,
-        rules.dialect,
-        tightness,
-        entries=_entries_of(rules, kept, plan),
-        siblings=_cuts_of_siblings(rules, kept, of_kept),
-    )
+    added = _rules_for_labels(labelled, rules.dialect, tightness)
     pairs = [*(rules[rule] for rule in kept), *added.rules]
-    return Draft(rules_like(rules, pairs), [*of_kept, *added.units])
+    return Draft(rules_like(rules, pairs), [*map(tuple, of_kept), *added.units])
 
 
 def _entries_of(rules: Rules, kept: list[int], plan: Plan) -> dict[Axes, Any]:
@@ -218,7 +130,7 @@ def _entries_of(rules: Rules, kept: list[int], plan: Plan) -> dict[Axes, Any]:
 
 
 def _cuts_of_siblings(
-    rules: Rules, kept: list[int], of_kept: list[tuple[Unit, ...]]
+    rules: Rules, kept: list[int], of_kept: list[list[Unit]]
 ) -> dict[Any, set[Cuts]]:
     """Return how rules cut their leaves, by what siblings of these have in common."""
     siblings: dict[Any, set[Cuts]] = defaultdict(set)
@@ -252,28 +164,81 @@ def _sibling_keys(unit: Unit) -> list[Any]:
     return [(*words[:place], None, *words[len(words) + place + 1 :], array) for place in places]
 
 
+def draft_of_specs(
+    units: Iterable[Unit], specs: Mapping[str, Entries | RuleSpec], dialect: Dialect, tightness: int
+) -> Draft:
+    """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more."""
+    labelled: list[tuple[Unit, Label]] = []
+    for unit in units:
+        rows_of: dict[Label, list[int]] = defaultdict(list)
+        for row in unit.folded.rows.tolist():
+            spec = specs[unit.paths[int(row)]]
+            rows_of[Label(spec, is_plain=spec == Entries(), is_known=True)].append(row)
+        labelled += [(unit.with_rows(rows), label) for label, rows in rows_of.items()]
+    return _rules_for_labels(labelled, dialect, tightness, joins=True)
+
+
+def _rules_for_labels(
+    labelled: list[tuple[Unit, Label]], dialect: Dialect, tightness: int, *, joins: bool = False
+) -> Draft:
+    """Write rules for units with labels; those of one spec are joined, if they are to be few."""
+    labelled = _with_numbers(labelled, dialect)
+    ends, units = phrases(labelled), [unit for unit, _ in labelled]
+    for end in ends:
+        if any(len(word.names) > _MOST_NAMES for word in end.words):
+            raise ValueError(
+                f"{counted(len(end.units), 'path')}, such as {brief(units[end.units[0]].path)}, "
+                "have too many names for rules: give the specs themselves to plan, or cut each "
+                "array's largest dimension, with [('.*', shardrules.fsdp(axis))]"
+            )
+    pairs, of_rules = _loosest_patterns(ends, units, dialect, tightness)
+    if joins:
+        pairs, of_rules = _joined_rules(ends, pairs, of_rules)
+    return Draft(Rules(pairs, dialect), of_rules)
+
+
+def _joined_rules(
+    phrases: Sequence[Phrase], pairs: _Pairs, of_rules: list[tuple[Unit, ...]]
+) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
+    """Join all rules of what is whole; and of others with one spec the shortest, if they are many.
+
+    A pattern matches its own paths alone, so that their order does not matter; patterns with
+    numbers stay before those that leave these open.
+    """
+    patterns: list[tuple[str, ...]] = [(str(pattern),) for pattern, _ in pairs]
+    units, labels = list(of_rules), [phrase.label for phrase in phrases]
+    while True:
+        alike = [
+            (not labels[first].is_plain, sum(map(len, patterns[first] + patterns[second])), first,
+             second)
+            for first, second in itertools.combinations(range(len(labels)), 2)
+            if labels[first] == labels[second] and not labels[first].is_numbered
+        ]  # fmt: skip
+        is_sharded, _, first, second = min(alike, default=(True, 0, 0, 0))
+        if not alike or (is_sharded and len(labels) <= MOST_RULES):
+            break
+        patterns[first] += patterns.pop(second)
+        units[first] += units.pop(second)
+        del labels[second]
+    texts = [names[0] if len(names) == 1 else f"({'|'.join(names)})" for names in patterns]
+    return [(text, label.value) for text, label in zip(texts, labels, strict=True)], units
+
+
 def _label_of(unit: Unit, cuts: Cuts, spared: set[str], entry_by_axes: Mapping[Axes, Any]) -> Label:
     """Label a unit; `spared` are the axes that some kernels are not sharded by on purpose."""
-    value: Any = Entries(trimmed(entry_by_axes.get(axes, entry_of(axes)) for axes in cuts))
-    if units := _head_units(unit, cuts):
-        value = RuleSpec(value, units=units)
     dims = unit.dims
+    value: Any = Entries(trimmed(entry_by_axes.get(axes, entry_of(axes)) for axes in cuts))
+    if dims.unit > 1 and not dims.is_assumed and "hidden" in dims.sides:
+        hidden = dims.sides.index("hidden")
+        # Axes that compute keep heads whole on other meshes, too. Units bind all axes, and along
+        # those of fsdp heads may be cut.
+        if cuts[hidden] and not any(map(is_gathered, cuts[hidden])):
+            value = RuleSpec(value, units=(*[1] * hidden, dims.unit))
     sides = tuple(side for side, axes in zip(dims.sides, cuts, strict=True) if axes)
     used = {axis for axes in cuts for axis in axes}
     has_spared = dims.tensor != "any" and bool(spared) and spared.isdisjoint(used)
     meaning = (dims.is_vector, dims.is_vector or sides, has_spared)
     return Label(value, dims.is_vector, dims.is_known, meaning)
-
-
-def _head_units(unit: Unit, cuts: Cuts) -> tuple[int, ...]:
-    """Return units that keep heads whole on other meshes, if axes that compute shard them."""
-    if unit.dims.unit == 1 or unit.dims.is_assumed or "hidden" not in unit.dims.sides:
-        return ()
-    hidden = unit.dims.sides.index("hidden")
-    # Units bind all axes, and along those of fsdp heads may be cut.
-    if not cuts[hidden] or any(map(is_gathered, cuts[hidden])):
-        return ()
-    return (*[1] * hidden, unit.dims.unit)
 
 
 def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[tuple[Unit, Label]]:
@@ -293,31 +258,6 @@ def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[
     return told_apart
 
 
-def _phrases(units: list[Unit], labels: list[Label]) -> list[Phrase]:
-    depths = []
-    for unit in units:
-        numbers = [place for place, word in enumerate(unit.words) if NUMBER in word.text]
-        is_outside = not numbers and "layers" not in unit.dims.sides
-        depths.append(0 if is_outside else len(unit.words) - (numbers or [0])[0])
-    try:
-        ends = phrases([unit.words for unit in units], labels, depths)
-    except AmbiguousError as error:
-        first, second, *_ = (units[number] for number in error.units)
-        raise ValueError(
-            f"two leaves have the path {brief(first.path)}, with the shapes {first.shape} and "
-            f"{second.shape}: rename one"
-        ) from None
-    for end in ends:
-        if any(len(word.names) > _MOST_NAMES for word in end.words):
-            path = brief(units[end.units[0]].path)
-            raise ValueError(
-                f"{counted(len(end.units), 'path')}, such as {path}, have "
-                "too many names for rules: give the specs themselves to plan, or cut each array's "
-                "largest dimension, with [('.*', shardrules.fsdp(axis))]"
-            )
-    return ends
-
-
 def _loosest_patterns(
     phrases: list[Phrase], units: Sequence[Unit], dialect: Dialect, least: int
 ) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
@@ -325,13 +265,12 @@ def _loosest_patterns(
 
     Patterns that leave numbers open may also match what patterns with numbers, before them, match.
     """
-    words = [unit.words for unit in units]
     tightness = [max(least, least_tightness(phrase)) for phrase in phrases]
     owner = {unit: number for number, phrase in enumerate(phrases) for unit in phrase.units}
     paths = [unit.path for unit in units]
     while True:
         pairs = [
-            (pattern_of(phrase, words, dialect, tight), phrase.label.value)
+            (pattern_of(phrase, units, dialect, tight), phrase.label.value)
             for phrase, tight in zip(phrases, tightness, strict=True)
         ]
         wrong = dict(_mismatches(Rules(pairs, dialect), paths, owner, phrases))
@@ -353,11 +292,10 @@ def _mismatches(
 ) -> Iterator[tuple[int, str]]:
     """Yield rules that match a path of another, or miss one of their own, and a path of each."""
     for unit, path in enumerate(paths):
-        mine = owner.get(unit)
-        matches = rules.all_matches(path)
-        if mine is not None and mine not in matches:
+        mine, matches = owner[unit], rules.all_matches(path)
+        if mine not in matches:
             yield mine, path
         for rule in matches:
-            is_later = mine is not None and rule > mine and phrases[mine].label.is_numbered
+            is_later = rule > mine and phrases[mine].label.is_numbered
             if rule != mine and not is_later:
                 yield rule, path

@@ -1,4 +1,4 @@
-"""Splits paths into words, and writes patterns: the shortest ends of paths that tell labels apart.
+"""Writes patterns: the shortest ends of paths that tell labels apart.
 
 A phrase has as few words as tell its leaves from those of other labels, and those that a reader
 wants; leaves of one label that differ in one word share a phrase.
@@ -12,149 +12,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
-
-from shardrules._rules.patterns import Pattern
+from shardrules._base.text import brief
+from shardrules._plan.suggest.units import NUMBER, Path, Unit, Word
 
 if TYPE_CHECKING:
-    from shardrules._plan.fold import Folded
     from shardrules._rules.dialects import Dialect
+    from shardrules._rules.patterns import Pattern
 
-NUMBER: Final = "\0#"
-"""Stands for a number, in a `Word`; no path of a model has it."""
-_NUMBERS: Final = re.compile(r"[0-9]+")
-# The last word has what stands behind it, such as the bracket of JAX's `keystr`.
-_WORD: Final = re.compile(r"([/.\[\]']*)([^/.\[\]']+(?:[/.\[\]']+\Z)?)")
-# Distinct numbers of a name, at most, that are names of their own, such as w1 and w3.
-_MOST_NUMBERS: Final = 4
-
-
-class Word(NamedTuple):
-    """Word of a path, and the text between it and the word before."""
-
-    before: str
-    text: str
-    """With NUMBER in the place of numbers that are left open."""
-
-
-Path = tuple[Word, ...]
 _START: Final = Word("", "\0^")
-
-
-def apart(folded: Iterable[Folded], paths: Sequence[str]) -> Iterator[Folded]:
-    """Yield folded paths with names such as w1 and w3 apart.
-
-    A folded path `mlp/w{1,3}/kernel` becomes two; `layers_{0..31}/w` and `layers/{0,1}/w` stay.
-    """
-    for path in folded:
-        parts = path.parts
-        names = [place for place in range(1, len(parts), 2) if _is_name(parts, place)]
-        rows_of: dict[tuple[str, ...], list[int]] = defaultdict(list)
-        rows = path.rows.tolist() if names else []
-        for row, numbers in zip(
-            rows, _numbers_in(parts[::2], map(paths.__getitem__, rows)), strict=True
-        ):
-            rows_of[tuple(numbers[place // 2] for place in names)].append(row)
-        for numbers, of_numbers in rows_of.items():
-            text_of = dict(zip(names, numbers, strict=True))
-            # Numbers of names become text.
-            joined = [parts[0]]
-            for place in range(1, len(parts), 2):
-                if place in text_of:
-                    joined[-1] += text_of[place] + parts[place + 1]
-                else:
-                    joined += parts[place : place + 2]
-            yield path._replace(parts=tuple(joined), rows=np.array(of_numbers, np.intp))
-        if not names:
-            yield path
-
-
-def _numbers_in(texts: Iterable[str], paths: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the numbers of each path, which stand between these texts."""
-    pattern = re.compile("([0-9]+)".join(map(re.escape, texts)))
-    for path in paths:
-        match = pattern.fullmatch(path)
-        yield match.groups() if match else ()
-
-
-def _is_name(parts: tuple[str, ...], place: int) -> bool:
-    """Say whether the numbers there end a few names, of arrays or their modules."""
-    before = parts[place - 1]
-    is_inside = bool(before) and before[-1] not in "/.[]'"
-    words_behind = len(_WORD.findall("".join(parts[place + 1 :])))
-    ends = [run.split("..") for run in parts[place].strip("{}").split(",")]
-    count = sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
-    return is_inside and words_behind <= 1 and count <= _MOST_NUMBERS
-
-
-def words_of(folded: Sequence[Folded]) -> list[Path]:
-    """Split folded paths into words.
-
-    A number that is a word is left open, as is one inside of a name that has many.
-    """
-    split = [_split_path(path.parts) for path in folded]
-    # A name with many numbers may be folded in parts, with a few numbers each.
-    texts_of: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    for words in split:
-        stem: tuple[str, ...] = ()
-        for word in words:
-            bare = _bare_words(word)
-            # What stands before names the place; numbers in it do not.
-            texts_of[(*stem, bare) if bare != word.text else ("",)].add(word.text)
-            stem = (*stem, bare)
-    open_names = {stem[-1] for stem, texts in texts_of.items() if len(texts) > _MOST_NUMBERS}
-    # A name that is left open in one place is so in all: patterns could not tell them apart.
-    open_names.update(word.text for words in split for word in words if NUMBER in word.text)
-    open_names.discard(NUMBER)
-    if not open_names:
-        return split
-    return [
-        tuple(_opened(word) if _bare_words(word) in open_names else word for word in words)
-        for words in split
-    ]
-
-
-def _bare_words(word: Word) -> str:
-    return _NUMBERS.sub(NUMBER, word.text)
-
-
-def _opened(word: Word) -> Word:
-    return word._replace(text=_bare_words(word))
-
-
-def _split_path(parts: tuple[str, ...]) -> Path:
-    text = "".join(NUMBER if place % 2 else part for place, part in enumerate(parts))
-    words = [
-        Word(before, NUMBER if _NUMBERS.fullmatch(word) else word)
-        for before, word in _WORD.findall(text)
-    ]
-    return tuple(words) or (Word("", text),)
-
-
-def numbered(words: Path, paths: Iterable[str]) -> Iterator[Path]:
-    """Yield the words of each of these paths, with its numbers in the place of open ones."""
-    texts = "".join(word.before + word.text for word in words).split(NUMBER)
-    split = [(word, word.text.split(NUMBER)) for word in words]
-    for numbers in map(iter, _numbers_in(texts, paths)):
-        yield tuple(
-            word._replace(text=first + "".join(next(numbers) + text for text in rest))
-            for word, (first, *rest) in split
-        )
-
-
 # The order in which phrases that differ in one word become one: modules, then arrays, then what is
 # around them.
 _PLACES: Final = (-2, -1, -3, -4, -5, -6)
 # Any path of flax nnx may end so.
 _OF_NNX: Final = "value"
-
-
-class AmbiguousError(Exception):
-    """Paths with the same words have several labels."""
-
-    def __init__(self, units: list[int]) -> None:
-        super().__init__(units)
-        self.units: Final = units
 
 
 class Label(NamedTuple):
@@ -183,99 +53,106 @@ class Phrase(NamedTuple):
     """Ends of some paths."""
 
     label: Label
-    place: int
-    """Phrases of one place in the model may become one."""
+    depth: int
+    """Of the words inside of a layer, 0 outside: phrases of one depth may become one."""
     words: tuple[Choice, ...]
     units: tuple[int, ...]
-    """Indices of the paths, ascending."""
+    """Indices of the units, ascending."""
 
 
-def phrases(paths: Sequence[Path], labels: Sequence[Label], places: Sequence[int]) -> list[Phrase]:
+class _Leaf(NamedTuple):
+    """A unit while its phrase is looked for."""
+
+    number: int
+    unit: Unit
+    label: Label
+    opened: Path
+    """Its words with all numbers left open."""
+
+
+def phrases(labelled: Iterable[tuple[Unit, Label]]) -> list[Phrase]:
     """Find phrases that tell the labels apart, in the order of their first paths.
 
     Those with numbers come first, plain ones last.
 
-    Args:
-        paths: Words of each folded path. Those with equal words have one label.
-        labels: Label of each folded path.
-        places: Depth of each folded path inside of a layer; 0 outside of layers.
+    Raises:
+        ValueError: Leaves with the same words have several labels.
     """
-    ends = list(_ends(paths, labels, places))
+    leaves = [
+        _Leaf(number, unit, label, tuple([word.opened() for word in unit.words]))
+        for number, (unit, label) in enumerate(labelled)
+    ]
+    ends = list(_ends(leaves))
     for place in _PLACES:
-        ends = list(_merged_phrases(ends, place))
+        ends = list(_merged(ends, place))
     return sorted(
         ends, key=lambda phrase: (not phrase.label.is_numbered, phrase.label.is_plain, phrase.units)
     )
 
 
-def _ends(
-    paths: Sequence[Path], labels: Sequence[Label], places: Sequence[int]
-) -> Iterator[Phrase]:
+def _ends(leaves: list[_Leaf]) -> Iterator[Phrase]:
     """Yield for each path the shortest end that only its label has, and that says something."""
     # Paths that differ only in numbers are looked at together: a pattern may leave them open.
-    opened = [tuple(map(_opened, path)) for path in paths]
-    pending = [list(range(len(paths)))]
+    pending = [leaves]
     length = 0
     while pending:
         length += 1
-        longer: dict[Any, list[int]] = defaultdict(list)
-        for number, units in enumerate(pending):
-            for unit in units:
-                longer[number, _word(opened[unit], length)].append(unit)
+        longer: dict[Any, list[_Leaf]] = defaultdict(list)
+        for number, alike in enumerate(pending):
+            for leaf in alike:
+                longer[number, _word(leaf.opened, length)].append(leaf)
         pending = []
-        for units in longer.values():
-            of_end: dict[Path, list[int]] = defaultdict(list)
-            for unit in units:
-                path = paths[unit]
-                end = path[-length:] if length <= len(path) else (_START, *path)
-                of_end[end].append(unit)
-            if _is_ready(of_end, units, paths, opened, labels):
-                for end, of_units in of_end.items():
-                    yield _phrase(end, of_units, paths, labels, places)
+        for alike in longer.values():
+            of_end: dict[Path, list[_Leaf]] = defaultdict(list)
+            for leaf in alike:
+                words = leaf.unit.words
+                of_end[words[-length:] if length <= len(words) else (_START, *words)].append(leaf)
+            if _is_ready(of_end, alike):
+                for end, of_this in of_end.items():
+                    yield _phrase(end, of_this)
             else:
-                pending.append(units)
+                pending.append(alike)
 
 
-def _is_ready(
-    of_end: dict[Path, list[int]],
-    units: list[int],
-    paths: Sequence[Path],
-    opened: Sequence[Path],
-    labels: Sequence[Label],
-) -> bool:
+def _is_ready(of_end: dict[Path, list[_Leaf]], leaves: list[_Leaf]) -> bool:
     """Say whether these ends tell labels apart, and each says something.
 
     Ends that differ only in numbers may have several labels, if their whole paths do as well.
     """
-    for end, of_units in of_end.items():
-        label = labels[of_units[0]]
-        has_several = any(labels[unit] != label for unit in of_units)
+    for end, of_this in of_end.items():
+        has_several = any(leaf.label != of_this[0].label for leaf in of_this)
         if has_several and end[0] == _START:
-            raise AmbiguousError(of_units)
-        if has_several or _says_little(end, label, paths, of_units):
+            first, second, *_ = (leaf.unit for leaf in of_this)
+            raise ValueError(
+                f"two leaves have the path {brief(first.path)}, with the shapes {first.shape} and "
+                f"{second.shape}: rename one"
+            )
+        if has_several or _says_little(end, of_this):
             return False
-    has_one = all(labels[unit] == labels[units[0]] for unit in units)
-    is_literal = not any(labels[unit].is_numbered for unit in units)
-    return has_one or is_literal or all(opened[unit] == opened[units[0]] for unit in units)
+    first_leaf, *others = leaves
+    has_one = all(leaf.label == first_leaf.label for leaf in others)
+    is_literal = not any(leaf.label.is_numbered for leaf in leaves)
+    return has_one or is_literal or all(leaf.opened == first_leaf.opened for leaf in others)
 
 
-def _phrase(
-    end: Path,
-    units: list[int],
-    paths: Sequence[Path],
-    labels: Sequence[Label],
-    places: Sequence[int],
-) -> Phrase:
-    label = labels[units[0]]
-    place = 0 if label.is_plain else min(places[unit] for unit in units)
-    if place and not label.is_plain and len(end) == 2:
+def _phrase(end: Path, leaves: list[_Leaf]) -> Phrase:
+    label = leaves[0].label
+    depth = 0 if label.is_plain else min([_depth(leaf.unit) for leaf in leaves])
+    if depth and len(end) == 2:
         # The word before, if that is the module of all of them inside of a layer.
-        first, *others = {_word(paths[unit], 3) for unit in units}
+        first, *others = {_word(leaf.unit.words, 3) for leaf in leaves}
         if not others and first != _START and NUMBER not in first.text:
             end = (first, *end)
     head, *tail = end
     words = (Choice("", (head.text,)), *(Choice(word.before, (word.text,)) for word in tail))
-    return Phrase(label, place, words, tuple(units))
+    return Phrase(label, depth, words, tuple([leaf.number for leaf in leaves]))
+
+
+def _depth(unit: Unit) -> int:
+    """Return how many words stand inside of a layer; 0 outside of layers."""
+    numbers = [place for place, word in enumerate(unit.words) if NUMBER in word.text]
+    is_outside = not numbers and "layers" not in unit.dims.sides
+    return 0 if is_outside else len(unit.words) - (numbers or [0])[0]
 
 
 def _word(path: Path, place: int) -> Word:
@@ -283,19 +160,19 @@ def _word(path: Path, place: int) -> Word:
     return path[-place] if place <= len(path) else _START
 
 
-def _says_little(end: Path, label: Label, paths: Sequence[Path], units: list[int]) -> bool:
+def _says_little(end: Path, leaves: list[_Leaf]) -> bool:
     """Say whether the next word belongs to it: a number means nothing without a name before."""
     first = end[0].text
     if first == _START.text:
         return False
     if first == NUMBER or first.isdecimal():
         return True
-    is_short = len(end) == 1
-    needs_module = not label.is_plain and all(len(paths[unit]) > 1 for unit in units)
-    return is_short and (first == _OF_NNX or needs_module)
+    is_module_long = all(len(leaf.opened) > 1 for leaf in leaves)
+    needs_module = not leaves[0].label.is_plain and is_module_long
+    return len(end) == 1 and (first == _OF_NNX or needs_module)
 
 
-def _merged_phrases(phrases: Iterable[Phrase], place: int) -> Iterator[Phrase]:
+def _merged(phrases: Iterable[Phrase], place: int) -> Iterator[Phrase]:
     """Merge phrases of one label that differ only in the word at this place."""
     groups: dict[Any, list[Phrase]] = defaultdict(list)
     for number, phrase in enumerate(phrases):
@@ -303,7 +180,7 @@ def _merged_phrases(phrases: Iterable[Phrase], place: int) -> Iterator[Phrase]:
         key: Any = number
         if len(words) >= -place and words[place].names[0] not in (_START.text, NUMBER):
             words[place] = Choice(words[place].before, ())
-            key = (phrase.label, phrase.place, tuple(words))
+            key = (phrase.label, phrase.depth, tuple(words))
         groups[key].append(phrase)
     for group in groups.values():
         group.sort(key=lambda phrase: phrase.units)
@@ -331,18 +208,16 @@ def least_tightness(phrase: Phrase) -> int:
     return 0 if letters >= _FEW else TIGHTEST
 
 
-def pattern_of(phrase: Phrase, paths: Sequence[Path], dialect: Dialect, tightness: int) -> Pattern:
+def pattern_of(phrase: Phrase, units: Sequence[Unit], dialect: Dialect, tightness: int) -> Pattern:
     """Write the phrase as a regex for the dialect."""
     start, *rest = phrase.words
+    behind = "".join(_escaped_word(word.before) + _names_of(word.names) for word in rest)
     if start.names == (_START.text,):
-        return (
-            "^" + "".join(_escaped_word(word.before) + _names_of(word.names) for word in rest) + "$"
-        )
+        return f"^{behind}$"
     is_full = dialect.match[-1] != "search"
-    regex = _names_of(start.names, is_loose=tightness == 0)
-    regex += "".join(_escaped_word(word.before) + _names_of(word.names) for word in rest)
+    regex = _names_of(start.names, is_loose=tightness == 0) + behind
     if tightness > 2:
-        regex = _beginning(phrase, paths, is_full=is_full) + regex
+        regex = _beginning(phrase, units, is_full=is_full) + regex
     elif is_full:
         regex = ".*" + regex
     return regex + "$" if tightness in (2, TIGHTEST) and not is_full else regex
@@ -372,10 +247,11 @@ def _common_words(sequences: Sequence[Sequence[str]]) -> list[str]:
     return [items[0] for items in places]
 
 
-def _beginning(phrase: Phrase, paths: Sequence[Path], *, is_full: bool) -> str:
+def _beginning(phrase: Phrase, units: Sequence[Unit], *, is_full: bool) -> str:
     """Write what stands before the phrase in its paths: nothing, or the end of another word."""
     length = len(phrase.words)
-    places = {(len(paths[unit]) == length, paths[unit][-length].before) for unit in phrase.units}
+    paths = [units[number].words for number in phrase.units]
+    places = {(len(path) == length, path[-length].before) for path in paths}
     any_start, start = (".*", "") if is_full else ("", "^")
     begins = [
         f"{start if is_first else any_start}{_escaped_word(before)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,10 +15,10 @@ from shardrules._base.text import brief, bytes_shown, mesh_shown
 from shardrules._plan.axis_uses import uses_of
 from shardrules._plan.findings import Declared
 from shardrules._plan.fold import parts_of
-from shardrules._plan.heads import projections
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
-from shardrules._plan.suggest.draft import Draft, draft, is_spared, mended
+from shardrules._plan.roles import projections
+from shardrules._plan.suggest.draft import Draft, draft, is_spared
 from shardrules._plan.suggest.patterns import TIGHTEST
 from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
 from shardrules._plan.suggest.units import Unit, units_of
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _AXES: Final = ("fsdp", "tp")
 _ADAM: Final = ("float32", "float32")
-_FEW: Final = 3
 _NO_TABLES: Final = (
     "suggest writes rules of paths. For logical axis names, libraries ship a table, such as "
     "MaxText's base.yml, which shardrules.read_rules reads"
@@ -119,7 +118,8 @@ def suggest(
     if devices is not None:
         over = _default_axes(units) if axes is None else strings("axes", axes)
         # Rules that use all axes, whatever their sizes will be.
-        on_any = bare.with_rules(draft(units, dict.fromkeys(over, 2), dialect).rules)
+        on_any = bare.with_rules(Rules((), dialect)).on_mesh(dict.fromkeys(over, 2))
+        on_any = bare.with_rules(draft(on_any, units).rules)
         best, *_ = on_any.sweep(
             devices=devices, axes=over, hbm=hbm, gradients=True, optimizer=moments
         )
@@ -130,27 +130,11 @@ def suggest(
         optional_axes=(),
         data_axes=tuple(axis for axis, use in uses.items() if use == "data"),
     )
-    current = None if like is None else bare.with_rules(_in_dialect(like, dialect))
-    rules, result = _decided_rows(model, bare, units, dialect, current)
+    given = Rules((), dialect) if like is None else _in_dialect(like, dialect)
+    rules, result = _decided_rows(model, bare.with_rules(given), units)
     declared["replicated"] = _replicated_patterns(rules, result, units)
     _check_room(result, hbm, moments)
-    return Suggestion(
-        result._declaring(declared), tuple(_rule_reasons(rules)), declared, _doubts(units)
-    )
-
-
-def _doubts(units: Sequence[Unit]) -> tuple[str, ...]:
-    """List what shapes and names leave open, and a step would tell."""
-    unknown = [brief(unit.pattern) for unit in units if not unit.dims.is_known]
-    assumed = [unit for unit in units if unit.dims.is_assumed]
-    doubts = [f"what contracts {path}" for path in unknown[:_FEW]]
-    if len(unknown) > _FEW:
-        doubts.append(f"the same of {len(unknown) - _FEW} more paths")
-    for unit in assumed[:1]:
-        doubts.append(
-            f"the size of a head of {brief(unit.pattern)}, assumed to be {unit.dims.unit}"
-        )
-    return tuple(doubts)
+    return Suggestion(result._declaring(declared), tuple(_rule_reasons(rules)), declared)
 
 
 def _dialect_for(model: Any, dialect: Any) -> Dialect:
@@ -195,24 +179,19 @@ def _bare_plan(
     return bare if on is None else bare.on_mesh(on)
 
 
-def _decided_rows(
-    model: Any, bare: Plan, units: list[Unit], dialect: Dialect, current: Plan | None
-) -> tuple[Draft, Plan]:
+def _decided_rows(model: Any, current: Plan, units: list[Unit]) -> tuple[Draft, Plan]:
     """Write rules, and plan the leaves under them so that each is decided by its own."""
     for tightness in (0, TIGHTEST):
-        if current is None:
-            rules = draft(units, bare.axis_sizes, dialect, tightness)
-        else:
-            rules = mended(current, units, tightness)
+        written = draft(current, units, tightness)
         # The tree itself decides: paths as texts may hide where a key ends.
-        is_plan = isinstance(model, Plan)
-        result = bare.with_rules(rules.rules) if is_plan else plan(model, rules.rules, bare.mesh)
-        strays = rules.strays(result.rule)
+        is_plan, rules = isinstance(model, Plan), written.rules
+        result = current.with_rules(rules) if is_plan else plan(model, rules, current.mesh)
+        strays = written.strays(result.rule)
         if not strays:
-            return rules, result
+            return written, result
     raise ValueError(
-        f"{brief(result.paths[strays[0]])}: no pattern of the dialect {dialect.name} tells it from "
-        "other paths: rename it, or choose another dialect"
+        f"{brief(result.paths[strays[0]])}: no pattern of the dialect {rules.dialect.name} tells "
+        "it from other paths: rename it, or choose another dialect"
     )
 
 
@@ -262,7 +241,8 @@ def _rule_reasons(rules: Draft) -> Iterator[Reason]:
             pattern,
             leaves=sum(unit.leaves for unit in units),
             bytes=sum(unit.bytes for unit in units),
-            paths=tuple(unit.pattern for unit in units),
+            paths=tuple(unit.folded.pattern for unit in units),
             dims=tuple(CutReason(dim, *cut) for dim, cut in enumerate(sides)),
             is_understood=all(unit.dims.is_known for unit in units),
+            assumed_head=next((unit.dims.unit for unit in units if unit.dims.is_assumed), None),
         )

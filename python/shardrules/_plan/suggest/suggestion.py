@@ -64,10 +64,14 @@ class Reason(NamedTuple):
     """Dimensions of the first leaf."""
     is_understood: bool
     """True if shapes and names tell the roles of all dimensions."""
+    assumed_head: int | None = None
+    """Size of a head that nothing tells, and that is assumed; None if none is."""
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, self.dims)) or "no dimension"
         doubt = "" if self.is_understood else "; not understood: cut where that is safe"
+        if self.assumed_head:
+            doubt += f"; heads of {self.assumed_head} are assumed: give head_dim"
         return printable(
             f"rule {self.rule} {pattern_shown(self.pattern)}: {counted(self.leaves, 'leaf')} of "
             f"{bytes_shown(self.bytes)}: {dims}{doubt}"
@@ -86,17 +90,10 @@ class Suggestion:
         rule 0 up/kernel: 1 leaf of 65.5 kB: residual 64 by fsdp, hidden 256 by tp
     """
 
-    def __init__(
-        self,
-        _plan: Plan,
-        _reasons: tuple[Reason, ...],
-        _declared: Declared,
-        _doubts: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, _plan: Plan, _reasons: tuple[Reason, ...], _declared: Declared) -> None:
         self._plan = _plan
         self._reasons = _reasons
         self._declared = _declared
-        self._doubts = _doubts
 
     @property
     def rules(self) -> Rules:
@@ -256,7 +253,4 @@ class Suggestion:
         return notes
 
     def __str__(self) -> str:
-        lines = [self._heading, *map(str, self._reasons), *map(str, self.warnings)]
-        if self._doubts:
-            lines.append(printable(f"a step would tell {'; '.join(self._doubts)}"))
-        return "\n".join(lines)
+        return "\n".join([self._heading, *map(str, self._reasons), *map(str, self.warnings)])
