@@ -298,7 +298,7 @@ def solve(args: Args) -> None:
     """
     from shardrules._cli import inputs
     from shardrules._cli.advice import constraint_lines, solved, solver_notes
-    from shardrules._program.solve.suggested import suggestion_of
+    from shardrules._program.solve.rules import suggestion_of
 
     _check_targets({"--html": args.html}, ())
     hbm = inputs.memory("--hbm", "a device", args.hbm)

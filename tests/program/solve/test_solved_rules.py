@@ -8,9 +8,10 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules._base.specs import entries_of, entry_axes
+from shardrules._base.rule_specs import RuleSpec
+from shardrules._base.specs import Entries, entries_of, entries_of_cuts, entry_axes
 from shardrules._plan.suggest.draft import MOST_RULES
-from shardrules._program.solve.rules import with_cuts
+from shardrules._program.solve.rules import with_specs
 from tests.support import models
 from tests.support.models import array
 
@@ -30,6 +31,13 @@ def cuts_of(plan):
 
 def bare(tree, mesh=MESH):
     return sr.plan(tree, [(".*", ())], mesh)
+
+
+def with_cuts(plan, cuts, heads=None):
+    """Plan by rules that give each path its cuts; heads have units."""
+    specs = {path: Entries(entries_of_cuts(rows)) for path, rows in cuts.items()}
+    units = {path: RuleSpec(specs[path], units=heads[path]) for path in heads or ()}
+    return with_specs(plan, specs | units)
 
 
 def spec_text(value):
@@ -106,15 +114,6 @@ def test_many_specs_are_still_exact_where_paths_are_random():
         wanted = {path: shuffle.choice(choices) for path in tree}
         plan = with_cuts(bare(tree), wanted)
         assert cuts_of(plan) == wanted
-
-
-def test_arrays_with_logical_names_get_rules_of_paths():
-    names = {"w": ("experts", "embed", "mlp"), "q": ("embed", "heads")}
-    tree = {"w": array(8, 64, 256), "q": array(64, 256)}
-    wanted = {"w": (("fsdp",), (), ("tp",)), "q": (("fsdp",), ("tp",))}
-    plan = with_cuts(sr.plan(tree, sr.LogicalRules([]), MESH, names=names), wanted)
-    assert isinstance(plan.rules, sr.Rules)
-    assert cuts_of(plan) == wanted
 
 
 def test_what_rules_cannot_say_is_refused_with_the_leaf():

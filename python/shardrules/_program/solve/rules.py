@@ -1,76 +1,136 @@
-"""Rules of a solution: from the cuts of each leaf to rules in the words of paths."""
+"""Rules of a solution: from the spec of each leaf to rules in the words of paths."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Final
 
-from shardrules._base.rule_specs import RuleSpec
-from shardrules._base.specs import (
-    entries_of,
-    entries_of_cuts,
-    entry_axes,
-    spec_shown,
-    trimmed,
-)
+from shardrules._base.rule_specs import RuleSpec, plain_spec
+from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown, trimmed
 from shardrules._base.text import brief
-from shardrules._plan.plan import Plan
+from shardrules._plan.findings import Declared
+from shardrules._plan.kinds import axes_named
 from shardrules._plan.planning import plan as plan_of
 from shardrules._plan.suggest.draft import draft_of_specs
 from shardrules._plan.suggest.patterns import TIGHTEST
+from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
 from shardrules._plan.suggest.units import units_of
-from shardrules._rules.dialects import EFORMER
+from shardrules._program.step.jaxprs import inputs_of
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
-    from shardrules._base.specs import Entries
-    from shardrules._plan.suggest.choose import Cuts
+    from shardrules._plan.plan import Plan
+    from shardrules._program.solve.solution import Solution
+
+_HEADS: Final = frozenset(["heads", "KV heads", "query heads of a KV head"])
 
 
-def with_cuts(
-    plan: Plan, cuts: Mapping[str, Cuts], heads: Mapping[str, tuple[int, ...]] | None = None
-) -> Plan:
-    """Plan the leaves of a plan by rules that give each of them its cuts.
+def ruled(solution: Solution) -> Plan:
+    """Plan the parameters by rules that give them their specs, in the dialect of the step's."""
+    from jax.tree_util import tree_leaves
+
+    step, place = solution.step, solution.step._place
+    tree, given = step._trees[place], step.plan
+    if given is not None and isinstance(given.rules, Rules):  # its leaves have the user's order
+        bare = given.with_rules(Rules((), given.rules.dialect)).on_mesh(solution.mesh)
+    else:
+        bare = plan_of(tree, Rules(()), solution.mesh)
+    leaves = inputs_of(tree, step._function, tree_leaves(bare._leaves.tree))
+    specs: dict[str, Entries | RuleSpec] = {}
+    for leaf, row in zip(leaves, step._ranges[place], strict=True):
+        spec = Entries(trimmed(entries_of(solution.specs[step._paths[row]])))
+        units = _units(solution, step._equations.body.inputs[row], spec)
+        specs[bare.paths[leaf]] = RuleSpec(spec, units=units) if units else spec
+    return with_specs(bare, specs)
+
+
+def _units(solution: Solution, number: int, spec: Entries) -> tuple[int, ...]:
+    """Return the units of an array whose heads are cut, and none of them inside."""
+    equations, roles = solution.step._equations, solution.step._roles.of
+    sizes = equations.dims.sizes
+    for dim, (entry, classes) in enumerate(
+        zip(spec, map(equations.dims.classes, equations.values[number].dims), strict=False)
+    ):
+        heads = [c for c in classes if roles.get(c) in _HEADS]
+        behind = [c for c in classes if c not in heads]
+        parts = prod(solution.plan.axis_sizes[axis] for axis in entry_axes(entry))
+        if heads and behind and parts > 1 and prod(sizes[c] for c in heads) % parts == 0:
+            return (*[1] * dim, prod(sizes[c] for c in behind))
+    return ()
+
+
+def with_specs(plan: Plan, specs: Mapping[str, Entries | RuleSpec]) -> Plan:
+    """Plan the leaves of a plan by rules that give each of them its spec.
 
     Args:
         plan: Leaves and mesh; of rules of paths the dialect counts.
-        cuts: Mesh axes of each dimension, by path.
-        heads: Units of dimensions that other meshes must not cut inside, by path, as those of a
-            `RuleSpec`. Default: none.
+        specs: By path.
 
     Raises:
         ValueError: No rules of the dialect can say it; the message names a leaf.
     """
-    if isinstance(plan.rules, Rules):
-        dialect = plan.rules.dialect
-    else:
-        plan, dialect = plan_of(plan.abstract(), Rules(()), plan.mesh), EFORMER
+    assert isinstance(plan.rules, Rules)
+    dialect = plan.rules.dialect
     bare = plan.with_rules(Rules((), replace(dialect, unmatched="error")))
-    specs: dict[str, Entries | RuleSpec] = {
-        path: RuleSpec(entries_of_cuts(cuts[path]), units=heads[path])
-        if heads and path in heads
-        else entries_of_cuts(cuts[path])
-        for path in bare.paths
-    }
     units = units_of(bare)
-    wrong: list[str] = []
+    wrong = ""
     for tightness in (0, TIGHTEST):
         result = bare.with_rules(draft_of_specs(units, specs, dialect, tightness).rules)
-        if not (wrong := _wrong(result, cuts)):
+        wrong = next(_wrong(result, specs), "")
+        if not wrong:
             return result
     raise ValueError(
-        f"{brief(wrong[0])}: rules of the dialect {dialect.name} cannot give it "
-        f"{spec_shown(entries_of_cuts(cuts[wrong[0]]))}: rename it, or choose another dialect"
+        f"{brief(wrong)}: rules of the dialect {dialect.name} cannot give it "
+        f"{spec_shown(plain_spec(specs[wrong]))}: rename it, or choose another dialect"
     )
 
 
-def _wrong(plan: Plan, cuts: Mapping[str, Cuts]) -> list[str]:
-    """List the paths whose spec is another than that of their cuts."""
-    wrong = []
+def _wrong(plan: Plan, specs: Mapping[str, Entries | RuleSpec]) -> Iterator[str]:
+    """Yield the paths that have another spec."""
     for path, number in zip(plan.paths, plan.kind_of.tolist(), strict=True):
-        spec = plan.kinds[number].spec
-        entries = () if spec is None else trimmed(entries_of(spec))
-        if tuple(map(entry_axes, entries)) != tuple(map(entry_axes, entries_of_cuts(cuts[path]))):
-            wrong.append(path)
-    return wrong
+        found, wanted = plan.kinds[number].spec, plain_spec(specs[path])
+        entries = () if found is None else trimmed(entries_of(found))
+        if list(map(entry_axes, entries)) != list(map(entry_axes, wanted)):
+            yield path
+
+
+def suggestion_of(solution: Solution) -> Suggestion:
+    """Return the rules of a solution, each with what the step does with its leaves."""
+    result = solution._ruled
+    used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))
+    whole = tuple(
+        str(pattern) for pattern, value in solution.rules if plain_spec(value) == Entries()
+    )
+    unused = tuple(axis for axis in result.axis_sizes if axis not in used)
+    declared = Declared(replicated=whole, optional_axes=(), data_axes=unused)
+    return Suggestion(result._declaring(declared), tuple(_reasons(solution)), declared)
+
+
+def _reasons(solution: Solution) -> Iterator[Reason]:
+    """Yield a reason for each rule, by the roles that the step gives the first of its leaves."""
+    result, step = solution._ruled, solution.step
+    equations, roles = step._equations, step._roles.of
+    numbers = dict(zip(step._paths, equations.body.inputs, strict=True))
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, number in enumerate(result.kind_of.tolist()):
+        for rule in result.kinds[number].deciders:
+            rows_of[rule].append(row)
+    for rule, (pattern, _) in enumerate(result.rules):
+        rows = rows_of[rule]
+        dims = []
+        for row in rows[:1]:
+            kind = result.kinds[int(result.kind_of[row])]
+            value = equations.values[numbers[f"inputs/{step._place}/{result.paths[row]}"]]
+            cuts = () if kind.spec is None else tuple(map(entry_axes, entries_of(kind.spec)))
+            for dim, size in enumerate(value.shape):
+                names = [roles.get(c, "") for c in equations.dims.classes(value.dims[dim])]
+                role = " x ".join(filter(None, names)) or "other"
+                dims.append(CutReason(dim, size, role, cuts[dim] if dim < len(cuts) else ()))
+        size = sum(result.kinds[int(result.kind_of[row])].bytes for row in rows)
+        folded = tuple(
+            part.pattern for part in result.folded if not {*part.rows.tolist()}.isdisjoint(rows)
+        )
+        yield Reason(rule, pattern, len(rows), size, folded, tuple(dims), is_understood=True)

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, prod
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.arguments import as_tuple, check_real, check_type, memory_bytes
 from shardrules._base.hardware import as_hardware
-from shardrules._base.specs import entries_of, entry_axes
 from shardrules._base.text import (
     answer,
     bytes_shown,
@@ -22,7 +21,6 @@ from shardrules._base.text import (
     seconds_shown,
 )
 from shardrules._place.mesh import as_mesh, context_mesh, has_devices, in_force
-from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.answers import Section
 from shardrules._plan.page_section import Page
 from shardrules._plan.plan import Plan
@@ -38,7 +36,7 @@ from shardrules._program.solve.candidates import (
 from shardrules._program.solve.choices import ClassChoice, choices
 from shardrules._program.solve.compiled import compiled, mesh_to_compile, plan_of, specs_of
 from shardrules._program.solve.meshes import Best, Task, best_of, progress, where_it_fits
-from shardrules._program.solve.rules import with_cuts
+from shardrules._program.solve.rules import ruled
 from shardrules._program.solve.tables import has_solver
 from shardrules._program.step.step import Step
 from shardrules._program.topologies.topology import Topology, hardware_on, topology_of
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
 
 _AXES: Final = ("fsdp", "tp")
 _MESHES_SHOWN: Final = 4
-_HEADS: Final = frozenset(["heads", "KV heads", "query heads of a KV head"])
 _COLUMNS: Final = (Column("choice"), Column("next best"))
 
 
@@ -188,43 +185,7 @@ class Solution:
     @cached_property
     def _ruled(self) -> Plan:
         """Plan of the parameters by the rules."""
-        from jax.tree_util import tree_leaves
-
-        step = self.step
-        base, place = step.plan, step._place
-        if base is None:
-            base = self.plan
-        else:
-            kind: Any = type(base.rules)
-            base = base.with_rules(kind((), base.rules.dialect)).on_mesh(self.mesh)
-        prefix = f"inputs/{place}/"
-        rows = map(base.paths.__getitem__, tree_leaves(base._leaves.tree))
-        tree = (step.plan or self.plan).abstract()
-        path_of = dict(zip(leaf_paths(tree), rows, strict=True))
-        cuts, heads = {}, {}
-        for row in step._ranges[place]:
-            number, path = step._equations.body.inputs[row], step._paths[row]
-            short = path_of[path.removeprefix(prefix)]
-            axes = tuple(map(entry_axes, entries_of(self.specs[path])))
-            rank = len(step._equations.values[number].shape)
-            cuts[short] = axes + ((),) * (rank - len(axes))
-            if units := self._units(number, cuts[short]):
-                heads[short] = units
-        return with_cuts(base, cuts, heads)
-
-    def _units(self, number: int, cuts: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
-        """Return the units of an array whose heads are cut, and none of them inside."""
-        equations, roles = self.step._equations, self.step._roles.of
-        sizes = equations.dims.sizes
-        for dim, (classes, axes) in enumerate(
-            zip(map(equations.dims.classes, equations.values[number].dims), cuts, strict=True)
-        ):
-            heads = [c for c in classes if roles.get(c) in _HEADS]
-            behind = [c for c in classes if c not in heads]
-            parts = prod(self._spread.sizes.get(axis, 1) for axis in axes)
-            if heads and behind and parts > 1 and prod(sizes[c] for c in heads) % parts == 0:
-                return (*[1] * dim, prod(sizes[c] for c in behind))
-        return ()
+        return ruled(self)
 
     @cached_property
     def activations(self) -> tuple[Activation, ...]:
