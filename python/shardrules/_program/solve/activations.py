@@ -18,9 +18,9 @@ from shardrules._program.step.jaxprs import constrains
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
-    from shardrules._program.solve.cuts import Cuts
     from shardrules._program.solve.spread import Spread
     from shardrules._program.step.equations import Body, Equations, TracedOperation
+    from shardrules._program.step.jaxprs import Cuts
     from shardrules._program.step.step import Step
 
 # What makes arrays that XLA may shard otherwise; elementwise operations follow their operands.

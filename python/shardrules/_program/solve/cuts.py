@@ -8,14 +8,11 @@ from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 from shardrules._base.specs import entries_of, entry_axes
-from shardrules._program.step.jaxprs import inputs_of
+from shardrules._program.step.jaxprs import Cuts, inputs_of
 
 if TYPE_CHECKING:
     from shardrules._program.step.factors import Factors, Rule
     from shardrules._program.step.step import Step
-
-Cuts = tuple[tuple[str, ...], ...]
-"""The mesh axes that cut each dimension of an array."""
 
 
 def argument_cuts(step: Step) -> list[Cuts | None]:

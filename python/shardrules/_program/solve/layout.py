@@ -7,15 +7,15 @@ are stored in parts beyond that. All arrays follow; what operations send between
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.cuts import Cuts
     from shardrules._program.step.dimension_roles import Roles
     from shardrules._program.step.dimensions import Dims
     from shardrules._program.step.equations import Body, Equations
+    from shardrules._program.step.jaxprs import Cuts
 
 Axes = tuple[str, ...]
 Assignment = dict[int, Axes]
@@ -96,6 +96,12 @@ class StepArrays:
         if key not in self._known:
             self._known[key] = self._cuts(first, axes, stored)
         return self._known[key]
+
+    def known(self, number: int, cuts: Sequence[Sequence[str]]) -> Cuts:
+        """Return the cuts of an array without axes of one device, or that are not in the mesh."""
+        rank = len(self.equations.values[number].shape)
+        rows = [tuple(axis for axis in axes if axis in self.sizes) for axes in cuts]
+        return tuple(rows[:rank] + [()] * (rank - len(rows)))
 
     def unlike(self, numbers: Iterable[int]) -> list[int]:
         """Return arrays of which others of these numbers have the cuts, in every layout."""

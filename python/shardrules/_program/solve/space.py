@@ -18,9 +18,9 @@ from shardrules._program.solve.spread import Spread
 from shardrules._program.step.jaxprs import constrains
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.cuts import Cuts
     from shardrules._program.solve.machine import Machine
     from shardrules._program.step.dimensions import Dims
+    from shardrules._program.step.jaxprs import Cuts
     from shardrules._program.step.step import Step
 
 # Classes of which no array is so large a part of the largest one are whole.
@@ -79,12 +79,9 @@ class Space:
     def _facts(self) -> dict[int, Cuts]:
         """Return the cuts of constants, and of what only code by device makes and reads."""
         equations = self.step._equations
-        whole = {i: ((),) * len(equations.values[i].shape) for i in equations.constants}
+        whole = {number: self.arrays.known(number, ()) for number in equations.constants}
         return whole | {
-            number: tuple(
-                tuple(axis for axis in equations.manual[number].get(dim, ()) if axis in self.sizes)
-                for dim in range(len(equations.values[number].shape))
-            )
+            number: self.arrays.known(number, equations.manual[number])
             for operation, _ in equations.everything()
             for number in operation.outputs
             if operation.name == "shard_map"

@@ -8,7 +8,7 @@ the layout stands in their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -19,11 +19,11 @@ from shardrules._program.solve.cuts import array_cuts, closed_factors, factor_cu
 from shardrules._program.step.jaxprs import CONSTRAINTS
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.cuts import Cuts
     from shardrules._program.solve.layout import Axes, StepArrays
     from shardrules._program.solve.machine import CollectiveKind
-    from shardrules._program.step.equations import Body, TracedOperation
+    from shardrules._program.step.equations import TracedOperation
     from shardrules._program.step.factors import Rule, Shape
+    from shardrules._program.step.jaxprs import Cuts
 
 _MOST_CHOICES: Final = 256
 ADDS: Final = frozenset({"add", "add_any"})
@@ -130,12 +130,6 @@ class Spread:
             counts[key] = prod(self.sizes[axis] for axis in key)
         return counts[key]
 
-    def _known(self, number: int, cuts: Sequence[Sequence[str]]) -> Cuts:
-        """Return cuts without axes of one device, or that are not in the mesh."""
-        rank = len(self._equations.values[number].shape)
-        rows = [tuple(axis for axis in axes if axis in self.sizes) for axes in cuts]
-        return tuple(rows[:rank] + [()] * (rank - len(rows)))
-
     # Operations
 
     def run(self, operation: TracedOperation, trips: int) -> None:
@@ -154,10 +148,10 @@ class Spread:
         else:  # not modelled: each device has all that it reads
             for number in operation.inputs:
                 if number is not None:
-                    self._move(number, self._known(number, ()), trips, operation)
+                    self._move(number, self.arrays.known(number, ()), trips, operation)
         for number in operation.outputs:
             if number not in self._terms:  # or an addition sends what devices have of a sum
-                self._cuts.setdefault(number, self._known(number, ()))
+                self._cuts.setdefault(number, self.arrays.known(number, ()))
                 self._move(number, self.target(number), trips, operation)
                 del self._cuts[number]
 
@@ -179,38 +173,24 @@ class Spread:
         self.sent.append(row)
 
     def _run_inside(self, operation: TracedOperation, trips: int) -> None:
+        """Bring what a loop or branch reads to the layout of its inputs, and take its results."""
         for body in operation.bodies:
-            self._enter(operation, body, trips)
-            for place, (number, result) in enumerate(
-                zip(operation.outputs, body.outputs, strict=True)
-            ):
+            for outer, inner, is_slice in operation.arguments(body):
+                if outer is not None and inner != outer:
+                    cuts = self.target(inner)
+                    self._move(outer, ((), *cuts) if is_slice else cuts, trips, operation)
+            for made, result, is_stack in operation.results(body):
                 cuts = () if result is None else self.cuts(result)
-                is_stack = place >= operation.carries
-                self._cuts[number] = self._known(number, ((), *cuts) if is_stack else cuts)
-
-    def _enter(self, operation: TracedOperation, body: Body, trips: int) -> None:
-        """Bring what a loop or branch reads to the layout of its inputs."""
-        stop = operation.first + operation.carries
-        for place, (outer, inner) in enumerate(operation.arguments(body)):
-            if outer is not None and inner != outer:
-                cuts = self.target(inner)
-                goal = ((), *cuts) if place >= stop and operation.name == "scan" else cuts
-                self._move(outer, goal, trips, operation)
+                self._cuts[made] = self.arrays.known(made, ((), *cuts) if is_stack else cuts)
 
     def _run_manual(self, operation: TracedOperation, trips: int) -> None:
         """Bring arguments to the specs of code by device."""
         manual = self._equations.manual
-        (body,) = operation.bodies
-
-        def cuts_of(number: int, axes: Mapping[int, Axes]) -> Cuts:
-            rank = len(self._equations.values[number].shape)
-            return self._known(number, [axes.get(dim, ()) for dim in range(rank)])
-
-        for outer, inner in operation.arguments(body):
+        for outer, inner, _ in operation.arguments(operation.bodies[0]):
             if outer is not None:
-                self._move(outer, cuts_of(outer, manual[inner]), trips, operation)
+                self._move(outer, self.arrays.known(outer, manual[inner]), trips, operation)
         for number in operation.outputs:
-            self._cuts[number] = cuts_of(number, manual[number])
+            self._cuts[number] = self.arrays.known(number, manual[number])
 
     # Products, and all else that has factors
 
@@ -218,7 +198,9 @@ class Spread:
         """Choose the axes of an operation's factors, move its operands, and add up its terms."""
         if rule.is_identity:
             for before, after in zip(operation.inputs, operation.outputs, strict=False):
-                self._cuts[after] = self._known(after, () if before is None else self.cuts(before))
+                self._cuts[after] = self.arrays.known(
+                    after, () if before is None else self.cuts(before)
+                )
             return
         choice = self._cheapest(operation, rule, self._options(operation, rule))
         self._axes[id(operation)] = tuple(axis for axes in choice.values() for axis in axes)

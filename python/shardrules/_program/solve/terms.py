@@ -90,11 +90,13 @@ class Terms:
         """Say whether an operation costs nothing in any layout, as its arrays are cut alike."""
         arrays, rule = self.space.arrays, operation.rule
         if operation.name == "scan":
+            (body,) = operation.bodies
             return all(
                 (arrays.classes[outer][is_slice:], arrays.is_weight(outer))
                 == (arrays.classes[inner], arrays.is_weight(inner))
                 and not (is_slice and set(arrays.classes[outer][0]) & self.space.values.keys())
-                for outer, inner, is_slice in _pairs_of_scan(operation)
+                for outer, inner, is_slice in operation.arguments(body) + operation.results(body)
+                if outer is not None and inner is not None and outer != inner
             )
         if rule is None or rule.summed or is_apart(operation):
             return False
@@ -182,18 +184,6 @@ class Terms:
         for place in range(len(self.terms)) if places is None else places:
             total = total.plus(self.seconds(place, assignment))
         return total
-
-
-def _pairs_of_scan(operation: TracedOperation) -> Iterator[tuple[int, int, bool]]:
-    """Yield (array outside, that inside, whether it is a slice)."""
-    (body,) = operation.bodies
-    stop = operation.first + operation.carries
-    for place, (outer, inner) in enumerate(operation.arguments(body)):
-        if outer is not None and outer != inner:
-            yield outer, inner, place >= stop
-    for place, (outer, result) in enumerate(zip(operation.outputs, body.outputs, strict=True)):
-        if result is not None:
-            yield outer, result, place >= operation.carries
 
 
 def _numbers(operation: TracedOperation) -> Iterator[int]:

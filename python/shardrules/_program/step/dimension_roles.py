@@ -28,7 +28,8 @@ def weight_arrays(equations: Equations, weights: Iterable[int]) -> dict[int, int
     """Return {array that is a weight, or a slice, cast or other shape of it: the weight}."""
     sources = {number: number for number in weights}
     for operation, _ in equations.everything():
-        pairs = [pair for inner in operation.bodies for pair in operation.arguments(inner)]
+        rows = (row for inner in operation.bodies for row in operation.arguments(inner))
+        pairs = [(outer, inner) for outer, inner, _ in rows]
         if operation.name in _SHAPED or (operation.rule and operation.rule.is_identity):
             pairs += zip(operation.inputs, operation.outputs, strict=False)
         for before, after in pairs:
@@ -108,10 +109,9 @@ class Roles:
 
     def _name_stacks(self) -> None:
         for operation, _ in self._equations.everything():
-            if operation.name == "scan":
-                stop = operation.first + operation.carries
-                for outer, _ in operation.arguments(operation.bodies[0])[stop:]:
-                    if outer in self.weights:
+            for body in operation.bodies:
+                for outer, _, is_slice in operation.arguments(body):
+                    if is_slice and outer in self.weights:
                         self._name(next(self._dims_of(outer)), "layers")
 
     def _see(self, operation: TracedOperation) -> None:

@@ -16,7 +16,8 @@ from shardrules._program.step.dimensions import Dimensions, Dims
 from shardrules._program.step.factors import Factors, Rule, Shape, rule_of, same_rule, shape_of
 from shardrules._program.step.jaxprs import (
     Counted,
-    axes_by_dim,
+    Cuts,
+    cuts_of_specs,
     devices_of,
     inner_jaxpr,
     is_barred,
@@ -75,9 +76,17 @@ class TracedOperation:
     taken: int | None = None
     """Of branches, the place of that for any platform, or of that which computes most."""
 
-    def arguments(self, body: Body) -> list[tuple[int | None, int]]:
-        """Return pairs of an input of the operation, and the input of a body that it is."""
-        return list(zip(self.inputs[-len(body.inputs) :], body.inputs, strict=True))
+    def arguments(self, body: Body) -> list[tuple[int | None, int, bool]]:
+        """List (input of the operation, input of a body that it is, whether as slices of it)."""
+        stop = self.first + self.carries if self.name == "scan" else len(body.inputs)
+        rows = enumerate(zip(self.inputs[-len(body.inputs) :], body.inputs, strict=True))
+        return [(outer, inner, place >= stop) for place, (outer, inner) in rows]
+
+    def results(self, body: Body) -> list[tuple[int, int | None, bool]]:
+        """List (result of the operation, result of a body, whether these are stacked in it)."""
+        stop = self.carries if self.name == "scan" else len(body.outputs)
+        rows = enumerate(zip(self.outputs, body.outputs, strict=True))
+        return [(outer, inner, place >= stop) for place, (outer, inner) in rows]
 
     @property
     def running(self) -> list[Body]:
@@ -132,7 +141,7 @@ class Equations:
         """Primitives without a rule, and how many operations of them there are."""
         self.endless: list[TracedOperation] = []
         """Loops of which the jaxpr does not say how often they run."""
-        self.manual: dict[int, dict[int, tuple[str, ...]]] = {}
+        self.manual: dict[int, Cuts] = {}
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
         self.constants: list[int] = []
         """Arrays that the step closes over: XLA has them whole on each device."""
@@ -281,21 +290,21 @@ class Equations:
         """Read the code of one device, whose specs are facts."""
         params = eqn.params
         inside = list(map(self._new, open_jaxpr(params["jaxpr"]).invars))
-        self.manual |= zip(inside, axes_by_dim(params, "in"), strict=True)
+        self.manual |= zip(inside, cuts_of_specs(params, "in"), strict=True)
         for whole, local in zip(numbers, inside, strict=True):
             self._relate(whole, local, self.manual[local])
         body = self._body(params["jaxpr"], inside, (*site, 0))
         outputs = list(map(self._new, eqn.outvars))
-        self.manual |= zip(outputs, axes_by_dim(params, "out"), strict=True)
+        self.manual |= zip(outputs, cuts_of_specs(params, "out"), strict=True)
         for whole, result in zip(outputs, body.outputs, strict=True):
             if result is not None:
                 self._relate(whole, result, self.manual[whole])
         return TracedOperation(eqn, None, [*numbers], outputs, bodies=[body])
 
-    def _relate(self, outside: int, inside: int, axes: dict[int, tuple[str, ...]]) -> None:
+    def _relate(self, outside: int, inside: int, cuts: Cuts) -> None:
         pairs = zip(self.values[outside].dims, self.values[inside].dims, strict=True)
         for place, (whole, local) in enumerate(pairs):
-            if place in axes:
+            if any(cuts[place : place + 1]):
                 self.dims.parts.append((whole, local))
                 self.local.append((whole, local))
             else:
@@ -307,10 +316,9 @@ class Equations:
         return {
             name
             for operation, _ in self.everything()
-            if operation.name == "scan"
             for body in operation.bodies
-            for outer, _ in operation.arguments(body)[operation.first + operation.carries :]
-            if outer is not None
+            for outer, _, is_slice in operation.arguments(body)
+            if is_slice and outer is not None
             for name in self.dims.classes(self.values[outer].dims[0])
         }
 

@@ -15,6 +15,8 @@ _CALLS: Final = frozenset((
     "custom_vjp_call_jaxpr", "custom_vmap_call", "remat_opt", "linear_call",
 ))  # fmt: skip
 _INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call", "callee")
+Cuts = tuple[tuple[str, ...], ...]
+"""The mesh axes that cut each dimension of an array."""
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
 # What changes no element of an index.
 _UNCHANGED: Final = frozenset({"convert_element_type", "copy"})
@@ -72,11 +74,9 @@ def devices_of(eqn: Any) -> int:
     return prod(sizes[axis] for axis in eqn.params.get("manual_axes", sizes))
 
 
-def axes_by_dim(params: Any, side: str) -> Iterable[dict[int, tuple[str, ...]]]:
-    """Yield for each array of a shard_map's "in" or "out" its mesh axes by dimension."""
-    for spec in params[f"{side}_specs"]:
-        axes = map(entry_axes, entries_of(spec))
-        yield {dim: names for dim, names in enumerate(axes) if names}
+def cuts_of_specs(params: Any, side: str) -> Iterable[Cuts]:
+    """Yield the cuts of each array of a shard_map's "in" or "out"."""
+    return (tuple(map(entry_axes, entries_of(spec))) for spec in params[f"{side}_specs"])
 
 
 def scan_counts(params: Any) -> tuple[int, int]:
