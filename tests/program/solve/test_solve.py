@@ -184,12 +184,15 @@ def test_a_step_without_products_and_a_mesh_of_one_device_have_solutions():
         ({"keep": "up"}, "keep is 'up' (a str); it must be a sequence"),
         ({"keep": [3]}, "keep: 3 (an int) is no pair of"),
         ({"keep": ["("]}, "is no pattern"),
-        ({"keep": [("up", 3)]}, "keep: the spec of 'up' is 3 (an int); it must be a PartitionSpec"),
-        ({"keep": [("up", P("fsdp", "fsdp"))]}, "keep: inputs/0/up: 'fsdp' is used twice"),
+        (
+            {"keep": [("up", 3)]},
+            "keep: the spec of inputs/0/up is 3 (an int); it must be a PartitionSpec",
+        ),
+        ({"keep": [("up", P("fsdp", "fsdp"))]}, "keep: inputs/0/up: dim 1: 'fsdp' is used twice"),
         ({"keep": [("up", "tp")]}, "keep: inputs/0/up: the mesh has no axis 'tp'"),
         (
             {"keep": [("1", P("fsdp"))], "on": {"fsdp": 3}},
-            "fsdp cuts dimension 0, of 8, into 3 parts",
+            "keep: inputs/1: dim 0 of size 8 is not divisible by fsdp=3",
         ),
         (
             {"forbid": ["batch"]},

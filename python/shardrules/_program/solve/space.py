@@ -9,9 +9,19 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+import jax
+
 from shardrules._base.arguments import check_choice
-from shardrules._base.specs import as_entries, entry_axes
+from shardrules._base.correction import Correction
+from shardrules._base.specs import (
+    as_entries,
+    entries_of,
+    entries_of_cuts,
+    entry_axes,
+    partition_spec,
+)
 from shardrules._base.text import brief, near_shown, shown
+from shardrules._plan.planning import plan
 from shardrules._program.solve.cuts import argument_cuts, constraint_cuts
 from shardrules._program.solve.layout import STORED, Assignment, Axes, StepArrays
 from shardrules._program.solve.spread import Spread
@@ -23,6 +33,7 @@ if TYPE_CHECKING:
     from shardrules._program.step.jaxprs import Cuts
     from shardrules._program.step.step import Step
 
+_EXACT: Final = Correction(indivisible="error")
 # Classes of which no array is so large a part of the largest one are whole.
 _SMALL: Final = 1e-4
 
@@ -233,48 +244,34 @@ class Space:
 
 def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:
     """Return the cuts of the arguments that `keep` of `solve` names."""
-    rows = argument_cuts(step)
+    given, inputs = argument_cuts(step), step._equations.body.inputs
     fixed: dict[int, Cuts] = {}
     for item in keep:
         pattern, spec = _pair("keep", (item, None) if isinstance(item, str) else item)
         try:
-            places = [i for i, path in enumerate(step._paths) if re.search(pattern, path)]
+            rows = [row for row, path in enumerate(step._paths) if re.search(pattern, path)]
         except re.error as error:
             raise ValueError(f"keep: {brief(pattern)} is no pattern: {error}") from error
-        if not places:
+        if not rows:
             raise ValueError(
                 f"keep: {brief(pattern)} is in no path{near_shown(pattern, step._paths)}"
             )
-        for i in places:
-            number = step._equations.body.inputs[i]
-            rank = len(step._equations.values[number].shape)
-            entries = (
-                () if spec is None else as_entries(f"keep: the spec of {brief(pattern)}", spec)
-            )
-            cuts = rows[i] or () if spec is None else tuple(map(entry_axes, entries))
-            if absent := [axis for row in cuts for axis in row if axis not in sizes]:
-                near = near_shown(absent[0], sizes)
-                raise ValueError(
-                    f"keep: {step._paths[i]}: the mesh has no axis {brief(absent[0])}{near}"
-                )
-            if len(cuts) > rank:
-                raise ValueError(f"keep: {step._paths[i]}: {spec} has more entries than its {rank}")
-            _check_cuts(step._paths[i], cuts, step._equations.values[number].shape, sizes)
-            cut = tuple(tuple(axis for axis in row if sizes[axis] > 1) for row in cuts)
-            fixed[number] = cut + ((),) * (rank - len(cut))
+        for row in rows:
+            kept = entries_of_cuts(given[row] or ()) if spec is None else spec
+            fixed[inputs[row]] = _kept(step, row, kept, sizes)
     return fixed
 
 
-def _check_cuts(path: str, cuts: Cuts, shape: Iterable[int], sizes: Mapping[str, int]) -> None:
-    axes = [axis for row in cuts for axis in row]
-    if twice := [axis for i, axis in enumerate(axes) if axis in axes[:i]]:
-        raise ValueError(f"keep: {path}: {brief(twice[0])} is used twice")
-    for dim, (row, size) in enumerate(zip(cuts, shape, strict=False)):
-        if size % (parts := prod(sizes[axis] for axis in row)):
-            raise ValueError(
-                f"keep: {path}: {','.join(row)} cuts dimension {dim}, of {size:,}, into {parts:,} "
-                "parts, which do not divide it"
-            )
+def _kept(step: Step, row: int, spec: Any, sizes: Mapping[str, int]) -> Cuts:
+    """Return the cuts of an argument that keeps a spec, as `plan` reads it."""
+    path, value = step._paths[row], step._equations.values[step._equations.body.inputs[row]]
+    spec = partition_spec(*as_entries(f"keep: the spec of {path}", spec))
+    leaf = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    kind = plan([leaf], [spec], dict(sizes), correction=_EXACT).kinds[0]
+    if kind.spec is None:
+        raise ValueError(f"keep: {path}: {kind.message}")
+    cuts = [tuple(a for a in entry_axes(e) if sizes[a] > 1) for e in entries_of(kind.spec)]
+    return tuple(cuts + [()] * (len(value.shape) - len(cuts)))
 
 
 def forbidden_pairs(
