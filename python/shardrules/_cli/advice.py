@@ -145,12 +145,10 @@ def project_of(args: Args) -> NewProject:
 
 def _project_of_step(args: Args, job: dict[str, str]) -> NewProject:
     """Make the files for a step: `solve` decides, and prove is to compile it under these rules."""
-    from shardrules._program.solve.rules import suggestion_of
-
     inputs.refuse("--on says the devices", args, "devices")
     inputs.refuse("the step says it", args, "dialect", "head_dim", "optimizer_dtype")
     solution = solved(args, args.source, _rules_of_step(args.source))
-    suggestion = suggestion_of(solution)
+    suggestion = solution._suggestion
     plan = suggestion.plan
     job = {
         "model": _MODEL, "function": args.source, "rules": _RULES, "on": args.on,

@@ -298,12 +298,11 @@ def solve(args: Args) -> None:
     """
     from shardrules._cli import inputs
     from shardrules._cli.advice import constraint_lines, solved, solver_notes
-    from shardrules._program.solve.rules import suggestion_of
 
     _check_targets({"--html": args.html}, ())
     hbm = inputs.memory("--hbm", "a device", args.hbm)
     solution = solved(args, args.function, args.rules)
-    suggestion = suggestion_of(solution)
+    suggestion = solution._suggestion
     if args.format == "text":
         print(solution, suggestion, *solution.activations, sep="\n")
     else:

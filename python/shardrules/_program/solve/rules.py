@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.rule_specs import RuleSpec, plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown, trimmed
@@ -22,41 +22,43 @@ from shardrules._program.step.jaxprs import inputs_of
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
     from shardrules._plan.plan import Plan
-    from shardrules._program.solve.solution import Solution
+    from shardrules._program.step.step import Step
 
 _HEADS: Final = frozenset(["heads", "KV heads", "query heads of a KV head"])
 
 
-def ruled(solution: Solution) -> Plan:
+def ruled(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Plan:
     """Plan the parameters by rules that give them their specs, in the dialect of the step's."""
     from jax.tree_util import tree_leaves
 
-    step, place = solution.step, solution.step._place
-    tree, given = step._trees[place], step.plan
+    place, given = step._place, step.plan
+    tree = step._trees[place]
     if given is not None and isinstance(given.rules, Rules):  # its leaves have the user's order
-        bare = given.with_rules(Rules((), given.rules.dialect)).on_mesh(solution.mesh)
+        bare = given.with_rules(Rules((), given.rules.dialect)).on_mesh(mesh)
     else:
-        bare = plan_of(tree, Rules(()), solution.mesh)
+        bare = plan_of(tree, Rules(()), mesh)
     leaves = inputs_of(tree, step._function, tree_leaves(bare._leaves.tree))
-    specs: dict[str, Entries | RuleSpec] = {}
+    own: dict[str, Entries | RuleSpec] = {}
     for leaf, row in zip(leaves, step._ranges[place], strict=True):
-        spec = Entries(trimmed(entries_of(solution.specs[step._paths[row]])))
-        units = _units(solution, step._equations.body.inputs[row], spec)
-        specs[bare.paths[leaf]] = RuleSpec(spec, units=units) if units else spec
-    return with_specs(bare, specs)
+        spec = Entries(trimmed(entries_of(specs[step._paths[row]])))
+        units = _units(step, step._equations.body.inputs[row], spec, bare.axis_sizes)
+        own[bare.paths[leaf]] = RuleSpec(spec, units=units) if units else spec
+    return with_specs(bare, own)
 
 
-def _units(solution: Solution, number: int, spec: Entries) -> tuple[int, ...]:
+def _units(step: Step, number: int, spec: Entries, mesh: Mapping[str, int]) -> tuple[int, ...]:
     """Return the units of an array whose heads are cut, and none of them inside."""
-    equations, roles = solution.step._equations, solution.step._roles.of
+    equations, roles = step._equations, step._roles.of
     sizes = equations.dims.sizes
     for dim, (entry, classes) in enumerate(
         zip(spec, map(equations.dims.classes, equations.values[number].dims), strict=False)
     ):
         heads = [c for c in classes if roles.get(c) in _HEADS]
         behind = [c for c in classes if c not in heads]
-        parts = prod(solution.plan.axis_sizes[axis] for axis in entry_axes(entry))
+        parts = prod(mesh[axis] for axis in entry_axes(entry))
         if heads and behind and parts > 1 and prod(sizes[c] for c in heads) % parts == 0:
             return (*[1] * dim, prod(sizes[c] for c in behind))
     return ()
@@ -97,21 +99,17 @@ def _wrong(plan: Plan, specs: Mapping[str, Entries | RuleSpec]) -> Iterator[str]
             yield path
 
 
-def suggestion_of(solution: Solution) -> Suggestion:
-    """Return the rules of a solution, each with what the step does with its leaves."""
-    result = solution._ruled
+def suggestion_of(result: Plan, step: Step) -> Suggestion:
+    """Return the rules of a plan, each with what the step does with its leaves."""
     used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))
-    whole = tuple(
-        str(pattern) for pattern, value in solution.rules if plain_spec(value) == Entries()
-    )
+    whole = tuple(str(pattern) for pattern, value in result.rules if plain_spec(value) == Entries())
     unused = tuple(axis for axis in result.axis_sizes if axis not in used)
     declared = Declared(replicated=whole, optional_axes=(), data_axes=unused)
-    return Suggestion(result._declaring(declared), tuple(_reasons(solution)), declared)
+    return Suggestion(result._declaring(declared), tuple(_reasons(result, step)), declared)
 
 
-def _reasons(solution: Solution) -> Iterator[Reason]:
+def _reasons(result: Plan, step: Step) -> Iterator[Reason]:
     """Yield a reason for each rule, by the roles that the step gives the first of its leaves."""
-    result, step = solution._ruled, solution.step
     equations, roles = step._equations, step._roles.of
     numbers = dict(zip(step._paths, equations.body.inputs, strict=True))
     rows_of: dict[int, list[int]] = defaultdict(list)

@@ -36,7 +36,7 @@ from shardrules._program.solve.candidates import (
 from shardrules._program.solve.choices import ClassChoice, choices
 from shardrules._program.solve.compiled import compiled, mesh_to_compile, plan_of, specs_of
 from shardrules._program.solve.meshes import Best, Task, best_of, progress, where_it_fits
-from shardrules._program.solve.rules import ruled
+from shardrules._program.solve.rules import ruled, suggestion_of
 from shardrules._program.solve.tables import has_solver
 from shardrules._program.step.step import Step
 from shardrules._program.topologies.topology import Topology, hardware_on, topology_of
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from shardrules._base.hardware import Hardware
     from shardrules._place.mesh import AnyMesh
+    from shardrules._plan.suggest.suggestion import Suggestion
     from shardrules._program.program import Program
     from shardrules._program.solve.spread import Spread
 
@@ -185,7 +186,12 @@ class Solution:
     @cached_property
     def _ruled(self) -> Plan:
         """Plan of the parameters by the rules."""
-        return ruled(self)
+        return ruled(self.step, self.specs, self.mesh)
+
+    @cached_property
+    def _suggestion(self) -> Suggestion:
+        """The rules, each with what the step does with its leaves."""
+        return suggestion_of(self._ruled, self.step)
 
     @cached_property
     def activations(self) -> tuple[Activation, ...]:
