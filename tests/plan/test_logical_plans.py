@@ -183,11 +183,6 @@ class TestWrongInput:
         with pytest.raises(ValueError, match="used twice"):
             sr.plan({"w": array((8, 8))}, twice, MESH, names={"w": ("embed", "embed")}).specs()
 
-    def test_what_is_for_paths_is_refused(self):
-        tree, names = beside()
-        with pytest.raises(ValueError, match="companions"):
-            sr.plan(tree, RULES, MESH, names=names, companions=sr.LORA)
-
     def test_names_without_logical_rules_are_refused(self):
         tree, names = beside()
         for call in (sr.plan, sr.named_shardings):

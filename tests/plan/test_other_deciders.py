@@ -106,10 +106,6 @@ class TestSpecs:
         assert plan.with_rules(layers_specs).fingerprint() == plan.fingerprint()
         assert sr.plan(layers(), plan.rules, SIZES).specs() == layers_specs
 
-    def test_arguments_that_are_not_for_them_are_refused(self):
-        with pytest.raises(ValueError, match="companions are for rules of paths alone"):
-            sr.plan(layers(), P(), SIZES, companions=sr.LORA)
-
     def test_numbers_in_a_pattern_are_those_of_the_leaves(self):
         tree = {f"block{i}": array(8) for i in (*range(12), 20, 201)}
         specs = {path: P("tp" if path in ("block1", "block20") else "fsdp") for path in tree}
@@ -194,11 +190,6 @@ class TestPlans:
         with pytest.raises(ValueError, match="a locked plan is for the mesh"):
             sr.named_shardings(layers(), plan, {"fsdp": 1, "tp": 4})
 
-    def test_arguments_that_are_not_for_them_are_refused(self):
-        plan = sr.plan(layers(), RULES, SIZES)
-        with pytest.raises(ValueError, match="companions are for rules of paths alone"):
-            sr.plan(layers(), plan, companions=sr.LORA)
-
     def test_arrays_stay_in_their_memory_unless_the_plan_has_one(self):
         host = NamedSharding(MESH, P(), memory_kind="pinned_host")
         tree = {"w": jax.device_put(np.ones((8, 8), np.float32), host)}
@@ -220,3 +211,14 @@ class TestPlans:
         assert [one.spec for one in tree_util.tree_leaves(found)] == [
             one.spec for one in tree_util.tree_leaves(plan.shardings())
         ]
+
+
+def test_companions_are_for_rules_of_paths_alone():
+    tree, names = {"w": array(8)}, {"w": ("embed",)}
+    for rules, more in (
+        (P(), {}),
+        (sr.plan(tree, [("w", "tp")], SIZES), {}),
+        (sr.LogicalRules([("embed", "tp")]), {"names": names}),
+    ):
+        with pytest.raises(ValueError, match="companions are for rules of paths alone"):
+            sr.plan(tree, rules, SIZES, companions=sr.LORA, **more)

@@ -266,13 +266,6 @@ class TestMeshes:
         with pytest.raises(TypeError, match="mesh is 3"):
             sr.plan(self.TREE, self.RULES, 3)
 
-    def test_on_another_mesh(self, mesh):
-        tree = corpus.manifest("flax-gpt2").nested(corpus.with_dtype)
-        rules = sr.Rules([("kernel", ("fsdp", "tp")), (".*", None)])
-        moved = sr.plan(tree, rules, mesh).on_mesh(MESHES[0])
-        assert moved.fingerprint() == sr.plan(tree, rules, MESHES[0]).fingerprint()
-        check_equal_to_named_shardings(moved, tree, rules, MESHES[0])
-
 
 def whole_bytes(leaf):
     return -(-prod(leaf.shape) * {"int4": 4}.get(str(leaf.dtype), 8 * leaf.dtype.itemsize) // 8)
@@ -980,19 +973,6 @@ def test_the_optimizers_plan_has_the_axes_in_the_meshs_order():
     plan = sr.plan({"w": array(8)}, [("w", "tp")], {"dp": 2, "tp": 4})
     state = plan.for_optimizer({"mu": {"w": array(8)}}).on_mesh({"tp": 4, "dp": 2})
     assert state.bytes_per_device().total.shape == (4, 2)
-
-
-def test_min_size_of_none_is_the_environments(monkeypatch):
-    tree, rules = {"w": array(8), "v": array(64)}, [("", "tp")]
-    for text in ("16", None):
-        monkeypatch.delenv("MIN_SHARDING_SIZE", raising=False)
-        if text is not None:
-            monkeypatch.setenv("MIN_SHARDING_SIZE", text)
-        specs = sr.match_partition_rules(rules, tree, min_size=None)
-        assert (specs["w"], specs["v"] == P()) == (P(), text is None)
-    monkeypatch.setenv("MIN_SHARDING_SIZE", "abc")
-    with pytest.raises(ValueError, match="MIN_SHARDING_SIZE is 'abc'.*number of elements"):
-        sr.match_partition_rules(rules, tree, min_size=None)
 
 
 def test_numpy_integers_are_sizes():

@@ -74,7 +74,7 @@ class Expected:
 def check(moved, expected):
     assert moved.received.ravel().tolist() == list(expected.received.values())
     assert moved.sent.ravel().tolist() == list(expected.sent.values())
-    assert moved.total == sum(expected.received.values())
+    assert moved.total == sum(expected.received.values()) == sum(row.received for row in moved)
     assert bool(moved) == bool(moved.total)
 
 
@@ -233,12 +233,6 @@ def of_deepseek(count, other_count):
     return moved
 
 
-def test_deepseek_on_8_devices():
-    moved = of_deepseek(8, 4)
-    assert sum(row.leaves for row in moved) == 45_395
-    assert sum(row.received for row in moved) == moved.total
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_all_models(name):
     """Each array is cut in its largest dimension, on one mesh over 8 devices, on another over 4 of them."""
@@ -251,7 +245,7 @@ def test_all_models(name):
     for before, after in ((plan, other), (other, plan)):
         moved = before.transfer(after)
         check(moved, by_jax(before, after))
-        assert moved.shared == 4
+        assert (moved.shared, sum(row.leaves for row in moved)) == (4, len(plan))
 
 
 @pytest.mark.slow

@@ -67,6 +67,9 @@ def test_min_size_from_the_environment(monkeypatch):
     tree = {"small": np.zeros(9), "large": np.zeros(10)}
     specs = sr.match_partition_rules([(".*", P("tp"))], tree, None)
     assert specs == {"small": P(), "large": P("tp")}
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "abc")
+    with pytest.raises(ValueError, match=r"MIN_SHARDING_SIZE is 'abc'.*number of elements"):
+        sr.match_partition_rules([(".*", P("tp"))], tree, None)
 
 
 SAFER = "PartitionSpec Related to b was safer and faster being local array."
