@@ -7,12 +7,9 @@ import gzip
 import pytest
 
 from shardrules._program.facts import (
+    Facts,
     Origin,
-    all_updated_from,
-    next_states,
-    origins,
     summed_dims,
-    uses,
 )
 from shardrules._program.hlo import Hlo
 from shardrules._program.values import Values
@@ -204,21 +201,21 @@ def only(values, computation, name):
 )
 def test_origins(computation, name, origin):
     values = Values(Hlo(ASYNCHRONOUS))
-    assert origins(values)[only(values, computation, name)] == origin
+    assert Facts(values).origins[only(values, computation, name)] == origin
 
 
 def test_each_result_of_a_collective_of_several_is_made_of_its_own_operand():
     values = Values(Hlo(ASYNCHRONOUS))
     first, second = values.of("main", "two")
-    assert [origins(values)[node] for node in (first, second)] == [Origin(2, 4), Origin(1)]
+    assert [Facts(values).origins[node] for node in (first, second)] == [Origin(2, 4), Origin(1)]
     assert values.outputs == [*values.of("main", "held"), *values.of("main", "total"), first]
 
 
 def test_an_asynchronous_fusion_is_what_is_in_it():
     values = Values(Hlo(ASYNCHRONOUS_FUSION))
     gathered, total = values.outputs
-    assert origins(values)[gathered] == Origin(0, 4)
-    assert origins(values)[total] is None
+    assert Facts(values).origins[gathered] == Origin(0, 4)
+    assert Facts(values).origins[total] is None
     assert values.opcodes[total] == "add"
 
 
@@ -226,8 +223,8 @@ def test_an_array_that_a_loop_only_hands_on_is_the_one_before_it():
     values = Values(Hlo(STEP))
     (stack,) = values.of("body", "stack")
     assert values.opcodes[stack] == "while"
-    assert origins(values)[stack] == Origin(0)
-    assert origins(values)[only(values, "body", "w")] == Origin(0, 3)
+    assert Facts(values).origins[stack] == Origin(0)
+    assert Facts(values).origins[only(values, "body", "w")] == Origin(0, 3)
 
 
 STACKED = """\
@@ -268,24 +265,24 @@ def test_what_a_loop_keeps_of_an_argument_is_a_copy_unless_it_begins_with_anothe
         line = "  %doubled = f32[3,8]{1,0} add(%a, %a)\n"
         text = text.replace(line, "").replace("  %zero = ", line + "  %zero = ")
     values = Values(Hlo(text))
-    assert origins(values)[values.outputs[0]] == (None if begin == "doubled" else Origin(0))
+    assert Facts(values).origins[values.outputs[0]] == (None if begin == "doubled" else Origin(0))
 
 
 def test_next_states():
     values = Values(Hlo(STEP))
     stacked, _, cut = values.parameters
     step, total = values.outputs
-    states = next_states(values, [(0, step), (2, total)])
+    states = Facts(values).next_states([(0, step), (2, total)])
     assert states[stacked] == 0
     assert states[only(values, "main", "gradient")] == 0
     assert states[cut] == states[only(values, "main", "both")] == 2
-    assert stacked in set(all_updated_from(values, step))
-    assert stacked not in set(all_updated_from(values, only(values, "main", "gradient")))
+    assert stacked in set(Facts(values).sources(step))
+    assert stacked not in set(Facts(values).sources(only(values, "main", "gradient")))
 
 
 def test_a_next_state_is_made_from_an_asynchronous_sum():
     values = Values(Hlo(ASYNCHRONOUS_SUM))
-    sources = set(all_updated_from(values, values.outputs[0]))
+    sources = set(Facts(values).sources(values.outputs[0]))
     assert sources.issuperset([*values.of("main", "rs"), *values.parameters])
 
 
@@ -306,7 +303,7 @@ def test_each_line_that_is_executed_has_its_arrays(file):
     values = Values(hlo)
     for op in hlo.collectives:
         results = values.results(op)
-        assert [values.shape(node) for node in results] == list(op.instruction.results)[
+        assert [values.shapes[node] for node in results] == list(op.instruction.results)[
             -len(results) :
         ] or op.instruction.opcode.endswith("-start")
         for number, node in enumerate(results):
@@ -336,7 +333,7 @@ ENTRY %main (a: f32[2,3,4,5]) -> f32[7] {
 def test_a_dimension_is_followed_to_where_it_is_used():
     """Heads that are joined with their size, transposed, and split."""
     values = Values(Hlo(FOLLOWED))
-    found = uses(values, values.parameters[0], 2, lambda _: False)
+    found = Facts(values).uses(values.parameters[0], 2, lambda _: False)
     assert {values.lines[use.user].name: use.dim for use in found} == {
         "product": 2,
         "other": 0,
@@ -359,6 +356,6 @@ def test_a_text_of_20_000_instructions():
     lines += ["  ROOT %x = f32[8,8]{1,0} copy(%x.19999)", "}", ""]
     values = Values(Hlo("\n".join(lines)))
     variation = Variation(values, {"x": 2}, {0: frozenset("x")})
-    assert (len(values), origins(values)[-1]) == (20_001, None)
-    assert next_states(values, [(0, values.outputs[0])])[values.parameters[0]] == 0
+    assert (len(values), Facts(values).origins[-1]) == (20_001, None)
+    assert Facts(values).next_states([(0, values.outputs[0])])[values.parameters[0]] == 0
     assert variation.of(values.outputs) == {"x"}

@@ -143,7 +143,7 @@ _WINDOW_KINDS: Final[dict[str, CollectiveOpcode]] = {"ag": "all-gather", "rs": "
 def _window_loops(hlo: Hlo) -> dict[str, _Window]:
     """Find such loops, by the name of their body."""
     permutes = defaultdict(list)
-    for op in hlo.collectives if _WINDOW.search(hlo.text) else ():
+    for op in hlo.collectives:
         if op.kind == "collective-permute":
             permutes[op.computation].append(op)
     windows = {}

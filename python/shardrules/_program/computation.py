@@ -1,6 +1,6 @@
 """Parses instructions and computations of an optimized HLO module.
 
-Lines are parsed only when they are asked for: texts have many megabytes.
+A computation is parsed once one of its instructions is asked for: texts have many megabytes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,21 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Final, NamedTuple
 
+
+def _within_parentheses(depth: int) -> str:
+    """Write the pattern of a text with pairs of parentheses in it, at most so deep."""
+    inner = rf"(?:\({_within_parentheses(depth - 1)}\)[^()\n]*)*" if depth else ""
+    return rf"[^()\n]*{inner}"
+
+
 # Layouts, as in {1,0:T(8,128)S(1)}, have no small letters before their parentheses.
 OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
-_NAMED: Final = re.compile(r"^ +(?:ROOT )?%?(\S+) = .*", re.MULTILINE)
+_LINE: Final = re.compile(
+    rf"^ *(?:ROOT )?%?(\S+) = (.*?) ([a-z][a-z0-9-]*)\(({_within_parentheses(3)})\)(.*)",
+    re.MULTILINE,
+)
 _SHAPE: Final = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 NAME: Final = re.compile(r"%([^\s,(){}]+)")
-_PARENTHESES: Final = re.compile(r"[()]")
 HEADER: Final = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(")
 # A fixed beginning makes it fast; the attribute's name stands before it.
 _CALLED: Final = re.compile(r"=\{?(%[^\s,)}]+(?:, ?%[^\s,)}]+)*)")
@@ -58,14 +67,19 @@ class Instruction(NamedTuple):
     """Fields of a line of a computation."""
 
     name: str
+    type: str
+    """Text of the shapes of the results, with their layouts."""
     opcode: str
-    results: tuple[Shape, ...]
-    """Shape of the result; of a tuple, of its arrays in order."""
-    operands: tuple[str, ...]
     literal: str
     """Text of the operands: of a parameter its number, of a constant its value."""
     attributes: str
     """Text behind the operands."""
+    operands: Sequence[str]
+
+    @property
+    def results(self) -> tuple[Shape, ...]:
+        """Shape of the result; of a tuple, of its arrays in order."""
+        return shapes_in(self.type)
 
     @property
     def op_name(self) -> str | None:
@@ -113,38 +127,34 @@ class Computation:
         self.end = end
         self._text = text
         self.begin = begin
-        self._parsed: dict[str, Instruction] = {}
 
     @cached_property
-    def lines(self) -> Mapping[str, str]:
-        """Lines by instruction name, as they are scheduled."""
-        named = _NAMED.finditer(self._text, self._text.find("\n", self.begin), self.end)
-        return {line[1]: line[0] for line in named}
+    def _instructions(self) -> Mapping[str, Instruction]:
+        """Instructions by name, as they are scheduled."""
+        found = _LINE.finditer(self._text, self._text.find("\n", self.begin) + 1, self.end)
+        return {line[1]: _instruction(line) for line in found}
 
     def __getitem__(self, name: str) -> Instruction:
-        if name not in self._parsed:
-            self._parsed[name] = parsed(self.lines[name])
-        return self._parsed[name]
+        return self._instructions[name]
 
     def __iter__(self) -> Iterator[Instruction]:
-        return map(self.__getitem__, self.lines)
+        return iter(self._instructions.values())
 
     @cached_property
     def root(self) -> Instruction:
         """Instruction whose result is the computation's."""
-        line = line_at(self._text, self._text.rfind("\n  ROOT ", self.begin, self.end) + 1)
-        return self[name_of(line)]
+        return parsed(line_at(self._text, self._text.rfind("\n  ROOT ", self.begin, self.end) + 1))
 
     @cached_property
     def parameters(self) -> Sequence[Instruction]:
-        """Parameters, in the order of the text."""
-        return list(self.of_opcode("parameter"))
+        """Parameters, by number."""
+        return sorted(self.of_opcode("parameter"), key=lambda line: line.parameter or 0)
 
     def of_opcode(self, opcode: str) -> Iterator[Instruction]:
         """Yield the instructions of an opcode, in the order of the text."""
         position = self.begin
         while (position := self._text.find(f" {opcode}(", position + 1, self.end)) >= 0:
-            line = self[name_of(line_at(self._text, position))]
+            line = parsed(line_at(self._text, position))
             if line.opcode == opcode:  # and it is not within some text
                 yield line
 
@@ -164,21 +174,14 @@ class Computation:
 
 
 def parsed(line: str) -> Instruction:
-    name, _, rest = line.partition(" = ")
-    opcode = OPCODE.search(f" {rest}")
-    if opcode is None:
+    match = _LINE.match(line)
+    if match is None:
         raise ValueError(f"not an instruction of HLO: {line[:80]}")
-    begin = opcode.end() - 1
-    end = rest.find(")", begin)
-    if "(" in rest[begin:end]:  # most operands are names alone
-        end, depth = begin, 1
-        for parenthesis in _PARENTHESES.finditer(rest, begin):
-            end, depth = parenthesis.start(), depth + (1 if parenthesis[0] == "(" else -1)
-            if not depth:
-                break
-    literal, results = rest[begin:end], shapes_in(rest[: opcode.start()])
-    operands = tuple(NAME.findall(literal))
-    return Instruction(name_of(name), opcode[1], results, operands, literal, rest[end + 1 :])
+    return _instruction(match)
+
+
+def _instruction(line: re.Match[str]) -> Instruction:
+    return Instruction(*line.groups(), NAME.findall(line[4]))
 
 
 def with_whole_lines(text: str) -> str:
@@ -191,16 +194,12 @@ def line_at(text: str, position: int) -> str:
     return text[text.rfind("\n", 0, position) + 1 : end if end >= 0 else None]
 
 
-def name_of(line: str) -> str:
-    return line.partition(" = ")[0].strip().removeprefix("ROOT ").removeprefix("%")
-
-
 def number(pattern: re.Pattern[str], text: str) -> int | None:
     match = pattern.search(text)
     return int(match[1]) if match else None
 
 
-@lru_cache(maxsize=2**12)
+@lru_cache(maxsize=2**14)
 def shapes_in(text: str) -> tuple[Shape, ...]:
     """Read the shapes that are written in a text, in order."""
     return tuple(

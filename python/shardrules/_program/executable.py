@@ -19,7 +19,7 @@ from shardrules._plan.align import key_text
 from shardrules._plan.findings import Finding, FindingKind, Level
 from shardrules._plan.fold import fold_paths
 from shardrules._plan.kinds import axes_used
-from shardrules._program.facts import Origin, origins
+from shardrules._program.facts import Facts
 from shardrules._program.hlo import Hlo, check_hlo
 from shardrules._program.jax_names import compiled_inputs, compiled_outputs
 from shardrules._program.values import Values
@@ -235,9 +235,9 @@ class Executable:
         return Values(self.hlo)
 
     @cached_property
-    def origins(self) -> Sequence[Origin | None]:
-        """Parameter that each value is a copy of."""
-        return origins(self.values)
+    def facts(self) -> Facts:
+        """What is known of the module's values."""
+        return Facts(self.values)
 
     @cached_property
     def variation(self) -> Variation:

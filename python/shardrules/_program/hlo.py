@@ -11,6 +11,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Final, Literal, NamedTuple, get_args
 
+from shardrules._base.io import collector_paused
 from shardrules._base.text import Place
 from shardrules._program.computation import (
     HEADER,
@@ -64,9 +65,13 @@ def check_hlo(text: str) -> None:
 
 @contextmanager
 def hlo_errors() -> Iterator[None]:
-    """Make a ValueError of what fails as a text is read that is cut, or no HLO."""
+    """Make a ValueError of what fails as a text is read that is cut, or no HLO.
+
+    The many small objects that are read have no cycles for a collector of garbage to find.
+    """
     try:
-        yield
+        with collector_paused():
+            yield
     except (LookupError, RecursionError, StopIteration, ZeroDivisionError) as error:
         raise ValueError(f"{_NO_HLO} ({type(error).__name__}: {error})") from error
 

@@ -246,8 +246,7 @@ class _Run:
 
     def _made(self, computation: Computation, line: Instruction) -> list[int]:
         """Make a buffer for each array of a result."""
-        text = computation.lines[line.name]
-        layouts = _LAYOUT.findall(text, 0, text.find(f" {line.opcode}("))
+        layouts = _LAYOUT.findall(line.type)
         return [
             _NOTHING
             if self._elsewhere.search(layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -19,14 +19,9 @@ from shardrules._program.facts import (
     REDUCTIONS,
     SLICES,
     UPDATES,
+    Facts,
     Use,
-    all_updated_from,
-    layers_of,
-    maker_of,
-    next_states,
-    source_of,
     summed_dims,
-    uses,
 )
 from shardrules._program.states import State
 from shardrules._program.values import Values
@@ -76,6 +71,7 @@ class Reasons:
         self.axis_sizes: dict[str, int] = dict(executable.mesh.shape)
         self._carried = carried
         self._batches = batches
+        self._next_of: dict[int, frozenset[int]] = {}
 
     def rows(self, exchanges: Sequence[Exchange]) -> Sequence[Row]:
         """Return a row for each of a module's exchanges, in order."""
@@ -86,10 +82,14 @@ class Reasons:
     def values(self) -> Values:
         return self.executable.values
 
+    @property
+    def facts(self) -> Facts:
+        return self.executable.facts
+
     @cached_property
     def leaf_of_copy(self) -> Sequence[int | None]:
         """Leaf of the inputs that each value is a copy of; -1 of a constant of the program."""
-        found = (origin and origin.parameter for origin in self.executable.origins)
+        found = (origin and origin.parameter for origin in self.facts.origins)
         leaf_of = self.executable.leaf_of
         return [None if number is None else leaf_of.get(number, -1) for number in found]
 
@@ -102,7 +102,7 @@ class Reasons:
         node_of = {leaf: self.values.parameters[number] for leaf, number in number_of.items()}
         pairs.sort(key=lambda pair: -len(used_by[node_of[pair[0]]]) if pair[0] in node_of else 0)
         results = self.executable.results
-        return next_states(self.values, [(before, results[after]) for before, after in pairs])
+        return self.facts.next_states((before, results[after]) for before, after in pairs)
 
     @cached_property
     def batch_axes(self) -> frozenset[str]:
@@ -130,6 +130,27 @@ class Reasons:
         sums = [row.result for row in self._rows if row.what == "sum"]
         return frozenset(self.values.reached(sums, lambda node: self.values.used_by[node]))
 
+    def next_of(self, leaf: int) -> frozenset[int]:
+        """Return the values that are made of a leaf element by element."""
+        if leaf not in self._next_of:
+            node = self.values.parameters[self.executable.parameter_of[leaf]]
+            self._next_of[leaf] = self.facts.results([node])
+        return self._next_of[leaf]
+
+    @cached_property
+    def behind_updates(self) -> frozenset[int]:
+        """Values of which a part is written anew, as of a cache."""
+        return self._behind(UPDATES)
+
+    @cached_property
+    def behind_sums(self) -> frozenset[int]:
+        """Values that are made of sums over devices, element by element."""
+        return self._behind(REDUCTIONS)
+
+    def _behind(self, opcodes: Container[str]) -> frozenset[int]:
+        found = enumerate(self.values.opcodes)
+        return self.facts.results(node for node, opcode in found if opcode in opcodes)
+
     def size(self, leaves: Iterable[int]) -> int:
         """Count the elements of leaves of the inputs."""
         return sum(prod(self.executable.inputs.shapes[leaf]) for leaf in leaves)
@@ -144,9 +165,9 @@ class Reasons:
         carried, sliced, values = set(), set(), self.values
         for node, opcode in enumerate(values.opcodes):
             if opcode == "while":
-                carried.add(source_of(values, values.made_of[node][0]))
-            elif opcode in SLICES and layers_of(values, values.made_of[node][0], node) > 1:
-                sliced.add(source_of(values, values.made_of[node][0]))
+                carried.add(self.facts.source_of(values.made_of[node][0]))
+            elif opcode in SLICES and self.facts.layers(values.made_of[node][0], node) > 1:
+                sliced.add(self.facts.source_of(values.made_of[node][0]))
         return carried & sliced
 
     @cached_property
@@ -155,7 +176,7 @@ class Reasons:
         axes_of: dict[int, frozenset[str]] = {}
         for node, opcode in enumerate(self.values.opcodes):
             factors = self.values.made_of[node] if opcode in PRODUCTS else ()
-            gathers = [maker_of(self.values, factor, {"all-gather"}) for factor in factors]
+            gathers = [self.facts.maker_of(factor, {"all-gather"}) for factor in factors]
             for gather in gathers:
                 if gather is not None:
                     pairs = zip(factors, gathers, strict=True)
@@ -196,6 +217,7 @@ class Row:
         self.reasons = reasons
         self.exchange = exchange
         self._values = reasons.values
+        self._facts = reasons.facts
         self.kind = exchange.kind
         self.axes = frozenset(exchange.axes)
         self.is_sum = exchange.kind in REDUCTIONS
@@ -247,19 +269,14 @@ class Row:
     @property
     def _source(self) -> int:
         """The array that is moved, as it is before; of a piece what it is sliced from."""
-        node = source_of(self._values, self.operand)
+        node = self._facts.source_of(self.operand)
         if self.kind == "all-to-all" and self._values.opcodes[node] == "slice":
-            return source_of(self._values, self._values.made_of[node][0])
+            return self._facts.source_of(self._values.made_of[node][0])
         return node
 
     def _is_made_of(self, leaf: int) -> bool:
         """Say whether what is moved is made of the state's old value, element by element."""
-        number = self.reasons.executable.parameter_of[leaf]
-        return self._values.parameters[number] in self._made_of
-
-    @cached_property
-    def _made_of(self) -> Sequence[int]:
-        return list(all_updated_from(self._values, self.operand))
+        return self.operand in self.reasons.next_of(leaf)
 
     @property
     def is_ring(self) -> bool:
@@ -282,7 +299,7 @@ class Row:
     @property
     def is_sent_back(self) -> bool:
         """True if each device sends what it has just got to where that came from."""
-        source = self._values.lines[source_of(self._values, self.operand)]
+        source = self._values.lines[self._facts.source_of(self.operand)]
         if source.opcode.removesuffix("-start") != self.kind:
             return False
         pairs = self._values.hlo.groups(source.attributes)
@@ -295,7 +312,7 @@ class Row:
 
     def differs(self, node: int) -> bool:
         """Say whether a value differs along the axes."""
-        return bool(self.axes & self.reasons.executable.variation.of([node]))
+        return not self.axes.isdisjoint(self.reasons.executable.variation.of([node]))
 
     @cached_property
     def uses(self) -> Sequence[Use]:
@@ -304,7 +321,7 @@ class Row:
         is_gather = self.kind == "all-gather"
         dim = self.exchange.op.instruction.dimension if is_gather else None
         is_end = self.differs if is_gather else lambda _: False
-        return list(uses(self._values, self.result, dim, is_end))
+        return list(self._facts.uses(self.result, dim, is_end))
 
     @property
     def is_sliced(self) -> bool:
@@ -329,7 +346,7 @@ class Row:
         return is_read and not self.is_batch and 2 * rows <= self.exchange.shape.elements
 
     def _elements(self, node: int) -> int:
-        return self._values.shape(node).elements
+        return self._values.shapes[node].elements
 
     @property
     def _sharding(self) -> frozenset[str]:
@@ -354,7 +371,7 @@ class Row:
     @property
     def is_wide(self) -> bool:
         """True if the copy's dtype is wider than the argument's, whose numbers have a byte."""
-        if self.leaf is None or (origin := self.reasons.executable.origins[self.operand]) is None:
+        if self.leaf is None or (origin := self._facts.origins[self.operand]) is None:
             return False
         stored, shape = (
             bits_of(self.reasons.executable.inputs.dtypes[self.leaf]),
@@ -374,7 +391,7 @@ class Row:
     @property
     def layers(self) -> int:
         """Number of slices of an argument like what is moved, as a loop takes of its layers."""
-        origin = self.reasons.executable.origins[self.operand]
+        origin = self._facts.origins[self.operand]
         return 1 if origin is None else origin.layers
 
     @property
@@ -394,7 +411,7 @@ class Row:
     @property
     def is_written(self) -> bool:
         """True if a part of an old state is written anew, as of a cache."""
-        return any(self._values.opcodes[node] in UPDATES for node in self._made_of)
+        return self.operand in self.reasons.behind_updates
 
     @cached_property
     def _summed_in_loop(self) -> tuple[int, int]:
@@ -432,7 +449,7 @@ class Row:
     @cached_property
     def _summed_factors(self) -> Sequence[int]:
         """Factors of the product whose results are summed."""
-        product = maker_of(self._values, self.operand, PRODUCTS)
+        product = self._facts.maker_of(self.operand, PRODUCTS)
         return () if product is None else self._values.made_of[product]
 
     def _is_planned(self, node: int) -> bool:
@@ -450,7 +467,7 @@ class Row:
         there would be nothing to sum.
         """
         for factor in self._summed_factors:
-            part = maker_of(self._values, factor, SLICES)
+            part = self._facts.maker_of(factor, SLICES)
             if part is not None and not self._is_planned(factor):
                 whole = self._values.made_of[part][0]
                 size = self.reasons.count(self.axes) * self._elements(part)
@@ -489,7 +506,7 @@ class Row:
         factors = self.differing or self._summed_factors
         planned = {node for node in factors if self._is_planned(node)}
         others = self.reasons.count(self.axes) - 1
-        sizes = (self._values.shape(node).bytes for node in planned)
+        sizes = (self._values.shapes[node].bytes for node in planned)
         return self.exchange.sent_once <= others * sum(sizes)
 
     @property
@@ -508,7 +525,7 @@ class Row:
         kernel that is sharded along the dimension that is summed, if the result, which is summed
         over devices then, is less than half of what is gathered.
         """
-        if any(self._values.opcodes[node] in REDUCTIONS for node in self._made_of):
+        if self.operand in self.reasons.behind_sums:
             return False
         count = self.reasons.count(self.axes)
         return any(
@@ -522,7 +539,7 @@ class Row:
     @property
     def is_of_table(self) -> bool:
         """True if rows of an argument that these axes shard are moved, or their gradients."""
-        lookup = maker_of(self._values, self.operand, {"gather"})
+        lookup = self._facts.maker_of(self.operand, {"gather"})
         if lookup is not None:
             leaves = [self.reasons.leaf_of_copy[node] for node in self._values.made_of[lookup]]
         else:

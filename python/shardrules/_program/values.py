@@ -9,7 +9,7 @@ conditional, and the parameter of a computation with several callers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Final, TypeVar
 
@@ -20,11 +20,6 @@ Tree = int | tuple["Tree", ...]
 """Value of an instruction: a node, or the values of a tuple's elements."""
 
 _Fact = TypeVar("_Fact")
-_CALLS: Final = frozenset({"async-start", "call", "fusion", "fusion-start"})
-# Each result is made of the operand in its place.
-_VARIADIC: Final = (
-    "all-gather", "all-reduce", "collective-permute", "copy-start", "reduce-scatter",
-)  # fmt: skip
 # Calls of TPUs' programs that only move what is in them; others are products.
 _HELPERS: Final = {
     "AllocateBuffer": "constant",
@@ -34,9 +29,9 @@ _HELPERS: Final = {
 }
 _TARGET: Final = re.compile(r'custom_call_target="(\w+)"')
 _LAYOUT: Final = re.compile(r"\b[a-z][a-z0-9]*\[[0-9,<=]*\](?:\{([\d,]*))?")
+_NOTHING: Final = Shape("token", ())
 _MOST_RULES: Final = 1000
 """Times that a rule is asked for each value on average, before loops count as endless."""
-_BARRIERS: Final = frozenset({"add-dependency", "opt-barrier", "optimization-barrier"})
 
 
 class Values:
@@ -56,18 +51,17 @@ class Values:
         """Computation in which the instruction of each node is."""
         self.elements: list[int] = []
         """Index of each node among the results of its instruction."""
+        self.shapes: list[Shape] = []
+        """Dtype and dimensions of each array on a device."""
         self.made_of: list[list[int]] = []
         """Nodes of which each node is computed, in the order of the operands."""
         self._trees: dict[str, dict[str, Tree]] = {}
         self._parameters: dict[str, list[Tree]] = {}
         entry = hlo[hlo.entry]
-        parameters = sorted(entry.parameters, key=lambda line: line.parameter or 0)
-        arguments = [self._nodes(hlo.entry, line, ()) for line in parameters]
-        self.parameters: Sequence[int] = [node for tree in arguments for node in leaves(tree)]
+        arguments = [self._nodes(hlo.entry, line, ()) for line in entry.parameters]
+        self.parameters: Sequence[int] = leaves(tuple(arguments))
         """Node of each of the module's parameters."""
-        root = self._run(hlo.entry, arguments)
-        elements = root if isinstance(root, tuple) else (root,)
-        self.outputs: Sequence[int] = [node for tree in elements for node in leaves(tree)]
+        self.outputs: Sequence[int] = leaves(self._run(hlo.entry, arguments))
         """Node of each of the module's results."""
 
     def __len__(self) -> int:
@@ -76,7 +70,7 @@ class Values:
     def of(self, computation: str, name: str) -> Sequence[int]:
         """List the nodes that are the result of an instruction; none of what is never executed."""
         tree = self._trees.get(computation, {}).get(name)
-        return () if tree is None else list(leaves(tree))
+        return () if tree is None else leaves(tree)
 
     def operand(self, op: CollectiveOp, number: int) -> int:
         """Return the array that a collective moves, as it is before."""
@@ -86,16 +80,10 @@ class Values:
         """List the arrays that a collective returns."""
         return self.of(op.computation, op.instruction.name)
 
-    def shape(self, node: int) -> Shape:
-        """Return the dtype and dimensions of an array on a device."""
-        return self.lines[node].results[self.elements[node]]
-
     def order(self, node: int) -> Sequence[int]:
         """List the dimensions of an array, the outermost in memory first."""
-        line = self.lines[node]
-        text = self.hlo[self.computations[node]].lines[line.name].partition(" = ")[2]
-        order = _LAYOUT.findall(text)[self.elements[node]]
-        dims = range(len(self.shape(node).dims))
+        order = _LAYOUT.findall(self.lines[node].type)[self.elements[node]]
+        dims = range(len(self.shapes[node].dims))
         return [int(dim) for dim in reversed(order.split(","))] if order else dims
 
     @cached_property
@@ -170,65 +158,70 @@ class Values:
             tree = arguments[line.parameter]
             trees[line.name] = self._joined(name, line, tree) if is_shared else tree
         if is_shared:
-            parameters = sorted(computation.parameters, key=lambda line: line.parameter or 0)
-            self._parameters[name] = [trees[line.name] for line in parameters]
+            self._parameters[name] = [trees[line.name] for line in computation.parameters]
         return trees[computation.root.name]
 
-    def _value(  # noqa: PLR0911
-        self, computation: str, line: Instruction, operands: Sequence[Tree]
-    ) -> Tree:
+    def _value(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
         """Return the value of an instruction; of the start of something what its end returns."""
         opcode = line.opcode
         if opcode == "tuple":
             return tuple(operands)
         if opcode == "get-tuple-element":
             return _element(operands[0], line.element or 0)
-        if opcode == "while":
-            carried = self._joined(computation, line, operands[0])
-            self._run(line.called["condition"][0], [carried])  # which may sum over devices, too
-            self._join(carried, self._run(line.called["body"][0], [carried]))
-            return carried
-        if opcode == "conditional":
-            branches = zip(line.callees, operands[1:], strict=False)
-            first, *rest = [self._run(body, [operand]) for body, operand in branches]
-            chosen = self._joined(computation, line, first)
-            for tree in rest:
-                self._join(chosen, tree)
-            return chosen
-        if opcode == "custom-call" and (target := _target(line)).startswith("AsyncCollective"):
-            if target.endswith("Done"):
-                return operands[1]  # behind what is moved
-            started = list(leaves(operands[0]))
-            all_nodes = list(leaves(self._nodes(computation, line, ())))
-            operands_of = [self.made_of[node][0] for node in started]
-            return (*operands_of, *started, *all_nodes[2 * len(started) :])
         if opcode in _CALLS and line.callees:
             return self._run(line.callees[0], operands)
-        if opcode.endswith("-done") or opcode == "async-update" or opcode in _BARRIERS:
+        if opcode in _SAME or opcode.endswith("-done"):
             return operands[0]
-        if opcode.startswith(_VARIADIC):
-            # A start has its operands among its results, and what the backend needs besides.
-            first = len(operands) if len(line.results) >= 2 * len(operands) else 0
-            moved = [
-                self._node(computation, line, first + i, list(leaves(operand)))
-                for i, operand in enumerate(operands)
-            ]
-            return moved[0] if len(moved) == 1 else tuple(moved)
+        return _FORMS.get(opcode, Values._nodes)(self, computation, line, operands)
+
+    def _loop(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
+        called, carried = line.called, self._joined(computation, line, operands[0])
+        self._run(called["condition"][0], [carried])  # which may sum over devices, too
+        self._join(carried, self._run(called["body"][0], [carried]))
+        return carried
+
+    def _branches(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
+        branches = zip(line.callees, operands[1:], strict=False)
+        first, *rest = [self._run(body, [operand]) for body, operand in branches]
+        chosen = self._joined(computation, line, first)
+        for tree in rest:
+            self._join(chosen, tree)
+        return chosen
+
+    def _custom(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
+        target = _target(line)
+        if target.startswith("AsyncCollective"):
+            if target.endswith("Done"):
+                return operands[1]  # behind what is moved
+            started, made = leaves(operands[0]), leaves(self._nodes(computation, line, ()))
+            before = [self.made_of[node][0] for node in started]
+            return (*before, *started, *made[2 * len(started) :])
         return self._nodes(computation, line, operands)
+
+    def _each(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
+        """Add a node for each operand: each result is made of the one in its place."""
+        # A start has its operands among its results, and what the backend needs besides.
+        first = len(operands) if len(line.results) >= 2 * len(operands) else 0
+        moved = [
+            self._node(computation, line, first + i, leaves(operand))
+            for i, operand in enumerate(operands)
+        ]
+        return moved[0] if len(moved) == 1 else tuple(moved)
 
     def _nodes(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
         """Add a node for each result of an instruction, made of all operands."""
-        made_of = [node for operand in operands for node in leaves(operand)]
-        nodes = tuple(
-            self._node(computation, line, i, [*made_of]) for i in range(max(1, len(line.results)))
-        )
-        return nodes[0] if len(nodes) == 1 else nodes
+        made_of, count = leaves(tuple(operands)), len(line.results)
+        if count <= 1:
+            return self._node(computation, line, 0, made_of)
+        return tuple(self._node(computation, line, i, [*made_of]) for i in range(count))
 
     def _node(self, computation: str, line: Instruction, element: int, made_of: list[int]) -> int:
+        results = line.results
         self.computations.append(computation)
         self.lines.append(line)
         self.opcodes.append(_opcode(line))
         self.elements.append(element)
+        self.shapes.append(results[element] if results else _NOTHING)
         self.made_of.append(made_of)
         return len(self.lines) - 1
 
@@ -244,20 +237,24 @@ class Values:
         return joined(tree)
 
     def _join(self, joined: Tree, tree: Tree) -> None:
-        nodes, sources = list(leaves(joined)), list(leaves(tree))
+        nodes, sources = leaves(joined), leaves(tree)
         if len(nodes) != len(sources):
             raise LookupError(f"a call has {len(sources)} arrays for {len(nodes)}")
         for node, source in zip(nodes, sources, strict=True):
             self.made_of[node].append(source)
 
 
-def leaves(tree: Tree) -> Iterator[int]:
-    """Yield the nodes of a value, in order."""
+def leaves(tree: Tree) -> list[int]:
+    """List the nodes of a value, in order."""
     if isinstance(tree, int):
-        yield tree
-    else:
-        for element in tree:
-            yield from leaves(element)
+        return [tree]
+    nodes: list[int] = []
+    for element in tree:
+        if isinstance(element, int):
+            nodes.append(element)
+        else:
+            nodes += leaves(element)
+    return nodes
 
 
 def _target(line: Instruction) -> str:
@@ -273,3 +270,17 @@ def _opcode(line: Instruction) -> str:
 
 def _element(tree: Tree, index: int) -> Tree:
     return tree[index] if isinstance(tree, tuple) else tree
+
+
+_CALLS: Final = frozenset({"async-start", "call", "fusion", "fusion-start"})
+_SAME: Final = frozenset({
+    "add-dependency", "async-update", "opt-barrier", "optimization-barrier",
+})  # fmt: skip
+_EACH: Final = ("all-gather", "all-reduce", "collective-permute", "copy", "reduce-scatter")
+_FORMS: Final[Mapping[str, Callable[[Values, str, Instruction, Sequence[Tree]], Tree]]] = {
+    "while": Values._loop,
+    "conditional": Values._branches,
+    "custom-call": Values._custom,
+    **dict.fromkeys([opcode + end for opcode in _EACH for end in ("", "-start")], Values._each),
+}
+"""How values are made of those of the operands, but for those that are made of all of them."""

@@ -121,7 +121,7 @@ class Variation:
 
     def _number(self, node: int, opcode: str, sources: Sequence[_Fact]) -> _Labels | None:
         """Compute an integer on each device, if it is made of the device's number alone."""
-        line, shape = self._values.lines[node], self._values.shape(node)
+        line, shape = self._values.lines[node], self._values.shapes[node]
         if opcode in ("partition-id", "replica-id"):
             return np.arange(self._count)
         if shape.elements != 1 or shape.dtype[0] not in "sup":
@@ -141,7 +141,7 @@ class Variation:
     def _table(self, node: int) -> bytes | None:
         """Read a constant that has an entry for each device."""
         line = self._values.lines[node]
-        if self._values.shape(node).dims != (self._count,):
+        if self._values.shapes[node].dims != (self._count,):
             return None
         entries = _NUMBER.findall(line.literal)
         return np.array(entries, np.int64).tobytes() if len(entries) == self._count else None

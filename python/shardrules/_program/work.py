@@ -55,8 +55,8 @@ def product_flops(values: Values, node: int) -> int:
     product = values.lines[node]
     if not product.results:
         return 0  # such as a call of Python
-    result = values.shape(node).elements
-    shapes = [values.shape(factor).dims for factor in values.made_of[node][:2]]
+    result = values.shapes[node].elements
+    shapes = [values.shapes[factor].dims for factor in values.made_of[node][:2]]
     if len(shapes) < _FACTORS:
         return 0
     if match := _CONTRACTED.search(product.attributes):

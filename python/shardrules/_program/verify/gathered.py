@@ -10,7 +10,6 @@ from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.findings import Finding, Level
 from shardrules._program.causes import CONSTRAINT, REASONS
 from shardrules._program.executable import sharding_shown
-from shardrules._program.facts import source_of
 from shardrules._program.inputs import PlannedSharding
 from shardrules._program.program import Program
 from shardrules._program.verify.placements import is_same
@@ -49,7 +48,7 @@ def gathered(
         if movement.leaf is not None and movement.nodes is not None and movement.gathered
     ]
     # Copies that are gathered again are told where they end.
-    passed_on = {source_of(executable.values, operand) for *_, (operand, _) in rows}
+    passed_on = {executable.facts.source_of(operand) for *_, (operand, _) in rows}
     sizes: defaultdict[tuple[str, tuple[str, ...], str], dict[int, int]] = defaultdict(dict)
     for size, leaf, movement, (_, result) in rows:
         target, sharding, reason = inputs[leaf], side.shardings[leaf], movement.reason

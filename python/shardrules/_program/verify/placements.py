@@ -15,7 +15,6 @@ from shardrules._base.text import bytes_shown, counted, printable
 from shardrules._place.memory import memory_apart
 from shardrules._plan.findings import Finding, Level, VerifyKind
 from shardrules._program.executable import Executable, Library, Side, at, sharding_shown
-from shardrules._program.facts import all_updated_from, source_of
 from shardrules._program.inputs import PlannedSharding
 from shardrules._program.states import Evidence, State
 
@@ -419,7 +418,11 @@ def not_donated(executable: Executable, carried: Sequence[State], large: int) ->
     """
     side = executable.inputs
     for evidence, (name, _) in _STATE_WORDS.items():
-        states = [state for state in carried if state.evidence == evidence]
+        states = [
+            state
+            for state in carried
+            if state.evidence == evidence and not all(at(executable.donated, state.inputs))
+        ]
         is_certain = evidence != "alike" and any(_is_changed(executable, one) for one in states)
         least = 1 if is_certain else large
         leaves = [leaf for state in states for leaf in _kept_twice(executable, state, least)]
@@ -440,10 +443,10 @@ def _is_changed(executable: Executable, state: State) -> bool:
         return False
     entry = executable.hlo[executable.hlo.entry]
     results = entry.root.operands if entry.root.opcode == "tuple" else ()
-    if results and all(" parameter(" in entry.lines[name] for name in results):
+    if results and {line.name for line in entry.parameters}.issuperset(results):
         return False  # without the graph of many arguments
     parameters = frozenset(executable.values.parameters)
-    sources = (source_of(executable.values, executable.results[i]) for i in state.outputs)
+    sources = (executable.facts.source_of(executable.results[i]) for i in state.outputs)
     return not all(source in parameters for source in sources)
 
 
@@ -465,7 +468,7 @@ def _kept_twice(executable: Executable, state: State, least: int) -> list[int]:
         before
         for before, after in pairs
         if values.parameters[number_of[before]]
-        in all_updated_from(values, executable.results[after])
+        in executable.facts.sources(executable.results[after])
     ]
 
 

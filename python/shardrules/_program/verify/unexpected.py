@@ -106,13 +106,14 @@ def _alike_finding(axis: str, products: Sequence[Product], share: float) -> Find
 
 def kept_activations(program: Program, large: int) -> Iterator[Finding]:
     """Yield a finding if most memory is what the forward pass keeps for the backward pass."""
-    totals = program.totals
-    if totals is None:
+    hlo = program._executable.hlo
+    # XLA's numbers take longer than the text.
+    if hlo is None or not hlo.has_gradients or (totals := program.totals) is None:
         return
     # The arguments, such as the state of an optimizer, are there whatever is kept.
     least = max(large, _KEPT * (totals.peak - totals.arguments), _KEPT_OF_PEAK * totals.peak)
     if totals.temporaries < least:
-        return  # without a walk through the schedule
+        return  # without a walk through the program
     memory = program.memory
     if memory is None or memory.is_recomputed or memory.saved < least:
         return

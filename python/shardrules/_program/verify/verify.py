@@ -146,7 +146,7 @@ def findings_and_program(
     check_bytes("large", large)
     executable = Executable(call_of(compiled, inputs))
     limits = limits_of({} if budget is None else budget, executable.mesh)
-    library, hlo = executable.call.library, executable.hlo
+    library = executable.call.library
     in_targets, out_targets = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
     program = Program(executable, carried, batches(executable, inputs, carried))
@@ -171,7 +171,7 @@ def findings_and_program(
             *(finding for finding, _ in reshards),
             *unexpected(program, large, {row for _, rows in reshards for row in rows}),
             *computed_alike(program, same_work),
-            *(kept_activations(program, large) if hlo is not None and hlo.has_gradients else ()),
+            *kept_activations(program, large),
             *over_budget(program, limits),
             *_peak_findings(program, hbm),
         ]
