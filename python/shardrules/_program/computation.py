@@ -181,7 +181,8 @@ def parsed(line: str) -> Instruction:
 
 
 def _instruction(line: re.Match[str]) -> Instruction:
-    return Instruction(*line.groups(), NAME.findall(line[4]))
+    name, type_, opcode, literal, attributes = line.groups()
+    return Instruction(name, type_, opcode, literal, attributes, NAME.findall(literal))
 
 
 def with_whole_lines(text: str) -> str:
