@@ -15,8 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,6 @@ import shardrules
 from shardrules._base.text import printable_lines
 from shardrules._place.mesh import has_devices
 from shardrules._program import compiler_child
-from shardrules._program.buffers import SIZES
 from shardrules._program.jax_names import (
     CompilerInput,
     compiler_input,
@@ -38,8 +37,9 @@ from shardrules._program.jax_names import (
     lowered_shardings,
     module_text,
 )
+from shardrules._program.live_ranges import LiveRanges
 from shardrules._program.refusal import Refusal, refused_bytes
-from shardrules._program.stored import LiveArray, StoredProgram, boxed, inner_of
+from shardrules._program.stored import StoredProgram, boxed, inner_of
 from shardrules._program.topologies.topology import Topology, topology_of
 from shardrules._program.topologies.tpu import ENVIRONMENT, Slices, libtpu_path
 
@@ -58,18 +58,6 @@ _OTHERS_FLAGS: Final = re.compile(rf"--xla_dump\w*(=\S*)?|{_HOST_DEVICES}=\S*")
 _TOTAL: Final = re.compile(
     r"^(?:Memory Space: default \(color=0\)\nTotal bytes|Total bytes used): (\d+)", re.MULTILINE
 )
-# "allocation 1: size 512, page 0, parameter 0, ..., maybe-live-out:"; a color is another memory.
-_ALLOCATION: Final = re.compile(
-    r"^allocation (\d+): size (\d+), (color [1-9]\d*, )?(?:page 0, )?(.*)$", re.MULTILINE
-)
-_VALUE: Final = re.compile(
-    r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @0> \(size=(\d+),offset=(\d+)\)",
-    re.MULTILINE,
-)
-_PARAMETER: Final = re.compile(r"parameter (\d+)")
-_RANGE: Final = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
-_AT_PEAK: Final = re.compile(r"^    (\S+)\{([\d,]*)\}: \d+ bytes \(cumulative", re.MULTILINE)
-_IN_SEQUENCE: Final = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
 
 
 class CompilerAnswer(NamedTuple):
@@ -81,10 +69,7 @@ class CompilerAnswer(NamedTuple):
     """PartitionSpecs of the results; None if this JAX cannot read them."""
     peak: int
     """Bytes of the device's memory that it assigns, arguments included."""
-    sizes: Mapping[str, int]
-    """The same by what they are for, as `buffers.SIZES`."""
-    alive: tuple[LiveArray, ...] | None
-    """The arrays at the peak, the largest first; None before JAX 0.10, whose XLA lists none."""
+    live: LiveRanges
     warnings: str
     """What XLA has written to standard error."""
 
@@ -108,9 +93,10 @@ class CompilerAnswer(NamedTuple):
                 raise RuntimeError(_NO_SHARDINGS)
             made = (NamedSharding(mesh, spec) for spec in specs)
             outputs = [known or other for known, other in zip(outputs, made, strict=True)]
-        memory = SimpleNamespace(**self.sizes)
+        sizes = {f"{name}_size_in_bytes": size for name, size in self.live.sizes().items()}
+        memory = SimpleNamespace(**sizes, total_allocation_bytes=self.peak)
         stored = StoredProgram(
-            inner, inputs, outputs, self.text, memory=memory, alive=self.alive, is_assigned=True
+            inner, inputs, outputs, self.text, memory=memory, live=self.live, is_assigned=True
         )
         return boxed(lowered, stored)
 
@@ -319,24 +305,22 @@ def _read(
     proto, report, buffers = (b"" if file is None else file.read_bytes() for file in files)
     text, total = module_text(proto), _TOTAL.search(report.decode("utf-8", "replace"))
     ranges = "".join(f.read_text("utf-8", "replace") for f in dump.glob("*-live-range.txt"))
-    assigned = buffers.decode("utf-8", "replace")
-    alive = tuple(_alive(ranges, assigned)) if ranges else None
+    live = LiveRanges(ranges, buffers.decode("utf-8", "replace"))
     if numbers is not None:
-        return Refusal(*numbers, text, alive or ())
+        return Refusal(*numbers, text, live)
     if None in files:
         raise OSError(f"XLA has not written what it makes of the step to {folder}: is there room?")
     if not text or total is None:
         raise OSError(f"what XLA has written to {folder} is cut: is there room?")
     peak = int(total[1])
     if topology is not None and peak > (available := topology.hardware.memory_bytes):
-        return Refusal(peak, available, text, alive or ())
+        return Refusal(peak, available, text, live)
     specs = None if mesh is None else dumped_specs(proto, mesh)
     return CompilerAnswer(
         text=text,
         specs=None if specs is None else tuple(specs),
         peak=peak,
-        sizes=_sizes(assigned, peak),
-        alive=alive,
+        live=live,
         warnings=stderr,
     )
 
@@ -344,81 +328,3 @@ def _read(
 def _noted(error: Exception) -> Exception:
     error.add_note("shardrules compiled the step, and this is what XLA says of it")
     return error
-
-
-def _sizes(buffers: str, peak: int) -> dict[str, int]:
-    """Return the bytes of arguments, results, those that share memory, and all."""
-    sizes = dict.fromkeys(SIZES, 0)
-    for _, size, color, kind in _ALLOCATION.findall(buffers):
-        is_argument, is_result = kind.startswith("parameter"), "maybe-live-out" in kind
-        counted = (
-            ("argument", is_argument),
-            ("output", is_result),
-            ("alias", is_argument and is_result),
-        )
-        for name, is_one in counted:
-            sizes[f"{name}_size_in_bytes"] += int(size) * is_one * (not color)
-    return sizes | {SIZES[-1]: peak}
-
-
-class _Slot(NamedTuple):
-    """Memory of one value, within one allocation."""
-
-    allocation: int
-    offset: int
-    bytes: int
-
-
-def _alive(ranges: str, buffers: str) -> Iterator[LiveArray]:
-    """Yield the arrays that XLA has in the device's memory at the peak, each memory once."""
-    slots: dict[tuple[str, str], _Slot] = {}
-    kinds: dict[int, str] = {}
-    heads = list(_ALLOCATION.finditer(buffers))
-    for head, following in zip(heads, [*heads[1:], None], strict=False):
-        end = len(buffers) if following is None else following.start()
-        kinds[int(head[1])] = head[4]
-        for name, element, size, offset in _VALUE.findall(buffers, head.end(), end):
-            slots[name, element] = _Slot(int(head[1]), int(offset), int(size))
-    sequence = dict(_IN_SEQUENCE.findall(ranges.partition("BufferLiveRange:")[0]))
-    spans: defaultdict[_Slot, list[_Span]] = defaultdict(list)
-    span_of: dict[tuple[str, str], _Span] = {}
-    for name, element, begin, end_of in _RANGE.findall(ranges):
-        span_of[name, element] = span = _Span(int(begin), int(end_of), name)
-        if slot := slots.get((name, element)):
-            spans[slot].append(span)
-    seen: set[_Slot] = set()
-    for key in _AT_PEAK.findall(ranges):
-        slot = slots.get(key)
-        if slot is None or slot in seen:
-            continue
-        seen.add(slot)
-        kind = kinds[slot.allocation]
-        parameter = _PARAMETER.match(kind)
-        chain = _chain(span_of.get(key, _Span(0, 0, key[0])), sorted(spans[slot]))
-        yield LiveArray(
-            name=key[0],
-            element=int(key[1].partition(",")[0] or 0),
-            bytes=slot.bytes,
-            parameter=None if parameter is None else int(parameter[1]),
-            is_output="maybe-live-out" in kind,
-            names=tuple(span.name for span in chain[1:]),
-            last_use=sequence.get(str(max(span.end for span in chain)), ""),
-        )
-
-
-class _Span(NamedTuple):
-    """Instructions, by number, from the one that makes a value to the last that reads it."""
-
-    begin: int
-    end: int
-    name: str
-
-
-def _chain(first: _Span, spans: list[_Span]) -> list[_Span]:
-    """Return the values that go on with the memory of one: what a loop carries is several."""
-    chain, end = [first], first.end
-    for span in spans:
-        if first.begin <= span.begin <= end and span != first:
-            chain.append(span)
-            end = max(end, span.end)
-    return chain

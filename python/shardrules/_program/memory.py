@@ -11,7 +11,6 @@ from shardrules._program.executable import Executable
 from shardrules._program.facts import MOVES, UPDATES
 from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.liveness import WRITTEN, Alive, alive_at_peak
-from shardrules._program.stored import alive_of
 
 _LARGEST: Final = 100
 _IN_TEXT: Final = 10
@@ -38,8 +37,8 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
         return None if leaf is None else executable.inputs.paths[leaf]
 
     with hlo_errors():
-        known = getattr(executable.call.compiled, "alive", None)
-        rows = alive_at_peak(hlo) if known is None else alive_of(hlo, known)
+        live = getattr(executable.call.compiled, "live", None)
+        rows = live.alive(hlo) if live and live.ranges else alive_at_peak(hlo)
         saved = [row for row in rows if _is_saved(hlo, row)]
         alive, kept = (sum(row.bytes for row in some) for some in (rows, saved))
         return Memory(

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 from shardrules._base.text import bytes_shown, printable_lines
 from shardrules._program.buffers import Buffer, table_of
 from shardrules._program.hlo import Hlo
+from shardrules._program.live_ranges import LiveRanges
 from shardrules._program.memory import buffers_of
-from shardrules._program.stored import LiveArray, alive_of
 
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (18.14G) exceeds
 # available HBM (15.75G)."; older ones: "Used 18.14G of 15.75G hbm." Arguments are counted, too.
@@ -104,15 +104,14 @@ class Refusal(NamedTuple):
     available: int
     text: str = ""
     """The module; "" if XLA does not write it."""
-    alive: tuple[LiveArray, ...] = ()
-    """The arrays at the peak, as XLA assigns them."""
+    live: LiveRanges | None = None
 
     def error(self) -> OutOfMemory:
         """Return it as the error to raise."""
         buffers: tuple[Buffer, ...] = ()
-        if self.text and self.alive:
+        if self.text and self.live:
             hlo = Hlo(self.text)
-            buffers = tuple(buffers_of(hlo, alive_of(hlo, self.alive)[:_NAMED], lambda _: None))
+            buffers = tuple(buffers_of(hlo, self.live.alive(hlo)[:_NAMED], lambda _: None))
         is_recomputed = "/rematted_computation" in self.text
         return OutOfMemory(self.required, self.available, buffers, is_recomputed=is_recomputed)
 
