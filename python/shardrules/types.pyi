@@ -20,10 +20,10 @@ from shardrules._plan.sweep import Sweep as Sweep
 from shardrules._plan.sweep import SweepRow as SweepRow
 from shardrules._plan.transfer import Transfer as Transfer
 from shardrules._plan.transfer import TransferRow as TransferRow
-from shardrules._program.buffers import Buffer as Buffer
-from shardrules._program.buffers import Memory as Memory
-from shardrules._program.buffers import Totals as Totals
 from shardrules._program.collectives import Collective as Collective
+from shardrules._program.memory import Buffer as Buffer
+from shardrules._program.memory import Memory as Memory
+from shardrules._program.memory import Totals as Totals
 from shardrules._program.program import Program as Program
 from shardrules._program.solve.activations import Activation as Activation
 from shardrules._program.solve.candidates import Candidate as Candidate
@@ -37,6 +37,6 @@ from shardrules._program.step.step import Work as Work
 from shardrules._program.step_seconds import ProgramTime as ProgramTime
 from shardrules._program.step_seconds import Roofline as Roofline
 from shardrules._program.verify.prove import Proof as Proof
-from shardrules._program.verify.step_sweep import StepSweep as StepSweep
-from shardrules._program.verify.step_sweep import StepSweepRow as StepSweepRow
+from shardrules._program.verify.sweep import StepSweep as StepSweep
+from shardrules._program.verify.sweep import StepSweepRow as StepSweepRow
 from shardrules._rules.matcher import Coverage as Coverage

@@ -14,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.buffers import SIZES, table_of, totals_from
 from shardrules._program.hlo import Hlo
 from shardrules._program.liveness import Alive, alive_at_peak
-from shardrules._program.memory import buffers_of, memory_of
+from shardrules._program.memory import SIZES, buffers_of, memory_of, table_of, totals_from
 from tests.support.folders import ROOT
 
 FOLDER = ROOT / "tests" / "data" / "hlo"

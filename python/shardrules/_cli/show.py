@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
     from shardrules._plan.suggest.suggestion import Suggestion
     from shardrules._plan.sweep import Sweep
-    from shardrules._program.verify.step_sweep import StepSweep
+    from shardrules._program.verify.sweep import StepSweep
 
 _STYLES: Final[dict[str, dict[str, Any]]] = {
     "error": {"fg": "red", "bold": True},
@@ -94,7 +94,7 @@ def show_sweep(rows: Sweep, most: int) -> None:
 
 def show_step_sweep(rows: StepSweep, most: int) -> None:
     """Print the heading, the first `most` rows, and how many more there are."""
-    from shardrules._program.verify.step_sweep import step_sweep_table
+    from shardrules._program.verify.sweep import step_sweep_table
 
     shown = rows[:most]
     print(printable(rows.heading))

@@ -36,6 +36,27 @@ _STATIC: Final = (
     "equinox.combine(plan.abstract(), static) in its place, and prove the plan itself in inputs="
 )
 
+_FIXES: Final = {
+    "lowering_platforms": (
+        "the plans and shardings of the arguments are for a mesh without devices, and nothing says "
+        "which these are: give on=shardrules.Topology('v5p:8x8x8'), or on= a jax.sharding.Mesh"
+    ),
+    "only interpret mode is supported": (
+        "the step has a Pallas kernel, which XLA for CPU has none of: give on= a Topology of TPUs, "
+        "whose compiler has them; or call it with interpret=True"
+    ),
+    "require devices": (
+        "the step has an operation that JAX lowers for devices alone, such as custom_partitioning: "
+        "give on= a Topology, or a mesh of devices"
+    ),
+    "incompatible devices": (
+        "the step names other devices than those that it is compiled for: let its constraints and "
+        "shardings be of the mesh of on=, made once by Topology.mesh; or give them as "
+        "PartitionSpecs, for which that mesh is in force"
+    ),
+}
+"""What to do, by a part of what JAX says of a step that it does not lower."""
+
 
 def target_mesh(on: On, args: Iterable[Any]) -> AnyMesh:
     """Return the mesh to compile for: with a topology, of the axes of the arguments."""
@@ -265,29 +286,10 @@ def _lowered(step: Any, args: tuple[Any, ...], lower: Callable[..., Any]) -> Any
             f"the step fails on a None: {error}. {_STATIC}, if one of its leaves is meant"
         ) from error
     except ValueError as error:
-        if "lowering_platforms" in str(error):
-            raise ValueError(
-                "the plans and shardings of the arguments are for a mesh without devices, and "
-                "nothing says which these are: give on=shardrules.Topology('v5p:8x8x8'), or "
-                "on= a jax.sharding.Mesh"
-            ) from error
-        if "Only interpret mode is supported" in str(error):
-            raise ValueError(
-                "the step has a Pallas kernel, which XLA for CPU has none of: give on= a "
-                "Topology of TPUs, whose compiler has them; or call it with interpret=True"
-            ) from error
-        if "require devices" in str(error):
-            raise ValueError(
-                "the step has an operation that JAX lowers for devices alone, such as "
-                f"custom_partitioning: give on= a Topology, or a mesh of devices ({error})"
-            ) from error
-        if "incompatible devices" not in str(error).lower():
+        fix = next((fix for part, fix in _FIXES.items() if part in str(error).lower()), None)
+        if fix is None:
             raise
-        raise ValueError(
-            "the step names other devices than those that it is compiled for: let its "
-            "constraints and shardings be of the mesh of on=, made once by Topology.mesh; or "
-            f"give them as PartitionSpecs, for which that mesh is in force. JAX says: {error}"
-        ) from error
+        raise ValueError(f"{fix}. JAX says: {error}") from error
 
 
 def check_static(step: Any, args: Iterable[Any]) -> None:

@@ -23,7 +23,6 @@ from shardrules._plan.lock_texts import content_of
 from shardrules._plan.page_section import Page
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
-from shardrules._program.buffers import Memory, Totals
 from shardrules._program.causes import REASONS, Movement, movement_of
 from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable
@@ -31,7 +30,7 @@ from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.inputs import planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
-from shardrules._program.memory import memory_of, totals_of
+from shardrules._program.memory import Memory, Totals, memory_of, totals_of
 from shardrules._program.reasons import Reasons
 from shardrules._program.states import State, states
 from shardrules._program.step_seconds import (
@@ -41,6 +40,7 @@ from shardrules._program.step_seconds import (
     program_time,
 )
 from shardrules._program.topologies.topology import Topology
+from shardrules._program.topologies.tpu import Slices
 from shardrules._program.work import Product, products
 
 SMALL: Final = 2**16
@@ -310,13 +310,15 @@ def _planned_by_plans(planned: Any, treedef: Any) -> list[bool]:
 
 def time_on(topology: Topology, mesh: Mesh, text: str) -> ProgramTime | None:
     """Estimate the seconds of a finished program by the compiler's cycles; None if it has none."""
+    if not isinstance(topology._layout, Slices):
+        return None
     with hlo_errors():
         hlo = Hlo(text)
         rows = list(exchanges(hlo, mesh.shape))
         sent = ((row.axes, row.sent_once * (row.times or 1)) for row in rows if row.axes)
         sending = sum(size / topology.link_rate(mesh, axes) for axes, size in sent)
         peak = topology.hardware.flops_per_second["bfloat16"]
-        return program_time(hlo, sending, topology.clock, peak)
+        return program_time(hlo, sending, topology._layout.clock, peak)
 
 
 def roofline_on(topology: Topology, program: Program) -> Roofline | None:

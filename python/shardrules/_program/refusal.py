@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.text import bytes_shown, printable_lines
-from shardrules._program.buffers import Buffer, table_of
 from shardrules._program.hlo import Hlo
 from shardrules._program.live_ranges import LiveRanges
-from shardrules._program.memory import buffers_of
+from shardrules._program.memory import Buffer, buffers_of, table_of
 
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (18.14G) exceeds
 # available HBM (15.75G)."; older ones: "Used 18.14G of 15.75G hbm." Arguments are counted, too.

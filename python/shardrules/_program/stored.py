@@ -20,7 +20,7 @@ class StoredProgram:
         inputs: The sharding of each leaf of the arguments; None of those that jit has dropped.
         outputs: The same of the results.
         text: The optimized module.
-        memory: The `SIZES` of `buffers.py` as attributes.
+        memory: The `SIZES` of `memory.py` as attributes.
         live: What XLA writes of the memory; None if it does not.
         is_assigned: True if its bytes are those that the compiler itself assigns.
     """

@@ -80,11 +80,6 @@ class Hosts:
         return self.shape[0] * self.shape[1]
 
     @property
-    def clock(self) -> float:
-        """Cycles of a GPU's cores in a second."""
-        return float(compiler_facts(self.hardware)["clock"])
-
-    @property
     def memory_limit(self) -> int:
         """Bytes that a program may need on a device: XLA compiles what needs more, too."""
         return Hardware.named(self.hardware).memory_bytes

@@ -252,11 +252,6 @@ class Topology:
         words = ["DCN" if between > 1 else "", self._layout.word(within)]
         return " and ".join(filter(None, words))
 
-    @property
-    def clock(self) -> float:
-        """Cycles of a device in a second; of TPUs as the peak and the size of MXUs have them."""
-        return self._layout.clock
-
     def link_rate(self, mesh: Mesh, axes: Sequence[str]) -> float:
         """Return the bytes that a device sends in a second over axes of a mesh of these devices.
 

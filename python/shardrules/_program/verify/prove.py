@@ -16,7 +16,6 @@ from shardrules._plan.findings import Findings, Level
 from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Table
-from shardrules._program.buffers import Memory
 from shardrules._program.cache import Finished, finished
 from shardrules._program.collectives import Collective
 from shardrules._program.compiler import asked_compiler, is_of_cpus
@@ -28,6 +27,7 @@ from shardrules._program.lowering import (
     mesh_of,
     target_mesh,
 )
+from shardrules._program.memory import Memory
 from shardrules._program.program import Program, roofline_on, time_on
 from shardrules._program.refusal import Refusal
 from shardrules._program.step_seconds import ProgramTime, Roofline
