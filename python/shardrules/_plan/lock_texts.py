@@ -1,17 +1,16 @@
-"""Texts of locks: JSON with a line for each entry, and checks of what is read from it."""
+"""Texts of locks: JSON with a line for each entry, given as a text or as a file."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 from shardrules._base.io import FileError, read_bytes
-from shardrules._base.text import shown, with_article
+from shardrules._base.text import shown
 
 # JSON's reader takes the two for the one character that they would stand for.
 _ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -48,27 +47,3 @@ def content_of(lock_or_path: str | os.PathLike[str], writer: str) -> tuple[bytes
         why = str(error).removeprefix(f"{path}: ")
         text = f"{name}: neither a lock nor a file with one: {why}; {writer}(path) writes one"
         raise FileError(text) from error
-
-
-@contextmanager
-def lock_errors(place: str, fix: str) -> Iterator[None]:
-    """Make a FileError, with the place and the fix, of whatever is wrong with a lock."""
-    try:
-        yield
-    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, re.error) as error:
-        what = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise FileError(f"{place}: {what}; {fix}") from error
-
-
-def check_fields(entry: dict[str, Any], fields: frozenset[str]) -> None:
-    """Check that an object has no other fields."""
-    if not entry.keys() <= fields:
-        unknown = sorted(entry.keys() - fields)
-        raise ValueError(f"there are fields that are not known: {shown(unknown)}")
-
-
-def of_type(value: Any, kind: type) -> Any:
-    """Return the value, if it is of the type; a bool is no int."""
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{shown(value)} stands where {with_article(kind.__name__)} belongs")
-    return value

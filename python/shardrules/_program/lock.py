@@ -6,20 +6,17 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, get_args
+from typing import Annotated, Any, Final, NamedTuple, get_args
+
+from msgspec import Meta
 
 from shardrules._base.arguments import check_choice, check_real, integer
 from shardrules._base.io import parse_json
 from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, shown
+from shardrules._plan.codec import FileTable, Listed, Texts, at, naming, record_of
 from shardrules._plan.findings import Finding, Findings, Level
-from shardrules._plan.lock_texts import (
-    check_fields,
-    checked_json,
-    line_by_line,
-    lock_errors,
-    of_type,
-)
+from shardrules._plan.lock_texts import checked_json, line_by_line
 from shardrules._program.collectives import Collective
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import CollectiveOpcode
@@ -27,8 +24,6 @@ from shardrules._program.memory import totals_of
 
 KINDS: Final = get_args(CollectiveOpcode)
 _FORMAT: Final = "shardrules program lock 1"
-_FIELDS: Final = frozenset(("format", "versions", "mesh", "peak", "peak_by", "sent"))
-_ENTRY_FIELDS: Final = frozenset(("axes", "kind", "bytes", "per_iteration"))
 _FIX: Final = "make the lock again: Program.lock, or shardrules prove --update-lock"
 _ANEW: Final = "program.lock(path)"
 _GROWN: Final = "look at what has changed there; or, if it is meant, make the lock again"
@@ -60,6 +55,22 @@ class Costs(NamedTuple):
 COUNTS: Final = ("assigned", "memory_analysis")
 """The compiler's own bytes, of `prove`; and those of `Compiled.memory_analysis`, which adds a TPU's
 on-chip memory."""
+
+
+class _LockTable(FileTable, kw_only=True):
+    format: str
+    versions: Annotated[dict[str, str], Meta(description="a table of texts")]
+    mesh: Annotated[dict[str, Any], Meta(description="a table of axes and their sizes")]
+    peak: Any
+    peak_by: Any = COUNTS[1]
+    sent: Listed
+
+
+class _SentTable(FileTable):
+    axes: Texts
+    kind: Any
+    bytes: Any
+    per_iteration: Any = None
 
 
 def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
@@ -98,41 +109,37 @@ def program_lock_text(costs: Costs) -> str:
 def read_program_lock(data: bytes, name: str) -> Costs:
     """Read a lock."""
     content = parse_json(Path(name), data)
-    with lock_errors(name, _FIX):
+    with naming(name, f"; {_FIX}"):
         form = content.get("format") if isinstance(content, dict) else None
         if isinstance(form, str) and form.startswith("shardrules lock"):
             raise ValueError("not a lock of a program, but of a plan, which Plan.diff compares")
         if form != _FORMAT:
             raise ValueError(f"not a lock of a program: its format is {shown(form)}, not {_FORMAT}")
-        check_fields({"peak_by": None} | content, _FIELDS)
-        versions, sizes = (of_type(content[key], dict) for key in ("versions", "mesh"))
-        for version in versions.values():
-            of_type(version, str)
-        mesh = checked_sizes(sizes) if sizes else {}
-        peak = None if content["peak"] is None else integer("peak", content["peak"])
-        peak_by = content.get("peak_by", COUNTS[1])
-        check_choice("peak_by", peak_by, COUNTS)
-        entries = of_type(content["sent"], list)
-    sent: dict[Key, Sent] = {}
-    for number, entry in enumerate(entries):
-        with lock_errors(f"{name}: sent[{number}]", _FIX):
-            key, size = _read_cost(entry, mesh)
-            if key in sent:
-                raise ValueError(f"{_key_label(key)} stands there twice")
+        table = record_of("", content, _LockTable, "it")
+        mesh = checked_sizes(table.mesh) if table.mesh else {}
+        peak = None if table.peak is None else integer("peak", table.peak)
+        check_choice("peak_by", table.peak_by, COUNTS)
+        sent: dict[Key, Sent] = {}
+        for number, entry in enumerate(table.sent):
+            where = f"sent[{number}]: "
+            cost = record_of(where, entry, _SentTable)
+            with at(where):
+                key, size = _read_cost(cost, mesh)
+                if key in sent:
+                    raise ValueError(f"{_key_label(key)} stands there twice")
             sent[key] = size
-    return Costs(versions, mesh, peak, peak_by, sent)
+    return Costs(table.versions, mesh, peak, table.peak_by, sent)
 
 
-def _read_cost(entry: Any, mesh: Mapping[str, int]) -> tuple[Key, Sent]:
-    check_fields(of_type(entry, dict), _ENTRY_FIELDS)
-    axes = tuple(of_type(axis, str) for axis in of_type(entry["axes"], list))
-    for axis in axes:
+def _read_cost(cost: _SentTable, mesh: Mapping[str, int]) -> tuple[Key, Sent]:
+    for axis in cost.axes:
         check_choice("an axis", axis, tuple(mesh))
-    if axes != tuple(axis for axis in mesh if axis in axes):
-        raise ValueError(f"its axes are {', '.join(axes)}: each stands there once, in mesh order")
-    check_choice("kind", entry["kind"], KINDS)
-    check_choice("per_iteration", entry.get("per_iteration", True), (True,))
-    return (axes, entry["kind"]), Sent(integer("bytes", entry["bytes"]), "per_iteration" in entry)
+    if cost.axes != tuple(axis for axis in mesh if axis in cost.axes):
+        axes = ", ".join(cost.axes)
+        raise ValueError(f"its axes are {axes}: each stands there once, in mesh order")
+    check_choice("kind", cost.kind, KINDS)
+    check_choice("per_iteration", cost.per_iteration, (None, True))
+    return (cost.axes, cost.kind), Sent(integer("bytes", cost.bytes), bool(cost.per_iteration))
 
 
 def compared(
