@@ -141,6 +141,29 @@ def test_options_and_settings_reach_the_compiler():
     assert x.memory.totals.arguments == 2 * wide.memory.totals.arguments
 
 
+FUSIONS = """
+import jax, shardrules as sr
+step = jax.jit(lambda x: jax.numpy.sin(x) + jax.numpy.cos(x), compiler_options={options})
+x = jax.ShapeDtypeStruct((8,), "float32")
+print(sr.prove(step, x, on={{"x": 1}}).program._executable.hlo.text.count(" fusion("))
+"""
+
+
+def test_flags_in_the_environment_are_those_of_compiler_options():
+    """In processes of their own, as XLA reads its flags once."""
+
+    def fusions(options, flags):
+        done = subprocess.run(
+            [sys.executable, "-c", FUSIONS.format(options=options)], check=True, cwd=ROOT,
+            env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True,
+        )  # fmt: skip
+        return int(done.stdout)
+
+    option = {"xla_disable_hlo_passes": "fusion"}
+    without = fusions(None, "")
+    assert fusions(option, "") == fusions(None, "--xla_disable_hlo_passes=fusion") != without
+
+
 def test_results_without_out_shardings_are_sharded_as_xla_has_them():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
     plan = sr.plan(TREE, RULES, mesh)

@@ -165,6 +165,31 @@ def test_time_is_by_the_compiler_s_cycles_of_the_program_that_will_run():
     assert without.time.computing < time.computing
 
 
+OPTIONS = {"xla_tpu_enable_async_collective_fusion": False, "xla_enable_async_all_gather": False}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_reach_the_compiler_by_jit_and_by_the_environment(option, monkeypatch):
+    mesh = sr.Topology("v5e:2x2").mesh(fsdp=4)
+    rows = NamedSharding(mesh, P("fsdp"))
+    w, x = (jax.ShapeDtypeStruct((n, 2048), "bfloat16", sharding=rows) for n in (2048, 4096))
+
+    def product(w, x):  # which is traced once: its lines are those of the first call
+        return jnp.tanh(x @ w)
+
+    def text(options=None):
+        step = jax.jit(product, compiler_options=options)
+        return sr.prove(step, w, x, on=mesh).program._executable.hlo.text
+
+    by_jit, without = text({option: OPTIONS[option]}), text()
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{option}=false")
+    assert text() == by_jit != without
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_no_such_flag=1")
+    with pytest.raises(RuntimeError, match="has crashed, by exit code 1.*\n.*'xla_no_such_flag'"):
+        text()
+
+
 @needs_libtpu
 def test_plans_and_arguments_on_other_devices_are_taken_by_their_axes():
     here = cpu_mesh()
