@@ -69,7 +69,7 @@ def target_mesh(on: On, args: Iterable[Any]) -> AnyMesh:
         on = Topology(on)
     if not isinstance(on, Topology):
         return as_mesh(on, "on")
-    meshes = list(dict.fromkeys(_meshes_of(args)))
+    meshes = list(dict.fromkeys(meshes_of(args)))
     for mesh in meshes:
         if has_devices(mesh) and set(on.devices).issuperset(mesh.devices.flat):
             return mesh
@@ -86,10 +86,10 @@ def target_mesh(on: On, args: Iterable[Any]) -> AnyMesh:
 
 def mesh_of(args: Iterable[Any]) -> Mesh | None:
     """Return the mesh of devices that arguments are on; None if no argument is on any."""
-    return next((mesh for mesh in _meshes_of(args) if has_devices(mesh)), None)
+    return next((mesh for mesh in meshes_of(args) if has_devices(mesh)), None)
 
 
-def _meshes_of(args: Iterable[Any]) -> Iterator[Any]:
+def meshes_of(args: Iterable[Any]) -> Iterator[Any]:
     """Yield the meshes of plans and shardings among the arguments."""
     for arg in args:
         if isinstance(arg, Plan):

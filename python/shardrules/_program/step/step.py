@@ -20,11 +20,18 @@ from shardrules._base.text import (
     printable_lines,
     record,
 )
-from shardrules._place.mesh import as_mesh, in_force
+from shardrules._place.mesh import in_force
 from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
-from shardrules._program.lowering import check_static, check_step, noted, placed_on, target_mesh
+from shardrules._program.lowering import (
+    check_static,
+    check_step,
+    meshes_of,
+    noted,
+    placed_on,
+    target_mesh,
+)
 from shardrules._program.step.dimension_roles import ClassRole, Roles, written_arrays
 from shardrules._program.step.equations import Equations
 from shardrules._program.step.jaxprs import inputs_of, only_call
@@ -363,18 +370,12 @@ def _is_of_nnx(node: Any) -> bool:
 
 def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
     """Return the mesh of constraints; None if nothing says."""
-    from jax.sharding import NamedSharding
-    from jax.tree_util import tree_leaves
-
     if on is not None:
         return target_mesh(on, args)
-    meshes = list(dict.fromkeys(as_mesh(arg.mesh) for arg in args if isinstance(arg, Plan)))
-    what = "plans among the arguments"
-    if not meshes:
-        shardings = (getattr(leaf, "sharding", None) for leaf in tree_leaves(args))
-        meshes = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
-        what = "arguments"
+    plans = [arg for arg in args if isinstance(arg, Plan)]
+    meshes = list(dict.fromkeys(meshes_of(plans or args)))
     if len({tuple(mesh.shape.items()) for mesh in meshes}) > 1:
+        what = "plans among the arguments" if plans else "arguments"
         texts = "; ".join(mesh_shown(mesh.shape) for mesh in meshes)
         raise ValueError(f"the {what} have several meshes: {texts}")
     return meshes[0] if meshes else None
