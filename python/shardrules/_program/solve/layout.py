@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
+from shardrules._base.dtypes import bits_of
+
 if TYPE_CHECKING:
     from shardrules._program.step.dimension_roles import Roles
     from shardrules._program.step.dimensions import Dims
@@ -60,10 +62,8 @@ class StepArrays:
         self._forms: dict[int, tuple[int, Dims]] = {}
         self._alike: dict[tuple[tuple[Dims, ...], bool], int] = {}
         self._known: dict[tuple[Any, ...], Cuts] = {}
-        self.shards: dict[tuple[int, Cuts], int] = {}
-        """Bytes of arrays by their cuts."""
-        self.counts: dict[Axes, int] = {}
-        """Devices along mesh axes."""
+        self._bytes: dict[tuple[int, Cuts], int] = {}
+        self._counts: dict[Axes, int] = {}
 
     def is_weight(self, number: int) -> bool:
         """Say whether an array is a weight, or of its dimensions, as gradients and state are."""
@@ -142,7 +142,7 @@ class StepArrays:
         for place, name in enumerate(row):
             own = of.get((dim, place), ())
             axes += own
-            if self._count(own) != self.equations.dims.sizes[name]:
+            if self.count(own) != self.equations.dims.sizes[name]:
                 break
         return axes
 
@@ -153,7 +153,7 @@ class StepArrays:
             if any(axis in row for row in cuts):
                 continue
             for dim, name in self._stored_places(number):
-                count = self._count(cuts[dim])
+                count = self.count(cuts[dim])
                 is_major = rows[dim][0] == name and count < sizes[name]
                 if is_major and sizes[name] % (count * self.sizes[axis]) == 0:
                     cuts[dim] += (axis,)
@@ -173,8 +173,21 @@ class StepArrays:
             self._places[number] = places
         return self._places[number]
 
-    def _count(self, axes: Iterable[str]) -> int:
-        return prod(self.sizes[axis] for axis in axes)
+    def count(self, axes: Axes) -> int:
+        """Return the devices along mesh axes."""
+        if axes not in self._counts:
+            self._counts[axes] = prod(self.sizes[axis] for axis in axes)
+        return self._counts[axes]
+
+    def bytes(self, number: int, cuts: Cuts) -> int:
+        """Return the bytes of an array on a device."""
+        key = number, cuts
+        if key not in self._bytes:
+            value = self.equations.values[number]
+            parts = (-(-n // self.count(axes)) for n, axes in zip(value.shape, cuts, strict=True))
+            bits = 0 if value.dtype is None else bits_of(value.dtype)  # of a token
+            self._bytes[key] = -(-prod(parts) * bits // 8)
+        return self._bytes[key]
 
 
 def _inside(body: Body, is_local: bool = False) -> Iterator[int]:

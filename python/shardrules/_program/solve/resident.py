@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardrules._program.solve.price import is_apart
@@ -60,18 +59,11 @@ class Resident:
 
     def of(self, number: int, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes that an array needs at least."""
-        scope = self._scopes[number]
+        scope, arrays = self._scopes[number], self._space.arrays
         key = (number, *[assignment.get(name) for name in scope])
         if key not in self._least:
-            value = self._space.step._equations.values[number]
-            size, sizes = value.bits, self._space.sizes
             if all(name in assignment for name in scope):
-                cuts = self._space.arrays.cuts(number, assignment)
-                shard = prod(
-                    -(-n // prod(sizes[axis] for axis in axes))
-                    for n, axes in zip(value.shape, cuts, strict=True)
-                )
-                self._least[key] = shard * size // max(1, prod(value.shape)) // 8
+                self._least[key] = arrays.bytes(number, arrays.cuts(number, assignment))
             else:
                 values = self._space.values
                 axes = {
@@ -80,7 +72,8 @@ class Resident:
                     for row in ([assignment[name]] if name in assignment else values[name])
                     for axis in row
                 }
-                self._least[key] = size // 8 // prod(sizes[axis] for axis in axes)
+                bits = arrays.equations.values[number].bits
+                self._least[key] = bits // 8 // arrays.count(tuple(axes))
         return self._least[key]
 
 

@@ -13,7 +13,6 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entry_axes
 from shardrules._program.solve.cuts import array_cuts, closed_factors, factor_cuts, fitting_cuts
 from shardrules._program.step.jaxprs import CONSTRAINTS
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from shardrules._program.solve.layout import Axes, StepArrays
     from shardrules._program.solve.machine import CollectiveKind
     from shardrules._program.step.equations import TracedOperation
-    from shardrules._program.step.factors import Rule, Shape
+    from shardrules._program.step.factors import Rule
     from shardrules._program.step.jaxprs import Cuts
 
 _MOST_CHOICES: Final = 256
@@ -81,6 +80,8 @@ class Spread:
         self._copies: set[tuple[int, Cuts]] = set()
         self._terms: dict[int, tuple[Axes, ...]] = {}
         self._axes: dict[int, Axes] = {}
+        self._now: TracedOperation
+        self._trips: int
 
     def of_step(self) -> Spread:
         """Count what the whole step sends."""
@@ -98,64 +99,41 @@ class Spread:
         """Return the cuts of an array: those of the layout, but of what is not added up yet."""
         return self._cuts[number] if number in self._cuts else self.target(number)
 
-    def axes_of(self, operation: TracedOperation) -> Axes:
-        """Return the mesh axes along which devices share the work of an operation."""
-        return self._axes.get(id(operation), ())
-
     def share(self, operation: TracedOperation) -> int:
         """Return how many devices share the work of an operation."""
-        return self.count(self.axes_of(operation))
+        return self.arrays.count(self._axes.get(id(operation), ()))
 
-    def bytes(self, number: int, cuts: Cuts | None = None) -> int:
+    def bytes(self, number: int) -> int:
         """Return the bytes of an array on a device."""
-        key = number, self.cuts(number) if cuts is None else cuts
-        if key not in self.arrays.shards:
-            dtype = self._equations.values[number].dtype
-            size = 0 if dtype is None else prod(self.shape(*key)) * bits_of(dtype)  # no token
-            self.arrays.shards[key] = -(-size // 8)
-        return self.arrays.shards[key]
-
-    def shape(self, number: int, cuts: Cuts | None = None) -> Shape:
-        """Return the shape of an array on a device."""
-        sizes = list(self._equations.values[number].shape)
-        for dim, axes in enumerate(self.cuts(number) if cuts is None else cuts):
-            sizes[dim] = -(-sizes[dim] // self.count(axes))
-        return tuple(sizes)
-
-    def count(self, axes: Iterable[str]) -> int:
-        """Return the devices along mesh axes."""
-        counts = self.arrays.counts
-        key = axes if isinstance(axes, tuple) else tuple(axes)
-        if key not in counts:
-            counts[key] = prod(self.sizes[axis] for axis in key)
-        return counts[key]
+        return self.arrays.bytes(number, self.cuts(number))
 
     # Operations
 
     def run(self, operation: TracedOperation, trips: int) -> None:
         """Count one operation, and bring its results to their layout."""
+        self._now, self._trips = operation, trips
         if operation.name in _EXPLICIT:
-            self._explicit(operation, trips)
+            self._explicit(operation)
         if operation.name in CONSTRAINTS and operation.inputs[0] is not None:
             cuts = self._cuts[operation.outputs[0]] = self.target(operation.outputs[0])
-            self._move(operation.inputs[0], cuts, trips, operation)
+            self._move(operation.inputs[0], cuts)
         elif operation.name == "shard_map":
-            self._run_manual(operation, trips)
+            self._run_manual(operation)
         elif operation.bodies:
-            self._run_inside(operation, trips)
+            self._run_inside(operation)
         elif operation.rule is not None:
-            self._compute(operation, operation.rule, trips)
+            self._compute(operation, operation.rule)
         else:  # not modelled: each device has all that it reads
             for number in operation.inputs:
                 if number is not None:
-                    self._move(number, self.arrays.known(number, ()), trips, operation)
+                    self._move(number, self.arrays.known(number, ()))
         for number in operation.outputs:
             if number not in self._terms:  # or an addition sends what devices have of a sum
                 self._cuts.setdefault(number, self.arrays.known(number, ()))
-                self._move(number, self.target(number), trips, operation)
+                self._move(number, self.target(number))
                 del self._cuts[number]
 
-    def _explicit(self, operation: TracedOperation, trips: int) -> None:
+    def _explicit(self, operation: TracedOperation) -> None:
         params = operation.eqn.params
         named = entry_axes(params.get("axes", params.get("axis_name")))
         axes = tuple(axis for axis in named if axis in self.sizes)
@@ -163,55 +141,49 @@ class Spread:
         arrays = operation.outputs if kind == "all-gather" else operation.inputs
         payload = sum(self.bytes(number) for number in arrays if number is not None)
         if axes and payload:
-            self._send(kind, axes, payload, Need((), trips, operation), None)
+            self._send(kind, axes, payload, None)
 
-    def _send(
-        self, kind: CollectiveKind, axes: Axes, payload: int, need: Need, value: int | None
-    ) -> None:
-        in_order = tuple(axis for axis in self.sizes if axis in axes)
-        row = SpreadCollective(kind, in_order, payload, need.trips, need.operation, value)
-        self.sent.append(row)
-
-    def _run_inside(self, operation: TracedOperation, trips: int) -> None:
+    def _run_inside(self, operation: TracedOperation) -> None:
         """Bring what a loop or branch reads to the layout of its inputs, and take its results."""
         for body in operation.bodies:
             for outer, inner, is_slice in operation.arguments(body):
                 if outer is not None and inner != outer:
                     cuts = self.target(inner)
-                    self._move(outer, ((), *cuts) if is_slice else cuts, trips, operation)
+                    self._move(outer, ((), *cuts) if is_slice else cuts)
             for made, result, is_stack in operation.results(body):
                 cuts = () if result is None else self.cuts(result)
                 self._cuts[made] = self.arrays.known(made, ((), *cuts) if is_stack else cuts)
 
-    def _run_manual(self, operation: TracedOperation, trips: int) -> None:
+    def _run_manual(self, operation: TracedOperation) -> None:
         """Bring arguments to the specs of code by device."""
         manual = self._equations.manual
         for outer, inner, _ in operation.arguments(operation.bodies[0]):
             if outer is not None:
-                self._move(outer, self.arrays.known(outer, manual[inner]), trips, operation)
+                self._move(outer, self.arrays.known(outer, manual[inner]))
         for number in operation.outputs:
             self._cuts[number] = self.arrays.known(number, manual[number])
 
     # Products, and all else that has factors
 
-    def _compute(self, operation: TracedOperation, rule: Rule, trips: int) -> None:
+    def _compute(self, operation: TracedOperation, rule: Rule) -> None:
         """Choose the axes of an operation's factors, move its operands, and add up its terms."""
         if rule.is_identity:
             for before, after in zip(operation.inputs, operation.outputs, strict=False):
-                self._cuts[after] = self.arrays.known(
-                    after, () if before is None else self.cuts(before)
-                )
+                cuts = () if before is None else self.cuts(before)
+                self._cuts[after] = self.arrays.known(after, cuts)
             return
         choice = self._cheapest(operation, rule, self._options(operation, rule))
         self._axes[id(operation)] = tuple(axis for axes in choice.values() for axis in axes)
-        if operation.name in ADDS and self._add_terms(operation, choice, rule, trips):
+        if operation.name in ADDS and self._add_terms(
+            operation, array_cuts(rule.results[0], choice)
+        ):
             return
         for number, dims in operation.operands():
-            self._move(number, array_cuts(dims, choice), trips, operation)
+            self._move(number, array_cuts(dims, choice))
         for number, dims in zip(operation.outputs, rule.results, strict=True):
             self._cuts[number] = array_cuts(dims, choice)
             rows = [choice[factor] for factor in sorted(rule.summed) if factor in choice]
-            self._add_up(operation, number, tuple(rows), trips)
+            self._add_up(number, tuple(rows))
 
     def _options(self, operation: TracedOperation, rule: Rule) -> dict[str, list[int]]:
         """Return by axis the factors of an operation that it may cut."""
@@ -256,7 +228,7 @@ class Spread:
         for number, dims in zip(operation.outputs, rule.results, strict=True):
             cuts = array_cuts(dims, choice)
             if summed:
-                total += self._ring("all-reduce", summed, self.bytes(number, cuts))
+                total += self._ring("all-reduce", summed, self.arrays.bytes(number, cuts))
             total += self._sent(number, cuts, self.target(number))
         return total
 
@@ -268,30 +240,26 @@ class Spread:
         )
 
     def _ring(self, kind: str, axes: Iterable[str], payload: int) -> float:
-        count = self.count(axes)
+        count = self.arrays.count(tuple(axes))
         return (2 if kind == "all-reduce" else 1) * payload * (count - 1) / count
 
     # Sums
 
-    def _add_terms(
-        self, operation: TracedOperation, choice: Mapping[int, Axes], rule: Rule, trips: int
-    ) -> bool:
+    def _add_terms(self, operation: TracedOperation, cuts: Cuts) -> bool:
         """Add terms that devices have not added up yet; False if there are others among them."""
         numbers = [number for number in operation.inputs if number is not None]
         axes = {self._terms.get(number) for number in numbers}
         if len(numbers) == len(operation.inputs) and len(axes) == 1 and None not in axes:
             (result,) = operation.outputs
-            self._cuts[result] = array_cuts(rule.results[0], choice)
-            self._add_up(operation, result, self._terms[numbers[0]], trips)
+            self._cuts[result] = cuts
+            self._add_up(result, self._terms[numbers[0]])
             return True
         for number in numbers:
             if number in self._terms:
-                self._send_sum(operation, number, self._terms.pop(number), trips)
+                self._send_sum(number, self._terms.pop(number))
         return False
 
-    def _add_up(
-        self, operation: TracedOperation, number: int, rows: tuple[Axes, ...], trips: int
-    ) -> None:
+    def _add_up(self, number: int, rows: tuple[Axes, ...]) -> None:
         """Add the terms of a result over the axes of each row, or let an addition do so."""
         if not rows:
             return
@@ -299,42 +267,38 @@ class Spread:
         if self.adder(number) is not None:
             self._terms[number] = rows
         else:
-            self._send_sum(operation, number, rows, trips)
+            self._send_sum(number, rows)
 
     def adder(self, number: int) -> TracedOperation | None:
         """Return the addition to which an array that is a sum may be left; None without one."""
         users = self._equations.users.get(number, [])
         return users[0] if len(users) == 1 and users[0].name in ADDS else None
 
-    def _send_sum(
-        self, operation: TracedOperation, number: int, rows: tuple[Axes, ...], trips: int
-    ) -> None:
+    def _send_sum(self, number: int, rows: tuple[Axes, ...]) -> None:
         """Count the collectives that add the terms of a result over axes, a row after the other."""
-        need = Need((), trips, operation)
-        wish = self.target(number)
+        target = self.target(number)
         for axes in rows:
-            before, payload = self._cuts[number], self.bytes(number)
+            before = self._cuts[number]
             taken = {axis for row in before for axis in row}
-            scattered = tuple(a for row in wish for a in row if a in axes and a not in taken)
+            scattered = tuple(a for row in target for a in row if a in axes and a not in taken)
             rest = tuple(axis for axis in axes if axis not in scattered)
             if scattered:
-                self._send("reduce-scatter", scattered, payload, need, number)
+                self._send("reduce-scatter", scattered, self.bytes(number), number)
                 self._cuts[number] = tuple(
-                    (*row, *(axis for axis in target if axis in scattered))
-                    for row, target in zip(before, wish, strict=True)
+                    (*row, *(axis for axis in wanted if axis in scattered))
+                    for row, wanted in zip(before, target, strict=True)
                 )
-                payload = self.bytes(number)
             if rest:
-                self._send("all-reduce", rest, payload, need, number)
+                self._send("all-reduce", rest, self.bytes(number), number)
 
     # Moves
 
-    def _move(self, number: int, cuts: Cuts, trips: int, operation: TracedOperation) -> None:
+    def _move(self, number: int, cuts: Cuts) -> None:
         """Bring an array to other cuts: at once, if it does not lie as the layout has it."""
-        self.reads[id(operation), number] = cuts
+        self.reads[id(self._now), number] = cuts
         if self.cuts(number) == cuts:
             return
-        need = Need(cuts, trips, operation)
+        need = Need(cuts, self._trips, self._now)
         if number in self._cuts:
             self.send(number, [need])
         else:
@@ -342,11 +306,16 @@ class Spread:
 
     def send(self, number: int, needs: Iterable[Need]) -> None:
         """Count what brings an array to other cuts; a copy that is there already is used again."""
-        for need in needs:
-            if (number, need.cuts) not in self._copies:
-                self._copies.add((number, need.cuts))
-                for kind, axes, payload in self._moves(number, self.cuts(number), need.cuts):
-                    self._send(kind, axes, payload, need, number)
+        for cuts, self._trips, self._now in needs:
+            if (number, cuts) not in self._copies:
+                self._copies.add((number, cuts))
+                for kind, axes, payload in self._moves(number, self.cuts(number), cuts):
+                    self._send(kind, axes, payload, number)
+
+    def _send(self, kind: CollectiveKind, axes: Axes, payload: int, value: int | None) -> None:
+        in_order = tuple(axis for axis in self.sizes if axis in axes)
+        row = SpreadCollective(kind, in_order, payload, self._trips, self._now, value)
+        self.sent.append(row)
 
     def _moves(
         self, number: int, before: Cuts, after: Cuts
@@ -358,10 +327,10 @@ class Spread:
         gathered = [a for row in before for a in row if a not in place]
         turned = [a for dim, row in enumerate(before) for a in row if place.get(a, dim) != dim]
         if turned:
-            yield "all-to-all", tuple(turned), self.bytes(number, before)
+            yield "all-to-all", tuple(turned), self.arrays.bytes(number, before)
         if gathered:
             rows = tuple(
                 tuple(a for a in row if a not in gathered and place.get(a) == dim)
                 for dim, row in enumerate(before)
             )
-            yield "all-gather", tuple(gathered), self.bytes(number, rows)
+            yield "all-gather", tuple(gathered), self.arrays.bytes(number, rows)
