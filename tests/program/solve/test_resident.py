@@ -69,7 +69,6 @@ def test_arrays_that_a_step_closes_over_are_whole_on_each_device():
     weights = jnp.ones((256, 256))
     step = sr.trace(lambda x: x @ weights, array(8, 256))
     assert sr.solve(step, {"x": 1}, hardware="v5p").memory == 4 * (256 * 256 + 2 * 8 * 256)
-    assert "the step closes over 262 kB of arrays, which are whole on each device" in str(step)
 
 
 def test_it_is_about_what_the_compiler_needs():

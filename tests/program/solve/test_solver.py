@@ -12,12 +12,9 @@ import pytest
 import shardrules as sr
 from shardrules._program.solve import search
 from shardrules._program.solve.resident import Resident
-from shardrules._program.solve.search import Search
-from shardrules._program.solve.space import Space
 from shardrules._program.solve.tables import Tables, has_solver
 from shardrules._program.solve.terms import Terms
-from tests.program.solve.test_optimum import MESHES, ROOM, assignments, machine_on, price, space_of
-from tests.support.random_steps import random_step
+from tests.program.solve.test_optimum import ROOM, assignments, price, space_of
 
 needs_solver = pytest.mark.skipif(not has_solver(), reason="OR-tools is not installed")
 
@@ -83,17 +80,3 @@ def test_without_the_solver_the_gap_is_printed_with_what_closes_it(monkeypatch):
     assert solution.gap > 0
     assert f"at most {solution.gap:.1%} from the best" in solution.summary
     assert solution.summary.endswith("pip install ortools, which proves more")
-
-
-@needs_solver
-@pytest.mark.parametrize("seed", range(4))
-def test_both_searches_find_the_same(monkeypatch, seed):
-    space = Space(random_step(seed), machine_on(MESHES[2]), ROOM)
-    seconds = []
-    for nodes in (0, 10**9):
-        monkeypatch.setattr(search, "_FEW_NODES", nodes)
-        found = Search(space)
-        found.begin()
-        found.run()
-        seconds.append(found.seconds)
-    assert seconds[0] == pytest.approx(seconds[1], rel=1e-7)

@@ -7,7 +7,7 @@ added up, and those that read an array share what is sent of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _FEW: Final = 8
 """The most combinations of values of which each is tried for a bound."""
+
+
+_Group = list[tuple["TracedOperation", int]]
 
 
 class _Local(NamedTuple):
@@ -194,38 +197,22 @@ def _numbers(operation: TracedOperation) -> Iterator[int]:
         yield from (n for n in body.outputs if n is not None)
 
 
-def _groups(probe: Spread, equations: Equations) -> Iterator[list[tuple[TracedOperation, int]]]:
-    """Yield operations by what must be priced together: those whose sums an addition merges."""
-    rows = list(equations.everything())
-    pairs = []
-    places = {id(operation): i for i, (operation, _) in enumerate(rows)}
-    merges = [bool(op.rule and op.rule.summed) for op, _ in rows]
-    for i, (operation, _) in enumerate(rows):
-        if merges[i]:
-            for number in operation.outputs:
-                reader = probe.adder(number)
-                if reader is not None:
-                    j = places[id(reader)]
-                    merges[j] = True
-                    pairs.append((i, j))
-    for group in connected(range(len(rows)), pairs):
-        yield [rows[i] for i in group]
-
-
-def connected(items: Iterable[int], links: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Return the items in groups: those of a link are in one, and the order stays."""
-    items = list(items)
-    first = {item: item for item in items}
-
-    def root(item: int) -> int:
-        while first[item] != item:
-            item = first[item]
-        return item
-
-    for link in links:
-        for item in link[1:]:
-            first[root(item)] = root(link[0])
-    groups: dict[int, list[int]] = {}
-    for item in items:
-        groups.setdefault(root(item), []).append(item)
-    return list(groups.values())
+def _groups(probe: Spread, equations: Equations) -> Iterable[_Group]:
+    """Return operations by what must be priced together: those whose sums an addition merges."""
+    groups: dict[int, _Group] = {}
+    adding: set[int] = set()
+    for row in equations.everything():
+        operation, _ = row
+        group = groups.setdefault(id(operation), [])
+        group.append(row)
+        is_sum = operation.rule is not None and bool(operation.rule.summed)
+        for number in operation.outputs if is_sum or id(operation) in adding else ():
+            reader = probe.adder(number)
+            if reader is not None:
+                adding.add(id(reader))
+                other = groups.setdefault(id(reader), group)
+                if other is not group:  # of another term of the sum
+                    other += group
+                    groups |= {id(member): other for member, _ in group}
+                    group = other
+    return {id(group): group for group in groups.values()}.values()

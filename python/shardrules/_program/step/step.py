@@ -14,7 +14,6 @@ from shardrules._base.io import collector_paused
 from shardrules._base.text import (
     and_more,
     answer,
-    bytes_shown,
     mesh_shown,
     near_shown,
     printable_lines,
@@ -274,20 +273,7 @@ class Step:
         lines += ["", "dimensions of the arguments, by what must be sharded alike"]
         lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
         lines += [f"not looked into: {text}" for text in self.unmodelled]
-        return printable_lines([*lines, *self._constants()])
-
-    def _constants(self) -> Iterator[str]:
-        """Yield a line if the step closes over more than it is given, such as its parameters."""
-        values, users = self._equations.values, self._equations.users
-        size, input_size = (
-            sum(values[i].bits for i in numbers) // 8
-            for numbers in (users.keys() & self._equations.constants, self._equations.body.inputs)
-        )
-        if size > input_size:
-            yield (
-                f"the step closes over {bytes_shown(size)} of arrays, which are whole on each "
-                "device: give them as arguments"
-            )
+        return printable_lines(lines)
 
 
 def _part(scope: str) -> str:
