@@ -39,7 +39,7 @@ from shardrules._program.topologies.topology import Topology
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-_IN_TEXT: Final = 12
+_IN_TEXT: Final = 8
 _ARRAYS_SHOWN: Final = 4
 _COLUMNS: Final = (Column("role"), Column("size", is_right=True), Column("arrays", is_elided=True))
 _WORK: Final = (
