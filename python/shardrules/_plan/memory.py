@@ -71,9 +71,9 @@ class DeviceBytes(NamedTuple):
 
     def __str__(self) -> str:
         parts = (
-            f"{name} {bytes_shown(int(text.max()))}"
-            for name, text in self._on_device().items()
-            if text.any()
+            f"{name} {bytes_shown(int(counts.max()))}"
+            for name, counts in self._on_device().items()
+            if counts.any()
         )
         total, least = self.max, int(self.total.min())
         uneven = "" if least == total else f" (the emptiest {bytes_shown(least)})"
@@ -101,13 +101,13 @@ class Room(NamedTuple):
     def fits(self, device_bytes: DeviceBytes) -> bool | None:
         """Return whether all devices have room for that; None if nothing is known."""
         needed = [(device_bytes.max, self.hbm), (device_bytes.max_host, self.host)]
-        limits = [count <= room for count, room in needed if room is not None]
-        return all(limits) if limits else None
+        verdicts = [count <= limit for count, limit in needed if limit is not None]
+        return all(verdicts) if verdicts else None
 
     def __str__(self) -> str:
-        rooms = {"": self.hbm, " of the host's memory": self.host}
+        limits = {"": self.hbm, " of the host's memory": self.host}
         return " and ".join(
-            f"{bytes_shown(room)}{limits}" for limits, room in rooms.items() if room is not None
+            f"{bytes_shown(limit)}{suffix}" for suffix, limit in limits.items() if limit is not None
         )
 
 
@@ -162,59 +162,49 @@ def by_class(plan: Plan, training: Training = _NOTHING, *, only_whole: bool = Fa
 def _counted(
     plan: Plan, training: Training, *, only_whole: bool
 ) -> tuple[DeviceClasses, DeviceBytes]:
-    gradients, activations = training.gradients, training.activations
+    gradients, memory = training.gradients, training.optimizer_memory_kind
     optimizer: Any = training.optimizer
-    optimizer_memory_kind = training.optimizer_memory_kind
-    if optimizer is None and optimizer_memory_kind is not None:
+    if optimizer is None and memory is not None:
         raise ValueError(
-            f"optimizer_memory_kind is {optimizer_memory_kind!r}, but no optimizer is given; give "
-            "it, or name the memory of leaves in their rules"
+            f"optimizer_memory_kind is {memory!r}, but no optimizer is given; give it, or name the "
+            "memory of leaves in their rules"
         )
-    parts: dict[str, list[tuple[int, Held]]] = {name: [] for name in (*_ON_DEVICE, "host")}
-
-    def count(
-        part: str,
-        source: Plan,
-        counts: list[int],
-        arrays: list[Held],
-        memory: MemoryKind | None = None,
-    ) -> None:
-        for kind, leaves, array in zip(source.kinds, counts, arrays, strict=True):
-            if only_whole and axes_used(kind._counted, plan.axis_sizes):
-                continue
-            on_host = is_on_host(memory or kind.memory_kind)
-            parts["host" if on_host else part].append((leaves, array))
-
-    _, of_state, of_activations, of_gradients = plan._leaves.counts_by_role
-    of_params = (plan.counts - of_state - of_activations).tolist()
-    count("params", plan, of_params, _held(plan))
-    count("optimizer", plan, of_state.tolist(), _held(plan))
-    count("activations", plan, of_activations.tolist(), _held(plan))
-    is_training = not (gradients is None or gradients is False) or isinstance(optimizer, tuple)
-    with_gradients = of_gradients.tolist() if is_training else []
+    leaves, held = plan._leaves, _held(plan)
+    _, of_state, of_activations, of_gradients = leaves.counts_by_role
+    # The part of the bytes, whose they are, how many of each kind, what is held of one; the memory.
+    sources: list[tuple[str, Plan, npt.NDArray[Any], list[Held], MemoryKind | None]] = [
+        ("params", plan, plan.counts - of_state - of_activations, held, None),
+        ("optimizer", plan, of_state, held, None),
+        ("activations", plan, of_activations, held, None),
+    ]
     if gradients is not None and gradients is not False:
-        arrays = _held(plan)
+        arrays = held
         if gradients is not True:
             arrays = _like_params(plan, given_bits("gradients", gradients))
         # They are made on the device, wherever the parameters come from.
-        count("gradients", plan, with_gradients, arrays, "device")
+        sources.append(("gradients", plan, of_gradients, arrays, "device"))
     if isinstance(optimizer, tuple):
         for position, dtype in enumerate(optimizer):
             arrays = _like_params(plan, given_bits(f"optimizer[{position}]", dtype))
-            count("optimizer", plan, with_gradients, arrays, optimizer_memory_kind)
+            sources.append(("optimizer", plan, of_gradients, arrays, memory))
     elif optimizer is not None:
         _check_same_mesh("the optimizer's", optimizer, plan)
-        counts = optimizer.counts.tolist()
-        count("optimizer", optimizer, counts, _held(optimizer), optimizer_memory_kind)
-    if activations is not None:
-        _check_same_mesh("the activations'", activations, plan)
-        count("activations", activations, activations.counts.tolist(), _held(activations))
+        sources.append(("optimizer", optimizer, optimizer.counts, _held(optimizer), memory))
+    if (other := training.activations) is not None:
+        _check_same_mesh("the activations'", other, plan)
+        sources.append(("activations", other, other.counts, _held(other), None))
+    parts: dict[str, list[tuple[int, Held]]] = {name: [] for name in (*_ON_DEVICE, "host")}
+    for part, source, counts, arrays, its_memory in sources:
+        for kind, count, array in zip(source.kinds, counts.tolist(), arrays, strict=True):
+            if not (only_whole and axes_used(kind._counted, plan.axis_sizes)):
+                on_host = is_on_host(its_memory or kind.memory_kind)
+                parts["host" if on_host else part].append((count, array))
     all_arrays = (array for part in parts.values() for _, array in part)
     classes = DeviceClasses(all_arrays, plan.axis_sizes)
     nothing = classes.total(())
     totals = (classes.total(part) if part else nothing for part in parts.values())
-    guessed = plan._leaves.guessed
-    if optimizer is not None and len(plan._leaves.rows_by_role.optimizer):
+    guessed = leaves.guessed
+    if optimizer is not None and len(leaves.rows_by_role.optimizer):
         guessed = {**guessed, "a second optimizer, beside the given one,": guessed["optimizer"]}
     return classes, DeviceBytes._make((*totals, guessed))
 
@@ -235,11 +225,7 @@ def _check_same_mesh(whose: str, other: Plan, plan: Plan) -> None:
 def _like_params(plan: Plan, bits: int) -> list[Held]:
     """Return per kind, an array like its leaves, of another dtype; nothing for what is no array."""
     return [
-        held_of(
-            kind.shape or (),
-            0 if kind.shape is None else bits,
-            kind._counted or Entries(),
-            plan.axis_sizes,
-        )
+        held_of(kind.shape or (), bits if kind.shape is not None else 0,
+                kind._counted or Entries(), plan.axis_sizes)
         for kind in plan.kinds
-    ]
+    ]  # fmt: skip
