@@ -21,7 +21,7 @@ from shardrules._rules.patterns import parse
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
-    from shardrules._plan.page_section import Page
+    from shardrules._plan.report import Page
 
 
 class Declared(TypedDict):

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from shardrules._plan.diff import PlanDiff
     from shardrules._plan.explain import Explanation
-    from shardrules._plan.page_section import HasSection
+    from shardrules._plan.report import HasSection
     from shardrules._plan.sweep import Sweep
     from shardrules._plan.transfer import Transfer
     from shardrules._program.topologies.topology import Topology
@@ -714,8 +714,7 @@ class Plan(Decider):
             >>> "Content-Security-Policy" in page
             True
         """
-        from shardrules._plan.page_section import HasSection, Page
-        from shardrules._plan.report import plan_page
+        from shardrules._plan.report import HasSection, Page, plan_page
 
         check_file("path", path)
         parts = as_tuple("sections", sections, _SECTIONS)

@@ -9,13 +9,15 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from string import Template
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from shardrules._base.rule_specs import rule_spec_shown
 from shardrules._base.specs import spec_shown
 from shardrules._base.text import printable_lines
+from shardrules._plan.answers import Section
 from shardrules._plan.fingerprint import plan_fingerprint
 from shardrules._plan.kinds import (
     DEFAULT_LARGE,
@@ -26,11 +28,38 @@ from shardrules._plan.kinds import (
     placement_shown,
     problem_shown,
 )
+from shardrules._plan.memory import DeviceBytes, Room, Training
 from shardrules._rules.patterns import pattern_shown
 
 if TYPE_CHECKING:
-    from shardrules._plan.page_section import HasSection, Page
     from shardrules._plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Page:
+    """What sections know of the page that they are on."""
+
+    plan: Plan
+    training: Training
+    room: Room
+
+    @cached_property
+    def bytes(self) -> DeviceBytes:
+        """Bytes of the plan, with what training adds."""
+        return self.training.bytes_with(self.plan)
+
+
+@runtime_checkable
+class HasSection(Protocol):
+    """Anything that a page can show beside a plan."""
+
+    def _section(self, page: Page) -> Section:
+        """Return its section.
+
+        Raises:
+            ValueError: It is about another mesh, other leaves or other bytes than the page.
+        """
+        ...
 
 
 def plan_page(page: Page, sections: Iterable[HasSection], title: str) -> str:
@@ -104,34 +133,25 @@ def _kind_data(kind: Kind, plan: Plan, specs: dict[tuple[str, bool], int]) -> di
     }
 
 
-@dataclass(slots=True)
-class _Share:
-    """The leaves that a rule decides, and their bytes."""
-
-    pattern: str
-    spec: str
-    rule: int | None = None
-    leaves: int = 0
-    bytes: int = 0
-    held: int = 0
-
-
 def _rule_data(plan: Plan) -> list[dict[str, Any]]:
-    """Return the share of each rule; last that of no rule, if there is any."""
-    shares = [
-        _Share(pattern_shown(pattern), _asked_shown(plan, i), i)
-        for i, (pattern, _) in enumerate(plan.rules)
+    """Return what each rule decides, and its bytes; last what no rule does, if there is any."""
+
+    def share(pattern: str, spec: str, rule: int | None = None) -> dict[str, Any]:
+        return {"pattern": pattern, "spec": spec, "rule": rule, "leaves": 0, "bytes": 0, "held": 0}
+
+    of_rules = [
+        share(pattern_shown(pattern), _asked_shown(plan, rule), rule)
+        for rule, (pattern, _) in enumerate(plan.rules)
     ]
-    free, lost = _Share("no rule is needed", "P()"), _Share("no rule decides", "-")
+    free, lost = share("no rule is needed", "P()"), share("no rule decides", "-")
     for kind, count in zip(plan.kinds, plan.counts.tolist(), strict=True):
         ruleless = free if kind.status == "placed" else lost
         # Logical rules share a leaf, each with a dimension of it.
-        for share in [shares[rule] for rule in kind.deciders] or [ruleless]:
-            share.leaves += count
-            share.bytes += count * kind.bytes
-            share.held += count * kind.device_bytes
-    shares += [share for share in (free, lost) if share.leaves]
-    return [{name: getattr(share, name) for name in _Share.__slots__} for share in shares]
+        for row in [of_rules[rule] for rule in kind.deciders] or [ruleless]:
+            row["leaves"] += count
+            row["bytes"] += count * kind.bytes
+            row["held"] += count * kind.device_bytes
+    return of_rules + [row for row in (free, lost) if row["leaves"]]
 
 
 def _asked_shown(plan: Plan, rule: int) -> str:

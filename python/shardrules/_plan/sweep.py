@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -28,8 +27,8 @@ from shardrules._plan.tables import Column, Table, guesses_shown
 from shardrules._program.topologies.topology import Topology
 
 if TYPE_CHECKING:
-    from shardrules._plan.page_section import Page
     from shardrules._plan.plan import Plan
+    from shardrules._plan.report import Page
 
 _MOST_MESHES: Final = 10_000
 _SIZES: Final = "a dict of axis sizes"
@@ -141,15 +140,18 @@ def sweep_meshes(
     optimizer_memory_kind: MemoryKind | None,
 ) -> Sweep:
     """See `Plan.sweep`."""
-    topology = _topology_of(devices)
-    if topology is not None:
-        _check_none("meshes: they are those of the topology", meshes)
-        _check_none("fixed: the meshes are those of the topology", fixed)
-        hbm = topology.hardware.memory_bytes if hbm is None else hbm
-        names = tuple(plan.axis_sizes) if axes is None else strings("axes", axes)
-        meshes = topology.meshes(names)
+    if isinstance(devices, str):
+        try:
+            devices = Topology(devices)
+        except ValueError as error:
+            raise ValueError(f"devices: {error}") from error
+    if isinstance(devices, Topology):
+        if meshes is not None or fixed is not None:
+            name = "fixed" if meshes is None else "meshes"
+            raise ValueError(f"{name}: the meshes are those of the topology, so leave it out")
+        hbm = devices.hardware.memory_bytes if hbm is None else hbm
+        meshes = devices.meshes(tuple(plan.axis_sizes) if axes is None else strings("axes", axes))
     elif meshes is None:
-        assert not isinstance(devices, str | Topology)
         meshes = _factorizations(plan, devices, axes, fixed)
     else:
         check_type("fixed", fixed, Mapping | None, _SIZES)
@@ -171,20 +173,6 @@ def sweep_meshes(
         rows.append(_sweep_row(there, device_bytes, whole.max, room))
         guessed = device_bytes.guessed
     return Sweep(_best_first(rows, _TIE * (room.hbm or 0)), _guessed=guessed)
-
-
-def _topology_of(devices: int | str | Topology | None) -> Topology | None:
-    if isinstance(devices, str):
-        try:
-            return Topology(devices)
-        except ValueError as error:
-            raise ValueError(f"devices: {error}") from error
-    return devices if isinstance(devices, Topology) else None
-
-
-def _check_none(what: str, value: Any) -> None:
-    if value is not None:
-        raise ValueError(f"{what}, and cannot be given beside it")
 
 
 def _factorizations(
@@ -210,27 +198,19 @@ def _factorizations(
 
 
 def _best_first(rows: list[SweepRow], margin: float) -> Iterator[SweepRow]:
-    """Rows without problems and that fit first, then those with the fewest bytes.
+    """Yield rows without problems and that fit first, then those with the fewest bytes.
 
     Bytes that differ by less than `_TIE`, or than the margin among those that fit, are a tie.
     """
-    remaining = deque(sorted(rows, key=lambda row: (*_usable(row), _held_bytes(row), row.devices)))
-    while remaining:
-        first, tied = remaining[0], []
-        least = _held_bytes(first)
-        most = least + max(_TIE * least, margin if first.fits else 0)
-        while (
-            remaining
-            and _usable(remaining[0]) == _usable(first)
-            and _held_bytes(remaining[0]) <= most
-        ):
-            tied.append(remaining.popleft())
-        yield from sorted(tied, key=_preference)
-
-
-def _preference(row: SweepRow) -> tuple[float, ...]:
-    """Return of equal costs: less tensor parallelism, fewer corrections, less memory."""
-    return _tensor_devices(row), row.corrections, _held_bytes(row)
+    best = sorted(rows, key=lambda row: (*_usable(row), _held_bytes(row), row.devices))
+    for _, alike in itertools.groupby(best, key=_usable):
+        remaining = [*alike]
+        while remaining:
+            least = _held_bytes(remaining[0])
+            most = least + max(_TIE * least, margin if remaining[0].fits else 0)
+            tied = [row for row in remaining if _held_bytes(row) <= most]
+            remaining = remaining[len(tied) :]
+            yield from sorted(tied, key=_preference)
 
 
 def _usable(row: SweepRow) -> tuple[int, bool]:
@@ -241,9 +221,11 @@ def _held_bytes(row: SweepRow) -> int:
     return row.bytes + row.host_bytes
 
 
-def _tensor_devices(row: SweepRow) -> int:
-    """By how much axes that do not split tokens cut the arrays."""
-    return row.devices // prod(row.mesh[axis] for axis in data_axes_among(row.mesh))
+def _preference(row: SweepRow) -> tuple[float, ...]:
+    """Return of equal costs: less tensor parallelism, fewer corrections, less memory."""
+    # By how much axes that do not split tokens cut the arrays.
+    tensor_devices = row.devices // prod(row.mesh[axis] for axis in data_axes_among(row.mesh))
+    return tensor_devices, row.corrections, _held_bytes(row)
 
 
 def factorizations(

@@ -20,8 +20,8 @@ from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._plan.answers import Section
 from shardrules._plan.findings import Findings
 from shardrules._plan.lock_texts import content_of
-from shardrules._plan.page_section import Page
 from shardrules._plan.plan import Plan
+from shardrules._plan.report import Page
 from shardrules._plan.tables import Column, Table
 from shardrules._program.causes import REASONS, Movement, movement_of
 from shardrules._program.collectives import Collective, Exchange, exchanges

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from shardrules._base.text import answer, counted, printable_lines, seconds_shown
 from shardrules._plan.answers import Section
-from shardrules._plan.page_section import Page
+from shardrules._plan.report import Page
 from shardrules._plan.tables import Column, Table
 from shardrules._program.computation import Instruction, line_at, parsed, shapes_in
 from shardrules._program.hlo import Hlo, hlo_errors

@@ -22,8 +22,8 @@ from shardrules._rules.patterns import pattern_shown
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
-    from shardrules._plan.page_section import Page
     from shardrules._plan.plan import Plan
+    from shardrules._plan.report import Page
     from shardrules._rules.patterns import Pattern
 
 _MOST_SHOWN: Final = 3

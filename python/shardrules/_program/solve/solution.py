@@ -22,8 +22,8 @@ from shardrules._base.text import (
 )
 from shardrules._place.mesh import as_mesh, context_mesh, has_devices, in_force
 from shardrules._plan.answers import Section
-from shardrules._plan.page_section import Page
 from shardrules._plan.plan import Plan
+from shardrules._plan.report import Page
 from shardrules._plan.tables import Column, Table
 from shardrules._program.solve.activations import Activation, activations, constrained_step
 from shardrules._program.solve.candidates import (
