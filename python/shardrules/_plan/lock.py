@@ -50,7 +50,7 @@ from shardrules._plan.leaves import (
     Leaves,
     checked_type,
 )
-from shardrules._plan.lock_texts import checked_json, line_by_line
+from shardrules._plan.lock_texts import checked_json, lines_of
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
@@ -125,9 +125,7 @@ def lock_text(plan: Plan) -> str:
         "mesh": plan.axis_sizes,
         **head,
     }
-    parts = [f" {json.dumps(key)}: {checked_json(value)}" for key, value in head.items()]
-    parts += [line_by_line("rules", map(checked_json, rules)), line_by_line("leaves", leaves)]
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    return lines_of(head, rules=map(checked_json, rules), leaves=leaves)
 
 
 def _check_lockable(paths: list[str]) -> None:

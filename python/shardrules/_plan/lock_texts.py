@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,10 +26,13 @@ def checked_json(value: Any) -> str:
     return json.dumps(value)
 
 
-def line_by_line(key: str, entries: Iterable[str]) -> str:
-    """Write an item of an object whose value is a list, with a line for each entry."""
-    lines = ",\n".join("  " + entry for entry in entries)
-    return f" {json.dumps(key)}: [\n{lines}\n ]"
+def lines_of(head: Mapping[str, Any], **lists: Iterable[str]) -> str:
+    """Write an object: a line for each item, and for each entry of lists that are JSON already."""
+    parts = [f" {json.dumps(key)}: {checked_json(value)}" for key, value in head.items()]
+    for key, entries in lists.items():
+        lines = ",\n".join("  " + entry for entry in entries)
+        parts.append(f" {json.dumps(key)}: [\n{lines}\n ]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def content_of(lock_or_path: str | os.PathLike[str], writer: str) -> tuple[bytes, str]:

@@ -92,17 +92,6 @@ _FACTORS: Final = {"v_row": -1, "v_col": -2}
 _FACTOR: Final = re.compile(rf"({'|'.join(_FACTORS)})\W*$")
 
 
-class _Relation(NamedTuple):
-    """How an array follows its parameter."""
-
-    dims: tuple[Dim, ...] | None
-    """For each dimension, the parameter's dimension that it is, or None if it is none of them; None
-    for an array that does not follow its parameter."""
-    origin: str
-    own: tuple[Any, ...] | None = None
-    """The axes that it names itself, if these decide."""
-
-
 _COLLECTION: Final = "params"
 """Name of flax's collection of the parameters."""
 _NONE: Final = -1
@@ -119,9 +108,6 @@ class StateLeaves(NamedTuple):
     """For each leaf, the value of `_FACTORS` that its path names, or None."""
     own_axes: list[tuple[Any, ...] | None]
     """For each leaf, what it says itself of its dimensions, if its parameter says otherwise."""
-
-
-_NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: replicated")
 
 
 def put_state(
@@ -142,26 +128,22 @@ def put_state(
     if zero1 is not None or memory_kind is not None:
         for row in leaves.rows_by_role.optimizer.tolist() or range(len(leaves.paths)):
             is_state[row] = True
+    # A row of _NONE is the last, and the kind of it none.
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
-    param_kinds = [kind_of_parameter[row] for row in state.rows]
-    columns = (leaves.kind_of.tolist(), param_kinds, state.factors, state.own_axes, is_state)
-    pairs, pair_of = grouped(zip(*columns, strict=True))
-    kind_or_none = [*params.kinds, None]
-    related, of_pair = grouped(
-        (number, kind, _relation(leaves.types[number].shape, kind, factor, own), is_in_state)
-        for number, param, factor, own, is_in_state in pairs
-        for kind in [kind_or_none[param]]
-    )
+    parameters = [kind_of_parameter[row] for row in state.rows]
+    columns = (leaves.kind_of.tolist(), parameters, state.factors, state.own_axes, is_state)
+    alike, kind_of = grouped(zip(*columns, strict=True))
     kinds = [
         _state_kind(
             leaves.types[number],
-            parameter,
-            relation,
+            None if parameter == _NONE else params.kinds[parameter],
+            factor,
+            own,
             params,
-            zero1=zero1 if is_in_state and parameter is not None else None,
+            zero1=zero1 if is_in_state and parameter != _NONE else None,
             memory_kind=memory_kind if is_in_state else None,
         )
-        for number, parameter, relation, is_in_state in related
+        for number, parameter, factor, own, is_in_state in alike
     ]
     sources = [
         path if row == _NONE else params.sources[row]
@@ -171,8 +153,8 @@ def put_state(
         leaves,
         rules=params.rules,
         sources=sources,
-        kind_of=of_pair[pair_of],
-        types=[leaves.types[number] for number, *_ in related],
+        kind_of=kind_of,
+        types=[leaves.types[number] for number, *_ in alike],
         follows_parameters=True,
     )
     return put, kinds
@@ -324,20 +306,17 @@ def _factor_in(prefix: str) -> int | None:
 
 
 def _relation(
-    shape: _Shape | None,
-    parameter: Kind | None,
-    factor: int | None,
-    own: tuple[Any, ...] | None,
-) -> _Relation:
-    """Relate an array of this shape to its parameter."""
-    if own is not None and shape is not None and len(own) == len(shape):
-        # What a factored moment says is its parameter's, of more dimensions.
-        return _Relation(None, f"the axes that the state itself names: {own}", own)
-    if parameter is None:
-        return _NO_PARAMETER
+    shape: _Shape | None, parameter: Kind, factor: int | None
+) -> tuple[tuple[Dim, ...] | None, str]:
+    """Relate an array of this shape to its parameter.
+
+    Returns:
+        (for each dimension, the parameter's dimension that it is, or None if it is none of them;
+        None for an array that does not follow its parameter), and the origin of its spec.
+    """
     full = parameter.shape
     if shape is None or full is None:
-        return _Relation(None, "no array")
+        return None, "no array"
     rank = len(full)
     dims: tuple[Dim, ...] | None = tuple(range(rank))
     if shape == full:
@@ -355,7 +334,7 @@ def _relation(
     else:
         dims = None
         origin = f"its shape has no known relation to the parameter's {full}: replicated"
-    return _Relation(dims, origin)
+    return dims, origin
 
 
 def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
@@ -381,21 +360,27 @@ def _dims_without(dim: int, rank: int) -> tuple[int, ...]:
 def _state_kind(
     leaf: LeafType,
     parameter: Kind | None,
-    relation: _Relation,
+    factor: int | None,
+    own: tuple[Any, ...] | None,
     params: Plan,
     *,
     zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
 ) -> Kind:
-    """Return the kind of leaves that have this relation to a parameter of this kind."""
-    fit, origin, rule = REPLICATED, relation.origin, NO_RULE_NEEDED
-    if parameter is not None and relation.dims is not None:
-        fit = _followed_fit(parameter, relation.dims)
-        rule = rule if parameter.rule is None else parameter.rule
+    """Return the kind of leaves that belong to a parameter of this kind, if to any."""
+    fit, rule = REPLICATED, NO_RULE_NEEDED
+    # What a factored moment says is its parameter's, of more dimensions.
+    if own is not None and leaf.shape is not None and len(own) == len(leaf.shape):
+        fit, origin = _own_fit(leaf, own, params), f"the axes that the state itself names: {own}"
+    elif parameter is None:
+        origin = "no parameter is found by its path: replicated"
+    else:
+        dims, origin = _relation(leaf.shape, parameter, factor)
+        if dims is not None:
+            fit = _followed_fit(parameter, dims)
+            rule = rule if parameter.rule is None else parameter.rule
+    if parameter is not None and fit is not REPLICATED:
         memory_kind = memory_kind or parameter.memory_kind
-    if relation.own is not None:
-        fit = _own_fit(leaf, relation.own, params)
-        memory_kind = memory_kind or (None if parameter is None else parameter.memory_kind)
     if zero1 is not None and fit.spec is not None and leaf.shape is not None:
         cut = _cut_by_zero1(zero1, leaf.shape, fit.spec, params.axis_sizes)
         if cut is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, shown
 from shardrules._plan.codec import FileTable, Listed, Texts, at, naming, record_of
 from shardrules._plan.findings import Finding, Findings, Level
-from shardrules._plan.lock_texts import checked_json, line_by_line
+from shardrules._plan.lock_texts import checked_json, lines_of
 from shardrules._program.collectives import Collective
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import CollectiveOpcode
@@ -101,9 +100,7 @@ def program_lock_text(costs: Costs) -> str:
         for (axes, kind), (size, is_per_iteration) in sorted(costs.sent.items())
     ]
     head = {"format": _FORMAT} | {name: getattr(costs, name) for name in Costs._fields[:4]}
-    parts = [f" {json.dumps(key)}: {checked_json(value)}" for key, value in head.items()]
-    parts.append(line_by_line("sent", map(checked_json, entries)))
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    return lines_of(head, sent=map(checked_json, entries))
 
 
 def read_program_lock(data: bytes, name: str) -> Costs:
