@@ -587,7 +587,7 @@ class Plan(Decider):
         """
         from shardrules._plan import trees
 
-        return trees.sharding_tree(self, self.mesh)
+        return trees.sharding_tree(self)
 
     def abstract(self) -> Any:
         """Return ShapeDtypeStructs with their shardings, to restore a checkpoint into.
@@ -605,7 +605,7 @@ class Plan(Decider):
         """
         from shardrules._plan import trees
 
-        return trees.abstract_tree(self, self.mesh)
+        return trees.abstract_tree(self)
 
     def fingerprint(self) -> str:
         """Return 64 hex digits that change with any path, shape, dtype, spec, memory or mesh axis.
@@ -796,4 +796,4 @@ class Plan(Decider):
 
         planned = self if mesh is None else self.on_mesh(mesh)
         leaves, rows = survey_planned(tree, self._leaves)
-        return trees.decided_in(planned, planned.mesh, tree, leaves.tree, rows)
+        return trees.decided_in(planned, tree, leaves.tree, rows)

@@ -11,7 +11,7 @@ import numpy as np
 from shardrules._base.arguments import MOST
 from shardrules._base.dtypes import SAFETENSORS, bits_of
 from shardrules._base.rule_specs import is_on_host
-from shardrules._base.specs import Entries, entries_of, is_unconstrained
+from shardrules._base.specs import Entries, as_placed, entries_of, is_unconstrained
 from shardrules._base.text import (
     and_more,
     bytes_shown,
@@ -204,7 +204,10 @@ def transfer(before: Plan, after: Plan, places: npt.NDArray[np.int64]) -> Transf
     of_leaf = []
     for (kind, target), count in zip(kinds, counts, strict=True):
         bits = 0 if kind.shape is None else bits_of(kind.dtype)
-        specs = kind.spec or Entries(), target.spec or Entries()
+        specs = (
+            as_placed(kind.spec or Entries(), before.axis_sizes),
+            as_placed(target.spec or Entries(), after.axis_sizes),
+        )
         moved = moved_bytes(kind.shape or (), bits, specs, grids, count)
         received += moved.received * count
         sent += moved.sent

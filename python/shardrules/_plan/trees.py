@@ -10,7 +10,7 @@ from shardrules._base.rule_specs import MemoryKind, rule_spec_shown
 from shardrules._base.specs import as_partition_spec
 from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.memory import sharding_in_memory
-from shardrules._place.mesh import MeshLike, as_mesh
+from shardrules._place.mesh import as_mesh
 from shardrules._place.shardings import Decided
 from shardrules._plan.check import run_checks
 from shardrules._plan.check_rules import refusals
@@ -29,16 +29,15 @@ def spec_tree(plan: Plan) -> Any:
     return _mapped(plan, [as_partition_spec(spec) for spec in kind_specs(plan)])
 
 
-def sharding_tree(plan: Plan, mesh: MeshLike) -> Any:
-    """Return `Plan.shardings`."""
-    return _mapped(plan, _kind_shardings(plan, mesh))
+def sharding_tree(plan: Plan) -> Any:
+    return _mapped(plan, _kind_shardings(plan))
 
 
-def decided_in(plan: Plan, mesh: MeshLike, tree: Any, numbers: Any, rows: Sequence[int]) -> Decided:
+def decided_in(plan: Plan, tree: Any, numbers: Any, rows: Sequence[int]) -> Decided:
     """Return the shardings of another tree, by the tree of its leaves' numbers in `rows`."""
     from jax import tree_util
 
-    of_kind, of_row = _kind_shardings(plan, mesh), plan.kind_of[rows].tolist()
+    of_kind, of_row = _kind_shardings(plan), plan.kind_of[rows].tolist()
     kinds = [of_row[number] for number in tree_util.tree_leaves(numbers)]
     shardings = [of_kind[kind] for kind in kinds]
     names_memory = [plan.kinds[kind].memory_kind is not None for kind in kinds]
@@ -46,10 +45,10 @@ def decided_in(plan: Plan, mesh: MeshLike, tree: Any, numbers: Any, rows: Sequen
     return Decided(shardings, names_memory, partial(treedef.unflatten, shardings))
 
 
-def abstract_tree(plan: Plan, mesh: MeshLike) -> Any:
+def abstract_tree(plan: Plan) -> Any:
     from jax import ShapeDtypeStruct
 
-    kinds = zip(plan.kinds, _kind_shardings(plan, mesh), strict=True)
+    kinds = zip(plan.kinds, _kind_shardings(plan), strict=True)
     return _mapped(
         plan,
         [
@@ -68,8 +67,8 @@ def kind_specs(plan: Plan) -> list[Any]:
     return [kind.spec for kind in plan.kinds]
 
 
-def _kind_shardings(plan: Plan, mesh: MeshLike) -> list[NamedSharding]:
-    on_mesh = as_mesh(mesh)
+def _kind_shardings(plan: Plan) -> list[NamedSharding]:
+    on_mesh = as_mesh(plan.mesh)
     placed: list[tuple[Any, MemoryKind | None]] = [
         (spec, kind.memory_kind) for spec, kind in zip(kind_specs(plan), plan.kinds, strict=True)
     ]
