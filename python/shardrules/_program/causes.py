@@ -1,13 +1,10 @@
-"""Why a program moves an array: words for each reason, and the table of what makes it apply."""
+"""Why a program moves an array, in words: the reasons that `reasons` finds, and what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from shardrules._base.specs import constraint_line
-from shardrules._program.collectives import Moved
-from shardrules._program.reasons import Row, What
 
 CONSTRAINT: Final = constraint_line("P(...)")
 """The line that constrains an array, by a spec to choose."""
@@ -75,7 +72,6 @@ REASONS: Final[dict[str, Cause]] = {
         "an argument, sharded otherwise where it is used",
         "plan it to be sharded as it is used{line}",
     ),
-    "back": Cause("sent back to where it came from", "leave out both transfers{line}"),
     "microbatch": Cause(
         "a gradient, summed in every micro-batch",
         "sum the gradients of the micro-batches on each device, and over devices once behind the "
@@ -136,124 +132,3 @@ REASONS: Final[dict[str, Cause]] = {
     ),
 }  # fmt: skip
 """Reasons by key."""
-
-
-def _otherwise(_: Row) -> bool:
-    return True
-
-
-_TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
-    "argument": (
-        ("gather", lambda row: row.is_ring),
-        ("copy", lambda row: row.is_sum or (row.kind != "all-gather" and row.is_small)),
-        ("moved", lambda row: row.kind != "all-gather"),
-        ("sliced", lambda row: not row.is_small and row.is_sliced),
-        ("table", lambda row: not row.is_small and row.is_for_rows),
-        ("loop", lambda row: row.result in row.reasons.held),
-        ("same work", lambda row: row.is_same_work),
-        ("wide", lambda row: row.is_wide),
-        ("all experts", lambda row: row.is_of_experts),
-        ("layer", lambda row: row.layers > 1),
-        ("anew", lambda row: row.is_anew),
-        ("gather", _otherwise),
-    ),
-    "sum": (
-        ("whole gradient", lambda row: row.is_stacked),
-        ("microbatch", lambda row: row.is_repeated),
-        ("gradient", lambda row: row.is_batch),
-        ("partial", _otherwise),
-    ),
-    "gradient": (
-        ("cache", lambda row: not row.is_training and row.is_of_shards),
-        ("state", lambda row: not row.is_training),
-        ("small", lambda row: row.is_small),
-        ("whole gradient", lambda row: row.is_of_shards),
-        ("gradient", _otherwise),
-    ),
-    "state": (
-        ("state", lambda row: row.kind == "all-to-all" and row.is_training),
-        ("cache", lambda row: row.kind == "all-to-all"),
-        ("cache", lambda row: row.is_of_shards and not row.is_training and row.is_written),
-        ("gather", lambda row: row.result not in row.reasons.next_state_of),
-        ("update", lambda row: row.kind != "all-gather"),
-        ("cache", lambda row: row.is_of_shards or row.is_written or row.exchange.times != 1),
-        ("update", _otherwise),
-    ),
-    "summed": (
-        ("small", lambda row: row.is_small),
-        ("again", lambda row: not row.differs(row.operand)),
-        ("called", lambda row: row.is_called),
-        # Sums along an axis of the batch without a kernel are of statistics, of gradients on their
-        # way to a table, and of keys whose queries are on other devices.
-        ("batch", lambda row: row.is_batch and row.has_planned_factor and not row.is_cheap),
-        ("partial", lambda row: row.is_batch),
-        ("turned", lambda row: row.has_planned_factor and row.is_of_whole),
-        ("partial", _otherwise),
-    ),
-    "permuted": (
-        ("small", lambda row: row.is_small),
-        ("back", lambda row: row.is_sent_back),
-        ("called", lambda row: row.is_called),
-        ("parts", lambda row: not row.op_name),
-        ("batch", lambda row: row.is_batch),
-        ("parts", lambda row: row.is_ring),
-        ("unknown", _otherwise),
-    ),
-    "exchanged": (
-        ("small", lambda row: row.is_small),
-        ("optimizer", lambda row: row.operand in row.reasons.behind_gradients),
-        ("called", lambda row: row.is_called),
-        ("experts", lambda row: row.axes <= row.reasons.expert_axes),
-        ("parts", lambda row: row.is_batch and row.is_for_gradient),
-        ("batch", lambda row: row.is_batch),
-        ("parts", lambda row: bool(row.products)),
-        ("reshard", _otherwise),
-    ),
-    "gathered": (
-        ("small", lambda row: row.is_small),
-        ("parts", lambda row: row.is_ring and not row.is_batch),
-        ("batch", lambda row: row.is_batch and not row.differing),
-        ("sliced", lambda row: not row.differing and row.is_sliced),
-        ("called", lambda row: row.is_called and not row.is_batch),
-        ("alike", lambda row: not row.differing),
-        ("summed", lambda row: not row.is_batch and row.is_along_sum),
-        ("parts", lambda row: not row.is_batch or row.is_for_gradient),
-        ("batch", lambda row: row.is_for_planned and not row.is_cheap),
-        ("parts", _otherwise),
-    ),
-}
-"""Reasons by what is moved, the first that applies."""
-_WORDS: Final[Mapping[str, tuple[Moved, str]]] = {
-    "argument": ("argument", "{}"),
-    "sum": ("gradient", "gradient of {}"),
-    "state": ("state", "new {}"),
-    "gradient": ("gradient", "gradient of {}"),
-}
-
-
-class Movement(NamedTuple):
-    """What a collective moves, and why."""
-
-    what: Moved
-    moves: str
-    reason: str
-    """Key of `REASONS`."""
-    leaf: int | None = None
-    """Leaf of the inputs."""
-    gathered: frozenset[str] = frozenset()
-    """Axes that shard the leaf, and do not shard the copy."""
-    nodes: tuple[int, int] | None = None
-    """What is moved, before it and behind."""
-
-
-def movement_of(row: Row) -> Movement:
-    """Return what is moved, and the first reason that applies."""
-    reason = next(key for key, applies in _TABLE[row.what] if applies(row))
-    if row.leaf is not None:
-        what, words = _WORDS[row.what]
-        path, nodes = row.reasons.executable.inputs.paths[row.leaf], (row.operand, row.result)
-        return Movement(what, words.format(path), reason, row.leaf, row.gathered, nodes)
-    if not REASONS[reason].is_expected and row.is_of_table:
-        reason = "rows"
-    name = row.op_name or row.exchange.op.instruction.name
-    return Movement("unexplained" if reason == "unknown" else "activation", name, reason)

@@ -23,7 +23,7 @@ from shardrules._plan.lock_texts import content_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.report import Page
 from shardrules._plan.tables import Column, Table
-from shardrules._program.causes import REASONS, Movement, movement_of
+from shardrules._program.causes import REASONS
 from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import Hlo, hlo_errors
@@ -31,7 +31,7 @@ from shardrules._program.inputs import planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
 from shardrules._program.memory import Memory, Totals, memory_of, totals_of
-from shardrules._program.reasons import Reasons
+from shardrules._program.reasons import Reasons, Row
 from shardrules._program.states import State, states
 from shardrules._program.step_seconds import (
     ProgramTime,
@@ -98,23 +98,20 @@ class Program:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Arrays that the program moves between devices, those with most bytes first."""
-        collectives = [self._collective(*pair) for pair in self._movements]
+        collectives = [self._collective(*pair) for pair in self._exchanged]
         return tuple(sorted(collectives, key=lambda row: -(row.sent or row.sent_once)))
 
     @cached_property
-    def _movements(self) -> Sequence[tuple[Exchange, Movement]]:
-        """What is moved, and why, in the order of the text."""
+    def _exchanged(self) -> Sequence[tuple[Exchange, Row | None]]:
+        """What is moved, and why, in the order of the text; None where no mesh is known."""
         hlo = self._executable.hlo
         if hlo is None:
             return ()
         with hlo_errors():
             rows = list(exchanges(hlo, self.axis_sizes))
-            if self._reasons is None:
-                names = (row.op.instruction.op_name or row.op.instruction.name for row in rows)
-                movements = [Movement("unexplained", name, "unknown") for name in names]
-            else:
-                movements = [movement_of(row) for row in self._reasons.rows(rows)]
-        return list(zip(rows, movements, strict=True))
+            reasons = self._reasons
+            asked = [None] * len(rows) if reasons is None else reasons.rows(rows)
+            return list(zip(rows, asked, strict=True))
 
     @cached_property
     def _reasons(self) -> Reasons | None:
@@ -147,10 +144,11 @@ class Program:
         with hlo_errors():
             return list(products(reasons.values, reasons.executable.variation))
 
-    def _collective(self, row: Exchange, movement: Movement) -> Collective:
+    def _collective(self, row: Exchange, asked: Row | None) -> Collective:
         assert self._executable.hlo is not None
         instruction = row.op.instruction
-        reason = REASONS[movement.reason]
+        with hlo_errors():
+            reason = REASONS["unknown" if asked is None else asked.reason]
         return Collective(
             kind=row.kind,
             axes=row.axes,
@@ -158,8 +156,8 @@ class Program:
             payload=row.payload,
             times=row.times,
             sent_once=row.sent_once,
-            what=movement.what,
-            moves=movement.moves,
+            what="unexplained" if asked is None else asked.moved,
+            moves=instruction.op_name or instruction.name if asked is None else asked.moves,
             reason=reason.text,
             is_expected=reason.is_expected,
             op_name=instruction.op_name or "",

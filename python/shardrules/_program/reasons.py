@@ -1,18 +1,19 @@
-"""Finds what a program moves, and what it is used for: the questions of the table of reasons."""
+"""Finds what a program moves, and why: a table of reasons, and the questions that it asks."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entry_axes
 from shardrules._plan.axis_uses import expert_axes_among, is_gathered
 from shardrules._plan.roles import experts_dim
-from shardrules._program.collectives import Exchange
+from shardrules._program.causes import REASONS
+from shardrules._program.collectives import Exchange, Moved
 from shardrules._program.executable import Executable
 from shardrules._program.facts import (
     PRODUCTS,
@@ -170,20 +171,6 @@ class Reasons:
                 sliced.add(self.facts.source_of(values.made_of[node][0]))
         return carried & sliced
 
-    @cached_property
-    def multiplied(self) -> Mapping[int, frozenset[str]]:
-        """Axes along which what is multiplied by the copies of each gather differs."""
-        axes_of: dict[int, frozenset[str]] = {}
-        for node, opcode in enumerate(self.values.opcodes):
-            factors = self.values.made_of[node] if opcode in PRODUCTS else ()
-            gathers = [self.facts.maker_of(factor, {"all-gather"}) for factor in factors]
-            for gather in gathers:
-                if gather is not None:
-                    pairs = zip(factors, gathers, strict=True)
-                    axes = self.executable.variation.of(one for one, of in pairs if of != gather)
-                    axes_of[gather] = axes_of.get(gather, frozenset()) | axes
-        return axes_of
-
     def expert_axes_of(self, leaf: int) -> frozenset[str]:
         """Return the mesh axes that shard the experts of a leaf, if it has a dimension of them."""
         side = self.executable.inputs
@@ -230,6 +217,28 @@ class Row:
         self.operand = self._values.operand(exchange.op, exchange.number)
         self.what: What
         self.what, self.leaf = self._leaf()
+
+    @cached_property
+    def reason(self) -> str:
+        """Key of the first reason that applies."""
+        reason = next(key for key, applies in _TABLE[self.what] if applies(self))
+        is_warned = self.leaf is None and not REASONS[reason].is_expected
+        return "rows" if is_warned and self.is_of_table else reason
+
+    @property
+    def moved(self) -> Moved:
+        """Kind of array that is moved."""
+        if self.leaf is None:
+            return "unexplained" if self.reason == "unknown" else "activation"
+        return "gradient" if self.what == "sum" else cast("Moved", self.what)
+
+    @property
+    def moves(self) -> str:
+        """Path of the leaf that is moved, or JAX's name of the operation."""
+        if self.leaf is None:
+            return self.op_name or self.exchange.op.instruction.name
+        words = {"argument": "", "state": "new "}.get(self.what, "gradient of ")
+        return words + self.reasons.executable.inputs.paths[self.leaf]
 
     def _leaf(self) -> tuple[What, int | None]:
         """Find the argument that is moved, or else the one whose new state is made of it."""
@@ -297,16 +306,6 @@ class Row:
         return not self.axes.isdisjoint(self.reasons.batch_axes)
 
     @property
-    def is_sent_back(self) -> bool:
-        """True if each device sends what it has just got to where that came from."""
-        source = self._values.lines[self._facts.source_of(self.operand)]
-        if source.opcode.removesuffix("-start") != self.kind:
-            return False
-        pairs = self._values.hlo.groups(source.attributes)
-        back = {(target, sender) for sender, target in self.exchange.op.groups}
-        return back == {(sender, target) for sender, target in pairs}
-
-    @property
     def is_training(self) -> bool:
         return self._values.hlo.has_gradients
 
@@ -365,8 +364,9 @@ class Row:
     @property
     def is_same_work(self) -> bool:
         """True if what the copy is multiplied by is equal along some of its axes."""
-        differing = self.reasons.multiplied.get(self.result)
-        return differing is not None and not differing.issuperset(self.gathered)
+        factors = [factor for use in self.products for factor in self._factors(use)]
+        axes = self.reasons.executable.variation.of(factors)
+        return bool(factors) and not axes.issuperset(self.gathered)
 
     @property
     def is_wide(self) -> bool:
@@ -549,3 +549,89 @@ class Row:
                 return False
         known = (leaf for leaf in leaves if leaf is not None and leaf >= 0)
         return any(self.axes & self.reasons.executable.axes_of(leaf) for leaf in known)
+
+
+def _otherwise(_: Row) -> bool:
+    return True
+
+
+_TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
+    "argument": (
+        ("gather", lambda row: row.is_ring),
+        ("copy", lambda row: row.is_sum or (row.kind != "all-gather" and row.is_small)),
+        ("moved", lambda row: row.kind != "all-gather"),
+        ("sliced", lambda row: not row.is_small and row.is_sliced),
+        ("table", lambda row: not row.is_small and row.is_for_rows),
+        ("loop", lambda row: row.result in row.reasons.held),
+        ("same work", lambda row: row.is_same_work),
+        ("wide", lambda row: row.is_wide),
+        ("all experts", lambda row: row.is_of_experts),
+        ("layer", lambda row: row.layers > 1),
+        ("anew", lambda row: row.is_anew),
+        ("gather", _otherwise),
+    ),
+    "sum": (
+        ("whole gradient", lambda row: row.is_stacked),
+        ("microbatch", lambda row: row.is_repeated),
+        ("gradient", lambda row: row.is_batch),
+        ("partial", _otherwise),
+    ),
+    "gradient": (
+        ("cache", lambda row: not row.is_training and row.is_of_shards),
+        ("state", lambda row: not row.is_training),
+        ("small", lambda row: row.is_small),
+        ("whole gradient", lambda row: row.is_of_shards),
+        ("gradient", _otherwise),
+    ),
+    "state": (
+        ("state", lambda row: row.kind == "all-to-all" and row.is_training),
+        ("cache", lambda row: row.kind == "all-to-all"),
+        ("cache", lambda row: row.is_of_shards and not row.is_training and row.is_written),
+        ("gather", lambda row: row.result not in row.reasons.next_state_of),
+        ("update", lambda row: row.kind != "all-gather"),
+        ("cache", lambda row: row.is_of_shards or row.is_written or row.exchange.times != 1),
+        ("update", _otherwise),
+    ),
+    "summed": (
+        ("small", lambda row: row.is_small),
+        ("again", lambda row: not row.differs(row.operand)),
+        ("called", lambda row: row.is_called),
+        # Sums along an axis of the batch without a kernel are of statistics, of gradients on their
+        # way to a table, and of keys whose queries are on other devices.
+        ("batch", lambda row: row.is_batch and row.has_planned_factor and not row.is_cheap),
+        ("partial", lambda row: row.is_batch),
+        ("turned", lambda row: row.has_planned_factor and row.is_of_whole),
+        ("partial", _otherwise),
+    ),
+    "permuted": (
+        ("small", lambda row: row.is_small),
+        ("called", lambda row: row.is_called),
+        ("parts", lambda row: not row.op_name),
+        ("batch", lambda row: row.is_batch),
+        ("parts", lambda row: row.is_ring),
+        ("unknown", _otherwise),
+    ),
+    "exchanged": (
+        ("small", lambda row: row.is_small),
+        ("optimizer", lambda row: row.operand in row.reasons.behind_gradients),
+        ("called", lambda row: row.is_called),
+        ("experts", lambda row: row.axes <= row.reasons.expert_axes),
+        ("parts", lambda row: row.is_batch and row.is_for_gradient),
+        ("batch", lambda row: row.is_batch),
+        ("parts", lambda row: bool(row.products)),
+        ("reshard", _otherwise),
+    ),
+    "gathered": (
+        ("small", lambda row: row.is_small),
+        ("parts", lambda row: row.is_ring and not row.is_batch),
+        ("batch", lambda row: row.is_batch and not row.differing),
+        ("sliced", lambda row: not row.differing and row.is_sliced),
+        ("called", lambda row: row.is_called and not row.is_batch),
+        ("alike", lambda row: not row.differing),
+        ("summed", lambda row: not row.is_batch and row.is_along_sum),
+        ("parts", lambda row: not row.is_batch or row.is_for_gradient),
+        ("batch", lambda row: row.is_for_planned and not row.is_cheap),
+        ("parts", _otherwise),
+    ),
+}
+"""Reasons by what is moved, the first that applies."""

@@ -43,20 +43,21 @@ def gathered(
         return
     side = executable.inputs
     rows = [
-        (exchange.payload, movement.leaf, movement, movement.nodes)
-        for exchange, movement in program._movements
-        if movement.leaf is not None and movement.nodes is not None and movement.gathered
+        (row.leaf, row)
+        for _, row in program._exchanged
+        if row is not None and row.leaf is not None and row.gathered
     ]
     # Copies that are gathered again are told where they end.
-    passed_on = {executable.facts.source_of(operand) for *_, (operand, _) in rows}
+    passed_on = {executable.facts.source_of(row.operand) for _, row in rows}
     sizes: defaultdict[tuple[str, tuple[str, ...], str], dict[int, int]] = defaultdict(dict)
-    for size, leaf, movement, (_, result) in rows:
-        target, sharding, reason = inputs[leaf], side.shardings[leaf], movement.reason
-        if size < large or reason not in GATHERED or result in passed_on or target is None:
+    for leaf, row in rows:
+        target, sharding, reason = inputs[leaf], side.shardings[leaf], row.reason
+        size = row.exchange.payload
+        if size < large or reason not in GATHERED or row.result in passed_on or target is None:
             continue
         # One that is not sharded as planned is a finding of its own.
         if is_same(target.sharding, sharding, len(side.shapes[leaf])):
-            axes = tuple(axis for axis in program.axis_sizes if axis in movement.gathered)
+            axes = tuple(axis for axis in program.axis_sizes if axis in row.gathered)
             of_leaf = sizes[sharding_shown(sharding), axes, reason]
             of_leaf[leaf] = max(size, of_leaf.get(leaf, 0))
     for (spec, axes, reason), of_leaf in sizes.items():
