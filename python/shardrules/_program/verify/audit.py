@@ -20,8 +20,8 @@ from shardrules._base.mistakes import check_arrays, in_order
 from shardrules._base.specs import (
     Entries,
     as_partition_spec,
+    as_placed,
     entries_of,
-    entry_axes,
     is_unconstrained,
     partition_spec,
     spec_shown,
@@ -434,7 +434,9 @@ class _PlannedKinds:
         """Yield the faults of a sharding on a mesh without devices."""
         if not self._has_axes_of(sharding):
             yield _Fault("devices", mesh_shown(sharding.mesh.shape), mesh_shown(self._axis_sizes))
-        elif self._axes_by_dim(sharding.spec) != self._axes_by_dim(self._spec(kind, sharding)):
+        elif as_placed(sharding.spec, self._axis_sizes) != as_placed(
+            self._spec(kind, sharding), self._axis_sizes
+        ):
             yield _Fault("sharding", self._shown(sharding, ()), placement_shown(kind))
 
     def _on_mesh(self, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
@@ -461,14 +463,6 @@ class _PlannedKinds:
         return mesh is not None and _without_unit_axes(mesh.shape) == _without_unit_axes(
             self._axis_sizes
         )
-
-    def _axes_by_dim(self, spec: PartitionSpec) -> list[tuple[str, ...]]:
-        """List the axes of several devices of each dimension, up to the last one with any."""
-        sizes, entries = _without_unit_axes(self._axis_sizes), map(entry_axes, entries_of(spec))
-        axes = [tuple(axis for axis in entry if axis in sizes) for entry in entries]
-        while axes and not axes[-1]:
-            axes.pop()
-        return axes
 
     def _shown(self, sharding: Sharding, shape: tuple[int, ...]) -> str:
         """Format a sharding without device ids, which differ between processes."""

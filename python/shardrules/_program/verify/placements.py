@@ -20,49 +20,12 @@ from shardrules._program.states import Evidence, State
 
 _CONSTRAINT: Final = "jax.lax.with_sharding_constraint(arrays, plan.shardings())"
 _NNX: Final = "in_shardings=nnx.StateSharding(plan.shardings())"
-_HELP: Final[dict[Library, dict[str, tuple[str, str]]]] = {
-    "jax": {
-        "inputs": (
-            "lower the function with arrays or shapes that are sharded as planned "
-            "(plan.abstract()), or give jit in_shardings=plan.shardings()",
-            "in_shardings=plan.shardings()",
-        ),
-        "outputs": (
-            "give jit out_shardings=plan.shardings(), or constrain the result inside the function",
-            "out_shardings=plan.shardings()",
-        ),
-        "states": (
-            "give jit out_shardings that are the shardings of the arguments, or constrain the new "
-            "state to them inside the function",
-            "out_shardings=plan.shardings()",
-        ),
-    },
-    "nnx": {
-        "inputs": (
-            f"lower the function with modules that are sharded as planned, or give nnx.jit {_NNX}",
-            _NNX,
-        ),
-        "outputs": (
-            f"give nnx.jit {_NNX} for what is updated, and out_shardings for what is returned, or "
-            "constrain it inside the function",
-            _NNX,
-        ),
-        "states": (
-            f"give nnx.jit {_NNX}, which count for the updated module too, or constrain the new "
-            "state inside the function",
-            _NNX,
-        ),
-    },
-    "equinox": {
-        "inputs": ("lower the function with arrays that are sharded as planned", ""),
-        "outputs": (f"constrain the result inside the function, as by {_CONSTRAINT}", _CONSTRAINT),
-        "states": (
-            f"constrain the arrays of the new state inside the function, as by {_CONSTRAINT}",
-            _CONSTRAINT,
-        ),
-    },
+_MENDS: Final[dict[Library, dict[str, str]]] = {
+    "jax": {"inputs": "in_shardings=plan.shardings()", "results": "out_shardings=plan.shardings()"},
+    "nnx": {"inputs": _NNX, "results": _NNX},
+    "equinox": {"inputs": "", "results": ""},
 }
-"""By library and what is sharded otherwise: the fix, and the argument or the line that mends it."""
+"""Arguments of each library's jit that place what it takes, and what it returns; "" for none."""
 _SIDE_WORDS: Final[dict[str, tuple[VerifyKind, str, str]]] = {
     "inputs": ("input", "takes", "it refuses arrays as planned, and jit compiles again for them"),
     "outputs": ("output", "returns", "what needs them as planned moves them first"),
@@ -82,6 +45,20 @@ _SMALL: Final = 2**16
 _RETURNED: Final = 0.01
 """Share of the states' bytes, above which other results are told."""
 _Texts = tuple[str | None, str | None]
+
+
+def _placed_by(library: Library, what: str) -> tuple[str, str]:
+    """Write how "inputs", or what is returned, are placed as planned: the fix, and its line."""
+    if what == "inputs":
+        fix = (
+            "lower the function with arrays or shapes that are sharded as planned (plan.abstract())"
+        )
+        mend = _MENDS[library][what]
+        return f"{fix}, or give {library}.jit {mend}" if mend else fix, mend
+    inside, mend = f"constrain {what} inside the function", _MENDS[library]["results"]
+    if mend:
+        return f"give {library}.jit {mend}, or {inside}", mend
+    return f"{inside}, as by {_CONSTRAINT}", _CONSTRAINT
 
 
 class _Pairs:
@@ -135,7 +112,7 @@ def placements(
 ) -> Iterator[Finding]:
     """Yield findings about leaves that are not sharded or kept in memory as planned."""
     kind, verb, cost = _SIDE_WORDS[side.name]
-    fix, mend = _HELP[library][side.name]
+    fix, mend = _placed_by(library, "inputs" if side.name == "inputs" else "the result")
     pairs = _Pairs(targets, side.shardings)
 
     def are_alike(target: PlannedSharding, sharding: Any, leaf: int) -> bool:
@@ -325,7 +302,7 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
 
     level: Level = "warning" if state.evidence == "alike" else "error"
     name, when = _STATE_WORDS[state.evidence]
-    fix, mend = _HELP[executable.call.library]["states"]
+    fix, mend = _placed_by(executable.call.library, "the arrays of the new state")
     for (old, new), rows in _Pairs(before, after).differences(are_alike, texts):
         leaves = [state.inputs[i] for i in rows]
         moved = sum(map(inputs.bytes_of, leaves))
