@@ -64,9 +64,10 @@ class LiveRanges(NamedTuple):
             span_of[name, element] = span = _Span(int(begin), int(end), name)
             if slot := slots.get((name, element)):
                 spans[slot].append(span)
-        at_peak = {
-            slots[key]: key for key in reversed(_AT_PEAK.findall(self.ranges)) if key in slots
-        }
+        at_peak: dict[_Slot, tuple[str, str]] = {}
+        for key in _AT_PEAK.findall(self.ranges):
+            if slot := slots.get(key):
+                at_peak.setdefault(slot, key)
         for slot, key in at_peak.items():
             others = _chain(span_of.get(key, _Span(0, 0, key[0])), sorted(spans[slot]))
             last_use = sequence.get(str(max(span.end for span in others)), "")
