@@ -13,8 +13,7 @@ import pytest
 
 import shardrules as sr
 from shardrules._base.io import FileError
-from shardrules._cli.project import forms
-from shardrules._plan.files.project import ARGUMENTS, _jobs, find_table, read_project, stranger
+from shardrules._cli.project import find_project, find_table, parameters, read_jobs, stranger
 from tests.support import project_schema
 from tests.support.command_line import invoke
 from tests.tpu.marks import needs_libtpu
@@ -132,7 +131,7 @@ def test_the_search_ends_at_a_real_mount_point(monkeypatch):
         monkeypatch.chdir(folder)
         looked_at = []
         monkeypatch.setattr(
-            "shardrules._plan.files.project._table_of", lambda path: looked_at.append(path.parent)
+            "shardrules._cli.project._table_of", lambda path: looked_at.append(path.parent)
         )
         assert find_table(Path(folder)) is None
     assert set(looked_at) == {Path(folder), Path("/dev/shm")}
@@ -229,7 +228,7 @@ def test_a_project_file_is_named(project, tmp_path, monkeypatch):
     for words, told in (
         ("check --project none.toml", f"{tmp_path / 'none.toml'}: it is no file, or has no"),
         ("check --project project", f"{project}: it is no file, or has no [tool.shardrules]"),
-        ("check m --project project/other.toml", "--project has the arguments: leave out SOURCE"),
+        ("check m --project project/other.toml", "--project and SOURCE exclude each other"),
     ):
         done = invoke(*words.split())
         assert (done.exit_code, told in done.stderr) == (2, True), done.stderr
@@ -257,22 +256,32 @@ def test_diff_compares_the_lock_of_each_job(project, monkeypatch):
         ("mesh = 'tp=2'", "there are no jobs; write [jobs.NAME]"),
         ("jobs = 3", "there are no jobs"),
         ("[job.a]\nmodel = 'm'", "key 'job' is unknown; did you mean 'jobs'?"),
-        ("[jobs.a]\nmodel = 3", "job a: model is 3 (an int); write a file or module:function"),
+        ("[jobs.a]\nmodel = 3", "job a: model is 3 (an int); write a text"),
+        ("[jobs.a]\nmodel = ''", "job a: model is '' (a str); write a text"),
         ("[jobs.a]\nrules = 'r'", "job a: it has neither a model to check nor a function to prove"),
         ("[jobs.a]\nmodel = 'm'\nmehs = 'tp=2'", "job a: key 'mehs' is unknown; did you mean 'mesh'?"),
         ("[jobs.a]\nmodel = 'm'\nfail_on = 'info'", "key 'fail_on' is unknown; did you mean 'fail-on'?"),
-        ("[jobs.a]\nmodel = 'm'\nzzzzzz = 1", "key 'zzzzzz' is unknown; the keys are model, function"),
+        ("[jobs.a]\nmodel = 'm'\nzzzzzz = 1", "key 'zzzzzz' is unknown; the keys are model"),
         ("quiet = true\n[jobs.a]\nmodel = 'm'", "key 'quiet' is unknown"),
-        ("[jobs.a]\nmodel = 'm'\nmesh = 2", "job a: mesh is 2 (an int); write a table, such as { fsdp = 8, tp = 4 }"),
-        ("[jobs.a]\nmodel = 'm'\nmesh = ['tp']", "job a: mesh is ['tp'] (a list); write a table, such as { fsdp = 8, tp = 4 }"),
-        ("[jobs.a]\nmodel = 'm'\nmesh = {tp = 1.5}", "job a: mesh: tp is 1.5 (a float); write a number or text"),
-        ("[jobs.a]\nmodel = 'm'\nreplicated = ['a', 2]", "job a: replicated[1] is 2 (an int); write a text"),
-        ("[jobs.a]\nmodel = 'm'\nmin-size = true", "job a: min-size is True (a bool); write a number or text"),
+        ("[jobs.a]\nmodel = 'm'\nmesh = 2", "job a: mesh is 2 (an int); write a table, as { fsdp = 8, tp = 4 } or a text"),
+        ("[jobs.a]\nmodel = 'm'\nmesh = ['tp']", "job a: mesh is ['tp'] (a list); write a table"),
+        ("[jobs.a]\nmodel = 'm'\nmesh = {tp = 1.5}", "error: a: mesh: the size of the mesh axis 'tp' is 1.5"),
+        ("[jobs.a]\nmodel = 'm'\ndata-axes = ['a', 2]", "error: a: data-axes: 2 (an int) is no name"),
+        ("[jobs.a]\nmodel = 'm'\nmin-size = true", "job a: min-size is True (a bool); write a number or a text"),
         ("[jobs.a]\nmodel = 'm'\nno-fallbacks = 1", "job a: no-fallbacks is 1 (an int); write true or false"),
+        ("[jobs.a]\nmodel = 'm'\nlevel = {ded = 'off'}", "job a: level: there is no finding 'ded' (did you mean dead?)"),
+        ("[jobs.a]\nmodel = 'm'\nhbm = '1'", "error: a: hbm: 1 is 1 bytes; write 1GB"),
         ("[jobs]\na = 1", "job a: it is 1 (an int); write a table"),
-        ("[jobs.a]\nfunction = 'a:b'", "no job is for check; write into one model = 'model.json'"),
+        ("[jobs.a]\nfunction = 'a:b'", "no job is for check, which needs model"),
         ("[jobs.a]\nmodel = 'm'", "error: a: the following arguments are required: --rules/-r, --mesh/-m"),
-        ("[jobs.a]\nmodel = 'm'\nrules='r'\nmesh='tp=2'\nmin-size=-1", "error: a: invalid value for '--min-size'"),
+        ("[jobs.a]\nmodel = 'm'\nrules='r'\nmesh='tp=2'\nmin-size=-1", "error: a: min-size: -1 is not in the range x>=0"),
+        ("[jobs.a]\nmodel = 'm'\noptimizer = 'adam'", "error: a: optimizer needs --hbm or --host-memory or --budget"),
+        # What no command of a job reads was ignored, and who wrote it believed that it holds.
+        ("[jobs.a]\nmodel = 'm'\nlock = 'step.lock'", "job a: lock is of prove, which needs function"),
+        ("lock = 'step.lock'\n[jobs.a]\nmodel = 'm'", "shardrules.toml: lock is of prove, which needs function"),
+        ("[jobs.a]\nmodel = 'm'\nbudget = {peak='1kB'}", "job a: budget: peak is of prove; what is planned is of device or host"),
+        ("[jobs.a]\nfunction = 'a:b'\nbudget = {device='1kB'}", "job a: budget: device is of check, which counts"),
+        ("[jobs.a]\nfunction = 'a:b'\nlevel = {dead = 'off'}", "job a: level is of check, which needs model"),
         ("[jobs.", "this is not TOML"),
     ],
 )  # fmt: skip
@@ -282,12 +291,49 @@ def test_wrong_files_are_told(project, lines, told):
     assert (done.exit_code, told in done.stderr) == (2, True), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "told"), [("-r x", "--rules is of one job"), ("--fix", "--fix is of one job")]
-)
-def test_options_of_one_job_are_refused(project, words, told):
+@pytest.mark.parametrize(("words", "name"), [("-r x", "--rules"), ("--fix", "--fix")])
+def test_options_of_one_job_are_refused_for_several(project, words, name):
     done = invoke("check", *words.split())
+    told = f"{name} is of one job, and there are clean, dead: write shardrules check --job clean"
     assert (done.exit_code, told in done.stderr) == (2, True), done.stderr
+
+
+def test_a_job_is_named_and_takes_all_options(project, monkeypatch):
+    """There was no such option, and --fix was refused though its hint had advised it."""
+    done = invoke("check", "--job", "dead")
+    monkeypatch.chdir(project)
+    words = ("model.json", "-r", "dead.toml", "-m", "tp=2", "--fail-on", "warning")
+    assert (done.exit_code, done.stdout) == (1, invoke("check", *words).stdout)
+    document = json.loads(invoke("check", "--job", "dead", "--format", "json").stdout)
+    assert [finding["kind"] for finding in document["findings"]] == ["dead"]
+    assert invoke("check", "--job", "dead", "-r", "rules.toml").exit_code == 0
+    for words, told in (
+        ("check --job daed", "--job: there is no job 'daed' (did you mean dead?)"),
+        ("diff --job dead", "job dead is not for diff, which needs before and model"),
+    ):
+        done = invoke(*words.split())
+        assert (done.exit_code, told in done.stderr) == (2, True), done.stderr
+
+
+def test_one_job_is_mended_as_its_hint_says(project):
+    (project / "rules.toml").write_text('[[rules]]\npattern = "wq"\nspec = ["tp"]\n')
+    text = 'model = "model.json"\nmesh = "tp=2"\n[jobs.a]\nrules = "rules.toml"\n'
+    (project / "shardrules.toml").write_text(text)
+    assert invoke("check").stdout.endswith("--fix prints the missing rules\n")
+    done = invoke("check", "--fix")
+    assert (done.exit_code, done.stdout.startswith("--- a/rules.toml\n")) == (1, True), done.output
+    assert "+pattern = 'norm'" in done.stdout.replace('"', "'")
+
+
+def test_a_budget_is_of_what_is_planned_and_of_what_is_sent(project):
+    """It was for compiled steps alone, so that nothing told that the plan grew."""
+    text = 'model = "model.json"\nrules = "rules.toml"\nmesh = "tp=2"\noptimizer = "adam"\n'
+    for size, code in (("2.2MB", 0), ("2.1MB", 1)):
+        lines = f'gradients = "same"\n[jobs.a]\nbudget = {{device = "{size}", peak = "90GB"}}\n'
+        function = 'function = "some:step"\n'
+        (project / "shardrules.toml").write_text(text + lines + function)
+        done = invoke("check")
+        assert (done.exit_code, "error[budget]: " in done.stdout) == (code, bool(code)), done.output
 
 
 def test_each_form_of_a_value_is_an_option(project):
@@ -317,7 +363,7 @@ def test_init_writes_a_project_that_is_checked(bare):
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.startswith("wrote rules.toml\nwrote shardrules.toml\n")
     assert (bare / "shardrules.toml").read_text() == (
-        '[jobs.model]\nmodel = "model.json"\nrules = "rules.toml"\nmesh = "fsdp=2,tp=2"\nhbm = "16GB"\n'
+        '[jobs.model]\nmodel = "model.json"\nrules = "rules.toml"\nmesh = "fsdp=2,tp=2"\nhbm = 16000000000\n'
     )
     done = invoke("check", "--fail-on", "warning")
     assert (done.exit_code, done.stdout) == (
@@ -353,7 +399,7 @@ def test_init_replaces_nothing(bare, name):
     ("words", "told"),
     [
         ("", "give a mesh with --mesh, or --devices"),
-        ("--mesh tp=2 --devices 2", "--devices has a mesh chosen, and --mesh gives one: leave"),
+        ("--mesh tp=2 --devices 2", "--mesh and --devices exclude each other: leave out either"),
     ],
 )
 def test_init_needs_a_mesh_or_devices(bare, words, told):
@@ -445,10 +491,13 @@ def test_init_of_a_step_writes_what_check_and_prove_run(step):
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("wrote model.json.gz\nwrote rules.toml\nwrote shardrules.toml\n")
     assert "a step on fsdp=" in done.stderr
-    (job,) = read_project(step, forms()).jobs
-    assert job.name == name
-    assert job.arguments == {"model": "model.json.gz", "function": f"step_to_start:{name}"}
-    assert {"rules", "on", "mesh"} <= job.options.keys()
+    _, jobs = find_project(None)
+    assert jobs.keys() == {name}
+    assert (
+        jobs[name].items()
+        >= {"model": "model.json.gz", "function": f"step_to_start:{name}"}.items()
+    )
+    assert {"rules", "on", "mesh"} <= jobs[name].keys()
     done = invoke("check", "--fail-on", "warning")
     assert (done.exit_code, "2 leaves" in done.stdout) == (0, True), done.output
     done = invoke("prove")
@@ -465,9 +514,9 @@ def test_init_of_a_step_writes_what_check_and_prove_run(step):
         ("step_to_start:own_rules --on v5e:2x2", "own_rules(mesh, rules=RULES): prove then"),
         ("step_to_start:step_on --mesh fsdp=4", "as a step does; for a step give --on v5p:8x8x8"),
         ("step_to_start:TREE --on v5e:2x2", "it must take the mesh and the rules"),
-        ("step_to_start:step_on --on v5e:2x2 --devices 4", "so leave out --devices"),
-        ("step_to_start:step_on --on v5e:2x2 --head-dim 64", "so leave out --head-dim"),
-        ("model.json --mesh tp=2 --slices 2", "--slices: without --on"),
+        ("step_to_start:step_on --on v5e:2x2 --devices 4", "--on and --devices exclude"),
+        ("step_to_start:step_on --on v5e:2x2 --head-dim 64", "--on and --head-dim exclude"),
+        ("model.json --mesh tp=2 --slices 2", "--slices needs --on"),
         ("model.json --on v5e:2x2", "write package.module:name"),
     ],
 )
@@ -477,21 +526,7 @@ def test_init_refuses(step, words, told):
     assert not (step / "rules.toml").exists()
 
 
-VALUES = [
-    True,
-    3,
-    1.5,
-    "adam",
-    "",
-    ["a"],
-    [1],
-    [],
-    {"a": 1},
-    {"a": "b"},
-    {"a": True},
-    {"a": 1.5},
-    {},
-]
+VALUES = [True, 3, 1.5, "adam", "", ["a"], {"dead": "off"}, {}]
 
 
 def test_the_schema_for_editors_agrees_with_the_reader(tmp_path):
@@ -505,19 +540,16 @@ def test_the_schema_for_editors_agrees_with_the_reader(tmp_path):
 
     def accepted(table):
         try:
-            _jobs(tmp_path / "shardrules.toml", table, forms())
+            read_jobs(tmp_path / "shardrules.toml", table)
         except FileError:
             return False
         return True
 
-    keys = [*ARGUMENTS, *forms(), "unknown", "quiet"]
-    tables = [{"model": "m", "jobs": {"a": {key: value}}} for key in keys for value in VALUES]
-    tables += [{key: value, "jobs": {"a": {"model": "m"}}} for key in keys for value in VALUES]
-    tables += [{}, {"jobs": {}}, {"jobs": 3}, {"jobs": {"a": 3}}, {"jobs": {"a": {}}}]
-    tables += [
-        {"jobs": {"a": {"function": "f"}, "b": {"before": "x"}}},
-        {"function": "f", "jobs": {"a": {}}},
-    ]
+    arguments = {"model": "m", "function": "a:b", "before": "p.lock"}
+    keys = [*parameters(), "unknown", "quiet"]
+    tables = [{"jobs": {"a": {**arguments, key: value}}} for key in keys for value in VALUES]
+    tables += [{key: value, "jobs": {"a": arguments}} for key in keys for value in VALUES]
+    tables += [{}, {"jobs": {}}, {"jobs": 3}, {"jobs": {"a": 3}}]
     assert [table for table in tables if accepted(table) != checker.is_valid(table)] == []
     assert {accepted(table) for table in tables} == {True, False}
 

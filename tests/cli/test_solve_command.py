@@ -109,8 +109,8 @@ def test_the_report_has_the_choices(folder):
     [
         (("solve", "mlp_to_solve:step_on"), "give the devices: --on v5p:8x8x8, or --mesh and"),
         (("solve", "mlp_to_solve:step_on", "-m", "fsdp=4"), "give the devices"),
-        ((*WORDS, "--axes", "a,b"), "the mesh is that of --mesh"),
-        ((*WORDS, "--on", "v5p:2x2x2"), "--on says the devices"),
+        ((*WORDS, "--axes", "a,b"), "--mesh and --axes exclude each other"),
+        ((*WORDS, "--on", "v5p:2x2x2"), "--on and --hardware exclude each other"),
         ((*WORDS, "--hbm", "1MB"), "more than the 1.00 MB that there are\n  "),
         ((*WORDS, "--hbm", "much"), "not a number of bytes"),
         ((*WORDS, "--time-limit", "0"), "--time-limit"),

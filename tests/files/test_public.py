@@ -17,14 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.dtypes import BITS
-from shardrules._cli.inputs import load_model_plan
+from shardrules._cli.options import HowToPlan
+from shardrules._cli.planning import plan_model
 from tests.support import corpus
-from tests.support.command_line import options_of
 from tests.support.files import message
 
 RULES = '[[rules]]\npattern = "wq.kernel"\nspec = ["fsdp", "tp"]\n[[rules]]\npattern = ".*"\nspec = []\n'
 DECLARED = 'replicated = ["norm"]\noptional_axes = ["sp"]\ndata_axes = ["dp"]\n'
-MESH = "fsdp=8,tp=4"
+MESH = {"fsdp": 8, "tp": 4}
 
 
 @pytest.fixture
@@ -42,9 +42,10 @@ def written(path: Path, *rows) -> Path:
 @pytest.mark.parametrize("name", ["llama-3.1-405b", "easylm-llama-3.1-405b", "flax-gpt-j-6b"])
 def test_a_plan_of_files_is_that_of_the_command_line(name, rules):
     path = corpus.manifest_path(name)
-    theirs = load_model_plan(options_of("plan", path, "-r", rules, "-m", MESH))
+    how = HowToPlan(str(rules), None, (), (), 0, 1 << 29, no_fallbacks=False)
+    theirs = plan_model(str(path), how, MESH)
     read = sr.read_rules(rules)
-    ours = sr.plan(sr.read_model(path), read.rules, {"fsdp": 8, "tp": 4})
+    ours = sr.plan(sr.read_model(path), read.rules, MESH)
     assert ours.fingerprint() == theirs.plan.fingerprint()
     assert sorted(ours.paths) == sorted(theirs.plan.paths)
     assert str(ours.check(**read.declared)) == str(theirs.plan.check(**theirs.rules.declared))

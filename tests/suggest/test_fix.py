@@ -253,7 +253,7 @@ def test_another_format_is_refused(where):
     (where / "rules.toml").write_text(TOML)
     result = check(where, "rules.toml", "--fix", "--format", "json")
     assert result.exit_code == 2
-    assert "leave out --format" in result.stderr
+    assert "--fix and --format exclude each other" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["a##[x]", "it's", 'q"x', "é"])

@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import json
 
-from shardrules._cli.options import GROUP_OF, GROUPS
-from shardrules._cli.project import forms
-from shardrules._plan.files.project import ARGUMENTS
+from shardrules._cli.project import parameters, types_of
 from tests.support.folders import ROOT
 
 SCHEMA = ROOT / "docs" / "shardrules.schema.json"
-_TEXT = {"type": "string"}
-_LIST = {"type": "array", "items": _TEXT}
-_TABLE = {"type": "object", "additionalProperties": {"type": ["string", "integer"]}}
-_OF_FORM = {
-    "flag": {"type": "boolean"},
-    "number": {"type": ["string", "integer"]},
-    "text": _TEXT,
-    "table": {"anyOf": [_TEXT, _TABLE]},
-    "list": {"anyOf": [_TEXT, _LIST]},
-    "tables": {"anyOf": [_TEXT, _LIST, _TABLE]},
-    "lists": {"anyOf": [_TEXT, _LIST]},
-}
-_ABOUT = {
-    "model": "The model that check and diff plan: a file, or package.module:function.",
-    "function": "package.module:function, which prove compiles.",
-    "before": "The lock or model that diff compares the model with.",
+_OF_TYPE = {
+    str: {"type": "string", "minLength": 1},
+    int: {"type": "integer"},
+    bool: {"type": "boolean"},
+    list: {"type": "array"},
+    dict: {"type": "object"},
 }
 
 
 def schema():
-    keys = {
-        key: {"type": "string", "minLength": 1, "description": _ABOUT[key]} for key in ARGUMENTS
-    }
-    for key, form in forms().items():
-        option = key.replace("-", "_")
-        known = _OF_FORM.get(form) or {"enum": form[1:-1].split(",")}
-        keys[key] = {**known, "description": GROUPS[GROUP_OF[option]][option][1]}
-    has_either = {"anyOf": [{"required": ["model"]}, {"required": ["function"]}]}
+    keys = {}
+    for key, parameter in parameters().items():
+        forms = [_OF_TYPE[kind] for kind in dict.fromkeys(types_of(parameter))]
+        keys[key] = {
+            **(forms[0] if len(forms) == 1 else {"anyOf": forms}),
+            "description": parameter.help,
+        }
     some = {"type": "object", "minProperties": 1}
     job = {"type": "object", "additionalProperties": False, "properties": keys}
     return {
@@ -47,10 +34,6 @@ def schema():
         "additionalProperties": False,
         "required": ["jobs"],
         "properties": {**keys, "jobs": {**some, "additionalProperties": job}},
-        "anyOf": [
-            *has_either["anyOf"],
-            {"properties": {"jobs": {"additionalProperties": has_either}}},
-        ],
     }
 
 

@@ -88,11 +88,11 @@ def test_without_a_slice_xla_for_cpu_is_asked(run):
     assert code == 0, (out, err)
     assert " on fsdp=4 by XLA for CPU: a TPU's partitioner may choose otherwise" in out
     code, _, err = run("step_on", "--mesh", "fsdp=4", "--slices", "2")
-    assert (code, "--slices are of --on" in err) == (2, True)
+    assert (code, "--slices needs --on" in err) == (2, True)
     code, _, err = run("step_on", "--mesh", "fsdp=4", "--axis-types", "manual")
     assert (code, "--axis-types" in err) == (2, True)
     code, _, err = run("step_on", "--mesh", "fsdp=4", "--axis-types", "auto,explicit")
-    assert (code, "2 types, and --mesh has 1 axis" in err) == (2, True)
+    assert (code, "--axis-types: give auto or explicit for all axes" in err) == (2, True)
 
 
 @needs_libtpu
@@ -213,7 +213,7 @@ def test_a_lock_of_a_step(run):
     code, _, err = run("step_on", *ON, *lock)
     assert (code, "step.lock: no such file; write it with --update-lock" in err) == (2, True)
     code, _, err = run("step_on", *ON, "--update-lock")
-    assert (code, "so give --lock as well" in err) == (2, True)
+    assert (code, "--update-lock needs --lock" in err) == (2, True)
     code, _, err = run("step_on", *ON, *lock, "--update-lock", "--html", "step.lock")
     assert (code, "would replace --lock" in err) == (2, True), err
     code, _, err = run("step_on", *ON, *lock, "--update-lock")

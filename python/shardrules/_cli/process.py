@@ -12,24 +12,22 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from threading import Thread
 from types import FrameType
-from types import SimpleNamespace as Args
 from typing import Final, NoReturn, TypeVar
+
+import click
 
 from shardrules._base.io import FileError
 from shardrules._base.text import printable, printable_lines
 
 T = TypeVar("T")
-
 FAILED: Final = 2
 """The exit code of a command that has no result."""
+QUIET: Final = "shardrules.quiet"
+"""Key of `click.Context.meta`: whether notes, hints and progress are left out."""
 _OF_SIGNALS: Final = 128
 _SIGPIPE: Final = 13
 # Windows has no SIGHUP.
@@ -50,7 +48,7 @@ class _EndedError(BaseException):
 
 
 def exit_with(command: Callable[[], int]) -> NoReturn:
-    """Run the command and exits with the code that it returns, or that of its exception."""
+    """Run the command and exit with the code that it returns, or that of its exception."""
     _open_streams()
     for number in _ENDING:
         if signal.getsignal(number) is signal.SIG_DFL:  # under nohup it stays ignored
@@ -72,12 +70,12 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
 
 
 def code_of(error: BaseException, where: str = "") -> int:
-    """Return the exit code for an exception, and prints a line about an error to stderr.
+    """Return the exit code for an exception, and print a line about an error to stderr.
 
-    The message begins with `where`. In Python's development mode (PYTHONDEVMODE=1) it prints the
-    traceback above that line.
+    The message begins with `where`. In Python's development mode (PYTHONDEVMODE=1) the traceback
+    stands above that line.
     """
-    if isinstance(error, BrokenPipeError | SystemExit):  # which rich makes of it
+    if isinstance(error, BrokenPipeError | SystemExit):  # which click makes of it
         return _OF_SIGNALS + _SIGPIPE
     if isinstance(error, KeyboardInterrupt):
         return _OF_SIGNALS + signal.SIGINT
@@ -85,7 +83,7 @@ def code_of(error: BaseException, where: str = "") -> int:
         return _OF_SIGNALS + int(error.args[0])
     if sys.flags.dev_mode:
         sys.excepthook(type(error), error, error.__traceback__)
-    print_note(f"error: {where}{_signal_message(error)}")
+    print_note(f"error: {where}{_message(error)}")
     for note in _notes(error):
         print_note(note)
     return FAILED
@@ -96,69 +94,7 @@ def _notes(error: BaseException) -> list[str]:
     return [note for note in getattr(error, "__notes__", ()) if not note.startswith("-----")]
 
 
-def print_note(text: str) -> None:
-    """Write a line to stderr. A stderr that takes no text is ignored."""
-    with suppress(OSError):
-        print(text, file=sys.stderr)
-
-
-def hint(args: Args, text: str) -> None:
-    """Write a line to stderr, unless --quiet is given."""
-    if not args.quiet:
-        print_note(printable(text))
-
-
-@contextmanager
-def working(args: Args, what: str) -> Iterator[Callable[[str], None]]:
-    """Show this text on a terminal while the body runs, which gets what shows another line."""
-    if args.quiet or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-
-    def show(text: str, erase: str = "\x1b[K") -> None:
-        print(f"{erase}{printable(text)} ...", end="\r", file=sys.stderr, flush=True)
-
-    show(what, erase="")
-    try:
-        yield show
-    finally:
-        print(end="\x1b[K", file=sys.stderr, flush=True)
-
-
-def interruptible(args: Args, what: str, call: Callable[[], T]) -> T:
-    """Run a call in which no signal would be heard, such as a compiler's, and return its result.
-
-    It runs in another thread, so that a signal ends the process at once. What it has in the
-    temporary directory goes with it. A terminal shows how long it has been running.
-
-    Args:
-        args: The options of the command.
-        what: Text for the terminal.
-        call: The call, which must not depend on its thread.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # it is the other thread's
-            future.set_exception(error)
-
-    begin, before = time.monotonic(), tempfile.tempdir
-    thread = Thread(target=run, daemon=True)
-    with tempfile.TemporaryDirectory(prefix="shardrules-", ignore_cleanup_errors=True) as folder:
-        tempfile.tempdir = folder
-        try:
-            thread.start()
-            with working(args, what) as show:
-                while wait([future], timeout=1).not_done:
-                    show(f"{what}: {int(time.monotonic() - begin)} s")
-        finally:
-            tempfile.tempdir = before
-    return future.result()
-
-
-def _signal_message(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     if isinstance(error, FileError | re.error):  # printable already, perhaps several lines
         return str(error)
     for what, note in _OF_STEP.items():
@@ -178,13 +114,75 @@ def _signal_message(error: BaseException) -> str:
     )
 
 
+def print_note(text: str) -> None:
+    """Write a line to stderr. A stderr that takes no text is ignored."""
+    with suppress(OSError):
+        print(text, file=sys.stderr)
+
+
+def is_quiet() -> bool:
+    """Say whether --quiet is given."""
+    ctx = click.get_current_context(silent=True)
+    return ctx is not None and bool(ctx.meta.get(QUIET))
+
+
+def hint(text: str) -> None:
+    """Write a line to stderr, unless --quiet is given."""
+    if not is_quiet():
+        print_note(printable(text))
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Show this text on a terminal while the body runs, which gets what shows another line."""
+    if is_quiet() or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+
+    def show(text: str, erase: str = "\x1b[K") -> None:
+        print(f"{erase}{printable(text)} ...", end="\r", file=sys.stderr, flush=True)
+
+    show(what, erase="")
+    try:
+        yield show
+    finally:
+        print(end="\x1b[K", file=sys.stderr, flush=True)
+
+
+def interruptible(call: Callable[[], T]) -> T:
+    """Run a call in which no signal would be heard, such as a compiler's, and return its result.
+
+    It runs in another thread, so that a signal ends the process at once. What it has in the
+    temporary directory goes with it.
+    """
+    import tempfile
+    from concurrent.futures import Future
+
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # it is the other thread's
+            future.set_exception(error)
+
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="shardrules-", ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir = folder
+        try:
+            threading.Thread(target=run, daemon=True).start()
+            return future.result()
+        finally:
+            tempfile.tempdir = before
+
+
 def _end_process(number: int, _: FrameType | None) -> NoReturn:
     _received.append(number)
     raise _EndedError(number)
 
 
 def _open_streams() -> None:
-    """Replace closed streams by the null device, and escapes what a stream's encoding lacks.
+    """Replace closed streams by the null device, and escape what a stream's encoding lacks.
 
     Else the next file that is opened would get the number of the closed stream.
     """

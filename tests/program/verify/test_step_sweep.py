@@ -161,12 +161,12 @@ def test_the_command():
 
 MIXED = {
     "a model without rules": (("model.json", "-m", "tp=2"), "model.json: a model needs --rules; without them SOURCE is a step"),
-    "choices of a model": (("model.json", "-m", "tp=2", "-r", "r.toml", "--try", "batch=8"), "leave out --try"),
-    "options of a model": ((FUNCTION, "-m", "tp=2", "--optimizer", "adam"), "leave out --optimizer"),
+    "choices of a model": (("model.json", "-m", "tp=2", "-r", "r.toml", "--try", "batch=8"), "--try and --rules exclude each other"),
+    "options of a model": ((FUNCTION, "-m", "tp=2", "--optimizer", "adam"), "a model is planned, --gradients, --optimizer and"),
     "two meshes": ((FUNCTION, "-m", "tp=2", "-m", "tp=4"), "of a step give one"),
     "fixed axes": ((FUNCTION, "--devices", "4", "--axes", "fsdp,tp=1"), "have no fixed sizes"),
     "a keyword": ((FUNCTION, "-m", "tp=2", "--try", "bach=8"), "beside the mesh it takes batch, width"),
-    "no values": ((FUNCTION, "-m", "tp=2", "--try", "batch"), "--try 'batch': write a keyword of the function and its values"),
+    "no values": ((FUNCTION, "-m", "tp=2", "--try", "batch"), "--try: 'batch': write it as keyword=values"),
 }  # fmt: skip
 
 

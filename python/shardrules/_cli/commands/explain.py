@@ -1,0 +1,20 @@
+"""`shardrules explain`: why an array has its spec."""
+
+from __future__ import annotations
+
+from shardrules._cli import options
+from shardrules._cli.command import argument, command
+
+
+@command("model.json layers/0/wq/kernel -r rules.toml -m fsdp=8,tp=4")
+@options.of_model_or_lock
+@argument("path", metavar="PATH", about="The path of the array; or what several arrays that are "
+    "alike have in common: a folded path, a glob such as 'layers/*/wq', or the end of their "
+    "paths.")  # fmt: skip
+@options.how_to_plan
+@options.of_model_on
+def explain(*, model: str, path: str, how: options.HowToPlan, mesh: options.Sizes | None) -> None:
+    """Explain the spec of one array: the rules that match it, and each correction."""
+    from shardrules._cli.planning import plan_model
+
+    print(plan_model(model, how, mesh).plan.explain(path))

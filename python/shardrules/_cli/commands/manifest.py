@@ -1,0 +1,46 @@
+"""`shardrules manifest`: the shapes of a model in a file."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from shardrules._cli import options
+from shardrules._cli.command import command, option
+from shardrules._cli.types import FILE
+
+
+@command("model.json > shapes.json.gz")
+@options.of_model
+@options.dialect
+@options.max_memory
+@option("-o", "--output", type=FILE, help="The file; gzipped if its name ends with .gz.")
+@option("--check", type=FILE, excludes=("output",),
+    help="Compare with this manifest instead of writing one.")  # fmt: skip
+def manifest(
+    *, model: str, dialect: Any, max_memory: int, output: str | None, check: str | None
+) -> int:
+    """Write the shapes of a model, as a model for places without its code.
+
+    Without --output it goes to standard output, gzipped unless that is a terminal. With --check
+    nothing is written: exits with 1 if the manifest there is not of this model.
+    """
+    from shardrules._cli.planning import check_targets, shapes_of
+    from shardrules._plan.files.manifest import manifest_text, packed, write_packed
+
+    check_targets({"--output": output}, [model])
+    shapes, name = shapes_of(model, dialect, max_memory)
+    if check:
+        differences = shapes_of(check, dialect, max_memory)[0].diff(shapes)
+        if differences:
+            print(f"{check} is old: shardrules manifest {model} -o {check}")
+        print(differences)
+        return 1 if differences else 0
+    text = manifest_text(shapes, name)
+    if output:
+        write_packed(output, text)
+    elif sys.stdout.isatty():
+        print(text, end="")
+    else:
+        sys.stdout.buffer.write(packed(text))
+    return 0

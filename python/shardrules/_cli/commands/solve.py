@@ -1,0 +1,104 @@
+"""`shardrules solve`: the sharding of a step that takes least time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardrules._cli import options, types
+from shardrules._cli.command import command, option
+
+if TYPE_CHECKING:
+    from shardrules._base.hardware import Hardware
+    from shardrules._program.solve.solution import Solution
+
+
+@command("my_package.train:step_on --on v5p:8x8x8 > rules.toml")
+@options.of_step
+@options.on(excludes=("hardware",), help=f"The devices: {options.DEVICES}. Or give --mesh and "
+    "--hardware, which need no compiler.")  # fmt: skip
+@options.slices
+@options.mesh(excludes=("axes",),
+    help="The mesh, such as fsdp=64,tp=8. Default: the best that exists there.")  # fmt: skip
+@option("--hardware", type=types.HARDWARE, help="The devices of --mesh, without --on: v4, v5e, "
+    "v5p, v6e, 7x, A100, H100, H200, B200, GB200; or a TOML file.")  # fmt: skip
+@options.axes(help="Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp.")
+@options.rules(help="Rules that the function takes; the solution does not need any.")
+@options.hbm(help="Memory of one device, such as 96GB. Default: that of the devices.")
+@option("--time-limit", metavar="SECONDS", type=types.Number(min=1),
+    help="Seconds after which the best so far is taken, with its gap.")  # fmt: skip
+@options.html
+@options.formats("toml", "python", "text",
+    about="Output format; text has the choices, and what others cost.")  # fmt: skip
+def solve(*, function: str, html: str | None, format: str, hbm: int | None, **where: Any) -> None:
+    """Find the sharding of a step that takes least time, and write its rules on standard output.
+
+    The lines of with_sharding_constraint follow as comments; time, bound and gap go to standard
+    error.
+    """
+    from shardrules._cli import process, show
+
+    solution = solved(function, hbm=hbm, **where)
+    suggestion = solution._suggestion
+    if format == "text":
+        print(solution, suggestion, *solution.activations, sep="\n")
+    else:
+        text = suggestion.to_toml() if format == "toml" else suggestion.to_python()
+        print(text.rstrip("\n"), *constraint_lines(solution), sep="\n")
+        process.hint(solution.summary)
+    for note in solver_notes(solution):
+        process.hint(note)
+    if html:
+        page = suggestion.plan.to_html(title=function, hbm=hbm, sections=[suggestion, solution])
+        show.write_report(html, page)
+
+
+def solved(
+    function: str, *, on: str | None, slices: int, mesh: options.Sizes | None,
+    axes: tuple[str, ...] | None, hbm: int | None, hardware: Hardware | None = None,
+    rules: Any = None, time_limit: int | None = None,
+) -> Solution:  # fmt: skip
+    """Solve a step for the devices of a command line."""
+    from shardrules._base.io import FileError
+    from shardrules._base.text import mesh_shown
+    from shardrules._cli import planning, process
+    from shardrules._program.solve.meshes import progress_shown
+    from shardrules._program.solve.solution import solve as solve_step
+    from shardrules._program.topologies.topology import Topology
+
+    place: Any = mesh
+    if on is not None:
+        place = topology = Topology(on, slices)
+        hardware = topology.hardware
+        if mesh is None:
+            meshes = topology.meshes(axes or ("fsdp", "tp"))
+            mesh = meshes[len(meshes) // 2]  # as the function may not take one whose axis is 1
+        else:
+            try:
+                place = topology.mesh(mesh)  # what does not exist there is an error
+            except ImportError as error:
+                process.hint(f"links count as whole, since {error}")
+                place = mesh
+    if mesh is None or hardware is None:
+        raise ValueError("give the devices: --on v5p:8x8x8, or --mesh and --hardware")
+    step = planning.trace_on(function, mesh, rules)
+    if step.plan is None:
+        raise ValueError(
+            f"{function}: none of the arguments is a Plan: give shardrules.plan of the "
+            "parameters, whose rules the solution replaces"
+        )
+    what = f"solving for {on or mesh_shown(mesh)}; Ctrl-C takes the best so far"
+    with process.working(what) as show, progress_shown(show):
+        try:
+            return solve_step(step, place, hardware=hardware, hbm=hbm, time_limit=time_limit)
+        except ValueError as error:  # of several lines, where nothing fits
+            raise FileError(*str(error).splitlines()) from None
+
+
+def constraint_lines(solution: Solution) -> list[str]:
+    """Return the lines of constraints as comments of a rule file."""
+    return [f"# {line}" for line in solution.activations]
+
+
+def solver_notes(solution: Solution) -> list[str]:
+    """Return what is to be told beside the rules of a solution."""
+    return [f"not constrained: {text}" for text in solution.unconstrained]

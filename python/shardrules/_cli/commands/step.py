@@ -1,0 +1,27 @@
+"""`shardrules step`: what a step does before it is compiled."""
+
+from __future__ import annotations
+
+from shardrules._cli import options
+from shardrules._cli.command import command, option
+
+
+@command("my_package.train:step_on --mesh fsdp=64,tp=8")
+@options.of_step
+@options.mesh(required=True, help="Devices per mesh axis, such as fsdp=64,tp=8.")
+@options.rules(help="Rules that the function takes behind the mesh.")
+@option("--array", metavar="PATH",
+    help="Say of this argument alone what the step does with its dimensions.")  # fmt: skip
+@options.formats("text", "json")
+def step(
+    *, function: str, mesh: options.Sizes, rules: str | None, array: str | None, format: str
+) -> None:
+    """Show what a step does before it is compiled: dimensions, their roles, and FLOPs by line."""
+    from shardrules._base.text import printable_json
+    from shardrules._cli.planning import trace_on
+
+    traced = trace_on(function, mesh, rules)
+    if array:
+        print(traced.explain(array))
+    else:
+        print(printable_json(traced.to_json()) if format == "json" else traced)

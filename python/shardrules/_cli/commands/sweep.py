@@ -1,0 +1,126 @@
+"""`shardrules sweep`: meshes, the best first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardrules._cli import options, types
+from shardrules._cli.command import command, option
+
+if TYPE_CHECKING:
+    from shardrules._plan.tables import Table
+    from shardrules._program.verify.sweep import StepSweep
+
+
+@command("train:step_on --on v5p:8x8x8 --axes fsdp,tp --try batch=256,512")
+@options.model(about="With --rules a model, as for plan. Without, a step: package.module:function, "
+    "which takes the mesh, and the choices of --try as keywords, and returns what it does for "
+    "prove.")  # fmt: skip
+@options.how_to_plan
+@options.mesh(multiple=True, excludes=("on", "devices", "axes"),
+    help="A mesh to compare; of a model repeatable.")  # fmt: skip
+@options.on(excludes=("devices",), help="Compare the meshes that exist on these TPUs or GPUs, such "
+    "as v5p:8x8x8, with the axes of --axes.")  # fmt: skip
+@options.slices
+@options.devices(help="Compare all meshes of this many devices; of a step by XLA for CPU.")
+@option("--axes", type=types.SIZED_AXES, needs=("on", "devices"),
+    help="Axes of these meshes, such as fsdp,tp; of a model also sp=1, of fixed size.")  # fmt: skip
+@option("--try", "tries", metavar="CHOICE", type=types.TRIES, excludes=("rules",),
+    help="A keyword of the function of a step, and its values, such as batch=256,512,1024 or "
+    "remat=true,false; repeatable, and all are tried with all.")  # fmt: skip
+@options.memory()
+@option("--most", type=types.Number(min=1), default=20, help="Maximum number of rows to show.")
+@options.formats("text", "json")
+def sweep(
+    *, model: str, how: options.HowToPlan, mesh: tuple[options.Sizes, ...], on: str | None,
+    slices: int, devices: int | None, axes: tuple[tuple[str, ...], options.Sizes] | None,
+    tries: dict[str, Any], memory: options.ToCount, most: int, format: str,
+) -> int:  # fmt: skip
+    """Compare meshes: of a model by bytes, or of a step by what the compiler makes of it.
+
+    The best is the first. Exits with 1 if nothing of a step fits, as far as that is known.
+    """
+    from shardrules._cli import planning, process
+    from shardrules._plan.files.modules import find_object
+    from shardrules._plan.sweep import sweep_table
+    from shardrules._program.topologies.topology import Topology
+    from shardrules._program.verify.sweep import swept
+
+    if not mesh and axes is None:
+        raise ValueError(
+            "give meshes with --mesh; or --devices and --axes for all factorizations, or --on and "
+            "--axes for those of a topology"
+        )
+    free, fixed = axes or ((), {})
+    if fixed and (on or how.rules is None):
+        raise ValueError("--axes: the meshes of --on, and those of a step, have no fixed sizes")
+    where: Any = Topology(on, slices) if on else devices
+    if how.rules is None:
+        _check_step(model, how, mesh, memory)
+        with process.working("asking the compiler") as show:
+            steps = swept(
+                find_object(model), mesh[0] if mesh else where, free or None, tries,
+                hbm=memory.hbm, show=show,
+            )  # fmt: skip
+        return _print_steps(steps, most, format)
+    first = mesh[0] if mesh else dict.fromkeys(free, 1) | fixed
+    plan = planning.plan_model(model, how, first).plan
+    with process.working("trying meshes"):
+        rows = plan.sweep(
+            mesh or None, devices=where, axes=free or None, fixed=fixed or None,
+            hbm=memory.hbm, host_memory=memory.host_memory, **memory.training,
+        )  # fmt: skip
+    if format == "json":
+        print(rows.to_json())
+    else:
+        _print(sweep_table(rows[:most]), rows, most, "mesh", rows.notes)
+    return 0
+
+
+def _check_step(
+    function: str,
+    how: options.HowToPlan,
+    mesh: tuple[options.Sizes, ...],
+    memory: options.ToCount,
+) -> None:
+    """Check that what is said is of a step."""
+    from shardrules._plan.files.modules import is_module_form
+
+    if not is_module_form(function):
+        raise ValueError(
+            f"{function}: a model needs --rules; without them SOURCE is a step, "
+            "package.module:function"
+        )
+    counted = (memory.gradients, memory.optimizer, memory.host_memory)
+    if any((*how._replace(max_memory=0), *counted)):
+        raise ValueError(
+            "without --rules SOURCE is a step, of which the compiler is asked: leave out what says "
+            "how a model is planned, --gradients, --optimizer and --host-memory"
+        )
+    if len(mesh) > 1:
+        raise ValueError("--mesh: of a step give one, or --on or --devices for several")
+
+
+def _print_steps(rows: StepSweep, most: int, format: str) -> int:
+    """Print what the compiler made of each program, and return the exit code."""
+    from shardrules._base.text import printable
+    from shardrules._program.verify.sweep import step_sweep_table
+
+    if format == "json":
+        print(rows.to_json())
+    else:
+        print(printable(rows.heading))
+        _print(step_sweep_table(rows[:most]), rows, most, "program")
+    if not rows.is_whole:
+        raise KeyboardInterrupt
+    return 1 if not any(row.fits or (row.fits is None and row.peak) for row in rows) else 0
+
+
+def _print(table: Table, rows: Any, most: int, what: str, notes: Any = ()) -> None:
+    """Print the first rows, in red those that do not fit, and how many more there are."""
+    from shardrules._base.text import and_more, printable
+    from shardrules._cli.show import print_table
+
+    print_table(table, [row.fits is False for row in rows[:most]])
+    for line in (*and_more(len(rows), most, what), *notes):
+        print(printable(line))

@@ -1,0 +1,194 @@
+"""Types of options: what a text of a command line, or a value of a project file, means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, get_args
+
+import click
+
+from shardrules._base.io import FileError
+from shardrules._base.text import byte_count, nearest, shown
+
+# A device or a host has more.
+_LEAST_WITHOUT_UNIT: Final = 10**6
+
+
+class Type(click.ParamType):  # type: ignore[type-arg]
+    """Type whose function reads a value, of one of the types of TOML, or raises what is wrong."""
+
+    def __init__(self, name: str, read: Callable[[Any], Any], *toml: type) -> None:
+        self.name, self.read, self.toml = name, read, toml or (str,)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read the value, as click asks for it."""
+        try:
+            return self.read(value)
+        except FileError:  # whose words are those of a file
+            raise
+        except (TypeError, ValueError) as error:
+            self.fail(str(error), param, ctx)
+
+
+class Number(click.IntRange):
+    """An integer that is large enough."""
+
+    name = "number"
+    toml = (str, int)
+
+
+class KeyValues(Type):
+    """KEY=VALUE, or a table; `odd` says of a key why it is none of this command, or ""."""
+
+    def __init__(
+        self, name: str, value: Callable[[Any], Any], odd: Callable[[str], str] = lambda _: ""
+    ) -> None:
+        super().__init__(name, self._pair, str, list, dict)
+        self.value, self.odd = value, odd
+
+    def _pair(self, value: str | tuple[str, Any]) -> tuple[str, Any]:
+        if isinstance(value, str):
+            key, equals, text = value.partition("=")
+            if not equals:
+                raise ValueError(f"{value!r}: write it as {self.name}")
+            value = (key, text)
+        if why := self.odd(value[0]):
+            raise ValueError(why)
+        return value[0], self.value(value[1])
+
+
+def _mesh(value: str | dict[str, int]) -> dict[str, int]:
+    from shardrules._base.mesh_sizes import checked_sizes, parse_mesh
+
+    return parse_mesh(value) if isinstance(value, str) else checked_sizes(value)
+
+
+def _names(value: str | list[str]) -> tuple[str, ...]:
+    names = value.split(",") if isinstance(value, str) else value
+    if odd := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"{shown(odd[0])} is no name; write a list of texts")
+    return tuple(name.strip() for name in names if name.strip())
+
+
+def _sized_axes(value: str) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return the axes of fsdp,tp,sp=1 without a size, and {axis: size} of the others."""
+    names = _names(value)
+    free = tuple(name for name in names if "=" not in name)
+    if not free:
+        raise ValueError(f"{value!r}: give at least one axis without a size")
+    sized = ",".join(name for name in names if "=" in name)
+    return free, _mesh(sized) if sized else {}
+
+
+def _bytes(value: str | int) -> int:
+    return byte_count(str(value))
+
+
+def _memory(value: str | int) -> int:
+    """Return the bytes of a memory, or of a device of this name; few without a unit are a slip."""
+    text = str(value).strip()
+    try:
+        count = byte_count(text)
+    except ValueError:
+        from shardrules._base.hardware import device_of
+
+        if device := device_of(text):
+            return device.memory_bytes
+        raise
+    if count == 0:
+        raise ValueError(f"{value!r}: there is some memory, such as 96GB")
+    if text[-1:].isdigit() and count < _LEAST_WITHOUT_UNIT:
+        raise ValueError(f"{text} is {count:,} bytes; write {text}GB")
+    return count
+
+
+def _share(value: str) -> float:
+    text = value.strip().removesuffix("%")
+    with suppress(ValueError):
+        part = float(text) / (100 if text != value.strip() else 1)
+        if 0 <= part < math.inf:
+            return part
+    raise ValueError(f"{value!r}: write a part, such as 2%")
+
+
+def _dtype(value: str) -> str:
+    from shardrules._base.dtypes import numpy_name
+
+    return numpy_name(value)
+
+
+def _dialect(value: str) -> Any:
+    from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
+
+    dialects: dict[str, Any] = {**DIALECTS, **LOGICAL_DIALECTS}
+    if value.lower() not in dialects:
+        raise ValueError(f"there is no dialect {value!r}{did_you_mean(value, dialects)}")
+    return dialects[value.lower()]
+
+
+def _hardware(value: str) -> Any:
+    from shardrules._base.hardware import Hardware
+    from shardrules._plan.files.hardware import read_hardware
+
+    is_file = value.endswith(".toml") or "/" in value
+    return read_hardware(value) if is_file else Hardware.named(value)
+
+
+def _odd_kind(kind: str) -> str:
+    from shardrules._plan.findings import CheckKind
+
+    kinds = get_args(CheckKind)
+    return "" if kind in kinds else f"there is no finding {kind!r}{did_you_mean(kind, kinds)}"
+
+
+def _level(value: Any) -> Any:
+    levels = ("error", "warning", "info", "off")
+    if value not in levels:
+        raise ValueError(f"{shown(value)} is no level; write one of {', '.join(levels)}")
+    return value
+
+
+def _choices(text: str) -> list[Any]:
+    """Return values of --try: numbers, true, false, none, and else texts."""
+    words: dict[str, Any] = {"true": True, "false": False, "none": None}
+
+    def choice(word: str) -> Any:
+        for read in (int, float):
+            with suppress(ValueError):
+                return read(word)
+        return words.get(word.lower(), word)
+
+    return list(map(choice, _names(text)))
+
+
+def did_you_mean(word: str, words: Any) -> str:
+    """Return the end of a message on an unknown word: which was meant, or what there is."""
+    near = nearest(word, words)
+    return f" (did you mean {near}?)" if near else f"; there are {', '.join(sorted(words))}"
+
+
+def _odd_planned(key: str) -> str:
+    is_planned = key in ("device", "host")
+    return "" if is_planned else f"{key} is of prove; what is planned is of device or host"
+
+
+def _odd_sent(key: str) -> str:
+    return "" if _odd_planned(key) else f"{key} is of check, which counts what is planned"
+
+
+FILE: Final = click.Path(readable=False)  # whose names shells complete
+FILE.name = "file"
+MESH = Type("mesh", _mesh, str, dict)
+AXES, NAMES = Type("axes", _names, str, list), Type("names", _names, str, list)
+SIZED_AXES = Type("axes", _sized_axes)
+BYTES, MEMORY = Type("bytes", _bytes, str, int), Type("bytes", _memory, str, int)
+SHARE = Type("share", _share)
+DTYPE = Type("dtype", _dtype)
+DTYPE_OR_SAME = Type("dtype", lambda value: value == "same" or _dtype(value))
+DIALECT, HARDWARE = Type("name", _dialect), Type("name", _hardware)
+LEVELS = KeyValues("kind=level", _level, _odd_kind)
+TRIES = KeyValues("keyword=values", _choices)
+PLANNED_BUDGET = KeyValues("memory=bytes", _memory, _odd_planned)
+SENT_BUDGET = KeyValues("what=bytes", _bytes, _odd_sent)
