@@ -22,7 +22,7 @@ FILES = (
 )  # fmt: skip
 """Ends of the names of the files that are read."""
 _LAST = {"cpu": ".debug_options", "tpu": "-memory-usage-report.pb"}
-"""End of the name of the file that XLA writes behind them, by platform: then they are whole."""
+"""End of the name of the file that XLA writes behind them, by platform."""
 _PAUSE = 0.01
 
 
@@ -56,9 +56,27 @@ def end_when_written(dump: Path, platform: str) -> NoReturn:
         time.sleep(_PAUSE)
         found = written(dump, platform)
         sizes = [file.stat().st_size for file in found]
-        if found and sizes == before:
+        if found and sizes == before and is_whole(found[0].read_bytes()):
             os._exit(0)
         before = sizes
+
+
+def is_whole(proto: bytes) -> bool:
+    """Say whether the last field of a serialized HloProto ends where the file does.
+
+    On a busy machine libtpu has been seen to write its last file before all of this one.
+    """
+    end = 0
+    while (length := len(proto) - end) > 0:
+        size = shift = 0
+        for byte in proto[end + 1 : end + min(length, 11)]:
+            end += 1
+            size |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                break
+        end += 1 + size
+    return end == len(proto) > 0
 
 
 def main(folder: Path, parent: int) -> None:
