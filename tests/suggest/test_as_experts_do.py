@@ -56,7 +56,7 @@ UNEVEN = {"fsdp": 6, "tp": 3}
 class TestWhatCannotBeCut:
     def test_it_is_not_declared_and_check_warns_of_it(self):
         found = sr.suggest(models.llama(), UNEVEN)
-        assert found.declared["replicated"] == ("scale",)
+        assert found.declared["replicated"] == ()
         assert {one.kind for one in found.warnings} == {"replicated"}
         told = {path for one in found.warnings for path in one.paths}
         assert "model/layers/{0..3}/mlp/up_proj/kernel" in told

@@ -48,18 +48,6 @@ class Draft(NamedTuple):
     units: list[tuple[Unit, ...]]
     """Units of each rule."""
 
-    def replicated_rules(self, axis_sizes: Mapping[str, int]) -> Iterator[int]:
-        """Yield the rules whose leaves are replicated on purpose.
-
-        These are norms, biases and scalars; and what tensor axes are kept from, such as routers.
-        """
-        for rule, ((_, value), units) in enumerate(zip(self.rules, self.units, strict=True)):
-            spec = plain_spec(value)
-            is_small = spec == Entries() and all(unit.dims.is_small for unit in units)
-            may_be = all(unit.dims.tensor != "any" for unit in units)
-            if is_small or (may_be and is_spared(spec, axis_sizes)):
-                yield rule
-
     def strays(self, rule_of: npt.NDArray[np.int32]) -> list[int]:
         """List the rows that another rule decides than the one written for them."""
         intended = rule_of.copy()
@@ -68,19 +56,6 @@ class Draft(NamedTuple):
                 intended[unit.folded.rows] = rule
         rows: list[int] = np.flatnonzero(intended != rule_of).tolist()
         return rows
-
-
-def is_spared(spec: Any, axis_sizes: Mapping[str, int]) -> bool:
-    """Say whether this spec of a leaf that tensor axes are kept from is meant.
-
-    It is not if there are other axes for weights, and these do not shard it, either.
-    """
-    uses = {axis: use for axis, use in uses_of(axis_sizes).items() if axis_sizes[axis] > 1}
-    if not isinstance(spec, Entries) or "tensor" not in uses.values():
-        return False
-    used = {uses[axis] for entry in spec for axis in entry_axes(entry) if axis in uses}
-    others = {"fsdp", "experts"}.intersection(uses.values())
-    return "tensor" not in used and bool(used or not others)
 
 
 def draft(current: Plan, units: Iterable[Unit], tightness: int = 0) -> Draft:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,13 +12,14 @@ from shardrules._base.mistakes import in_order
 from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entry_axes
 from shardrules._base.text import brief, bytes_shown, mesh_shown
-from shardrules._plan.axis_uses import uses_of
+from shardrules._plan.axis_uses import AxisUse, uses_of
 from shardrules._plan.findings import Declared
 from shardrules._plan.fold import parts_of
+from shardrules._plan.kinds import axes_named
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
 from shardrules._plan.roles import projections
-from shardrules._plan.suggest.draft import Draft, draft, is_spared
+from shardrules._plan.suggest.draft import Draft, draft
 from shardrules._plan.suggest.patterns import TIGHTEST
 from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
 from shardrules._plan.suggest.units import Unit, units_of
@@ -125,14 +126,11 @@ def suggest(
         )
         bare = bare.on_mesh(best.mesh)
     uses = uses_of(bare.axis_sizes)
-    declared = Declared(
-        replicated=(),
-        optional_axes=(),
-        data_axes=tuple(axis for axis, use in uses.items() if use == "data"),
-    )
     given = Rules((), dialect) if like is None else _in_dialect(like, dialect)
     rules, result = _decided_rows(model, bare.with_rules(given), units)
-    declared["replicated"] = _replicated_patterns(rules, result, units)
+    data_axes = tuple(axis for axis, use in uses.items() if use == "data")
+    spared = _spared(result, units, uses)
+    declared = Declared(replicated=spared, optional_axes=(), data_axes=data_axes)
     _check_room(result, hbm, moments)
     return Suggestion(result._declaring(declared), tuple(_rule_reasons(rules)), declared)
 
@@ -210,20 +208,18 @@ def _check_room(result: Plan, hbm: int | None, moments: tuple[Any, ...] | None) 
         )
 
 
-def _replicated_patterns(rules: Draft, result: Plan, units: list[Unit]) -> tuple[str, ...]:
-    """List the patterns of leaves replicated on purpose, as `Plan.check` searches for them."""
-    dialect = rules.rules.dialect
-    if dialect.match != ("search",) or dialect.keys != "text":
-        return _spared(result, units)
-    return tuple(str(rules.rules[rule][0]) for rule in rules.replicated_rules(result.axis_sizes))
+def _spared(result: Plan, units: list[Unit], uses: Mapping[str, AxisUse]) -> tuple[str, ...]:
+    """List patterns of the paths that tensor axes are kept from, such as those of routers.
 
-
-def _spared(result: Plan, units: list[Unit]) -> tuple[str, ...]:
-    """List patterns of the paths that tensor axes are kept from, such as those of routers."""
+    A leaf is not among them if there are other axes for weights, and these do not shard it, either.
+    """
+    several = {axis: use for axis, use in uses.items() if result.axis_sizes[axis] > 1}
+    others = {"fsdp", "experts"}.intersection(several.values())
     patterns = []
-    for unit in units:
+    for unit in units if "tensor" in several.values() else ():
         spec = result.kinds[int(result.kind_of[unit.folded.rows[0]])].spec
-        if unit.dims.tensor != "any" and is_spared(spec, result.axis_sizes):
+        used = {several[axis] for axis in axes_named(spec) if axis in several}
+        if unit.dims.tensor != "any" and "tensor" not in used and (used or not others):
             parts = parts_of(unit.folded.pattern)
             patterns.append("".join(re.escape(text) if n is None else r"\d+" for text, n in parts))
     return tuple(dict.fromkeys(patterns))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -79,6 +80,7 @@ class Reason(NamedTuple):
 
 
 @answer
+@dataclass(frozen=True, eq=False)
 class Suggestion:
     """Rules for a model on a mesh; from `shardrules.suggest`.
 
@@ -88,46 +90,43 @@ class Suggestion:
         >>> print(sr.suggest(tree, {"fsdp": 2, "tp": 4}))
         1 rule for 1 leaf on fsdp=2,tp=4: 8.19 kB on the fullest device
         rule 0 up/kernel: 1 leaf of 65.5 kB: residual 64 by fsdp, hidden 256 by tp
+        >>> sr.suggest(tree, {"dp": 4, "fsdp": 2}).declared["data_axes"]
+        ('dp',)
     """
 
-    def __init__(self, _plan: Plan, _reasons: tuple[Reason, ...], _declared: Declared) -> None:
-        self._plan = _plan
-        self._reasons = _reasons
-        self._declared = _declared
+    plan: Plan
+    """Plan of the model under the rules."""
+    reasons: tuple[Reason, ...]
+    """Leaves of each rule, and the roles of their dimensions."""
+    declared: Declared
+    """Declarations for `Plan.check`: leaves that are replicated, and axes for data only.
+
+    Replicated on purpose are, over tensor axes, routers, keys and values of fewer heads than
+    devices, and projections to a latent space. The plan knows it."""
 
     @property
     def rules(self) -> Rules:
         """Suggested rules."""
-        rules = self._plan.rules
+        rules = self.plan.rules
         assert isinstance(rules, Rules)
         return rules
 
     @property
-    def plan(self) -> Plan:
-        """Plan of the model under the rules."""
-        return self._plan
-
-    @property
     def mesh(self) -> dict[str, int]:
         """Axis sizes of the mesh that was given or chosen."""
-        return self._plan.axis_sizes
-
-    @property
-    def reasons(self) -> tuple[Reason, ...]:
-        """Leaves of each rule, and the roles of their dimensions."""
-        return self._reasons
+        return self.plan.axis_sizes
 
     @property
     def unknown(self) -> tuple[str, ...]:
         """Folded paths of leaves whose dimensions have no clear roles."""
         return tuple(
-            path for reason in self._reasons if not reason.is_understood for path in reason.paths
+            path for reason in self.reasons if not reason.is_understood for path in reason.paths
         )
 
     @cached_property
     def warnings(self) -> Findings:
         """Warnings of `check` about these rules, such as kernels that no mesh axis divides."""
-        findings = self._plan.check().at_least("warning")
+        findings = self.plan.check().at_least("warning")
         return Findings(
             finding._replace(fix=_OTHER_MESH) if finding.kind == "replicated" else finding
             for finding in findings
@@ -135,7 +134,7 @@ class Suggestion:
 
     def _section(self, page: Page) -> Section:
         """Return the rules, and their bytes beside those of the plan, counted in the same way."""
-        mine, other = page.plan, self._plan
+        mine, other = page.plan, self.plan
         if (len(other), other.total_bytes) != (len(mine), mine.total_bytes):
             raise ValueError(
                 f"suggestion: it is for other leaves (number {len(other):,}, bytes "
@@ -158,28 +157,8 @@ class Suggestion:
             }
             for name, plan, count in (("this plan", mine, page.bytes), ("suggested", other, held))
         ]
-        reasons = list(map(str, self._reasons))
+        reasons = list(map(str, self.reasons))
         return Section("suggestion", {"plans": plans, "reasons": reasons, "text": self._text})
-
-    @property
-    def declared(self) -> Declared:
-        """Declarations for `Plan.check`: leaves that are replicated, and axes for data only.
-
-        Replicated on purpose are norms, biases and scalars; and over tensor axes routers, keys and
-        values of fewer heads than devices, and projections to a latent space. The plan knows it.
-
-        Example:
-            >>> import jax, shardrules as sr
-            >>> def leaf(*shape):
-            ...     return jax.ShapeDtypeStruct(shape, "float32")
-            >>> tree = {"up": {"kernel": leaf(64, 256)}, "norm": {"scale": leaf(64)}}
-            >>> suggestion = sr.suggest(tree, {"dp": 4, "fsdp": 2})
-            >>> suggestion.declared["replicated"], suggestion.declared["data_axes"]
-            (('scale',), ('dp',))
-            >>> suggestion.plan.check().summary
-            '0 errors, 0 warnings, 0 info'
-        """
-        return self._declared
 
     def to_toml(self) -> str:
         """Write a rule file, for `shardrules check --rules` and `read_rules`.
@@ -200,7 +179,7 @@ class Suggestion:
             spec = ["fsdp", "tp"]
             <BLANKLINE>
         """
-        return toml_text(self.rules, self._declared, self._heading, self._notes)
+        return toml_text(self.rules, self.declared, self._heading, self._notes)
 
     def to_python(self) -> str:
         """Write the rules as Python code.
@@ -233,9 +212,9 @@ class Suggestion:
 
     @property
     def _heading(self) -> str:
-        most = self._plan.bytes_per_device().max
+        most = self.plan.bytes_per_device().max
         return printable(
-            f"{counted(len(self.rules), 'rule')} for {counted(len(self._plan), 'leaf')} on "
+            f"{counted(len(self.rules), 'rule')} for {counted(len(self.plan), 'leaf')} on "
             f"{mesh_shown(self.mesh)}: {bytes_shown(most)} on the fullest device"
         )
 
@@ -243,7 +222,7 @@ class Suggestion:
     def _notes(self) -> list[str]:
         """Comments above the rules."""
         notes = []
-        for reason in self._reasons:
+        for reason in self.reasons:
             text = ", ".join(map(str, reason.dims))
             if not reason.is_understood:
                 paths = ", ".join(reason.paths[:_MOST_SHOWN])
@@ -253,4 +232,4 @@ class Suggestion:
         return notes
 
     def __str__(self) -> str:
-        return "\n".join([self._heading, *map(str, self._reasons), *map(str, self.warnings)])
+        return "\n".join([self._heading, *map(str, self.reasons), *map(str, self.warnings)])
