@@ -55,7 +55,7 @@ def end_when_written(dump: Path, platform: str) -> NoReturn:
     while True:
         time.sleep(_PAUSE)
         found = written(dump, platform)
-        sizes = [file.stat().st_size for file in found]
+        sizes = [file.stat().st_size for file in sorted(dump.glob("*after_optimizations*"))]
         if found and sizes == before and is_whole(found[0].read_bytes()):
             os._exit(0)
         before = sizes
