@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import statistics
 
 import jax
 import jax.numpy as jnp
@@ -15,35 +13,20 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.hlo import Hlo
-from shardrules._program.liveness import Alive, alive_at_peak
-from shardrules._program.memory import SIZES, buffers_of, memory_of, table_of, totals_from
-from tests.support.folders import ROOT
+from shardrules._program.lasting import Alive
+from shardrules._program.memory import buffers_of, memory_of, table_of, totals_from
 
-FOLDER = ROOT / "tests" / "data" / "hlo"
-EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
 MESH = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
 KERNELS, ROWS = P(None, "fsdp"), P("fsdp")
 PLAN = sr.plan({"w": jax.ShapeDtypeStruct((16, 256, 256), "float32")}, [("w", KERNELS)], MESH)
 
 
-def ratio(name):
-    """Sum of the arrays at the peak, to what XLA has allocated, or knows to be alive."""
-    numbers = EXPECTED[name]["memory"]
-    text = gzip.decompress((FOLDER / f"{name}.txt.gz").read_bytes()).decode("utf-8")
-    alive = sum(row.shape.bytes for row in alive_at_peak(Hlo(text)))
-    totals = totals_from([numbers.get(name, 0) for name in SIZES])
-    return alive / (totals.peak - totals.code)
+def compile_layers(**options):
+    jitted, *args = layers(**options)
+    return jitted.lower(*args).compile()
 
 
-def test_the_arrays_at_the_peak_are_about_what_xla_allocates():
-    ratios = {name: ratio(name) for name, row in EXPECTED.items() if row["memory"]}
-    errors = {name: abs(ratio - 1) for name, ratio in ratios.items()}
-    assert statistics.median(errors.values()) < 0.11, ratios
-    assert max(errors.values()) < 0.4, ratios
-    assert max(error for name, error in errors.items() if "cpu" in name) < 0.02
-
-
-def compile_layers(*, recompute=False, rows=2048, moments=0):
+def layers(*, recompute=False, rows=2048, moments=0):
     def layer(x, w):
         h = jax.nn.gelu(jnp.tanh(x @ w) @ w)
         return x + h @ w, None
@@ -62,9 +45,9 @@ def compile_layers(*, recompute=False, rows=2048, moments=0):
         jitted = jax.jit(
             step, donate_argnums=(0, 2), out_shardings=(PLAN.shardings(), held.sharding)
         )
-        return jitted.lower(PLAN.abstract(), x, held).compile()
+        return jitted, PLAN.abstract(), x, held
     jitted = jax.jit(step, donate_argnums=0, out_shardings=PLAN.shardings())
-    return jitted.lower(PLAN.abstract(), x).compile()
+    return jitted, PLAN.abstract(), x
 
 
 class TestMemory:
@@ -107,9 +90,15 @@ class TestMemory:
         whole = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN).memory
         less = sr.inspect(compile_layers(recompute=True), (PLAN, ROWS), PLAN).memory
         layer_inputs = 16 * 2048 // 8 * 256 * 4
-        assert less.saved == layer_inputs
+        assert layer_inputs <= less.saved < 1.1 * layer_inputs  # with what the loss reads again
         assert whole.saved > 5 * layer_inputs
         assert less.peak < whole.peak
+
+    @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="older XLA writes no live ranges")
+    def test_what_is_kept_is_about_what_xla_has_in_memory_at_the_peak(self):
+        jitted, *args = layers()
+        kept = sr.inspect(jitted.lower(*args).compile(), (PLAN, ROWS), PLAN).memory.saved
+        assert kept == pytest.approx(sr.prove(jitted, *args, on=MESH).memory.saved, rel=0.1)
 
     def test_it_is_shown_and_written_as_json(self):
         program = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN)
@@ -162,7 +151,9 @@ def test_arrays_that_share_memory_are_not_said_to_be_more_than_there_is():
     executable = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN)._executable
     all_saved = memory_of(executable, totals_from([0, 0, 0, 0, 0, 1000]))
     assert (all_saved.alive, all_saved.saved, all_saved.peak) == (1000, 1000, 1000)
-    assert str(all_saved).splitlines()[1].startswith("the largest arrays at the peak; 1.00 kB are ")
+    assert (
+        str(all_saved).splitlines()[1].startswith("the largest arrays that are alive; 1.00 kB are ")
+    )
 
 
 # As libtpu writes it: the cast at the end of the fusion has no name of its own.

@@ -52,7 +52,6 @@ _SOURCE: Final = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _LIBRARY: Final = re.compile(r"[/\\](?:site|dist)-packages[/\\]|^<")
 _TABLE_ROW: Final = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
 _MAKER: Final = re.compile(r"^  (?:ROOT )?%?(\S+) = ", re.MULTILINE)
-_LEAST_VISITS: Final = 200_000
 _NO_HLO: Final = "the text of the executable is cut, or no HLO as XLA prints it"
 _FIELD: Final = re.compile(r"(\w+)=(\d+)")
 
@@ -136,16 +135,6 @@ class Hlo:
     def partitions(self) -> int:
         """Devices over which the module is partitioned."""
         return number(_PARTITIONS, self._head) or 1
-
-    @cached_property
-    def most_visits(self) -> int:
-        """Instructions that a run of the module may visit, with each loop run once."""
-        return _LEAST_VISITS + 3 * self.text.count("\n")
-
-    @property
-    def is_scheduled(self) -> bool:
-        """True if the order of lines is the order of execution."""
-        return "is_scheduled=true" in self._head
 
     @cached_property
     def aliases(self) -> dict[int, int]:

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from shardrules._program.hlo import Hlo
-from shardrules._program.liveness import WRITTEN, Alive
+from shardrules._program.lasting import WRITTEN, Alive
 
 # "allocation 1: size 512, page 0, parameter 0, ..., maybe-live-out:"; a color is another memory.
 _ALLOCATION: Final = re.compile(

@@ -11,7 +11,7 @@ from shardrules._program.computation import Computation, Instruction
 from shardrules._program.executable import Executable
 from shardrules._program.facts import MOVES, UPDATES
 from shardrules._program.hlo import Hlo, hlo_errors
-from shardrules._program.liveness import WRITTEN, Alive, alive_at_peak
+from shardrules._program.lasting import WRITTEN, Alive, lasting
 
 _LARGEST: Final = 100
 _FEW_STACKS: Final = 3
@@ -102,8 +102,8 @@ class Memory(NamedTuple):
 
     totals: Totals
     alive: int
-    """Sum of the arrays that are alive at the peak, by the order of the instructions; the peak
-    itself where XLA keeps more of them in the same memory."""
+    """Sum of the arrays that are alive at the peak, at most the peak itself; of an executable that
+    you compiled, of arguments, results and what is kept for the backward pass."""
     saved: int
     """Part of it that the forward pass keeps for the backward pass."""
     is_recomputed: bool
@@ -131,10 +131,10 @@ class Memory(NamedTuple):
         head = f"{bytes_shown(self.peak)} on each device: {self.totals}"
         if not self.buffers:
             return [f"{head}; this backend does not show which arrays these are"]
-        largest = "the largest arrays at the peak"
+        largest = "the largest arrays that are alive"
         if self.alive < self.peak:
             share = self.alive / self.peak
-            largest += f", where {bytes_shown(self.alive)} are alive, {share:.0%} of that"
+            largest += f", {bytes_shown(self.alive)} in all, {share:.0%} of that"
         if self.saved:
             largest += f"; {bytes_shown(self.saved)} are kept for the backward pass"
         return [head, largest, table_of(self.buffers)]
@@ -166,7 +166,7 @@ def totals_of(executable: Executable) -> Totals | None:
 def memory_of(executable: Executable, totals: Totals) -> Memory:
     """Read the arrays that a program needs, beside XLA's numbers."""
     hlo = executable.hlo
-    if hlo is None or not hlo.is_scheduled:
+    if hlo is None:
         return Memory(totals, 0, 0, False, (), ())
 
     def path_of(parameter: int) -> str | None:
@@ -175,7 +175,7 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
 
     with hlo_errors():
         live = getattr(executable.call.compiled, "live", None)
-        rows = live.alive(hlo) if live and live.ranges else alive_at_peak(hlo)
+        rows = live.alive(hlo) if live and live.ranges else lasting(executable)
         saved = [row for row in rows if _is_saved(hlo, row)]
         alive, kept = (sum(row.bytes for row in some) for some in (rows, saved))
         return Memory(
