@@ -25,9 +25,17 @@ class Resident:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self.times = [self._alike(time) for time in _times(space.step)]
+        self.groups: list[tuple[tuple[int, ...], Counter[int]]] = []
+        """Variables, and the arrays of one time that depend on them, with how many are alike."""
+        self.times: list[list[int]] = []
+        """Numbers of the groups that are alive together."""
+        for time in _times(space.step):
+            groups: dict[tuple[int, ...], Counter[int]] = {}
+            for number, count in self._alike(time).items():
+                groups.setdefault(space.scope_of([number]), Counter())[number] = count
+            self.times.append(list(range(len(self.groups), len(self.groups) + len(groups))))
+            self.groups += groups.items()
         self._least: dict[tuple[Any, ...], int] = {}
-        self._scopes = {n: space.scope_of([n]) for time in self.times for n in time}
 
     def _alike(self, numbers: Iterable[int]) -> Counter[int]:
         """Return {an array: how many there are that have its dtype, shape and layout}."""
@@ -44,37 +52,36 @@ class Resident:
 
     def least(self, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes that a device needs at least if some variables have these values."""
-        return max(
-            sum(self.of(number, assignment) * count for number, count in time.items())
-            for time in self.times
-        )
+        return max(sum(self.of(group, assignment) for group in time) for time in self.times)
+
+    def of(self, group: int, assignment: Mapping[int, Axes]) -> int:
+        """Return the bytes that a group needs at least."""
+        scope, numbers = self.groups[group]
+        key = (group, *[assignment.get(name) for name in scope])
+        if key not in self._least:
+            rows = numbers.items()
+            self._least[key] = sum(self._array(n, scope, assignment) * count for n, count in rows)
+        return self._least[key]
 
     def largest(self, assignment: Mapping[int, Axes]) -> list[tuple[int, int]]:
         """List (bytes, array) of what is alive when most is, the largest first; alike ones once."""
+        most = max(self.times, key=lambda time: sum(self.of(group, assignment) for group in time))
         rows = [
-            [(self.of(number, assignment) * count, number) for number, count in time.items()]
-            for time in self.times
+            (*row, self.groups[group][0]) for group in most for row in self.groups[group][1].items()
         ]
-        return sorted(max(rows, key=lambda row: sum(size for size, _ in row)), reverse=True)
+        return sorted(
+            ((self._array(n, scope, assignment) * count, n) for n, count, scope in rows),
+            reverse=True,
+        )
 
-    def of(self, number: int, assignment: Mapping[int, Axes]) -> int:
+    def _array(self, number: int, scope: tuple[int, ...], assignment: Mapping[int, Axes]) -> int:
         """Return the bytes that an array needs at least."""
-        scope, arrays = self._scopes[number], self._space.arrays
-        key = (number, *[assignment.get(name) for name in scope])
-        if key not in self._least:
-            if all(name in assignment for name in scope):
-                self._least[key] = arrays.bytes(number, arrays.cuts(number, assignment))
-            else:
-                values = self._space.values
-                axes = {
-                    axis
-                    for name in scope
-                    for row in ([assignment[name]] if name in assignment else values[name])
-                    for axis in row
-                }
-                bits = arrays.equations.values[number].bits
-                self._least[key] = bits // 8 // arrays.count(tuple(axes))
-        return self._least[key]
+        arrays, values = self._space.arrays, self._space.values
+        if all(name in assignment for name in scope):
+            return arrays.bytes(number, arrays.cuts(number, assignment))
+        rows = [[assignment[name]] if name in assignment else values[name] for name in scope]
+        axes = {axis for row in rows for value in row for axis in value}
+        return arrays.equations.values[number].bits // 8 // arrays.count(tuple(axes))
 
 
 def _times(step: Step) -> Iterator[list[int]]:

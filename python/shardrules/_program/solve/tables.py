@@ -147,7 +147,12 @@ class Tables:
         for column in zip(*times, strict=True):  # the longer of the two is the time
             model.add(total >= sum(column))
         for time in self._resident.times:
-            alive = [costs(*table)[0] for table in self._bytes(time)]
+            alive = []
+            for group in time:
+                scope, _ = self._resident.groups[group]
+                rows_of = self._assignments(scope)
+                cells = {row: [self._resident.of(group, values)] for row, values in rows_of}
+                alive += costs(scope, cells)
             model.add(sum(alive) <= self._terms.space.hbm)
         model.minimize(total)
         for name, value in hint.items():
@@ -166,17 +171,3 @@ class Tables:
             return Found(self._terms.total(found).total, found)
         bound = float(solver.best_objective_bound) * unit * (1 - _ROUNDED)
         return Found(bound, found, is_over=True)
-
-    def _bytes(self, time: Mapping[int, int]) -> Iterator[tuple[Scope, dict[Any, list[int]]]]:
-        """Yield tables of what arrays need that are alive together."""
-        by_scope: dict[Scope, list[int]] = {}
-        for number in time:
-            by_scope.setdefault(self._terms.space.scope_of([number]), []).append(number)
-        for scope, numbers in by_scope.items():
-            yield (
-                scope,
-                {
-                    row: [sum(self._resident.of(n, values) * time[n] for n in numbers)]
-                    for row, values in self._assignments(scope)
-                },
-            )
