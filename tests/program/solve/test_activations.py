@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.solve.activations import activations, constrained_step, seams
+from shardrules._program.solve.activations import activations, seams
 from shardrules._program.solve.layout import STORED, StepArrays
 from shardrules._program.solve.machine import Machine
+from shardrules._program.solve.rewrite import constrained_step
 from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Spread
 
@@ -178,7 +179,7 @@ def test_other_arguments_are_refused():
     step = traced(mesh)
     run = constrained_step(step, layout(step), mesh)
     params, rows = values(mesh, 1)
-    with pytest.raises(ValueError, match=r"inputs/1: its shape is \[4\].*traced with \[8\]"):
+    with pytest.raises(ValueError, match=r"inputs/1 has the shape \[4\].*traced with \[8\]"):
         run(params, rows[:4])
     with pytest.raises(ValueError, match="5 arrays are given, and it was traced with 6"):
         run(params["layers"] | {"embed": params["embed"], "turn": params["turn"]}, rows)

@@ -1,22 +1,19 @@
-"""Constraints of a solution: which arrays of a step it shards, at which lines, and the step so."""
+"""Constraints of a solution: which arrays of a step it shards, and at which lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.specs import constraint_line, entries_of_cuts, partition_spec, spec_shown
 from shardrules._base.text import printable, record
-from shardrules._place.mesh import axes_of_type
 from shardrules._program.jax_names import user_line
 from shardrules._program.solve.price import PRODUCTS
-from shardrules._program.solve.rewrite import constrained
 from shardrules._program.step.equations import RESULT
 from shardrules._program.step.jaxprs import constrains
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh, PartitionSpec
+    from jax.sharding import PartitionSpec
 
     from shardrules._program.solve.spread import Spread
     from shardrules._program.step.equations import Body, Equations, TracedOperation
@@ -172,80 +169,3 @@ def activations(step: Step, spread: Spread) -> tuple[Activation, ...]:
 def spec_of_cuts(cuts: Cuts) -> PartitionSpec:
     """Return the spec of these cuts, without the last entries that are None."""
     return partition_spec(*entries_of_cuts(cuts))
-
-
-def constrained_step(step: Step, spread: Spread, mesh: Mesh) -> Any:
-    """Return the step as a jitted function that shards its arrays so, with their gradients.
-
-    It is made of the step's jaxpr: the program's text, and libraries that it calls, stay as they
-    are. Its own constraints are left out where the solution has others.
-    """
-    import jax
-    from jax import tree_util
-    from jax.extend.core import jaxpr_as_fun
-    from jax.sharding import NamedSharding
-
-    if explicit := axes_of_type(mesh, "Explicit"):
-        raise ValueError(
-            f"mesh: {', '.join(sorted(explicit))} are Explicit, so that the types of arrays say "
-            "how they are sharded, and no constraint does; give a mesh whose axes are Auto"
-        )
-
-    def on_mesh(cuts: Cuts) -> NamedSharding:
-        return NamedSharding(mesh, spec_of_cuts(cuts))
-
-    shardings = {(row.operation.site, row.place): on_mesh(row.cuts) for row in seams(step, spread)}
-    closed = constrained(step._closed, shardings, partial(_constraint, mesh))
-    run = jaxpr_as_fun(closed)
-    outputs = [
-        None if number is None else on_mesh(spread.cuts(number))
-        for number in step._equations.body.outputs
-    ]
-    inputs = [value.shape for value in closed.in_avals]
-
-    def run_step(*args: Any) -> Any:
-        leaves = tree_util.tree_leaves(args)
-        shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
-        if shapes != inputs:
-            raise ValueError(_other_arguments(step, shapes, inputs))
-        return tree_util.tree_unflatten(step._out_tree, run(*leaves))
-
-    run_step.__name__ = step.name
-    results = tree_util.tree_unflatten(step._out_tree, outputs)
-    return jax.jit(run_step, donate_argnums=_donated(step), out_shardings=results)
-
-
-def _constraint(mesh: Mesh, aval: Any, sharding: Any) -> Any:
-    """Return the equation of a constraint; without a sharding XLA is free."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    if sharding is None:
-        free = [PartitionSpec.UNCONSTRAINED] * len(aval.shape)
-        sharding = NamedSharding(mesh, PartitionSpec(*free))
-    shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-    make = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))
-    return make(shape).jaxpr.eqns[0]
-
-
-def _donated(step: Step) -> tuple[int, ...]:
-    """Return the arguments whose memory results take, all of it."""
-    donated, inputs = set(step._donated), step._equations.body.inputs
-    return tuple(
-        place
-        for place, rows in enumerate(step._ranges)
-        if rows and all(inputs[row] in donated for row in rows)
-    )
-
-
-def _other_arguments(step: Step, shapes: list[Any], inputs: list[Any]) -> str:
-    if len(shapes) != len(inputs):
-        return (
-            f"{step.name}: {len(shapes)} arrays are given, and it was traced with {len(inputs)}: "
-            "trace and solve the step for these arguments"
-        )
-    row = next(row for row, shape in enumerate(shapes) if shape != inputs[row])
-    return (
-        f"{step._paths[row]}: its shape is {list(shapes[row])}, and {step.name} was traced with "
-        f"{list(inputs[row])}: trace and solve the step for these arguments"
-    )

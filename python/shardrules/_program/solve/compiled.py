@@ -19,9 +19,10 @@ from shardrules._program.hlo import hlo_errors
 from shardrules._program.lowering import lowering_on
 from shardrules._program.program import Program, inspect
 from shardrules._program.refusal import Refusal
-from shardrules._program.solve.activations import constrained_step, spec_of_cuts
+from shardrules._program.solve.activations import spec_of_cuts
 from shardrules._program.solve.candidates import StepCost
 from shardrules._program.solve.price import Price, Seconds
+from shardrules._program.solve.rewrite import constrained_step
 from shardrules._program.step_seconds import kernel_flops
 from shardrules._program.topologies.topology import Topology
 from shardrules._program.work import product_nodes

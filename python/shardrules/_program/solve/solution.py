@@ -25,7 +25,7 @@ from shardrules._plan.answers import Section
 from shardrules._plan.plan import Plan
 from shardrules._plan.report import Page
 from shardrules._plan.tables import Column, Table
-from shardrules._program.solve.activations import Activation, activations, constrained_step
+from shardrules._program.solve.activations import Activation, activations
 from shardrules._program.solve.candidates import (
     Candidate,
     Contender,
@@ -36,6 +36,7 @@ from shardrules._program.solve.candidates import (
 from shardrules._program.solve.choices import ClassChoice, choices
 from shardrules._program.solve.compiled import compiled, mesh_to_compile, plan_of, specs_of
 from shardrules._program.solve.meshes import Best, Task, best_of, progress, where_it_fits
+from shardrules._program.solve.rewrite import constrained_step
 from shardrules._program.solve.rules import ruled, suggestion_of
 from shardrules._program.solve.tables import has_solver
 from shardrules._program.step.step import Step
