@@ -1,26 +1,26 @@
-"""Compares solved layouts with those that experts write, by the TPU's compiler.
+"""Compares solved layouts with FSDP, and with those that experts write, by the TPU's compiler.
 
     python -m benchmarks.solving solving.jsonl                # all steps and slices
     python -m benchmarks.solving solving.jsonl --models DiT-XL --on v5p:4x4x4
     python -m benchmarks.solving solving.jsonl --table
 
 Each row is added to the file when it is known, and what the file has is not done again. It needs
-libtpu.
+libtpu. A step is traced under an expert's layout, so that this, as FSDP, is among the compiled
+candidates: all are priced by one rule.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, prod
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -224,10 +224,11 @@ MIXED = [
     ("embed$", ("tp", "fsdp")),
     ("head$", ("fsdp", "tp")),
     ("router|norm|decay", ()),
+    ("experts/(up|gate)", (None, None, "fsdp", "tp")),
+    ("experts/down", (None, None, "tp", "fsdp")),
     ("/(o|out|down)$", (None, "tp", "fsdp")),
     (".*", (None, "fsdp", "tp")),
 ]
-FSDP = [("norm|decay", ()), ("embed$|head$", (AXES,)), (".*", (None, AXES))]
 ACTIVATIONS = {
     "stream": P("fsdp"),
     "hidden": P("fsdp", None, "tp"),
@@ -235,82 +236,23 @@ ACTIVATIONS = {
     "experts": P("fsdp"),
     "logits": P("fsdp", None, "tp"),
 }
-WHOLE_ROWS = dict.fromkeys(ACTIVATIONS, P(AXES))
 
 
-class Layout(NamedTuple):
-    """What experts write."""
-
-    rules: list[Any]
-    activations: Mapping[str, Any]
-    whose: str
-
-
-DENSE = {
-    "FSDP": Layout(FSDP, WHOLE_ROWS, "the scaling book's, MaxText's"),
-    "mixed": Layout(MIXED, ACTIVATIONS, "MaxText's, EasyDeL's, the scaling book's"),
-}
-# Experts: MaxText has an axis of them, here tp, over which it exchanges tokens; the rows of all
-# else are cut by it, too. EasyDeL keeps experts whole, and cuts their sides.
-SPARSE = {
-    "FSDP": DENSE["FSDP"]._replace(rules=[("experts/", (None, None, AXES)), *FSDP]),
-    "mixed": Layout(
-        [
-            ("experts/(up|gate)", (None, None, "fsdp", "tp")),
-            ("experts/down", (None, None, "tp", "fsdp")),
-            *MIXED,
-        ],
-        ACTIVATIONS,
-        "EasyDeL's, the scaling book's",
-    ),
-    "experts": Layout(
-        [
-            ("experts/(up|gate)", (None, "tp", "fsdp", None)),
-            ("experts/down", (None, "tp", None, "fsdp")),
-            *FSDP,
-        ],
-        {**WHOLE_ROWS, "experts": P("fsdp", "tp")},
-        "MaxText's",
-    ),
-}
-
-
-def meshes(model: Model, topology: sr.Topology, name: str) -> list[dict[str, int]]:
-    """List the meshes of a slice for a layout."""
-    sizes = topology.meshes(AXES)
-    if name == "FSDP":
-        return [mesh for mesh in sizes if mesh["tp"] == 1]
-    if name == "experts":
-        return [mesh for mesh in sizes if mesh["tp"] > 1 and model.experts % mesh["tp"] == 0]
-    return [mesh for mesh in sizes if min(mesh.values()) > 1]
-
-
-def traced(
-    model: Model, sizes: Mapping[str, int], rules: Any, activations: Mapping[str, Any]
-) -> tuple[sr.types.Step, Any, tuple[sr.Plan, Any]]:
-    """Trace the step on a mesh, with the constraints of an expert or without any.
-
-    Returns:
-        The traced step, its function, and its arguments.
-    """
+def traced(model: Model, sizes: Mapping[str, int]) -> sr.types.Step:
+    """Trace the step on a mesh, with the constraints of an expert."""
     automatic = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic)
 
     def cut(x: Any, what: str) -> Any:
-        spec = activations.get(what)
-        return x if spec is None else with_sharding_constraint(x, fitting(spec, x.shape, sizes))
+        return with_sharding_constraint(x, fitting(ACTIVATIONS[what], x.shape, sizes))
 
     params = shapes(model)
     moments = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, "float32"), params)
-    plan = sr.plan({"params": params, "first": moments, "second": moments}, rules, mesh)
-    rows, length = model.rows, model.length
-    shape, dtype = (
-        ((rows, length), "int32") if model.words else ((rows, length, model.width), "bfloat16")
-    )
-    batch = activations.get("stream", P())
-    data = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, batch))
-    jitted = jax.jit(partial(train, model, cut), donate_argnums=0)
-    return sr.trace(jitted, plan, data), jitted, (plan, data)
+    plan = sr.plan({"params": params, "first": moments, "second": moments}, MIXED, mesh)
+    shape = (model.rows, model.length) if model.words else (model.rows, model.length, model.width)
+    dtype, cuts = "int32" if model.words else "bfloat16", NamedSharding(mesh, P("fsdp"))
+    data = jax.ShapeDtypeStruct(shape, dtype, sharding=cuts)
+    return sr.trace(jax.jit(partial(train, model, cut), donate_argnums=0), plan, data)
 
 
 def fitting(spec: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Any:
@@ -324,174 +266,83 @@ def fitting(spec: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Any:
     return P(*entries)
 
 
-def compiled(topology: sr.Topology, sizes: Mapping[str, int], program: Any) -> dict[str, Any]:
-    """Return seconds, bytes and memory of a compiled step.
-
-    Computing is that of the products of the program at the efficiency of the hardware; sending by
-    links.
-    """
-    mesh, hardware = topology.mesh(sizes), topology.hardware
-    peak = hardware.flops_per_second["bfloat16"]
-    flops = sum(product.flops for product in program.products)
-    sent = sum(row.sent_at_least for row in program.collectives)
-    sending = sum(
-        row.sent_at_least / topology.link_rate(mesh, row.axes)
-        for row in program.collectives
-        if row.axes
-    )
+def solved(name: str, slice_: str, limit: float) -> dict[str, Any]:
+    """Solve a step, which compiles the ten best."""
+    topology = sr.Topology(slice_)
+    model = on_slice(MODELS[name], topology)
+    meshes = topology.meshes(AXES)
+    step = traced(model, meshes[len(meshes) // 2])
+    begin = time.perf_counter(), time.process_time()
+    solution = sr.solve(step, topology, time_limit=limit)
+    took = time.perf_counter() - begin[0], time.process_time() - begin[1]
+    candidates = [
+        row._asdict()
+        | {side: cost and cost._asdict() | {"sent": cost.sent_in_all}
+           for side, cost in (("predicted", row.predicted), ("compiled", row.compiled))}
+        for row in solution.candidates
+    ]  # fmt: skip
     return {
-        "computing": flops / (peak * hardware.efficiency),
-        "sending": sending,
-        "sent": sent,
-        "memory": None if program.memory is None else program.memory.peak,
+        "wall": took[0],
+        "processor": took[1],
+        "layers": model.layers,
+        "gap": solution.gap,
+        "rules": len(solution.rules),
+        "candidates": candidates,
     }
 
 
-def middle(row: Mapping[str, Any]) -> float:
-    """Return the middle of the seconds if all that is sent is hidden, and if nothing is."""
-    computing, sending = row["computing"], row["sending"]
-    return float(max(computing, sending) + computing + sending) / 2
-
-
-def expert(model: Model, topology: sr.Topology, name: str) -> dict[str, Any]:
-    """Compile an expert's layout on each mesh, and return the fastest of those that fit."""
-    layout = (SPARSE if model.experts else DENSE)[name]
-    rows = []
-    for sizes in meshes(model, topology, name):
-        _, jitted, args = traced(model, sizes, layout.rules, layout.activations)
-        row = {"mesh": sizes, "layers": model.layers}
-        try:
-            proof = sr.prove(jitted, *args, on=topology)
-        except sr.OutOfMemory as error:
-            rows.append(row | {"refused": str(error).partition(". The largest")[0]})
-        else:
-            rows.append(row | compiled(topology, sizes, proof.program))
-    return min(rows, key=lambda row: inf if "refused" in row else middle(row), default={})
-
-
-def solved(model: Model, topology: sr.Topology, limit: float) -> dict[str, Any]:
-    """Solve the step, which compiles the ten best."""
-    step, _, _ = traced(model, topology.meshes(AXES)[1], MIXED, {})
-    begin = time.perf_counter()
-    solution = sr.solve(step, topology, time_limit=limit)
-    took = time.perf_counter() - begin
-    predicted, sizes = solution.candidates[0].predicted, dict(solution.plan.axis_sizes)
-    return {
-        "took": took,
-        "layers": model.layers,
-        "mesh": sizes,
-        "price": predicted.seconds,
-        "expected": predicted.memory,
-        "expected to send": predicted.sent_in_all,
-        "gap": solution.gap,
-        "rules": len(solution.rules),
-        "solution": str(solution),
-    } | compiled(topology, sizes, solution.program)
-
-
-def task(name: str, slice_: str, layout: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Do one compilation, in this process."""
-    topology = sr.Topology(slice_)
-    model = on_slice(MODELS[name], topology)
-    if layout == "solved":
-        return solved(model, topology, options.limit)
-    return expert(model, topology, layout)
-
-
-def tasks(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
-    """Yield (step, slice, layout) of what is asked for."""
-    for slice_ in options.on:
-        for name in options.models:
-            for layout in ("solved", *(SPARSE if MODELS[name].experts else DENSE)):
-                if layout in options.layouts:
-                    yield name, slice_, layout
-
-
-def known(file: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+def known(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Read the results that there are; of two the last."""
     lines = file.read_text().splitlines() if file.exists() else []
     rows = [json.loads(line) for line in lines]
-    return {(row["step"], row["slice"], row["layout"]): row for row in rows}
+    return {(row["step"], row["slice"]): row for row in rows}
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do what the file does not have, each in a process of its own."""
-    fork = multiprocessing.get_context("fork")
-    for name, slice_, layout in tasks(options):
-        if (name, slice_, layout) in known(options.file):
-            continue
-        begin = time.perf_counter()
-        results = fork.SimpleQueue()
-        process = fork.Process(target=child, args=(results, name, slice_, layout, options))
-        process.start()
-        row = {"step": name, "slice": slice_, "layout": layout, **results.get()}
-        process.join()
-        with options.file.open("a") as out:
-            out.write(json.dumps(row) + "\n")
-        took = time.perf_counter() - begin
-        print(f"{name} {slice_} {layout}: {took:.0f} s {row.get('error', '')}", flush=True)
+    """Solve what the file does not have."""
+    for slice_ in options.on:
+        for name in options.models:
+            if (name, slice_) in known(options.file):
+                continue
+            try:
+                row = solved(name, slice_, options.limit)
+            except ValueError as error:  # nothing fits: a row of the table
+                row = {"error": str(error).partition("\n")[0]}
+            with options.file.open("a") as out:
+                out.write(json.dumps({"step": name, "slice": slice_, **row}) + "\n")
+            print(f"{name} {slice_}: {row.get('wall', 0):.0f} s {row.get('error', '')}", flush=True)
 
 
-def child(results: Any, name: str, slice_: str, layout: str, options: argparse.Namespace) -> None:
-    """Put the result of a task into a queue."""
-    try:
-        results.put(task(name, slice_, layout, options))
-    except Exception as error:  # a row of the table
-        results.put({"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
-
-
-HEADS = ("step", "slice", "layers", "mesh", "gap", "price", "time", "best expert", "to it",
-         "sent", "to theirs", "by the price", "memory", "by the price")  # fmt: skip
+HEADS = ("step", "slice", "layers", "mesh", "seconds to solve", "gap", "answer",
+         "the best by prediction", "as in the program", "FSDP", "sent", "predicted", "memory",
+         "predicted")  # fmt: skip
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print solutions, beside the best of the experts' layouts, and what the price says."""
-    rows = known(options.file)
-    print(
-        "|", " | ".join(HEADS), "|\n|---|---|--:|---|--:|--:|--:|---|" + "--:|" * (len(HEADS) - 8)
-    )
-    for name, slice_, layout in tasks(options):
-        row = rows.get((name, slice_, layout), {})
-        if layout != "solved" or not row:
+    """Print answers, beside the best by prediction, the expert's layout and FSDP, as compiled."""
+    print("|", " | ".join(HEADS), "|\n|---|---|--:|---|" + "--:|" * (len(HEADS) - 4))
+    for (name, slice_), row in known(options.file).items():
+        if "error" in row:
+            print("|", " | ".join([name, slice_, "", row["error"], *[""] * 10]), "|")
             continue
-        others = {of: rows.get((name, slice_, of), {}) for of in SPARSE}
-        fitting = {of: other for of, other in others.items() if "sending" in other}
-        best = min(fitting, key=lambda of: middle(fitting[of]), default=None)
-        tried = [of for of, other in others.items() if other]
-        theirs = f"none of {len(tried)} fits" if tried and best is None else best or ""
-        if "sending" not in row:
-            print(
-                "|",
-                " | ".join([name, slice_, "", "does not fit", "", "", "", theirs, *[""] * 6]),
-                "|",
-            )
-            continue
-        mesh = "x".join(map(str, row["mesh"].values()))
-        cells = [
-            name,
-            slice_,
-            str(row["layers"]),
-            mesh,
-            f"{row['gap']:.1%}",
-            f"{row['price']:.3g} s",
-        ]
-        cells += [f"{middle(row):.3g} s", theirs]
-        cells.append(f"{middle(row) / middle(fitting[best]):.2f}" if best else "")
-        cells.append(f"{row['sent'] / 1e9:.3g} GB")
-        cells.append(f"{row['sent'] / fitting[best]['sent']:.2f}" if best else "")
-        cells.append(f"{row['expected to send'] / row['sent']:.2f}")
-        cells += [f"{row['memory'] / 1e9:.3g} GB", f"{row['expected'] / row['memory']:.2f}"]
+        answer, *_ = row["candidates"]
+        whats = {each["what"]: each["compiled"] for each in row["candidates"]}
+        cells = [name, slice_, str(row["layers"]), "x".join(map(str, answer["mesh"].values()))]
+        cells += [f"{row['wall']:.0f}", f"{row['gap']:.1%}"]
+        shown = (answer["compiled"], *(whats.get(what) for what in HEADS[7:10]))
+        cells += [f"{cost['seconds']:.3g} s" if cost else "" for cost in shown]
+        for what in ("sent", "memory"):
+            cells += [f"{answer[side][what] / 1e9:.3g} GB" for side in ("compiled", "predicted")]
         print("|", " | ".join(cells), "|")
 
 
 def main() -> int:
-    """Compile what is missing in the file, or print its table."""
+    """Solve what is missing in the file, or print its table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="JSON lines, one for each layout of a row")
+    parser.add_argument("file", type=Path, help="JSON lines, one for each row")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--on", nargs="*", default=list(TOPOLOGIES))
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds of a solution")
-    parser.add_argument("--layouts", nargs="*", default=["solved", *SPARSE])
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds of a search")
     parser.add_argument("--table", action="store_true", help="print the table")
     options = parser.parse_args()
     if options.table:
