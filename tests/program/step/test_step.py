@@ -249,11 +249,7 @@ def test_passes_are_told_apart():
     for row in step.work:
         products[row.part] += row.flops * (row.operation == "dot_general")
     once = 5 * 2 * 8 * 16 * 16
-    if jax.__version_info__ >= (0, 10):
-        expected = {"forward": once, "recomputed": once, "backward": 2 * once}
-    else:  # this JAX writes no more than "rematted_computation" into the jaxpr
-        expected = {"other": 3 * once, "recomputed": once}
-    assert +products == expected
+    assert +products == {"forward": once, "recomputed": once, "backward": 2 * once}
 
 
 def test_operations_of_a_whole_step_are_counted_as_by_xla():
@@ -288,7 +284,8 @@ def test_a_kernel_counts_by_what_it_estimates():
     unknown = sr.trace(step, shape(8, 128))
     assert (known.flops, unknown.flops) == (10**9, 0)
     assert unknown.unmodelled == known.unmodelled
-    assert "pallas_call double" in known.unmodelled[0]
+    is_named = jax.__version_info__ >= (0, 10)  # older JAXs drop the name of a kernel
+    assert ("pallas_call double" if is_named else "pallas_call") in known.unmodelled[0]
 
 
 # The mesh, and what cannot be answered

@@ -149,7 +149,7 @@ class Equations:
         """Pairs of a dimension, and what a device has of it in that code."""
         self._counted = Counted()
         self._scope = ""
-        self.body = _without_dead(self._body(closed, list(map(self._new, closed.jaxpr.invars)), ()))
+        self.body = self._body(closed, list(map(self._new, closed.jaxpr.invars)), ())
 
     def _new(self, var: Any, dims: Dims | None = None) -> int:
         shape = shape_of(var)
@@ -365,27 +365,6 @@ class Equations:
             turns = trips * operation.trips * (1 if on_device else devices_of(operation.eqn))
             for inner in operation.running:
                 yield from self.operations(inner, turns, on_device=on_device)
-
-
-def _without_dead(body: Body) -> Body:
-    """Leave out the operations whose results nothing reads, as XLA does."""
-    live = {number for number in body.outputs if number is not None}
-    operations = []
-    for operation in reversed(body.operations):
-        if operation.eqn.effects or not live.isdisjoint(operation.outputs):
-            operation.bodies = list(map(_without_dead, operation.bodies))
-            live.update(_read_by(operation))
-            operations.append(operation)
-    return body._replace(operations=operations[::-1])
-
-
-def _read_by(operation: TracedOperation) -> Iterator[int]:
-    """Yield the arrays that an operation reads, and those that its bodies read and give back."""
-    yield from (number for number in operation.inputs if number is not None)
-    for body in operation.bodies:
-        yield from (number for number in body.outputs if number is not None)
-        for inner in body.operations:
-            yield from _read_by(inner)
 
 
 _STRUCTURED: Final[dict[str, Callable[..., TracedOperation]]] = {

@@ -29,6 +29,14 @@ def open_jaxpr(closed: Any) -> Any:
     return getattr(closed, "jaxpr", closed)
 
 
+def without_dead(closed: Any) -> Any:
+    """Leave out the equations whose results nothing reads, as XLA does; all inputs stay."""
+    from jax.interpreters.partial_eval import dce_jaxpr
+
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return closed.replace(jaxpr=jaxpr)
+
+
 def inner_jaxpr(eqn: Any) -> Any:
     """Return the jaxpr that an equation runs once; None if it is no such call."""
     if eqn.primitive.name not in _CALLS:

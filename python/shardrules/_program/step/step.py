@@ -33,7 +33,7 @@ from shardrules._program.lowering import (
 )
 from shardrules._program.step.dimension_roles import ClassRole, Roles, written_arrays
 from shardrules._program.step.equations import Equations
-from shardrules._program.step.jaxprs import inputs_of, only_call
+from shardrules._program.step.jaxprs import inputs_of, only_call, without_dead
 from shardrules._program.topologies.topology import Topology
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Work(NamedTuple):
 
     operation: str
     part: str
-    """"forward", "backward", "recomputed", "other"; JAX before 0.10 knows only "recomputed"."""
+    """"forward", "backward", "recomputed" or "other"."""
     line: str
     times: int
     """How many there are in a step, loops multiplied."""
@@ -103,10 +103,10 @@ class Step:
         """The mesh that constraints are of; None without one."""
         self._args = args
         self._paths = paths
-        self._function, self._closed, self._out_tree = function, closed, out_tree
+        self._function, self._closed, self._out_tree = function, without_dead(closed), out_tree
         with collector_paused():
             self._equations = Equations(self._closed)
-        self._call = only_call(self._closed)
+        self._call = only_call(closed)
 
     def __copy__(self) -> Step:
         return self
