@@ -22,10 +22,9 @@ from shardrules._base.specs import (
 )
 from shardrules._base.text import brief, near_shown, shown
 from shardrules._plan.planning import plan
-from shardrules._program.solve.cuts import argument_cuts, constraint_cuts
 from shardrules._program.solve.layout import STORED, Assignment, Axes, StepArrays
 from shardrules._program.solve.spread import Spread
-from shardrules._program.step.jaxprs import constrains
+from shardrules._program.step.jaxprs import constrains, inputs_of
 
 if TYPE_CHECKING:
     from shardrules._program.solve.machine import Machine
@@ -240,6 +239,27 @@ class Space:
             if self.arrays.is_stored(number):
                 names.add(STORED)
         return tuple(name for name in self.values if name in names)
+
+
+def argument_cuts(step: Step) -> list[Cuts | None]:
+    """Return the cuts of each argument's leaf: its own, or those that the jitted step gives."""
+    leaves = [leaf for tree in step._trees for leaf in inputs_of(tree, step._function)]
+    own = [_sharding_cuts(getattr(leaf, "sharding", None)) for leaf in leaves]
+    shardings = () if step._call is None else step._call.params.get("in_shardings", ())
+    if len(shardings) != len(own):
+        return own
+    by_call = map(_sharding_cuts, shardings)
+    return [default if row is None else row for row, default in zip(own, by_call, strict=True)]
+
+
+def constraint_cuts(eqn: Any) -> Cuts | None:
+    """Return the cuts that a constraint in the program gives its array; None if nothing says."""
+    return _sharding_cuts(eqn.params.get("sharding") or eqn.params.get("dst_sharding"))
+
+
+def _sharding_cuts(sharding: Any) -> Cuts | None:
+    spec = getattr(sharding, "spec", None)
+    return None if spec is None else tuple(map(entry_axes, entries_of(spec)))
 
 
 def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:

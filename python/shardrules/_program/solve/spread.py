@@ -8,20 +8,19 @@ the layout stands in their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from math import gcd, prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._base.specs import entry_axes
-from shardrules._program.solve.cuts import array_cuts, closed_factors, factor_cuts, fitting_cuts
 from shardrules._program.step.jaxprs import CONSTRAINTS
 
 if TYPE_CHECKING:
     from shardrules._program.solve.layout import Axes, StepArrays
     from shardrules._program.solve.machine import CollectiveKind
     from shardrules._program.step.equations import TracedOperation
-    from shardrules._program.step.factors import Rule
+    from shardrules._program.step.factors import Factors, Rule
     from shardrules._program.step.jaxprs import Cuts
 
 _MOST_CHOICES: Final = 256
@@ -175,13 +174,13 @@ class Spread:
         choice = self._cheapest(operation, rule, self._options(operation, rule))
         self._axes[id(operation)] = tuple(axis for axes in choice.values() for axis in axes)
         if operation.name in ADDS and self._add_terms(
-            operation, array_cuts(rule.results[0], choice)
+            operation, _array_cuts(rule.results[0], choice)
         ):
             return
         for number, dims in operation.operands():
-            self._move(number, array_cuts(dims, choice))
+            self._move(number, _array_cuts(dims, choice))
         for number, dims in zip(operation.outputs, rule.results, strict=True):
-            self._cuts[number] = array_cuts(dims, choice)
+            self._cuts[number] = _array_cuts(dims, choice)
             rows = [choice[factor] for factor in sorted(rule.summed) if factor in choice]
             self._add_up(number, tuple(rows))
 
@@ -189,16 +188,16 @@ class Spread:
         """Return by axis the factors of an operation that it may cut."""
         options: dict[str, list[int]] = {}
         for number, dims in operation.operands():
-            by_factor = factor_cuts(rule, dims, self.cuts(number), self.sizes)
-            closed = closed_factors(rule, by_factor, self.sizes)
+            by_factor = _factor_cuts(rule, dims, self.cuts(number), self.sizes)
+            closed = _closed_factors(rule, by_factor, self.sizes)
             for factor, names in by_factor.items():
                 for name in names:
                     places = options.setdefault(name, [])
                     if factor not in places and factor not in closed:
                         places.append(factor)
         for result, dims in zip(operation.outputs, rule.results, strict=True):
-            by_factor = factor_cuts(rule, dims, self.target(result), self.sizes)
-            closed = closed_factors(rule, by_factor, self.sizes)
+            by_factor = _factor_cuts(rule, dims, self.target(result), self.sizes)
+            closed = _closed_factors(rule, by_factor, self.sizes)
             for factor, names in by_factor.items():
                 if factor not in closed:  # a device has the whole, and needs its part
                     for name in names:
@@ -213,7 +212,7 @@ class Spread:
         choices: list[list[int | None]] = [[*options[axis]] or [None] for axis in axes]
         if prod(map(len, choices)) > _MOST_CHOICES:
             choices = [places[:1] for places in choices]
-        rows = [fitting_cuts(axes, places, rule, self.sizes) for places in product(*choices)]
+        rows = [_fitting_cuts(axes, places, rule, self.sizes) for places in product(*choices)]
         if len(rows) == 1:
             return rows[0]
         return min(rows, key=lambda row: self._cost(operation, rule, row))
@@ -221,12 +220,12 @@ class Spread:
     def _cost(self, operation: TracedOperation, rule: Rule, choice: dict[int, Axes]) -> float:
         """Return the bytes that a device sends if an operation computes with these axes."""
         total = sum(
-            self._sent(number, self.cuts(number), array_cuts(dims, choice))
+            self._sent(number, self.cuts(number), _array_cuts(dims, choice))
             for number, dims in operation.operands()
         )
         summed = [axis for factor in rule.summed for axis in choice.get(factor, ())]
         for number, dims in zip(operation.outputs, rule.results, strict=True):
-            cuts = array_cuts(dims, choice)
+            cuts = _array_cuts(dims, choice)
             if summed:
                 total += self._ring("all-reduce", summed, self.arrays.bytes(number, cuts))
             total += self._sent(number, cuts, self.target(number))
@@ -334,3 +333,69 @@ class Spread:
                 for dim, row in enumerate(before)
             )
             yield "all-gather", tuple(gathered), self.arrays.bytes(number, rows)
+
+
+def _factor_cuts(
+    rule: Rule, dims: Sequence[Factors], cuts: Cuts, sizes: Mapping[str, int]
+) -> dict[int, tuple[str, ...]]:
+    """Return by factor the axes that cut an array of these dimensions."""
+    of_factors: dict[int, tuple[str, ...]] = {}
+    for factors, names in zip(dims, cuts, strict=bool(cuts)):
+        if not names or not factors:
+            continue
+        rows: dict[int, tuple[str, ...]] = {}
+        place, left = 0, rule.sizes[factors[0]]
+        for name in names:
+            if left == 1 and place < len(factors) - 1:
+                place, left = place + 1, rule.sizes[factors[place + 1]]
+            size = sizes[name]
+            if place < len(factors) - 1:  # parts of the minor factors are in one of the major
+                if gcd(left, size) < size:
+                    break
+                left //= size
+            rows[factors[place]] = (*rows.get(factors[place], ()), name)
+        of_factors = rows | of_factors
+    return of_factors
+
+
+def _array_cuts(dims: Iterable[Factors], axes: Mapping[int, tuple[str, ...]]) -> Cuts:
+    """Return the cuts of an array by those of its factors."""
+    return tuple(
+        axes.get(factors[0], ())
+        if len(factors) == 1
+        else tuple(a for f in factors for a in axes.get(f, ()))
+        for factors in dims
+    )
+
+
+def _fitting_cuts(
+    axes: Iterable[str], places: Iterable[int | None], rule: Rule, sizes: Mapping[str, int]
+) -> dict[int, tuple[str, ...]]:
+    """Return by factor the axes that are put there, without those of more devices than it has."""
+    by_factor: dict[int, tuple[str, ...]] = {}
+    for axis, factor in zip(axes, places, strict=True):
+        if factor is not None:
+            row = (*by_factor.get(factor, ()), axis)
+            if prod(sizes[name] for name in row) <= rule.sizes[factor]:
+                by_factor[factor] = row
+    return by_factor
+
+
+def _closed_factors(
+    rule: Rule, axes: Mapping[int, tuple[str, ...]], sizes: Mapping[str, int]
+) -> frozenset[int]:
+    """Return the factors that devices cannot share if these axes cut the others.
+
+    They need all of it; or parts of a minor one are not contiguous in a dimension, since its major
+    is not cut into single elements.
+    """
+    if not rule.minor.intersection(axes):
+        return rule.whole
+    closed = set(rule.whole)
+    for dims in (*rule.operands, *rule.results):
+        for row in dims:
+            for before, factor in pairwise(row):
+                count = prod(sizes[axis] for axis in axes.get(before, ()))
+                if before in closed or count != rule.sizes[before]:
+                    closed.add(factor)
+    return frozenset(closed)
