@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules._plan import roles as role_words
+from shardrules._plan import path_words
 from shardrules._plan.roles import roles_of
 from tests.support import corpus
 
@@ -37,16 +37,16 @@ def abstract(tree):
     )
 
 
-TABLE = [words for words in vars(role_words).values() if isinstance(words, role_words.Words)]
+TABLE = [words for words in vars(path_words).values() if isinstance(words, path_words.Words)]
 
 
-@pytest.mark.parametrize("words", [*TABLE, *(words for _, words in role_words.FUSED)])
+@pytest.mark.parametrize("words", [*TABLE, *(words for _, words in path_words.FUSED)])
 def test_each_example_has_a_word_of_its_row(words):
     components = words.example.split("/")
     assert words.are_in(*components)
     assert any(map(words.is_name, components)) or words in (
-        role_words.NORM, role_words.VECTOR, role_words.LOOKUP, role_words.NO_LOOKUP,
-        role_words.EXPERTS, role_words.NO_EXPERTS, role_words.NO_STACK, role_words.IN_ATTENTION,
+        path_words.NORM, path_words.VECTOR, path_words.LOOKUP, path_words.NO_LOOKUP,
+        path_words.EXPERTS, path_words.NO_EXPERTS, path_words.NO_STACK, path_words.IN_ATTENTION,
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_the_roles_of_real_models(name, end, expected, columns):
 def test_each_kernel_is_understood_and_has_a_residual_side(name):
     for found in roles(model(name)).values():
         assert found.is_known
-        assert found.is_small or "residual" in found.sides
+        assert found.is_vector or "residual" in found.sides
 
 
 def test_without_a_sign_of_the_layout_it_is_not_known():

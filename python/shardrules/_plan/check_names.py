@@ -22,7 +22,7 @@ from shardrules._plan.check_context import (
 from shardrules._plan.findings import Finding, Level, at_stake
 from shardrules._plan.fold import Folded
 from shardrules._plan.kinds import Kind
-from shardrules._plan.roles import Projection, projections
+from shardrules._plan.path_words import Projection, projections
 from shardrules._rules.resolver import axes_in
 
 

@@ -14,12 +14,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from shardrules._plan.fold import Folded, runs_of
-
-if TYPE_CHECKING:
-    from shardrules._plan.plan import Plan
+from shardrules._plan.path_words import (
+    ARRAY,
+    ATTENTION,
+    BACK,
+    COMPONENT,
+    EXPERTS,
+    FUSED,
+    IN_ATTENTION,
+    KEYS,
+    LOOKUP,
+    NEUTRAL,
+    NO_EXPERTS,
+    NO_LOOKUP,
+    NO_STACK,
+    NORM,
+    READS,
+    ROUTER,
+    STACK,
+    TO_LATENT,
+    VECTOR,
+    WRITES,
+    components_of,
+    words_of,
+)
 
 Side = Literal[
     "layers", "experts", "vocabulary", "residual", "hidden", "heads", "head", "fused", "window",
@@ -32,75 +53,6 @@ window of a convolution; the only dimension; of size 1."""
 Shape = tuple[int, ...]
 
 
-class Words(NamedTuple):
-    """Words in paths that say one thing, in small letters."""
-
-    regex: str
-    example: str
-    """A path of some library with such a word."""
-
-    def is_name(self, word: str) -> bool:
-        """Tell if the whole word is one of these."""
-        return re.fullmatch(self.regex, word) is not None
-
-    def are_in(self, *words: str) -> bool:
-        """Tell if these stand in any of the words."""
-        return any(re.search(self.regex, word) for word in words)
-
-
-# Names of an array within its module, and of modules that say nothing.
-ARRAY: Final = Words(r"kernel|weight|w|value|embedding|param|bias|b|scale", "mlp/up/kernel")
-NEUTRAL: Final = Words(r"dense|linear|layer|base_layer|projection", "attention/dense/weight")
-NORM: Final = Words(r"norm|(^|_)ln(_|$)", "h/0/ln_1/scale")
-VECTOR: Final = Words(r"bias|scale|norm|gamma|beta|(^|_)ln(_|$)|(^|_)b$", "h/0/mlp/up/bias")
-LOOKUP: Final = Words(r"embed|wte|wpe|vocab", "model/embed_tokens/weight")
-NO_LOOKUP: Final = Words(r"patch|proj|unembed|head|conv", "patch_embeddings/projection/weight")
-EXPERTS: Final = Words(r"experts?(_|$)|moe", "layers/0/mlp/experts/up_proj")
-NO_EXPERTS: Final = Words(r"shared|att", "layers/0/mlp/shared_experts/up_proj/kernel")
-ROUTER: Final = Words(r"(\w*_)?(router|gate|gating|switch|w_?[gr])(_\w*)?", "mlp/gate/kernel")
-STACK: Final = Words(r"\w*layers?|stack\w*|stages?|repeats?|blocks?|periods?", "decoder/layers/up")
-# What begins with one size though it is no stack of layers: that of heads, a window or experts.
-NO_STACK: Final = Words(r"att(n|ention)|conv|experts?(_|$)|moe", "convs/a/kernel")
-# Projections from the residual stream, and back to it.
-READS: Final = Words(
-    r"(to_)?w?q(kv)?(_.*)?|(to_)?w?kv?(_.*)?|(to_)?w?v(_proj)?|query.*|key.*|value.*|c_attn|in_proj.*|gate.*|up(_.*)?"
-    r"|w[13]|wi(_.*)?|fc1|fc_in|c_fc|dense_h_to_4h|intermediate|lm_head|head|logits.*|router|classifier",
-    "layers/0/feed_forward/w1/kernel",
-)
-WRITES: Final = Words(
-    r"w?o(_proj)?|(to_)?out(_.*)?|output|down(_.*)?|w2|fc2|fc_out|(c_)?proj|dense_4h_to_h|attn_out"
-    r"|mlp_out|attn_vec.*|linear2|(self_?)?att(n|ention)",
-    "layers/0/feed_forward/w2/kernel",
-)
-ATTENTION: Final = Words(
-    r"w?(q|k|v|o|qk|kv|qkv)(_.*)?|query.*|key.*|value.*|c_attn|.*att(n|ention).*",
-    "layers/0/self_attn/q_proj/kernel",
-)
-IN_ATTENTION: Final = Words(r"att(n|ention)", "transformer/h/0/attn/w")
-# Of these names, the one that MLPs and experts have as well.
-BACK: Final = Words(r"w?o(_.*)?", "mlp/wo/kernel")
-KEYS: Final = Words(r"(to_)?w?(k|v|kv)(_(proj|einsum))?|(key|value)(_proj)?", "attn/kv_einsum/w")
-# To the latent space of DeepSeek's attention, where a norm needs all of a token's elements.
-TO_LATENT: Final = Words(
-    r"(linear_)?w?(q|kv|qkv)_(a|down)(_\w+)?", "layers/0/self_attn/kv_a_proj_with_mqa/kernel"
-)
-# Projections to heads of attention, and from them; norms of single heads.
-TO_HEADS: Final = Words(
-    r"(to_)?([qkv]|query|key|value)(_proj)?|w[qkv]|(w_?)?qkv(_proj)?|query_key_value|c_attn",
-    "self_attention/query_key_value/kernel",
-)
-FROM_HEADS: Final = Words(
-    r"o|out|o_proj|out_proj|wo|to_out|attention_output|c_proj|dense", "attn/out_proj/weight"
-)
-HEAD_NORM: Final = Words(r"([qk]|query|key)_(layer_?)?norm", "layers/0/self_attn/k_norm/weight")
-# Kernels of attention with several outputs, by how many; others have heads there.
-FUSED: Final = (
-    (3, Words(r"\w*qkv\w*|query_key_value|c_attn|in_proj\w*", "attn/qkv/kernel")),
-    (2, Words(r"\w*kv\w*|key_value\w*", "attn/kv_einsum/w")),
-)
-# The words of a path; sets of numbers belong to the word around them.
-_COMPONENT: Final = re.compile(r"(?:\{[^{}]*\}|[^/.\[\]'])+")
-_SET: Final = re.compile(r"\{[^{}]*\}")
 _NUMBERED_EXPERTS: Final = re.compile(r"(?:^|[/.\[\]'])experts?_?[/.\[\]']*$")
 # Sizes of windows, and of stacks of kernels, such as those of keys and values, are smaller.
 _WINDOW: Final = 32
@@ -131,23 +83,6 @@ class Dims(NamedTuple):
         """True for biases and norms."""
         return not {"residual", "hidden", "vocabulary", "heads"} & {*self.sides}
 
-    @property
-    def is_small(self) -> bool:
-        """True for biases, norms and scalars, but not for kernels of unknown dimensions."""
-        return {*self.sides} <= {"layers", "experts", "vector", "other"}
-
-
-def components_of(folded: Folded) -> list[str]:
-    """Return the components of a folded path, with their sets of numbers.
-
-    The `value` of flax nnx is left out behind the name of an array.
-    """
-    components = _COMPONENT.findall(folded.pattern) or [folded.pattern]
-    if len(components) > 1 and components[-1].lower() == "value":
-        before = components[-2].lower()
-        return components[:-1] if ARRAY.is_name(before) or VECTOR.are_in(before) else components
-    return components
-
 
 @dataclass
 class _Array:
@@ -166,7 +101,7 @@ class _Array:
 
     def __post_init__(self) -> None:
         components = components_of(self.folded)
-        self.words = tuple([_SET.sub("#", word).lower() for word in components])
+        self.words = words_of(components)
         words = self.words
         if len(words) > 1 and ARRAY.is_name(words[-1]):
             words = words[:-1]
@@ -297,7 +232,7 @@ def experts_dim(path: str, shape: Shape) -> int | None:
         >>> experts_dim("layers/0/experts/up", (8, 64, 256))
         0
     """
-    words = [word.lower() for word in _COMPONENT.findall(path)]
+    words = [word.lower() for word in COMPONENT.findall(path)]
     return len(shape) - 3 if _is_of_experts(words) and len(shape) > 2 else None
 
 
@@ -585,56 +520,3 @@ def _with_tensor(array: _Array, dims: Dims, queries: int, width: int, counts: se
     if not array.head and "hidden" in dims.sides and hidden % head == 0:
         dims = dims._replace(unit=head, is_assumed=True)
     return dims._replace(tensor="heads")
-
-
-class Projection(NamedTuple):
-    """A projection to or from attention heads."""
-
-    folded: Folded
-    dim: int
-    """The dimension of all heads together; the size of one where heads have their own."""
-    head: int | None
-    """Size of a head; None if nothing tells it."""
-
-
-def projections(plan: Plan, head_dim: int | None = None) -> list[Projection]:
-    """Find the projections of attention, by names.
-
-    The size of a head is `head_dim`, or that of the norm of single heads beside them: norms of all
-    heads together have other sizes, for queries and for keys.
-    """
-    found: list[tuple[Folded, tuple[str, ...], int]] = []
-    widths: dict[tuple[str, ...], int] = defaultdict(int)
-    norms: dict[tuple[str, ...], set[int]] = defaultdict(set)
-    for folded in plan.folded:
-        shape = plan.kinds[folded.group].shape
-        if not shape or not IN_ATTENTION.are_in(plan.paths[folded.rows.item(0)].lower()):
-            continue
-        words = [_SET.sub("#", word).lower() for word in components_of(folded)]
-        is_bare = TO_HEADS.is_name(words[-1]) or FROM_HEADS.is_name(words[-1])
-        array = "" if is_bare else words.pop()
-        name = words.pop() if words else ""
-        module = tuple(words)
-        if HEAD_NORM.is_name(name):
-            norms[module].add(shape[-1])
-        to_heads = TO_HEADS.is_name(name)
-        is_from = FROM_HEADS.is_name(name) and len(shape) > 1
-        if (to_heads or is_from) and IN_ATTENTION.are_in(*module):
-            # Torch's weights are [out, in], all others [in, out]; a bias is [out].
-            first = len(shape) > 1 and to_heads == (array == "weight")
-            dim = len(shape) - (2 if first else 1)
-            widths[module] = max(widths[module], shape[dim])
-            found.append((folded, module, dim))
-    heads = {
-        module: head_dim or size
-        for module, (size, *others) in norms.items()
-        if not others and 1 < size < widths[module]
-    }
-    result = []
-    for folded, module, dim in found:
-        shape, head = plan.kinds[folded.group].shape or (), heads.get(module, head_dim)
-        # Heads may have a dimension of their own, beside that of a head.
-        is_apart = len(shape) > 2 and head in shape[-2:]
-        of_head = len(shape) - (1 if shape[-1] == head else 2)
-        result.append(Projection(folded, of_head if is_apart else dim, head))
-    return result

@@ -16,9 +16,9 @@ from shardrules._plan.axis_uses import AxisUse, uses_of
 from shardrules._plan.findings import Declared
 from shardrules._plan.fold import parts_of
 from shardrules._plan.kinds import axes_named
+from shardrules._plan.path_words import projections
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
-from shardrules._plan.roles import projections
 from shardrules._plan.suggest.draft import Draft, draft
 from shardrules._plan.suggest.patterns import TIGHTEST
 from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
