@@ -261,7 +261,8 @@ def compiler_input(lowered: Any) -> CompilerInput | None:
     named = private(lowered, "_lowering._compiler_options_kvs")
     left_open = private("jax._src.interpreters.pxla", "get_prop_to_input_output")
     options_of = private("jax._src.compiler", "get_compile_options")
-    if arguments is None or None in (named, left_open, options_of):
+    in_child = [private(*name) for name in NAMES_IN_CHILD]
+    if arguments is None or None in (named, left_open, options_of, *in_child):
         return None
     devices = private(lowered, "_lowering._device_list") or ()
     ids = [device.id for device in devices if device.platform != "cpu"]
@@ -284,13 +285,28 @@ def compiler_input(lowered: Any) -> CompilerInput | None:
     return CompilerInput(bytecode.getvalue(), options.SerializeAsString(), overrides, ids)
 
 
+NAMES_IN_CHILD = (
+    ("jaxlib.xla_client", "make_cpu_client"),
+    ("jaxlib.xla_client", "load_pjrt_plugin_dynamically"),
+    ("jaxlib.xla_client", "initialize_pjrt_plugin"),
+    ("jaxlib.xla_client", "make_tfrt_tpu_c_api_device_topology"),
+    ("jaxlib.xla_client", "CompileOptions.ParseFromString"),
+    ("jaxlib.xla_client", "DeviceList"),
+    ("jaxlib.mlir._mlir_libs._jax_mlir_ext", "register_dialects"),
+    ("jaxlib.mlir.dialects.chlo", "register_dialect"),
+    ("jaxlib.mlir.dialects.mhlo", "register_mhlo_dialect"),
+    ("jaxlib.mlir.dialects.sdy", "register_dialect"),
+    ("jaxlib.mlir.dialects.stablehlo", "register_dialect"),
+)
+"""Modules and names that the child reads."""
+
+
 def devices_without_jax(
     topology: tuple[str, dict[str, Any]] | None, library: str | None
 ) -> list[Any]:
     """Return described TPUs, or host devices, by jaxlib alone: `import jax` takes longer.
 
-    There is no fallback here and in `compile_dumped`: in the child that calls them an error is
-    told.
+    Here and in `compile_dumped` there is no fallback: `compiler_input` has looked for the names.
     """
     xla_client: Any = importlib.import_module("jaxlib.xla_client")
     if topology is None:
