@@ -104,7 +104,7 @@ class Command(click.Command):
             ctx.meta[_JOBS] = (words, error)
             return []
         for option in self.params:
-            if isinstance(option, Option):
+            if isinstance(option, Option) and (option.needs or option.excludes):
                 _check_beside(ctx, option)
         return rest
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
@@ -24,10 +24,17 @@ from shardrules._base.io import (
     unreadable,
 )
 from shardrules._base.text import near_shown, shown
-from shardrules._plan.files import orbax, safetensors
+from shardrules._plan.files import orbax
 from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, all_are, check_column
 from shardrules._plan.files.modules import file_name
 from shardrules._plan.files.remote import RemotePath
+from shardrules._plan.files.safetensors import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    read_files,
+    read_header,
+    read_index,
+)
 
 # A dict with one key, and the key. No tree is walked deeper than about 1,000 levels.
 _BYTES_OF_NODE: Final = 320
@@ -50,7 +57,11 @@ _NOT_READ: Final = {
     ".keras": "a model of Keras",
 }
 _JSON: Final = (".json", ".json.gz")
-_SAFETENSORS: Final = (safetensors.SUFFIX, safetensors.INDEX_SUFFIX)
+_SAFETENSORS: Final = (SUFFIX, INDEX_SUFFIX)
+_FORMS: Final = (
+    "a *.safetensors file, its *.index.json, a directory of them, an orbax checkpoint, or JSON "
+    '(also gzipped) as {"params": [["name", [4096, 128], "BF16"], ...]}'
+)
 
 
 class Arrays(NamedTuple):
@@ -66,23 +77,6 @@ class Arrays(NamedTuple):
     """{name: logical axis names}, if the file has them."""
     path: Path = Path()
     """What was read; of an orbax checkpoint, the directory of the tree."""
-
-
-class ModelFormat(Protocol):
-    """Form in which files list the arrays of a model; to add one, put it into `FORMATS`."""
-
-    @property
-    def description(self) -> str:
-        """Return what to give, in words; nothing for files that are not read."""
-        ...
-
-    def claims(self, path: Path) -> bool:
-        """Say whether the name or the directory is of this form; the first format counts."""
-        ...
-
-    def read(self, path: Path, make: ArraySpecs) -> Arrays:
-        """Read names, shapes and dtypes, with leaves of `make.of_columns`."""
-        ...
 
 
 def read_model(
@@ -153,18 +147,79 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
     Raises:
         FileError: There is no such file, its kind is unknown, or it is damaged.
     """
-    leaves = ArraySpecs() if make is None else make
     path = _place_of(source)
     try:
         if not path.is_file() and not path.is_dir():
             _check_place(source)
-        for model_format in FORMATS:
-            if model_format.claims(path):
-                with collector_paused():
-                    return model_format.read(path, leaves)
+        with collector_paused():
+            return _read(path, ArraySpecs() if make is None else make)
     except OSError as error:
         raise unreadable(path, error) from None
-    raise FileError(f"{path}: the directory has no arrays that can be read; give {_descriptions()}")
+
+
+def _read(path: Any, make: ArraySpecs) -> Arrays:
+    """Read the first form that the names in a directory, or that of a file, are of."""
+    is_directory = path.is_dir()
+    files = sorted(path.iterdir(), key=str) if is_directory else [path]
+    if any(file.name.endswith(_SAFETENSORS) for file in files):
+        return _of_safetensors(path, files, make)
+    if is_directory and (item := _checkpoint_in(path, files)):
+        leaves = orbax.read_checkpoint(item, make)
+        return Arrays(_name_of(path), leaves, orbax.SEPARATOR, path=item)
+    for file in files:
+        if file.suffix.lower() in _NOT_READ and file.is_file():
+            raise FileError(
+                f"{file}: this is {_NOT_READ[file.suffix.lower()]}, which is not read here; read "
+                "it with its own library, and write it with safetensors.numpy.save_file or "
+                "safetensors.torch.save_file"
+            )
+    if is_directory:
+        raise FileError(f"{path}: the directory has no arrays that can be read; give {_FORMS}")
+    return _of_json(path, make)
+
+
+def _of_safetensors(path: Any, files: list[Any], make: ArraySpecs) -> Arrays:
+    """Read a safetensors file, or a directory with several or their index."""
+    tensors, indexes = ([c for c in files if c.name.endswith(end)] for end in _SAFETENSORS)
+    if len(indexes) > 1:
+        raise FileError(
+            f"{path}: the directory has {len(indexes)} indexes, "
+            f"{', '.join(index.name for index in indexes)}; give the name of one"
+        )
+    if files == [path]:
+        return _of_json(path, make) if indexes else _arrays_in(path, read_header(path, make))
+    if indexes:
+        return _of_json(indexes[0], make)._replace(name=_name_of(path))
+    return _arrays_in(path, read_files(path, tensors, make), _name_of(path))
+
+
+def _checkpoint_in(directory: Any, children: list[Any]) -> Path | None:
+    """Find the directory of an orbax checkpoint's tree; None if there is none."""
+    if isinstance(directory, Path):
+        return orbax.find_checkpoint(directory)
+    if any(child.name == orbax.METADATA for child in children):
+        raise FileError(
+            f"{directory}: this is an orbax checkpoint, which is read only from files of this "
+            "machine; copy it here"
+        )
+    return None
+
+
+def _of_json(path: Any, make: ArraySpecs) -> Arrays:
+    """Read a list of arrays in JSON: a manifest, or an index of safetensors files."""
+    content = parse_json(path, read_bytes(path))
+    if isinstance(content, dict) and "params" in content:
+        leaves = _of_params(path, content["params"], make)
+    elif isinstance(content, dict) and "weight_map" in content:
+        leaves = read_index(path, content["weight_map"], make)
+    else:
+        what = shown(content)
+        raise FileError(f"{path}: line 1: this is {what}, which lists no arrays; give {_FORMS}")
+    names = content.get("logical_axes")
+    arrays = _arrays_in(path, leaves, content.get("model"))
+    if names is None:
+        return arrays
+    return arrays._replace(logical_axes=_checked_names(path, names, leaves))
 
 
 def _place_of(source: str) -> Any:
@@ -183,16 +238,11 @@ def _place_of(source: str) -> Any:
     return RemotePath(source if "://" in source else source.replace(":/", "://", 1))
 
 
-def _descriptions() -> str:
-    *descriptions, last = [each.description for each in FORMATS if each.description]
-    return f"{', '.join(descriptions)}, or {last}"
-
-
 def _check_place(source: str) -> None:
     """Check whether a name that is not here may be one of something elsewhere."""
     if _URL.match(source):
         raise FileError(f"{source}: there is no such file or directory; check the URL")
-    if _REPOSITORY.fullmatch(source) and not source.endswith((safetensors.SUFFIX, *_JSON)):
+    if _REPOSITORY.fullmatch(source) and not source.endswith((SUFFIX, *_JSON)):
         raise FileError(
             f"{source}: there is no such file or directory; if it is a repository of Hugging Face, "
             f"download it: hf download {source} --local-dir DIRECTORY"
@@ -204,113 +254,9 @@ def _name_of(directory: Any) -> str:
 
 
 def _arrays_in(path: Path, leaves: dict[str, ArraySpec], name: object = None) -> Arrays:
-    stem = Path(path.name.removesuffix(safetensors.INDEX_SUFFIX).removesuffix(".gz")).stem
+    stem = Path(path.name.removesuffix(INDEX_SUFFIX).removesuffix(".gz")).stem
     separator = "/" if "/" in "".join(leaves) else "."
     return Arrays(name if isinstance(name, str) else stem, leaves, separator, path=path)
-
-
-class SafetensorsFiles:
-    """A safetensors file, or a directory with several or their index."""
-
-    description = "a *.safetensors file, its *.index.json, a directory of them"
-
-    def claims(self, path: Path) -> bool:
-        if path.is_dir():
-            return any(child.name.endswith(_SAFETENSORS) for child in path.iterdir())
-        return path.name.endswith(safetensors.SUFFIX)
-
-    def read(self, path: Path, make: ArraySpecs) -> Arrays:
-        if not path.is_dir():
-            return _arrays_in(path, safetensors.read_header(path, make))
-        name = _name_of(path)
-        children = sorted(path.iterdir())
-        files, indexes = ([c for c in children if c.name.endswith(end)] for end in _SAFETENSORS)
-        if len(indexes) > 1:
-            raise FileError(
-                f"{path}: the directory has {len(indexes)} indexes, "
-                f"{', '.join(index.name for index in indexes)}; give the name of one"
-            )
-        if indexes:
-            return ArraysInJson().read(indexes[0], make)._replace(name=name)
-        return _arrays_in(path, safetensors.read_files(path, files, make), name)
-
-
-class OrbaxDirectory:
-    """The directory of an orbax checkpoint."""
-
-    description = "an orbax checkpoint"
-
-    def claims(self, path: Path) -> bool:
-        if not isinstance(path, Path):
-            return path.is_dir() and any(child.name == orbax.METADATA for child in path.iterdir())
-        return path.is_dir() and orbax.find_checkpoint(path) is not None
-
-    def read(self, path: Path, make: ArraySpecs) -> Arrays:
-        if not isinstance(path, Path):
-            raise FileError(
-                f"{path}: this is an orbax checkpoint, which is read only from files of this "
-                "machine; copy it here"
-            )
-        directory = orbax.find_checkpoint(path) or path
-        leaves = orbax.read_checkpoint(directory, make)
-        return Arrays(_name_of(path), leaves, orbax.SEPARATOR, path=directory)
-
-
-class FileOfOthers:
-    """A file of another library, or a directory with one: its error says what to do."""
-
-    description = ""
-
-    def claims(self, path: Path) -> bool:
-        return self._file(path) is not None
-
-    def read(self, path: Path, make: ArraySpecs) -> Arrays:
-        file = self._file(path) or path
-        raise FileError(
-            f"{file}: this is {_NOT_READ[file.suffix.lower()]}, which is not read here; read it "
-            "with its own library, and write it with safetensors.numpy.save_file or "
-            "safetensors.torch.save_file"
-        )
-
-    def _file(self, path: Path) -> Path | None:
-        files = sorted(path.iterdir(), key=str) if path.is_dir() else [path]
-        named = (file for file in files if file.suffix.lower() in _NOT_READ)
-        return next((file for file in named if file.is_file()), None)
-
-
-class ArraysInJson:
-    """A list of arrays in JSON: a manifest, or an index of safetensors files."""
-
-    description = 'JSON (also gzipped) as {"params": [["name", [4096, 128], "BF16"], ...]}'
-
-    def claims(self, path: Path) -> bool:
-        return not path.is_dir()
-
-    def read(self, path: Path, make: ArraySpecs) -> Arrays:
-        content = parse_json(path, read_bytes(path))
-        if isinstance(content, dict) and "params" in content:
-            leaves = _of_params(path, content["params"], make)
-        elif isinstance(content, dict) and "weight_map" in content:
-            leaves = safetensors.read_index(path, content["weight_map"], make)
-        else:
-            raise FileError(
-                f"{path}: line 1: this is {shown(content)}, which lists no arrays; give "
-                f"{_descriptions()}"
-            )
-        names = content.get("logical_axes")
-        arrays = _arrays_in(path, leaves, content.get("model"))
-        if names is None:
-            return arrays
-        return arrays._replace(logical_axes=_checked_names(path, names, leaves))
-
-
-FORMATS: Final[list[ModelFormat]] = [
-    SafetensorsFiles(),
-    OrbaxDirectory(),
-    FileOfOthers(),
-    ArraysInJson(),
-]
-"""The formats of models, in the order in which they are asked."""
 
 
 def _checked_names(
@@ -335,10 +281,14 @@ def _of_params(path: Path, params: object, make: ArraySpecs) -> dict[str, ArrayS
     if isinstance(params, Mapping):
         names, entries = list(params), list(params.values())
         check_column(path, names, entries, dict, "needs an object with shape and dtype")
-        shapes, dtypes = ([entry.get(key) for entry in entries] for key in ("shape", "dtype"))
+        for name, entry in params.items():
+            for key in {"shape", "dtype"} - entry.keys():
+                near = near_shown(key, entry)
+                raise FileError(f"{path}: array {name!r} has no {key}; write it{near}")
+        shapes, dtypes = ([entry[key] for entry in entries] for key in ("shape", "dtype"))
         return make.of_columns(path, names, shapes, dtypes)
     if not isinstance(params, list):
-        raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_descriptions()}")
+        raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_FORMS}")
     if not (all_are(list, params) and set(map(len, params)) <= {3}):
         _raise_odd_row(path, params)
     # zip(*params) would make an iterator for each row.
