@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from benchmarks.scaling import Row
-from shardrules._checkpoint import reading
+from shardrules._checkpoint import files
 
 ROUNDS: Final = 5
 BOTH: Final = P("fsdp", "tp")
@@ -183,8 +183,9 @@ def experts(folder: str) -> Case:
     save_deepseek(folder)
     mesh = mesh_of(4, 2)
     spec = [("experts", ("fsdp", None, "tp")), ("", ())]
-    expert = r"\.mlp\.experts\.(?P<expert>\d+)\.(\w+)\.(weight\w*)$"
-    stack = [sr.Rename(expert, r".mlp.experts.\2.\3", "out in -> expert out in")]
+    at = "model.layers.{i}.mlp.experts"
+    expert = f"{at}.{{expert}}.{{part}}.{{kind}}"
+    stack = [sr.Rename(expert, f"{at}.{{part}}.{{kind}}", "out in -> expert out in")]
     return Case(
         lambda: sr.load(folder, spec, mesh, renames=stack),
         lambda: None,
@@ -228,7 +229,7 @@ def bound(folder: str) -> Case:
     """Return a case of few bytes in flight."""
     save(folder, {f"layers.{i}.w": random((2048, 1024), "float32") for i in range(32)})
     mesh = mesh_of(4, 2)
-    into = [sr.Rename(r"layers\.(?P<layer>\d+)\.w", "w", "a b -> layer a b")]
+    into = [sr.Rename("layers.{layer}.w", "w", "a b -> layer a b")]
     spec = P(None, "fsdp", "tp")
 
     def load(most: int | None) -> Any:
@@ -259,7 +260,7 @@ def turned(folder: str) -> Case:
     save(folder, {f"layers.{i}.w": values for i in range(32)}, files=2)
     mesh = mesh_of(4, 2)
     sharding = NamedSharding(mesh, BOTH)
-    renames = [sr.Rename("w", r"\g<0>", "out in -> in out")]
+    renames = [sr.Rename("{name*}", "{name*}", "out in -> in out")]
     return Case(
         lambda: sr.load(folder, BOTH, mesh, renames=renames),
         lambda: plain_load(folder, lambda _: sharding, turned=True),
@@ -272,8 +273,8 @@ def slow(folder: str) -> Case:
     """Return a case of a store that answers slowly."""
     save(folder, {f"layers.{i}.w": random((1024, 1024), "float32") for i in range(32)})
     mesh = mesh_of(4, 2)
-    into = [sr.Rename(r"layers\.(?P<layer>\d+)\.w", "w", "a b -> layer a b")]
-    read_at = reading._read_at
+    into = [sr.Rename("layers.{layer}.w", "w", "a b -> layer a b")]
+    read_at = files._read_at
     most, now, lock = [0], [0], threading.Lock()
 
     def delayed(*arguments: Any) -> Any:
@@ -285,7 +286,7 @@ def slow(folder: str) -> Case:
             now[0] -= 1
         return read_at(*arguments)
 
-    reading._read_at, reading._native = delayed, None
+    files._read_at, files._native = delayed, None
 
     def stack() -> Any:
         most[0] = 0

@@ -19,7 +19,7 @@ ROOT = Path(shardrules.__file__).parent
 # From left to right; in docs/architecture.md from top to bottom. The first three floors are the layer.
 ROOMS = (
     "_core", "_base", "_rules", "_place", "_program.topologies", "_plan", "_plan.files", "_plan.suggest", "_checkpoint", "_program", "_program.step", "_program.verify",
-    "_program.solve", "compat", "dialects", "renames", "types", "__init__", "_cli", "__main__",
+    "_program.solve", "compat", "dialects", "types", "__init__", "_cli", "__main__",
 )  # fmt: skip
 
 

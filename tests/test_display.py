@@ -152,7 +152,7 @@ WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
         "LogicalDialect(name='own', last_wins=True, keeps_unknown=False)"),
     "Zero1": (lambda: sr.Zero1("dp", dim="first"), "Zero1(axis='dp', dim='first')"),
     "Companion": (lambda: sr.Companion("_scale$", "", dims=(0,)), "Companion(pattern='_scale$', base='', dims=(0,))"),
-    "Rename": (lambda: sr.Rename("^model", "m"), "Rename(pattern='^model', path='m')"),
+    "Rename": (lambda: sr.Rename("model", "m"), "Rename(name='model', path='m')"),
     "Hardware": (lambda: sr.Hardware.named("v5p"), "Hardware(name='v5p', flops_per_second={"),
     "Topology": (lambda: sr.Topology("v5p:8x8x8"), "Topology(name='v5p:8x8x8')"),
 }  # fmt: skip

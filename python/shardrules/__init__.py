@@ -11,7 +11,7 @@ from shardrules._base.lazy import lazy
 
 # Matching needs neither planning nor files nor proofs. Type checkers and IDEs read the stub too.
 _get, _NAMES = lazy(__name__, __file__)
-_SUBMODULES = ("compat", "dialects", "renames", "types")
+_SUBMODULES = ("compat", "dialects", "types")
 __all__ = [name for name in _NAMES if name not in _SUBMODULES]
 __version__ = "0.3.0"
 

@@ -2,7 +2,6 @@
 
 from shardrules import compat as compat
 from shardrules import dialects as dialects
-from shardrules import renames as renames
 from shardrules import types as types
 from shardrules._base.correction import Correction as Correction
 from shardrules._base.hardware import Hardware as Hardware
@@ -10,7 +9,7 @@ from shardrules._base.io import FileError as FileError
 from shardrules._base.rule_specs import RuleSpec as RuleSpec
 from shardrules._base.rule_specs import fsdp as fsdp
 from shardrules._checkpoint.load import load as load
-from shardrules._checkpoint.renames import Rename as Rename
+from shardrules._checkpoint.names import Rename as Rename
 from shardrules._checkpoint.reshard import reshard as reshard
 from shardrules._checkpoint.saving import save as save
 from shardrules._place.constraint import with_sharding_constraint as with_sharding_constraint

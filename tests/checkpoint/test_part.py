@@ -43,7 +43,7 @@ def test_only_into_a_tree_leaves_the_rest_as_it_is(checkpoint):  # noqa: F811
 
 
 def test_only_is_of_the_new_names(checkpoint):  # noqa: F811
-    renames = [sr.Rename(r"^model\.norm\.weight$", "last/scale"), sr.Rename("lm_head", "head")]
+    renames = [sr.Rename("model.norm.weight", "last/scale"), sr.Rename("lm_head.weight", "head")]
     loaded = sr.load(checkpoint, ALL, mesh_of(), renames=renames, only="^last/")
     assert list(loaded) == ["last"]
 
@@ -84,21 +84,21 @@ def test_missing_leaves_are_made(checkpoint, caplog, init, expected):  # noqa: F
     rules = [("value_head", ("fsdp", "tp")), *RULES]
     tree = tree_of(checkpoint, **HEAD)
     with caplog.at_level(logging.WARNING, "shardrules"):
-        loaded = sr.load(checkpoint, rules, mesh_of(), tree=tree, missing={"_head$": init})
+        loaded = sr.load(checkpoint, rules, mesh_of(), tree=tree, missing={"value_head": init})
     head = loaded["value_head"]
     assert head.sharding.spec == P("fsdp", "tp")
     assert head.dtype == "float32"
     assert np.array_equal(np.asarray(head), expected)
     assert "1 array made: value_head" in caplog.text
     converted = sr.load(
-        checkpoint, rules, mesh_of(), tree=tree, missing={"_head$": init}, dtype="bfloat16"
+        checkpoint, rules, mesh_of(), tree=tree, missing={"value_head": init}, dtype="bfloat16"
     )
     assert converted["value_head"].dtype == "bfloat16"
 
 
 def test_an_init_of_another_shape_names_the_path(checkpoint):  # noqa: F811
     with pytest.raises(
-        ValueError, match=r"init of value_head makes \[3\]; the tree wants \[32, 8\]"
+        ValueError, match=r"value of value_head has the shape \[3\]; the tree wants \[32, 8\]"
     ):
         sr.load(checkpoint, ALL, mesh_of(), tree=tree_of(checkpoint, **HEAD),
                 missing={"value_head": np.ones(3)})  # fmt: skip
@@ -107,7 +107,7 @@ def test_an_init_of_another_shape_names_the_path(checkpoint):  # noqa: F811
 def test_patterns_that_find_nothing(checkpoint):  # noqa: F811
     with pytest.raises(sr.FileError, match="layrs: only finds no such path"):
         sr.load(checkpoint, RULES, mesh_of(), only="layrs")
-    with pytest.raises(sr.FileError, match="valu_head: missing finds no such path"):
+    with pytest.raises(sr.FileError, match="valu_head: missing: the tree has no such path"):
         sr.load(checkpoint, RULES, mesh_of(), tree=tree_of(checkpoint), missing={"valu_head": 0})
 
 
@@ -119,7 +119,7 @@ def test_without_a_tree_nothing_is_missing_or_left_over(checkpoint, options):  #
 
 @pytest.mark.parametrize(
     "options",
-    [{"strict": 2}, {"only": 3}, {"missing": ["x"]}, {"missing": {"x": None}}, {"missing": {3: 0}}],
+    [{"strict": 2}, {"only": 3}, {"missing": "x"}, {"missing": {"x": "y"}}],
 )
 def test_arguments_of_other_types(checkpoint, options):  # noqa: F811
     with pytest.raises(TypeError, match=next(iter(options))):

@@ -128,7 +128,7 @@ def test_stacked_into_a_plan_and_taken_apart(donate):
         "norm": jax.ShapeDtypeStruct((8,), jnp.bfloat16),
     }
     plan = sr.plan(sampler, [("w", (None, None, "tp")), ("", ())], on([4, 5, 6, 7], (1, 4)))
-    stack = sr.Rename(r"layers\.(?P<i>\d+)\.w", "layers/w", "out in -> i in out")
+    stack = sr.Rename("layers.{i}.w", "layers/w", "out in -> i in out")
     stacked = sr.reshard(placed, plan, renames=[stack], donate=donate)
     assert placed["layers.0.w"].is_deleted() == donate
     assert jax.tree.map(lambda x: x.sharding, stacked) == plan.shardings()

@@ -125,18 +125,18 @@ def test_an_adapter_alone(save):
 class TestARenameThatFindsNothing:
     def test_is_an_error(self, save):
         path, placed = save("m"), {"w0": np.ones(8, "float32")}
-        renames = [sr.Rename(r"^aa\.weight$", "v"), sr.Rename("w0", "w")]
+        renames = [sr.Rename("aa.weight", "v"), sr.Rename("w0", "w")]
         for call in (
             lambda: sr.load(path, P(), mesh_of(), renames=renames),
             lambda: sr.reshard(placed, P(), mesh_of(), renames=renames),
         ):
-            with pytest.raises(ValueError, match=r"\^aa\\.weight\$: this Rename finds no array; "):
+            with pytest.raises(ValueError, match="aa.weight: this Rename finds no array; "):
                 call()
 
     def test_but_not_an_optional_one_or_one_that_comes_too_late(self, save):
         renames = [
             sr.Rename("aa", "v", optional=True),
             sr.Rename("w0", "w"),
-            sr.Rename(r"w\d", "x"),
+            sr.Rename("w{i}", "x", "a -> i a"),
         ]
         assert list(sr.load(save("m"), P(), mesh_of(), renames=renames)) == ["w"]

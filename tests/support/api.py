@@ -1,7 +1,7 @@
 """The public API as text, a line for each name: what tests/packaging/test_api.py pins and `make api` writes.
 
 Public is what `__all__` of `shardrules` and of the modules of `shardrules.compat` names, what
-`shardrules.dialects`, `renames` and `types` import, and of classes what has no underscore.
+`shardrules.dialects` and `types` import, and of classes what has no underscore.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardrules import compat
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-OFFERED = ("shardrules.dialects", "shardrules.renames", "shardrules.types")
+OFFERED = ("shardrules.dialects", "shardrules.types")
 
 
 def public_names(module: str) -> list[str]:

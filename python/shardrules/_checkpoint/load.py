@@ -5,30 +5,33 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any, Final, cast
 
+import jax
 from jax import tree_util
+from jax.sharding import NamedSharding
 
 from shardrules._base.arguments import as_tuple, check_items, check_type, integer
-from shardrules._base.dtypes import bits_of, given_float
+from shardrules._base.dtypes import RANDOM_KEYS, bits_of, given_float, key_dtype
 from shardrules._base.io import FileError
 from shardrules._base.mistakes import in_order
-from shardrules._base.text import printable
-from shardrules._checkpoint.filling import fill
-from shardrules._checkpoint.job import Job, bytes_in_flight, bytes_to_read
-from shardrules._checkpoint.problems import Problems
-from shardrules._checkpoint.reading import Progress, Reader, checked_progress, reported
-from shardrules._checkpoint.renames import A_RENAME, Rename
-from shardrules._checkpoint.selection import Selection, initial
-from shardrules._checkpoint.targets import Target
-from shardrules._checkpoint.trees import checked_sharding, matched
+from shardrules._base.text import printable, shown
+from shardrules._checkpoint.conversion import numpy_dtype
+from shardrules._checkpoint.files import Reader
+from shardrules._checkpoint.layouts import plain_form
+from shardrules._checkpoint.names import A_RENAME, Rename, forwards
+from shardrules._checkpoint.targets import Part, Problems, Target
+from shardrules._checkpoint.trees import Selection, checked_sharding, initial, matched
+from shardrules._checkpoint.units import Job, bytes_in_flight, bytes_to_read, fill
 from shardrules._place.agreement import Row, rows_of
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall
-from shardrules._plan.files.leaves import ArraySpecs
+from shardrules._plan.files.leaves import ArraySpec, ArraySpecs
 from shardrules._plan.files.models import Arrays, read_arrays
 from shardrules._plan.plan import Plan
 
@@ -38,6 +41,9 @@ _NO_DATA: Final = (
 )
 # Of one array some bytes each.
 _MOST_SAMPLES: Final = 512
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
 
 
 @in_order("path", "rules", "mesh")
@@ -51,15 +57,14 @@ def load(
     dtype: Any = None,
     strict: bool = True,
     only: str | re.Pattern[str] | None = None,
-    missing: Mapping[str, Any] | None = None,
+    missing: Any = None,
     progress: bool | Progress | None = None,
     max_bytes_in_flight: int | None = None,
 ) -> Any:
     """Load a checkpoint of safetensors files into sharded arrays.
 
-    Each process reads only the bytes that its own devices hold, each of them once, and gaps of at
-    most 4 KiB between them. Several processes agree on the call first, as in `shard`; one that
-    fails makes all fail.
+    Each process reads only the bytes that its own devices hold, and short gaps between them.
+    Several processes agree on the call first, as in `shard`; one that fails makes all fail.
 
     Args:
         source: A safetensors file, the index of several, or a directory of them, here or by the URL
@@ -69,19 +74,19 @@ def load(
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
         tree: A pytree of abstract arrays, whose structure, shapes and dtypes the result gets.
             Arrays are found by their paths; `.` in a name counts as `/`. Default: the plan's tree,
-            or the checkpoint's names, as in `read_model`.
-        renames: `Rename` records for arrays that have other names in the tree, or lie otherwise.
+            or the checkpoint's names, as in `read_model`; with levels if paths have slashes.
+        renames: `Rename` templates for arrays that have other names in the tree, or lie otherwise.
         dtype: The dtype of all floating arrays of 16 bits or more, a float; but not of scales
-            beside FP8 or int8 arrays, nor where a `Rename` has its own. Default: the tree's dtypes,
+            beside FP8 or int8 codes, nor where a `Rename` has its own. Default: the tree's dtypes,
             or the checkpoint's.
         strict: Whether arrays that the tree does not have are an error. False leaves them out, and
             the log "shardrules" lists them. Default: True.
         only: A regex: load only arrays whose paths in the tree it finds. If there is a `tree`, its
             other leaves stay in the result as they are. Default: all.
-        missing: {regex: init} for leaves of the tree that the checkpoint lacks. The first that
-            finds the path makes the leaf, on its devices: a number, an array, or a function of
-            shape and dtype such as `jax.numpy.zeros`. The log lists them. Default: a missing leaf
-            is an error.
+        missing: A tree of values for leaves of the tree that the checkpoint lacks, or a part of
+            one: numbers, arrays, and functions of shape and dtype such as `jax.numpy.zeros`. A
+            value stands for all leaves below its path, too. The log lists what is made. Default: a
+            missing leaf is an error.
         progress: True for a bar, which needs `shardrules[cli]`; or a function, which is called with
             the bytes read so far and those that this process will read. Default: neither.
         max_bytes_in_flight: Maximum bytes of the host's memory for what has been read and is not on
@@ -89,11 +94,13 @@ def load(
 
     Returns:
         The tree of jax.Arrays. As on devices, 64-bit numbers are 32-bit without `jax_enable_x64`.
+        On CPUs an array may use the memory into which it was read, which a donating jit then
+        copies.
 
     Raises:
         FileError: There is no such checkpoint; it is damaged; it changes while it is read; or it
             does not fit the tree: all arrays that are missing, left over or of another shape are
-            listed; or a finite value would become infinite in its new dtype. A ValueError.
+            listed; or its new dtype lacks a finite value. A ValueError.
         ValueError: As `named_shardings`; or an array's part on one device takes more than
             `max_bytes_in_flight`.
         TypeError: The mesh has no devices.
@@ -137,26 +144,28 @@ def load(
             raise FileError(f"{arrays.path}: {_NO_DATA}")
         problems = Problems(arrays.name)
         _check_dtypes(arrays, problems)
+        records = forwards(followed)
         abstract, targets = matched(
-            arrays.leaves,
-            tree,
-            followed,
-            wanted_dtype,
-            problems,
-            selection=selection,
+            arrays.leaves, tree, records, wanted_dtype, problems, selection=selection
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh)
+        stored = {name: _stored(leaf) for name, leaf in arrays.leaves.items()}
         jobs = _jobs_of(targets, leaves, shardings)
-        most = bytes_in_flight(jobs, bound)
-        call.agree(lambda: [*_samples(arrays), *rows_of(abstract, shardings, selection.options)])
+        most = bytes_in_flight(jobs, stored, bound)
+        call.agree(
+            lambda: [
+                *_samples(stored),
+                *rows_of(abstract, shardings, f"{selection.options()}, renames={followed}"),
+            ]
+        )
     with JointCall("load", "while it was reading") as call:
         if not is_joint:
             call.alone()
-        read = iter(_read(arrays, jobs, most, reports))
+        read = iter(_read(arrays.name, stored, jobs, most, reports))
         kept = leaves if tree is None else tree_util.tree_leaves(tree)
         rows = zip(targets, leaves, kept, shardings, strict=True)
         values = [
-            next(read)
+            _as_keys(next(read), like, sharding)
             if target is not None
             else _value_instead(selection, path, like, leaf, sharding)
             for (path, target), like, leaf, sharding in rows
@@ -172,30 +181,71 @@ def _jobs_of(
     shardings: Sequence[Any],
 ) -> list[Job]:
     """Return what is to be made of the arrays."""
-    rows = zip(targets, leaves, shardings, strict=True)
-    return [
-        Job(path, target, leaf.dtype, checked_sharding(path, sharding))
-        for (path, target), leaf, sharding in rows
-        if target is not None
-    ]
+    jobs = []
+    for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True):
+        if target is not None:
+            checked = checked_sharding(path, sharding)
+            if key_dtype(target.dtype) is None:
+                jobs.append(Job(path, target, leaf.dtype, checked))
+            else:
+                jobs.append(_job_of_keys(path, target, checked))
+    return jobs
 
 
-def _samples(arrays: Arrays) -> list[Row]:
+def _stored(array: ArraySpec) -> ArraySpec:
+    """Return what is in the file: of random keys, their words."""
+    if key_dtype(array.dtype) is None:
+        return array
+    shape = (*array.shape, bits_of(array.dtype) // 32)
+    return ArraySpec(shape, "uint32", array.file, array.begin)
+
+
+def _job_of_keys(path: str, target: Target, sharding: NamedSharding) -> Job:
+    """Return the job that reads the words of random keys."""
+    if not target.is_plain:
+        raise ValueError(f"{path}: random keys can be renamed, and not be rearranged, by load")
+    shape = (*target.shape, bits_of(target.dtype) // 32)
+    zeros = (0,) * len(shape)
+    part = Part(target.parts[0].source, plain_form(shape), zeros, zeros)
+    spec = jax.sharding.PartitionSpec(*sharding.spec)
+    of_words = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    words = Target(shape, "uint32", (part,), shape)
+    return Job(path, words, numpy_dtype("uint32"), of_words)
+
+
+def _as_keys(array: Any, like: Any, sharding: Any) -> Any:
+    """Return random keys of their words; any other array as it is."""
+    if not jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return array
+    return _key_program(str(like.dtype), sharding)(array)
+
+
+@lru_cache(maxsize=64)
+def _key_program(dtype: str, sharding: NamedSharding) -> Any:
+    implementation = next(impl for impl, name in RANDOM_KEYS.items() if name == dtype)
+    return jax.jit(partial(jax.random.wrap_key_data, impl=implementation), out_shardings=sharding)
+
+
+def _samples(arrays: Mapping[str, ArraySpec]) -> list[Row]:
     """Return a digest of some bytes: files of another model may have equal headers."""
-    names = list(arrays.leaves)
+    names = list(arrays)
     if not names:
         return []
-    with Reader(arrays.leaves) as reader:
+    with Reader(arrays) as reader:
         data = b"".join(map(reader.sample, names[:: -(-len(names) // _MOST_SAMPLES)]))
     return [("the data of the files", hashlib.sha256(data).hexdigest()[:16])]
 
 
 def _read(
-    arrays: Arrays, jobs: Sequence[Job], most_bytes: int, progress: bool | Progress | None
+    name: str,
+    arrays: Mapping[str, ArraySpec],
+    jobs: Sequence[Job],
+    most_bytes: int,
+    progress: bool | Progress | None,
 ) -> list[Any]:
-    what = printable(f"loading {arrays.name}")
-    with reported(progress, what) as report, Reader(arrays.leaves) as reader:
-        total = sum(bytes_to_read(job, arrays.leaves) for job in jobs) if report else 0
+    what = printable(f"loading {name}")
+    with reported(progress, what) as report, Reader(arrays) as reader:
+        total = sum(bytes_to_read(job, arrays) for job in jobs) if report else 0
 
         def done() -> None:
             if report is not None:
@@ -215,3 +265,41 @@ def _check_dtypes(arrays: Arrays, problems: Problems) -> None:
     for name, leaf in arrays.leaves.items():
         if bits_of(leaf.dtype) < 8:
             problems.add(f"{leaf.dtype} is packed, and numpy cannot unpack it", name)
+
+
+def checked_progress(progress: object) -> bool | Progress | None:
+    """Check that the value is a truth value, None or a function."""
+    if progress is True:
+        try:
+            import rich.progress  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                f"progress: the bar needs rich, which cannot be imported here ({error}); "
+                "pip install 'shardrules[cli]', or give a function"
+            ) from error
+        return True
+    if progress is None or progress is False:
+        return None
+    if not callable(progress):
+        raise TypeError(
+            f"progress is {shown(progress)}; it must be True or a function of two numbers"
+        )
+    return cast("Progress", progress)
+
+
+@contextmanager
+def reported(progress: bool | Progress | None, what: str) -> Iterator[Progress | None]:
+    """Yield the function to call; for True it moves a bar, in the first process alone."""
+    if progress is not True:
+        yield progress or None
+        return
+    if jax.process_index() != 0:
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
+    with Bar(*columns, TimeRemainingColumn()) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

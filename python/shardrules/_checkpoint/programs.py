@@ -1,38 +1,22 @@
-"""Arrays made on devices of others that are there."""
+"""Arrays made on devices of others that are there, by one program for each form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules._checkpoint.boxes import Form
-from shardrules._checkpoint.ranges import numpy_dtype
+from shardrules._checkpoint.conversion import with_loss
+from shardrules._checkpoint.layouts import Form, Shape
 from shardrules._checkpoint.targets import Target
 
 
-def is_plain(target: Target, shape_of: Callable[[str], tuple[int, ...]]) -> bool:
-    """Say whether the target is one of the arrays as it is, but for its name and dtype."""
-    if len(target.parts) != 1:
-        return False
-    (part,) = target.parts
-    form, shape = part.sized.form, shape_of(part.source)
-    return target.shape == form.shape == form.axes == form.stored == shape and form.order == tuple(
-        range(len(shape))
-    )
-
-
-def dtype_on_devices(dtype: str) -> np.dtype[Any]:
-    """Return the dtype that an array of this one gets on devices: 64 bits become 32."""
-    return np.dtype(jax.dtypes.canonicalize_dtype(numpy_dtype(dtype)))
-
-
-def spread_over(mesh: Any, shape: tuple[int, ...]) -> NamedSharding:
+def spread_over(mesh: Any, shape: Shape) -> NamedSharding:
     """Cut an array along as much of the mesh as divides it."""
     left = list(shape)
     cuts: list[list[str]] = [[] for _ in shape]
@@ -45,59 +29,70 @@ def spread_over(mesh: Any, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(tuple(cut) or None for cut in cuts)))
 
 
-class _PartForm(NamedTuple):
-    form: Form
-    sizes: tuple[int, ...]
-    """The shape of the part in its array."""
-    target_at: tuple[int, ...]
-
-
 def made_of(
     target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: NamedSharding | None
-) -> Any:
-    """Make the target, on the devices of its arrays."""
+) -> tuple[Any, Any]:
+    """Make the target, on the devices of its arrays.
+
+    Returns:
+        (the array, whether a value got lost in the dtype, on devices; None if none can)
+    """
     sources = [arrays[part.source] for part in target.parts]
-    starts = [np.array(part.source_at, np.int32) for part in target.parts]
+    starts = [np.array(part.starts, np.int32) for part in target.parts]
     in_place = sharding is not None and all(
         getattr(getattr(array, "sharding", None), "device_set", None) == sharding.device_set
         for array in sources
     )
-    forms = tuple(
-        _PartForm(part.sized.form, part.sized.source_shape, part.target_at) for part in target.parts
-    )
-    program = _program(forms, target.shape, dtype, sharding if in_place else None)
-    return program(sources, starts)
+    forms = tuple((part.form, part.at) for part in target.parts)
+    at = sharding if in_place else None
+    return _program(forms, target.view, target.shape, dtype, at)(sources, starts)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=512)
 def _program(
-    forms: tuple[_PartForm, ...],
-    shape: tuple[int, ...],
+    forms: tuple[tuple[Form, Shape], ...],
+    view: Shape,
+    shape: Shape,
     dtype: Any,
     sharding: NamedSharding | None,
-) -> Callable[[list[Any], list[Any]], Any]:
-    """Arrange the parts, and put them together."""
+) -> Callable[..., Any]:
+    def make(sources: list[Any], starts: list[Any]) -> tuple[Any, Any]:
+        result, losses = None, []
+        for (form, at), source, start in zip(forms, sources, starts, strict=True):
+            values = jnp.asarray(source).reshape(form.view)
+            if form.region != form.view:
+                values = jax.lax.dynamic_slice(values, list(start), form.region)
+            values, loss = with_loss(form.arranged(jnp, values), dtype)
+            losses += [] if loss is None else [loss]
+            if values.shape == view:
+                result = values
+                break
+            result = _blank(view, values) if result is None else result
+            result = jax.lax.dynamic_update_slice(result, values, at)
+        assert result is not None
+        return result.reshape(shape), jnp.stack(losses).any() if losses else None
 
-    def make(sources: list[Any], starts: list[Any]) -> Any:
-        result = None
-        for part_form, source, start in zip(forms, sources, starts, strict=True):
-            values = jnp.asarray(source)
-            if part_form.sizes != values.shape:
-                values = jax.lax.dynamic_slice(values, list(start), part_form.sizes)
-            values = part_form.form.arranged(jnp, values)
-            values = values if values.dtype == dtype else values.astype(dtype)
-            if values.shape == shape:
-                return values
-            room = [end - at for end, at in zip(shape, part_form.target_at, strict=True)]
-            values = values[tuple(map(slice, room))]
-            result = _blank(shape, values) if result is None else result
-            result = jax.lax.dynamic_update_slice(result, values, part_form.target_at)
-        return result
-
-    return jax.jit(make, out_shardings=sharding) if sharding is not None else jax.jit(make)
+    if sharding is None:
+        return jax.jit(make)
+    return jax.jit(make, out_shardings=(sharding, NamedSharding(sharding.mesh, PartitionSpec())))
 
 
-def _blank(shape: tuple[int, ...], values: Any) -> Any:
+def made_on_host(target: Target, arrays: Mapping[str, Any]) -> Any:
+    """Make the target of numpy arrays."""
+    result = None
+    for form, source, starts, at in (
+        (part.form, arrays[part.source], part.starts, part.at) for part in target.parts
+    ):
+        region = tuple(map(slice, starts, map(sum, zip(starts, form.region, strict=True))))
+        values = form.arranged(np, np.asarray(source).reshape(form.view)[region])
+        if result is None:
+            result = np.zeros(target.view, values.dtype)
+        result[tuple(map(slice, at, map(sum, zip(at, values.shape, strict=True))))] = values
+    assert result is not None
+    return result.reshape(target.shape)
+
+
+def _blank(shape: Shape, values: Any) -> Any:
     """Make an array of this shape to put values into. Of random keys there are no zeros."""
     if not jnp.issubdtype(values.dtype, jax.dtypes.extended):
         return jnp.zeros(shape, values.dtype)

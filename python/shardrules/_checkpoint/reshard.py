@@ -18,13 +18,12 @@ from shardrules._base.arguments import as_tuple, boolean, check_items, integer
 from shardrules._base.dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._base.mistakes import Tree, in_order
 from shardrules._base.text import bytes_shown, shown
-from shardrules._checkpoint.problems import Problems
-from shardrules._checkpoint.programs import is_plain, made_of
-from shardrules._checkpoint.ranges import in_batches
-from shardrules._checkpoint.reading import bound_of
-from shardrules._checkpoint.renames import A_RENAME, Rename, texts_of
-from shardrules._checkpoint.targets import Target
+from shardrules._checkpoint.conversion import cast, check_kept, numpy_dtype
+from shardrules._checkpoint.names import A_RENAME, Rename, forwards
+from shardrules._checkpoint.programs import made_of
+from shardrules._checkpoint.targets import Problems, Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
+from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, in_batches
 from shardrules._place.agreement import rows_of
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import RulesLike
@@ -32,7 +31,7 @@ from shardrules._place.mesh import MeshLike
 from shardrules._place.named_arrays import leaf_paths, rows_and_paths
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall
-from shardrules._place.shard import converted, placeable
+from shardrules._place.shard import placeable
 from shardrules._place.spec_trees import leaf_path
 from shardrules._place.transfers import Donated, check_reachable, put, stays_within
 from shardrules._plan.align import align, check_distinct
@@ -48,8 +47,8 @@ class _Move(NamedTuple):
     bytes: int
     sources: tuple[int, ...]
     """Which leaves of the tree it is made of."""
-    make: Callable[[], Any]
-    """Makes it, on the devices of its sources."""
+    make: Callable[[], tuple[Any, Any]]
+    """Makes it, on the devices of its sources; and whether a value got lost, or None."""
 
 
 # A plan or renames may give the result another structure.
@@ -111,8 +110,9 @@ def reshard(
             is made of them has arrived, unless an array of the result uses the memory of a part.
             Default: False.
         dtype: As in `load`. Default: the plan's dtypes, or their own.
-        renames: `Rename` records for arrays that have other names in the result, or lie otherwise;
-            as in `load`. A program is compiled for each form that is not just another name.
+        renames: `Rename` templates for arrays that have other names in the result, or lie
+            otherwise, as in `load`. A program is compiled for each form that is not just another
+            name.
         max_bytes_in_flight: Maximum bytes of the arrays of a batch, on all devices together.
             Default: 2 GiB, or more if an array has more.
 
@@ -121,8 +121,8 @@ def reshard(
 
     Raises:
         ValueError: As `shard`; or an array is larger than `max_bytes_in_flight`; or, as in `load`,
-            something does not fit the plan's tree; or several processes hold an array, and JAX
-            cannot move it there.
+            something does not fit the plan's tree, or a dtype lacks a finite value; or several
+            processes hold an array, and JAX cannot move it there.
         TypeError: As `shard`.
         RuntimeError: In several processes: their calls differ, or a process has failed or is late.
 
@@ -146,7 +146,7 @@ def reshard(
             call.alone()
         abstract, moves_by_leaf = _moves(tree, rules, mesh, followed, name)
         most = _bound(moves_by_leaf, most, abstract)
-        options = f"donate={gives_up}, dtype={name}, renames={texts_of(followed)}, in flight={most}"
+        options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
         shardings = {i: move.sharding for i, move in moves_by_leaf.items()}
         values, treedef = tree_util.tree_flatten(abstract)
         sources = list(values) if abstract is tree else tree_util.tree_leaves(tree)
@@ -161,7 +161,10 @@ def reshard(
     batches = list(in_batches(moves_by_leaf, most, lambda i: moves_by_leaf[i].bytes))
     for batch in batches:
         moves = [moves_by_leaf[i] for i in batch]
-        arrays = put([move.make() for move in moves], [move.sharding for move in moves])
+        made, losses = zip(*(move.make() for move in moves), strict=True)
+        found = zip(batch, losses, strict=True)
+        check_kept({leaf_path(abstract, i): loss for i, loss in found if loss is not None})
+        arrays = put(list(made), [move.sharding for move in moves])
         if gives_up or len(batches) > 1:
             jax.block_until_ready(arrays)
         for i, move, array in zip(batch, moves, arrays, strict=True):
@@ -253,11 +256,19 @@ def _as_they_are(
             np.shape(leaves[i]),
             _moved_bytes_of(leaves[i], of_leaf[i]),
             (i,),
-            partial(converted, leaves[i], of_leaf[i]),
+            partial(_as_dtype, leaves[i], of_leaf[i]),
         )
         for i, sharding in enumerate(placeable(tree, leaves, shardings))
         if sharding is not None
     }
+
+
+def _as_dtype(leaf: Any, dtype: str | None) -> tuple[Any, Any]:
+    """Return (the leaf in this dtype, if it is a floating array, whether a value got lost)."""
+    name = getattr(getattr(leaf, "dtype", None), "name", "")
+    if dtype is None or not is_plain_float(name) or isinstance(leaf, np.generic):
+        return leaf, None
+    return cast(leaf, numpy_dtype(dtype))
 
 
 def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
@@ -294,7 +305,7 @@ def _moves_by_paths(
     if isinstance(rules, Plan):
         in_tree, rules, mesh = rules.abstract(), rules.shardings(), None
     problems = Problems("the tree", in_file=False)
-    abstract, targets = matched(arrays, in_tree, renames, dtype, problems)
+    abstract, targets = matched(arrays, in_tree, forwards(renames), dtype, problems)
     specs, _, shardings = requested_shardings(abstract, rules, mesh)
     live, row = dict(zip(names, leaves, strict=True)), {name: i for i, name in enumerate(names)}
     moves = {}
@@ -303,7 +314,7 @@ def _moves_by_paths(
     ):
         to = checked_sharding(path, sharding)
         assert target is not None
-        used = {*target.sources}
+        used = {part.source for part in target.parts}
         moves[i] = _Move(
             to,
             target.shape,
@@ -325,18 +336,23 @@ def _planned_paths(tree: Any, plan: Plan) -> list[str]:
     return [paths[row] for row in tree_util.tree_leaves(aligned.leaves.tree)]
 
 
-def _made(target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSharding) -> Any:
-    if not is_plain(target, lambda name: np.shape(live[name])):
+def _made(
+    target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSharding
+) -> tuple[Any, Any]:
+    if not target.is_plain:
         return made_of(target, live, dtype, sharding)
-    leaf = live[target.parts[0].source]
-    return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+    return cast(live[target.parts[0].source], dtype)
 
 
 def _bound(moves: Mapping[int, _Move], bound: int | None, tree: Any) -> int:
     """Return the bound, or the default."""
     largest = max(moves, key=lambda i: moves[i].bytes, default=None)
-    if largest is None:
-        return bound_of(bound, 0, "")
-    size = moves[largest].bytes
-    path = leaf_path(tree, largest) if bound is not None and size > bound else ""
-    return bound_of(bound, size, f"{path} has {bytes_shown(size)}")
+    size = 0 if largest is None else moves[largest].bytes
+    if bound is None:
+        return max(DEFAULT_IN_FLIGHT, size)
+    if largest is not None and size > bound:
+        raise ValueError(
+            f"max_bytes_in_flight is {bytes_shown(bound)}, and {leaf_path(tree, largest)} has "
+            f"{bytes_shown(size)}: give at least {size:,}"
+        )
+    return bound

@@ -18,18 +18,21 @@ from jax import tree_util
 
 from shardrules._base.arguments import as_tuple, check_items, check_type, integer
 from shardrules._base.atomic_write import sync_directory
-from shardrules._base.dtypes import SAFETENSORS, bits_of, given_name
+from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of, given_name, key_dtype
 from shardrules._base.io import FileError, path_of
-from shardrules._checkpoint.problems import Problems
-from shardrules._checkpoint.programs import dtype_on_devices, is_plain, made_of, spread_over
-from shardrules._checkpoint.renames import Rename
-from shardrules._checkpoint.targets import Target, finds, targets_of
+from shardrules._base.text import with_article
+from shardrules._checkpoint.conversion import dtype_on_devices
+from shardrules._checkpoint.names import A_RENAME, Rename, backwards
+from shardrules._checkpoint.programs import made_of, made_on_host, spread_over
+from shardrules._checkpoint.targets import Problems, Target, targets_of
 from shardrules._place.named_arrays import leaf_paths
 from shardrules._place.processes import JointCall
 from shardrules._plan.align import check_distinct
 from shardrules._plan.files.leaves import ArraySpec
+from shardrules._plan.files.safetensors import KEYS
 
 _CODES: Final = {numpy_name: code for code, numpy_name in SAFETENSORS.items()}
+_IMPLEMENTATIONS: Final = {dtype: name for name, dtype in RANDOM_KEYS.items()}
 _INDEX: Final = "model.safetensors.index.json"
 # No reader takes a file of this suffix for a checkpoint.
 _PART: Final = ".part"
@@ -47,6 +50,7 @@ class _FilePlace(NamedTuple):
     dtype: str
     file: int
     offset: int
+    key: str
 
     @property
     def size(self) -> int:
@@ -69,17 +73,18 @@ def save(
     are in it.
 
     Args:
-        tree: A pytree of arrays. Their names are their paths.
+        tree: A pytree of arrays. Their names are their paths. Of random keys the words are saved,
+            and `load` makes keys of them.
         path: The directory, which must not exist.
-        renames: `Rename` records for arrays that have other names in the files, or lie otherwise,
-            as in `reshard`; `shardrules.renames.inverse` makes them of those of `load`. An array
-            that is rearranged is made on the devices, one at a time.
+        renames: The `Rename` templates of `load`, which `save` follows backwards: from the tree's
+            paths to the checkpoint's names. All arrays must be found. An array that is rearranged
+            is made on the devices, one at a time.
         shard_bytes: Maximum bytes of the arrays in one file. A larger array has its own file.
 
     Raises:
         FileError: The directory, or that of another save to it, exists; or it cannot be written.
         ValueError: The tree has no arrays, a name twice, or a dtype that safetensors lacks; or the
-            renames find none of its arrays, or do not fit them.
+            renames do not find all of its arrays, do not fit them, or cannot go back.
         RuntimeError: In several processes: their calls differ, or a process has failed or is late.
 
     Example:
@@ -103,11 +108,11 @@ def save(
     starts: list[int] = []
     try:
         with JointCall("save") as call:
-            records = check_items(
-                "renames", as_tuple("renames", renames, "Renames"), Rename, "a Rename"
+            followed = check_items(
+                "renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME
             )
             most = integer("shard_bytes", shard_bytes, 1, what="a number of bytes")
-            entries = _file_places(_arrays_to_write(tree, records), most)
+            entries = _file_places(_arrays_to_write(tree, followed), most)
             files = [
                 f"model-{i + 1:05}-of-{entries[-1].file + 1:05}.safetensors"
                 for i in range(entries[-1].file + 1)
@@ -115,12 +120,20 @@ def save(
             if first:
                 _check_absent(target)
                 _check_absent(folder)
+                folder.parent.mkdir(parents=True, exist_ok=True)
                 folder.mkdir()
                 made = True
                 starts = [_make_file(folder / file, entries, i) for i, file in enumerate(files)]
-            call.agree(lambda: [(e.name, f"{e.dtype}{list(e.shape)} {e.file}") for e in entries])
+            call.agree(
+                lambda: [
+                    ("the path", str(target)),
+                    ("renames", str(followed)),
+                    *((e.name, f"{e.dtype}{list(e.shape)} {e.file}") for e in entries),
+                ]
+            )
         with JointCall("save", "while it was writing") as call:
             if not first:
+                _check_shared(folder)
                 starts = [_data_start(folder / (file + _PART)) for file in files]
             for i, file in enumerate(files):
                 _write_file(folder / (file + _PART), starts[i], entries, i, first)
@@ -138,6 +151,14 @@ def save(
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _check_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise FileError(
+            f"{folder.parent}: save needs one directory that all processes see; process "
+            f"{jax.process_index()} does not see {folder.name}, which process 0 has made"
+        )
+
+
 def _check_absent(path: Path) -> None:
     if os.path.lexists(path):
         raise FileError(
@@ -150,6 +171,8 @@ class _Array(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     make: Callable[[], Any]
+    key: str = ""
+    """The dtype of the random keys of which it has the words."""
 
 
 def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
@@ -160,52 +183,88 @@ def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
     for name, leaf in zip(names, leaves, strict=True):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "__array__"):
             raise ValueError(
-                f"tree: {name} is {type(leaf).__name__}, and no array; "
-                "give arrays, such as those of jax.jit(init, out_shardings=...)"
+                f"tree: {name or 'it'} is {with_article(type(leaf).__name__)}, and no array; give "
+                "arrays, such as those of jax.jit(init, out_shardings=...), of a number "
+                "jax.numpy.asarray(3), or leave it out"
             )
         dtype = given_name(f"tree: the dtype of {name}", leaf.dtype)
-        arrays.append(_Array(name, tuple(leaf.shape), dtype, partial(_unchanged, leaf)))
+        arrays.append(_array_of(name, tuple(leaf.shape), dtype, partial(_unchanged, leaf)))
     if not renames:
         return arrays
     problems = Problems("the tree", in_file=False)
-    live = dict(zip(names, leaves, strict=True))
-    specs = {array.name: ArraySpec(array.shape, array.dtype) for array in arrays}
-    targets = targets_of(specs, renames, {}, problems)
-    problems.raise_all()
-    if names and not any(finds(record, names) for record in renames):
-        raise ValueError(
-            f"renames: they find no array of the tree, whose first path is {names[0]!r}"
+    live = {_found_name(name, renames): leaf for name, leaf in zip(names, leaves, strict=True)}
+    specs = {
+        name: ArraySpec(tuple(leaf.shape), given_name(name, leaf.dtype))
+        for name, leaf in live.items()
+    }
+    targets = targets_of(specs, backwards(renames), {}, problems)
+    for name in targets.left:
+        problems.add(
+            "left over: no Rename finds it; Rename('{name*}', '{name*}') at the end saves the rest "
+            "under their own names",
+            name,
         )
-    return [_target_array(name, target, live) for name, target in targets.items()]
+    problems.raise_all()
+    for name, double in targets.doubles:
+        _check_double(name, double, targets.by_path[name], live)
+    return [_target_array(name, target, live) for name, target in targets.by_path.items()]
+
+
+def _found_name(name: str, renames: Sequence[Rename]) -> str:
+    """Return the path of a leaf as templates have it: without the `value` of a box of nnx."""
+    has_value = any((rename.path or "").endswith("/value") for rename in renames)
+    return name if has_value else name.removesuffix("/value")
 
 
 def _unchanged(leaf: Any) -> Any:
     return leaf
 
 
+def _array_of(name: str, shape: tuple[int, ...], dtype: str, make: Callable[[], Any]) -> _Array:
+    """Return an array to write; of random keys, their words."""
+    if key_dtype(dtype) is None:
+        return _Array(name, shape, dtype, make)
+    words = bits_of(dtype) // 32
+    return _Array(name, (*shape, words), "uint32", lambda: jax.random.key_data(make()), dtype)
+
+
 def _target_array(name: str, target: Target, live: Mapping[str, Any]) -> _Array:
-    first = live[target.sources[0]]
-    if is_plain(target, lambda source: live[source].shape):
-        dtype = target.dtype
-        is_same = first.dtype.name == dtype
-        make = partial(_unchanged, first) if is_same else partial(first.astype, dtype)
-        return _Array(name, target.shape, dtype, make)
-    dtype_there = dtype_on_devices(target.dtype)
-    mesh = getattr(getattr(first, "sharding", None), "mesh", None)
+    first = live[target.parts[0].source]
+    if target.is_plain:
+        return _array_of(name, target.shape, target.dtype, partial(_unchanged, first))
+    return _array_of(name, target.shape, target.dtype, partial(_made, target, live))
+
+
+def _made(target: Target, live: Mapping[str, Any]) -> Any:
+    """Make an array that renames rearrange: on the host, or spread over the devices of a part."""
+    sources = [live[part.source] for part in target.parts]
+    if not any(isinstance(source, jax.Array) for source in sources):
+        return made_on_host(target, live)
+    mesh = getattr(getattr(sources[0], "sharding", None), "mesh", None)
     sharding = None if mesh is None else spread_over(mesh, target.shape)
-    make = partial(made_of, target, live, dtype_there, sharding)
-    return _Array(name, target.shape, dtype_there.name, make)
+    dtype = key_dtype(target.dtype) or dtype_on_devices(target.dtype)
+    return made_of(target, live, dtype, sharding)[0]
+
+
+def _check_double(name: str, double: Target, target: Target, live: Mapping[str, Any]) -> None:
+    """Check that what a `shared` record made is still a copy."""
+    copy, own = (_made(each, live) for each in (double, target))
+    if copy.shape != own.shape or not jax.numpy.array_equal(copy, own, equal_nan=True):
+        raise ValueError(
+            f"renames: {double.parts[0].source} is no copy of {name} any more, as shared=True "
+            "says; give a Rename without shared, so that both are saved"
+        )
 
 
 def _file_places(arrays: list[_Array], shard_bytes: int) -> list[_FilePlace]:
     entries: dict[str, _FilePlace] = {}
     file = offset = 0
-    for name, shape, dtype, make in arrays:
+    for name, shape, dtype, make, key in arrays:
         if dtype not in _CODES or bits_of(dtype) < 8:
             raise ValueError(f"tree: {name} is {dtype}, which safetensors files cannot hold here")
         if name in entries or name == "__metadata__":
             raise ValueError(f"tree: {name!r} is no name for one array; rename it")
-        entry = _FilePlace(name, make, shape, dtype, file, offset)
+        entry = _FilePlace(name, make, shape, dtype, file, offset, key)
         if offset and offset + entry.size > shard_bytes:
             file, offset = file + 1, 0
             entry = entry._replace(file=file, offset=0)
@@ -219,7 +278,9 @@ def _file_places(arrays: list[_Array], shard_bytes: int) -> list[_FilePlace]:
 def _make_file(path: Path, entries: list[_FilePlace], index: int) -> int:
     """Write the header, reserve the place of the data, and return where that begins."""
     own = [entry for entry in entries if entry.file == index]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    keys = {entry.name: _IMPLEMENTATIONS[entry.key] for entry in own if entry.key}
+    metadata = {"format": "pt", **({KEYS: json.dumps(keys)} if keys else {})}
+    header: dict[str, Any] = {"__metadata__": metadata}
     for e in own:
         ends = [e.offset, e.offset + e.size]
         header[e.name] = {"dtype": _CODES[e.dtype], "shape": list(e.shape), "data_offsets": ends}
@@ -289,7 +350,9 @@ def _own_boxes(leaf: Any, first: bool) -> Iterator[_Values]:
                 # A copy of the shard alone: `np.asarray(shard.data)` would stay with the array.
                 yield shard.index, np.array(shard.data, order="C")
     elif first:
-        yield (slice(None),) * leaf.ndim, np.array(leaf, order="C")
+        # Files have the least byte first.
+        values = np.array(leaf, order="C")
+        yield (slice(None),) * leaf.ndim, values.astype(values.dtype.newbyteorder("<"), copy=False)
 
 
 def _write_box(

@@ -1,31 +1,176 @@
-"""Arrays matched with the tree that they are to fill, and problems where they do not fit."""
+"""Arrays matched with the tree that they are to fill: all, or a part; and where they do not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
 
+import jax
 import numpy as np
+from jax import tree_util
+from jax.sharding import NamedSharding
 
+from shardrules._base.arguments import boolean, check_type
 from shardrules._base.dtypes import bits_of, converts, given_name, is_plain_float, key_dtype
-from shardrules._checkpoint.problems import Problems
-from shardrules._checkpoint.ranges import numpy_dtype
-from shardrules._checkpoint.renames import Rename
-from shardrules._checkpoint.selection import Selection
-from shardrules._checkpoint.targets import Target, targets_of
+from shardrules._base.text import counted, shown
+from shardrules._checkpoint.conversion import LossError, converted, numpy_dtype
+from shardrules._checkpoint.layouts import Shape
+from shardrules._checkpoint.names import DirectedRename
+from shardrules._checkpoint.targets import Problems, Target, targets_of
 from shardrules._place.mesh import check_placeable
 from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.align import check_distinct, match_rows
 from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.files.models import Arrays, nested_dicts
+from shardrules._plan.fold import fold_paths
 
-_ShapeAndDtype = tuple[tuple[int, ...], str]
+_LOG: Final = logging.getLogger("shardrules")
+_ShapeAndDtype = tuple[Shape, str]
+
+
+class Selection:
+    """What is loaded of a checkpoint; by default all, and into a tree that it fills.
+
+    Args:
+        strict: Whether arrays that the tree does not have are an error.
+        only: A regex that the paths of arrays to load have in them. None: all.
+        missing: A tree of values for leaves that the checkpoint lacks.
+
+    Attributes:
+        left_out: The arrays that the tree does not have.
+        made: The values of leaves that are made, by path.
+    """
+
+    def __init__(self, strict: Any = True, only: Any = None, missing: Any = None) -> None:
+        self.strict = boolean("strict", strict)
+        check_type("only", only, str | re.Pattern | None, "a regex, or None")
+        try:
+            self._only = None if only is None else re.compile(only)
+        except re.error as error:
+            raise ValueError(f"only: {only!r} is not a regex: {error}") from None
+        self._missing = {}
+        if missing is not None:
+            values = zip(leaf_paths(missing), tree_util.tree_leaves(missing), strict=True)
+            self._missing = {_bare(path): value for path, value in values}
+        for path, value in self._missing.items():
+            if not callable(value) and not isinstance(value, _VALUES):
+                raise TypeError(
+                    f"missing: {path or 'it'} is {shown(value)}; give a tree of numbers, arrays, "
+                    "and functions of shape and dtype such as jax.numpy.zeros"
+                )
+        self.left_out: list[str] = []
+        self.made: dict[str, Any] = {}
+
+    def options(self) -> str:
+        """Return what several processes compare."""
+        only = None if self._only is None else self._only.pattern
+        missing = {path: _identity(value) for path, value in self._missing.items()}
+        return f"strict={self.strict}, only={only!r}, missing={missing}"
+
+    def wants(self, path: str) -> bool:
+        """Say whether the array at this path is loaded."""
+        return self._only is None or self._only.search(path) is not None
+
+    def makes(self, path: str) -> bool:
+        """Say whether a leaf that the checkpoint lacks is made; it is noted then."""
+        at = next((at for at in _prefixes(_bare(path)) if at in self._missing), None)
+        if at is not None:
+            self.made[path] = self._missing[at]
+        return at is not None
+
+    def leaves_out(self, name: str) -> bool:
+        """Say whether an array that the tree does not have is left out; it is noted then."""
+        if not self.strict:
+            self.left_out.append(name)
+        return not self.strict or not self.wants(name)
+
+    def check(self, paths: Sequence[str], problems: Problems) -> None:
+        """Note what finds none of the paths."""
+        if self._only is not None and not any(map(self._only.search, paths)):
+            problems.add("only finds no such path; correct the pattern", self._only.pattern)
+        there = {at for path in paths for at in _prefixes(_bare(path))} if self._missing else set()
+        for path in self._missing:
+            if path not in there:
+                problems.add("missing: the tree has no such path", path, paths)
+
+    def tell(self, name: str) -> None:
+        """Log what is left out and what is made."""
+        for what, paths in (("left out", self.left_out), ("made", list(self.made))):
+            if paths and jax.process_index() == 0:
+                count, patterns = counted(len(paths), "array"), ", ".join(fold_paths(paths))
+                _LOG.warning("load: %s: %s %s: %s", name, count, what, patterns)
+
+
+_VALUES: Final = (int, float, complex, np.ndarray, np.generic, jax.Array)
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield the path and those of the nodes above it."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
+    yield ""
+
+
+def _identity(value: Any) -> str:
+    """Return a text that is the same in all processes for equal values."""
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return f"{value.dtype}{list(value.shape)}"
+    array = np.asarray(value)
+    return f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
+
+
+def initial(path: str, value: Any, like: Any, sharding: NamedSharding) -> Any:
+    """Make a leaf on its devices."""
+    try:
+        if callable(value):
+            return _init_program(value, like.shape, like.dtype, sharding)()
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return jax.device_put(value.astype(like.dtype), sharding)
+        array = np.asarray(value)
+        if array.ndim and array.shape != like.shape:
+            raise _ShapeError(list(array.shape))
+        if array.dtype.kind in "iuf" and np.dtype(like.dtype).kind in "iu":
+            whole = array.astype(np.dtype(like.dtype))
+            if (whole != array).any():
+                raise LossError(f"{shown(value)} is not of {like.dtype}")
+        array = np.broadcast_to(converted(array, np.dtype(like.dtype)), like.shape)
+        return jax.make_array_from_callback(like.shape, sharding, array.__getitem__)
+    except LossError as error:
+        raise ValueError(f"missing: the value of {path}: {error}") from None
+    except _ShapeError as error:
+        raise ValueError(
+            f"missing: the value of {path} has the shape {error}; the tree wants {list(like.shape)}"
+        ) from None
+
+
+class _ShapeError(Exception):
+    """Shape that is another one."""
+
+
+@lru_cache(maxsize=256)
+def _init_program(
+    init: Callable[..., Any], shape: Shape, dtype: Any, sharding: NamedSharding
+) -> Callable[[], Any]:
+    def make() -> Any:
+        values = jax.numpy.asarray(init(shape, dtype))
+        if values.shape != shape:
+            raise _ShapeError(list(values.shape))
+        return values.astype(dtype)
+
+    return jax.jit(make, out_shardings=sharding)
 
 
 def matched(
     arrays: Mapping[str, ArraySpec],
     tree: Any,
-    renames: Sequence[Rename],
+    records: Sequence[DirectedRename],
     dtype: str | None,
     problems: Problems,
     *,
@@ -37,7 +182,7 @@ def matched(
     """
     selection = selection or Selection()
     if tree is None:
-        targets = targets_of(arrays, renames, {}, problems)
+        targets = targets_of(arrays, records, {}, problems).by_path
         selection.check(list(targets), problems)
         problems.raise_all()
         targets = {path: target for path, target in targets.items() if selection.wants(path)}
@@ -52,7 +197,7 @@ def matched(
         for path, (shape, _) in zip(paths, tree_specs, strict=True):
             for name in (path, _bare(path)):
                 shapes[name] = shapes[name.replace("/", ".")] = shape
-        targets = targets_of(arrays, renames, shapes, problems)
+        targets = targets_of(arrays, records, shapes, problems).by_path
         selection.check(paths, problems)
         targets = _in_tree(targets, paths, tree_specs, problems, selection)
     unknown = {name for name in {name for _, name in tree_specs} if not _is_known_to_jax(name)}
@@ -110,6 +255,10 @@ def _of_named_array(path: str) -> str:
     return _bare(path).removesuffix("/0")
 
 
+def _with_slashes(path: str) -> str:
+    return path.replace(".", "/")
+
+
 def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
     """Make a tree of the names: with levels if there are slashes, as `read_model` has them."""
     leaves = {path: ArraySpec(target.shape, target.dtype) for path, target in targets.items()}
@@ -119,8 +268,6 @@ def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
 
 
 def shapes_and_dtypes(tree: Any, paths: list[str]) -> list[_ShapeAndDtype]:
-    from jax import tree_util
-
     return [
         (tuple(np.shape(leaf)), given_name(f"tree: the dtype of {path}", _dtype_of(leaf)))
         for path, leaf in zip(paths, tree_util.tree_leaves(tree), strict=True)
@@ -150,7 +297,13 @@ def _in_tree(
         if row < 0:
             if selection.makes(path):
                 continue
-            problems.add(f"missing: the tree wants {dtype}{list(shape)}", path, unused)
+            alike = [name for name in targets if targets[name].shape == shape and "embed" in name]
+            tied = (
+                f"; if {alike[0]} is it, too: Rename({alike[0]!r}, {path!r}, shared=True)"
+                if alike and ("head" in path or "output" in path)
+                else ""
+            )
+            problems.add(f"missing: the tree wants {dtype}{list(shape)}{tied}", path, unused)
             continue
         target = aligned[path] = targets[names[row]]
         if target.shape != shape:
@@ -172,18 +325,12 @@ def _in_tree(
     return aligned
 
 
-def _with_slashes(path: str) -> str:
-    return path.replace(".", "/")
-
-
 def _fits(source: str, target: str) -> bool:
     """Say whether an array of one dtype can become another; floats of 8 bits are codes."""
     return source == target or (converts(source, target) and "float8" not in source + target)
 
 
 def _is_known_to_jax(dtype: str) -> bool:
-    import jax
-
     if bits_of(dtype) < 8 or key_dtype(dtype) is not None:
         return True  # the former is refused for another reason
     try:
@@ -196,9 +343,8 @@ def _is_known_to_jax(dtype: str) -> bool:
 
 def _abstract(tree: Any, tree_specs: list[_ShapeAndDtype]) -> Any:
     """Return the tree with ShapeDtypeStructs of the dtypes that arrays get on devices."""
-    import jax
 
-    def of_leaf(shape: tuple[int, ...], name: str) -> Any:
+    def of_leaf(shape: Shape, name: str) -> Any:
         dtype = key_dtype(name)
         if dtype is None:
             dtype = jax.dtypes.canonicalize_dtype(numpy_dtype(name))

@@ -19,7 +19,7 @@ from operator import itemgetter, sub
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._base.dtypes import SAFETENSORS, bits_of
+from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of
 from shardrules._base.io import FileError, join_chunks, opened, parse_json
 from shardrules._base.text import and_more, near_shown, shown
 from shardrules._plan.files.leaves import (
@@ -43,6 +43,8 @@ _READS: Final = 16
 _OF_OTHERS: Final = ("adapter_model", "consolidated.safetensors")
 _FIELDS: Final = itemgetter("shape", "dtype", "data_offsets")
 _METADATA: Final = "__metadata__"
+KEYS: Final = "shardrules.random_keys"
+"""In the metadata: JSON of {name: implementation}, for arrays that have words of random keys."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _ODD_OFFSETS: Final = "needs data_offsets that are a list of two integers"
 
@@ -50,7 +52,7 @@ _ODD_OFFSETS: Final = "needs data_offsets that are a list of two integers"
 def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     """Read the arrays of one file."""
     header, file, data = _header(path)
-    _check_metadata(path, header.pop(_METADATA, None))
+    metadata = _checked_metadata(path, header.pop(_METADATA, None))
     names, entries = list(header), list(header.values())
     check_column(path, names, entries, dict, "needs an object with dtype, shape and data_offsets")
     if not set(map(len, entries)) <= {3}:
@@ -63,6 +65,8 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     if not set(dtypes) <= SAFETENSORS.keys():
         _raise_odd_dtype(path, names, dtypes)
     _check_offsets(path, leaves, offsets, len(data))
+    if KEYS in metadata:
+        leaves |= _random_keys(path, metadata[KEYS], leaves)
     if not make.keeps_places:
         return leaves
     begins: Iterable[Any] = map(itemgetter(0), offsets)
@@ -108,16 +112,39 @@ def _check_marks(path: Path, text: bytes) -> None:
         raise FileError(f"{path}: a number in the header is negative; write the file again")
 
 
-def _check_metadata(path: Path, metadata: object) -> None:
+def _checked_metadata(path: Path, metadata: object) -> dict[str, str]:
     if metadata is None:
-        return
+        return {}
     words: list[Any] = [*metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
-    if not all_are(str, words):
+    if not isinstance(metadata, dict) or not all_are(str, words):
         raise FileError(
             f"{path}: {_METADATA} is {shown(metadata)}, not an object of strings; write the file "
             "again"
         )
     check_text(path, words, _METADATA)
+    return metadata
+
+
+def _random_keys(path: Path, text: str, leaves: dict[str, ArraySpec]) -> dict[str, ArraySpec]:
+    """Return the arrays of whose words random keys are made again."""
+    keys = parse_json(path, text.encode())
+    found = {}
+    for name, implementation in keys.items() if isinstance(keys, dict) else [("", keys)]:
+        words = leaves.get(name)
+        dtype = RANDOM_KEYS.get(implementation) if isinstance(implementation, str) else None
+        if (
+            words is None
+            or dtype is None
+            or words.dtype != "uint32"
+            or not words.shape
+            or (words.shape[-1] * 32 != bits_of(dtype))
+        ):
+            raise FileError(
+                f"{path}: {_METADATA}: {KEYS} has {name!r}: {shown(implementation)}, which are no "
+                "words of random keys; write the file again"
+            )
+        found[name] = ArraySpec(words.shape[:-1], dtype)
+    return found
 
 
 def _raise_odd_fields(path: Path, header: dict[str, Any]) -> NoReturn:

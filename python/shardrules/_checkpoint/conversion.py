@@ -1,0 +1,125 @@
+"""Values in another dtype, on the host and on devices: none that is finite may get lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardrules._base.dtypes import is_inexact
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+class LossError(ArithmeticError):
+    """Values that another dtype does not have."""
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype of this name in numpy or ml_dtypes."""
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def dtype_on_devices(dtype: str) -> np.dtype[Any]:
+    """Return the dtype that an array of this one gets on devices: 64 bits become 32."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(numpy_dtype(dtype)))
+
+
+def converted(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return the values in this dtype.
+
+    Raises:
+        LossError: A finite number would become infinite, or an integer another one.
+    """
+    if values.dtype == dtype:
+        return values
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = values.astype(dtype)
+    limit = largest(dtype)
+    if not values.size or limit is None or (largest(values.dtype) or np.inf) <= limit:
+        return result
+    if not is_inexact(dtype):
+        if int(values.min()) < int(np.iinfo(dtype).min) or int(values.max()) > limit:
+            raise LossError(_lost(values, dtype))
+        return result
+    # Some finite values are rounded to the largest, and infinite ones stay what they are.
+    if bool((np.isfinite(values) & ~np.isfinite(result)).any()):
+        raise LossError(_lost(values[np.isfinite(values)], dtype))
+    return result
+
+
+def _lost(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> str:
+    if values.dtype.kind == "c":
+        values = np.abs(values)
+    first, last = values.min(), values.max()
+    if is_inexact(dtype):
+        first, last = f"{float(first):.4g}", f"{float(last):.4g}"
+    limit = largest(dtype)
+    end = f"{limit:.4g}" if is_inexact(dtype) else str(limit)
+    return f"its values are from {first} to {last}, and the largest of {dtype.name} is {end}"
+
+
+@cache
+def largest(dtype: np.dtype[Any]) -> float | int | None:
+    """Return the largest value of numbers; None for flags and codes of less than a byte."""
+    import ml_dtypes
+
+    if dtype.kind in "iu":
+        return int(np.iinfo(dtype).max)
+    if dtype.kind == "c":
+        dtype = np.dtype(f"f{dtype.itemsize // 2}")
+    finfo: Any = ml_dtypes.finfo
+    return float(finfo(dtype).max) if is_inexact(dtype) else None
+
+
+def _narrows(before: Any, after: Any) -> bool:
+    """Say whether an array of one dtype may lose values in the other."""
+    if jnp.issubdtype(before, jax.dtypes.extended):
+        return False
+    old, new = np.dtype(before), np.dtype(after)
+    if old.kind in "iu" and new.kind in "iu":
+        return not np.can_cast(old, new)
+    return (largest(new) or np.inf) < (largest(old) or 0)
+
+
+def with_loss(array: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return (an array of devices in this dtype, whether a value got lost; None if none can)."""
+    if array.dtype == dtype:
+        return array, None
+    result = array.astype(dtype)
+    if not _narrows(array.dtype, dtype):
+        return result, None
+    if jnp.issubdtype(dtype, jnp.integer):
+        return result, jnp.any(result.astype(array.dtype) != array)
+    return result, jnp.any(jnp.isfinite(array) & ~jnp.isfinite(result))
+
+
+@lru_cache(maxsize=256)
+def _conversion(dtype: Any) -> Any:
+    return jax.jit(lambda array: with_loss(array, dtype))
+
+
+def cast(array: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return (the array in this dtype, whether a value got lost, on devices or None)."""
+    if array.dtype == dtype:
+        return array, None
+    if isinstance(array, jax.Array):
+        return _conversion(np.dtype(dtype))(array)  # type: ignore[no-any-return]
+    return converted(np.asarray(array), np.dtype(dtype)), None
+
+
+def check_kept(losses: Mapping[str, Any]) -> None:
+    """Raise an error for the first path whose array has lost a value."""
+    for path, loss in losses.items():
+        if bool(np.asarray(loss.addressable_data(0))):
+            raise ValueError(
+                f"{path}: a finite value would become infinite, or an integer another one; give "
+                "the array a dtype that has them, alone with Rename(..., dtype=...)"
+            )

@@ -1,0 +1,266 @@
+"""Ranges of bytes of files, read into memory: each file as it was when its header was read."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from math import prod
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from shardrules import _core
+from shardrules._base.io import FileError, opened
+from shardrules._checkpoint.conversion import numpy_dtype
+from shardrules._plan.files.leaves import ArraySpec, StoredFile, state_of
+from shardrules._plan.files.remote import RemoteFile
+
+if TYPE_CHECKING:
+    import io
+
+    import numpy.typing as npt
+
+GAP: Final = 4 << 10
+"""Bytes between two ranges that are read along: less than what a call of the system takes."""
+SHARE: Final = 16 << 20
+"""Bytes that are read at once."""
+# The gap of files of other machines, where a request takes milliseconds.
+_REMOTE_GAP: Final = 256 << 10
+# Linux has 1,024.
+_MOST_BUFFERS: Final = 1000
+# More than there are threads that read. A process may often have no more than 256 in all.
+_MOST_FILES: Final = 64
+_SAMPLE: Final = 64
+
+
+class Ranges(NamedTuple):
+    """Ranges of bytes in a file, and where in memory they go."""
+
+    begins: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+
+    def part(self, index: Any) -> Ranges:
+        """Return some of them."""
+        return Ranges(*(column[index] for column in self))
+
+    def in_order(self) -> Ranges:
+        """Return them in the order of the file, neighbours as one."""
+        is_sorted = (np.diff(self.begins) >= 0).all()
+        ranges = self if is_sorted else self.part(np.argsort(self.begins, kind="stable"))
+        begins, sizes, places = ranges
+        is_next = (np.diff(begins) == sizes[:-1]) & (np.diff(places) == sizes[:-1])
+        first = np.flatnonzero(np.concatenate([[True], ~is_next]))
+        return Ranges(begins[first], np.add.reduceat(sizes, first), places[first])
+
+    def shares(self) -> Iterator[Ranges]:
+        """Yield them in parts of about `SHARE` bytes; long ones are cut."""
+        ranges = self
+        if int(ranges.sizes.max()) > SHARE:
+            cuts = -(-ranges.sizes // SHARE)
+            ranges = ranges.part(np.repeat(np.arange(len(cuts)), cuts))
+            at = (np.arange(len(ranges.begins)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * SHARE
+            sizes = np.minimum(ranges.sizes - at, SHARE)
+            ranges = Ranges(ranges.begins + at, sizes, ranges.places + at)
+        share = (np.cumsum(ranges.sizes) - 1) // SHARE
+        ends = np.flatnonzero(np.diff(share)) + 1
+        for begin, end in pairwise([0, *ends.tolist(), len(share)]):
+            yield ranges.part(slice(begin, end))
+
+
+# Not on Windows.
+_native: Callable[..., tuple[int, int]] | None = getattr(_core, "read_ranges", None)
+
+
+class _OpenFile:
+    """File, and how many threads read it."""
+
+    def __init__(self, stored: StoredFile) -> None:
+        self.stored = stored
+        self.users = 0
+        self._closing = ExitStack()
+        self.file = self._closing.enter_context(opened(stored.path))
+
+    def close(self, *, is_checked: bool) -> None:
+        """Close it; checked, if it is as it was when its header was read."""
+        with self._closing:
+            if is_checked:
+                _check_unchanged(self.stored, self.file)
+
+
+class Reader:
+    """Open files; for several threads. A context manager that checks the files at its end.
+
+    At most `_MOST_FILES` are open; then the one that was used longest ago is checked and closed.
+
+    Attributes:
+        arrays: The arrays of the files.
+        bytes_read: How many bytes have been read so far.
+    """
+
+    def __init__(self, arrays: Mapping[str, ArraySpec]) -> None:
+        self.arrays = arrays
+        self.bytes_read = 0
+        self._files: OrderedDict[StoredFile, _OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        with ExitStack() as closing:
+            for file in self._files.values():
+                closing.callback(file.close, is_checked=error is None)
+
+    def sample(self, name: str) -> bytes:
+        """Read some bytes in the middle of an array."""
+        array = self.arrays[name]
+        size = numpy_dtype(array.dtype).itemsize * prod(array.shape)
+        data = np.empty(min(size, _SAMPLE), np.uint8)
+        begin = array.begin + (size - len(data)) // 2
+        if len(data) and array.file is not None:
+            self.read(array.file, Ranges(*(np.array([n]) for n in (begin, len(data), 0))), data)
+        return data.tobytes()
+
+    def read(self, stored: StoredFile, ranges: Ranges, memory: npt.NDArray[np.uint8]) -> None:
+        """Read ranges, which are in the order of the file."""
+        at, size = int(ranges.begins[0]), int(ranges.sizes.sum())
+        with self._opened(stored) as file:
+            code = 0
+            try:
+                at, code = _read_ranges(file.file, ranges, memory)
+            except OSError as error:
+                code = error.errno or -1
+            if code < 0:
+                raise _changed(stored)
+            if code:
+                raise FileError(
+                    f"{stored.path}: byte {at:,}: {os.strerror(code)}; "
+                    "check the disk, and copy or download the file again"
+                )
+        with self._lock:
+            self.bytes_read += size
+
+    @contextmanager
+    def _opened(self, stored: StoredFile) -> Iterator[_OpenFile]:
+        """Yield the file, which stays open meanwhile."""
+        with self._lock:
+            file = self._files.get(stored)
+            if file is None:
+                self._close_oldest()
+                file = self._files[stored] = _OpenFile(stored)
+                _check_unchanged(stored, file.file)
+            self._files.move_to_end(stored)
+            file.users += 1
+        try:
+            yield file
+        finally:
+            with self._lock:
+                file.users -= 1
+
+    def _close_oldest(self) -> None:
+        """Close the file that was used longest ago, if there are too many."""
+        if len(self._files) < _MOST_FILES:
+            return
+        idle = next((stored for stored, file in self._files.items() if not file.users), None)
+        if idle is not None:
+            self._files.pop(idle).close(is_checked=True)
+
+
+def _check_unchanged(stored: StoredFile, file: io.BufferedReader) -> None:
+    if state_of(file) != stored.state:
+        raise _changed(stored)
+
+
+def _changed(stored: StoredFile) -> FileError:
+    return FileError(
+        f"{stored.path}: the file has changed since its header was read; wait until it is written, "
+        "and load again"
+    )
+
+
+def _read_ranges(
+    file: io.BufferedReader, ranges: Ranges, memory: npt.NDArray[np.uint8]
+) -> tuple[int, int]:
+    """Read ranges; returns (where it stopped, 0, or the system's error there, or -1 at the end)."""
+    if isinstance(file.raw, RemoteFile):
+        _read_remote(file.raw, ranges, memory)
+        return 0, 0
+    if _native is not None:
+        return _native(file.fileno(), *ranges, memory, GAP)
+    view, between = memoryview(memory.data), memoryview(bytearray(GAP))
+    rows = zip(*(column.tolist() for column in ranges), strict=True)
+    buffers: list[memoryview] = []
+    end = at = int(ranges.begins[0])
+    for begin, size, place in rows:
+        if not 0 <= begin - end <= GAP or len(buffers) >= _MOST_BUFFERS:
+            at, code = _read_span(file, at, buffers)
+            if code:
+                return at, code
+            buffers, at = [], begin
+        elif begin > end:
+            buffers.append(between[: begin - end])
+        buffers.append(view[place : place + size])
+        end = begin + size
+    return _read_span(file, at, buffers)
+
+
+def _read_remote(file: RemoteFile, ranges: Ranges, memory: npt.NDArray[np.uint8]) -> None:
+    """Read ranges of another machine at once, those that are near one another as one."""
+    begins, ends = ranges.begins, ranges.begins + ranges.sizes
+    spans: list[slice] = []
+    first = 0
+    for i in range(1, len(begins) + 1):
+        is_near = (
+            i < len(begins)
+            and begins[i] - ends[i - 1] <= _REMOTE_GAP
+            and ends[i] - begins[first] <= SHARE
+        )
+        if not is_near:
+            spans.append(slice(first, i))
+            first = i
+    starts = [int(begins[span.start]) for span in spans]
+    parts = file.ranges(starts, [int(ends[span.stop - 1]) for span in spans])
+    for span, start, part in zip(spans, starts, parts, strict=True):
+        data = np.frombuffer(part, np.uint8)
+        for begin, size, place in zip(*(column[span].tolist() for column in ranges), strict=True):
+            memory[place : place + size] = data[begin - start : begin - start + size]
+
+
+def _read_span(file: io.BufferedReader, at: int, buffers: Sequence[memoryview]) -> tuple[int, int]:
+    """Fill the buffers in turn, from this offset on."""
+    left = [buffer for buffer in buffers if len(buffer)]
+    while left:
+        try:
+            count = _read_at(file, at, left)
+        except OSError as error:
+            return at, error.errno or -1
+        if not count:
+            return at, -1
+        at += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+    return at, 0
+
+
+if hasattr(os, "preadv"):
+
+    def _read_at(file: io.BufferedReader, begin: int, buffers: list[memoryview]) -> int:
+        return os.preadv(file.fileno(), buffers, begin)
+
+else:  # Windows
+    _seeking: Final = threading.Lock()
+
+    def _read_at(file: io.BufferedReader, begin: int, buffers: list[memoryview]) -> int:
+        with _seeking:
+            file.raw.seek(begin, 0)
+            return file.raw.readinto(buffers[0]) or 0

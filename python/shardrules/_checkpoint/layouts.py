@@ -1,0 +1,330 @@
+"""Layouts: how the dimensions of one array become those of another, and which parts make a box."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise, product
+from math import prod
+from typing import Any, Final, NamedTuple
+
+Shape = tuple[int, ...]
+Span = tuple[int, int]
+Box = tuple[Span, ...]
+"""Begin and end of a part in each dimension."""
+Groups = tuple[tuple[str, ...], ...]
+"""Per dimension the axes that it consists of, the slowest first."""
+
+_TOKEN: Final = re.compile(r"\(|\)|[A-Za-z_]\w*|\S")
+
+
+def box_shape(box: Box) -> Shape:
+    return tuple(end - begin for begin, end in box)
+
+
+def box_of(index: tuple[slice, ...], shape: Shape) -> Box:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def whole_box(shape: Shape) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def hull_of(boxes: Iterable[Box]) -> Box:
+    """Return the smallest box that has all of these in it."""
+    return tuple(
+        (min(begin for begin, _ in spans), max(end for _, end in spans))
+        for spans in zip(*boxes, strict=True)
+    )
+
+
+def slices_in(box: Box, outer: Box) -> Any:
+    """Return a box as an index of an array that has the values of an outer box; it gives a view."""
+    pairs = zip(box, outer, strict=True)
+    return (*(slice(begin - at, end - at) for (begin, end), (at, _) in pairs), ...)
+
+
+class Arrangement(NamedTuple):
+    """Axes of an array's dimensions, and of the result's."""
+
+    source: Groups
+    target: Groups
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Return the axes of the result alone: arrays are stacked along them, or repeated."""
+        return _only_in(self.target, self.source)
+
+    @property
+    def unstacked(self) -> tuple[str, ...]:
+        """Return the axes of the array alone, along which it is taken apart."""
+        return _only_in(self.source, self.target)
+
+
+def _only_in(groups: Groups, excluded: Groups) -> tuple[str, ...]:
+    axes = {axis for group in excluded for axis in group}
+    return tuple(axis for group in groups for axis in group if axis not in axes)
+
+
+@lru_cache(maxsize=256)
+def arrangement(text: str) -> Arrangement:
+    """Parse the text of an arrangement. A `1` is a dimension of no axes."""
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise ValueError(f"dims {text!r} must have one '->', as in 'out in -> in out'")
+    dims = Arrangement(*(_axis_groups(text, side) for side in sides))
+    for groups in dims:
+        axes = [axis for group in groups for axis in group]
+        if repeated := {axis for axis in axes if axes.count(axis) > 1}:
+            raise ValueError(f"dims {text!r} has the axis {min(repeated)!r} twice on one side")
+    apart = [[axis for axis in group if axis in dims.unstacked] for group in dims.source]
+    inner = [axis for group in dims.source for axis in group[1:] if axis in dims.unstacked]
+    if len(inner) > 1 or any(len(axes) > 1 for axes in apart):
+        raise ValueError(
+            f"dims {text!r} takes an array apart inside of a dimension along "
+            f"{' and '.join(axis for axes in apart for axis in axes)}; it can do so along one axis"
+        )
+    return dims
+
+
+def _axis_groups(text: str, side: str) -> Groups:
+    groups: list[tuple[str, ...]] = []
+    opened: list[str] | None = None
+    for token in _TOKEN.findall(side):
+        if token == "(" and opened is None:
+            opened = []
+        elif token == ")" and opened:
+            groups.append(tuple(opened))
+            opened = None
+        elif token == "1" and opened is None:
+            groups.append(())
+        elif not token.isidentifier():
+            raise ValueError(
+                f"dims {text!r}: {token!r} is in the wrong place; write the names of axes, those "
+                "of one dimension in parentheses, or 1"
+            )
+        elif opened is None:
+            groups.append((token,))
+        else:
+            opened.append(token)
+    if opened is not None:
+        raise ValueError(f"dims {text!r}: a parenthesis is not closed")
+    return tuple(groups)
+
+
+class Form(NamedTuple):
+    """How a region of an array becomes one of the result.
+
+    A view of an array has two dimensions for one that is taken apart, or joined, in each row of it.
+    A region is a box of a view, whose dimensions consist of axes.
+    """
+
+    view: Shape
+    region: Shape
+    axes: tuple[Shape, ...]
+    """Of each dimension of the region, the sizes of its axes."""
+    kept: Shape
+    """Of each axis in a row, how many elements there are in the result."""
+    order: Shape
+    """The axes in the order of the result; -1 repeats."""
+    target_axes: tuple[Shape, ...]
+    """Of each dimension of the result's region, the sizes of its axes."""
+
+    @property
+    def target(self) -> Shape:
+        """Return the shape of the result's region."""
+        return tuple(map(prod, self.target_axes))
+
+    @property
+    def is_plain(self) -> bool:
+        """Say whether it is a whole array as it is."""
+        return (
+            self.view == self.region == self.target
+            and len(self.kept) == len(self.view)
+            and self.order == tuple(range(len(self.view)))
+        )
+
+    def arranged(self, xp: Any, values: Any) -> Any:
+        """Return the result's region, by numpy or jax.numpy."""
+        values = values.reshape([size for axes in self.axes for size in axes])
+        values = values[tuple(map(slice, self.kept))]
+        values = values.transpose([axis for axis in self.order if axis >= 0])
+        if -1 in self.order:
+            sizes = [size for axes in self.target_axes for size in axes]
+            once = [1 if axis < 0 else n for axis, n in zip(self.order, sizes, strict=True)]
+            values = xp.broadcast_to(values.reshape(once), sizes)
+        return values.reshape(self.target)
+
+    @property
+    def strides(self) -> Shape:
+        """Return the elements between neighbours in the array, of each axis of the result."""
+        of_axes = [
+            stride * prod(axes[i + 1 :])
+            for stride, axes in zip(row_major(self.view), self.axes, strict=True)
+            for i in range(len(axes))
+        ]
+        return tuple(0 if axis < 0 else of_axes[axis] for axis in self.order)
+
+
+@lru_cache(maxsize=4096)
+def plain_form(shape: Shape) -> Form:
+    """Return what leaves an array of this shape as it is."""
+    axes = tuple((size,) for size in shape)
+    return Form(shape, shape, axes, shape, tuple(range(len(shape))), axes)
+
+
+def row_major(shape: Sequence[int]) -> Shape:
+    """Return the elements between neighbours along each dimension."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def form_of(
+    dims: Arrangement,
+    sizes: Mapping[str, int],
+    kept: Mapping[str, int],
+    apart: Mapping[str, tuple[int, int, int]],
+    shape: Shape,
+) -> tuple[Form, Shape]:
+    """Return the form of a part, and where its region begins in the view of the array.
+
+    Args:
+        dims: The arrangement.
+        sizes: The size of each axis that is in both arrays, or repeats.
+        kept: Axes that are cut, or filled up, with the elements that count.
+        apart: By axis that takes apart, where the part begins and ends in its dimension, or row,
+            and the size of that.
+        shape: The array's shape.
+    """
+    view: list[int] = []
+    region: list[int] = []
+    groups: list[tuple[str, ...]] = []
+    starts: list[int] = []
+    for size, group in zip(shape, dims.source, strict=True):
+        place = next((i for i, axis in enumerate(group) if axis in apart), None)
+        rows = () if place is None else group[:place]
+        if rows:
+            view.append(prod(sizes[axis] for axis in rows))
+            region.append(view[-1])
+            groups.append(rows)
+            starts.append(0)
+        begin, end, whole = (0, size, size) if place is None else apart[group[place]]
+        view.append(whole)
+        region.append(end - begin)
+        groups.append(group if place is None else group[place + 1 :])
+        starts.append(begin)
+    in_source = [axis for group in groups for axis in group]
+    of_target = target_groups(dims, in_source, sizes)
+    lengths = {axis: min(kept.get(axis, sizes[axis]), sizes[axis]) for axis in sizes}
+    form = Form(
+        tuple(view),
+        tuple(region),
+        tuple(tuple(sizes[axis] for axis in group) for group in groups),
+        tuple(lengths[axis] for axis in in_source),
+        tuple(
+            in_source.index(axis) if axis in in_source else -1
+            for group in of_target
+            for axis in group
+        ),
+        tuple(tuple(lengths[axis] for axis in group) for group in of_target),
+    )
+    return form, tuple(starts)
+
+
+def target_groups(
+    dims: Arrangement, in_source: Sequence[str], sizes: Mapping[str, int]
+) -> list[tuple[str, ...]]:
+    """Return the axes of each dimension of the result's view, without those that stack."""
+    groups = []
+    for group in dims.target:
+        place = stacking_place(group, in_source, sizes)
+        if place:
+            groups.append(group[:place])
+        groups.append(group if place is None else group[place + 1 :])
+    return groups
+
+
+def stacking_place(
+    group: Sequence[str], in_source: Sequence[str], sizes: Mapping[str, int]
+) -> int | None:
+    """Return where in a dimension of the result the axis is along which arrays are stacked."""
+    return next(
+        (i for i, axis in enumerate(group) if axis not in in_source and axis not in sizes), None
+    )
+
+
+class Piece(NamedTuple):
+    """Elements of an array that become a box of the result.
+
+    Lengths and strides, in elements, are of the axes in the result's order.
+    """
+
+    offset: int
+    lengths: Shape
+    strides: Shape
+    target: Box
+
+
+def pieces(form: Form, starts: Shape, at: Shape, box: Box) -> Iterator[Piece]:
+    """Yield the pieces of a part in a box of the result.
+
+    Args:
+        form: The part's form; in the result it has no rows of several parts.
+        starts: Where its region begins in the array.
+        at: Where it begins in the result.
+        box: The box.
+    """
+    spans = [
+        (max(begin - first, 0), min(end - first, size))
+        for (begin, end), first, size in zip(box, at, form.target, strict=True)
+    ]
+    if any(begin >= end for begin, end in spans):
+        return
+    begin = sum(s * by for s, by in zip(starts, row_major(form.view), strict=True))
+    for offset, lengths, inner in _pieces_within(form, tuple(spans)):
+        target = tuple((low + to, high + to) for (low, high), to in zip(inner, at, strict=True))
+        yield Piece(begin + offset, lengths, form.strides, target)
+
+
+@lru_cache(maxsize=4096)
+def _pieces_within(form: Form, box: Box) -> list[tuple[int, Shape, Box]]:
+    """Return (the offset in the region, the lengths of axes, the box) of each piece of a box."""
+    strides, found = form.strides, []
+    of_dims = [_spans(*span, list(axes)) for span, axes in zip(box, form.target_axes, strict=True)]
+    for each in product(*of_dims):
+        flat = [span for spans in each for span in spans]
+        offset = sum(low * stride for (low, _), stride in zip(flat, strides, strict=True))
+        target = tuple(
+            _interval(spans, axes) for spans, axes in zip(each, form.target_axes, strict=True)
+        )
+        found.append((offset, tuple(high - low for low, high in flat), target))
+    return found
+
+
+def _interval(spans: Sequence[Span], sizes: Shape) -> Span:
+    """Return the interval of a dimension that these spans of its axes are."""
+    begin = last = 0
+    for (low, high), size in zip(spans, sizes, strict=True):
+        begin, last = begin * size + low, last * size + high - 1
+    return begin, last + 1
+
+
+def _spans(begin: int, end: int, sizes: list[int]) -> list[tuple[Span, ...]]:
+    """Cut an interval of a dimension into boxes of its axes: end of a row, rows, begin of one."""
+    if not sizes:
+        return [()]
+    if len(sizes) == 1:
+        return [((begin, end),)]
+    inner = prod(sizes[1:])
+    first, last = -(-begin // inner), end // inner
+    cuts = sorted({begin, *(i * inner for i in (first, last) if begin < i * inner < end), end})
+    found = []
+    for low, high in pairwise(cuts):
+        row = low // inner
+        if low % inner or high % inner:
+            rest = _spans(low - row * inner, high - row * inner, sizes[1:])
+            found += [((row, row + 1), *spans) for spans in rest]
+        else:
+            full = tuple((0, size) for size in sizes[1:])
+            found.append(((row, high // inner), *full))
+    return found

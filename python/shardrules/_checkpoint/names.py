@@ -1,0 +1,436 @@
+"""`Rename`: names of arrays as templates, one for a checkpoint and one for the tree; both ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+from shardrules._base.arguments import as_tuple, boolean, check_type, integer
+from shardrules._base.dtypes import given_name
+from shardrules._base.text import SLIP, nearest, without_defaults
+from shardrules._checkpoint.layouts import Arrangement, arrangement
+
+A_RENAME: Final = "a Rename, such as shardrules.Rename('layers.{layer}.w', 'layers/{layer}/w')"
+_TOKEN: Final = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]|[^{}]+")
+_FIELD: Final = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:(?P<many>\*)|:(?P<words>.*))?", re.DOTALL)
+# What a regex has, and a name of an array has not.
+_REGEX: Final = re.compile(r"^\^|\\[.dw\d]|\(\?|\.\*|\.\+|\$$")
+# A number of more digits is none of a layer or an expert.
+_MOST_DIGITS: Final = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """Templates for the names of arrays: in a checkpoint, and in the tree that gets them.
+
+    A field in braces stands for what differs: `{layer}` for a part of a name, or a piece of one,
+    without `.` and `/`; `{part:gate|up}` for one of these words; `{rest*}` for one or more whole
+    parts, which are written with the separators of the other side. `{{` is a brace.
+
+    The first record whose template is the whole of a name counts. A name that none finds stays.
+    One list serves `load` and `reshard`, and, backwards, `save`.
+
+    Args:
+        name: The template of names in the checkpoint: `"layers.{layer}.mlp.{part}_proj.weight"`.
+        path: That of paths in the tree, with the same fields: `"layers/{layer}/{part}/kernel"`. If
+            both sides have words for a field, the first becomes the first, and so on. None leaves
+            the arrays out.
+        dims: How the dimensions of the checkpoint's array make those of the tree's, as einops
+            writes it: `"out in -> in out"` transposes; `"(heads dim) in -> in heads dim"` reshapes.
+            An axis on the right alone stacks arrays by the field of this name, which the path does
+            not have: `"out in -> layer in out"`, or joins them: `"out in -> in (part out)"`. Stacks
+            are in the order of the field's words, or of numbers from 0 on. Without a field, it
+            repeats the array as often as `sizes` says: `"(kv dim) in -> in (kv times) dim"`. An
+            axis on the left alone takes an array apart, by the field that only the path has:
+            `"(part out) in -> in out"`, or, part by part of each head,
+            `"(heads part dim) in -> in heads dim"`; an empty word leaves its part out. `1` is a
+            dimension of one element. Default: as they are.
+        sizes: Sizes of axes that one dimension consists of. Those that the tree's shapes or the
+            other axes give may be left out. `sizes={"out": (4096, 1024, 1024)}` has one size per
+            part, where parts are of several sizes.
+        dtype: The dtype that the arrays get, whatever `dtype` of the call is. Default: theirs.
+        optional: Whether it may be that no array has such a name, as in lists for several models.
+            Default: that is an error.
+        shared: Whether the array also stays what it is without this record, as an embedding that is
+            the head, too. A path that another array makes is not made. Default: False.
+        resize: Per axis that is a dimension of the result, its size there, or None for that of the
+            tree: elements at the end are left out, or zeros added.
+
+    Raises:
+        ValueError: The record contradicts itself.
+
+    Example:
+        >>> import shardrules as sr
+        >>> sr.Rename(
+        ...     "model.layers.{layer}.self_attn.q_proj.weight",
+        ...     "layers/attn/query/kernel",
+        ...     "(heads head_dim) embed -> layer embed heads head_dim",
+        ...     sizes={"head_dim": 128},
+        ... ).path
+        'layers/attn/query/kernel'
+    """
+
+    name: str
+    path: str | None
+    dims: str | None = None
+    sizes: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict, hash=False)
+    dtype: Any = None
+    optional: bool = field(default=False, kw_only=True)
+    shared: bool = field(default=False, kw_only=True)
+    resize: Mapping[str, int | None] = field(default_factory=dict, hash=False, kw_only=True)
+
+    __repr__ = without_defaults
+
+    def __post_init__(self) -> None:
+        check_type("name", self.name, str, "a template such as 'layers.{layer}.weight'")
+        check_type("path", self.path, str | None, "a template, or None to leave the arrays out")
+        check_type("dims", self.dims, str | None, "a string such as 'out in -> in out', or None")
+        boolean("optional", self.optional)
+        if boolean("shared", self.shared) and self.path is None:
+            raise ValueError("shared is for records that make an array: give a path, too")
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", given_name("dtype", self.dtype))
+        object.__setattr__(self, "sizes", _checked_sizes(self.sizes))
+        object.__setattr__(self, "resize", _checked_resize(self.resize))
+        if _REGEX.search(self.name):
+            raise ValueError(
+                f"name {self.name!r} is a regex, and must be a template of the whole name, such as "
+                "'model.layers.{layer}.weight'"
+            )
+        name = template("name", self.name)
+        if self.path is None:
+            if self.dims or self.sizes or self.dtype or self.resize:
+                raise ValueError("dims, sizes, dtype and resize are for records with a path")
+            return
+        path = template("path", self.path)
+        dims = Arrangement((), ()) if self.dims is None else arrangement(self.dims)
+        _check_fields(self, name, path, dims)
+        _check_axes(self, name, dims)
+
+
+class Field(NamedTuple):
+    """What stands in braces."""
+
+    name: str
+    words: tuple[str, ...]
+    """The words that may stand there; none for any text."""
+    is_many: bool
+    """Whether it is whole parts."""
+
+
+class Template:
+    """A name with fields.
+
+    Attributes:
+        fields: Its fields by their names.
+        separator: "/" or ".", if its text has one.
+        start: The text before the first field.
+    """
+
+    def __init__(self, keyword: str, text: str) -> None:
+        self.fields: dict[str, Field] = {}
+        self._pieces: list[str | Field] = []
+        for token in _TOKEN.findall(text):
+            if token in ("{", "}"):
+                raise ValueError(f"{keyword} {text!r}: {token!r} is alone; write {token * 2}")
+            if token in ("{{", "}}") or not token.startswith("{"):
+                piece = token[0] if token in ("{{", "}}") else token
+                before = self._pieces.pop() if self._ends_in_text() else ""
+                self._pieces.append(f"{before}{piece}")
+                continue
+            added = _field(keyword, text, token)
+            if added.name in self.fields:
+                raise ValueError(f"{keyword} {text!r} has {{{added.name}}} twice")
+            self._check_before(keyword, text, added)
+            self.fields[added.name] = added
+            self._pieces.append(added)
+        texts = "".join(piece for piece in self._pieces if isinstance(piece, str))
+        self.separator = next((each for each in "/." if each in texts), "")
+        self.start = self._pieces[0] if self._pieces and isinstance(self._pieces[0], str) else ""
+        self._check_many(keyword, text)
+
+    def _ends_in_text(self) -> bool:
+        return bool(self._pieces) and isinstance(self._pieces[-1], str)
+
+    def _check_before(self, keyword: str, text: str, added: Field) -> None:
+        before = self._pieces[-1] if self._pieces else ""
+        if isinstance(before, Field) and not (before.words or added.words):
+            raise ValueError(
+                f"{keyword} {text!r}: nothing tells where {{{before.name}}} ends and "
+                f"{{{added.name}}} begins"
+            )
+
+    def _check_many(self, keyword: str, text: str) -> None:
+        many = [i for i, piece in enumerate(self._pieces) if isinstance(piece, Field) and piece[2]]
+        if len(many) > 1:
+            raise ValueError(f"{keyword} {text!r} has two fields with a *; one may have it")
+        for at in many:
+            before, after = self._pieces[at - 1 : at], self._pieces[at + 1 : at + 2]
+            if (before and not str(before[0]).endswith(("/", "."))) or (
+                after and not str(after[0]).startswith(("/", "."))
+            ):
+                raise ValueError(f"{keyword} {text!r}: a field with a * is of whole parts")
+
+    def regex(self, words: Mapping[str, tuple[str, ...]]) -> re.Pattern[str]:
+        """Return the regex of names, where fields without words of their own have these."""
+        return re.compile("".join(self._regex_pieces(words)), re.DOTALL)
+
+    def _regex_pieces(self, words: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+        for piece in self._pieces:
+            if isinstance(piece, str):
+                yield re.escape(piece)
+            elif own := piece.words or words.get(piece.name):
+                yield f"(?P<{piece.name}>{'|'.join(re.escape(word) for word in own if word)})"
+            else:
+                yield f"(?P<{piece.name}>{r'[^./].*[^./]|[^./]' if piece.is_many else '[^./]+'})"
+
+    def filled(self, values: Mapping[str, str]) -> str:
+        """Return the name with these texts in the fields."""
+        return "".join(
+            piece if isinstance(piece, str) else values[piece.name] for piece in self._pieces
+        )
+
+
+@lru_cache(maxsize=1024)
+def template(keyword: str, text: str) -> Template:
+    """Parse a template."""
+    return Template(keyword, text)
+
+
+def _field(keyword: str, text: str, token: str) -> Field:
+    match = _FIELD.fullmatch(token[1:-1])
+    if match is None:
+        raise ValueError(
+            f"{keyword} {text!r}: {token} is no field; write a name in braces, such as {{layer}}, "
+            "{part:gate|up} or {rest*}"
+        )
+    words = () if match["words"] is None else tuple(match["words"].split("|"))
+    named = [word for word in words if word]
+    if words and (len({*named}) < len(named) or not named):
+        raise ValueError(f"{keyword} {text!r}: {token} has a word twice, or none")
+    return Field(match["name"], words, match["many"] is not None)
+
+
+def _check_fields(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
+    """Check that each field is on both sides, or an axis that stacks or takes apart."""
+    for each, other, keyword, axes, what in (
+        (path, name, "path", dims.unstacked, "take apart along it: dims='{} out in -> out in'"),
+        (name, path, "name", dims.stacked, "stack along it: dims='out in -> {} out in'"),
+    ):
+        for one in each.fields.values():
+            mirror = other.fields.get(one.name)
+            if mirror is None and one.name not in axes:
+                there = ", ".join(f"{{{key}}}" for key in other.fields) or "none"
+                raise ValueError(
+                    f"{keyword} {getattr(record, keyword)!r} has {{{one.name}}}, and the other "
+                    f"side has {there}; write it there, too, or {what.format(one.name)}"
+                )
+            if mirror is not None and one.name in axes:
+                raise ValueError(
+                    f"{{{one.name}}} is in name and path, so dims {record.dims!r} cannot stack or "
+                    "take apart along it"
+                )
+            if mirror is None and one.is_many:
+                raise ValueError(f"{{{one.name}*}} must be in name and path")
+            if mirror is not None and (
+                one.is_many != mirror.is_many
+                or (one.words and mirror.words and len(one.words) != len(mirror.words))
+            ):
+                raise ValueError(
+                    f"{{{one.name}}} is not alike in name and path: give as many words, or a * on "
+                    "both sides"
+                )
+            if "" in one.words and (each is name or mirror is not None):
+                raise ValueError(
+                    f"{{{one.name}}} has an empty word, which leaves out a part of an array that "
+                    "the path takes apart"
+                )
+
+
+def _check_axes(record: Rename, name: Template, dims: Arrangement) -> None:
+    if record.dims is None and (record.sizes or record.resize):
+        raise ValueError("sizes and resize are for the axes of dims: give dims, too")
+    for axis in dims.stacked:
+        if axis not in name.fields and not isinstance(record.sizes.get(axis), int):
+            near = nearest(axis, (*dims.unstacked, *name.fields), SLIP)
+            meant = f"; did you mean {near!r}?" if near else ""
+            raise ValueError(
+                f"dims {record.dims!r} stacks along {axis!r}, for which the name needs a field "
+                f"{{{axis}}}{meant}; to repeat along it, give its size in sizes"
+            )
+    for group in dims.target:
+        if inner := {*name.fields}.intersection(group[1:], dims.stacked):
+            raise ValueError(
+                f"dims {record.dims!r} stacks along {min(inner)!r}, so it must be the first of its "
+                "dimension"
+            )
+    path = template("path", record.path or "")
+    for axis in dims.unstacked:
+        if axis not in path.fields:
+            raise ValueError(
+                f"dims {record.dims!r} takes arrays apart along {axis!r}, so the path needs "
+                f"{{{axis}}}; it is {record.path!r}"
+            )
+    axes = {axis for groups in dims for group in groups for axis in group}
+    for keyword, values in (("sizes", record.sizes), ("resize", record.resize)):
+        if unknown := values.keys() - axes:
+            raise ValueError(f"{keyword} has {min(unknown)!r}, which is no axis of {record.dims!r}")
+    for axis in record.resize:
+        if (axis,) not in dims.target or axis in dims.stacked:
+            raise ValueError(
+                f"resize has {axis!r}, which is no dimension of the result of {record.dims!r}"
+            )
+
+
+class DirectedRename:
+    """A `Rename` in one direction: what it finds, and what becomes of it.
+
+    Attributes:
+        rename: The Rename.
+        dims: The arrangement in this direction; None if dimensions stay as they are.
+        is_left_out: Whether arrays that it finds are left out.
+        is_back: Whether it leads from the tree to the checkpoint.
+        forward: The same record forwards, if it leads back.
+        stacked: The axes along which arrays are stacked.
+        apart: The axes along which an array is taken apart.
+        has_even_sizes: Whether no axis has a size for each part.
+        forms: By shape, what arrays of it became, where nothing else decides.
+    """
+
+    def __init__(self, rename: Rename, separators: Sequence[str], *, is_back: bool) -> None:
+        self.rename, self.is_back = rename, is_back
+        self.forward = DirectedRename(rename, separators, is_back=False) if is_back else None
+        self.forms: dict[Any, Any] = {}
+        self.has_even_sizes = all(isinstance(size, int) for size in rename.sizes.values())
+        self.is_left_out = rename.path is None
+        name = template("name", rename.name)
+        path = name if rename.path is None else template("path", rename.path)
+        self._found, self._made = (path, name) if is_back else (name, path)
+        self.text = (rename.path or "") if is_back else rename.name
+        self._words = {
+            key: (self._found.fields[key].words or other.words, other.words)
+            for key, other in self._made.fields.items()
+            if key in self._found.fields
+        }
+        both = {key: found for key, (found, _) in self._words.items() if found}
+        self._search = self._found.regex(both).fullmatch
+        self._start = self._found.start
+        self._separator = self._made.separator or separators[0 if is_back else 1]
+        dims = None if rename.dims is None else arrangement(rename.dims)
+        self.dims = Arrangement(*dims[::-1]) if dims is not None and is_back else dims
+        self.stacked = tuple(key for key in self._found.fields if key not in self._made.fields)
+        self.apart = tuple(key for key in self._made.fields if key not in self._found.fields)
+
+    def values(self, name: str) -> dict[str, str] | None:
+        """Return the texts of the fields; None for a name that it does not find."""
+        if not name.startswith(self._start):
+            return None
+        match = self._search(name)
+        return None if match is None else match.groupdict()
+
+    def words(self, axis: str) -> tuple[str, ...]:
+        """Return the words of an axis along which it stacks, or takes apart."""
+        fields = self._found.fields if axis in self._found.fields else self._made.fields
+        return fields[axis].words
+
+    def position(self, axis: str, word: str) -> int | None:
+        """Return the index of an array along an axis that stacks; None for a word that is none."""
+        if words := self.words(axis):
+            return words.index(word)
+        is_number = word.isascii() and word.isdecimal() and len(word) <= _MOST_DIGITS
+        return int(word) if is_number else None
+
+    def path(self, values: Mapping[str, str], part: Mapping[str, int]) -> str | None:
+        """Return the name that is made, for a part along axes that take apart; None without one."""
+        texts = {}
+        for key, each in self._made.fields.items():
+            if key in part:
+                texts[key] = each.words[part[key]] if each.words else str(part[key])
+                if not texts[key]:
+                    return None
+                continue
+            text = values[key]
+            found, made = self._words[key]
+            if made and found != made:
+                text = made[found.index(text)]
+            if each.is_many and self._separator:
+                text = re.sub("[./]", self._separator, text)
+            texts[key] = text
+        return self._made.filled(texts)
+
+
+def forwards(renames: Sequence[Rename]) -> list[DirectedRename]:
+    """Return what renames do with the arrays of a checkpoint."""
+    separators = _separators(renames)
+    return [DirectedRename(rename, separators, is_back=False) for rename in renames]
+
+
+def backwards(renames: Sequence[Rename]) -> list[DirectedRename]:
+    """Return what turns arrays of the tree back; an error if something was lost on the way."""
+    separators, records = _separators(renames), []
+    for rename in renames:
+        if reason := _loss(rename):
+            raise ValueError(f"renames: {rename!r} cannot go back: {reason}")
+        if rename.path is not None:
+            records.append(DirectedRename(rename, separators, is_back=True))
+    return records
+
+
+def _separators(renames: Sequence[Rename]) -> list[str]:
+    """Return the separators of names and of paths, as the templates have them."""
+    sides = (
+        [template("name", rename.name) for rename in renames],
+        [template("path", rename.path) for rename in renames if rename.path is not None],
+    )
+    return [
+        next((each for each in "/." if any(one.separator == each for one in side)), "")
+        for side in sides
+    ]
+
+
+def _loss(rename: Rename) -> str:
+    """Say why a record cannot go back; "" if it can."""
+    if rename.path is None:
+        return "" if rename.optional else "it leaves arrays out; give optional=True to do without"
+    dims = Arrangement((), ()) if rename.dims is None else arrangement(rename.dims)
+    name, path = template("name", rename.name), template("path", rename.path)
+    repeated = [axis for axis in dims.stacked if axis not in name.fields]
+    joined = [
+        axis
+        for group in dims.target
+        for axis in group[1:]
+        if group[0] in name.fields and group[0] in dims.stacked and axis not in rename.sizes
+    ]
+    checks = {
+        "resize does not tell the old size": rename.resize,
+        f"it repeats along {', '.join(repeated)}": repeated,
+        "it leaves a part out": any("" in each.words for each in path.fields.values()),
+        f"dtype {rename.dtype} may have rounded; leave dtype out": rename.dtype
+        not in (None, "float32", "float64"),
+        f"its parts may be of several sizes; give sizes of {', '.join(joined)}": joined,
+    }
+    return next((reason for reason, holds in checks.items() if holds), "")
+
+
+def _checked_sizes(sizes: Any) -> dict[str, int | tuple[int, ...]]:
+    check_type("sizes", sizes, Mapping, "a dict such as {'head_dim': 128}")
+    return {
+        axis: tuple(
+            integer(f"sizes[{axis!r}][{i}]", one, 1)
+            for i, one in enumerate(as_tuple(f"sizes[{axis!r}]", size, "integers"))
+        )
+        if isinstance(size, tuple | list)
+        else integer(f"sizes[{axis!r}]", size, 1)
+        for axis, size in sizes.items()
+    }
+
+
+def _checked_resize(sizes: Any) -> dict[str, int | None]:
+    check_type("resize", sizes, Mapping, "a dict such as {'vocab': 128256}, or of None")
+    return {
+        axis: None if size is None else integer(f"resize[{axis!r}]", size, 1)
+        for axis, size in sizes.items()
+    }

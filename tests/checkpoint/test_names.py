@@ -1,0 +1,267 @@
+"""Names as templates: what they find, what they make of it, both ways; and what is refused."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._checkpoint.names import backwards, forwards
+from tests.checkpoint.test_layouts import flat, numbers, save  # noqa: F401
+from tests.checkpoint.test_load import bits, mesh_of
+
+# By a name: the templates, the path; each pair leads back, too.
+PAIRS = {
+    "model.norm.weight": ("model.norm.weight", "norm/scale", "norm/scale"),
+    "model.layers.3.mlp.up_proj.weight": (
+        "model.layers.{layer}.mlp.{part:gate_proj|up_proj}.weight",
+        "layers/{layer}/mlp/{part}/kernel",
+        "layers/3/mlp/up_proj/kernel",
+    ),
+    "h.11.q_proj": ("h.{i}.{part}_proj", "{part}/{i}", "q/11"),
+    "h.0.up": ("h.{i}.{part:gate|up}", "h/{i}/{part:wi_0|wi_1}", "h/0/wi_1"),
+    "a.b.c.weight": ("{module*}.weight", "{module*}/kernel", "a/b/c/kernel"),
+    "model.decoder.w": ("model.{rest*}", "{rest*}", "decoder.w"),
+    "x.{a}.w": ("x.{{a}}.{p}", "x/{p}/{{}}", "x/w/{}"),
+    "a(b)+.w": ("a(b)+.{p}", "{p}", "w"),
+    "dimensional/x": ("dimensional/{p}", "{p}", "x"),
+    "é.\n.w": ("{p}.\n.w", "{p}", "é"),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_name_becomes_a_path_and_a_name_again(name):
+    template, path_template, path = PAIRS[name]
+    renames = [sr.Rename(template, path_template)]
+    (record,), (back,) = forwards(renames), backwards(renames)
+    assert record.path(record.values(name), {}) == path
+    assert back.path(back.values(path), {}) == name
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("layers.{i}.w", "layers.0.1.w"),
+        ("layers.{i}.w", "layers.0/1.w"),
+        ("layers.{i}.w", "layers..w"),
+        ("layers.{i}.w", "xlayers.0.w"),
+        ("layers.{i}.w", "layers.0.w.x"),
+        ("layers.{i}.w", "layersx0xw"),
+        ("layers.{i}.w", "layers.0.w\n"),
+        ("{p:a|b}.w", "c.w"),
+        ("{p:a|b}.w", "ab.w"),
+        ("{rest*}.w", ".w"),
+        ("{rest*}.w", "a..w"),
+    ],
+)
+def test_a_template_is_the_whole_of_a_name(template, name):
+    (record,) = forwards([sr.Rename(template, None)])
+    assert record.values(name) is None
+
+
+def test_many_parts_have_the_separators_of_their_side(save):  # noqa: F811
+    """On a flat tree of file names the dots stay; levels are there if another template has them."""
+    path = save({"model.decoder.w": numbers(4), "model.norm": numbers(2)})
+    rest = sr.Rename("model.{rest*}", "{rest*}")
+    assert list(sr.load(path, P(), mesh_of(), renames=[rest])) == ["decoder.w", "norm"]
+    levels = [sr.Rename("model.norm", "last/scale"), rest]
+    loaded = sr.load(path, P(), mesh_of(), renames=levels)
+    assert list(flat(loaded)) == ["decoder/w", "last/scale"]
+
+
+def test_names_of_any_length_take_no_time():
+    renames = [sr.Rename("{a}.{b*}.{c}_{d}.x", "{a}/{b*}/{c}/{d}")]
+    (record,) = forwards(renames)
+    start = time.process_time()
+    assert record.values("a." * 5000 + "_" * 5000) is None
+    assert time.process_time() - start < 5
+
+
+WRONG = {
+    "a field of the path alone": (lambda: sr.Rename("h.{i}.w", "x/{layer}"),
+        "path 'x/{layer}' has {layer}, and the other side has {i}; write it there, too, or take apart"),
+    "a field of the name alone": (lambda: sr.Rename("h.{i}.w", "x"), "name 'h.{i}.w' has {i}, and the other side has none"),
+    "a regex": (lambda: sr.Rename(r"^model\.norm$", "norm"), "is a regex, and must be a template of the whole name"),
+    "a group": (lambda: sr.Rename("h.(?P<i>[0-9])", "x"), "is a regex, and must be a template"),
+    "nothing between fields": (lambda: sr.Rename("{a}{b}", "{a}/{b}"), "nothing tells where {a} ends and {b} begins"),
+    "a field twice": (lambda: sr.Rename("{a}.{a}", "{a}"), "has {a} twice"),
+    "an open brace": (lambda: sr.Rename("{a", "a"), "'{' is alone; write {{"),
+    "no name of a field": (lambda: sr.Rename("{0}", "a"), "{0} is no field; write a name in braces"),
+    "words twice": (lambda: sr.Rename("{a:x|x}", "{a}"), "has a word twice, or none"),
+    "words that are not as many": (lambda: sr.Rename("{a:x|y}", "{a:x|y|z}"), "{a} is not alike in name and path"),
+    "many on one side": (lambda: sr.Rename("{a*}.w", "{a}/w"), "{a} is not alike in name and path"),
+    "many and many": (lambda: sr.Rename("{a*}.{b*}", "{a*}/{b*}"), "has two fields with a *"),
+    "many, and not whole": (lambda: sr.Rename("x{a*}", "{a*}"), "a field with a * is of whole parts"),
+    "an empty word": (lambda: sr.Rename("{a:x|}", "{a}"), "{a} has an empty word, which leaves out a part"),
+    "a field that stacks, in the path": (lambda: sr.Rename("{i}.w", "{i}/w", "a -> i a"), "{i} is in name and path, so"),
+    "no field to stack by": (lambda: sr.Rename("w", "w", "a -> layer a"), "the name needs a field {layer}"),
+    "nothing says how often": (lambda: sr.Rename("x", "y", "a -> times a"), "to repeat along it, give its size in sizes"),
+    "a stack inside": (lambda: sr.Rename("x{layer}", "y", "a -> (a layer)"), "so it must be the first of its dimension"),
+    "apart along two": (lambda: sr.Rename("x", "{b:1|2}.{d:1|2}", "(a b) (c d) -> a c"), "takes an array apart inside of a dimension along b and d"),
+    "apart without a field": (lambda: sr.Rename("x", "y", "a b -> a"), "so the path needs {b}"),
+    "no arrow": (lambda: sr.Rename("x", "y", "out in"), "must have one '->'"),
+    "an axis twice": (lambda: sr.Rename("x", "y", "a a -> a"), "has the axis 'a' twice"),
+    "a misspelt axis": (lambda: sr.Rename("wq", "q", "out in -> in outt"), "did you mean 'out'"),
+    "resize of a part": (lambda: sr.Rename("x", "y", "a b -> (a b)", resize={"a": 8}), "resize has 'a', which is no dimension"),
+    "resize of nothing": (lambda: sr.Rename("x", "y", "a b -> a b", resize={"c": 8}), "resize has 'c', which is no axis"),
+    "resize without dims": (lambda: sr.Rename("x", "y", resize={"c": 8}), "sizes and resize are for the axes of dims"),
+    "shared and left out": (lambda: sr.Rename("x", None, shared=True), "shared is for records that make an array"),
+    "a dtype of nothing": (lambda: sr.Rename("x", None, dtype="float32"), "are for records with a path"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_record_that_contradicts_itself(case):
+    make, message = WRONG[case]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+class TestWhatIsFound:
+    def test_the_first_record_counts_and_others_stay(self, save):  # noqa: F811
+        path = save({"a.w": numbers(2), "b.w": numbers(2), "c": numbers(2)})
+        renames = [sr.Rename("a.{p}", "x.{p}"), sr.Rename("{m}.w", "{m}.v")]
+        assert list(sr.load(path, P(), mesh_of(), renames=renames)) == ["b.v", "c", "x.w"]
+
+    def test_none_is_an_error_that_names_what_is_near(self, save):  # noqa: F811
+        path = save({"lm_head.weight": numbers(2), "model.norm.weight": numbers(2)})
+        with pytest.raises(sr.FileError) as info:
+            sr.load(path, P(), mesh_of(), renames=[sr.Rename("lm_haed.weight", "head")])
+        assert "lm_haed.weight: this Rename finds no array; correct its name" in str(info.value)
+        assert "near it: lm_head.weight" in str(info.value)
+
+    @pytest.mark.parametrize("optional", [True, False])
+    def test_one_that_comes_too_late_is_no_error(self, save, optional):  # noqa: F811
+        renames = [sr.Rename("w", "x"), sr.Rename("{p}", "other.{p}", optional=optional)]
+        assert list(sr.load(save({"w": numbers(2)}), P(), mesh_of(), renames=renames)) == ["x"]
+
+    def test_renames_do_not_chain_and_the_error_names_the_first(self, save):  # noqa: F811
+        renames = [sr.Rename("lang.{rest*}", "{rest*}"), sr.Rename("model.w", "w")]
+        with pytest.raises(sr.FileError) as info:
+            sr.load(save({"lang.model.w": numbers(2)}), P(), mesh_of(), renames=renames)
+        assert "lang.model.w became model.w by Rename(name='lang.{rest*}'" in str(info.value)
+        assert "Renames do not chain" in str(info.value)
+
+    def test_none_leaves_out(self, save):  # noqa: F811
+        path = save({"a.w": numbers(2), "b": numbers(2)})
+        assert list(sr.load(path, P(), mesh_of(), renames=[sr.Rename("{p}.w", None)])) == ["b"]
+
+
+class TestShared:
+    HEAD = sr.Rename("embed.w", "head.w", "v e -> e v", shared=True)
+
+    def test_the_array_stays_what_it_is(self, save):  # noqa: F811
+        array = numbers(16, 8)
+        for made in (
+            sr.load(save({"embed.w": array}), P("tp"), mesh_of(), renames=[self.HEAD]),
+            sr.reshard({"embed.w": array}, P("tp"), mesh_of(), renames=[self.HEAD]),
+        ):
+            assert bits(made["head.w"]) == bits(np.ascontiguousarray(array.T))
+            assert bits(made["embed.w"]) == bits(array)
+
+    def test_later_records_count_for_it(self, save):  # noqa: F811
+        path, array = save({"embed.w": numbers(16, 8)}), numbers(16, 8)
+        renames = [self.HEAD, sr.Rename("embed.w", "table")]
+        made = sr.load(path, P(), mesh_of(), renames=renames)
+        assert bits(made["table"]) == bits(array)
+        assert list(made) == ["head.w", "table"]
+        left_out = [self.HEAD, sr.Rename("embed.w", None)]
+        assert list(sr.load(path, P(), mesh_of(), renames=left_out)) == ["head.w"]
+
+    def test_a_shared_name_that_exists_too_is_the_checkpoints_own(self, save, tmp_path):  # noqa: F811
+        own = numbers(8, 16, start=5)
+        arrays = {"embed.w": numbers(16, 8), "head.w": own}
+        made = sr.load(save(arrays), P(), mesh_of(), renames=[self.HEAD])
+        assert bits(made["head.w"]) == bits(own)
+        keep = sr.Rename("{rest*}", "{rest*}")
+        sr.save(made, tmp_path / "n", renames=[self.HEAD, keep])
+        again = sr.load(tmp_path / "n", P(), mesh_of())
+        assert {name: bits(array) for name, array in again.items()} == {
+            name: bits(array) for name, array in arrays.items()
+        }
+
+    def test_it_is_not_saved_twice(self, save, tmp_path):  # noqa: F811
+        array = numbers(16, 8)
+        renames = [self.HEAD, sr.Rename("embed.w", "embed.w")]
+        made = sr.load(save({"embed.w": array}), P(), mesh_of(), renames=renames)
+        sr.save(made, tmp_path / "n", renames=renames)
+        again = sr.load(tmp_path / "n", P(), mesh_of())
+        assert list(again) == ["embed.w"]
+        assert bits(again["embed.w"]) == bits(array)
+
+    def test_a_copy_that_is_another_now_is_not_lost(self, save, tmp_path):  # noqa: F811
+        renames = [self.HEAD, sr.Rename("embed.w", "embed.w")]
+        made = sr.load(save({"embed.w": numbers(16, 8)}), P(), mesh_of(), renames=renames)
+        made["head.w"] += 1
+        with pytest.raises(ValueError, match=r"head.w is no copy of embed.w any more"):
+            sr.save(made, tmp_path / "n", renames=renames)
+        assert not (tmp_path / "n").exists()
+
+
+class TestBackwards:
+    """`save` with the list of `load`; layouts are in test_layouts.py."""
+
+    def test_what_no_record_finds_is_an_error(self, tmp_path):
+        """It wrote half-renamed checkpoints."""
+        tree = {"norm": numbers(2), "layers": {"0": {"w": numbers(2, 2)}}}
+        renames = [sr.Rename("model.norm", "norm"), sr.Rename("h.{i}.w", "layers/w", "a -> i a", optional=True)]  # fmt: skip
+        with pytest.raises(ValueError, match=r"layers/0/w: left over: no Rename finds it"):
+            sr.save(tree, tmp_path / "m", renames=renames)
+        assert not list(tmp_path.iterdir())
+
+    def test_a_record_that_finds_nothing_is_one(self, tmp_path):
+        renames = [sr.Rename("a", "b"), sr.Rename("{p}", "{p}")]
+        with pytest.raises(ValueError, match="b: this Rename finds no array"):
+            sr.save({"c": numbers(2)}, tmp_path / "m", renames=renames)
+
+    @pytest.mark.parametrize(
+        ("rename", "reason"),
+        [
+            (sr.Rename("x", None), "it leaves arrays out; give optional=True"),
+            (sr.Rename("x", "y", "a -> n a", sizes={"n": 2}), "it repeats along n"),
+            (sr.Rename("x", "y", "a -> a", resize={"a": 2}), "resize does not tell the old size"),
+            (sr.Rename("x", "y", dtype="bfloat16"), "dtype bfloat16 may have rounded"),
+        ],
+    )
+    def test_what_is_lost_is_an_error(self, tmp_path, rename, reason):
+        with pytest.raises(ValueError, match=f"cannot go back: {reason}"):
+            sr.save({"y": numbers(2)}, tmp_path / "m", renames=[rename])
+        assert not list(tmp_path.iterdir())
+
+    def test_what_some_models_have_and_was_left_out_stays_out(self, tmp_path):
+        renames = [sr.Rename("buffer", None, optional=True), sr.Rename("w", "v")]
+        sr.save({"v": numbers(2)}, tmp_path / "m", renames=renames)
+        assert list(sr.read_model(tmp_path / "m")) == ["w"]
+
+    def test_a_path_that_would_come_to_another_one_is_an_error(self, tmp_path):
+        renames = [sr.Rename("{a}_{b}", "{b}_{a}")]
+        with pytest.raises(ValueError, match="does not turn into this path again"):
+            sr.save({"x_y_z": numbers(2)}, tmp_path / "m", renames=renames)
+
+    def test_two_that_become_one(self, tmp_path):
+        renames = [sr.Rename("c", "a"), sr.Rename("c", "b")]
+        with pytest.raises(ValueError, match="c: several arrays would become it: 'a', 'b'"):
+            sr.save({"a": numbers(2), "b": numbers(2)}, tmp_path / "m", renames=renames)
+
+    def test_a_state_of_nnx(self, save, tmp_path):  # noqa: F811
+        nnx = pytest.importorskip("flax.nnx")
+        model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        renames = [
+            sr.Rename("up.weight", "kernel", "out in -> in out"),
+            sr.Rename("up.bias", "bias"),
+        ]
+        sr.save(nnx.state(model), tmp_path / "m", renames=renames)
+        again = sr.load(
+            tmp_path / "m",
+            P(),
+            mesh_of(),
+            tree=jax.eval_shape(lambda: nnx.state(model)),
+            renames=renames,
+        )
+        assert jax.tree.structure(again) == jax.tree.structure(nnx.state(model))
+        assert bits(*jax.tree.leaves(again)[1:]) == bits(*jax.tree.leaves(nnx.state(model))[1:])
