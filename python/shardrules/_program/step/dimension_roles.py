@@ -127,58 +127,47 @@ class Roles:
                 self._name((c for dims in self._dims_of(sizes) for c in dims), "experts")
         elif operation.name == "top_k" and operation.inputs[0] is not None:
             *_, last = self._dims_of(operation.inputs[0])
-            self._name((c for c in last if c in self.of_weights), "experts")
+            self._name(self._of_weights_in(last), "experts")
         if not rule.looked_up:
             return
         for number, dims in operation.operands():
             for classes, factors in zip(self._dims_of(number), dims, strict=True):
                 if rule.looked_up.intersection(factors):
-                    named = [c for c in classes if c in self.of_weights and c not in self.of]
-                    self._name(named, "vocabulary")
+                    self._name(self._of_weights_in(classes), "vocabulary")
 
     def _see_dot(self, operation: TracedOperation) -> None:
-        numbers = operation.eqn.params["dimension_numbers"]
-        (left, _), (left_batch, _) = numbers
+        (left, _), (left_batch, _) = operation.eqn.params["dimension_numbers"]
         first, second = operation.inputs
         if first is None or second is None:
             return
-        dims = list(self._dims_of(first)), list(self._dims_of(second))
-        for dim in left:
-            for name in dims[0][dim]:
-                self.contracted.setdefault(name, []).append(operation)
-        batch = [c for dim in left_batch for c in dims[0][dim]]
-        is_weight = first in self.weights or second in self.weights
-        if is_weight:
-            self._name((c for c in batch if c in self.of_weights), "experts")
-        elif batch and (not self._are_of_weights(batch) or self._is_of_one_row(dims, left)):
-            self._see_attention(dims, left, batch)
+        rows, others = list(self._dims_of(first)), list(self._dims_of(second))
+        summed = [c for dim in left for c in rows[dim]]
+        batch = [c for dim in left_batch for c in rows[dim]]
+        free = [c for row in (*rows, *others) for c in row if c not in (*summed, *batch)]
+        for name in summed:
+            self.contracted.setdefault(name, []).append(operation)
+        if first in self.weights or second in self.weights:
+            self._name(self._of_weights_in(batch), "experts")
+            return
+        # A batch of one row has no class: then attention sums over the size of heads, and has
+        # positions that no weight has.
+        is_of_one_row = self._are_of_weights(summed) and not self._are_of_weights(summed + free)
+        if batch and (not self._are_of_weights(batch) or is_of_one_row):
+            self._see_attention(summed, batch, free)
 
-    def _is_of_one_row(self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int]) -> bool:
-        """Say whether a product is attention's if the batch is one row, which has no class.
-
-        It sums over the size of heads, and has positions that no weight has.
-        """
-        summed = [c for dim in left for c in dims[0][dim]]
-        of_both = [c for operand in dims for row in operand for c in row]
-        return self._are_of_weights(summed) and not self._are_of_weights(of_both)
-
-    def _see_attention(
-        self, dims: tuple[list[Dims], list[Dims]], left: Iterable[int], batch: list[int]
-    ) -> None:
+    def _see_attention(self, summed: list[int], batch: list[int], free: list[int]) -> None:
         """Name the classes of a product of two activations, one for each sequence and head."""
-        summed = {c for dim in left for c in dims[0][dim]}
-        free = [
-            {c for classes in operand for c in classes} - summed - set(batch) for operand in dims
-        ]
-        self._name((c for c in summed if c in self.of_weights), "head size")
-        grouped = [c for part in free for c in part if c in self.of_weights]
-        if summed & self.of_weights.keys() or not grouped:
-            heads: ClassRole = "KV heads" if grouped else "heads"
-            self._name((c for c in batch if c in self.of_weights), heads)
-        if summed & self.of_weights.keys():
+        sizes, grouped = self._of_weights_in(summed), self._of_weights_in(free)
+        self._name(sizes, "head size")
+        if sizes or not grouped:
+            self._name(self._of_weights_in(batch), "KV heads" if grouped else "heads")
+        if sizes:
             self._name(grouped, "query heads of a KV head")
-            self._name((c for part in free for c in part if c not in self.of_weights), "sequence")
-            self._name((c for c in batch if c not in self.of_weights), "batch")
+            self._name(free, "sequence")
+            self._name(batch, "batch")
+
+    def _of_weights_in(self, classes: Iterable[int]) -> list[int]:
+        return [name for name in classes if name in self.of_weights]
 
     def _name_data(self) -> None:
         for array in self._of_data:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._base.dtypes import bits_of
 from shardrules._program.jax_names import user_line
-from shardrules._program.kernels import kernel_flops, primitive_name
+from shardrules._program.kernels import kernel_flops
 from shardrules._program.step.dimensions import Dimensions, Dims
 from shardrules._program.step.factors import Factors, Rule, Shape, rule_of, same_rule, shape_of
 from shardrules._program.step.jaxprs import (
@@ -137,10 +137,6 @@ class Equations:
     def __init__(self, closed: Any) -> None:
         self.dims = Dimensions()
         self.values: list[TracedArray] = []
-        self.missing: Counter[str] = Counter()
-        """Primitives without a rule, and how many operations of them there are."""
-        self.endless: list[TracedOperation] = []
-        """Loops of which the jaxpr does not say how often they run."""
         self.manual: dict[int, Cuts] = {}
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
         self.constants: list[int] = []
@@ -204,7 +200,6 @@ class Equations:
         is_indexed = eqn.primitive.name.startswith(("gather", "scatter"))
         rule = rule_of(eqn, self._counted.columns(read[1]) if is_indexed else {})
         if rule is None:
-            self.missing[primitive_name(eqn)] += 1
             return TracedOperation(eqn, None, read, [self._new(var) for var in eqn.outvars])
         operands = [
             self.dims.shape(shape_of(atom)) if i is None else self.values[i].dims
@@ -269,7 +264,6 @@ class Equations:
         outputs = self._like(eqn.outvars, carried)
         loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], first=of_body)
         loop.carries = len(carried)
-        self.endless.append(loop)
         return loop
 
     def _cond(self, eqn: Any, numbers: list[int], site: Site) -> TracedOperation:

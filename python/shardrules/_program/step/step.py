@@ -23,6 +23,7 @@ from shardrules._place.mesh import in_force
 from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
+from shardrules._program.kernels import primitive_name
 from shardrules._program.lowering import (
     check_static,
     check_step,
@@ -204,8 +205,14 @@ class Step:
     @property
     def unmodelled(self) -> tuple[str, ...]:
         """What is not looked into: kernels, and primitives without a rule."""
-        rows = [f"{name} ({count:,} times)" for name, count in self._equations.missing.items()]
-        lines = (loop.line for loop in self._equations.endless)
+        operations = [operation for operation, _ in self._equations.everything()]
+        missing = Counter(
+            primitive_name(operation.eqn)
+            for operation in operations
+            if operation.rule is None and not operation.bodies
+        )
+        rows = [f"{name} ({count:,} times)" for name, count in missing.items()]
+        lines = (operation.line for operation in operations if operation.name == "while")
         return (*rows, *(f"{line}: a loop whose length is not known" for line in lines))
 
     @cached_property
