@@ -93,7 +93,8 @@ def seams(step: Step, spread: Spread) -> list[Seam]:
     """
     equations = step._equations
     values, constants = equations.values, set(equations.constants)
-    largest = max((value.bits for value in values), default=0)
+    sizes = (value.bits for number, value in enumerate(values) if number not in constants)
+    largest = max(sizes, default=0)
     carried = set(_carried(equations))
     rows: list[Seam] = []
 

@@ -57,17 +57,12 @@ def choices(chosen: Contender) -> Iterator[ClassChoice]:
     """Yield the choice of each variable that arguments have, or that is cut."""
     space, assignment = chosen.search.space, chosen.assignment
     step = space.step
-    arrays: dict[int, list[tuple[str, int]]] = {}
-    for path, number in zip(step._paths, step._equations.body.inputs, strict=True):
-        for dim, classes in enumerate(space.arrays.classes[number]):
-            for name in classes:
-                arrays.setdefault(name, []).append((path, dim))
     for name in space.values:
-        if name == STORED or name in arrays or assignment[name]:
+        if name == STORED or name in step._places or assignment[name]:
             yield ClassChoice(
                 "stored" if name == STORED else step._roles.of.get(name, ""),
                 0 if name == STORED else step._equations.dims.sizes[name],
-                tuple(arrays.get(name, ())),
+                tuple(step._places.get(name, ())),
                 assignment[name],
                 tuple(_alternatives(chosen, name)),
             )

@@ -125,14 +125,13 @@ class Search:
 
     def _find_first(self) -> None:
         """Improve the best of the layouts that experts write; if nothing fits, what needs least."""
-        rows: list[tuple[int, float, int, Assignment]] = []
-        for start in self.space.starts():
-            rows.append((self._over(start), self.terms.total(start).total, len(rows), start))
-            self.offer(start, rows[-1][1])
+        starts = self.space.starts()
+        for start in starts:
+            self.offer(start, self.terms.total(start).total)
             if self.is_late():
                 return
-        rows.sort(key=lambda row: row[:3])
-        for *_, start in rows[:_DESCENTS]:
+        starts.sort(key=lambda start: (self._over(start), self.terms.total(start).total))
+        for start in starts[:_DESCENTS]:
             self._descend(start)
         if self.assignment is None:
             self._descend(self.least_memory())

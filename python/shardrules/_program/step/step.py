@@ -165,23 +165,28 @@ class Step:
         return Roles(self._equations, self._weights, data)
 
     @cached_property
-    def dimensions(self) -> tuple[DimensionClass, ...]:
-        """Classes of dimensions that must be sharded alike, of which arguments have some."""
+    def _places(self) -> dict[int, list[tuple[str, int]]]:
+        """By class, (path, dimension) of each argument that has it."""
         equations = self._equations
-        arrays: dict[int, list[tuple[str, int]]] = {}
+        places: dict[int, list[tuple[str, int]]] = {}
         for path, number in zip(self._paths, equations.body.inputs, strict=True):
             for place, dim in enumerate(equations.values[number].dims):
                 for name in equations.dims.classes(dim):
-                    arrays.setdefault(name, []).append((path, place))
+                    places.setdefault(name, []).append((path, place))
+        return places
+
+    @cached_property
+    def dimensions(self) -> tuple[DimensionClass, ...]:
+        """Classes of dimensions that must be sharded alike, of which arguments have some."""
         roles = self._roles
         rows = [
             DimensionClass(
                 roles.of.get(name, ""),
-                equations.dims.sizes[name],
+                self._equations.dims.sizes[name],
                 tuple(places),
                 tuple(roles.lines_that_contract(name)),
             )
-            for name, places in arrays.items()
+            for name, places in self._places.items()
         ]
         return tuple(sorted(rows, key=lambda row: (-len(row.arrays), -row.size)))
 
