@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
@@ -63,42 +62,12 @@ _TOTAL: Final = re.compile(
 class CompilerAnswer(NamedTuple):
     """What XLA has written of a step before it generates code."""
 
-    text: str
-    """The optimized, scheduled module."""
-    specs: tuple[Any, ...] | None
-    """PartitionSpecs of the results; None if this JAX cannot read them."""
+    program: Any
+    """What is read as the step compiled by JAX, or by the library of the step."""
     peak: int
-    """Bytes of the device's memory that it assigns, arguments included."""
-    live: LiveRanges
+    """Bytes of the device's memory that the compiler assigns, arguments included."""
     warnings: str
     """What XLA has written to standard error."""
-
-    def program(self, lowered: Any, mesh: Any) -> Any:
-        """Return it as what JAX gives for a step that is compiled.
-
-        Raises:
-            RuntimeError: This JAX does not say how the results are sharded.
-        """
-        inner = inner_of(lowered)
-        shardings = lowered_shardings(inner)
-        if shardings is None:
-            raise RuntimeError(_NO_SHARDINGS)
-        inputs, outputs = shardings
-        if None in outputs and mesh is not None:
-            specs = list(self.specs or ())
-            if mesh.size == 1:
-                specs = [PartitionSpec()]
-            specs *= len(outputs) if len(specs) == 1 else 1  # XLA has one for equal ones
-            if len(specs) != len(outputs):
-                raise RuntimeError(_NO_SHARDINGS)
-            made = (NamedSharding(mesh, spec) for spec in specs)
-            outputs = [known or other for known, other in zip(outputs, made, strict=True)]
-        sizes = {f"{name}_size_in_bytes": size for name, size in self.live.sizes().items()}
-        memory = SimpleNamespace(**sizes, total_allocation_bytes=self.peak)
-        stored = StoredProgram(
-            inner, inputs, outputs, self.text, memory=memory, live=self.live, is_assigned=True
-        )
-        return boxed(lowered, stored)
 
 
 _NO_SHARDINGS: Final = (
@@ -124,14 +93,16 @@ def asked_compiler(lowered: Any, mesh: Any) -> AskedCompiler | None:
         return None
     inner, topology = inner_of(lowered), topology_of(mesh)
     asked = None if inner is None else compiler_input(inner)
-    return None if asked is None else AskedCompiler(asked, topology, mesh)
+    return None if asked is None else AskedCompiler(asked, lowered, topology, mesh)
 
 
 class AskedCompiler:
     """A child process that compiles a step; it and its files are gone when this is closed."""
 
-    def __init__(self, asked: CompilerInput, topology: Topology | None, mesh: Any) -> None:
-        self._topology, self._mesh = topology, mesh
+    def __init__(
+        self, asked: CompilerInput, lowered: Any, topology: Topology | None, mesh: Any
+    ) -> None:
+        self._lowered, self._topology, self._mesh = lowered, topology, mesh
         self._folder = Path(tempfile.mkdtemp(prefix="shardrules-"))  # which no other user can read
         self._child: subprocess.Popen[bytes] | None = None
         try:
@@ -159,20 +130,55 @@ class AskedCompiler:
         """Wait for what the compiler makes of the step.
 
         Raises:
-            RuntimeError: The compiler refuses the step for another reason than memory, or crashes.
+            RuntimeError: The compiler refuses the step for another reason than memory, or crashes;
+                or this JAX does not say how the results are sharded.
             TimeoutError: It has not ended within `LIMIT`.
             OSError: There is no room for its files.
         """
         assert self._child is not None
         try:
             code = self._child.wait(LIMIT)
-            return _read(self._folder, code, self._topology, self._mesh)
+            return self._read(code)
         except subprocess.TimeoutExpired:
             raise TimeoutError(
                 f"the compiler has not ended in {LIMIT:g} s, and was stopped"
             ) from None
         finally:
             self.close()
+
+    def _read(self, code: int) -> CompilerAnswer | Refusal:
+        """Read what the child and XLA have written."""
+        folder, topology = self._folder, self._topology
+        stderr = (folder / "stderr.txt").read_text("utf-8", "replace")
+        if code not in (0, 2):
+            raise _noted(RuntimeError(_crash(code, stderr)))
+        numbers = None
+        if code:
+            error = (folder / "error.txt").read_text("utf-8", "replace")
+            numbers = refused_bytes(error)
+            if numbers is None:
+                raise _noted(RuntimeError(printable_lines(error.splitlines())))
+        dump = folder / "dump"
+        files = [next(dump.glob(f"*{name}"), None) for name in compiler_child.FILES]
+        proto, report, buffers = (b"" if file is None else file.read_bytes() for file in files)
+        text, total = module_text(proto), _TOTAL.search(report.decode("utf-8", "replace"))
+        ranges = "".join(f.read_text("utf-8", "replace") for f in dump.glob("*-live-range.txt"))
+        live = LiveRanges(ranges, buffers.decode("utf-8", "replace"))
+        if numbers is not None:
+            return Refusal(*numbers, text, live)
+        if None in files:
+            raise OSError(
+                f"XLA has not written what it makes of the step to {folder}: is there room?"
+            )
+        if not text or total is None:
+            raise OSError(f"what XLA has written to {folder} is cut: is there room?")
+        peak = int(total[1])
+        if topology is not None and peak > (available := topology.hardware.memory_bytes):
+            return Refusal(peak, available, text, live)
+        inner = inner_of(self._lowered)
+        inputs, outputs = _shardings(inner, self._mesh, proto)
+        stored = StoredProgram(inner, inputs, outputs, text, peak=peak, live=live)
+        return CompilerAnswer(boxed(self._lowered, stored), peak, stderr)
 
     def close(self) -> None:
         """End the child, and remove its files."""
@@ -283,46 +289,29 @@ def _environment(device_count: int, slices: Slices | None) -> dict[str, str]:
     return env | levels | {"JAX_PLATFORMS": "cpu"}
 
 
-def _read(
-    folder: Path, code: int, topology: Topology | None, mesh: Any
-) -> CompilerAnswer | Refusal:
-    """Read what the child and XLA have written."""
-    stderr = (folder / "stderr.txt").read_text("utf-8", "replace")
-    if code not in (0, 2):
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        hint = "; the system may have had no memory left for it" if code == -9 else ""
-        words = stderr[-_LAST_WORDS:].splitlines() or ["it has said nothing"]
-        lines = [f"the compiler has crashed, by {how}{hint}. Its last words:", *words]
-        raise _noted(RuntimeError(printable_lines(lines)))
-    numbers = None
-    if code:
-        error = (folder / "error.txt").read_text("utf-8", "replace")
-        numbers = refused_bytes(error)
-        if numbers is None:
-            raise _noted(RuntimeError(printable_lines(error.splitlines())))
-    dump = folder / "dump"
-    files = [next(dump.glob(f"*{name}"), None) for name in compiler_child.FILES]
-    proto, report, buffers = (b"" if file is None else file.read_bytes() for file in files)
-    text, total = module_text(proto), _TOTAL.search(report.decode("utf-8", "replace"))
-    ranges = "".join(f.read_text("utf-8", "replace") for f in dump.glob("*-live-range.txt"))
-    live = LiveRanges(ranges, buffers.decode("utf-8", "replace"))
-    if numbers is not None:
-        return Refusal(*numbers, text, live)
-    if None in files:
-        raise OSError(f"XLA has not written what it makes of the step to {folder}: is there room?")
-    if not text or total is None:
-        raise OSError(f"what XLA has written to {folder} is cut: is there room?")
-    peak = int(total[1])
-    if topology is not None and peak > (available := topology.hardware.memory_bytes):
-        return Refusal(peak, available, text, live)
-    specs = None if mesh is None else dumped_specs(proto, mesh)
-    return CompilerAnswer(
-        text=text,
-        specs=None if specs is None else tuple(specs),
-        peak=peak,
-        live=live,
-        warnings=stderr,
-    )
+def _crash(code: int, stderr: str) -> str:
+    """Say how the child has crashed, and its last words."""
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    hint = "; the system may have had no memory left for it" if code == -9 else ""
+    words = stderr[-_LAST_WORDS:].splitlines() or ["it has said nothing"]
+    lines = [f"the compiler has crashed, by {how}{hint}. Its last words:", *words]
+    return printable_lines(lines)
+
+
+def _shardings(inner: Any, mesh: Any, proto: bytes) -> tuple[list[Any], list[Any]]:
+    """Return the shardings of a step's arguments and results, which XLA has chosen or was told."""
+    shardings = lowered_shardings(inner)
+    if shardings is None:
+        raise RuntimeError(_NO_SHARDINGS)
+    inputs, outputs = shardings
+    if None in outputs and mesh is not None:
+        specs = [PartitionSpec()] if mesh.size == 1 else dumped_specs(proto, mesh) or []
+        specs *= len(outputs) if len(specs) == 1 else 1  # XLA has one for equal ones
+        if len(specs) != len(outputs):
+            raise RuntimeError(_NO_SHARDINGS)
+        made = (NamedSharding(mesh, spec) for spec in specs)
+        outputs = [known or other for known, other in zip(outputs, made, strict=True)]
+    return inputs, outputs
 
 
 def _noted(error: Exception) -> Exception:

@@ -20,6 +20,7 @@ from shardrules._program.collectives import Collective
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import CollectiveOpcode
 from shardrules._program.memory import totals_of
+from shardrules._program.stored import StoredProgram
 
 KINDS: Final = get_args(CollectiveOpcode)
 _FORMAT: Final = "shardrules program lock 1"
@@ -89,7 +90,7 @@ def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
         )
     sizes = {} if mesh is None else dict(mesh.shape)
     totals = totals_of(executable)
-    is_assigned = getattr(executable.call.compiled, "is_assigned", False)
+    is_assigned = isinstance(executable.call.compiled, StoredProgram)
     return Costs(versions, sizes, totals and totals.peak, COUNTS[not is_assigned], sent)
 
 

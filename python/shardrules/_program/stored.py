@@ -20,9 +20,8 @@ class StoredProgram:
         inputs: The sharding of each leaf of the arguments; None of those that jit has dropped.
         outputs: The same of the results.
         text: The optimized module.
-        memory: The `SIZES` of `memory.py` as attributes.
-        live: What XLA writes of the memory; None if it does not.
-        is_assigned: True if its bytes are those that the compiler itself assigns.
+        peak: Bytes of the device's memory that the compiler assigns.
+        live: What XLA writes of that memory.
     """
 
     def __init__(
@@ -32,9 +31,8 @@ class StoredProgram:
         outputs: list[Any],
         text: str,
         *,
-        memory: Any,
-        live: LiveRanges | None = None,
-        is_assigned: bool = False,
+        peak: int,
+        live: LiveRanges,
     ) -> None:
         check_hlo(text)
         self.in_tree = lowered.in_tree
@@ -44,17 +42,17 @@ class StoredProgram:
         self.input_shardings = self.in_tree.unflatten(inputs)
         self.output_shardings = self.out_tree.unflatten(outputs)
         self._text = text
-        self._memory = memory
+        self._peak = peak
         self.live = live
-        self.is_assigned = is_assigned
 
     def as_text(self) -> str:
         """Return the optimized module."""
         return self._text
 
     def memory_analysis(self) -> Any:
-        """Return the bytes that a device needs."""
-        return self._memory
+        """Return the bytes that a device needs, as far as they are read of JAX's own."""
+        sizes = {f"{name}_size_in_bytes": size for name, size in self.live.sizes().items()}
+        return SimpleNamespace(**sizes, total_allocation_bytes=self._peak)
 
 
 def inner_of(lowered: Any) -> Any:

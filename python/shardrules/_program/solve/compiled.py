@@ -59,7 +59,6 @@ class _Asked(NamedTuple):
 
     row: Contender
     mesh: Mesh
-    lowered: Any
     compiler: AskedCompiler
 
 
@@ -72,12 +71,12 @@ def _asked(row: Contender, on: Any) -> _Asked:
     compiler = asked_compiler(lowered, mesh)
     if compiler is None:
         raise RuntimeError("this version of JAX hides what its compiler is to be asked")
-    return _Asked(row, mesh, lowered, compiler)
+    return _Asked(row, mesh, compiler)
 
 
 def _read(asked: _Asked) -> Contender:
     """Return a layout with the compiler's answer."""
-    row, mesh, lowered, compiler = asked
+    row, mesh, compiler = asked
     step, hbm = row.search.space.step, row.search.space.hbm
     try:
         answer = compiler.answer()
@@ -88,7 +87,7 @@ def _read(asked: _Asked) -> Contender:
     if not isinstance(answer, Refusal):
         own = plan_of(step, row.spread, mesh)
         plans = (own if place == step._place else None for place in range(len(step._args)))
-        row.program = inspect(answer.program(lowered, mesh), tuple(plans))
+        row.program = inspect(answer.program, tuple(plans))
         row.compiled = _costs(row, row.program, needed)
     if needed > hbm or isinstance(answer, Refusal):
         row.needed, row.refusal = needed, f"it needs {bytes_shown(needed)} of {bytes_shown(hbm)}"

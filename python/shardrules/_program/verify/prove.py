@@ -266,7 +266,7 @@ class AskedProof:
             whole, seconds = ended, ended.seconds
         content = whole and whole.compiled
         if answer is not None:
-            content = answer.program(lowered, mesh)
+            content = answer.program
         inputs, outputs = self._planned
         room = self._room
         if room is None and mesh is not None and has_devices(mesh):
