@@ -141,6 +141,18 @@ class Facts:
         return frozenset(self._values.reached(starts, self._updated_into.__getitem__))
 
     @cached_property
+    def behind_updates(self) -> frozenset[int]:
+        """Values of which a part is written anew, as of a cache."""
+        found = enumerate(self._values.opcodes)
+        return self.results(node for node, opcode in found if opcode in UPDATES)
+
+    @cached_property
+    def behind_sums(self) -> frozenset[int]:
+        """Values that are made of sums over devices, element by element."""
+        found = enumerate(self._values.opcodes)
+        return self.results(node for node, opcode in found if opcode in REDUCTIONS)
+
+    @cached_property
     def _updated_into(self) -> Sequence[Sequence[int]]:
         users: list[list[int]] = [[] for _ in self.updated_from]
         for node, sources in enumerate(self.updated_from):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import Final, Literal, cast
+from typing import Final, cast
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entry_axes
@@ -39,18 +39,6 @@ _CARRIERS: Final = frozenset({"f16", "s8", "u8"})
 """Dtypes that backends without collectives of narrower numbers gather for them."""
 _BATCH_SHARE: Final = 0.1
 """Share of the elements of all states whose gradients an axis of the batch sums."""
-
-
-What = Literal[
-    "argument", "sum", "state", "gradient", "gathered", "summed", "permuted", "exchanged"
-]
-_ACTIVATIONS: Final[Mapping[str, What]] = {
-    "all-gather": "gathered",
-    "all-reduce": "summed",
-    "collective-permute": "permuted",
-    "reduce-scatter": "summed",
-}
-"""What is moved of an activation, by the kind of collective; "exchanged" of others."""
 
 
 class Reasons:
@@ -138,20 +126,6 @@ class Reasons:
             self._next_of[leaf] = self.facts.results([node])
         return self._next_of[leaf]
 
-    @cached_property
-    def behind_updates(self) -> frozenset[int]:
-        """Values of which a part is written anew, as of a cache."""
-        return self._behind(UPDATES)
-
-    @cached_property
-    def behind_sums(self) -> frozenset[int]:
-        """Values that are made of sums over devices, element by element."""
-        return self._behind(REDUCTIONS)
-
-    def _behind(self, opcodes: Container[str]) -> frozenset[int]:
-        found = enumerate(self.values.opcodes)
-        return self.facts.results(node for node, opcode in found if opcode in opcodes)
-
     def size(self, leaves: Iterable[int]) -> int:
         """Count the elements of leaves of the inputs."""
         return sum(prod(self.executable.inputs.shapes[leaf]) for leaf in leaves)
@@ -185,15 +159,13 @@ class Reasons:
         cuts = map(self.expert_axes_of, range(len(self.executable.inputs.shardings)))
         return frozenset(expert_axes_among(self.axis_sizes)).union(*cuts)
 
-    def is_for_experts_alone(self, leaf: int, axis: str) -> bool:
-        """Say whether an axis shards nothing but experts of an argument, as FSDP's do.
-
-        One with a name for experts is for them.
-        """
-        (argument,) = (part for _, part in self.executable.inputs.subtrees if leaf in part)
-        return bool(expert_axes_among([axis])) or all(
-            axis not in self.executable.axes_of(other) or axis in self.expert_axes_of(other)
-            for other in argument
+    @cached_property
+    def axes_for_experts(self) -> frozenset[str]:
+        """Mesh axes that have a name for experts, or shard nothing but experts and the batch."""
+        leaves = set(range(len(self.executable.inputs.shardings))).difference(self._batches)
+        others = (self.executable.axes_of(leaf) - self.expert_axes_of(leaf) for leaf in leaves)
+        return (
+            frozenset(self.axis_sizes).difference(*others).union(expert_axes_among(self.axis_sizes))
         )
 
 
@@ -215,13 +187,14 @@ class Row:
         self.called_name = self.op_name.rpartition("/")[2]
         self.is_called = self.called_name in _CALLED
         self.operand = self._values.operand(exchange.op, exchange.number)
-        self.what: What
         self.what, self.leaf = self._leaf()
+        """What is moved: a key of the table; of an activation the kind of the collective."""
 
     @cached_property
     def reason(self) -> str:
         """Key of the first reason that applies."""
-        reason = next(key for key, applies in _TABLE[self.what] if applies(self))
+        rows = _TABLE.get(self.what, _TABLE["all-to-all"])
+        reason = next(key for key, applies in rows if applies(self))
         is_warned = self.leaf is None and not REASONS[reason].is_expected
         return "rows" if is_warned and self.is_of_table else reason
 
@@ -240,7 +213,7 @@ class Row:
         words = {"argument": "", "state": "new "}.get(self.what, "gradient of ")
         return words + self.reasons.executable.inputs.paths[self.leaf]
 
-    def _leaf(self) -> tuple[What, int | None]:
+    def _leaf(self) -> tuple[str, int | None]:
         """Find the argument that is moved, or else the one whose new state is made of it."""
         leaf = self.reasons.leaf_of_copy[self.operand]
         if leaf is not None and leaf >= 0:
@@ -252,7 +225,7 @@ class Row:
             if found is not None and self.kind == "all-gather" and not self._is_made_of(found):
                 found = None
         if found is None:
-            return _ACTIVATIONS.get(self.kind, "exchanged"), None
+            return "all-reduce" if self.is_sum else self.kind, None
         if self.is_sum:
             return "sum", found
         is_state = self.kind == "all-to-all" or self._is_made_of(found)
@@ -373,20 +346,16 @@ class Row:
         """True if the copy's dtype is wider than the argument's, whose numbers have a byte."""
         if self.leaf is None or (origin := self._facts.origins[self.operand]) is None:
             return False
-        stored, shape = (
-            bits_of(self.reasons.executable.inputs.dtypes[self.leaf]),
-            self.exchange.shape,
-        )
+        stored = bits_of(self.reasons.executable.inputs.dtypes[self.leaf])
+        shape = self.exchange.shape
         is_carrier = not origin.is_scaled and shape.dtype in _CARRIERS
         return stored <= _NARROW and shape.bits > stored and not is_carrier
 
     @property
     def is_of_experts(self) -> bool:
         """True if devices get all experts over an axis that is for experts."""
-        if self.leaf is None:
-            return False
-        axes = self.reasons.expert_axes_of(self.leaf) & self.gathered
-        return any(self.reasons.is_for_experts_alone(self.leaf, axis) for axis in axes)
+        axes = self.gathered & self.reasons.axes_for_experts
+        return self.leaf is not None and not axes.isdisjoint(self.reasons.expert_axes_of(self.leaf))
 
     @property
     def layers(self) -> int:
@@ -411,7 +380,7 @@ class Row:
     @property
     def is_written(self) -> bool:
         """True if a part of an old state is written anew, as of a cache."""
-        return self.operand in self.reasons.behind_updates
+        return self.operand in self._facts.behind_updates
 
     @cached_property
     def _summed_in_loop(self) -> tuple[int, int]:
@@ -525,7 +494,7 @@ class Row:
         kernel that is sharded along the dimension that is summed, if the result, which is summed
         over devices then, is less than half of what is gathered.
         """
-        if self.operand in self.reasons.behind_sums:
+        if self.operand in self._facts.behind_sums:
             return False
         count = self.reasons.count(self.axes)
         return any(
@@ -551,11 +520,7 @@ class Row:
         return any(self.axes & self.reasons.executable.axes_of(leaf) for leaf in known)
 
 
-def _otherwise(_: Row) -> bool:
-    return True
-
-
-_TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
+_TABLE: Final[Mapping[str, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
     "argument": (
         ("gather", lambda row: row.is_ring),
         ("copy", lambda row: row.is_sum or (row.kind != "all-gather" and row.is_small)),
@@ -568,20 +533,20 @@ _TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
         ("all experts", lambda row: row.is_of_experts),
         ("layer", lambda row: row.layers > 1),
         ("anew", lambda row: row.is_anew),
-        ("gather", _otherwise),
+        ("gather", lambda _: True),
     ),
     "sum": (
         ("whole gradient", lambda row: row.is_stacked),
         ("microbatch", lambda row: row.is_repeated),
         ("gradient", lambda row: row.is_batch),
-        ("partial", _otherwise),
+        ("partial", lambda _: True),
     ),
     "gradient": (
         ("cache", lambda row: not row.is_training and row.is_of_shards),
         ("state", lambda row: not row.is_training),
         ("small", lambda row: row.is_small),
         ("whole gradient", lambda row: row.is_of_shards),
-        ("gradient", _otherwise),
+        ("gradient", lambda _: True),
     ),
     "state": (
         ("state", lambda row: row.kind == "all-to-all" and row.is_training),
@@ -590,9 +555,9 @@ _TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
         ("gather", lambda row: row.result not in row.reasons.next_state_of),
         ("update", lambda row: row.kind != "all-gather"),
         ("cache", lambda row: row.is_of_shards or row.is_written or row.exchange.times != 1),
-        ("update", _otherwise),
+        ("update", lambda _: True),
     ),
-    "summed": (
+    "all-reduce": (
         ("small", lambda row: row.is_small),
         ("again", lambda row: not row.differs(row.operand)),
         ("called", lambda row: row.is_called),
@@ -601,17 +566,17 @@ _TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
         ("batch", lambda row: row.is_batch and row.has_planned_factor and not row.is_cheap),
         ("partial", lambda row: row.is_batch),
         ("turned", lambda row: row.has_planned_factor and row.is_of_whole),
-        ("partial", _otherwise),
+        ("partial", lambda _: True),
     ),
-    "permuted": (
+    "collective-permute": (
         ("small", lambda row: row.is_small),
         ("called", lambda row: row.is_called),
         ("parts", lambda row: not row.op_name),
         ("batch", lambda row: row.is_batch),
         ("parts", lambda row: row.is_ring),
-        ("unknown", _otherwise),
+        ("unknown", lambda _: True),
     ),
-    "exchanged": (
+    "all-to-all": (
         ("small", lambda row: row.is_small),
         ("optimizer", lambda row: row.operand in row.reasons.behind_gradients),
         ("called", lambda row: row.is_called),
@@ -619,9 +584,9 @@ _TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
         ("parts", lambda row: row.is_batch and row.is_for_gradient),
         ("batch", lambda row: row.is_batch),
         ("parts", lambda row: bool(row.products)),
-        ("reshard", _otherwise),
+        ("reshard", lambda _: True),
     ),
-    "gathered": (
+    "all-gather": (
         ("small", lambda row: row.is_small),
         ("parts", lambda row: row.is_ring and not row.is_batch),
         ("batch", lambda row: row.is_batch and not row.differing),
@@ -631,7 +596,7 @@ _TABLE: Final[Mapping[What, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
         ("summed", lambda row: not row.is_batch and row.is_along_sum),
         ("parts", lambda row: not row.is_batch or row.is_for_gradient),
         ("batch", lambda row: row.is_for_planned and not row.is_cheap),
-        ("parts", _otherwise),
+        ("parts", lambda _: True),
     ),
 }
 """Reasons by what is moved, the first that applies."""
