@@ -449,6 +449,9 @@ class TestValuesThatBecomeInfinite:
             (1e30, ml_dtypes.bfloat16, "float16"),
             (500, "float32", ml_dtypes.float8_e4m3fn),
             (65000, "float16", ml_dtypes.float8_e5m2),
+            (2**40, "int64", None),
+            (2**63 + 5, "uint64", None),
+            (-(2**31) - 1, "int64", None),
         ],
     )
     @pytest.mark.parametrize("renames", [(), [sr.Rename("w", "w", "(a b) -> b a", {"a": 2})]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import jax
@@ -102,6 +103,45 @@ def test_an_init_of_another_shape_names_the_path(checkpoint):  # noqa: F811
     ):
         sr.load(checkpoint, ALL, mesh_of(), tree=tree_of(checkpoint, **HEAD),
                 missing={"value_head": np.ones(3)})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (1e6, "float16", "its values are from 1e"),
+        (300, "int8", "300 .*is not of int8"),
+        (3.7, "int8", "3.7 .*is not of int8"),
+    ],
+)
+def test_a_value_that_its_dtype_lacks(checkpoint, value, dtype, message):  # noqa: F811
+    tree = tree_of(checkpoint, head=jax.ShapeDtypeStruct((4,), dtype))
+    with pytest.raises(ValueError, match=f"missing: the value of head: .*{message}"):
+        sr.load(checkpoint, ALL, mesh_of(), tree=tree, missing={"head": value})
+
+
+def test_a_value_for_all_leaves_below_its_path(checkpoint):  # noqa: F811
+    lora = {"a": jax.ShapeDtypeStruct((4,), "float32"), "b": jax.ShapeDtypeStruct((2,), "int32")}
+    tree = {"norm": jax.ShapeDtypeStruct((32,), "float32"), "lora": lora}
+    renames = [sr.Rename("model.norm.weight", "norm")]
+    loaded = sr.load(checkpoint, [("", ())], mesh_of(), tree=tree, renames=renames, strict=False,
+                     missing={"lora": 1})  # fmt: skip
+    assert loaded["lora"]["a"].tolist() == [1.0] * 4
+    assert loaded["lora"]["b"].tolist() == [1, 1]
+
+
+def test_a_part_of_a_model_and_an_index_that_leaves_arrays_out(tmp_path, caplog):
+    sr.save({"a": np.ones(4), "b": np.ones(4)}, tmp_path / "m", shard_bytes=32)
+    with caplog.at_level(logging.WARNING, "shardrules"):
+        sr.load(tmp_path / "m" / "model-00001-of-00002.safetensors", P(), mesh_of())
+    assert "is a part of a model; its directory has all" in caplog.text
+    sr.save({"a": np.ones(4), "b": np.ones(4)}, tmp_path / "n")
+    index = tmp_path / "n" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["b"]
+    index.write_text(json.dumps(content))
+    with caplog.at_level(logging.WARNING, "shardrules"):
+        assert list(sr.load(tmp_path / "n", P(), mesh_of())) == ["a"]
+    assert "1 array of model-00001-of-00001.safetensors, such as b, which the index" in caplog.text
 
 
 def test_patterns_that_find_nothing(checkpoint):  # noqa: F811

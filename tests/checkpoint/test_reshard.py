@@ -105,6 +105,38 @@ def test_donated_arrays_that_stay_are_not_deleted():
     assert not moved["w"].is_deleted()
 
 
+@pytest.mark.parametrize("most", [None, 16384])
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_one_array_under_two_paths_is_not_lost_when_donated(most, is_buffer):
+    """Tied weights, or an average that begins as the parameters themselves; also in batches."""
+    array = np.arange(64 * 64, dtype="float32").reshape(64, 64)
+    x = jax.device_put(array, jax.NamedSharding(mesh_of(), P("fsdp")))
+    other = jax.device_put(x, jax.NamedSharding(mesh_of(), P("fsdp", None))) if is_buffer else x
+    y = jax.device_put(array + 1, jax.NamedSharding(mesh_of(), P("fsdp")))
+    rules = [("a", P("fsdp")), ("", P(("fsdp", "tp")))]
+    moved = sr.reshard(
+        {"a": x, "b": other, "c": y}, rules, mesh_of(), donate=True, max_bytes_in_flight=most
+    )
+    assert {name: bits(each) for name, each in moved.items()} == {
+        "a": bits(array), "b": bits(array), "c": bits(array + 1),
+    }  # fmt: skip
+    assert y.is_deleted()
+
+
+@pytest.mark.parametrize("where", ["devices", "host"])
+@pytest.mark.parametrize(
+    "renames", [[], [sr.Rename("w", "v")], [sr.Rename("w", "v", "a b -> b a")]]
+)
+def test_a_finite_value_does_not_become_infinite(where, renames):
+    array = np.full((8, 8), 1e6, "float32")
+    tree = {"w": array if where == "host" else jax.device_put(array)}
+    with pytest.raises(ValueError, match="finite value would become inf|its values are from 1e"):
+        sr.reshard(tree, P("fsdp"), mesh_of(), dtype="float16", renames=renames)
+    infinite = {"w": np.full((8, 8), np.inf, "float32")}
+    moved = sr.reshard(infinite, P("fsdp"), mesh_of(), dtype="float16", renames=renames)
+    assert np.isposinf(np.asarray(*moved.values(), "float32")).all()
+
+
 def test_a_bound_below_an_array():
     with pytest.raises(
         ValueError, match=r"max_bytes_in_flight is 100 B, and \['layers'\].* has 256 B: give at"

@@ -60,6 +60,59 @@ def test_safetensors_reads_the_files(tmp_path):
         np.testing.assert_array_equal(read[name], value)
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">i8", "<f4", ">c8"])
+def test_another_byte_order_is_written_as_it_means(tmp_path, dtype):
+    values = np.arange(4).astype(dtype)
+    sr.save({"k": values}, tmp_path / "m")
+    read = safetensors.numpy.load_file(tmp_path / "m" / "model-00001-of-00001.safetensors")
+    np.testing.assert_array_equal(read["k"], values)
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_random_keys_come_back_as_keys(tmp_path, implementation):
+    keys = jax.random.split(jax.random.key(3, impl=implementation), 8)
+    tree = {"drop": {"key": keys[0], "keys": keys}, "w": np.ones((8, 2), "float32")}
+    sr.save(tree, tmp_path / "m")
+    assert jax.tree.map(lambda x: x.dtype, sr.read_model(tmp_path / "m")) == jax.tree.map(
+        lambda x: x.dtype, tree
+    )
+    rules = [("keys|w", P("a")), ("", P())]
+    for loaded in (
+        sr.load(tmp_path / "m", rules, mesh()),
+        sr.load(tmp_path / "m", rules, mesh(), tree=jax.eval_shape(lambda: tree)),
+    ):
+        for name in ("key", "keys"):
+            key = loaded["drop"][name]
+            assert key.dtype == keys.dtype
+            assert key.sharding.spec == (P("a") if name == "keys" else P())
+            data = jax.random.key_data
+            np.testing.assert_array_equal(data(key), data(tree["drop"][name]))
+    renames = [sr.Rename("rng.{k}", "drop/{k}"), sr.Rename("{p}", "{p}")]
+    sr.save(tree, tmp_path / "n", renames=renames)
+    again = sr.load(tmp_path / "n", rules, mesh(), renames=renames)
+    assert again["drop"]["key"].dtype == keys.dtype
+
+
+@pytest.mark.parametrize(
+    "keys", ["[]", '{"w": "rbg"}', '{"v": "threefry2x32"}', '{"w": "none"}', '{"w": 3}', "{"]
+)
+def test_words_that_are_none_of_keys(tmp_path, keys):
+    metadata = {"shardrules.random_keys": keys}
+    safetensors.numpy.save_file(
+        {"w": np.ones((3, 2), "uint32")}, tmp_path / "m.safetensors", metadata
+    )
+    with pytest.raises(sr.FileError):
+        sr.load(tmp_path / "m.safetensors", [("", P())], mesh())
+
+
+def test_a_path_that_is_none(tmp_path):
+    for path, message in (("gs://bucket/m", "is a URL"), ("/", "has no name")):
+        with pytest.raises(ValueError, match=message):
+            sr.save({"w": np.ones(4)}, path)
+    sr.save({"w": np.ones(4)}, tmp_path / "new" / "folder" / "m")
+    assert (tmp_path / "new" / "folder" / "m").is_dir()
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, at):
     calls, pwrite = [], os.pwrite

@@ -162,6 +162,14 @@ def fail():
         finally:
             reading._read_at = read_at
 
+    def with_missing(value):
+        tree = {
+            "norm": jax.ShapeDtypeStruct((48,), "uint16"),
+            "new": jax.ShapeDtypeStruct((), "float32"),
+        }
+        return call(tree=tree, strict=False, missing={"new": value})
+
+    whole = call()
     cases = {
         "no file": lambda: call(FOLDER / "no such file.safetensors"),
         "cut": lambda: call(FOLDER / f"cut{me}.safetensors"),
@@ -170,13 +178,21 @@ def fail():
         "another model": lambda: call(other),
         "progress": lambda: call(progress=interrupted),
         "bound": lambda: call(max_bytes_in_flight=10),
+        "renames": lambda: call(renames=[sr.Rename("norm", "norm")]),
+        "only": lambda: call(only="."),
+        "missing": lambda: with_missing(2.0),
+        "saved": lambda: sr.save(whole, FOLDER / "odd", renames=[sr.Rename("{n*}", "{n*}")]),
         "reshard": lambda: sr.reshard({}, rules(), mesh),
         "shard_local": lambda: sr.shard_local({"x": np.ones(3)}, P(("x", "y")), mesh),
+    }
+    others = {
+        "missing": lambda: with_missing(1.0),
+        "saved": lambda: sr.save(whole, FOLDER / "odd"),
     }
     found = []
     for odd in (0, 1):
         for case, odd_call in cases.items():
-            error = raised(odd_call if me == odd else call)
+            error = raised(odd_call if me == odd else others.get(case, call))
             found.append([odd, case, error, is_right(call(), expected)])
     return {"found": found}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,8 +34,10 @@ from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall
 from shardrules._plan.files.leaves import ArraySpec, ArraySpecs
 from shardrules._plan.files.models import Arrays, read_arrays
+from shardrules._plan.files.safetensors import is_part
 from shardrules._plan.plan import Plan
 
+_LOG: Final = logging.getLogger("shardrules")
 _NO_DATA: Final = (
     "it lists arrays and does not have their data; give a safetensors file, its index or a "
     "directory of them; orbax restores its own checkpoints, onto plan.abstract()"
@@ -142,6 +145,8 @@ def load(
         arrays = read_arrays(os.fspath(source), ArraySpecs(keeps_places=True))
         if any(leaf.file is None for leaf in arrays.leaves.values()):
             raise FileError(f"{arrays.path}: {_NO_DATA}")
+        if jax.process_index() == 0 and is_part(str(arrays.path)):
+            _LOG.warning("load: %s is a part of a model; its directory has all", arrays.path)
         problems = Problems(arrays.name)
         _check_dtypes(arrays, problems)
         records = forwards(followed)
@@ -264,7 +269,11 @@ def _value_instead(selection: Selection, path: str, like: Any, leaf: Any, shardi
 def _check_dtypes(arrays: Arrays, problems: Problems) -> None:
     for name, leaf in arrays.leaves.items():
         if bits_of(leaf.dtype) < 8:
-            problems.add(f"{leaf.dtype} is packed, and numpy cannot unpack it", name)
+            problems.add(
+                f"{leaf.dtype} is packed, and numpy cannot unpack it: write it as U8, two in a "
+                "byte, and unpack it in a jit of your own",
+                name,
+            )
 
 
 def checked_progress(progress: object) -> bool | Progress | None:

@@ -18,7 +18,7 @@ from shardrules._base.arguments import as_tuple, boolean, check_items, integer
 from shardrules._base.dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._base.mistakes import Tree, in_order
 from shardrules._base.text import bytes_shown, shown
-from shardrules._checkpoint.conversion import cast, check_kept, numpy_dtype
+from shardrules._checkpoint.conversion import LossError, cast, check_kept, numpy_dtype
 from shardrules._checkpoint.names import A_RENAME, Rename, forwards
 from shardrules._checkpoint.programs import made_of
 from shardrules._checkpoint.targets import Problems, Target
@@ -161,10 +161,17 @@ def reshard(
     batches = list(in_batches(moves_by_leaf, most, lambda i: moves_by_leaf[i].bytes))
     for batch in batches:
         moves = [moves_by_leaf[i] for i in batch]
-        made, losses = zip(*(move.make() for move in moves), strict=True)
-        found = zip(batch, losses, strict=True)
-        check_kept({leaf_path(abstract, i): loss for i, loss in found if loss is not None})
-        arrays = put(list(made), [move.sharding for move in moves])
+        made: list[Any] = []
+        losses: dict[str, Any] = {}
+        for i, move in zip(batch, moves, strict=True):
+            try:
+                array, loss = move.make()
+            except LossError as error:
+                raise ValueError(f"{leaf_path(abstract, i)}: {error}") from None
+            made.append(array)
+            losses |= {} if loss is None else {leaf_path(abstract, i): loss}
+        check_kept(losses)
+        arrays = put(made, [move.sharding for move in moves])
         if gives_up or len(batches) > 1:
             jax.block_until_ready(arrays)
         for i, move, array in zip(batch, moves, arrays, strict=True):

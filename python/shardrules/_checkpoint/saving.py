@@ -20,6 +20,7 @@ from shardrules._base.arguments import as_tuple, check_items, check_type, intege
 from shardrules._base.atomic_write import sync_directory
 from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of, given_name, key_dtype
 from shardrules._base.io import FileError, path_of
+from shardrules._base.mistakes import in_order
 from shardrules._base.text import with_article
 from shardrules._checkpoint.conversion import dtype_on_devices
 from shardrules._checkpoint.names import A_RENAME, Rename, backwards
@@ -57,6 +58,7 @@ class _FilePlace(NamedTuple):
         return prod(self.shape) * bits_of(self.dtype) // 8
 
 
+@in_order("tree", "path")
 def save(
     tree: Any,
     path: str | os.PathLike[str],
@@ -97,7 +99,11 @@ def save(
         ['model-00001-of-00001.safetensors', 'model.safetensors.index.json']
     """
     check_type("path", path, str | os.PathLike, "the path of a directory")
+    if "://" in os.fspath(path):
+        raise ValueError(f"path: {path} is a URL, and save writes files of this machine")
     target = path_of(path).absolute()
+    if not target.name:
+        raise ValueError(f"path: {path} has no name; write that of a new directory")
     if target.suffix == ".safetensors":
         raise ValueError(
             f"path: {target.name} is the name of a file, and save makes a directory of files; "

@@ -9,6 +9,7 @@ writer uses, which are an array as a list of its fields, a dtype as an object, a
 from __future__ import annotations
 
 import codecs
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from typing import Any, Final, NoReturn
 
 from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of
 from shardrules._base.io import FileError, join_chunks, opened, parse_json
-from shardrules._base.text import and_more, near_shown, shown
+from shardrules._base.text import and_more, counted, near_shown, shown
 from shardrules._plan.files.leaves import (
     ArraySpec,
     ArraySpecs,
@@ -32,6 +33,7 @@ from shardrules._plan.files.leaves import (
     state_of,
 )
 
+_LOG: Final = logging.getLogger("shardrules")
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 # The bound of the safetensors library.
@@ -239,7 +241,19 @@ def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, Ar
                     f"{near_shown(name, arrays)}; download the index and its files again"
                 )
             leaves[name] = arrays[name]
+        if len(arrays) > len(names):
+            left_out = next(name for name in arrays if name not in weight_map)
+            _LOG.warning(
+                "%s: %s of %s, such as %s, which the index leaves out",
+                path, counted(len(arrays) - len(names), "array"), shard, left_out,
+            )  # fmt: skip
     return {name: leaves[name] for name in weight_map}
+
+
+def is_part(path: str) -> bool:
+    """Return whether a file is one of several, by its number."""
+    number = _NUMBERED.fullmatch(path)
+    return number is not None and int(number["count"]) > 1
 
 
 def _headers(paths: list[Path], make: ArraySpecs) -> Iterator[dict[str, ArraySpec]]:
