@@ -815,6 +815,8 @@ def test_a_manifest_of_boxes_has_their_names(tmp_path, monkeypatch):
         ("--hbm 300MB --optimizer adam", 0, ""),
         ("--hbm 250MB --optimizer adam --gradients same", 1, "gradients 67"),
         ("--hbm 1GB --host-memory 1MB --optimizer adam --optimizer-memory pinned_host", 1, "1.00 MB of the host's memory"),
+        ("--hbm 1MB --level memory=off", 0, "not looked for: "),
+        ("--hbm 1MB --level memory=warning", 0, "warning[memory]: 67"),
         ("--budget device=80MB", 0, ""),
         ("--budget device=80MB --optimizer adam", 1, "error[budget]: 2"),
         ("--budget device=80MB --budget host=1MB --optimizer adam --optimizer-memory pinned_host", 1, "the budget is 80.0 MB and 1.00 MB of the host's memory"),

@@ -164,12 +164,8 @@ def find_project(named: str | None) -> tuple[Path, Jobs] | None:
     Raises:
         FileError: The file is wrong, or was found above the folder and may be another user's work.
     """
-    here = Path.cwd()
-    if named is None:
-        found = find_table(here)
-    else:
-        path = Path(named).absolute()
-        found = path, _table_of(path)
+    here, file = Path.cwd(), named and Path(named).absolute()
+    found = (file, _table_of(file)) if file else find_table(here)
     if found is None:
         return None
     path, table = found

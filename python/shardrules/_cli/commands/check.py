@@ -67,7 +67,7 @@ def check(
     planned = planning.plan_model(model, how, mesh, declared)
     plan = planned.plan
     findings = plan.check(**planned.rules.declared, large=large, head_dim=head_dim, levels=level)
-    over = _over(plan, memory, budget)
+    over = _over(plan, memory, budget, level.get("memory", "error"))
     findings = Findings([*over, *findings], findings.scope)
     if fix:
         return _fix(planned, how, head_dim, findings, fail_on)
@@ -79,8 +79,10 @@ def check(
     return show.exit_code(findings, fail_on)
 
 
-def _over(plan: Plan, memory: options.ToCount, budget: dict[str, int]) -> Iterator[Finding]:
-    """Yield an error for the memory, and for the budget, that is smaller than what is planned."""
+def _over(
+    plan: Plan, memory: options.ToCount, budget: dict[str, int], level: Any
+) -> Iterator[Finding]:
+    """Yield a finding for the memory, and for the budget, that is less than what is planned."""
     from shardrules._plan.check_leaves import no_room
     from shardrules._plan.memory import Room
 
@@ -91,8 +93,8 @@ def _over(plan: Plan, memory: options.ToCount, budget: dict[str, int]) -> Iterat
     needed = plan.bytes_per_device(**memory.training)
     sizes = [plan.kinds[part.group].device_bytes * len(part.rows) for part in plan.folded]
     largest = [plan.folded[place] for place in sorted(range(len(sizes)), key=sizes.__getitem__)]
-    if room.fits(needed) is False:
-        yield no_room(needed, room, largest[::-1])
+    if room.fits(needed) is False and level != "off":
+        yield no_room(needed, room, largest[::-1])._replace(level=level)
     if allowed.fits(needed) is False:
         finding = no_room(needed, allowed, largest[::-1])
         yield finding._replace(kind="budget", message=f"{needed}; the budget is {allowed}")
