@@ -663,6 +663,23 @@ def _read(model, rules):
     return sr.read_model(model), sr.read_rules(rules).rules
 
 
+def test_files_of_rules_are_merged_as_configurations_are(tmp_path):
+    """A YAML that is merged over another could not be given, and its base alone was read."""
+    pytest.importorskip("yaml")
+    model, base, own = tmp_path / "m.json", tmp_path / "base.yml", tmp_path / "own.yml"
+    content = {"params": [["w", [8, 16], "F32"]], "logical_axes": {"w": ["embed", None]}}
+    model.write_text(json.dumps(content))
+    base.write_text("base: 1\nlogical_axis_rules: [['embed', 'fsdp']]\n")
+    own.write_text("run: 2\nlogical_axis_rules: [['embed', 'tp']]\n")
+    words = ("explain", model, "w", "-m", "fsdp=2,tp=2", "-r", base)
+    assert "P('fsdp', None)" in run(*words).stdout
+    done = run(*words, "-r", own)
+    assert (done.exit_code, "P('tp', None)" in done.stdout) == (0, True), done.output
+    assert f"these rules are not read: rules of {base}" in done.stderr
+    done = run("check", model, "-m", "fsdp=2,tp=2", "-r", base, "-r", own, "--fix")
+    assert (done.exit_code, "--rules of one file" in done.stderr) == (2, True)
+
+
 def test_suggested_rules_are_clean_under_check(small, tmp_path):
     model, _ = small
     written = tmp_path / "suggested.toml"

@@ -22,7 +22,7 @@ from shardrules._plan.findings import LEVELS
 from tests.support import command_page
 from tests.support.command_line import invoke, options_of
 
-PLAN = {"model": "model", "mesh": {"tp": 2}, "rules": None, "min_size": 0, "stacked": ()}
+PLAN = {"model": "model", "mesh": {"tp": 2}, "rules": (), "min_size": 0, "stacked": ()}
 COMMANDS = {command.name: command for command in commands()}
 
 

@@ -37,7 +37,7 @@ mesh = functools.partial(option, "-m", "--mesh", type=types.MESH)
 of_model_on: Final = mesh(
     help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4. Needed for a model."
 )
-rules = functools.partial(option, "-r", "--rules", type=types.FILE)
+rules = functools.partial(option, "-r", "--rules", type=types.FILE, multiple=True)
 devices = functools.partial(option, "--devices", type=types.Number(min=1))
 axes = functools.partial(option, "--axes", type=types.AXES)
 on = functools.partial(option, "--on", metavar="TOPOLOGY")
@@ -81,7 +81,7 @@ def formats(*names: str, about: str = "Output format.") -> Decorator:
 class HowToPlan(NamedTuple):
     """How a model is planned, beside its mesh."""
 
-    rules: str | None
+    rules: tuple[str, ...]
     dialect: Any
     stacked: tuple[str, ...]
     companions: tuple[str, ...]
@@ -92,8 +92,8 @@ class HowToPlan(NamedTuple):
 
 how_to_plan: Final = bundle(
     HowToPlan, "how",
-    rules(help="The rules: a TOML or JSON file, MaxText's YAML, or package.module:NAME. Needed for "
-        "a model."),
+    rules(help="The rules: a TOML or JSON file, MaxText's YAML, or package.module:NAME; files "
+        "after the first are merged over it. Needed for a model."),
     dialect,
     option("--stacked", metavar="PATH", multiple=True, help="Path of a stack of layers, for rules "
         "of single layers; repeatable. Beside those of the rule file."),

@@ -54,7 +54,7 @@ def plan_model(
         fallbacks = [*dict.fromkeys(_fallbacks(rules))]
         if fallbacks and how.no_fallbacks:
             raise FileError(
-                f"{how.rules}: --no-fallbacks, but the automaton cannot evaluate "
+                f"{', '.join(how.rules)}: --no-fallbacks, but the automaton cannot evaluate "
                 f"{'; '.join(fallbacks)}: rewrite the pattern, or leave out --no-fallbacks"
             )
         name, tree, names = read_tree(source, rules.rules.dialect)
@@ -72,7 +72,7 @@ def plan_model(
 def _rules_of(
     how: HowToPlan, mesh: dict[str, int] | None, declared: Declared
 ) -> tuple[RuleFile, dict[str, int]]:
-    if how.rules is None or mesh is None:
+    if not how.rules or mesh is None:
         missing = [*(() if how.rules else ("--rules/-r",)), *(() if mesh else ("--mesh/-m",))]
         raise click.UsageError(f"the following arguments are required: {', '.join(missing)}")
     companions = {"stacked": [*how.stacked], "companions": [*how.companions]}
@@ -150,11 +150,11 @@ def shapes_of(source: str, dialect: Any, max_memory: int) -> tuple[Plan, str]:
 
 
 def step_on(source: str, mesh: Any, rules: Any = None) -> tuple[Any, ...]:
-    """Return the parts of what a function of the mesh gives, and of rules or those in a file."""
+    """Return the parts of what a function of the mesh gives, and of rules or those in files."""
     from shardrules._program.lowering import step_parts
 
-    rules = read_rule_source(rules).rules if isinstance(rules, str) else rules
-    arguments = (mesh,) if rules is None else (mesh, rules)
+    given = read_rule_source(rules).rules if rules and type(rules) is tuple else rules
+    arguments = (mesh,) if given is None or given == () else (mesh, given)
     return step_parts(load_object(source, *arguments), source)
 
 

@@ -61,8 +61,8 @@ def check(
     from shardrules._plan.files.rule_places import rule_places
     from shardrules._plan.findings import Declared, Findings
 
-    if fix and how.rules is None:
-        raise ValueError("--fix adds to a rule file, so give a model, and --rules")
+    if fix and len(how.rules) != 1:
+        raise ValueError("--fix adds to a rule file, so give a model, and --rules of one file")
     declared = Declared(replicated=replicated, optional_axes=optional_axes, data_axes=data_axes)
     planned = planning.plan_model(model, how, mesh, declared)
     plan = planned.plan
@@ -71,7 +71,7 @@ def check(
     findings = Findings([*over, *findings], findings.scope)
     if fix:
         return _fix(planned, how, head_dim, findings, fail_on)
-    places = rule_places(how.rules, len(plan.rules)) if how.rules else (None, ())
+    places = rule_places(how.rules[-1], len(plan.rules)) if how.rules else (None, ())
     show.show_findings(findings, format, *places)
     kinds = {finding.kind for finding in findings.at_least("warning")}
     if how.rules and not planned.rules.companions and kinds & _ADDED:
@@ -107,8 +107,7 @@ def _fix(
     from shardrules._cli import process, show
     from shardrules._plan.suggest.fix import fix
 
-    assert how.rules is not None
-    text = fix(how.rules, planned.rules, planned.plan, dialect=how.dialect, head_dim=head_dim)
+    text = fix(how.rules[0], planned.rules, planned.plan, dialect=how.dialect, head_dim=head_dim)
     if not text:
         if findings.at_least("warning"):
             process.hint(f"no rule is to be added; check without --fix: {findings.summary}")

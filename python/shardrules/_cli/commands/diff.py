@@ -42,7 +42,7 @@ def diff(
     first, second = _sides(before, model, how, mesh)
     differences = first.diff(second)
     if differences and format == "github":
-        print(_annotation(how.rules or model, str(differences).splitlines()))
+        print(_annotation((model, *how.rules)[-1], str(differences).splitlines()))
     else:
         print(differences)
     if fail_on == "grown":
@@ -64,7 +64,7 @@ def _sides(
         return [plan_model(side, how, mesh).plan for side in sides]
     locks = {side: plan_lock(side, how.max_memory).plan for side in sides if side not in models}
     mesh = mesh or next((lock.axis_sizes for lock in locks.values()), None)
-    if how.rules is None or mesh is None:
+    if not how.rules or mesh is None:
         why = "not a lock" if Path(models[0]).exists() else "no such lock"
         raise FileError(f"{models[0]}: {why}; for a model, give --rules and --mesh as well")
     plans = locks | {side: plan_model(side, how, mesh).plan for side in models}

@@ -32,7 +32,7 @@ def plan(
     from shardrules._plan.memory import Room
     from shardrules._plan.show import plan_json
 
-    planning.check_targets({"--lock": lock, "--html": html}, (model, how.rules))
+    planning.check_targets({"--lock": lock, "--html": html}, (model, *how.rules))
     planned = planning.plan_model(model, how, mesh)
     needed = planned.plan.bytes_per_device(**memory.training)
     # Made before anything is written: a failure leaves no file behind.

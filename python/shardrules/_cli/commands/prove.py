@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @options.formats("text", "json", "github")
 def prove(
     *, function: str, on: str | None, slices: int, mesh: options.Sizes,
-    axis_types: tuple[str, ...], rules: str | None, hbm: int | None, budget: dict[str, int],
+    axis_types: tuple[str, ...], rules: tuple[str, ...], hbm: int | None, budget: dict[str, int],
     large: int, fail_on: str, time: bool, lock: str | None, update_lock: bool, html: str | None,
     format: str,
 ) -> int:  # fmt: skip

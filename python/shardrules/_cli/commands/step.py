@@ -14,7 +14,12 @@ from shardrules._cli.command import command, option
     help="Say of this argument alone what the step does with its dimensions.")  # fmt: skip
 @options.formats("text", "json")
 def step(
-    *, function: str, mesh: options.Sizes, rules: str | None, array: str | None, format: str
+    *,
+    function: str,
+    mesh: options.Sizes,
+    rules: tuple[str, ...],
+    array: str | None,
+    format: str,
 ) -> None:
     """Show what a step does before it is compiled: dimensions, their roles, and FLOPs by line."""
     from shardrules._base.text import printable_json

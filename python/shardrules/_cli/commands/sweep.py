@@ -52,10 +52,10 @@ def sweep(
             "--axes for those of a topology"
         )
     free, fixed = axes or ((), {})
-    if fixed and (on or how.rules is None):
+    if fixed and (on or not how.rules):
         raise ValueError("--axes: the meshes of --on, and those of a step, have no fixed sizes")
     where: Any = Topology(on, slices) if on else devices
-    if how.rules is None:
+    if not how.rules:
         _check_step(model, how, mesh, memory)
         with process.working("asking the compiler") as show:
             steps = swept(

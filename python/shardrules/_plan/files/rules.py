@@ -142,11 +142,12 @@ def read_rule_source(
     Raises:
         FileError: There is no such file or object, or its content is invalid.
     """
-    if isinstance(source, str) and is_module_form(source):
-        return _of_module(source, dialect, companions)
+    sources = [source] if isinstance(source, str) else [*source]
+    if len(sources) == 1 and is_module_form(sources[0]):
+        return _of_module(sources[0], dialect, companions)
     content: dict[str, Any] = {}
     unread: list[str] = []
-    paths = [path_of(each) for each in ([source] if isinstance(source, str) else source)]
+    paths = list(map(path_of, sources))
     of_rules = paths[-1]
     for path in paths:
         table = _table_in(path, unread)
