@@ -1,4 +1,4 @@
-"""Uses of mesh axes by their names: the table by which `suggest`, `check` and estimates guess."""
+"""Uses of mesh axes by their names: the table by which `suggest`, `check` and `sweep` guess."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBER: Final = re.compile(r"[0-9]+$")
 
 
 def use_of(axis: str) -> AxisUse | None:
-    """Read what an axis is for from the first word of its name that tells; None if none does.
+    """Return the use that the first word of its name with one tells; None if none does.
 
     Example:
         >>> [use_of(axis) for axis in ("fsdp_0", "dcn_data", "tensor_sequence", "PP2", "x")]
@@ -35,7 +35,7 @@ def use_of(axis: str) -> AxisUse | None:
 
 
 def uses_of(axes: Iterable[str]) -> dict[str, AxisUse]:
-    """Say what each axis of a mesh is for. One of another name cuts weights, as fsdp does.
+    """Return the use of each axis of a mesh. One of another name cuts weights, as fsdp does.
 
     If none cuts weights by its name, the first of those for batches does, as big_vision's and
     openpi's `data` do.
@@ -47,15 +47,14 @@ def uses_of(axes: Iterable[str]) -> dict[str, AxisUse]:
 
 
 def is_gathered(axis: str) -> bool:
-    """Say whether devices surely gather the weights that the axis cuts before they use them."""
+    """Tell if devices surely gather the weights that the axis cuts before they use them."""
     return use_of(axis) in ("fsdp", "data")
 
 
 def data_axes_among(axes: Iterable[str]) -> tuple[str, ...]:
     """List the axes that split the tokens of a batch; tensor axes and stages do not.
 
-    Those of experts do, as in MaxText, in all that is no expert. Each function that guesses by this
-    takes an argument with the true axes, and says what it guessed.
+    Those of experts do, as in MaxText, in all that is no expert.
 
     Example:
         >>> data_axes_among({"dp": 2, "pp": 2, "fsdp_0": 4, "fsdp_1": 2, "tp": 8})

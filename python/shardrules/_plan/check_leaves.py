@@ -46,8 +46,8 @@ def following(context: CheckContext) -> Iterator[Finding]:
     for row, of_row in links.items():
         if plan.sources[row] != of_row[-1].base:
             unled[of_row[-1].companion].append(row)
-    for companion, of_it in unled.items():
-        rows = np.array(sorted(of_it))
+    for companion, rows_of_it in unled.items():
+        rows = np.array(sorted(rows_of_it))
         folded = fold([plan.paths[row] for row in rows], plan.kind_of[rows])
         base = links[int(rows[0])][-1].base
         yield finding(

@@ -32,15 +32,15 @@ def cut_heads(context: CheckContext) -> Iterator[Finding]:
 
     The size of a head is `head_dim`, or that of the norm of single heads beside them.
     """
-    found = projections(context.plan, context.head_dim)
-    if context.head_dim is not None and not found:
+    in_attention = projections(context.plan, context.head_dim)
+    if context.head_dim is not None and not in_attention:
         yield finding(
             "half-head",
             f"head_dim={context.head_dim} is given, but no path names projections of attention",
             "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
         )
     groups: dict[tuple[int | None, str], list[Folded]] = defaultdict(list)
-    for projection in found:
+    for projection in in_attention:
         kind = context.kinds[projection.folded.group]
         if cut := _cut_shown(kind, projection, context.sizes):
             groups[kind.rule, cut].append(projection.folded)

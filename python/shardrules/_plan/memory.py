@@ -135,8 +135,8 @@ class Training:
         check_memory_kind("optimizer_memory_kind", self.optimizer_memory_kind)
         check_type("activations", self.activations, Decider | None, "a Plan")
         if not isinstance(self.optimizer, Decider | None):
-            what = f"{DTYPES}; or plan.for_optimizer(state)"
-            object.__setattr__(self, "optimizer", as_tuple("optimizer", self.optimizer, what))
+            expected = f"{DTYPES}; or plan.for_optimizer(state)"
+            object.__setattr__(self, "optimizer", as_tuple("optimizer", self.optimizer, expected))
 
     def bytes_with(self, params: Plan) -> DeviceBytes:
         """Count the bytes of the parameters and of what training adds to them."""

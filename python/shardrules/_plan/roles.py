@@ -211,15 +211,15 @@ def roles_of(
         array.contracted = _contracted(array, width, is_in_out)
         is_named = ATTENTION.is_name(array.name) and array.experts == 1
         array.is_attention = is_named and (array.makes_heads or array.block in attending)
-    found = [_dims(*pair) for pair in zip(arrays, _widths(arrays, width), strict=True)]
+    roles = [_dims(*pair) for pair in zip(arrays, _widths(arrays, width), strict=True)]
     queries: dict[tuple[str, ...], int] = defaultdict(int)
-    for array, dims in zip(arrays, found, strict=True):
+    for array, dims in zip(arrays, roles, strict=True):
         if array.is_attention:
             queries[array.block] = max(queries[array.block], _hidden_size(array, dims))
     counts = {array.experts for array in arrays if array.experts > 1}
     return [
         _with_tensor(array, dims, queries[array.block], width, counts)
-        for array, dims in zip(arrays, found, strict=True)
+        for array, dims in zip(arrays, roles, strict=True)
     ]
 
 

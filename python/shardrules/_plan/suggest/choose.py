@@ -205,7 +205,7 @@ def with_followers(
 
 
 def _belongs(name: str, kernel: str, kernels: int) -> bool:
-    """Say whether an array of this name belongs to the kernel, one of so many in the module."""
+    """Tell if an array of this name belongs to the kernel, one of so many in the module."""
     if _OF_MODULE.fullmatch(name):
         return kernels == 1
     is_its = name.startswith(f"{kernel}_") or name == f"{kernel.removesuffix('_blocks')}_scales"

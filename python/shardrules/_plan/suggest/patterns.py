@@ -115,7 +115,7 @@ def _ends(leaves: list[_Leaf]) -> Iterator[Phrase]:
 
 
 def _is_ready(of_end: dict[Path, list[_Leaf]], leaves: list[_Leaf]) -> bool:
-    """Say whether these ends tell labels apart, and each says something.
+    """Tell if these ends tell labels apart, and each says something.
 
     Ends that differ only in numbers may have several labels, if their whole paths do as well.
     """
@@ -161,7 +161,7 @@ def _word(path: Path, place: int) -> Word:
 
 
 def _says_little(end: Path, leaves: list[_Leaf]) -> bool:
-    """Say whether the next word belongs to it: a number means nothing without a name before."""
+    """Tell if the next word belongs to it: a number means nothing without a name before."""
     first = end[0].text
     if first == _START.text:
         return False

@@ -150,7 +150,7 @@ def _with_names_apart(path: Folded, paths: Sequence[str]) -> Iterator[Folded]:
 
 
 def _is_name(parts: tuple[str, ...], place: int) -> bool:
-    """Say whether the numbers there end a few names, of arrays or their modules."""
+    """Tell if the numbers there end a few names, of arrays or their modules."""
     before = parts[place - 1]
     is_inside = bool(before) and before[-1] not in "/.[]'"
     words_behind = len(_WORD.findall("".join(parts[place + 1 :])))
