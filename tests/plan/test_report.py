@@ -606,8 +606,12 @@ AXE = os.environ.get("AXE", ROOT / "node_modules/axe-core/axe.min.js")
 
 
 @pytest.fixture(scope="module")
-def other_pages(tmp_path_factory):
-    """The page of a solution."""
+def pages(tmp_path_factory, deepseek):
+    """The pages of a plan with all that stands beside one, and of a solution."""
+    folder = tmp_path_factory.mktemp("pages")
+    sweep, suggestion = deepseek.sweep(hbm=16 * 10**9), sr.suggest(deepseek)
+    seconds = sr.types.ProgramTime(0.1, 0.1, (), (), 0.0, ())
+    deepseek.to_html(folder / "plan.html", sections=[sweep, suggestion, seconds], hbm=16 * 10**9)
     tree = {
         "up": jax.ShapeDtypeStruct((4, 512, 2048), "float32"),
         "down": jax.ShapeDtypeStruct((4, 2048, 512), "float32"),
@@ -621,19 +625,24 @@ def other_pages(tmp_path_factory):
         return jnp.sum(jax.lax.scan(layer, x, params)[0] ** 2)
 
     step = sr.trace(jax.grad(loss), plan, jax.ShapeDtypeStruct((2**14, 512), "float32"))
-    solution = sr.solve(step, hardware="v5p")
-    folder = tmp_path_factory.mktemp("pages")
-    plan.to_html(folder / "solution.html", sections=[solution])
+    plan.to_html(folder / "solution.html", sections=[sr.solve(step, hardware="v5p")])
     return folder
 
 
-@pytest.mark.parametrize(("name", "width"), [("solution", 390), slow("solution", 1280)])
-def test_browser_fits_and_scrolls_other_pages(browser, other_pages, name, width):
+@pytest.mark.parametrize(
+    ("name", "width", "scheme"),
+    some([*product(("plan", "solution"), (390, 1280), ("light", "dark"))], every=3),
+)
+def test_browser_fits_scrolls_and_is_accessible(browser, pages, name, width, scheme):
+    """No page is wider than the window; keys scroll what is; axe finds nothing, if it is there.
+
+    `npm install axe-core`, or its file in AXE.
+    """
     options = {"viewport": {"width": width, "height": 900}, "bypass_csp": True}
-    with browser.new_context(**options) as context:
+    with browser.new_context(color_scheme=scheme, **options) as context:
         page = context.new_page()
-        page.goto((other_pages / f"{name}.html").as_uri())
-        page.wait_for_selector("main table")
+        page.goto((pages / f"{name}.html").as_uri())
+        page.wait_for_selector("#treemap .slice")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         wide = "[...document.querySelectorAll('*')].filter(e => e.scrollWidth > e.clientWidth + 1 "
         wide += (
@@ -644,32 +653,6 @@ def test_browser_fits_and_scrolls_other_pages(browser, other_pages, name, width)
             page.evaluate(Path(AXE).read_text(encoding="utf-8"))
             violations = page.evaluate("axe.run()")["violations"]
             assert [(one["id"], one["nodes"][0]["html"]) for one in violations] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "scheme"), product((1280, 390), ("light", "dark")))
-def test_browser_is_accessible(browser, deepseek, tmp_path, width, scheme):
-    """axe finds nothing: `npm install axe-core`, or its file in AXE. Nothing is wider than the page."""
-    file = tmp_path / "plan.html"
-    sweep, suggestion = deepseek.sweep(hbm=16 * 10**9), sr.suggest(deepseek)
-    time = sr.types.ProgramTime(0.1, 0.1, (), (), 0.0, ())
-    deepseek.to_html(file, sections=[sweep, suggestion, time], hbm=16 * 10**9)
-    with browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True
-    ) as context:
-        page = context.new_page()
-        page.goto(file.as_uri())
-        page.wait_for_selector("#treemap .slice")
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        page.emulate_media(media="print")
-        assert page.is_visible("#todo .mend pre")
-        assert not page.is_visible("#todo .mend button")
-        page.emulate_media(media="screen", color_scheme=scheme)
-        if not Path(AXE).exists():
-            pytest.skip("no axe-core")
-        page.evaluate(Path(AXE).read_text(encoding="utf-8"))
-        violations = page.evaluate("axe.run()")["violations"]
-    assert [(one["id"], one["nodes"][0]["html"]) for one in violations] == []
 
 
 @pytest.mark.slow
@@ -822,23 +805,12 @@ def test_browser_modules_of_other_paths(opened, dialect, tree, shown):
 
 
 @pytest.mark.slow
-def test_browser_unfoldable(opened):
-    """100,000 leaves that do not fold at all: rows are made for what is open, and as much as fits."""
-    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
-    names = ["".join(letters) for letters in product("abcdefghij", repeat=3)]
-    parts = {f"{a}_{b}": leaf for a, b in product("klmnopqrst", repeat=2)}
-    page = opened(sr.plan(dict.fromkeys(names, parts), [(".*", "tp")], {"tp": 4}))
-    assert "100,000 of 100,000 leaves, in 100,000 folded rows" in page.inner_text("#count")
-    page.click("#expand")
-    assert 500 < page.locator("#leaf-table tr").count() < 3000
-    search(page, "jjj/t_t")
-    assert leaf_rows(page) == ["jjj/t_t"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("levels", [1, 2])
 def test_browser_opens_a_million_leaves(opened, levels):
-    """A million leaves, of which none fold, in a thousand modules or in none."""
+    """A million leaves, of which none fold, in a thousand modules or in none.
+
+    Rows are made for what is open, and as much as fits.
+    """
     names = ["".join(letters) for letters in product("abcdefghij", repeat=3)]
     leaf = jax.ShapeDtypeStruct((8, 8), "float32")
     if levels == 2:
@@ -853,6 +825,8 @@ def test_browser_opens_a_million_leaves(opened, levels):
     assert "1,000,000 of 1,000,000 leaves" in page.inner_text("#count")
     assert page.locator("#leaf-table tr").count() < 200
     assert page.locator("#treemap .slice").count() < 3000
+    page.click("#expand")
+    assert 100 < page.locator("#leaf-table tr").count() < 3000
     search(page, "jja")
     assert 0 < len(leaf_rows(page)) <= 100
 
@@ -980,3 +954,6 @@ def test_a_card_ends_with_code_to_copy(opened, mend):
     page = opened(plan, findings=sr.types.Findings([finding(mend=mend)]), sweep=None)
     assert page.locator(".finding .mend pre").all_inner_texts() == ([mend] if mend else [])
     assert page.locator(".finding b").all_inner_texts() == ["Fix: "]
+    page.emulate_media(media="print")
+    assert page.is_visible(".mend pre") is bool(mend)
+    assert not page.is_visible(".mend button")
