@@ -14,7 +14,6 @@ from shardrules._base.specs import Entries, entry_axes
 from shardrules._base.text import brief, bytes_shown, mesh_shown
 from shardrules._plan.axis_uses import AxisUse, uses_of
 from shardrules._plan.findings import Declared
-from shardrules._plan.fold import parts_of
 from shardrules._plan.kinds import axes_named
 from shardrules._plan.path_words import projections
 from shardrules._plan.plan import Plan
@@ -220,8 +219,7 @@ def _spared(result: Plan, units: list[Unit], uses: Mapping[str, AxisUse]) -> tup
         spec = result.kinds[int(result.kind_of[unit.folded.rows[0]])].spec
         used = {several[axis] for axis in axes_named(spec) if axis in several}
         if unit.dims.tensor != "any" and "tensor" not in used and (used or not others):
-            parts = parts_of(unit.folded.pattern)
-            patterns.append("".join(re.escape(text) if n is None else r"\d+" for text, n in parts))
+            patterns.append(r"\d+".join(map(re.escape, unit.folded.parts[::2])))
     return tuple(dict.fromkeys(patterns))
 
 
