@@ -51,9 +51,8 @@ _AT_ONCE: Final = 2
 LIMIT: Final = 1200.0
 """Seconds after which the child is ended: it hangs, or the step is too large for this machine."""
 _LAST_WORDS: Final = 2000
-_HOST_DEVICES: Final = "--xla_force_host_platform_device_count"
 # What a user dumps is not to be mixed up with ours.
-_OTHERS_FLAGS: Final = re.compile(rf"--xla_dump\w*(=\S*)?|{_HOST_DEVICES}=\S*")
+_DUMPS: Final = re.compile(r"--xla_dump\w*(=\S*)?")
 _TOTAL: Final = re.compile(
     r"^(?:Memory Space: default \(color=0\)\nTotal bytes|Total bytes used): (\d+)", re.MULTILINE
 )
@@ -121,7 +120,7 @@ class AskedCompiler:
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 # libtpu's files of log lines are among those that go with the folder.
-                env=_environment(len(asked.device_ids), slices) | {"TMPDIR": str(folder)},
+                env=_environment(slices) | {"TMPDIR": str(folder)},
                 start_new_session=True,  # an interrupt is for this process, which ends the child
             )
         _write_request(folder, asked, slices)  # the child waits for it: it cleans up from now on
@@ -273,20 +272,17 @@ def _write_request(folder: Path, asked: CompilerInput, slices: Slices | None) ->
     (folder / "request").rename(folder / "request.json")  # which is there when it is whole
 
 
-def _environment(device_count: int, slices: Slices | None) -> dict[str, str]:
+def _environment(slices: Slices | None) -> dict[str, str]:
     """Return the environment of the child: this one, and what the compiler reads of it."""
     env = dict(os.environ)
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         if name in env:
-            env[name] = _OTHERS_FLAGS.sub("", env[name])
-    env.pop("JAX_NUM_CPU_DEVICES", None)
+            env[name] = _DUMPS.sub("", env[name])
     levels = {"TF_CPP_MIN_LOG_LEVEL": "1"}  # its warnings are read
-    if slices is None:
-        env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {_HOST_DEVICES}={device_count}"
-    else:
+    if slices is not None:
         env = {**ENVIRONMENT, **env}
         levels |= {"TPU_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "1"}
-    return env | levels | {"JAX_PLATFORMS": "cpu"}
+    return env | levels
 
 
 def _crash(code: int, stderr: str) -> str:

@@ -98,7 +98,8 @@ def main(folder: Path, parent: int) -> None:
     try:
         module, options = ((folder / name).read_bytes() for name in ("module.bc", "options.pb"))
         asked = CompilerInput(module, options, request["overrides"], request["device_ids"])
-        compile_dumped(asked, devices_without_jax(topology, request["library"]), str(dump))
+        devices = devices_without_jax(topology, request["library"], len(asked.device_ids))
+        compile_dumped(asked, devices, str(dump))
     except BaseException as error:
         if platform == "cpu" and written(dump, platform):  # it has no code for a custom call
             os._exit(0)

@@ -302,15 +302,15 @@ NAMES_IN_CHILD = (
 
 
 def devices_without_jax(
-    topology: tuple[str, dict[str, Any]] | None, library: str | None
+    topology: tuple[str, dict[str, Any]] | None, library: str | None, count: int
 ) -> list[Any]:
-    """Return described TPUs, or host devices, by jaxlib alone: `import jax` takes longer.
+    """Return described TPUs, or so many host devices, by jaxlib alone: `import jax` takes longer.
 
     Here and in `compile_dumped` there is no fallback: `compiler_input` has looked for the names.
     """
     xla_client: Any = importlib.import_module("jaxlib.xla_client")
     if topology is None:
-        return list(xla_client.make_cpu_client().devices())
+        return list(xla_client.make_cpu_client(num_devices=count).devices())
     name, options = topology
     xla_client.load_pjrt_plugin_dynamically("tpu", library)
     xla_client.initialize_pjrt_plugin("tpu")

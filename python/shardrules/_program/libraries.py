@@ -54,12 +54,13 @@ def call_of(compiled: Any, inputs: Any) -> Call:
             f"compiled is {shown(compiled)}; give a compiled function, {_EXPECTED}, or the same of "
             "flax.nnx.jit or equinox.filter_jit"
         )
-    arguments, returned, changes = library.read(compiled, inner, inputs)
+    name, read = library
+    arguments, returned, changes = read(compiled, inner, inputs)
     in_leaves, in_tree = tree_util.tree_flatten(arguments)
     out_leaves, out_tree = tree_util.tree_flatten(returned)
     place_of = {number: place for place, number in enumerate(in_leaves)}
     updates = [(place_of[before], after) for before, after in changes if before in place_of]
-    return Call(inner, in_tree, in_leaves, out_tree, out_leaves, updates, library.name)
+    return Call(inner, in_tree, in_leaves, out_tree, out_leaves, updates, name)
 
 
 def check_entries(plans: Any, count: int) -> None:
@@ -323,16 +324,9 @@ def _loose_widths(entries: Sequence[_Entry], count: int) -> tuple[int, ...] | No
     return None
 
 
-class _Library(NamedTuple):
-    """How a library's compiled functions are read."""
-
-    name: Library
-    read: Callable[[Any, Any, Any], _Trees]
-    """Takes what the library has compiled, JAX's executable in it, and the plans."""
-
-
-_LIBRARIES: Final[Mapping[str, _Library]] = {
-    "flax": _Library("nnx", _nnx_call),
-    "equinox": _Library("equinox", _equinox_call),
+_LIBRARIES: Final[Mapping[str, tuple[Library, Callable[[Any, Any, Any], _Trees]]]] = {
+    "flax": ("nnx", _nnx_call),
+    "equinox": ("equinox", _equinox_call),
 }
-"""Libraries by the package of their compiled functions."""
+"""By the package of a compiled function: the library, and what reads it, JAX's executable in it, and
+the plans."""
