@@ -328,5 +328,5 @@ _LIBRARIES: Final[Mapping[str, tuple[Library, Callable[[Any, Any, Any], _Trees]]
     "flax": ("nnx", _nnx_call),
     "equinox": ("equinox", _equinox_call),
 }
-"""By the package of a compiled function: the library, and what reads it, JAX's executable in it, and
-the plans."""
+"""By the package of a compiled function: the library, and what reads it, given the function, JAX's
+executable in it, and the plans."""
