@@ -43,7 +43,8 @@ def test_every_door_finds_the_leaves(planned, form, mesh):
     for placed in (sr.shard(tree, plan), sr.reshard(tree, plan)):
         assert [leaf.sharding.spec for leaf in jax.tree.leaves(placed)] == expected
         assert not sr.audit(placed, plan)
-    assert [kind.spec for kind in sr.plan(tree, plan).kinds]
+    again = sr.plan(tree, plan).shardings()
+    assert [sharding.spec for sharding in jax.tree.leaves(again)] == expected
     step = jax.jit(lambda given: given, out_shardings=sr.named_shardings(tree, plan))
     assert not sr.verify(step.lower(sr.shard(tree, plan)).compile(), (plan,), plan)
 

@@ -357,6 +357,8 @@ COMPANION = [
     # Its dimensions are found by their sizes.
     Row("qwix's names", {"up": {"kernel": array(64, 256), "kernel_lora_a": array(64, 8)}}, [("up/kernel", P("fsdp", "tp"))],
         {"paths": ("up/kernel_lora_a",)}),
+    Row("qwix's names of experts", {"up": {"kernel": array(6, 32, 48), "kernel_lora_b": array(6, 4, 48)}},
+        [("up/kernel", P(None, "tp", None))], {"paths": ("up/kernel_lora_b",)}),
 ]  # fmt: skip
 
 TABLE = {

@@ -916,6 +916,17 @@ def test_dialects(dialect):
     assert plan.specs() == {"a": {"scale": P("tp")}}
 
 
+def test_other_rules_leave_companions_out():
+    tree, other = {"layers": {"w": abstract(4, 8, 8)}}, [("w", P(None, "tp"))]
+    rules = [("layers/0/w", P("fsdp", "tp"))]
+    plan = sr.plan(tree, rules, SIZES, companions=[sr.stacked("layers")]).with_rules(other)
+    assert (
+        plan.specs()
+        == sr.plan(tree, other, SIZES).specs()
+        == {"layers": {"w": P(None, "tp", None)}}
+    )
+
+
 def test_optimizer_states_of_companions():
     tree = {"q": {"kernel": abstract(32, 32), "lora_a": abstract(32, 4)}}
     plan = plan_of(tree, companions=sr.LORA)
@@ -983,7 +994,7 @@ def test_the_moment_of_a_kernel_was_replicated_where_a_module_is_called_as_a_fie
 AXES = {"up": P("fsdp", "tp"), "down": P("tp", "fsdp")}
 RULES_OF_AXES = {
     "specs": None,
-    "paths": [("up", (None, "tp")), (".*", "tp")],
+    "paths": sr.Rules([("up", (None, "tp")), (".*", "tp")], optional_axes=["fsdp"]),
     "names": sr.LogicalRules([("fsdp", "fsdp"), ("tp", "tp")]),
 }
 
@@ -1001,11 +1012,11 @@ def test_optimizer_sharding_of_flax_was_undone(by):
                 setattr(self, name, nnx.Param(jnp.zeros((8, 8)), eager_sharding=False, **more))
             self.same = nnx.Param(jnp.zeros(8), eager_sharding=False, out_sharding=("tp",))
 
-    def optimizer():
-        return nnx.Optimizer(Model(), optax.adam(1e-3), wrt=nnx.Param)
+    def state_of(tx):
+        return nnx.state(nnx.eval_shape(lambda: nnx.Optimizer(Model(), tx, wrt=nnx.Param)))
 
     try:
-        state = nnx.state(nnx.eval_shape(optimizer))
+        state = state_of(optax.adam(1e-3))
     except TypeError:
         pytest.skip("this flax's Optimizer has other arguments")
     if "fsdp" not in str(said := nnx.get_partition_spec(state)["opt_state"][0]):
@@ -1020,9 +1031,16 @@ def test_optimizer_sharding_of_flax_was_undone(by):
         assert P(*kind.spec) == said[moment][name].get_value() == AXES[name]
         assert kind.origin == f"the axes that the state itself names: {tuple(AXES[name])}"
     assert derived.explain("mu/same").kind.origin == "the parameter's, same shape"
+    # Of a factored moment they say the axes of the parameter's dimensions, not of its own.
+    factored = plan.for_optimizer(state_of(optax.scale_by_factored_rms(min_dim_size_to_factor=2)))
+    assert "(factored moment)" in factored.explain("v_row/up").kind.origin
+    assert "the rule says" not in str(derived.explain("mu/up"))
     # An axis that the mesh lacks is an error as in any spec.
-    lacking = derived.on_mesh({"tp": 2}).check()
-    assert [one.kind for one in lacking if one.level == "error"] == ["unknown-axis"]
+    lacking = derived.on_mesh({"tp": 2})
+    assert (lacking.explain("mu/up").kind.status == "misfit") == (by != "paths")
+    errors = [one.kind for one in lacking.check() if one.level == "error"]
+    assert errors == ([] if by == "paths" else ["unknown-axis"])
+    assert not lacking.check(optional_axes=["fsdp"]).at_least("error")
 
 
 def test_rules_of_parameters_were_dead_for_a_state():
