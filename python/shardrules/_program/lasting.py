@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from shardrules._program.computation import Shape
+from shardrules._program.computation import Instruction, Shape
 from shardrules._program.executable import Executable
 from shardrules._program.facts import UPDATES
 from shardrules._program.values import Values
@@ -95,14 +95,24 @@ def _phases(values: Values) -> list[str]:
     By JAX's name of the instruction, or of the fusion that it is in; or by what it is made of.
     """
     phases: list[str] = []
+    of_fusions: dict[str, str | None] = {}
     for node, line in enumerate(values.lines):
-        fusion = values.hlo.fusion_of(values.computations[node])
-        name = (fusion and fusion[1].op_name) or line.op_name
-        if name:
-            phases.append(
-                "backward" if "transpose(" in name else "forward" if "jvp(" in name else ""
-            )
-        else:
+        computation = values.computations[node]
+        if computation not in of_fusions:
+            fusion = values.hlo.fusion_of(computation)
+            of_fusions[computation] = None if fusion is None else _named_phase(fusion[1])
+        phase = of_fusions[computation]
+        phase = _named_phase(line) if phase is None else phase
+        if phase is None:
             first = next(iter(values.made_of[node]), node)
-            phases.append(phases[first] if first < node else "")
+            phase = phases[first] if first < node else ""
+        phases.append(phase)
     return phases
+
+
+def _named_phase(line: Instruction) -> str | None:
+    """Read the pass in the name of an instruction; None without a name."""
+    text = line.attributes
+    if "op_name=" not in text:
+        return None
+    return "backward" if "transpose(" in text else "forward" if "jvp(" in text else ""

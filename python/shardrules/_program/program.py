@@ -98,7 +98,8 @@ class Program:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Arrays that the program moves between devices, those with most bytes first."""
-        collectives = [self._collective(*pair) for pair in self._exchanged]
+        with hlo_errors():
+            collectives = [self._collective(*pair) for pair in self._exchanged]
         return tuple(sorted(collectives, key=lambda row: -(row.sent or row.sent_once)))
 
     @cached_property
@@ -147,8 +148,7 @@ class Program:
     def _collective(self, row: Exchange, asked: Row | None) -> Collective:
         assert self._executable.hlo is not None
         instruction = row.op.instruction
-        with hlo_errors():
-            reason = REASONS["unknown" if asked is None else asked.reason]
+        reason = REASONS["unknown" if asked is None else asked.reason]
         return Collective(
             kind=row.kind,
             axes=row.axes,
