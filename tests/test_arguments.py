@@ -114,6 +114,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "time_limit": (*NOT_NUMBER, -1),
         "memory_bytes_per_second link_bytes_per_second dcn_bytes_per_second": (*NOT_RATE, 0),
         "tolerance": (*NOT_RATE, True),
+        "rtol": (*NOT_NUMBER, -1.0, math.inf, math.nan, True),
+        "rehearse.args": (*ODD, "args", [ONES], (ONES, ONES), (ONES[1:],)),
         "efficiency": (*NOT_NUMBER, 0, -1, 1.5),
         "flops_per_second": (3, None, [], {}, {3: 1.0}, {"bf17": 1.0}, {"int8": 0}, {"int8": "1"}, THING),
         "file Plan.lock.path Program.lock.path Plan.to_html.path": NOT_FILE,
@@ -239,6 +241,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.with_rules": (PLAN.with_rules, {"rules": RULES}),
     "Program.diff": (PROGRAM.diff, {"other": PROGRAM}),
     "Program.lock": (PROGRAM.lock, {}),
+    "Rehearsal.raise_for": (sr.types.Rehearsal().raise_for, {}),
     "Proof.raise_for": (sr.prove(DOUBLED, np.ones(3)).raise_for, {}),
     "Rename": (sr.Rename, {
         "name": "{layer}", "path": "{part:q|k}", "dims": "(part out) in -> layer in out",
@@ -265,6 +268,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "patch": (lambda libraries: sr.patch(libraries), {}),
     "plan": (sr.plan, {"tree": TREE, "rules": RULES, "mesh": SIZES}),
     "sweep": (lambda step_on, **named: sr.sweep(step_on, **named), {"step_on": DOUBLED, "on": SIZES}),
+    "rehearse": (lambda step_on, mesh, **named: sr.rehearse(step_on, mesh, **named), {"step_on": lambda mesh: (DOUBLED, (ONES,)), "mesh": SIZES}),
     "prove": (lambda args=(ONES,), **named: sr.prove(named.pop("step"), *args, **named), {"step": DOUBLED}),
     "read_hardware": (sr.read_hardware, {"path": "tests/data/hardware.toml"}),
     "read_model": (sr.read_model, {"path": demo.MODEL}),
@@ -293,7 +297,7 @@ MADE_BY_US = {
     "CutReason", "Reason", "Suggestion", "Coverage", "DeviceBytes", "DimensionClass", "Explanation",
     "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place",
     "Plan", "PlanDiff", "Program", "ProgramTime", "Proof", "Roofline", "RuleFile", "RulesFallback",
-    "Step", "StepSweep", "StepSweepRow", "Work", "Sweep", "SweepRow", "Totals", "Transfer", "TransferRow",
+    "Rehearsal", "RehearsedLeaf", "Step", "StepSweep", "StepSweepRow", "Work", "Sweep", "SweepRow", "Totals", "Transfer", "TransferRow",
     "Tried", "TriedName",
 }  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.

@@ -27,7 +27,7 @@ def sections(*titles):
 
 def test_each_kind_has_a_section():
     assert sorted(sections("Findings of check")) == sorted(CHECK)
-    assert sections("Findings of verify", "Findings of audit") == VERIFY
+    assert sections("Findings of verify", "Findings of audit", "Findings of rehearse") == VERIFY
     assert sorted(re.findall(r"^### (.*)$", PAGE, re.M)) == sorted({*CHECK, *VERIFY})
 
 

@@ -109,6 +109,8 @@ VerifyKind = Literal[
     "unknown",
     "unplaced",
     "sharding",
+    "unequal",
+    "nan",
 ]
 """In the order of the tables in `verify` and `audit`, which say what they are."""
 FindingKind = CheckKind | VerifyKind

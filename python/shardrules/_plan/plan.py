@@ -343,6 +343,7 @@ class Plan(Decider):
         | a step, as a function | `sr.prove(step, plan, batch, on=...)` |
         | an executable that you compiled | `sr.verify(compiled, (plan, None), plan)` |
         | live arrays | `sr.audit(params, plan)` |
+        | a small step, and this machine | `sr.rehearse(step_on, {"fsdp": 4, "tp": 2})` |
 
         A plan of `suggest` knows what its rules declare; arguments add to that.
 

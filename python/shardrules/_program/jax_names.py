@@ -95,6 +95,15 @@ def lowered_shardings(lowered: Any) -> tuple[list[Any], list[Any]] | None:
     return [of_kept.get(i) for i in range(count)], outputs
 
 
+def kept_arguments(lowered: Any) -> list[int] | None:
+    """Return the arguments of a lowered function that it uses, as leaves.
+
+    Fallback: None, so that it cannot be run elsewhere.
+    """
+    arguments = _compile_arguments(lowered)
+    return None if arguments is None else sorted(arguments["kept_var_idx"])
+
+
 def _module_class() -> Any:
     """Return jaxlib's HloModule, which has moved."""
     return private("jaxlib._hlo", "HloModule") or private("jaxlib._jax", "HloModule")
@@ -320,6 +329,43 @@ def devices_without_jax(
 
 def compile_dumped(asked: CompilerInput, devices: list[Any], folder: str) -> None:
     """Compile a module for some of these devices, and have XLA write what it makes to a folder."""
+    dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
+    _compiled(asked, devices, dumps)
+
+
+class LoadedModule(NamedTuple):
+    """A module that is compiled to be run in this process."""
+
+    execute: Callable[[list[Any]], list[list[Any]]]
+    """Takes placed arrays, and returns for each result what each device has."""
+    text: str
+    """Optimized."""
+    bytes: int
+    """That a device needs."""
+    specs: list[Any] | None
+    """PartitionSpecs of the results; None on one device."""
+
+
+def run_module(asked: CompilerInput, mesh: Any) -> LoadedModule:
+    """Compile a module for the devices of a mesh. There is no fallback, as in `compile_dumped`."""
+    parse = importlib.import_module("jax._src.sharding_impls").parse_flatten_op_sharding
+    loaded = _compiled(asked, list(mesh.devices.flat), {})
+    memory, shardings = loaded.get_compiled_memory_stats(), loaded.get_output_shardings()
+    sizes = (getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "temp"))
+
+    def execute(arrays: list[Any]) -> list[list[Any]]:
+        results: Any = loaded.execute_sharded(arrays)
+        return list(results.disassemble_into_single_device_arrays())
+
+    return LoadedModule(
+        execute,
+        text=loaded.hlo_modules()[0].to_string(),
+        bytes=sum(sizes),
+        specs=shardings and [spec for sharding in shardings for spec in parse(sharding, mesh)],
+    )
+
+
+def _compiled(asked: CompilerInput, devices: list[Any], dumps: dict[str, Any]) -> Any:
     xla_client: Any = importlib.import_module("jaxlib.xla_client")
     options = xla_client.CompileOptions.ParseFromString(asked.options)
     # Nothing else is dumped: what the user's process dumps, this one has no flags for.
@@ -328,16 +374,15 @@ def compile_dumped(asked: CompilerInput, devices: list[Any], folder: str) -> Non
     for name in dir(own):
         if name.startswith("xla_dump"):
             setattr(flags, name, getattr(own, name))
-    dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
     options.env_option_overrides = [*asked.overrides, *dumps.items()]
     device_of = {device.id: device for device in devices}
     targets = xla_client.DeviceList(tuple(device_of[number] for number in asked.device_ids))
     client, is_host = devices[0].client, devices[0].platform == "cpu"
     compiles = client.compile_and_load if is_host else client.compile
     try:
-        compiles(_parsed(asked.module), executable_devices=targets, compile_options=options)
+        return compiles(_parsed(asked.module), executable_devices=targets, compile_options=options)
     except TypeError:  # JAX 0.7 takes the bytes
-        compiles(asked.module, executable_devices=targets, compile_options=options)
+        return compiles(asked.module, executable_devices=targets, compile_options=options)
 
 
 def _parsed(module: bytes) -> Any:

@@ -63,6 +63,7 @@ def audit(tree: Any, plan: Plan) -> Findings:
     | a step, as a function | `sr.prove(step, plan, batch, on=...)` |
     | an executable that you compiled | `sr.verify(compiled, (plan, None), plan)` |
     | live arrays | `sr.audit(params, plan)` |
+    | a small step, and this machine | `sr.rehearse(step_on, {"fsdp": 4, "tp": 2})` |
 
     Nothing is moved, and no data is read. Shardings that cut alike are equal, whatever they are
     called: `P("tp")` and `P(("tp",), None)`, or a mesh axis of one device. In several processes,

@@ -152,6 +152,7 @@ def prove(
     | a step, as a function | `sr.prove(step, plan, batch, on=...)` |
     | an executable that you compiled | `sr.verify(compiled, (plan, None), plan)` |
     | live arrays | `sr.audit(params, plan)` |
+    | a small step, and this machine | `sr.rehearse(step_on, {"fsdp": 4, "tp": 2})` |
 
     Args:
         step: A function, or what `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` makes of one;

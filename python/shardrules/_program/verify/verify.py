@@ -55,6 +55,7 @@ def verify(
     | a step, as a function | `sr.prove(step, plan, batch, on=...)` |
     | an executable that you compiled | `sr.verify(compiled, (plan, None), plan)` |
     | live arrays | `sr.audit(params, plan)` |
+    | a small step, and this machine | `sr.rehearse(step_on, {"fsdp": 4, "tp": 2})` |
 
     | kind | level | what |
     |---|---|---|

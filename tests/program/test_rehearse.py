@@ -1,0 +1,313 @@
+"""Rehearsals: steps that are the same whole and sharded, and faults that change the answer."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support.command_line import invoke
+from tests.support.slow import some
+
+SIZES = {"fsdp": 4, "tp": 2}
+S = jax.ShapeDtypeStruct
+
+
+def norm_of(tree: Any) -> Any:
+    return jnp.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(tree)))
+
+
+def placed(mesh: Any, shape: tuple[int, ...], dtype: Any, *axes: Any) -> Any:
+    return S(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def trained(mesh: Any, optimizer: Any = None, compute: str = "float32") -> Any:
+    """An MLP behind a table, its optimizer's state, tokens, and a key for dropout."""
+    shapes = {"table": (32, 16), "up": (16, 64), "down": (64, 16)}
+    rules = [("table", P("tp", "fsdp")), ("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))]
+    plan = sr.plan({name: S(shape, "float32") for name, shape in shapes.items()}, rules, mesh)
+    optimizer = optimizer or optax.adamw(1e-3)
+    state = plan.for_optimizer(jax.eval_shape(optimizer.init, plan.abstract()))
+
+    def loss(params: Any, tokens: Any, key: Any) -> Any:
+        params = jax.tree.map(lambda p: p.astype(compute), params)
+        x = params["table"][tokens]
+        hidden = jax.nn.silu(x @ params["up"])
+        hidden = jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden, 0)
+        logits = (x + hidden @ params["down"]) @ params["table"].T
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits[:, :-1].astype("float32"), tokens[:, 1:]
+        ).mean()
+
+    def step(params: Any, state: Any, tokens: Any, key: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, tokens, key)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    key = S((), jax.random.key(0).dtype, sharding=NamedSharding(mesh, P()))
+    tokens = placed(mesh, (8, 16), "int32", "fsdp")
+    return jax.jit(step, donate_argnums=(0, 1)), (plan, state, tokens, key)
+
+
+def routed(mesh: Any) -> Any:
+    """Experts that are chosen by the best two of a router."""
+    shapes = {"router": (16, 8), "experts": (8, 16, 16)}
+    tree = {name: S(shape, "float32") for name, shape in shapes.items()}
+    plan = sr.plan(tree, [("router", P()), ("experts", P("tp", None, "fsdp"))], mesh)
+
+    def step(params: Any, x: Any) -> Any:
+        weights, chosen = lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
+        parts = jnp.einsum("nd,edf->nef", x, params["experts"])
+        routing = jax.nn.one_hot(chosen, 8) * weights[..., None]
+        return jnp.einsum("nke,nef->nf", routing, parts), chosen
+
+    return jax.jit(step), (plan, placed(mesh, (32, 16), "float32", "fsdp"))
+
+
+def modules(mesh: Any) -> Any:
+    """A module of nnx that the step changes in place."""
+    nnx = pytest.importorskip("flax.nnx")
+    if not hasattr(nnx, "graphlib"):
+        pytest.skip("compiled functions of this flax cannot be read")
+    shapes = nnx.eval_shape(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    rules = sr.Rules([("kernel", P("fsdp", "tp")), (".*", P())], sr.dialects.NNX)
+
+    @nnx.jit
+    def step(model: Any, x: Any) -> Any:
+        value, gradients = nnx.value_and_grad(lambda model: ((model(x) - x) ** 2).mean())(model)
+        state = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients))
+        return value
+
+    return step, (sr.plan(shapes, rules, mesh), placed(mesh, (8, 16), "float32", "fsdp"))
+
+
+@jax.custom_vjp
+def entered(x: Any) -> Any:
+    """What goes into products that are cut by tp: its gradient is the sum of their parts."""
+    return x
+
+
+entered.defvjp(lambda x: (x, None), lambda _, gradient: (lax.psum(gradient, "tp"),))
+
+
+@jax.custom_vjp
+def left(y: Any) -> Any:
+    """The sum of such products, whose gradient is the same for all parts."""
+    return lax.psum(y, "tp")
+
+
+left.defvjp(lambda y: (lax.psum(y, "tp"), None), lambda _, gradient: (gradient,))
+
+
+def by_hand(mesh: Any, fault: str = "") -> Any:
+    """Data and tensor parallel training, written for each device; with one of `FAULTS`."""
+    specs = {"up": P(None, "tp"), "down": P("tp", None), "scale": P()}
+    shapes = {"up": (16, 32), "down": (32, 16), "scale": (16,)}
+    tree = {name: S(shape, "float32") for name, shape in shapes.items()}
+    plan = sr.plan(tree, list(specs.items()), mesh)
+
+    def loss(params: Any, x: Any, key: Any) -> Any:
+        mean = x.mean(0) if fault == "a norm of its own rows" else lax.pmean(x.mean(0), "fsdp")
+        x = (x - mean) * params["scale"]
+        before = (lambda x: x) if fault == "a gradient in parts" else entered
+        behind = (lambda y: y) if fault == "a product in parts" else left
+        y = behind(jax.nn.gelu(before(x) @ params["up"]) @ params["down"])
+        if fault == "a key that is not folded":
+            y += jax.random.normal(key, y.shape)
+        square = ((y - x) ** 2).mean()
+        return square / lax.psum(1, "fsdp") if fault == "a loss that is divided twice" else square
+
+    def update(params: Any, x: Any, key: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, x, key)
+        if fault == "clipped before the mean":
+            norm = norm_of(gradients)
+            gradients = jax.tree.map(lambda g: g / norm, gradients)
+        axes = {"no mean": (), "a mean over another axis": "tp"}.get(fault, "fsdp")
+        gradients = lax.pmean(gradients, axes) if axes else gradients
+        if fault == "a sum for a mean":
+            gradients = lax.psum(gradients, "fsdp")
+        if fault == "one is summed twice":
+            gradients["up"] = lax.psum(gradients["up"], "fsdp")
+        if fault == "clipped by a norm of its own part":
+            norm = norm_of(gradients)
+            gradients = jax.tree.map(lambda g: g / norm, gradients)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        return params, value if fault == "a loss of its own" else lax.pmean(value, "fsdp")
+
+    def step(params: Any, x: Any, key: Any) -> Any:
+        in_specs, out_specs = (specs, P("fsdp"), P()), (specs, P())
+        mapped = jax.shard_map(
+            update, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return mapped(params, x, key)
+
+    key = S((), jax.random.key(0).dtype, sharding=NamedSharding(mesh, P()))
+    return jax.jit(step), (plan, placed(mesh, (32, 16), "float32", "fsdp"), key)
+
+
+FAULTS = {
+    # fault: whether copies differ, too
+    "no mean": True,
+    "a loss of its own": True,
+    "a mean over another axis": True,
+    "clipped by a norm of its own part": True,
+    "a product in parts": True,
+    "a sum for a mean": False,
+    "one is summed twice": False,
+    "a norm of its own rows": False,
+    "a gradient in parts": True,
+    "a loss that is divided twice": False,
+    "clipped before the mean": True,
+    "a key that is not folded": False,
+}
+SAME = {
+    "adamw": trained,
+    "bfloat16": partial(trained, compute="bfloat16"),
+    "adafactor": partial(trained, optimizer=optax.adafactor(1e-3)),
+    "lion": partial(trained, optimizer=optax.lion(1e-3)),
+    "clipped": partial(
+        trained, optimizer=optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
+    ),
+    "experts": routed,
+    "nnx": modules,
+    "by hand": by_hand,
+}
+
+
+@pytest.mark.parametrize("name", some(SAME, every=3))
+def test_a_step_that_is_the_same(name):
+    rehearsal = sr.rehearse(SAME[name], SIZES)
+    assert not rehearsal.findings.at_least("warning"), rehearsal
+
+
+@pytest.mark.parametrize("fault", some(FAULTS, every=3))
+def test_a_fault_that_changes_the_answer(fault):
+    findings = sr.rehearse(partial(by_hand, fault=fault), SIZES).findings
+    kinds = {finding.kind for finding in findings if finding.level == "error"}
+    assert "unequal" in kinds
+    assert ("differs" in kinds) == FAULTS[fault]
+
+
+def scaled(mesh: Any, call: Any, shape: tuple[int, ...] = (8, 8), dtype: str = "float32") -> Any:
+    """A step that calls a function of the rows that a device has."""
+    x = placed(mesh, shape, dtype, "fsdp")
+    specs = {"in_specs": P("fsdp"), "out_specs": P("fsdp"), "check_vma": False}
+    return jax.jit(jax.shard_map(call, mesh=mesh, **specs)), (x,)
+
+
+def test_nans_that_only_the_sharded_program_has():
+    """A mean of rows without the first, of which a device has none."""
+    step_on = partial(scaled, call=lambda x: x[1:].sum(0, keepdims=True) / (len(x) - 1) + 0 * x)
+    (finding,) = sr.rehearse(partial(step_on, shape=(4, 8)), SIZES).findings
+    assert (finding.level, finding.kind) == ("error", "nan")
+    assert finding.message.startswith("outputs[0, 0] is nan sharded, and ")
+
+
+def test_nans_of_both():
+    step_on = partial(scaled, call=lambda x: x * jnp.nan)
+    (finding,) = sr.rehearse(step_on, SIZES).findings
+    assert (finding.level, finding.kind) == ("warning", "nan")
+
+
+def test_integers_that_differ():
+    step_on = partial(scaled, call=lambda x: x + lax.axis_index("fsdp"), dtype="int32")
+    rehearsal = sr.rehearse(step_on, SIZES)
+    assert [(finding.level, finding.kind) for finding in rehearsal.findings] == [
+        ("info", "unequal")
+    ]
+    assert rehearsal[0].difference == 0.75  # of the rows of all devices but the first
+
+
+def test_positive_where_results_are_not_finite_else():
+    """The root of an argument, and not of another, between two that may be negative."""
+
+    def step_on(mesh: Any) -> Any:
+        x = placed(mesh, (8, 8), "float32", "fsdp")
+        return jax.jit(lambda a, b, c: (a + 0, jnp.sqrt(b), c + 0)), (x, x, x)
+
+    assert not sr.rehearse(step_on, SIZES).findings
+
+
+def test_the_values_of_arguments():
+    """A fault that only some values show."""
+    step_on = partial(scaled, call=lambda x: jnp.where(x > 10, 1 + lax.axis_index("fsdp"), x))
+    assert not sr.rehearse(step_on, SIZES).findings
+    rows = np.full((8, 8), 11, "float32")
+    assert sr.rehearse(step_on, SIZES, args=(rows,)).findings[0].kind == "unequal"
+    assert sr.rehearse(step_on, SIZES, args=(rows,), rtol=100).findings == ()
+    with pytest.raises(ValueError, match=r"an array of \(4, 8\) where the step takes \(8, 8\)"):
+        sr.rehearse(step_on, SIZES, args=(rows[:4],))
+    with pytest.raises(ValueError, match="args has 2 arrays, not 1"):
+        sr.rehearse(step_on, SIZES, args=(rows, rows))
+
+
+def test_a_step_that_is_another_one_on_one_device():
+    def step_on(mesh: Any) -> Any:
+        return scaled(mesh, lambda x: x, shape=(8 * mesh.shape["fsdp"], 8))
+
+    with pytest.raises(ValueError, match="other shapes or dtypes; let it use the mesh for"):
+        sr.rehearse(step_on, SIZES)
+
+
+def test_a_step_that_is_too_large_for_this_machine():
+    def step_on(mesh: Any) -> Any:
+        x = placed(mesh, (2**10,), "float32", "fsdp")
+        return jax.jit(lambda x: jnp.broadcast_to(x, (2**32, 2**10)) * 2), (x,)
+
+    with pytest.raises(
+        ValueError, match=r"the step needs \S+ TB to run here, of .* let step_on take"
+    ):
+        sr.rehearse(step_on, SIZES)
+
+
+def test_a_result_that_has_another_shape():
+    (finding,) = sr.rehearse(partial(scaled, call=lambda x: x @ x.T), SIZES).findings
+    assert finding.message == "outputs has the shape (8, 2) sharded, and (8, 8) whole"
+
+
+def test_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    sr.rehearse(partial(scaled, call=lambda x: x), SIZES)
+    monkeypatch.setattr("shardrules._program.rehearse_child.__file__", str(tmp_path / "none.py"))
+    with pytest.raises(RuntimeError, match="cannot be run here"):
+        sr.rehearse(partial(scaled, call=lambda x: x), {"fsdp": 4})
+    assert list(tmp_path.iterdir()) == []
+
+
+MODULE = """
+from tests.program.test_rehearse import by_hand
+
+def step_on(mesh):
+    return by_hand(mesh)
+
+def forgetful(mesh):
+    return by_hand(mesh, "no mean")
+"""
+
+
+def test_the_command(tmp_path, monkeypatch):
+    (tmp_path / "small_steps.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    done = invoke("rehearse", "small_steps:step_on", "--mesh", "fsdp=4,tp=2")
+    assert done.exit_code == 0
+    assert "nothing found: 4 results on fsdp=4,tp=2 and on one device" in done.output
+    done = invoke("rehearse", "small_steps:forgetful", "--mesh", "fsdp=4,tp=2", "--format", "json")
+    assert done.exit_code == 1
+    assert {finding["kind"] for finding in json.loads(done.stdout)["findings"]} == {
+        "unequal",
+        "differs",
+    }
+    done = invoke("rehearse", "small_steps:forgetful", "--mesh", "fsdp=4", "--format", "github")
+    assert done.exit_code == 1 or "tp" in done.output
