@@ -90,8 +90,24 @@ def _multiplications(
             int(settings[name].split("x")[dim].partition("_")[0]) if name in settings else default
             for name, default in (("stride", 1), ("lhs_dilate", 1), ("rhs_dilate", 1), ("pad", 0))
         )
-        places = np.arange(of_result[str(dim)]) * stride - low
-        at = np.add.outer(places, np.arange(int(size)) * step)
-        is_met = (at >= 0) & (at <= (of_input[str(dim)] - 1) * apart) & (at % apart == 0)
-        count *= np.count_nonzero(is_met) / len(places)
+        rows = of_result[str(dim)]
+        pairs = window_pairs((rows, stride), (int(size), step), low, of_input[str(dim)], apart)
+        count *= pairs / rows
+    return count
+
+
+def window_pairs(
+    rows: tuple[int, int], window: tuple[int, int], first: int, size: int, dilation: int
+) -> int:
+    """Count the pairs of a row and a place of its window that meet no padding, along a dimension.
+
+    Rows and places are so many, and so far apart; `first` is the padding before the operand, whose
+    elements are a dilation apart.
+    """
+    few, many = sorted((rows, window))
+    places = np.arange(many[0]) * many[1] - first
+    count = 0
+    for met in (places + i * few[1] for i in range(few[0])):
+        inside = (met >= 0) & (met <= (size - 1) * dilation) & (met % dilation == 0)
+        count += int(np.count_nonzero(inside))
     return count

@@ -14,7 +14,7 @@ from math import gcd, prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import numpy as np
+from shardrules._program.work import window_pairs
 
 Factors = tuple[int, ...]
 """Numbers of the factors of one dimension, the major one first; () for a dimension of size 1."""
@@ -295,26 +295,9 @@ def _convolution(op: _Operation) -> Rule:
         rows = (out_shape[k], params["window_strides"][place])
         window = (kernel[j], params["rhs_dilation"][place])
         first, dilation = params["padding"][place][0], params["lhs_dilation"][place]
-        multiplied *= _met(rows, window, first, shape[i], dilation)
+        multiplied *= window_pairs(rows, window, first, shape[i], dilation)
     op.flops = 2 * multiplied
     return op.rule([left, right], [result])
-
-
-def _met(
-    rows: tuple[int, int], window: tuple[int, int], first: int, size: int, dilation: int
-) -> int:
-    """Count the pairs of a row and a place of its window that meet no padding, along a dimension.
-
-    Rows and places are so many, and so far apart; `first` is the padding before the operand, whose
-    elements are a dilation apart.
-    """
-    few, many = sorted((rows, window))
-    places = np.arange(many[0]) * many[1] - first
-    count = 0
-    for met in (places + i * few[1] for i in range(few[0])):
-        inside = (met >= 0) & (met <= (size - 1) * dilation) & (met % dilation == 0)
-        count += int(np.count_nonzero(inside))
-    return count
 
 
 class _Indexed(NamedTuple):
