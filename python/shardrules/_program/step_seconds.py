@@ -216,10 +216,15 @@ def _instruction_line(hlo: Hlo, instruction: Instruction) -> str:
     return str(place) if place else instruction.op_name or "of no line"
 
 
+def phase_of(name: str) -> str:
+    """Return the pass of a step that an operation is in, by JAX's names around it."""
+    return next((phase for phase, mark in _PHASES if mark in name), _OTHER)
+
+
 def _scope_and_phase(instruction: Instruction) -> tuple[str, str]:
     """Read the outermost scope and the phase of an operation from its name."""
     op_name = instruction.op_name or ""
-    phase = next((phase for phase, mark in _PHASES if mark in op_name), _OTHER)
+    phase = phase_of(op_name)
     for word in op_name.split("/")[:-1]:
         if not word.startswith(("jit(", "pjit(")):
             match = _SCOPE.fullmatch(word)

@@ -35,6 +35,7 @@ from shardrules._program.lowering import (
 from shardrules._program.step.dimension_roles import ClassRole, Roles, written_arrays
 from shardrules._program.step.equations import Equations
 from shardrules._program.step.jaxprs import inputs_of, only_call, without_dead
+from shardrules._program.step_seconds import phase_of
 from shardrules._program.topologies.topology import Topology
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ class Step:
         times: Counter[tuple[str, str, str]] = Counter()
         for operation, trips in self._equations.operations():
             if operation.flops:
-                key = operation.name, _part(operation.scope), operation.line
+                key = operation.name, phase_of(operation.scope), operation.line
                 flops[key] += operation.flops * trips
                 times[key] += trips
         return tuple(Work(*key, times[key], count) for key, count in flops.most_common())
@@ -286,15 +287,6 @@ class Step:
         lines += Table(_COLUMNS, map(_class_cells, self.dimensions)).lines()
         lines += [f"not looked into: {text}" for text in self.unmodelled]
         return printable_lines(lines)
-
-
-def _part(scope: str) -> str:
-    """Return the pass of the step that an operation is in, by JAX's names around it."""
-    if "rematted_computation" in scope:
-        return "recomputed"
-    if "transpose(" in scope:
-        return "backward"
-    return "forward" if "jvp(" in scope else "other"
 
 
 def _class_cells(row: DimensionClass) -> tuple[str, ...]:
