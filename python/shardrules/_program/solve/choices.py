@@ -64,12 +64,12 @@ def choices(chosen: Contender) -> Iterator[ClassChoice]:
                 0 if name == STORED else step._equations.dims.sizes[name],
                 tuple(step._places.get(name, ())),
                 assignment[name],
-                tuple(_alternatives(chosen, name)),
+                _alternatives(chosen, name),
             )
 
 
-def _alternatives(chosen: Contender, name: int) -> Iterator[Alternative]:
-    """Yield the next best values of a variable, those that fit first."""
+def _alternatives(chosen: Contender, name: int) -> tuple[Alternative, ...]:
+    """Return the next best values of a variable, those that fit first."""
     search, assignment = chosen.search, chosen.assignment
     rows = []
     for value in search.space.values[name]:
@@ -78,4 +78,4 @@ def _alternatives(chosen: Contender, name: int) -> Iterator[Alternative]:
             seconds, memory = search.terms.total(other).total, search.resident.least(other)
             rows.append((memory > search.space.hbm, seconds, Alternative(value, seconds, memory)))
     rows.sort(key=lambda row: row[:2])
-    yield from (alternative for *_, alternative in rows[:_ALTERNATIVES])
+    return tuple(alternative for *_, alternative in rows[:_ALTERNATIVES])
