@@ -51,14 +51,9 @@ def _with_names(leaves: Leaves, names: list[Any]) -> Leaves:
     """Return the leaves with their kinds told apart by their names as well."""
     numbers: dict[tuple[Any, int], int] = {}
     types: list[LeafType] = []
-    failed: dict[tuple[Any, int], TypeError] = {}
 
     def number(value: Any, kind: int) -> int:
-        try:
-            checked = None if value is None else checked_names(value)
-        except TypeError as error:
-            failed[id(value), kind] = error
-            return -1
+        checked = None if value is None else checked_names(value)
         index = numbers.setdefault((checked, kind), len(types))
         if index == len(types):
             types.append(leaves.types[kind]._replace(rule=NO_RULE_NEEDED, names=checked))
@@ -69,11 +64,13 @@ def _with_names(leaves: Leaves, names: list[Any]) -> Leaves:
     kinds = leaves.kind_of.tolist()
     try:
         kind_of = resolve_all(names, kinds, {}, number)
-    except TypeError:  # something in names cannot be hashed
-        kind_of = list(map(number, names, kinds))
-    if failed:
-        row = kind_of.index(-1)
-        raise TypeError(f"names: {leaves.paths[row]}: {failed[id(names[row]), kinds[row]]}")
+    except TypeError:  # something is no names, or cannot be hashed
+        kind_of = []
+        for path, value, kind in zip(leaves.paths, names, kinds, strict=True):
+            try:
+                kind_of.append(number(value, kind))
+            except TypeError as error:
+                raise TypeError(f"names: {path}: {error}") from None
     return replace(leaves, kind_of=np.array(kind_of, np.int32), types=types)
 
 
