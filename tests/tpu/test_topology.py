@@ -262,5 +262,5 @@ def test_a_sweep_is_over_the_meshes_of_a_slice_with_its_memory():
     whole = cut.with_rules([("w", ())])
     assert not any(row.fits for row in whole.sweep(devices="v5e:2x4"))
     for given in ({"meshes": [{"fsdp": 8}]}, {"fixed": {"tp": 1}}):
-        with pytest.raises(ValueError, match="cannot be given beside it"):
+        with pytest.raises(ValueError, match="so leave it out"):
             cut.sweep(devices="v5e:2x4", **given)
