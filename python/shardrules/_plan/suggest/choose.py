@@ -56,6 +56,7 @@ class _ArrayCuts(NamedTuple):
 def choose(
     units: Sequence[Unit], axis_sizes: Mapping[str, int], uses: Mapping[str, AxisUse]
 ) -> list[Cuts]:
+    """Choose the axes that shard each dimension of the units: see the table of discomforts."""
     used = {axis: size for axis, size in axis_sizes.items() if size > 1 and uses[axis] != "data"}
 
     @cache
@@ -107,20 +108,48 @@ def _at_most(front: list[_ArrayCuts], discomfort: float) -> _ArrayCuts:
 def _layouts(
     shape: tuple[int, ...], dims: Dims, axis_sizes: Mapping[str, int], uses: Mapping[str, AxisUse]
 ) -> Iterator[_ArrayCuts]:
-    """Yield all ways to lay the axes along the dimensions that they divide."""
-    choices: list[tuple[int | None, ...]] = [
-        (None, *(dim for dim, side in enumerate(dims.sides)
-                 if side in _DISCOMFORT[uses[axis]] and shape[dim] % axis_sizes[axis] == 0))
-        for axis in axis_sizes
+    """Yield all ways to lay the axes along the dimensions that they divide, and may shard."""
+    choices: list[list[int | None]] = [
+        [None, *(dim for dim, side in enumerate(dims.sides)
+                 if side in _DISCOMFORT[use] and shape[dim] % axis_sizes[axis] == 0
+                 and (use != "tensor" or side in _TENSOR.get(dims.tensor, (side,))))]
+        for axis, use in ((axis, uses[axis]) for axis in axis_sizes)
     ]  # fmt: skip
     for places in itertools.product(*choices):
         cuts: Cuts = tuple(
             tuple(axis for axis, place in zip(axis_sizes, places, strict=True) if place == dim)
             for dim in range(len(shape))
         )
-        discomfort = discomfort_of(shape, dims, cuts, axis_sizes, uses)
-        if discomfort is not None:
-            yield _ArrayCuts(1 / shard_count(cuts, axis_sizes), discomfort, cuts)
+        counts = [prod(axis_sizes[axis] for axis in axes) for axes in cuts]
+        if any(size % count for size, count in zip(shape, counts, strict=True)):
+            continue
+        if dims.unit > 1 and "hidden" in dims.sides:
+            # Axes that compute with parts keep heads whole; others gather them.
+            hidden = dims.sides.index("hidden")
+            count = prod(axis_sizes[axis] for axis in cuts[hidden] if not is_gathered(axis))
+            if count > 1 and shape[hidden] // count % dims.unit:
+                continue
+        yield _ArrayCuts(1 / prod(counts), _discomfort(shape, dims, cuts, counts, uses), cuts)
+
+
+def _discomfort(
+    shape: tuple[int, ...],
+    dims: Dims,
+    cuts: Cuts,
+    counts: Sequence[int],
+    uses: Mapping[str, AxisUse],
+) -> int:
+    """Weigh what an expert would avoid in these cuts, into so many parts of each dimension."""
+    discomfort = 2 * sum(
+        count > 1 and size // count < _FEW_ELEMENTS and side not in _COUNTED
+        for size, count, side in zip(shape, counts, dims.sides, strict=True)
+    )
+    for side, axes in zip(dims.sides, cuts, strict=True):
+        for axis in axes:
+            # Of biases, tensor axes shard columns, if anything.
+            is_odd = dims.is_vector and side == "experts" and uses[axis] == "tensor"
+            discomfort += _DISCOMFORT[uses[axis]]["vector" if is_odd else side]
+    return discomfort
 
 
 def _pareto_front(layouts: Iterator[_ArrayCuts]) -> list[_ArrayCuts]:
@@ -130,46 +159,6 @@ def _pareto_front(layouts: Iterator[_ArrayCuts]) -> list[_ArrayCuts]:
         if not front or layout.discomfort < front[-1].discomfort:
             front.append(layout)
     return front
-
-
-def shard_count(cuts: Cuts, axis_sizes: Mapping[str, int]) -> int:
-    """Count the parts of an array."""
-    return prod(axis_sizes[axis] for axes in cuts for axis in axes)
-
-
-def discomfort_of(
-    shape: tuple[int, ...],
-    dims: Dims,
-    cuts: Cuts,
-    axis_sizes: Mapping[str, int],
-    uses: Mapping[str, AxisUse],
-) -> int | None:
-    """Weigh what an expert would avoid in these cuts; None if they are impossible."""
-    counts = [prod(axis_sizes[axis] for axis in axes) for axes in cuts]
-    if any(size % count for size, count in zip(shape, counts, strict=True)):
-        return None
-    discomfort = 2 * sum(
-        count > 1 and size // count < _FEW_ELEMENTS and side not in _COUNTED
-        for size, count, side in zip(shape, counts, dims.sides, strict=True)
-    )
-    for side, axes in zip(dims.sides, cuts, strict=True):
-        for axis in axes:
-            use: AxisUse = uses[axis]
-            is_tensor = use == "tensor"
-            if side not in _DISCOMFORT[use] or (
-                is_tensor and side not in _TENSOR.get(dims.tensor, (side,))
-            ):
-                return None
-            # Of biases, tensor axes shard columns, if anything.
-            is_odd = dims.is_vector and side == "experts" and is_tensor
-            discomfort += _DISCOMFORT[use]["vector" if is_odd else side]
-    if dims.unit > 1 and "hidden" in dims.sides:
-        # Axes that compute with parts keep heads whole; others gather them.
-        hidden = dims.sides.index("hidden")
-        count = prod(axis_sizes[axis] for axis in cuts[hidden] if not is_gathered(axis))
-        if count > 1 and shape[hidden] // count % dims.unit:
-            return None
-    return discomfort
 
 
 _SCALES: Final = re.compile(r"(.*_)?scales?(_\w+)?")
@@ -198,10 +187,14 @@ def with_followers(
             if _belongs(name, units[kernel].names[-1], len(kernels[*module])):
                 followed = dict(_followed_kernel(unit, units[kernel], cuts[kernel], name))
                 joined = _joined_axes(unit.shape, followed, cuts[number], axis_sizes)
-                if shard_count(joined, axis_sizes) >= shard_count(cuts[number], axis_sizes):
+                if _parts(joined, axis_sizes) >= _parts(cuts[number], axis_sizes):
                     joined_cuts[number] = joined
                 break
     return joined_cuts
+
+
+def _parts(cuts: Cuts, axis_sizes: Mapping[str, int]) -> int:
+    return prod(axis_sizes[axis] for axes in cuts for axis in axes)
 
 
 def _belongs(name: str, kernel: str, kernels: int) -> bool:
