@@ -1,4 +1,4 @@
-"""Prints the score of steps: `python -m tests.steps tuned|fresh [part of a step's name]`.
+"""Prints the score of steps: `python -m tests.steps tuned|fresh|blind|small [part of a step's name]`.
 
 `--clean` compiles the clean steps alone, and lists their collectives.
 """

@@ -44,6 +44,8 @@ class Step(NamedTuple):
     """Compiles it; without arguments the step is clean."""
     faults: Mapping[str, Mapping[str, Any]]
     """What is wrong, and the arguments of `build` that make it so."""
+    group: str = ""
+    """"tuned": `verify` was tuned on it. "fresh", "blind" or "small": it was written afterwards."""
 
 
 class Cost(NamedTuple):
@@ -164,16 +166,17 @@ def score(steps: Iterable[Step]) -> Iterator[Row]:
         yield Row(step.name, outcome(step), {name: outcome(step, name) for name in step.faults})
 
 
-def steps(group: str) -> list[Step]:
-    """Return the steps of the modules whose names begin with a group's, such as "tuned"."""
+def steps(*groups: str) -> list[Step]:
+    """Return the steps of groups, such as "tuned"."""
     package = importlib.import_module(__package__ or "")
-    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     modules = (
-        importlib.import_module(f"{package.__name__}.{name}")
-        for name in names
-        if name.startswith(group)
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
+        if not module.name.startswith(("__", "test"))
     )
-    return [step for module in modules for step in getattr(module, "STEPS", ())]
+    return [
+        step for module in modules for step in getattr(module, "STEPS", ()) if step.group in groups
+    ]
 
 
 def _unwrapped(compiled: Any) -> Any:
