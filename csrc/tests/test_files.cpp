@@ -7,7 +7,6 @@
 #include <string_view>
 #include <vector>
 
-#include "files/read_bands.hpp"
 #include "files/read_ranges.hpp"
 
 namespace {
@@ -103,78 +102,9 @@ void many_ranges_take_several_calls() {
     expect(result.memory == "0123456789..", "the bytes of many ranges");
 }
 
-// Items of rows x columns, each with bytes of its own, copied to the transposed array and others.
-template <class Item>
-void items_in_another_order() {
-    constexpr auto kItem = static_cast<std::int64_t>(sizeof(Item));
-    const std::vector<std::vector<std::int64_t>> all = {
-        {1, 1}, {3, 5}, {64, 64}, {65, 200}, {130, 67}, {2, 3, 70, 90}, {70, 4, 65}, {0, 4}, {7}};
-    for (const auto& sizes : all) {
-        std::vector<std::size_t> order(sizes.size());
-        for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-        do {
-            // The target has its dims in another order, and room between rows.
-            std::vector<CopiedDim> dims(sizes.size());
-            std::int64_t from = kItem, to = kItem;
-            for (std::size_t i = sizes.size(); i-- > 0;) {
-                dims[i].size = sizes[i];
-                dims[i].from = from;
-                from *= sizes[i];
-            }
-            for (std::size_t i = order.size(); i-- > 0;) {
-                dims[order[i]].to = to;
-                to = to * sizes[order[i]] + kItem;
-            }
-            std::vector<char> source(static_cast<std::size_t>(from) + 1), target, expected;
-            for (std::size_t i = 0; i < source.size(); ++i)
-                source[i] = static_cast<char>(i * 7 + i / 251);
-            target.assign(static_cast<std::size_t>(to) + 1, '.');
-            expected = target;
-            const std::int64_t count = from / kItem;
-            for (std::int64_t n = 0; n < count; ++n) {
-                std::int64_t place = 0, left = n;
-                for (std::size_t i = sizes.size(); i-- > 0; left /= sizes[i])
-                    place += left % sizes[i] * dims[i].to;
-                std::memcpy(expected.data() + place, source.data() + n * kItem, sizeof(Item));
-            }
-            StridedCopy(dims, kItem).run(source.data(), target.data());
-            expect(target == expected, "items in another order");
-        } while (std::next_permutation(order.begin(), order.end()));
-    }
-}
-
-void bands_are_read_by_rows() {
-    // Of rows of 4 bytes the middle two, transposed: with what is between them, and without.
-    for (const std::int64_t gap : {0, 2}) {
-        std::vector<std::int64_t> calls;
-        Disk disk{100, 1, 0, &calls};
-        std::string memory(8, '.');
-        std::vector<char> staging;
-        const Band band{1, 4, 4, 2, {{0, 0, {{4, 4, 1}, {2, 1, 4}}}}};
-        const Stop stop = read_band(band, 1, memory.data(), gap, staging, disk);
-        expect(stop.code == 0 && memory == "159d26ae", "the middle of rows");
-        expect(calls.size() == (gap == 0 ? 4U : 1U), "calls of the system");
-    }
-    std::vector<std::int64_t> calls;
-    Disk disk{100, 0, 0, &calls};
-    std::string memory(8, '.');
-    std::vector<char> staging;
-    const Band band{14, 4, 4, 2, {{0, 0, {{4, 4, 1}, {2, 1, 4}}}}};
-    const Stop stop = read_band(band, 1, memory.data(), 2, staging, disk);
-    expect(stop.code == kEndOfFile && stop.at == 20, "the end of the file");
-    expect(rows_at_once({0, 1000, 1 << 20, 8, {}}) == 2, "rows of a MiB");
-    expect(rows_at_once({0, 1000, 1 << 30, 8, {}}) == 1, "rows of a GiB");
-    expect(rows_at_once({0, 1000, 64, 64, {}}) == 1000, "short rows");
-}
-
 }  // namespace
 
 int main() {
-    items_in_another_order<std::uint8_t>();
-    items_in_another_order<std::uint16_t>();
-    items_in_another_order<std::uint32_t>();
-    items_in_another_order<std::uint64_t>();
-    bands_are_read_by_rows();
     near_ranges_are_one_call();
     overlaps_are_read_again();
     short_and_interrupted_calls_go_on();

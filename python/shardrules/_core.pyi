@@ -115,26 +115,6 @@ def read_ranges(
         (the offset where it stopped; 0, or the system's error number, or -1 at the file's end)
     """
 
-def read_bands(
-    file: int, bands: Any, tiles: Any, dims: Any, item: int, memory: Any, gap: int, /
-) -> tuple[int, int]:
-    """Read rows of a file whose items do not lie in memory as in the file; else as `read_ranges`.
-
-    Args:
-        file: The file's descriptor.
-        bands: int64, flat: where each begins in the file, its rows, the bytes from row to row,
-            the bytes that are needed of each, and how many tiles it has.
-        tiles: int64, flat: where each begins in a row, its place in memory, how many dims it has.
-        dims: int64, flat: the size of each, and the bytes between neighbours in the file and in
-            memory; the first of a tile numbers the rows.
-        item: The bytes of an item: 1, 2, 4 or 8.
-        memory: A writable buffer.
-        gap: At most so many bytes between two rows are read along with them.
-
-    Raises:
-        ValueError: A tile lies outside of its band, or of the memory.
-    """
-
 def templates(paths: list[str], /) -> tuple[list[str], bytes, bytes]:
     """Paths with holes for their numbers; see csrc/folding/templates.hpp.
 
