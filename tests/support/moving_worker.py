@@ -152,7 +152,7 @@ def fail():
 
     def with_bad_disk():
         def fail(file, begin, into):
-            if sum(map(len, into)) <= 64:  # a sample, before anything else is read
+            if len(into) <= 64:  # a sample, before anything else is read
                 return read_at(file, begin, into)
             raise OSError(5, "Input/output error")
 

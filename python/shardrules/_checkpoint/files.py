@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from math import prod
@@ -31,11 +31,10 @@ SHARE: Final = 16 << 20
 """Bytes that are read at once."""
 # The gap of files of other machines, where a request takes milliseconds.
 _REMOTE_GAP: Final = 256 << 10
-# Linux has 1,024.
-_MOST_BUFFERS: Final = 1000
 # More than there are threads that read. A process may often have no more than 256 in all.
 _MOST_FILES: Final = 64
 _SAMPLE: Final = 64
+_seeking: Final = threading.Lock()
 
 
 class Ranges(NamedTuple):
@@ -195,21 +194,22 @@ def _read_ranges(
         return 0, 0
     if _native is not None:
         return _native(file.fileno(), *ranges, memory, GAP)
-    view, between = memoryview(memory.data), memoryview(bytearray(GAP))
-    rows = zip(*(column.tolist() for column in ranges), strict=True)
-    buffers: list[memoryview] = []
-    end = at = int(ranges.begins[0])
-    for begin, size, place in rows:
-        if not 0 <= begin - end <= GAP or len(buffers) >= _MOST_BUFFERS:
-            at, code = _read_span(file, at, buffers)
-            if code:
-                return at, code
-            buffers, at = [], begin
-        elif begin > end:
-            buffers.append(between[: begin - end])
-        buffers.append(view[place : place + size])
-        end = begin + size
-    return _read_span(file, at, buffers)
+    view, at = memoryview(memory.data), 0
+    for begin, size, place in zip(*(column.tolist() for column in ranges), strict=True):
+        at, end = begin, begin + size
+        while at < end:
+            count = _read_at(file, at, view[place + at - begin : place + size])
+            if not count:
+                return at, -1
+            at += count
+    return at, 0
+
+
+def _read_at(file: io.BufferedReader, begin: int, into: memoryview) -> int:
+    """Read some bytes, where the core does not: on Windows."""
+    with _seeking:
+        file.raw.seek(begin, 0)
+        return file.raw.readinto(into) or 0
 
 
 def _read_remote(file: RemoteFile, ranges: Ranges, memory: npt.NDArray[np.uint8]) -> None:
@@ -232,35 +232,3 @@ def _read_remote(file: RemoteFile, ranges: Ranges, memory: npt.NDArray[np.uint8]
         data = np.frombuffer(part, np.uint8)
         for begin, size, place in zip(*(column[span].tolist() for column in ranges), strict=True):
             memory[place : place + size] = data[begin - start : begin - start + size]
-
-
-def _read_span(file: io.BufferedReader, at: int, buffers: Sequence[memoryview]) -> tuple[int, int]:
-    """Fill the buffers in turn, from this offset on."""
-    left = [buffer for buffer in buffers if len(buffer)]
-    while left:
-        try:
-            count = _read_at(file, at, left)
-        except OSError as error:
-            return at, error.errno or -1
-        if not count:
-            return at, -1
-        at += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
-    return at, 0
-
-
-if hasattr(os, "preadv"):
-
-    def _read_at(file: io.BufferedReader, begin: int, buffers: list[memoryview]) -> int:
-        return os.preadv(file.fileno(), buffers, begin)
-
-else:  # Windows
-    _seeking: Final = threading.Lock()
-
-    def _read_at(file: io.BufferedReader, begin: int, buffers: list[memoryview]) -> int:
-        with _seeking:
-            file.raw.seek(begin, 0)
-            return file.raw.readinto(buffers[0]) or 0
