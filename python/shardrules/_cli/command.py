@@ -103,7 +103,7 @@ class Command(click.Command):
                 raise
             ctx.meta[_JOBS] = (words, error)
             return []
-        for option in self.params:
+        for option in () if ctx.resilient_parsing else self.params:  # a shell completes a part
             if isinstance(option, Option) and (option.needs or option.excludes):
                 _check_beside(ctx, option)
         return rest
