@@ -16,7 +16,7 @@ from shardrules._base.specs import Entries, entries_of, entry_axes, is_unconstra
 from shardrules._base.text import record
 from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._plan.device_bytes import Held, held_of
-from shardrules._plan.leaves import LeafType, Leaves
+from shardrules._plan.leaves import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, LeafType, Leaves
 from shardrules._rules.matcher import Coverage
 from shardrules._rules.rules import matcher_of
 
@@ -98,14 +98,16 @@ class Fit:
 
 _FIT_FIELDS: Final = tuple(item.name for item in fields(Fit))
 REPLICATED: Final = Fit(spec=Entries())
-UNMATCHED_LEAVES: Final = Fit(
-    status="unmatched", message="no rule matches", fix="add a rule that matches"
-)
-AMBIGUOUS_LEAVES: Final = Fit(
-    status="ambiguous",
-    message="several rules match, where only one may",
-    fix="make the patterns exclude each other",
-)
+WITHOUT_RULE: Final = {
+    NO_RULE_NEEDED: REPLICATED,
+    UNMATCHED: Fit(status="unmatched", message="no rule matches", fix="add a rule that matches"),
+    AMBIGUOUS: Fit(
+        status="ambiguous",
+        message="several rules match, where only one may",
+        fix="make the patterns exclude each other",
+    ),
+}
+"""What leaves get that no rule decides, by what stands in the place of a rule's index."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

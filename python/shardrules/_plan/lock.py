@@ -33,15 +33,7 @@ from shardrules._plan.codec import (
 )
 from shardrules._plan.fingerprint import leaves_digest, plan_fingerprint, rules_digest
 from shardrules._plan.fold import expanded, text_length
-from shardrules._plan.kinds import (
-    AMBIGUOUS_LEAVES,
-    UNMATCHED_LEAVES,
-    Fit,
-    Kind,
-    dtype_shown,
-    kind_of,
-    problem_shown,
-)
+from shardrules._plan.kinds import WITHOUT_RULE, Fit, Kind, dtype_shown, kind_of, problem_shown
 from shardrules._plan.leaves import (
     AMBIGUOUS,
     NO_RULE_NEEDED,
@@ -63,8 +55,7 @@ MOST_LEAVES: Final = 10**6
 MOST_TEXT: Final = 10**8
 """Characters of all paths, non-ASCII ones escaped: to read so many takes 400 MB."""
 _FIX: Final = "; make the lock again with Plan.lock or shardrules plan --lock"
-_RULE_OF: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
-_PROBLEMS: Final = {"unmatched": UNMATCHED_LEAVES, "ambiguous": AMBIGUOUS_LEAVES}
+_PROBLEMS: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
 
 
 class _LockTable(RuleTable, kw_only=True):
@@ -257,7 +248,7 @@ def _read_type(leaf: _LeafTable, rules: int) -> LeafType:
     if leaf.shape is None and leaf.dtype != "-":
         raise ValueError(f"a leaf that is no array has the dtype {shown(leaf.dtype)}")
     shape = None if leaf.shape is None else tuple(leaf.shape)
-    rule = _RULE_OF.get(leaf.problem or "", NO_RULE_NEEDED) if leaf.rule is None else leaf.rule
+    rule = _PROBLEMS.get(leaf.problem or "", NO_RULE_NEEDED) if leaf.rule is None else leaf.rule
     leaf_type = checked_type(rule, shape, leaf.dtype)
     if leaf.names is None:
         return leaf_type
@@ -274,7 +265,8 @@ def _read_kind(leaf_type: LeafType, leaf: _LeafTable, axis_sizes: dict[str, int]
     check_memory_kind("memory_kind", leaf.memory_kind)
     fit = Fit(spec=spec)
     if leaf.problem is not None:
-        fit = _PROBLEMS.get(leaf.problem) or Fit(status="misfit", message=leaf.problem)
+        misfit = Fit(status="misfit", message=leaf.problem)
+        fit = WITHOUT_RULE[_PROBLEMS[leaf.problem]] if leaf.problem in _PROBLEMS else misfit
     return kind_of(
         leaf_type,
         fit,

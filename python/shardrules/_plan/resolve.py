@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.rule_specs import MemoryKind, RuleSpec, memory_kind_of
@@ -22,9 +22,8 @@ from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._plan.companions import DimStep
 from shardrules._plan.following import combined, dims_shown
 from shardrules._plan.kinds import (
-    AMBIGUOUS_LEAVES,
     REPLICATED,
-    UNMATCHED_LEAVES,
+    WITHOUT_RULE,
     Fit,
     Kind,
     Loss,
@@ -32,7 +31,7 @@ from shardrules._plan.kinds import (
     kind_of,
     loss_of,
 )
-from shardrules._plan.leaves import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, LeafType, Leaves
+from shardrules._plan.leaves import UNMATCHED, LeafType, Leaves
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in, repeated, resolver_for
 from shardrules._rules.rules import Rules
@@ -75,13 +74,6 @@ def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
     return sized_mesh(mesh).axis_sizes
 
 
-_WITHOUT_RULE: Final = {
-    NO_RULE_NEEDED: REPLICATED,
-    UNMATCHED: UNMATCHED_LEAVES,
-    AMBIGUOUS: AMBIGUOUS_LEAVES,
-}
-
-
 class RulesOnMesh:
     """Rules of paths, bound to a mesh."""
 
@@ -103,9 +95,8 @@ class RulesOnMesh:
     def kind(self, leaf: LeafType) -> Kind:
         """Return the kind of such leaves, with their rule's spec or one derived from it."""
         if leaf.rule < 0:
-            fit = _WITHOUT_RULE[leaf.rule]
-            if fit is UNMATCHED_LEAVES and not self._unmatched_is_error:
-                fit = REPLICATED
+            is_whole = leaf.rule == UNMATCHED and not self._unmatched_is_error
+            fit = REPLICATED if is_whole else WITHOUT_RULE[leaf.rule]
             return kind_of(leaf, fit, self._axis_sizes)
         by_rule, origin = self._specs[self._spec_of[leaf.rule]], None
         # A leaf without a shape has no dimensions.
