@@ -129,8 +129,11 @@ def compiled(mesh):
 def test_a_compiled_function_is_read_by_public_names(without, mesh):
     expected = [_shown(side) for side in (_programs.compiled_inputs, _programs.compiled_outputs)]
     without("_executable.out_avals")
-    without("_input_shardings_flat")
-    without("_executable._out_shardings")
+    in_tree = _programs.compiled_in_tree(compiled(mesh))
+    for name in ("_executable._in_shardings", "_params.const_args", "_executable._out_shardings"):
+        without(name)
+    without("_params.in_tree")
+    assert _programs.compiled_in_tree(compiled(mesh)) == in_tree
     assert [
         _shown(side) for side in (_programs.compiled_inputs, _programs.compiled_outputs)
     ] == expected

@@ -22,6 +22,14 @@ from shardrules._base.jax_names import private
 from shardrules._base.text import Place
 
 
+def compiled_in_tree(compiled: Any) -> Any:
+    """Return the structure of a compiled function's arguments.
+
+    Fallback: its public property, which flattens the tree of arguments again.
+    """
+    return private(compiled, "_params.in_tree") or compiled.in_tree
+
+
 def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any], list[bool]]:
     """Return a compiled function's arguments: shardings, shaped values, and which are donated.
 
@@ -32,12 +40,15 @@ def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any], list[bool]]:
 
     infos, structure = tree_util.tree_flatten(compiled.args_info)
     treedef: Any = structure
-    read = private(compiled, "_input_shardings_flat")
-    shardings = treedef.flatten_up_to(compiled.input_shardings) if read is None else list(read())
+    # Constants of the function come first, and dropped arguments are missing.
+    shardings = private(compiled, "_executable._in_shardings")
+    has_constants = private(compiled, "_params.const_args")
+    if shardings is None or has_constants or len(shardings) != len(infos):
+        shardings = treedef.flatten_up_to(compiled.input_shardings)
     values = infos
     with contextlib.suppress(AttributeError):
         values = list(map(attrgetter("_aval"), infos))
-    return shardings, values, list(map(attrgetter("donated"), infos))
+    return list(shardings), values, list(map(attrgetter("donated"), infos))
 
 
 def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:

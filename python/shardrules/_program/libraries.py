@@ -20,11 +20,11 @@ from jax import Array, ShapeDtypeStruct, tree_util
 from jax.sharding import PartitionSpec, Sharding
 from jax.stages import Compiled
 
-from shardrules._base.jax_names import private
 from shardrules._base.specs import is_partition_spec, spec_shown
 from shardrules._base.text import counted, printable, shown
 from shardrules._plan.plan import Plan
 from shardrules._program.executable import Call, Library
+from shardrules._program.jax_names import compiled_in_tree
 from shardrules._program.stored import StoredProgram
 
 PLANNED: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
@@ -43,7 +43,7 @@ def call_of(compiled: Any, inputs: Any) -> Call:
         ValueError: The plans fit no arguments that equinox has flattened.
     """
     if isinstance(compiled, Compiled | StoredProgram):
-        in_tree = private(compiled, "_params.in_tree") or compiled.in_tree  # which is made anew
+        in_tree = compiled_in_tree(compiled)
         out_tree = compiled.out_tree
         sides = (range(in_tree.num_leaves), range(out_tree.num_leaves))
         return Call(compiled, in_tree, sides[0], out_tree, sides[1])
