@@ -248,6 +248,13 @@ class TestBackwards:
         with pytest.raises(ValueError, match="c: several arrays would become it: 'a', 'b'"):
             sr.save({"a": numbers(2), "b": numbers(2)}, tmp_path / "m", renames=renames)
 
+    def test_a_leaf_called_value_is_no_box(self, tmp_path):
+        tree = {"attn": {part: numbers(2, start=i) for i, part in enumerate(("key", "value"))}}
+        renames = [sr.Rename("h.{part:k|v}", "attn/{part:key|value}")]
+        sr.save(tree, tmp_path / "m", renames=renames)
+        again = sr.load(tmp_path / "m", P(), mesh_of(), renames=renames)
+        assert bits(again["attn"]["value"]) == bits(tree["attn"]["value"])
+
     def test_a_state_of_nnx(self, save, tmp_path):  # noqa: F811
         nnx = pytest.importorskip("flax.nnx")
         model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))

@@ -129,6 +129,13 @@ def test_a_value_for_all_leaves_below_its_path(checkpoint):  # noqa: F811
     assert loaded["lora"]["b"].tolist() == [1, 1]
 
 
+def test_a_value_of_a_leaf_called_value_is_its_own(checkpoint):  # noqa: F811
+    tree = {"attn": {part: jax.ShapeDtypeStruct((), "float32") for part in ("key", "value")}}
+    with pytest.raises(sr.FileError, match="attn/key: missing"):
+        sr.load(checkpoint, [("", ())], mesh_of(), tree=tree, strict=False,
+                missing={"attn": {"value": 1.0}})  # fmt: skip
+
+
 def test_a_part_of_a_model_and_an_index_that_leaves_arrays_out(tmp_path, caplog):
     sr.save({"a": np.ones(4), "b": np.ones(4)}, tmp_path / "m", shard_bytes=32)
     with caplog.at_level(logging.WARNING, "shardrules"):

@@ -23,7 +23,7 @@ from shardrules._base.io import FileError, path_of
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import with_article
 from shardrules._checkpoint.conversion import dtype_on_devices
-from shardrules._checkpoint.names import A_RENAME, Rename, backwards
+from shardrules._checkpoint.names import A_RENAME, DirectedRename, Rename, backwards
 from shardrules._checkpoint.programs import made_of, made_on_host, spread_over
 from shardrules._checkpoint.targets import Problems, Target, targets_of
 from shardrules._place.named_arrays import leaf_paths
@@ -198,12 +198,13 @@ def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
     if not renames:
         return arrays
     problems = Problems("the tree", in_file=False)
-    live = {_found_name(name, renames): leaf for name, leaf in zip(names, leaves, strict=True)}
+    records = backwards(renames)
+    live = {_found_name(name, records): leaf for name, leaf in zip(names, leaves, strict=True)}
     specs = {
         name: ArraySpec(tuple(leaf.shape), given_name(name, leaf.dtype))
         for name, leaf in live.items()
     }
-    targets = targets_of(specs, backwards(renames), {}, problems)
+    targets = targets_of(specs, records, {}, problems)
     for name in targets.left:
         problems.add(
             "left over: no Rename finds it; Rename('{name*}', '{name*}') at the end saves the rest "
@@ -216,10 +217,10 @@ def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
     return [_target_array(name, target, live) for name, target in targets.by_path.items()]
 
 
-def _found_name(name: str, renames: Sequence[Rename]) -> str:
-    """Return the path of a leaf as templates have it: without the `value` of a box of nnx."""
-    has_value = any((rename.path or "").endswith("/value") for rename in renames)
-    return name if has_value else name.removesuffix("/value")
+def _found_name(name: str, records: Sequence[DirectedRename]) -> str:
+    """Return the path of a leaf as templates have it: it may be without the `value` of a box."""
+    is_found = any(record.values(name) is not None for record in records)
+    return name if is_found else name.removesuffix("/value")
 
 
 def _unchanged(leaf: Any) -> Any:

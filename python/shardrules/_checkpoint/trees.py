@@ -55,7 +55,7 @@ class Selection:
         self._missing = {}
         if missing is not None:
             values = zip(leaf_paths(missing), tree_util.tree_leaves(missing), strict=True)
-            self._missing = {_bare(path): value for path, value in values}
+            self._missing = {_with_slashes(path): value for path, value in values}
         for path, value in self._missing.items():
             if not callable(value) and not isinstance(value, _VALUES):
                 raise TypeError(
@@ -77,7 +77,7 @@ class Selection:
 
     def makes(self, path: str) -> bool:
         """Say whether a leaf that the checkpoint lacks is made; it is noted then."""
-        at = next((at for at in _prefixes(_bare(path)) if at in self._missing), None)
+        at = next((at for at in _prefixes(_with_slashes(path)) if at in self._missing), None)
         if at is not None:
             self.made[path] = self._missing[at]
         return at is not None
@@ -92,7 +92,7 @@ class Selection:
         """Note what finds none of the paths."""
         if self._only is not None and not any(map(self._only.search, paths)):
             problems.add("only finds no such path; correct the pattern", self._only.pattern)
-        there = {at for path in paths for at in _prefixes(_bare(path))} if self._missing else set()
+        there = {at for path in paths for at in _prefixes(_with_slashes(path))}
         for path in self._missing:
             if path not in there:
                 problems.add("missing: the tree has no such path", path, paths)
