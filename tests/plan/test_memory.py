@@ -252,7 +252,7 @@ class TestShown:
         assert {"text": "P('fsdp', 'tp') in pinned_host", "replicated": False} in data["specs"]
         assert data["rules"][0]["spec"] == "P('fsdp', 'tp') in pinned_host"
         held = plan.bytes_per_device(**moments)
-        assert (data["fullest"], data["budget"]["host"]) == (held.max, held.max_host)
+        assert (data["fullest"], data["held"]["host"]) == (held.max, held.max_host)
         assert data["fits"] == {"yes": False, "room": "1.00 MB and 100 B of the host's memory"}
         (current,) = (row for row in data["sweep"]["rows"] if row["current"])
         assert (current["bytes"], current["host_bytes"]) == (held.max, held.max_host)

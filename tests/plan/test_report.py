@@ -249,7 +249,7 @@ def test_the_page_says_what_the_command_line_says(tmp_path, gradients, optimizer
         assert ("\nfits into" in text, "\nDOES NOT FIT into" in text) == (fits, not fits)
         assert json.loads(run(*room, "--format", "json"))["fits"] is fits
         data = Page(html.read_text(encoding="utf-8")).data
-        assert (data["fullest"], data["budget"], data["hbm"]) == (most, held, most - missing)
+        assert (data["fullest"], data["held"], data["hbm"]) == (most, held, most - missing)
         assert data["fits"]["yes"] is fits
         assert f" into {data['fits']['room']}\n" in text
         (current,) = (row for row in data["sweep"]["rows"] if row["current"])

@@ -83,7 +83,7 @@ def _report_data(page: Page, title: str) -> dict[str, Any]:
         "leaves": len(plan.paths),
         "bytes": plan.total_bytes,
         "fullest": held.max,
-        "budget": held._fullest(),
+        "held": held._fullest(),
         "fingerprint": plan_fingerprint(plan),
         "hbm": room.hbm,
         "fits": None if (fits := room.fits(held)) is None else {"yes": fits, "room": str(room)},
@@ -107,7 +107,7 @@ def _row_data(plan: Plan) -> dict[str, list[Any]]:
 
 
 def _separators(plan: Plan) -> str:
-    """Before which characters a path comes apart into modules."""
+    """Return the characters before which a path comes apart into modules."""
     dialect = plan._leaves.paths_dialect
     if dialect.keys == "keystr":
         return "[."

@@ -9,7 +9,7 @@
     ["Whole model", bytesShown(report.bytes)],
     ["Fullest device", bytesShown(report.fullest)],
   ];
-  const { host, ...onDevice } = report.budget;
+  const { host, ...onDevice } = report.held;
   const parts = Object.entries(onDevice).filter(([, bytes]) => bytes > 0);
   if (parts.length > 1) {
     facts.push(["Breakdown", parts.map(([name, bytes]) => `${name} ${bytesShown(bytes)}`).join(", ")]);
@@ -103,7 +103,7 @@
   const [made, body] = table(
     ["Rule", "Pattern", "Spec", "Leaves won", "Bytes", "Bytes per device"], [0, 3, 4, 5]);
   function line(rule) {
-    const share = rule.held / Math.max(1, report.fullest + report.budget.host);
+    const share = rule.held / Math.max(1, report.fullest + report.held.host);
     const held = element("td", { class: "number bar" }, bytesShown(rule.held));
     held.style.setProperty("--share", `${Math.min(100, 100 * share)}%`);
     return element("tr", { class: rule.leaves ? null : "wins-nothing" },
