@@ -100,11 +100,13 @@ def base_path(companion: Companion, path: str) -> str:
     return re.sub(companion.pattern, companion.base, path, count=1)
 
 
-def fits_rank(companion: Companion, rank: int) -> bool:
-    """Tell whether leaves of this rank can follow their base so."""
+def fits_rank(companion: Companion, rank: int | None) -> bool:
+    """Tell whether leaves of this rank can follow their base so; None if it is not known."""
     if callable(companion.dims):
-        return True
+        return rank is not None
     named, is_open = named_dims(companion.dims)
+    if rank is None:
+        return is_open
     # There must be a place for each dimension that the base does not have.
     return all(isinstance(dim, int) for dim in named[rank:]) if is_open else len(named) == rank
 

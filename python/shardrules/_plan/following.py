@@ -119,19 +119,13 @@ def _led(places: Iterable[_Place], companions: tuple[Companion, ...]) -> list[tu
         fitting = [
             number
             for number, companion in enumerate(companions)
-            if number not in used and _can_find(companion, rank)
+            if number not in used and fits_rank(companion, rank)
         ]
         pairs = [(companions[number].pattern, None) for number in fitting]
         first = first_rules(remembered_rules(pairs, EFORMER), [place.path for place in group])
         indices = ((place, first[place.path]) for place in group)
         led += [(place, fitting[index]) for place, index in indices if index != UNMATCHED]
     return led
-
-
-def _can_find(companion: Companion, rank: int | None) -> bool:
-    if rank is not None:
-        return fits_rank(companion, rank)
-    return not callable(companion.dims) and named_dims(companion.dims)[1]
 
 
 def dims_at(companion: Companion, path: str, shape: Shape | None, of_base: Shape | None) -> Dims:
