@@ -59,8 +59,14 @@ class StepArrays:
         }
         self._orders: dict[int, list[tuple[int, int]]] = {}
         self._places: dict[int, list[tuple[int, int]]] = {}
-        self._forms: dict[int, tuple[int, Dims]] = {}
-        self._alike: dict[tuple[tuple[Dims, ...], bool], int] = {}
+        alike: dict[Any, int] = {}
+        kinds = zip(self.classes, self._is_weight, strict=True)
+        self.first = [
+            alike.setdefault((number if number in self.local else -1, kind), number)
+            for number, kind in enumerate(kinds)
+        ]
+        """By array the first of those that have its cuts, in every layout."""
+        self._names = [tuple(name for row in rows for name in row) for rows in self.classes]
         self._known: dict[tuple[Any, ...], Cuts] = {}
         self._bytes: dict[tuple[int, Cuts], int] = {}
         self._counts: dict[Axes, int] = {}
@@ -84,15 +90,11 @@ class StepArrays:
         """Return the cuts of an array in the layout that classes of these axes have."""
         if number in self.fixed:
             return self.fixed[number]
-        rows = self.classes[number]
-        if number in self.local or not rows:
-            return ((),) * len(rows)
-        if number not in self._forms:
-            first = self._alike.setdefault((rows, self._is_weight[number]), number)
-            self._forms[number] = first, tuple(name for row in rows for name in row)
-        first, names = self._forms[number]
+        if number in self.local or not self.classes[number]:
+            return ((),) * len(self.classes[number])
+        first = self.first[number]
         stored = axes.get(STORED, ()) if self._is_weight[number] else ()
-        key = (first, stored, *[axes.get(name, ()) for name in names])
+        key = (first, stored, *[axes.get(name, ()) for name in self._names[first]])
         if key not in self._known:
             self._known[key] = self._cuts(first, axes, stored)
         return self._known[key]
@@ -105,11 +107,7 @@ class StepArrays:
 
     def unlike(self, numbers: Iterable[int]) -> list[int]:
         """Return arrays of which others of these numbers have the cuts, in every layout."""
-        first: dict[Any, int] = {}
-        for number in numbers:
-            kind = (number if number in self.local else -1, self.classes[number])
-            first.setdefault((*kind, self._is_weight[number]), number)
-        return list(first.values())
+        return list({self.first[number]: number for number in numbers}.values())
 
     def _cuts(self, number: int, axes: Mapping[int, Axes], stored: Axes) -> Cuts:
         rows = self.classes[number]

@@ -43,10 +43,7 @@ class Resident:
         first: dict[Any, int] = {}
         counts: Counter[int] = Counter()
         for number in numbers:
-            value = values[number]
-            fixed = arrays.fixed.get(number)
-            kind = (value.shape, str(value.dtype), arrays.classes[number], fixed)
-            key = (*kind, arrays.is_weight(number), number in arrays.local)
+            key = (*values[number][:2], arrays.first[number], arrays.fixed.get(number))
             counts[first.setdefault(key, number)] += 1
         return counts
 
