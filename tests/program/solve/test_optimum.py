@@ -100,6 +100,22 @@ def test_terms_have_what_a_square_array_sends_when_it_is_transposed():
         assert Terms(space).total(assignment).total == whole
 
 
+def test_terms_have_two_sums_of_one_operation_once():
+    """Each is left to an addition of its own, which has another sum as well."""
+
+    def step(a, b, w):
+        added = lambda x, y: (x[0] + y[0], x[1] + y[1])  # noqa: E731
+        before = b.sum(0)
+        first, second = jax.lax.reduce((a, b), (0.0, 0.0), added, (0,))
+        return w.sum(0) + first, before + second
+
+    traced = sr.trace(step, *[jax.ShapeDtypeStruct((1024, 512), "float32")] * 3)
+    space = Space(traced, machine_on({"a": 2, "b": 2}), ROOM)
+    for assignment in assignments(space):
+        whole = pytest.approx(price(space, assignment), rel=1e-7)
+        assert Terms(space).total(assignment).total == whole
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_bounds_are_below_what_they_bound(seed):
     space, rng = space_of(seed), random.Random(seed)

@@ -213,6 +213,6 @@ def _groups(probe: Spread, equations: Equations) -> Iterable[_Group]:
                 other = groups.setdefault(id(reader), group)
                 if other is not group:  # of another term of the sum
                     other += group
-                    groups |= {id(member): other for member, _ in group}
+                    groups |= {key: other for key, value in groups.items() if value is group}
                     group = other
     return {id(group): group for group in groups.values()}.values()
