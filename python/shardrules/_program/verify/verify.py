@@ -19,7 +19,6 @@ from shardrules._program.reshards import reshards_in
 from shardrules._program.states import states
 from shardrules._program.verify.budget import limits_of, over_budget
 from shardrules._program.verify.differing import differing
-from shardrules._program.verify.gathered import gathered
 from shardrules._program.verify.placements import (
     changed,
     closed_over,
@@ -32,7 +31,12 @@ from shardrules._program.verify.placements import (
     without_sharding,
 )
 from shardrules._program.verify.resharded import resharded
-from shardrules._program.verify.unexpected import computed_alike, kept_activations, unexpected
+from shardrules._program.verify.unexpected import (
+    computed_alike,
+    gathered,
+    kept_activations,
+    unexpected,
+)
 
 
 @in_order("compiled", "plan")
