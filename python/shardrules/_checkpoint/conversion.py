@@ -20,6 +20,7 @@ class LossError(ArithmeticError):
     """Values that another dtype does not have."""
 
 
+@cache  # for each array of a model
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype of this name in numpy or ml_dtypes."""
     import ml_dtypes

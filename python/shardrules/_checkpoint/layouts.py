@@ -27,6 +27,7 @@ def box_of(index: tuple[slice, ...], shape: Shape) -> Box:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
+@lru_cache(maxsize=4096)
 def whole_box(shape: Shape) -> Box:
     return tuple((0, size) for size in shape)
 

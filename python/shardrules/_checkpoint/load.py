@@ -186,14 +186,16 @@ def _jobs_of(
     shardings: Sequence[Any],
 ) -> list[Job]:
     """Return what is to be made of the arrays."""
-    jobs = []
+    jobs, checked = [], set()
     for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True):
-        if target is not None:
-            checked = checked_sharding(path, sharding)
-            if key_dtype(target.dtype) is None:
-                jobs.append(Job(path, target, leaf.dtype, checked))
-            else:
-                jobs.append(_job_of_keys(path, target, checked))
+        if target is None:
+            continue
+        if id(sharding) not in checked:
+            checked.add(id(checked_sharding(path, sharding)))
+        if key_dtype(target.dtype) is None:
+            jobs.append(Job(path, target, leaf.dtype, sharding))
+        else:
+            jobs.append(_job_of_keys(path, target, sharding))
     return jobs
 
 

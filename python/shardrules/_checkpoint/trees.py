@@ -92,7 +92,7 @@ class Selection:
         """Note what finds none of the paths."""
         if self._only is not None and not any(map(self._only.search, paths)):
             problems.add("only finds no such path; correct the pattern", self._only.pattern)
-        there = {at for path in paths for at in _prefixes(_with_slashes(path))}
+        there = {at for path in paths if self._missing for at in _prefixes(_with_slashes(path))}
         for path in self._missing:
             if path not in there:
                 problems.add("missing: the tree has no such path", path, paths)

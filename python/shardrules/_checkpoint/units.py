@@ -192,10 +192,10 @@ class _Plan:
 
     def add(self, job: Job, box: Box) -> None:
         """Add a box of an array."""
-        shape = box_shape(box)
-        if job.is_direct(self._arrays) and shape == job.target.shape:
+        if box == whole_box(job.target.shape) and job.is_direct(self._arrays):
             self._add_whole(job)
             return
+        shape = box_shape(box)
         found = [
             (part, piece)
             for part in _parts_in(job.target, box)
