@@ -50,33 +50,20 @@ def written(dump: Path, platform: str) -> list[Path]:
 
 
 def end_when_written(dump: Path, platform: str) -> NoReturn:
-    """End this process when XLA has written all files, before it generates code."""
+    """End this process when XLA has written all files, before it generates code.
+
+    On a busy machine libtpu has been seen to write its last file before all of the module.
+    """
+    from shardrules._program.jax_names import module_in
+
     before: list[int] = []
     while True:
         time.sleep(_PAUSE)
         found = written(dump, platform)
         sizes = [file.stat().st_size for file in sorted(dump.glob("*after_optimizations*"))]
-        if found and sizes == before and is_whole(found[0].read_bytes()):
+        if found and sizes == before and module_in(found[0].read_bytes()):
             os._exit(0)
         before = sizes
-
-
-def is_whole(proto: bytes) -> bool:
-    """Say whether the last field of a serialized HloProto ends where the file does.
-
-    On a busy machine libtpu has been seen to write its last file before all of this one.
-    """
-    end = 0
-    while (length := len(proto) - end) > 0:
-        size = shift = 0
-        for byte in proto[end + 1 : end + min(length, 11)]:
-            end += 1
-            size |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                break
-        end += 1 + size
-    return end == len(proto) > 0
 
 
 def main(folder: Path, parent: int) -> None:

@@ -125,18 +125,23 @@ def _sharding_class() -> Any:
     return private("jaxlib._hlo", "HloSharding") or private("jaxlib._jax", "HloSharding")
 
 
-def _module_of(proto: bytes) -> Any:
-    """Return the module of a serialized HloProto, whose first field it is; None if cut."""
+def module_in(proto: bytes) -> bytes | None:
+    """Return the first field of a serialized HloProto, the module; None if it is cut."""
     size = shift = 0
     for end, byte in enumerate(proto[1:11], 2):
         size |= (byte & 127) << shift
         shift += 7
         if byte < 128:
-            reader = _module_class()
-            if reader is None or end + size > len(proto):
-                return None
-            return reader.from_serialized_hlo_module_proto(proto[end : end + size])
+            return proto[end : end + size] if end + size <= len(proto) else None
     return None
+
+
+def _module_of(proto: bytes) -> Any:
+    """Return the module of a serialized HloProto; None if it is cut."""
+    module, reader = module_in(proto), _module_class()
+    if module is None or reader is None:
+        return None
+    return reader.from_serialized_hlo_module_proto(module)
 
 
 def module_text(proto: bytes) -> str:
