@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._plan.fold import Folded
@@ -13,20 +15,26 @@ if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
 
 
-class Words(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Words:
     """Words in paths that say one thing, in small letters."""
 
     regex: str
     example: str
     """A path of some library with such a word."""
 
+    @cached_property
+    def _compiled(self) -> re.Pattern[str]:
+        """Most rows of the table are for `suggest`, and not compiled before."""
+        return re.compile(self.regex)
+
     def is_name(self, word: str) -> bool:
         """Tell if the whole word is one of these."""
-        return re.fullmatch(self.regex, word) is not None
+        return self._compiled.fullmatch(word) is not None
 
     def are_in(self, *words: str) -> bool:
         """Tell if these stand in any of the words."""
-        return any(re.search(self.regex, word) for word in words)
+        return any(map(self._compiled.search, words))
 
 
 # Names of an array within its module, and of modules that say nothing.
