@@ -15,7 +15,6 @@ from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import PlannedSharding, other_kinds, planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.program import Program, batches
-from shardrules._program.reshards import reshards_in
 from shardrules._program.states import states
 from shardrules._program.verify.budget import limits_of, over_budget
 from shardrules._program.verify.differing import differing
@@ -30,7 +29,7 @@ from shardrules._program.verify.placements import (
     undonated,
     without_sharding,
 )
-from shardrules._program.verify.resharded import resharded
+from shardrules._program.verify.resharded import resharded, reshards_in
 from shardrules._program.verify.unexpected import (
     computed_alike,
     gathered,

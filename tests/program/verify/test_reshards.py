@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardrules._program.reshards import Reshard, reshards_in
+from shardrules._program.verify.resharded import Reshard, reshards_in
 
 HEAD = "W1123 18:32:58.5 20190 spmd_partitioner.cc:666] [SPMD] Involuntary full rematerialization. "
 LINES = {
