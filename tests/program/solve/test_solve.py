@@ -13,21 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-
-
-def shape(*sizes, dtype="float32"):
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def mlp(params, x):
-    return jnp.sum(jax.nn.relu(x @ params["up"]) @ params["down"])
-
-
-def train(params, x):
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(mlp)(params, x))
-
-
-TREE = {"up": shape(512, 2048), "down": shape(2048, 512)}
+from tests.program.solve.test_outcome import TREE, shape, train
 
 
 def traced(rows=4096):

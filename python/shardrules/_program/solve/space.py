@@ -1,4 +1,4 @@
-"""The space of choices for a step on a mesh: what can be chosen, what a choice costs, what fits."""
+"""The space of choices for a step on a mesh: what can be chosen, and layouts to begin with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SMALL: Final = 1e-4
 
 
 class Space:
-    """Variables with their values, and the price of an assignment.
+    """Variables with their values: mesh axes of classes of dimensions, and of storage.
 
     Args:
         step: What is solved for.
