@@ -175,6 +175,7 @@ def test_a_step_without_products_and_a_mesh_of_one_device_have_solutions():
             "keep: the spec of inputs/0/up is 3 (an int); it must be a PartitionSpec",
         ),
         ({"keep": [("up", P("fsdp", "fsdp"))]}, "keep: inputs/0/up: dim 1: 'fsdp' is used twice"),
+        ({"keep": [("up", P(None, None, "fsdp"))]}, "the spec has 3 entries, the array 2 dim"),
         ({"keep": [("up", "tp")]}, "keep: inputs/0/up: the mesh has no axis 'tp'"),
         (
             {"keep": [("1", P("fsdp"))], "on": {"fsdp": 3}},

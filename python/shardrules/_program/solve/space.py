@@ -288,8 +288,9 @@ def _kept(step: Step, row: int, spec: Any, sizes: Mapping[str, int]) -> Cuts:
     spec = partition_spec(*as_entries(f"keep: the spec of {path}", spec))
     leaf = jax.ShapeDtypeStruct(value.shape, value.dtype)
     kind = plan([leaf], [spec], dict(sizes), correction=_EXACT).kinds[0]
-    if kind.spec is None:
-        raise ValueError(f"keep: {path}: {kind.message}")
+    lost = [loss.message for loss in kind.losses if loss.axes]
+    if kind.spec is None or lost:
+        raise ValueError(f"keep: {path}: {kind.message or lost[0]}")
     cuts = [tuple(a for a in entry_axes(e) if sizes[a] > 1) for e in entries_of(kind.spec)]
     return tuple(cuts + [()] * (len(value.shape) - len(cuts)))
 
