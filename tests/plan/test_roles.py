@@ -217,6 +217,15 @@ def test_experts_are_as_many_as_their_router_has_outputs(block, depth):
         of.tensor == "none" for path, of in found.items() if "gate/kernel" in path)  # fmt: skip
 
 
+def test_as_many_heads_as_experts_are_heads():
+    """In one block with them, and before the width."""
+    heads = dict.fromkeys(("wq", "wk", "wv"), (8, 64, 16))
+    layer = {**moe("router", "w1", "w3", "w2"), **heads, "norm": {"scale": (64,)}}
+    found = sides(abstract({"embed": (512, 64), "layers": [layer] * 4}))
+    assert found["layers/{0..3}/wq"] == "heads residual head"
+    assert found["layers/{0..3}/w2"] == "experts hidden residual"
+
+
 def test_a_gate_of_an_mlp_is_no_router():
     mlp = {
         "gate": {"kernel": (64, 256)},

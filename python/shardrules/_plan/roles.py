@@ -314,7 +314,7 @@ def _find_experts(arrays: list[_Array]) -> None:
         if len(rest) <= (1 if array.is_vector else 2) or array.numbered_experts > 1:
             continue
         is_routed = array.shape[rest[0]] in _around(array.words, routers)
-        is_apart = NO_EXPERTS.are_in(*array.words)
+        is_apart = NO_EXPERTS.are_in(*array.words) or array.makes_heads
         if (is_routed and not is_apart) or _is_of_experts(array.words):
             array.front[rest[0]] = "experts"
 
