@@ -233,8 +233,8 @@ def _checked(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
             )
         )
     shapes, planned_shapes = ([leaf.shape for leaf in each.types] for each in (leaves, planned))
-    kinds = zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
-    differ = [row for row, (a, b) in enumerate(kinds) if shapes[a] != planned_shapes[b]]
+    pairs = zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
+    differ = [row for row, (a, b) in enumerate(pairs) if shapes[a] != planned_shapes[b]]
     if differ:
         raise ValueError(
             listing(

@@ -146,8 +146,7 @@ class PlanDiff(Answer[Change]):
         return {name: getattr(self, name) for name in names}
 
     def _row_json(self, row: Change) -> dict[str, Any]:
-        kinds = {"before": _kind_json(row.before), "after": _kind_json(row.after)}
-        return row._asdict() | kinds
+        return row._asdict() | {"before": _kind_json(row.before), "after": _kind_json(row.after)}
 
 
 def _kind_json(kind: Kind | None) -> dict[str, Any] | None:

@@ -156,9 +156,9 @@ class Leaves:
         rows = {"optimizer": roles.state, "activations": roles.activations}
         of_row = {row: name for name, of in rows.items() for row in of.tolist()}
         paths: dict[str, list[str]] = {}
-        for part in self.folded if of_row else ():
-            if (name := of_row.get(int(part.rows[0]))) is not None:
-                paths.setdefault(name, []).append(part.pattern)
+        for siblings in self.folded if of_row else ():
+            if (name := of_row.get(int(siblings.rows[0]))) is not None:
+                paths.setdefault(name, []).append(siblings.pattern)
         return {name: tuple(of) for name, of in paths.items()}
 
 

@@ -95,9 +95,9 @@ def _decider_text(leaf: dict[str, Any]) -> str:
 def lock_text(plan: Plan) -> str:
     """Write `Plan.lock`."""
     _check_lockable(plan.paths)
-    folded = sorted(plan.folded, key=lambda paths: paths.pattern)
-    patterns = [paths.pattern for paths in folded]
-    kinds = [paths.group for paths in folded]
+    folded = sorted(plan.folded, key=lambda siblings: siblings.pattern)
+    patterns = [siblings.pattern for siblings in folded]
+    kinds = [siblings.group for siblings in folded]
     tables = list(map(_leaf_data, plan.kinds))
     leaf_texts = [checked_json(table).removeprefix("{") for table in tables]
     leaves = [
@@ -259,7 +259,7 @@ def _read_type(leaf: _LeafTable, rules: int) -> LeafType:
 
 def _read_kind(leaf_type: LeafType, leaf: _LeafTable, axis_sizes: dict[str, int]) -> Kind:
     spec = None if leaf.spec is None else read_spec("", leaf.spec)
-    axes = [axis for part in entries_of(spec or Entries()) for axis in entry_axes(part)]
+    axes = [axis for entry in entries_of(spec or Entries()) for axis in entry_axes(entry)]
     if len(set(axes)) < len(axes):
         raise ValueError(f"the spec {brief(spec_shown(spec))} names an axis twice")
     check_memory_kind("memory_kind", leaf.memory_kind)

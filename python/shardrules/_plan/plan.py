@@ -288,8 +288,8 @@ class Plan(Decider):
         if all(leaf.shape is None for leaf in leaves.types):
             check_arrays("state", state)
         cut_by = Zero1(zero1) if isinstance(zero1, str) else zero1
-        found = find_parameters(self._leaves, leaves, said)
-        on_mesh = partial(put_state, self, found, cut_by, memory_kind)
+        with_parameters = find_parameters(self._leaves, leaves, said)
+        on_mesh = partial(put_state, self, with_parameters, cut_by, memory_kind)
         return Plan._of(on_mesh, self._mesh, self._declared)
 
     def for_gradients(self, dtype: Any = None, *, unreduced: Iterable[str] = ()) -> Plan:

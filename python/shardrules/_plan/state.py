@@ -180,8 +180,8 @@ def find_parameters(
             choices.append([(path[:last], _row_of_flat_name(path[last:], flat_names))])
             continue
         start, row = first
-        more = [(start + further, other) for further, other in others(path[start:])]
-        choices.append([(path[:end], found) for end, found in [(start, row), *more]])
+        further = ((path[: start + end], other) for end, other in others(path[start:]))
+        choices.append([(path[:start], row), *further])
     found_behind = _found_behind(choices) if any(len(each) > 1 for each in choices) else {}
     rows, factors = [], []
     for each in choices:

@@ -195,14 +195,14 @@ def transfer(before: Plan, after: Plan, places: npt.NDArray[np.int64]) -> Transf
             order; -1 for a device that is not there.
     """
     pairs = paired(before, after)
-    kinds = _same_leaves(pairs)
+    of_groups = _same_leaves(pairs)
     for whose, plan in (("this plan", before), ("other", after)):
         _check_placed(whose, plan)
-    counts = np.bincount(pairs.group_of, minlength=len(kinds)).tolist()
-    old, new = grids = _grids(before, after, places, len(kinds))
+    counts = np.bincount(pairs.group_of, minlength=len(of_groups)).tolist()
+    old, new = grids = _grids(before, after, places, len(of_groups))
     received, copied, sent = new.full(0), new.full(0), old.full(0)
     of_leaf = []
-    for (kind, target), count in zip(kinds, counts, strict=True):
+    for (kind, target), count in zip(of_groups, counts, strict=True):
         bits = 0 if kind.shape is None else bits_of(kind.dtype)
         specs = (
             as_placed(kind.spec or Entries(), before.axis_sizes),
@@ -220,7 +220,7 @@ def transfer(before: Plan, after: Plan, places: npt.NDArray[np.int64]) -> Transf
         TransferRow(
             siblings.pattern,
             len(siblings.rows),
-            *kinds[siblings.group],
+            *of_groups[siblings.group],
             *(len(siblings.rows) * count for count in of_leaf[siblings.group]),
         )
         for siblings in fold(pairs.paths, pairs.group_of)
