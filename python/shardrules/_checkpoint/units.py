@@ -188,7 +188,13 @@ class _Plan:
         self._single: dict[StoredFile, list[tuple[int, int, int]]] = defaultdict(list)
         self._many: dict[StoredFile, list[Ranges]] = defaultdict(list)
         self._blank: list[slice] = []
+        self._converted = 0
         self._end: tuple[StoredFile | None, int] = (None, 0)
+
+    @property
+    def needs(self) -> int:
+        """Return the bytes in flight: the memory, and values in another dtype."""
+        return self.bytes + self._converted
 
     def add(self, job: Job, box: Box) -> None:
         """Add a box of an array."""
@@ -196,6 +202,8 @@ class _Plan:
             self._add_whole(job)
             return
         shape = box_shape(box)
+        if numpy_dtype(self._arrays[job.target.parts[0].source].dtype) != job.dtype:
+            self._converted += prod(shape) * job.dtype.itemsize
         found = [
             (part, piece)
             for part in _parts_in(job.target, box)
@@ -431,11 +439,9 @@ def _units(
 
 def _need(job: Job, box: Box, arrays: Mapping[str, ArraySpec]) -> int:
     """Return the memory for a box."""
-    size = prod(box_shape(box)) * job.dtype.itemsize
     plan = _Plan(arrays)
     plan.add(job, box)
-    is_other = numpy_dtype(arrays[job.target.parts[0].source].dtype) != job.dtype
-    return plan.bytes + (size if is_other else 0)
+    return plan.needs
 
 
 def bytes_in_flight(jobs: Sequence[Job], arrays: Mapping[str, ArraySpec], bound: int | None) -> int:
@@ -518,8 +524,8 @@ class _Filling:
         for index, boxes in zip(unit.jobs, unit.boxes, strict=True):
             for box in boxes:
                 plan.add(self._jobs[index], box)
-        self.make_room(most_bytes - plan.bytes, _UNITS)
-        self._in_flight += plan.bytes
+        self.make_room(most_bytes - plan.needs, _UNITS)
+        self._in_flight += plan.needs
         memory = plan.memory()
         reads = [
             self.pool.submit(self._reader.read, file, ranges, memory)
@@ -575,7 +581,7 @@ class _Filling:
                 self._parts[index][device] = array
         for index in reading.unit.jobs:
             self._assemble(index)
-        self._sent.append((reading.plan.bytes, arrays))
+        self._sent.append((reading.plan.needs, arrays))
 
     def _assemble(self, index: int) -> None:
         """Make an array of its parts, if all are there."""
