@@ -114,13 +114,11 @@ def _folder() -> Path | None:
         return None
 
 
-def _versions() -> list[tuple[str, str | None]]:
-    versions: list[tuple[str, str | None]] = []
+def _versions() -> dict[str, str]:
+    versions: dict[str, str] = {}
     for name in _PACKAGES:
-        try:
-            versions.append((name, version(name)))
-        except PackageNotFoundError:
-            versions.append((name, None))
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return versions
 
 
