@@ -220,9 +220,9 @@ def dead_names(context: CheckContext) -> Iterator[Finding]:
 @check_of(
     "nnx-value",
     "error, warning, info",
-    "rules that match leaves of flax nnx only through the `value` in which their paths end: "
-    "every leaf (error), some (warning), or as it seems on purpose (info); and rules that match "
-    "none because of it (warning)",
+    "rules that match leaves of flax nnx only through the `value` in which their paths end: as "
+    "they match all such paths (error), beside leaves that they match by name (warning), or as it "
+    "seems on purpose (info); and rules that match none because of it (warning)",
     rules_of="paths",
 )
 def nnx_values(context: CheckContext) -> Iterator[Finding]:
