@@ -16,7 +16,6 @@ from tests.steps.model import (
     abstract,
     arrays,
     case_of,
-    free,
     serving_step,
     slips,
     stacked,
@@ -39,7 +38,7 @@ _SCAN_PLACES: Final = {
 
 def _scan(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Built:
     """Decode four words."""
-    case = case_of({"data": 2, "tp": 4}, {**_SCAN_PLACES, **places}, wrong, told)
+    case = case_of({"data": 2, "tp": 4}, _SCAN_PLACES, places, wrong, told)
     cut, rows, length, width, inner, queries, keys, size = case.cut, 32, 256, 256, 1024, 8, 4, 32
     kernels: dict[str, Any] = {"q": (width, queries, size), "o": (queries, size, width)}
     kernels |= dict.fromkeys("kv", (width, keys, size))
@@ -53,7 +52,7 @@ def _scan(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
     ]
     plan = sr.plan({**tables, "layers": stacked(3, kernels)}, rules, case.mesh)
     caches = arrays(dict.fromkeys("kv", (3, rows, length, keys, size)))
-    cached = sr.plan(caches, [("", case.places["cache"])], case.mesh)
+    cached = sr.plan(caches, [("", case.place("cache"))], case.mesh)
 
     def write(old: Any, new: Any, at: Any) -> Any:
         if case.has("the cache is written by a mask"):
@@ -92,7 +91,7 @@ def _scan(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
         return held, (words, kept)
 
     batch = {
-        "tokens": abstract(case.mesh, case.places["batch"] or P(), (rows, 1)),
+        "tokens": abstract(case.mesh, case.place("batch") or P(), (rows, 1)),
         "at": abstract(case.mesh, P(), ()),
     }
     return serving_step(case, decode, plan, cached, batch, 1)
@@ -131,7 +130,7 @@ _SCAN_FAULTS: Final[dict[str, Fault]] = {
         "no out_shardings",
     ),
     "words come in whole": {"batch": P()},
-    "no constraints": free({}, "written", "heads", "mixed", "hidden", "residual", "logits"),
+    "no constraints": dict.fromkeys(("written", "heads", "mixed", "hidden", "residual", "logits")),
 }  # fmt: skip
 
 
@@ -169,7 +168,7 @@ def _product(case: Case, x: Any, weight: Any) -> Any:
 
 def _int8(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Built:
     """Prefill a prompt, then decode greedily in a loop."""
-    case = case_of({"data": 2, "tp": 4}, {**_INT8_PLACES, **places}, wrong, told)
+    case = case_of({"data": 2, "tp": 4}, _INT8_PLACES, places, wrong, told)
     cut, rows, prompt, length, queries, keys, size = case.cut, 16, 64, 512, 8, 4, 64
     held = queries if case.has("keys and values are repeated before the cache") else keys
 
@@ -215,7 +214,7 @@ def _int8(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
             }
             layers = {**layers, **{name: {"w": w} for name, w in whole.items()}}
         x, (k, v, states) = jax.lax.scan(layer, x, (layers, cache["k"], cache["v"]))
-        x = x if case.told == "scores" else x[:, -1:]
+        x = x if told == "scores" else x[:, -1:]
         scores = cut(_product(case, rms_norm(x, weights["norm"]), weights["head"]), "logits")
         return {"k": k, "v": v}, scores[:, -1], states, case.keep(scores, "scores")
 
@@ -246,8 +245,8 @@ def _int8(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
     ]
     plan = sr.plan(_int8_weights(), rules, case.mesh)
     shapes = arrays(dict.fromkeys("kv", (2, rows, length, held, size)))
-    cache = sr.plan(shapes, [("[kv]", case.places["cache"])], case.mesh)
-    tokens = abstract(case.mesh, case.places["batch"] or P(), (rows, prompt))
+    cache = sr.plan(shapes, [("[kv]", case.place("cache"))], case.mesh)
+    tokens = abstract(case.mesh, case.place("batch") or P(), (rows, prompt))
     return serving_step(case, generate, plan, cache, tokens, 3)
 
 
@@ -291,7 +290,7 @@ _CHUNK_PLACES: Final = {
 
 def _chunk(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Built:
     """Read a chunk of a prompt in each slot into pages of a cache, and guess what comes next."""
-    case = case_of({"dp": 2, "tp": 4}, {**_CHUNK_PLACES, **places}, wrong, told)
+    case = case_of({"dp": 2, "tp": 4}, _CHUNK_PLACES, places, wrong, told)
     cut, layers, width, inner, heads, keys, size = case.cut, 4, 256, 1024, 8, 4, 32
     groups, slots, pages, page = 2, 8, 16, 16  # of a group of slots on dp; of a slot; tokens
     kernels: dict[str, Any] = dict.fromkeys("kv", (width, keys, size))
@@ -309,7 +308,7 @@ def _chunk(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> B
     plan = sr.plan({**tables, "layers": stacked(layers, kernels, "bfloat16")}, rules, case.mesh)
     shape = (layers, groups, slots * pages, page, keys, size)
     cache = sr.plan(
-        arrays(dict.fromkeys("kv", shape), "bfloat16"), [("", case.places["cache"])], case.mesh
+        arrays(dict.fromkeys("kv", shape), "bfloat16"), [("", case.place("cache"))], case.mesh
     )
 
     def attend(q: Any, k: Any, v: Any, start: Any) -> Any:
@@ -383,12 +382,13 @@ def _chunk(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> B
             best = scores.argmax(-1)
         cache = jax.tree.map(lambda pool: pool.astype("bfloat16"), cache)
         kept = case.keep(states, "states")
+        case.asked.add("chances")
         if told == "chances":
             kept = jax.lax.with_sharding_constraint(jax.nn.softmax(scores), P())
         return cache, scores, best, kept
 
     sizes = {"tokens": (page,), "table": (pages,), "start": ()}
-    spec = case.places["batch"] or P()
+    spec = case.place("batch") or P()
     batch = {n: abstract(case.mesh, spec, (groups, slots, *size)) for n, size in sizes.items()}
     with jax.set_mesh(case.mesh):
         return serving_step(case, serve, plan, cache, batch, 3)
@@ -403,7 +403,7 @@ _CHUNK_FAULTS: Final[dict[str, Fault]] = {
     ),
     "states of each layer are returned": {"told": "states"},
     "chances are returned whole": {"told": "chances"},
-    "no constraints": free({}, "heads", "read", "written", "hidden", "logits", "residual"),
+    "no constraints": dict.fromkeys(("heads", "read", "written", "hidden", "logits", "residual")),
     "the cache is planned whole over tp": {"cache": P(None, "dp")},
     "the cache is planned whole over dp": {"cache": P(None, None, None, None, "tp")},
     "the cache is planned over pages": {"cache": P(None, "dp", "tp")},

@@ -219,13 +219,13 @@ def _explicit_shapes(case: Case) -> Any:
 
 
 def _explicit_loss(case: Case, params: Any, batch: Any) -> Any:
-    places: Any = case.places
-    columns, rows = places["columns"], places["rows"]
+    place = case.place
+    columns, rows = place("columns"), place("rows")
 
     def attend(y: Any, w: Any) -> Any:
         q, k, v = (
             jnp.einsum(
-                "btd,dhk->bthk", y, reshard(w[n], P(*columns, None)), out_sharding=places["heads"]
+                "btd,dhk->bthk", y, reshard(w[n], P(*columns, None)), out_sharding=place("heads")
             )
             for n in "qkv"
         )
@@ -233,26 +233,26 @@ def _explicit_loss(case: Case, params: Any, batch: Any) -> Any:
         scores = jax.nn.softmax(jnp.where(causal(q.shape[1]), scores, -1e9))
         mixed = jnp.einsum("bhts,bshk->bthk", scores, v)
         o = reshard(w["o"], P(rows[0], None, None))
-        return jnp.einsum("bthk,hkd->btd", mixed, o, out_sharding=places["residual"])
+        return jnp.einsum("bthk,hkd->btd", mixed, o, out_sharding=place("residual"))
 
     def layer(x: Any, w: Any) -> Any:
         x = x + attend(rms_norm(x, w["norm1"]), w)
         y, up = rms_norm(x, w["norm2"]), reshard(w["up"], columns)
-        y = jax.nn.silu(jnp.einsum("btd,df->btf", y, up, out_sharding=places["hidden"]))
+        y = jax.nn.silu(jnp.einsum("btd,df->btf", y, up, out_sharding=place("hidden")))
         down = reshard(w["down"], rows)
-        x = x + jnp.einsum("btf,fd->btd", y, down, out_sharding=places["residual"])
+        x = x + jnp.einsum("btf,fd->btd", y, down, out_sharding=place("residual"))
         return x, case.keep(x, "states") if case.told != "means" else (x**2).mean()
 
-    table = reshard(params["embed"], places["table"])
-    x = table.at[batch["tokens"]].get(out_sharding=places["residual"])
+    table = reshard(params["embed"], place("table"))
+    x = table.at[batch["tokens"]].get(out_sharding=place("residual"))
     layers = params["layers"]
-    if "stack" in places:
-        layers = {n: reshard(w, places["stack"]) if w.ndim == 3 else w for n, w in layers.items()}
+    if place("stack") is not None:
+        layers = {n: reshard(w, place("stack")) if w.ndim == 3 else w for n, w in layers.items()}
     x, kept = jax.lax.scan(case.recomputed(layer), x, layers)
     head = reshard(params["head"], columns)
-    scores = jnp.einsum("btd,dv->btv", x, head, out_sharding=places["logits"])
-    if "gathered" in places:
-        scores = reshard(scores, places["gathered"])
+    scores = jnp.einsum("btd,dv->btv", x, head, out_sharding=place("logits"))
+    if place("gathered") is not None:
+        scores = reshard(scores, place("gathered"))
     picked = (scores * (batch["targets"][..., None] == jnp.arange(1024))).sum(-1)
     value = (jax.nn.logsumexp(scores, -1) - picked).mean()
     return value, {"logits": scores, "states": kept, "means": kept}
@@ -336,7 +336,7 @@ def _long_shapes(case: Case) -> Any:
     width, heads, groups, size, inner = 256, 8, 2, 32, 512
     layer = {"q": (width, heads * size), "o": (heads * size, width), "up": (width, inner)}
     layer |= dict.fromkeys("kv", (width, groups * size)) | {"down": (inner, width)}
-    layer |= dict.fromkeys(("norm1", "norm2"), (width,))  # type: ignore[arg-type]
+    layer |= dict.fromkeys(("norm1", "norm2"), (width,))
     tables = arrays({"embed": (1024, width), "head": (width, 1024)})
     return {**tables, "layers": stacked(2, layer)}
 
@@ -416,7 +416,7 @@ def _ring(case: Case, q: Any, k: Any, v: Any) -> Any:
     """Return attention of each device's queries to all keys, by the running maximum."""
     if case.has("attention without a ring"):
         return attend(case, q, k, v)
-    around, specs = [(i, (i + 1) % 4) for i in range(4)], case.places["ring"]
+    around, specs = [(i, (i + 1) % 4) for i in range(4)], case.place("ring")
     is_gathered, is_cut = case.has("keys and values are gathered"), specs == P("fsdp", "sp")
 
     def local(q: Any, k: Any, v: Any) -> Any:

@@ -277,7 +277,7 @@ _FAULTS: Final[dict[str, Fault]] = {
     **slips("no remat", "no remat of the decoder", "not donated"),
     "no constraints": free(_ENCODER_DECODER.places),
     "no constraints, and the batch whole": {
-        **free({}, "residual", "heads", "keys", "hidden", "encoded", "logits"), "batch": P(),
+        **dict.fromkeys(("residual", "heads", "keys", "hidden", "encoded", "logits")), "batch": P(),
     },
     "the residual is cut over tp": dict.fromkeys(("residual", "encoded"), _HEADS),
     "the residual is cut over data alone": dict.fromkeys(("residual", "encoded"), P("data")),

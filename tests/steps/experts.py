@@ -24,8 +24,8 @@ _EXPERTS: Final = 8
 def _shapes(case: Case) -> Any:
     width, inner, heads, words = 128, 512, 4, 1024
     layer = {"norm1": (width,), "norm2": (width,), "router": (width, _EXPERTS)}
-    layer |= {"qkv": (width, 3, heads, 32), "o": (heads, 32, width)}  # type: ignore[dict-item]
-    layer |= {"experts_up": (_EXPERTS, width, inner), "experts_down": (_EXPERTS, inner, width)}  # type: ignore[dict-item]
+    layer |= {"qkv": (width, 3, heads, 32), "o": (heads, 32, width)}
+    layer |= {"experts_up": (_EXPERTS, width, inner), "experts_down": (_EXPERTS, inner, width)}
     tables = arrays({"embed": (words, width), "norm": (width,), "head": (width, words)})
     return {**tables, "layers": stacked(2, layer)}
 
@@ -99,7 +99,7 @@ def _by_exchange(case: Case, y: Any, w: Any) -> Any:
             z = mine(jax.lax.psum(spread, "ep"), 0)
         return z
 
-    tokens: Any = case.places["sent"]
+    tokens: Any = case.place("sent")
     expert = None if has("specs of experts are whole") else "ep"
     specs = tokens, P(), P(expert, "fsdp"), P(expert, None, "fsdp")
     mapped = jax.shard_map(local, mesh=case.mesh, in_specs=specs, out_specs=tokens, check_vma=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -46,9 +46,9 @@ def slips(*names: str) -> dict[str, Fault]:
     return {name: {"wrong": name} for name in names}
 
 
-def free(places: Mapping[str, Any], *names: str) -> dict[str, None]:
-    """Return a fault without constraints, of names or of all but the batch."""
-    return dict.fromkeys(names or (name for name in places if name != "batch"))
+def free(places: Mapping[str, Any]) -> dict[str, None]:
+    """Return a fault without constraints; the batch is cut as before."""
+    return dict.fromkeys(name for name in places if name != "batch")
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,19 @@ class Case:
     places: Mapping[str, P | None]
     wrong: tuple[str, ...] = ()
     told: str = ""
+    edits: frozenset[str] = frozenset()
+    """Names of places that a fault changes."""
+    asked: set[str] = field(default_factory=set)
+    """Names of places, and slips, that the step has asked for."""
+
+    def place(self, *names: str) -> Any:
+        """Return the place of the first of the names that the case has, or None."""
+        self.asked.update(names)
+        return next((self.places[name] for name in names if name in self.places), None)
 
     def cut(self, x: Any, *names: str) -> Any:
         """Constrain x as the first of the names that the case has; None leaves it to XLA."""
-        spec = next((self.places[name] for name in names if name in self.places), None)
+        spec = self.place(*names)
         if spec is None:
             return x
         # Inside of shard_map, and with Explicit axes, the mesh is that of the context.
@@ -72,10 +81,12 @@ class Case:
 
     def cut_all(self, tree: Any, name: str, dimensions: int = 0) -> Any:
         """Constrain the leaves of a tree that have so many dimensions."""
+        self.asked.add(name)
         return jax.tree.map(lambda x: self.cut(x, name) if x.ndim >= dimensions else x, tree)
 
     def has(self, slip: str) -> bool:
         """Return whether this is wrong."""
+        self.asked.add(slip)
         return slip in self.wrong
 
     def recomputed(self, function: Any, **options: Any) -> Any:
@@ -86,7 +97,14 @@ class Case:
 
     def keep(self, x: Any, name: str) -> Any:
         """Return x if it is to be told, else None."""
+        self.asked.add(name)
         return x if self.told == name else None
+
+    def built(self, compiled: Any, inputs: tuple[Any, ...], outputs: Any) -> Built:
+        """Return the step; a fault that it knows nothing of would pass for a clean one."""
+        unknown = {*self.edits, *self.wrong, self.told} - self.asked - {""}
+        assert not unknown, f"the step does not know {unknown}"
+        return Built(compiled, inputs, outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +144,7 @@ class Model:
         **places: Any,
     ) -> Built:
         """Compile the step; without arguments it is right."""
-        axes, constraints = mesh or self.mesh, {**self.places, **places}
-        case = case_of(axes, constraints, wrong, told, self.is_explicit)
+        case = case_of(mesh or self.mesh, self.places, places, wrong, told, self.is_explicit)
         shapes = self.shapes(case)
         all_rules = self.rules(rules) if callable(self.rules) else [*rules, *self.rules]
         plan = sr.plan(shapes, all_rules, case.mesh)
@@ -138,6 +155,7 @@ class Model:
         def loss(params: Any, *rest: Any) -> Any:
             *constants, batch = rest
             value, kept = self.loss(case, params, batch, *constants)
+            case.asked.update(kept)
             return value, kept.get(told)
 
         differentiate = jax.value_and_grad(loss, has_aux=True)
@@ -149,6 +167,7 @@ class Model:
             moments = case.cut_all(state[0] if self.is_averaged else state, "moments")
             state = (moments, state[1]) if self.is_averaged else moments
             params = optax.apply_updates(params, updates)
+            case.asked.update(("evaluation", "average", "norms", "norm", "distance"))
             if told == "evaluation":
                 kept = loss(state[1] if self.is_averaged else params, *rest)[0]
             elif told == "average":
@@ -172,15 +191,17 @@ class Model:
 def case_of(
     axes: Mapping[str, int],
     places: Mapping[str, P | None],
+    edits: Mapping[str, P | None],
     wrong: str | Iterable[str] = (),
     told: str = "",
     is_explicit: bool = False,
 ) -> Case:
-    """Return a case on a mesh of the first devices."""
+    """Return a case on a mesh of the first devices; edits are what a fault changes of places."""
     sizes, kind = tuple(axes.values()), AxisType.Explicit if is_explicit else AxisType.Auto
     devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
     mesh = Mesh(devices, tuple(axes), axis_types=(kind,) * len(sizes))
-    return Case(mesh, places, (wrong,) if isinstance(wrong, str) else tuple(wrong), told)
+    slips = (wrong,) if isinstance(wrong, str) else tuple(wrong)
+    return Case(mesh, {**places, **edits}, slips, told, frozenset(edits))
 
 
 def arrays(tree: Any, dtype: Any = "float32") -> Any:
@@ -208,7 +229,7 @@ def _array(of: Any) -> tuple[Any, Any]:
 
 
 def _input(case: Case, shape: tuple[int, ...], dtype: Any) -> Any:
-    return abstract(case.mesh, (case.places["batch"] or P()) if shape else P(), shape, dtype)
+    return abstract(case.mesh, (case.place("batch") or P()) if shape else P(), shape, dtype)
 
 
 def _averages(case: Case) -> optax.GradientTransformation:
@@ -219,7 +240,7 @@ def _averages(case: Case) -> optax.GradientTransformation:
         mixed = jax.tree.map(lambda a, b: 0.999 * a + 0.001 * b, old, new)
         return updates, case.cut_all(mixed, "averages")
 
-    return optax.GradientTransformation(lambda params: params, update)  # type: ignore[arg-type]
+    return optax.GradientTransformation(lambda params: params, update)
 
 
 def _cast(case: Case, state: Any) -> Any:
@@ -263,7 +284,7 @@ def _training_step(
     arguments = (_like(shapes, plan), given, *(plan.abstract() for plan in constants), batch)
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, batch)
     inputs = (plan, moments, *constants, specs)
-    return Built(jitted.lower(*arguments).compile(), inputs, (plan, moments, None))
+    return case.built(jitted.lower(*arguments).compile(), inputs, (plan, moments, None))
 
 
 def serving_step(
@@ -283,7 +304,7 @@ def serving_step(
     )
     compiled = jitted.lower(weights.abstract(), cache.abstract(), batch).compile()
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, batch)
-    return Built(compiled, (weights, cache, specs), (cache, *rest))
+    return case.built(compiled, (weights, cache, specs), (cache, *rest))
 
 
 def _like(tree: Any, plan: sr.Plan) -> Any:

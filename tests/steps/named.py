@@ -42,7 +42,7 @@ def _zeros(tree: Any) -> Any:
 
 
 def _texts(case: Case, length: int) -> Any:
-    tokens = abstract(case.mesh, case.places["batch"] or P(), (64, length))
+    tokens = abstract(case.mesh, case.place("batch") or P(), (64, length))
     return _zeros({"tokens": tokens, "targets": tokens})
 
 
@@ -98,8 +98,7 @@ def _equinox_layer(case: Case, static: Any, x: Any, w: Any) -> Any:
 
 def _equinox(wrong: str = "", rules: Any = (), told: str = "", **places: Any) -> Built:
     """Train it with filter_jit and Adam."""
-    own = {**_PLACES, "grouped": _PARTS, **places}
-    case = case_of({"fsdp": 4, "tp": 2}, own, wrong, told)
+    case = case_of({"fsdp": 4, "tp": 2}, {**_PLACES, "grouped": _PARTS}, places, wrong, told)
     shapes = eqx.filter_eval_shape(_Decoder, jax.random.key(0))
     arrays = eqx.filter(shapes, lambda leaf: hasattr(leaf, "shape"))
     rules = [
@@ -143,8 +142,9 @@ def _equinox(wrong: str = "", rules: Any = (), told: str = "", **places: Any) ->
     donated: Any = "none" if case.has("not donated") else "all"
     arguments = eqx.combine(params, shapes), state, _texts(case, _LENGTH)
     compiled = eqx.filter_jit(step, donate=donated).lower(*arguments).compile()
-    specs = dict.fromkeys(("tokens", "targets"), case.places["batch"])
-    return Built(compiled, (plan, moments, specs), (plan, moments, None))
+    specs = dict.fromkeys(("tokens", "targets"), case.place("batch"))
+    case.asked.update(("gathered", "guesses", "average", "logits"))
+    return case.built(compiled, (plan, moments, specs), (plan, moments, None))
 
 
 _EQUINOX_FAULTS: Final[dict[str, Fault]] = {
@@ -219,8 +219,7 @@ class _Model(nnx.Module):
 
 def _nnx(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Built:
     """Train it with nnx.Optimizer and nnx.jit."""
-    own = {**_PLACES, "wide": _PARTS, **places}
-    case = case_of({"fsdp": 4, "tp": 2}, own, wrong, told)
+    case = case_of({"fsdp": 4, "tp": 2}, {**_PLACES, "wide": _PARTS}, places, wrong, told)
 
     def create() -> Any:
         model = _Model(nnx.Rngs(0))
@@ -267,8 +266,9 @@ def _nnx(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bui
     options = {} if is_free else {"in_shardings": (*states, None)}
     jitted = nnx.jit(train, donate_argnums=donated, **options)
     compiled = jitted.lower(model, optimizer, _texts(case, 2 * _LENGTH)).compile()
-    specs = dict.fromkeys(("tokens", "targets"), case.places["batch"])
-    return Built(compiled, (*plans, specs), None)
+    specs = dict.fromkeys(("tokens", "targets"), case.place("batch"))
+    case.asked.add("gathered")
+    return case.built(compiled, (*plans, specs), None)
 
 
 _NNX_FREE: Final = {**free(_PLACES), "wide": None}
@@ -330,7 +330,7 @@ class _LinenLayer(nn.Module):
             name(dense(heads, ("embed", "heads", "keys"), n)(y), ("batch", "length", "heads", "keys"))
             for n in "qkv"
         )  # fmt: skip
-        y = attend(Case(None, {}), q, k, v)  # type: ignore[arg-type]
+        y = attend(Case(None, {}), q, k, v)
         y = dense(_WIDTH, ("heads", "keys", "embed"), "o", (-2, -1))(y)
         x = name(x + y, ("batch", "length", "features"))
         y = nn.gelu(dense(_INNER, ("embed", "mlp"), "up")(nn.RMSNorm()(x)))
@@ -383,7 +383,7 @@ def _boxed(case: Case) -> Any:
 
 def _linen_rules(edits: Any) -> list[tuple[str, P]]:
     """Return a rule for each parameter, by the names of its axes."""
-    case = case_of({"data": 1}, {}, "no constraints at all")
+    case = case_of({"data": 1}, {}, {}, "no constraints at all")
     names = nn.get_partition_spec(_boxed(case))
     specs = nn.logical_to_mesh(names, list({**_LOGICAL, **dict(edits)}.items()))
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, P))
@@ -393,9 +393,13 @@ def _linen_rules(edits: Any) -> list[tuple[str, P]]:
     ]
 
 
+def _axes(case: Case, right: Any) -> dict[str, Any]:
+    """Return the mesh axes of activations by name, as a case has them."""
+    return {name: case.place(name) if name in case.places else axis for name, axis in right.items()}
+
+
 def _linen_loss(case: Case, params: Any, batch: Any) -> Any:
-    axes: Any = {name: axis for name, axis in case.places.items() if name in _LOGICAL}
-    rules = list({**_LOGICAL, **axes, "batch": case.places["rows"]}.items())
+    rules = list({**_axes(case, _LOGICAL), "batch": case.place("rows")}.items())
     with nn.logical_axis_rules(rules):
         scores = _Linen(case).apply({"params": params}, batch["tokens"])
     chances = case.cut(jax.nn.softmax(scores), "chances")
@@ -406,7 +410,7 @@ _LINEN: Final = Model(
     mesh={"data": 2, "fsdp": 2, "tp": 2},
     shapes=lambda case: nn.unbox(_boxed(case)),
     rules=_linen_rules,
-    places={"batch": P(("data", "fsdp")), "rows": ("data", "fsdp"), "chances": P("data")},  # type: ignore[dict-item]
+    places={"batch": P(("data", "fsdp")), "rows": ("data", "fsdp"), "chances": P("data")},
     batch=dict.fromkeys(("tokens", "targets"), (64, _LENGTH)),
     loss=_linen_loss,
     optimizer=lambda case, plan: optax.lion(1e-4),
@@ -458,7 +462,9 @@ def _dot(x: Any, y: Any, axis: Any) -> Any:
 _AXES: Final = hax.make_axes(
     batch=64, pos=_LENGTH, embed=_WIDTH, mlp=_INNER, heads=_HEADS, size=32, vocab=_WORDS, layer=2
 )
-_ACTIVATIONS: Final = {"batch": "fsdp", "mlp": "tp", "heads": "tp", "vocab": "tp"}
+_ACTIVATIONS: Final = {
+    **dict.fromkeys(("mlp", "heads", "vocab"), "tp"), **dict.fromkeys(("embed", "pos")),
+}  # fmt: skip
 _STORED: Final = {"embed": "fsdp", "mlp": "tp", "heads": "tp", "vocab": "tp"}
 
 
@@ -481,21 +487,11 @@ def _haliax_rules(edits: Any) -> sr.LogicalRules:
 
 def _haliax_loss(case: Case, params: Any, batch: Any) -> Any:
     rows, pos, embed, mlp, heads, size, vocab, depth = _AXES
-    keys, axes = (
-        pos.alias("keys"),
-        {
-            **_ACTIVATIONS,
-            **{
-                a.name: case.places[a.name]
-                for a in _AXES
-                if a.name in case.places and a.name != "batch"
-            },
-            "batch": case.places["rows"],
-        },
-    )
+    keys, sharded = pos.alias("keys"), case.place("sharded")
+    axes = {**_axes(case, _ACTIVATIONS), "batch": case.place("rows")}
 
     def shard(x: Any, name: str) -> Any:
-        return shard_by(x, axes) if name in case.places["sharded"] else x  # type: ignore[operator]
+        return shard_by(x, axes) if name in sharded else x
 
     def shard_by(x: Any, where: Any) -> Any:
         spec = P(*(where.get(a.name) for a in x.axes))

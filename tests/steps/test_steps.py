@@ -98,6 +98,11 @@ def test_a_fault_that_jax_refuses_is_not_counted():
     assert not row.costly
 
 
+def test_a_fault_that_the_step_knows_nothing_of_is_an_error():
+    with pytest.raises(AssertionError, match="does not know {'hiden'}"):
+        small()[0].build(hiden=None)
+
+
 def test_costs_are_compared_with_the_clean_step():
     clean = Cost(sent=2**20, peak=2**20)
     assert not Cost(sent=2**20 + 2**15, peak=2**20).exceeds(clean)

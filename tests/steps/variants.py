@@ -305,11 +305,11 @@ def _stages(case: Case, w: Any, x: Any) -> Any:
 
 def _pipeline_loss(case: Case, params: Any, batch: Any) -> Any:
     x = case.cut(case.cut(params["embed"], "table")[batch["tokens"]], "residual")
-    shape, batches = x.shape, case.places["parts"]
+    shape, batches = x.shape, case.place("parts")
     x = case.cut(x.reshape(-1, 8, *shape[1:]).swapaxes(0, 1), "parts")
     y = jax.shard_map(
         partial(_stages, case), mesh=case.mesh, in_specs=(P("pp"), batches),
-        out_specs=case.places["results"], check_vma=False,
+        out_specs=case.place("results"), check_vma=False,
     )(params["layers"], x)  # fmt: skip
     y = case.cut(y.swapaxes(0, 1).reshape(shape), "states")
     scores = case.cut(y @ case.cut(params["head"], "head"), "logits")

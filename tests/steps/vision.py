@@ -312,7 +312,7 @@ def _transformer() -> tuple[Any, Any]:
     def make(key: Any) -> Any:
         width, inner = 128, 512
         kernels = {"qkv": (3, width, width), "o": (width, width), "up": (width, inner)}
-        kernels |= {"down": (inner, width), "norm1": (width,), "norm2": (width,)}  # type: ignore[dict-item]
+        kernels |= {"down": (inner, width), "norm1": (width,), "norm2": (width,)}
         return _Transformer(
             eqx.nn.Conv2d(3, width, 4, 4, key=key),
             jnp.zeros((64, width)),
