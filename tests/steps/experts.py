@@ -136,9 +136,7 @@ _EXCHANGED: Final = replace(
 _FAULTS: Final[dict[str, Fault]] = {
     **slips("not donated", "no remat"),
     "the residual is whole": {"residual": P()},
-    "the batch is cut over fsdp alone": dict.fromkeys(
-        ("residual", "combined", "routed", "batch", "logits"), P("fsdp")
-    ),
+    "the batch is cut over fsdp alone": dict.fromkeys(("residual", "batch", "logits"), P("fsdp")),
     "experts are planned without ep": {
         "rules": [("experts_up", P(None, None, "fsdp")), ("experts_down", P(None, None, None, "fsdp"))],
     },
@@ -173,6 +171,9 @@ _EINSUM_FAULTS: Final[dict[str, Fault]] = {
     "experts are gathered over ep": {"experts": P(None, "fsdp")},
     "logits are returned": {"told": "logits"},
     **_FAULTS,
+    "the batch is cut over fsdp alone": dict.fromkeys(
+        ("residual", "combined", "routed", "batch", "logits"), P("fsdp")
+    ),
 }
 _EXCHANGED_FAULTS: Final[dict[str, Fault]] = {
     **slips(
