@@ -91,4 +91,4 @@ def decoder(
     if case.has("the loss is of a shifted sequence"):
         x, targets = x[:, :-1], targets[:, 1:]
     scores = case.cut(x @ case.cut(params["head"], "head"), "logits")
-    return entropy(scores, targets), {"states": kept, "logits": scores}
+    return entropy(scores, targets), {"states": kept, "last": x, "logits": scores}

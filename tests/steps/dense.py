@@ -508,7 +508,7 @@ _RING_FAULTS: Final[dict[str, Fault]] = {
     },
     "gradients are whole": {"gradients": P()},
     "logits are returned": {"told": "logits"},
-    "states are returned": {"told": "states"},
+    "states are returned": {"told": "last"},
     # These look wrong.
     **slips("no out_shardings"),
     "the batch comes in whole": {"batch": P()},
