@@ -102,7 +102,7 @@ cpp-%: build-%
 # itself leaks by LeakSanitizer's standards; tests/trees/test_leaks.py looks for ours. The stack is for ASan's frames
 # in the deepest trees, and libstdc++ is loaded early for its exceptions to be intercepted.
 ASAN_TESTS := tests/fuzzing tests/trees $(addprefix tests/,$(addsuffix .py,\
-  files/test_files rules/test_bad_input rules/test_bounds rules/test_logical \
+  files/test_files files/test_bad_files rules/test_bad_input rules/test_bounds rules/test_logical \
   rules/test_rules rules/test_semantics \
   plan/test_fold place/test_shardings test_correction))
 ASAN_PACKAGES := build/asan/site

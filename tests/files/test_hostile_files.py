@@ -99,29 +99,18 @@ KEY = (b"a.", 40_000)
 # By file: how it is made, and what is said of it.
 BOMBS = {
     "lists.json.gz": (packed((b'{"params":[', 1), (b"[],", 60_000_000), (b"[]]}", 1)), LARGE),
-    "objects.json.gz": (packed((b"[", 1), (b'{"a":{}},', 20_000_000), (b"1]", 1)), LARGE),
-    "spaces.json.gz": (packed((b" ", 300_000_000), (b"{}", 1)), LARGE),
-    "string.json.gz": (packed((b'["', 1), (b"a", 300_000_000), (b'"]', 1)), LARGE),
-    "nested.json.gz": (packed((b'{"a":', 20_000_000)), LARGE),
     "wide.json": (plain((b'["', 1), (b"a", 90_000_000), ("😀".encode(), 1), (b'"]', 1)), LARGE),
     "escaped.json": (plain((b'["', 1), (b"a", 90_000_000), (rb"\ud83d\ude00", 1), (b'"]', 1)), LARGE),
     "sparse.json": (sparse(3 << 30), LARGE),
     "zeros.json": (sparse(250 * MIB), "line 1, column 1: this is not JSON"),
-    "digits.json": (plain((b"[", 1), (b"9", 10_000_000), (b"]", 1)), "integer string conversion"),
     "fraction.json": (plain((b"[0.", 1), (b"9", 10_000_000), (b"]", 1)), "which lists no arrays"),
-    "deep.json": (plain((b"[", 1_000_000)), "the JSON is nested too deeply"),
     "name.json": (
-        plain((b'{"params":[["', 1), (b"a", 50_000_000), (b'",[1],"F99"]]}', 1)), "unknown dtype 'F99'",
+        plain((b'{"params":[["', 1), (b"a", 5_000_000), (b'",[1],"F99"]]}', 1)), "unknown dtype 'F99'",
     ),
     "shape.json": (
         plain((b'{"params":[["a",[2', 1), (b",2", 2_000_000), (b'],"F32"]]}', 1)),
         "has more than 2**63 - 1 elements",
     ),
-    "long dimensions.json": (
-        plain((b'{"params":[["a",[1', 1), (b"," + b"9" * 4000, 10_000), (b'],"F32"]]}', 1)),
-        "has more than 2**63 - 1 elements",
-    ),
-    "length.safetensors": (plain((b"\xff" * 7 + b"\x7f", 1)), "but the file has 8"),
     "lists.safetensors": (
         lambda path: path.write_bytes(header_file(b'{"a":[' + b"[]," * 30_000_000 + b"1]}")), LARGE,
     ),
@@ -155,13 +144,15 @@ BOMBS = {
     "many rules.json": (
         plain((b"[", 1), (b'["abc",[]],', 1_000_000), (b'["abc",[]]]', 1)), "reading this file of 11.0 MB takes",
     ),
-    "rules.json.gz": (packed((b"[", 1), (b'["",[]],', 20_000_000), (b'["",[]]]', 1)), LARGE),
+    "unread rules.toml": (sparse(400 * MIB), LARGE),
+    "unread rules.yml": (sparse(400 * MIB), LARGE),
+    "unread rules.json.gz": (packed((b" ", 300_000_000), (b"[]", 1)), LARGE),
+    "unread hardware.toml": (
+        sparse(400 * MIB), "a device's figures take at most 65.5 kB, and it has more",
+    ),
 }  # fmt: skip
-RULES = re.compile("toml|rules|pattern|flags|replicated")
-SLOW = {
-    "zeros.json", "spaces.json.gz", "string.json.gz", "objects.json.gz", "nested.json.gz", "rules.json.gz",
-    "tables.toml", "long dimensions.json", "name.json",
-}  # fmt: skip
+RULES = re.compile("toml|yml|rules|pattern|flags|replicated")
+SLOW = {"zeros.json", "tables.toml"}
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in BOMBS])
@@ -169,37 +160,13 @@ def test_a_bomb_meets_the_bound_on_memory(tmp_path, name):
     path = tmp_path / name
     make, expected = BOMBS[name]
     make(path)
-    said, peak = read_alone("rules" if RULES.search(name) else "arrays", path)
-    assert said.startswith(f"refused {path}: ")
-    assert expected in said
-    assert len(said) < 3000
-    on_disk = 512 * path.stat().st_blocks
-    assert peak < MOST + on_disk + IDLE
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "expected"),
-    [
-        ("rules", "r.toml", LARGE),
-        ("rules", "r.yml", LARGE),
-        ("hardware", "h.toml", "a device's figures take at most 65.5 kB, and it has more"),
-    ],
-)
-def test_a_file_that_its_parser_could_not_hold_is_not_read(tmp_path, kind, name, expected):
-    path = tmp_path / name
-    sparse(400 * MIB)(path)
+    kind = "hardware" if "hardware" in name else "rules" if RULES.search(name) else "arrays"
     said, peak = read_alone(kind, path)
     assert said.startswith(f"refused {path}: ")
     assert expected in said
-    assert peak < 2 * IDLE
-
-
-def test_blanks_of_rules_are_not_unpacked_beyond_what_their_parser_could_hold(tmp_path):
-    path = tmp_path / "r.json.gz"
-    packed((b" ", 300_000_000), (b"[]", 1))(path)
-    said, peak = read_alone("rules", path)
-    assert LARGE in said
-    assert peak < 2 * IDLE
+    assert len(said) < 3000
+    # What its parser could not hold is not even read.
+    assert peak < (2 * IDLE if "unread" in name else MOST + 512 * path.stat().st_blocks + IDLE)
 
 
 # Values of one kind.
@@ -226,12 +193,10 @@ def test_what_is_just_below_the_bound_takes_no_more(tmp_path, kind):
 
 @pytest.mark.slow
 def test_a_manifest_of_a_million_arrays_is_read(tmp_path):
-    rows = [
-        [f"model.layers.{i}.self_attn.q_proj.weight", [4096, 128], "BF16"] for i in range(10**6)
-    ]
-    text = json.dumps({"params": rows}).encode()
+    name = "model.layers.{}.self_attn.q_proj.weight"
     path = tmp_path / "m.json"
-    path.write_bytes(text)
+    rows = [[name.format(i), [4096, 128], "BF16"] for i in range(10**6)]
+    path.write_text(json.dumps({"params": rows}))
     said, _ = read_alone("arrays", path)
     assert said == "read 1000000"
 
@@ -250,18 +215,15 @@ def test_more_memory_can_be_allowed(tmp_path):
         assert len(read_rule_source(str(toml)).rules) == 0
 
 
-def test_the_command_line_allows_more(tmp_path):
-    path, rules = tmp_path / "m.json", tmp_path / "r.json"
-    path.write_text(json.dumps({"params": [["a", [2], "F32"]]}) + " " * 2_000_000)
-    rules.write_text('[[".*", []]]')
-    for name, *more in (
-        ("plan",), ("check",), ("explain", "a"), ("sweep",), ("diff", str(path)),
-    ):  # fmt: skip
-        command = [name, str(path), *more, "-r", str(rules), "-m", "tp=2", "--max-memory"]
-        done = invoke(*command, "1MB")
-        assert done.exit_code == 2
-        assert "allow more with --max-memory" in done.output
-        assert invoke(*command, "1GB").exit_code == 0
+@pytest.mark.parametrize("words", ["plan M", "check M", "explain M a", "sweep M", "diff M M"])
+def test_the_command_line_allows_more(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    Path("M").write_text(json.dumps({"params": [["a", [2], "F32"]]}) + " " * 2_000_000)
+    Path("r.json").write_text('[[".*", []]]')
+    command = [*words.split(), "-r", "r.json", "-m", "tp=2", "--max-memory"]
+    done = invoke(*command, "1MB")
+    assert (done.exit_code, "allow more with --max-memory" in done.output) == (2, True)
+    assert invoke(*command, "1GB").exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -337,16 +299,23 @@ def test_standard_input_is_not_waited_for(tmp_path):
             assert child.wait(SECONDS) == 0
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_standard_input_is_read_where_it_is_asked_for(packed):
-    manifest = b'{"params": [["w", [8, 8], "BF16"]]}'
-    child = subprocess.run(
-        [sys.executable, "-c", READ, "arrays", "-"],
-        input=gzip.compress(manifest) if packed else manifest,
-        stdout=subprocess.PIPE,
-        check=True,
+MANIFEST = b'{"params": [["w", [8, 8], "BF16"]]}'
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (MANIFEST, b"read 1"),
+        (gzip.compress(MANIFEST), b"read 1"),
+        (gzip.compress(b"[" + b"[]," * 10_000_000 + b"[]]", 1), b"allow more with --max-memory"),
+    ],
+    ids=["plain", "packed", "bomb"],
+)
+def test_standard_input_is_read_where_it_is_asked_for(given, expected):
+    command = [sys.executable, "-c", READ, "arrays", "-"]
+    assert (
+        expected in subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True).stdout
     )
-    assert b"read 1" in child.stdout
 
 
 def test_a_terminal_is_not_waited_for():
@@ -363,29 +332,15 @@ def test_a_terminal_is_not_waited_for():
     assert b"standard input is not a pipe" in child.stdout
 
 
-def test_a_bomb_on_standard_input():
-    child = subprocess.run(
-        [sys.executable, "-c", READ, "arrays", "-"],
-        input=gzip.compress(b"[" + b"[]," * 10_000_000 + b"[]]", 1),
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    assert b"allow more with --max-memory" in child.stdout
-
-
 def test_the_files_of_a_directory_are_regular(tmp_path, at_once):
     os.mkfifo(tmp_path / "m.safetensors")
-    assert NOT_REGULAR in threaded(at_once, tmp_path)
+    assert NOT_REGULAR in at_once(read_arrays, tmp_path)
     index = tmp_path / "m.safetensors.index.json"
     index.write_text('{"weight_map": {"w": "m.safetensors"}}')
-    assert "'m.safetensors' is missing beside the index" in threaded(at_once, tmp_path)
+    assert "'m.safetensors' is missing beside the index" in at_once(read_arrays, tmp_path)
     index.unlink()
     os.mkfifo(index)
-    assert NOT_REGULAR in threaded(at_once, tmp_path)
-
-
-def threaded(at_once, directory):
-    return at_once(lambda source: read_arrays(source), directory)
+    assert NOT_REGULAR in at_once(read_arrays, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["m.json", "m.safetensors", "r.toml", "h.toml"])

@@ -34,7 +34,6 @@ axes = "tp"
 name = "kv"
 axes = []
 """
-NOT_OF_ITS_TYPE = "this is not YAML (the value is not of its type); correct it there"
 RULES = sr.LogicalRules([("embed", ("fsdp", "expert")), ("mlp", "tp"), ("kv", None)])
 
 
@@ -94,45 +93,6 @@ class TestRules:
         with pytest.raises(sr.FileError, match="logical_rules_here:WRONG"):
             read_rule_source("logical_rules_here:WRONG", sr.dialects.LINEN)
 
-    @pytest.mark.parametrize(
-        ("table", "what"),
-        [
-            ({"kind": "glob"}, "kind is 'glob'.*one of regex, logical"),
-            ({"dialect": "eformer"}, "dialect 'eformer' is unknown for logical rules.*linen"),
-            ({"stacked": ["layers"]}, "stacked: it is for rules of paths"),
-            ({"rules": [["embed"]]}, r"rule 0: it is \['embed'\]"),
-            ({"rules": [["embed", 3]]}, "rule 0: axes is 3"),
-            ({"rules": [["embed", [3]]]}, "rule 0: axes is"),
-            ({"rules": [["embed", [["a"], ["b"]]]]}, "rule 0: axes is"),
-            ({"rules": [["", "tp"]]}, "rule 0: the name is ''"),
-            (
-                {"rules": [{"name": "a", "axes": [], "units": 3}]},
-                "rule 0: key 'units' is unknown; the keys are name, axes",
-            ),
-            (
-                {"rules": [{"pattern": "a", "spec": []}]},
-                "rule 0: key 'pattern' is unknown; the keys are name",
-            ),
-            ({"correction": {"rank": "x"}}, "correction: rank"),
-            ({"data_axes": "dp"}, "data_axes is 'dp'"),
-            ({"mesh_axes": ["dp"]}, "key 'mesh_axes' is unknown"),
-        ],
-    )
-    def test_what_is_wrong_is_named(self, tmp_path, table, what):
-        content = {"kind": "logical", "rules": [["embed", "tp"]], **table}
-        file = written(tmp_path, "rules.json", json.dumps(content))
-        with pytest.raises(sr.FileError, match=what) as caught:
-            read_rule_source(file)
-        assert file in str(caught.value)
-
-    def test_a_dialect_of_the_other_kind_is_refused(self, tmp_path):
-        logical = written(tmp_path, "logical.toml", TOML)
-        paths = written(tmp_path, "paths.json", '[["w", ["tp"]]]')
-        with pytest.raises(sr.FileError, match="the rules are logical"):
-            read_rule_source(logical, sr.dialects.EFORMER)
-        with pytest.raises(sr.FileError, match="the rules are for paths, and linen"):
-            read_rule_source(paths, sr.dialects.LINEN)
-
     def test_files_that_are_merged(self, tmp_path):
         base = written(tmp_path, "base.yml", "logical_axis_rules: [[embed, tp]]\nmodel: a")
         model = written(tmp_path, "model.yml", "base_config: base.yml\nmodel: b")
@@ -160,39 +120,6 @@ class TestRules:
         model = written(tmp_path, "model.json", json.dumps(MANIFEST))
         done = run("plan", model, "-r", file, "-m", "tp=2")
         assert "note: these rules are not read: vae_logical_axis_rules of" in done.stderr
-
-    @pytest.mark.parametrize(
-        ("text", "what"),
-        [
-            ("a: 3", "key 'logical_axis_rules': there is no list of rules"),
-            ("- 3", "there is no list of rules"),
-            ("[" * 5000, "nested too deeply"),
-            ("a: !!python/object/apply:os.getcwd []", "not YAML (could not determine"),
-            (
-                "logical_axis_rules: []\nlogical_axis_rules: []",
-                "'logical_axis_rules' is there twice",
-            ),
-            ("logical_axis_rules: &a [*a]", "rule 0: it is"),
-            ("b: 1\na: 2020-13-45", "line 2, column 4: this is not YAML (month"),
-            ('x: !!int ""', f"column 4: {NOT_OF_ITS_TYPE}"),
-            ('x: !!timestamp "abc"', NOT_OF_ITS_TYPE),
-            (f"x: 1:{'59:' * 300}1.5", NOT_OF_ITS_TYPE),
-            ('y: 1\nx: !!bool "abc"', f"line 2, column 4: {NOT_OF_ITS_TYPE}"),
-            ('x: "\\UFFFFFFFF"', NOT_OF_ITS_TYPE),
-            ('x: "\\U00110000"', NOT_OF_ITS_TYPE),
-            ("x: !!map [a]", "expected a mapping node, but found sequence"),
-            ("x: !!set [a]", "expected a mapping node, but found sequence"),
-            ("a: &a 3\nx: {<<: *a}", "line 1, column 4: this is not YAML (expected a mapping"),
-            ("? [a]\n: 3", "not YAML"),
-            ("\x00", "not YAML"),
-        ],
-    )
-    def test_yaml_that_is_none_or_has_no_rules(self, tmp_path, text, what):
-        file = written(tmp_path, "rules.yml", text)
-        with pytest.raises(sr.FileError, match=re.escape(what)) as error:
-            read_rule_source(file)
-        assert str(error.value).startswith(f"{file}: ")
-        assert "\n" not in str(error.value)
 
     def test_merge_keys_that_stand_for_much_cost_nothing(self, tmp_path):
         lines = ["m0: &m0 {a: 1, b: 2}"]
@@ -257,20 +184,6 @@ class TestNames:
     def test_of_a_manifest(self, tmp_path):
         arrays = read_arrays(written(tmp_path, "model.json", json.dumps(MANIFEST)))
         assert arrays.logical_axes == {k: tuple(v) for k, v in MANIFEST["logical_axes"].items()}
-
-    @pytest.mark.parametrize(
-        ("names", "what"),
-        [
-            ([], "key logical_axes: it is"),
-            ({"x": []}, "logical_axes: there is no array 'x'"),
-            ({"norm": "norm"}, "'norm' has 'norm'"),
-            ({"norm": [3]}, "'norm' has"),
-        ],
-    )
-    def test_what_is_wrong_is_named(self, tmp_path, names, what):
-        file = written(tmp_path, "model.json", json.dumps({**MANIFEST, "logical_axes": names}))
-        with pytest.raises(sr.FileError, match=what):
-            read_arrays(file)
 
 
 class TestCommands:

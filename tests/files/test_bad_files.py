@@ -1,0 +1,222 @@
+"""Files that are wrong: what each reader says of them, in one line that starts with the file."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import shardrules as sr
+from shardrules._plan.files.models import read_arrays
+from shardrules._plan.files.rules import read_rule_source
+from tests.files.test_hardware_files import NODE
+from tests.support.files import message
+
+ROWS = [["layers/0/kernel", [4, 8], "BF16"], ["step", [], "I32"]]
+
+
+def rows(*changed):
+    return {"params": [*ROWS, *changed]}
+
+
+def named(names):
+    return {"params": ROWS, "logical_axes": names}
+
+
+MODELS = [
+    (b"", "the file is empty; copy or download it again"),
+    (b"\x80\x02}q\x00", "byte 0: this is not UTF-8 text"),
+    (b'{"params": "\xff"}', "byte 12: this is not UTF-8 text"),
+    (b'{"params": [\n["a", [1]', r"line 2, column 10: this is not JSON \(Expecting ','"),
+    (b"[" * 200_000 + b"]" * 200_000, "the JSON is nested too deeply"),
+    (b'{"params": {"a": 1, "b": 1, "a": 2}}', "key 'a' is there twice"),
+    (b'{"params": ' + b"9" * 5000 + b"}", "integer string conversion"),
+    (b'{"params": [["y", [NaN], "F32"]]}', "NaN is not a JSON number"),
+    (b'{"params": [["y", [-Infinity], "F32"]]}', "-Infinity is not a JSON number"),
+    ([], r"line 1: this is \[\] \(a list\), which lists no arrays; give a \*.safetensors"),
+    ({"a": 1}, "which lists no arrays"),
+    ({"params": 3}, r"key 'params': it is 3 \(an int\)"),
+    (rows({"name": "x"}), r"params\[2\]: it is {'name': 'x'} .*; write \[\"name\", \[4096"),
+    (rows(["x", [1]]), r"params\[2\]"),
+    (rows([1, [1], "F32"]), "array 1 has no string as its name, not 1"),
+    (rows(["a\ud800", [1], "F32"]), r"array 'a\\ud800' has half a surrogate pair"),
+    (rows(["step", [1], "F32"]), "array 'step' is there twice; rename or remove one"),
+    (rows(["x", 3, "F32"]), r"array 'x' needs a shape .* not 3 \(an int\)"),
+    (rows(["x", [4, 8], "F32"], ["y", [4, True], "F32"]), r"array 'y' .* not \[4, True\]"),
+    (rows(["x", [8], "F32"], ["y", [8.0], "F32"]), r"array 'y' needs a shape that is a list of int"),
+    (rows(["x", [4, -1], "F32"]), r"array 'x': the shape \[4, -1\] has a negative"),
+    (rows(["x", [2**62, 2], "F32"]), r"array 'x': .* more than 2\*\*63 - 1 elements"),
+    (rows(["x", [0, 2**40, 2**40], "F32"]), r"more than 2\*\*63 - 1 elements"),
+    (rows(["x", [4], "F8_E4M4"]), "array 'x': unknown dtype 'F8_E4M4'; known ones are F8_"),
+    ({"params": {"x": [1]}}, "array 'x' needs an object with shape and dtype"),
+    ({"params": {"x": {"dtype": "F32"}}}, "array 'x' has no shape; write it"),
+    ({"params": {"x": {"shape": []}}}, "array 'x' has no dtype; write it"),
+    ({"params": {"x": {"shape": [8], "dtpe": "F32"}}}, "no dtype; write it; near it: dtpe"),
+    (named([]), "key logical_axes: it is"),
+    (named({"x": []}), "logical_axes: there is no array 'x'"),
+    (named({"step": "norm"}), "'step' has 'norm'"),
+    (named({"step": [3]}), "'step' has"),
+]  # fmt: skip
+
+
+def rule(**fields):
+    return [{"pattern": "a", "spec": [], **fields}]
+
+
+def table(**fields):
+    return {"rules": [["w", ["tp"]]], **fields}
+
+
+def logical(**fields):
+    return {"kind": "logical", "rules": [["embed", "tp"]], **fields}
+
+
+RULES = [
+    (3, "there is no list of rules"),
+    (table(rulez=1), "key 'rulez' is unknown; the keys are rules, dialect"),
+    (table(dialect="linen"), "dialect 'linen' is unknown; it is"),
+    (table(correction=3), "correction: it is 3"),
+    (table(correction={"x": 1}), "correction: key 'x' is unknown"),
+    (table(correction={"pad": "no"}), "correction: pad is 'no'; it"),
+    (table(replicated="x"), "replicated is 'x'"),
+    (table(replicated=["a", "["]), r"replicated\[1\]: the pattern"),
+    (table(optional_axes="sp"), "optional_axes is 'sp'"),
+    (table(data_axes=[3]), r"data_axes is \[3\]"),
+    (table(companions="lora"), "companions is 'lora' .*; write a list of strings"),
+    (table(companions=["lorra"]), r"companions\[0\]: there is no table 'lorra'.*lora, quantized"),
+    (table(companions=[{}]), r"companions\[0\]: there is no table {}"),
+    (table(stacked=["a", 3]), r"stacked\[1\]: it is 3 .*; write the path of the stack, or a table"),
+    (table(stacked=[{"layer": "h_*"}]), r"stacked\[0\]: .*; write the path of the stack"),
+    (table(stacked=[{"at": "h", "axis": -1}]), r"stacked\[0\]: axis is -1"),
+    (table(stacked=[{"at": "h", "axis": "x"}]), r"stacked\[0\]: axis is 'x'"),
+    (table(unstacked=[{"at": "h", "mesh_axis": "pp"}]), r"unstacked\[0\]: key 'mesh_axis' is unknown; the keys are at, layer, axis"),
+    ([["a", []], 3], r'rule 1: it is 3 \(an int\); write \["pattern"'),
+    ([["a", [], 1]], "rule 0: it is"),
+    ([{"pattern": "a", "specs": 1}], "rule 0: key 'specs' is unknown"),
+    ([["a", 3]], "rule 0: spec is 3"),
+    ([["a", [None, 3]]], r"rule 0: entry 1 of spec is 3 .*; write an axis"),
+    ([["a", [["tp", None]]]], "rule 0: entry 0 of spec is"),
+    ([["a", [""]]], "rule 0: entry 0 of spec is ''"),
+    ([["a", {"min_rank": 2}]], "rule 0: spec: fsdp is missing; write the mesh axis"),
+    ([["a", {"fsdp": "x", "min_byte": 2}]], "rule 0: spec: key 'min_byte' is"),
+    ([["a", {"fsdp": [3]}]], r"rule 0: spec: axis\[0\] is 3"),
+    ([["a", {"fsdp": "x", "min_bytes": "4MB!"}]], "rule 0: spec: '4MB!' is not"),
+    ([["a", {"fsdp": "x", "min_rank": "2"}]], "rule 0: spec: min_rank is '2'"),
+    ([["a", {"fsdp": "x", "within": 3}]], "rule 0: spec: within is 3 .*; write a list"),
+    ([["a", {"fsdp": "x", "within": ["x"]}]], "rule 0: spec: .* each only once"),
+    ([["a", []], ["(", []]], r"rule 1: missing \)"),
+    ([[3, []]], "rule 0: the pattern must be a string"),
+    ([[["a"], []]], "rule 0: the pattern must be a string"),
+    (rule(flags="q"), "rule 0: flags is 'q'"),
+    (rule(pattern="(", flags="i"), r"rule 0: the pattern '\('"),
+    (rule(pattern=["a"], flags="i"), "rule 0: flags need"),
+    (rule(units=3), "rule 0: units is 3"),
+    (rule(units=[0]), r"rule 0: units\[0\] is 0"),
+    (rule(units=["x"]), r"rule 0: units\[0\] is 'x'"),
+    (rule(memory_kind="pinned_hsot"), "rule 0: memory_kind is 'pinned_hsot'; it must be one of None, 'device', 'pinned_host'"),
+    (rule(memory_kind=["device"]), "rule 0: memory_kind is"),
+    (rule(optional_axes="sp"), "rule 0: optional_axes is 'sp'"),
+    (rule(correction={"pad": 3}), "rule 0: correction: pad"),
+    (table(kind="glob"), "kind is 'glob'.*one of regex, logical"),
+    (logical(dialect="eformer"), "dialect 'eformer' is unknown for logical rules.*linen"),
+    (logical(stacked=["layers"]), "stacked: it is for rules of paths"),
+    (logical(correction={"rank": "x"}), "correction: rank"),
+    (logical(data_axes="dp"), "data_axes is 'dp'"),
+    (logical(mesh_axes=["dp"]), "key 'mesh_axes' is unknown"),
+    (logical(rules=[["embed"]]), r"rule 0: it is \['embed'\]"),
+    (logical(rules=[["embed", 3]]), "rule 0: axes is 3"),
+    (logical(rules=[["embed", [3]]]), "rule 0: axes is"),
+    (logical(rules=[["embed", [["a"], ["b"]]]]), "rule 0: axes is"),
+    (logical(rules=[["", "tp"]]), "rule 0: the name is ''"),
+    (logical(rules=rule()), "rule 0: key 'pattern' is unknown; the keys are name, axes"),
+]  # fmt: skip
+
+TOML = [
+    ("x = 1\ny = ?", r"this is not TOML: .*line 2, column 5"),
+    ("x = " + "[" * 9000, "this is not TOML|nested too deeply"),
+    ("", "the file is empty"),
+    ("x = 1", "key 'rules': there is no list of rules; write"),
+    ("[[rules]]\npattern = 'a'", r"rule 0: spec is missing; .*spec = \[\] rep"),
+]
+
+NO_VALUE = r"this is not YAML \(the value is not of its type\); correct it there"
+YAML = [
+    ("a: 3", "key 'logical_axis_rules': there is no list of rules"),
+    ("- 3", "there is no list of rules"),
+    ("[" * 5000, "nested too deeply"),
+    ("a: !!python/object/apply:os.getcwd []", r"not YAML \(could not determine"),
+    ("logical_axis_rules: []\nlogical_axis_rules: []", "'logical_axis_rules' is there twice"),
+    ("logical_axis_rules: &a [*a]", "rule 0: it is"),
+    ("b: 1\na: 2020-13-45", r"line 2, column 4: this is not YAML \(month"),
+    ('x: !!int ""', f"column 4: {NO_VALUE}"),
+    ('x: !!timestamp "abc"', NO_VALUE),
+    (f"x: 1:{'59:' * 300}1.5", NO_VALUE),
+    ('y: 1\nx: !!bool "abc"', f"line 2, column 4: {NO_VALUE}"),
+    ('x: "\\UFFFFFFFF"', NO_VALUE),
+    ("x: !!map [a]", "expected a mapping node, but found sequence"),
+    ("x: !!set [a]", "expected a mapping node, but found sequence"),
+    ("a: &a 3\nx: {<<: *a}", r"line 1, column 4: this is not YAML \(expected a mapping"),
+    ("? [a]\n: 3", "not YAML"),
+    ("\x00", "not YAML"),
+]
+
+HARDWARE = [
+    ("memory = 3\n" + NODE, "key 'memory' is unknown; the keys are name, flops_per_second"),
+    ("memory_byts = 3\n" + NODE, "key 'memory_byts' is unknown; did you mean 'memory_bytes'"),
+    (NODE + 'dcn = "x"\n', r"flops_per_second\['dcn'\] is 'x'"),
+    (NODE.replace("link_devices = 8", ""), "it has no link_devices; write them as"),
+    (NODE.replace("96e9", "96.5"), "memory_bytes is 96.5"),
+    (NODE.replace("96e9", "-1"), "memory_bytes is -1"),
+    (NODE.replace("96e9", "true"), "memory_bytes is True"),
+    (NODE.replace("96e9", "inf"), "memory_bytes is inf"),
+    (NODE.replace("= 4e12", "= nan"), "memory_bytes_per_second is nan"),
+    (NODE.replace("= 4e12", "= 0"), "memory_bytes_per_second is 0"),
+    (NODE.replace("= 4e12", "= true"), "memory_bytes_per_second is True"),
+    (NODE.replace("= 4e12", '= "4TB"'), "memory_bytes_per_second is '4TB'"),
+    (NODE.replace("25e9", "inf"), "dcn_bytes_per_second is inf"),
+    (NODE.replace('"NVLink"', "3"), "link is 3"),
+    (NODE.replace("BF16", "bf17"), "flops_per_second: unknown dtype 'bf17'; known ones are"),
+    (NODE.replace("BF16 = 989e12", ""), "flops_per_second is {}"),
+    (NODE.replace("989e12", '"fast"'), r"flops_per_second\['BF16'\] is 'fast'"),
+    ("[[[", "this is not TOML"),
+    (b"\xff\xfe", "UTF-8|not TOML"),
+    ("#" * 70_000, "at most 65.5 kB"),
+    ("# nothing", "it has no name, flops_per_second, memory_bytes"),
+]
+
+CASES = [
+    pytest.param(read, name, data, expected, id=f"{name}-{number}")
+    for read, name, cases in (
+        (read_arrays, "model.json", MODELS), (read_rule_source, "rules.json", RULES),
+        (read_rule_source, "rules.toml", TOML), (read_rule_source, "rules.yml", YAML),
+        (sr.read_hardware, "node.toml", HARDWARE),
+    )
+    for number, (data, expected) in enumerate(cases)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("read", "name", "data", "expected"), CASES)
+def test_a_wrong_file_is_refused(write, read, name, data, expected):
+    told = message(read, write(name, data))
+    assert re.search(expected, told)
+    assert told.count("\n") == (2 if "^" in told else 0)  # with the pattern and a caret below it
+
+
+def test_a_dialect_of_the_other_kind_is_refused(write):
+    for data, dialect, expected in (
+        (logical(), sr.dialects.EFORMER, "the rules are logical"),
+        (table(), sr.dialects.LINEN, "the rules are for paths, and linen"),
+    ):
+        with pytest.raises(sr.FileError, match=expected):
+            read_rule_source(write("rules.json", data), dialect)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    for name, read in (
+        ("none.json", read_arrays), ("none.safetensors", read_arrays),
+        ("none.toml", read_rule_source), ("node.toml", sr.read_hardware),
+    ):  # fmt: skip
+        assert "No such file or directory; check" in message(read, tmp_path / name)
+    assert "Is a directory" in message(read_rule_source, str(tmp_path))
+    (tmp_path / "readme.txt").write_text("nothing")
+    assert "the directory has no arrays that can be read" in message(read_arrays, str(tmp_path))
