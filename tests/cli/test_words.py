@@ -40,6 +40,8 @@ COMMANDS = {command.name: command for command in commands()}
         ("model -m tp=2 --gradients BF16", {"gradients": "bfloat16"}),
         ("model -m tp=2 --dialect NNX", {"dialect": sr.dialects.NNX}),
         ("-m tp=2 -q -- model", {}),
+        ("model -m x=16777216", {"mesh": {"x": 2**24}}),
+        ("model -m fsdp=2,tp=4", {"mesh": {"fsdp": 2, "tp": 4}}),
         ("- -m tp=2", {"model": "-"}),
     ],
 )  # fmt: skip
