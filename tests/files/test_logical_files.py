@@ -180,66 +180,54 @@ MANIFEST = {
 }
 
 
-class TestNames:
-    def test_of_a_manifest(self, tmp_path):
-        arrays = read_arrays(written(tmp_path, "model.json", json.dumps(MANIFEST)))
-        assert arrays.logical_axes == {k: tuple(v) for k, v in MANIFEST["logical_axes"].items()}
+@pytest.fixture
+def files(tmp_path):
+    model = written(tmp_path, "model.json", json.dumps(MANIFEST))
+    return model, "-r", written(tmp_path, "rules.toml", TOML), "-m", "fsdp=4,tp=2,expert=1"
 
 
-class TestCommands:
-    @pytest.fixture
-    def files(self, tmp_path):
-        model = written(tmp_path, "model.json", json.dumps(MANIFEST))
-        return model, "-r", written(tmp_path, "rules.toml", TOML), "-m", "fsdp=4,tp=2,expert=1"
+def test_names_of_a_manifest(files):
+    names = {key: tuple(value) for key, value in MANIFEST["logical_axes"].items()}
+    assert read_arrays(files[0]).logical_axes == names
 
-    def test_plan(self, files):
-        done = run("plan", *files)
-        assert done.exit_code == 0
-        assert "P(('fsdp', 'expert'), 'tp')" in done.stdout
-        assert "embed: 0, mlp: 1" in done.stdout
 
-    def test_plan_as_json_has_names(self, files):
-        found = json.loads(run("plan", *files, "--format", "json").stdout)["folded"]
-        assert found[0]["names"] == ["embed", "mlp"]
-        assert found[0]["rules"] == [0, 1]
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        ("plan MODEL", 0, "P(('fsdp', 'expert'), 'tp')"),
+        ("plan MODEL", 0, "embed: 0, mlp: 1"),
+        ("check MODEL", 0, ""),
+        ("explain MODEL layers/0/wi", 0, "dim 0 'embed': rule 0"),
+        ("plan MODEL --min-size 3", 2, "path"),
+        ("plan MODEL --stacked layers", 2, "path"),
+        ("plan MODEL --dialect keras", 2, "path"),
+    ],
+)
+def test_commands(files, words, code, expected):
+    model, *options = files
+    done = run(*words.replace("MODEL", model).split(), *options)
+    assert (done.exit_code, expected in done.output) == (code, True), done.output
 
-    def test_check_and_its_exit_codes(self, files, tmp_path):
-        assert run("check", *files).exit_code == 0
-        wrong = TOML.replace('"embed"', '"embd"')
-        rules = written(tmp_path, "wrong.toml", wrong)
-        done = run("check", files[0], "-r", rules, *files[3:])
-        assert done.exit_code == 1
-        assert "unknown-name" in done.stdout
 
-    def test_explain(self, files):
-        done = run("explain", files[0], "layers/0/wi", *files[1:])
-        assert "dim 0 'embed': rule 0" in done.stdout
+def test_a_plan_as_json_has_names(files):
+    found = json.loads(run("plan", *files, "--format", "json").stdout)["folded"][0]
+    assert (found["names"], found["rules"]) == (["embed", "mlp"], [0, 1])
 
-    def test_sweep(self, files):
-        done = run("sweep", *files[:3], "--devices", "8", "--axes", "fsdp,tp,expert")
-        assert done.exit_code == 0
-        assert "fsdp=8" in done.stdout
 
-    def test_lock_and_diff(self, files, tmp_path):
-        lock = tmp_path / "plan.lock"
-        assert run("plan", *files, "--lock", str(lock)).exit_code == 0
-        assert run("diff", str(lock), *files).exit_code == 0
-        done = run("diff", str(lock), *files[:3], "-m", "fsdp=2,tp=4")
-        assert done.exit_code == 1
-
-    def test_the_yaml_of_maxtext(self, files):
-        done = run("plan", files[0], "-r", str(DUMPS / "base.yml"), "-m", "fsdp=4,tensor=2")
-        assert done.exit_code == 0
-
-    def test_a_model_without_names_is_told(self, files, tmp_path):
-        plain = {key: value for key, value in MANIFEST.items() if key != "logical_axes"}
-        model = written(tmp_path, "plain.json", json.dumps(plain))
-        done = run("plan", model, *files[1:])
-        assert done.exit_code == 2
-        assert "the rules are for logical axis names, and this file has none" in done.stderr
-
-    def test_what_is_for_paths_is_refused(self, files):
-        for option in (("--min-size", "3"), ("--stacked", "layers"), ("--dialect", "keras")):
-            done = run("plan", *files, *option)
-            assert done.exit_code == 2, option
-            assert "path" in done.stderr
+def test_commands_on_other_files(files, tmp_path):
+    model, _, rules, *mesh = files
+    wrong = written(tmp_path, "wrong.toml", TOML.replace('"embed"', '"embd"'))
+    plain = {key: value for key, value in MANIFEST.items() if key != "logical_axes"}
+    nameless = written(tmp_path, "plain.json", json.dumps(plain))
+    lock = str(tmp_path / "plan.lock")
+    for words, code, expected in (
+        (("check", model, "-r", wrong, *mesh), 1, "unknown-name"),
+        (("plan", nameless, "-r", rules, *mesh), 2, "rules are for logical axis names, and this file has none"),
+        (("plan", model, "-r", DUMPS / "base.yml", "-m", "fsdp=4,tensor=2"), 0, ""),
+        (("sweep", model, "-r", rules, "--devices", "8", "--axes", "fsdp,tp,expert"), 0, "fsdp=8"),
+        (("plan", *files, "--lock", lock), 0, ""),
+        (("diff", lock, *files), 0, ""),
+        (("diff", lock, model, "-r", rules, "-m", "fsdp=2,tp=4"), 1, ""),
+    ):  # fmt: skip
+        done = run(*words)
+        assert (done.exit_code, expected in done.output) == (code, True), done.output

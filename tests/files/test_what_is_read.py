@@ -30,25 +30,33 @@ def save(tmp_path):
     return call
 
 
-@pytest.mark.parametrize("read", [load, sr.read_model])
-class TestElsewhere:
-    def test_a_url_without_fsspec(self, read, monkeypatch):
-        monkeypatch.setitem(sys.modules, "fsspec.core", None)
-        with pytest.raises(sr.FileError, match=r"pip install 'shardrules\[remote\]', and for gs:"):
-            read("gs://bucket/model")
-
-    def test_a_repository(self, read):
-        with pytest.raises(sr.FileError, match="hf download meta-llama/Llama-3.1-8B --local-dir"):
-            read("meta-llama/Llama-3.1-8B")
-
-    def test_a_file_that_is_not_there(self, read):
-        with pytest.raises(sr.FileError, match="No such file or directory"):
-            read("models/m.safetensors")
-        with pytest.raises(sr.FileError, match="No such file or directory"):
-            read("/models/llama/8b")
+READS = pytest.mark.parametrize("read", [load, sr.read_model])
 
 
-@pytest.mark.parametrize("read", [load, sr.read_model])
+@READS
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("meta-llama/Llama-3.1-8B", "hf download meta-llama/Llama-3.1-8B --local-dir"),
+        ("models/m.safetensors", "No such file or directory"),
+        ("/models/llama/8b", "No such file or directory"),
+        ("x" * 5000, "File name too long"),
+    ],
+    ids=["repository", "file", "absolute", "long"],
+)
+def test_what_is_not_there(read, source, expected):
+    with pytest.raises(sr.FileError, match=expected):
+        read(source)
+
+
+@READS
+def test_a_url_without_fsspec(read, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(sr.FileError, match=r"pip install 'shardrules\[remote\]', and for gs:"):
+        read("gs://bucket/model")
+
+
+@READS
 @pytest.mark.parametrize(
     ("file", "what"),
     [
@@ -67,76 +75,39 @@ def test_another_format_is_named(tmp_path, read, file, what):
             read(source)
 
 
-def test_a_name_that_no_file_can_have():
-    with pytest.raises(sr.FileError, match="File name too long"):
-        load("x" * 5000)
-
-
-def test_another_format_beside_safetensors_is_not_read(save):
-    directory = save("model")
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (["model-00001-of-00003", "model-00002-of-00003", "model-00003-of-00003"], ["w0", "w1", "w2"]),
+        (["m-00000-of-00002", "m-00001-of-00002"], ["w0", "w1"]),  # from zero on
+        (["adapter_model"], ["w0"]),
+    ],
+)  # fmt: skip
+def test_the_files_of_a_directory_are_one_model(save, files, names):
+    directory = save(*files)
     (directory / "pytorch_model.bin").write_bytes(b"")
-    assert list(load(directory)) == ["w0"]
+    assert list(load(directory)) == names
+    assert list(load(directory / f"{files[-1]}.safetensors")) == names[-1:]
 
 
-class TestNumberedFiles:
-    def test_all_of_them(self, save):
-        directory = save(*(f"model-{i:05}-of-00003" for i in (1, 2, 3)))
-        assert list(load(directory)) == ["w0", "w1", "w2"]
-        assert list(load(directory / "model-00002-of-00003.safetensors")) == ["w1"]
-
-    def test_from_zero_on(self, save):
-        assert list(load(save("m-00000-of-00002", "m-00001-of-00002"))) == ["w0", "w1"]
-
-    def test_one_is_missing(self, save):
-        directory = save("model-00001-of-00003", "model-00003-of-00003")
-        for read in (load, sr.read_model):
-            with pytest.raises(
-                sr.FileError,
-                match=r"in -of-00003, and 2 are here; missing: model-00002-of-00003\.safetensors; ",
-            ):
-                read(directory)
-
-    def test_many_are_missing(self, save):
-        with pytest.raises(
-            sr.FileError, match=r"model-00004-of-00012.*, \.\.\. and 8 more files; "
-        ):
-            load(save("model-00001-of-00012"))
-
-    def test_an_index_lacks_one(self, save):
-        directory = save("model-00001-of-00002")
-        index = {"weight_map": {"w0": "model-00001-of-00002.safetensors"}}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(sr.FileError, match="missing: model-00002-of-00002.safetensors"):
-            load(directory)
+@READS
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["m-00001-of-00003", "m-00003-of-00003"], r"in -of-00003, and 2 are here; missing: m-00002-of-00003\.safetensors; "),
+        (["m-00001-of-00012"], r"m-00004-of-00012.*, \.\.\. and 8 more files; "),
+        (["model", "adapter_model"], "adapter_model.safetensors is beside model.safetensors"),
+        (["model", "consolidated"], "consolidated.safetensors is beside model.safetensors"),
+    ],
+)  # fmt: skip
+def test_a_directory_that_is_no_whole_model(save, read, files, expected):
+    with pytest.raises(sr.FileError, match=expected):
+        read(save(*files))
 
 
-@pytest.mark.parametrize("other", ["adapter_model", "consolidated"])
-def test_two_models_in_a_directory(save, other):
-    directory = save("model", other)
-    with pytest.raises(sr.FileError, match=f"{other}.safetensors is beside model.safetensors"):
+def test_an_index_that_lacks_a_file(save):
+    directory = save("m-00001-of-00002")
+    index = {"weight_map": {"w0": "m-00001-of-00002.safetensors"}}
+    (directory / "m.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(sr.FileError, match="missing: m-00002-of-00002.safetensors"):
         load(directory)
-    assert list(load(directory / f"{other}.safetensors")) == ["w1"]
-
-
-def test_an_adapter_alone(save):
-    assert list(load(save("adapter_model"))) == ["w0"]
-
-
-class TestARenameThatFindsNothing:
-    def test_is_an_error(self, save):
-        path, placed = save("m"), {"w0": np.ones(8, "float32")}
-        renames = [sr.Rename("aa.weight", "v"), sr.Rename("w0", "w")]
-        for call in (
-            lambda: sr.load(path, P(), mesh_of(), renames=renames),
-            lambda: sr.reshard(placed, P(), mesh_of(), renames=renames),
-        ):
-            with pytest.raises(ValueError, match="aa.weight: this Rename finds no array; "):
-                call()
-
-    def test_but_not_an_optional_one_or_one_that_comes_too_late(self, save):
-        renames = [
-            sr.Rename("aa", "v", optional=True),
-            sr.Rename("w0", "w"),
-            sr.Rename("w{i}", "x", "a -> i a"),
-        ]
-        assert list(sr.load(save("m"), P(), mesh_of(), renames=renames)) == ["w"]
