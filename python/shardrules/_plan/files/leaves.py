@@ -15,7 +15,7 @@ from shardrules._base.arguments import MOST
 from shardrules._base.dtypes import numpy_name
 from shardrules._base.io import FileError, first_repeated
 from shardrules._base.text import brief, shown
-from shardrules._plan.files.remote import RemoteFile, state_at
+from shardrules._plan.files.remote import RemoteFile
 
 _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 _ODD_SHAPE: Final = "needs a shape that is a list of integers"
@@ -32,7 +32,7 @@ class StoredFile(NamedTuple):
 def state_of(file: io.BufferedReader) -> tuple[int, int, int, int]:
     """Return the `state` of a `StoredFile` from the open file."""
     if isinstance(file.raw, RemoteFile):
-        return state_at(file.raw.path)
+        return file.raw.path.state()
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -13,11 +13,11 @@ from typing import Any, Final
 
 from shardrules._base.io import FileError
 
+_CHECK: Final = "check the URL, your credentials and the connection"
 _INSTALL: Final = (
     "pip install 'shardrules[remote]', and for gs:// gcsfs, for s3:// s3fs, for hf:// "
     "huggingface_hub"
 )
-_CHECK: Final = "check the URL, your credentials and the connection"
 
 
 @dataclass(frozen=True, order=True)
@@ -56,11 +56,17 @@ class RemotePath:
             except FileNotFoundError:
                 return None
 
-    def iterdir(self) -> Iterator[RemotePath]:
+    def state(self) -> tuple[int, int, int, int]:
+        """Ask for the size and version of the file, as `StoredFile` has them."""
+        with self.asked() as (store, place):
+            store.invalidate_cache()
+            size, version = store.info(place)["size"], store.ukey(place)
+        return 0, 0, int(size), zlib.crc32(str(version).encode())
+
+    def iterdir(self) -> list[RemotePath]:
         with self.asked() as (store, place):
             names = store.ls(place, detail=False)
-        child = RemotePath(f"{self.url.rstrip('/')}/x")
-        return (child.with_name(PurePosixPath(name).name) for name in names)
+        return [RemotePath(f"{self.url.rstrip('/')}/{PurePosixPath(name).name}") for name in names]
 
     def opened(self) -> RemoteFile:
         return RemoteFile(self)
@@ -81,7 +87,7 @@ class RemoteFile(io.RawIOBase):
     """A file that is read in ranges; its `state` is that of a `StoredFile`."""
 
     def __init__(self, path: RemotePath) -> None:
-        self.path, self.state, self._at = path, state_at(path), 0
+        self.path, self.state, self._at = path, path.state(), 0
 
     def readable(self) -> bool:
         return True
@@ -103,11 +109,3 @@ class RemoteFile(io.RawIOBase):
                 if len(part) != end - begin:
                     raise OSError(f"byte {begin:,}: {len(part):,} of {end - begin:,} bytes came")
         return parts
-
-
-def state_at(path: RemotePath) -> tuple[int, int, int, int]:
-    """Ask for the size and version of a file."""
-    with path.asked() as (store, place):
-        store.invalidate_cache()
-        size, version = store.info(place)["size"], store.ukey(place)
-    return 0, 0, int(size), zlib.crc32(str(version).encode())
