@@ -272,7 +272,7 @@ OF_STEPS = {
 OF_FILES = {
     "a file to save": (lambda: sr.save(ARRAYS, CHECKPOINT / "x.safetensors"), "x.safetensors", "a directory of files", "write 'x'"),
     "shapes to save": (lambda: sr.save(TREE, CHECKPOINT / "y"), "embed is a ShapeDtypeStruct", "jax.jit(init, out_shardings=...)"),
-    "path before tree": (lambda: sr.save("y", ARRAYS), "path is {", "the path of a directory"),
+    "path before tree": (lambda: sr.save("y", ARRAYS), "path, tree", "write save(tree, path)"),
     "a part with a unit": (lambda: sr.save(ARRAYS, CHECKPOINT / "z", shard_bytes="5GB"), "'5GB'", "a number of bytes"),
     "one name twice": (lambda: sr.save({"a": {"b": np.ones(4)}, "a/b": np.ones(4)}, CHECKPOINT / "z"), "'a/b'", "rename a key"),
     "saved before": (lambda: (saved(), sr.save(ARRAYS, CHECKPOINT / "model")), "model exists", "save elsewhere"),
