@@ -12,12 +12,18 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.compat import flax_linen_spmd as ours
 from tests.support import corpus
-from tests.support.logical_names import ENTRIES, RULES
 
 linen = pytest.importorskip("flax.linen", reason="flax is not installed")
 theirs = pytest.importorskip("flax.linen.spmd")
 meta = pytest.importorskip("flax.core.meta")
 
+NAMES = ["batch", "embed", "heads", "mlp", "layers", "vocab"]
+AXES = ["dp", "fsdp", "tp", "sp"]
+MESH_AXES = st.one_of(
+    st.none(), st.sampled_from(AXES), st.lists(st.sampled_from(AXES), max_size=3).map(tuple)
+)
+RULES = st.lists(st.tuples(st.sampled_from(NAMES), MESH_AXES), max_size=14)
+ENTRIES = st.one_of(st.none(), st.sampled_from(NAMES), st.just(P.UNCONSTRAINED))
 ARRAYS = st.lists(st.one_of(ENTRIES, st.sampled_from([("fsdp", "tp"), ("dp",)])), max_size=5)
 
 

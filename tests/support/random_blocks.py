@@ -84,7 +84,6 @@ class Case(NamedTuple):
 
 
 Path = tuple[Any, ...]
-Attempt = Any  # a spec, or the text of an error
 
 
 def cases(seed: int, count: int) -> Iterator[Case]:
