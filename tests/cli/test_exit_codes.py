@@ -18,7 +18,7 @@ import pytest
 import shardrules as sr
 from examples import demo
 from shardrules._cli import planning, process
-from tests.support.command_line import ended, invoke
+from tests.support.command_line import invoke
 from tests.support.slow import slow, some
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
@@ -165,53 +165,40 @@ def test_a_stream_of_few_characters_gets_escapes(tmp_path, small):
     assert err.startswith(r"error: \u5c42: ")
 
 
-class TestWhatMayGoWrongInside:
-    def ended(self, monkeypatch, capsys, error):
-        def fails(*_, **__):
-            raise error
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError("Unable to allocate 8 GiB"), "error: out of memory: Unable to allocate 8 GiB\n"),
+        (MemoryError(), "error: out of memory\n"),
+        (ImportError("no plotly"), "error: no plotly\n"),
+        (RecursionError("deep"), "error: deep\n"),
+        (KeyError("no leaf"), "error: no leaf\n"),
+        (ValueError("bad"), "error: bad\n"),
+        (ZeroDivisionError("a\n0 errors"), r"error: ZeroDivisionError: a\u000a0 errors: this is a bug in shardrules"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_inside_is_an_error_and_a_bug_is_called_one(monkeypatch, error, expected):
+    def fails(*_, **__):
+        raise error
 
-        monkeypatch.setattr(planning, "plan_model", fails)
-        monkeypatch.setattr(sys, "argv", ["shardrules", "plan", "m", "-r", "r", "-m", "tp=2"])
-        code = ended()
-        told = capsys.readouterr()
-        assert told.out == ""
-        return code, told.err
+    monkeypatch.setattr(planning, "plan_model", fails)
+    done = invoke("plan", "m", "-r", "r", "-m", "tp=2")
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(expected)
 
-    def test_no_memory_is_no_finding(self, monkeypatch, capsys):
-        code, err = self.ended(monkeypatch, capsys, MemoryError("Unable to allocate 8 GiB"))
-        assert (code, err) == (
-            2,
-            "error: out of memory: Unable to allocate 8 GiB\n",
-        )
-        code, err = self.ended(monkeypatch, capsys, MemoryError())
-        assert (code, err) == (2, "error: out of memory\n")
 
-    def test_a_bug_is_called_one(self, monkeypatch, capsys):
-        code, err = self.ended(monkeypatch, capsys, ZeroDivisionError("a\n0 errors"))
-        assert code == 2
-        assert err.startswith(
-            r"error: ZeroDivisionError: a\u000a0 errors: this is a bug in shardrules"
-        )
-        assert err.count("\n") == 1
+def test_the_traceback_is_for_python_s_development_mode(small):
+    words = [sys.executable, "-X", "dev", "-m", "shardrules", "check", "none.json", *small[1:]]
+    command = [*words, NOTHING]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: none.json: No such file")
 
-    @pytest.mark.parametrize(
-        "error",
-        [ImportError("no plotly"), RecursionError("deep"), KeyError("no leaf"), ValueError("bad")],
-    )
-    def test_bad_input_is_no_bug(self, monkeypatch, capsys, error):
-        assert self.ended(monkeypatch, capsys, error) == (2, f"error: {error.args[0]}\n")
 
-    def test_the_traceback_is_for_python_s_development_mode(self, small):
-        words = [sys.executable, "-X", "dev", "-m", "shardrules", "check", "none.json", *small[1:]]
-        command = [*words, NOTHING]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-        assert done.returncode == 2
-        assert "Traceback" in done.stderr
-        assert done.stderr.splitlines()[-1].startswith("error: none.json: No such file")
-
-    def test_every_end_has_its_code(self):
-        assert process.code_of(BrokenPipeError()) == 141
-        assert process.code_of(KeyboardInterrupt()) == 130
+def test_every_end_has_its_code():
+    assert process.code_of(BrokenPipeError()) == 141
+    assert process.code_of(KeyboardInterrupt()) == 130
 
 
 CONTRADICTIONS = [
@@ -234,7 +221,7 @@ CONTRADICTIONS = [
     ("plan -m tp=2 --lock model.json", "--lock model.json would replace"),
     ("plan -m tp=2 --html ./rules.json", "--html ./rules.json would replace"),
     ("plan -m tp=2 --hbm 80", "--hbm: 80 is 80 bytes; write 80GB"),
-    ("plan -m tp=2 --hbm lots", "--hbm: 'lots' is not a number of bytes"),
+    ("plan -m tp=2 --hbm v5q", "'v5q' is not a number of bytes; write it as 96GB or 80GiB"),
     ("plan -m tp=2 --host-memory 0", "--host-memory: '0': there is some memory"),
     ("plan -m tp=2 --optimizer-memory pinned_host", "--optimizer-memory needs --optimizer"),
     ("plan -m tp=2 --optimizer adam --optimizer-memory host", "not one of 'device', 'pinned_host'"),
@@ -274,17 +261,6 @@ def test_options_that_make_no_sense_are_refused(small, tmp_path, monkeypatch, wo
     assert refused.stderr.startswith("error: ")
     assert refused.stderr.count("\n") == 1
     assert message in refused.stderr
-
-
-@pytest.mark.parametrize(
-    "option", ["-r r", "-m tp=2", "--dialect keras", "--min-size 8", "--no-fallbacks"]
-)
-def test_two_locks_take_no_options_of_models(small, tmp_path, option):
-    lock = tmp_path / "plan.lock"
-    assert invoke("plan", *small, NOTHING, "--lock", lock).exit_code == 0
-    refused = invoke("diff", lock, lock, *option.split())
-    assert refused.exit_code == 2
-    assert "a lock has its own rules and mesh, so leave out --rules" in refused.stderr
 
 
 DEAF = textwrap.dedent("""

@@ -396,18 +396,6 @@ def test_init_replaces_nothing(bare, name):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("", "give a mesh with --mesh, or --devices"),
-        ("--mesh tp=2 --devices 2", "--mesh and --devices exclude each other: leave out either"),
-    ],
-)
-def test_init_needs_a_mesh_or_devices(bare, words, told):
-    done = invoke("init", "model.json", *words.split())
-    assert (done.exit_code, told in done.stderr) == (2, True)
-
-
-@pytest.mark.parametrize(
     ("place", "reason"), [("here", "Is a directory"), ("none/model.json", "No such file")]
 )
 def test_a_place_that_takes_no_file_is_named(bare, place, reason):
@@ -517,9 +505,11 @@ def test_init_of_a_step_writes_what_check_and_prove_run(step):
         ("step_to_start:step_on --on v5e:2x2 --devices 4", "--on and --devices exclude"),
         ("step_to_start:step_on --on v5e:2x2 --head-dim 64", "--on and --head-dim exclude"),
         ("model.json --mesh tp=2 --slices 2", "--slices needs --on"),
+        ("model.json", "give a mesh with --mesh, or --devices"),
+        ("model.json --mesh tp=2 --devices 2", "--mesh and --devices exclude each other: leave out either"),
         ("model.json --on v5e:2x2", "write package.module:name"),
     ],
-)
+)  # fmt: skip
 def test_init_refuses(step, words, told):
     done = invoke("init", *words.split())
     assert (done.exit_code, told in done.stderr, done.stdout) == (2, True, ""), done.output
