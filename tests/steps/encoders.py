@@ -33,7 +33,8 @@ class _Layer(nnx.Module):
         width, heads = _WIDTH, (8, _WIDTH // 8)
         self.qkv = nnx.LinearGeneral(width, (3, *heads), rngs=rngs)
         self.out = nnx.LinearGeneral(heads, width, axis=(-2, -1), rngs=rngs)
-        self.up, self.down = (nnx.Linear(*size, rngs=rngs) for size in ((width, 4 * width), (4 * width, width)))  # fmt: skip
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
         self.norm1, self.norm2 = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
 
     def __call__(self, x: Any, mask: Any, case: Case) -> Any:

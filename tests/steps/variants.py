@@ -38,7 +38,10 @@ def _thirds(qkv: Any) -> tuple[Any, ...]:
 
 def _adapters(case: Case) -> Any:
     """Return adapters of rank 16."""
-    shapes = {name: {"a": (3, rows, 16), "b": (3, 16, columns)} for name, (rows, columns) in _KERNELS.items()}  # fmt: skip
+    shapes: dict[str, Any] = {
+        name: {"a": (3, rows, 16), "b": (3, 16, columns)}
+        for name, (rows, columns) in _KERNELS.items()
+    }
     if case.has("all kernels are trained too"):
         shapes["kernels"] = {name: (3, *shape) for name, shape in _KERNELS.items()}
     return arrays(shapes)
@@ -69,10 +72,10 @@ def _project(case: Case, x: Any, w: Any, ab: Any) -> Any:
 def _lora_loss(case: Case, adapters: Any, batch: Any, frozen: Any) -> Any:
     layers = case.cut_all(frozen["layers"], "stack")
     if case.has("the base is dequantized whole before the loop"):
+        whole = {n: w["q8"].astype("float32") * w["scale"][:, None] for n, w in layers.items()}
         layers = {
-            n: {"q8": w["q8"].astype("float32") * w["scale"][:, None], "scale": jnp.ones_like(w["scale"])}
-            for n, w in layers.items()
-        }  # fmt: skip
+            n: {"q8": whole[n], "scale": jnp.ones_like(w["scale"])} for n, w in layers.items()
+        }
     if "kernels" in adapters:
         layers = {n: {**w, "q8": w["q8"] + adapters["kernels"][n]} for n, w in layers.items()}
 
@@ -85,7 +88,8 @@ def _lora_loss(case: Case, adapters: Any, batch: Any, frozen: Any) -> Any:
         return _project(case, up, *both["down"])
 
     params = {**frozen, "layers": {n: (layers[n], adapters[n]) for n in _KERNELS}}
-    value, kept = decoder(case, params, batch, partial(block, attention=attention, perceptron=perceptron), 1.0)  # fmt: skip
+    layer = partial(block, attention=attention, perceptron=perceptron)
+    value, kept = decoder(case, params, batch, layer, 1.0)
     # The merged base, for those who return it.
     return value, {**kept, "base": jax.tree.map(lambda w: w.astype("float32"), frozen["layers"])}
 
