@@ -101,6 +101,14 @@ def rehearse(
     All of it happens in a child process, which has as many devices as the mesh. A result that is
     an argument's next state is compared by its change.
 
+    | you have | it looks |
+    |---|---|
+    | rules, and a tree of shapes | `plan.check()` |
+    | a step, as a function | `sr.prove(step, plan, batch, on=...)` |
+    | an executable that you compiled | `sr.verify(compiled, (plan, None), plan)` |
+    | live arrays | `sr.audit(params, plan)` |
+    | a small step, and this machine | `sr.rehearse(step_on, {"fsdp": 4, "tp": 2})` |
+
     Args:
         step_on: A function that takes a mesh, and returns (step, arguments, outputs) or (step,
             arguments), as `prove` takes them. It is asked for the mesh, and for one of the same
