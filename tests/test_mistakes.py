@@ -322,7 +322,7 @@ OF_SOLUTIONS = {
     "no memory to solve": (lambda: sr.solve(STEP, SIZES, hardware="v5p", hbm=2000.0), "nothing fits", "more than the 2.00 kB", "inputs/0/layers/0/wq/kernel"),
     "one pattern to keep": (lambda: sr.solve(STEP, SIZES, hardware="v5p", keep="wq"), "'wq'", "write ['wq']"),
     "a misspelt pattern to keep": (lambda: sr.solve(STEP, SIZES, hardware="v5p", keep=["embedd"]), "'embedd' is in no path", "near it: inputs/0/embed"),
-    "a misspelt axis to keep": (lambda: sr.solve(STEP, SIZES, hardware="v5p", keep=[("wq", ("fsdpp",))]), "'fsdpp'", "near it: fsdp"),
+    "a misspelt axis to keep": (lambda: sr.solve(STEP, SIZES, hardware="v5p", keep=[("wq", ("fsdpp",))]), "'fsdpp'", "did you mean 'fsdp'?"),
     "a misspelt role": (lambda: sr.solve(STEP, SIZES, hardware="v5p", forbid=[("hiden", "tp")]), "'hiden'", "'batch', 'hidden'"),
     "a misspelt axis to forbid": (lambda: sr.solve(STEP, SIZES, hardware="v5p", forbid=[("batch", "tpp")]), "'tpp'", "'fsdp', 'tp'"),
     "a time with a unit": (lambda: sr.solve(STEP, SIZES, hardware="v5p", time_limit="60s"), "'60s'", "a number"),
