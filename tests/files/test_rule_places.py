@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from shardrules._plan.files.rule_places import rule_places
-from shardrules._plan.files.rules import read_rule_source
+from shardrules._plan.files.rules import read_rule_source, rule_places
 
 MULTILINE = f'\npattern = {3 * chr(39)}\n[[rules]]\n{3 * chr(39)}\nspec = ["fsdp"]\n'
 TABLES = f"""\
@@ -56,40 +55,26 @@ logical_axis_rules: [
         ("rules.yml", YAML, (3, 5, 6)),
     ],
 )
-def test_lines_of_a_file(tmp_path, name, text, lines):
-    path = tmp_path / name
-    path.write_bytes(text.encode())
-    found = rule_places(str(path), len(read_rule_source(str(path)).rules))
-    assert found == (str(path), lines)
+def test_lines_of_a_file(write, name, text, lines):
+    path = write(name, text)
+    assert rule_places(path, len(read_rule_source(path).rules)) == (path, lines)
 
 
-@pytest.mark.parametrize("rules", [0, 2, 4])
-def test_no_line_is_known_where_the_number_of_rules_is_another(tmp_path, rules):
-    path = tmp_path / "rules.toml"
-    path.write_text(TABLES)
-    assert rule_places(str(path), rules) == (str(path), ())
-
-
-def test_a_quoted_key_hides_the_rules(tmp_path):
-    path = tmp_path / "rules.toml"
-    path.write_text('[["rules"]]\npattern = "a"\nspec = []\n')
-    assert rule_places(str(path), len(read_rule_source(str(path)).rules)) == (str(path), ())
-
-
-def test_standard_input_is_no_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert rule_places("-", 3) == (None, ())
+def test_no_line_is_known_where_the_number_of_rules_is_another(write):
+    """As in a file whose rules are under a quoted key, which hides them."""
+    path = write("rules.toml", TABLES)
+    assert [rule_places(path, rules)[1] for rules in (0, 2, 4)] == [()] * 3
+    path = write("hidden.toml", '[["rules"]]\npattern = "a"\nspec = []\n')
+    assert rule_places(path, len(read_rule_source(path).rules)) == (path, ())
 
 
 def test_a_module_is_a_file_without_lines(tmp_path, monkeypatch):
+    """If it is one of the repository; and standard input is none."""
     (tmp_path / "lined_rules.py").write_text("RULES = [('a', 'tp')]")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "lined_rules", raising=False)
     assert len(read_rule_source("lined_rules:RULES").rules) == 1
     assert rule_places("lined_rules:RULES", 1) == ("lined_rules.py", ())
-
-
-def test_a_module_elsewhere_is_no_file_of_the_repository(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     assert rule_places("json:loads", 2) == (None, ())
+    assert rule_places("-", 3) == (None, ())

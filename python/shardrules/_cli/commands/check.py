@@ -58,7 +58,7 @@ def check(
     and the gradients and optimizer that are given, need more than --hbm, or than --budget.
     """
     from shardrules._cli import planning, show
-    from shardrules._plan.files.rule_places import rule_places
+    from shardrules._plan.files.rules import rule_places
     from shardrules._plan.findings import Declared, Findings
 
     if fix and len(how.rules) != 1:

@@ -17,8 +17,7 @@ from shardrules._base.io import FileError
 from shardrules._base.text import counted, printable
 from shardrules._plan.codec import rule_data, short
 from shardrules._plan.files.modules import is_module_form
-from shardrules._plan.files.rule_places import rule_places
-from shardrules._plan.files.rules import RuleFile, read_rule_source
+from shardrules._plan.files.rules import RuleFile, read_rule_source, rule_places
 from shardrules._plan.suggest.suggest import suggest
 from shardrules._plan.suggest.texts import python_rule, toml_rule
 from shardrules._rules.logical_rules import LogicalRules
