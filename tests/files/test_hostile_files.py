@@ -15,6 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
@@ -387,44 +388,23 @@ def test_a_loop_of_links(tmp_path):
 # Checkpoints of orbax
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """{name: a checkpoint}, each of the arrays a/kernel and b, in the ways that orbax has."""
+@pytest.fixture
+def checkpoint(tmp_path):
+    """checkpoint(way): one of the arrays a/kernel and b, in a way that orbax has."""
     orbax = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
-    import jax
-
     ways = {
         "ocdbt": {},
         "zarr": {"use_ocdbt": False},
         "zarr3": {"use_ocdbt": False, "use_zarr3": True},
     }
-    tree = {"a": {"kernel": jax.numpy.ones((2, 3))}, "b": jax.numpy.ones(4)}
-    paths = {way: tmp_path_factory.mktemp("saved") / way for way in ways}
-    for way, options in ways.items():
-        with orbax.PyTreeCheckpointer(**options) as checkpointer:
-            checkpointer.save(paths[way], tree)
-    return paths
 
+    def save(way):
+        tree = {"a": {"kernel": jnp.ones((2, 3))}, "b": jnp.ones(4)}
+        with orbax.PyTreeCheckpointer(**ways[way]) as checkpointer:
+            checkpointer.save(tmp_path / "here", tree)
+        return tmp_path / "here"
 
-@pytest.fixture
-def checkpoint(saved, tmp_path):
-    """checkpoint(way): a copy of that checkpoint."""
-    return lambda way: Path(shutil.copytree(saved[way], tmp_path / "here"))
-
-
-@pytest.mark.parametrize(
-    "name", ["../outside", "a/../../outside", "absolute", ("", "", "/outside")]
-)
-def test_names_of_a_checkpoint_do_not_lead_out(checkpoint, tmp_path, name):
-    here = checkpoint("zarr")
-    outside = Path(shutil.copytree(here / "b", tmp_path / "outside"))
-    keys = [str(outside)] if name == "absolute" else [name] if isinstance(name, str) else name
-    content = json.loads((here / "_METADATA").read_text())
-    entry = content["tree_metadata"].pop("('b',)")
-    entry["key_metadata"] = [{"key": key, "key_type": 2} for key in keys]
-    content["tree_metadata"]["x"] = entry
-    (here / "_METADATA").write_text(json.dumps(content))
-    assert "leads out of the checkpoint; rename it" in message_below(here)
+    return save
 
 
 def message_below(directory):
@@ -432,6 +412,22 @@ def message_below(directory):
     said = message(read_arrays, directory)
     assert "orbax cannot read" not in said
     return said
+
+
+@pytest.mark.parametrize(
+    "keys", [["../outside"], ["a/../../outside"], [None], ["", "", "/outside"]]
+)
+def test_names_of_a_checkpoint_do_not_lead_out(checkpoint, tmp_path, keys):
+    here = checkpoint("zarr")
+    outside = shutil.copytree(here / "b", tmp_path / "outside")
+    content = json.loads((here / "_METADATA").read_text())
+    entry = content["tree_metadata"].pop("('b',)")
+    entry["key_metadata"] = [
+        {"key": str(outside) if key is None else key, "key_type": 2} for key in keys
+    ]
+    content["tree_metadata"]["x"] = entry
+    (here / "_METADATA").write_text(json.dumps(content))
+    assert "leads out of the checkpoint; rename it" in message_below(here)
 
 
 @pytest.mark.parametrize("part", ["b", "b/.zarray", "_METADATA", "_sharding"])
@@ -446,23 +442,19 @@ def test_links_of_a_checkpoint_do_not_lead_out(checkpoint, tmp_path, part):
     assert set(read_arrays(str(here)).leaves) == {"a/kernel", "b"}
 
 
-def test_a_link_of_a_checkpoint_to_itself_is_no_regular_file(checkpoint):
-    here = checkpoint("zarr")
+def test_links_to_a_checkpoint_are_the_user_s_own_and_its_steps_are_not(checkpoint, tmp_path):
+    here, run = checkpoint("zarr"), tmp_path / "run"
+    run.mkdir()
+    (run / "12").symlink_to(here)
+    assert "12 is a link that leads out of the checkpoint" in message_below(run)
+    (tmp_path / "name").symlink_to(here)
+    assert set(read_arrays(str(tmp_path / "name")).leaves) == {"a/kernel", "b"}
     (here / "loop").symlink_to(here / "loop")
     assert "loop is not a regular file" in message_below(here)
     (here / "loop").unlink()
     (here / "_METADATA").rename(here / "metadata")
     (here / "_METADATA").symlink_to("_METADATA")
     assert "the directory has no arrays that can be read" in message_below(here)
-
-
-def test_steps_that_are_links_do_not_lead_out(checkpoint, tmp_path):
-    here, run = checkpoint("zarr"), tmp_path / "run"
-    run.mkdir()
-    (run / "12").symlink_to(here)
-    assert "12 is a link that leads out of the checkpoint" in message_below(run)
-    (tmp_path / "name").symlink_to(here)  # the user's own
-    assert set(read_arrays(str(tmp_path / "name")).leaves) == {"a/kernel", "b"}
 
 
 @pytest.mark.parametrize(
@@ -476,15 +468,14 @@ def test_steps_that_are_links_do_not_lead_out(checkpoint, tmp_path):
 )
 def test_files_of_a_checkpoint_are_regular_and_not_too_large(checkpoint, at_once, way, part):
     here = checkpoint(way)
-    (here / part).unlink()
-    os.mkfifo(here / part)
-    assert f"{part} is not a regular file" in at_once(read_arrays, here)
-    (here / part).unlink()
-    (here / part).symlink_to("/dev/zero")
-    assert "leads out of the checkpoint" in at_once(read_arrays, here)
-    (here / part).unlink()
-    sparse(3 << 30)(here / part)
-    assert "of 3.22 GB takes more than 537 MB of memory" in message_below(here)
+    for make, expected in (
+        (os.mkfifo, f"{part} is not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "leads out of the checkpoint"),
+        (sparse(3 << 30), "of 3.22 GB takes more than 537 MB of memory"),
+    ):
+        (here / part).unlink()
+        make(here / part)
+        assert expected in at_once(read_arrays, here)
 
 
 def test_metadata_of_a_checkpoint_are_bounded(checkpoint):
