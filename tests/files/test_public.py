@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -68,39 +67,11 @@ def test_equal_leaves_are_one_object(tmp_path):
     assert len(set(map(id, sr.read_model(path).values()))) == 1
 
 
-def test_arrays_of_safetensors_are_those_that_the_library_loads(tmp_path):
-    numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
-    arrays = {"h.0.wq.weight": np.ones((4, 2), "float16"), "h.0.b": np.zeros(3, "int8")}
-    numpy.save_file(arrays, tmp_path / "model.safetensors")
-    for path in (tmp_path, tmp_path / "model.safetensors"):
-        model = sr.read_model(path)
-        loaded = numpy.load_file(tmp_path / "model.safetensors")
-        assert {name: (leaf.shape, leaf.dtype) for name, leaf in model.items()} == {
-            name: (array.shape, array.dtype) for name, array in loaded.items()
-        }
-
-
 def test_every_dtype_of_files_is_one_of_jax(tmp_path):
     path = written(tmp_path / "a.json", *([name, [2], name] for name in BITS))
     assert {name: leaf.dtype.name for name, leaf in sr.read_model(path).items()} == {
         name: name for name in BITS
     }
-
-
-def test_rules_with_what_their_file_says_about_them(rules):
-    read = sr.read_rules(rules)
-    assert isinstance(read, sr.types.RuleFile)
-    assert read.name == "rules"
-    assert read.rules == sr.Rules(
-        [("wq.kernel", ("fsdp", "tp")), (".*", ())], optional_axes=("sp",)
-    )
-    assert read.declared == {
-        "replicated": ("norm",), "optional_axes": (), "data_axes": ("dp",)
-    }  # fmt: skip
-    assert (
-        sr.read_rules(str(rules), dialect=sr.dialects.SPECTRAX).rules.dialect
-        == sr.dialects.SPECTRAX
-    )
 
 
 def test_nothing_is_executed(tmp_path, monkeypatch):

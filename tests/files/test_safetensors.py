@@ -77,16 +77,15 @@ def test_an_index_and_a_directory(save, tmp_path):
     assert list(read.leaves) == order
     assert read_arrays(str(tmp_path)) == read._replace(name=tmp_path.name)
 
-    index.write_text(json.dumps({"weight_map": {"z": "model-0.safetensors"}}))
-    assert "array 'z': file 'model-0.safetensors' should have it" in message(read_arrays, index)
-    index.write_text(json.dumps({"weight_map": {"z": "model-9.safetensors"}}))
-    assert "file 'model-9.safetensors' is missing beside" in message(read_arrays, index)
-    index.write_text(json.dumps({"weight_map": {"z": "../model-0.safetensors"}}))
-    assert "needs the name of a file beside it" in message(read_arrays, index)
-    index.write_text(json.dumps({"weight_map": {"z": 3}}))
-    assert "array 'z' needs a file's name, not 3" in message(read_arrays, index)
-    index.write_text(json.dumps({"weight_map": ["z"]}))
-    assert "key 'weight_map': it is ['z']" in message(read_arrays, index)
+    for weights, expected in (
+        ({"z": "model-0.safetensors"}, "array 'z': file 'model-0.safetensors' should have it"),
+        ({"z": "model-9.safetensors"}, "file 'model-9.safetensors' is missing beside"),
+        ({"z": "../model-0.safetensors"}, "needs the name of a file beside it"),
+        ({"z": 3}, "array 'z' needs a file's name, not 3"),
+        (["z"], "key 'weight_map': it is ['z']"),
+    ):
+        index.write_text(json.dumps({"weight_map": weights}))
+        assert expected in message(read_arrays, index)
     (tmp_path / "other.safetensors.index.json").write_text("{}")
     assert "has 2 indexes" in message(read_arrays, tmp_path)
 
