@@ -107,6 +107,9 @@ CASES = {
     "layers and experts": (*stack([f"l.{i}.e.{e}.w" for i in range(3) for e in range(4)], (8, 4),
         sr.Rename("l.{layer}.e.{expert}.w", "y", "out in -> layer expert in out"),
         lambda all: np.stack([x.T for x in all]).reshape(3, 4, 4, 8)), True),
+    "joined by numbers": (*stack([f"p.{i}" for i in range(3)], (8, 16),
+        sr.Rename("p.{i}", "y", "out in -> in (i out)", sizes={"out": 8}),
+        lambda all: np.concatenate([x.T for x in all], 1)), True),
     "joined in words' order": (*stack(["q_proj", "k_proj", "v_proj"], (8, 16),
         sr.Rename("{part:q|k|v}_proj", "y", "out in -> in (part out)", sizes={"out": 8}),
         lambda all: np.concatenate([x.T for x in all], 1)), True),
@@ -272,7 +275,7 @@ MISFITS = {
     "rows do not fill": ({"x": numbers(12, 4)}, [sr.Rename("x", "{p:a|b}", "(heads p dim) i -> heads dim i", sizes={"dim": (5, 2)})],
                          "x: its dimension has 12 elements, and its 2 parts along 'p' in each of 1 row 7"),
     "words do not fit": ({"x": W}, [sr.Rename("x", "{p:a|b}", "p i -> i")], "x: its dimension 'p' has 4 elements, and {p} has 2 words"),
-    "no words": ({"x": W}, [sr.Rename("x", "{p}", "(p o) i -> o i")], "x: its rename needs words for {p}, or its size"),
+    "no words": ({"x": W}, [sr.Rename("x", "{p}", "(p o) i -> o i")], "x: its rename needs words for {p}, its size, or all others'"),
     "a grid with a hole": (
         {f"{i}.{e}": W for i in range(2) for e in range(2) if (i, e) != (1, 0)},
         [sr.Rename("{l}.{e}", "w", "a b -> l e a b")], "w: it stacks 4 arrays, and the checkpoint has 3"),

@@ -337,9 +337,14 @@ def _count(record: DirectedRename, axis: str, dims: Arrangement, shape: Shape) -
         return in_shape
     if words:
         return len(words)
-    if not isinstance(size, int):
-        raise _MisfitError(f"its rename needs words for {{{axis}}}, or its size")
-    return size
+    if isinstance(size, int):
+        return size
+    dim, group = next((i, group) for i, group in enumerate(dims.source) if axis in group)
+    others = [record.rename.sizes.get(other) for other in group if other != axis]
+    known = [size for size in others if isinstance(size, int)]
+    if len(known) < len(others) or not prod(known):
+        raise _MisfitError(f"its rename needs words for {{{axis}}}, its size, or all others'")
+    return shape[dim] // prod(known)
 
 
 def _sizes(
