@@ -9,7 +9,7 @@ import pytest
 import shardrules as sr
 from shardrules._plan.files.models import read_arrays
 from shardrules._plan.files.rules import read_rule_source
-from tests.files.test_hardware_files import NODE
+from tests.files.test_files import NODE
 from tests.support.files import message
 
 ROWS = [["layers/0/kernel", [4, 8], "BF16"], ["step", [], "I32"]]

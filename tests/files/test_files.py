@@ -10,6 +10,8 @@ import json
 import os
 import re
 import sys
+import tomllib
+from importlib import resources
 
 import jax
 import ml_dtypes
@@ -19,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.dtypes import BITS, SAFETENSORS, bits_of, numpy_name
+from shardrules._base.hardware import public_hardware
 from shardrules._base.io import FileError
 from shardrules._plan.codec import DIALECTS
 from shardrules._plan.files.leaves import ArraySpec
@@ -318,3 +321,39 @@ def test_rules_of_a_module(module):
     )
     assert read_rule_source("user_code:rules").name == "rules"
     assert "rules must be a sequence of" in message(read_rule_source, "shardrules:__version__")
+
+
+# Devices
+
+NODE = """
+name = "node"
+memory_bytes = 96e9
+memory_bytes_per_second = 4e12
+link = "NVLink"
+link_bytes_per_second = 450e9
+link_devices = 8
+dcn_bytes_per_second = 25e9
+
+[flops_per_second]
+BF16 = 989e12
+"""
+
+
+def test_the_file_of_a_device_is_a_record(write):
+    read = sr.read_hardware(write("node.toml", NODE))
+    assert read == sr.Hardware(
+        "node", {"bfloat16": 989e12}, 96 * 10**9, 4e12, "NVLink", 450e9, 8, 25e9
+    )
+    assert type(read.memory_bytes) is int
+    assert (read.torus_dimensions, read.sources) == (1, ())
+
+
+@pytest.mark.parametrize("name", list(public_hardware()))
+def test_every_public_device_can_be_written_as_a_file(write, name):
+    shipped = tomllib.loads((resources.files("shardrules._base") / "hardware.toml").read_text())
+    table = {"name": name, **shipped[name]}
+    table.pop("compiler", None)  # what a compiler for described devices reads, and no file has
+    flops = table.pop("flops_per_second")
+    lines = [f"{key} = {value!r}" for key, value in table.items()]
+    lines += ["[flops_per_second]", *(f"{key} = {value}" for key, value in flops.items())]
+    assert sr.read_hardware(write("node.toml", "\n".join(lines))) == sr.Hardware.named(name)
