@@ -63,10 +63,10 @@ class Argument(click.Argument):
 
     def __init__(self, declarations: Sequence[str], *, about: str, **attributes: Any) -> None:
         super().__init__(declarations, **attributes)
-        self.help: str = about
+        self.about = about
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        return str(self.metavar), self.help
+        return str(self.metavar), self.about
 
 
 Decorator = Callable[[Any], Any]

@@ -154,9 +154,10 @@ def projections(plan: Plan, head_dim: int | None = None) -> list[Projection]:
     }
     result = []
     for folded, module, dim in found:
-        shape, head = plan.kinds[folded.group].shape or (), heads.get(module, head_dim)
+        shape, head = plan.kinds[folded.group].shape, heads.get(module, head_dim)
+        assert shape is not None
         # Heads may have a dimension of their own, beside that of a head.
         is_apart = len(shape) > 2 and head in shape[-2:]
-        of_head = len(shape) - (1 if shape[-1] == head else 2)
+        of_head = len(shape) - (1 if shape[-1:] == (head,) else 2)
         result.append(Projection(folded, of_head if is_apart else dim, head))
     return result

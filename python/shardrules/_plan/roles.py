@@ -102,12 +102,12 @@ class _Array:
     def __post_init__(self) -> None:
         components = components_of(self.folded)
         self.words = words_of(components)
-        words = self.words
+        words = list(self.words)
         if len(words) > 1 and ARRAY.is_name(words[-1]):
-            words = words[:-1]
+            words.pop()
         while len(words) > 1 and (words[-1] == "#" or NEUTRAL.is_name(words[-1])):
-            words = words[:-1]
-        self.module = words
+            words.pop()
+        self.module = tuple(words)
         """Words up to that of the module, which an array's own name may stand behind."""
         self.name = words[-1]
         """Name of the module."""

@@ -111,9 +111,9 @@ def _layouts(
     """Yield all ways to lay the axes along the dimensions that they divide, and may shard."""
     choices: list[list[int | None]] = [
         [None, *(dim for dim, side in enumerate(dims.sides)
-                 if side in _DISCOMFORT[use] and shape[dim] % axis_sizes[axis] == 0
-                 and (use != "tensor" or side in _TENSOR.get(dims.tensor, (side,))))]
-        for axis, use in ((axis, uses[axis]) for axis in axis_sizes)
+                 if side in _DISCOMFORT[uses[axis]] and shape[dim] % axis_sizes[axis] == 0
+                 and (uses[axis] != "tensor" or side in _TENSOR.get(dims.tensor, (side,))))]
+        for axis in axis_sizes
     ]  # fmt: skip
     for places in itertools.product(*choices):
         cuts: Cuts = tuple(
