@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 import jax
@@ -125,6 +126,12 @@ def test_a_train_state_of_a_manager(tmp_path):
     for path in ("run", "run/10", "run/10/default"):
         leaves = read_arrays(str(tmp_path / path)).leaves
         assert {name: leaf.shape for name, leaf in leaves.items()} == expected
+
+
+def test_the_latest_of_steps_that_are_items(saved, tmp_path):
+    for step in ("9", "10"):
+        shutil.copytree(saved, tmp_path / "run" / step)
+    assert read_arrays(str(tmp_path / "run")).path == tmp_path / "run" / "10"
 
 
 def test_several_items(tmp_path):

@@ -1,16 +1,119 @@
-"""What `load` and `read_model` read, and what to do about what they do not: URLs, other formats, parts of models."""
+"""What `load`, `read_model` and `read_rules` read, and what to do about what they do not."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._base.dtypes import BITS
+from shardrules._cli.options import HowToPlan
+from shardrules._cli.planning import plan_model
 from tests.checkpoint.test_load import mesh_of
+from tests.support import corpus
+from tests.support.files import message
+
+RULES = '[[rules]]\npattern = "wq.kernel"\nspec = ["fsdp", "tp"]\n[[rules]]\npattern = ".*"\nspec = []\n'
+DECLARED = 'replicated = ["norm"]\noptional_axes = ["sp"]\ndata_axes = ["dp"]\n'
+MESH = {"fsdp": 8, "tp": 4}
+
+
+@pytest.fixture
+def rules(tmp_path):
+    path = tmp_path / "rules.toml"
+    path.write_text(DECLARED + RULES)
+    return path
+
+
+def written(path: Path, *rows) -> Path:
+    path.write_text(json.dumps({"params": rows}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-405b", "easylm-llama-3.1-405b", "flax-gpt-j-6b"])
+def test_a_plan_of_files_is_that_of_the_command_line(name, rules):
+    path = corpus.manifest_path(name)
+    how = HowToPlan((str(rules),), None, (), (), 0, 1 << 29, no_fallbacks=False)
+    theirs = plan_model(str(path), how, MESH)
+    read = sr.read_rules(rules)
+    ours = sr.plan(sr.read_model(path), read.rules, MESH)
+    assert ours.fingerprint() == theirs.plan.fingerprint()
+    assert sorted(ours.paths) == sorted(theirs.plan.paths)
+    assert str(ours.check(**read.declared)) == str(theirs.plan.check(**theirs.rules.declared))
+
+
+def test_names_with_slashes_are_levels_and_those_with_dots_stay_whole(tmp_path):
+    slashed = written(tmp_path / "a.json", ["layers/0/w", [8, 4], "BF16"], ["b", [], "I32"])
+    leaf, number = jax.ShapeDtypeStruct((8, 4), "bfloat16"), jax.ShapeDtypeStruct((), "int32")
+    assert sr.read_model(slashed) == {"layers": {"0": {"w": leaf}}, "b": number}
+    assert sr.read_model(slashed, nested=False) == {"layers/0/w": leaf, "b": number}
+    dotted = written(tmp_path / "b.json", ["layers.0.w", [8, 4], "BF16"], ["b", [], "I32"])
+    assert sr.read_model(str(dotted)) == {"layers.0.w": leaf, "b": number}
+    assert sr.read_model(dotted, nested=True) == sr.read_model(slashed)
+    model = sr.read_model(dotted, nested=True)
+    assert sr.Rules([("layers/0/w", "tp"), ("b", None)], sr.dialects.EASYLM).match(model) == {
+        "layers": {"0": {"w": P("tp")}}, "b": P()
+    }  # fmt: skip
+
+
+def test_equal_leaves_are_one_object(tmp_path):
+    path = written(tmp_path / "a.json", *([f"w{i}", [2, 2], "F32"] for i in range(50)))
+    assert len(set(map(id, sr.read_model(path).values()))) == 1
+
+
+def test_every_dtype_of_files_is_one_of_jax(tmp_path):
+    path = written(tmp_path / "a.json", *([name, [2], name] for name in BITS))
+    assert {name: leaf.dtype.name for name, leaf in sr.read_model(path).items()} == {
+        name: name for name in BITS
+    }
+
+
+def test_nothing_is_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user_code.py").write_text("raise SystemExit('executed')")
+    for read in (sr.read_model, sr.read_rules):
+        assert "only the command line imports package.module:name" in message(read, "user_code:f")
+    (tmp_path / "user_code:f").write_text('{"params": []}')
+    assert sr.read_model("user_code:f") == {}
+
+
+def test_the_bound_on_memory(tmp_path):
+    path = written(tmp_path / "a.json", *([f"w{i}", [2, 2], "F32"] for i in range(500)))
+    assert "or in Python with max_memory" in message(
+        lambda path: sr.read_model(path, max_memory=1000), path
+    )
+    deep = written(tmp_path / "b.json", ["/" * 900, [2], "F32"])
+    with pytest.raises(sr.FileError, match="^b: //.*: the names have more levels than"):
+        sr.read_model(deep, max_memory=100_000)
+    assert len(sr.read_model(deep, max_memory=100_000, nested=False)) == 1
+    listed = tmp_path / "rules.json"
+    listed.write_text(json.dumps([["w", ["tp"]]] * 100))
+    for read in (sr.read_rules, sr.read_model):
+        assert "allow more with --max-memory" in message(
+            lambda path, read=read: read(path, max_memory=1000), listed
+        )
+    assert len(sr.read_rules(listed).rules) == 100
+
+
+def test_files_are_imported_on_first_use():
+    code = (
+        "import sys, types, shardrules as sr; assert 'shardrules._plan.files' not in sys.modules;"
+        "assert 'read_rules' in dir(sr); sr.plan({'a': types.SimpleNamespace(shape=(2,), dtype='int8')}, [], {'dp': 2});"
+        "assert 'shardrules._plan.files' not in sys.modules; sr.read_model, sr.types.RuleFile;"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
+
+
+# Stores, directories and other formats
 
 
 def load(path):
