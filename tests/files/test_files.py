@@ -312,15 +312,25 @@ def test_rules_of_other_dialects(write):
 
 def test_rules_of_a_module(module):
     module(
-        "import shardrules as sr\nPAIRS = [('w', 'tp')]\ndef rules(): return sr.Rules(PAIRS, sr.dialects.KERAS)\n"
+        "import shardrules as sr\nPAIRS = [('w', 'tp')]\nWRONG = 3\n"
+        "def rules(): return sr.Rules(PAIRS, sr.dialects.KERAS)\n"
+        "LOGICAL = sr.LogicalRules(PAIRS, sr.dialects.MAXTEXT)\n"
     )
-    assert read_rule_source("user_code:PAIRS").rules == sr.Rules([("w", "tp")])
-    assert read_rule_source("user_code:rules").rules == sr.Rules([("w", "tp")], sr.dialects.KERAS)
-    assert read_rule_source("user_code:rules", sr.dialects.EASYLM).rules == sr.Rules(
-        [("w", "tp")], sr.dialects.EASYLM
-    )
-    assert read_rule_source("user_code:rules").name == "rules"
-    assert "rules must be a sequence of" in message(read_rule_source, "shardrules:__version__")
+    pairs, dialects = [("w", "tp")], sr.dialects
+    for name, dialect, expected in (
+        ("PAIRS", None, sr.Rules(pairs)),
+        ("rules", None, sr.Rules(pairs, dialects.KERAS)),
+        ("rules", dialects.EASYLM, sr.Rules(pairs, dialects.EASYLM)),
+        ("PAIRS", dialects.LINEN, sr.LogicalRules(pairs)),
+        ("LOGICAL", None, sr.LogicalRules(pairs, dialects.MAXTEXT)),
+        ("LOGICAL", dialects.LINEN, sr.LogicalRules(pairs, dialects.LINEN)),
+    ):
+        read = read_rule_source(f"user_code:{name}", dialect)
+        assert (read.rules, read.rules.dialect) == (expected, expected.dialect)
+        assert read.name == name
+    for dialect in (None, dialects.LINEN):
+        with pytest.raises(FileError, match="user_code:WRONG: rules must be "):
+            read_rule_source("user_code:WRONG", dialect)
 
 
 # Devices

@@ -72,27 +72,6 @@ class TestRules:
             == sr.dialects.LINEN
         )
 
-    def test_of_a_module(self, tmp_path, monkeypatch):
-        written(
-            tmp_path,
-            "logical_rules_here.py",
-            "import shardrules as sr\n"
-            "RULES = sr.LogicalRules([('embed', 'fsdp')], sr.dialects.MAXTEXT)\n"
-            "PAIRS = [('embed', 'fsdp')]\nWRONG = 3\n",
-        )
-        monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.chdir(tmp_path)
-        assert read_rule_source("logical_rules_here:RULES").rules.dialect == sr.dialects.MAXTEXT
-        assert (
-            read_rule_source("logical_rules_here:RULES", sr.dialects.LINEN).rules.dialect
-            == sr.dialects.LINEN
-        )
-        assert read_rule_source(
-            "logical_rules_here:PAIRS", sr.dialects.LINEN
-        ).rules == sr.LogicalRules([("embed", "fsdp")])
-        with pytest.raises(sr.FileError, match="logical_rules_here:WRONG"):
-            read_rule_source("logical_rules_here:WRONG", sr.dialects.LINEN)
-
     def test_files_that_are_merged(self, tmp_path):
         base = written(tmp_path, "base.yml", "logical_axis_rules: [[embed, tp]]\nmodel: a")
         model = written(tmp_path, "model.yml", "base_config: base.yml\nmodel: b")
