@@ -99,8 +99,8 @@ def test_each_command_has_its_help(name):
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert invoke("help", name) == shown == invoke(name, "-h")
     text = " ".join(shown.stdout.split())
-    for option in COMMANDS[name].params:
-        assert option.help in text
+    for parameter in COMMANDS[name].params:
+        assert (getattr(parameter, "about", None) or parameter.help) in text
     assert COMMANDS[name].epilog in text
 
 
