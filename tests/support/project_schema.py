@@ -23,7 +23,7 @@ def schema():
         forms = [_OF_TYPE[kind] for kind in dict.fromkeys(types_of(parameter))]
         keys[key] = {
             **(forms[0] if len(forms) == 1 else {"anyOf": forms}),
-            "description": getattr(parameter, "about", None) or parameter.help,
+            "description": parameter.help,
         }
     some = {"type": "object", "minProperties": 1}
     job = {"type": "object", "additionalProperties": False, "properties": keys}

@@ -63,10 +63,10 @@ class Argument(click.Argument):
 
     def __init__(self, declarations: Sequence[str], *, about: str, **attributes: Any) -> None:
         super().__init__(declarations, **attributes)
-        self.about = about
+        self.help = about  # which arguments of click have since 8.5
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        return str(self.metavar), self.about
+        return str(self.metavar), self.help or ""
 
 
 Decorator = Callable[[Any], Any]
