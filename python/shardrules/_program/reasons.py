@@ -492,7 +492,7 @@ class Row:
 
         What comes of a sum may be sharded anyhow; what a product has computed in parts fits a
         kernel that is sharded along the dimension that is summed, if the result, which is summed
-        over devices then, is less than half of what is gathered.
+        over devices then, is no larger than what is gathered.
         """
         if self.operand in self._facts.behind_sums:
             return False
@@ -500,7 +500,7 @@ class Row:
         return any(
             any(map(self._is_planned, self._factors(use)))
             and use.dim in summed_dims(self._values.lines[use.user], place)
-            and 2 * count * self._elements(use.user) < self._elements(use.value)
+            and count * self._elements(use.user) <= self._elements(use.value)
             for use in self.products
             for place in [self._values.made_of[use.user].index(use.value)]
         )
