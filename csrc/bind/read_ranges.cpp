@@ -61,9 +61,7 @@ py::tuple read_ranges(int file, const py::buffer& begins, const py::buffer& size
 
 }  // namespace
 
-void register_read_ranges(py::module_& module) {
-    module.def("read_ranges", &read_ranges);
-}
+void register_read_ranges(py::module_& module) { module.def("read_ranges", &read_ranges); }
 
 }  // namespace shardrules::bind
 
