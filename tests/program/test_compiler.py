@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.text import Place
-from shardrules._program import compiler, compiler_child
+from shardrules._program import child, compiler
 from shardrules._program.refusal import Refusal
 from tests.support.compiled import compiled_on
 from tests.support.folders import ROOT
@@ -341,22 +341,25 @@ def slow(x):
         x = jax.numpy.sin(x @ x)
     return x
 print("begins", flush=True)
-sr.prove(slow, x, on={{"x": 8}})
+{call}
 """
+CALLS = {
+    "prove": 'sr.prove(slow, x, on={"x": 8})',
+    "rehearse": 'sr.rehearse(lambda mesh: (jax.jit(slow), (x,)), {"x": 8})',
+}
 
 
 def children_of(pid):
     rows = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
-    return [
-        row for row in rows.stdout.splitlines() if "compiler_child.py" in row and str(pid) in row
-    ]
+    return [row for row in rows.stdout.splitlines() if "child.py" in row and str(pid) in row]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="by signals")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_neither_child_nor_folder_is_left_when_the_parent_ends(temporary, number):
+@pytest.mark.parametrize("call", CALLS)
+def test_neither_child_nor_folder_is_left_when_the_parent_ends(temporary, call, number):
     process = subprocess.Popen(
-        [sys.executable, "-c", PROVE.format(folder=str(temporary))],
+        [sys.executable, "-c", PROVE.format(folder=str(temporary), call=CALLS[call])],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT,
     )  # fmt: skip
     process.stdout.readline()
@@ -374,6 +377,18 @@ def test_neither_child_nor_folder_is_left_when_the_parent_ends(temporary, number
     assert children_of(folder.name) == []
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_a_module_of_the_current_folder_is_not_one_of_the_child(tmp_path, call):
+    for name in ("json", "threading", "numpy", "scipy"):
+        (tmp_path / f"{name}.py").write_text("open('imported', 'w')")
+    script = PROVE.format(folder=None, call=CALLS[call]).replace("range(300)", "range(3)")
+    late = f"import sys, os; os.chdir({str(tmp_path)!r}); sys.path.insert(0, '')\n"
+    script = script.replace('print("begins", flush=True)\n', late)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "imported").exists()
+
+
 CHILDREN = {
     "import os, sys; print('abort it', file=sys.stderr, flush=True); os.abort()": (
         RuntimeError, r"the compiler has crashed, by signal 6. Its last words:\nabort it",
@@ -383,7 +398,7 @@ CHILDREN = {
     "": (OSError, "XLA has not written what it makes of the step to .*: is there room"),
     "import time; time.sleep(60)": (TimeoutError, "has not ended in 2 s, and was stopped"),
     "import pathlib, sys, os; (pathlib.Path(sys.argv[1]) / 'error.txt').write_text("
-    "'RESOURCE_EXHAUSTED: Used 18.14G of 15.75G hbm. Exceeded'); os._exit(2)": (
+    "'RESOURCE_EXHAUSTED: Used 18.14G of 15.75G hbm. Exceeded'); os._exit(3)": (
         sr.OutOfMemory, "needs 19.5 GB .* has 16.9 GB; XLA does not say",
     ),
 }  # fmt: skip
@@ -394,7 +409,7 @@ def test_a_compiler_that_fails_is_told(code, temporary, tmp_path_factory, monkey
     error, match = CHILDREN[code]
     script = tmp_path_factory.mktemp("child") / "child.py"
     script.write_text(code)
-    monkeypatch.setattr(compiler_child, "__file__", str(script))
+    monkeypatch.setattr(child, "__file__", str(script))
     monkeypatch.setattr(compiler, "LIMIT", 2)
     with pytest.raises(error, match=match):
         proved()

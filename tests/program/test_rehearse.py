@@ -280,7 +280,7 @@ def test_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     sr.rehearse(partial(scaled, call=lambda x: x), SIZES)
-    monkeypatch.setattr("shardrules._program.rehearse_child.__file__", str(tmp_path / "none.py"))
+    monkeypatch.setattr("shardrules._program.child.__file__", str(tmp_path / "none.py"))
     with pytest.raises(RuntimeError, match="cannot be run here"):
         sr.rehearse(partial(scaled, call=lambda x: x), {"fsdp": 4})
     assert list(tmp_path.iterdir()) == []

@@ -16,19 +16,19 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
-import shardrules
 from shardrules._base.text import printable_lines
 from shardrules._place.mesh import has_devices
-from shardrules._program import compiler_child
+from shardrules._program import child, compiler_child
 from shardrules._program.jax_names import (
     CompilerInput,
     compiler_input,
@@ -51,6 +51,8 @@ _AT_ONCE: Final = 2
 LIMIT: Final = 1200.0
 """Seconds after which the child is ended: it hangs, or the step is too large for this machine."""
 _LAST_WORDS: Final = 2000
+_PACKAGES: Final = ("shardrules", "jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy")
+"""What children import."""
 # What a user dumps is not to be mixed up with ours.
 _DUMPS: Final = re.compile(r"--xla_dump\w*(=\S*)?")
 _TOTAL: Final = re.compile(
@@ -95,6 +97,60 @@ def asked_compiler(lowered: Any, mesh: Any) -> AskedCompiler | None:
     return None if asked is None else AskedCompiler(asked, lowered, topology, mesh)
 
 
+class Child:
+    """A process that runs what it is asked; it and its files are gone when this is closed."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="shardrules-")).absolute()
+        """Its files, which no other user can read."""
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            with open(self.folder / "stderr.txt", "wb") as stderr:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", child.__file__, str(self.folder), str(os.getpid())],
+                    stdin=subprocess.PIPE,  # which closes when this process ends
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    # libtpu's files of log lines are among those that go with the folder.
+                    env={**env, "TMPDIR": str(self.folder)},
+                    start_new_session=True,  # an interrupt is for this process, which ends it
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, script: ModuleType, **request: Any) -> None:
+        """Let it call `main` of a module of ours, when the files that this needs are there."""
+        # Not all of sys.path: a folder of scripts in it may have a file of any name.
+        files = [sys.modules[name].__file__ for name in _PACKAGES if name in sys.modules]
+        path = dict.fromkeys(str(Path(file).absolute().parents[1]) for file in files if file)
+        request |= {"path": [*path], "module": script.__name__}
+        (self.folder / "request").write_text(json.dumps(request), "utf-8")
+        (self.folder / "request").rename(self.folder / "request.json")  # there when it is whole
+
+    def exit_code(self) -> int:
+        """Wait for it; `child.FAILED` is for an error, which is in error.txt.
+
+        Raises:
+            subprocess.TimeoutExpired: It has not ended within `LIMIT`.
+        """
+        assert self._process is not None
+        return self._process.wait(LIMIT)
+
+    def text(self, name: str) -> str:
+        """Read one of its files, such as error.txt and stderr.txt."""
+        return (self.folder / name).read_text("utf-8", "replace")
+
+    def close(self) -> None:
+        """End it, and remove its files."""
+        if self._process is not None:
+            self._process.kill()
+            with suppress(OSError):
+                self._process.stdin.close()  # type: ignore[union-attr]
+            self._process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
 class AskedCompiler:
     """A child process that compiles a step; it and its files are gone when this is closed."""
 
@@ -102,28 +158,22 @@ class AskedCompiler:
         self, asked: CompilerInput, lowered: Any, topology: Topology | None, mesh: Any
     ) -> None:
         self._lowered, self._topology, self._mesh = lowered, topology, mesh
-        self._folder = Path(tempfile.mkdtemp(prefix="shardrules-"))  # which no other user can read
-        self._child: subprocess.Popen[bytes] | None = None
+        slices = topology and topology._layout
+        assert slices is None or isinstance(slices, Slices)
+        self._child = Child(_environment(slices))
         try:
-            self._start(asked)
+            (self._child.folder / "module.bc").write_bytes(asked.module)
+            (self._child.folder / "options.pb").write_bytes(asked.options)
+            self._child.ask(
+                compiler_child,
+                topology=None if slices is None else slices.description,
+                library=None if slices is None else libtpu_path(),
+                overrides=asked.overrides,
+                device_ids=asked.device_ids,
+            )
         except BaseException:
             self.close()
             raise
-
-    def _start(self, asked: CompilerInput) -> None:
-        folder, slices = self._folder, self._topology and self._topology._layout
-        assert slices is None or isinstance(slices, Slices)
-        with open(folder / "stderr.txt", "wb") as stderr:
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", compiler_child.__file__, str(folder), str(os.getpid())],
-                stdin=subprocess.PIPE,  # which closes when this process ends
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                # libtpu's files of log lines are among those that go with the folder.
-                env=_environment(slices) | {"TMPDIR": str(folder)},
-                start_new_session=True,  # an interrupt is for this process, which ends the child
-            )
-        _write_request(folder, asked, slices)  # the child waits for it: it cleans up from now on
 
     def answer(self) -> CompilerAnswer | Refusal:
         """Wait for what the compiler makes of the step.
@@ -134,10 +184,8 @@ class AskedCompiler:
             TimeoutError: It has not ended within `LIMIT`.
             OSError: There is no room for its files.
         """
-        assert self._child is not None
         try:
-            code = self._child.wait(LIMIT)
-            return self._read(code)
+            return self._read(self._child.exit_code())
         except subprocess.TimeoutExpired:
             raise TimeoutError(
                 f"the compiler has not ended in {LIMIT:g} s, and was stopped"
@@ -147,13 +195,13 @@ class AskedCompiler:
 
     def _read(self, code: int) -> CompilerAnswer | Refusal:
         """Read what the child and XLA have written."""
-        folder, topology = self._folder, self._topology
-        stderr = (folder / "stderr.txt").read_text("utf-8", "replace")
-        if code not in (0, 2):
+        folder, topology = self._child.folder, self._topology
+        stderr = self._child.text("stderr.txt")
+        if code not in (0, child.FAILED):
             raise _noted(RuntimeError(_crash(code, stderr)))
         numbers = None
         if code:
-            error = (folder / "error.txt").read_text("utf-8", "replace")
+            error = self._child.text("error.txt")
             numbers = refused_bytes(error)
             if numbers is None:
                 raise _noted(RuntimeError(printable_lines(error.splitlines())))
@@ -181,12 +229,7 @@ class AskedCompiler:
 
     def close(self) -> None:
         """End the child, and remove its files."""
-        if self._child is not None:
-            self._child.kill()
-            with suppress(OSError):
-                self._child.stdin.close()  # type: ignore[union-attr]
-            self._child.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._child.close()
 
 
 def has_child(mesh: Any) -> bool:
@@ -254,22 +297,6 @@ def is_of_cpus(mesh: Any) -> bool:
     if mesh is None:
         return jax.default_backend() == "cpu"
     return not has_devices(mesh) or mesh.devices.flat[0].platform == "cpu"
-
-
-def _write_request(folder: Path, asked: CompilerInput, slices: Slices | None) -> None:
-    """Write what the child reads."""
-    modules = (shardrules, sys.modules["jaxlib"], sys.modules["numpy"])
-    request = {
-        "path": list(dict.fromkeys(str(Path(str(m.__file__)).parents[1]) for m in modules)),
-        "topology": None if slices is None else slices.description,
-        "library": None if slices is None else libtpu_path(),
-        "overrides": asked.overrides,
-        "device_ids": asked.device_ids,
-    }
-    (folder / "module.bc").write_bytes(asked.module)
-    (folder / "options.pb").write_bytes(asked.options)
-    (folder / "request").write_text(json.dumps(request), "utf-8")
-    (folder / "request").rename(folder / "request.json")  # which is there when it is whole
 
 
 def _environment(slices: Slices | None) -> dict[str, str]:

@@ -1,20 +1,23 @@
-"""Compiles a module until XLA has written what it makes, and ends: the child of `compiler`.
+"""Compiles a module until XLA has written what it makes, and ends: in the child of `compiler`.
 
-It runs by its file, `python -P compiler_child.py FOLDER PARENT`: what the folder asks for is in its
-request.json and module.bc; XLA's files are then in its `dump`, an error in error.txt. It ends, and
-takes the folder with it, when its parent does.
+The module is in the folder's module.bc; XLA's files are then in its `dump`.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
-import sys
 import threading
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from shardrules._program.jax_names import (
+    CompilerInput,
+    compile_dumped,
+    devices_without_jax,
+    module_in,
+)
 
 FILES = (
     "after_optimizations.hlo.pb", "-memory-usage-report.txt",
@@ -24,22 +27,6 @@ FILES = (
 _LAST = {"cpu": ".debug_options", "tpu": "-memory-usage-report.pb"}
 """End of the name of the file that XLA writes behind them, by platform."""
 _PAUSE = 0.01
-
-
-def end_with_parent(folder: Path, parent: int) -> NoReturn:
-    """End this process, and remove its folder, when the parent is gone, or closes its pipe."""
-    closed = threading.Event()
-
-    def read() -> None:
-        os.read(0, 1)
-        closed.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    while not closed.wait(0.5) and os.getppid() == parent:
-        pass
-    # In a new program, since XLA's threads would go on writing into the folder.
-    remove = "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)"
-    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", remove, str(folder)])
 
 
 def written(dump: Path, platform: str) -> list[Path]:
@@ -54,8 +41,6 @@ def end_when_written(dump: Path, platform: str) -> NoReturn:
 
     On a busy machine libtpu has been seen to write its last file before all of the module.
     """
-    from shardrules._program.jax_names import module_in
-
     before: list[int] = []
     while True:
         time.sleep(_PAUSE)
@@ -66,19 +51,9 @@ def end_when_written(dump: Path, platform: str) -> NoReturn:
         before = sizes
 
 
-def main(folder: Path, parent: int) -> None:
+def main(folder: Path, request: dict[str, Any]) -> None:
     """Compile what the folder asks for."""
     gc.disable()  # it ends too soon for that
-    threading.Thread(target=end_with_parent, args=(folder, parent), daemon=True).start()
-    while not (folder / "request.json").exists():
-        time.sleep(_PAUSE)
-    request = json.loads((folder / "request.json").read_text("utf-8"))
-    # Where the parent has its packages, behind the standard library.
-    packages = ("site-packages", "dist-packages")
-    first = [i for i, name in enumerate(sys.path) if name.endswith(packages)]
-    sys.path[min(first, default=len(sys.path)) : 0] = request["path"]
-    from shardrules._program.jax_names import CompilerInput, compile_dumped, devices_without_jax
-
     dump, topology = folder / "dump", request["topology"]
     platform = "cpu" if topology is None else "tpu"
     threading.Thread(target=end_when_written, args=(dump, platform), daemon=True).start()
@@ -87,15 +62,7 @@ def main(folder: Path, parent: int) -> None:
         asked = CompilerInput(module, options, request["overrides"], request["device_ids"])
         devices = devices_without_jax(topology, request["library"], len(asked.device_ids))
         compile_dumped(asked, devices, str(dump))
-    except BaseException as error:
-        if platform == "cpu" and written(dump, platform):  # it has no code for a custom call
-            os._exit(0)
-        name = type(error).__name__
-        text = str(error) if name in ("JaxRuntimeError", "XlaRuntimeError") else f"{name}: {error}"
-        (folder / "error.txt").write_text(text, "utf-8", "backslashreplace")
-        os._exit(2)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    except BaseException:
+        # For a custom call XLA for CPU has no code.
+        if platform != "cpu" or not written(dump, platform):
+            raise

@@ -9,12 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from contextlib import closing
 from typing import Any, Final
 
 import jax
@@ -38,8 +35,9 @@ from shardrules._plan.findings import Finding, Findings, Level
 from shardrules._plan.plan import Plan
 from shardrules._plan.tables import Column, Table
 from shardrules._program import rehearse_child
+from shardrules._program.child import FAILED
 from shardrules._program.compared import RehearsedLeaf, compared, rounding_of
-from shardrules._program.compiler import LIMIT
+from shardrules._program.compiler import LIMIT, Child
 from shardrules._program.executable import Executable
 from shardrules._program.jax_names import compiler_input, kept_arguments, lowered_shardings
 from shardrules._program.libraries import call_of
@@ -283,50 +281,33 @@ def _run(
         The results: whole, of each of the arguments, and sharded; and what the child says of the
         sharded program.
     """
-    folder = Path(tempfile.mkdtemp(prefix="shardrules-"))
-    try:
+    count = len(sharded.asked.device_ids)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    names = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": flags}
+    with closing(Child(os.environ | names)) as asked:
         for run, arrays in zip(_RUNS, arguments, strict=True):
-            write(folder / run, arrays)
+            write(asked.folder / run, arrays)
         for lowered in (whole, sharded):
-            (folder / f"{lowered.name}.bc").write_bytes(lowered.asked.module)
-            (folder / f"{lowered.name}.pb").write_bytes(lowered.asked.options)
+            (asked.folder / f"{lowered.name}.bc").write_bytes(lowered.asked.module)
+            (asked.folder / f"{lowered.name}.pb").write_bytes(lowered.asked.options)
         programs = [whole.request(random, _RUNS), sharded.request(random, _RUNS[:1])]
-        (folder / "request.json").write_text(json.dumps(programs), "utf-8")
-        results = _answers(folder, len(sharded.asked.device_ids))
+        asked.ask(rehearse_child, programs=programs)
+        results = _answers(asked)
         files = [(0, f"whole of {run}") for run in _RUNS] + [(1, f"sharded of {_RUNS[0]}")]
-        arrays = [list(read(folder / file, results[i]["outputs"])) for i, file in files]
+        arrays = [list(read(asked.folder / file, results[i]["outputs"])) for i, file in files]
         return arrays, results[1]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _answers(folder: Path, device_count: int) -> list[Any]:
+def _answers(asked: Child) -> list[Any]:
     """Wait for the child."""
-    flags = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={device_count}"
-    )
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": flags,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }  # fmt: skip
-    with open(folder / "stderr.txt", "wb") as stderr:
-        child = subprocess.Popen(
-            [sys.executable, "-P", rehearse_child.__file__, str(folder), str(os.getpid())],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr, env=env,
-            start_new_session=True,
-        )  # fmt: skip
     try:
-        code = child.wait(LIMIT)
+        code = asked.exit_code()
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"the step has not ended in {LIMIT:g} s: {_SMALLER}") from None
-    finally:
-        child.kill()
-        child.wait()
     if code:
-        file = next(f for name in ("error", "stderr") if (f := folder / f"{name}.txt").exists())
-        words = file.read_text("utf-8", "replace")[-_LAST_WORDS:].splitlines()
-        raise RuntimeError(printable_lines(["the step cannot be run here:", *words]))
-    results: list[Any] = json.loads((folder / "results.json").read_text("utf-8"))
+        words = asked.text("error.txt" if code == FAILED else "stderr.txt")[-_LAST_WORDS:]
+        raise RuntimeError(printable_lines(["the step cannot be run here:", *words.splitlines()]))
+    results: list[Any] = json.loads(asked.text("results.json"))
     for result in results:
         if "needed" in result:
             needed, free = bytes_shown(result["needed"]), bytes_shown(result["free"])

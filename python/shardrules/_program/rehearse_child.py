@@ -1,15 +1,13 @@
-"""Runs programs on host devices, with arguments from files: the child of `rehearse`.
+"""Runs programs on host devices, with arguments from files: in the child of `rehearse`.
 
-It runs by its file, as `compiler_child` does. Arrays are in files one behind another; its
-request.json says what they are, and its results.json what the results are.
+Arrays are in files one behind another; its request says what they are, and its results.json what
+the results are.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -19,33 +17,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardrules._program.compiler_child import end_with_parent
 from shardrules._program.jax_names import CompilerInput, run_module
 
 Avals = Sequence[tuple[str, Sequence[int]]]
 """Dtype and shape of arrays."""
 
 
-def main(folder: Path, parent: int) -> None:
+def main(folder: Path, request: dict[str, Any]) -> None:
     """Run what the folder asks for: the whole program, and then the sharded one."""
-    threading.Thread(target=end_with_parent, args=(folder, parent), daemon=True).start()
-    request = json.loads((folder / "request.json").read_text("utf-8"))
-    try:
-        positive: list[int] | None = None
-        results = []
-        for asked in request:
-            program = _Program(folder, **asked)
-            if program.needed > program.free:
-                results = [{"needed": program.needed, "free": program.free}]
-                break
-            positive = program.positive() if positive is None else positive
-            results.append(program.results(positive))
-        (folder / "results.json").write_text(json.dumps(results), "utf-8")
-    except BaseException as error:
-        text = f"{type(error).__name__}: {error}"
-        (folder / "error.txt").write_text(text, "utf-8", "backslashreplace")
-        os._exit(2)
-    os._exit(0)
+    positive: list[int] | None = None
+    results = []
+    for asked in request["programs"]:
+        program = _Program(folder, **asked)
+        if program.needed > program.free:
+            results = [{"needed": program.needed, "free": program.free}]
+            break
+        positive = program.positive() if positive is None else positive
+        results.append(program.results(positive))
+    (folder / "results.json").write_text(json.dumps(results), "utf-8")
 
 
 class _Program:
@@ -168,7 +157,3 @@ def read(file: Path, avals: Avals) -> Iterator[Any]:
         dtype: Any = jax.numpy.dtype(name)
         yield np.frombuffer(data, dtype, prod(shape), begin).reshape(shape)
         begin += prod(shape) * dtype.itemsize
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
