@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
+import tracemalloc
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardrules._program.computation import Shape, parsed
 from shardrules._program.groups import ReplicaGroups
-from shardrules._program.hlo import Hlo
+from shardrules._program.hlo import Hlo, hlo_errors
 
 AXES = {"data": 2, "model": 4}
 
@@ -239,3 +242,75 @@ def test_what_is_no_instruction_is_an_error():
 def test_bits_of_an_element(dtype, bits):
     assert Shape(dtype, (3,)).bits == bits
     assert Shape(dtype, (3,)).bytes == -(-3 * bits // 8)
+
+
+def hostile(groups="{}", more="", head="num_partitions=8", before="", type_="f32[8]{0}"):
+    return (
+        f"HloModule m, {head}\n\n{before}ENTRY %main (p: f32[8]) -> f32[8] {{\n"
+        "  %p = f32[8]{0} parameter(0)\n"
+        f"  ROOT %a = {type_} all-reduce(%p), replica_groups={groups}, to_apply=%add{more}\n}}\n"
+    )
+
+
+ROWS = range(1, 40_001)
+FRAMES = "".join(
+    f"{name}\n{rows}\n"
+    for name, rows in {
+        "FileNames": '1 "step.py"\n',
+        "FileLocations": "".join(f"{i} {{file_name_id=1 line={i}}}\n" for i in ROWS),
+        "StackFrames": "".join(f"{i} {{file_location_id={i}}}\n" for i in ROWS),
+    }.items()
+)
+CHAIN = "".join(
+    f"%c{i} (p: f32[8]) -> f32[8] {{\n  ROOT %r{i} = f32[8]{{0}} call(%p), to_apply=%c{i + 1}\n}}\n\n"
+    for i in range(5000)
+)
+OF_DEVICES = "has groups of .* devices, of 131,072 at most"
+LONG = "x" * 5_000_000
+
+
+HOSTILE = {
+    "partitions": (hostile(head=f"num_partitions={10**9}"), OF_DEVICES),
+    "iota": (hostile("[1,50000000]<=[50000000]"), OF_DEVICES),
+    "iota that wraps": (hostile(f"[1,8]<=[{2**32},{2**32}]"), OF_DEVICES),
+    "mesh": (hostile(f"mesh['x'={10**9}] {{'x'}}"), OF_DEVICES),
+    "digits": (hostile(head=f"num_partitions={'9' * 5000}"), "limit .* digits"),
+    "braces": (hostile("{" * 1_000_000), "unknown form"),
+    "frames": (hostile(more=", metadata={stack_frame_id=39999}", before=f"{FRAMES}\n"), None),
+    "line": (hostile(more=f', metadata={{op_name="{LONG}"}}'), None),
+    "calls": (hostile(more=f', note="{"=%a " * 300_000}"'), None),
+    "tuple": (hostile(type_="(" * 100_000 + "f32[8]" + ")" * 100_000), None),
+    "dims": (hostile(type_=f"f32[{','.join(['9' * 18] * 10_000)}]"), None),
+    "ends": ("HloModule m, num_partitions=8\n" + "\n}" * 400_000 + hostile(), None),
+}
+"""Each a text, and its error if it has one."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_text_takes_bounded_time_and_memory(name):
+    text, error = HOSTILE[name]
+    tracemalloc.start()
+    begin = time.perf_counter()
+    try:
+        with (
+            hlo_errors(),
+            nullcontext() if error is None else pytest.raises(ValueError, match=error),
+        ):
+            hlo = Hlo(text)
+            (op,) = hlo.collectives
+            assert op.groups == (tuple(range(8)),)
+            assert op.results[0].dims
+            place = hlo.place(op.instruction)
+            assert place == (("step.py", 39_999) if "StackFrames" in text else None)
+        assert tracemalloc.get_traced_memory()[1] < 150e6
+    finally:
+        tracemalloc.stop()
+    assert time.perf_counter() - begin < 20
+
+
+def test_a_long_chain_of_calls_is_an_error():
+    inner = hostile().partition("ENTRY")[2].replace(" %main (", "%c5000 (")
+    text = f"HloModule m\n\n{CHAIN}{inner}\nENTRY %main (p: f32[8]) -> f32[8] {{\n"
+    text += "  ROOT %z = f32[8]{0} call(%p), to_apply=%c0\n}\n"
+    with pytest.raises(ValueError, match="cut, or no HLO .*RecursionError"), hlo_errors():
+        assert Hlo(text).collectives

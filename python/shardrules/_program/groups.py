@@ -18,6 +18,8 @@ _IOTA: Final = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH: Final = re.compile(
     r"mesh\[([^\]]*)\](?:, device_ids=\(((?:\([^)]*\)|[^()]|T\([^)]*\))*)\))? \{([^}]*)\}"
 )
+_MOST_DEVICES: Final = 1 << 17
+"""Of a program, more than machines have; a text may have any number."""
 _AXIS: Final = re.compile(r"'?([^',=]+?)'?=(\d+)")
 _AXIS_PART: Final = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
 
@@ -63,7 +65,13 @@ def _parsed_groups(form: re.Pattern[str], text: str, partitions: int) -> Replica
     """Parse groups; those without a member are one group of all partitions."""
     match = form.fullmatch(text)
     assert match is not None
-    return ReplicaGroups(_FORMS[form](match) or (tuple(range(partitions)),))
+    return ReplicaGroups(_FORMS[form](match) or (tuple(range(_within_bound(partitions))),))
+
+
+def _within_bound(count: int) -> int:
+    if count > _MOST_DEVICES:
+        raise ValueError(f"the text has groups of {count} devices, of {_MOST_DEVICES:,} at most")
+    return count
 
 
 _Groups = tuple[tuple[int, ...], ...]
@@ -96,7 +104,11 @@ def _mesh(text: re.Match[str]) -> _Groups:
     ]
     outer = [i for i in range(len(parts)) if i not in inner]
     dims = [end // begin for _, begin, end in parts]
-    ids = _device_ids(text[2], prod(sizes.values())).reshape(dims).transpose(outer + inner)
+    ids = (
+        _device_ids(text[2], _within_bound(prod(sizes.values())))
+        .reshape(dims)
+        .transpose(outer + inner)
+    )
     return _group_rows(ids, prod(dims[i] for i in inner))
 
 
@@ -113,7 +125,7 @@ def _device_ids(text: str | None, count: int) -> npt.NDArray[np.int64]:
 def _transposed(sizes: str, order: str | None) -> npt.NDArray[np.int64]:
     """Flatten 0, 1, 2, ... in an array of these sizes, transposed to this order."""
     shape = _group_numbers(sizes)
-    ids = np.arange(prod(shape)).reshape(shape)
+    ids = np.arange(_within_bound(prod(shape))).reshape(shape)
     return (ids.transpose(_group_numbers(order)) if order else ids).ravel()
 
 

@@ -71,7 +71,7 @@ def hlo_errors() -> Iterator[None]:
     try:
         with collector_paused():
             yield
-    except (LookupError, RecursionError, StopIteration, ZeroDivisionError) as error:
+    except (ArithmeticError, LookupError, MemoryError, RecursionError, StopIteration) as error:
         raise ValueError(f"{_NO_HLO} ({type(error).__name__}: {error})") from error
 
 
@@ -109,9 +109,11 @@ class Hlo:
         computations = {}
         after = 0
         while (end := self.text.find("\n}", after)) >= 0:
-            begin = self.text.rfind("\n", after, self.text.find(" {\n", after)) + 1
-            computation = Computation(self.text, begin, end)
-            computations[computation.name] = computation
+            header = self.text.find(" {\n", after, end)
+            if header >= 0:
+                begin = self.text.rfind("\n", after, header) + 1
+                computation = Computation(self.text, begin, end)
+                computations[computation.name] = computation
             after = end + 2
         return computations
 
