@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "Plan.explain.path": (*NOT_TEXT, "no such leaf", "x" * 10**5),
         "hardware Hardware.named.name": (*NOT_TEXT, "no such device"),
         "Topology.name": (*ODD, None, "v5q:8x8", "v5p", "v5p:3x3x3", "v5p-7", "v5e:64x64", "h100", "h100:64"),
-        "donate strict optional last_wins keeps_unknown tries_next keeps_size_one shared "
+        "donate values strict optional last_wins keeps_unknown tries_next keeps_size_one shared "
         "Correction.pad": (*NOT_TRUTH, None),
         "nested": NOT_TRUTH,
         "dim place fallback level indivisible rank unconstrained keys "

@@ -147,6 +147,10 @@ AUDITS = {
     "all on the host": ["unplaced a", "unplaced b"],
     "alone": [],
     "as planned again": [],
+    "values": [],
+    "values, all wrong": ["sharding a"],
+    "values that differ": ["differs b"],
+    "values of offloaded": ["memory-kind b", "differs b"],
 }
 # Where process 1 has something else: where, what process 0 has there, and what process 1 has.
 DIFFERENT_AUDITS = {
@@ -156,6 +160,7 @@ DIFFERENT_AUDITS = {
     "missing": ("a", "as planned", "not in the tree"),
     "extra": ("leaf 2 of the tree", "no such leaf", "c not in the plan"),
     "plan": ("a", "as planned", "sharding P('fsdp', None): planned float32[8, 8] P('sp', None)"),
+    "values of one": ("a", "as planned: planned float32[8, 8] P('fsdp', None)", "as planned: planned float32[8, 8] P('fsdp', None), values compared"),
 }  # fmt: skip
 
 

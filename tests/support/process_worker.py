@@ -328,9 +328,16 @@ def audits(mesh, placed):
     own = Mesh(np.array(jax.local_devices()), ("fsdp",))
     alone = sr.plan({"a": MATRIX}, RULES_OF_TREE, own)
 
-    def audit(tree=right, odd_tree=right, odd_plan=plan):
-        return lambda: sr.audit(*((odd_tree, odd_plan) if is_odd else (tree, plan)))
+    def audit(tree=right, odd_tree=right, odd_plan=plan, **named):
+        return lambda: sr.audit(*((odd_tree, odd_plan) if is_odd else (tree, plan)), **named)
 
+    def own_copies(**named):
+        """b, of which each process has filled in its own copies."""
+        sharding = NamedSharding(mesh, P(), **named)
+        return jax.make_array_from_callback((8,), sharding, lambda _: np.full(8, is_odd, "float32"))
+
+    unlike = {**right, "b": own_copies()}
+    offloaded = {**right, "b": own_copies(memory_kind="pinned_host")}
     return {
         "as planned": audit(),
         "all wrong": audit(wrong, wrong),
@@ -343,6 +350,11 @@ def audits(mesh, placed):
         "extra": audit(odd_tree={**right, "c": TREE["b"]}),
         "plan": audit(odd_plan=other),
         "no plan": audit(odd_plan=None),
+        "values": audit(values=True),
+        "values, all wrong": audit(wrong, wrong, values=True),
+        "values that differ": audit(unlike, unlike, values=True),
+        "values of offloaded": audit(offloaded, offloaded, values=True),
+        "values of one": audit(**({"values": True} if is_odd else {})),
         "alone": lambda: is_odd and sr.audit({"a": sr.shard(MATRIX, P("fsdp"), own)}, alone),
         "as planned again": audit(),
     }

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.support.process_worker import enable_x64
 from tests.support.trees import WITHOUT_ARRAYS, kinds_of_trees, trees_of_libraries
 from tests.support.work import calls
 
@@ -489,6 +490,172 @@ def test_states_of_nnx():
     plan = sr.plan(state, [("kernel", ("fsdp", "tp")), ("", ())], mesh_of())
     assert kinds(state, plan) == {("error", "unplaced"), ("warning", "unplaced")}
     assert sr.audit(sr.shard(state, plan.shardings()), plan) == ()
+
+
+# Values: the bits of the shards that JAX has are the oracle.
+
+
+def copies(of_device, spec, mesh=None, **named):
+    """An array of which each device has its part of a value of its own."""
+    sharding = NamedSharding(mesh or mesh_of(), spec, **named)
+    parts = sharding.devices_indices_map(of_device[0].shape).items()
+    shards = [
+        jax.device_put(value[index], SingleDeviceSharding(device, **named))
+        for (device, index), value in zip(parts, of_device, strict=True)
+    ]
+    return jax.make_array_from_single_device_arrays(of_device[0].shape, sharding, shards)
+
+
+def plan_of(array):
+    return sr.plan({"w": array}, [("w", array.sharding.spec)], array.sharding.mesh)
+
+
+def told(array):
+    """What audit says of an array that is as planned."""
+    return sr.audit({"w": array}, plan_of(array), values=True)
+
+
+def unlike_devices(array):
+    """Numbers of the devices whose bits are not those of the first one with the same part."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    first, unlike = {}, []
+    for shard in sorted(array.addressable_shards, key=lambda shard: shard.device.id):
+        bits = np.asarray(jax.random.key_data(shard.data) if is_key else shard.data).tobytes()
+        if first.setdefault(str(shard.index), bits) != bits:
+            unlike.append(shard.device.id)
+    return unlike
+
+
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "uint4", "bool", "complex64",
+          "key", "one key")  # fmt: skip
+
+
+def made(dtype, number):
+    if dtype == "one key":
+        return jax.random.key(number)
+    if dtype == "key":
+        return jax.random.split(jax.random.key(number), (8, 4))
+    return jnp.full((8, 4), number % 2 if dtype == "bool" else number, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_that_differ_are_told(dtype):
+    for spec in [P()] if dtype == "one key" else [P(), P("tp"), P(None, "fsdp"), P(("tp", "fsdp"))]:
+        assert told(copies([made(dtype, 1)] * 8, spec)) == ()
+        unlike = copies([made(dtype, number) for number in range(8)], spec)
+        expected = unlike_devices(unlike)
+        findings = told(unlike)
+        assert [(one.level, one.kind, one.paths) for one in findings] == [
+            ("error", "differs", ("w",))
+        ] * bool(expected)
+        for finding in findings:
+            devices = f"device{'s' * (len(expected) > 1)} {', '.join(map(str, expected))} ha"
+            assert devices in finding.message
+        assert sr.audit({"w": unlike}, plan_of(unlike)) == ()  # off by default
+    assert bool(expected) == (dtype == "one key")  # cut by all axes, there are no copies
+
+
+def test_which_devices_and_which_axis():
+    zeros, ones = np.zeros((8, 4), "float32"), np.ones((8, 4), "float32")
+    for values, spec, text in (
+        (range(8), P(), "along fsdp and tp: devices 1, 2, 3, 4, 5, 6, 7 have other values than device 0"),
+        ((0, 1) * 4, P(), "along tp: devices 1, 3, 5, 7 have other values than device 0"),
+        ((0, 0, 0, 1, 0, 0, 0, 0), P("tp"), "along fsdp: device 3 has other values than device 1"),
+        ((1, 0, 0, 1, 0, 0, 0, 0), P("fsdp"), "along tp: devices 1, 3 have other values than devices 0, 2"),
+        ((1, 0, 0, 0, 0, 0, 0, 0), P(None, "tp"), "along fsdp: devices 2, 4, 6 have other values than device 0"),
+    ):  # fmt: skip
+        (finding,) = told(copies([zeros + ones * value for value in values], spec))
+        assert text in finding.message
+
+
+def bits(values):
+    return np.array(values, "uint32").view("float32")
+
+
+UNLIKE_BITS = {
+    "sums of which are equal, as of 2**32": (np.full(512, 1.0, "float32"), np.full(512, 2.0, "float32")),
+    "in another order": (np.arange(8.0), np.arange(8.0)[::-1]),
+    "two swapped": (np.array([1.0, 2, 3]), np.array([2.0, 1, 3])),
+    "zero and minus zero": (np.zeros(4, "float32"), -np.zeros(4, "float32")),
+    "NaNs of other bits": (bits([0x7FC00000] * 4), bits([0x7FC00001] * 4)),
+    "the least number": (bits([0] * 4), bits([0, 0, 0, 1])),
+    "a scalar": (np.float32(1), np.float32(np.nextafter(np.float32(1), np.float32(2)))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLIKE_BITS)
+def test_values_are_compared_by_their_bits(name):
+    pair = [jnp.asarray(value, "float32") for value in UNLIKE_BITS[name]]
+    for value in pair:
+        assert told(copies([value] * 8, P())) == ()
+    (finding,) = told(copies([*pair, *pair[:1] * 6], P()))
+    assert "device 1 has other values than device 0" in finding.message
+
+
+def test_wide_numbers():
+    with enable_x64(True):
+        for dtype in ("float64", "int64"):
+            for change in (1, 2**40):  # in either half
+                value = np.full((8, 4), 2**41, "int64")
+                pair = [jnp.asarray(each.view(dtype)) for each in (value, value + change)]
+                assert told(copies(pair[:1] * 8, P("fsdp"))) == ()
+                assert [one.kind for one in told(copies(pair * 4, P("fsdp")))] == ["differs"]
+
+
+def test_a_step_that_lacks_a_sum_over_an_axis(planned):
+    tree, plan = planned
+
+    def step(norm, x, is_summed):
+        change = x.sum(0)
+        return norm - (jax.lax.psum(change, "fsdp") if is_summed else change)
+
+    x = np.arange(8 * 32, dtype="float32").reshape(8, 32)
+    for is_summed in (True, False):
+        mapped = jax.shard_map(
+            partial(step, is_summed=is_summed),
+            mesh=plan.mesh, in_specs=(P(), P("fsdp")), out_specs=P(), check_vma=False,
+        )  # fmt: skip
+        state = {**tree, "norm": jax.jit(mapped)(tree["norm"], x)}
+        findings = [(one.kind, one.paths) for one in sr.audit(state, plan, values=True)]
+        assert findings == ([] if is_summed else [("differs", ("norm",))])
+    assert "along fsdp: devices 2, 3, 4," in sr.audit(state, plan, values=True)[0].message
+
+
+def test_values_of_arrays_that_are_not_as_planned():
+    """Those on the devices of the mesh are compared, whatever else is said of them."""
+    unlike = copies([np.full((8, 4), number, "float32") for number in range(8)], P("tp"))
+    offloaded = copies(
+        [np.full((8, 4), i, "float32") for i in range(8)], P("fsdp"), memory_kind="pinned_host"
+    )
+    plan = sr.plan({"w": unlike}, [("w", "fsdp")], mesh_of())
+    for array, other in ((unlike, "sharding"), (offloaded, "memory-kind")):
+        found = {one.kind for one in sr.audit({"w": array}, plan, values=True)}
+        assert found == {other, "differs"}
+    deleted = jax.device_put(unlike, plan.shardings()["w"])
+    deleted.delete()
+    on_others = copies([np.full((8, 4), i, "float32") for i in range(8)], P("fsdp"), backwards())
+    for array in (
+        deleted,
+        on_others,
+        jnp.ones((8, 4)),
+        np.ones((8, 4)),
+        *plan.abstract().values(),
+        None,
+    ):
+        tree = {"w": array}
+        assert sr.audit(tree, plan, values=True) == sr.audit(tree, plan)
+
+
+def test_values_in_any_context():
+    explicit = mesh_of()
+    explicit = Mesh(
+        explicit.devices, explicit.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    values = [np.full((8, 4), number, "float32") for number in range(8)]
+    of_either = [copies(values, P("fsdp"), mesh) for mesh in (mesh_of(), explicit)]
+    for context in (mesh_of(), explicit, mesh_of(jax.devices()[:2], ("x",), (2,))):
+        with jax.set_mesh(context):
+            assert [[one.kind for one in told(array)] for array in of_either] == [["differs"]] * 2
 
 
 def test_misuse_is_an_error(planned):

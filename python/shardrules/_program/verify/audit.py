@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardrules._base.arguments import check_type
+from shardrules._base.arguments import boolean, check_type
 from shardrules._base.dtypes import SAFETENSORS, bits_of
 from shardrules._base.mistakes import check_arrays, in_order
 from shardrules._base.specs import (
@@ -39,6 +39,7 @@ from shardrules._plan.fold import fold, fold_paths
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
 from shardrules._plan.plan import Plan
 from shardrules._program.jax_names import device_order
+from shardrules._program.verify.checksums import Unlike, has_copies, unlike_copies
 from shardrules._program.verify.live import (
     Fields,
     Live,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
 
 @in_order("tree", "plan")
-def audit(tree: Any, plan: Plan) -> Findings:
+def audit(tree: Any, plan: Plan, *, values: bool = False) -> Findings:
     """Compare live arrays with a plan: where they are, how they are sharded, in which memory.
 
     | you have | it looks |
@@ -65,9 +66,9 @@ def audit(tree: Any, plan: Plan) -> Findings:
     | live arrays | `sr.audit(params, plan)` |
     | a small step, and this machine | `sr.rehearse(step_on, {"fsdp": 4, "tp": 2})` |
 
-    Nothing is moved, and no data is read. Shardings that cut alike are equal, whatever they are
-    called: `P("tp")` and `P(("tp",), None)`, or a mesh axis of one device. In several processes,
-    each process calls this with its tree; all get the same findings.
+    Nothing is moved, and no data is read, unless by `values`. Shardings that cut alike are equal,
+    whatever they are called: `P("tp")` and `P(("tp",), None)`, or a mesh axis of one device. In
+    several processes, each process calls this with its tree; all get the same findings.
 
     | kind | level | what |
     |---|---|---|
@@ -83,12 +84,16 @@ def audit(tree: Any, plan: Plan) -> Findings:
       order of them; info that the plan's mesh has no devices to compare with |
     | memory-kind | error | arrays in another memory |
     | sharding | error | arrays that are sharded otherwise |
+    | differs | error | with `values`, arrays whose copies of a shard have not the same bits |
 
     Args:
         tree: A tree like the one that was planned: of jax.Arrays, or of abstract arrays with
             shardings. Its leaves are found by their paths if its structure is another.
         plan: The plan of such a tree; of an optimizer's state, that of `Plan.for_optimizer`. If its
             mesh has no devices, the arrays are compared on their own mesh.
+        values: Also compare the values of the copies that several devices have of an array, or of a
+            part of it, in all processes: by checksums that the devices make of all bits, at the
+            speed of their memory. Only arrays with a NamedSharding on the devices of the mesh.
 
     Returns:
         All findings, the worst first. `Finding.bytes` are what a device holds beyond the plan, or,
@@ -110,9 +115,10 @@ def audit(tree: Any, plan: Plan) -> Findings:
     """
     with JointCall("audit") as call:
         check_type("plan", plan, Plan, "a Plan, as shardrules.plan makes one")
+        values = boolean("values", values)
         if len(processes_of(plan.mesh)) == 1:
             call.alone()
-        comparison = _Audit(tree, plan)
+        comparison = _Audit(tree, plan, values)
         mesh = comparison.kinds.mesh
         if call.joint and mesh is not None and len(processes_of(mesh)) == 1:
             call.alone()
@@ -192,7 +198,16 @@ _WORDS: Final[dict[str, _FaultWords]] = {
         "{planned_bytes}",
         _PLACE,
     ),
+    "differs": _FaultWords(
+        "differs",
+        "{leaves} {are} not the same in all copies, along {planned}: {actual}",
+        "look for a sum over {planned} that is missing where they were made, as shard_map with "
+        "check_vma=False allows, and for what each process made or read by itself",
+    ),
 }
+_ON_THE_MESH: Final = frozenset({"sharding", "memory-kind", "narrowed"})
+"""Faults of arrays that are on the devices of the mesh, in its order."""
+_MOST_DEVICES: Final = 8
 
 
 class _Fault(NamedTuple):
@@ -204,10 +219,22 @@ class _Fault(NamedTuple):
     planned: str
 
 
+def _differs(unlike: Unlike) -> _Fault:
+    have = "has" if len(unlike.devices) == 1 else "have"
+    devices, firsts = map(_devices_shown, (unlike.devices, unlike.firsts))
+    actual = f"{devices} {have} other values than {firsts}"
+    return _Fault("differs", actual, " and ".join(unlike.axes))
+
+
+def _devices_shown(ids: tuple[int, ...]) -> str:
+    more = ", ..." if len(ids) > _MOST_DEVICES else ""
+    return f"device{'s'[: len(ids) - 1]} {', '.join(map(str, ids[:_MOST_DEVICES]))}{more}"
+
+
 class _Audit:
     """Tree matched with its plan."""
 
-    def __init__(self, tree: Any, plan: Plan) -> None:
+    def __init__(self, tree: Any, plan: Plan, has_values: bool) -> None:
         self._plan = plan
         self._live = live_leaves(tree, plan._leaves)
         leaves = chain(self._live.leaves, self._live.extra.values())
@@ -216,6 +243,7 @@ class _Audit:
         self._fields = fields_of(self._live.leaves)
         self.kinds = _PlannedKinds(plan.axis_sizes, plan.mesh, map(itemgetter(0), self._fields))
         self._has_devices = has_devices(plan.mesh)
+        self._has_values = has_values
 
     @property
     def scope(self) -> str:
@@ -237,18 +265,21 @@ class _Audit:
         kind = self._plan.kinds[self._cases[index][1]]
         planned = f"{dtype_shown(kind)}{list(kind.shape or ())} {placement_shown(kind)}"
         faults = [f"{fault.name} {fault.actual}".strip() for fault in self._faults_of(index)]
-        return f"{', '.join(faults) or 'as planned'}: planned {planned}"
+        values = ", values compared" if self._is_compared(index) else ""
+        return f"{', '.join(faults) or 'as planned'}: planned {planned}{values}"
 
     def findings(self) -> Iterator[Finding]:
         """Yield all findings, in any order."""
         yield from self._of_structure()
         plan = self._plan
         leaves_of: dict[tuple[_Fault, bool], list[int]] = defaultdict(list)
-        if any(self._faults.values()):
+        if any(self._faults.values()) or self._has_values:
             is_sharded = [bool(axes_used(kind.spec, plan.axis_sizes)) for kind in plan.kinds]
             for index, (_, kind) in enumerate(self._cases):
                 for fault in self._faults_of(index):
                     leaves_of[fault, is_sharded[kind]].append(index)
+            for index, unlike in self._unlike_copies():
+                leaves_of[_differs(unlike), is_sharded[self._cases[index][1]]].append(index)
         for (fault, is_of_sharded), indices in leaves_of.items():
             yield self._finding(fault, indices, is_sharded=is_of_sharded)
         if not self._has_devices and self.kinds.mesh is not None:
@@ -276,6 +307,19 @@ class _Audit:
         for fault in self._faults[self._cases[index]]:
             is_jax_choice = fault.name == "devices" and not is_committed(self._live.leaves[index])
             yield _Fault("uncommitted", "", fault.planned) if is_jax_choice else fault
+
+    def _is_compared(self, index: int) -> bool:
+        """Return whether copies of this leaf are compared; the same in all processes."""
+        if not self._has_values or not has_copies(self._live.leaves[index]):
+            return False
+        return all(fault.name in _ON_THE_MESH for fault in self._faults[self._cases[index]])
+
+    def _unlike_copies(self) -> Iterator[tuple[int, Unlike]]:
+        # By the plan's rows: all processes run the same programs in the same order.
+        order = sorted(range(len(self._live.rows)), key=self._live.rows.__getitem__)
+        indices = list(filter(self._is_compared, order))
+        found = unlike_copies(self._live.leaves[index] for index in indices)
+        return ((i, unlike) for i, unlike in zip(indices, found, strict=True) if unlike)
 
     def _finding(self, fault: _Fault, indices: list[int], *, is_sharded: bool) -> Finding:
         cases, kinds = Counter(self._cases[index] for index in indices), self._plan.kinds
