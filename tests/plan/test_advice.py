@@ -25,13 +25,21 @@ def test_few_heads_by_two_axes(heads, unit):
     spec = sr.RuleSpec((None, "tp"), units=(None, unit))
     fix = fix_of((64, heads * unit), spec, {"tp": 8})
     assert (
-        f"make tp of two axes, of {heads} and {8 // heads} devices: rules.with_axes({{'tp': ('kv', 'rep')}}) and "
+        f"put kv={heads}, rep={8 // heads} in the mesh in place of tp=8: rules.with_axes({{'tp': ('kv', 'rep')}}) and "
         "Correction(indivisible='prefix')"
     ) in fix
     rules = sr.Rules([("w", spec)]).with_axes({"tp": ("kv", "rep")})
     mesh = {"kv": heads, "rep": 8 // heads}
     plan = sr.plan({"w": array(64, heads * unit)}, sr.Rules(rules, correction=PREFIX), mesh)
     assert plan.kind("w").spec == (None, "kv")
+    plan.check(large=1).raise_for("warning")  # they are shared on purpose
+
+
+def test_what_could_be_cut_further_is_no_sharing():
+    rules = sr.Rules([("w", (None, ("kv", "rep")))], correction=PREFIX)
+    (one,) = sr.plan({"w": array(64, 12)}, rules, {"kv": 4, "rep": 2}).check(large=1)
+    assert one.level == "warning"
+    assert "is not divisible" in one.message
 
 
 @pytest.mark.parametrize("size", [3, 6, 12])

@@ -175,6 +175,14 @@ CORRECTION = [
         "fix": f"{ADVICE}, or let Correction(indivisible='prefix') cut it into 8 parts"}, VOCABULARY),
     Row("the axes that fit are advised", {"w": array(4, 16)}, [("w", (("fsdp", "tp"),))], {
         "fix": f"{ADVICE}, or let Correction(indivisible='drop_axis') cut it into 4 parts"}, VOCABULARY),
+    Row("heads are shared", {"wq": array(64, 8, 32), "wk": array(64, 2, 32)}, [("w", (None, "tp"))], {
+        "level": "warning", "paths": ("wk",),
+        "fix": f"{ADVICE}, or put kv=2, rep=2 in the mesh in place of tp=4: rules.with_axes({{'tp': ('kv', 'rep')}}) and "
+        "Correction(indivisible='prefix')"}, options={"large": 1}),
+    Row("shared heads are no loss", {"wq": array(64, 8, 32), "wk": array(64, 2, 32)},
+        sr.Rules([("w", (None, ("kv", "rep")))], correction=sr.Correction(indivisible="prefix")), {
+        "level": "info", "paths": ("wk",), "fix": "leave it so",
+        "says": "dim 1 of size 2 has 2 parts for kv=2 * rep=2 devices, which share them"}, {"kv": 2, "rep": 2}, options={"large": 1}),
     Row("no policy is advised", {"w": array(50280, 16)}, [("w", (("rows",),))], {"fix": ADVICE}, VOCABULARY),
     Row("no policy for two axes", {"w": array(50281, 16)}, [("w", (("rows", "tp"),))], {"fix": ADVICE}, VOCABULARY),
     Row("declared", {"w": WHOLE}, [("w", ("fsdp", ("tp", "sp")))], {"level": "info", "bytes": 0}, options={"optional_axes": ["sp"]}),
@@ -245,6 +253,10 @@ HALF_HEAD = [
     Row("by its size", attention(), PROJ, {
         "level": "warning", "rule": 0, "paths": ("attn/k_proj/kernel",),
         "says": "dim 1 of size 768, 6 heads of 128, is cut into parts of 192, 1.5 heads"}, options=HEADS),
+    Row("few heads by two axes", attention(kv=2), PROJ, {
+        "says": "2 heads of 128, is cut into parts of 64, 0.5 heads",
+        "fix": "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...), and put kv=2, rep=2 in the mesh in place "
+        "of tp=4: rules.with_axes({'tp': ('kv', 'rep')}) and Correction(indivisible='prefix')"}, options=HEADS),
     Row("whole heads", attention(kv=8), PROJ, None, options=HEADS),
     Row("by a norm beside it", attention(k_norm=array(128)), NORMED, {"paths": ("attn/k_proj/kernel",)}),
     Row("a norm of all heads together", attention(k_norm=array(768), q_norm=array(4096)), NORMED, None),

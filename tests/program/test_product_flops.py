@@ -66,5 +66,5 @@ def test_what_is_multiplied_is_counted(name):
     left, right, result, product, count = PRODUCTS[name]
     text = MODULE.format(left=left, right=right, result=result, product=product)
     values = Values(Hlo(text))
-    rows = products(values, Variation(values, {}, {}))
+    rows = products(values, Variation(values, {}, {}), lambda _: frozenset())
     assert sum(row.flops for row in rows) == 2 * count

@@ -224,6 +224,13 @@ class SpecOnMesh:
             or getattr(self._correction, lost.kind, None) == "error"
         )
 
+    def is_shared(self, lost: LostAxes, shape: tuple[int, ...]) -> bool:
+        """Return whether arrays are cut into single units all the same, as few heads are."""
+        if lost.kind != "indivisible" or type(shape[lost.dim]) is not int:
+            return False
+        parts = self._parts(self._correction.indivisible, lost.dim, shape)
+        return parts > 1 and shape[lost.dim] == parts * self.units[lost.dim]
+
     def errors(self, shape: tuple[int, ...]) -> Iterator[str]:
         """Yield message and fix, in a line, of each loss of an array that is an error."""
         for lost in self.lost(len(shape), self.corrector.kept(shape)):
@@ -325,6 +332,13 @@ class SpecOnMesh:
         )
 
     def _words_of_indivisible(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+        if self.is_shared(lost, shape):
+            units = shape[lost.dim] // self.units[lost.dim]
+            message = (
+                f"dim {lost.dim} of size {shape[lost.dim]} has {units} parts for "
+                f"{self._sizes_shown(lost)} devices, which share them"
+            )
+            return message, "leave it so"
         message = self._misfit_shown(lost, shape)
         if shape[lost.dim] == 1:
             return message, self._elsewhere(lost, shape)
@@ -335,11 +349,7 @@ class SpecOnMesh:
         if parts[best] > self._parts(self._correction.indivisible, lost.dim, shape):
             fix += f", or let Correction(indivisible={best!r}) cut it into {parts[best]} parts"
         elif heads := self._shared(lost, shape):
-            (axis,), (parts_kept, rest) = lost.axes, heads
-            fix += (
-                f", or make {axis} of two axes, of {parts_kept} and {rest} devices: "
-                f"rules.with_axes({{{axis!r}: ('kv', 'rep')}}) and Correction(indivisible='prefix')"
-            )
+            fix += f", or {heads}"
         elif self.is_error(lost):
             fix += ", or leave it whole with Correction(indivisible='drop')"
         return message, fix
@@ -359,15 +369,15 @@ class SpecOnMesh:
         dim = max(free, key=shape.__getitem__)
         return f"leave it whole, or cut dim {dim} of size {shape[dim]} instead"
 
-    def _shared(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return (heads, devices that share one), for fewer heads than an axis has devices."""
+    def _shared(self, lost: LostAxes, shape: tuple[int, ...]) -> str:
+        """Return the advice for fewer heads than an axis has devices; "" if it is none."""
         if self._shape_is_derived or type(shape[lost.dim]) is not int:  # a rank, or symbolic
-            return None
+            return ""
         heads, beyond = divmod(shape[lost.dim], self.units[lost.dim])
-        if len(lost.axes) != 1 or len(self._axes[lost.dim]) > 1 or beyond or heads < 2:
-            return None
-        share, beyond = divmod(self.axis_sizes[lost.axes[0]], heads)
-        return None if beyond else (heads, share)
+        if len(lost.axes) != 1 or len(self._axes[lost.dim]) > 1 or beyond:
+            return ""
+        (axis,) = lost.axes
+        return few_heads_advice(heads, axis, self.axis_sizes[axis])
 
     def _parts(self, policy: IndivisiblePolicy, dim: int, shape: tuple[int, ...]) -> int:
         """Return into how many parts a dimension of this array would be cut under a policy."""
@@ -377,11 +387,23 @@ class SpecOnMesh:
         return prod(size for place, size in enumerate(sizes) if kept >> place & 1)
 
     def _misfit_shown(self, lost: LostAxes, shape: tuple[int, ...]) -> str:
-        present = [axis for axis in self._axes[lost.dim] if axis in self.axis_sizes]
-        parts = " * ".join(f"{axis}={self.axis_sizes[axis]}" for axis in present)
-        unit = self.units[lost.dim]
+        parts, unit = self._sizes_shown(lost), self.units[lost.dim]
         multiples = f" in multiples of {unit}" if unit > 1 else ""
         return f"dim {lost.dim} of size {shape[lost.dim]} is not divisible by {parts}{multiples}"
+
+    def _sizes_shown(self, lost: LostAxes) -> str:
+        present = [axis for axis in self._axes[lost.dim] if axis in self.axis_sizes]
+        return " * ".join(f"{axis}={self.axis_sizes[axis]}" for axis in present)
+
+
+def few_heads_advice(heads: int, axis: str, devices: int) -> str:
+    """Return how so few heads are shared along an axis; "" if they cannot be shared evenly."""
+    if not 1 < heads < devices or devices % heads:
+        return ""
+    return (
+        f"put kv={heads}, rep={devices // heads} in the mesh in place of {axis}={devices}: "
+        f"rules.with_axes({{{axis!r}: ('kv', 'rep')}}) and Correction(indivisible='prefix')"
+    )
 
 
 def _lost_axes_shown(axes: tuple[str, ...]) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from shardrules._base.specs import entries_of, entry_axes
 from shardrules._base.text import SLIP, and_more, counted, nearest
+from shardrules._place.spec_on_mesh import few_heads_advice
 from shardrules._plan.axis_uses import is_gathered
 from shardrules._plan.check_context import (
     CheckContext,
@@ -39,38 +40,46 @@ def cut_heads(context: CheckContext) -> Iterator[Finding]:
             f"head_dim={context.head_dim} is given, but no path names projections of attention",
             "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
         )
-    groups: dict[tuple[int | None, str], list[Folded]] = defaultdict(list)
+    groups: dict[tuple[int | None, tuple[str, str]], list[Folded]] = defaultdict(list)
     for projection in in_attention:
         kind = context.kinds[projection.folded.group]
-        if cut := _cut_shown(kind, projection, context.sizes):
-            groups[kind.rule, cut].append(projection.folded)
-    for (rule, cut), folded in groups.items():
+        if words := _cut_and_fix(kind, projection, context.sizes):
+            groups[kind.rule, words].append(projection.folded)
+    for (rule, (cut, fix)), folded in groups.items():
         who = "" if rule is None else f"{context.rule(rule)}: "
         yield finding(
             "half-head",
             f"{who}{cut}; devices exchange parts of heads in each step",
-            "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)",
+            fix,
             folded,
             rule=rule,
         )
 
 
-def _cut_shown(kind: Kind, projection: Projection, axis_sizes: Mapping[str, int]) -> str:
-    """Return how these leaves are cut inside a head; "" if they are not."""
+def _cut_and_fix(
+    kind: Kind, projection: Projection, axis_sizes: Mapping[str, int]
+) -> tuple[str, str] | None:
+    """Return how these leaves are cut inside a head, and what to do; None if they are not."""
     dim, head = projection.dim, projection.head
     if kind.spec is None or head is None:
-        return ""
+        return None
     size = (kind.shape or ())[dim]
     axes = entry_axes(entry) if (entry := next(iter(entries_of(kind.spec)[dim:]), None)) else ()
     # A fraction where the dimension is cut unevenly.
-    part = size / prod([axis_sizes.get(axis, 1) for axis in axes if not is_gathered(axis)])
+    cutting = [axis for axis in axes if not is_gathered(axis)]
+    part = size / prod([axis_sizes.get(axis, 1) for axis in cutting])
     if part == size or size % head or part % head == 0:
-        return ""
-    heads = counted(size // head, "head")
-    return (
-        f"dim {dim} of size {size}, {heads} of {head}, is cut into parts of {part:g}, "
-        f"{part / head:.3g} heads"
+        return None
+    heads = size // head
+    cut = (
+        f"dim {dim} of size {size}, {counted(heads, 'head')} of {head}, is cut into parts of "
+        f"{part:g}, {part / head:.3g} heads"
     )
+    fix = "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)"
+    alone = axes[0] if len(axes) == 1 else ""
+    if advice := few_heads_advice(heads, alone, axis_sizes.get(alone, 1)):
+        fix += f", and {advice}"
+    return cut, fix
 
 
 _MOST_NAMES: Final = 8

@@ -310,7 +310,7 @@ def refusals(kind: Kind, plan: Plan) -> Iterator[_Words]:
     "correction",
     "warning, info",
     "axes of a rule's spec that leaves do not get, because of their shapes or the mesh; info if "
-    "that costs less than `large`",
+    "that costs less than `large`, or if devices share single units",
 )
 def corrections(context: CheckContext) -> Iterator[Finding]:
     """Axes of the rules' specs that leaves do not get; axes that the mesh lacks are errors."""
@@ -328,7 +328,8 @@ def corrections(context: CheckContext) -> Iterator[Finding]:
         # Specs of others are given to JAX as they are.
         is_refused = first.kind == "indivisible" and not context.plan._leaves.is_corrected
         free = "; JAX refuses it" if is_refused else "" if is_unknown else "; costs nothing"
-        is_much = cost >= context.large or context.matters(cost, small)
+        # What devices share is meant so, by the policy that has kept the other axes.
+        is_much = not first.is_shared and (cost >= context.large or context.matters(cost, small))
         yield finding(
             "unknown-axis" if is_unknown else "misfit" if is_refused else "correction",
             f"{who}: {first.message}{', and the like' if is_like else ''}"
@@ -353,7 +354,7 @@ def _losses(context: CheckContext) -> Iterator[tuple[bool, list[tuple[Folded, Lo
                 continue  # the misfit is the finding
             is_unknown = loss.kind == "absent" and not optional.issuperset(loss.axes)
             # An axis that the mesh lacks is one finding, however many rules name it.
-            key: tuple[Any, ...] = (kind.decided_by, loss.kind, loss.dim, loss.axes)
+            key: tuple[Any, ...] = (kind.decided_by, loss.kind, loss.dim, loss.axes, loss.is_shared)
             if loss.kind in ("absent", "optional"):
                 key = (loss.axes, loss.meant, loss.beside)
             groups[is_unknown, *key].append((part, loss))

@@ -63,6 +63,9 @@ class Loss(NamedTuple):
     fix: str
     is_error: bool = False
     """Whether the correction forbids it, so that the leaves are not placed."""
+    is_shared: bool = False
+    """Whether the other axes cut the dimension into single units, such as KV heads: then devices
+    along these share them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -222,6 +225,12 @@ def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str
     return frozenset([axis for axis in axes_named(spec) if axis_sizes.get(axis, 1) > 1])
 
 
+def shared_along(kind: Kind) -> frozenset[str]:
+    """Return the axes along which devices share the units of these leaves, such as few heads."""
+    axes = [axis for loss in kind.losses if loss.is_shared for axis in loss.axes]
+    return frozenset(axes) - axes_named(kind.spec)
+
+
 def could_cut(axis: str, kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
     """Tell whether the axis cuts no dimension of these leaves, and could cut one further."""
     if kind.spec is None or kind.shape is None or len(kind.shape) < 2:
@@ -285,7 +294,7 @@ def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Lo
     """Return the loss of these axes by an array of this shape; its bytes are 0 still."""
     words, is_error = rule_spec.message_and_fix(lost, shape), rule_spec.is_error(lost)
     axes = rule_spec.suggested_axes(lost), rule_spec.dropped_with(lost)
-    return Loss(*lost, *axes, 0, *words, is_error)
+    return Loss(*lost, *axes, 0, *words, is_error, rule_spec.is_shared(lost, shape))
 
 
 def _axes_lost(loss: Loss, losses: tuple[Loss, ...], by_rule: Spec | None) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from shardrules._place.memory import memory_apart
 from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._place.named_arrays import rows_and_paths
 from shardrules._plan.align import align
+from shardrules._plan.kinds import shared_along
 from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import axis_sizes_of
 from shardrules._plan.trees import kind_specs
@@ -41,6 +42,8 @@ class PlannedSharding(NamedTuple):
     sharding: Any
     memory_kind: str | None
     """None if nothing is said about memory, or it is the default."""
+    shared_along: frozenset[str] = frozenset()
+    """Axes along which devices share the units of a leaf, such as KV heads, as they are too few."""
 
 
 class _PlanLeaves(NamedTuple):
@@ -199,7 +202,9 @@ class _SideTargets:
         else:
             mesh = self._mesh(at, axis_sizes_of(planned))
         return [
-            PlannedSharding(NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind)
+            PlannedSharding(
+                NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind, shared_along(kind)
+            )
             for spec, kind in zip(kind_specs(plan), plan.kinds, strict=True)
         ]
 

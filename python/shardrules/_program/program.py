@@ -143,7 +143,8 @@ class Program:
         if reasons is None or hlo is None or not hlo.has_products:
             return ()
         with hlo_errors():
-            return list(products(reasons.values, reasons.executable.variation))
+            variation = reasons.executable.variation
+            return list(products(reasons.values, variation, reasons.leaves_of_product))
 
     def _collective(self, row: Exchange, asked: Row | None) -> Collective:
         assert self._executable.hlo is not None

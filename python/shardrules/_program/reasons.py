@@ -93,6 +93,12 @@ class Reasons:
         results = self.executable.results
         return self.facts.next_states((before, results[after]) for before, after in pairs)
 
+    def leaves_of_product(self, node: int) -> frozenset[int]:
+        """Return the leaves of the inputs that a product multiplies, or whose gradient it is."""
+        found = {self.leaf_of_copy[factor] for factor in self.values.made_of[node]}
+        found.add(self.next_state_of.get(node))
+        return frozenset(leaf for leaf in found if leaf is not None and leaf >= 0)
+
     @cached_property
     def batch_axes(self) -> frozenset[str]:
         """Mesh axes that shard the batch: those of its leaves, or else those that sum gradients.

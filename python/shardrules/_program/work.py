@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod, sqrt
 from typing import Final, NamedTuple
 
@@ -32,14 +32,18 @@ class Product(NamedTuple):
     """Mesh axes along which devices compute different parts."""
     op_name: str
     place: Place | None
+    leaves: frozenset[int]
+    """Leaves of the inputs that it multiplies, or whose gradient it is."""
 
 
-def products(values: Values, variation: Variation) -> Iterator[Product]:
-    """Yield the products that a module executes."""
+def products(
+    values: Values, variation: Variation, leaves_of: Callable[[int], frozenset[int]]
+) -> Iterator[Product]:
+    """Yield the products that a module executes, with the leaves that `leaves_of` a node says."""
     for node, flops in product_nodes(values):
         line = values.lines[node]
         axes, name = variation.of(values.made_of[node]), line.op_name or line.name
-        yield Product(flops, axes, name, values.hlo.place(line))
+        yield Product(flops, axes, name, values.hlo.place(line), leaves_of(node))
 
 
 def product_nodes(values: Values) -> Iterator[tuple[int, int]]:

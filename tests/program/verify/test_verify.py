@@ -708,3 +708,31 @@ def test_a_backend_that_tells_nothing(compiled_step, planned, monkeypatch):
     assert all("not known" in one.message for one in findings)
     findings = sr.verify(compiled_step(replicated=True), planned)
     assert found(findings, "fixed-point")
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("query", [("kv", "rep"), "kv"])
+def test_heads_that_are_shared_are_no_work_done_twice(query, trains):
+    """Two KV heads on four devices. The products of eight query heads are, if kv alone cuts them."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "kv", "rep"))
+    shapes = {"wq": (64, 8, 32), "wk": (64, 2, 32)}
+    tree = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    prefix = sr.Correction(indivisible="prefix")
+    rules = sr.Rules([("wq", (None, query)), ("wk", (None, ("kv", "rep")))], correction=prefix)
+    plan = sr.plan(tree, rules, mesh)
+
+    def scores(params, x):
+        q, k = (jnp.einsum("td,dhk->thk", x, params[name]) for name in ("wq", "wk"))
+        return jnp.einsum("tkgh,skh->kgts", q.reshape(x.shape[0], 2, 4, 32), k)
+
+    def train(params, x):
+        gradients = jax.grad(lambda params: jnp.mean(scores(params, x) ** 2))(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
+
+    step = jax.jit(train, out_shardings=plan.shardings()) if trains else jax.jit(scores)
+    x = jax.ShapeDtypeStruct((32, 64), "float32", sharding=NamedSharding(mesh, P("data")))
+    findings = sr.verify(step.lower(plan.abstract(), x).compile(), (plan, None))
+    told = [one.message for one in findings if one.kind == "batch"]
+    assert [message.partition("computed ")[2].partition(":")[0] for message in told] == (
+        ["alike by all devices along rep"] if query == "kv" else []
+    )

@@ -141,12 +141,25 @@ def _movement_finding(
     )
 
 
-def computed_alike(program: Program, reported: Container[str]) -> Iterator[Finding]:
-    """Yield findings about products that devices along an axis compute alike."""
+def computed_alike(
+    program: Program, inputs: Sequence[PlannedSharding | None], reported: Container[str]
+) -> Iterator[Finding]:
+    """Yield findings about products that devices along an axis compute alike.
+
+    Those of what the plan lets them share there, such as KV heads, are meant so.
+    """
+    shared_along = {
+        leaf: target.shared_along for leaf, target in enumerate(inputs) if target is not None
+    }
     products = program.products
     total = sum(product.flops for product in products)
     for axis, count in program.axis_sizes.items():
-        alike = [product for product in products if axis not in product.axes]
+        alike = [
+            product
+            for product in products
+            if axis not in product.axes
+            and not any(axis in shared_along.get(leaf, ()) for leaf in product.leaves)
+        ]
         flops = sum(product.flops for product in alike)
         if count > 1 and flops > _ALIKE * total and axis not in reported:
             yield _alike_finding(

@@ -174,7 +174,7 @@ def findings_and_program(
             *(finding for finding, _ in of_gathers),
             *(finding for finding, _ in reshards),
             *unexpected(program, large, {row for _, rows in reshards for row in rows}),
-            *computed_alike(program, same_work),
+            *computed_alike(program, in_targets, same_work),
             *kept_activations(program, large),
             *over_budget(program, limits),
             *_peak_findings(program, hbm),
