@@ -71,6 +71,31 @@ def test_docstrings(name):
     assert failures == 0
 
 
+BOUNDS = {
+    "512 MiB; more with": ("_base.io", "DEFAULT_MEMORY", 512 << 20),
+    "100,000 characters": ("_plan.codec", "_MOST_CHARACTERS", 100_000),
+    "TOML | 8 |": ("_plan.files.parsers", "_MOST_LEVELS", 8),
+    "10,000, and one": ("_plan.files.parsers", "_MOST_MERGED", 10_000),
+    "100,000,000 bytes": ("_plan.files.safetensors", "_MOST_HEADER_BYTES", 100_000_000),
+    "model | 1,000 |": ("_plan.files.models", "_MOST_LEVELS", 1000),
+    "64 KiB": ("_plan.files.hardware", "_MOST_BYTES", 64 << 10),
+    "loaded | 1,000,000 |": ("_checkpoint.targets", "_MOST_PARTS", 1_000_000),
+    "name | 9;": ("_checkpoint.names", "_MOST_DIGITS", 9),
+    "32 MiB, or": ("_rules.rules", "DEFAULT_MEMORY_BUDGET", 32 << 20),
+    "HLO | 131,072 |": ("_program.groups", "_MOST_DEVICES", 131_072),
+    "| 512 MiB; 1 GB |": ("_program.cache", "_MOST_UNPACKED", 512 << 20),
+    "; 1 GB |": ("_program.cache", "_LIMIT", 10**9),
+    "1,200 s": ("_program.compiler", "LIMIT", 1200),
+}
+
+
+@pytest.mark.parametrize("text", BOUNDS)
+def test_bounds_are_those_of_the_code(text):
+    module, name, value = BOUNDS[text]
+    assert getattr(importlib.import_module(f"shardrules.{module}"), name) == value
+    assert text in (DOCS / "security.md").read_text(encoding="utf-8")
+
+
 def test_public_docstrings_have_examples():
     for name in shardrules.__all__:
         thing = getattr(shardrules, name)
