@@ -276,6 +276,15 @@ def test_a_result_that_has_another_shape():
     assert finding.message == "outputs has the shape (8, 2) sharded, and (8, 8) whole"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("JAX_NUM_CPU_DEVICES", "2"), ("XLA_FLAGS", "--xla_force_host_platform_device_count=4")],
+)
+def test_the_environment_does_not_say_how_many_devices_there_are(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert not sr.rehearse(partial(scaled, call=lambda x: x * 2), SIZES).findings
+
+
 def test_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

@@ -281,10 +281,8 @@ def _run(
         The results: whole, of each of the arguments, and sharded; and what the child says of the
         sharded program.
     """
-    count = len(sharded.asked.device_ids)
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
-    names = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": flags}
-    with closing(Child(os.environ | names)) as asked:
+    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(sharded.asked.device_ids))}
+    with closing(Child(os.environ | devices | {"TF_CPP_MIN_LOG_LEVEL": "2"})) as asked:
         for run, arrays in zip(_RUNS, arguments, strict=True):
             write(asked.folder / run, arrays)
         for lowered in (whole, sharded):
