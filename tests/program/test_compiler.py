@@ -384,7 +384,10 @@ def test_a_module_of_the_current_folder_is_not_one_of_the_child(tmp_path, call):
     script = PROVE.format(folder=None, call=CALLS[call]).replace("range(300)", "range(3)")
     late = f"import sys, os; os.chdir({str(tmp_path)!r}); sys.path.insert(0, '')\n"
     script = script.replace('print("begins", flush=True)\n', late)
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    env = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "imported").exists()
 

@@ -104,6 +104,8 @@ class Child:
         self.folder = Path(tempfile.mkdtemp(prefix="shardrules-")).absolute()
         """Its files, which no other user can read."""
         self._process: subprocess.Popen[bytes] | None = None
+        # An empty entry is the current folder, whichever that is by now.
+        path = os.pathsep.join(filter(None, env.get("PYTHONPATH", "").split(os.pathsep)))
         try:
             with open(self.folder / "stderr.txt", "wb") as stderr:
                 self._process = subprocess.Popen(
@@ -112,7 +114,7 @@ class Child:
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
                     # libtpu's files of log lines are among those that go with the folder.
-                    env={**env, "TMPDIR": str(self.folder)},
+                    env={**env, "PYTHONPATH": path, "TMPDIR": str(self.folder)},
                     start_new_session=True,  # an interrupt is for this process, which ends it
                 )
         except BaseException:
