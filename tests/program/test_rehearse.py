@@ -250,6 +250,8 @@ def test_the_values_of_arguments():
         sr.rehearse(step_on, SIZES, args=(rows[:4],))
     with pytest.raises(ValueError, match="args has 2 arrays, not 1"):
         sr.rehearse(step_on, SIZES, args=(rows, rows))
+    with pytest.raises(ValueError, match="args has 0 arrays, not 1"):
+        sr.rehearse(step_on, SIZES, args=())
 
 
 def test_a_step_that_is_another_one_on_one_device():
@@ -258,6 +260,50 @@ def test_a_step_that_is_another_one_on_one_device():
 
     with pytest.raises(ValueError, match="other shapes or dtypes; let it use the mesh for"):
         sr.rehearse(step_on, SIZES)
+
+
+def test_a_step_that_has_another_number_of_results():
+    def step_on(mesh: Any) -> Any:
+        return scaled(mesh, lambda x: (x,) * mesh.size)
+
+    with pytest.raises(ValueError, match="it has more results, or fewer; let it use the mesh for"):
+        sr.rehearse(step_on, SIZES)
+
+
+@pytest.mark.parametrize("step", [lambda: jnp.ones(4), lambda: None])
+def test_a_step_that_needs_no_arrays(step):
+    with pytest.raises(ValueError, match="the step needs no array on fsdp=4,tp=2; give it an"):
+        sr.rehearse(lambda mesh: (jax.jit(step), ()), SIZES)
+
+
+def test_infinities_of_both_are_the_same():
+    step_on = partial(scaled, call=lambda x: jnp.where(x > 0, x, -jnp.inf))
+    assert not sr.rehearse(step_on, SIZES).findings
+    of_each = partial(scaled, call=lambda x: x.at[0, 0].set(jnp.inf))
+    (finding,) = sr.rehearse(of_each, SIZES).findings
+    assert "is inf sharded, and " in finding.message
+
+
+@pytest.mark.filterwarnings("error")
+def test_complex_numbers():
+    def step_on(mesh: Any) -> Any:
+        x = placed(mesh, (8, 8), "complex64", "fsdp", "tp")
+        return jax.jit(lambda x: (x @ x, x.real)), (x,)
+
+    assert not sr.rehearse(step_on, SIZES).findings
+    step_on = partial(scaled, call=lambda x: x + 1j * lax.axis_index("fsdp"), dtype="complex64")
+    assert [finding.kind for finding in sr.rehearse(step_on, SIZES).findings] == ["unequal"]
+
+
+def test_types_of_axes():
+    def step_on(mesh: Any) -> Any:
+        x, y = (placed(mesh, (8, 8), "float32", axis, None) for axis in SIZES)
+        product = partial(jnp.einsum, "ij,jk->ik", out_sharding=P("fsdp", None))
+        return jax.jit(product), (x, y)
+
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.sharding.AbstractMesh((4, 2), tuple(SIZES), axis_types=explicit)
+    assert not sr.rehearse(step_on, mesh).findings
 
 
 def test_a_step_that_is_too_large_for_this_machine():

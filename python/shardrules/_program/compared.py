@@ -85,17 +85,21 @@ def _compared_floats(
     wide = [x.astype("complex128" if np.iscomplexobj(x) else "float64") for x in arrays]
     before = _state_before(wide[0], arguments[0])
     if before is not None:
-        wide = [x - given[before].astype(x.dtype) for x, given in zip(wide, arguments, strict=True)]
-    size = float(np.abs(wide[0]).max(initial=0.0))
-    _, *by_rounding, by_shards = (float(np.abs(x - wide[0]).max(initial=0.0)) for x in wide)
+        wide = [
+            _change(x, given[before].astype(x.dtype))
+            for x, given in zip(wide, arguments, strict=True)
+        ]
+    size = _largest_finite(wide[0])
+    changes = [np.abs(_change(x, wide[0])) for x in wide[1:]]
+    *by_rounding, by_shards = (float(change.max(initial=0.0)) for change in changes)
     if not by_shards:
         return None, None
     whole, sharded = arrays[0], arrays[-1]
     # No measure is finer than the result's own last digit.
-    least = rounding_of(whole.dtype) * float(np.abs(whole).max())
+    least = rounding_of(whole.dtype) * _largest_finite(whole)
     allowed = max(_ROUNDINGS * max(by_rounding), least * (_ROUNDINGS if before is None else 1))
     allowed = allowed if rtol is None else rtol * size
-    place = np.unravel_index(int(np.abs(wide[-1] - wide[0]).argmax()), whole.shape)
+    place = np.unravel_index(int(changes[-1].argmax()), whole.shape)
     row = RehearsedLeaf(
         path,
         difference=by_shards / size if size else np.inf,
@@ -126,13 +130,25 @@ def rounding_of(dtype: Any) -> float:
 def _state_before(whole: Any, arguments: Sequence[Any]) -> int | None:
     """Return the argument that a result is the next state of; None if it is of none."""
     changes = {
-        number: float(np.abs(whole - value.astype(whole.dtype)).max(initial=0.0))
+        number: float(np.abs(_change(whole, value.astype(whole.dtype))).max(initial=0.0))
         for number, value in enumerate(arguments)
-        if value.shape == whole.shape and jnp.issubdtype(value.dtype, jnp.inexact)
+        if value.shape == whole.shape
+        and jnp.issubdtype(value.dtype, jnp.inexact)
+        and np.iscomplexobj(value) == np.iscomplexobj(whole)
     }
     number = min(changes, key=changes.__getitem__, default=None)
-    is_state = number is not None and changes[number] < np.abs(whole).max(initial=0.0) / _STATE
+    is_state = number is not None and changes[number] < _largest_finite(whole) / _STATE
     return number if is_state else None
+
+
+def _change(one: Any, other: Any) -> Any:
+    """Subtract; infinities that are the same, such as those of a mask, have not changed."""
+    with np.errstate(invalid="ignore"):
+        return np.where(one == other, 0, one - other)
+
+
+def _largest_finite(values: Any) -> float:
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
 
 
 def _first(is_one: Any) -> tuple[int, ...]:

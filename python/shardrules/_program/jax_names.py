@@ -101,7 +101,7 @@ def lowered_shardings(lowered: Any) -> tuple[list[Any], list[Any]] | None:
     )
     of_kept = dict(zip(sorted(arguments["kept_var_idx"]), inputs, strict=False))
     count = lowered.in_tree.num_leaves
-    if len(of_kept) != len(inputs) or max(of_kept, default=0) >= count:  # constants among them
+    if len(of_kept) != len(inputs) or max(of_kept, default=-1) >= count:  # constants among them
         return None
     return [of_kept.get(i) for i in range(count)], outputs
 

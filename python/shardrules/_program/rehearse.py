@@ -142,14 +142,20 @@ def rehearse(
             raise ValueError(f"rtol is {rtol}; it must be a share such as 1e-5")
     if args is not None:
         check_type("args", args, tuple, "the arguments of the step, as a tuple")
-    sizes = dict(as_mesh(mesh, "mesh").shape)
-    whole = _Lowered("whole", step_on, dict.fromkeys(sizes, 1))
-    sharded = _Lowered("sharded", step_on, sizes)
-    if whole.avals != sharded.avals:
-        raise ValueError(
-            f"step_on builds another step for {mesh_shown(sizes)} than for one device: its "
-            "arguments have other shapes or dtypes; let it use the mesh for shardings alone"
-        )
+    asked = as_mesh(mesh, "mesh")
+    sizes, types = dict(asked.shape), asked.axis_types
+    whole = _Lowered("whole", step_on, dict.fromkeys(sizes, 1), types)
+    sharded = _Lowered("sharded", step_on, sizes, types)
+    other = {
+        "its arguments have other shapes or dtypes": whole.avals != sharded.avals,
+        "it has more results, or fewer": whole.result_count != sharded.result_count,
+    }
+    for what, is_other in other.items():
+        if is_other:
+            raise ValueError(
+                f"step_on builds another step for {mesh_shown(sizes)} than for one device: {what}; "
+                "let it use the mesh for shardings alone"
+            )
     values, random = _values(sharded, args)
     moved = (_moved(values, sharded.rounding, seed) for seed in range(1, len(_RUNS)))
     arguments = [values, *moved]
@@ -174,8 +180,10 @@ def rehearse(
 class _Lowered:
     """A step that is lowered for a mesh, to be run elsewhere."""
 
-    def __init__(self, name: str, step_on: Callable[..., Any], sizes: dict[str, int]) -> None:
-        mesh = as_mesh(sizes, "mesh")
+    def __init__(
+        self, name: str, step_on: Callable[..., Any], sizes: dict[str, int], types: tuple[Any, ...]
+    ) -> None:
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
         step, self.args, *_ = step_parts(step_on(mesh), "step_on")
         check_step(step, self.args)
         self.name, self._sizes = name, sizes
@@ -185,9 +193,13 @@ class _Lowered:
         kept = kept_arguments(self._inner)
         if asked is None or shardings is None or kept is None:
             raise RuntimeError("this version of JAX does not say how a lowered step is compiled")
+        if len(asked.device_ids) != mesh.size:
+            raise ValueError(
+                f"the step needs no array on {mesh_shown(sizes)}; give it an argument that it uses"
+            )
         self.asked, self.kept = asked, kept
         infos = tree_util.tree_leaves(self._inner.args_info)
-        self.count = len(infos)
+        self.count, self.result_count = len(infos), self._inner.out_tree.num_leaves
         self.avals = [_stored(infos[leaf]) for leaf in kept]
         """Dtype and shape of the arguments that it uses, as they are stored."""
         self._specs = [[*s.spec] if (s := shardings[0][leaf]) else [] for leaf in kept]
@@ -207,7 +219,7 @@ class _Lowered:
 
     def output_paths(self, text: str) -> list[str]:
         """Return the path of each result of the program."""
-        inner, count = self._inner, self._inner.out_tree.num_leaves
+        inner, count = self._inner, self.result_count
         inputs: list[Any] = [None] * inner.in_tree.num_leaves
         live = LiveRanges("", "")  # of which nothing is asked
         stored = StoredProgram(inner, inputs, [None] * count, text, peak=0, live=live)
@@ -228,7 +240,10 @@ def _stored(info: Any) -> tuple[str, tuple[int, ...]]:
 def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> tuple[list[Any], list[int]]:
     """Return the arguments that a step uses, as they are given or random; and which are random."""
     given = tree_util.tree_leaves(
-        [arg.abstract() if isinstance(arg, Plan) else arg for arg in args or lowered.args]
+        [
+            arg.abstract() if isinstance(arg, Plan) else arg
+            for arg in (lowered.args if args is None else args)
+        ]
     )
     if len(given) != lowered.count:  # such as of modules, which their library splits
         if args is not None:
@@ -252,6 +267,8 @@ def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> tuple[list[Any],
 
 
 def _random(dtype: Any, shape: tuple[int, ...], rows: int, generator: np.random.Generator) -> Any:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return (generator.normal(size=shape) + 1j * generator.normal(size=shape)) / 10
     if jnp.issubdtype(dtype, jnp.inexact):
         return generator.normal(size=shape) / 10
     if dtype == np.bool_:
